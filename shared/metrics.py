@@ -12,6 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 
+from shared.subjects import SERVICES
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -82,6 +84,17 @@ def collected(
         known[name] = _Source()
         target.register(known[name])
     known[name].collect_now = collect
+
+
+def keep_own(service: str, *, registry: CollectorRegistry | None = None) -> None:
+    """Forget what the modules of other services have made here (`kvasir_<service>_…`): a process that was
+    forked from one that had loaded them all tells its own alone."""
+    target = registry or REGISTRY
+    made = _made.get(target, {})
+    for name in list(made):
+        owner = name.split("_")[1]
+        if owner in SERVICES and owner != service:
+            target.unregister(made.pop(name))
 
 
 def render(registry: CollectorRegistry | None = None) -> bytes:

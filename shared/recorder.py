@@ -102,6 +102,11 @@ class Recorder:
         self._most_rows = most_rows
         self._rows = 0
 
+    @property
+    def instance(self) -> str:
+        """Whose it is."""
+        return self._origin[1]
+
     def note(self, kind: str, request_id: str = "", **fields: Any) -> None:
         """Something happened now; `fields` hold what msgpack can, and are not changed afterwards."""
         self._notes.append((next(self._seqs), self._clock(), kind, request_id, fields))

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 
 PREFIX = "kvasir.v1"
+_INBOX = "_INBOX_"
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 SERVICES = ("gateway", "scheduler", "predictor", "placement", "ledger", "worker")
@@ -32,6 +33,8 @@ SCHEDULER_MOVED = f"{PREFIX}.evt.scheduler.moved"
 """A migration is over, whichever way."""
 PLACEMENT_WANTED = f"{PREFIX}.evt.placement.wanted"
 """How many workers should run, and which need not."""
+PLACEMENT_ROLES = f"{PREFIX}.evt.placement.roles"
+"""Which workers compute prompts, which write answers."""
 GATEWAY_FINISHED = f"{PREFIX}.evt.gateway.finished"
 ANY_GATEWAY_REPORTED = f"{PREFIX}.evt.gateway.reported.*"
 ANY_WORKER_REPORTED = f"{PREFIX}.evt.worker.reported.*"
@@ -109,6 +112,11 @@ worker_extend = Signed(f"{PREFIX}.cmd.worker.extend")
 """To the worker that takes a sequence over, from its gateway."""
 worker_acknowledge = Signed(f"{PREFIX}.cmd.worker.acknowledge")
 
+gateway_shadow = Signed(f"{PREFIX}.cmd.gateway.shadow")
+"""From a gateway to the one that would take its answers over."""
+gateway_claim = Signed(f"{PREFIX}.cmd.gateway.claim")
+"""From a gateway whose client asks for an answer that another may have."""
+
 scheduler_submit = Named(f"{PREFIX}.cmd.scheduler.submit")
 """From that gateway."""
 scheduler_cancel = Named(f"{PREFIX}.cmd.scheduler.cancel")
@@ -159,7 +167,12 @@ _SEEN = tuple(
 
 def inbox_prefix(user: str) -> str:
     """Where the answers to a user's own questions arrive; nobody else may listen there."""
-    return f"_INBOX_{checked_id(user)}"
+    return f"{_INBOX}{checked_id(user)}"
+
+
+def is_inbox(subject: str) -> bool:
+    """Whether answers arrive there. nats-py tells of refused subjects in small letters."""
+    return subject.upper().startswith(_INBOX)
 
 
 def micro_name(service: str) -> str:
@@ -201,10 +214,17 @@ def _gateway(me: str) -> Permissions:
             worker_acknowledge.by(me),
             gateway_reported(me),
             GATEWAY_FINISHED,
+            gateway_shadow.by(me),
+            gateway_claim.by(me),
             *_SEEN,
         ),
         subscribe=(
             tokens.to(me),
+            gateway_shadow.to(me),
+            gateway_claim.to(me),
+            ANY_GATEWAY_REPORTED,
+            BUS_CONNECTED,
+            BUS_DISCONNECTED,
             ANY_WORKER_REPORTED,
             SCHEDULER_ANNOUNCED,
             SCHEDULER_WORKER_LOST,
@@ -235,6 +255,7 @@ def _scheduler(me: str) -> Permissions:
             ANY_WORKER_STEPPED,
             ANY_GATEWAY_REPORTED,
             ANY_PREDICTOR_REVISED,
+            PLACEMENT_ROLES,
             BUS_CONNECTED,
             BUS_DISCONNECTED,
         ),
@@ -250,7 +271,7 @@ def _predictor(me: str) -> Permissions:
 
 def _placement(_: str) -> Permissions:
     return Permissions(
-        publish=(*_to_any_worker("prefixes"), SCHEDULER_MOVE, PLACEMENT_WANTED),
+        publish=(*_to_any_worker("prefixes"), SCHEDULER_MOVE, PLACEMENT_WANTED, PLACEMENT_ROLES),
         subscribe=(
             PLACEMENT_PLACE,
             ANY_WORKER_REPORTED,

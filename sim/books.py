@@ -8,6 +8,7 @@ with the policy's name for it nowhere in sight: the simulator trusts none. Knows
 
 from dataclasses import dataclass
 
+from services.placement.core.speeds import plain_tokens
 from services.scheduler.policy.contract import (
     PlannedBatch,
     PlannedDecode,
@@ -33,12 +34,18 @@ class Held:
     allocated_blocks: int = 0
     cached_tokens: int = 0
     """A chunk may begin up to here: the worker has what precedes it."""
+    carried_tokens: int = 0
+    """Came along from another worker: they are there when it begins."""
     is_decoding: bool = False
     was_evicted: bool = False
     """Its next prefill repeats what was computed before."""
     has_decoded: bool = False
     ran_until_s: float = -1.0
     """End of the last step it took part in; -1 before the first."""
+    token_s: float = -1.0
+    """When its latest token was there; -1 before the first."""
+    goes_to: int | None = None
+    """The worker that it is handed over to between two steps."""
 
     @property
     def remaining_tokens(self) -> int:
@@ -146,6 +153,12 @@ class WorkerBooks:
         held.computed_tokens = computed_tokens
         held.generated_tokens += new_tokens
 
+    def take(self, held: Held) -> None:
+        """It is here from now, from nothing or from another worker."""
+        key = held.record.request.key
+        self.held[key] = held
+        self.over.discard(key)
+
     def end(self, held: Held) -> None:
         key = held.record.request.key
         self._free(held)
@@ -158,3 +171,30 @@ class WorkerBooks:
         assert self.computed_tokens == sum(held.computed_tokens for held in self.held.values())
         for held in self.held.values():
             assert held.computed_tokens <= held.allocated_blocks * self.shape.block_tokens
+
+
+def spoken_for_blocks(books: WorkerBooks, block_tokens: int) -> int:
+    """That its sequences have, or need at least."""
+    return sum(
+        max(held.allocated_blocks, -(-held.prefill_tokens // block_tokens)) for held in books.held.values()
+    )
+
+
+def pending(books: WorkerBooks) -> int:
+    """Tokens of prompts there that are not computed."""
+    held = (each for each in books.held.values() if not each.is_decoding)
+    return sum(max(0, each.prefill_tokens - max(each.computed_tokens, each.cached_tokens)) for each in held)
+
+
+def plain_pending(books: WorkerBooks, preceding_share: float) -> float:
+    """The same as plain tokens; of what was not begun, without what is expected to be cached."""
+    total = 0.0
+    for held in books.held.values():
+        if held.is_decoding:
+            continue
+        first, end = max(held.computed_tokens, held.cached_tokens), held.prefill_tokens
+        if first == 0:
+            first = min(held.record.expected_tokens, end - 1)
+        if first < end:
+            total += plain_tokens(first, end, preceding_share)
+    return total

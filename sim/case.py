@@ -15,7 +15,8 @@ from shared.errors import ConfigError
 from sim.predictors import find_predictor
 from sim.requests import ServedRecord, SimRequest
 from sim.routers import find_router
-from sim.simulation import Outcome, Setup, Simulation
+from sim.setup import Outcome, Setup
+from sim.simulation import Simulation
 from sim.workloads import Source, poisson_requests, trace_requests, training_requests
 
 TRAINING_REQUESTS = 3000

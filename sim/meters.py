@@ -4,7 +4,9 @@ Also plays the live worker's speed meter: it tells the policy prefill and decode
 Changes records, decides nothing.
 """
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from time import perf_counter
 
 from services.scheduler.policy.contract import BatchPolicy, PlannedBatch
@@ -12,6 +14,7 @@ from sim.books import Held, WorkerBooks
 
 TELL_INTERVAL_S = 0.25
 """Of simulated time, as between heartbeats."""
+GAP_S = 0.0005
 _WEIGHT = 0.1
 _LEAST_PREFILL_TOKENS = 16
 
@@ -29,10 +32,15 @@ class WorkerMeter:
     planning_s: float = 0.0
     longest_plan_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
+    prefill_context_tokens: float = 0.0
     decode_step_s: float = 0.0
     told_s: float = -1.0
     told_decode_step_s: float = 0.0
     """As of the latest heartbeat."""
+    gaps: Counter[int] = field(default_factory=Counter)
+    """Times between two tokens of one answer, by whole units of `GAP_S`."""
+    warm_s: float = 0.0
+    """Tokens before that are not in `gaps`."""
 
     def time_plan(self, policy: BatchPolicy, now_s: float) -> PlannedBatch | None:
         start_s = perf_counter()
@@ -44,9 +52,16 @@ class WorkerMeter:
         return batch
 
     def on_stretch(
-        self, books: WorkerBooks, chunk_tokens: int, decodes: int, steps: int, took_s: float
+        self,
+        books: WorkerBooks,
+        chunk_tokens: int,
+        decodes: int,
+        steps: int,
+        took_s: float,
+        preceding_tokens: int = 0,
     ) -> None:
-        """`steps` equal steps are over; the books are as before them."""
+        """`steps` equal steps are over; the books are as before them. `preceding_tokens`: before each prompt
+        token, summed up."""
         self.busy_s += took_s
         self.steps += steps
         self.forward_tokens += chunk_tokens + decodes * steps
@@ -58,6 +73,9 @@ class WorkerMeter:
         elif chunk_tokens >= _LEAST_PREFILL_TOKENS:
             prefill_s = max(step_s - (self.decode_step_s if decodes else 0.0), 0.1 * step_s)
             self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, chunk_tokens / prefill_s)
+            self.prefill_context_tokens += _WEIGHT * (
+                preceding_tokens / chunk_tokens - self.prefill_context_tokens
+            )
 
     def tell(self, policy: BatchPolicy, now_s: float) -> None:
         """Measured speeds, as often as a heartbeat would bring them."""
@@ -78,10 +96,25 @@ class WorkerMeter:
         held.ran_until_s = end_s
         if is_over and record.first_token_s < 0:
             record.first_token_s = end_s
+        elif is_over:
+            self.note_gaps(end_s, end_s - held.token_s, 1)
+        if is_over:
+            held.token_s = end_s
 
-    def on_decode(self, held: Held, start_s: float, end_s: float) -> None:
+    def note_gaps(self, now_s: float, gap_s: float, count: int) -> None:
+        """So many times of that length between two tokens of one answer."""
+        if now_s >= self.warm_s:
+            self.gaps[round(gap_s / GAP_S)] += count
+
+    def on_decode(self, held: Held, start_s: float, end_s: float, steps: int = 1) -> None:
+        """`steps` equal steps."""
         record = held.record
         idle_s = start_s - held.ran_until_s
+        step_s = (end_s - start_s) / steps
+        self.note_gaps(end_s, start_s - held.token_s + step_s, 1)
+        if steps > 1:
+            self.note_gaps(end_s, step_s, steps - 1)
+        held.token_s = end_s
         if not held.has_decoded:
             held.has_decoded = True
             record.gt_wait_s += idle_s
@@ -90,6 +123,19 @@ class WorkerMeter:
             record.pauses += idle_s > 1e-9 and not held.was_evicted
         record.decode_s += end_s - start_s
         held.ran_until_s = end_s
+
+
+def gap_quantile_s(meters: Iterable[WorkerMeter], share: float) -> float:
+    """That share of the times between two tokens, of all answers, is at most so long; 0: there are none."""
+    gaps: Counter[int] = Counter()
+    for meter in meters:
+        gaps.update(meter.gaps)
+    left = share * gaps.total()
+    for gap in sorted(gaps):
+        left -= gaps[gap]
+        if left <= 0:
+            return gap * GAP_S
+    return 0.0
 
 
 def _blend(old: float, new: float) -> float:

@@ -44,6 +44,9 @@ class ServedRecord:
     worker: int = 0
     first_token_s: float = -1.0
     end_s: float = -1.0
+    first_late_s: float = 0.0
+    end_late_s: float = 0.0
+    """So long after that its client has the first token, and the last, where cores are shared."""
     queue_s: float = 0.0
     """Arrival to the first chunk of its prompt."""
     prefill_s: float = 0.0
@@ -59,6 +62,8 @@ class ServedRecord:
     """The same, when its worker was chosen."""
     evictions: int = 0
     """Its KV was given up, to be computed again."""
+    handovers: int = 0
+    """It went on at another worker, with its KV."""
     pauses: int = 0
     """Its decoding was interrupted while its KV stayed."""
 

@@ -1,5 +1,5 @@
 """Which simulated worker a request goes to, among those that take it: `least_work`, `round_robin`, and the
-live placement policies by name. Who takes it is the live rule (`services/placement/core/fleet.py:seat`)."""
+live placement policies by name. Who takes it is the live rule (`services/placement/core/seating.py:seat`)."""
 
 from collections.abc import Sequence
 

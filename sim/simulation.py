@@ -6,80 +6,44 @@ rules: algorithms.md §1; `sim/worker.py` on plans made ahead.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 
 from msgspec import structs
 
-from services.placement.core.fleet import Opening, seat
 from services.placement.core.prefix_index import NOTHING, CachedTokens
-from services.placement.policy.contract import PlacementPolicy
+from services.placement.core.roles import Landing, Role, WorkerLoad
+from services.placement.core.seating import Opening, seat
+from services.placement.core.speeds import PromptSpeeds
 from services.scheduler.core.rules import PLACEMENT_BATCH
 from services.scheduler.policy import find_policy
 from services.scheduler.policy.contract import (
     PlannedBatch,
-    PolicySettings,
-    QueueOrder,
     Task,
-    WorkerShape,
     priority_in,
     queue_order,
 )
-from services.scheduler.policy.fleet_queue import FEED_SEQUENCES, Feed, FleetQueue, Rank
+from services.scheduler.policy.fleet_queue import Feed, FleetQueue, Rank
 from services.scheduler.policy.options import passing_share
 from services.scheduler.policy.waiting_queue import PassingBudget
-from services.worker.core.costs.base import CostModel
 from shared.messages.commands import PlacementItem, WaitingAhead
 from shared.messages.sequence import SequenceKey, SequenceRef
-from sim.books import Held, WorkerBooks
+from sim.books import Held, WorkerBooks, pending, plain_pending, spoken_for_blocks
+from sim.cores import SharedCores
 from sim.events import EventQueue, Priority
+from sim.handover import Transfer, Transfers
 from sim.meters import WorkerMeter
-from sim.predictors import SimPredictor
 from sim.prefixes import SimPrefixes
 from sim.requests import ServedRecord, SimRequest
-from sim.routers import LeastWork
+from sim.setup import Outcome, Setup
 from sim.worker import SimWorker
+
+ROLES_EPOCH_S = 1.0
+"""Between two looks at roles."""
 
 
 class WedgeError(AssertionError):
     """Requests are unfinished, and nothing will ever happen again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """Everything but the requests."""
-
-    policy: str
-    shape: WorkerShape
-    settings: PolicySettings
-    cost: CostModel
-    predictor: SimPredictor
-    workers: int = 1
-    router: PlacementPolicy = field(default_factory=LeastWork)
-    queue: QueueOrder | None = None
-    """In which order requests wait for a worker; None: as the policy wants it."""
-    places: int = FEED_SEQUENCES
-    """So many may wait at a worker without memory for them; 0: a request is placed where memory is free."""
-    outstanding_steps: int = 2
-    ahead_s: float = 0.0
-    """Where steps are short, plans reach so far ahead; the live scheduler's value is 0.008."""
-    prediction_delay_s: float = 0.0
-    """0: the prediction is there when the request arrives."""
-    cache_blocks: int = 0
-    """Each worker keeps so many blocks of prompts, of the trace's own size; 0: none."""
-    cache_block_tokens: int = 512
-    is_checked: bool = False
-    """Call the policy's own `check_integrity` after every event: slow."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """One run, drained."""
-
-    records: list[ServedRecord]
-    meters: list[WorkerMeter]
-    shape: WorkerShape
-    end_s: float
 
 
 class Simulation:
@@ -92,6 +56,7 @@ class Simulation:
         on_end: Callable[[ServedRecord], None] | None = None,
     ) -> None:
         factory = find_policy(setup.policy)
+        self._cores = None if setup.cores is None else SharedCores(setup.cores, setup.workers)
         self._setup = setup
         self._events: EventQueue[tuple[Callable[..., None], tuple[object, ...]]] = EventQueue()
         self._requests = sorted(requests, key=lambda request: (request.arrival_s, request.index))
@@ -101,11 +66,14 @@ class Simulation:
                 factory(setup.shape, setup.settings),
                 WorkerBooks(setup.shape, setup.settings, {}, set()),
                 setup.cost,
-                WorkerMeter(),
+                WorkerMeter(warm_s=setup.warm_s),
                 setup.outstanding_steps,
                 setup.ahead_s,
+                followed_s=setup.step_ends_s[index] if index < len(setup.step_ends_s) else (),
+                cores=self._cores,
+                number=index,
             )
-            for _ in range(setup.workers)
+            for index in range(setup.workers)
         ]
         budget = PassingBudget(passing_share(setup.settings.options))
         self._feed = Feed(setup.places)
@@ -116,8 +84,17 @@ class Simulation:
         self._prefixes: SimPrefixes | None = None
         if setup.cache_blocks:
             self._prefixes = SimPrefixes(self._names, setup.cache_blocks, setup.cache_block_tokens)
-            for index, worker in enumerate(self._workers):
-                worker.on_begin = partial(self._find_prefix, index)
+        for index, worker in enumerate(self._workers):
+            worker.on_begin = partial(self._find_prefix, index)
+            if setup.found_tokens and not setup.cache_blocks:
+                worker.on_begin = partial(self._find_again, worker)
+        self._speeds = PromptSpeeds()
+        self._transfers = Transfers(setup.wire)
+        self._epoch_s = 0.0
+        if setup.roles is not None:
+            setup.roles.on_workers(self._names)
+        self._given: dict[SequenceKey, Task] = {}
+        """Of those at workers, where some are to be handed over."""
         self._is_plan_due = [False] * setup.workers
         self._tasks: dict[SequenceKey, Task] = {}
         """Of those in the queue."""
@@ -170,6 +147,8 @@ class Simulation:
         )
         self._queue.add(task, request.tenant)
         self._tasks[request.key] = task
+        if self._cores is not None:
+            self._cores.arrive(self._events.now_s)
         if not is_known:
             self._push_answer(request, 0)
         self._hand_out()
@@ -178,6 +157,7 @@ class Simulation:
     def _hand_out(self) -> None:
         """From the queue to the workers, as long as some get one: the live scheduler's questions, and their
         answers at once."""
+        self._settle_roles()
         is_over = False
         while not is_over and (keys := self._queue.next(PLACEMENT_BATCH)):
             ahead = self._feed.ahead(self._queue.rank(keys[0]))
@@ -187,18 +167,22 @@ class Simulation:
             answers = seat(items, self._openings(ahead), self._setup.router, self._cached)
             for key, chosen in zip(keys, answers, strict=True):
                 if chosen is not None:
-                    self._give(key, int(chosen))
+                    self._give(key, self._setup.placed.get(key, int(chosen)))
             is_over = not any(answers) or not len(self._queue)
 
     def _give(self, key: SequenceKey, index: int) -> None:
         worker, record, task = self._workers[index], self._records[key], self._tasks.pop(key)
         rank = self._ranks[key] = self._queue.start(key)
         record.worker = index
-        worker.books.held[key] = Held(record)
+        worker.books.take(Held(record))
+        if self._setup.roles is not None:
+            self._given[key] = task
         if self._prefixes is not None and record.request.names:
             name, names, now_s = self._names[index], record.request.names, self._events.now_s
             record.expected_tokens = sum(self._prefixes.expected(name, names, now_s))
             self._prefixes.expect(name, names, now_s)
+        if self._setup.roles is not None:
+            self._setup.roles.on_placed(key, task.prompt_tokens, record.expected_tokens, self._events.now_s)
         self._feed.add(self._names[index], key, rank, task.prompt_tokens)
         worker.policy.on_arrival(structs.replace(task, priority=rank[0]), self._events.now_s)
         worker.is_urgent = True
@@ -222,23 +206,36 @@ class Simulation:
 
     def _openings(self, ahead: WaitingAhead) -> list[Opening]:
         crowds = {crowd.worker_id: crowd.places for crowd in ahead.crowds}
+        roles = self._setup.roles
         names = [name for name in ahead.only or self._names if name not in ahead.closed]
+        names = [name for name in names if roles is None or roles.role_of(name).may_prefill]
         return [self._opening(name, crowds.get(name, ahead.places)) for name in names]
 
     def _opening(self, name: str, places: int) -> Opening:
         worker, shape = self._workers[int(name)], self._setup.shape
+        meter, speeds = worker.meter, self._speeds
+        speeds.on_measured(name, meter.prefill_tokens_per_s, meter.prefill_context_tokens)
+        rate = speeds.alone(name)
+        share = speeds.preceding_token_s * rate
         return Opening(
             worker_id=name,
             block_tokens=shape.block_tokens,
             total_blocks=shape.capacity_blocks,
             most_tokens=1 << 62,
-            free_blocks=shape.capacity_blocks - _spoken_for(worker, shape.block_tokens),
+            free_blocks=self._free_blocks(int(name)),
             sequences=len(worker.books.held),
             places=places,
-            pending_tokens=_pending(worker),
-            prefill_tokens_per_s=worker.meter.prefill_tokens_per_s,
+            pending_tokens=plain_pending(worker.books, share),
+            prefill_tokens_per_s=rate,
             decode_step_s=worker.meter.decode_step_s,
+            preceding_share=share,
         )
+
+    def _free_blocks(self, index: int) -> int:
+        """That nothing there needs, and nothing that is on its way there."""
+        size, worker = self._setup.shape.block_tokens, self._workers[index]
+        spoken_for = spoken_for_blocks(worker.books, size) + self._transfers.promised_blocks(index, size)
+        return self._setup.shape.capacity_blocks - spoken_for
 
     def _push_answer(self, request: SimRequest, generated_tokens: int) -> None:
         at_s = self._events.now_s + self._setup.prediction_delay_s
@@ -292,12 +289,15 @@ class Simulation:
         if not worker.is_current(serial):
             return
         running = list(worker.books.held.values()) if self._prefixes is not None else []
+        began_s, chunks = worker.chunks()
         ended = worker.advance(self._events.now_s)
         for held in running:
             self._keep_prefix(index, held)
         for held in ended:
             self._feed.discard(self._names[index], held.record.request.key)
             self._note_end(held.record)
+        if self._setup.roles is not None:
+            self._send_on(index, began_s, chunks)
         self._refresh(worker)
         self._note_speeds(worker)
         self._check(worker)
@@ -308,9 +308,15 @@ class Simulation:
 
     def _find_prefix(self, index: int, held: Held) -> None:
         """It begins: what the worker has of its prompt, in whole blocks, all but the last token."""
+        key = held.record.request.key
+        carried_tokens, held.carried_tokens = held.carried_tokens, 0
+        if carried_tokens:
+            held.cached_tokens = carried_tokens
+            self._workers[index].policy.on_prefix_hit(key, carried_tokens, self._events.now_s)
+            return
+        held.cached_tokens = 0
         if self._prefixes is None:
             return
-        key = held.record.request.key
         found = self._prefixes.find(self._names[index], held.record.request.names)
         if held.record.first_token_s < 0:
             held.record.cached_tokens = found
@@ -318,10 +324,131 @@ class Simulation:
         if held.cached_tokens:
             self._workers[index].policy.on_prefix_hit(key, held.cached_tokens, self._events.now_s)
 
+    def _find_again(self, worker: SimWorker, held: Held) -> None:
+        """It begins: what it found in the run that is replayed."""
+        key = held.record.request.key
+        held.cached_tokens = min(self._setup.found_tokens.get(key, 0), held.prefill_tokens - 1)
+        if held.cached_tokens:
+            worker.policy.on_prefix_hit(key, held.cached_tokens, self._events.now_s)
+
     def _keep_prefix(self, index: int, held: Held) -> None:
         """Its prompt has just been computed."""
         if self._prefixes is not None and held.record.first_token_s == self._events.now_s:
             self._prefixes.keep(self._names[index], held.record.request.names)
+
+    # Roles, and hand-overs
+
+    def _settle_roles(self) -> None:
+        """Every second, as placement does."""
+        roles, now_s = self._setup.roles, self._events.now_s
+        if roles is None or now_s < self._epoch_s:
+            return
+        self._epoch_s = now_s + ROLES_EPOCH_S
+        waiting_tokens = sum(task.prompt_tokens for task in self._tasks.values())
+        loads = [self._load(index) for index in range(len(self._workers))]
+        roles.on_epoch(loads, waiting_tokens, self._setup.settings.token_budget, now_s)
+
+    def _load(self, index: int) -> WorkerLoad:
+        worker, shape = self._workers[index], self._setup.shape
+        contexts = [held.computed_tokens for held in worker.books.held.values() if held.is_decoding]
+        return WorkerLoad(
+            self._names[index],
+            shape.capacity_blocks * shape.block_tokens,
+            sum(contexts),
+            len(contexts),
+            pending(worker.books),
+            worker.meter.prefill_tokens_per_s,
+            worker.meter.decode_step_s,
+            self._setup.wire.tokens_per_s,
+            worker.meter.prefill_context_tokens,
+        )
+
+    def _send_on(self, index: int, began_s: float, chunks: Sequence[tuple[Held, int]]) -> None:
+        """After a stretch at `index`: what it computed of prompts is sent, and who is there goes."""
+        worker, now_s = self._workers[index], self._events.now_s
+        for held in worker.left:
+            self._arrive(held)
+        worker.left.clear()
+        assert self._setup.roles is not None
+        if self._setup.roles.role_of(self._names[index]) is not Role.PREFILL:
+            return
+        for held, tokens in chunks:
+            if held.record.request.key in worker.books.held:
+                self._send(index, held, tokens, began_s)
+        for held in list(worker.books.held.values()):
+            if held.is_decoding and held.record.request.key not in self._transfers.under_way:
+                self._send(index, held, held.computed_tokens, now_s)
+
+    def _send(self, index: int, held: Held, tokens: int, began_s: float) -> None:
+        key, now_s = held.record.request.key, self._events.now_s
+        one = self._transfers.under_way.get(key)
+        if one is None:
+            target = self._landing(index, held)
+            if target is None:
+                return
+            one = self._transfers.under_way[key] = Transfer(held, self._given[key], index, target)
+            tokens = held.computed_tokens
+        if one.is_due:
+            return
+        arrives_s = self._transfers.send(one, tokens, began_s, now_s)
+        if held.is_decoding:
+            one.is_due = True
+            self._events.push(max(now_s, arrives_s), Priority.ARRIVAL, (self._on_sent, (one,)))
+
+    def _landing(self, index: int, held: Held) -> int | None:
+        """Where it goes on; None: nobody has room."""
+        roles, size = self._setup.roles, self._setup.shape.block_tokens
+        assert roles is not None
+        needed = -(-(held.prefill_tokens + 1) // size) + 1
+        now_s = self._events.now_s
+        landings = [
+            Landing(self._load(at), self._transfers.wait_s(index, at, now_s))
+            for at, name in enumerate(self._names)
+            if at != index and roles.role_of(name).may_decode and self._free_blocks(at) >= needed
+        ]
+        chosen = roles.hand_over(held.computed_tokens, self._load(index), landings).worker_id
+        return None if chosen is None else int(chosen)
+
+    def _on_sent(self, one: Transfer) -> None:
+        """Its KV is at the target: it goes there after the step that runs."""
+        worker, key = self._workers[one.source], one.held.record.request.key
+        if worker.books.held.get(key) is not one.held or not one.held.is_decoding:
+            self._transfers.under_way.pop(key, None)
+            return
+        one.held.goes_to = one.target
+        if worker.can_leave(one.held):
+            worker.hand_over(one.held, self._events.now_s)
+            for held in worker.left:
+                self._arrive(held)
+            worker.left.clear()
+            self._push_plan(one.source)
+            return
+        before = worker.stretch_end()
+        worker.end_after_step(self._events.now_s)
+        after = worker.stretch_end()
+        if after is not None and after != before:
+            self._events.push(after[0], Priority.STEP, (self._on_stretch_end, (one.source, after[1])))
+
+    def _arrive(self, left: Held) -> None:
+        """It goes on where it was sent, and computes its last, unfinished block there."""
+        record, now_s = left.record, self._events.now_s
+        key, size = record.request.key, self._setup.shape.block_tokens
+        one = self._transfers.under_way.pop(key)
+        held = replace(left, allocated_blocks=0, computed_tokens=0, is_decoding=False, goes_to=None)
+        held.carried_tokens = held.cached_tokens = (held.prefill_tokens - 1) // size * size
+        held.was_evicted = True
+        target = self._workers[one.target]
+        record.worker = one.target
+        record.handovers += 1
+        target.books.take(held)
+        if self._prefixes is not None:
+            self._prefixes.keep(self._names[one.target], record.request.names)
+        self._feed.discard(self._names[one.source], key)
+        self._feed.add(self._names[one.target], key, self._ranks[key], 0)
+        task = structs.replace(one.task, generated_tokens=held.generated_tokens, priority=self._ranks[key][0])
+        target.policy.on_arrival(task, now_s)
+        target.is_urgent = True
+        self._push_plan(one.target)
 
     def _refresh(self, worker: SimWorker) -> None:
         """What a predictor that reads along says anew of the answers there."""
@@ -344,6 +471,9 @@ class Simulation:
 
     def _note_end(self, record: ServedRecord) -> None:
         self._ended += 1
+        if self._setup.roles is not None:
+            roles, request = self._setup.roles, record.request
+            roles.on_ended(request.key, request.output_tokens)
         self._queue.end(record.request.key, record.request.output_tokens)
         self._setup.predictor.observe(record.request)
         if self._on_end is not None:
@@ -353,17 +483,3 @@ class Simulation:
         if self._setup.is_checked:
             worker.policy.check_integrity()
             worker.books.check_integrity()
-
-
-def _spoken_for(worker: SimWorker, block_tokens: int) -> int:
-    """Blocks that its sequences have, or need at least."""
-    return sum(
-        max(held.allocated_blocks, -(-held.prefill_tokens // block_tokens))
-        for held in worker.books.held.values()
-    )
-
-
-def _pending(worker: SimWorker) -> int:
-    """Tokens of prompts there that are not computed."""
-    held = (each for each in worker.books.held.values() if not each.is_decoding)
-    return sum(max(0, each.prefill_tokens - max(each.computed_tokens, each.cached_tokens)) for each in held)

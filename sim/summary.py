@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sim.requests import ServedRecord
-from sim.simulation import Outcome
+from sim.setup import Outcome
 
 PARTS = ("queue_s", "prefill_s", "gt_wait_s", "decode_s", "preempted_s")
 

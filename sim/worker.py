@@ -11,9 +11,9 @@ A *stretch* is a run of equal steps of one plan in which no answer ends and noth
 however many steps. Knows nothing of arrivals, predictors and other workers.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import ceil
@@ -21,9 +21,12 @@ from math import ceil
 from services.scheduler.policy.contract import BatchPolicy, PlannedBatch, PlannedPrefill
 from services.worker.core.costs.base import CostModel, split_singles
 from sim.books import Held, WorkerBooks
+from sim.cores import SharedCores
 from sim.meters import WorkerMeter
 
 MAX_OUTSTANDING_PLANS = 4
+_LEAST_FOLLOWED, _MOST_FOLLOWED = 0.3, 3.0
+"""A recorded step may have taken so much less or more than the cost says."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,6 +86,13 @@ class SimWorker:
     """Something arrived: a long plan may be cut for it."""
     on_begin: Callable[[Held], None] = lambda held: None
     """Called with each whose prompt is about to be begun, before its step is timed."""
+    followed_s: Sequence[float] = ()
+    """Ends of recorded steps: one that ends about when a recorded one did ends with it."""
+    cores: SharedCores | None = None
+    number: int = 0
+    """Of this worker, on those cores."""
+    left: list[Held] = field(default_factory=list)
+    """Handed over, and not taken by the driver yet."""
     _plans: deque[Sent] = field(default_factory=deque)
     _running: Running | None = None
     _stretch: Stretch | None = None
@@ -185,9 +195,34 @@ class SimWorker:
         durations_s = [
             self.cost.step_s(chunks, count, context_tokens + step * count) for step in range(steps)
         ]
-        ends_s = list(accumulate(durations_s, initial=now_s))[1:]
+        if self.cores is not None:
+            ends_s = self.cores.ends_s(self.number, durations_s, now_s)
+        elif self.followed_s:
+            ends_s = self._followed(durations_s, now_s)
+        else:
+            ends_s = list(accumulate(durations_s, initial=now_s))[1:]
         self._serial += 1
         self._stretch = Stretch(now_s, ends_s, self._serial)
+
+    def _followed(self, durations_s: Sequence[float], now_s: float) -> list[float]:
+        """Where recorded steps ended that took about as long, else as long as the cost says."""
+        ends_s, begin_s = [], now_s
+        for duration_s in durations_s:
+            at = bisect_left(self.followed_s, begin_s + _LEAST_FOLLOWED * duration_s)
+            is_there = at < len(self.followed_s)
+            if is_there and self.followed_s[at] <= begin_s + _MOST_FOLLOWED * duration_s:
+                begin_s = self.followed_s[at]
+            else:
+                begin_s += duration_s
+            ends_s.append(begin_s)
+        return ends_s
+
+    def chunks(self) -> tuple[float, list[tuple[Held, int]]]:
+        """Since when the present stretch runs, and whose prompts are computed in it, so many tokens each."""
+        if self._running is None or self._stretch is None:
+            return 0.0, []
+        parts = [(held, item.end_token - item.first_token) for held, item in self._running.prefills]
+        return self._stretch.start_s, parts
 
     def advance(self, now_s: float) -> list[Held]:
         """The present stretch is over: who ended with it. The policy hears of the ends first, then of the
@@ -196,12 +231,24 @@ class SimWorker:
         assert running is not None
         assert stretch is not None
         steps = len(stretch.ends_s)
-        chunk_tokens = sum(item.end_token - _begins(held, item) for held, item in running.prefills)
-        self.meter.on_stretch(self.books, chunk_tokens, len(running.decodes), steps, now_s - stretch.start_s)
+        chunks = [(_begins(held, item), item.end_token) for held, item in running.prefills]
+        chunk_tokens = sum(end - first for first, end in chunks)
+        preceding_tokens = sum((end * end - first * first) // 2 for first, end in chunks)
+        took_s = now_s - stretch.start_s
+        self.meter.on_stretch(self.books, chunk_tokens, len(running.decodes), steps, took_s, preceding_tokens)
+        prompts, decodes = [held for held, _ in running.prefills], len(running.decodes)
         ended = self._account(running, stretch.start_s, now_s, steps)
+        if self.cores is not None:
+            begun = [held for held in prompts if held.record.first_token_s == now_s]
+            late_s = self.cores.emit(stretch.ends_s, decodes + len(begun), now_s)
+            for held in begun:
+                held.record.first_late_s = late_s
+            for held in ended:
+                held.record.end_late_s = late_s
         for held in ended:
             self.books.end(held)
             self.policy.on_ended(held.record.request.key, now_s, held.generated_tokens)
+        self._let_go(running, now_s)
         running.steps_done += steps
         reported = running.steps_done if ended else running.reported_of(running.steps_done)
         running.steps_reported = reported
@@ -220,13 +267,33 @@ class SimWorker:
                 if held.remaining_tokens == 0:
                     ended.append(held)
         for held in running.decodes:
-            self.meter.on_decode(held, start_s, now_s)
+            self.meter.on_decode(held, start_s, now_s, steps)
             self.books.compute(held, held.computed_tokens + steps, steps)
             if held.remaining_tokens == 0:
                 ended.append(held)
         for held in ended:
             held.record.end_s = now_s
         return ended
+
+    def _let_go(self, running: Running, now_s: float) -> None:
+        """Those that are handed over leave after this step."""
+        for held in [*(held for held, _ in running.prefills), *running.decodes]:
+            if held.goes_to is not None and held.remaining_tokens > 0 and held.is_decoding:
+                self.hand_over(held, now_s)
+
+    def hand_over(self, held: Held, now_s: float) -> None:
+        """It goes on at another worker. What a step that runs computes of it is for nobody."""
+        self.books.end(held)
+        self.policy.on_ended(held.record.request.key, now_s)
+        self.left.append(held)
+        if self._running is not None:
+            self._running.decodes = [one for one in self._running.decodes if one is not held]
+
+    def can_leave(self, held: Held) -> bool:
+        """Whether it need not wait for the end of the stretch: it is in none, or in its one step, which
+        computes prompts as well and takes long."""
+        running = self._running
+        return running is None or held not in running.decodes or bool(running.prefills)
 
     def _after_stretch(self, running: Running, now_s: float) -> None:
         """Go on with this plan, or with the next. Only first steps have prefills."""
@@ -240,6 +307,13 @@ class SimWorker:
             return
         self._running = None
         self._start_plan(now_s)
+
+    def end_after_step(self, now_s: float) -> None:
+        """The present stretch ends with the step that runs; its plan goes on after it."""
+        if self._stretch is not None:
+            ends_s = self._stretch.ends_s
+            self._stretch.ends_s = ends_s[: bisect_right(ends_s, now_s) + 1]
+            self._renew_serial(self._stretch)
 
     def _report_cut(self, running: Running, now_s: float) -> None:
         """Only the newest plan is left; what the others did not do the policy learns."""

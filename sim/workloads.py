@@ -97,6 +97,14 @@ WORKLOADS: dict[str, Workload] = {
             1024,
         ),
         Workload(
+            "azure_code",
+            "azure/AzureLLMInferenceTrace_code.csv",
+            Lengths((3, 17, 75, 147, 385, 770, 1075, 1469, 1909, 2433, 3192, 5187, 7303, 7436, 7437)),
+            Lengths((6, 6, 6, 7, 8, 9, 11, 13, 16, 20, 29, 55, 90, 251, 800)),
+            8192,
+            2048,
+        ),
+        Workload(
             "mooncake",
             "mooncake/conversation_trace.jsonl",
             Lengths(

@@ -7,7 +7,7 @@ side is under load. The same rule for every side.
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,12 +60,22 @@ def pin(side: ProcessTree, cores: Cores, load: Callable[[], object], process: st
 
     The engine is looked for in processes whose name begins with `process`. Raises InternalError without one.
     """
-    before = side.cpu_s()
-    load()
-    of_engine = side.threads_of(process)
-    after = {thread: used_s for thread, used_s in side.cpu_s().items() if thread in of_engine}
-    if not after:
-        raise InternalError(f"{side.name} has no process {process!r}:\n{side.tail()}")
-    engine = busiest_threads(before, after)[0]
+    (engine,) = watch(side, load, [process])
     side.bind([engine], {cores.engine}, {cores.rest})
     return engine
+
+
+def watch(side: ProcessTree, load: Callable[[], object], processes: Sequence[str]) -> list[int]:
+    """The busiest thread under `load` of each of these processes, told by how their names begin. Raises
+    InternalError where there is none."""
+    before = side.cpu_s()
+    load()
+    after = side.cpu_s()
+    engines = []
+    for process in processes:
+        of_engine = side.threads_of(process)
+        used = {thread: used_s for thread, used_s in after.items() if thread in of_engine}
+        if not used:
+            raise InternalError(f"{side.name} has no process {process!r}:\n{side.tail()}")
+        engines.append(busiest_threads(before, used)[0])
+    return engines

@@ -7,8 +7,9 @@ knows the two streaming endpoints of OpenAI's interface; nothing of what a serve
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -19,6 +20,7 @@ from shared.errors import InternalError
 
 _DONE = b"[DONE]"
 _LOAD_DEADLINE_S = 240.0
+_AGAIN_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Target:
     key: str = ""
     path: str = "/v1/completions"
     host: str = "127.0.0.1"
+    idempotency_key: str = ""
+    """What its client calls a request; empty: nothing."""
 
 
 @dataclass
@@ -46,6 +50,8 @@ class Answer:
     """Of the prompt, those that were not computed because a cache had them."""
     pieces: list[str] = field(default_factory=list)
     """Its text, event by event."""
+    choices: list[int] = field(default_factory=list)
+    """Which of the `n` choices each event's text is of."""
     finish_reason: str = ""
     error: str = ""
 
@@ -56,6 +62,10 @@ class Answer:
     @property
     def text(self) -> str:
         return "".join(self.pieces)
+
+    def text_of(self, choice: int) -> str:
+        """Of one of several choices."""
+        return "".join(piece for at, piece in zip(self.choices, self.pieces, strict=True) if at == choice)
 
     @property
     def first_s(self) -> float:
@@ -68,10 +78,13 @@ def full_answer(prompt: Sequence[int], tokens: int) -> dict[str, Any]:
     return {"prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
 
 
-async def complete(target: Target, body: dict[str, Any], deadline_s: float) -> Answer:
-    """One streaming request on a connection of its own. Never raises for what a server does: see `error`."""
+async def complete(
+    target: Target, body: dict[str, Any], deadline_s: float, into: Answer | None = None
+) -> Answer:
+    """One streaming request on a connection of its own. Never raises for what a server does: see `error`.
+    `into` is filled while it comes."""
     request = {"model": target.model, "stream": True, "stream_options": {"include_usage": True}, **body}
-    answer = Answer(time.perf_counter())
+    answer = into or Answer(time.perf_counter())
     exchange = _Exchange(answer, asyncio.get_running_loop().create_future())
     transport: asyncio.BaseTransport | None = None
     try:
@@ -91,6 +104,31 @@ async def complete(target: Target, body: dict[str, Any], deadline_s: float) -> A
             transport.close()
     answer.ended_s = time.perf_counter()
     return answer
+
+
+async def insist(target: Target, body: dict[str, Any], key: str, deadline_s: float) -> Answer:
+    """As `complete`, under a name: where the connection breaks, or the answer is somewhere else now, the same
+    is asked again until it is complete. `event_s` are of events with text that had not come before."""
+    began_s, held_chars, event_s = time.perf_counter(), Counter[int](), list[float]()
+    while True:
+        left_s = began_s + deadline_s - time.perf_counter()
+        answer = await complete(replace(target, idempotency_key=key), body, max(0.0, left_s))
+        chars = Counter[int]()
+        for at_s, piece, choice in zip(answer.event_s, answer.pieces, answer.choices, strict=True):
+            chars[choice] += len(piece)
+            if chars[choice] > held_chars[choice]:
+                held_chars[choice] = chars[choice]
+                event_s.append(at_s)
+        if not _is_asked_again(answer.error) or left_s <= 0:
+            return replace(answer, sent_s=began_s, event_s=event_s)
+        await asyncio.sleep(_AGAIN_S)
+
+
+def _is_asked_again(error: str) -> bool:
+    """Whether a client that has named its request asks again: its connection broke, or it was told that its
+    answer goes on elsewhere."""
+    codes = ("answer_moved", "shutting_down")
+    return error.startswith(("connection", "status 503")) or any(code in error for code in codes)
 
 
 async def complete_all(target: Target, bodies: Sequence[dict[str, Any]], deadline_s: float) -> list[Answer]:
@@ -144,8 +182,9 @@ def _authorization(target: Target) -> str:
 
 
 def _head_and_body(target: Target, body: bytes) -> bytes:
+    key = f"Idempotency-Key: {target.idempotency_key}\r\n" if target.idempotency_key else ""
     head = (
-        f"POST {target.path} HTTP/1.1\r\nHost: {target.host}:{target.port}\r\n{_authorization(target)}"
+        f"POST {target.path} HTTP/1.1\r\nHost: {target.host}:{target.port}\r\n{_authorization(target)}{key}"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
     return head.encode() + body
@@ -209,6 +248,7 @@ class _Exchange(asyncio.Protocol):
             if text:
                 self._answer.event_s.append(self._now_s)
                 self._answer.pieces.append(text)
+                self._answer.choices.append(choice.get("index", 0))
             self._answer.finish_reason = choice["finish_reason"] or self._answer.finish_reason
         if usage := event.get("usage"):
             self._answer.completion_tokens = usage["completion_tokens"]

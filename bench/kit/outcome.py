@@ -34,6 +34,8 @@ class Outcome:
     """Figures of the simulator: the table says so."""
     headline: Sequence[str] = ()
     """Which figures `python -m bench record` shows; none: all."""
+    closing: str = ""
+    """One sentence that says what came out; printed last."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of the JSON document, for what is no single number."""
 
@@ -57,6 +59,7 @@ def document(name: str, config: Mapping[str, Any], outcome: Outcome) -> dict[str
         "headline": list(outcome.headline),
         "simulated": outcome.simulated,
         "notes": list(outcome.notes),
+        "closing": outcome.closing,
         **outcome.extra,
     }
 

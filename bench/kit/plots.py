@@ -22,6 +22,7 @@ P = ParamSpec("P")
 Curve = Sequence[tuple[float, float]]
 """(x, y) in order of x."""
 _MARKS = "os^vDP*X<>hd"
+_STYLES: Sequence[Any] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,55 @@ def draw_latency(path: Path, title: str, curves: Mapping[str, Curve], limit_s: f
     ordered = {label: sorted(curve) for label, curve in curves.items()}
     axes = ("requests / s", "normalized latency, s / token")
     draw_lines(path, Chart(ordered, title, *axes, dashed_y=limit_s, log_y=True, top=20 * limit_s))
+
+
+@_picture
+def draw_knees(
+    path: Path,
+    title: str,
+    axes_labels: tuple[str, str],
+    curves: Mapping[tuple[str, str], Curve],
+    limit: tuple[str, float],
+    knees: Mapping[str, tuple[str, float]],
+) -> None:
+    """Curves by (what the colour says, what the line's style says), up to 20 limits; the limit is named in
+    the picture, and so is where a colour passes it: `knees` have a label and an x for some of them."""
+    figure = Figure(figsize=(7.4, 4.6), layout="constrained")
+    axes: Any = figure.add_subplot()
+    colours = {name: f"C{at}" for at, name in enumerate(dict.fromkeys(colour for colour, _ in curves))}
+    styles = dict(zip(dict.fromkeys(style for _, style in curves), _STYLES, strict=False))
+    for (colour, style), curve in curves.items():
+        xs, ys = zip(*sorted(curve), strict=True)
+        line = styles.get(style, _STYLES[-1])
+        axes.plot(xs, ys, color=colours[colour], linestyle=line, marker="o", markersize=3, linewidth=1.4)
+    named, level = limit
+    axes.set(title=title, xlabel=axes_labels[0], ylabel=axes_labels[1], yscale="log")
+    low = min(y for curve in curves.values() for _, y in curve)
+    axes.set_ylim(low / 1.8, min(20 * level, 1.3 * max(y for curve in curves.values() for _, y in curve)))
+    axes.axhline(level, linestyle=(0, (1, 2)), color="black", linewidth=1)
+    beside = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "xytext": (0, -12)}
+    axes.annotate(named, (0.99, level), ha="right", **beside)
+    _name_knees(axes, level, {colours[name]: knee for name, knee in knees.items()})
+    _explain(axes, colours, styles if len(styles) > 1 else {})
+    figure.savefig(path, format="png", dpi=110)
+
+
+def _name_knees(axes: Any, level: float, knees: Mapping[str, tuple[str, float]]) -> None:
+    """A line down from the limit for each colour, with its name beside it, one below the other."""
+    for row, (colour, (label, x)) in enumerate(sorted(knees.items(), key=lambda each: each[1][1])):
+        axes.plot([x, x], [axes.get_ylim()[0], level], color=colour, linewidth=0.8)
+        axes.plot([x], [level], marker="v", markersize=6, color=colour, linestyle="none")
+        place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "xytext": (3, 2)}
+        axes.annotate(label, (x, 0.01 + 0.045 * row), color=colour, fontsize="small", **place)
+
+
+def _explain(axes: Any, colours: Mapping[str, str], styles: Mapping[str, Any]) -> None:
+    """One legend: colours, then styles."""
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], color=colour, linewidth=2, label=name) for name, colour in colours.items()]
+    handles += [Line2D([], [], color="grey", linestyle=line, label=name) for name, line in styles.items()]
+    axes.legend(handles=handles, fontsize="small", loc="upper left")
 
 
 @_picture

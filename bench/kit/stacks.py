@@ -99,14 +99,14 @@ class Stack(Server):
     def process(self, name: str) -> psutil.Process:
         """One of its services. Raises InternalError when there is none."""
         try:
-            return psutil.Process(self._children()[name])
+            return psutil.Process(self.pids()[name])
         except KeyError:
             raise InternalError(f"the stack has no {name}") from None
 
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds so far, by child; a worker's engine apart from the rest of it."""
         used: dict[str, float] = {}
-        for name, pid in self._children().items():
+        for name, pid in self.pids().items():
             for thread in psutil.Process(pid).threads():
                 is_engine = name.startswith("worker-") and thread.id != pid
                 part = f"{name} engine" if is_engine else name
@@ -115,14 +115,24 @@ class Stack(Server):
 
     def details(self, key: str) -> dict[str, Any]:
         """That part of the stack's status which has `key`. Raises InternalError when there is none."""
-        argv = [sys.executable, "-m", "services", "status", "--json", "--run-dir", str(self.run_dir)]
-        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=_STATUS_S, check=False)
-        details = _find(json.loads(done.stdout), key) if done.returncode == 0 else None
+        details = _find(self._status(), key)
         if details is None:
-            raise InternalError(f"the stack's status does not tell {key}: {done.stderr[-300:]}")
+            raise InternalError(f"the stack's status does not tell {key}")
         return details
 
-    def _children(self) -> dict[str, int]:
+    def services(self) -> list[dict[str, Any]]:
+        """What every instance says of itself. Raises InternalError when the stack does not tell."""
+        return list(self._status()["services"])
+
+    def _status(self) -> dict[str, Any]:
+        argv = [sys.executable, "-m", "services", "status", "--json", "--run-dir", str(self.run_dir)]
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=_STATUS_S, check=False)
+        if done.returncode != 0:
+            raise InternalError(f"the stack does not tell its status: {done.stderr[-300:]}")
+        return dict(json.loads(done.stdout))
+
+    def pids(self) -> dict[str, int]:
+        """Of the processes that run, by name."""
         state = json.loads((self.run_dir / "state.json").read_text())
         return {child["name"]: child["pid"] for child in state["children"] if child["pid"]}
 
@@ -134,15 +144,21 @@ def start_stack(
     name: str = "kvasir",
     model: Path = TINY_CHAT,
     workers: int = 1,
+    gateways: int = 1,
     environ: Mapping[str, str] = ONE_THREAD,
+    refuses: bool = False,
 ) -> Stack:
     """`python -m services up` on ports of its own, with its log beside `run_dir`, once it is ready.
 
-    It inherits the caller's cores: bind the client afterwards. Raises InternalError when it does not come up.
+    It inherits the caller's cores: bind the client afterwards. `refuses`: new requests that would wait for
+    long are refused, as by default; otherwise they wait, as in the servers of others. Raises InternalError
+    when it does not come up.
     """
+    settings = settings if refuses else {"scheduler.refuse_wait_s": 0, **settings}
     port = free_port()
     argv = [sys.executable, "-m", "services", "up", "--run-dir", str(run_dir), "--port", str(port)]
     argv += ["--nats-port", str(free_port()), "--workers", str(workers), "--model", str(model)]
+    argv += ["--gateways", str(gateways)] if gateways > 1 else []
     for key, value in settings.items():
         argv += ["--set", f"{key}={value if isinstance(value, str | Path) else json.dumps(value)}"]
     log = run_dir.with_name(f"{run_dir.name}.log")

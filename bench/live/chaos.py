@@ -2,39 +2,90 @@
 
 Rounds of streams on one stack with default settings: first undisturbed, then the same requests again and
 again, each time with a fault in their middle, or with two at once. Answers are compared with the undisturbed
-ones: a request of temperature 0, or with a seed, has one answer, whatever dies. Pauses are the longest gap
-between two texts of a stream in whose time the fault fell.
+ones: a request of temperature 0, or with a seed, has one answer, whatever dies; those held to a JSON schema
+are validated as well. Pauses are the longest gap between two texts of a stream in whose time the fault fell.
+
+With `--tight` every mechanism for short memory is on and memory is short, so that faults meet blocks that are
+lent, swapped, on their way or on a disk; pauses are then those of waiting for memory, too.
+
+`--minutes` then goes on with the same rounds, without faults, and says what grows.
 """
 
 import asyncio
 import signal
 import time
 from argparse import ArgumentParser
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 from typing import Any
 
+import orjson
 import psutil
 import uvloop
 
 from bench.kit.context import Context
-from bench.kit.load import Answer, Target, complete_all
+from bench.kit.load import Answer, Target, complete, complete_all, first_error, insist
 from bench.kit.load import answers as is_up
+from bench.kit.mechanisms import CACHE, LENDING, PIE, RELIEF, Settings
 from bench.kit.models import TINY_CHAT, drawn_tokens, vocabulary
 from bench.kit.outcome import Outcome, Table
 from bench.kit.stacks import Stack, start_stack
 from bench.kit.stats import percentile
+from bench.live import shadowing
+from bench.live.growth import Growth
+from bench.live.structured import fault_of
 from shared.errors import InternalError
 
-STREAMS, WORKERS = 8, 2
+STREAMS, WORKERS, GATEWAYS = 8, 2, 2
 _DEADLINE_S = 120.0
-_FROZEN_S = 4.0
+FROZEN_S = {"worker": 4.0, "gateway": 8.0}
+"""A gateway for longer than others wait for it: they go on with its answers."""
 _REST_S = 20.0
 """At most: for what was killed to be there again."""
-_KINDS = ("worker", "scheduler", "placement", "predictor", "ledger", "nats")
+_KINDS = ("worker", "scheduler", "placement", "predictor", "ledger", "gateway", "nats")
+_SAMPLE_S = 20.0
+TIGHT: Settings = {
+    **CACHE,
+    **LENDING,
+    **RELIEF,
+    **PIE,
+    "worker.kv_blocks": 96,
+    "worker.lending.max_lent_fraction": 1,
+    "worker.pie.host_mb": 4,
+    "worker.prefix_cache.disk_mb": 64,
+    "placement.policy": "mell",
+}
+"""Two workers have about half of what the requests need, and one less than the longest of them; Pie has
+little, so that it is borrowed from the other as well."""
+LONG_TOKENS = 1300
+"""Of that one: with its answer it has more than the 1,440 that a worker holds beside Pie's buffers."""
+_EVENTS = {
+    "borrowed": "blocks borrowed from the other worker",
+    "borrowed blocks lost": "borrowed blocks lost with their lender",
+    "relief": "relief chosen where memory ran out",
+    "move": "running answers moved",
+}
+"""Of processes' logs: what says that a mechanism was at work."""
+SCHEMA: dict[str, Any] = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "minLength": 4, "maxLength": 24},
+            "age": {"type": "integer", "minimum": 0, "maximum": 150},
+            "mood": {"enum": ["glad", "sad", "calm"]},
+        },
+        "required": ["name", "age", "mood"],
+        "additionalProperties": False,
+    },
+    "minItems": 10,
+    "maxItems": 14,
+}
+"""Of answers that are held to one."""
 
 
 @dataclass(frozen=True)
@@ -62,19 +113,34 @@ class Seen:
     duplicated: int = 0
     """More tokens than were asked for."""
     changed: int = 0
+    invalid: int = 0
+    """Not as its schema says."""
     pauses_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """By kind of fault: the longest of each stream that was under way then."""
 
-    def take(self, fault: Fault, at_s: float, answers: Sequence[Answer], wanted: Sequence[Answer]) -> None:
-        """One round's."""
-        for answer, expected in zip(answers, wanted, strict=True):
+    def take(
+        self,
+        fault: Fault | None,
+        at_s: float,
+        answers: Sequence[Answer],
+        wanted: Sequence[Answer],
+        bodies: Sequence[dict[str, Any]],
+    ) -> None:
+        """One round's; without a fault nothing of pauses."""
+        for answer, expected, body in zip(answers, wanted, bodies, strict=True):
             self.requests += 1
             if not answer.ok or answer.completion_tokens < expected.completion_tokens:
                 self.lost += 1
                 continue
             self.duplicated += answer.completion_tokens > expected.completion_tokens
-            self.changed += answer.text != expected.text
-            if len(answer.event_s) > 1 and answer.event_s[0] < at_s < answer.event_s[-1]:
+            choices = range(body.get("n", 1))
+            self.changed += any(answer.text_of(each) != expected.text_of(each) for each in choices)
+            self.invalid += "guided_json" in body and bool(fault_of(answer, body["guided_json"]))
+            if (
+                fault is not None
+                and len(answer.event_s) > 1
+                and answer.event_s[0] < at_s < answer.event_s[-1]
+            ):
                 self.pauses_s[fault.kind].append(longest_pause_s(answer.event_s, at_s))
 
 
@@ -84,83 +150,181 @@ def longest_pause_s(event_s: Sequence[float], at_s: float) -> float:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--tight", action="store_true", help="every mechanism on, and short memory")
     parser.add_argument("--faults", type=int, help="of them [60; --quick 6]")
+    parser.add_argument(
+        "--part",
+        choices=("faults", "shadow"),
+        default="faults",
+        help="shadow: a worker dies under 4k tokens of context, with copies of its KV and without, "
+        "--faults times each [%(default)s]",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="so long without faults: what grows? [%(default)s]"
+    )
 
 
 def run(context: Context) -> Outcome:
     """Raises InternalError where a stack does not recover, or serves nothing undisturbed."""
+    if context.arguments.part == "shadow":
+        return shadowing.run(context)
     count = context.arguments.faults or (6 if context.quick else 60)
-    dice, seen = context.random("faults"), Seen()
-    bodies = _bodies(context.random("requests"))
+    dice, seen, growth = context.random("faults"), Seen(), Growth()
+    is_tight = context.arguments.tight
+    bodies = drawn_bodies(context.random("requests"), LONG_TOKENS if is_tight else 0)
     faults = drawn_faults(dice, count)
-    with start_stack(context.run_dir / "stack", {}, workers=WORKERS) as stack:
+    run_dir = context.run_dir / "stack"
+    settings = _tight(context.run_dir / "disk") if is_tight else {}
+    with start_stack(run_dir, settings, workers=WORKERS, gateways=GATEWAYS) as stack:
+        uvloop.run(_until_known(stack.target, bodies[0]))
         wanted = uvloop.run(complete_all(stack.target, bodies, _DEADLINE_S))
         if not all(answer.ok for answer in wanted):
-            raise InternalError("not every answer came undisturbed")
+            raise InternalError(f"not every answer came undisturbed: {first_error(wanted)}")
         with context.progress("faults", count) as bar:
-            for fault in faults:
+            for number, fault in enumerate(faults):
                 bar.advance(0, now=" and ".join(fault.victims))
-                at_s, answers = uvloop.run(_disturbed(stack, bodies, fault, dice.uniform(0.2, 0.8)))
-                seen.take(fault, at_s, answers, wanted)
+                name = f"round-{number}"
+                asked = bodies if is_tight else [body | {"cache_salt": name} for body in bodies]
+                at_s, answers = uvloop.run(_disturbed(stack, asked, fault, dice.uniform(0.2, 0.8), name))
+                seen.take(fault, at_s, answers, wanted, bodies)
                 _record(context, fault, answers, at_s)
                 _until_whole(stack)
                 bar.advance()
+        _serve_on(context, stack, bodies, wanted, seen, growth)
+    worked = [work_table(run_dir / "logs")] if is_tight else []
+    frozen = ", ".join(f"a {kind} for {frozen_s:g} s" for kind, frozen_s in FROZEN_S.items())
     return Outcome(
-        _figures(seen, count),
-        seen.lost + seen.duplicated + seen.changed,
-        tables=[_table(seen)],
+        _figures(seen, count) | growth.figures(),
+        seen.lost + seen.duplicated + seen.changed + seen.invalid,
+        tables=[_table(seen), *worked, *_growth_tables(growth)],
         notes=[
-            f"{WORKERS} workers, {STREAMS} streams at once, half of them greedy, half with a seed; the same "
-            "requests undisturbed before",
+            *([_TIGHT_NOTE] if is_tight else []),
+            f"{WORKERS} workers, {GATEWAYS} gateways, {STREAMS} requests at once: greedy, with a seed, "
+            "held to a JSON schema, and of three choices; the same undisturbed before",
+            "a client whose connection breaks asks again with the same Idempotency-Key",
+            *([] if is_tight else ["no round finds KV of an earlier one: what is lost is computed again"]),
             "pause: the longest gap of a stream that was under way when the fault happened, in seconds",
-            f"frozen: SIGSTOP for {_FROZEN_S:g} s; the others: SIGKILL; pair: two at once",
+            f"frozen: SIGSTOP, {frozen}; the others: SIGKILL; pair: two at once",
         ],
     )
+
+
+_TIGHT_NOTE = (
+    "tight: the prefix cache with a disk, lending, Pie, relief and moves are on, and workers have memory for"
+    " half of the requests; a pause may be a wait for memory"
+)
+
+
+def _tight(disk: Path) -> Settings:
+    """With a folder for what workers keep on disk."""
+    disk.mkdir(parents=True, exist_ok=True)
+    return {**TIGHT, "worker.prefix_cache.disk_path": str(disk)}
+
+
+def work_table(logs: Path) -> Table:
+    """How often a mechanism was at work, as processes' logs say."""
+    found = Counter[str]()
+    for log in logs.glob("*.log"):
+        for line in log.read_bytes().splitlines():
+            try:
+                told = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                continue  # Of a process that was killed while it wrote.
+            if isinstance(told, dict):
+                found[str(told.get("event"))] += 1
+    return Table("Mechanisms", ("what", "times"), [(said, found[event]) for event, said in _EVENTS.items()])
+
+
+def _serve_on(
+    context: Context,
+    stack: Stack,
+    bodies: Sequence[dict[str, Any]],
+    wanted: Sequence[Answer],
+    seen: Seen,
+    growth: Growth,
+) -> None:
+    """The same requests for so many minutes, and samples in between of what grows."""
+    began_s = time.monotonic()
+    until_s = began_s + 60.0 * context.arguments.minutes
+    while time.monotonic() < until_s:
+        round_ends_s = time.monotonic() + _SAMPLE_S
+        while time.monotonic() < round_ends_s:
+            answers = uvloop.run(complete_all(stack.target, bodies, _DEADLINE_S))
+            seen.take(None, 0.0, answers, wanted, bodies)
+        time.sleep(1.0)
+        growth.take(stack, time.monotonic() - began_s)
+
+
+def _growth_tables(growth: Growth) -> list[Table]:
+    rows = growth.rows()
+    return [Table("What grows most", ("what", "where", "from → to", "per hour"), rows)] if rows else []
 
 
 def drawn_faults(dice: Random, count: int) -> list[Fault]:
     """Every kind as often as the others, pairs and freezes among them, in an order that is drawn."""
     instances = {kind: [kind if kind == "nats" else f"{kind}-0"] for kind in _KINDS}
     instances["worker"] = [f"worker-{index}" for index in range(WORKERS)]
+    instances["gateway"] = [f"gateway-{index}" for index in range(GATEWAYS)]
     found = []
     for number in range(count):
-        which = number % (len(_KINDS) + 2)
+        which = number % (len(_KINDS) + len(FROZEN_S) + 1)
         if which < len(_KINDS):
             found.append(Fault((dice.choice(instances[_KINDS[which]]),)))
-        elif which == len(_KINDS):
-            found.append(Fault((dice.choice(instances["worker"]),), is_freeze=True))
+        elif which < len(_KINDS) + len(FROZEN_S):
+            kind = list(FROZEN_S)[which - len(_KINDS)]
+            found.append(Fault((dice.choice(instances[kind]),), is_freeze=True))
         else:
             found.append(Fault(tuple(dice.choice(instances[kind]) for kind in dice.sample(_KINDS, 2))))
     dice.shuffle(found)
     return found
 
 
-def _bodies(dice: Random) -> list[dict[str, Any]]:
+def drawn_bodies(dice: Random, long_tokens: int = 0) -> list[dict[str, Any]]:
+    """Greedy, with a seed, held to a schema, and of several choices, in turn; the first one's prompt is of
+    `long_tokens` where that is given."""
     ids = vocabulary(TINY_CHAT)
-    common = {"ignore_eos": True, "max_tokens": 400}
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0, "max_tokens": 400, "ignore_eos": True},
+        {"temperature": 0.8, "max_tokens": 400, "ignore_eos": True},
+        {"temperature": 0.8, "max_tokens": 400, "guided_json": SCHEMA},
+        {"temperature": 0.8, "max_tokens": 150, "ignore_eos": True, "n": 3},
+    ]
+    lengths = [dice.choice((20, 80, 300)) for _ in range(STREAMS)]
+    lengths[0] = long_tokens or lengths[0]
     return [
-        {"prompt": drawn_tokens(dice, ids, dice.choice((20, 80, 300))), **common}
-        | ({"temperature": 0} if number % 2 else {"temperature": 0.8, "seed": number})
-        for number in range(STREAMS)
+        {"prompt": drawn_tokens(dice, ids, length), "seed": number} | kinds[number % len(kinds)]
+        for number, length in enumerate(lengths)
     ]
 
 
+async def _until_known(target: Target, body: dict[str, Any]) -> None:
+    """The longest request is taken: workers have heard what the others lend. Raises InternalError where it is
+    not."""
+    until_s = time.monotonic() + _REST_S
+    while not (answer := await complete(target, body, _DEADLINE_S)).ok:
+        if time.monotonic() > until_s:
+            raise InternalError(f"the longest request is refused: {answer.error}")
+        await asyncio.sleep(0.5)
+
+
 async def _disturbed(
-    stack: Stack, bodies: Sequence[dict[str, Any]], fault: Fault, after_s: float
+    stack: Stack, bodies: Sequence[dict[str, Any]], fault: Fault, after_s: float, name: str
 ) -> tuple[float, list[Answer]]:
     """When it happened, and the answers."""
     target: Target = stack.target
-    asking = asyncio.create_task(complete_all(target, bodies, _DEADLINE_S))
+    asking = asyncio.gather(
+        *(insist(target, body, f"{name}-{at}", _DEADLINE_S) for at, body in enumerate(bodies))
+    )
     await asyncio.sleep(after_s)
     victims = [stack.process(name) for name in fault.victims]
     at_s = time.perf_counter()
     for victim in victims:
         victim.send_signal(signal.SIGSTOP if fault.is_freeze else signal.SIGKILL)
     if fault.is_freeze:
-        await asyncio.sleep(_FROZEN_S)
+        await asyncio.sleep(FROZEN_S[fault.victims[0].partition("-")[0]])
         for victim in victims:
             victim.send_signal(signal.SIGCONT)
-    return at_s, await asking
+    return at_s, list(await asking)
 
 
 def _until_whole(stack: Stack) -> None:
@@ -184,6 +348,7 @@ def _figures(seen: Seen, faults: int) -> dict[str, float]:
         "lost": seen.lost,
         "duplicated": seen.duplicated,
         "changed": seen.changed,
+        "invalid": seen.invalid,
     }
     for kind, pauses_s in sorted(seen.pauses_s.items()):
         figures[f"pause_p50_s_{kind}"] = percentile(pauses_s, 50)

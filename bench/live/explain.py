@@ -3,15 +3,12 @@ what was planted first.
 
 A mixed run of 200 requests on three workers of little memory that move answers and lend, one of which is
 killed; then stacks in which one thing is wrong on purpose: a tenant that floods, a reader who reads slowly, a
-disk that is slow, a worker that freezes. What the recorder costs is an estimate: the events that it took,
-times what one takes when nothing else runs, over the CPU seconds that the stack used meanwhile.
+disk that is slow, a slow link to a lender, a worker that freezes. What the recorder costs: `recorder_cost`.
 """
 
 import json
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from argparse import ArgumentParser
@@ -26,13 +23,12 @@ from bench.kit.context import Context
 from bench.kit.load import Answer, full_answer, run_batch
 from bench.kit.models import TINY_CHAT, drawn_tokens, vocabulary
 from bench.kit.outcome import Outcome, Table
-from bench.kit.provenance import ROOT
 from bench.kit.stacks import Stack, start_stack
-from shared.messages.sequence import SequenceRef
-from shared.recorder import Batch, Recorder
+from bench.live import recorder_cost
 
 REQUESTS = 200
 _DEADLINE_S = 240.0
+_SILENCE_S = 30.0
 MIXED: Mapping[str, object] = {
     "worker.kv_blocks": 48,
     "worker.threads": 1,
@@ -45,7 +41,8 @@ MIXED: Mapping[str, object] = {
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, help=f"of the mixed run [{REQUESTS}; --quick 40]")
-    parser.add_argument("--only", choices=("mixed", *PLANTED), help="this part alone")
+    parser.add_argument("--only", choices=("mixed", *PLANTED, "recorder"), help="this part alone")
+    parser.add_argument("--turns", type=int, help="of the recorder's comparison [10; --quick 2]")
 
 
 def run(context: Context) -> Outcome:
@@ -65,10 +62,12 @@ def run(context: Context) -> Outcome:
         context.record({"planted": name, **account}, "planted.jsonl")
     if rows:
         figures["planted_found"] = sum(bool(row[-1]) for row in rows) / len(rows)
+    if only in (None, "recorder"):
+        turns = context.arguments.turns or (2 if context.quick else 10)
+        figures |= recorder_cost.compare(context, turns, requests=8 if context.quick else 48)
     tables = [Table("Planted causes", ("planted", "named first", "share", "note", "right"), rows)]
-    return Outcome(
-        figures, failures, tables=tables, notes=["recorder_cost is an estimate: see the docstring"]
-    )
+    notes = ["recorder_cost_counted is an estimate: events times the price of one, over CPU seconds"]
+    return Outcome(figures, failures, tables=tables if rows else [], notes=notes)
 
 
 def mixed(context: Context, count: int) -> tuple[dict[str, float], int]:
@@ -94,7 +93,7 @@ def mixed(context: Context, count: int) -> tuple[dict[str, float], int]:
         for error in {answer.error for answer in answers if answer.error}:
             context.record({"error": error}, "errors.jsonl")
         accounts = [account for name in served(stack) if (account := account_of(stack, name))]
-        noted_s = recorded_s(stack)
+        noted_s = recorder_cost.recorded_s(stack)
     shares = [account["accounted"] for account in accounts]
     for account in accounts:
         context.record({"accounted": account["accounted"], "causes": account["causes"], **account["facts"]})
@@ -105,7 +104,7 @@ def mixed(context: Context, count: int) -> tuple[dict[str, float], int]:
         "moved_requests": float(sum(account["facts"]["moves"] > 0 for account in accounts)),
         "resumed_requests": float(sum(account["facts"]["attempts"] > 1 for account in accounts)),
         "preempted_requests": float(sum(account["facts"]["preemptions"] > 0 for account in accounts)),
-        "recorder_cost": noted_s / cpu_s,
+        "recorder_cost_counted": noted_s / cpu_s,
     }
     return figures, sum(not answer.ok for answer in answers)
 
@@ -170,36 +169,53 @@ def slow_disk(context: Context) -> dict[str, Any]:
 
 
 def lost_worker(context: Context) -> dict[str, Any]:
-    """The worker of an answer is stopped for good in its middle."""
-    settings = {"worker.threads": 1, "gateway.worker_timeout_s": 3}
-    with start_stack(context.run_dir / "lost", settings, workers=2) as stack:
+    """The worker of an answer is stopped for good in its middle. The silence after which it counts as lost is
+    set to many times what the answer takes: what is named first shall not depend on the machine's load."""
+    waits = ("gateway.worker_timeout_s", "gateway.frame_timeout_s", "scheduler.worker_timeout_s")
+    quiet = dict.fromkeys(waits, _SILENCE_S)
+    with start_stack(context.run_dir / "lost", {"worker.threads": 1, **quiet}, workers=2) as stack:
+        names = ("worker-0", "worker-1")
 
         def ask() -> None:
-            body = full_answer([5] * 16, 900)
+            body = full_answer([5] * 16, 600)
             asking = threading.Thread(target=lambda: run_batch(stack.target, [body], _DEADLINE_S))
             asking.start()
-            time.sleep(0.6)
-            for name in ("worker-0", "worker-1"):
-                if holds_something(stack, name):
-                    stack.process(name).send_signal(signal.SIGSTOP)
+            busy: list[str] = []
+            while asking.is_alive() and not (busy := [name for name in names if decodes(stack, name)]):
+                time.sleep(0.01)
+            for name in busy:
+                stack.process(name).send_signal(signal.SIGSTOP)
             asking.join()
 
         try:
             return explained_one(stack, ask)
         finally:
-            for name in ("worker-0", "worker-1"):
+            for name in names:
                 stack.process(name).send_signal(signal.SIGCONT)
 
 
-def holds_something(stack: Stack, worker: str) -> bool:
+def throttled_link(context: Context) -> dict[str, Any]:
+    """An answer too long for its worker, which borrows of another one over a slow link."""
+    settings: dict[str, object] = {"worker.threads": 1, "worker.kv_blocks": 40, "worker.pie.enabled": False}
+    settings |= {"worker.lending.borrow": True, "worker.lending.max_lent_fraction": 1.0}
+    settings |= {"worker.lending.keep_free_fraction": 0.0, "worker.lending.link_bytes_per_s": 4_000_000}
+    with start_stack(context.run_dir / "link", settings, workers=2) as stack:
+        time.sleep(1.0)
+        body = full_answer([5] * 700, 60)
+        return explained_one(stack, lambda: run_batch(stack.target, [body], _DEADLINE_S))
+
+
+def decodes(stack: Stack, worker: str) -> bool:
+    """By its last heartbeat."""
     told = _get(stack, f"/ui/workers/{worker}")
-    return any(row["state"] != "ended" for row in told.get("batch", []))
+    return any(row["state"] == "decoding" for row in told.get("batch", []))
 
 
 PLANTED: Mapping[str, tuple[Callable[[Context], dict[str, Any]], frozenset[str]]] = {
     "flood": (flood, frozenset({"queued for a worker", "queued at its worker"})),
     "slow reader": (slow_reader, frozenset({"the client read slowly"})),
     "slow disk": (slow_disk, frozenset({"waiting for stored blocks"})),
+    "throttled link": (throttled_link, frozenset({"waiting for blocks at other workers"})),
     "lost worker": (lost_worker, frozenset({"its worker was lost"})),
 }
 
@@ -236,42 +252,3 @@ def account_of(stack: Stack, request_id: str) -> dict[str, Any] | None:
 def _get(stack: Stack, path: str) -> dict[str, Any]:
     state = json.loads((Path(stack.run_dir) / "state.json").read_text())
     return dict(httpx.get(f"{state['operator_url']}{path}", timeout=60).json())
-
-
-# --- what recording costs
-
-
-def recorded_s(stack: Stack) -> float:
-    """Seconds that noting took all instances since they began: their events, at the price of one."""
-    note_s, file_s, row_s = prices()
-    steps = rows = notes = 0
-    path = stack.run_dir / "recording.jsonl"
-    argv = [sys.executable, "-m", "services", "record", "--run-dir", str(stack.run_dir), "--out", str(path)]
-    subprocess.run(argv, cwd=ROOT, capture_output=True, check=True, timeout=_DEADLINE_S)
-    for event in map(json.loads, path.read_text().splitlines()[1:]):
-        if event["kind"] in ("step", "plan"):
-            steps += 1
-            rows += event["prefills"] + event["decodes"]
-        else:
-            notes += 1
-    return notes * note_s + steps * file_s + rows * row_s
-
-
-def prices(rounds: int = 20_000) -> tuple[float, float, float]:
-    """CPU seconds of an event, of a step without rows, and of each row of a step."""
-    recorder = Recorder("bench", "bench-0", 1)
-    refs = [SequenceRef(request_id=f"req_{at}", choice=0, attempt=1) for at in range(64)]
-
-    def timed(work: Callable[[], None]) -> float:
-        began_s = time.process_time()
-        for _ in range(rounds):
-            work()
-        return (time.process_time() - began_s) / rounds
-
-    def file(rows: int) -> None:
-        fields = {"step_s": 0.1, "busy_s": 1.0, "plan": 5, "epoch": 1, "heard_s": 2.0}
-        recorder.file(0.0, "step", Batch([], refs[:rows], fields))
-
-    note_s = timed(lambda: recorder.note("submitted", "req_1", choice=0, attempt=1, prompt_tokens=9))
-    empty_s, full_s = timed(lambda: file(0)), timed(lambda: file(64))
-    return note_s, empty_s, max(0.0, full_s - empty_s) / 64

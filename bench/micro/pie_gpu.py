@@ -1,19 +1,20 @@
 """`python -m bench pie-gpu`: Pie's real copies beside the computation of Llama-2-13B's shapes.
 
-Steps of one token for a batch, layer by layer through the worker's own store: matrix products with one
-layer's weights (all layers use the same: they are larger than any cache) and a pass over the layer's KV.
-Overlap by the device's clock: a step with a queue, all blocks of its expansion in use, against one on as many
-blocks with every layer in place, on a device of so much more memory.
+Steps of one token for a batch, layer by layer through the worker's own store of blocks: matrix products with
+one layer's weights (all layers use the same: they are larger than any cache) and a pass over as much KV as
+the layer reads. Overlap by the device's clock: a step at a level, all of its blocks in use, against one with
+as many blocks on the device, which has so much more memory.
 Needs a CUDA device; `measure` itself runs anywhere. Source: papers/004 §5.
 """
 
 import statistics
 import time
 from argparse import ArgumentParser
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from bench.kit.context import Context
@@ -21,14 +22,16 @@ from bench.kit.outcome import Outcome, Table
 from bench.micro.gpu.bench import cuda_device
 from bench.micro.gpu.steps import BLOCK_TOKENS, DTYPE, MODELS, Shape
 from services.worker.engine.attention import LayerShape, make_pools
-from services.worker.pie.assembly import LayerPie, assemble
+from services.worker.engine.stream import stream_opener
+from services.worker.kv.core.fetch_buffers import Blocks
+from services.worker.pie.assembly import BlockShape, assemble
+from services.worker.pie.blocks import BlockPie
+from services.worker.pie.core.meter import Direction
 from services.worker.pie.core.sizes import slot_blocks
-from services.worker.pie.memory import BlockShape
 from services.worker.pie.settings import PieSettings
 
 _QUEUES = (3, 4, 6, 10, 17, 25)
 _HOST_MB = 1 << 17
-_DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +40,15 @@ class Overlap:
 
     step_s: float
     stall_share: float
-    """The host's waits over computing: an upper bound of the device's."""
+    """Waits for copies over computing."""
     bytes_per_s: float
-    """Of one direction, while it copied; 0 without copies."""
+    """Brought in, while copies ran; 0 without copies."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=32, help="sequences [%(default)s]")
     parser.add_argument("--gb", type=float, default=3.0, help="of KV on the device [%(default)s]")
-    parser.add_argument("--queues", nargs="+", type=int, default=list(_QUEUES), help="layers swapped")
+    parser.add_argument("--queues", nargs="+", type=int, default=list(_QUEUES), help="levels")
     parser.add_argument("--steps", type=int, default=48)
 
 
@@ -64,11 +67,11 @@ def run(context: Context) -> Outcome:
         found = measure(shape, fifo_layers, blocks, used, compute, device, steps, batch=flags.batch)
         figures[f"step_vs_none_q{fifo_layers}"] = found.step_s / plain.step_s
         figures[f"stall_share_q{fifo_layers}"] = max(0.0, found.step_s / plain.step_s - 1)
-        figures[f"host_wait_share_q{fifo_layers}"] = found.stall_share
+        figures[f"wait_share_q{fifo_layers}"] = found.stall_share
         figures[f"gb_s_q{fifo_layers}"] = found.bytes_per_s / 1e9
         rows.append((fifo_layers, found.step_s * 1e3, plain.step_s * 1e3, found.bytes_per_s / 1e9))
     name = torch.cuda.get_device_properties(device).name
-    table = Table("a step with a queue", ("layers", "ms", "ms without", "GB/s"), rows)
+    table = Table("a step with blocks outside", ("level", "ms", "ms without", "GB/s"), rows)
     return Outcome(figures, 0, [table], [f"device: {name}; KV {flags.gb:g} GB, batch {flags.batch}"])
 
 
@@ -102,55 +105,59 @@ def measure(
     dtype: torch.dtype = DTYPE,
     batch: int = 1,
 ) -> Overlap:
-    """Median of `steps` steps, after a quarter as many, with the first `used_blocks` blocks in use.
-
-    A step writes to one block for each of `batch` sequences, as far as the store is told.
-    """
+    """Median of `steps` steps, after a quarter as many, which read `used_blocks` blocks and write to one for
+    each of `batch` sequences."""
     settings = PieSettings(enabled=True, expansion="fixed", fifo_layers=fifo_layers, host_mb=_HOST_MB)
     layer = LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim)
     pie = assemble(
         settings,
         [BlockShape(shape.kv_heads, shape.head_dim, shape.head_dim, BLOCK_TOKENS, dtype)] * shape.layers,
         lambda blocks: make_pools(layer, blocks, BLOCK_TOKENS, dtype, device),
+        stream_opener(None, device),
         device_blocks=device_blocks,
-        device=device,
     )
-    assert isinstance(pie, LayerPie), "whole layers, without the native library"
-    used, written = range(used_blocks), range(0, used_blocks, max(1, used_blocks // batch))
-    pie.store.attach(lambda: used)
+    used = np.array(pie.make_pool(BLOCK_TOKENS).allocate(used_blocks), dtype=np.int32)
+    written = used[:: max(1, used_blocks // batch)]
     try:
         for _ in range(max(2, steps // 4)):
-            _step(pie, used_blocks, written, compute, device)
-        meter = pie.store.meter
-        moved, copied_s = sum(meter.moved_bytes.values()), meter.copying_s
-        stalled_s, computed_s = sum(meter.stall_s), meter.compute_s
-        times = [_step(pie, used_blocks, written, compute, device) for _ in range(steps)]
-        moved, copied_s = sum(meter.moved_bytes.values()) - moved, meter.copying_s - copied_s
-        stalled_s, computed_s = sum(meter.stall_s) - stalled_s, meter.compute_s - computed_s
+            _step(pie, used, written, compute, device)
+        before = pie.kv.figures()
+        computed_s, moved = pie.meter.compute_s, pie.meter.moved_bytes[Direction.IN]
+        times = [_step(pie, used, written, compute, device) for _ in range(steps)]
+        after = pie.kv.figures()
+        computed_s = pie.meter.compute_s - computed_s
+        moved = pie.meter.moved_bytes[Direction.IN] - moved
     finally:
-        pie.store.close(_DEADLINE_S)
+        pie.close()
+    stalled_s, fetch_s = after.stall_s - before.stall_s, after.fetch_s - before.fetch_s
     share = stalled_s / computed_s if computed_s else 0.0
-    return Overlap(statistics.median(times), share, moved / copied_s if copied_s else 0.0)
+    return Overlap(statistics.median(times), share, moved / fetch_s if fetch_s else 0.0)
 
 
 @torch.inference_mode()
 def _step(
-    pie: LayerPie,
-    used_blocks: int,
-    written: Sequence[int],
+    pie: BlockPie,
+    used: Blocks,
+    written: Blocks,
     compute: Callable[[torch.Tensor, torch.Tensor], None],
     device: torch.device,
 ) -> float:
-    """Seconds, by the device's clock where it has one."""
-    store = pie.store
-    store.step_begins((), (written,))
+    """Seconds, by the device's clock where it has one. A layer reads as many blocks as its tables have, from
+    wherever in its part of the memory: where exactly makes no difference to the time."""
+    kv = pie.kv
+    pie.step_begins()
     clock = _clock(device)
-    for layer in range(store.controller.table.layers):
-        keys, values = store.enter(layer)
-        compute(keys[:used_blocks], values[:used_blocks])
-        store.leave(layer)
-    store.step_ends(0, is_decoding=True)
-    return clock()
+    kv.point(kv.locate(used, written).copy())
+    keys, values = kv.arena
+    for layer in range(kv.layers):
+        kv.enter(layer)
+        first = min(layer * kv.residency.device_blocks, len(keys) - len(used))
+        compute(keys[first : first + len(used)], values[first : first + len(used)])
+        kv.leave(layer)
+    kv.end(is_complete=True)
+    took_s = clock()
+    pie.step_ends(0, is_decoding=True)
+    return took_s
 
 
 def _clock(device: torch.device) -> Callable[[], float]:

@@ -254,10 +254,15 @@ def batch_ms(model: RegressorModel, samples: Sequence[LengthSample]) -> float:
 
 
 def _record(context: Context, model: RegressorModel, workload: Workload) -> None:
+    """Also as a trace with predictions, for the simulator's `learned`."""
     told = model.predict_batch([LengthQuery(sample.prompt, 1 << 20) for sample in workload.test])
-    for sample, one in zip(workload.test, told, strict=True):
-        row = {"length": sample.output_tokens, "p50": one.p50_tokens, "p95": one.p95_tokens}
-        context.record({"workload": workload.name, **row})
+    with (context.run_dir / f"{workload.name}.csv").open("w", newline="") as file:
+        trace = csv.writer(file)
+        trace.writerow(("prompt_tokens", "output_tokens", "predicted_tokens"))
+        for sample, one in zip(workload.test, told, strict=True):
+            row = {"length": sample.output_tokens, "p50": one.p50_tokens, "p95": one.p95_tokens}
+            context.record({"workload": workload.name, **row})
+            trace.writerow((len(sample.prompt) // TOKEN_BYTES, sample.output_tokens, one.rl_tokens))
 
 
 def _calibration(workload: Workload, report: LengthReport) -> Table:

@@ -2,8 +2,9 @@
 
 `--queue`: the fleet's queue by work, from which workers are fed, against first come, first served in front of
 every worker and a place only where memory is free, as it was. The same policy, predictions and requests on
-both sides, at 1.2 times the rate that one worker under `vllm` sustains, for each worker. `--routes`: see
-`bench/simulated/routes.py`.
+both sides, at 1.2 times the rate that one worker under `vllm` sustains, for each worker; `--live`: on a real
+stack as well, see `bench/simulated/queue_live.py`. `--routes`: see `bench/simulated/routes.py`. `--roles`:
+see `bench/simulated/roles.py`.
 """
 
 from argparse import ArgumentParser
@@ -13,8 +14,8 @@ from statistics import fmean
 
 from bench.kit.context import Context
 from bench.kit.datasets import data_folder
-from bench.kit.outcome import Outcome, Table
-from bench.simulated import routes
+from bench.kit.outcome import Outcome, Table, joined
+from bench.simulated import queue_live, roles, routes
 from bench.simulated.ecoserve.measures import (
     KneeQuestion,
     RateQuestion,
@@ -23,15 +24,12 @@ from bench.simulated.ecoserve.measures import (
     answer_rate,
     measure_reference,
 )
-from services.scheduler.policy.contract import QueueOrder
-from services.scheduler.policy.fleet_queue import FEED_SEQUENCES
+from bench.simulated.queue_live import PAST_KNEE, SIDES
 from sim.case import Case
 from sim.predictors import PREDICTORS
 from sim.sweep import sweep
 from sim.workloads import Source, find_source
 
-PAST_KNEE = 1.2
-SIDES = {"by work": (QueueOrder.WORK, FEED_SEQUENCES), "first come": (QueueOrder.ARRIVAL, 0)}
 _SHOWN = {
     "SLO": "slo",
     "s/token": "normalized_s",
@@ -56,7 +54,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     """The bench's own flags."""
     parser.add_argument("--queue", action="store_true", help="the queue by work against first come (default)")
     parser.add_argument("--routes", action="store_true", help="which worker, where prompts begin alike")
-    parser.add_argument("--live", action="store_true", help="routes: a real stack as well")
+    parser.add_argument("--roles", action="store_true", help="prompts and answers on workers of their own")
+    parser.add_argument(
+        "--live", nargs="?", const="too", choices=("too", "only"), help="a real stack as well"
+    )
+    parser.add_argument(
+        "--live-speed", type=float, default=1.0, help="queue, live: of the model's clock [%(default)s]"
+    )
+    parser.add_argument("--kills", type=int, help="roles, live: of each kind [20, quick: 2]")
     parser.add_argument("--live-rate", type=float, default=12.0, help="requests per second [%(default)s]")
     parser.add_argument("--requests", type=int, help="routes: of the trace [3000, quick: 400]")
     parser.add_argument("--load", type=float, default=0.8, help="routes: of capacity [%(default)s]")
@@ -64,7 +69,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--cache-blocks", type=int, default=2000, help="routes: of 512 tokens, at each worker [%(default)s]"
     )
     parser.add_argument("--trace", default="sharegpt", help="a workload by name [%(default)s]")
-    parser.add_argument("--workers", type=int, nargs="+", help="[4 8 16, quick: 4]")
+    parser.add_argument("--workers", type=int, nargs="+", help="[4 8 16, quick: 4; queue, live: 2 4]")
     parser.add_argument("--predictor", default="histogram", choices=sorted(PREDICTORS), help="[%(default)s]")
     parser.add_argument("--duration", type=float, help="of arrivals, in s [300, quick: 60]")
     parser.add_argument("--seeds", type=int, help="runs of each [3, quick: 1]")
@@ -76,6 +81,20 @@ def run(context: Context) -> Outcome:
     flags = context.arguments
     if flags.routes:
         return routes.run(context)
+    if flags.roles:
+        return roles.run(context)
+    parts = [] if flags.live == "only" else [_simulated(context)]
+    return joined([*parts, *([_live(context)] if flags.live else [])])
+
+
+def _live(context: Context) -> Outcome:
+    flags = context.arguments
+    counts = flags.workers if flags.workers and flags.live == "only" else [2] if context.quick else [2, 4]
+    return queue_live.run(context, counts, flags.duration or (20.0 if context.quick else 120.0))
+
+
+def _simulated(context: Context) -> Outcome:
+    flags = context.arguments
     duration_s = flags.duration or (60.0 if context.quick else 300.0)
     seeds = tuple(range(context.seed, context.seed + (flags.seeds or (1 if context.quick else 3))))
     counts = flags.workers or ([4] if context.quick else [4, 8, 16])

@@ -14,10 +14,10 @@ from bench.kit.context import Context, Progressing
 from bench.kit.datasets import data_folder
 from bench.kit.outcome import Outcome, Table
 from services.worker.pie.core.sizes import expansion
-from services.worker.pie.core.swap import SwapController
 from shared.errors import ConfigError
 from sim.pie.cost import Form, PieModel
 from sim.pie.run import PieCase, PieSimulation
+from sim.pie.swap import SwapController
 from sim.pie.timeline import Pace, Timeline, block_stalls, outside_share
 from sim.requests import SimRequest
 from sim.summary import summarize

@@ -160,6 +160,9 @@ class Counting:
     def store(self, stores: Sequence[Store]) -> float:
         return 0.0
 
+    def seal(self, place: int, name: BlockHash) -> None:
+        """See `BlockMover`. Nothing is on the host but what was copied there."""
+
     def start_write(self, source: int, node: StoredBlock) -> bool:
         self._written.append(node)
         return True

@@ -14,13 +14,23 @@ from bench.kit.stacks import start_stack
 WORKERS = 4
 _BEGINNINGS, _BEGINNING_TOKENS, _OWN_TOKENS, _ANSWER_TOKENS = 40, 512, 64, 24
 _VOCABULARY = range(300, 2000)
+_ROOMY_BLOCKS, _TIGHT_BLOCKS = 960, 192
+"""Of 16 tokens, at each worker: all beginnings fit into the caches of all, or a half does."""
 _DEADLINE_S = 120.0
 _CALM_S = 1.0
 
 
-def measure(run_dir: Path, policy: str, *, requests: int, rate: float, seed: int) -> dict[str, float]:
-    """Of one placement policy, on a stack of its own."""
-    settings = {"worker.engine": "simulated", "worker.kv_blocks": 960, "placement.policy": policy}
+def measure(
+    run_dir: Path, policy: str, *, requests: int, rate: float, seed: int, is_tight: bool = False
+) -> dict[str, float]:
+    """Of one placement policy, on a stack of its own. `is_tight`: blocks are evicted all the time."""
+    settings: dict[str, object] = {
+        "worker.engine": "simulated",
+        "worker.kv_blocks": _TIGHT_BLOCKS if is_tight else _ROOMY_BLOCKS,
+        "placement.policy": policy,
+    }
+    if is_tight:
+        settings["worker.prefix_cache.host_blocks"] = 1
     with start_stack(run_dir, settings, workers=WORKERS, name="kvasir") as stack:
         answers = asyncio.run(_ask_all(stack.target, requests, rate, seed))
         told = stack.details("hits_expected_tokens")

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+from services.gateway.core.quotas import Quota
 from shared.config import ModelServiceConfig
 from shared.errors import ConfigError
 from shared.messages.sequence import ServiceClass, Tenant
@@ -30,6 +31,9 @@ class KeyConfig(BaseModel):
     sha256: KeyHash = Field(description="SHA-256 of the key, in hex")
     service_class: ServiceClass = Field(ServiceClass.STANDARD, alias="class")
     weight: float = Field(1.0, ge=0.01, le=100, description="of its share among those of its class")
+    max_concurrent: int | None = Field(None, ge=1, description="requests that are answered at once")
+    requests_per_minute: float | None = Field(None, gt=0, description="as many at once at most")
+    tokens_per_minute: float | None = Field(None, gt=0, description="of prompts and answers")
 
     @model_validator(mode="before")
     @classmethod
@@ -37,7 +41,7 @@ class KeyConfig(BaseModel):
         """A message that lists what there is."""
         if not isinstance(options, Mapping):
             return options
-        names = ("class", "sha256", "weight")
+        names = ("class", "max_concurrent", "requests_per_minute", "sha256", "tokens_per_minute", "weight")
         unknown = sorted(str(name) for name in options if name not in names)
         if unknown:
             raise ValueError(f"a key has no option {unknown[0]!r}; it has: {', '.join(names)}")
@@ -50,12 +54,19 @@ class KeyConfig(BaseModel):
         """As requests with it carry it."""
         return Tenant(name=name, service_class=self.service_class, weight=self.weight)
 
+    def quota(self) -> Quota:
+        """How much its holder may ask for."""
+        return Quota(self.max_concurrent, self.requests_per_minute, self.tokens_per_minute)
+
 
 class GatewayConfig(ModelServiceConfig):
     """Section `gateway`."""
 
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8080, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    shares_port: bool = Field(
+        False, description="other gateways of this machine listen on the same port; the system deals out"
+    )
     operator_host: str = Field(
         "127.0.0.1", description="address of the operator's listener: /health, /ready, /metrics, no key"
     )
@@ -68,7 +79,11 @@ class GatewayConfig(ModelServiceConfig):
     keys: dict[KeyName, KeyConfig] = Field(
         {},
         description="further keys, by tenant: {team-a: {sha256: HEX, class: guaranteed, weight: 2}}; class is"
-        " guaranteed, standard or sheddable",
+        " guaranteed, standard or sheddable; limits: max_concurrent, requests_per_minute, tokens_per_minute",
+    )
+    keys_file: str = Field(
+        "",
+        description="JSON file of further keys, which `services keys` writes; read again when it changes",
     )
 
     admin_key_sha256: tuple[KeyHash, ...] = Field(
@@ -135,6 +150,17 @@ class GatewayConfig(ModelServiceConfig):
     )
     stored_responses_mb: int = Field(64, ge=1, description="of them, for each API key; the oldest leave")
     stored_responses_days: float = Field(30.0, gt=0, description="so long they are kept at most")
+    resume_s: float = Field(
+        60.0,
+        gt=0,
+        description="an answer that its client can ask for again (Idempotency-Key, or a response's id) is "
+        "kept so long after its end, or after its client has left",
+    )
+    resume_mb: int = Field(
+        64,
+        ge=1,
+        description="of such answers, and as much again of other gateways'; the oldest leave",
+    )
     unknown_fields: Literal["refuse", "ignore"] = Field(
         "refuse",
         description="what becomes of a request with a field that nobody knows, such as a misspelt one",
@@ -172,9 +198,7 @@ class GatewayConfig(ModelServiceConfig):
     def check(self) -> None:
         """Raises ConfigError, also for names that are there twice and for an alias of nothing."""
         super().check()
-        named = [key.sha256 for key in self.keys.values()]
-        if len({*named, *self.api_key_sha256}) < len(named) + len(set(self.api_key_sha256)):
-            raise ConfigError("a key is there twice: each has one tenant", param="keys")
+        self.check_keys()
         if self.served_name in self.models:
             raise ConfigError(f"two models are called {self.served_name!r}", param="models")
         served = {self.served_name, *self.models}
@@ -186,6 +210,12 @@ class GatewayConfig(ModelServiceConfig):
                 raise ConfigError(f"{alias!r} is to be {name!r}, which is none of {known}", param="aliases")
             if alias in served:
                 raise ConfigError(f"{alias!r} is a model already", param="aliases")
+
+    def check_keys(self) -> None:
+        """Raises ConfigError for one that is there twice."""
+        named = [key.sha256 for key in self.keys.values()]
+        if len({*named, *self.api_key_sha256}) < len(named) + len(set(self.api_key_sha256)):
+            raise ConfigError("a key is there twice: each has one tenant", param="keys")
 
     def tenants(self) -> dict[str, Tenant]:
         """By the digest of the key. One that is given no name is told apart by its digest's beginning."""

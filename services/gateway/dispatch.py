@@ -39,7 +39,7 @@ class NoticeOutbox:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._messages: deque[tuple[str, msgspec.Struct]] = deque(maxlen=MAX_MESSAGES)
-        self._ended: dict[str, set[SequenceRef]] = {}
+        self._ended: dict[str, dict[SequenceRef, None]] = {}
         self._filled = asyncio.Event()
         self._dropped = metrics.counter(
             "kvasir_gateway_outbox_dropped_total", "Small messages that could not be sent", ("reason",)
@@ -53,9 +53,9 @@ class NoticeOutbox:
 
     def acknowledge(self, worker_id: str, ref: SequenceRef) -> None:
         """Ends seen between two sends travel together, one message per worker."""
-        refs = self._ended.setdefault(worker_id, set())
+        refs = self._ended.setdefault(worker_id, {})
         if len(refs) < MAX_MESSAGES:
-            refs.add(ref)
+            refs[ref] = None
         self._filled.set()
 
     async def run(self) -> None:
@@ -110,6 +110,8 @@ class Dispatch:
         self._apply = apply
         self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
         self.outbox = NoticeOutbox(bus)
+        self.heartbeats = 0
+        """Sent."""
 
     def carry_out(self, sequence: OpenChoice, effect: StreamEffect) -> None:
         """Begin it; never waits."""

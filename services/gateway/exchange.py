@@ -10,12 +10,30 @@ from dataclasses import dataclass, field
 from services.gateway.core.stream import Stream, StreamPhase
 from services.gateway.errors import ClientGone
 from services.gateway.vllm_metrics import ModelFigures
-from shared import log
+from shared import log, spans
 from shared.clock import monotonic_s
 from shared.errors import DeadlineExceeded, InternalError, InvalidRequest, KvasirError, NoResponder
 from shared.messages.sequence import NOBODY, Sampling, SequenceSpec, Tenant, pack_tokens
+from shared.messages.shadows import AnswerSoFar
 
 HEADER = "X-Request-Timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class Legacy:
+    """Of a request that outlives its gateway."""
+
+    heir_key: bytes = b""
+    """What another gateway takes it over with."""
+    so_far: tuple[AnswerSoFar, ...] = ()
+    """What is there already of each sequence; none: nothing is."""
+    waited_s: float = 0.0
+    """Since it was accepted, elsewhere."""
+    is_resumed: bool = False
+    """Another gateway had begun it: it is not refused for overload."""
+
+
+NO_LEGACY = Legacy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +107,10 @@ class OpenChoice:
     """Of its model, once it has tokens."""
     heard_s: float = 0.0
     """When tokens of it came last."""
+    heir_digest: bytes = b""
+    """Who may take it over from this gateway; empty: nobody."""
+    is_resumed: bool = False
+    """Another gateway had begun it."""
 
     _told: tuple[int, StreamPhase, bool] = (0, StreamPhase.OPEN, False)
 
@@ -115,6 +137,9 @@ class OpenChoice:
             tenant=self.tenant,
             open_tokens=self.stream.open_tokens(self.sampling.max_tokens),
             capability=self.stream.capability,
+            heir_digest=self.heir_digest,
+            is_resumed=self.is_resumed or self.stream.accepted,
+            traceparent=spans.current_traceparent(),
         )
 
 

@@ -16,9 +16,13 @@ from starlette.types import ASGIApp
 from services.gateway.config import GatewayConfig
 from services.gateway.fleet_metrics import FleetMetrics
 from services.gateway.http.browser import with_cors
-from services.gateway.http.middleware import OPEN_PATHS, OPERATOR_PATHS, Edge, KeyRing
+from services.gateway.http.middleware import OPEN_PATHS, OPERATOR_PATHS, Edge
 from services.gateway.http.routes import make_app, make_operator_app
 from services.gateway.http.server import Server, bind, make_operator_server, make_server, url_of
+from services.gateway.key_watch import KeyWatch
+from services.gateway.lasting.desk import HANDLERS as LASTING
+from services.gateway.lasting.desk import Desk
+from services.gateway.lasting.peers import Peers
 from services.gateway.models import Models, ServedModel
 from services.gateway.openai.response_store import ResponseStore
 from services.gateway.sessions import Sessions
@@ -27,14 +31,13 @@ from services.gateway.ui.colleagues import Colleagues
 from services.gateway.ui.routes import PAGE_PATHS, add_page
 from services.gateway.ui.watch import Watch
 from shared import log, metrics, subjects
-from shared.bus import Bus, Listener, fenced, recorder_handlers, status_handlers
+from shared.bus import Bus, Listener, fenced, recorder_handlers, status_handlers, status_of
 from shared.clock import Clock, monotonic_s
 from shared.errors import InternalError
 from shared.liveness import AwakeClock
 from shared.messages.base import Empty
 from shared.messages.moves import MovePrepared
 from shared.messages.reports import (
-    GatewayReported,
     SchedulerAnnounced,
     ServiceStatus,
     WorkerLost,
@@ -44,6 +47,8 @@ from shared.messages.tokens import TokenFrame
 
 TICK_S = 0.1
 SHUTDOWN_MARGIN_S = 2.0
+_LOOK_S = 0.5
+"""At the file of keys."""
 _logger = log.get_logger("gateway")
 
 HANDLERS = (
@@ -102,24 +107,21 @@ class Gateway:
             "model": ", ".join((self._config.served_name, *self._config.models)),
             "active": self._sessions.active,
             "scheduler": scheduler.scheduler_id if scheduler.is_present(now_s) else "away",
+            "heartbeats": self._sessions.dispatch.heartbeats,
             "unready": "; ".join(self._sessions.unready_reasons()),
             "workers": self._sessions.workers.rows(now_s),
         }
-        return ServiceStatus(
-            service="gateway",
-            instance=self._bus.instance,
-            incarnation=self._bus.incarnation,
-            uptime_s=monotonic_s() - self._began_s,
-            details=details,
+        return status_of(
+            self._bus,
+            "gateway",
+            monotonic_s() - self._began_s,
+            details,
         )
 
     async def report(self) -> None:
         """Heartbeats, until cancelled."""
         while True:
-            event = GatewayReported(
-                gateway_id=self._bus.instance, incarnation=self._bus.incarnation, active=self._sessions.active
-            )
-            self._sessions.dispatch.outbox.put(subjects.gateway_reported(self._bus.instance), event)
+            self._sessions.beat()
             await asyncio.sleep(self._config.report_interval_s)
 
     async def tick(self) -> None:
@@ -135,6 +137,22 @@ class Gateway:
                     self._sessions.on_absence(now_s)
             with fenced("gateway tick"):
                 self._sessions.on_tick(now_s)
+
+
+async def tend(desk: Desk) -> None:
+    """Deadlines of answers that last, until cancelled."""
+    while True:
+        await asyncio.sleep(TICK_S)
+        with fenced("gateway desk"):
+            desk.on_tick()
+
+
+async def watch_keys(watched: KeyWatch) -> None:
+    """Until cancelled."""
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        with fenced("gateway keys"):
+            watched.on_tick()
 
 
 def _store_of(config: GatewayConfig) -> ResponseStore | None:
@@ -160,7 +178,9 @@ async def run(config: GatewayConfig) -> None:
         store = _store_of(config)
         if store is not None:
             ends.callback(store.close)
-        listener = ends.enter_context(closing(bind(config.host, config.port, "port")))
+        listener = ends.enter_context(
+            closing(bind(config.host, config.port, "port", is_shared=config.shares_port))
+        )
         operator_address = (config.operator_host, config.operator_port)
         operator = ends.enter_context(closing(bind(*operator_address, "operator_port")))
         bus = await Bus.connect(config.bus, service="gateway", instance=config.instance)
@@ -171,6 +191,12 @@ async def run(config: GatewayConfig) -> None:
             gateway = Gateway(config, bus, sessions, now_s, url_of(listener), url_of(operator))
             await bus.attach(HANDLERS, gateway)
             await bus.attach(recorder_handlers("gateway"), bus.recorder)
+            watched = KeyWatch(config)
+            keys = watched.ring
+            desk = Desk(config, Peers(config, bus, sessions, now_s), tasks, now_s, watched.on_over)
+            await bus.attach(LASTING, desk)
+            await bus.watch_departures(desk.on_gone)
+            tasks.create_task(tend(desk))
             colleagues = Colleagues(bus, monotonic_s)
             watch = Watch(sessions, colleagues, now_s)
             metrics.collected("vllm", sessions.figures.collect)
@@ -178,10 +204,17 @@ async def run(config: GatewayConfig) -> None:
             for loop in (sessions.dispatch.outbox.run(), gateway.report(), gateway.tick(), watch.run()):
                 tasks.create_task(loop)
             admins = config.admin_key_sha256
-            keys = KeyRing(config.tenants())
+            tasks.create_task(watch_keys(watched))
             page = partial(add_page, watch=watch, colleagues=colleagues, admin_key_sha256=admins)
-            main = make_app(sessions, models, config, store, page)
-            app: ASGIApp = Edge(main, keys, sessions.counters, OPEN_PATHS | PAGE_PATHS, recorder=bus.recorder)
+            main = make_app(sessions, models, config, desk, store, page)
+            app: ASGIApp = Edge(
+                main,
+                keys,
+                sessions.counters,
+                OPEN_PATHS | PAGE_PATHS,
+                recorder=bus.recorder,
+                quotas=watched.quotas,
+            )
             app = with_cors(app, config.cors_origins)
             page = partial(add_page, watch=watch, colleagues=colleagues, admin_key_sha256=None)
             operator_app = Edge(
@@ -197,7 +230,7 @@ async def run(config: GatewayConfig) -> None:
                 url=url_of(listener),
                 operator_url=url_of(operator),
                 models=[model.name for model in models],
-                keys=len(config.tenants()),
+                keys=len(keys),
             )
             async with _beside(make_operator_server(operator_app, config), operator):
                 await _serve(make_server(app, config), listener, sessions, config, watch)

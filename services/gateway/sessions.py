@@ -13,14 +13,14 @@ from secrets import token_bytes
 from typing import Any
 
 from services.gateway.config import GatewayConfig
-from services.gateway.core.effects import StreamEffects, WorkerStart, disown
+from services.gateway.core.effects import StreamEffects, WorkerStart, disown, is_for_an_heir
 from services.gateway.core.peers import SchedulerView, WorkerTable
 from services.gateway.core.retries import StreamTiming
 from services.gateway.core.stream import Stream, StreamPhase
 from services.gateway.counters import Counters
 from services.gateway.dispatch import Dispatch
 from services.gateway.errors import ShuttingDown
-from services.gateway.exchange import NONE, Deadline, Exchange, OpenChoice
+from services.gateway.exchange import NO_LEGACY, NONE, Deadline, Exchange, Legacy, OpenChoice
 from services.gateway.openai.admission import AdmittedRequest
 from services.gateway.text.choice_text import ChoiceText, Given
 from services.gateway.text.tokenizer import Codec
@@ -31,14 +31,25 @@ from shared.clock import Clock
 from shared.errors import NoResponder, Overloaded
 from shared.messages.moves import MovePrepared
 from shared.messages.reports import (
+    GatewayReported,
     SchedulerAnnounced,
     SequenceFinished,
     SequenceReport,
     WorkerLost,
     WorkerReported,
 )
-from shared.messages.sequence import NOBODY, FinishReason, SequenceKey, Tenant, is_beyond_share, pack_tokens
+from shared.messages.sequence import (
+    NOBODY,
+    FinishReason,
+    SequenceKey,
+    Tenant,
+    heir_digest_of,
+    is_beyond_share,
+    pack_tokens,
+    unpack_tokens,
+)
 from shared.messages.tokens import TokenDelta
+from shared.release import PROTOCOL
 
 _logger = log.get_logger("gateway.sessions")
 
@@ -103,9 +114,10 @@ class Sessions:
         salt: bytes = b"",
         model: str = "",
         tenant: Tenant = NOBODY,
+        legacy: Legacy = NO_LEGACY,
     ) -> Exchange:
-        """Submit the job's sequences to workers of `model`. Raises Overloaded when that would be too many at
-        once, ShuttingDown.
+        """Submit the job's sequences to workers of `model`, with what there is of them. Raises Overloaded
+        when that would be too many at once, ShuttingDown.
 
         Stored prefixes are shared among requests of one `salt`.
         """
@@ -115,23 +127,29 @@ class Sessions:
             raise Overloaded(f"{len(self._open)} sequences are in progress already", retry_after_s=1.0)
         exchange = Exchange(deadline=deadline)
         now_s = self._now_s()
+        so_far = iter(legacy.so_far)
+        heir_digest = heir_digest_of(legacy.heir_key)
         for at, (prompt, sampling) in enumerate(zip(job.prompts, job.samplings, strict=True)):
             packed = pack_tokens(prompt)
             sequence_id = request_id if at == 0 else f"{request_id}-{at}"
             for choice in range(job.n):
                 stream = Stream((sequence_id, choice), self._timing, now_s, self._secret)
+                if (known := next(so_far, None)) is not None:
+                    stream.take_over(unpack_tokens(known.tokens), known.finish_reason, known.cached_tokens)
                 exchange.sequences.append(
                     OpenChoice(
                         stream,
                         packed,
                         sampling,
                         exchange,
-                        now_s,
+                        now_s - legacy.waited_s,
                         copy_context(),
                         salt,
                         model,
                         job.priority,
                         tenant,
+                        heir_digest=heir_digest,
+                        is_resumed=legacy.is_resumed,
                     )
                 )
         for sequence in exchange.sequences:
@@ -176,6 +194,15 @@ class Sessions:
         """A write of its answer has waited for the client so long, until now."""
         self._bus.recorder.note("reader slow", request_id, for_s=for_s)
 
+    def beat(self) -> None:
+        """A heartbeat: this gateway is here."""
+        me = self._bus
+        event = GatewayReported(
+            gateway_id=me.instance, incarnation=me.incarnation, active=self.active, protocol=PROTOCOL
+        )
+        self.dispatch.outbox.put(subjects.gateway_reported(me.instance), event)
+        self.dispatch.heartbeats += 1
+
     def drain(self) -> None:
         """This process is about to end: not ready for more; what runs goes on."""
         self._is_draining = True
@@ -198,11 +225,11 @@ class Sessions:
             self.counters.stale_deltas.inc()
             return
         self.output_tokens += len(delta.tokens)
-        is_first = not sequence.stream.tokens
+        before = len(sequence.stream.tokens)
         self.apply(sequence, sequence.stream.on_delta(delta, worker, now_s))
-        if delta.tokens:
-            self._count(sequence, len(delta.tokens), now_s)
-        if is_first and sequence.stream.tokens:
+        if new := len(sequence.stream.tokens) - before:  # a frame may come twice
+            self._count(sequence, new, now_s)
+        if new and not before:
             self._note("first tokens", sequence, worker=worker[0], cached_tokens=delta.cached_tokens)
 
     def on_worker_reported(self, report: WorkerReported, now_s: float) -> None:
@@ -275,6 +302,8 @@ class Sessions:
 
     def _on_listed(self, listed: SequenceReport, worker: WorkerStart, now_s: float) -> None:
         sequence = self._open.get(listed.ref.key)
+        if sequence is None and is_for_an_heir(listed, self._bus.incarnation):
+            return
         if sequence is None:
             self.dispatch.tell(disown(listed, worker, goes_on=False))
         else:

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from services.gateway.core.peers import SchedulerView, WorkerTable
-from shared.messages.reports import WAIT_BOUNDS_S, SequenceState
+from shared.messages.reports import STEP_TOKEN_BOUNDS, WAIT_BOUNDS_S, SequenceState
 
 TTFT_S: Final = (
     0.001,
@@ -205,7 +205,30 @@ class VllmMetrics:
                 buckets, total = figures.histograms[name].buckets
                 histogram.add_metric([model, "0"], buckets, total)
             yield histogram
+        yield from self._of_steps()
         yield from self._of_fleet()
+
+    def _of_steps(self) -> Iterator[Metric]:
+        """What workers count of their steps."""
+        iterations = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step", labels=_LABELS)
+        prefills = HistogramMetricFamily(
+            "vllm:request_prefill_time_seconds",
+            "From its first plan to the first token",
+            labels=_LABELS,
+        )
+        inferences = HistogramMetricFamily(
+            "vllm:request_inference_time_seconds",
+            "From its first plan to the last token",
+            labels=_LABELS,
+        )
+        for model, sums in self._workers.steps.items():
+            for family, bounds, counts, total in (
+                (iterations, STEP_TOKEN_BOUNDS, sums.by_tokens, float(sums.tokens)),
+                (prefills, WAIT_BOUNDS_S, sums.by_prefill, sums.prefill_s),
+                (inferences, WAIT_BOUNDS_S, sums.by_inference, sums.inference_s),
+            ):
+                family.add_metric([model, "0"], _cumulated(bounds, counts), total)
+        yield from (iterations, prefills, inferences)
 
     def _of_fleet(self) -> Iterator[Metric]:
         running = GaugeMetricFamily("vllm:num_requests_running", "Sequences in batches", labels=_LABELS)

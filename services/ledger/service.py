@@ -12,7 +12,7 @@ from services.ledger.config import LedgerConfig
 from services.ledger.core.debt_ledger import DebtLedger, candidates
 from services.ledger.core.dgfm.coordinator import Coordinator, Leadership, SettlementAsk, SettleRules
 from shared import subjects
-from shared.bus import Bus, Endpoint, Handler, Listener, fenced, recorder_handlers, status_handlers
+from shared.bus import Bus, Endpoint, Handler, Listener, fenced, recorder_handlers, status_handlers, status_of
 from shared.clock import Clock, monotonic_s
 from shared.errors import KvasirError
 from shared.liveness import AwakeClock
@@ -194,12 +194,11 @@ class Ledger:
     async def status(self, _: Empty) -> ServiceStatus:
         """What `python -m services status` shows."""
         now_s, awake_s = self._clock(), self._awake_s()
-        return ServiceStatus(
-            service="ledger",
-            instance=self._bus.instance,
-            incarnation=self._bus.incarnation,
-            uptime_s=now_s - self._started_s,
-            details={
+        return status_of(
+            self._bus,
+            "ledger",
+            now_s - self._started_s,
+            {
                 "questions": self.asked,
                 "leads": self._was_leading,
                 "ledgers": self.leadership.heard(now_s),

@@ -5,9 +5,11 @@ from pydantic import Field
 from services.placement.core.move_mode import ModeChoice
 from services.placement.core.order import find_order
 from services.placement.core.packer import PackingRules
+from services.placement.core.roles import BOTH, read_roles
 from services.placement.core.scaling import ScalingRules
 from services.placement.policy import LIVE_PACKINGS, create
 from shared.config import ServiceConfig
+from shared.errors import ConfigError
 
 
 class PlacementConfig(ServiceConfig):
@@ -17,6 +19,12 @@ class PlacementConfig(ServiceConfig):
         default="prefix_aware",
         description="best_fit, worst_fit, prefix_aware, or a name an installed package registers; by"
         " migration: mell, mell_eager, load_balance",
+    )
+    roles: str | list[str] = Field(
+        default=BOTH,
+        description="of workers: both (each computes prompts and writes answers), adaptive (prompts and"
+        " answers on workers of their own where that is faster), or a list, as prefill,prefill,decode: so"
+        " many workers of each, in the order in which they are heard of; the others do both",
     )
     order: str = Field(
         default="policy",
@@ -59,6 +67,13 @@ class PlacementConfig(ServiceConfig):
 
     def check(self) -> None:
         find_order(self.order)
+        fixed = read_roles(self.roles)
+        if self.policy in LIVE_PACKINGS and fixed != ():
+            raise ConfigError(
+                f"roles are for policies that choose a worker for each prompt; {self.policy} moves answers by"
+                f" itself: write placement.roles={BOTH}, or another placement.policy",
+                param="roles",
+            )
         if self.policy not in LIVE_PACKINGS:
             create(self.policy)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from services.placement.placing import Placement
-from shared.bus import Bus
+from shared.bus import Bus, status_of
 from shared.clock import monotonic_s
 from shared.errors import InvalidRequest
 from shared.log import canonical, get_logger
@@ -61,6 +61,8 @@ class Models:
         placement = self._of_worker(moved.target)
         if placement is not None and placement.relocation is not None:
             placement.relocation.on_moved(moved)
+        if placement is not None and placement.keeping is not None:
+            placement.keeping.on_moved(moved)
 
     async def place(self, asked: PlaceSequences) -> Placements:
         """See `Placement.place`. Raises InvalidRequest for items of no model where there are several."""
@@ -80,12 +82,11 @@ class Models:
         if not self._models:
             return await self._make("").status(asked)
         told = {name: await placement.status(asked) for name, placement in self._models.items()}
-        return ServiceStatus(
-            service="placement",
-            instance=self._bus.instance,
-            incarnation=self._bus.incarnation,
-            uptime_s=monotonic_s() - self._started_s,
-            details=_merged({name: status.details for name, status in told.items()}),
+        return status_of(
+            self._bus,
+            "placement",
+            monotonic_s() - self._started_s,
+            _merged({name: status.details for name, status in told.items()}),
         )
 
     def _of_worker(self, worker_id: str) -> Placement | None:

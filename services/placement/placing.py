@@ -11,10 +11,12 @@ import asyncio
 from services.placement.config import PlacementConfig
 from services.placement.core.fleet import FleetCapacity
 from services.placement.core.order import find_order
+from services.placement.core.roles import FleetRoles, read_roles
 from services.placement.policy.contract import PlacementPolicy
 from services.placement.relocation import Relocation
+from services.placement.role_keeping import RoleKeeping
 from shared import subjects
-from shared.bus import Bus, fenced
+from shared.bus import Bus, fenced, status_of
 from shared.clock import Clock, monotonic_s
 from shared.errors import InvalidMessage, KvasirError
 from shared.liveness import AwakeClock
@@ -53,9 +55,12 @@ class Placement:
             silence_s=config.worker_timeout_s,
             reservation_s=config.reservation_s,
             order=find_order(config.order),
+            roles=FleetRoles(read_roles(config.roles)),
         )
         self._clock = AwakeClock(clock, lambda: bus.connected)
         self.relocation = Relocation(bus, config, self.fleet, self._clock, model) if policy is None else None
+        has_roles = self.fleet.roles.is_on
+        self.keeping = RoleKeeping(bus, self.fleet, self._clock, model) if has_roles else None
         self._started_s = monotonic_s()
         self._placed = 0
         self._waits = 0
@@ -85,11 +90,20 @@ class Placement:
         self.fleet.on_withdrawn(asked.withdrawn)
         if self.relocation is not None:
             self.relocation.packer.on_withdrawn(asked.withdrawn)
+        if self.keeping is not None:
+            self.keeping.on_asked(asked)
         if self._policy is None:
             assert self.relocation is not None
             worker_ids = self.relocation.packer.place(asked.items, excluded, self.fleet, self._clock())
         else:
-            worker_ids = self.fleet.place(asked.items, excluded, self._policy, self._clock(), asked.ahead)
+            worker_ids = self.fleet.place(
+                asked.items,
+                excluded,
+                self._policy,
+                self._clock(),
+                asked.ahead,
+                are_placed=asked.are_placed,
+            )
         waits = sum(worker_id is None for worker_id in worker_ids)
         self._placed += len(worker_ids) - waits
         self._waits += waits
@@ -118,6 +132,8 @@ class Placement:
             tasks.create_task(self._catch_up())
             if self.relocation is not None:
                 tasks.create_task(self.relocation.run())
+            if self.keeping is not None:
+                tasks.create_task(self.keeping.run())
 
     async def _tick(self) -> None:
         while True:
@@ -151,18 +167,18 @@ class Placement:
     async def status(self, _: Empty) -> ServiceStatus:
         """What `python -m services status` shows."""
         workers = sorted(self.fleet.workers.values(), key=lambda worker: worker.worker_id)
-        return ServiceStatus(
-            service="placement",
-            instance=self._bus.instance,
-            incarnation=self._bus.incarnation,
-            uptime_s=monotonic_s() - self._started_s,
-            details={
+        return status_of(
+            self._bus,
+            "placement",
+            monotonic_s() - self._started_s,
+            {
                 "policy": self._policy_name,
                 "order": self._order_name,
                 "placed": self._placed,
                 "waits": self._waits,
                 "prefix_questions": self._questions,
                 **({} if self.relocation is None else self.relocation.details()),
+                **({} if self.keeping is None else self.keeping.details()),
                 "workers": [
                     {
                         "worker": worker.worker_id,
@@ -179,4 +195,6 @@ class Placement:
         )
 
     def _state_of(self, worker_id: str) -> dict[str, str]:
+        if self.keeping is not None:
+            return {"role": str(self.fleet.roles.role_of(worker_id))}
         return {} if self.relocation is None else {"state": self.relocation.packer.state_of(worker_id)}

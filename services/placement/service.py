@@ -3,6 +3,7 @@
 import asyncio
 
 from services.placement.config import PlacementConfig
+from services.placement.core.roles import BOTH
 from services.placement.models import Models
 from services.placement.placing import Placement
 from services.placement.policy import LIVE_PACKINGS, create
@@ -41,7 +42,7 @@ async def run(config: PlacementConfig) -> None:
             await bus.attach(HANDLERS, models)
             await bus.attach(recorder_handlers("placement"), bus.recorder)
             await bus.watch_departures(models.on_gone)
-            if is_packing:
+            if is_packing or config.roles != BOTH:
                 await bus.attach(MOVE_HANDLERS, models)
             canonical(_log, "placement serving", policy=config.policy)
             await asyncio.Event().wait()

@@ -12,7 +12,7 @@ from services.predictor.core.length_model import LengthQuery, LengthSample
 from services.predictor.revising import Reviser
 from services.predictor.served import ServedModels
 from shared import subjects
-from shared.bus import Bus, Endpoint, Handler, Listener, fenced, recorder_handlers, status_handlers
+from shared.bus import Bus, Endpoint, Handler, Listener, fenced, recorder_handlers, status_handlers, status_of
 from shared.clock import Clock, monotonic_s
 from shared.errors import InvalidRequest
 from shared.log import canonical, get_logger
@@ -101,12 +101,11 @@ class Predictor:
 
     async def status(self, _: Empty) -> ServiceStatus:
         """What `python -m services status` shows."""
-        return ServiceStatus(
-            service="predictor",
-            instance=self._bus.instance,
-            incarnation=self._bus.incarnation,
-            uptime_s=self._clock() - self._started_s,
-            details={
+        return status_of(
+            self._bus,
+            "predictor",
+            self._clock() - self._started_s,
+            {
                 **self._served.summary(),
                 **({} if self._reviser is None else self._reviser.summary()),
             },

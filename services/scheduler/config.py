@@ -6,11 +6,14 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from services.scheduler.core.rules import MoveRules, ReliefRules, Rules
+from services.scheduler.core.rules import MoveRules, ReliefRules, Rules, ShadowRules
 from services.scheduler.policy import check_policy, policy_names
 from services.scheduler.policy.contract import PolicySettings, QueueOrder
+from services.scheduler.policy.fleet_queue import FEED_SEQUENCES
 from services.scheduler.policy.relief import Rung
 from shared.config import ServiceConfig
+
+_TOLD_SETTINGS = ("chunked_prefill", "max_batch_sequences", "token_budget", "max_steps", "start_tokens")
 
 
 class SchedulerConfig(ServiceConfig):
@@ -23,6 +26,12 @@ class SchedulerConfig(ServiceConfig):
     queue: Literal["policy", "arrival", "work"] = Field(
         default="policy",
         description="how sequences wait for a worker: as the policy wants it, by arrival, or by work",
+    )
+    feed_sequences: int = Field(
+        default=FEED_SEQUENCES,
+        ge=0,
+        description="so many wait at each worker without memory for them, so that none runs dry; 0: a worker "
+        "is given only where memory is free",
     )
     chunked_prefill: bool = Field(
         default=True, description="cut prompts to the token budget; else prefill them whole"
@@ -44,10 +53,19 @@ class SchedulerConfig(ServiceConfig):
         default=10.0, gt=0, description="sequences of a gateway silent for so long end"
     )
     heartbeat_round_s: float = Field(
-        default=0.6, ge=0, description="a new scheduler listens for so long before its first command"
+        default=0.6,
+        ge=0,
+        description="a new scheduler listens for so long before its first command, or until every worker "
+        "that it heard before it led has been heard again",
     )
     max_queued: int = Field(
         default=4096, ge=1, description="sequences that may wait; one more is refused as overload"
+    )
+    refuse_wait_s: float = Field(
+        default=30.0,
+        ge=0,
+        description="a new request that is foreseen to wait longer than this for a worker is refused at once "
+        "(429, Retry-After); 0: never for that",
     )
     max_start_bytes: int = Field(
         default=262_144, ge=4096, description="packed token ids of one sequence that one message may carry"
@@ -72,6 +90,12 @@ class SchedulerConfig(ServiceConfig):
         default=20.0, gt=0, description="a migration that is not prepared by then does not come about"
     )
     most_moves: int = Field(default=16, ge=0, description="migrations at once; 0: none")
+    shadow_from_s: float = Field(
+        default=0.2,
+        ge=0,
+        description="the KV of a running sequence is copied to another worker, should its own one die, once "
+        "computing it again would take so long; 0: never",
+    )
 
     @field_validator("policy_options")
     @classmethod
@@ -93,6 +117,20 @@ class SchedulerConfig(ServiceConfig):
     def check(self) -> None:
         check_policy(self.policy, self.rules().settings)
 
+    def told_rules(self) -> dict[str, Any]:
+        """What batches are made by, for `status` and for whoever replays a recording."""
+        rules = self.rules()
+        settings = {name: getattr(rules.settings, name) for name in _TOLD_SETTINGS}
+        return {
+            "policy": self.policy,
+            "policy_options": self.policy_options,
+            "queue": "" if rules.queue is None else str(rules.queue),
+            "feed_sequences": self.feed_sequences,
+            "outstanding_steps": self.outstanding_steps,
+            "ahead_s": self.ahead_s,
+            **settings,
+        }
+
     def rules(self) -> Rules:
         """The same for the core, which knows no configuration."""
         return Rules(
@@ -105,6 +143,7 @@ class SchedulerConfig(ServiceConfig):
                 options=self.policy_options,
             ),
             queue=None if self.queue == "policy" else QueueOrder(self.queue),
+            feed_sequences=self.feed_sequences,
             outstanding_steps=self.outstanding_steps,
             ahead_s=self.ahead_s,
             valid_for_s=self.valid_for_s,
@@ -112,7 +151,9 @@ class SchedulerConfig(ServiceConfig):
             gateway_timeout_s=self.gateway_timeout_s,
             round_s=self.heartbeat_round_s,
             max_queued=self.max_queued,
+            refuse_wait_s=self.refuse_wait_s,
             max_start_bytes=self.max_start_bytes,
             moves=MoveRules(deadline_s=self.move_deadline_s, most_at_once=self.most_moves),
+            shadows=ShadowRules(from_s=self.shadow_from_s),
             relief=ReliefRules(enabled=self.relief, switched_off=frozenset(self.relief_off)),
         )

@@ -6,7 +6,7 @@ What the core asks others is in `rpc`.
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from services.scheduler.core.effects import (
     NoteForeign,
     NoteRelief,
     NoteStandstill,
+    NoteTurn,
     PublishMoved,
     PublishPrepared,
     PublishWorkerLost,
@@ -36,19 +37,26 @@ from services.scheduler.core.effects import (
     WantKvAtWorker,
 )
 from services.scheduler.policy.contract import PolicyFactory
-from services.scheduler.recording import TermRecord
+from services.scheduler.recording import TermRecord, say_refused, say_turn
 from services.scheduler.rpc import Questions
 from services.scheduler.service_tally import HitTally, ServiceTally
 from shared import metrics, subjects
 from shared.bus import Bus, Endpoint, Listener
 from shared.clock import monotonic_s
-from shared.errors import InvalidRequest, KvasirError, MessageTooLarge, UnavailableError
+from shared.errors import (
+    InvalidRequest,
+    KvasirError,
+    MessageTooLarge,
+    Overloaded,
+    RoleMissing,
+    UnavailableError,
+)
 from shared.liveness import AwakeClock, new_incarnation
 from shared.log import canonical, get_logger
 from shared.messages.base import Message
 from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence, WantKv
 from shared.messages.lengths import LengthsRevised
-from shared.messages.moves import MoveSequences, MovesTaken, SequenceMove
+from shared.messages.moves import MoveSequences, MovesTaken, SequenceMove, WorkerRoles
 from shared.messages.plans import BatchPlan, WorkerStepped
 from shared.messages.reports import (
     WAIT_BOUNDS_S,
@@ -57,7 +65,9 @@ from shared.messages.reports import (
     WorkerLost,
     WorkerReported,
 )
+from shared.messages.sequence import SequenceSpec
 from shared.messages.values import as_count, as_seconds
+from shared.release import PROTOCOL, ReleaseWatch
 
 
 class PlanTally:
@@ -111,6 +121,7 @@ HANDLERS = (
     Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped", sender="worker_id"),
     Listener(subjects.ANY_PREDICTOR_REVISED, LengthsRevised, "on_revised", sender="predictor_id"),
     Listener(subjects.ANY_GATEWAY_REPORTED, GatewayReported, "on_gateway_reported", sender="gateway_id"),
+    Listener(subjects.PLACEMENT_ROLES, WorkerRoles, "on_roles"),
 )
 
 
@@ -118,17 +129,26 @@ class Term:
     """Lives from gaining the lease to losing it. `run` returns when the core steps down."""
 
     def __init__(
-        self, config: SchedulerConfig, bus: Bus, make_policy: PolicyFactory, epoch: int, most_epoch: int
+        self,
+        config: SchedulerConfig,
+        bus: Bus,
+        make_policy: PolicyFactory,
+        epoch: int,
+        most_epoch: int,
+        present: Mapping[str, tuple[int, str]] | None = None,
     ) -> None:
+        """`present`: incarnation and model of the workers that were heard lately, by name."""
         self._config = config
         self._bus = bus
         self._incarnation = new_incarnation()
         self._awake_s = AwakeClock(monotonic_s, lambda: bus.connected)
         """Plans, questions and silence are timed by it: after a pause of this process nobody is blamed."""
         self._make_policy = make_policy
+        self._present = dict(present or {})
         self._epoch, self._most_epoch, self._began_s = epoch, most_epoch, self._awake_s()
         self._cells = Cells(self._make_cell)
         self._is_crowded = False
+        self._releases = ReleaseWatch()
         self._outbox: asyncio.Queue[tuple[str, Message, str]] = asyncio.Queue(_MAX_OUTBOX)
         self._ended = asyncio.Event()
         self.end_reason: str | None = None
@@ -159,6 +179,7 @@ class Term:
             self._awake_s(),
             self._most_epoch,
             self._began_s,
+            [(name, incarnation) for name, (incarnation, of) in self._present.items() if of == model],
         )
         questions = Questions(self._config, self._bus, core, partial(self._feed, model), model, self._record)
         return Cell(model, core, questions)
@@ -179,7 +200,8 @@ class Term:
     def describe(self) -> dict[str, Any]:
         counts = {"queued": self._queued, "running": self._running, **self._tally.describe()}
         charged_s = (each for cell in self._cells for each in cell.core.charged_s())
-        tenants = self._services.describe(charged_s)
+        present = (each for cell in self._cells for each in cell.core.present().items())
+        tenants = self._services.describe(charged_s, present)
         return (
             counts
             | self._cells.describe()
@@ -200,12 +222,14 @@ class Term:
             await asyncio.gather(ended, *tasks, return_exceptions=True)
             for cell in self._cells:
                 await cell.questions.close()
+            self._record.close()
 
     async def submit(self, command: SubmitSequence) -> SubmitReply:
         try:
             cell = self._cells.of_model(command.spec.model)
             admission, effects = cell.core.on_submit(command.spec, self._awake_s())
-        except KvasirError:
+        except KvasirError as error:
+            self._note_refusal(command.spec, error)
             raise
         except Exception:
             self._fail()
@@ -244,6 +268,7 @@ class Term:
             self._feed(cell.model, cell.core.on_cancel, command)
 
     def on_worker_reported(self, report: WorkerReported) -> None:
+        self._releases.note(report.worker_id, report.protocol)
         try:
             cell = self._cells.of_report(report.worker_id, report.model)
         except UnavailableError as error:
@@ -268,7 +293,13 @@ class Term:
         for cell in self._cells:
             self._feed(cell.model, cell.core.on_revised, event)
 
+    def on_roles(self, event: WorkerRoles) -> None:
+        cell = self._cells.known(event.model)
+        if cell is not None:
+            self._feed(cell.model, cell.core.on_roles, event)
+
     def on_gateway_reported(self, event: GatewayReported) -> None:
+        self._releases.note(event.gateway_id, event.protocol)
         for cell in self._cells:
             self._feed(cell.model, cell.core.on_gateway_reported, event)
 
@@ -316,6 +347,8 @@ class Term:
                     _log.warning("%s would have cancelled %s, which is another gateway's", gateway_id, ref)
                 case NoteRelief():
                     canonical(_log, "relief", worker=effect.worker_id, reason=effect.relief.reason)
+                case NoteTurn():
+                    say_turn(effect)
                 case NoteStandstill(place, waiting, still_s):
                     _log.error(
                         "work waits and nothing moves: %d sequences at %s, for %.0f s; look at what `status` "
@@ -371,6 +404,18 @@ class Term:
             total_s=round(left.total_s, 4),
         )
 
+    def _note_refusal(self, spec: SequenceSpec, error: KvasirError) -> None:
+        """Of what asks for more than there is, what taking it would have cost; where nobody may serve it,
+        there is nothing to compare with."""
+        if not isinstance(error, Overloaded | RoleMissing):
+            return
+        costs_s: dict[str, float] = {}
+        cell = self._cells.known(spec.model)
+        if isinstance(error, Overloaded) and cell is not None:
+            costs_s = cell.core.refusal_costs_s(spec, self._awake_s())
+        self._record.refused(spec.ref, error.code, costs_s)
+        say_refused(spec, error, costs_s)
+
     def _note_move(self, effect: PublishMoved) -> None:
         moved = effect.moved
         self._moved.labels("failed" if moved.reason else "done").inc()
@@ -385,6 +430,7 @@ class Term:
             rounds=moved.rounds,
             rehearsed_tokens=moved.rehearsed_tokens,
             moved_bytes=moved.moved_bytes,
+            late_bytes=moved.late_bytes or None,
             fallback=moved.fallback or None,
             prepare_s=round(moved.prepare_s, 4),
             switch_s=round(moved.switch_s, 4),
@@ -428,6 +474,7 @@ class Term:
                     waits=tuple(map(as_count, self._waits)),
                     waited_s=as_seconds(self._waited_s),
                     **self._hits.describe(),
+                    protocol=PROTOCOL,
                 ),
             )
             await asyncio.sleep(self._config.announce_s)

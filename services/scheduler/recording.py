@@ -3,9 +3,12 @@
 Reads commands and effects on their way; changes nothing. The kinds of events are in docs/explain.md.
 """
 
+from collections.abc import Mapping
+
 from services.scheduler.core.effects import (
     Effect,
     NoteRelief,
+    NoteTurn,
     PublishMoved,
     PublishPrepared,
     PublishWorkerLost,
@@ -13,19 +16,31 @@ from services.scheduler.core.effects import (
     SequenceLeft,
 )
 from services.scheduler.policy.relief import Relief
+from services.scheduler.sequence_spans import SequenceSpans
+from shared import spans
 from shared.clock import monotonic_s
+from shared.errors import KvasirError
+from shared.log import canonical, get_logger
 from shared.messages.commands import LengthPrediction
 from shared.messages.moves import SequenceMove, SequenceMoved
 from shared.messages.plans import BatchPlan
 from shared.messages.sequence import SequenceRef, SequenceSpec
 from shared.recorder import Batch, Recorder
 
+_log = get_logger("scheduler")
+
 
 class TermRecord:
-    """Writes into the instance's recorder."""
+    """Writes into the instance's recorder, and makes spans where these are on."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        self.spans = SequenceSpans() if spans.is_on() else None
+
+    def close(self) -> None:
+        """The term is over."""
+        if self.spans is not None:
+            self.spans.close()
 
     def submitted(self, spec: SequenceSpec, *, known: bool, queued: int) -> None:
         """A gateway's sequence was taken; `queued` of its model have no worker yet, itself included."""
@@ -41,6 +56,12 @@ class TermRecord:
             waited_s=spec.waited_s,
             priority=spec.priority,
         )
+        if self.spans is not None:
+            self.spans.submitted(spec, known=known)
+
+    def refused(self, ref: SequenceRef, code: str, costs_s: dict[str, float]) -> None:
+        """It was not taken, and what taking it would have cost."""
+        self._recorder.note("refused", ref.request_id, **_ref(ref), error=code, costs_s=costs_s)
 
     def predicted(self, ref: SequenceRef, prediction: LengthPrediction) -> None:
         self._recorder.note(
@@ -49,12 +70,16 @@ class TermRecord:
             **_ref(ref),
             tokens=prediction.rl_tokens,
             p50_tokens=prediction.p50_tokens,
+            p80_tokens=prediction.p80_tokens,
             p90_tokens=prediction.p90_tokens,
+            p95_tokens=prediction.p95_tokens,
             model=prediction.model_version,
         )
+        self._event(ref, "predicted", {"kvasir.predicted_tokens": prediction.rl_tokens})
 
     def placed(self, ref: SequenceRef, worker_id: str) -> None:
         self._recorder.note("placed", ref.request_id, **_ref(ref), worker=worker_id)
+        self._event(ref, "placed", {"kvasir.worker": worker_id})
 
     def move_begun(self, order: SequenceMove) -> None:
         self._recorder.note(
@@ -70,6 +95,7 @@ class TermRecord:
                 self._recorder.note("worker lost", worker=lost.worker_id, sequences=len(lost.refs))
                 for ref in lost.refs:
                     self._recorder.note("lost", ref.request_id, **_ref(ref), worker=lost.worker_id)
+                    self._event(ref, "worker lost", {"kvasir.worker": lost.worker_id})
             case PublishPrepared(prepared):
                 ref = prepared.ref
                 self._recorder.note("move prepared", ref.request_id, **_ref(ref), target=prepared.target)
@@ -77,6 +103,15 @@ class TermRecord:
                 self._moved(moved)
             case NoteRelief(worker_id, relief):
                 self._relief(worker_id, relief)
+            case NoteTurn(ref, turn):
+                self._recorder.note(
+                    "turn",
+                    ref.request_id,
+                    **_ref(ref),
+                    tenant=turn.tenant,
+                    served_s=dict(turn.served_s),
+                    costs_s=dict(turn.costs_s),
+                )
             case SequenceLeft():
                 self._left(effect)
 
@@ -90,6 +125,8 @@ class TermRecord:
             self._recorder.note_at(
                 now_s, "started", spec.ref.request_id, **_ref(spec.ref), worker=worker_id, plan=plan.seq
             )
+            if self.spans is not None:
+                self.spans.started(spec.ref, worker_id, now_s)
         for each in plan.preemptions:
             self._recorder.note_at(
                 now_s,
@@ -99,6 +136,7 @@ class TermRecord:
                 worker=worker_id,
                 mode=str(each.mode),
             )
+            self._event(each.ref, "preempted", {"kvasir.mode": str(each.mode)})
 
     def _moved(self, moved: SequenceMoved) -> None:
         self._recorder.note(
@@ -110,9 +148,16 @@ class TermRecord:
             mode=str(moved.mode),
             failed=moved.reason,
             moved_bytes=moved.moved_bytes,
+            late_bytes=moved.late_bytes,
             prepare_s=moved.prepare_s,
             switch_s=moved.switch_s,
         )
+        fields = {
+            "kvasir.source": moved.source,
+            "kvasir.target": moved.target,
+            "kvasir.mode": str(moved.mode),
+        }
+        self._event(moved.ref, "move failed" if moved.reason else "moved", fields)
 
     def _relief(self, worker_id: str, relief: Relief) -> None:
         chosen = relief.chosen
@@ -131,10 +176,46 @@ class TermRecord:
             worker=left.worker_id or "",
             prompt_tokens=left.prompt_tokens,
             generated_tokens=left.generated_tokens,
+            expected_tokens=left.expected_tokens,
             queued_s=left.queued_s,
             total_s=left.total_s,
         )
+        if self.spans is not None:
+            self.spans.left(left)
+
+    def _event(self, ref: SequenceRef, name: str, fields: Mapping[str, str | int]) -> None:
+        if self.spans is not None:
+            self.spans.event(ref, name, fields)
 
 
 def _ref(ref: SequenceRef) -> dict[str, int]:
     return {"choice": ref.choice, "attempt": ref.attempt}
+
+
+def say_turn(note: NoteTurn) -> None:
+    """Its line in the log."""
+    canonical(
+        _log,
+        "turn",
+        ref=str(note.ref),
+        tenant=note.turn.tenant,
+        served_s=_rounded(dict(note.turn.served_s)),
+        costs_s=_rounded(dict(note.turn.costs_s)),
+    )
+
+
+def say_refused(spec: SequenceSpec, error: KvasirError, costs_s: dict[str, float]) -> None:
+    """Of one that was not taken, and what taking it would have cost."""
+    canonical(
+        _log,
+        "refused",
+        ref=str(spec.ref),
+        tenant=spec.tenant.name or None,
+        error=error.code,
+        reason=error.message,
+        costs_s=_rounded(costs_s),
+    )
+
+
+def _rounded(costs_s: dict[str, float]) -> dict[str, float]:
+    return {name: round(each_s, 4) for name, each_s in costs_s.items()}

@@ -15,11 +15,13 @@ from services.scheduler.core.effects import AskPlacement, AskPrediction, AskPull
 from services.scheduler.recording import TermRecord
 from shared import metrics, subjects
 from shared.bus import Bus
+from shared.bus.tracing import in_context
 from shared.errors import InvalidMessage, KvasirError
 from shared.log import get_logger
 from shared.messages.commands import LengthPrediction, Placements, PlaceSequences, PredictLength, TakeSnapshot
 from shared.messages.moves import BlocksPulled
 from shared.messages.reports import WorkerReported
+from shared.messages.sequence import SequenceRef
 from shared.messages.tokens import FetchedTokens, FetchTokens
 
 Question = AskPlacement | AskPrediction | AskSnapshot | AskTokens | AskPull
@@ -50,26 +52,28 @@ class Questions:
     def ask(self, question: Question) -> None:
         match question:
             case AskPlacement():
-                self._start(self._place(question))
+                self._start(self._place(question), *(item.ref for item in question.items))
             case AskPrediction():
                 if self._predictions < _MAX_PREDICTIONS:
                     self._predictions += 1
-                    self._start(self._predict(question))
+                    self._start(self._predict(question), question.ref)
             case AskSnapshot():
                 self._resyncs.inc()
                 self._start(self._snapshot(question))
             case AskTokens():
-                self._start(self._tokens(question))
+                self._start(self._tokens(question), question.ref)
             case AskPull():
-                self._start(self._pull(question))
+                self._start(self._pull(question), question.ref)
 
     async def close(self) -> None:
         for task in self._open:
             task.cancel()
         await asyncio.gather(*self._open, return_exceptions=True)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+    def _start(self, work: Coroutine[Any, Any, None], *about: SequenceRef) -> None:
+        """Within the span of the first of these that has one."""
+        context = None if self._record.spans is None else in_context(self._record.spans.within(about))
+        task = asyncio.get_running_loop().create_task(work, context=context)
         self._open.add(task)
         task.add_done_callback(self._open.discard)
 
@@ -80,6 +84,9 @@ class Questions:
             withdrawn=question.withdrawn,
             ahead=question.ahead,
             model=self._model,
+            are_placed=question.question == NO_QUESTION,
+            waiting_tokens=question.waiting_tokens,
+            step_tokens=self._config.token_budget,
         )
         worker_ids: tuple[str | None, ...] | None = None
         expected_tokens: tuple[int, ...] = ()
@@ -111,7 +118,8 @@ class Questions:
             tokens = None if answer.delta is None else answer.delta.tokens
         except KvasirError as error:
             _log.info("%s did not say what %s has: %s", question.worker_id, question.ref, error)
-        self._feed(self._core.on_tokens, question.ref, tokens)
+        hear = self._core.on_shadow_tokens if question.is_shadow else self._core.on_tokens
+        self._feed(hear, question.ref, tokens)
 
     async def _pull(self, question: AskPull) -> None:
         pulled: BlocksPulled | None = None
@@ -124,7 +132,8 @@ class Questions:
             )
         except KvasirError as error:
             _log.info("%s did not fetch %s: %s", question.worker_id, question.ref, error)
-        self._feed(self._core.on_pulled, question.ref, pulled)
+        hear = self._core.on_shadow_pulled if question.order.is_shadow else self._core.on_pulled
+        self._feed(hear, question.ref, pulled)
 
     async def _predict(self, question: AskPrediction) -> None:
         command = PredictLength(

@@ -6,13 +6,14 @@ the term ends, its core with it, and the instance stands for the lease again. No
 """
 
 import asyncio
+from typing import Any
 
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.leader_term import HANDLERS as TERM_HANDLERS
 from services.scheduler.leader_term import Term
 from services.scheduler.policy import find_policy
 from shared import subjects
-from shared.bus import Bus, Lease, Listener, recorder_handlers, status_handlers
+from shared.bus import Bus, Lease, Listener, recorder_handlers, status_handlers, status_of
 from shared.clock import monotonic_s
 from shared.errors import NotLeader, UnavailableError
 from shared.log import canonical, get_logger
@@ -23,6 +24,10 @@ from shared.messages.values import EPOCH_REACH
 _log = get_logger("scheduler")
 _ROLE = "scheduler"
 _AFTER_ERROR_S = 0.5
+_LATELY_S = 2.0
+"""Who was heard within this is awaited by a new term; who was not may be gone."""
+_MOST_HEARD = 4096
+"""Then those that were not heard lately are looked for."""
 
 HANDLERS = (
     *status_handlers("scheduler"),
@@ -40,24 +45,29 @@ class SchedulerService:
         self._make_policy = find_policy(config.policy)
         self._started_s = monotonic_s()
         self._highest_epoch = 0
+        self._heard: dict[str, tuple[float, int, str]] = {}
+        """By worker: when last, its incarnation and its model."""
         self._term: Term | None = None
 
     def on_worker_reported(self, report: WorkerReported) -> None:
         self._highest_epoch = max(self._highest_epoch, report.epoch)
+        if len(self._heard) > _MOST_HEARD:
+            self._forget_silent()
+        self._heard[report.worker_id] = monotonic_s(), report.incarnation, report.model
         if self._term is not None:
             self._term.on_worker_reported(report)
 
     async def status(self, _: Empty) -> ServiceStatus:
         term = self._term
-        details = {"role": "standby", "policy": self._config.policy}
+        details: dict[str, Any] = {"role": "standby", "policy": self._config.policy}
+        details["rules"] = self._config.told_rules()
         if term is not None:
             details |= {"role": "leader", **term.describe()}
-        return ServiceStatus(
-            service="scheduler",
-            instance=self._bus.instance,
-            incarnation=self._bus.incarnation,
-            uptime_s=monotonic_s() - self._started_s,
-            details=details,
+        return status_of(
+            self._bus,
+            "scheduler",
+            monotonic_s() - self._started_s,
+            details,
         )
 
     async def serve(self) -> None:
@@ -77,8 +87,14 @@ class SchedulerService:
                 await lease.release()
 
     def _on_gone(self, instance: str, incarnation: int) -> None:
+        if self._heard.get(instance, (0.0, 0, ""))[1] <= incarnation:
+            self._heard.pop(instance, None)
         if self._term is not None:
             self._term.on_gone(instance, incarnation)
+
+    def _forget_silent(self) -> None:
+        since_s = monotonic_s() - _LATELY_S
+        self._heard = {name: heard for name, heard in self._heard.items() if heard[0] >= since_s}
 
     async def _lead(self, lease: Lease) -> None:
         most_epoch = lease.epoch + EPOCH_REACH
@@ -86,7 +102,9 @@ class SchedulerService:
             _log.warning("a worker claims epoch %d, which no scheduler has had", self._highest_epoch)
             self._highest_epoch = 0
         epoch = max(lease.epoch, self._highest_epoch + 1)
-        term = self._term = Term(self._config, self._bus, self._make_policy, epoch, most_epoch)
+        self._forget_silent()
+        present = {name: (incarnation, model) for name, (_, incarnation, model) in self._heard.items()}
+        term = self._term = Term(self._config, self._bus, self._make_policy, epoch, most_epoch, present)
         canonical(_log, "leading", epoch=epoch, policy=self._config.policy)
         tasks = [asyncio.create_task(term.run()), asyncio.create_task(self._keep(lease))]
         try:

@@ -4,7 +4,8 @@ The queue charges by its own account (`policy/tenants.py`); this one is in units
 of more tenants than it names, those that come later are counted together.
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,9 +44,7 @@ class ServiceTally:
         """A sequence is over. One that never started was served nothing."""
         if left.worker_id is None or left.held_s <= 0:
             return
-        name = left.tenant.name or "-"
-        if name not in self._services and len(self._services) >= _MOST_TENANTS:
-            name = _OTHERS
+        name = _row_of(left.tenant.name, self._services)
         service = self._services.setdefault(name, Service())
         generated_tokens = left.generated_tokens or 0
         cached_tokens = min(left.cached_tokens, left.prompt_tokens)
@@ -60,14 +59,25 @@ class ServiceTally:
         self._tokens.labels(name, "generated").inc(generated_tokens)
         self._kv.labels(name).inc(kv_token_s)
 
-    def describe(self, charged_s: Iterable[tuple[str, float]]) -> list[dict[str, Any]]:
-        """A row for each; `charged_s`: what queues count, lifted."""
+    def describe(
+        self, charged_s: Iterable[tuple[str, float]], present: Iterable[tuple[tuple[str, bool], int]] = ()
+    ) -> list[dict[str, Any]]:
+        """A row for each that was served or is here; `charged_s`: what queues count, lifted; `present`: how
+        many sequences of a name wait (False) or are at a worker (True)."""
         counters: dict[str, float] = {}
         for name, counter_s in charged_s:
             counters[name or "-"] = counters.get(name or "-", 0.0) + counter_s
+        here: Counter[tuple[str, bool]] = Counter()
+        named = dict(self._services)
+        for (tenant, is_held), count in present:
+            name = _row_of(tenant, named)
+            named.setdefault(name, Service())
+            here[name, is_held] += count
         return [
             {
                 "tenant": name,
+                "waiting": here[name, False],
+                "running": here[name, True],
                 "sequences": service.sequences,
                 "computed_tokens": service.computed_tokens,
                 "cached_tokens": service.cached_tokens,
@@ -75,8 +85,14 @@ class ServiceTally:
                 "kv_token_s": round(service.kv_token_s, 1),
                 "charged_s": round(counters.get(name, 0.0), 3),
             }
-            for name, service in sorted(self._services.items())
+            for name, service in sorted(named.items())
         ]
+
+
+def _row_of(tenant: str, rows: Collection[str]) -> str:
+    """Where a tenant is counted: of its own as long as there is room."""
+    name = tenant or "-"
+    return _OTHERS if name not in rows and len(rows) >= _MOST_TENANTS else name
 
 
 class HitTally:

@@ -7,6 +7,7 @@ its own because `cryptography` takes longer to import than the rest of `up`, and
 import datetime
 import ipaddress
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
@@ -16,12 +17,13 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 _LIFETIME = datetime.timedelta(days=3650)
 _CLOCK_SLACK = datetime.timedelta(hours=1)
-_NAMES = ("localhost",)
+LOCAL_NAMES = ("localhost",)
 _ADDRESSES = ("127.0.0.1", "::1")
 
 
-def make_certificate(directory: Path) -> None:
-    """A new authority and a server certificate for this machine's loopback names, closed to other users."""
+def make_certificate(directory: Path, names: Sequence[str] = LOCAL_NAMES) -> None:
+    """A new authority and a server certificate for `names` and this machine's loopback addresses, closed to
+    other users."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     authority_key, server_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     authority = _name("Kvasir local authority")
@@ -33,7 +35,7 @@ def make_certificate(directory: Path) -> None:
     )
     issuer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
     alternatives = [
-        *(x509.DNSName(name) for name in _NAMES),
+        *(x509.DNSName(name) for name in names),
         *(x509.IPAddress(ipaddress.ip_address(address)) for address in _ADDRESSES),
     ]
     server = (

@@ -16,7 +16,10 @@ _LEAST_US = 1.0
 
 def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
     """The document. `events` are those of a recording, in order: `unix_s`, `instance`, `kind`, fields."""
-    names = sorted({str(event["instance"]) for event in events})
+    moved = [event for event in events if event["kind"] == "moved" and not event["failed"]]
+    ends = {str(event[end]) for event in moved for end in ("source", "target")}
+    # A worker that was killed since remembers nothing, and its moves are told by the scheduler all the same.
+    names = sorted({str(event["instance"]) for event in events} | ends)
     pids = {name: number for number, name in enumerate(names, start=1)}
     began_s = events[0]["unix_s"] if events else 0.0
     traced = [*_processes(pids)]
@@ -30,7 +33,7 @@ def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
         elif event["kind"] == "worker lost":
             traced.append(_instant(f"{event['worker']} lost", at_us, pid, {"sequences": event["sequences"]}))
     traced += _requests(events, began_s, pids)
-    traced += _moves(events, began_s, pids)
+    traced += _moves(moved, began_s, pids)
     return {"traceEvents": traced, "displayTimeUnit": "ms"}
 
 
@@ -98,9 +101,7 @@ def _stays(own: Sequence[Event], end_s: float) -> Iterator[tuple[str, float, flo
 
 
 def _moves(events: Iterable[Event], began_s: float, pids: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    done = [each for each in events if each["kind"] == "moved" and not each["failed"]]
-    between = [each for each in done if {each["source"], each["target"]} <= pids.keys()]
-    for number, event in enumerate(between):
+    for number, event in enumerate(events):
         over_us = (event["unix_s"] - began_s) * 1e6
         left_us = max(0.0, over_us - event["switch_s"] * 1e6)
         ends = (("s", event["source"], left_us), ("f", event["target"], over_us))

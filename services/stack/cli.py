@@ -19,6 +19,7 @@ from services.stack.table import ROOT, TableMaker, kvasir_table, parse_override
 from shared import log
 from shared.config import load
 from shared.errors import ConfigError, KvasirError
+from shared.messages.sequence import ServiceClass
 
 _DEFAULT_FILE = ROOT / "deploy" / "local.yaml"
 _METAVARS = {"served_name": "NAME"}
@@ -27,6 +28,7 @@ _STACK_FLAGS = (
     "operator_port",
     "nats_port",
     "workers",
+    "gateways",
     "served_name",
     "start_timeout_s",
     "stop_grace_s",
@@ -84,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         "predictor, placement, ledger or worker.",
     )
     commands = parser.add_subparsers(
-        required=True, metavar="up|down|status|logs|explain|record|chat|models|credentials"
+        required=True, metavar="up|down|roll|status|logs|explain|record|chat|models|keys|credentials"
     )
     common = _Parser(add_help=False)
     common.add_argument(
@@ -134,8 +136,19 @@ def _parser() -> argparse.ArgumentParser:
     down = commands.add_parser("down", parents=[common], help="end the stack of this run directory")
     down.set_defaults(command=_down)
 
-    status = commands.add_parser("status", parents=[common], help="how it is; of a NAME, all that it says")
-    status.add_argument("names", nargs="*", metavar="NAME", help="worker-0, or worker for all of them")
+    roll = commands.add_parser(
+        "roll", parents=[common], help="start every process anew, one after the other, while it serves"
+    )
+    roll.add_argument("names", nargs="*", metavar="NAME", help="worker-0, or worker for all of them [all]")
+    roll.add_argument("--code", type=Path, metavar="FOLDER", help="a checkout to start them from [this one]")
+    roll.set_defaults(command=_roll)
+
+    status = commands.add_parser(
+        "status", parents=[common], help="how it is, in ten lines; of a NAME, all that it says"
+    )
+    status.add_argument(
+        "names", nargs="*", metavar="NAME", help="worker-0, worker for all of them; all: each process"
+    )
     status.add_argument("--json", action="store_true", help="for programs")
     status.set_defaults(command=_status)
 
@@ -148,6 +161,13 @@ def _parser() -> argparse.ArgumentParser:
     explain = commands.add_parser("explain", parents=[common], help="where the time of a request went")
     explain.add_argument("request", metavar="REQUEST_ID", help="as the header x-kvasir-request-id has it")
     explain.add_argument("--events", action="store_true", help="and all that was recorded of it")
+    explain.add_argument(
+        "--what-if",
+        nargs="*",
+        metavar="POLICY|+N",
+        help="when it would have ended under another policy, with N more workers, as the simulator has it; "
+        "nothing named: another policy, and one more worker",
+    )
     explain.add_argument("--json", action="store_true", help="for programs")
     explain.set_defaults(command=_explain)
 
@@ -183,7 +203,48 @@ def _parser() -> argparse.ArgumentParser:
     )
     credentials.add_argument("name", help="SERVICE-ID, such as worker-2; or operator")
     credentials.set_defaults(command=_credentials)
+    _add_keys(
+        commands.add_parser("keys", parents=[common], help="API keys: add, list, revoke, while it runs")
+    )
     return parser
+
+
+def _add_keys(keys: argparse.ArgumentParser) -> None:
+    keys.add_argument("--file", type=Path, help="of the gateway's keys_file [keys.json in the run directory]")
+    keys.set_defaults(command=_keys, action="list")
+    actions = keys.add_subparsers(metavar="add|list|revoke|hash")
+    add = actions.add_parser("add", help="make one; printed this once, and kept as a hash")
+    add.add_argument("name", metavar="NAME", help="of its holder, a tenant")
+    add.add_argument("--class", choices=[str(each) for each in ServiceClass], help="whose turn it is")
+    add.add_argument("--weight", type=float, metavar="N", help="of its share among those of its class")
+    add.add_argument("--max-concurrent", type=int, metavar="N", help="requests answered at once")
+    add.add_argument("--requests-per-minute", type=float, metavar="N")
+    add.add_argument("--tokens-per-minute", type=float, metavar="N", help="of prompts and answers")
+    add.set_defaults(action="add")
+    actions.add_parser("list", help="names, limits and the beginnings of hashes").set_defaults(action="list")
+    revoke = actions.add_parser("revoke", help="nobody gets in with it any more")
+    revoke.add_argument("name", metavar="NAME")
+    revoke.set_defaults(action="revoke")
+    actions.add_parser("hash", help="hash keys that stand there in plain").set_defaults(action="hash")
+
+
+def _keys(arguments: argparse.Namespace, console: Console) -> int:
+    from services.stack import keys
+
+    run = RunDirectory(arguments.run_dir)
+    path: Path = arguments.file or run.keys_file
+    if arguments.file is None:
+        run.create()
+    match arguments.action:
+        case "add":
+            options = {name: getattr(arguments, name) for name in keys.OPTIONS}
+            return keys.add(path, arguments.name, options, console)
+        case "revoke":
+            return keys.revoke(path, arguments.name, console)
+        case "hash":
+            return keys.hash_plain(path, console)
+        case _:
+            return keys.listed(path, console)
 
 
 def _up(arguments: argparse.Namespace, console: Console) -> int:
@@ -218,6 +279,12 @@ def _down(arguments: argparse.Namespace, console: Console) -> int:
     return down(RunDirectory(arguments.run_dir), console)
 
 
+def _roll(arguments: argparse.Namespace, console: Console) -> int:
+    from services.stack.rolling import roll
+
+    return roll(RunDirectory(arguments.run_dir), console, arguments.names, arguments.code)
+
+
 def _status(arguments: argparse.Namespace, console: Console) -> int:
     from services.stack.status import status
 
@@ -236,7 +303,14 @@ def _explain(arguments: argparse.Namespace, console: Console) -> int:
     from services.stack.explain import explain
 
     run = RunDirectory(arguments.run_dir)
-    return explain(run, console, arguments.request, with_events=arguments.events, as_json=arguments.json)
+    return explain(
+        run,
+        console,
+        arguments.request,
+        with_events=arguments.events,
+        as_json=arguments.json,
+        otherwise=arguments.what_if,
+    )
 
 
 def _record(arguments: argparse.Namespace, console: Console) -> int:

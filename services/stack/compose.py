@@ -1,19 +1,20 @@
 """`python -m services.stack.compose [FOLDER [INSTANCE …]]`: writes the secrets that docker-compose.yml reads.
 
 One environment file per instance, with its NATS password and no other's; nats-server's configuration with
-the permissions of every user; the API key. What exists is kept, so it may be run again, also to name more.
-The folder is closed to other users; nats.conf alone has no lock of its own, since the container that it is
-mounted into runs as a user that this machine does not know.
+the permissions of every user, and its certificate with who signed it; the API key. What exists is kept, so it
+may be run again, also to name more. The folder is closed to other users; what is mounted into containers has
+no lock of its own, since they run as a user that this machine does not know.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from services.stack import nats_server
-from services.stack.access import BusAccess
+from services.stack.access import BusAccess, Certificate
 from services.stack.config import StackConfig
 from services.stack.rundir import RunDirectory
 from services.stack.table import ROOT
@@ -23,8 +24,14 @@ from shared.errors import ConfigError
 
 DEFAULT_FOLDER = ROOT / "deploy" / "secrets"
 NATS_CONFIG, KEY_FILE = "nats.conf", "api_key"
-_URL = "nats://nats:4222"
-"""`nats` is the service's name in docker-compose.yml."""
+_HOST = "nats"
+"""The service's name in docker-compose.yml."""
+_URL = f"tls://{_HOST}:4222"
+_GATEWAYS = 2
+OF_PROFILES = ("worker-gpu-0",)
+"""Instances of the compose file that start only where a profile asks for them."""
+_MOUNTED = Certificate(*(Path("/run/secrets", name) for name in ("nats_cert", "nats_key", "nats_ca")))
+"""Where containers have it."""
 _STORE = Path("/data/nats")
 """In the volume of the container nats."""
 
@@ -50,19 +57,43 @@ def write_secrets(folder: Path, *more: str) -> None:
     """Everything below `folder`, for the instances of the compose file, those of before and `more`. Raises
     ConfigError for a name that is no instance's, and when nats-server does not accept its configuration."""
     try:
-        instances = [*StackConfig().instances, *(name for name in more if subjects.service_of(name))]
+        config = StackConfig(gateways=_GATEWAYS)
+        instances = [*config.instances, *OF_PROFILES, *(name for name in more if subjects.service_of(name))]
     except ValueError as error:
         raise ConfigError(str(error)) from None
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
-    access = BusAccess(_URL, RunDirectory(folder).credentials(*instances))
-    nats_server.write_config(folder / NATS_CONFIG, StackConfig(), access, _STORE)
-    (folder / NATS_CONFIG).chmod(0o644)
+    here = _certificate(folder / "tls")
+    access = BusAccess(_URL, RunDirectory(folder).credentials(*instances), here)
+    nats_server.write_config(folder / NATS_CONFIG, config, access, _STORE)
+    _write_mounted(folder / NATS_CONFIG, here)
+    access = replace(access, certificate=_MOUNTED)
     _write(folder / KEY_FILE, f"{access.credentials.api_key}\n")
     for instance in access.credentials.nats_passwords:
         if instance != subjects.OPERATOR:
             own = _own(subjects.service_of(instance), access)
             _write_env(folder / f"{instance}.env", access.environment(instance) | own)
+
+
+def _certificate(folder: Path) -> Certificate:
+    """Made once: containers that run trust who signed it."""
+    made = Certificate(folder / "server.pem", folder / "server-key.pem", folder / "ca.pem")
+    if not all(path.exists() for path in (made.cert, made.key, folder / "ca.pem")):
+        from services.stack.authority import LOCAL_NAMES, make_certificate
+
+        make_certificate(folder, (*LOCAL_NAMES, _HOST))
+    for path in folder.iterdir():
+        path.chmod(0o644)
+    return made
+
+
+def _write_mounted(path: Path, here: Certificate) -> None:
+    """The configuration as the container reads it."""
+    text = path.read_text()
+    for local, mounted in ((here.cert, _MOUNTED.cert), (here.key, _MOUNTED.key)):
+        text = text.replace(json.dumps(str(local)), json.dumps(str(mounted)))
+    path.write_text(text)
+    path.chmod(0o644)
 
 
 def _own(service: str, access: BusAccess) -> dict[str, str]:

@@ -17,15 +17,22 @@ class StackConfig(ServiceConfig):
     def instances(self) -> tuple[str, ...]:
         """All of a stack, one of your own in a service's place included. Each is a NATS user."""
         workers = (f"worker-{number}" for number in range(self.workers))
-        return ("gateway-0", *(f"{service}-0" for service in SOFT_STATE_SERVICES), *workers)
+        gateways = (f"gateway-{number}" for number in range(self.gateways))
+        return (*gateways, *(f"{service}-0" for service in SOFT_STATE_SERVICES), *workers)
 
     port: int = Field(default=8080, ge=0, le=65535, description="of the HTTP gateway; 0 takes a free one")
+    gateways: int = Field(
+        default=1,
+        ge=1,
+        le=16,
+        description="how many gateways; they share the port, and another one goes on for one that dies",
+    )
     operator_port: int = Field(
         default=0,
         ge=0,
         le=65535,
-        description="of the gateway's listener for the operator (/health, /ready, /metrics); 0 takes a free "
-        "one, which `status` shows",
+        description="of the first gateway's listener for the operator (/health, /ready, /metrics); 0 takes a "
+        "free one, which `status` shows; further gateways take free ones",
     )
     nats_port: int | None = Field(
         default=None,

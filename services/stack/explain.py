@@ -1,7 +1,11 @@
 """`explain`: where the time of one request went, as the gateway puts it together from what all remember."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -10,22 +14,34 @@ from rich.console import Console
 from rich.table import Table
 
 from services.stack.display import command_line, say
+from services.stack.record import recording
 from services.stack.rundir import RunDirectory
 from shared.errors import ConfigError, NoResponder
 
 _DEADLINE_S = 30.0
+_REPLAY_S = 120.0
+_ROOT = Path(__file__).resolve().parents[2]
 _QUIET = {"unix_s", "instance", "kind"}
 
 
 def explain(
-    run: RunDirectory, console: Console, request_id: str, *, with_events: bool = False, as_json: bool = False
+    run: RunDirectory,
+    console: Console,
+    request_id: str,
+    *,
+    with_events: bool = False,
+    as_json: bool = False,
+    otherwise: Sequence[str] | None = None,
 ) -> int:
-    """0 when somebody remembers the request, else 1. Raises ConfigError where no stack runs, NoResponder
-    where its gateway does not answer."""
+    """0 when somebody remembers the request, else 1. `otherwise`: policies, or `+1` workers, to replay the
+    recorded run with; none of them: another policy, and one more worker. Raises ConfigError where no stack
+    runs or nothing can be replayed, NoResponder where its gateway does not answer."""
     pid, state = run.holder(), run.read_state()
     if pid is None or state.get("pid") != pid:
         raise ConfigError(f"nothing runs from {run.path}; `{command_line('up', run)}` starts it")
     told = _ask(f"{state['operator_url']}/ui/requests/{request_id}")
+    if otherwise is not None and told["events"]:
+        told["what_if"] = what_if(run, request_id, otherwise)
     if as_json:
         say(console, json.dumps(told, indent=1))
     elif not told["events"]:
@@ -33,6 +49,43 @@ def explain(
     else:
         _show(console, told, with_events=with_events)
     return 0 if told["events"] else 1
+
+
+def what_if(run: RunDirectory, request_id: str, otherwise: Sequence[str]) -> dict[str, Any]:
+    """The recorded run, replayed by the simulator, in a process of its own: it is no part of the services."""
+    head, events = recording(run)
+    present = head["setup"]["rules"].get("policy")
+    wanted = otherwise or ("kvasir" if present == "ecoserve" else "ecoserve", "+1")
+    flags = []
+    for each in wanted:
+        flags += ["--more-workers", each[1:]] if each.startswith("+") else ["--policy", each]
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "recording.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in (head, *events)))
+        command = [sys.executable, "-m", "sim.replay", str(path), "--request", request_id, *flags]
+        try:
+            done = subprocess.run(
+                command, cwd=_ROOT, capture_output=True, text=True, timeout=_REPLAY_S, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"the simulator took more than {_REPLAY_S:.0f} s over this run") from None
+    if done.returncode:
+        raise ConfigError((done.stderr.strip() or "the simulator gave no answer").splitlines()[-1])
+    return {**json.loads(done.stdout), "workers": len(head["setup"]["workers"])}
+
+
+def in_words(told: Mapping[str, Any]) -> str:
+    """What other settings would have made of it, in one sentence."""
+    parts = []
+    for each in told["what_if"]:
+        more = each["workers"] - told["workers"]
+        setting = each["policy"] if not more else "one more worker" if more == 1 else f"{more} more workers"
+        later_s = each["later_s"]
+        parts.append(f"with {setting} {abs(later_s):.2f} s {'later' if later_s > 0 else 'earlier'}")
+    agreed = told["agreement"]["same_batches"]
+    return (
+        f"it would have ended {', '.join(parts)} (the simulator repeats {agreed:.0%} of who ran beside whom)"
+    )
 
 
 def _ask(url: str) -> dict[str, Any]:
@@ -56,6 +109,8 @@ def _show(console: Console, told: Mapping[str, Any], *, with_events: bool) -> No
             for cause in account["causes"]
         ]
         console.print(_table(["share", "time", "cause", ""], rows))
+    if "what_if" in told:
+        say(console, in_words(told["what_if"]))
     if with_events:
         began_s = told["events"][0]["unix_s"]
         rows = [

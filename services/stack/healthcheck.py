@@ -70,10 +70,13 @@ async def _gateway(port: int) -> str:
 
 async def _nats(config: BusConfig) -> str:
     """A server greets whoever connects, before it asks who that is."""
+    from shared.bus.link import tls_options  # as below
+
     address = urlsplit(config.url)
+    encrypted = tls_options(config).get("tls") if config.tls_handshake_first else None
     try:
         async with asyncio.timeout(_CONNECT_S):
-            reader, writer = await asyncio.open_connection(address.hostname, address.port)
+            reader, writer = await asyncio.open_connection(address.hostname, address.port, ssl=encrypted)
             greeting = await reader.read(len(_GREETING))
             writer.close()
     except (OSError, TimeoutError) as error:

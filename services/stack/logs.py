@@ -7,7 +7,7 @@ import heapq
 import itertools
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -29,29 +29,47 @@ def logs(
 ) -> int:
     """The last `lines` of the named processes, or of all. Raises ConfigError where there are none."""
     files = _files(run, names)
-    width = max(len(name) for name in files)
-    ends = {name: path.stat().st_size for name, path in files.items()}
-    streams = [_read(path, max(0, ends[name] - _TAIL_BYTES), ends[name]) for name, path in files.items()]
-    told = [
-        [(at, name, line) for at, line in _timed(text)] for name, text in zip(files, streams, strict=True)
-    ]
-    for _, name, line in list(heapq.merge(*told, key=lambda row: row[0]))[-lines:]:
-        say(console, f"{name:{width}} {line}")
+    ends: dict[str, int] = {}
+    _show(console, files, _news(files, ends, whole_lines=follow)[-lines:])
     while follow:
         time.sleep(_POLL_S)
-        for name, path in files.items():
-            size = path.stat().st_size if path.exists() else 0
-            start = ends[name] if size >= ends[name] else 0  # trimmed, or begun anew
-            ends[name] = size
-            for _, line in _timed(_read(path, start, size)):
-                say(console, f"{name:{width}} {line}")
+        files |= _files(run, names)  # those of a worker that came since
+        _show(console, files, _news(files, ends))
     return 0
+
+
+def _news(
+    files: Mapping[str, Path], ends: dict[str, int], *, whole_lines: bool = True
+) -> list[tuple[str, str, str]]:
+    """When, who and what, of all lines since `ends`, in order; moves `ends` on to where they end. Of a file
+    that is not in `ends`, its tail. With `whole_lines` one that is still being written comes next time."""
+    told = []
+    for name, path in files.items():
+        size = path.stat().st_size if path.exists() else 0
+        start = ends.get(name)
+        if start is None:
+            data = _tail(path, max(0, size - _TAIL_BYTES), size)
+        else:
+            data = _bytes(path, start if size >= start else 0, size)  # else trimmed, or begun anew
+        if whole_lines:
+            data, _, torn = data.rpartition(b"\n")
+            size -= len(torn)
+        ends[name] = size
+        told.append([(at, name, line) for at, line in _timed(data.decode("utf-8", "replace"))])
+    return list(heapq.merge(*told, key=lambda row: row[0]))
+
+
+def _show(console: Console, files: Mapping[str, Path], rows: Iterable[tuple[str, str, str]]) -> None:
+    width = max(len(name) for name in files)
+    for _, name, line in rows:
+        say(console, f"{name:{width}} {line}")
 
 
 def reason(path: Path) -> str | None:
     """The last error that a service has logged without a traceback, in its words; None without one."""
     size_bytes = path.stat().st_size if path.exists() else 0
-    for line in reversed(_read(path, max(0, size_bytes - _TAIL_BYTES), size_bytes).splitlines()):
+    tail = _tail(path, max(0, size_bytes - _TAIL_BYTES), size_bytes).decode("utf-8", "replace")
+    for line in reversed(tail.splitlines()):
         if line.startswith("error: "):
             return line.removeprefix("error: ")
         try:
@@ -76,14 +94,18 @@ def _files(run: RunDirectory, names: Sequence[str]) -> dict[str, Path]:
     return {name: there[name] for name in names} or there
 
 
-def _read(path: Path, start: int, end: int) -> str:
-    """Whole lines between two positions."""
+def _tail(path: Path, start: int, end: int) -> bytes:
+    """Between two positions, from the first line that begins there."""
+    data = _bytes(path, start, end)
+    return data.partition(b"\n")[2] if start else data
+
+
+def _bytes(path: Path, start: int, end: int) -> bytes:
     if end <= start:
-        return ""
+        return b""
     with path.open("rb") as file:
         file.seek(start)
-        text = file.read(end - start).decode("utf-8", "replace")
-    return text.partition("\n")[2] if start else text
+        return file.read(end - start)
 
 
 def _timed(text: str) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from services.stack.roll_call import RollCall
 from services.stack.rundir import RunDirectory
 from shared import subjects
 from shared.errors import ConfigError
+from shared.messages.recordings import RecordedEvent
+from shared.messages.reports import ServiceStatus
 
 _DEADLINE_S = 5.0
 _MOST_PAGES = 1000
@@ -25,35 +28,68 @@ def record(run: RunDirectory, console: Console, out: Path, *, as_trace: bool = F
 
     Raises ConfigError where no stack runs, KvasirError where an instance that answered says nothing more.
     """
-    pid, state = run.holder(), run.read_state()
-    if pid is None or state.get("pid") != pid:
-        raise ConfigError(f"nothing runs from {run.path}; `{command_line('up', run)}` starts it")
-    instances, events = asyncio.run(_everybodys(BusAccess.from_state(state, run.credentials())))
+    head, events = recording(run)
     if as_trace:
         out.write_text(json.dumps(chrome_trace(events)))
     else:
-        head = {"format": FORMAT, "model": state.get("model"), "instances": instances, "events": len(events)}
         out.write_text("".join(json.dumps(line) + "\n" for line in (head, *events)))
     since_s = events[-1]["unix_s"] - events[0]["unix_s"] if events else 0.0
-    say(console, f"{out}: {len(events)} events of {len(instances)} instances, the last {since_s:.0f} s")
+    count = len(head["instances"])
+    say(console, f"{out}: {len(events)} events of {count} instances, the last {since_s:.0f} s")
     if as_trace:
         say(console, "open it in https://ui.perfetto.dev")
     return 0
 
 
-async def _everybodys(access: BusAccess) -> tuple[list[str], list[dict[str, Any]]]:
+def recording(run: RunDirectory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What it is, and all events by the wall clock. Raises as `record`."""
+    pid, state = run.holder(), run.read_state()
+    if pid is None or state.get("pid") != pid:
+        raise ConfigError(f"nothing runs from {run.path}; `{command_line('up', run)}` starts it")
+    found, events = asyncio.run(_everybodys(BusAccess.from_state(state, run.credentials())))
+    head = {
+        "format": FORMAT,
+        "model": state.get("model"),
+        "instances": [status.instance for status in found],
+        "events": len(events),
+        "setup": _setup(found),
+    }
+    return head, events
+
+
+def _setup(found: Sequence[ServiceStatus]) -> dict[str, Any]:
+    """What a replay has to know besides what happened."""
+    told = {name: [each.details for each in found if each.service == name] for name in subjects.SERVICES}
+    leader = next((each for each in told["scheduler"] if each["role"] == "leader"), None)
+    placed = next((each["policy"] for each in told["placement"]), "worst_fit")
+    return {
+        "rules": {} if leader is None else leader["rules"],
+        "placement": placed,
+        "workers": [
+            {
+                "worker": each.instance,
+                "block_tokens": each.details["block_tokens"],
+                "total_blocks": each.details["total_blocks"],
+            }
+            for each in found
+            if each.service == "worker"
+        ],
+    }
+
+
+async def _everybodys(access: BusAccess) -> tuple[list[ServiceStatus], list[dict[str, Any]]]:
     """Who is there, and all their events in order."""
     roll = RollCall(access.config(subjects.OPERATOR))
     events: list[dict[str, Any]] = []
-    instances: list[str] = []
+    found: list[ServiceStatus] = []
     try:
         for service in subjects.SERVICES:
             for status in await roll.ask(service, deadline_s=1.0):
-                instances.append(status.instance)
+                found.append(status)
                 events += await _remembered(roll, service, status.instance)
     finally:
         await roll.close()
-    return instances, sorted(events, key=lambda event: event["unix_s"])
+    return found, sorted(events, key=lambda event: event["unix_s"])
 
 
 async def _remembered(roll: RollCall, service: str, instance: str) -> list[dict[str, Any]]:
@@ -63,15 +99,19 @@ async def _remembered(roll: RollCall, service: str, instance: str) -> list[dict[
     while told.events and len(pages) < _MOST_PAGES and told.events[-1].at_s < until_s:
         told = await roll.recorded(service, instance, told.next_seq, deadline_s=_DEADLINE_S)
         pages.append(told)
+    events = [event for page in pages for event in page.events if event.at_s <= until_s]
+    return written(instance, events, first.unix_s - first.now_s)
+
+
+def written(instance: str, events: Sequence[RecordedEvent], ahead_s: float) -> list[dict[str, Any]]:
+    """As they stand in the file; the wall clock is `ahead_s` ahead of the instance's."""
     return [
         {
-            "unix_s": event.at_s + (first.unix_s - first.now_s),
+            "unix_s": event.at_s + ahead_s,
             "instance": instance,
             "kind": event.kind,
             **({"request": event.request_id} if event.request_id else {}),
             **event.fields,
         }
-        for page in pages
-        for event in page.events
-        if event.at_s <= until_s
+        for event in events
     ]

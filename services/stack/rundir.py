@@ -50,6 +50,8 @@ class RunDirectory:
         self.state_file = self.path / "state.json"
         self.credentials_file = self.path / "credentials.json"
         self.nats_config = self.path / "nats.conf"
+        self.keys_file = self.path / "keys.json"
+        self.roll_file = self.path / "roll.json"
         self._lock_file = self.path / "lock"
         self._lock: int | None = None
 
@@ -115,6 +117,14 @@ class RunDirectory:
     def write_state(self, state: dict[str, Any]) -> None:
         """Replaces the state in one step: a reader sees the old or the new one."""
         _write_private(self.state_file, json.dumps(state, indent=1))
+
+    def write_roll(self, order: dict[str, Any]) -> None:
+        """What the supervisor is to roll."""
+        _write_private(self.roll_file, json.dumps(order))
+
+    def read_roll(self) -> dict[str, Any]:
+        """Empty when nobody asked for anything readable."""
+        return _read_object(self.roll_file)
 
     def credentials(self, *instances: str) -> Credentials:
         """The stack's secrets: of these instances, of all that ever were asked for, and of the operator. What

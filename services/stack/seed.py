@@ -2,7 +2,8 @@
 
 Imports are most of a service's start; done once, they serve all services and their restarts, and the memory
 is shared. A service forked here becomes the supervisor's own child: the supervisor is a subreaper, and the
-process between the two ends at once. The seed knows nothing of what it imports.
+process between the two ends at once. The seed knows nothing of what it imports, but
+that metrics of other services are not the child's.
 
 Protocol, on a Unix socket in the run directory: a line with a JSON object of `name`, `module`, `argv`, `env`
 and `log`; the answer is a line with the new pid.
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from services.stack.process import die_with_parent, name_process
+from shared import metrics
 
 _REQUEST_DEADLINE_S = 5.0
 _MAX_REQUEST_BYTES = 1 << 20
@@ -102,6 +104,7 @@ def _become(supervisor: int, request: dict[str, Any]) -> None:
         os.environ.update(request["env"])
         sys.argv[1:] = request["argv"]
         random.seed()
+        metrics.keep_own(request["module"].rpartition(".")[2])
         name_process(request["name"], ("python", "-m", request["module"], *request["argv"]))
         code = _run(request["module"])
     except BaseException:

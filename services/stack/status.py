@@ -1,13 +1,15 @@
 """`status`: what the supervisor knows of its children, and what every service says of itself.
 
-Without names a summary that fits a terminal of 80 × 24. Of an instance or service that is named, all that it
-says, as it comes: scalars as one row per instance, lists of rows as tables of their own.
+Without names ten lines: a verdict (`verdict.py`) and those whom one wants to see first. `all` are all
+processes, a line each. Of an instance or service that is named, all that it says, as it comes: scalars as one
+row per instance, lists of rows as tables of their own.
 """
 
 import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -21,6 +23,7 @@ from services.stack.display import command_line, say
 from services.stack.roll_call import RollCall
 from services.stack.rundir import RunDirectory
 from services.stack.supervisor import ChildState
+from services.stack.verdict import used_share, verdict
 from shared import subjects
 from shared.errors import ConfigError, KvasirError
 from shared.messages.reports import ServiceStatus
@@ -28,9 +31,11 @@ from shared.messages.reports import ServiceStatus
 _DEADLINE_S = 1.0
 _CONNECT_S = 2.0
 _COLUMN_MARGIN = 3
+_WIDTH = 80
 _WORKER_EXTRAS = {"lent_blocks": "lent", "borrowed_blocks": "borrowed", "pie_fifo_layers": "layers swapped"}
-_MOST_ROWS = 16
-"""With a head, a frame and a hint they fit 24 lines."""
+_MOST_ROWS = 4
+"""With a head, a verdict and a hint they are ten lines."""
+ALL = "all"
 
 
 async def status(run: RunDirectory, console: Console, *, as_json: bool, names: Sequence[str] = ()) -> int:
@@ -44,7 +49,7 @@ async def status(run: RunDirectory, console: Console, *, as_json: bool, names: S
         return 1
     problem, answers = None, []
     there = [name for child in state["children"] for name in _instances(child)]
-    _refuse_unknown(names, there)
+    _refuse_unknown([name for name in names if name != ALL], there)
     try:
         expected = Counter(name.rpartition("-")[0] for name in there)
         answers = await _ask_all(BusAccess.from_state(state, run.credentials()), expected)
@@ -55,7 +60,10 @@ async def status(run: RunDirectory, console: Console, *, as_json: bool, names: S
         whole = {"running": True, "stack": state, "services": services, "problem": problem}
         say(console, json.dumps(whole, indent=1))
     else:
-        if names:
+        if ALL in names:
+            rows = [_as_row(row) for row in process_rows(state, answers)]
+            console.print(_table("", list(rows[0]), [list(row.values()) for row in rows]))
+        elif names:
             _show_details(console, [one for one in answers if {one.instance, one.service} & set(names)])
         else:
             _show_summary(console, state, answers, run)
@@ -89,14 +97,17 @@ def _show_summary(
     say(console, head)
     if "operator_url" in state:
         say(console, f"health and metrics: {state['operator_url']}")
-    rows = _process_rows(state, {answer.instance: answer for answer in answers})
-    shown = rows if len(rows) <= _MOST_ROWS else rows[: _MOST_ROWS - 1]
-    console.print(_table("", list(rows[0]), [[str(cell) for cell in row.values()] for row in shown]))
-    if len(rows) > len(shown):
-        odd = sum(row["state"] != ChildState.READY for row in rows[len(shown) :])
-        say(console, f"and {len(rows) - len(shown)} more workers, {odd or 'none'} of them not ready")
+    rows = process_rows(state, answers)
+    for line in verdict([{"name": row.name, "state": row.state} for row in rows], answers):
+        say(console, line)
+    shown = sorted(rows, key=lambda row: row.urgency)[:_MOST_ROWS]
+    width = max(len(row.name) for row in shown)
+    for row in shown:
+        text = f"{row.name:{width}}  {row.state}  {row.note}".rstrip()
+        say(console, text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…")
     one = next((answer.instance for answer in answers if answer.service == "worker"), "gateway-0")
-    say(console, f"all that one says: {command_line(f'status {one}', run)}")
+    more = f"each of {len(rows)}: {command_line(f'status {ALL}', run)}; of one: status {one}"
+    say(console, more)
 
 
 def _show_details(console: Console, answers: Sequence[ServiceStatus]) -> None:
@@ -114,19 +125,64 @@ def _instances(child: Mapping[str, Any]) -> list[str]:
     return [str(name) for name in child.get("instances") or [child["name"]]]
 
 
-def _process_rows(state: Mapping[str, Any], answers: Mapping[str, ServiceStatus]) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class ProcessRow:
+    """One instance: what the supervisor knows of it, and the few figures that it says of itself."""
+
+    name: str
+    state: str
+    up_s: float
+    note: str
+    is_odd: bool
+    """It is not ready, does not answer, or was started again."""
+    weight: tuple[float, ...]
+    """The higher, the more there is to see."""
+
+    @property
+    def urgency(self) -> tuple[object, ...]:
+        """What is odd first, then whoever decides, then the fullest workers, then the others."""
+        return not self.is_odd, tuple(-each for each in self.weight)
+
+
+def process_rows(state: Mapping[str, Any], answers: Sequence[ServiceStatus]) -> list[ProcessRow]:
+    """All instances, in the supervisor's order."""
+    said = {answer.instance: answer for answer in answers}
+    return [
+        _process_row(name, child, said.get(name))
+        for child in state.get("children", [])
+        for name in _instances(child)
+    ]
+
+
+def _process_row(name: str, child: Mapping[str, Any], answer: ServiceStatus | None) -> ProcessRow:
+    service = name.rpartition("-")[0]
+    is_asked = service in subjects.SERVICES and child["state"] != ChildState.PARKED
+    is_silent = is_asked and answer is None
+    note = "no answer on the bus" if is_silent else "" if answer is None else _summary(answer)
+    if child["restarts"]:
+        note = f"restarts: {child['restarts']} ({child.get('last_exit')}) {note}"
+    is_odd = (
+        is_silent or bool(child["restarts"]) or child["state"] not in (ChildState.READY, ChildState.PARKED)
+    )
     now_s = time.time()
-    rows = []
-    for name, child in [(name, each) for each in state.get("children", []) for name in _instances(each)]:
-        exited = child.get("last_exit")
-        service = name.rpartition("-")[0]
-        asked = service in subjects.SERVICES and child["state"] != ChildState.PARKED
-        note = _summary(answers[name]) if name in answers else "no answer on the bus" if asked else ""
-        if child["restarts"]:
-            note = f"restarts: {child['restarts']} ({exited}) {note}"
-        up = _ago(max(0.0, now_s - child.get("started_unix_s", now_s)))
-        rows.append({"process": name, "state": child["state"], "up": up, "": note})
-    return rows
+    up_s = max(0.0, now_s - child.get("started_unix_s", now_s))
+    return ProcessRow(name, str(child["state"]), up_s, note, is_odd, _weight(service, answer))
+
+
+def _weight(service: str, answer: ServiceStatus | None) -> tuple[float, ...]:
+    if service == "scheduler":
+        return (3.0,)
+    if service != "worker":
+        return (1.0 if service == "gateway" else 0.0,)
+    if answer is None:
+        return (2.0,)
+    said = answer.details
+    extras = sum(bool(said.get(key)) for key in _WORKER_EXTRAS)
+    return (2.0, extras, used_share(said), said.get("sequences", 0))
+
+
+def _as_row(row: ProcessRow) -> dict[str, str]:
+    return {"process": row.name, "state": row.state, "up": _ago(row.up_s), "": row.note}
 
 
 def _summary(answer: ServiceStatus) -> str:
@@ -150,8 +206,7 @@ def _summary(answer: ServiceStatus) -> str:
 
 
 def _worker_summary(said: Mapping[str, Any]) -> str:
-    total, idle = said.get("total_blocks", 0), said.get("free_blocks", 0) + said.get("evictable_blocks", 0)
-    used = f"{(total - idle) / total:.0%}".replace("%", " %") if total else "0 %"
+    used = f"{100 * used_share(said):.0f} %"
     parts = [f"{said.get('sequences', 0)} running, KV {used}"]
     parts += [f"{said[key]} {word}" for key, word in _WORKER_EXTRAS.items() if said.get(key)]
     return ", ".join(parts)

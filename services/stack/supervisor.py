@@ -90,6 +90,12 @@ class Child:
     started_s: float = field(default_factory=time.monotonic)
     wanted: asyncio.Event = field(default_factory=asyncio.Event)
     """Not set: it is to end, and to stay so."""
+    code: Path | None = None
+    """The folder that it is started from, where that is not the supervisor's."""
+    is_rolling: bool = False
+    """It is to end, and to be started again at once."""
+    renewals: int = 0
+    """How often that was so."""
 
     def __post_init__(self) -> None:
         self.wanted.set()
@@ -102,6 +108,7 @@ class Child:
             "pid": self.process.pid if self.process else None,
             "state": str(self.state),
             "restarts": self.restarts,
+            "renewals": self.renewals,
             "last_exit": self.last_exit,
             "took_s": round(self.took_s, 2) if self.took_s is not None else None,
             "started_unix_s": round(self.started_unix_s, 3),
@@ -190,6 +197,46 @@ class Supervisor:
             self._say(f"{name} is needed; starting it")
             child.wanted.set()
 
+    async def renew(self, name: str, code: Path, *, ready_s: float, grace_s: float) -> None:
+        """Ends the child and starts it again from folder `code`; returns when it is ready. One that is parked
+        is started from there when it is needed. Raises StartFailed where it is not ready within `ready_s`:
+        then it is started from where it was before."""
+        child = self.children[name]
+        before, child.code = child.code, code
+        if await self._renewed(child, ready_s, grace_s):
+            return
+        child.code = before
+        why = child.obstacle or child.last_exit or str(child.state)
+        await self._renewed(child, ready_s, grace_s)
+        raise StartFailed(f"{name} did not become ready from {code}: {why}", [name])
+
+    async def _renewed(self, child: Child, ready_s: float, grace_s: float) -> bool:
+        """Whether it became ready in time; parked ones count as ready."""
+        if not child.wanted.is_set():
+            return True
+        process, renewals = child.process, child.renewals
+        child.backoff.failures = 0
+        if process is not None:
+            child.is_rolling = True
+            process.terminate()
+            if not await self._holds(lambda: child.renewals > renewals, grace_s):
+                self._say(f"{child.spec.name} did not end within {grace_s:g} s; killing it")
+                process.kill()
+
+        def is_over() -> bool:
+            is_ready = child.state is ChildState.READY and child.process not in (None, process)
+            return is_ready or child.backoff.failures >= START_FAILURES or self._stopping.is_set()
+
+        return await self._holds(is_over, ready_s) and child.state is ChildState.READY
+
+    async def _holds(self, condition: Callable[[], bool], within_s: float) -> bool:
+        until_s = time.monotonic() + within_s
+        while not condition():
+            if time.monotonic() > until_s:
+                return False
+            await asyncio.sleep(_PROBE_S)
+        return True
+
     async def until_broken(self) -> None:
         """Never returns in order: raises what ended one of the supervisor's own tasks."""
         await asyncio.wait(self._tasks(), return_when=asyncio.FIRST_COMPLETED)
@@ -257,6 +304,11 @@ class Supervisor:
             if not child.wanted.is_set():
                 await self._until_wanted(child)
                 continue
+            if child.is_rolling:
+                child.is_rolling = False
+                child.renewals += 1
+                self._set(child, ChildState.STARTING)
+                continue
             lived_s = time.monotonic() - began_s
             delay_s = child.backoff.on_exit(lived_s)
             child.restarts += 1
@@ -282,7 +334,7 @@ class Supervisor:
         spec = child.spec
         child.started_unix_s, child.started_s, child.took_s = time.time(), time.monotonic(), None
         try:
-            child.process = await self._launched(spec)
+            child.process = await self._launched(spec, child.code or self._cwd)
         except OSError as error:
             child.last_exit = str(error)
             return CONFIG_EXIT_CODE
@@ -296,10 +348,10 @@ class Supervisor:
         child.last_exit = describe_exit(status)
         return status
 
-    async def _launched(self, spec: ChildSpec) -> ChildProcess | None:
+    async def _launched(self, spec: ChildSpec, code: Path) -> ChildProcess | None:
         """None when the supervisor was told to stop meanwhile. Raises OSError."""
         launching = asyncio.ensure_future(
-            spec.launcher.launch(spec.argv, spec.env, self._cwd, self.log_path(spec.name))
+            spec.launcher.launch(spec.argv, spec.env, code, self.log_path(spec.name))
         )
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:

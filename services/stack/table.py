@@ -15,13 +15,14 @@ from services.stack import nats_server
 from services.stack.access import BusAccess
 from services.stack.config import StackConfig
 from services.stack.models import named
+from services.stack.obstructions import free_port
 from services.stack.probes import HttpProbe, TcpProbe, UnixProbe
 from services.stack.process import ProgramLauncher, SeedLauncher, socket_fits
 from services.stack.roll_call import RollCall, StatusProbe
 from services.stack.rundir import RunDirectory
 from services.stack.supervisor import ChildSpec
 from shared import subjects
-from shared.config import ENV_CONFIG_FILE, ENV_PREFIX
+from shared.config import ENV_CONFIG_FILE, ENV_PREFIX, SHARED_SETTINGS
 from shared.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +73,8 @@ def kvasir_table(
         f"{ENV_PREFIX}GATEWAY__ADMIN_KEY_SHA256": json.dumps([access.credentials.api_key_sha256]),
         **_model_env(config),
     }
+    if _in_file(config_file, "gateway", "keys_file") is None:
+        shared_env.setdefault(f"{ENV_PREFIX}GATEWAY__KEYS_FILE", str(run.keys_file))
     if config_file is not None:
         shared_env[ENV_CONFIG_FILE] = str(config_file.resolve())
     shared_env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // config.workers)))
@@ -80,7 +83,7 @@ def kvasir_table(
     instances = {name: subjects.service_of(name) for name in config.instances}
     instances = {name: service for name, service in instances.items() if service not in config.without}
     for section, setting, _ in overrides:
-        known = {*subjects.SERVICES, *instances, "bus", "log_level", "log_format"}
+        known = {*subjects.SERVICES, *instances, *SHARED_SETTINGS}
         if section not in known:
             raise ConfigError(f"--set {section}.…: no such section; there are {', '.join(sorted(known))}")
         if setting == "served_name":
@@ -98,6 +101,7 @@ def kvasir_table(
     seed = run.path / "seed.sock"
     seed.unlink(missing_ok=True)
     preload = config.preload and socket_fits(seed)
+    operator_ports = _operator_ports(config, port)
     if preload:
         modules = [f"services.{service}.service" for service in sorted({*instances.values()})]
         modules += [_ENGINE_MODULE] if "native" in engines.values() else []
@@ -120,16 +124,36 @@ def kvasir_table(
                 argv=(python, "-m", module, *arguments),
                 env=shared_env
                 | _own_model(config, instance)
+                | (_own_port(config, operator_ports[instance]) if front else {})
                 | access.environment(instance)
                 | _crew_env(crew, access)
                 | _override_env(overrides, service, instance),
-                ready=HttpProbe(config.operator_port, page) if front else StatusProbe(roll, service, crew),
+                ready=HttpProbe(operator_ports[instance], page)
+                if front
+                else StatusProbe(roll, service, crew),
                 launcher=SeedLauncher(seed, instance, module, arguments) if is_forked else ProgramLauncher(),
                 stage=_FRONT if front else _BACKEND,
                 instances=crew,
             )
         )
     return table
+
+
+def _operator_ports(config: StackConfig, port: int) -> dict[str, int]:
+    """Of every gateway, the first one's as configured."""
+    gateways = [name for name in config.instances if subjects.service_of(name) == "gateway"]
+    ports = [config.operator_port]
+    while len(ports) < len(gateways):
+        ports.append(free_port(taken={port, *ports}))
+    return dict(zip(gateways, ports, strict=True))
+
+
+def _own_port(config: StackConfig, operator_port: int) -> dict[str, str]:
+    """Of one gateway among several: clients find all of them at one port."""
+    return {
+        f"{ENV_PREFIX}GATEWAY__OPERATOR_PORT": str(operator_port),
+        f"{ENV_PREFIX}GATEWAY__SHARES_PORT": json.dumps(config.gateways > 1),
+    }
 
 
 def _engine_of(
@@ -286,6 +310,6 @@ def _override_env(overrides: Sequence[tuple[str, str, str]], service: str, insta
     env: dict[str, str] = {}
     for section, setting, value in overrides:
         own = service if section == instance else section
-        if section in (service, instance) or section in ("bus", "log_level", "log_format"):
+        if section in (service, instance) or section in SHARED_SETTINGS:
             env[ENV_PREFIX + "__".join([own, *filter(None, setting.split("."))]).upper()] = value
     return env

@@ -22,6 +22,8 @@ from services.stack.logs import reason
 from services.stack.obstructions import check_settings, choose_nats_port, choose_port, running_already
 from services.stack.probes import http_get
 from services.stack.roll_call import RollCall
+from services.stack.rolling import SIGNAL as ROLL_SIGNAL
+from services.stack.rolling import Roller
 from services.stack.rundir import RunDirectory
 from services.stack.supervisor import ChildState, StartFailed, Supervisor, tail
 from services.stack.table import ROOT, TableMaker, is_scaled, kvasir_table, workers_by_model
@@ -95,9 +97,13 @@ class _Stack:
         self._supervisor = Supervisor(
             specs, cwd=ROOT, logs=self._run.logs, say=self._say, on_change=self._write_state
         )
+        self._roller = Roller(
+            self._supervisor, self._run, ready_s=config.start_timeout_s, grace_s=config.stop_grace_s
+        )
 
     async def run(self) -> int:
         _raise_file_limit()
+        asyncio.get_running_loop().add_signal_handler(ROLL_SIGNAL, self._roller.order)
         stop = _stop_event(on_again=self._supervisor.kill)
         try:
             self._supervisor.start()
@@ -117,6 +123,7 @@ class _Stack:
         self._say(self._ready_text(self._ready_s))
         self._set_phase("ready")  # only now: `up --detach` shows what was said until then
         beside = [asyncio.create_task(self._trim_logs())]
+        beside.append(asyncio.create_task(self._roller.run(self._write_state)))
         options = self._options
         if is_scaled(options.config_file, options.overrides, os.environ):
             beside.append(asyncio.create_task(self._follow_placement()))
@@ -200,6 +207,7 @@ class _Stack:
             "port": self._port,
             "model": self._model,
             **self._access.state(),
+            "roll": self._roller.state,
             "children": [child.row() for child in self._supervisor.children.values()],
         }
 

@@ -29,9 +29,7 @@ from services.worker.peers.registry import Registry
 from services.worker.peers.transport.settings import make_transports
 from shared.bus import Bus
 from shared.clock import Clock
-from shared.log import canonical, get_logger
 
-_log = get_logger(__name__)
 _SIMULATED_HOST_SHARE = 4
 """The host tier of a simulated engine, in times its KV."""
 _SIMULATED_KV_BLOCKS = 1024
@@ -41,12 +39,9 @@ _SIMULATED_KV_BLOCKS = 1024
 def open_cache(
     config: WorkerConfig, engine: Engine, instance: str, transfers: TransferEngine
 ) -> KvStore | None:
-    """None where it is switched off, the engine's KV cannot be copied, or Pie moves whole layers about."""
+    """None where it is switched off, or the engine's KV cannot be copied."""
     attending = engine if isinstance(engine, AttendingEngine) else None
     if not config.prefix_cache.enabled or not isinstance(engine, CacheableEngine):
-        return None
-    if attending is not None and attending.moves_layers:
-        canonical(_log, "prefix cache left out", reason="Pie in layers: blocks lie in no fixed place")
         return None
     settings = config.prefix_cache
     if config.engine == "simulated":  # Its blocks are so small that host_mb would hold millions.
@@ -84,7 +79,7 @@ def expansion_of(engine: Engine) -> dict[str, float]:
 
 
 def costs_of(engine: Engine) -> dict[str, Any]:
-    """Of the heartbeat: what the engine measured of blocks that lie elsewhere, and of layers on the host."""
+    """Of the heartbeat: what the engine measured of blocks that lie elsewhere, and of blocks on the host."""
     if not isinstance(engine, AttendingEngine):
         return {}
     stall_s: float | None = None

@@ -15,7 +15,6 @@ from services.worker.engine.grammar_masks import GrammarMasks
 from services.worker.engine.loading import load
 from services.worker.peers.attention.staging import HALVES
 from services.worker.peers.lending.core.settings import LendingConfig
-from services.worker.pie.blocks import BlockPie
 from shared.errors import ConfigError
 from shared.grammars import Grammars
 from shared.log import canonical, get_logger
@@ -60,13 +59,14 @@ def build(config: WorkerConfig) -> TorchEngine:
         threads=config.threads,
         release=True,
         pie=config.pie,
+        host_blocks=config.prefix_cache.host_slots(block_bytes),
         grammars=GrammarMasks(lambda: Grammars(load_tokenizer(config.model), model.vocabulary)),
         states_every=config.states_every,
     )
     engine.weights = checkpoint_digest(config.model, str(model.dtype))  # the same for other kinds of engines
     warm_up(engine)
     engine.prefill_tokens_per_s = prefill_tokens_per_s(engine, kv_blocks)
-    if isinstance(engine.pie, BlockPie) and config.pie.enabled == "auto":
+    if engine.pie is not None and config.pie.enabled == "auto":
         cost = engine.pie.growth.decode_cost = decode_cost(engine, kv_blocks)
         if cost is not None:
             told = {"fixed_ms": round(1e3 * cost.fixed_s, 3), "row_ms": round(1e3 * cost.row_s, 4)}

@@ -11,7 +11,7 @@ from services.worker.engine.checkpoint import checkpoint_digest
 from services.worker.engine.engine import prefill_tokens_per_s, warm_up
 from services.worker.engine.grammar_masks import GrammarMasks
 from services.worker.engine.vllm.engine import VllmEngine
-from services.worker.engine.vllm.runner_v1 import RunnerV1
+from services.worker.engine.vllm.runner import VllmRunner
 from shared.errors import ConfigError
 from shared.grammars import Grammars
 from shared.log import canonical, get_logger
@@ -33,7 +33,7 @@ def build_vllm(config: WorkerConfig) -> VllmEngine:
         Path("/proc/self/comm").write_text(config.instance)
     check_model(config.model)
     source = source_of(config.model)
-    runner = RunnerV1(
+    runner = VllmRunner(
         source.name if isinstance(source, HubId) else str(source),
         revision=source.revision if isinstance(source, HubId) else None,
         device=config.device,
@@ -58,6 +58,7 @@ def build_vllm(config: WorkerConfig) -> VllmEngine:
         _log,
         "vLLM is warm",
         version=runner.version,
+        model_runner=runner.kind,
         layout=runner.layout,
         dtype=str(runner.dtype),
         kv_blocks=engine.kv_blocks,

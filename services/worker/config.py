@@ -9,6 +9,7 @@ from services.worker.core.costs import find_cost
 from services.worker.cores import check_cores
 from services.worker.engine.settings import VLLM_BLOCK_TOKENS, SimulatedConfig, VllmConfig
 from services.worker.kv.core.settings import PrefixCacheConfig
+from services.worker.kv_events import KvEventsConfig
 from services.worker.peers.lending.core.settings import LendingConfig
 from services.worker.peers.migration.settings import TransferConfig
 from services.worker.peers.transport.settings import BulkConfig
@@ -83,6 +84,9 @@ class WorkerConfig(ModelServiceConfig):
     transfer: TransferConfig = Field(
         default=TransferConfig(), description="KV fetched by workers that sequences move to"
     )
+    kv_events: KvEventsConfig = Field(
+        default=KvEventsConfig(), description="what the prefix cache gains and loses, for readers outside"
+    )
     states_every: int = Field(
         default=0,
         ge=0,
@@ -129,11 +133,18 @@ class WorkerConfig(ModelServiceConfig):
             "lending.borrow": self.lending.borrow is True,
             "kv_bytes": self.kv_bytes and self.engine == "simulated",
             "attention": self.attention != "auto" and self.engine == "vllm",
+            "lending.host_mb": self.lending.host_mb and self.engine == "vllm",
+            "lending.host_blocks": self.lending.host_blocks and self.engine == "vllm",
             "states_every": self.states_every,
         }
         without = [name for name, is_set in wanted.items() if is_set]
         if self.engine in _LACKING and without:
             raise ValueError(f"{_LACKING[self.engine]}: leave out {', '.join(without)}")
+        if self.engine == "vllm" and self.device != "cpu" and self.vllm.tensor_parallel > 1:
+            raise ValueError(
+                "several ranks share their KV with Kvasir on a CPU only: set vllm.tensor_parallel 1, and "
+                "start a worker per device"
+            )
         if self.engine == "vllm" and self.device == "cpu" and self.block_tokens % VLLM_BLOCK_TOKENS:
             raise ValueError(
                 f"vLLM's kernels for CPUs want blocks of a multiple of {VLLM_BLOCK_TOKENS} tokens: set "
@@ -165,12 +176,3 @@ class WorkerConfig(ModelServiceConfig):
         user = None if self.bus.user is None else name
         bus = self.bus.model_copy(update={"user": user, "password": password})
         return self.model_copy(update={"instance": name, "bus": bus, "count": 1, "passwords": {}})
-
-    @model_validator(mode="after")
-    def _one_way_to_more_kv(self) -> "WorkerConfig":
-        if self.pie.enabled is True and self.pie.form == "layers" and self.lending.borrow is True:
-            raise ValueError(
-                'pie.form "layers" and lending.borrow exclude each other, as blocks lie in no fixed place: '
-                'set pie.form "blocks", or switch one off'
-            )
-        return self

@@ -65,8 +65,11 @@ class Runner:
         between: Callable[[], None] = lambda: None,
         lost_blocks: Callable[[CreditorLost], set[int]] = lambda _: set(),
         recorder: Recorder | None = None,
+        remote_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        """`remote_s`: that steps have waited for creditors since the start."""
         self._record = None if recorder is None else StepRecord(recorder)
+        self._remote_s = remote_s
         self.door = door
         self._core = door.core
         self._clock = door.clock
@@ -125,14 +128,14 @@ class Runner:
             self.occupancy.on_nothing()
             return
         rows = [row_of(item) for item in work.items]
-        began_s = self._clock()
+        began_s, remote_s = self._clock(), self._remote_s()
         tokens = self._compute(rows)
         ended_s = self._clock()
         effects = self._core.finish_step(work, tokens, ended_s, ended_s - began_s)
         self.door.emit(effects)
         if record is not None:
             record.found(work)
-            record.ran(work, began_s, ended_s - began_s, effects)
+            record.ran(work, began_s, ended_s - began_s, effects, self._remote_s() - remote_s)
             record.said(effects, ended_s)
         if self._gone_blocks:
             gone, self._gone_blocks = self._gone_blocks, set()

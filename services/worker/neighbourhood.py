@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from services.worker.peers.attention.borrower import Borrower
     from services.worker.peers.attention.creditor import Creditor
     from services.worker.peers.attention.memory import LentMemory
-    from services.worker.pie.assembly import Pie
+    from services.worker.pie.blocks import BlockPie
 
 HANDLERS: tuple[Handler, ...] = (Listener(subjects.worker_want, WantKv, "on_want"),)
 _WANT_S = 2.0
@@ -43,7 +43,7 @@ _WANT_S = 2.0
 _HOLD_S = 30.0
 
 
-def _grown(pie: "Pie", blocks: int) -> StepEffects:
+def _grown(pie: "BlockPie", blocks: int) -> StepEffects:
     """Own host memory first, as far as it goes. On the engine's thread."""
     pie.demand(blocks)
     return StepEffects()
@@ -83,7 +83,7 @@ def possible(config: LendingConfig, engine: Engine) -> LendingConfig:
     if isinstance(engine, AttendingEngine) and engine.is_divisible:
         most = 1.0 if engine.pie is None else engine.pie.lendable_share
         return config.model_copy(update={"max_lent_fraction": min(config.max_lent_fraction, most)})
-    is_gpu = isinstance(engine, AttendingEngine) and not engine.moves_layers and engine.device_type != "cpu"
+    is_gpu = isinstance(engine, AttendingEngine) and engine.device_type != "cpu"
     allowed = {"max_lent_fraction": 0.0} if is_gpu else {"lend": False}
     return config.model_copy(update={"borrow": False, **allowed})
 

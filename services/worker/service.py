@@ -23,18 +23,21 @@ from services.worker.assembly import (
     work_ahead,
 )
 from services.worker.config import WorkerConfig
+from services.worker.core.prefixes import Prefixes
 from services.worker.core.steps import StepCore, StepEffects
 from services.worker.cores import bind_to
 from services.worker.door import Command, Door
 from services.worker.egress import Courier, Heartbeat, Outbox
-from services.worker.engine.contract import ConstrainedEngine, Engine
+from services.worker.engine.contract import AttendingEngine, ConstrainedEngine, Engine
 from services.worker.engine_thread import Runner
+from services.worker.kv.core.stored_events import Event
 from services.worker.kv.figures import CacheFigures, CacheMetrics, read_figures
+from services.worker.kv_events import KvEventPublisher
 from services.worker.neighbourhood import Neighbourhood, extended
 from shared import subjects
-from shared.bus import Bus, Endpoint, Handler, Listener, fenced, recorder_handlers, status_handlers
+from shared.bus import Bus, Endpoint, Handler, Listener, fenced, recorder_handlers, status_handlers, status_of
 from shared.clock import Clock, monotonic_s
-from shared.errors import ForeignSequence, InvalidRequest, KvasirError, Overloaded
+from shared.errors import ConfigError, ForeignSequence, InvalidRequest, KvasirError, Overloaded
 from shared.log import canonical, get_logger
 from shared.messages.base import Empty
 from shared.messages.commands import CancelSequence, TakeSnapshot
@@ -97,6 +100,7 @@ class Worker:
         self._cache_metrics = CacheMetrics()
         prefixes = self._prefixes = prefixes_of(self._store, config)
         self._news = None if self._store is None else self._store.cache.tell(bus.instance, bus.incarnation)
+        self._kv_events = self._publisher(config, prefixes)
         self._courier = Courier(self._outbox, self._on_loop)
         self._registry = registry_of(bus, config, clock)
         own = pool_of(engine, self._store)
@@ -125,6 +129,7 @@ class Worker:
             between=lambda: work_ahead(engine, self._transfer_engine, prefixes),
             lost_blocks=self._neighbours.lost_blocks,
             recorder=bus.recorder,
+            remote_s=lambda: engine.attention.remote_total_s if isinstance(engine, AttendingEngine) else 0.0,
         )
         self._transfers = transfers_of(
             bus,
@@ -160,6 +165,8 @@ class Worker:
                 tasks.create_task(self._measure())
                 tasks.create_task(self._tell())
                 tasks.create_task(self._neighbours.serve())
+                if self._kv_events is not None:
+                    tasks.create_task(self._kv_events.serve())
                 if self._transfers is not None:
                     tasks.create_task(self._transfers.serve())
                 await self._broken
@@ -243,12 +250,11 @@ class Worker:
         future = self._door.ask(lambda core, now_s: core.report(now_s))
         report = await asyncio.wrap_future(future)
         figures = await self._figures()
-        return ServiceStatus(
-            service="worker",
-            instance=self._bus.instance,
-            incarnation=self._bus.incarnation,
-            uptime_s=self._clock() - self._started_s,
-            details={
+        return status_of(
+            self._bus,
+            "worker",
+            self._clock() - self._started_s,
+            {
                 "model": report.model,
                 "epoch": report.epoch,
                 "total_blocks": report.capacity.total_blocks,
@@ -289,6 +295,19 @@ class Worker:
                 continue
             if figures is not None:
                 self._cache_metrics.show(figures)
+
+    def _publisher(self, config: WorkerConfig, prefixes: Prefixes | None) -> KvEventPublisher | None:
+        """Raises ConfigError where events are wanted and cannot be had."""
+        if not config.kv_events.endpoint:
+            return None
+        if prefixes is None:
+            raise ConfigError("worker.kv_events tells of the prefix cache, which is off here")
+        events = prefixes.events = prefixes.cache.tell_outside(prefixes.cache.block_tokens)
+
+        async def look() -> list[Event]:
+            return await asyncio.wrap_future(self._door.ask(lambda core, now_s: events.take()))
+
+        return KvEventPublisher(config.kv_events, self._bus.instance, look)
 
     async def _tell(self) -> None:
         """What comes into the prefix cache and what leaves it. Who misses an event asks for it."""

@@ -8,7 +8,15 @@ from shared.bus.connection import Bus
 from shared.bus.express import Express
 from shared.bus.lease import Lease
 from shared.bus.runtime import fenced, run_main, run_service
-from shared.bus.serving import Endpoint, Gatherable, Handler, Listener, recorder_handlers, status_handlers
+from shared.bus.serving import (
+    Endpoint,
+    Gatherable,
+    Handler,
+    Listener,
+    recorder_handlers,
+    status_handlers,
+    status_of,
+)
 
 __all__ = [
     "Bus",
@@ -23,4 +31,5 @@ __all__ = [
     "run_main",
     "run_service",
     "status_handlers",
+    "status_of",
 ]

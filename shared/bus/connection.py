@@ -37,10 +37,10 @@ from shared.errors import (
 from shared.liveness import new_incarnation
 from shared.messages.base import encode
 from shared.recorder import Recorder
+from shared.release import VERSION
 from shared.subjects import checked_id, inbox_prefix, micro_name
 
 _log = logging.getLogger("kvasir.bus")
-_VERSION = "0.1.0"
 _HEADER_BYTES = 256
 """Reserved for trace context, which counts against the server's payload limit."""
 
@@ -258,7 +258,7 @@ class Bus:
         if isinstance(served, ServedEndpoint) and self._micro is None:
             metadata = {"instance": self.instance, "incarnation": str(self.incarnation)}
             self._micro = await nats.micro.add_service(
-                client, name=micro_name(self.service), version=_VERSION, metadata=metadata
+                client, name=micro_name(self.service), version=VERSION, metadata=metadata
             )
         await served.start(client, self._micro)
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from shared import log, metrics
+from shared import log, metrics, spans
 from shared.config import ServiceConfig, load
 from shared.errors import ConfigError, KvasirError, PermissionRefused
 
@@ -28,11 +28,13 @@ def run_main(service: str, config_type: type[C], run: Callable[[C], Coroutine[An
     try:
         config = load(config_type, section=service)
         config.check()
+        spans.check(config.traces)
     except ConfigError as error:
         print(f"error: {service}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     log.configure(config.log_level, service, config.instance, config.log_format)
-    run_service(lambda: run(config))
+    with spans.exported(config.traces, service, config.instance):
+        run_service(lambda: run(config))
 
 
 def run_service(main: Main) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 import nats.errors
@@ -39,6 +39,8 @@ from shared.errors import (
 )
 from shared.messages.base import Empty, Message, decode, decode_json, encode
 from shared.messages.recordings import TellRecorded
+from shared.messages.reports import ServiceStatus
+from shared.release import PROTOCOL, VERSION
 from shared.subjects import checked_id, instance_status, recorded, status
 
 
@@ -120,6 +122,30 @@ def status_handlers(service: str) -> tuple[Handler, ...]:
     instance's own health check."""
     own = Endpoint(partial(instance_status, service), Empty, "status")
     return (Gatherable(status(service), Empty, "status"), own)
+
+
+def status_of(bus: "Speaker", service: str, uptime_s: float, details: dict[str, Any]) -> ServiceStatus:
+    """What an instance answers; to be called in its event loop."""
+    return ServiceStatus(
+        service=service,
+        instance=bus.instance,
+        incarnation=bus.incarnation,
+        uptime_s=uptime_s,
+        version=VERSION,
+        protocol=PROTOCOL,
+        tasks=len(asyncio.all_tasks()),
+        details=details,
+    )
+
+
+class Speaker(Protocol):
+    """An instance on the bus."""
+
+    @property
+    def instance(self) -> str: ...
+
+    @property
+    def incarnation(self) -> int: ...
 
 
 def recorder_handlers(service: str) -> tuple[Handler, ...]:
@@ -335,13 +361,13 @@ class ServedEndpoint:
 
     async def _run(self, msg: Msg) -> None:
         started_s = time.perf_counter()
-        trace = tracing.attach(msg.headers)
         try:
-            request = decode(msg.data, self.spec.request)
-            self._check_sender(msg.subject, request)
-            reply = await self._handle(request)
-            await self._answer(msg, encode(reply))
-            self._counters.sent(type(reply)).inc()
+            with tracing.served(msg.headers, self.spec.request.__name__, self.subject):
+                request = decode(msg.data, self.spec.request)
+                self._check_sender(msg.subject, request)
+                reply = await self._handle(request)
+                await self._answer(msg, encode(reply))
+                self._counters.sent(type(reply)).inc()
         except asyncio.CancelledError as error:
             await self._fail(msg, error)
             if _is_cancelled():
@@ -349,7 +375,6 @@ class ServedEndpoint:
         except Exception as error:
             await self._fail(msg, error)
         finally:
-            tracing.detach(trace)
             self._took(time.perf_counter() - started_s)
 
     def _took(self, handler_s: float) -> None:

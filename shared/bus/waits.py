@@ -30,7 +30,7 @@ class Waits:
     """The waiting tasks of one connection."""
 
     def __init__(self) -> None:
-        self._waiting: set[_Wait] = set()
+        self._waiting: dict[_Wait, None] = {}  # In order: whoever waits longest is told first.
 
     async def result(self, work: Coroutine[Any, Any, T], publishes: tuple[str, ...] = ()) -> T:
         """What `work` returns or raises, or the error it was failed with. `publishes` are the beginnings of
@@ -64,10 +64,10 @@ class Waits:
 
     def _start(self, work: Coroutine[Any, Any, Any], publishes: tuple[str, ...]) -> _Wait:
         wait = _Wait(asyncio.get_running_loop().create_task(work), publishes)
-        self._waiting.add(wait)
+        self._waiting[wait] = None
 
         def forget(task: asyncio.Task[Any]) -> None:
-            self._waiting.discard(wait)
+            self._waiting.pop(wait, None)
             if not task.cancelled():
                 task.exception()  # seen, also when nobody waits any more
 

@@ -1,6 +1,15 @@
 """Configuration: one frozen model per service, read once at start. See `shared.config.loading`."""
 
-from shared.config.loading import ENV_CONFIG_FILE, load
-from shared.config.models import ENV_PREFIX, BusConfig, ModelServiceConfig, ServiceConfig
+from shared.config.loading import ENV_CONFIG_FILE, SHARED_SETTINGS, load
+from shared.config.models import ENV_PREFIX, BusConfig, ModelServiceConfig, ServiceConfig, TracesConfig
 
-__all__ = ["ENV_CONFIG_FILE", "ENV_PREFIX", "BusConfig", "ModelServiceConfig", "ServiceConfig", "load"]
+__all__ = [
+    "ENV_CONFIG_FILE",
+    "ENV_PREFIX",
+    "SHARED_SETTINGS",
+    "BusConfig",
+    "ModelServiceConfig",
+    "ServiceConfig",
+    "TracesConfig",
+    "load",
+]

@@ -1,6 +1,7 @@
 """Reading the configuration: defaults < YAML file < environment < flags.
 
-In the file each service has its section; beside the sections may stand `bus`, `log_level` and `log_format`.
+In the file each service has its section; beside the sections may stand `bus`, `traces`, `log_level` and
+`log_format`.
 In the environment they are `KVASIR_GATEWAY__PORT` and `KVASIR_BUS__URL`; as flags, `--port` and `--bus.url`.
 Whatever cannot work is a `ConfigError` that names the setting.
 """
@@ -18,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource, SettingsError
 
 from shared import subjects
-from shared.config.models import ENV_PREFIX, BusConfig, ServiceConfig
+from shared.config.models import ENV_PREFIX, BusConfig, ServiceConfig, TracesConfig
 from shared.errors import ConfigError
 
 
@@ -75,13 +76,15 @@ def hint(name: str, known: Sequence[str]) -> str:
 
 
 ENV_CONFIG_FILE = "KVASIR_CONFIG"
-_SHARED_SETTINGS = ("bus", "log_level", "log_format")
+SHARED_SETTINGS = ("bus", "traces", "log_level", "log_format")
+"""What all services have alike."""
 _SECTIONS = (*subjects.SERVICES, "stack")
 _MAX_YAML_BYTES = 1024 * 1024
 
 
 class _SharedSettings(BaseSettings):
     bus: BusConfig = BusConfig()
+    traces: TracesConfig = TracesConfig()
     log_level: str = ""
     log_format: str = ""
 
@@ -147,14 +150,14 @@ def _from_yaml(file_name: str | None, section: str) -> list[dict[str, Any]]:
         return []
     if not isinstance(content, dict):
         raise ConfigError(f"{file_name}: write `section:` with settings below it", param="config")
-    known = (*_SECTIONS, *_SHARED_SETTINGS, section)
+    known = (*_SECTIONS, *SHARED_SETTINGS, section)
     for name in content:
         if name not in known:
             raise ConfigError(f"{file_name}: no section {name!r}{hint(str(name), known)}", param=str(name))
     own = content.get(section) or {}
     if not isinstance(own, dict):
         raise ConfigError(f"{file_name}: {section} has no settings below it", param=section)
-    return [{name: content[name] for name in _SHARED_SETTINGS if content.get(name) is not None}, own]
+    return [{name: content[name] for name in SHARED_SETTINGS if content.get(name) is not None}, own]
 
 
 def _from_environment(

@@ -56,6 +56,28 @@ class BusConfig(BaseModel):
         return url
 
 
+class TracesConfig(BaseModel):
+    """Spans of requests, for an OpenTelemetry collector."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    endpoint: str = Field(
+        default="",
+        description="OTLP over HTTP, such as http://127.0.0.1:4318; empty: no spans; needs "
+        "deploy/locks/traces.txt",
+    )
+    share: float = Field(
+        default=1.0, ge=0, le=1, description="of requests that come without a trace, so many begin one"
+    )
+
+    @field_validator("endpoint")
+    @classmethod
+    def _has_scheme(cls, endpoint: str) -> str:
+        if endpoint and not re.match(r"https?://[^/\s]+", endpoint):
+            raise ValueError("write it as http://HOST:PORT")
+        return endpoint
+
+
 class ServiceConfig(BaseSettings):
     """Base of every service's configuration. Constructed directly it reads neither environment nor files."""
 
@@ -69,6 +91,7 @@ class ServiceConfig(BaseSettings):
         default="auto", description="auto: console on a terminal, else JSON"
     )
     bus: BusConfig = Field(default=BusConfig(), description="NATS")
+    traces: TracesConfig = Field(default=TracesConfig(), description="OpenTelemetry")
 
     def check(self) -> None:
         """What cannot work although each setting by itself may: called before anything is started or loaded.

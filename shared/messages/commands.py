@@ -4,7 +4,7 @@ from shared.messages.base import Message
 from shared.messages.lending import KvTier
 from shared.messages.prefixes import PrefixChain
 from shared.messages.sequence import FinishReason, SequenceRef, SequenceSpec, check_packed
-from shared.messages.values import Count, Epoch, Id, Number, OptionalId, Priority, Seconds, Text
+from shared.messages.values import Count, Digest, Epoch, Id, Number, OptionalId, Priority, Seconds, Text
 
 
 class SubmitSequence(Message, frozen=True, kw_only=True):
@@ -34,6 +34,8 @@ class CancelSequence(Message, frozen=True, kw_only=True):
     gateway_id: OptionalId = ""
     """Where a scheduler sends it: whose sequence it is; empty: whosever is held under that name."""
     reason: FinishReason = FinishReason.CANCELLED
+    heir_key: Digest = b""
+    """As of `FetchTokens`."""
 
 
 class TakeSnapshot(Message, frozen=True, kw_only=True):
@@ -120,6 +122,12 @@ class PlaceSequences(Message, frozen=True, kw_only=True):
     ahead: WaitingAhead = NOBODY_AHEAD
     model: Text = ""
     """All items are for workers that serve it; empty: for the one model that there is."""
+    are_placed: bool = False
+    """They have their worker, all others are excluded: it is for the books."""
+    waiting_tokens: Number = 0
+    """Of prompts that have no worker, those of the items among them."""
+    step_tokens: Count = 0
+    """So many prompt tokens are computed in one step at most; 0: not said."""
 
 
 class Placements(Message, frozen=True, kw_only=True):

@@ -5,6 +5,8 @@ See docs/migration.md.
 
 from enum import StrEnum
 
+import msgspec
+
 from shared.messages.base import Message
 from shared.messages.sequence import SequenceRef, check_packed
 from shared.messages.values import Count, Digest, Id, Number, Seconds, Text
@@ -64,6 +66,10 @@ class SequenceMoved(Message, frozen=True, kw_only=True):
     """Prompt and answer so far, at the last one."""
     moved_bytes: Number = 0
     """Of KV that was fetched."""
+    late_bytes: Number = 0
+    """Of these, what was fetched once the answer had begun."""
+    late_s: Seconds = 0.0
+    """That this took on the link."""
     fallback: Text = ""
     """Why KV was not fetched, or not all of it: the rest was computed from tokens."""
     prepare_s: Seconds = 0.0
@@ -83,6 +89,9 @@ class PullBlocks(Message, frozen=True, kw_only=True):
     cache_salt: Digest = b""
     valid_for_s: Seconds = 10.0
     """What is not there by then is not fetched any more."""
+    is_shadow: bool = False
+    """The sequence stays where it is: these are for the case that its worker dies. They are kept on the host
+    as far as there is room for such, and fetched when nothing else is."""
 
     def __post_init__(self) -> None:
         check_packed(self.tokens)
@@ -108,3 +117,13 @@ class WorkersWanted(Message, frozen=True, kw_only=True):
     """Workers that get nothing any more; they may be stopped."""
     model: Text = ""
     """Of which this says something, and of no other; empty: of the one model that there is."""
+
+
+class WorkerRoles(Message, frozen=True, kw_only=True):
+    """Placement → scheduler, repeated: what each worker of `model` is given to do."""
+
+    model: Text = ""
+    roles: dict[Id, Text] = msgspec.field(default_factory=dict)
+    """By worker: `prefill`, `decode` or `both`."""
+    shortage: Text = ""
+    """Why nothing new can be served: nobody may compute prompts, or write answers; empty: it can."""

@@ -89,6 +89,8 @@ class SequenceReport(Message, frozen=True, kw_only=True):
     deadline_in_s: SignedSeconds | None = None
     proof: Digest = b""
     """`proof_of` the attempt's capability."""
+    heir_of: Number = 0
+    """The start of its gateway, where another gateway may take it over from that; 0: nobody may."""
 
 
 class CacheReport(Message, frozen=True, kw_only=True):
@@ -107,6 +109,28 @@ class CacheReport(Message, frozen=True, kw_only=True):
     """Of `device_hits`, blocks that lie at creditors."""
     misses: Number = 0
     """Blocks of prompts that were stored nowhere."""
+
+
+WAIT_BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+"""Each counts times up to its bound, and one more count what is longer."""
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
+"""The same of a step's tokens."""
+
+
+class StepsReport(Message, frozen=True, kw_only=True):
+    """What a worker's steps were like since it started, counted in buckets."""
+
+    tokens: Number = 0
+    """Of all steps: prompts' and answers'."""
+    by_tokens: tuple[Number, ...] = ()
+    """Steps by their tokens, `STEP_TOKEN_BOUNDS`."""
+    prefill_s: Seconds = 0.0
+    """Of sequences that began here: from the plan that brought them to their first token."""
+    by_prefill: tuple[Number, ...] = ()
+    """These times, by `WAIT_BOUNDS_S`."""
+    inference_s: Seconds = 0.0
+    """Of sequences that ended here: from the plan that brought them to their last token."""
+    by_inference: tuple[Number, ...] = ()
 
 
 class WorkerReported(Message, frozen=True, kw_only=True):
@@ -141,6 +165,8 @@ class WorkerReported(Message, frozen=True, kw_only=True):
     """Of `capacity.borrowed_blocks`, those in creditors' host memory. Device and host together are all."""
     prefill_tokens_per_s: Rate = 0.0
     """Measured, exponentially weighted; 0 before the first measurement."""
+    prefill_context_tokens: Count = 0
+    """That preceded a prompt token of those measurements in its sequence, weighted alike."""
     decode_step_s: Seconds = 0.0
     """Measured, exponentially weighted; 0 before the first measurement."""
     fingerprint: Digest = b""
@@ -158,6 +184,8 @@ class WorkerReported(Message, frozen=True, kw_only=True):
     """Measured: one block from host memory to the device; 0: there is no host tier."""
     swap_room_blocks: Count = 0
     """More blocks of preempted sequences that it would keep on the host (`PreemptMode.SWAP`)."""
+    shadow_room_blocks: Count = 0
+    """More copies of blocks of sequences that run on other workers that it would keep there."""
     remote_block_s: Seconds = 0.0
     """Measured: how much longer a step takes for each block in use that lies at another worker; 0: not
     known."""
@@ -172,10 +200,10 @@ class WorkerReported(Message, frozen=True, kw_only=True):
     """Of the last while, in which its engine computed."""
     bulk_addresses: dict[Id, Text] = msgspec.field(default_factory=dict)
     """Where its bulk plane listens, by transport; who dials asks it for a ticket first (`AskTicket`)."""
-
-
-WAIT_BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
-"""Of `SchedulerAnnounced.waits`: each counts waits up to its bound, the last one what is longer."""
+    steps: StepsReport | None = None
+    """None: nothing was computed yet."""
+    protocol: Count = 0
+    """`shared.release.PROTOCOL` of its code."""
 
 
 class SchedulerAnnounced(Message, frozen=True, kw_only=True):
@@ -199,6 +227,8 @@ class SchedulerAnnounced(Message, frozen=True, kw_only=True):
     hits_expected_tokens: Number = 0
     hits_found_tokens: Number = 0
     hits_error_tokens: Number = 0
+    protocol: Count = 0
+    """`shared.release.PROTOCOL` of its code."""
 
 
 class WorkerLost(Message, frozen=True, kw_only=True):
@@ -215,6 +245,8 @@ class GatewayReported(Message, frozen=True, kw_only=True):
     gateway_id: Id
     incarnation: Number
     active: Count = 0
+    protocol: Count = 0
+    """`shared.release.PROTOCOL` of its code."""
 
 
 class SequenceFinished(Message, frozen=True, kw_only=True):
@@ -239,5 +271,11 @@ class ServiceStatus(Message, frozen=True, kw_only=True):
     instance: Id
     incarnation: Number
     uptime_s: Seconds
+    version: Text = ""
+    """Of its code; empty: older than this field."""
+    protocol: Count = 0
+    """`shared.release.PROTOCOL` of its code."""
+    tasks: Count = 0
+    """That its event loop has."""
     details: dict[Text, Any] = msgspec.field(default_factory=dict)
     """Scalars, and tables as lists of dictionaries, for people to read."""

@@ -31,6 +31,7 @@ from shared.messages.values import (
     Text,
     TokenId,
     TopLogprobs,
+    TraceParent,
     Weight,
 )
 
@@ -177,6 +178,12 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
     tenant: Tenant = NOBODY
     capability: Digest = b""
     """Who is given it may speak for this attempt, and shows that with `proof_of`; empty: whoever does."""
+    heir_digest: Digest = b""
+    """`heir_digest_of` what another gateway was given, to take the answer over by; empty: nobody may."""
+    is_resumed: bool = False
+    """A scheduler has taken it before, this one or another: it is not refused because the fleet is busy."""
+    traceparent: TraceParent = ""
+    """The gateway's span of the request. Plans name many sequences, so that headers cannot say it."""
 
     def __post_init__(self) -> None:
         check_packed(self.prompt)
@@ -196,6 +203,11 @@ def proof_of(capability: bytes, worker_id: str, incarnation: int) -> bytes:
     if not capability:
         return b""
     return blake2b(f"{worker_id}/{incarnation}".encode(), key=capability, digest_size=16).digest()
+
+
+def heir_digest_of(heir_key: bytes) -> bytes:
+    """By which a worker knows who was given `heir_key`; empty for an empty one."""
+    return blake2b(heir_key, digest_size=16).digest() if heir_key else b""
 
 
 def check_packed(data: bytes, item_bytes: int = TOKEN_BYTES) -> None:

@@ -56,12 +56,14 @@ class TokenFrame(msgspec.Struct, frozen=True, array_like=True):
 class FetchTokens(Message, frozen=True, kw_only=True):
     """Gateway → worker: the tokens from `first_index` on, because a frame was missed. A scheduler asks, too.
 
-    Another gateway's are refused with `ForeignSequence`.
+    Another gateway's are refused with `ForeignSequence`, unless it shows the key of an heir.
     """
 
     ref: SequenceRef
     sender: Id
     first_index: Count
+    heir_key: Digest = b""
+    """From a gateway that takes the answer over, as its `SequenceSpec.heir_digest` says who may."""
 
 
 class ExtendSequence(Message, frozen=True, kw_only=True):

@@ -74,6 +74,8 @@ GrammarText = Annotated[str, Meta(max_length=65_536)]
 
 HiddenState = Annotated[bytes, Meta(max_length=4 * 32_768)]
 """Packed fp32; the widest models have 16,384."""
+TraceParent = Annotated[str, Meta(pattern=r"\A(00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?\Z")]
+"""W3C's `traceparent`; empty: not traced."""
 Digest = Annotated[bytes, Meta(max_length=64)]
 """A fingerprint, a salt; empty where there is none."""
 

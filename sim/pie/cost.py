@@ -1,10 +1,10 @@
-"""What a step costs when layers are swapped: the model's own cost, and the waits of the live swap
-controller.
+"""What a step costs when KV is swapped: the model's own cost, and the waits of the paper's swap controller,
+or of copies of blocks.
 
 A step's layers take equal times; a swap takes the bytes of the step's context over the link's bandwidth.
 Waits come from running the controller at that ratio (`timeline.settle`), not from a formula; where the
-queue is back in time there are none, which a test compares with the controller. As in the paper a swap takes
-as many bytes out as in; the worker's own sends out only what was written since the last time.
+queue is back in time there are none, which a test compares with the controller. As in the paper a swap of a
+layer takes as many bytes out as in; what the worker has outside, blocks, goes out once.
 """
 
 import math

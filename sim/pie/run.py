@@ -14,7 +14,8 @@ from services.worker.pie.core.sizes import most_fifo_layers, slot_blocks, swaps_
 from sim.pie.cost import GH200, Form, Interconnect, PieCost, PieModel
 from sim.predictors import find_predictor
 from sim.requests import SimRequest
-from sim.simulation import Outcome, Setup, Simulation
+from sim.setup import Outcome, Setup
+from sim.simulation import Simulation
 
 WINDOW_ITERATIONS = 32
 

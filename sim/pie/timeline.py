@@ -1,4 +1,4 @@
-"""Tokens computed layer by layer while the live swap controller moves layers, in simulated time.
+"""Tokens computed layer by layer while the swap controller of Pie's paper moves layers, in simulated time.
 
 Time is counted in whole ticks, so that events that fall together do so exactly; among them a layer's end
 comes first, then completed transfers, then the next layer's start. Source: papers/004 figure 4.
@@ -7,8 +7,9 @@ comes first, then completed transfers, then the next layer's start. Source: pape
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from services.worker.pie.core.meter import Direction
 from services.worker.pie.core.sizes import device_slots
-from services.worker.pie.core.swap import Direction, SwapController, Transfer
+from sim.pie.swap import SwapController, Transfer
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,23 +6,30 @@ word.
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import httpx
 
+from bench.kit.load import Answer as Answered
+from bench.kit.load import Target, complete, insist
 from services.stack.compose import KEY_FILE, write_secrets
 from tests.compose.containers import CannotRun, Project, docker, find_compose, until
+from tests.compose.image import check_image
 from tests.stack.client import Answer, Client, Question
 from tests.stack.prompts import ASKED
 from tests.stack.running import ROOT
 
 SERVICES = ("nats", "scheduler", "predictor", "placement", "ledger", "worker-0", "worker-1")
+"""And two gateways, whose containers are called otherwise in the host's network."""
 BEST_FIT = "deploy/compose.best-fit.yml"
 STREAMS, TOKENS = 8, 120
+_ANSWER_S = 180.0
 MIDWAY = 100
 """Chunks over all streams when the worker is killed: an eighth or so of what is to come."""
 
@@ -55,7 +62,7 @@ def main() -> int:
         try:
             check(project)
         except BaseException:
-            for service in (*SERVICES, project.gateway):
+            for service in (*SERVICES, *project.gateways):
                 show_log(project, service)
             raise
         finally:
@@ -71,14 +78,17 @@ def check(project: Project) -> None:
     key = (project.folder / KEY_FILE).read_text().strip()
     client = Client(project.url, key, "tiny_chat")
     project.run("build", "nats")
+    for found in check_image():
+        say(f"the image: {found}")
     project.run("up", "--detach")
-    took_s = project.until_healthy(*SERVICES, project.gateway)
-    say(f"healthy, all {len(SERVICES) + 1} containers; the gateway {took_s:.0f} s after the last start")
+    took_s = project.until_healthy(*SERVICES, *project.gateways)
+    say(f"healthy, all {len(SERVICES) + 2} containers; the gateways {took_s:.0f} s after the last start")
     check_hardening(project)
     assert httpx.get(f"{project.url}/v1/models", timeout=10).status_code == 401
     undisturbed = ask(client)
     say(f"chat through {project.url}: {undisturbed[0].text[:60]!r}")
     check_kill(project, client, undisturbed)
+    asyncio.run(check_gateway_kill(project, key))
     check_restart(project)
     check_override(project)
     assert_same(ask(client), undisturbed)
@@ -87,17 +97,20 @@ def check(project: Project) -> None:
 
 def check_hardening(project: Project) -> None:
     """Nobody is root, no container can write to its image or see another service's password."""
-    for service in (*SERVICES, project.gateway):
+    for service in (*SERVICES, *project.gateways):
         container, state = project.container(service), project.state(service)
         assert docker("exec", container, "id", "--user").strip() == "10001", service
         host = state["HostConfig"]
         assert host["ReadonlyRootfs"] and host["Init"] and host["CapDrop"] == ["ALL"], service
         users = [name for name in state["Config"]["Env"] if name.startswith("KVASIR_BUS__USER=")]
-        instance = service if service.startswith("worker-") else f"{service.partition('-')[0]}-0"
+        name = service.removesuffix("-host")
+        instance = name if name[-1].isdigit() else f"{name}-0"
         assert users == ([] if service == "nats" else [f"KVASIR_BUS__USER={instance}"]), (service, users)
         passwords = [name for name in state["Config"]["Env"] if "PASSWORD" in name]
         assert len(passwords) == len(users), f"{service} holds another's password"
-    say("non-root, read-only, each with its own NATS user")
+        urls = [name for name in state["Config"]["Env"] if name.startswith("KVASIR_BUS__URL=")]
+        assert all(url.startswith("KVASIR_BUS__URL=tls://") for url in urls), (service, urls)
+    say("non-root, read-only, each with its own NATS user, over TLS")
 
 
 def check_kill(project: Project, client: Client, undisturbed: list[Answer]) -> None:
@@ -123,6 +136,34 @@ def check_kill(project: Project, client: Client, undisturbed: list[Answer]) -> N
     project.until_healthy("worker-1", project.gateway)
 
 
+async def check_gateway_kill(project: Project, key: str) -> None:
+    """A gateway's container is killed under its streams: who asks the other one by the same name gets all of
+    the answer, once, as it was before."""
+    first = Target(project.port, "tiny_chat", key)
+    other = Target(project.port_1, "tiny_chat", key)
+    bodies = [
+        {"prompt": prompt, "max_tokens": TOKENS * 3, "ignore_eos": True, "temperature": 0.8, "seed": number}
+        for number, prompt in enumerate(ASKED[:STREAMS])
+    ]
+    undisturbed = await asyncio.gather(*(complete(other, body, _ANSWER_S) for body in bodies))
+    assert all(answer.ok for answer in undisturbed), [answer.error for answer in undisturbed]
+
+    async def moved(number: int, body: dict[str, Any]) -> Answered:
+        name = f"compose-{project.name}-{number}"
+        answer = await complete(dataclasses.replace(first, idempotency_key=name), body, _ANSWER_S)
+        assert not answer.ok, "it was over before the gateway was killed"
+        return await insist(other, body, name, _ANSWER_S)
+
+    asked = [asyncio.create_task(moved(number, body)) for number, body in enumerate(bodies)]
+    await asyncio.sleep(1.0)
+    await asyncio.to_thread(docker, "kill", project.container(project.gateway))
+    answers = await asyncio.gather(*asked)
+    assert [answer.text for answer in answers] == [answer.text for answer in undisturbed]
+    say(f"{project.gateway} killed; {len(answers)} answers go on at {project.gateways[1]}, unchanged")
+    project.run("up", "--detach")
+    project.until_healthy(*project.gateways)
+
+
 def check_restart(project: Project) -> None:
     """A process that dies by itself is brought back by Docker."""
     container, before = project.container("worker-0"), project.state("worker-0")["RestartCount"]
@@ -134,7 +175,7 @@ def check_restart(project: Project) -> None:
 
 def check_override(project: Project) -> None:
     """An override file swaps placement; every other container stays what it was."""
-    others = {name: project.container(name) for name in (*SERVICES, project.gateway) if name != "placement"}
+    others = {name: project.container(name) for name in (*SERVICES, *project.gateways) if name != "placement"}
     old = project.container("placement")
     assert project.status("placement", "placement-0")["policy"] == "prefix_aware"
     project.run("up", "--detach", overrides=(BEST_FIT,))

@@ -61,10 +61,17 @@ class Project:
     port: int = field(default_factory=free_port)
     nats_port: int = field(default_factory=free_port)
     operator_port: int = field(default_factory=free_port)
+    port_1: int = field(default_factory=free_port)
+    operator_port_1: int = field(default_factory=free_port)
 
     @property
     def gateway(self) -> str:
         return "gateway-host" if self.host_network else "gateway"
+
+    @property
+    def gateways(self) -> tuple[str, str]:
+        """The containers of both."""
+        return (self.gateway, "gateway-1-host" if self.host_network else "gateway-1")
 
     @property
     def url(self) -> str:
@@ -125,6 +132,8 @@ class Project:
             "KVASIR_PORT": str(self.port),
             "KVASIR_NATS_PORT": str(self.nats_port),
             "KVASIR_OPERATOR_PORT": str(self.operator_port),
+            "KVASIR_PORT_1": str(self.port_1),
+            "KVASIR_OPERATOR_PORT_1": str(self.operator_port_1),
             "KVASIR_HEALTH_INTERVAL": "5s",
         }
 

@@ -104,3 +104,31 @@ def test_a_full_disk_is_found_before_anything_is_downloaded(
     said = capsys.readouterr()
     assert "265 MB to download, 1.2 GB on the disk" in said.out
     assert "has 1 MB free, and this needs 1.2 GB" in said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_wanted"),
+    [
+        ("--engine vllm", True),
+        ("--set worker-1.engine=vllm", True),
+        ("--set scheduler.policy=vllm", False),
+        ("--set scheduler.policy=kvasir", False),
+    ],
+)
+def test_vllm_is_installed_for_its_engine_and_not_for_the_policy_of_that_name(
+    tmp_path: Path, arguments: str, is_wanted: bool
+) -> None:
+    """`make up` with the policy downloaded 1.5 GB first."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copytree(ROOT / "deploy" / "locks", tmp_path / "deploy" / "locks")
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / ".runtime").touch()
+    made = subprocess.run(
+        ["make", "--dry-run", "up", f"ARGS={arguments}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    assert ("venv .venv-vllm" in made.stdout) is is_wanted

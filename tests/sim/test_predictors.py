@@ -13,7 +13,8 @@ from shared.messages.commands import LengthPrediction
 from sim.case import Machine
 from sim.predictors import PREDICTORS, Histogram, NoisyOracle, Sharpening, find_predictor
 from sim.requests import SimRequest
-from sim.simulation import Setup, Simulation
+from sim.setup import Setup
+from sim.simulation import Simulation
 
 
 def made(

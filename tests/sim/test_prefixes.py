@@ -7,7 +7,8 @@ from sim.predictors import find_predictor
 from sim.prefixes import SimPrefixes
 from sim.requests import SimRequest
 from sim.routers import find_router
-from sim.simulation import Outcome, Setup, Simulation
+from sim.setup import Outcome, Setup
+from sim.simulation import Simulation
 
 BLOCK = 64
 

@@ -6,9 +6,13 @@ import pytest
 
 from services.scheduler.policy import find_policy
 from services.scheduler.policy.contract import PolicySettings, QueueOrder, WorkerShape
+from services.scheduler.policy.options import passing_share
+from sim.case import Case, Machine, run_case
 from sim.predictors import find_predictor
 from sim.requests import SimRequest
-from sim.simulation import Setup, Simulation
+from sim.setup import Setup
+from sim.simulation import Simulation
+from sim.workloads import Source
 from tests.sim.live_loop import LiveLoop
 from tests.sim.simple import OneSecond
 
@@ -63,3 +67,26 @@ def test_queues_by_arrival_and_by_work_with_one_policy() -> None:
         return sum(record.queue_s for record in records) / len(records)
 
     assert mean_wait_s("work") < 0.9 * mean_wait_s("arrival")
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_nobody_waits_longer_than_the_share_that_may_pass_makes_first_come_first_served(seed: int) -> None:
+    """More than can be served: the longest wait, which is p99.9 of so few. Where nearly all may pass it is
+    longer than that."""
+
+    def longest_wait_s(policy: str, predictor: str, *options: tuple[str, float]) -> float:
+        case = Case(
+            Source("sharegpt"),
+            policy,
+            predictor,
+            Machine(capacity_blocks=120),
+            rate_per_s=2.0,
+            requests=120,
+            seed=seed,
+            options=options,
+        )
+        return max(record.queue_s for record in run_case(case).records)
+
+    bound_s = longest_wait_s("vllm", "none") / (1 - passing_share({}))
+    assert longest_wait_s("kvasir", "oracle") <= bound_s
+    assert longest_wait_s("kvasir", "oracle", ("passing_share", 0.95)) > bound_s

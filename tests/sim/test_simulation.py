@@ -25,7 +25,8 @@ from sim.events import EventQueue, Priority
 from sim.predictors import find_predictor
 from sim.requests import SimRequest
 from sim.routers import find_router
-from sim.simulation import Outcome, Setup, Simulation, WedgeError
+from sim.setup import Outcome, Setup
+from sim.simulation import Simulation, WedgeError
 from sim.summary import normalized_latency_s
 from sim.workloads import Source
 from tests.sim.simple import SETTINGS, SHAPE, OneSecond, Scripted, decode, prefill, request

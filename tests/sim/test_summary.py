@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sim.knee import TOLERANCE, sustained_rate
 from sim.meters import WorkerMeter
 from sim.requests import ServedRecord
-from sim.simulation import Outcome
+from sim.setup import Outcome
 from sim.summary import ServiceLevel, measure_level, summarize
 from sim.sweep import cores, sweep
 from tests.sim.simple import SHAPE, request

@@ -19,7 +19,8 @@ from sim.books import Held
 from sim.meters import WorkerMeter
 from sim.predictors import find_predictor
 from sim.requests import ServedRecord, SimRequest
-from sim.simulation import Setup, Simulation
+from sim.setup import Setup
+from sim.simulation import Simulation
 from sim.worker import SimWorker
 from tests.sim.live_loop import LiveLoop
 from tests.sim.simple import OneSecond, Scripted, books, decode, prefill, request

@@ -17,7 +17,7 @@ from services.worker.core.sequences import SequenceLimits, SequenceTable
 from services.worker.core.steps import StepCore
 from services.worker.kv.core.borrowed_pool import Pool
 from services.worker.kv.core.prefix_cache import PrefixCache
-from shared.blocks import chain, root
+from shared.blocks import BlockHash, chain, root
 from shared.errors import KvasirError
 from shared.messages.moves import BlocksPulled, PullBlocks
 from shared.messages.reports import Capacity, SequenceReport, WorkerReported
@@ -166,6 +166,30 @@ def true_tokens(wanted: Mapping[SequenceKey, Wanted], work: StepWork) -> list[Sa
         assert held == truth[: len(held)], f"{key} went astray at its worker"
         tokens.append(Sampled(truth[len(held)]) if item.samples else None)
     return tokens
+
+
+def shadowed(
+    given: PrefixCache,
+    taken: PrefixCache,
+    order: PullBlocks,
+    now_s: float,
+    *,
+    most_blocks: int,
+    copy: Callable[[int, int, BlockHash], None],
+) -> BlocksPulled:
+    """A pull to the host: what the source has by name, the keeper has then, as far as shadows may. `copy`:
+    from a block of the one to a slot of the other."""
+    names = chain(root(FINGERPRINT, order.cache_salt), order.tokens, taken.block_tokens)
+    known = taken.shadows.known(names, now_s)
+    held = given.hold(names[known:][:most_blocks])
+    places = taken.shadows.room(len(held), now_s, names[:known])
+    came = names[known : known + len(places)]
+    for block, place, name in zip(held, places, came, strict=False):
+        copy(block, place, name)
+    count = taken.shadows.fill(places, came, names[known - 1] if known else None, now_s)
+    given.release(held)
+    there = taken.block_tokens * (known + count)
+    return BlocksPulled(held_tokens=there, fetched_blocks=count, fetched_bytes=count)
 
 
 def pulled(

@@ -18,7 +18,7 @@ import numpy as np
 
 from services.scheduler.core.effects import Effect, WantKvAtWorker
 from services.worker.core.plans import StepWork, WorkItem
-from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.block_pool import BlockPool, RowPool, RowShare
 from services.worker.kv.core.borrowed_pool import ExtendedPool
 from services.worker.kv.core.grown_pool import GrownPool
 from services.worker.kv.core.residency import Residency, StepPlan
@@ -34,6 +34,10 @@ from tests.virtual_net import Process
 LAYERS, MOST_LEVEL = 8, 6
 IDS = slot_blocks(LAYERS, MOST_LEVEL, BLOCKS) + spare_blocks(LAYERS, MOST_LEVEL, BLOCKS)
 MOST_LENT = (BLOCKS - spare_blocks(LAYERS, MOST_LEVEL, BLOCKS)) // 2
+HOST_BLOCKS = 40
+ROWS = slot_blocks(LAYERS, MOST_LEVEL, BLOCKS)
+SPOILT = 0.05
+"""Of the copies on the host that are looked at before their blocks leave the device."""
 BLOCK_TOKENS = 16
 Content = list[int]
 
@@ -45,9 +49,11 @@ class Memory:
 
     def __init__(self, random: Random, clock: Callable[[], float]) -> None:
         self.random = random
-        self.residency = Residency(BLOCKS, IDS, LAYERS, self._move, nullcontext())
+        rows = RowShare(RowPool(ROWS + HOST_BLOCKS), ROWS)
+        self.residency = Residency(BLOCKS, IDS, LAYERS, self._move, nullcontext(), rows)
         self.device: list[Content] = [[0] * BLOCK_TOKENS for _ in range(BLOCKS)]
         self.rows: dict[int, Content] = {}
+        """The host tier's as well."""
         self.fetched = self.saved = 0
         controller = ExpansionController(LAYERS, MOST_LEVEL, swaps=swaps_in_blocks)
         self.growth = BlockGrowth(cast(ResidentKv, self), BLOCKS, controller, 0, 8, clock, notice_s=0.1)
@@ -69,12 +75,14 @@ class Memory:
     def read(self, block: int) -> Content:
         """A copy, as whoever copies blocks beside steps finds it."""
         slot = self.residency.slot_of(block)
-        return list(self.rows.get(block, [0] * BLOCK_TOKENS) if slot is None else self.device[slot])
+        if slot is not None:
+            return list(self.device[slot])
+        return list(self.rows.get(self.residency.row_of(block), [0] * BLOCK_TOKENS))
 
     def write(self, block: int, content: Content) -> None:
         slot = self.residency.slot_of(block)
         if slot is None:
-            self.rows[block] = list(content)
+            self.rows[self.residency.row_of(block)] = list(content)
         else:
             self.device[slot] = list(content)
         self.residency.on_written(block)
@@ -88,32 +96,33 @@ class Memory:
         plan = residency._plan
         assert plan is not None
         self.fetched += len(plan.fetched)
-        for block, slot in zip(plan.fetched.tolist(), plan.place.tolist(), strict=True):
+        for row, slot in zip(plan.fetched_from.tolist(), plan.place.tolist(), strict=True):
             if slot >= 0:
-                self.device[slot] = list(self.rows[block])
+                self.device[slot] = list(self.rows[row])
         places: dict[int, Content] = {}
         for block in read | written:
             code = int(residency.codes[block])
             outside = code >= BLOCKS
             assert not outside or int(plan.fetched[code - BLOCKS]) == block
-            places[block] = self.rows[block] if outside else self.device[code]
+            row = int(plan.fetched_from[code - BLOCKS]) if outside else 0
+            places[block] = self.rows[row] if outside else self.device[code]
         return places
 
     def end(self) -> None:
         plan = self.residency._plan
         if plan is not None:
             saved = self.random.randint(0, len(plan.saves))
-            for block, slot in zip(plan.saves[:saved].tolist(), plan.save_from[:saved].tolist(), strict=True):
-                self.rows[block] = list(self.device[slot])
+            for row, slot in zip(plan.save_to[:saved].tolist(), plan.save_from[:saved].tolist(), strict=True):
+                self.rows[row] = list(self.device[slot])
             self.saved += saved
             self.residency.end(saved, is_complete=True)
         self.residency.check_integrity()
 
     def _move(self, plan: StepPlan) -> None:
-        for block, slot in zip(plan.saved_now.tolist(), plan.saved_from.tolist(), strict=True):
-            self.rows[block] = list(self.device[slot])
-        for block, slot in zip(plan.loaded_now.tolist(), plan.loaded_to.tolist(), strict=True):
-            self.device[slot] = list(self.rows[block])
+        for row, slot in zip(plan.saved_to.tolist(), plan.saved_from.tolist(), strict=True):
+            self.rows[row] = list(self.device[slot])
+        for row, slot in zip(plan.loaded_from.tolist(), plan.loaded_to.tolist(), strict=True):
+            self.device[slot] = list(self.rows[row])
 
 
 class EverythingWorld(MixedWorld):
@@ -130,7 +139,13 @@ class EverythingWorld(MixedWorld):
         """For moves, from their creditors."""
         lending = replace(parts, lends=True)
         super().__init__(
-            seed, wanted, lending, workers=workers, host_blocks=40, disk_blocks=disk_blocks, pace=pace
+            seed,
+            wanted,
+            lending,
+            workers=workers,
+            host_blocks=HOST_BLOCKS,
+            disk_blocks=disk_blocks,
+            pace=pace,
         )
         for says in (self.says, *(worker.says for worker in self.workers.values())):
             says["most_lent_blocks"] = MOST_LENT
@@ -142,7 +157,11 @@ class EverythingWorld(MixedWorld):
     def start_worker(self, name: str, **says: Any) -> None:
         super().start_worker(name, **says)
         memory, cache, tiers = self.memories[name], self.caches[name], self.tiers[name]
-        tiers.read, tiers.write = memory.read, memory.write
+        tiers.read, tiers.write, tiers.content = memory.read, memory.write, memory.rows
+        memory.pool.watch(
+            cache.on_moved_block,
+            lambda block: cache.verify(block, lambda place, name: self.random.random() >= SPOILT),
+        )
         memory.growth.watch(
             lambda: cache.total_blocks - cache.free_blocks - cache.evictable_blocks, cache.shed
         )

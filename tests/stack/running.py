@@ -17,6 +17,8 @@ from tests.stack.client import Client
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_CHAT = ROOT / "models" / "tiny_chat"
+_COMMAND_S = 240.0
+"""A net for what hangs: two vLLM workers want most of a minute of two cores, which other things may have."""
 BLOCK_TOKENS = 32 if os.environ.get("KVASIR_WORKER__ENGINE") == "vllm" else 16
 """Of the stacks' workers: `make test-vllm` runs these tests with vLLM's."""
 
@@ -33,7 +35,7 @@ class RunningStack:
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
         """`python -m services WORDS` against this run directory, to its end."""
         argv = [sys.executable, "-m", "services", words[0], "--run-dir", str(self.run_dir), *words[1:]]
-        return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+        return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
 
     def start(self, *, workers: int = 2, settings: tuple[str, ...] = (), flags: tuple[str, ...] = ()) -> None:
         words = ["--detach", "--port", str(self.port), "--nats-port", str(free_port())]

@@ -19,7 +19,6 @@ from tests.stack.mixed_world import BLOCKS, LENDS, OFF_DEFAULT, PAIRS, Element, 
 SLOW_ALONE = {
     "ecoserve",
     "ecoserve_d",
-    "ecoserve_profile",
     "ecoserve_sd",
     "ecoserve_sdo",
     "multires",
@@ -27,7 +26,7 @@ SLOW_ALONE = {
     "sync_coupled",
 }
 """Batching policies that by themselves are below `LEAST` of the default, as the scheduler's README says."""
-NEARLY_SLOW = {"fastserve", "srtf"}
+NEARLY_SLOW = {"ecoserve_profile", "fastserve", "srtf"}
 """Alone about 0.8 of the default."""
 BELOW: dict[tuple[Element, Element], float] = {
     (("policy", "ecoserve"), LENDS): 0.65,

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.core.stream import StreamPhase
+from services.scheduler.core.rules import Rules, ShadowRules
 from services.scheduler.policy import BUILT_IN
 from tests.stack.actors import Wanted
 from tests.stack.world import World
@@ -154,6 +155,7 @@ def play(
         cached=cached,
         host_blocks=host_blocks,
         policy=BUILT_IN[policy],
+        rules=Rules(shadows=ShadowRules(from_s=0.001)),
     )
     for at_s, number in moves:
         world.at(at_s, partial(world.move, number))

@@ -212,7 +212,10 @@ async def test_a_ledger_killed_while_debts_exist_knows_them_again_within_two_hea
             assert most_beats(heard.reports) <= 2
             (debtor,) = {name for name, _ in before}
             await watch.until(  # which takes as long as the prompt takes to fill what its worker has
-                lambda seen: any(row["borrowed_blocks"] for name, row in seen.items() if name != debtor),
+                lambda seen: (
+                    late[0].done()  # at the same worker, after the other: it cannot do without, either
+                    or any(row["borrowed_blocks"] for name, row in seen.items() if name != debtor)
+                ),
                 expected=WORKERS,
             )
             await asyncio.to_thread(four.until_restarted, "ledger-0", restarts=restarts + 1)

@@ -3,7 +3,9 @@
 import asyncio
 import json
 import re
+import signal
 import tempfile
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -101,6 +103,87 @@ def test_figures_are_those_of_metrics(watched: RunningStack, page: Page) -> None
 
 
 @needs_chromium
+def test_tenants_hits_and_preemptions_are_those_of_status_and_metrics(
+    watched: RunningStack, page: Page
+) -> None:
+    ask_all(watched)
+    look(page, watched)
+    page.until("document.querySelector('[data-tile=running] b').textContent === '0'")
+    (row,) = watched.details("scheduler-0")["tenants"]
+    read = "[...document.querySelectorAll('#tenant-rows td')].map((cell) => cell.textContent)"
+    page.until(f"{read}[0] === '{row['tenant']}' && {read}[2] === '0'")
+    tenant, waiting, running, served, *_ = page.evaluate(read)
+    assert (tenant, waiting, running, served) == (row["tenant"], "0", "0", str(row["sequences"]))
+    preempted = page.evaluate("document.querySelector('[data-tile=preempted] b').textContent")
+    assert float(preempted) == gauges(watched, "kvasir_fleet_preemptions")[""]
+    hits = gauges(watched, "kvasir_fleet_prefix_tokens")
+    tile = "[...document.querySelectorAll('.tile')].find((t) => /expected/.test(t.dataset.tile))"
+    expected, found = page.evaluate(f"{tile}.querySelector('b').textContent").split(" / ")
+    assert hits[" found"] > 0
+    for shown, tokens in ((expected, hits[" expected"]), (found, hits[" found"])):
+        assert shown == (f"{round(tokens / 1e3)}k" if tokens >= 1e4 else f"{tokens:.0f}")
+    assert page.faults == []
+
+
+@needs_chromium
+def test_a_loss_is_told_as_it_happens_and_a_click_says_where_a_request_s_time_went(
+    watched: RunningStack, page: Page
+) -> None:
+    look(page, watched)
+    asking = threading.Thread(target=ask_all, args=(watched,))
+    asking.start()
+    page.until("document.querySelectorAll('#request-rows button').length > 4")
+    before = watched.child("worker-1")["restarts"]
+    watched.signal("worker-1", signal.SIGKILL)
+    page.until("/worker lost/.test(document.getElementById('event-rows').textContent)")
+    page.evaluate("document.querySelector('#request-rows button').click()")
+    page.until("document.querySelectorAll('#detail-body .lane i').length > 1")
+    causes = page.evaluate("document.querySelector('#detail-body .causes').textContent")
+    assert "%" in causes
+    asking.join()
+    watched.until_restarted("worker-1", restarts=before + 1)
+    assert page.faults == []
+
+
+@needs_chromium
+def test_decisions_have_words_and_costs(watched: RunningStack, page: Page) -> None:
+    look(page, watched)
+    page.evaluate("document.getElementById('pause').click()")
+    common = {"unix_s": 1.7e9, "request": "req_1"}
+    offers = [["pause", 11, 0.952, ""], ["swap", 15, 1.2, ""]]
+    moved = {"source": "worker-0", "target": "worker-1", "mode": "kv", "failed": ""}
+    events = [
+        {"kind": "relief", "worker": "worker-0", "chosen": "pause", "offers": offers, "unix_s": 1.7e9},
+        {"kind": "moved", **moved, "moved_bytes": 5e5, "prepare_s": 0.3, "switch_s": 0.06, **common},
+        {"kind": "moved", **moved, "failed": "it ended before", **common},
+    ]
+    page.evaluate(f"window.events = {json.dumps(events)}")
+    show = "import('/ui/events.js').then((m) => m.showEvents(document.getElementById('event-rows'), "
+    page.evaluate(f"{show}window.events, () => {{ window.asked = true; }}))")
+    told = page.evaluate("[...document.querySelectorAll('#event-rows li')].map((e) => e.textContent)")
+    assert "move failed" in told[0] and "it ended before" in told[0]
+    assert "worker-0 → worker-1 as kv, 500k bytes, ready in 300 ms" in told[1]
+    assert "chose pause: pause 11 blocks for 952 ms, swap 15 blocks for 1.2 s" in told[2]
+    page.evaluate("document.querySelector('#event-rows a').click()")
+    assert page.evaluate("window.asked") is True
+    assert page.faults == []
+
+
+@needs_chromium
+def test_charts_stay_side_by_side_when_the_theme_changes(watched: RunningStack, page: Page) -> None:
+    """Each was once as wide as all of them when made anew: its box was alone on the page then."""
+    look(page, watched)
+    page.until("document.querySelectorAll('.chart canvas').length === 4")
+    for _ in range(2):
+        page.evaluate("document.getElementById('theme').click()")
+        wide = page.evaluate(
+            "[...document.querySelectorAll('.chart')].map((b) => b.querySelector('.uplot').offsetWidth - "
+            "b.clientWidth)"
+        )
+        assert len(wide) == 4 and max(wide) <= 0, wide
+
+
+@needs_chromium
 def test_traffic_from_the_chat_box_and_what_a_click_tells(watched: RunningStack, page: Page) -> None:
     look(page, watched)
     page.evaluate("document.activeElement.blur()")
@@ -115,6 +198,54 @@ def test_traffic_from_the_chat_box_and_what_a_click_tells(watched: RunningStack,
     page.until("/All that it says/.test(document.getElementById('detail-body').textContent)")
     page.press("Escape")
     page.until("!document.getElementById('detail').open")
+    assert page.faults == []
+
+
+@needs_chromium
+@pytest.mark.parametrize(("workers", "drawn"), [(0, "p"), (3, "svg table"), (12, "table"), (40, "table")])
+def test_debts_are_a_graph_a_matrix_or_a_list(
+    watched: RunningStack, page: Page, workers: int, drawn: str
+) -> None:
+    """Simulated workers lend nothing: the module is asked itself."""
+    look(page, watched)
+    page.evaluate("document.getElementById('pause').click()")
+    debts = [
+        {
+            "creditor": f"worker-{at}",
+            "debtor": f"worker-{(at + 1) % workers}",
+            "blocks": at + 1,
+            "host_blocks": 1,
+        }
+        for at in range(workers)
+    ]
+    page.evaluate(f"window.debts = {json.dumps(debts)}")
+    show = (
+        "import('/ui/debts.js').then((m) => m.showDebts(document.getElementById('debt-rows'), window.debts))"
+    )
+    page.evaluate(show)
+    made = "[...document.getElementById('debt-rows').children].map((e) => e.tagName.toLowerCase()).join(' ')"
+    assert page.evaluate(made) == drawn
+    if workers == 3:
+        label = page.evaluate("document.querySelector('#debt-rows svg').getAttribute('aria-label')")
+        assert label.endswith("worker-2 lends 4 to worker-0")
+        assert page.evaluate("document.querySelectorAll('#debt-rows path.debt').length") == 3
+    assert page.faults == []
+
+
+@needs_chromium
+def test_the_space_bar_holds_the_page_still_and_nothing_is_missed(watched: RunningStack, page: Page) -> None:
+    look(page, watched)
+    page.evaluate("document.activeElement.blur()")
+    page.press(" ")
+    page.until("document.getElementById('state-text').textContent.startsWith('held still')")
+    shown = page.evaluate("document.body.dataset.heard")
+    preempted = gauges(watched, "kvasir_fleet_preemptions")[""]
+    ask_all(watched)
+    assert page.evaluate("document.body.dataset.heard") == shown
+    page.press(" ")
+    page.until(f"Number(document.body.dataset.heard) > {shown}")
+    if gauges(watched, "kvasir_fleet_preemptions")[""] > preempted:
+        page.until("/preempted/.test(document.getElementById('event-rows').textContent)")
     assert page.faults == []
 
 

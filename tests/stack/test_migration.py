@@ -1,14 +1,17 @@
 """Running sequences change workers while clients read; every answer arrives whole and unchanged."""
 
 import asyncio
+import json
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
 from bench.live.migrate.mover import Mover, mover
 from shared.messages.moves import MoveMode
+from tests.services.stack.test_chrome_trace import check_trace
 from tests.stack.client import Answer, Question, assert_same
 from tests.stack.prompts import long_questions
 from tests.stack.running import RunningStack, running_stack
@@ -105,3 +108,38 @@ async def test_frozen_source(pair: RunningStack, undisturbed: list[Answer], movi
         pair.signal("worker-0", signal.SIGCONT)
     assert_same(answers, undisturbed)
     assert_same(await pair.client().ask_all(questions()), undisturbed)
+
+
+@pytest.mark.parametrize("moving", ["kv"], indirect=True)
+async def test_a_trace_for_perfetto_has_those_that_moved_and_those_that_were_resumed(
+    pair: RunningStack, undisturbed: list[Answer], moving: Mover, tmp_path: Path
+) -> None:
+    before, began_s = pair.child("worker-1")["restarts"], time.time()
+
+    async def move_and_kill() -> None:
+        await moving.until_over(await order(moving, 2), within_s=10)
+        pair.signal("worker-1", signal.SIGKILL)
+
+    answers = await pair.client().ask_all(questions(), midway=move_and_kill, after=MIDWAY)
+    assert_same(answers, undisturbed)
+    await asyncio.to_thread(pair.until_restarted, "worker-1", restarts=before + 1)
+    for flags in (("--out", "all.jsonl"), ("--perfetto", "--out", "trace.json")):
+        done = await asyncio.to_thread(pair.command, "record", *flags[:-1], str(tmp_path / flags[-1]))
+        assert done.returncode == 0, done.stdout + done.stderr
+    _, *events = map(json.loads, (tmp_path / "all.jsonl").read_text().splitlines())
+    traced = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    check_trace(traced)
+    moved = {each["request"] for each in events if each["kind"] == "moved" and not each["failed"]}
+    # Others used this stack before, with schedulers and workers that have forgotten what was theirs.
+    own = {each["request"] for each in events if each["kind"] == "submit" and each["unix_s"] >= began_s}
+    submits = [each for each in events if each["kind"] == "submit"]
+    resumed = {each["request"] for each in submits if each["causes"].keys() - {"moved"}}
+    assert moved & own and resumed & own
+    drawn = [each["args"]["request"] for each in traced if each["name"] == "move" and each["ph"] == "X"]
+    assert set(drawn) == moved
+    assert sum(each["ph"] == "s" for each in traced) >= len(moved)
+    stays: dict[str, set[str]] = {}
+    for each in traced:
+        if each["ph"] == "b" and each["name"].startswith("at "):
+            stays.setdefault(each["id"], set()).add(each["name"])
+    assert all(len(stays[request_id]) > 1 for request_id in (moved | resumed) & own)

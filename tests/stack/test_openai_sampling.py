@@ -13,7 +13,7 @@ import pytest
 from openai import OpenAI
 from openai.types.chat import ChatCompletionTokenLogprob
 
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, STACK_PATIENCE_S
 from tests.stack.running import RunningStack
 from tests.stack.test_openai_client import ASK, MODEL, conforms
 
@@ -156,7 +156,7 @@ def test_tokenize_and_back(client: OpenAI, stack: RunningStack) -> None:
 
 def handovers(stack: RunningStack) -> float:
     """Attempts the gateway has given up for a higher one so far."""
-    lines = httpx.get(f"{stack.operator_url}/metrics").text.splitlines()
+    lines = httpx.get(f"{stack.operator_url}/metrics", timeout=STACK_PATIENCE_S).text.splitlines()
     return sum(
         float(line.split()[-1]) for line in lines if line.startswith("kvasir_gateway_handovers_total{")
     )

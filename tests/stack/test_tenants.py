@@ -57,4 +57,7 @@ async def test_one_that_floods_waits_for_the_others(tmp_path: Path) -> None:
         rows = {row["tenant"]: row for row in stack.details("scheduler-0")["tenants"]}
         assert rows["flood"]["sequences"] == FLOOD
         assert rows["a"]["sequences"] >= ASKED and rows["b"]["sequences"] == ASKED
+        logs = stack.command("logs", "--lines", "5000", "scheduler-0").stdout
+        turn = next(line for line in logs.splitlines() if "turn" in line and "served_s" in line)
+        assert "costs_s" in turn and "flood" in turn, turn
         assert all(row["kv_token_s"] > 0 and row["generated_tokens"] > 0 for row in rows.values())

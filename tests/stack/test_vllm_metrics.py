@@ -22,6 +22,9 @@ HISTOGRAMS = (
     "e2e_request_latency_seconds",
     "request_queue_time_seconds",
     "request_decode_time_seconds",
+    "request_prefill_time_seconds",
+    "request_inference_time_seconds",
+    "iteration_tokens_total",
     "request_prompt_tokens",
     "request_generation_tokens",
     "request_max_num_generation_tokens",
@@ -84,6 +87,10 @@ async def test_each_moves_by_what_was_asked(stack: RunningStack) -> None:
         assert moved[f"{name}_sum"] > 0, name
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
         assert moved[f"{name}_count"] == 2 * STREAMS, name
+    for name in ("request_prefill_time_seconds", "request_inference_time_seconds"):
+        assert moved[f"{name}_count"] == 2 * STREAMS, name
+    in_steps = moved["iteration_tokens_total_sum"]
+    assert in_steps >= moved["prompt_tokens_total"] - moved["prefix_cache_hits_total"] + tokens - 2 * STREAMS
     assert moved["request_queue_time_seconds_count"] >= 2 * STREAMS, "who is sent again waits again"
     assert moved["num_preemptions_total"] > 0
     assert most["num_requests_running"] > 1

@@ -32,11 +32,11 @@ class VirtualTiers:
         self.read: Callable[[int], Any] = lambda block: None
         self.write: Callable[[int, Any], None] = lambda block, content: None
         """What is in a block of the device, where somebody keeps account of that."""
-        self._content: dict[int, Any] = {}
+        self.content: dict[int, Any] = {}
         """By slot."""
         self.file: dict[int, tuple[StoredBlock, Any]] = {}
         """By the disk's slot; it outlives the worker."""
-        self.written_blocks = self.full_disks = self.read_blocks = 0
+        self.adopted_blocks = self.written_blocks = self.full_disks = self.read_blocks = 0
 
     def start_load(self, ticket: int, loads: Sequence[Load], most_s: float) -> bool:
         done, failed = len(loads), False
@@ -83,11 +83,19 @@ class VirtualTiers:
     def store(self, stores: Sequence[Store]) -> float:
         self.late_stores += len(stores)
         self._slots.update({store.place: store.name for store in stores})
-        self._content.update({store.place: self.read(store.block) for store in stores})
+        self.content.update({store.place: self.read(store.block) for store in stores})
         return 0.0
 
+    def receive(self, source: "VirtualTiers", block: int, place: int, name: BlockHash) -> None:
+        """From another worker's device, to a slot that was given for it."""
+        self._slots[place], self.content[place] = name, source.read(block)
+
+    def seal(self, place: int, name: BlockHash) -> None:
+        self._slots[place] = name
+        self.adopted_blocks += 1
+
     def start_write(self, source: int, node: StoredBlock) -> bool:
-        content, is_fine = self._content[source], self._random.random() >= self._faults
+        content, is_fine = self.content[source], self._random.random() >= self._faults
         assert self._slots[source] == node.name
 
         def end() -> None:
@@ -109,7 +117,7 @@ class VirtualTiers:
             found, content = self._at(Tier.DISK, place)
             is_whole = is_fine and found == name
             if is_whole:
-                self._slots[target], self._content[target] = name, content
+                self._slots[target], self.content[target] = name, content
             self.read_blocks += is_whole
             self.cache.on_read(name, target, ok=is_whole)
 
@@ -118,7 +126,7 @@ class VirtualTiers:
 
     def _at(self, tier: Tier, place: int) -> tuple[BlockHash, Any]:
         if tier is Tier.HOST:
-            return self._slots[place], self._content[place]
+            return self._slots[place], self.content[place]
         node, content = self.file[place]
         return node.name, content
 
@@ -127,5 +135,5 @@ class VirtualTiers:
         node = self.cache._books.tree.find(store.name)
         is_there = node is not None and node.places[Tier.DEVICE] == store.block
         assert is_there, "a block was reused while it was copied"
-        self._slots[store.place], self._content[store.place] = store.name, self.read(store.block)
+        self._slots[store.place], self.content[store.place] = store.name, self.read(store.block)
         self.stored_blocks += 1

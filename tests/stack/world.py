@@ -62,6 +62,7 @@ from tests.stack.actors import (
     Wanted,
     WorkerProcess,
     pulled,
+    shadowed,
     step_core,
     true_tokens,
 )
@@ -209,7 +210,9 @@ class World(VirtualNet):
     def _lead(self, epoch: int) -> None:
         """A term begins."""
         self._epoch, self._term = epoch, self._term + 1
-        self.core = SchedulerCore(self.rules, self.policy, epoch, self.core_s)
+        was_standby = self._term > 1  # And has heard who was there.
+        present = [(one.name, one.incarnation) for one in self.workers.values() if was_standby and one.alive]
+        self.core = SchedulerCore(self.rules, self.policy, epoch, self.core_s, awaited=present)
 
     def _announce(self) -> None:
         event = SchedulerAnnounced(
@@ -249,24 +252,25 @@ class World(VirtualNet):
             case PublishWorkerLost(lost):
                 start, attempts = (lost.worker_id, lost.incarnation), {r.key: r.attempt for r in lost.refs}
                 self.send(self.scheduler.name, self.gateway, lambda: self.gateway.lose(start, attempts))
-            case AskTokens(worker_id, ref):
-                asked = self.workers[worker_id]
+            case AskTokens(worker_id, ref, is_shadow):
+                asked, told = self.workers[worker_id], "on_shadow_tokens" if is_shadow else "on_tokens"
                 question = FetchTokens(ref=ref, sender=self.scheduler.name, first_index=0)
                 self.ask(
                     self.scheduler,
                     asked,
                     lambda: asked.core.on_fetch(question).delta,
-                    lambda delta: self.feed("on_tokens", ref, None if delta is None else delta.tokens),
-                    lambda _: self.feed("on_tokens", ref, None),
+                    lambda delta: self.feed(told, ref, None if delta is None else delta.tokens),
+                    lambda _: self.feed(told, ref, None),
                 )
             case AskPull(worker_id, ref, order):
                 target, source = self.workers[worker_id], self.workers[order.source]
+                fetched = "on_shadow_pulled" if order.is_shadow else "on_pulled"
                 self.ask(
                     self.scheduler,
                     target,
                     lambda: self._pull(source, target, order),
-                    lambda pulled: self.feed("on_pulled", ref, pulled),
-                    lambda _: self.feed("on_pulled", ref, None),
+                    lambda pulled: self.feed(fetched, ref, pulled),
+                    lambda _: self.feed(fetched, ref, None),
                 )
             case PublishPrepared(prepared):
                 self.send(self.scheduler.name, self.gateway, lambda: self.gateway.on_prepared(prepared))
@@ -355,11 +359,13 @@ class World(VirtualNet):
         if given is None or taken is None or not is_there:
             return None
         most_blocks = self.random.choice(self.pace.pulled_blocks)
+        if order.is_shadow:
+            copy = partial(self.tiers[target.name].receive, self.tiers[source.name])
+            return shadowed(given, taken, order, self.now_s, most_blocks=most_blocks, copy=copy)
         return pulled(given, taken, order, most_blocks=most_blocks, copy=partial(self.copied, source, target))
 
     def copied(self, source: WorkerProcess, target: WorkerProcess, block: int, to: int) -> bool:
-        """A block of one worker to a block of another; whether it could be read. Here nobody keeps account of
-        what is in them."""
+        """A block of one worker to one of another; whether it could be read. Nobody keeps account here."""
         return True
 
     def _while_it_lives(self, event: str, *details: Any) -> Callable[[], None]:
@@ -397,7 +403,8 @@ class World(VirtualNet):
             pace, life = self.pace, worker.life
             after = partial(self._between_steps, worker, life)
             mover = VirtualTiers(after, self.random, pace.copies_s, pace.copy_faults)
-            tiers = Tiers(self.host_blocks, self.disk_blocks, kept_blocks=self.host_blocks // 2)
+            half = self.host_blocks // 2
+            tiers = Tiers(self.host_blocks, self.disk_blocks, kept_blocks=half, shadow_blocks=half)
             cache = PrefixCache(pool, tiers, mover, CostGate())
             if name in self.tiers:
                 mover.file = self.tiers[name].file

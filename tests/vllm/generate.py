@@ -1,13 +1,16 @@
 """In vLLM's environment: greedy answers of a checkpoint, by Kvasir's engine and by vLLM's own `LLM.generate`.
 
-`python -m tests.vllm.generate FOLDER [RANKS]` prints a JSON object of `engine` (on so many ranks) and `vllm`,
-lists of token ids.
+`python -m tests.vllm.generate FOLDER [RANKS [v1|v2 [cpu|cuda]]]` prints a JSON object of `engine` (on so many
+ranks, by that model runner) and `vllm`, lists of token ids, and of `embedded`, what some prompts embed to;
+without `vllm` where V2 is interpreted. Where there is one rank, some steps break off after the first half and
+are run again.
 """
 
 import json
 import os
 import random
 import sys
+from base64 import b64encode
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -49,14 +52,53 @@ class _Driven:
         return Row(self.tokens[self.computed : end], self.computed, self.blocks, point if is_last else None)
 
 
-def by_engine(engine: Engine) -> list[list[int]]:
-    """Chunks and decodes mixed, in blocks of any order, rows left out at random."""
+class Broken(Exception):
+    """A step that was made to fail."""
+
+
+def break_off(engine: Any, rows: list[Row]) -> None:
+    """The step, which fails between the model and the sampler."""
+    steps = engine._runner._steps
+    whole = steps._sample
+
+    def fails(_: None) -> None:
+        raise Broken
+
+    steps._sample = fails
+    try:
+        engine.step(rows)
+    except Broken:
+        return
+    finally:
+        steps._sample = whole
+    raise AssertionError("the step did not fail")
+
+
+def embedded(engine: Engine) -> list[str]:
+    """Of prompts of one chunk, each in blocks of its own: fp32, base64."""
+    rows, used = [], 0
+    for prompt in prompts(engine.vocabulary)[:4]:
+        blocks = list(range(used, used + -(-len(prompt) // engine.block_tokens)))
+        used += len(blocks)
+        sampling = Sampling(seed=0, max_tokens=1, temperature=0.0, top_logprobs=0, embeds=True)
+        rows.append(Row(prompt, 0, blocks, SamplePoint(sampling, 0, 0, prompt)))
+    found = []
+    for sampled in engine.step(rows):
+        assert sampled is not None and sampled.logprobs is not None and sampled.logprobs.hidden is not None
+        found.append(b64encode(sampled.logprobs.hidden).decode())
+    return found
+
+
+def by_engine(engine: Engine, *, breaks: bool) -> list[list[int]]:
+    """Chunks and decodes mixed, blocks in any order, rows left out at random; `breaks`: some steps fail."""
     dice = random.Random(1)
     free = dice.sample(range(engine.kv_blocks), engine.kv_blocks)
     driven = [_Driven(prompt) for prompt in prompts(engine.vocabulary)]
     while left := [each for each in driven if len(each.answer) < ANSWER_TOKENS]:
         chosen = [each for each in left if dice.random() < 0.8] or left
         rows = [each.row(free, engine.block_tokens) for each in chosen]
+        if breaks and dice.random() < 0.1:
+            break_off(engine, rows)
         for each, row, sampled in zip(chosen, rows, engine.step(rows), strict=True):
             each.computed += len(row.tokens)
             if row.point is not None:
@@ -76,16 +118,21 @@ def by_vllm(folder: str, vocabulary: int) -> list[list[int]]:
 
 
 def main() -> None:
-    folder, ranks = sys.argv[1], int((*sys.argv[2:], "1")[0])
-    settings = VllmConfig(tensor_parallel=ranks)
-    config = WorkerConfig(instance="worker-0", engine="vllm", model=folder, kv_blocks=BLOCKS, vllm=settings)
+    folder, ranks, runner, device = [*sys.argv[1:], *("1", "v1", "cpu")[len(sys.argv) - 2 :]]
+    settings = VllmConfig.model_validate({"tensor_parallel": ranks, "model_runner": runner})
+    config = WorkerConfig(
+        instance="worker-0", engine="vllm", model=folder, kv_blocks=BLOCKS, vllm=settings, device=device
+    )
     engine: Any = make_engine(config)
-    found = by_engine(engine)
+    found = {"engine": by_engine(engine, breaks=ranks == "1"), "embedded": embedded(engine)}
     engine.close()
+    if (runner, device) == ("v2", "cpu"):
+        print(json.dumps(found))
+        return
     from vllm.distributed import cleanup_dist_env_and_memory
 
     cleanup_dist_env_and_memory()
-    print(json.dumps({"engine": found, "vllm": by_vllm(folder, engine.vocabulary)}))
+    print(json.dumps({**found, "vllm": by_vllm(folder, engine.vocabulary)}))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 
 import json
 import subprocess
+from base64 import b64decode
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.stack.running import ROOT
@@ -14,12 +17,39 @@ _DEADLINE_S = 280.0
 """Two starts of vLLM."""
 
 
+def generated(folder: Path, *words: str) -> dict[str, Any]:
+    """What `tests.vllm.generate` prints."""
+    interpreter = ("-m", "tests.vllm.interpreted") if "v2" in words else ("-m",)
+    argv = [str(PYTHON), *interpreter, "tests.vllm.generate", str(folder), *words]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+
+
 @pytest.mark.parametrize("name, ranks", [*((name, 1) for name in MAKERS), ("qwen2", 2)])
 def test_answers_are_those_of_vllm_alone(tmp_path: Path, name: str, ranks: int) -> None:
     make(name, tmp_path / name)
-    argv = [str(PYTHON), "-m", "tests.vllm.generate", str(tmp_path / name), str(ranks)]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.strip().splitlines()[-1])
+    found = generated(tmp_path / name, str(ranks))
     assert found["engine"] == found["vllm"]
     assert len({tuple(answer) for answer in found["vllm"]}) == len(found["vllm"])
+
+
+@pytest.mark.timeout(2 * _DEADLINE_S + 60)
+@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
+def test_model_runner_v2_answers_as_vllm_does_alone(tmp_path: Path, name: str) -> None:
+    """All of V2 but compiled kernels: Triton interprets them."""
+    make(name, tmp_path / name)
+    v1, v2 = generated(tmp_path / name), generated(tmp_path / name, "1", "v2")
+    assert v2["engine"] == v1["vllm"]
+    for one, other in zip(v1["embedded"], v2["embedded"], strict=True):
+        vectors = [np.frombuffer(b64decode(each), dtype="<f4") for each in (one, other)]
+        np.testing.assert_allclose(vectors[0], vectors[1], rtol=1e-4, atol=1e-4)
+
+
+def test_model_runner_v2_without_triton_is_refused() -> None:
+    """Before a model is loaded: the wheel for CPUs comes with a Triton for GPUs alone."""
+    code = "from services.worker.engine.vllm.steps_v2 import check_v2; check_v2()"
+    argv = [str(PYTHON), "-c", code]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+    assert done.returncode != 0
+    assert "set vllm.model_runner v1" in done.stderr

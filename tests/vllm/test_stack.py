@@ -17,7 +17,7 @@ from tests.stack.running import RunningStack, running_stack
 from tests.stack.test_migration import order
 from tests.stack.test_prefix_cache import Tenant, prompt_of
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]  # the first of a module waits for two stacks
 MOVES = 25
 
 

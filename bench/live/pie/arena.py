@@ -91,5 +91,5 @@ class Arena:
         return [
             f"{ground.device_blocks} blocks of {BLOCK_TOKENS} tokens on every side ({fits} mean requests of "
             f"{self.mean_tokens:.0f} tokens), {ground.clients} clients, policy vllm",
-            "swap: the prefix cache's host tier over the same link; synchronous: Pie's store without overlap",
+            "swap: the prefix cache's host tier over the same link",
         ]

@@ -14,8 +14,8 @@ from services.worker.core.sampling import SamplePoint
 from services.worker.engine.contract import Row
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import load
+from services.worker.pie.core.meter import Direction
 from services.worker.pie.core.sizes import slot_blocks
-from services.worker.pie.core.swap import Direction
 from services.worker.pie.settings import PieSettings
 from shared.messages.sequence import Sampling
 
@@ -87,7 +87,7 @@ class _Stepper:
             return 0.0, 0.0, 0.0, 0.0
         meter = self.engine.pie.meter
         bytes_in, bytes_out = (meter.moved_bytes[each] for each in (Direction.IN, Direction.OUT))
-        return bytes_in, bytes_out, sum(meter.stall_s), meter.compute_s
+        return bytes_in, bytes_out, meter.stall_s, meter.compute_s
 
     def cost(self, before: Sequence[float]) -> Cost:
         steps = _SLICE_STEPS * len(self._slices)
@@ -103,7 +103,7 @@ class _Stepper:
 
     def close(self) -> None:
         if self.engine.pie is not None:
-            self.engine.pie.close(5.0)
+            self.engine.pie.close()
 
 
 def compare(ground: Ground, layers: int, slices: int) -> tuple[Cost, Cost]:

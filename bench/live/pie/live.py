@@ -1,7 +1,7 @@
 """The live part of `python -m bench pie`: real engines on little KV, by turns, under one scheduler core each.
 
 Parts: `step`, what swapping costs a step; `room`, the link leaves room; `best`, the queue that is found and a
-fixed one; `forms`, blocks and whole layers; `narrow`, no room; `reaction`, others use the link for a while;
+fixed one; `narrow`, no room; `reaction`, others use the link for a while;
 `stack`, stacks over HTTP. But for `step` all sides have the same device bytes, buffers included.
 """
 
@@ -22,7 +22,6 @@ PARTS: dict[str, Callable[[Arena], Outcome]] = {
     "step": parts.step,
     "room": parts.room,
     "best": parts.best,
-    "forms": parts.forms,
     "narrow": parts.narrow,
     "reaction": parts.reaction,
     "stack": parts.stack,

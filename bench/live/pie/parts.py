@@ -28,7 +28,6 @@ from bench.live.pie.rounds import (
 )
 from bench.live.pie.sides import (
     AUTO,
-    AUTO_LAYERS,
     BLOCK_TOKENS,
     HOST_MB,
     MOST_SEQUENCES,
@@ -36,7 +35,6 @@ from bench.live.pie.sides import (
     SWAP,
     Ground,
     fixed,
-    synchronous,
 )
 from services.worker.pie.core.sizes import LEAST_FIFO_LAYERS, expansion, most_fifo_layers
 
@@ -114,27 +112,23 @@ def room(arena: Arena) -> Outcome:
     layers = layers_of(arena)
     flags = arena.context.arguments
     finalists = flags.lengths or _best_two(_search(arena, layers))
-    best = finalists[0]
-    kinds = [RECOMPUTE, SWAP, synchronous(best), *(fixed(length) for length in finalists), AUTO]
+    kinds = [RECOMPUTE, SWAP, *(fixed(length) for length in finalists), AUTO]
     with arena.sides(kinds, arena.ground) as sides:
         served = arena.measure(
             "room", sides, flags.turns or arena.pace.rounds, partial(measure, duration_s=arena.pace.slice_s)
         )
         same = same_text_share(sides[-1], sides[0])
     recompute, swap, auto = served[0], served[1], served[-1]
-    best_fixed = max(served[3:-1], key=lambda each: each.tokens_per_s)
+    best_fixed = max(served[2:-1], key=lambda each: each.tokens_per_s)
     better = max(recompute, swap, key=lambda each: each.tokens_per_s)
     figures = {
         **spread("throughput_vs_none", auto, better),
         "throughput_vs_recompute": auto.tokens_per_s / recompute.tokens_per_s,
         "throughput_vs_swap": auto.tokens_per_s / swap.tokens_per_s,
-        "throughput_vs_synchronous": auto.tokens_per_s / served[2].tokens_per_s,
         **spread("vs_best_fixed", auto, best_fixed),
         "fixed_vs_none": best_fixed.tokens_per_s / better.tokens_per_s,
         "stall_share": auto.mean(lambda each: each.stall_share),
-        "stall_share_synchronous": served[2].mean(lambda each: each.stall_share),
         **waiting("latency_vs_none", lambda side: side.normalized_s, auto, better),
-        **waiting("latency_vs_synchronous", lambda side: side.normalized_s, auto, served[2]),
         **waiting("ttft_vs_none", lambda side: side.first_s, auto, better),
         "fifo_layers": auto.mean(lambda each: each.fifo_layers),
         "best_fixed_layers": float(best_fixed.name.split()[-1]),
@@ -164,28 +158,6 @@ def best(arena: Arena) -> Outcome:
     }
     table = _table(f"best: {length} layers, and found", served, layers_of(arena))
     note = f"best: each turn is the same {pace.best_answers} answers; the fixed queue has {length} layers"
-    return Outcome(figures, _failures(served), [table], [note], headline=list(figures))
-
-
-def forms(arena: Arena) -> Outcome:
-    """Blocks of all layers outside against all blocks of some layers, on the same answers in each turn."""
-    pace = arena.pace
-    with arena.sides([AUTO_LAYERS, AUTO], arena.ground, pace.best_settle_answers) as sides:
-        served = arena.measure(
-            "forms", sides, pace.best_rounds, partial(measure_work, answers=pace.best_answers)
-        )
-        same = same_text_share(*sides)
-    in_layers, in_blocks = served
-    figures = {
-        **spread("blocks_vs_layers", in_blocks, in_layers),
-        "blocks_stall_share": in_blocks.mean(lambda each: each.stall_share),
-        "layers_stall_share": in_layers.mean(lambda each: each.stall_share),
-        "blocks_level": in_blocks.mean(lambda each: each.fifo_layers),
-        "layers_level": in_layers.mean(lambda each: each.fifo_layers),
-        "forms_same_text_share": same,
-    }
-    table = _table("forms: what lies outside", served, layers_of(arena))
-    note = "forms: blocks_vs_layers compares tokens per second of the same answers in each turn"
     return Outcome(figures, _failures(served), [table], [note], headline=list(figures))
 
 

@@ -2,8 +2,7 @@
 
 `recompute` and `swap` hold what fits and preempt the rest: to be computed again, or with its KV in host
 memory (the prefix cache's host tier, block by block, its copies as fast as the link, in the engine's time).
-`synchronous` is Pie's store without the overlap, as FlexGen copies; `fixed` and `auto` are Pie, which swaps
-blocks of all layers, or whole `layers`.
+`fixed` and `auto` are Pie.
 """
 
 import json
@@ -13,7 +12,6 @@ from itertools import cycle
 from pathlib import Path
 from random import Random
 from statistics import fmean
-from typing import Literal
 
 from bench.kit.models import RANDOM_SHAPES, TINY_CHAT
 from bench.live.pie.loop import Loop, Request
@@ -107,8 +105,6 @@ class Kind:
     name: str
     fifo_layers: int | None = 0
     is_swapping: bool = False
-    overlaps: bool = True
-    form: Literal["blocks", "layers"] = "blocks"
 
     @property
     def has_pie(self) -> bool:
@@ -118,15 +114,10 @@ class Kind:
 RECOMPUTE = Kind("recompute")
 SWAP = Kind("swap", is_swapping=True)
 AUTO = Kind("auto", None)
-AUTO_LAYERS = Kind("auto, layers", None, form="layers")
 
 
 def fixed(fifo_layers: int) -> Kind:
     return Kind(f"fixed {fifo_layers}", fifo_layers)
-
-
-def synchronous(fifo_layers: int) -> Kind:
-    return Kind(f"synchronous {fifo_layers}", fifo_layers, overlaps=False, form="layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +152,11 @@ class EngineSide:
 
     @property
     def stall_s(self) -> tuple[float, float]:
-        """Waited for KV, computed; seconds since the start. Without overlap every copy is a wait."""
+        """Waited for KV, computed; seconds since the start."""
         if self.engine.pie is None:
             return 0.0, 0.0
         meter = self.engine.pie.meter
-        if not self.kind.overlaps:
-            return meter.copying_s, meter.compute_s - meter.copying_s
-        return sum(meter.stall_s), meter.compute_s
+        return meter.stall_s, meter.compute_s
 
     @property
     def fifo_layers(self) -> int:
@@ -204,7 +193,7 @@ class EngineSide:
 
     def close(self) -> None:
         if self.engine.pie is not None:
-            self.engine.pie.close(5.0)
+            self.engine.pie.close()
         if self._store is not None:
             self._store.close(5.0)
 
@@ -212,25 +201,28 @@ class EngineSide:
 def _engine(kind: Kind, ground: Ground) -> TorchEngine:
     pie = PieSettings(
         enabled=kind.has_pie,
-        form=kind.form,
         expansion="auto" if kind.fifo_layers is None else "fixed",
         fifo_layers=kind.fifo_layers or 0,
         host_mb=HOST_MB,
         bandwidth_limit=ground.bandwidth,
-        overlap=kind.overlaps,
         window_iterations=ground.window_iterations,
     )
+    model = load(str(ground.model), dtype="float32", device="cpu")
     engine = TorchEngine(
-        load(str(ground.model), dtype="float32", device="cpu"),
+        model,
         kv_blocks=ground.device_blocks,
         block_tokens=BLOCK_TOKENS,
         release=True,
         pie=pie,
+        host_blocks=_cache(ground).host_slots(model.block_bytes(BLOCK_TOKENS)),
     )
     warm_up(engine)
     return engine
 
 
+def _cache(ground: Ground) -> PrefixCacheConfig:
+    return PrefixCacheConfig(host_mb=HOST_MB, host_bytes_per_s=ground.bandwidth)
+
+
 def _store(engine: TorchEngine, ground: Ground) -> KvStore:
-    cache = PrefixCacheConfig(host_mb=HOST_MB, host_bytes_per_s=ground.bandwidth)
-    return open_store(cache, engine, "bench", TransferEngine(lambda: None))
+    return open_store(_cache(ground), engine, "bench", TransferEngine(lambda: None))

@@ -12,7 +12,7 @@ import uvloop
 
 from bench.kit.cells import CELLS_FILE, read_cells
 from bench.kit.context import Context
-from bench.kit.cores import Cores, pin
+from bench.kit.cores import Cores, pin, watch
 from bench.kit.load import Answer, Target, complete, first_error, serve_all
 from bench.kit.stacks import Server
 from bench.live.engine.duel import warm
@@ -210,8 +210,11 @@ class Arena:
 
     context: Context
     cores: Cores
+    workers: int = 1
+    """Of each side. Several are left to whatever cores are free."""
     sides: dict[str, Server] = field(default_factory=dict)
-    _threads: dict[str, int] = field(default_factory=dict)
+    _threads: dict[str, list[int]] = field(default_factory=dict)
+    """Of the engines."""
 
     def admit(self, served: Server, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Answer]:
         """Finds and binds the engine's thread while the side answers `prompts`, stops the side; the answers.
@@ -221,13 +224,15 @@ class Arena:
         answered: list[Answer] = []
         self.context.say(f"{served.name}: {len(prompts)} prompts to warm up and to learn from")
         for asked in (prompts, prompts[:_SECOND_WATCH]):  # the second runs as it will be measured
-            thread = pin(
-                served.tree, self.cores, lambda: answered.extend(ask_all(served.target, asked, max_tokens)),  # noqa: B023
-                served.engine,
-            )  # fmt: skip
+            load = lambda: answered.extend(ask_all(served.target, asked, max_tokens))  # noqa: B023, E731
+            if self.workers == 1:
+                threads = [pin(served.tree, self.cores, load, served.engine)]
+            else:
+                names = [f"worker-{number}" for number in range(self.workers)]
+                threads = watch(served.tree, load, names)
         if error := first_error(answered):
             raise InternalError(f"{served.name} fails while it warms up: {error}\n{served.tree.tail()}")
-        self.sides[served.name], self._threads[served.name] = served, thread
+        self.sides[served.name], self._threads[served.name] = served, threads
         served.tree.pause()
         return answered[: len(prompts)]
 
@@ -250,7 +255,6 @@ class Arena:
             wall_s, after = time.perf_counter() - began_s, served.tree.cpu_s()
         finally:
             served.tree.pause()
-        engine = self._threads[cell.side]
         used = {thread: seconds - before.get(thread, 0.0) for thread, seconds in after.items()}
         row: dict[str, Any] = {
             "kind": cell.kind,
@@ -258,7 +262,7 @@ class Arena:
             "rate_per_s": cell.rate_per_s,
             "repeat": cell.repeat,
             **measure(asked, level).row(),
-            "engine_share": used.pop(engine, 0.0) / wall_s,
+            "engine_share": sum(used.pop(one, 0.0) for one in self._threads[cell.side]) / wall_s,
             "rest_share": sum(used.values()) / wall_s,
         }
         place = {name: row[name] for name in ("kind", "side", "rate_per_s", "repeat")}

@@ -38,6 +38,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="kvasir with these besides, a side each",
     )
     parser.add_argument(
+        "--workers", type=int, default=1, help="of each side; several: --peer none [%(default)s]"
+    )
+    parser.add_argument(
         "--engines",
         action="store_true",
         help="our workers' engine is vLLM, too: what our control plane brings",
@@ -61,6 +64,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--tolerance", type=float, help="of the sustained rate [0.05; --quick 0.5]")
     parser.add_argument("--repeats", type=int, default=1, help="seeds of every rate searched [%(default)s]")
     parser.add_argument("--alternations", type=int, help="at 1.2 times the knee [5; --quick 1]")
+    parser.add_argument(
+        "--price-turns", type=int, help="with --engines: bare vLLM against the policy vllm [5; --quick 1]"
+    )
     parser.add_argument("--slo-scale", type=float, default=2.0, help="[%(default)g]")
     parser.add_argument("--model", type=Path, default=Path("models/tiny_chat"), help="[%(default)s]")
     parser.add_argument(
@@ -78,15 +84,16 @@ def run(context: Context) -> Outcome:
     cores = Cores.choose()
     with ExitStack() as running:
         running.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))  # the record is of all cores
-        arena = Arena(context, cores)
+        arena = Arena(context, cores, plan.workers)
         workload = open_arena(context, plan, arena, running)
-        cores.bind_client()
+        if plan.workers == 1:
+            cores.bind_client()
         turns = Turns(context, plan, arena, workload)
         incomplete = turns.take()
     rows = turns.rows
     made = figures.figures(rows, turns.knees())
     if plan.engines:
-        made |= figures.of_engines(made)
+        made |= figures.of_engines(rows, made)
     mean_tokens = sum(map(len, workload.measured)) + sum(workload.truths)
     made["kv_mean_requests"] = plan.kv_tokens * len(workload.truths) / mean_tokens
     made["answer_tokens_mean"] = sum(workload.truths) / len(workload.truths)
@@ -110,6 +117,7 @@ def _notes(plan: Plan, incomplete: bool) -> list[str]:
     return [
         "normalized latency: mean of (end − planned arrival) / output tokens; sustained: at most "
         f"{figures.LATENCY_FACTOR:g} times that of {yardstick} at a tenth of its throughput, no failures",
+        f"workers of a side: {plan.workers}; each has {plan.kv_tokens} tokens of KV",
         f"rates are {1 + plan.tolerance:g} apart; {plan.requests} requests a cell, {plan.repeats} seed(s)",
         f"service level: {plan.slo_scale:g} × (t_p + t_g × true length), both of {yardstick} at low load",
         "sustained_rate_ratio = engine_factor × policy_factor_oracle × prediction_factor",

@@ -70,8 +70,10 @@ def figures(rows: Rows, knees: Mapping[str, float]) -> dict[str, float]:
     return made
 
 
-def of_engines(made: Mapping[str, float]) -> dict[str, float]:
-    """Where vLLM is the engine of all sides: what our control plane costs beside `vllm serve`, and brings."""
+def of_engines(rows: Rows, made: Mapping[str, float]) -> dict[str, float]:
+    """Where vLLM is the engine of all sides: what our control plane costs beside `vllm serve`, and brings.
+
+    The costs are medians over turns in which both were measured, with the worst turn beside."""
     found = {
         name: made[source]
         for name, source in (
@@ -81,13 +83,21 @@ def of_engines(made: Mapping[str, float]) -> dict[str, float]:
         )
         if source in made
     }
-    ours, theirs = made.get(f"burst_tok_s_{BASE}"), made.get(f"burst_tok_s_{PEER}")
-    if ours and theirs:
-        found["price_throughput"] = 1 - ours / theirs
-    first, their_first = made.get(f"low_ttft_ms_{BASE}"), made.get(f"low_ttft_ms_{PEER}")
-    if first is not None and their_first is not None:
-        found["added_ttft_ms_p50"] = first - their_first
+    prices = [1 - ours / theirs for ours, theirs in _pairs(rows, "burst", "tok_s") if theirs]
+    added = [ours - theirs for ours, theirs in _pairs(rows, "low", "ttft_ms_p50")]
+    for name, turns in (("price_throughput", prices), ("added_ttft_ms_p50", added)):
+        if turns:
+            found |= {name: statistics.median(turns), f"{name}_worst": max(turns)}
     return found
+
+
+def _pairs(rows: Rows, kind: str, field: str) -> list[tuple[float, float]]:
+    """Of our side with the peer's policy and of the peer, turn by turn."""
+    ours, theirs = (
+        {row["repeat"]: row[field] for row in rows if row["kind"] == kind and row["side"] == side}
+        for side in (BASE, PEER)
+    )
+    return [(ours[turn], theirs[turn]) for turn in sorted(ours.keys() & theirs.keys())]
 
 
 def is_beyond(row: Mapping[str, Any], knee_per_s: float) -> bool:

@@ -45,7 +45,7 @@ def open_arena(context: Context, plan: Plan, arena: Arena, running: ExitStack) -
     folder = context.run_dir.resolve()
     variant = chosen(plan.model)[0] if plan.engines or PEER in plan.sides else None
     core, ours = arena.cores.engine, variant if plan.engines else None
-    shape = Shape(plan.model, plan.kv_tokens, plan.context_tokens, core, folder, ours)
+    shape = Shape(plan.model, plan.kv_tokens, plan.context_tokens, core, folder, plan.workers, ours)
     starts = [partial(start_ours, shape, Policy(BASE, "vllm", "constant"))]
     if variant is not None:
         vllm_binary()

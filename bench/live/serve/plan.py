@@ -22,6 +22,8 @@ class Plan:
     with_oracle: bool
     mechanisms: tuple[str, ...]
     """Sides that are `kvasir` with something more."""
+    workers: int
+    """Of each side."""
     engines: bool
     """Our workers' engine is vLLM, too."""
     prompts: Prompts
@@ -33,6 +35,8 @@ class Plan:
     tolerance: float
     repeats: int
     alternations: int
+    price_turns: int
+    """Of bare vLLM and the policy `vllm` on vLLM workers, everything at once and at low load."""
     slo_scale: float
     budget_s: float
 
@@ -52,7 +56,9 @@ class Plan:
         """What a run that goes on must have in common with its beginning: all but patience, turns and how
         closely it looks."""
         told = asdict(self)
-        for name in ("prompts", "budget_s", "alternations", "tolerance", "repeats", "beyond_requests"):
+        for name in ("prompts", "budget_s", "tolerance", "repeats"):
+            del told[name]
+        for name in ("alternations", "price_turns", "beyond_requests"):
             del told[name]
         told["mechanisms"] = list(self.mechanisms)
         counts = {"lessons": len(self.prompts.lessons), "pool": len(self.prompts.measured)}
@@ -78,6 +84,7 @@ def plan_of(context: Context) -> Plan:
         predictor=flags.predictor or ("histogram" if quick else "regressor"),
         with_oracle=(flags.oracle or ("no" if quick else "yes")) == "yes",
         mechanisms=tuple(flags.mechanisms),
+        workers=flags.workers,
         engines=flags.engines,
         prompts=prompts,
         kv_tokens=-(-kv_tokens // _BLOCK) * _BLOCK,
@@ -88,9 +95,14 @@ def plan_of(context: Context) -> Plan:
         tolerance=flags.tolerance or (0.5 if quick else 0.05),
         repeats=flags.repeats,
         alternations=flags.alternations or (1 if quick else 5),
+        price_turns=flags.price_turns or (1 if quick else 5),
         slo_scale=flags.slo_scale,
         budget_s=flags.budget_s or (20.0 if quick else 3600.0),
     )
+    if plan.workers < 1 or (plan.workers > 1 and plan.peer != "none"):
+        raise ConfigError(
+            "several workers are compared among our own policies: write --peer none", param="workers"
+        )
     impossible = sorted(set(plan.mechanisms) - set(WITH_VLLM)) if plan.engines else []
     if impossible:
         raise ConfigError(f"workers with engine vllm cannot have {', '.join(impossible)}", param="mechanisms")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench.kit.mechanisms import OFF
 from bench.kit.peers import VLLM_BLOCK_TOKENS, VllmVariant, start_vllm
 from bench.kit.provenance import ROOT
 from bench.kit.stacks import PLAIN, Server, start_stack
@@ -48,6 +49,8 @@ class Shape:
     context_tokens: int
     engine_core: int
     run_dir: Path
+    workers: int = 1
+    """Of each of our sides; each has that much KV."""
     variant: VllmVariant | None = None
     """How vLLM runs where it is our workers' engine, too."""
 
@@ -71,8 +74,10 @@ def kv_tokens_for(mean_request_tokens: float, requests: int) -> int:
 
 
 def start_ours(shape: Shape, side: Policy) -> Server:
-    """A stack with one worker. Raises InternalError when it does not come up."""
+    """A stack without what takes memory from elsewhere, but for `more` of its side: all have the same bytes
+    of KV. Raises InternalError when it does not come up."""
     settings: dict[str, object] = {
+        **OFF,
         **PLAIN,
         **_engine(shape),
         "scheduler.policy": side.policy,
@@ -84,7 +89,8 @@ def start_ours(shape: Shape, side: Policy) -> Server:
     if side.knowledge is not None:
         where = "trace" if side.predictor == "oracle" else "state_dir"
         settings[f"predictor.{where}"] = side.knowledge
-    return start_stack(shape.run_dir / side.name, settings, name=side.name, model=shape.model)
+    folder = shape.run_dir / side.name
+    return start_stack(folder, settings, name=side.name, model=shape.model, workers=shape.workers)
 
 
 def _engine(shape: Shape) -> dict[str, object]:
@@ -108,7 +114,7 @@ def start_peer(shape: Shape, variant: VllmVariant) -> Server:
         engine_core=shape.engine_core,
         context_tokens=shape.context_tokens,
         max_sequences=MAX_SEQUENCES,
-        kv_blocks=shape.kv_tokens // VLLM_BLOCK_TOKENS,
+        kv_blocks=shape.kv_tokens // VLLM_BLOCK_TOKENS + 1,  # of which it uses all but block 0
     )
 
 

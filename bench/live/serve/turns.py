@@ -2,7 +2,6 @@
 times the yardstick's knee over and over. Sides take turns; what a run directory has is not measured again.
 """
 
-import statistics
 import time
 from collections.abc import Mapping
 from math import isclose, log
@@ -13,7 +12,7 @@ from bench.kit.turns import order_of
 from bench.live.serve import figures
 from bench.live.serve.arena import Arena, Level, RateCell, Row, Workload, rows_of
 from bench.live.serve.plan import Plan
-from bench.live.serve.sides import OURS
+from bench.live.serve.sides import BASE, OURS, PEER
 
 _STRIDE = 2
 _REACH = 48
@@ -76,6 +75,7 @@ class Turns:
         """Whether something was left out for lack of time."""
         try:
             self._reference()
+            self._price()
             self._search()
             self._beyond()
         except _BudgetSpent:
@@ -98,9 +98,26 @@ class Turns:
         """What the yardstick does with everything at once, and at a tenth of that."""
         plan = self._plan
         for side in plan.sides:
-            self._measure(RateCell("burst", side, _ALL_AT_ONCE_PER_S, min(_BURST_REQUESTS, plan.requests)))
-        low = LOW_LOAD * self._capacity_per_s(self._base)
-        self._measure(RateCell("low", self._base, low, plan.low_requests))
+            self._measure(self._burst(side))
+        self._measure(self._low(self._base))
+
+    def _price(self) -> None:
+        """Bare vLLM and our control plane above the same engine, in turns: what the latter costs."""
+        plan = self._plan
+        if not plan.engines or PEER not in plan.sides:
+            return
+        for turn in range(plan.price_turns):
+            for index in order_of(turn, 2):
+                side = (PEER, BASE)[index]
+                self._measure(self._burst(side, turn))
+                self._measure(self._low(side, turn))
+
+    def _burst(self, side: str, repeat: int = 0) -> RateCell:
+        return RateCell("burst", side, _ALL_AT_ONCE_PER_S, min(_BURST_REQUESTS, self._plan.requests), repeat)
+
+    def _low(self, side: str, repeat: int = 0) -> RateCell:
+        rate_per_s = LOW_LOAD * self._capacity_per_s(self._base)
+        return RateCell("low", side, rate_per_s, self._plan.low_requests, repeat)
 
     def _search(self) -> None:
         """A rate of every side that still looks for its knee, then the next round."""
@@ -154,9 +171,9 @@ class Turns:
         return float(self._capacity_per_s(self._base) * (1 + self._plan.tolerance) ** step)
 
     def _capacity_per_s(self, side: str) -> float:
-        """Everything at once."""
-        bursts = [row for row in self.rows if row["kind"] == "burst" and row["side"] == side]
-        return float(statistics.median(row["requests"] / row["wall_s"] for row in bursts))
+        """Everything at once, the first time: what is found from it stays as it is while more is measured."""
+        first = self._known[self._burst(side).key]
+        return float(first["requests"] / first["wall_s"])
 
     def _level(self) -> Level | None:
         low = [row for row in self.rows if row["kind"] == "low" and row["side"] == self._base]

@@ -12,18 +12,20 @@ import json
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from bench.kit.context import Context
 from bench.kit.outcome import Outcome, Table
-from bench.kit.plots import draw_latency
+from bench.kit.plots import draw_knees
 from bench.kit.provenance import ROOT
 from bench.simulated.experiment.cells import CellAnswer, CellQuestion, answer_live, answer_simulated
 from bench.simulated.experiment.grid import AXES, Experiment, GridCell, read_experiment
+from bench.simulated.experiment.report import LIMIT, closing, reports, tables
 from sim.sweep import sweep
 
-_SHOWN = {
+_SUMMARY = {
     "failed": "failures",
     "tok/s": "tokens_per_s",
     "s/token": "normalized_s",
@@ -54,16 +56,28 @@ def run(context: Context) -> Outcome:
     todo = [cell for cell in experiment.cells if cell not in done]
     if context.arguments.dry_run:
         return _plan(experiment, done)
-    context.say(f"{len(experiment.cells)} cells, {len(done)} of them there already, in {folder.name}/")
+    context.say(f"{len(experiment.cells)} cells, {len(done)} of them there already, in {_shown(folder)}/")
     with context.progress(experiment.mode, len(todo)) as bar:
         done |= _run_cells(experiment, todo, folder, context.arguments.processes, bar.advance)
     results = [(cell, done[cell]) for cell in experiment.cells]
     _summarize(folder, results)
     _draw(folder, results)
     failures = int(sum(figures.get("failures", 0.0) for _, figures in results))
-    notes = [f"summary.csv, summary.md and pictures are in {folder.name}/"]
+    notes = [f"all cells, as summary.csv and summary.md, and pictures are in {_shown(folder)}/"]
     figures = {"cells": float(len(results)), "cells_run": float(len(todo))}
-    return Outcome(figures, failures, [_table(results)], notes, simulated=experiment.mode == "simulator")
+    return Outcome(
+        figures,
+        failures,
+        tables(results),
+        notes,
+        simulated=experiment.mode == "simulator",
+        closing=closing(results),
+    )
+
+
+def _shown(folder: Path) -> Path:
+    """As one would type it here."""
+    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
 
 def _shortened(experiment: Experiment, requests: int) -> Experiment:
@@ -129,11 +143,11 @@ def _table(results: Sequence[tuple[GridCell, Figures]]) -> Table:
     rows = [
         (
             *(getattr(cell, axis) for axis in shown),
-            *(_cell_text(figures.get(name)) for name in _SHOWN.values()),
+            *(_cell_text(figures.get(name)) for name in _SUMMARY.values()),
         )
         for cell, figures in results
     ]
-    return Table("cells", (*shown, *_SHOWN), rows)
+    return Table("cells", (*shown, *_SUMMARY), rows)
 
 
 def _cell_text(value: float | None) -> str:
@@ -156,17 +170,26 @@ def _summarize(folder: Path, results: Sequence[tuple[GridCell, Figures]]) -> Non
 
 def _draw(folder: Path, results: Sequence[tuple[GridCell, Figures]]) -> None:
     """One picture per trace where there are several rates: the mean over seeds."""
-    for trace in sorted({cell.trace for cell, _ in results}):
-        points: dict[str, dict[float, list[float]]] = {}
-        for cell, figures in results:
-            if cell.trace == trace and "normalized_s" in figures:
-                label = f"{cell.policy} {cell.predictor} {cell.placement}"
-                points.setdefault(label, {}).setdefault(cell.rate, []).append(figures["normalized_s"])
+    for report in reports(results):
+        if len(report.rates) == 1:
+            continue
+        placements = len({side[2] for side in report.sides}) > 1
         curves = {
-            label: [(rate, sum(values) / len(values)) for rate, values in rates.items()]
-            for label, rates in points.items()
+            (f"{policy} {placement}" if placements else policy, predictor): report.curve(side)
+            for side in report.ranked()
+            for policy, predictor, placement in [side]
         }
-        if curves and any(len(curve) > 1 for curve in curves.values()):
-            lowest_s = min(value for curve in curves.values() for _, value in curve)
-            name = f"latency_{Path(trace).stem}.png"
-            draw_latency(folder / name, trace, curves, 3 * lowest_s)
+        knees: dict[str, tuple[str, float]] = {}
+        for side in report.ranked():
+            knee, name = report.knee(side), f"{side[0]} {side[2]}" if placements else side[0]
+            if knee is not None and isfinite(knee):
+                knees.setdefault(name, (f"{name} {knee:.2g}/s", knee))
+        name = Path(report.trace).stem
+        draw_knees(
+            folder / f"latency_{name}.png",
+            f"{name}: mean latency of a token, and the rate at which it is too long",
+            ("requests / s", "normalized latency, s / token"),
+            curves,
+            (f"limit: {LIMIT:g} × the least, {report.limit_s:.2g} s", report.limit_s),
+            knees,
+        )

@@ -159,6 +159,9 @@ def _options(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
 def _cells(grid: Mapping[str, Any], mode: str) -> tuple[GridCell, ...]:
     _refuse_unknown(grid, set(AXES), "axis")
     axes = {axis: grid.get(axis, _DEFAULTS[axis]) for axis in AXES}
+    by_trace = axes["rate"] if isinstance(axes["rate"], Mapping) else None
+    if by_trace is not None:
+        axes["rate"] = _of_all_traces(by_trace, axes["trace"])
     for axis, values in axes.items():
         if not isinstance(values, list) or not values:
             raise ConfigError(f"grid.{axis} is {values!r}; write a list", param=axis)
@@ -170,7 +173,23 @@ def _cells(grid: Mapping[str, Any], mode: str) -> tuple[GridCell, ...]:
     for rate in axes["rate"]:
         if isinstance(rate, bool) or not isinstance(rate, int | float) or rate <= 0:
             raise ConfigError(f"rate {rate!r}; write requests per second above 0", param="rate")
-    return tuple(GridCell(*values) for values in product(*(axes[axis] for axis in AXES)))
+    cells = (GridCell(*values) for values in product(*(axes[axis] for axis in AXES)))
+    return tuple(cell for cell in cells if by_trace is None or cell.rate in by_trace[cell.trace])
+
+
+def _of_all_traces(rates: Mapping[str, Any], traces: Any) -> list[Any]:
+    """Where each trace has rates of its own: all that occur, in order."""
+    known = traces if isinstance(traces, list) else []
+    if set(rates) != set(known):
+        raise ConfigError(
+            f"grid.rate has rates for {', '.join(map(str, rates))}; write a list, or one for each trace: "
+            f"{', '.join(map(str, known))}",
+            param="rate",
+        )
+    for trace, values in rates.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"grid.rate.{trace} is {values!r}; write a list", param="rate")
+    return list(dict.fromkeys(rate for values in rates.values() for rate in values))
 
 
 def _check_names(axis: str, names: list[str], known: Any) -> None:

@@ -18,7 +18,8 @@ from sim.case import Case, run_case
 from sim.predictors import find_predictor
 from sim.requests import ServedRecord, SimRequest
 from sim.routers import find_router
-from sim.simulation import Outcome, Setup, Simulation
+from sim.setup import Outcome, Setup
+from sim.simulation import Simulation
 from sim.summary import ServiceLevel, attainment, measure_level
 from sim.workloads import Source, poisson_requests, training_requests
 

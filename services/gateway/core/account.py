@@ -10,14 +10,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
+
+from services.gateway.core.stream import OVERLAP_S
 
 
 class Cause(StrEnum):
     """What a moment went to. The order is the rank: of several at a moment, the first is it."""
 
     READER = "the client read slowly"
+    LENDERS = "waiting for blocks at other workers"
     PREFILL = "computing the prompt"
     DECODE = "computing the answer"
     BLOCKS = "waiting for stored blocks"
@@ -73,7 +76,8 @@ class Step:
     begin_s: float
     end_s: float
     worker: str
-    attempts: frozenset[int]
+    refs: frozenset[tuple[int, int]]
+    """Choices and attempts of the request."""
     is_prefill: bool
     busy_s: float
     """That the engine had computed before it, since its start."""
@@ -81,6 +85,8 @@ class Step:
     """When its plan reached the worker."""
     plan: tuple[int, int]
     rows: int
+    remote_s: float = 0.0
+    """Of it, waiting for blocks that other workers lend."""
 
 
 @dataclass(slots=True)
@@ -188,6 +194,7 @@ def _of_gateway(
 def _of_steps(events: Sequence[Happened], steps: Sequence[Step]) -> Iterator[Claim]:
     plans = _plans(events)
     for step in steps:
+        yield step.end_s - step.remote_s, step.end_s, Cause.LENDERS
         yield step.begin_s, step.end_s, Cause.PREFILL if step.is_prefill else Cause.DECODE
         sent_s = plans.get((step.worker, *step.plan), step.heard_s)
         yield sent_s, step.heard_s, Cause.PLAN_BUS
@@ -221,7 +228,7 @@ def _of_queue(events: Sequence[Happened], steps: Sequence[Step], end_s: float) -
         yield submitted.at_s, end_s if placed is None else placed.at_s, Cause.QUEUED
         if placed is not None:
             yield placed.at_s, end_s if first is None else first.at_s, Cause.AT_WORKER
-        begun = next((step for step in steps if mine in step.attempts), None)
+        begun = next((step for step in steps if mine in {attempt for _, attempt in step.refs}), None)
         if first is not None and begun is not None:
             yield first.at_s, begun.begin_s, Cause.BETWEEN
 
@@ -231,17 +238,11 @@ def _of_handovers(events: Sequence[Happened], steps: Sequence[Step], end_s: floa
     was lost took its record along; that it was sent plans is known."""
     plans = _of(events, "scheduler", "plan")
     complete = _last(events, "gateway", "tokens complete")
-    submits = _of(events, "gateway", "submit")
-    causes: dict[str, int] = {}
-    for submit, following in zip(submits, [*submits[1:], None], strict=True):
-        told = dict(following.fields.get("causes", {})) if following is not None else causes
-        fresh = [cause for cause, count in told.items() if count > causes.get(cause, 0)]
-        causes = told
-        mine = submit.attempt
-        ended = [step.end_s for step in steps if mine in step.attempts]
-        sent = [each.at_s for each in plans if mine in _attempts(each)]
-        if following is None or not fresh:
-            over_s = end_s if complete is None else complete.at_s
+    over_s = end_s if complete is None else complete.at_s
+    for (choice, attempt), following, fresh in _handovers(events):
+        ended = [step.end_s for step in steps if (choice, attempt) in step.refs]
+        sent = [each.at_s for each in plans if (choice, attempt) in _refs(each)]
+        if following is None:
             if sent and not ended:
                 yield sent[0], over_s, Cause.FORGOTTEN
             continue
@@ -249,15 +250,47 @@ def _of_handovers(events: Sequence[Happened], steps: Sequence[Step], end_s: floa
             yield sent[0], sent[-1], Cause.FORGOTTEN
         first_s = max((each for each in ended or sent if each <= following.at_s), default=following.at_s)
         if "moved" in fresh:
-            after = [step.begin_s for step in steps if following.attempt in step.attempts]
+            after = [step.begin_s for step in steps if (choice, following.attempt) in step.refs]
             yield first_s, min(after, default=end_s), Cause.MOVING
         else:
             yield first_s, following.at_s, Cause.LOST
 
 
+def _handovers(
+    events: Sequence[Happened],
+) -> Iterator[tuple[tuple[int, int], Happened | None, list[str]]]:
+    """Each choice's attempts in order: which, what submitted the next one, and why there was one. None: it is
+    the last. An attempt is submitted again where nothing was heard of it, and is still the same."""
+    by_choice: dict[int, dict[int, Happened]] = defaultdict(dict)
+    for submit in _of(events, "gateway", "submit"):
+        by_choice[int(submit.fields.get("choice", 0))].setdefault(submit.attempt, submit)
+    for choice, attempts in by_choice.items():
+        submits = list(attempts.values())
+        for submit, following in zip_longest(submits, submits[1:]):
+            before = submit.fields.get("causes", {})
+            told = {} if following is None else following.fields.get("causes", {})
+            fresh = [cause for cause, count in told.items() if count > before.get(cause, 0)]
+            yield (choice, submit.attempt), following, fresh
+
+
+def _refs(batch: Happened) -> set[tuple[int, int]]:
+    """Choices and attempts of the request, in a step or a plan."""
+    return {(choice, attempt) for choice, attempt, *_ in (*batch.fields["chunks"], *batch.fields["own"])}
+
+
 def _attempts(batch: Happened) -> set[int]:
     """Of the request, in a step or a plan."""
-    return {attempt for _, attempt, *_ in (*batch.fields["chunks"], *batch.fields["own"])}
+    return {attempt for _, attempt in _refs(batch)}
+
+
+def _given_up(events: Sequence[Happened]) -> dict[tuple[int, int], float]:
+    """By choice and attempt: since when nobody takes its tokens, as another attempt was submitted instead.
+    Where it moved, the source is read on for a while."""
+    return {
+        ref: following.at_s + ("moved" in fresh) * OVERLAP_S
+        for ref, following, fresh in _handovers(events)
+        if following is not None
+    }
 
 
 # --- reading events
@@ -275,20 +308,26 @@ def _last(events: Sequence[Happened], service: str, kind: str) -> Happened | Non
 
 
 def _steps(events: Sequence[Happened]) -> list[Step]:
-    found = []
+    """Those whose tokens were awaited when they ended. One that a frozen worker ends when it goes on again,
+    after the request went on elsewhere, computed nothing of the answer: that time is the loss's."""
+    given_up, found = _given_up(events), []
     for event in _of(events, "worker", "step"):
         said = event.fields
+        end_s = event.at_s + said["step_s"]
+        if all(end_s > given_up.get(ref, end_s) for ref in _refs(event)):
+            continue
         found.append(
             Step(
                 begin_s=event.at_s,
-                end_s=event.at_s + said["step_s"],
+                end_s=end_s,
                 worker=event.instance,
-                attempts=frozenset(_attempts(event)),
+                refs=frozenset(_refs(event)),
                 is_prefill=bool(said["chunks"]),
                 busy_s=said["busy_s"],
                 heard_s=min(said["heard_at_s"], event.at_s),
                 plan=(said["epoch"], said["plan"]),
                 rows=said["prefills"] + said["decodes"],
+                remote_s=said.get("remote_s", 0.0),
             )
         )
     return found
@@ -320,6 +359,7 @@ def _facts(events: Sequence[Happened], steps: Sequence[Step], whole: Happened | 
     predicted = next(iter(_of(events, "scheduler", "predicted")), None)
     complete = _last(events, "gateway", "tokens complete")
     found = _of(events, "worker", "found")
+    left = _last(events, "scheduler", "left")
     facts: dict[str, Any] = {
         "prompt_tokens": None if submitted is None else submitted.fields["prompt_tokens"],
         "most_tokens": None if submitted is None else submitted.fields["max_tokens"],
@@ -328,6 +368,7 @@ def _facts(events: Sequence[Happened], steps: Sequence[Step], whole: Happened | 
         "steps": len(steps),
         "rows": round(sum(step.rows for step in steps) / len(steps), 1) if steps else 0,
         "most_rows": max((step.rows for step in steps), default=0),
+        "remote_steps": sum(step.remote_s > 0 for step in steps),
         "rows_at_first": steps[0].rows if steps else 0,
         "workers": list(dict.fromkeys(step.worker for step in steps)),
         "found_blocks": {
@@ -335,6 +376,7 @@ def _facts(events: Sequence[Happened], steps: Sequence[Step], whole: Happened | 
             for tier in ("device", "host", "disk")
         },
         "found_tokens": found[0].fields["tokens"] if found else 0,
+        "expected_tokens": None if left is None else left.fields.get("expected_tokens"),
         "preemptions": len(_of(events, "scheduler", "preempted")),
         "moves": len([each for each in _of(events, "scheduler", "moved") if not each.fields["failed"]]),
         "attempts": max((event.attempt for event in _of(events, "gateway", "submit")), default=1),

@@ -60,6 +60,11 @@ StreamEffect = Submit | Fetch | Acknowledge | Cancel | Extend
 StreamEffects = tuple[StreamEffect, ...]
 
 
+def is_for_an_heir(report: SequenceReport, incarnation: int) -> bool:
+    """Whether it is of an earlier start of this gateway, and waits for another one to take it over."""
+    return report.heir_of not in (0, incarnation)
+
+
 def disown(report: SequenceReport, worker: WorkerStart, *, goes_on: bool) -> Acknowledge | Cancel:
     """What to tell a worker that lists a sequence, or (`goes_on`) a stale attempt of one, that nobody
     waits for.

@@ -3,12 +3,18 @@
 Pure: no bus, no clock; `now_s` is passed in.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from services.gateway.core.effects import WorkerStart
 from shared.liveness import Liveness
-from shared.messages.reports import WAIT_BOUNDS_S, SchedulerAnnounced, WorkerReported
+from shared.messages.reports import (
+    STEP_TOKEN_BOUNDS,
+    WAIT_BOUNDS_S,
+    SchedulerAnnounced,
+    StepsReport,
+    WorkerReported,
+)
 
 
 @dataclass(slots=True)
@@ -21,6 +27,32 @@ class WorkerView:
     report: WorkerReported
 
 
+class StepSums:
+    """What the steps of all workers of a model were like, of all their starts that were heard of."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.by_tokens = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
+        self.prefill_s = self.inference_s = 0.0
+        self.by_prefill = [0] * (len(WAIT_BOUNDS_S) + 1)
+        self.by_inference = [0] * (len(WAIT_BOUNDS_S) + 1)
+
+    def add(self, now: StepsReport, before: StepsReport) -> None:
+        """What came between two reports of one start of one worker."""
+        self.tokens += max(0, now.tokens - before.tokens)
+        self.prefill_s += max(0.0, now.prefill_s - before.prefill_s)
+        self.inference_s += max(0.0, now.inference_s - before.inference_s)
+        _add(self.by_tokens, now.by_tokens, before.by_tokens)
+        _add(self.by_prefill, now.by_prefill, before.by_prefill)
+        _add(self.by_inference, now.by_inference, before.by_inference)
+
+
+def _add(sums: list[int], now: Sequence[int], before: Sequence[int]) -> None:
+    """Counts only rise; one that the sender's version does not have is 0."""
+    for at, count in enumerate(now[: len(sums)]):
+        sums[at] += max(0, count - (before[at] if at < len(before) else 0))
+
+
 class WorkerTable:
     """The workers heard of lately, and the context that each of `models` can be offered."""
 
@@ -29,6 +61,10 @@ class WorkerTable:
         self._workers: dict[str, WorkerView] = {}
         self._last_context_tokens: dict[str, int] = {}
         self._liveness = Liveness(timeout_s, return_s=timeout_s)
+        self.steps = {model: StepSums() for model in models}
+        """By model."""
+        self._counted: dict[str, tuple[WorkerStart, StepsReport]] = {}
+        """What `steps` has of each worker, also of those that are silent: they may come back."""
 
     def on_report(self, report: WorkerReported, now_s: float) -> WorkerStart | None:
         """Takes a heartbeat in. Returns the run of that worker which this one's start has ended, if any."""
@@ -36,6 +72,10 @@ class WorkerTable:
         if not self._liveness.hear(report.worker_id, report.incarnation, now_s):
             return None
         known = self._workers.get(report.worker_id)
+        if report.steps is not None and report.model in self._models:
+            counted_start, before = self._counted.pop(report.worker_id, (start, StepsReport()))
+            self._counted[report.worker_id] = (start, report.steps)
+            self.steps[report.model].add(report.steps, before if counted_start == start else StepsReport())
         self._workers[report.worker_id] = WorkerView(start, report.model, report.max_context_tokens, report)
         self._remember(report.model)
         return known.start if known is not None and known.start != start else None
@@ -169,9 +209,7 @@ class SchedulerView:
         self._counted = event
         self.preemptions_total += max(0, event.preemptions - before.preemptions)
         self.waited_s += max(0.0, event.waited_s - before.waited_s)
-        for at, count in enumerate(event.waits[: len(self.waits)]):
-            known = before.waits[at] if at < len(before.waits) else 0
-            self.waits[at] += max(0, count - known)
+        _add(self.waits, event.waits, before.waits)
 
     def is_present(self, now_s: float) -> bool:
         """Heard of lately."""

@@ -25,7 +25,14 @@ from services.gateway.core.effects import (
     disown,
 )
 from services.gateway.core.retries import Faults, GapFetch, SignsOfLife, StreamTiming, Submission
-from shared.errors import CallerError, ForeignSequence, InternalError, KvasirError, Overloaded
+from shared.errors import (
+    CallerError,
+    ForeignSequence,
+    InternalError,
+    KvasirError,
+    Overloaded,
+    RoleMissing,
+)
 from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, proof_of
 from shared.messages.tokens import TokenDelta, TokenLogprobs
@@ -164,6 +171,15 @@ class Stream:
         """Whether tokens of that attempt may count."""
         return attempt == self.attempt or (self._before is not None and attempt == self._before.ref.attempt)
 
+    def take_over(self, tokens: Sequence[int], reason: FinishReason | None, cached_tokens: int) -> None:
+        """What another gateway had of the answer; to be called before anything else. An end that is no answer
+        is none: it goes on."""
+        self.tokens.extend(tokens)
+        self.cached_tokens = cached_tokens
+        if reason in ANSWERS:
+            self.accepted = True
+            self._finish(reason)
+
     # --- the scheduler
 
     def submit(self, now_s: float) -> StreamEffects:
@@ -184,13 +200,14 @@ class Stream:
     def on_submit_failed(self, serial: int, error: KvasirError, now_s: float) -> StreamEffects:
         """Refusals end a stream, and so do repeated errors of the scheduler; anything else is tried again.
 
-        Overload ends only one that is not accepted yet; so does another gateway under its name, who took that
-        from heartbeats and has to give way when the worker says whose it is.
+        Overload, or a role that no worker has, ends only one that is not accepted yet; so does another
+        gateway under its name, who took that from heartbeats and has to give way when the worker says whose
+        it is.
         """
         if not self.is_open or serial != self._submission.serial:
             return ()
         self._submission.on_refused()
-        if isinstance(error, Overloaded | ForeignSequence):
+        if isinstance(error, Overloaded | RoleMissing | ForeignSequence):
             is_final = not self.accepted
         else:
             is_final = isinstance(error, CallerError)
@@ -333,6 +350,10 @@ class Stream:
         """Nobody heard of this gateway for so long that they may have ended what it has waiting."""
         return self._hand_over("absence", now_s) if self.is_open and self.server is None else ()
 
+    def on_inherited(self, now_s: float) -> StreamEffects:
+        """Another gateway took this one for gone, and had workers forget what they hold of it."""
+        return self._hand_over("inherited", now_s) if self.is_open else ()
+
     def cancel(self) -> StreamEffects:
         """Nobody wants the rest: the client left, or a stop string was completed."""
         if not self.is_open:
@@ -398,7 +419,7 @@ class Stream:
             return (seen, *self._fail(failure))
         return (seen, *self._hand_over(f"ended_{reason}", now_s))
 
-    def _finish(self, reason: FinishReason) -> None:
+    def _finish(self, reason: FinishReason | None) -> None:
         self.phase, self.finish_reason = StreamPhase.ENDED, reason
         self._missing.forget()
 

@@ -6,7 +6,8 @@ events sends comments while there is nothing to say. Knows nothing of the bus.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -15,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.errors import ClientGone
-from services.gateway.exchange import Deadline, Exchange, admitted
+from services.gateway.exchange import NO_LEGACY, Deadline, Exchange, Legacy, admitted
 from services.gateway.http.connection import DIRECT_WRITER, DirectWriter
 from services.gateway.http.middleware import RequestRecord
 from services.gateway.models import ServedModel
@@ -131,6 +132,20 @@ def salt_of(tenant: str, cache_salt: str) -> bytes:
 JSON_HEADERS = [(b"content-type", b"application/json")]
 
 
+@dataclass(frozen=True, slots=True)
+class Lasting:
+    """Of an answer that is written for whoever asks for it again, here or at another gateway: what is written
+    depends on its tokens alone."""
+
+    request_id: str
+    """What its sequences are called."""
+    legacy: Legacy
+    on_open: Callable[[Exchange], None]
+    """Gets its sequences."""
+    before_first: Awaitable[None]
+    """Nothing is written until then."""
+
+
 class CompletionResponse(Response):
     """Made by the route once the job is accepted; does everything else when it is called."""
 
@@ -142,8 +157,10 @@ class CompletionResponse(Response):
         record: RequestRecord,
         deadline: Deadline,
         served: ServedModel,
+        lasting: Lasting | None = None,
     ) -> None:
         super().__init__()
+        self._lasting = lasting
         self._sessions = sessions
         self._job = job
         self._writer = writer
@@ -156,17 +173,25 @@ class CompletionResponse(Response):
         self._calling: set[int] = set()
         """Choices that call a function."""
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended it before it was complete, though its headers were out."""
+        return self._record.error
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises KvasirError as long as nothing has been sent."""
         salt = salt_of(self._record.tenant, self._job.cache_salt)
         exchange = self._sessions.open(
             self._job,
-            self._record.request_id,
+            self._record.request_id if self._lasting is None else self._lasting.request_id,
             self._deadline,
             salt,
             self._served.name,
             self._record.owner,
+            NO_LEGACY if self._lasting is None else self._lasting.legacy,
         )
+        if self._lasting is not None:
+            self._lasting.on_open(exchange)
         answers = self._sessions.answers(exchange, self._job, self._served.acceptance.codec)
         if self._job.reader is not None:
             self._readers = {answer.index: self._job.reader() for answer in answers}
@@ -180,6 +205,8 @@ class CompletionResponse(Response):
         )
         try:
             await admitted(exchange, self._config.admit_timeout_s)
+            if self._lasting is not None:
+                await self._lasting.before_first
             if self._job.stream:
                 note = partial(self._sessions.note_blocked, self._record.request_id)
                 out = EventStream(send, self._config.sse_keep_alive_s, scope.get(DIRECT_WRITER), note)
@@ -289,13 +316,19 @@ class CompletionResponse(Response):
         """What has become readable; the rest of a choice that a stop string has ended is cancelled."""
         pieces: list[tuple[TextPiece, ChoiceText]] = []
         for answer, sequence in zip(answers, exchange.sequences, strict=True):
-            if (piece := answer.read()) is not None:
+            for piece in self._new_pieces(answer):
                 pieces.append((piece, answer))
                 if piece.finish_reason is not None and answer.is_cut:
                     self._sessions.finish(sequence, answer.completion_tokens)
         if pieces and self._record.first_token_s is None and self._record.accepted_s is not None:
             self._record.first_token_s = monotonic_s() - self._record.accepted_s
         return pieces
+
+    def _new_pieces(self, answer: ChoiceText) -> Iterable[TextPiece]:
+        if self._lasting is not None:
+            return answer.read_each()
+        piece = answer.read()
+        return () if piece is None else (piece,)
 
     def _logprobs(self, tokens: Sequence[PlacedToken]) -> dict[str, Any] | None:
         """As this kind of answer has them; None when they are not asked for."""

@@ -8,24 +8,27 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.anthropic.replies import error_body
+from services.gateway.core.quotas import Quotas
 from services.gateway.counters import Counters
 from services.gateway.errors import HttpError, ShuttingDown, error_response, shown
+from services.gateway.http import request_span
 from services.gateway.http.connection import ENGAGE
 from services.gateway.openai.admission import AdmittedRequest
 from services.gateway.text.choice_text import ChoiceText
 from services.gateway.vllm_metrics import ModelFigures
-from shared import log
+from shared import log, spans
 from shared.bus import tracing
 from shared.clock import monotonic_s
 from shared.errors import InternalError, KvasirError, Unauthorized, UnavailableError
-from shared.messages.sequence import NOBODY, Tenant
+from shared.messages.sequence import NOBODY, Sampling, Tenant
 from shared.recorder import Recorder
 
 _ECHOED = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -59,6 +62,8 @@ class RequestRecord:
     owner: Tenant = NOBODY
     """What is known of the key's holder."""
     trace_id: str | None = None
+    is_lasting: bool = False
+    """Its answer goes on without it, and is counted when it ends."""
     status: int | None = None
     error: BaseException | None = None
     is_gone: bool = False
@@ -67,8 +72,12 @@ class RequestRecord:
     unknown_fields: Sequence[str] = ()
     completion_tokens: int | None = None
     cached_tokens: int | None = None
+    model: str = ""
+    """That was asked."""
     figures: ModelFigures | None = None
-    """Of the model that was asked."""
+    """Its."""
+    sampling: Sampling | None = None
+    """Of the first choice."""
     choices: int = 1
     most_tokens: int = 0
     finish_reasons: dict[str, int] = field(default_factory=dict)
@@ -80,6 +89,7 @@ class RequestRecord:
         self.stream = job.stream
         self.prompt_tokens = job.prompt_tokens
         self.choices = job.n * len(job.prompts)
+        self.sampling = next(iter(job.samplings), None)
         self.most_tokens = max((sampling.max_tokens for sampling in job.samplings), default=0)
         self.unknown_fields = job.unknown_fields
 
@@ -146,6 +156,7 @@ class RequestRecord:
             "unknown_fields": [name[:64] for name in self.unknown_fields[:10]] or None,
             "error": code or (type(self.error).__name__ if self.error else None),
             "error_text": shown(str(self.error)) if self.error else None,
+            "wait_s": getattr(self.error, "retry_after_s", None),
             "client_gone": self.is_gone or None,
         }
 
@@ -161,6 +172,13 @@ class KeyRing:
 
     def __init__(self, tenants: Mapping[str, Tenant]) -> None:
         """By the digests of their keys."""
+        self._tenants = dict(tenants)
+
+    def __len__(self) -> int:
+        return len(self._tenants)
+
+    def replace(self, tenants: Mapping[str, Tenant]) -> None:
+        """Others from now on; what runs goes on."""
         self._tenants = dict(tenants)
 
     def owner(self, digest: str) -> Tenant:
@@ -184,6 +202,8 @@ _logger = log.get_logger("gateway.request")
 RECORD = "kvasir.record"
 """Where routes find the `RequestRecord` in the ASGI scope."""
 CLIENT_GONE_STATUS = 499
+COUNTED = ("/v1/", "/tokenize", "/detokenize")
+"""POSTs that a key's quota counts."""
 LABELLED = ("/v1/", "/tokenize", "/detokenize")
 """Paths that metrics tell apart, unless they turn out to lead nowhere."""
 
@@ -208,8 +228,11 @@ class Edge:
         open_paths: frozenset[str] = OPEN_PATHS,
         open_below: str | None = None,
         recorder: Recorder | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
-        """No key is wanted for `open_paths`, and for what begins with `open_below`."""
+        """No key is wanted for `open_paths`, and for what begins with `open_below`. `quotas` count what is
+        computed."""
+        self._quotas = quotas
         self._app = app
         self._keys = keys
         self._counters = counters
@@ -221,13 +244,18 @@ class Edge:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         record = RequestRecord(scope["method"], scope["path"], echoed_id(headers.get("x-request-id")))
         trace = tracing.attach(headers)
+        span = request_span.begin(record) if spans.is_on() else None
+        within = tracing.enter(span)
         record.trace_id = tracing.trace_id()
         scope[RECORD] = record
         try:
             await self._serve(scope, receive, _stamped(record, send))
         finally:
+            tracing.detach(within)
             tracing.detach(trace)
             self._log(record)
+            if span is not None:
+                request_span.end(span, record)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         record: RequestRecord = scope[RECORD]
@@ -237,7 +265,8 @@ class Edge:
                 record.owner = self._keys.owner(record.tenant)
                 if ENGAGE in scope:
                     scope[ENGAGE]()
-            await self._app(scope, receive, send)
+            with self._counted(scope):
+                await self._app(scope, receive, send)
         except asyncio.CancelledError:
             if record.status is None:
                 await refusal(ShuttingDown(), scope["path"])(scope, receive, send)
@@ -249,6 +278,22 @@ class Edge:
             if record.status is None:
                 known = error if isinstance(error, KvasirError) else InternalError(str(error))
                 await refusal(known, scope["path"])(scope, receive, send)
+
+    @contextmanager
+    def _counted(self, scope: Scope) -> Iterator[None]:
+        """Raises RateLimited where its key has asked for enough."""
+        record: RequestRecord = scope[RECORD]
+        quotas = self._quotas
+        if quotas is None or scope["method"] != "POST" or not scope["path"].startswith(COUNTED):
+            yield
+            return
+        quotas.begin(record.tenant, monotonic_s())
+        try:
+            yield
+        finally:
+            if not record.is_lasting:
+                used = (record.prompt_tokens or 0) + (record.completion_tokens or 0)
+                quotas.end(record.tenant, used, monotonic_s())
 
     def _is_open(self, path: str) -> bool:
         below = self._open_below

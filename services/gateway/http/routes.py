@@ -5,6 +5,7 @@ Each reads its request, asks the service, and answers; errors are raised, never 
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
@@ -20,10 +21,11 @@ from services.gateway.config import GatewayConfig
 from services.gateway.errors import ClientGone, HttpError
 from services.gateway.exchange import HEADER, deadline_of
 from services.gateway.http.browser import HeadAsGet, written
-from services.gateway.http.completion_response import CompletionResponse
 from services.gateway.http.connection import MAX_DISCARDED_BYTES
 from services.gateway.http.middleware import CLIENT_GONE_STATUS, RECORD, RequestRecord, refusal
-from services.gateway.http.surfaces import SURFACES, Naming
+from services.gateway.http.reading import RequestReader, shadow_of
+from services.gateway.http.surfaces import SURFACES
+from services.gateway.lasting.desk import Desk, Following, fingerprint_of, name_of
 from services.gateway.models import Models, ServedModel
 from services.gateway.openai.replies import model_body
 from services.gateway.openai.response_store import ResponseStore, not_found
@@ -31,6 +33,7 @@ from services.gateway.sessions import Sessions
 from shared import metrics
 from shared.clock import unix_s
 from shared.errors import InternalError, InvalidRequest, KvasirError, NoResponder
+from shared.release import VERSION
 
 
 async def read_body(request: Request, config: GatewayConfig) -> bytes:
@@ -73,6 +76,20 @@ def _too_large(max_bytes: int) -> HttpError:
     return HttpError(413, text, error_code="request_too_large", closes=True)
 
 
+KEY_HEADER = "Idempotency-Key"
+MOST_KEY_CHARS = 255
+RESPONSES = "/v1/responses"
+
+
+def key_of(request: Request) -> str | None:
+    """What its client calls the request. Raises InvalidRequest for what is no such name."""
+    key = request.headers.get(KEY_HEADER)
+    if key is not None and not (0 < len(key) <= MOST_KEY_CHARS and key.isascii() and key.isprintable()):
+        text = f"{KEY_HEADER} should be 1 to {MOST_KEY_CHARS} printable ASCII characters"
+        raise InvalidRequest(text, param=KEY_HEADER)
+    return key
+
+
 RouteHandler = Callable[[Request], Awaitable[Response]]
 
 
@@ -95,9 +112,6 @@ class Shortcut:
         await response(scope, receive, send)
 
 
-VERSION = "0.1.0"
-
-
 AddPage = Callable[[FastAPI], None]
 
 
@@ -105,18 +119,22 @@ def make_app(
     sessions: Sessions,
     models: Models,
     config: GatewayConfig,
+    desk: Desk,
     store: ResponseStore | None = None,
     add_page: AddPage = lambda _: None,
 ) -> ASGIApp:
-    """The application behind `Edge`; without `store` no response is kept. `add_page` adds the live page."""
+    """The application behind `Edge`; without `store` no response is kept for long. `add_page` adds the live
+    page."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    completions = _completions(sessions, models, config, store)
+    reader = RequestReader(sessions, models, config, store)
+    desk.reread = reader.read_again
+    completions = _completions(reader, config, desk)
     for path, handler in completions.items():
         app.add_route(path, handler, methods=["POST"])
     _add_tokenization(app, sessions, models, config)
     _add_counting(app, models, config)
     _add_models(app, sessions, models)
-    _add_stored(app, store)
+    _add_stored(app, store, desk)
     _add_probes(app, sessions)
 
     @app.get("/version")
@@ -143,26 +161,42 @@ def make_operator_app(sessions: Sessions, add_page: AddPage = lambda _: None) ->
     return app
 
 
-def _completions(
-    sessions: Sessions, models: Models, config: GatewayConfig, store: ResponseStore | None
-) -> dict[str, RouteHandler]:
+def _completions(reader: RequestReader, config: GatewayConfig, desk: Desk) -> dict[str, RouteHandler]:
     async def complete(path: str, request: Request) -> Response:
         record: RequestRecord = request.scope[RECORD]
+        key = key_of(request)
         body = await read_body(request, config)
-        served = models.of(body)
         deadline = deadline_of(
             request.headers.get(HEADER),
             config.request_timeout_s,
             config.max_request_timeout_s,
             record.began_s,
         )
-        async with deadline.enforced():
-            limit = partial(sessions.context_tokens, config.admit_timeout_s, served.name)
-            naming = Naming(record, served.config, store)
-            job, writer = await SURFACES[path](served.acceptance, body, limit, naming)
-        record.note_accepted(job)
-        record.figures = sessions.figures.of(served.name)
-        return CompletionResponse(sessions, job, writer, record, deadline, served)
+        name = name_of(record.tenant, "key", "" if key is None else key)
+        async with AsyncExitStack() as turn, deadline.enforced():
+            if key is not None:
+                await turn.enter_async_context(desk.turn(name))
+                if (kept := await desk.find(name, fingerprint_of(path, body))) is not None:
+                    return Following(desk, kept, record)
+            reading = await reader.read(path, body, record)
+            names: tuple[bytes, ...] = () if key is None else (name,)
+            if path == RESPONSES and reading.job.stream and (names or desk.has_peers):
+                names += (name_of(record.tenant, "response", f"resp_{reading.answer_id}"),)
+            if not names:
+                return reader.answer(reading, record, deadline)
+            shadow = shadow_of(
+                reading,
+                record,
+                deadline,
+                path=path,
+                body=body,
+                names=names,
+                fingerprint=fingerprint_of(path, body),
+                is_asked_for=key is not None,
+            )
+            record.is_lasting = True
+            kept = desk.begin(shadow, partial(reader.answer, reading, record, deadline))
+            return Following(desk, kept, record)
 
     return {path: partial(complete, path) for path in SURFACES}
 
@@ -175,11 +209,20 @@ def _add_counting(app: FastAPI, models: Models, config: GatewayConfig) -> None:
         return _json({"input_tokens": await models.of(body).acceptance.count(read, len(body))})
 
 
-def _add_stored(app: FastAPI, store: ResponseStore | None) -> None:
+def _add_stored(app: FastAPI, store: ResponseStore | None, desk: Desk) -> None:
     off = "this server stores none (gateway.stored_responses names no file)"
 
     @app.get("/v1/responses/{name}")
     async def stored(name: str, request: Request) -> Response:
+        if request.query_params.get("stream") == "true":
+            after = after_of(request.query_params.get("starting_after"))
+            record: RequestRecord = request.scope[RECORD]
+            called = name_of(record.tenant, "response", name)
+            async with desk.turn(called):
+                kept = await desk.find(called)
+            if kept is None:
+                raise not_found(name, "its events are known while it is made, and for a while after")
+            return Following(desk, kept, record, after)
         if store is None:
             raise not_found(name, off)
         return _written((await store.find(request.scope[RECORD].tenant, name)).body)
@@ -190,6 +233,15 @@ def _add_stored(app: FastAPI, store: ResponseStore | None) -> None:
             raise not_found(name, off)
         await store.delete(request.scope[RECORD].tenant, name)
         return _json({"id": name, "object": "response", "deleted": True})
+
+
+def after_of(text: str | None) -> int:
+    """Number of the last event that a client has. Raises InvalidRequest."""
+    if text is None:
+        return -1
+    if not (text.isdecimal() and len(text) < 10):
+        raise InvalidRequest("starting_after should be the number of an event", param="starting_after")
+    return int(text)
 
 
 def _add_models(app: FastAPI, sessions: Sessions, models: Models) -> None:

@@ -27,12 +27,15 @@ class Server(uvicorn.Server):
         yield
 
 
-def bind(host: str, port: int, setting: str) -> socket.socket:
-    """The listening address. Raises ConfigError naming the `setting` to change when it cannot be had."""
+def bind(host: str, port: int, setting: str, *, is_shared: bool = False) -> socket.socket:
+    """The listening address, on which others may listen, too, where it `is_shared`. Raises ConfigError naming
+    the `setting` to change when it cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
     except OSError as error:
         listener.close()

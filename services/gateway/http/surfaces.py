@@ -36,8 +36,18 @@ class Naming:
     record: RequestRecord
     config: GatewayConfig
     store: ResponseStore | None = None
+    answer_id: str | None = None
+    """And when it was made, as another gateway has said before; None: that is said now."""
+    created_s: int | None = None
+
+    @property
+    def created(self) -> int:
+        """Seconds since 1970."""
+        return int(unix_s()) if self.created_s is None else self.created_s
 
     def id(self, job: AdmittedRequest) -> str:
+        if self.answer_id is not None:
+            return self.answer_id
         record = self.record
         return job.client_id or record.client_request_id or record.request_id.removeprefix("req_")
 
@@ -50,14 +60,14 @@ async def _chat(
 ) -> tuple[AdmittedRequest, AnswerWriter]:
     job = await acceptance.chat(body, context)
     name = f"chatcmpl-{naming.id(job)}"
-    return job, Letterhead("chat", name, int(unix_s()), naming.config.served_name)
+    return job, Letterhead("chat", name, naming.created, naming.config.served_name)
 
 
 async def _text(
     acceptance: Acceptance, body: bytes, context: ContextLimit, naming: Naming
 ) -> tuple[AdmittedRequest, AnswerWriter]:
     job = await acceptance.text(body, context)
-    return job, Letterhead("text", f"cmpl-{naming.id(job)}", int(unix_s()), naming.config.served_name)
+    return job, Letterhead("text", f"cmpl-{naming.id(job)}", naming.created, naming.config.served_name)
 
 
 async def _messages(
@@ -85,7 +95,7 @@ async def _responses(
         def keep(answer: bytes, said: list[Any]) -> None:
             store.put(key, name, answer, [*items, *said])
 
-    return job, ResponseWriter(name, int(unix_s()), request, keep)
+    return job, ResponseWriter(name, naming.created, request, keep)
 
 
 async def _before(request: ResponseRequest, store: ResponseStore | None, key: str) -> list[Any]:

@@ -5,7 +5,7 @@ token.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from tokenizers.decoders import DecodeStream
 from services.gateway.core.stream import Stream
 from shared.messages.sequence import FinishReason
 from shared.messages.tokens import TokenLogprobs
+from shared.messages.values import MOST_COUNT
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,14 +251,24 @@ class ChoiceText:
         """A stop string was completed: the rest of the sequence is not wanted."""
         return self._stops.matched is not None
 
-    def read(self) -> TextPiece | None:
-        """What the tokens that arrived since the last call show; None when nothing can be shown yet."""
+    def read_each(self) -> Iterator[TextPiece]:
+        """As `read`, one token after the other: pieces that depend on tokens alone, not on how they came."""
+        while True:
+            read_tokens = self._read_tokens
+            if (piece := self.read(most_tokens=1)) is not None:
+                yield piece
+            if self.finish_reason is not None or self._read_tokens == read_tokens:
+                return
+
+    def read(self, most_tokens: int = MOST_COUNT) -> TextPiece | None:
+        """What the tokens that arrived since the last call show, or the first of them; None when nothing can
+        be shown yet."""
         if self.finish_reason is not None:
             return None
-        text = "".join(self._texts())
+        text = "".join(self._texts(self._read_tokens + most_tokens))
         if self.is_cut:
             self.finish_reason = FinishReason.STOP
-        elif self.stream.finish_reason is not None:
+        elif self.stream.finish_reason is not None and self._read_tokens == len(self.stream.tokens):
             text += self._feed(self._detokenizer.flush()) + self._stops.flush()
             self.finish_reason = FinishReason.STOP if self.is_cut else self.stream.finish_reason
         tokens = self._shown(text)
@@ -269,10 +280,11 @@ class ChoiceText:
             return None
         return TextPiece(text, self.finish_reason, tokens)
 
-    def _texts(self) -> list[str]:
+    def _texts(self, end: int) -> list[str]:
         texts: list[str] = []
         tokens = self.stream.tokens
-        while self._read_tokens < len(tokens) and not self.is_cut:
+        end = min(end, len(tokens))
+        while self._read_tokens < end and not self.is_cut:
             token = tokens[self._read_tokens]
             logprobs = self.stream.logprobs.pop(self._read_tokens, None)
             self._read_tokens += 1

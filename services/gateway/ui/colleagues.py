@@ -30,7 +30,7 @@ class Colleagues:
     def __init__(self, bus: Bus, clock: Clock) -> None:
         self._bus = bus
         self._clock = clock
-        self._found_s = float("-inf")
+        self._found_s = self._workers_s = float("-inf")
         self._names: dict[str, str] = {}
         """Instance to service."""
         self._told: dict[str, ServiceStatus] = {}
@@ -39,11 +39,18 @@ class Colleagues:
         self._at_once = asyncio.Semaphore(_AT_ONCE)
 
     async def ask(self) -> None:
-        """How everybody is. Who does not answer is left as it was, and forgotten when it is found no more."""
+        """How everybody is; workers, whose heartbeats say most of it, only every few seconds, or a large
+        fleet's answers would hold up the queue's. Who does not answer is left as it was, and forgotten when
+        it is found no more."""
         await self.find()
-        answers = await asyncio.gather(
-            *(self._status(service, name) for name, service in self._names.items())
-        )
+        with_workers = self._clock() - self._workers_s >= _FIND_S
+        if with_workers:
+            self._workers_s = self._clock()
+        asked = [
+            (service, name) for name, service in self._names.items() if with_workers or service != "worker"
+        ]
+        asked.sort(key=lambda each: each[0] == "worker")
+        answers = await asyncio.gather(*(self._status(service, name) for service, name in asked))
         for answer in answers:
             if answer is not None:
                 self._told[answer.instance] = answer
@@ -72,6 +79,7 @@ class Colleagues:
                 shown["services"].append({**row, "details": _scalars(told.details)})
             if told.service == "scheduler" and told.details.get("role") == "leader":
                 shown["queue"] = told.details.get("queue", [])
+                shown["tenants"] = told.details.get("tenants", [])
         return shown
 
     async def news(self, kinds: Sequence[str]) -> list[RecordedEvent]:

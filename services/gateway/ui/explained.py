@@ -79,9 +79,10 @@ def _sentence(account: Account, causes: Sequence[dict[str, Any]]) -> str:
     if facts["predicted_tokens"] is not None:
         length += f" (predicted {facts['predicted_tokens']})"
     share = causes[0]["share"] if causes else 0.0
+    expected = "" if facts["expected_tokens"] is None else f" ({facts['expected_tokens']} expected)"
     return (
         f"{whole_s:.3f} s, most of it ({share:.0%}) {first}; {facts['prompt_tokens']} prompt tokens, "
-        f"{facts['found_tokens']} of them found, {length} in {facts['steps']} steps; "
+        f"{facts['found_tokens']} of them found{expected}, {length} in {facts['steps']} steps; "
         f"{account.accounted_share:.1%} of the time has a cause"
     )
 
@@ -97,6 +98,7 @@ def _notes(account: Account, events: Sequence[Happened], others: Sequence[Happen
         Cause.QUEUED: _before(events, others),
         Cause.AT_WORKER: f"{facts['rows_at_first']} sequences in its first step",
         Cause.DECODE: shared + (f", at {', '.join(facts['workers'])}" if facts["workers"] else ""),
+        Cause.LENDERS: f"in {facts['remote_steps']} of {facts['steps']} steps: a slow link, or a busy lender",
         Cause.PREFILL: f"blocks found: {found or 'none'}",
         Cause.BLOCKS: f"blocks found: {found or 'none'}",
         Cause.PREEMPTED: "once" if facts["preemptions"] == 1 else f"{facts['preemptions']} times",

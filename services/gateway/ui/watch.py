@@ -168,6 +168,7 @@ class Watch:
                 "queued": scheduler.queued,
                 "running": scheduler.running,
                 "preemptions": scheduler.preemptions,
+                "hit_tokens": scheduler.hit_tokens,
                 "policy": scheduler.policy,
                 "scheduler": scheduler.scheduler_id if scheduler.is_present(now_s) else None,
                 "unready": sessions.unready_reasons(),

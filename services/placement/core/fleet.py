@@ -6,24 +6,21 @@ and no clock; `now_s` is passed in.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from services.placement.core.move_mode import MoveCosts
 from services.placement.core.order import ORDERS, PlacementRank, Waiting, arrange, distance
 from services.placement.core.prefix_index import NOTHING, CachedTokens, PrefixIndex
-from services.placement.policy.contract import CostedPolicy, PlacementPolicy, Room
+from services.placement.core.roles import FleetRoles
+from services.placement.core.seating import Choice, Opening, seat
+from services.placement.core.speeds import PromptSpeeds, plain_tokens
+from services.placement.policy.contract import PlacementPolicy
 from shared.liveness import Liveness
 from shared.messages.commands import NOBODY_AHEAD, Crowd, PlacementItem, WaitingAhead
 from shared.messages.plans import WorkerStepped
 from shared.messages.reports import SequenceReport, SequenceState, WorkerReported
 from shared.messages.sequence import SequenceKey, SequenceRef
-
-GROWTH_BLOCKS = 1
-"""Left free beside a sequence that joins others, so that its first decode does not preempt one of them."""
-
-PASSED_S = 5.0
-"""So long those that need less may pass a sequence that finds no room."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +30,11 @@ class Reservation:
     attempt: int
     blocks: int
     placed_s: float
-    pending_tokens: int = 0
-    """Of its prompt, those that are not expected to be cached."""
+    pending_tokens: float = 0.0
+    """Of its prompt, those that are not expected to be cached, as plain ones (`core/speeds.py`)."""
+    expected_tokens: int = 0
+    tokens: int = 0
+    """All of its prompt, and what there is of its answer."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,19 @@ class Resident:
     """Prompt and answer so far."""
     pending_tokens: int = 0
     """Of those, not computed yet, where it does not decode."""
+    expected_tokens: int = 0
+    """Where it was not begun: of its prompt, that are expected to be cached."""
     is_read: bool = True
     """A gateway waits for it; else it is a rehearsal of a move."""
+    decodes: bool = False
+
+    def plain_tokens(self, preceding_share: float) -> float:
+        """Of its prompt, what is likely to be computed yet."""
+        pending = self.pending_tokens
+        if not pending:
+            return 0.0
+        first = max(self.tokens - pending, min(self.expected_tokens, self.tokens - 1))
+        return plain_tokens(first, self.tokens, preceding_share)
 
 
 @dataclass
@@ -69,14 +80,16 @@ class WorkerRoom:
     host: str = ""
     move_costs: MoveCosts = field(default_factory=MoveCosts)
     prefill_tokens_per_s: float = 0.0
+    prefill_context_tokens: int = 0
     decode_step_s: float = 0.0
 
     reported_s: float = 0.0
 
-    def pending_tokens(self, now_s: float) -> int:
-        """Of prompts that are there or were promised a place, what is not likely to be computed by now."""
-        rate = self.prefill_tokens_per_s or _PREFILL_TOKENS_PER_S
-        known = sum(resident.pending_tokens for resident in self.residents.values())
+    def pending_tokens(self, now_s: float, preceding_share: float = 0.0, rate: float = 0.0) -> int:
+        """Of prompts that are there or were promised a place, what is not likely to be computed by now, as
+        plain tokens at that rate; 0: as it was measured."""
+        rate = rate or self.prefill_tokens_per_s or _PREFILL_TOKENS_PER_S
+        known = sum(resident.plain_tokens(preceding_share) for resident in self.residents.values())
         pending = max(0.0, known - rate * (now_s - self.reported_s))
         for promised in self.reservations.values():
             pending += max(0.0, promised.pending_tokens - rate * (now_s - promised.placed_s))
@@ -101,128 +114,6 @@ class WorkerRoom:
         return item.limit_tokens <= self.max_context_tokens
 
 
-@dataclass
-class Opening:
-    """What is left of a worker while one question is answered: summed up once, then counted down per item."""
-
-    worker_id: str
-    block_tokens: int
-    total_blocks: int
-    most_tokens: int
-    """Of one sequence, prompt and longest answer."""
-    free_blocks: int
-    sequences: int
-    places: int = 0
-    """So many may go there although it has no memory for them yet, and wait there."""
-    pending_tokens: int = 0
-    prefill_tokens_per_s: float = 0.0
-    decode_step_s: float = 0.0
-
-    def admits(self, item: PlacementItem) -> bool:
-        """Whether it could ever hold the whole answer."""
-        return item.limit_tokens <= self.most_tokens
-
-    def fits(self, item: PlacementItem) -> bool:
-        """Whether it has room now. An empty worker takes whatever it admits."""
-        has_room = not self.sequences or self._blocks(item) + GROWTH_BLOCKS <= self.free_blocks
-        return has_room and self.admits(item)
-
-    def takes(self, item: PlacementItem) -> bool:
-        """Whether it has room, or lets one more wait there."""
-        return self.fits(item) or (self.places > 0 and self.admits(item))
-
-    def reserve(self, item: PlacementItem, cached_tokens: int = 0) -> None:
-        """It goes there."""
-        self.pending_tokens += max(0, item.size_tokens - cached_tokens)
-        self.free_blocks -= self._blocks(item)
-        self.sequences += 1
-        self.places -= 1
-
-    def room(self, cached_tokens: CachedTokens = NOTHING) -> Room:
-        return Room(
-            worker_id=self.worker_id,
-            free_tokens=self.free_blocks * self.block_tokens,
-            total_tokens=self.total_blocks * self.block_tokens,
-            sequences=self.sequences,
-            cached_tokens=cached_tokens,
-            pending_tokens=self.pending_tokens,
-            prefill_tokens_per_s=self.prefill_tokens_per_s,
-            decode_step_s=self.decode_step_s,
-        )
-
-    def _blocks(self, item: PlacementItem) -> int:
-        return -(-item.size_tokens // self.block_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Why a sequence goes where it goes."""
-
-    item: PlacementItem
-    worker_id: str
-    expected_tokens: int
-    """Of its prompt, that are expected to be found there."""
-    costs_s: tuple[tuple[str, float], ...]
-    """What each worker that could have taken it would have cost, as the policy reckons, the least first; none
-    where it does not."""
-
-
-def seat(
-    items: Iterable[PlacementItem],
-    openings: Iterable[Opening],
-    policy: PlacementPolicy,
-    cached: Callable[[PlacementItem, str], CachedTokens] = lambda *_: NOTHING,
-    note: Callable[[Choice], None] = lambda choice: None,
-) -> list[str | None]:
-    """A worker for each item, or None: it waits. Taken one after the other.
-
-    Where some have room the policy chooses among them; where none has, among those that let it wait there,
-    if it knows what that costs; else it goes to the least crowded of those. Those that find a place pass one
-    that finds none, until that has waited for `PASSED_S`: then all after it wait as well. An item larger than
-    every worker waits alone: room for it can only come with another worker. `cached`: what a worker has of an
-    item. `note` hears of each choice.
-    """
-    openings = list(openings)
-    answers: list[str | None] = []
-    is_held_up = False
-    for item in items:
-        choice = None if is_held_up else _seat_one(item, openings, policy, cached)
-        chosen = None if choice is None else next(o for o in openings if o.worker_id == choice.worker_id)
-        if chosen is not None and choice is not None:
-            note(choice)
-            chosen.reserve(item, choice.expected_tokens)
-        elif item.waited_s >= PASSED_S:
-            is_held_up = is_held_up or any(opening.admits(item) for opening in openings)
-        answers.append(None if chosen is None else chosen.worker_id)
-    return answers
-
-
-def _seat_one(
-    item: PlacementItem,
-    openings: list[Opening],
-    policy: PlacementPolicy,
-    cached: Callable[[PlacementItem, str], CachedTokens],
-) -> Choice | None:
-    able = [opening for opening in openings if opening.fits(item)]
-    has_room = bool(able)
-    able = able or [opening for opening in openings if opening.takes(item)]
-    if not able:
-        return None
-    if not has_room and not isinstance(policy, CostedPolicy):
-        crowd = max(able, key=lambda one: (one.places, one.free_blocks))
-        return Choice(item, crowd.worker_id, sum(cached(item, crowd.worker_id)), ())
-    rooms = [one.room(cached(item, one.worker_id)) for one in able]
-    chosen = policy.choose(item.size_tokens, rooms)
-    expected = next(sum(room.cached_tokens) for room in rooms if room.worker_id == chosen)
-    costs: list[tuple[str, float]] = []
-    if isinstance(policy, CostedPolicy):
-        found = zip((room.worker_id for room in rooms), policy.costs_s(item.size_tokens, rooms), strict=True)
-        costs = sorted(found, key=lambda one: one[1])[:_SHOWN_COSTS]
-    return Choice(item, chosen, expected, tuple(costs))
-
-
-_SHOWN_COSTS = 8
-"""Of workers that could have taken a sequence."""
 _PREFILL_TOKENS_PER_S = 4000.0
 """Of a worker that has not measured it."""
 _MOST_CHOICES = 256
@@ -233,12 +124,20 @@ class FleetCapacity:
     """Every worker that was heard within `silence_s`, with its room, and which of them an item goes to."""
 
     def __init__(
-        self, *, silence_s: float = 2.0, reservation_s: float = 5.0, order: PlacementRank = ORDERS["policy"]
+        self,
+        *,
+        silence_s: float = 2.0,
+        reservation_s: float = 5.0,
+        order: PlacementRank = ORDERS["policy"],
+        roles: FleetRoles | None = None,
     ) -> None:
+        """`roles`: without, every worker does all."""
         self.reservation_s = reservation_s
         self.workers: dict[str, WorkerRoom] = {}
         self._rank = order
+        self.roles = FleetRoles() if roles is None else roles
         self.prefixes = PrefixIndex(expect_s=reservation_s)
+        self.speeds = PromptSpeeds()
         self.liveness = Liveness(silence_s)
         self._choices: deque[Choice] = deque(maxlen=_MOST_CHOICES)
 
@@ -254,17 +153,24 @@ class FleetCapacity:
             return
         known = self.workers.get(report.worker_id)
         reservations: dict[SequenceKey, Reservation] = {}
+        expected: dict[SequenceKey, int] = {}
         if known is not None and report.incarnation == known.incarnation:
             if report.seq <= known.seq:
                 return
             reservations = known.reservations
+            expected = {key: one.expected_tokens for key, one in known.residents.items()}
+        context_tokens = report.prefill_context_tokens
+        self.speeds.on_measured(report.worker_id, report.prefill_tokens_per_s, context_tokens)
         if report.caches_prefixes:
             self.prefixes.on_worker(report.worker_id, report.incarnation)
         for sequence in report.sequences:
             reserved = reservations.get(sequence.ref.key)
             if reserved is not None and reserved.attempt <= sequence.ref.attempt:
+                expected[sequence.ref.key] = reserved.expected_tokens
                 del reservations[sequence.ref.key]
-        self.workers[report.worker_id] = _worker(report, reservations, now_s)
+        self.workers[report.worker_id] = _worker(report, reservations, expected, now_s)
+        if known is None:
+            self.roles.on_workers(self.workers)
 
     def on_stepped(self, stepped: WorkerStepped) -> None:
         """Frees what ended sequences held, ahead of the next heartbeat."""
@@ -273,6 +179,7 @@ class FleetCapacity:
             return
         for end in stepped.ended:
             key, attempt = end.ref.key, end.ref.attempt
+            self.roles.on_ended(key, end.generated_tokens)
             reserved = worker.reservations.get(key)
             if reserved is not None and reserved.attempt <= attempt:
                 del worker.reservations[key]
@@ -315,6 +222,8 @@ class FleetCapacity:
     def _drop(self, worker_id: str) -> None:
         del self.workers[worker_id]
         self.prefixes.forget(worker_id)
+        self.speeds.forget(worker_id)
+        self.roles.on_workers(self.workers)
 
     def place(
         self,
@@ -323,11 +232,18 @@ class FleetCapacity:
         policy: PlacementPolicy,
         now_s: float,
         ahead: WaitingAhead = NOBODY_AHEAD,
+        *,
+        are_placed: bool = False,
     ) -> tuple[str | None, ...]:
         """A worker for each item, or None: wait (`seat`), taken by `order`. Where `ahead` has places an item
-        may go to a worker without memory for it, to wait there."""
+        may go to a worker without memory for it, to wait there. `are_placed`: they are there already,
+        whatever that worker's role is; all others are excluded."""
         self.on_tick(now_s)
         self._release(items)
+        if not are_placed:
+            excluded = excluded.union(
+                name for name in self.workers if not self.roles.role_of(name).may_prefill
+            )
         openings = self._openings(excluded, ahead, now_s)
         order = self._arranged(items, openings, now_s)
 
@@ -345,13 +261,18 @@ class FleetCapacity:
         for at, chosen in zip(order, seats, strict=True):
             answers[at] = chosen
             if chosen is not None:
-                pending_tokens = items[at].size_tokens - expected[items[at].ref.key]
-                self._reserve(items[at], self.workers[chosen], max(0, pending_tokens), now_s)
+                self._reserve(items[at], self.workers[chosen], expected[items[at].ref.key], now_s)
+                if self.roles.is_on and not are_placed:
+                    key, size_tokens = items[at].ref.key, items[at].size_tokens
+                    self.roles.on_placed(key, size_tokens, expected[key], now_s)
         return tuple(answers)
 
-    def _reserve(self, item: PlacementItem, worker: WorkerRoom, pending_tokens: int, now_s: float) -> None:
-        blocks = worker.blocks(item.size_tokens)
-        worker.reservations[item.ref.key] = Reservation(item.ref.attempt, blocks, now_s, pending_tokens)
+    def _reserve(self, item: PlacementItem, worker: WorkerRoom, expected_tokens: int, now_s: float) -> None:
+        blocks, first = worker.blocks(item.size_tokens), min(expected_tokens, item.size_tokens)
+        pending_tokens = plain_tokens(first, item.size_tokens, self._rate(worker)[1])
+        worker.reservations[item.ref.key] = Reservation(
+            item.ref.attempt, blocks, now_s, pending_tokens, expected_tokens, item.size_tokens
+        )
         if item.prefixes:
             self.prefixes.expect(worker.worker_id, item.prefixes, now_s)
 
@@ -381,6 +302,7 @@ class FleetCapacity:
 
     def _opening(self, worker: WorkerRoom, crowd: Crowd | None, places: int, now_s: float) -> Opening:
         """What waits there counts as the scheduler says, or as it was promised: whichever is more."""
+        rate, preceding_share = self._rate(worker)
         promised = sum(reservation.blocks for reservation in worker.reservations.values())
         waiting = worker.blocks(crowd.tokens) if crowd is not None else 0
         return Opening(
@@ -391,10 +313,16 @@ class FleetCapacity:
             free_blocks=worker.free_blocks - max(0, waiting - promised),
             sequences=worker.sequences,
             places=places if crowd is None else crowd.places,
-            pending_tokens=worker.pending_tokens(now_s),
-            prefill_tokens_per_s=worker.prefill_tokens_per_s,
+            pending_tokens=worker.pending_tokens(now_s, preceding_share, rate),
+            prefill_tokens_per_s=rate,
             decode_step_s=worker.decode_step_s,
+            preceding_share=preceding_share,
         )
+
+    def _rate(self, worker: WorkerRoom) -> tuple[float, float]:
+        """Tokens a second of prompts where nothing precedes them; what each that does adds, as a share."""
+        rate = self.speeds.alone(worker.worker_id)
+        return rate, self.speeds.preceding_token_s * rate
 
     def _release(self, items: tuple[PlacementItem, ...]) -> None:
         """They are asked for again: an earlier answer did not arrive or no longer holds."""
@@ -419,7 +347,12 @@ class FleetCapacity:
             homes |= worker.reservations.keys()
 
 
-def _worker(report: WorkerReported, reservations: dict[SequenceKey, Reservation], now_s: float) -> WorkerRoom:
+def _worker(
+    report: WorkerReported,
+    reservations: dict[SequenceKey, Reservation],
+    expected: dict[SequenceKey, int],
+    now_s: float,
+) -> WorkerRoom:
     def resident(sequence: SequenceReport) -> Resident:
         tokens = sequence.prompt_tokens + sequence.generated_tokens
         needed = -(-tokens // report.block_tokens)
@@ -430,7 +363,9 @@ def _worker(report: WorkerReported, reservations: dict[SequenceKey, Reservation]
             needed,
             tokens,
             0 if decodes else max(0, tokens - sequence.computed_tokens),
+            0 if sequence.computed_tokens else expected.get(sequence.ref.key, 0),
             bool(sequence.gateway_id),
+            decodes,
         )
 
     return WorkerRoom(
@@ -447,6 +382,7 @@ def _worker(report: WorkerReported, reservations: dict[SequenceKey, Reservation]
         host=report.host,
         move_costs=MoveCosts.of(report),
         prefill_tokens_per_s=report.prefill_tokens_per_s,
+        prefill_context_tokens=report.prefill_context_tokens,
         decode_step_s=report.decode_step_s,
         reported_s=now_s,
     )

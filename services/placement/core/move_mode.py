@@ -84,7 +84,7 @@ ModeChoice = Literal["adaptive", "kv", "tokens"]
 LEAST_IDLE_SHARE = 0.1
 """Of a busy worker's time that a rehearsal gets in any case."""
 _FORGET_S = 30.0
-_UNMEASURED_BYTES_PER_S = 100e6
+UNMEASURED_BYTES_PER_S = 100e6
 """About what a gigabit carries."""
 
 
@@ -222,7 +222,7 @@ class MoveModes:
             return 0
         measured = taker.link_bytes_per_s.get(source)
         if measured is None:
-            measured = median(taker.link_bytes_per_s.values() or [_UNMEASURED_BYTES_PER_S])
+            measured = median(taker.link_bytes_per_s.values() or [UNMEASURED_BYTES_PER_S])
         return int(measured * self._epoch_s)
 
     def _mode(self, one: Migration, mode: Mode, costs: Mapping[str, MoveCosts]) -> MoveMode | None:

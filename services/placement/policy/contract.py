@@ -26,10 +26,13 @@ class Room:
     cached_tokens: tuple[int, int, int] = (0, 0, 0)
     """Of the prompt's beginning, in its prefix cache: on the device, on the host, on disk."""
     pending_tokens: int = 0
-    """Of prompts that are there or on their way, and not computed."""
+    """Of prompts that are there or on their way, and not computed; plain ones (`core/speeds.py`)."""
     prefill_tokens_per_s: float = 0.0
+    """Of tokens that nothing precedes."""
     decode_step_s: float = 0.0
     """As it measured them; 0: it has not."""
+    preceding_share: float = 0.0
+    """What each token before it adds to one of a prompt, as a share of what it costs without any."""
 
 
 class PlacementPolicy(Protocol):

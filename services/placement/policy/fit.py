@@ -1,11 +1,11 @@
 """One worker for one sequence: by what its prompt costs there, or by free memory alone. They never migrate.
 
 Prefix aware: the seconds until the prompt is computed there (what is not cached of it, after the prompts that
-wait there already), those until there is memory for it, and a share of what that worker already holds for
-others, as if it had to be computed: the more a worker holds, the slower it answers. Tokens in a lower tier
-save less than those on the device; where no worker has anything of the prompt, it goes where the largest
-share of memory is free. Source: `algorithms.md` §5; the form of the cost is that of Dynamo's KV router. Worst
-fit spreads load and leaves everyone room to grow, best fit fills workers up: baselines of papers/000 §VI.
+wait there already), those until there is memory for it, and a share of what each would slow down the other,
+as if it had to be computed: what the worker holds slows this one's answer, and its prompt those that are
+there, each of them. Tokens in a lower tier save less than those on the device. Source: `algorithms.md` §5;
+the form of the cost is that of Dynamo's KV router. Worst fit spreads load and leaves everyone room to grow,
+best fit fills workers up: baselines of papers/000 §VI.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from services.placement.policy.contract import Room
 
 SAVED = (1.0, 0.9, 0.6)
 """Of a token's computation, when it is found in that tier: loading takes time as well."""
-LOAD_WEIGHT = 0.25
+LOAD_WEIGHT = 0.125
 _PREFILL_TOKENS_PER_S = 4000.0
 _STEP_S = 0.025
 """Of a worker that has measured nothing, where no other has."""
@@ -30,9 +30,6 @@ class PrefixAware:
         self._load_weight = load_weight
 
     def choose(self, size_tokens: int, rooms: Sequence[Room]) -> str:
-        fit = all(room.free_tokens >= size_tokens for room in rooms)
-        if fit and not any(sum(room.cached_tokens) for room in rooms):
-            return min(rooms, key=_spread).worker_id
         costs = zip(self.costs_s(size_tokens, rooms), rooms, strict=True)
 
         def order(one: tuple[float, Room]) -> tuple[float, int, float, int, str]:
@@ -49,9 +46,13 @@ class PrefixAware:
 
     def _cost_s(self, size_tokens: int, room: Room, rate: float, step_s: float) -> float:
         rate, step_s = room.prefill_tokens_per_s or rate, room.decode_step_s or step_s
-        saved = sum(tokens * share for tokens, share in zip(room.cached_tokens, SAVED, strict=True))
+        found = zip(room.cached_tokens, SAVED, strict=True)
+        saved = min(size_tokens, sum(tokens * share for tokens, share in found))
         held_tokens = max(0, room.total_tokens - room.free_tokens)
-        tokens = max(0.0, size_tokens - saved) + room.pending_tokens + self._load_weight * held_tokens
+        # Where something of it is cached, that is not computed, and the rest attends to it all the same.
+        tokens = size_tokens - saved + room.pending_tokens
+        tokens += self._load_weight * (held_tokens + room.sequences * size_tokens)
+        tokens += room.preceding_share * (size_tokens**2 - saved**2) / 2
         short_tokens = max(0, size_tokens - room.free_tokens)
         return tokens / rate + short_tokens / max(1, held_tokens) * _ANSWER_STEPS * step_s
 

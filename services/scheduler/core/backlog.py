@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from services.scheduler.core.effects import AskPlacement
+from services.scheduler.core.effects import AskPlacement, NoteTurn
 from services.scheduler.core.rules import Rules
 from services.scheduler.core.sequence import Kind, Phase, Sequence, names_of
 from services.scheduler.policy.contract import QueueOrder
@@ -16,6 +16,8 @@ from shared.messages.values import MOST_COUNT, as_count, as_seconds
 
 NO_QUESTION = 0
 """Questions are numbered from 1."""
+_MOST_TURNS = 256
+"""Kept until they are taken."""
 _MOST_WITHDRAWN = 256
 """That one question names; placement forgets the others by itself, seconds later."""
 
@@ -34,6 +36,10 @@ class Backlog:
         self._open: tuple[SequenceRef, ...] | None = None
         self._due_s = float("-inf")
         self._withdrawn: dict[SequenceRef, None] = {}
+        self._tokens: dict[SequenceKey, int] = {}
+        self.waiting_tokens = 0
+        """To be computed of all that wait, as of when they came."""
+        self._turns: list[NoteTurn] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -48,6 +54,8 @@ class Backlog:
     def add(self, sequence: Sequence) -> None:
         """It waits, and a worker is asked for at once."""
         self._waiting[sequence.key] = sequence
+        tokens = self._tokens[sequence.key] = sequence.prompt_tokens + sequence.generated_tokens
+        self.waiting_tokens += tokens
         sequence.level = sequence.priority
         self._queue.add(sequence.task(), sequence.tenant)
         self.poke()
@@ -60,6 +68,8 @@ class Backlog:
     def start(self, sequence: Sequence) -> None:
         """It goes to a worker. Raises ValueError when it does not wait."""
         self._take(sequence)
+        if (turn := self._queue.explain(sequence.key)) is not None and len(self._turns) < _MOST_TURNS:
+            self._turns.append(NoteTurn(sequence.ref, turn))
         sequence.rank = self._queue.start(sequence.key)
         sequence.level = sequence.rank[0]
 
@@ -67,6 +77,7 @@ class Backlog:
         if sequence not in self:
             raise ValueError(f"{sequence.ref} is not in the backlog")
         del self._waiting[sequence.key]
+        self.waiting_tokens -= self._tokens.pop(sequence.key)
 
     def take_back(self, sequence: Sequence) -> None:
         """Nothing came of its start."""
@@ -89,9 +100,30 @@ class Backlog:
         memory_tokens = report.capacity.total_blocks * report.block_tokens
         self._queue.on_measured(report.prefill_tokens_per_s, report.decode_step_s, memory_tokens)
 
+    def on_tick(self, now_s: float, workers: int) -> None:
+        """To be called often: so many workers take work."""
+        self._queue.foreseen.on_tick(now_s, workers)
+
+    def wait_s(self, sequence: Sequence) -> float | None:
+        """That is foreseen for this one, which is not here; None: nobody can say yet."""
+        return self._queue.wait_s(sequence.task(), sequence.tenant)
+
+    def longest_wait_s(self) -> float:
+        """That is foreseen for one behind all others; 0 where nobody can say."""
+        return self._queue.foreseen.longest_s()
+
     def first(self, count: int) -> list[Sequence]:
         """Who would go next, and after that, at most `count`."""
         return [self._waiting[key] for key in self._queue.next(count)]
+
+    def work_s(self, sequence: Sequence) -> float:
+        """What one would take of a worker that does not wait here yet."""
+        return self._queue.work_s(sequence.task())
+
+    def take_turns(self) -> list[NoteTurn]:
+        """Those since the last call in which several tenants waited."""
+        turns, self._turns = self._turns, []
+        return turns
 
     def charged_s(self) -> Iterator[tuple[str, float]]:
         """What each tenant's counter stands at."""
@@ -138,7 +170,9 @@ class Backlog:
         for sequence in batch:
             sequence.is_asked_for = True
         items = tuple(item_of(sequence, kinds, now_s) for sequence in batch)
-        return AskPlacement(self._question, items, excluded_workers, self.take_withdrawn(), ahead)
+        return AskPlacement(
+            self._question, items, excluded_workers, self.take_withdrawn(), ahead, self.waiting_tokens
+        )
 
     def close(self, question: int, *, more: bool, now_s: float) -> tuple[SequenceRef, ...]:
         """The refs that the question was about; empty when it is not the open one. `more`: go on without a
@@ -153,6 +187,8 @@ class Backlog:
     def check_integrity(self) -> None:
         """Raises AssertionError when queue and table disagree."""
         self._queue.check_integrity()
+        assert self._tokens.keys() == self._waiting.keys()
+        assert self.waiting_tokens == sum(self._tokens.values())
         assert {task.key for task in self._queue} == self._waiting.keys()
 
 

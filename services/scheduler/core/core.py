@@ -6,7 +6,7 @@ placement's.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 from typing import Any
 
@@ -18,18 +18,21 @@ from services.scheduler.core.moves import Moves
 from services.scheduler.core.pressure import PressureWatch
 from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import Rules
-from services.scheduler.core.sequence import HELD, Phase, Sequence
+from services.scheduler.core.sequence import HELD, OVER, Phase, Sequence
+from services.scheduler.core.shadowing import Shadowing
 from services.scheduler.core.worker_pipeline import Sync
 from services.scheduler.policy.contract import PolicyFactory, queue_order
 from shared.errors import ContextOverflow, InvalidRequest, UnavailableError
 from shared.messages.commands import CancelSequence, LengthPrediction
 from shared.messages.lengths import LengthsRevised
-from shared.messages.moves import BlocksPulled, SequenceMove
+from shared.messages.moves import BlocksPulled, SequenceMove, WorkerRoles
 from shared.messages.plans import BatchPlan, WorkerStepped
 from shared.messages.reports import GatewayReported, WorkerReported
 from shared.messages.sequence import SequenceRef, SequenceSpec
 from shared.messages.values import EPOCH_REACH
 
+WorkerStart = tuple[str, int]
+"""Worker id and incarnation."""
 _EXPIRE_INTERVAL_S = 1.0
 WANT_INTERVAL_S = 0.25
 _SHOWN = 40
@@ -50,9 +53,11 @@ class SchedulerCore:
         now_s: float,
         most_epoch: int = EPOCH_REACH,
         began_s: float | None = None,
+        awaited: Iterable[WorkerStart] = (),
     ) -> None:
         """A worker that claims to obey an epoch above `most_epoch` is not believed, and not used. `began_s`:
-        when heartbeats were first listened to, unless that is now."""
+        when heartbeats were first listened to, unless that is now. `awaited`: who was there before; once all
+        of them have been heard, or are gone, the round is over."""
         self._most_epoch = most_epoch
         self._commands_since_s = float("inf")
         self._rules = rules
@@ -61,9 +66,13 @@ class SchedulerCore:
         self._intake = Intake(self._roster)
         self._moves = Moves(self._roster, rules.moves)
         self._pressure = PressureWatch(self._roster, self._moves, rules.relief)
+        self._shadowing = Shadowing(self._roster, self._moves, rules.shadows)
         self._oversized = OversizedWatch(self._roster, self._moves, rules.oversized)
         self._standstill = Standstill(self._roster, now_s)
         self._round_ends_s = (now_s if began_s is None else began_s) + rules.round_s
+        self._awaited = set(awaited)
+        self._has_waited_for_all = False
+        """Whoever was there before has been heard."""
         self._ticked_s = now_s
         self._expired_s = now_s
         self._wanted_s = now_s
@@ -95,6 +104,11 @@ class SchedulerCore:
         """What each tenant's counter stands at."""
         return self._roster.backlog.charged_s()
 
+    def present(self) -> Counter[tuple[str, bool]]:
+        """Sequences by tenant, and whether a worker holds them already."""
+        everybody = self._roster.sequences.values()
+        return Counter((one.tenant.name, one.phase in HELD) for one in everybody if one.phase not in OVER)
+
     @property
     def standstill_s(self) -> float:
         """For so long work has waited where nothing moves; 0 where all is well."""
@@ -112,6 +126,13 @@ class SchedulerCore:
         told = self._roster.told_of(sequence, pipeline)
         return admission, [*self._after(effects, now_s), told]
 
+    def refusal_costs_s(self, spec: SequenceSpec, now_s: float) -> dict[str, float]:
+        """What taking one would have cost that was refused as too much: its own wait, where that can be
+        foreseen, or that of all others, had it gone first."""
+        sequence, backlog = Sequence.from_spec(spec, now_s), self._roster.backlog
+        wait_s = backlog.wait_s(sequence)
+        return ({} if wait_s is None else {"wait": wait_s}) | {"first": backlog.work_s(sequence)}
+
     def on_move(self, order: SequenceMove, now_s: float) -> list[Effect]:
         """Raises InvalidRequest when it cannot be moved there."""
         if self._deposed:
@@ -125,6 +146,22 @@ class SchedulerCore:
     def on_pulled(self, ref: SequenceRef, pulled: BlocksPulled | None, now_s: float) -> list[Effect]:
         """The answer to `AskPull`; None when there was none."""
         return self._after(self._moves.on_pulled(ref, pulled, now_s), now_s)
+
+    def on_shadow_tokens(
+        self, ref: SequenceRef, tokens: tuple[int, ...] | None, now_s: float
+    ) -> list[Effect]:
+        """The answer to `AskTokens` for a shadow; None when there was none."""
+        return self._shadowing.on_tokens(ref, tokens, now_s)
+
+    def on_shadow_pulled(self, ref: SequenceRef, pulled: BlocksPulled | None, now_s: float) -> list[Effect]:
+        """The answer to `AskPull` for a shadow; None when there was none."""
+        return self._shadowing.on_pulled(ref, pulled, now_s)
+
+    def on_roles(self, event: WorkerRoles, now_s: float) -> list[Effect]:
+        """What placement lets workers do: where nobody may compute prompts, or write answers, nothing new is
+        taken in."""
+        self._roster.on_roles(event, now_s)
+        return []
 
     def on_cancel(self, command: CancelSequence, now_s: float) -> list[Effect]:
         return self._after(self._intake.on_cancel(command, now_s), now_s)
@@ -142,6 +179,7 @@ class SchedulerCore:
         The first shows in the lease, too. For the second a term ends, but not one that has just begun: a
         worker that claims ever later epochs costs the others little.
         """
+        self._stop_awaiting((report.worker_id, report.incarnation))
         if report.epoch > self._most_epoch:
             return []
         if report.epoch >= self.epoch and not self.is_commanding:
@@ -152,9 +190,16 @@ class SchedulerCore:
             return self._step_down(report.epoch, f"{report.worker_id} obeys epoch {report.epoch}")
         return self._after(self._fleet.on_reported(report, now_s), now_s)
 
-    def on_worker_gone(self, start: tuple[str, int], now_s: float) -> list[Effect]:
-        """Worker id and incarnation of what has left the bus."""
+    def on_worker_gone(self, start: WorkerStart, now_s: float) -> list[Effect]:
+        """What has left the bus."""
+        self._stop_awaiting(start)
         return self._after(self._fleet.on_gone(*start, now_s), now_s)
+
+    def _stop_awaiting(self, start: WorkerStart) -> None:
+        """It was heard, or is gone; a later start is that of one that was there."""
+        if self._awaited:
+            self._awaited = {one for one in self._awaited if one[0] != start[0] or one[1] > start[1]}
+            self._has_waited_for_all = not self._awaited
 
     def on_stepped(self, event: WorkerStepped, now_s: float) -> list[Effect]:
         return self._after(self._fleet.on_stepped(event, now_s), now_s)
@@ -232,17 +277,21 @@ class SchedulerCore:
     def on_tick(self, now_s: float) -> list[Effect]:
         """To be called every few hundredths of a second while connected, and only then."""
         self._ticked_s = now_s
+        self._roster.on_tick(now_s)
         effects: list[Effect] = []
-        if not self.is_commanding and now_s >= self._round_ends_s:
+        if not self.is_commanding and (self._has_waited_for_all or now_s >= self._round_ends_s):
             effects += self._fleet.command(self.epoch, now_s)
             self._commands_since_s = now_s
         effects += self._fleet.on_tick(now_s)
         effects += self._intake.on_tick(now_s)
         effects += self._pressure.on_tick(now_s)
+        if not self._deposed:
+            effects += self._shadowing.on_tick(now_s)
         effects += self._standstill.on_tick(now_s)
         if now_s - self._expired_s > _EXPIRE_INTERVAL_S:
             self._expired_s = now_s
             self._roster.expire(now_s)
+            self._shadowing.expire(now_s)
         if now_s - self._wanted_s > WANT_INTERVAL_S and not self._deposed:
             self._wanted_s = now_s
             wants = wanted(self._roster)
@@ -255,6 +304,7 @@ class SchedulerCore:
         the workers to which nothing happened."""
         if self._deposed:
             return effects
+        effects += self._roster.backlog.take_turns()
         effects += self._moves.advance(now_s)
         for pipeline in self._roster.changed_pipelines():
             effects += pipeline.next_plans(now_s)
@@ -299,11 +349,12 @@ class SchedulerCore:
             preempted.update(
                 {f"preempted_{mode}": count for mode, count in pipeline.preempting.counts.items()}
             )
-        moves = {**self._moves.describe(), **decisions, **preempted}
+        moves = {**self._moves.describe(), **self._shadowing.describe(), **decisions, **preempted}
         return {
             "epoch": self.epoch,
             "snapshots": self._fleet.snapshots,
             "standstill_s": round(self.standstill_s, 1),
+            "foreseen_wait_s": round(self._roster.backlog.longest_wait_s(), 1),
             **phases,
             **moves,
             "workers": workers,
@@ -322,6 +373,7 @@ class SchedulerCore:
         return {
             "request": sequence.ref.request_id,
             "choice": sequence.ref.choice,
+            "tenant": sequence.tenant.name,
             "worker": sequence.worker_id or "",
             "prompt_tokens": sequence.prompt_tokens,
             "predicted_tokens": sequence.max_tokens if prediction is None else prediction.p50_tokens,
@@ -333,3 +385,4 @@ class SchedulerCore:
         """Raises AssertionError when roster, backlog, pipelines or a policy disagree."""
         self._roster.check_integrity()
         self._moves.check_integrity()
+        self._shadowing.check_integrity()

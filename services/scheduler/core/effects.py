@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from services.scheduler.core.sequence import Phase
+from services.scheduler.policy.fleet_queue import TurnTaken
 from services.scheduler.policy.relief import Relief
 from shared.errors import ModelMismatch
 from shared.messages.commands import NOBODY_AHEAD, PlacementItem, WaitingAhead
@@ -31,6 +32,8 @@ class AskPlacement:
     withdrawn: tuple[SequenceRef, ...] = ()
     """Left before their start since the last question."""
     ahead: WaitingAhead = NOBODY_AHEAD
+    waiting_tokens: int = 0
+    """Of all that wait for a worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +95,14 @@ class AskTokens:
 
     worker_id: str
     ref: SequenceRef
+    is_shadow: bool = False
+    """Not for a move: answer with `on_shadow_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskPull:
     """A target is to fetch blocks of a sequence that moves; answer with `on_pulled`, None when there was no
-    answer."""
+    answer. Where the order is for a shadow, with `on_shadow_pulled`."""
 
     worker_id: str
     ref: SequenceRef
@@ -120,6 +125,14 @@ class NoteRelief:
 
     worker_id: str
     relief: Relief
+
+
+@dataclass(frozen=True, slots=True)
+class NoteTurn:
+    """Whose turn it was where several tenants wait; for the log."""
+
+    ref: SequenceRef
+    turn: TurnTaken
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +200,7 @@ Effect = (
     | PublishPrepared
     | PublishMoved
     | NoteRelief
+    | NoteTurn
     | NoteStandstill
     | NoteForeign
     | StepDown

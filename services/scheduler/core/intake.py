@@ -5,6 +5,7 @@ replaces it. A name belongs to the gateway that had it first.
 """
 
 from dataclasses import dataclass
+from math import ceil
 
 from services.scheduler.core.effects import AskPrediction, Effect, NoteForeign
 from services.scheduler.core.roster import Roster
@@ -15,12 +16,15 @@ from shared.errors import (
     InvalidRequest,
     MessageTooLarge,
     Overloaded,
+    RoleMissing,
     UnavailableError,
 )
 from shared.liveness import SILENCE_S, Liveness
 from shared.messages.commands import CancelSequence
 from shared.messages.reports import GatewayReported
 from shared.messages.sequence import FinishReason, SequenceSpec
+
+_LONGEST_RETRY_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +44,9 @@ class Intake:
         self._gateways = Liveness(roster.rules.gateway_timeout_s)
 
     def on_submit(self, spec: SequenceSpec, now_s: float) -> tuple[Admission, list[Effect]]:
-        """Raises ContextOverflow, InvalidRequest, MessageTooLarge, Overloaded, InternalError when it was
-        given up, ForeignSequence for a name that is another gateway's, or UnavailableError for a start of a
-        gateway that was replaced."""
+        """Raises ContextOverflow, InvalidRequest, MessageTooLarge, Overloaded, RoleMissing, InternalError
+        when it was given up, ForeignSequence for a name that is another gateway's, or UnavailableError for a
+        start of a gateway that was replaced."""
         if self.roster.is_foreign(spec.ref.key, spec.gateway_id, now_s):
             raise ForeignSequence(
                 f"{spec.ref} is another gateway's than {spec.gateway_id}'s: submit yours under another name"
@@ -53,10 +57,10 @@ class Intake:
             return Admission(known=True, worker_id=known.worker_id), effects + self._fill_in(known, spec)
         if self._is_over(spec, now_s):
             return Admission(known=True), effects
-        self._check(spec, now_s)
+        sequence = Sequence.from_spec(spec, now_s)
+        self._check(spec, sequence, now_s)
         if known is not None:
             effects.append(self.roster.leave(known, Phase.REPLACED, now_s, lingers=spec.open_tokens > 0))
-        sequence = Sequence.from_spec(spec, now_s)
         self.roster.add(sequence)
         return Admission(known=False), [*effects, _question(sequence, spec)]
 
@@ -74,7 +78,7 @@ class Intake:
         is_cancelled = self.roster.tombstones.covers(spec.gateway_id, spec.ref, now_s)
         return is_cancelled or (ended is not None and spec.ref.attempt <= ended[0])
 
-    def _check(self, spec: SequenceSpec, now_s: float) -> None:
+    def _check(self, spec: SequenceSpec, sequence: Sequence, now_s: float) -> None:
         self.check_context(spec.prompt_tokens, spec.sampling.max_tokens)
         given_up = self.roster.dropped.get((spec.gateway_id, spec.ref.key), now_s)
         if given_up is not None:
@@ -94,8 +98,27 @@ class Intake:
                 f" {self._rules.max_start_bytes} that one start may have",
                 param="prompt",
             )
-        if self.roster.is_full(spec.tenant, resumed=spec.ref.attempt > 1 or bool(spec.generated)):
+        is_resumed = spec.is_resumed or spec.ref.attempt > 1 or bool(spec.generated)
+        if not is_resumed and (shortage := self.roster.shortage(now_s)):
+            raise RoleMissing(shortage, retry_after_s=1.0)
+        if self.roster.is_full(spec.tenant, resumed=is_resumed):
             raise Overloaded(f"{self._rules.max_queued} sequences wait already", retry_after_s=1.0)
+        if not is_resumed:
+            self._check_wait(sequence)
+
+    def _check_wait(self, sequence: Sequence) -> None:
+        """Raises Overloaded where a longer wait is foreseen than is let stand. Of a request's choices the
+        first is asked about: where each were, those with many would hardly ever get in whole."""
+        most_s = self._rules.refuse_wait_s
+        if not most_s or sequence.ref.choice:
+            return
+        wait_s = self.roster.backlog.wait_s(sequence)
+        if wait_s is not None and wait_s > most_s:
+            raise Overloaded(
+                f"all workers are busy: this request would wait for {wait_s:.0f} s, and no more than"
+                f" {most_s:g} s are let stand; send it again in {ceil(wait_s)} s",
+                retry_after_s=min(wait_s, _LONGEST_RETRY_S),
+            )
 
     def check_context(self, prompt_tokens: int, max_tokens: int) -> None:
         """Raises ContextOverflow when no worker known could ever hold prompt and answer."""
@@ -145,10 +168,13 @@ class Intake:
         return self._end_all_but(gateway_id, incarnation, now_s)
 
     def _end_all_but(self, gateway_id: str, incarnation: int, now_s: float) -> list[Effect]:
-        """Sequences of earlier incarnations have no reader, and never will have."""
+        """Sequences of earlier incarnations have no reader, and never will have. What a worker holds and an
+        heir may ask for is that worker's to end."""
         effects: list[Effect] = []
         for sequence in list(self.roster.sequences.values()):
             if sequence.gateway_id == gateway_id and sequence.gateway_incarnation not in (0, incarnation):
+                if sequence.phase in HELD and sequence.spec is not None and sequence.spec.heir_digest:
+                    continue
                 effects += self.roster.cancel(sequence, FinishReason.GATEWAY_LOST, now_s)
         return effects
 

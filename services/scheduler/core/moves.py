@@ -70,15 +70,24 @@ class Move:
     rehearsed_tokens: int = 0
     """That the target has, in blocks or on their way there."""
     moved_bytes: int = 0
+    late_bytes: int = 0
+    late_s: float = 0.0
     fallback: str = ""
     """Why KV is not fetched any more."""
     prepared_s: float = 0.0
+    is_open: bool = False
+    """What is fetched is of a prompt that is not computed to its end: it is followed, chunk by chunk."""
+    ask_at_s: float | None = None
+    """When the source is asked again: its prompt was not over."""
 
     def note_pull(self, pulled: BlocksPulled) -> bool:
         """What the target fetched. False when that was no step ahead."""
         is_ahead = pulled.held_tokens > self.rehearsed_tokens
         self.rehearsed_tokens = max(self.rehearsed_tokens, pulled.held_tokens)
         self.moved_bytes += pulled.fetched_bytes
+        if not self.is_open:
+            self.late_bytes += pulled.fetched_bytes
+            self.late_s += pulled.took_s
         return is_ahead
 
     def fall_back(self, reason: str) -> None:
@@ -98,6 +107,8 @@ class Move:
             rounds=self.rounds,
             rehearsed_tokens=self.rehearsed_tokens,
             moved_bytes=self.moved_bytes,
+            late_bytes=self.late_bytes,
+            late_s=self.late_s,
             fallback=self.fallback,
             prepare_s=prepared_s - self.began_s,
             switch_s=now_s - prepared_s,
@@ -142,6 +153,8 @@ def owed_tokens(sequence: Sequence) -> int:
     return sequence.prompt_tokens + sequence.generated_tokens
 
 
+_FOLLOW_S = 0.01
+"""Between two looks at a prompt that is computed: a few steps' chunks go together."""
 _FOLLOWS_S = 1.0
 """So long a resubmission is sent after its move, when the source died before the switch."""
 
@@ -182,6 +195,7 @@ class Moves:
         move = self._moves.get(ref.key)
         if move is None or move.ref != ref or move.stage is not MoveStage.ASKING:
             return []
+        move.ask_at_s = None
         sequence = self._roster.find(ref)
         if tokens is None or sequence is None or sequence.spec is None:
             return self._end(move, "the source did not say which tokens it has", now_s)
@@ -192,7 +206,7 @@ class Moves:
                 return self._end(move, f"{move.target} has no room any more", now_s)
             return self._switch(move, now_s)
         if move.mode is MoveMode.KV:
-            return self._pull(move, sequence.spec, tokens, now_s)
+            return self._pull(move, sequence.spec, tokens, now_s, is_open=not tokens)
         return self._rehearse(move, sequence.spec, tokens, now_s)
 
     def on_pulled(self, ref: SequenceRef, pulled: BlocksPulled | None, now_s: float) -> list[Effect]:
@@ -200,11 +214,16 @@ class Moves:
         move = self._moves.get(ref.key)
         if move is None or move.ref != ref or move.stage is not MoveStage.PULLING:
             return []
-        if pulled is None or not move.note_pull(pulled):
+        is_open = move.is_open
+        if pulled is None or (not move.note_pull(pulled) and not is_open):
             move.fall_back(
                 "the blocks could not be fetched" if pulled is None else "no more could be fetched"
             )
+        move.is_open = False
         move.stage = MoveStage.ASKING
+        if is_open and pulled is not None:
+            move.ask_at_s = now_s + _FOLLOW_S
+            return []
         return [AskTokens(move.source, move.ref)]
 
     def advance(self, now_s: float) -> list[Effect]:
@@ -281,13 +300,16 @@ class Moves:
             return move.rounds > 0 and pipeline is not None and missing_tokens <= pipeline.report.block_tokens
         return move.rounds > 0 and missing_tokens <= self._rules.last_tokens
 
-    def _pull(self, move: Move, spec: SequenceSpec, tokens: tuple[int, ...], now_s: float) -> list[Effect]:
+    def _pull(
+        self, move: Move, spec: SequenceSpec, tokens: tuple[int, ...], now_s: float, *, is_open: bool
+    ) -> list[Effect]:
+        """`is_open`: there is no answer yet; that is no round, as more will come in any case."""
         target, source = self._roster.pipelines.get(move.target), self._roster.pipelines.get(move.source)
         count = len(spec.prompt) // TOKEN_BYTES + len(tokens)
         if target is None or source is None or not self._fits(target, count, move):
             return self._end(move, f"{move.target} has no room", now_s)
-        move.stage = MoveStage.PULLING
-        move.rounds += 1
+        move.stage, move.is_open = MoveStage.PULLING, is_open
+        move.rounds += not is_open
         order = pull_of(move, spec, tokens, source.report.incarnation, move.deadline_s - now_s)
         return [AskPull(move.target, move.ref, order)]
 
@@ -343,6 +365,9 @@ class Moves:
             return self._end(move, f"not over after {self._rules.deadline_s:g} s, {move.stage}", now_s)
         if move.target not in self._roster.pipelines:
             return self._end(move, f"{move.target} is gone", now_s)
+        if move.ask_at_s is not None and now_s >= move.ask_at_s:
+            move.ask_at_s = None
+            return [AskTokens(move.source, move.ref)]
         if move.stage is MoveStage.REHEARSING and move.rehearsal is not None:
             return self._after_rehearsal(move, move.rehearsal, now_s)
         return []

@@ -40,6 +40,8 @@ class PressureWatch:
         self._next_s: dict[str, float] = {}
         self._thrifty_until_s: dict[str, float] = {}
         """By worker that is to borrow nothing ahead of need."""
+        self._gathering: set[str] = set()
+        """Workers that were last told to gather KV for a long sequence."""
         self.decisions: dict[str, int] = {}
 
     def on_tick(self, now_s: float) -> list[Effect]:
@@ -53,7 +55,8 @@ class PressureWatch:
         return effects
 
     def with_limits(self, wants: list[WantKvAtWorker], now_s: float) -> list[WantKvAtWorker]:
-        """These, and that others may not borrow for what only runs short."""
+        """These, and that others may not borrow for what only runs short. A worker that was to gather, and no
+        longer is, is told so: what it holds for nobody is what the next one waits for."""
         self._thrifty_until_s = {
             worker_id: until_s
             for worker_id, until_s in self._thrifty_until_s.items()
@@ -61,8 +64,10 @@ class PressureWatch:
         }
         nobody = self._rules.enabled and Rung.BORROW in self._rules.switched_off
         thrifty = self._roster.pipelines.keys() if nobody else self._thrifty_until_s.keys()
-        told = {worker_id: WantKvAtWorker(worker_id, 0) for worker_id in thrifty}
+        done = [worker_id for worker_id in sorted(self._gathering) if worker_id in self._roster.pipelines]
+        told = {worker_id: WantKvAtWorker(worker_id, 0) for worker_id in (*done, *thrifty)}
         told |= {want.worker_id: want for want in wants}
+        self._gathering = {want.worker_id for want in wants}
         return [replace(want, may_borrow_ahead=want.worker_id not in thrifty) for want in told.values()]
 
     def _relieve(self, pipeline: WorkerPipeline, now_s: float) -> list[Effect]:

@@ -16,6 +16,7 @@ from services.scheduler.policy.contract import QueueOrder
 from services.scheduler.policy.fleet_queue import Feed
 from services.scheduler.policy.waiting_queue import Line
 from shared.errors import KvasirError
+from shared.messages.moves import WorkerRoles
 from shared.messages.reports import SequenceReport, WorkerReported
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, Tenant, is_beyond_share
 from shared.tombstones import Tombstones
@@ -36,6 +37,12 @@ _LIMIT = 65_536
 """Entries of each memory of what is over."""
 
 
+_TOLD_S = 3.0
+"""For so long what placement says of roles holds."""
+_ONE_SIDED = ({"prefill"}, {"decode"})
+"""Roles of all workers, where something is missing."""
+
+
 class Roster:
     """Sequences by key, pipelines by worker, the backlog between them."""
 
@@ -45,7 +52,7 @@ class Roster:
         self.pipelines: dict[str, WorkerPipeline] = {}
         self._changed: dict[str, WorkerPipeline] = {}
         self._welcomed = 0
-        self.feed = Feed()
+        self.feed = Feed(rules.feed_sequences)
         """Who waits at workers."""
         self.backlog = Backlog(rules, order, self.feed)
         self.unready: dict[str, None] = {}
@@ -53,6 +60,8 @@ class Roster:
         self._at: dict[str, dict[SequenceKey, Sequence]] = {}
         """Sequences by their workers."""
         self._by_limit: Line[Sequence] = Line(_limit)
+        self._roles = WorkerRoles()
+        self._roles_told_s = float("-inf")
         self._summary: tuple[int | None, tuple[Kind, ...]] | None = None
         self.tombstones = Tombstones(rules.tombstone_s, _LIMIT)
         """Cancelled attempts."""
@@ -156,6 +165,10 @@ class Roster:
         waiting = (each.tenant.name for each in self.sequences.values() if each.phase not in HELD)
         return is_beyond_share(Counter(waiting), tenant.name, limit)
 
+    def on_tick(self, now_s: float) -> None:
+        """To be called often."""
+        self.backlog.on_tick(now_s, len(self.pipelines) - len(self.unready))
+
     def closed_workers(self) -> tuple[str, ...]:
         """Workers that nothing can be placed on now, although placement may think so."""
         return tuple(sorted([*self.unready, *(name for name, _ in self.lost_workers.items())]))
@@ -189,6 +202,18 @@ class Roster:
     def reports(self) -> list[WorkerReported]:
         """The latest of every worker that is not refused."""
         return [pipeline.report for pipeline in self.pipelines.values() if pipeline.sync is not Sync.REFUSED]
+
+    def on_roles(self, told: WorkerRoles, now_s: float) -> None:
+        """Placement's word, which it repeats."""
+        self._roles, self._roles_told_s = told, now_s
+
+    def shortage(self, now_s: float) -> str:
+        """Why nothing new can be served; empty: it can, or what was said is old, or not true of the workers
+        that are here."""
+        if now_s - self._roles_told_s > _TOLD_S:
+            return ""
+        roles = {self._roles.roles.get(worker_id) for worker_id in self.pipelines}
+        return self._roles.shortage if roles in _ONE_SIDED else ""
 
     def pipeline_without_choice(self, sequence: Sequence) -> WorkerPipeline | None:
         """The one worker there is, when nothing else waits and it has room for the limits of all there are.

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from services.scheduler.policy.contract import PolicySettings, QueueOrder
+from services.scheduler.policy.fleet_queue import FEED_SEQUENCES
 from services.scheduler.policy.relief import Rung
 
 PLACEMENT_BATCH = 64
@@ -43,6 +44,26 @@ class ReliefRules:
 
 
 @dataclass(frozen=True, slots=True)
+class ShadowRules:
+    """Which running sequences are copied to other workers, and how often."""
+
+    from_s: float = 0.0
+    """Those whose computation would take so long again; 0: none."""
+    interval_s: float = 0.3
+    """Between two looks at one worker, and two orders for one sequence."""
+    renew_s: float = 5.0
+    """A keeper hears at least so often of a sequence that it has all of."""
+    valid_for_s: float = 2.0
+    """An order is over by then; what is left is the next one's."""
+    answer_s: float = 15.0
+    """An order of which nobody has said anything for so long is over."""
+    aside_s: float = 5.0
+    """For so long nothing goes where an order failed, or brought nothing."""
+    rest: float = 3.0
+    """A worker rests so many times as long as an order took, before it is looked at again."""
+
+
+@dataclass(frozen=True, slots=True)
 class OversizedRules:
     """Of sequences that are larger than their worker has become."""
 
@@ -73,8 +94,12 @@ class Rules:
     placement_batch: int = PLACEMENT_BATCH
     queue: QueueOrder | None = None
     """In which order sequences wait for a worker; None: as the batching policy wants it."""
+    feed_sequences: int = FEED_SEQUENCES
+    """So many may wait at a worker without memory for them; 0: a worker is given where memory is free."""
     max_queued: int = 4096
     """Sequences that no worker holds yet; resumed ones may exceed it twofold."""
+    refuse_wait_s: float = 0.0
+    """A new request for which a longer wait is foreseen is refused; 0: never for that."""
     max_start_bytes: int = 262_144
     """Token ids of one sequence, packed; more cannot be sent to a worker in one message."""
     max_faults: int = 4
@@ -88,4 +113,5 @@ class Rules:
     """A plan that a worker's heartbeat does not know after so long was lost on the way."""
     moves: MoveRules = field(default_factory=MoveRules)
     relief: ReliefRules = field(default_factory=ReliefRules)
+    shadows: ShadowRules = field(default_factory=ShadowRules)
     oversized: OversizedRules = field(default_factory=OversizedRules)

@@ -362,15 +362,17 @@ class WorkerPipeline:
     def _decodes(self, batch: PlannedBatch) -> list[Decode]:
         """As the worker is told them; from now on they decode. Most did before."""
         decodes = []
+        lingering, sequences, decoding = self._lingering, self.sequences, Phase.DECODING
         for item in batch.decodes:
-            if self._lingering and item.key in self._lingering:
-                ref = self._lingering[item.key][0]
+            key = item.key
+            if lingering and key in lingering:
+                ref = lingering[key][0]
             else:
-                sequence = self.sequences[item.key]
+                sequence = sequences[key]
                 ref = sequence.ref
-                if sequence.phase is not Phase.DECODING:
-                    sequence.move_to(Phase.DECODING)
-                    self.feed.discard(self.worker_id, item.key)
+                if sequence.phase is not decoding:
+                    sequence.move_to(decoding)
+                    self.feed.discard(self.worker_id, key)
             decodes.append(Decode(ref=ref, allocated_blocks=item.allocated_blocks))
         return decodes
 

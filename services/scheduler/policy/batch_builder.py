@@ -15,7 +15,7 @@ admission rule.
     budget 16:  decodes of a and b → 14 are left;  b is preempted → 15;  a prompt of 40 is cut to [0, 15)
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
@@ -176,15 +176,27 @@ class JobTable:
             job.generated_tokens += 1
             job.stage = JobStage.DECODING if job.missing_tokens > 0 else JobStage.COMPLETE
 
-    def finish_decodes(self, job: Job, tokens: int) -> None:
-        """So many tokens more, with the blocks for them."""
-        job.computed_tokens += tokens
-        job.generated_tokens += tokens
-        blocks = -(-job.computed_tokens // self.block_tokens)
-        if blocks > job.held_blocks:
-            self.hold(job, blocks)
-        if job.generated_tokens == job.task.max_tokens:
-            job.stage = JobStage.COMPLETE
+    def finish_decodes(
+        self, jobs: Mapping[SequenceKey, Job], steps: int
+    ) -> tuple[list[PlannedDecode], list[Job]]:
+        """Each decodes so many tokens more, or to its limit, with the blocks for them: what is planned, and
+        who is at the limit. It goes over all of a worker in each plan: no calls but for what changes."""
+        planned: list[PlannedDecode] = []
+        complete: list[Job] = []
+        size = self.block_tokens
+        for key, job in jobs.items():
+            tokens = job.task.max_tokens - job.generated_tokens
+            if tokens > steps:
+                tokens = steps
+            else:
+                job.stage = JobStage.COMPLETE
+                complete.append(job)
+            job.generated_tokens += tokens
+            computed_tokens = job.computed_tokens = job.computed_tokens + tokens
+            if computed_tokens > job.held_blocks * size:
+                self.hold(job, -(-computed_tokens // size))
+            planned.append(PlannedDecode(key, tokens, job.held_blocks))
+        return planned, complete
 
     def take_back(self, job: Job, missing_tokens: int) -> None:
         """So many planned tokens were not generated: one that was planned to its limit goes on, and one that
@@ -235,6 +247,8 @@ class BatchBuilder:
         self.prefills: dict[SequenceKey, tuple[Job, int]] = {}
         """With the end of the chunk."""
         self.preemptions: dict[SequenceKey, PlannedPreemption] = {}
+        self.complete: list[Job] = []
+        """Of those that decode, who is at its limit once the batch is built."""
         self._start_tokens = 0
 
     @property
@@ -244,7 +258,12 @@ class BatchBuilder:
     @property
     def jobs(self) -> list[Job]:
         """All that the batch computes."""
-        return [job for job, _ in self.prefills.values()] + list(self.decodes.values())
+        return [*self.prompts, *self.decodes.values()]
+
+    @property
+    def prompts(self) -> list[Job]:
+        """Whose prompts it computes."""
+        return [job for job, _ in self.prefills.values()]
 
     @property
     def has_room(self) -> bool:
@@ -316,11 +335,13 @@ class BatchBuilder:
 
     def build(self, steps: int, questions: Iterable[PlannedQuestion] = ()) -> PlannedBatch:
         """Project the batch on the job table, and put it into words."""
+        prefills = [self._prefill(job, end) for job, end in self.prefills.values()]
+        decodes, self.complete = self._table.finish_decodes(self.decodes, steps)
         return PlannedBatch(
             steps=steps,
             preemptions=tuple(self.preemptions.values()),
-            prefills=tuple([self._prefill(job, end) for job, end in self.prefills.values()]),
-            decodes=tuple(self._decodes(steps)),
+            prefills=tuple(prefills),
+            decodes=tuple(decodes),
             questions=tuple(questions),
         )
 
@@ -328,11 +349,3 @@ class BatchBuilder:
         item = PlannedPrefill(job.task.key, job.computed_tokens, end_tokens, job.held_blocks)
         self._table.finish_chunk(job, end_tokens)
         return item
-
-    def _decodes(self, steps: int) -> list[PlannedDecode]:
-        decodes = []
-        for key, job in self.decodes.items():
-            tokens = min(steps, job.missing_tokens)
-            self._table.finish_decodes(job, tokens)
-            decodes.append(PlannedDecode(key, tokens, job.held_blocks))
-        return decodes

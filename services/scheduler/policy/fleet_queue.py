@@ -30,6 +30,7 @@ from typing import Any
 from msgspec import structs
 
 from services.scheduler.policy.contract import QueueOrder, Task, level_of, turn_at
+from services.scheduler.policy.foreseen_wait import ForeseenWait
 from services.scheduler.policy.lengths import LengthEstimates, WorkerSpeeds
 from services.scheduler.policy.options import TwoQueueOptions
 from services.scheduler.policy.tenants import MOST_ACCOUNTS, TenantTurns
@@ -81,6 +82,19 @@ class _Charged:
     service_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class TurnTaken:
+    """Whose turn it was, and what the others' would have been."""
+
+    tenant: str
+    served_s: tuple[tuple[str, float], ...]
+    """Of those that wait, what each was served by its weight, in the order of their turns."""
+    costs_s: tuple[tuple[str, float], ...]
+    """What each one's next would take of a worker, for so long all others would wait."""
+
+
+_SHOWN = 8
+"""Tenants that a turn is explained by."""
 _Turn = tuple[int, float, SequenceKey]
 """Level, the tenant's counter before it was charged, whose."""
 
@@ -103,6 +117,7 @@ class FleetQueue:
         self._lines: dict[str, _Lines] = {}
         """By tenant."""
         self.turns = TenantTurns()
+        self.foreseen = ForeseenWait()
         self._charged: dict[SequenceKey, _Charged] = {}
         self._fed: dict[SequenceKey, _Turn] = {}
         """Of those that went to a worker and have not been begun there."""
@@ -123,18 +138,20 @@ class FleetQueue:
         """Raises ValueError for one that waits already."""
         if task.key in self._waiting:
             raise ValueError(f"{task.key} waits already")
-        work_s = self._work_s(task)
+        work_s = self.work_s(task)
         by_work = self._order is QueueOrder.WORK
         rank = (task.priority, work_s, *task.order[1:]) if by_work else task.order
         waiting = self._waiting[task.key] = Waiting(task, tenant, work_s, rank)
         lines = self._lines_of(tenant.name)
         lines.by_rank.add(waiting)
         lines.by_arrival.add(waiting)
+        self.foreseen.add(task.key, tenant, task.priority, work_s)
         self.turns.join(tenant, self._least_fed_s(level_of(task.priority)))
 
     def remove(self, key: SequenceKey) -> None:
         """It left without a start. Raises KeyError when it does not wait."""
         self.turns.leave(self._take(key).tenant.name)
+        self.foreseen.remove(key)
 
     def on_predicted(self, key: SequenceKey, prediction: LengthPrediction) -> None:
         """Its place changes, or what it is expected to cost if it has started; nothing for one that is not
@@ -146,7 +163,7 @@ class FleetQueue:
         elif key in self._charged:
             charged = self._charged[key]
             task = structs.replace(charged.task, prediction=prediction)
-            self._recharge(key, replace(charged, task=task), self._work_s(task))
+            self._recharge(key, replace(charged, task=task), self.work_s(task))
 
     def on_measured(self, prefill_tokens_per_s: float, decode_step_s: float, memory_tokens: int) -> None:
         """One worker's measured speeds (0: not measured), and its KV. They hold for those that come."""
@@ -182,10 +199,22 @@ class FleetQueue:
         self._charged[key] = _Charged(waiting.tenant, waiting.task, waiting.work_s)
         return rank
 
+    def explain(self, key: SequenceKey) -> TurnTaken | None:
+        """Why it is the turn of its tenant; None where no other waits. To be asked before it starts."""
+        standing = self.turns.standing(_SHOWN)
+        if len(standing) < 2:
+            return None
+        name = self._waiting[key].tenant.name
+        nexts = {other: _Reader(self._lines[other], ()).take().work_s for other, _ in standing}
+        nexts[name] = self._waiting[key].work_s
+        return TurnTaken(name, tuple(standing), tuple(nexts.items()))
+
     def end(self, key: SequenceKey, answer_tokens: int | None, cached_tokens: int = 0) -> None:
         """It is over, with so many tokens of answer and so many of its prompt not computed: its tenant is
         charged for what it was. None: what was expected is kept. Nothing for one that did not start here."""
         charged = self._charged.get(key)
+        if charged is not None:
+            self.foreseen.rate.end(charged.service_s)
         if charged is not None and answer_tokens is not None:
             task = charged.task
             computed_tokens = task.prompt_tokens + task.generated_tokens
@@ -202,8 +231,15 @@ class FleetQueue:
             self._recharge(key, self._charged[key], 0.0)
             self._close(key)
 
+    def wait_s(self, task: Task, tenant: Tenant) -> float | None:
+        """That is foreseen for this one, which does not wait here; None: nobody can say yet."""
+        if not self._speeds.are_measured:
+            return None
+        return self.foreseen.wait_s(tenant, task.priority, self.work_s(task))
+
     def _begin(self, key: SequenceKey) -> None:
         """It waits at a worker no more."""
+        self.foreseen.remove(key)
         turn = self._fed.pop(key, None)
         if turn is not None:
             self._by_turn.remove(turn)
@@ -231,6 +267,8 @@ class FleetQueue:
     def check_integrity(self) -> None:
         """Raises AssertionError when the lines and the table disagree."""
         self.turns.check_integrity()
+        self.foreseen.check_integrity()
+        assert len(self.foreseen) == len(self._waiting) + len(self._fed)
         for kind in ("by_rank", "by_arrival"):
             lines: list[Line[Waiting]] = [getattr(lines, kind) for lines in self._lines.values()]
             for line in lines:
@@ -240,7 +278,8 @@ class FleetQueue:
         assert self._fed.keys() <= self._charged.keys()
         assert set(self._by_turn) == set(self._fed.values())
 
-    def _work_s(self, task: Task) -> float:
+    def work_s(self, task: Task) -> float:
+        """What it is expected to take, in seconds of a whole worker."""
         rest = self._lengths.rest_tokens(task.prediction, task.generated_tokens, task.max_tokens)
         computed_tokens = task.prompt_tokens + task.generated_tokens
         return self._speeds.occupied_s(computed_tokens, rest, self._memory_tokens)

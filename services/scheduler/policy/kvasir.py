@@ -100,11 +100,7 @@ class KvasirPolicy(TwoQueuePolicy):
         self._profile = None
         batch = BatchBuilder(self._table, self._settings)
         self._shed(batch, now_s)
-        most = self._most_running()
-        for job in list(self._running.values()):
-            has_place = job.stage is JobStage.DECODING and len(batch.decodes) < most
-            if has_place and self._secure(batch, job, now_s):
-                batch.add_decode(job)
+        self._go_on_decoding(batch, now_s)
         self._resume(batch)
         self._shed_for_better(batch, now_s)
         held_back = self._held_back()
@@ -165,6 +161,18 @@ class KvasirPolicy(TwoQueuePolicy):
         return [one for one in self._partial.values() if _level(one) >= _SHEDDABLE]
 
     # What runs
+
+    def _go_on_decoding(self, batch: BatchBuilder, now_s: float) -> None:
+        """A token for each that decodes, as long as there are places. Most need nothing for theirs: of those
+        it costs little to see, as it is done for all of them in each plan."""
+        most, size, decoding = self._most_running(), self._table.block_tokens, JobStage.DECODING
+        for job in list(self._running.values()):
+            if job.stage is not decoding or len(batch.decodes) >= most:
+                continue
+            held_blocks, computed_tokens = job.held_blocks, job.computed_tokens
+            has_room = held_blocks == job.own_blocks and computed_tokens < held_blocks * size
+            if (has_room and computed_tokens < job.end_tokens) or self._secure(batch, job, now_s):
+                batch.add_decode(job)
 
     def _secure(self, batch: BatchBuilder, job: Job, now_s: float) -> bool:
         """A block for the next token, if need be of those with the most left to do."""

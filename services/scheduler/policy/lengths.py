@@ -153,6 +153,11 @@ class WorkerSpeeds:
         self._decode_step_s: float | None = None
 
     @property
+    def are_measured(self) -> bool:
+        """Both of them."""
+        return bool(self._prefill_tokens_per_s and self._decode_step_s)
+
+    @property
     def prefill_tokens_per_s(self) -> float:
         return self._prefill_tokens_per_s or _PREFILL_TOKENS_PER_S
 

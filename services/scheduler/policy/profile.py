@@ -20,6 +20,7 @@ MAX_BUCKETS = 256
 Blocks = npt.NDArray[np.int64]
 _LEAST_BUCKET_TOKENS = 4
 _OVERCOUNT = 1 / 16
+_NOTHING: Blocks = np.zeros(0, dtype=np.int64)
 _INDICES = np.arange(MAX_BUCKETS, dtype=np.int64)
 
 
@@ -40,7 +41,11 @@ def bucket_tokens(rests: Sequence[int], kv_tokens: int) -> int:
 
 
 class UsageProfile:
-    """One worker's blocks over the steps to come, as of one moment; those that start are added."""
+    """One worker's blocks over the steps to come, as of one moment; those that start are added.
+
+    While all at their ends fit together nothing has to be known of when: the arrays are made when somebody
+    would not.
+    """
 
     def __init__(
         self,
@@ -54,19 +59,38 @@ class UsageProfile:
         self._bucket_tokens = bucket
         self._block_tokens = block_tokens
         self._limit_blocks = limit_blocks
+        self._growing = growing
         self._constant_blocks = constant_blocks
+        self._ceiling_blocks = constant_blocks + sum(self._most(end, held) for _, end, held in growing)
+        """All at their ends, together."""
+        self._started: list[tuple[int, int, int]] | None = []
+        """Those that the arrays have not; None once there are arrays."""
         self._peak_blocks = constant_blocks
-        self._usage: Blocks = np.full(1, constant_blocks, dtype=np.int64)
-        if growing:
-            table: Any = np.array(growing, dtype=np.int64)
+        self._usage: Blocks = _NOTHING
+
+    def _most(self, end_tokens: int, held_blocks: int) -> int:
+        blocks = -(-end_tokens // self._block_tokens)
+        return blocks if blocks > held_blocks else held_blocks
+
+    def _make(self) -> None:
+        """Where somebody may not fit."""
+        if self._started is None:
+            return
+        started, self._started = self._started, None
+        self._usage = np.full(1, self._constant_blocks, dtype=np.int64)
+        if self._growing:
+            table: Any = np.array(self._growing, dtype=np.int64)
             now, end = table[:, 0:1], table[:, 1:2]
             self._reach(int((end - now).max()))
             self._usage += self._demand(now, end, table[:, 2:3]).sum(axis=0)
             self._peak_blocks = int(self._usage.max())
+        for one in started:
+            self._add(*one)
 
     @property
     def free_blocks(self) -> int:
         """What may be taken for good without anybody ever missing it; negative when there is too little."""
+        self._make()
         return self._limit_blocks - self._peak_blocks
 
     def _reach(self, steps: int) -> None:
@@ -84,6 +108,10 @@ class UsageProfile:
     def which_fit(self, candidates: Sequence[tuple[int, int, int]]) -> list[bool]:
         """For each of (tokens now, tokens at the end, blocks held, which so far count for good): whether it
         alone may run to its end."""
+        most_blocks = max(self._most(end, held) for _, end, held in candidates)
+        if self._ceiling_blocks + most_blocks <= self._limit_blocks:
+            return [True] * len(candidates)
+        self._make()
         table: Any = np.array(candidates, dtype=np.int64)
         now, end, held = table[:, 0:1], table[:, 1:2], table[:, 2:3]
         peaks: Any = (self._usage + self._demand(now, end, held)).max(axis=1)
@@ -95,10 +123,13 @@ class UsageProfile:
 
     def fits(self, now_tokens: int, end_tokens: int, held_blocks: int) -> bool:
         """`which_fit` for one."""
+        if self._ceiling_blocks + self._most(end_tokens, held_blocks) - held_blocks <= self._limit_blocks:
+            return True
         return self.room_beside(now_tokens, end_tokens, held_blocks) >= 0
 
     def room_beside(self, now_tokens: int, end_tokens: int, held_blocks: int) -> int:
         """Blocks that may be taken for good, and this one still fits; negative when it does not."""
+        self._make()
         demand: Blocks = self._demand(now_tokens, end_tokens, held_blocks)
         peak = int((self._usage + demand).max())
         if end_tokens - now_tokens > len(self._usage) * self._bucket_tokens:
@@ -107,6 +138,13 @@ class UsageProfile:
 
     def start(self, now_tokens: int, end_tokens: int, held_blocks: int) -> None:
         """It runs from now; what it held was taken for good so far."""
+        self._ceiling_blocks += self._most(end_tokens, held_blocks) - held_blocks
+        if self._started is None:
+            self._add(now_tokens, end_tokens, held_blocks)
+        else:
+            self._started.append((now_tokens, end_tokens, held_blocks))
+
+    def _add(self, now_tokens: int, end_tokens: int, held_blocks: int) -> None:
         self._reach(end_tokens - now_tokens)
         self._usage = self._usage + self._demand(now_tokens, end_tokens, held_blocks) - held_blocks
         self._constant_blocks -= held_blocks

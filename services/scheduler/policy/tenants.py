@@ -122,6 +122,10 @@ class TenantTurns:
         """Whose turns come next, for at most so many starts. Nothing changes by asking."""
         return Turns(self._waiting, count, self._starts)
 
+    def standing(self, count: int) -> list[tuple[str, float]]:
+        """Of those that wait, the first so many to have a turn, and what each one's counter stands at."""
+        return [(one.tenant.name, one.counter_s) for one in islice(self._waiting, count)]
+
     def counter_s(self, name: str) -> float:
         """Raises KeyError for one that is not known."""
         return self._accounts[name].counter_s

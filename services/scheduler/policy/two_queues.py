@@ -291,12 +291,14 @@ class TwoQueuePolicy(ABC):
         questions = [PlannedQuestion(key, tokens) for key, tokens in self._questions.items()]
         planned = batch.build(self._steps(batch), questions)
         self._questions.clear()
-        for job in batch.jobs:
+        for job in batch.prompts:
             if job.stage is JobStage.COMPLETE:
                 self._put_complete(job)
-            elif job.stage is JobStage.DECODING and job.task.key in batch.prefills:
+            elif job.stage is JobStage.DECODING:
                 self._take_out(job)
                 self._prefilled(job, now_s)
+        for job in batch.complete:
+            self._put_complete(job)
         return planned
 
     def _prefilled(self, job: Job, now_s: float) -> None:
@@ -315,10 +317,16 @@ class TwoQueuePolicy(ABC):
             return 1
         most = 0
         for job in batch.decodes.values():
-            room, missing = self._room_tokens(job), job.missing_tokens
-            most = max(most, missing)
-            if waits or room < missing:
-                steps = min(steps, room, missing)
+            missing = job.task.max_tokens - job.generated_tokens
+            room = self._room_tokens(job)
+            if missing > most:
+                most = missing
+            if room < missing:
+                steps = min(steps, room)
+            elif waits:
+                steps = min(steps, missing)
+            if steps <= 1:
+                return 1
         return batch.steps_that_fit(min(steps, most))
 
     def _steps_beside_waiting(self) -> int:

@@ -1,11 +1,14 @@
-"""Who may ask for a sequence, end it, add to it or have it forgotten: its gateway, and schedulers. Pure.
+"""Who may ask for a sequence, end it, add to it or have it forgotten: its gateway, schedulers, heirs. Pure.
 
 A sequence belongs to the gateway that its submission names. That the sender of a command is who it says was
-checked before: nats-server lets nobody else publish there (`shared.subjects`).
+checked before: nats-server lets nobody else publish there (`shared.subjects`). An heir is whoever shows a key
+that only its gateway can have given away.
 """
 
+from hmac import compare_digest
+
 from shared.errors import ForeignSequence
-from shared.messages.sequence import SequenceRef
+from shared.messages.sequence import SequenceRef, heir_digest_of
 from shared.subjects import service_of
 
 
@@ -19,6 +22,11 @@ def is_scheduler(sender: str) -> bool:
 def is_for(sender: str, gateway_id: str) -> bool:
     """Whether a sequence of that gateway is the sender's affair."""
     return sender == gateway_id or is_scheduler(sender)
+
+
+def is_heir(heir_key: bytes, heir_digest: bytes) -> bool:
+    """Whether the key is that of the sequence's heirs."""
+    return bool(heir_digest) and compare_digest(heir_digest_of(heir_key), heir_digest)
 
 
 def check_owner(sender: str, ref: SequenceRef, gateway_id: str) -> None:

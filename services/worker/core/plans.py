@@ -227,6 +227,12 @@ class StepWork:
         return sum(item.end_token - item.first_token for item in self.items if not item.is_decode)
 
     @property
+    def preceding_tokens(self) -> int:
+        """Of each prompt token, those before it in its sequence; summed up."""
+        parts = ((item.first_token, item.end_token) for item in self.items if not item.is_decode)
+        return sum((end * end - first * first) // 2 for first, end in parts)
+
+    @property
     def decoded_tokens(self) -> int:
         return sum(item.is_decode for item in self.items)
 

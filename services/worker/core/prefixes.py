@@ -12,6 +12,7 @@ from services.worker.core.sequence import HeldSequence
 from services.worker.kv.core.arrivals import Hit
 from services.worker.kv.core.block_table import first_borrowed
 from services.worker.kv.core.prefix_cache import PrefixCache
+from services.worker.kv.core.stored_events import StoredEvents
 from shared.blocks import BlockHash, chain, child, root
 from shared.messages.plans import PrefixHit
 from shared.messages.sequence import TOKEN_BYTES, SequenceSpec, pack_tokens
@@ -52,6 +53,8 @@ class Prefixes:
         self._hits: list[PrefixHit] = []
         self._auditor = auditor
         self._doubted: list[tuple[HeldSequence, int]] = []
+        self.events: StoredEvents | None = None
+        """What readers outside are told; None: nobody is."""
         self.swaps = 0
         """That gave up their blocks and had them kept on the host, since the start."""
 
@@ -132,6 +135,9 @@ class Prefixes:
                 sequence.published_blocks = at
                 return
             parent = sequence.names[at - 1] if at else None
+            if self.events is not None:
+                size = self.cache.block_tokens
+                self.events.on_named(sequence.names[at], parent, sequence.tokens[at * size : (at + 1) * size])
             self.cache.publish(sequence.blocks[at], sequence.names[at], parent, sequence.tenant)
         sequence.published_blocks = max(full, sequence.published_blocks)
 

@@ -3,6 +3,7 @@
 Knows not when a report is due: `services.worker.core.steps` does. Heartbeats are numbered elsewhere.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -11,8 +12,9 @@ from services.worker.core.sequence import HeldSequence
 from services.worker.kv.core.borrowed_pool import Pool
 from shared.average import averaged
 from shared.messages.plans import EndedSequence, ShortStart, WorkerStepped
+from shared.messages.reports import STEP_TOKEN_BOUNDS, WAIT_BOUNDS_S, StepsReport
 from shared.messages.sequence import FinishReason
-from shared.messages.values import as_count
+from shared.messages.values import as_count, as_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,45 @@ class StepReports:
         return max(0, pool.free_blocks + pool.evictable_blocks - pool.doomed_blocks)
 
 
+class StepTally:
+    """What steps were like since the worker started, for heartbeats."""
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._by_tokens = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
+        self._prefill_s = self._inference_s = 0.0
+        self._by_prefill = [0] * (len(WAIT_BOUNDS_S) + 1)
+        self._by_inference = [0] * (len(WAIT_BOUNDS_S) + 1)
+
+    def on_step(self, tokens: int) -> None:
+        """A step computed so many tokens of prompts and answers."""
+        self._tokens += tokens
+        self._by_tokens[bisect_left(STEP_TOKEN_BOUNDS, tokens)] += 1
+
+    def on_first_token(self, took_s: float) -> None:
+        """An answer's first token is there, so long after its sequence came."""
+        self._prefill_s += took_s
+        self._by_prefill[bisect_left(WAIT_BOUNDS_S, took_s)] += 1
+
+    def on_last_token(self, took_s: float) -> None:
+        """An answer is complete, so long after its sequence came to this worker."""
+        self._inference_s += took_s
+        self._by_inference[bisect_left(WAIT_BOUNDS_S, took_s)] += 1
+
+    def report(self) -> StepsReport | None:
+        """None before the first step."""
+        if not self._tokens:
+            return None
+        return StepsReport(
+            tokens=self._tokens,
+            by_tokens=tuple(self._by_tokens),
+            prefill_s=as_seconds(self._prefill_s),
+            by_prefill=tuple(self._by_prefill),
+            inference_s=as_seconds(self._inference_s),
+            by_inference=tuple(self._by_inference),
+        )
+
+
 def _ended(sequence: HeldSequence) -> EndedSequence:
     return EndedSequence(
         ref=sequence.ref,
@@ -139,10 +180,15 @@ class SpeedMeter:
 
     def __init__(self, prefill_tokens_per_s: float = 0.0) -> None:
         self.prefill_tokens_per_s = prefill_tokens_per_s
+        self.prefill_context_tokens = 0.0
+        """Before a prompt token of these steps in its sequence, on average."""
         self.decode_step_s = 0.0
 
-    def on_step(self, prefilled_tokens: int, decoded_tokens: int, step_s: float) -> float:
-        """Seconds that the step's prompt tokens took; 0 where it says nothing about that."""
+    def on_step(
+        self, prefilled_tokens: int, decoded_tokens: int, step_s: float, preceding_tokens: int = 0
+    ) -> float:
+        """Seconds that the step's prompt tokens took; 0 where it says nothing about that. `preceding_tokens`:
+        before each of its prompt tokens, summed up."""
         if prefilled_tokens == 0 and decoded_tokens:
             self.decode_step_s = averaged(self.decode_step_s or None, step_s, WEIGHT)
         elif prefilled_tokens >= LEAST_PREFILL_TOKENS and step_s > 0:
@@ -150,5 +196,7 @@ class SpeedMeter:
             prefill_s = max(step_s - decoding_s, 0.1 * step_s)
             measured = prefilled_tokens / prefill_s
             self.prefill_tokens_per_s = averaged(self.prefill_tokens_per_s or None, measured, WEIGHT)
+            context = preceding_tokens / prefilled_tokens
+            self.prefill_context_tokens = averaged(self.prefill_context_tokens, context, WEIGHT)
             return prefill_s
         return 0.0

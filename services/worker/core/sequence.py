@@ -94,6 +94,12 @@ class HeldSequence:
     """That this worker was given it, for its gateway."""
     is_proven: bool = False
     """The proof went along with tokens."""
+    heir_digest: bytes = b""
+    """Of the key of those gateways that may take it over; empty: none may."""
+    traceparent: str = ""
+    """Of the request's span, for those of what is computed here; empty: nobody traces it."""
+    orphaned_s: float | None = None
+    """Since when its gateway is known to have started anew: it waits for an heir."""
 
     @classmethod
     def from_spec(cls, spec: SequenceSpec, max_context_tokens: int, now_s: float) -> "HeldSequence":
@@ -116,6 +122,8 @@ class HeldSequence:
             rehearsal=spec.rehearsal,
             open_tokens=spec.open_tokens,
             takes_late=spec.open_tokens > 0,
+            heir_digest=spec.heir_digest,
+            traceparent=spec.traceparent,
         )
 
     @property
@@ -203,4 +211,5 @@ class HeldSequence:
             waited_s=as_seconds(self.waited_s + held_s),
             deadline_in_s=None if self.deadline_in_s is None else as_seconds(self.deadline_in_s - held_s),
             proof=self.proof,
+            heir_of=self.gateway_incarnation if self.heir_digest else 0,
         )

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 import msgspec
 
 from services.worker.core.late_tokens import Latecomers
-from services.worker.core.owners import check_owner, foreign, is_for
+from services.worker.core.owners import check_owner, foreign, is_for, is_heir
 from services.worker.core.plans import PutOff, WorkItem
 from services.worker.core.prefixes import Prefixes
 from services.worker.core.sampling import FAILED, KV_LOST, Sampled
 from services.worker.core.sequence import HeldSequence
 from services.worker.kv.core.block_table import block_table
 from services.worker.kv.core.borrowed_pool import ExtendedPool, Pool
-from services.worker.pie.core.pool import ElasticPool
 from shared.liveness import AwakeTime, Liveness
 from shared.messages.plans import (
     BatchPlan,
@@ -78,7 +77,7 @@ class SequenceTable:
         self.late = Latecomers()
         self.put_off: dict[SequenceKey, HeldSequence] = {}
         """Those that wait for stored blocks, or have yet to compute what plans count on."""
-        if isinstance(pool, ElasticPool | ExtendedPool):
+        if isinstance(pool, ExtendedPool):
             pool.on_moved = self._follow
 
     def find(self, ref: SequenceRef) -> HeldSequence | None:
@@ -86,10 +85,10 @@ class SequenceTable:
         held = self._held.get((ref.request_id, ref.choice))
         return held if held is not None and held.ref.attempt == ref.attempt else None
 
-    def check_owner(self, ref: SequenceRef, sender: str) -> None:
+    def check_owner(self, ref: SequenceRef, sender: str, heir_key: bytes = b"") -> None:
         """Raises ForeignSequence when what is held under that name, whichever attempt, is not its affair."""
         held = self._held.get(ref.key)
-        if held is not None:
+        if held is not None and not is_heir(heir_key, held.heir_digest):
             check_owner(sender, ref, held.gateway_id)
 
     def take_ended(self) -> list[HeldSequence]:
@@ -252,15 +251,22 @@ class SequenceTable:
         if isinstance(self.pool, ExtendedPool):
             self.pool.lose(gone)
 
-    def cancel(self, ref: SequenceRef, reason: FinishReason, now_s: float, gateway_id: str = "") -> None:
+    def cancel(
+        self,
+        ref: SequenceRef,
+        reason: FinishReason,
+        now_s: float,
+        gateway_id: str = "",
+        heir_key: bytes = b"",
+    ) -> None:
         """Forget this attempt of that gateway's sequence, or without one of whosever is held, and every lower
         one, now and for a while to come. Nobody waits for its tokens.
 
-        Raises ForeignSequence when another gateway's is held under that name.
+        Raises ForeignSequence when another gateway's is held under that name, and no heir asks.
         """
         held = self._held.get(ref.key)
         if held is not None:
-            if gateway_id not in ("", held.gateway_id):
+            if gateway_id not in ("", held.gateway_id) and not is_heir(heir_key, held.heir_digest):
                 raise foreign(gateway_id, ref)
             gateway_id = held.gateway_id
         if gateway_id:
@@ -289,12 +295,17 @@ class SequenceTable:
             raise foreign(sender, others[0])
 
     def hear_gateway(self, gateway_id: str, incarnation: int, now_s: float) -> None:
-        """A gateway lives. Sequences of its earlier incarnations have no reader and go."""
+        """A gateway lives. Sequences of its earlier incarnations have no reader and go; where there may be an
+        heir, after a while."""
         if not self._gateways.hear(gateway_id, incarnation, self._awake.at(now_s)):
             return
         for held in self._of_gateway(gateway_id):
-            if held.gateway_incarnation != incarnation:
+            if held.gateway_incarnation == incarnation:
+                continue
+            if not held.heir_digest:
                 self.cancel(held.ref, FinishReason.GATEWAY_LOST, now_s)
+            elif held.orphaned_s is None:
+                held.orphaned_s = now_s
 
     def tick(self, now_s: float) -> None:
         """Let time pass: ends kept too long are forgotten, sequences whose gateway fell silent end."""
@@ -307,6 +318,10 @@ class SequenceTable:
         lost = [held for name in silent for held in self._of_gateway(name) if held.alive]
         for held in lost:
             self.end(held, FinishReason.GATEWAY_LOST, now_s)
+        for held in list(self._held.values()):
+            orphaned_s = held.orphaned_s
+            if orphaned_s is not None and now_s - orphaned_s > self._limits.gateway_timeout_s:
+                self.cancel(held.ref, FinishReason.GATEWAY_LOST, now_s)
 
     def check_integrity(self) -> None:
         """AssertionError unless blocks are conserved and every sequence is consistent with its state."""

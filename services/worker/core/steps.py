@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from services.worker.core.frames import AddressedFrame, assemble, fetched
 from services.worker.core.owners import is_scheduler
 from services.worker.core.plans import PlanQueue, PutOff, QueuedPlan, StepWork, WorkItem
-from services.worker.core.reports import Identity, SpeedMeter, StepReports
+from services.worker.core.reports import Identity, SpeedMeter, StepReports, StepTally
 from services.worker.core.sampling import Sampled
 from services.worker.core.sequence import HeldSequence
 from services.worker.core.sequences import SequenceTable
@@ -27,13 +27,16 @@ from shared.messages.plans import (
     WorkerStepped,
 )
 from shared.messages.reports import GatewayReported, WorkerReported
-from shared.messages.sequence import SequenceKey, SequenceRef
+from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef
 from shared.messages.tokens import AcknowledgeEnds, ExtendSequence, FetchedTokens, FetchTokens
+from shared.messages.values import as_count
+from shared.release import PROTOCOL
 
 _MOST_TOKENS, _LEAST_RESUMED = 512, 64
 """A step that has as many planned computes fewer of what was put off."""
 _MOST_OBSERVED_BYTES = 262_144
 """Of hidden states in one message; what is beyond them is not sent."""
+_WHOLE = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class StepCore:
         self._table = table
         self._plans = PlanQueue()
         self._speed = speed or SpeedMeter()
+        self._tally = StepTally()
         self._is_held = False
 
     @property
@@ -89,7 +93,7 @@ class StepCore:
     def on_cancel(self, cancel: CancelSequence, now_s: float) -> StepEffects:
         """Raises ForeignSequence, as do the next three: then nothing has changed for its gateway."""
         gateway_id = cancel.gateway_id if is_scheduler(cancel.sender) else cancel.sender
-        self._table.cancel(cancel.ref, cancel.reason, now_s, gateway_id)
+        self._table.cancel(cancel.ref, cancel.reason, now_s, gateway_id, cancel.heir_key)
         return StepEffects()
 
     def on_acknowledge(self, acknowledged: AcknowledgeEnds, now_s: float) -> StepEffects:
@@ -97,7 +101,7 @@ class StepCore:
         return StepEffects()
 
     def on_fetch(self, fetch: FetchTokens) -> FetchedTokens:
-        self._table.check_owner(fetch.ref, fetch.sender)
+        self._table.check_owner(fetch.ref, fetch.sender, fetch.heir_key)
         return fetched(self._table.find(fetch.ref), fetch.first_index)
 
     def on_extend(self, extend: ExtendSequence) -> StepEffects:
@@ -174,6 +178,8 @@ class StepCore:
         for item, token in zip(work.items, tokens, strict=True):
             commit(item, token, now_s)
             if item.samples and not item.sequence.rehearsal:
+                if item.end_token == item.sequence.prompt_tokens + item.sequence.sampling.forced_tokens:
+                    self._tally.on_first_token(now_s - item.sequence.received_s)
                 sampled.append((item.sequence, item.end_token - item.sequence.prompt_tokens))
                 if token is not None and token.state is not None and item.sequence.alive:
                     states.append(_state_of(item.sequence, token.state))
@@ -182,16 +188,20 @@ class StepCore:
         queued = work.queued
         if ended:
             queued.ended.update(sequence.ref for sequence in ended)
+            for sequence in ended:
+                if sequence.finish_reason in _WHOLE and not sequence.rehearsal:
+                    self._tally.on_last_token(now_s - sequence.received_s)
         queued.steps_done += 1
         queued.passed.update(work.passed)
         is_over = queued.over and queued.is_queued
         if is_over:
             self._plans.finish_head()
         prefilled_tokens, decoded_tokens = work.prefilled_tokens, work.decoded_tokens
-        prefill_s = self._speed.on_step(prefilled_tokens, decoded_tokens, step_s)
+        prefill_s = self._speed.on_step(prefilled_tokens, decoded_tokens, step_s, work.preceding_tokens)
         if prefill_s and self._table.prefixes is not None:
             self._table.prefixes.on_prefilled(prefilled_tokens, prefill_s)
         self._reports.on_step(prefilled_tokens, decoded_tokens)
+        self._tally.on_step(prefilled_tokens + decoded_tokens)
         frames = self._frames(sampled, ended)
         observed = self._observed(states) if states else None
         if not (queued.report_is_due or ended or work.has_news):
@@ -226,12 +236,16 @@ class StepCore:
             host=self._identity.host,
             weights=self._identity.weights,
             prefill_tokens_per_s=self._speed.prefill_tokens_per_s,
+            prefill_context_tokens=as_count(round(self._speed.prefill_context_tokens)),
             decode_step_s=self._speed.decode_step_s,
             fingerprint=self._identity.fingerprint,
             caches_prefixes=prefixes is not None,
             host_block_s=0.0 if prefixes is None else prefixes.cache.gate.block_s(Tier.HOST),
             cache=None if prefixes is None else prefixes.cache.report(),
             swap_room_blocks=0 if prefixes is None else prefixes.cache.keepable_blocks,
+            shadow_room_blocks=0 if prefixes is None else prefixes.cache.shadows.room_blocks(now_s),
+            steps=self._tally.report(),
+            protocol=PROTOCOL,
         )
 
     def check_integrity(self) -> None:

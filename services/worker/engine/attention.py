@@ -30,7 +30,6 @@ from services.worker.engine.partition import (
     split_by_window,
 )
 from services.worker.kv.tiers.resident import ResidentKv
-from services.worker.pie.store import LayerStore
 from shared.errors import ConfigError, InternalError
 
 if TYPE_CHECKING:
@@ -86,9 +85,8 @@ class PagedAttention:
     """The KV pools of all layers, and attention over them for one step at a time.
 
     `begin` is called before each forward with the spans of the packed input; the first `decodes` have one
-    token each and are sorted by position. `mode`: see `native.library.choose`. With a `store` the pools are
-    its: they change from layer to layer and step to step. With `resident` some blocks lie outside of the
-    pools. With either each layer is waited for (`enter`, `leave`).
+    token each and are sorted by position. `mode`: see `native.library.choose`. With `resident` some blocks
+    lie outside of the pools, and each layer is waited for (`enter`, `leave`).
     """
 
     library: ctypes.CDLL | None
@@ -109,7 +107,6 @@ class PagedAttention:
         device: torch.device,
         mode: native.AttentionMode = "auto",
         threads: int = 1,
-        store: LayerStore | None = None,
         resident: ResidentKv | None = None,
     ) -> None:
         self.name = f"kvasir_{next(_numbers)}"
@@ -123,12 +120,9 @@ class PagedAttention:
         """By window: the engine's own part of the present step, where that is not all of it."""
         self.windows = [shape.window_tokens for shape in layers]
         """Of each layer."""
-        self.store = store
         self.resident = resident
         if resident is not None:
             self.pools = resident.pools()
-        elif store is not None:
-            self.pools = [store.memory.views(0) for _ in layers]
         else:
             self.pools = [make_pools(shape, kv_blocks, block_tokens, dtype, device) for shape in layers]
         self.library = native.choose(mode, device=device, dtype=dtype)
@@ -137,11 +131,9 @@ class PagedAttention:
             in_arena = resident is not None
             self._native = NativeBackend(self.library, self.pools, threads, in_arena=in_arena)
         self.triton = _make_triton(self.pools, block_tokens, device) if mode != "torch" else None
-        self._backend: Backend = (
-            self._native or self.triton or TorchBackend(self.pools, block_tokens, dtype, device)
-        )
+        self._backend: Backend = self._native or self.triton or self._in_torch(self.pools)
         self.begin((), 0)
-        self._partial = self.partial_backend(self.pools) if self.triton is None and store is None else None
+        self._partial = self.partial_backend(self.pools) if self.triton is None else None
         AttentionInterface.register(self.name, self)
 
     @property
@@ -159,20 +151,27 @@ class PagedAttention:
         if self.library is not None:
             in_arena = self.resident is not None and pools is self.pools
             return NativeBackend(self.library, pools, self.threads, in_arena=in_arena)
-        return TorchBackend(pools, self._block_tokens, self._dtype, self._device)
+        return self._in_torch(pools)
+
+    def _in_torch(self, pools: Sequence[Pools]) -> TorchBackend:
+        arena = self.resident.arena if self.resident is not None and pools is self.pools else None
+        return TorchBackend(pools, self._block_tokens, self._dtype, self._device, arena=arena)
 
     def extend(self, homes: Homes, remote: RemoteAttention) -> None:
         """From now on blocks may be elsewhere. Raises ConfigError where parts cannot be joined."""
         if self._partial is None:
-            raise ConfigError(
-                "attention over borrowed blocks runs on the CPU only, and without Pie", param="device"
-            )
+            raise ConfigError("attention over borrowed blocks runs on the CPU only", param="device")
         self._remote = homes, MeteredRemote(remote)
 
     @property
     def remote_block_s(self) -> float:
         """See `MeteredRemote.block_s`."""
         return 0.0 if self._remote is None else self._remote[1].block_s
+
+    @property
+    def remote_total_s(self) -> float:
+        """That steps have waited for creditors since the start."""
+        return 0.0 if self._remote is None else self._remote[1].total_s
 
     def begin(self, spans: Sequence[Span], decodes: int) -> None:
         """Raises ValueError for a block that nobody holds, or a table without room for its span."""
@@ -185,7 +184,7 @@ class PagedAttention:
             resident.point(packed.blocks)
         self._is_reading = self.is_partitioned or (resident is not None and resident.is_streaming)
         self.slots = torch.from_numpy(packed.slots).to(self._device)
-        self._backend.begin(spans, decodes, packed)
+        self._backend.begin(spans, decodes, packed, None if resident is None else resident.tables)
         if self._native is not None:
             self.native_spans = self._native.spans(None)
 
@@ -275,17 +274,11 @@ class PagedAttention:
         """The layer attends next: its KV is there when this returns."""
         if self.resident is not None:
             self.resident.enter(layer)
-        if self.store is not None:
-            self.pools[layer] = self.store.enter(layer)
-            if self._native is not None:
-                self._native.repoint(layer, self.pools[layer])
 
     def leave(self, layer: int) -> None:
         """The layer's KV is done with, for this step."""
         if self.resident is not None:
             self.resident.leave(layer)
-        if self.store is not None:
-            self.store.leave(layer)
 
     def send(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: paged.Shape

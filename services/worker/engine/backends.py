@@ -20,7 +20,15 @@ Pools = tuple[torch.Tensor, torch.Tensor]
 class Backend(Protocol):
     """Who attends: one step at a time, any layer's pools."""
 
-    def begin(self, spans: Sequence[Span], decodes: int, packed: PackedSpans) -> None: ...
+    def begin(
+        self,
+        spans: Sequence[Span],
+        decodes: int,
+        packed: PackedSpans,
+        tables: torch.Tensor | None = None,
+    ) -> None:
+        """`tables`: `packed.blocks`, int32 on the device, where they change from layer to layer."""
+        ...
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """`keys`, `values` `[rows, kv_heads, …]` to `slots`, int64 `[rows]`."""
@@ -78,11 +86,13 @@ class NativeBackend:
     def pool(self, layer: int) -> native.KvPool:
         return self._pools[layer]
 
-    def repoint(self, layer: int, pools: Pools) -> None:
-        """The layer's K and V are elsewhere from now on."""
-        self._pools[layer] = native.describe_pool(*pools)
-
-    def begin(self, spans: Sequence[Span], decodes: int, packed: PackedSpans) -> None:
+    def begin(
+        self,
+        spans: Sequence[Span],
+        decodes: int,
+        packed: PackedSpans,
+        tables: torch.Tensor | None = None,
+    ) -> None:
         self._packed = packed
         self._spans.clear()
 
@@ -136,20 +146,38 @@ class TorchBackend:
     """The reference: blocks are gathered, and torch attends over the copies."""
 
     def __init__(
-        self, pools: Sequence[Pools], block_tokens: int, dtype: torch.dtype, device: torch.device
+        self,
+        pools: Sequence[Pools],
+        block_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        arena: Pools | None = None,
     ) -> None:
+        """`arena`: all pools, which are of one size, one after the other; each may read in the others."""
         self._pools = pools
+        self._arena = arena
         self._block_tokens = block_tokens
         self._dtype = dtype
         self._device = device
         self._scratch = paged.GatherScratch(device)
         self._spans: Sequence[Span] = ()
         self._decodes = 0
+        self._packed = pack((), 1)
+        self._tables = torch.empty(0, dtype=torch.int32, device=device)
         self._layouts: dict[int | None, Layout] = {}
 
-    def begin(self, spans: Sequence[Span], decodes: int, packed: PackedSpans) -> None:
+    def begin(
+        self,
+        spans: Sequence[Span],
+        decodes: int,
+        packed: PackedSpans,
+        tables: torch.Tensor | None = None,
+    ) -> None:
         self._spans = spans
         self._decodes = decodes
+        self._packed = packed
+        self._tables = torch.from_numpy(packed.blocks).to(self._device) if tables is None else tables
         self._layouts.clear()
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
@@ -167,13 +195,14 @@ class TorchBackend:
         shape: paged.Shape,
         window_tokens: int | None,
     ) -> torch.Tensor:
-        k_pool, v_pool = self._pools[layer]
+        k_pool, v_pool = self._readable(layer)
         layout = self._layout(window_tokens)
         output = queries.new_empty(queries.shape[0], queries.shape[1], values.shape[2])
         for group in layout.groups:
             rows = slice(group.start, group.end)
+            tables = self._located(layer, self._tables[group.tables])
             output[rows], _ = paged.attend_blocks(
-                queries[rows], k_pool, v_pool, group.tables, group.mask, shape, self._scratch
+                queries[rows], k_pool, v_pool, tables, group.mask, shape, self._scratch
             )
         for span in layout.spans:
             rows = slice(span.start, span.end)
@@ -181,14 +210,14 @@ class TorchBackend:
             if span.mask is None:
                 parts.append(paged.attend_chunk(queries[rows], keys[rows], values[rows], shape))
             if span.context_tokens:
-                parts.append(self._attend_context(queries[rows], k_pool, v_pool, span, shape))
+                parts.append(self._attend_context(layer, queries[rows], span, shape))
             output[rows] = parts[0][0] if len(parts) == 1 else _merged(parts)
         return output
 
     def attend_part(
         self, layer: int, packed: PackedSpans, queries: torch.Tensor, shape: paged.Shape
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        k_pool, v_pool = self._pools[layer]
+        k_pool, v_pool = self._readable(layer)
         output = torch.zeros(queries.shape[0], queries.shape[1], v_pool.shape[3], device=queries.device)
         lse = torch.full(queries.shape[:2], float("-inf"), device=queries.device)
         for span in range(len(packed.first_position)):
@@ -203,7 +232,7 @@ class TorchBackend:
                 queries[rows],
                 k_pool,
                 v_pool,
-                table.long().to(k_pool.device),
+                self._located(layer, table.long().to(k_pool.device)),
                 tokens,
                 first,
                 shape,
@@ -212,23 +241,31 @@ class TorchBackend:
         return output, lse
 
     def _attend_context(
-        self,
-        queries: torch.Tensor,
-        k_pool: torch.Tensor,
-        v_pool: torch.Tensor,
-        span: PrefillSpan,
-        shape: paged.Shape,
+        self, layer: int, queries: torch.Tensor, span: PrefillSpan, shape: paged.Shape
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        table, context_tokens = span.table, span.context_tokens
+        table, context_tokens = self._located(layer, self._tables[span.table]), span.context_tokens
         return paged.attend_context(
-            queries, k_pool, v_pool, table, context_tokens, shape, self._scratch, mask=span.mask
+            queries, *self._readable(layer), table, context_tokens, shape, self._scratch, mask=span.mask
         )
+
+    def _readable(self, layer: int) -> Pools:
+        """What a layer reads in."""
+        return self._pools[layer] if self._arena is None else self._arena
+
+    def _located(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
+        """Where a layer's blocks are in what it reads."""
+        return blocks if self._arena is None else blocks + layer * len(self._pools[0][0])
 
     def _layout(self, window_tokens: int | None) -> Layout:
         layout = self._layouts.get(window_tokens)
         if layout is None:
+            # Entries of the step's tables in the place of blocks: what those say may change.
+            starts = self._packed.table_start.tolist()
             layout = self._layouts[window_tokens] = build(
-                self._spans,
+                [
+                    Span(span.first_position, span.count, range(start, start + len(span.blocks)))
+                    for span, start in zip(self._spans, starts, strict=False)
+                ],
                 self._decodes,
                 block_tokens=self._block_tokens,
                 window_tokens=window_tokens,

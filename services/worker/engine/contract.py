@@ -11,7 +11,7 @@ from services.worker.kv.core.block_pool import BlockPool
 if TYPE_CHECKING:
     from services.worker.engine.attention import PagedAttention
     from services.worker.kv.tiers.records import LayerPools
-    from services.worker.pie.assembly import Pie
+    from services.worker.pie.blocks import BlockPie
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
@@ -73,12 +73,7 @@ class AttendingEngine(Engine, Protocol):
     """An engine with attention of its own over paged pools: what can attend to parts of keys."""
 
     @property
-    def pie(self) -> "Pie | None": ...
-
-    @property
-    def moves_layers(self) -> bool:
-        """Whether blocks lie in no fixed place, because Pie swaps whole layers."""
-        ...
+    def pie(self) -> "BlockPie | None": ...
 
     @property
     def pools(self) -> "LayerPools": ...

@@ -16,21 +16,20 @@ from services.worker.engine.grammar_masks import GrammarMasks
 from services.worker.engine.layout import Span
 from services.worker.engine.loading import LoadedModel, layout_name, model_digest
 from services.worker.engine.native.library import AttentionMode, choose
-from services.worker.engine.native.stream import opener
 from services.worker.engine.sampler import sample
 from services.worker.engine.states import tap_of
+from services.worker.engine.stream import stream_opener
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.tiers.records import Records, records_of
 from services.worker.kv.tiers.resident import ResidentKv
-from services.worker.pie.assembly import LayerPie, assemble
+from services.worker.pie.assembly import BlockShape, assemble
 from services.worker.pie.blocks import BlockPie
 from services.worker.pie.core.forecast import DecodeCost
 from services.worker.pie.core.sizes import most_fifo_layers
-from services.worker.pie.memory import BlockShape
 from services.worker.pie.settings import PieSettings
 from shared.blocks import fingerprint
 from shared.clock import Clock, monotonic_s
-from shared.errors import ConfigError, InternalError
+from shared.errors import InternalError
 from shared.messages.sequence import Sampling
 
 
@@ -59,9 +58,11 @@ class TorchEngine:
         pie: PieSettings | None = None,
         grammars: GrammarMasks | None = None,
         states_every: int = 0,
+        host_blocks: int = 0,
     ) -> None:
-        """Without `grammars` a row that has one fails. With `states_every` a hidden state goes with an
-        answer's first token, and with one in so many (`engine.states`)."""
+        """Under Pie there is host memory for `host_blocks` of a prefix cache, too. Without `grammars` a row
+        that has one fails. With `states_every` a hidden state goes with an answer's first token, and with one
+        in so many (`engine.states`)."""
         self._model = model
         self._grammars = grammars
         self.weights = model_digest(model.module)
@@ -73,9 +74,9 @@ class TorchEngine:
         )
         self.kv_blocks = kv_blocks
         self.block_tokens = block_tokens
-        library = choose(attention, device=model.device, dtype=model.dtype)
-        self.pie: LayerPie | BlockPie | None = None
-        if pie is not None and _is_swapped(pie, model.layers, can_swap_blocks=library is not None):
+        open_stream = stream_opener(choose(attention, device=model.device, dtype=model.dtype), model.device)
+        self.pie: BlockPie | None = None
+        if pie is not None and _is_swapped(pie, model.layers, can_swap_blocks=open_stream is not None):
             self.pie = assemble(
                 pie,
                 [
@@ -83,9 +84,9 @@ class TorchEngine:
                     for each in model.layers
                 ],
                 lambda blocks: make_pools(model.layers[0], blocks, block_tokens, model.dtype, model.device),
+                open_stream,
                 device_blocks=kv_blocks,
-                device=model.device,
-                open_stream=None if library is None else opener(library),
+                cache_blocks=host_blocks,
             )
             self.kv_blocks = self.pie.capacity_blocks
         self._attention = PagedAttention(
@@ -96,8 +97,7 @@ class TorchEngine:
             device=model.device,
             mode=attention,
             threads=threads,
-            store=self.pie.store if isinstance(self.pie, LayerPie) else None,
-            resident=self.pie.kv if isinstance(self.pie, BlockPie) else None,
+            resident=None if self.pie is None else self.pie.kv,
         )
         self._tap = tap_of(model.module.config.get_text_config(), states_every)
         self._forward = make_forward(model, self._attention, threads=threads, release=release, tap=self._tap)
@@ -124,13 +124,8 @@ class TorchEngine:
 
     @property
     def is_divisible(self) -> bool:
-        """Whether other workers may hold some of the keys: on the CPU, where layers stay where they are."""
-        return self.device_type == "cpu" and not self.moves_layers
-
-    @property
-    def moves_layers(self) -> bool:
-        """Whether Pie swaps whole layers."""
-        return isinstance(self.pie, LayerPie)
+        """Whether other workers may hold some of the keys: on the CPU."""
+        return self.device_type == "cpu"
 
     @property
     def own_ids(self) -> int:
@@ -138,9 +133,7 @@ class TorchEngine:
         return self._resident.residency.ids if self._resident is not None else self.kv_blocks
 
     def records(self) -> Records:
-        """Its blocks as rows of bytes, for one thread. Raises ConfigError where layers move about."""
-        if self.moves_layers:
-            raise ConfigError("blocks lie in no fixed place: set pie.form blocks", param="pie.form")
+        """Its blocks as rows of bytes, for one thread."""
         return records_of(self.pools) if self._resident is None else self._resident.records()
 
     @property
@@ -171,10 +164,10 @@ class TorchEngine:
     def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
         if self.pie is None:
             return self._step_in_order(rows)
-        room_blocks = None if self._resident is None else self._resident.residency.room_blocks
+        room_blocks = self.pie.kv.residency.room_blocks
         if room_blocks is not None and _written_blocks(rows, self.block_tokens) > room_blocks:
             return self._step_in_parts(rows, room_blocks)
-        self.pie.step_begins((row.blocks for row in rows), (_written(row, self.block_tokens) for row in rows))
+        self.pie.step_begins()
         sampled = self._step_in_order(rows)
         is_decoding = all(len(row.tokens) == 1 for row in rows)
         self.pie.step_ends(sum(each is not None for each in sampled), is_decoding=is_decoding)
@@ -234,19 +227,13 @@ class TorchEngine:
         return drawn
 
 
-def _written(row: Row, block_tokens: int) -> Sequence[int]:
-    """The blocks that the row's keys and values go to."""
-    end = row.first_position + len(row.tokens)
-    return row.blocks[row.first_position // block_tokens : -(-end // block_tokens)]
-
-
 def _is_swapped(pie: PieSettings, layers: Sequence[LayerShape], *, can_swap_blocks: bool) -> bool:
-    """Whether there is Pie: where nobody asked for it, only in blocks, and of a model that it can be of."""
+    """Whether there is Pie: where nobody asked for it, only of a model that it can be of."""
     if pie.enabled != "auto":
         return pie.enabled
     sizes = {(layer.kv_heads, layer.head_dim, layer.value_dim) for layer in layers}
     is_possible = len(sizes) == 1 and most_fifo_layers(len(layers)) > 0
-    return pie.form == "blocks" and can_swap_blocks and is_possible
+    return can_swap_blocks and is_possible
 
 
 def _written_blocks(rows: Sequence[Row], block_tokens: int) -> int:

@@ -16,7 +16,7 @@ from services.worker.engine.attention import PagedAttention
 from services.worker.engine.llama_parts import JoinedLayer, join_layer
 from services.worker.engine.loading import LoadedModel, replace_attention
 from services.worker.engine.logits import Logits
-from services.worker.engine.native.llama import NativeLlama, SwappedLlama, is_computable
+from services.worker.engine.native.llama import NativeLlama, is_computable
 from services.worker.engine.paged import Shape
 from services.worker.engine.states import StateTap
 
@@ -134,19 +134,14 @@ def make_forward(
     With `release` a path with weights of its own takes the module's away. `tap` is filled on the way, but for
     CUDA's path.
     """
-    is_fixed = attention.store is None  # CUDA graphs hold on to where the pools were.
-    if attention.triton is not None and is_fixed and isinstance(model.module, LlamaForCausalLM):
+    if attention.triton is not None and isinstance(model.module, LlamaForCausalLM):
         from services.worker.engine.gpu import llama as gpu_llama  # imports Triton
 
         if gpu_llama.is_computable(model.module):
-            return gpu_llama.with_graphs(model.module, attention.triton, model.max_positions)
+            return gpu_llama.with_graphs(model.module, attention.triton, model.max_positions, gate=attention)
     if not (isinstance(model.module, LlamaForCausalLM) and is_plain(model.module)):
         return TransformersForward(model, attention, tap)
     library = attention.library
     if library is not None and is_computable(model.module):
-        if attention.store is not None:
-            return SwappedLlama(
-                model.module, attention, attention.store, library, threads=threads, release=release, tap=tap
-            )
         return NativeLlama(model.module, attention, library, threads=threads, release=release, tap=tap)
     return LlamaForward(model.module, attention, tap)

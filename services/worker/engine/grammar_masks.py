@@ -189,24 +189,37 @@ class GrammarMasks:
             self._answers.move_to_end(key)
             while len(self._answers) > _MOST_MATCHERS:
                 self._answers.popitem(last=False)
-        first = len(point.tokens) - point.index + answer.accepted
-        for token in point.tokens[first:]:
+        news = point.tokens[len(point.tokens) - point.index + answer.accepted :]
+        look_at = self._last_look(answer, answer.accepted + len(news), limit)
+        for token in news:
             answer.is_broken = answer.is_broken or not answer.matcher.accept(token)
             answer.accepted += 1
-            self._look(answer, limit)
+            if answer.accepted == look_at and not answer.is_broken:
+                self._look(answer, limit)
         return answer
 
-    def _look(self, answer: _Answer, max_tokens: int) -> None:
-        """Now and then, near its limit: whether it should close. At the same places whoever computes it; the
-        first token does not wait for what that takes to know."""
-        left_tokens = max_tokens - answer.accepted
-        is_first = answer.accepted == 1 and left_tokens <= _NEAR_TOKENS
-        if answer.is_broken or left_tokens > _FAR_TOKENS or (left_tokens % _OFTEN and not is_first):
-            return
+    def _last_look(self, answer: _Answer, until: int, max_tokens: int) -> int:
+        """At which of the tokens up to `until` an answer is looked at last; 0: at none. What earlier looks
+        found does not matter any more: an answer that goes on elsewhere does without them."""
+        looks = (at for at in range(until, answer.accepted, -1) if self._look_every(answer, at, max_tokens))
+        return next(looks, 0)
+
+    def _look_every(self, answer: _Answer, at: int, max_tokens: int) -> int:
+        """How many tokens it is to the next look where there is one after so many tokens; else 0. At the same
+        places whoever computes it; the first token does not wait for what that takes to know."""
+        left_tokens = max_tokens - at
+        is_first = at == 1 and left_tokens <= _NEAR_TOKENS
+        if left_tokens > _FAR_TOKENS or (left_tokens % _OFTEN and not is_first):
+            return 0
         unit_tokens = answer.unit_tokens.result(_DEADLINE_S)
         every = _OFTEN if left_tokens <= 2 * unit_tokens + _NEAR_TOKENS else _SELDOM
-        if unit_tokens and (left_tokens % every == 0 or is_first):
-            answer.is_closing = self._closer.is_due(answer.matcher, left_tokens, unit_tokens, every)
+        return every if unit_tokens and (left_tokens % every == 0 or is_first) else 0
+
+    def _look(self, answer: _Answer, max_tokens: int) -> None:
+        """Whether it should close."""
+        every = self._look_every(answer, answer.accepted, max_tokens)
+        unit_tokens, left_tokens = answer.unit_tokens.result(_DEADLINE_S), max_tokens - answer.accepted
+        answer.is_closing = self._closer.is_due(answer.matcher, left_tokens, unit_tokens, every)
 
     @property
     def _closer(self) -> Closer:

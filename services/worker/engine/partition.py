@@ -356,6 +356,8 @@ class MeteredRemote:
         self.block_s = 0.0
         """A decode step takes so much longer for each block in use that lies elsewhere. Smoothed; 0 before
         the first."""
+        self.total_s = 0.0
+        """Of all steps that ended."""
         self._remote = remote
         self._clock = clock
         self._blocks = 0
@@ -394,6 +396,7 @@ class MeteredRemote:
         began_s = self._clock()
         self._remote.end()
         self._spent_s += self._clock() - began_s
+        self.total_s += self._spent_s
         if self._blocks:
             measured_s = self._spent_s / self._blocks
             self.block_s = averaged(self.block_s or None, measured_s, WEIGHT)

@@ -1,5 +1,7 @@
 """Settings of engines other than the native one."""
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -26,6 +28,9 @@ class VllmConfig(BaseModel):
     )
     tensor_parallel: int = Field(
         default=1, ge=1, description="processes that each compute a part of every layer; on a CPU"
+    )
+    model_runner: Literal["auto", "v1", "v2"] = Field(
+        default="auto", description="of vLLM's two: the one that it chooses itself, or this one"
     )
     max_rows: int = Field(default=256, ge=1, description="sequences that vLLM's buffers hold in one step")
     max_step_tokens: int = Field(

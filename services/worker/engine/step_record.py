@@ -7,6 +7,8 @@ from collections.abc import Collection
 
 from services.worker.core.plans import StepWork
 from services.worker.core.steps import StepEffects
+from services.worker.engine.step_spans import StepSpans
+from shared import spans
 from shared.messages.sequence import SequenceKey
 from shared.recorder import Batch, Recorder
 
@@ -19,6 +21,7 @@ class StepRecord:
         self._recorder = recorder
         self._busy_s = 0.0
         """That the engine computed since the start."""
+        self._spans = StepSpans(recorder.instance) if spans.is_on() else None
         self._waiting: set[SequenceKey] = set()
         """Those that wait for stored blocks."""
 
@@ -37,8 +40,11 @@ class StepRecord:
                 disk_blocks=disk,
             )
 
-    def ran(self, work: StepWork, began_s: float, step_s: float, effects: StepEffects) -> None:
-        """The engine has computed this; `effects` are what the core made of it."""
+    def ran(
+        self, work: StepWork, began_s: float, step_s: float, effects: StepEffects, remote_s: float = 0.0
+    ) -> None:
+        """The engine has computed this; `effects` are what the core made of it. `remote_s` of it waited for
+        creditors."""
         plan = work.queued.plan
         chunks = []
         decodes = []
@@ -54,9 +60,13 @@ class StepRecord:
             "epoch": plan.epoch,
             "heard_s": work.queued.received_s,
         }
+        if remote_s > 0.0:
+            fields["remote_s"] = remote_s
         if effects.stepped:
             fields["free_blocks"] = effects.stepped[-1].free_blocks
         self._busy_s += step_s
+        if self._spans is not None:
+            self._spans.ran(work, began_s, step_s)
         self._recorder.file(began_s, "step", Batch(chunks, decodes, fields))
 
     def said(self, effects: StepEffects, now_s: float) -> None:
@@ -72,6 +82,8 @@ class StepRecord:
                     reason=str(ended.finish_reason),
                     generated_tokens=ended.generated_tokens,
                 )
+                if self._spans is not None:
+                    self._spans.ended(ended)
 
     def waits(self, put_off: Collection[SequenceKey], now_s: float) -> None:
         """Who waits for stored blocks, as of now."""

@@ -1,7 +1,7 @@
 """What the prefix cache did, tier by tier, in numbers: for metrics and for people. Reads, changes nothing."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from prometheus_client import Gauge
@@ -53,8 +53,18 @@ class CacheFigures:
     """Blocks copied to the host before they had to leave the device."""
     saved_late: int
     """Those whose copy the engine waited for."""
+    adopted: int
+    """Those that lay there already, in use."""
     kept_blocks: int
     """Of sequences that were taken off the device and are not back."""
+    shadow_blocks: int
+    """On the host now, of sequences that run on other workers."""
+    shadow_blocks_kept: int
+    """That ever were."""
+    shadows_used: int
+    """Of these, those that a sequence here has used."""
+    shadows_dropped: int
+    """Those that had to leave."""
 
     def details(self) -> dict[str, Any]:
         """What `python -m services status` shows."""
@@ -72,7 +82,9 @@ class CacheFigures:
             "prefix_misses": self.misses,
             "prefetched_blocks": self.prefetched,
             "saved_late_blocks": self.saved_late,
+            "adopted_blocks": self.adopted,
             "swapped_blocks": self.kept_blocks,
+            **{f.name: getattr(self, f.name) for f in fields(self) if f.name.startswith("shadow")},
             "prefix_tiers": rows,
         }
 
@@ -107,7 +119,12 @@ def read_figures(store: KvStore) -> CacheFigures:
         prefetched=counts["prefetched"],
         saved_ahead=counts["saved_ahead"],
         saved_late=counts["saved_late"],
+        adopted=counts["adopted"],
         kept_blocks=store.cache.kept_blocks,
+        shadow_blocks=store.cache.shadows.blocks,
+        shadow_blocks_kept=store.cache.shadows.kept_in_all,
+        shadows_used=counts["shadows_used"],
+        shadows_dropped=counts["shadows_dropped"],
     )
 
 
@@ -147,6 +164,11 @@ class CacheMetrics:
                 ("prefetched", "Blocks that were read ahead."),
                 ("saved_ahead", "Blocks copied to the host before they had to leave the device."),
                 ("saved_late", "Blocks whose copy to the host the engine waited for."),
+                ("adopted", "Blocks that were on the host already when they left the pool."),
+                ("shadow_blocks", "On the host, copies of blocks of sequences that run on other workers."),
+                ("shadow_blocks_kept", "Such copies made since the start."),
+                ("shadows_used", "Of these, copies that a sequence here has used."),
+                ("shadows_dropped", "Of these, copies that had to leave."),
             )
         }
 

@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 
 from services.worker.kv.audit import SampledAudit
 from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.grown_pool import GrownPool
 from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
 from services.worker.kv.core.radix_tree import Tier
@@ -22,6 +23,7 @@ from services.worker.kv.tiers.host import HostTier
 from services.worker.kv.tiers.records import LayerPools, Records
 from services.worker.kv.tiers.slotfile import Geometry
 from services.worker.kv.transfers import TransferEngine
+from shared.errors import ConfigError
 from shared.log import canonical, get_logger
 
 _log = get_logger("worker.kv")
@@ -104,24 +106,36 @@ def open_store(
 ) -> KvStore:
     """The cache of `engine`'s blocks, with what an earlier run of `instance` left on disk.
 
-    A disk tier that cannot be had is warned of and left out. Raises ConfigError for an unknown order.
+    A disk tier that cannot be had is warned of and left out. Raises ConfigError for an unknown order, and for
+    more on the host than an engine that has its own blocks there was made for.
     """
     records = engine.records()
     size = records.record_bytes
-    host_blocks = config.host_blocks or config.host_mb * _MEGA // size
+    host_blocks = config.host_slots(size)
     disk_blocks = config.disk_mb * _MEGA // size
     disk = None
     if disk_blocks:
         path = Path(config.disk_path) / f"{instance}.kv"
         disk = open_disk(path, Geometry(engine.fingerprint, size, disk_blocks), sums)
     throttles = Throttles.of(config.host_bytes_per_s, config.disk_bytes_per_s)
-    host = HostTier(host_blocks, size, engine.fingerprint, sums)
+    host = HostTier(host_blocks, size, engine.fingerprint, sums, records.host_rows)
     mover = TierMover(transfers, records, host, disk, lambda ended: ended.apply(cache), throttles)
     kept_blocks = int(host_blocks * config.swap_share)
-    tiers = Tiers(host_blocks, disk_blocks if disk else 0, config.eviction, config.seed, kept_blocks)
+    shadow_blocks = int(host_blocks * config.shadow_share)
+    tiers = Tiers(
+        host_blocks, disk_blocks if disk else 0, config.eviction, config.seed, kept_blocks, shadow_blocks
+    )
     gate = CostGate()
     gate.profile(Tier.HOST, mover.profile(engine.kv_blocks))
-    cache = PrefixCache(engine.make_pool(), tiers, mover, gate)
+    pool = engine.make_pool()
+    if isinstance(pool, GrownPool) and pool.cache_rows < host_blocks:
+        raise ConfigError(
+            f"the engine has host memory for {pool.cache_rows} blocks of a prefix cache, not {host_blocks}",
+            param="prefix_cache.host_mb",
+        )
+    cache = PrefixCache(pool, tiers, mover, gate)
+    if isinstance(pool, GrownPool):
+        pool.watch(cache.on_moved_block, lambda block: cache.verify(block, host.is_intact))
     restored = 0 if disk is None else cache.restore(disk.stored())
     canonical(
         _log,

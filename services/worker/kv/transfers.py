@@ -3,7 +3,7 @@
 One thread copies what somebody waits for, another what can wait, and is polite to the engine's:
 
     a load for a sequence > blocks from and for other workers > reads ahead       (urgent thread)
-    stores written through to the host > writes to disk                          (polite thread)
+    stores written through to the host > writes to disk > shadows               (polite thread)
 
 What a running step brings in from elsewhere, layer by layer, has a thread (`kv.tiers.resident`) or a link
 (`peers.attention`) of its own, and goes before all that nobody waits for: that is held until the step is
@@ -52,6 +52,8 @@ class Route(IntEnum):
     """Device to host, written through."""
     WRITE = 5
     """Host to disk."""
+    SHADOW = 6
+    """Of a running sequence, to or from another worker's host memory, should this one or that one die."""
 
     @property
     def is_waited_for(self) -> bool:
@@ -108,15 +110,11 @@ class Ticket(Generic[T]):
 
     def give_up(self) -> bool:
         """Nobody wants it any more. True: it will never begin. False: it is at it or over, and still writes
-        where it was told to until it `has_ended`. It is answered either way."""
+        where it was told to until `wait` says that it has ended. It is answered either way."""
         if not self.claim():
             return False
         self.run(is_wanted=False)
         return True
-
-    @property
-    def has_ended(self) -> bool:
-        return self._ended.is_set()
 
     def wait(self, timeout_s: float) -> bool:
         """Until it has ended; False when it has not in time."""
@@ -234,6 +232,7 @@ class TransferEngine:
             "transferred_mb": ", ".join(
                 f"{route.name.lower()} {each.size_bytes / 1e6:.1f}" for route, each in moved.items()
             ),
+            "transfers_open": self.open_copies,
             "transfers_lost": sum(each.lost for each in self.figures.values()),
         }
 

@@ -86,6 +86,24 @@ class CacheDoor:
         if blocks:
             self._door.give(lambda core, _: self._cache.release(blocks))
 
+    def known_shadows(self, names: Sequence[BlockHash]) -> "Future[int]":
+        """How many of these, from the first on, are stored anywhere here; see there. Raises Overloaded."""
+        return self._door.ask(lambda core, now_s: self._cache.shadows.known(names, now_s))
+
+    async def shadow_room(self, blocks: int, kept: Sequence[BlockHash]) -> list[int]:
+        """Slots of the host, as far as shadows may have more; see there. Raises Overloaded."""
+        shadows = self._cache.shadows
+        return await self._door.take(
+            lambda core, now_s: shadows.room(blocks, now_s, kept),
+            lambda places: shadows.fill(places, (), None, 0.0),
+        )
+
+    def fill_shadows(
+        self, places: Sequence[int], names: Sequence[BlockHash], parent: BlockHash | None
+    ) -> "Future[int]":
+        """The first `len(names)` of these slots have arrived; see there."""
+        return self._door.give(lambda core, now_s: self._cache.shadows.fill(places, names, parent, now_s))
+
     async def make_room(self, blocks: int) -> list[int]:
         """Blocks to receive into; none when they would have to be taken from somebody. As many again stay
         free, so that plans that count on them are not refused. Raises Overloaded."""

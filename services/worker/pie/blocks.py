@@ -1,23 +1,23 @@
 """Pie in blocks: how many blocks of all layers lie outside, found while running.
 
-As with whole layers a *level* is the length of the paper's queue: 0, or 3 and more. At each the device's
-bytes hold as many blocks, and a step brings in no more bytes (docs/decisions/0021). Called by the engine's
-thread between two steps. Growing: buffers first, of blocks that are free or that the host has as well, then
-the pool. Shrinking: the pool at once, buffers when no more blocks are taken than stay. Source: papers/004
-§3.4, §4.1.
+A *level* is the length of the paper's queue of layers: 0, or 3 and more. At each the device's bytes hold as
+many blocks as with such a queue, and a step brings in no more bytes (docs/decisions/0021). Called by the
+engine's thread between two steps. Growing: buffers first, of blocks that are free or that the host has as
+well, then the pool. Shrinking: the pool at once, buffers when no more blocks are taken than stay. Source:
+papers/004 §3.4, §4.1.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from services.worker.kv.core.grown_pool import GrownPool
 from services.worker.kv.tiers.resident import OpenStream, ResidentKv, StreamFigures
-from services.worker.pie.core.expansion import ExpansionController, Window
+from services.worker.pie.core.expansion import Expansion, ExpansionController, Window
 from services.worker.pie.core.forecast import DecodeCost
-from services.worker.pie.core.meter import SwapMeter
+from services.worker.pie.core.meter import Direction, SwapMeter
 from services.worker.pie.core.sizes import (
     LEAST_FIFO_LAYERS,
     higher,
@@ -26,8 +26,6 @@ from services.worker.pie.core.sizes import (
     spare_blocks,
     swaps_in_blocks,
 )
-from services.worker.pie.core.swap import Direction
-from services.worker.pie.resize import Expansion
 from services.worker.pie.settings import PieSettings
 
 _log = logging.getLogger("kvasir.worker.pie")
@@ -69,7 +67,7 @@ class BlockGrowth:
         `block_s`: what bringing in one layer's block takes, as first known. `on_demand`: a level is for a
         sequence that is too long without it, and else only where `decode_cost` says before that it pays.
         """
-        self.meter = SwapMeter(kv.layers)
+        self.meter = SwapMeter()
         self._kv, self._controller, self._clock = kv, controller, clock
         self._on_demand = on_demand
         self.decode_cost: DecodeCost | None = None
@@ -141,7 +139,7 @@ class BlockGrowth:
         stall_s = now.stall_s - before.stall_s
         compute_s = max(0.0, self._clock() - self._began_s - stall_s)
         if stall_s:
-            self.meter.on_stall(0, stall_s)
+            self.meter.on_stall(stall_s)
         self._note_copies(before, now)
         self.meter.on_step(tokens, compute_s, stall_s, self._used(), is_decoding=is_decoding)
         self._iterations += 1
@@ -303,7 +301,8 @@ class BlockGrowth:
 
 @dataclass(frozen=True, slots=True)
 class BlockPie:
-    """Implements `Pie`: `kv` has the bytes, wherever they are."""
+    """One engine's: more blocks than the device holds. Called by the engine's thread; `kv` has the bytes,
+    wherever they are."""
 
     kv: ResidentKv
     growth: BlockGrowth
@@ -315,52 +314,53 @@ class BlockPie:
 
     @property
     def capacity_blocks(self) -> int:
+        """What plans may count on from the next one on."""
         return self.growth.capacity_blocks
 
     @property
     def most_blocks(self) -> int:
-        """See `Pie`."""
+        """What a sequence may count on, if it is alone."""
         return self.growth.most_blocks
 
     @property
     def lendable_share(self) -> float:
-        """See `Pie`."""
+        """Of the device's blocks, what other workers may have at most."""
         return self.growth.lendable_share
 
     def demand(self, blocks: int) -> None:
-        """See `Pie`."""
+        """A sequence needs so many, all in all, and cannot begin with fewer. To be repeated while it
+        waits."""
         self.growth.demand(blocks)
 
     def make_pool(self, block_tokens: int) -> GrownPool:
-        """See `Pie`."""
+        """The pool whose size follows."""
         return self.growth.make_pool(block_tokens)
 
     def watch(self, used_blocks: Callable[[], int], shed: Callable[[int], None]) -> None:
-        """See `Pie`."""
+        """Who keeps blocks that nobody uses: how many are used, and who lets others go."""
         self.growth.watch(used_blocks, shed)
 
     def expansion(self) -> Expansion:
         return self.growth.expansion()
 
     def rest(self) -> None:
-        """See `Pie`."""
+        """There is no step just now: a change of size goes on as far as that can be."""
         self.growth.rest()
 
-    def step_begins(self, blocks: Iterable[Sequence[int]], written: Iterable[Sequence[int]]) -> None:
-        """See `Pie`. Which blocks they are is told by the step's tables."""
+    def step_begins(self) -> None:
         self.growth.before_step()
 
     def step_ends(self, tokens: int, *, is_decoding: bool) -> None:
-        """See `Pie`."""
+        """It sampled so many tokens; `is_decoding`: and computed no prompt."""
         self.growth.after_step(tokens, is_decoding=is_decoding)
 
     def set_background(self, bytes_s: float) -> None:
-        """See `Pie`."""
+        """Others send so much over the link in each direction, for experiments on a CPU."""
         self.kv.pace(self.bandwidth_limit, bytes_s)
 
-    def close(self, deadline_s: float) -> bool:
+    def close(self) -> None:
+        """Nothing may be called any more."""
         self.kv.close()
-        return True
 
 
 def block_pie(
@@ -370,13 +370,22 @@ def block_pie(
     layers: int,
     device_blocks: int,
     most: int,
+    host_blocks: int,
     clock: Callable[[], float],
 ) -> BlockPie:
     """`pools` are K and V `[layers * device_blocks, …]`; `most`: the highest level, 0: `settings.fifo_layers`
-    is kept to."""
+    is kept to. `host_blocks` of host memory come on top, for the prefix cache."""
     highest = max(most, settings.fifo_layers)
-    ids = slot_blocks(layers, highest, device_blocks) + spare_blocks(layers, highest, device_blocks)
-    kv = ResidentKv(open_stream, *pools, layers, ids, timeout_s=settings.wait_timeout_s)
+    blocks, spare = slot_blocks(layers, highest, device_blocks), spare_blocks(layers, highest, device_blocks)
+    kv = ResidentKv(
+        open_stream,
+        *pools,
+        layers,
+        ids=blocks + spare,
+        rows=blocks,
+        host_blocks=host_blocks,
+        timeout_s=settings.wait_timeout_s,
+    )
     pie = BlockPie(
         kv,
         BlockGrowth(

@@ -6,41 +6,37 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class PieSettings(BaseModel):
-    """Layers' KV swapped to host memory behind the computation. Rates in bytes per second."""
+    """Some blocks of all layers in host memory, brought in behind the computation. Rates in bytes per
+    second."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     enabled: bool | Literal["auto"] = Field(
         default="auto",
-        description="swap KV to the host; `auto`: where blocks can be swapped, for a sequence that is too "
+        description="swap KV to the host; `auto`: where the model allows it, for a sequence that is too "
         "long for the device alone, and where more rows at once pay; true: as far as steps do not wait",
     )
-    form: Literal["blocks", "layers"] = Field(
-        default="blocks",
-        description="what lies on the host: some blocks of all layers, beside a prefix cache and loans, or "
-        "all blocks of some layers, without them; layers on a GPU, and where there is no native library",
-    )
     expansion: Literal["auto", "fixed"] = Field(
-        default="auto", description="how many layers are swapped: found while running, or `fifo_layers`"
+        default="auto", description="the level: found while running, or `fifo_layers`"
     )
     fifo_layers: int = Field(
-        default=0, ge=0, description="layers in the swap queue at the start: 0, or 3 and more"
+        default=0,
+        ge=0,
+        description="the level at the start, as the length of a queue of layers that would hold as many "
+        "blocks: 0, or 3 and more",
     )
     host_mb: int = Field(
         default=1024,
         ge=1,
-        description="host memory for layers at most, in MiB; with room for all, not the swapped ones alone, "
-        "only what was written goes out again",
+        description="host memory for blocks at most, in MiB; on a GPU it is page-locked at the start",
     )
     bandwidth_limit: float = Field(
-        default=0.0, ge=0, description="bytes per second of the link, in each direction; 0: as fast as memory"
+        default=0.0,
+        ge=0,
+        description="bytes per second of the link, in each direction, on a CPU; 0: as fast as memory",
     )
     background_traffic: float = Field(
         default=0.0, ge=0, description="bytes per second that others send over the link, for experiments"
-    )
-    overlap: bool = Field(
-        default=True,
-        description="copy behind the computation; false, for experiments: in its way (layers, on a CPU only)",
     )
     window_iterations: int = Field(
         default=32, ge=4, description="iterations between two looks at the expansion"

@@ -6,7 +6,17 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from bench.kit.load import Answer, Target, answers, check, complete, complete_all, first_error, serve_all
+from bench.kit.load import (
+    Answer,
+    Target,
+    answers,
+    check,
+    complete,
+    complete_all,
+    first_error,
+    insist,
+    serve_all,
+)
 
 EVENTS = [
     b'{"choices":[{"text":"a","finish_reason":null}]}',
@@ -24,11 +34,13 @@ def chunked(events: list[bytes], status: bytes = b"200 OK") -> bytes:
 
 
 @asynccontextmanager
-async def server(reply: bytes, pieces: int = 1) -> AsyncIterator[Target]:
-    """Answers everything with `reply`, in so many bytes at a time, and hangs up."""
+async def server(*replies: bytes, pieces: int = 1) -> AsyncIterator[Target]:
+    """Answers with these in turn and then with the last, in so many bytes at a time, and hangs up."""
+    left = list(replies)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
+        reply = left.pop(0) if len(left) > 1 else left[0]
         for at in range(0, len(reply), pieces):
             writer.write(reply[at : at + pieces])
             await writer.drain()
@@ -41,7 +53,7 @@ async def server(reply: bytes, pieces: int = 1) -> AsyncIterator[Target]:
 
 @pytest.mark.parametrize("pieces", [1, 7, 100_000])
 async def test_an_answer_is_read_wherever_it_is_cut(pieces: int) -> None:
-    async with server(chunked(EVENTS), pieces) as target:
+    async with server(chunked(EVENTS), pieces=pieces) as target:
         answer = await complete(target, {"prompt": [1]}, deadline_s=5.0)
     assert (answer.error, answer.completion_tokens, answer.prompt_tokens) == ("", 3, 7)
     assert (len(answer.event_s), answer.finish_reason) == (2, "length")
@@ -119,3 +131,25 @@ async def test_what_has_not_ended_when_the_load_is_over_has_failed_be_it_sent_or
         served = await serve_all(target, [{}] * 3, at_once=1, until_s=0.2)
     assert [one.error[:13] for one in served.answers] == ["no end within"] * 3
     assert served.failures == 3 and 0.2 <= served.elapsed_s < 5.0
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        chunked(EVENTS[:2])[:-20],
+        chunked([*EVENTS[:1], b'{"error":{"message":"gone","code":"answer_moved"}}']),
+        chunked([*EVENTS[:1], b'{"error":{"message":"send it again","code":"shutting_down"}}']),
+        b"HTTP/1.1 503 Away\r\nContent-Length: 0\r\n\r\n",
+    ],
+)
+async def test_who_has_named_a_request_asks_again_where_it_goes_on_elsewhere(broken: bytes) -> None:
+    async with server(broken, broken, chunked(EVENTS)) as target:
+        answer = await insist(target, {"prompt": [1]}, "name", deadline_s=5.0)
+    assert (answer.error, answer.text, answer.completion_tokens) == ("", "ab", 3)
+    assert len(answer.event_s) == 2, "text that comes again is no news"
+
+
+async def test_what_is_refused_is_not_asked_again() -> None:
+    refused = b"HTTP/1.1 429 Too Many\r\nContent-Length: 4\r\n\r\nbusy"
+    async with server(refused, chunked(EVENTS)) as target:
+        assert (await insist(target, {"prompt": [1]}, "name", deadline_s=5.0)).error == "status 429: busy"

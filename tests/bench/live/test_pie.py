@@ -3,11 +3,9 @@
 import json
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
@@ -41,17 +39,13 @@ from bench.live.pie.sides import (
     Kind,
     Workload,
     fixed,
-    synchronous,
 )
-from services.worker.pie.assembly import LayerPie
 from tests.bench.rig import context_of
 
 BLOCKS = 40
 
 
-@pytest.mark.parametrize(
-    "kind", [RECOMPUTE, SWAP, AUTO, fixed(6), synchronous(6)], ids=lambda kind: kind.name
-)
+@pytest.mark.parametrize("kind", [RECOMPUTE, SWAP, AUTO, fixed(6)], ids=lambda kind: kind.name)
 def test_a_side_serves_on_the_bytes_it_has(kind: Kind) -> None:
     workload = Workload(str(TINY_CHAT), 1)
     requests = list(islice(workload.requests(), 8))
@@ -65,16 +59,9 @@ def test_a_side_serves_on_the_bytes_it_has(kind: Kind) -> None:
         ) == 8
         waited_s, computed_s = side.stall_s
         assert (computed_s > 0) == kind.has_pie and waited_s >= 0
-        if kind == synchronous(6):
-            assert waited_s > 0
         if kind.has_pie:
-            pie = side.engine.pie
-            if isinstance(pie, LayerPie):
-                arena = pie.store.memory.partition.arena_blocks
-            else:
-                assert pie is not None
-                arena = 8 * pie.kv.residency.device_blocks
-            assert arena == 8 * BLOCKS
+            assert side.engine.pie is not None
+            assert side.engine.pie.kv.residency.device_blocks == BLOCKS
         assert side.engine.kv_blocks == (BLOCKS * 2 if kind.fifo_layers == 6 else BLOCKS)
     finally:
         side.close()
@@ -168,12 +155,11 @@ def test_all_parts_or_those_asked_for_in_their_order(monkeypatch: pytest.MonkeyP
         "step",
         "room",
         "best",
-        "forms",
         "narrow",
         "reaction",
         "stack",
     ]
-    assert run(monkeypatch, tmp_path) == ["step", "room", "best", "forms", "narrow", "reaction"]
+    assert run(monkeypatch, tmp_path) == ["step", "room", "best", "narrow", "reaction"]
     assert run(monkeypatch, tmp_path, "--part", "stack", "room") == ["room", "stack"]
 
 
@@ -202,10 +188,9 @@ def test_the_live_parts_on_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (tmp_path / "reaction.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("form", ["blocks", "layers"])
-def test_traffic_slows_the_link_and_goes_away(form: Literal["blocks", "layers"]) -> None:
+def test_traffic_slows_the_link_and_goes_away() -> None:
     requests = islice(Workload(str(TINY_CHAT), 1).requests(), 500)
-    side = EngineSide(replace(fixed(6), form=form), Ground(TINY_CHAT, 24, 4e8, clients=6), requests)
+    side = EngineSide(fixed(6), Ground(TINY_CHAT, 24, 4e8, clients=6), requests)
     try:
         heard: list[Moment] = []
         found = react(side, [(0.5, 0.0), (1.0, 3.6e8), (0.5, 0.0)], heard.append)

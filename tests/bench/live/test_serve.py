@@ -104,14 +104,22 @@ def test_our_workers_can_have_the_peers_engine(tmp_path: Path) -> None:
 
 def test_what_the_control_plane_costs_and_brings_on_the_same_engine() -> None:
     rows = [
-        *(row("burst", side, tok_s=tok_s) for side, tok_s in (("vllm", 800.0), ("ours_vllm", 792.0))),
+        *(
+            row("burst", side, repeat=turn, tok_s=tok_s)
+            for side, turns in {"vllm": (800.0, 400.0, 500.0), "ours_vllm": (792.0, 380.0, 505.0)}.items()
+            for turn, tok_s in enumerate(turns)
+        ),
         *(row("low", side, ttft_ms_p50=ms) for side, ms in (("vllm", 10.0), ("ours_vllm", 12.5))),
+        row("low", "ours_vllm", repeat=1, ttft_ms_p50=99.0),  # of a turn that is not over
     ]
     made = figures.figures(rows, {"vllm": 2.0, "kvasir": 3.0, "tiers": 6.0})
-    found = figures.of_engines(made)
-    assert found == pytest.approx(
-        {"price_throughput": 0.01, "added_ttft_ms_p50": 2.5, "sustained_gain": 1.5, "prefix_gain": 2.0}
-    )
+    assert figures.of_engines(rows, made) == pytest.approx(
+        {
+            "price_throughput": 0.01, "price_throughput_worst": 0.05,
+            "added_ttft_ms_p50": 2.5, "added_ttft_ms_p50_worst": 2.5,
+            "sustained_gain": 1.5, "prefix_gain": 2.0,
+        }
+    )  # fmt: skip
 
 
 def test_what_lengths_learned_while_answering_bring() -> None:
@@ -148,6 +156,7 @@ def test_a_run_may_go_on_with_more_patience_but_not_with_other_prompts(tmp_path:
         ["--alternations", "9"],
         ["--tolerance", "0.3"],
         ["--repeats", "3"],
+        ["--price-turns", "2"],
         ["--beyond-requests", "9"],
     ):
         assert plan(tmp_path, *words).identity() == first

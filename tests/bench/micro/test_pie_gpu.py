@@ -23,9 +23,12 @@ def test_without_a_device_it_says_so(tmp_path: Path) -> None:
 
 def test_copies_run_beside_the_computation() -> None:
     compute = pie_gpu.layer_of(SMALL, 4, CPU, torch.float32)
-    plain, queued = (pie_gpu.measure(SMALL, q, 16, 12, compute, CPU, 8, torch.float32) for q in (0, 4))
+    plain, swapped = (
+        pie_gpu.measure(SMALL, level, blocks, 24, compute, CPU, 8, torch.float32)
+        for level, blocks in ((0, 24), (4, 16))
+    )
     assert plain.step_s > 0 and plain.bytes_per_s == 0 and plain.stall_share == 0
-    assert queued.step_s > 0 and queued.bytes_per_s > 0 and queued.stall_share >= 0
+    assert swapped.step_s > 0 and swapped.bytes_per_s > 0 and swapped.stall_share >= 0
 
 
 @pytest.mark.gpu
@@ -34,4 +37,4 @@ def test_on_a_device_the_overlap_is_measured() -> None:
         pytest.skip("no CUDA device")
     device = torch.device("cuda")
     compute = pie_gpu.layer_of(SMALL, 4, device)
-    assert pie_gpu.measure(SMALL, 4, 16, 12, compute, device, 8).bytes_per_s > 0
+    assert pie_gpu.measure(SMALL, 4, 16, 24, compute, device, 8).bytes_per_s > 0

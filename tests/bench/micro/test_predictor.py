@@ -12,6 +12,8 @@ from services.predictor.core.length_model import LengthSample
 from services.predictor.samples import write_samples
 from shared.errors import ConfigError
 from shared.messages.sequence import pack_tokens, unpack_tokens
+from sim.traces import read_trace
+from sim.workloads import Source, has_predictions
 from tests.bench.rig import context_of
 
 
@@ -28,6 +30,9 @@ def test_a_file_of_ones_own_is_measured(tmp_path: Path) -> None:
     assert len(rows) == 300
     errors = [abs(row["length"] - row["p50"]) for row in rows]
     assert np.mean(errors) == pytest.approx(figures["mae"])
+    trace = read_trace(tmp_path / "mine.csv")
+    assert [row.output_tokens for row in trace] == [row["length"] for row in rows]
+    assert has_predictions(Source(path=tmp_path / "mine.csv")), "the simulator can tell what it said"
 
 
 def test_the_histogram_is_the_median_of_each_bucket() -> None:

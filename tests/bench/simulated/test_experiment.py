@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,24 @@ def test_the_grid_is_the_product_of_its_axes(tmp_path: Path) -> None:
     assert experiment.mode == "simulator"
 
 
+def test_each_trace_may_have_rates_of_its_own(tmp_path: Path) -> None:
+    text = GOOD.replace("[alpaca]", "[alpaca, sharegpt]")
+    rates = "rate: {alpaca: [8, 16], sharegpt: [1]}"
+    experiment = read_experiment(write(tmp_path, text.replace("rate: [1, 2.5]", rates)))
+    found = {(cell.trace, cell.rate) for cell in experiment.cells}
+    assert found == {("alpaca", 8), ("alpaca", 16), ("sharegpt", 1)} and len(experiment.cells) == 6
+
+
+DOCS = Path(__file__).parents[3] / "docs"
+RECIPES = re.findall(r"^```yaml\n(.*?)^```", (DOCS / "experiments.md").read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_the_docs_write_can_be_run(recipe: str, tmp_path: Path) -> None:
+    assert len(RECIPES) > 4 and RECIPES[0] == (DOCS / "examples" / "policies.yaml").read_text()
+    assert len(read_experiment(write(tmp_path, recipe)).cells) > 2
+
+
 def test_a_folder_belongs_to_everything_that_determines_the_result(tmp_path: Path) -> None:
     first = read_experiment(write(tmp_path, GOOD))
     folders = {first.folder(cell) for cell in first.cells}
@@ -160,6 +179,7 @@ def test_a_folder_belongs_to_everything_that_determines_the_result(tmp_path: Pat
         ("grid:", "grids:", "unknown key grids"),
         ("rate: [1, 2.5]", "speed: [1]", "unknown axis"),
         ("rate: [1, 2.5]", "rate: 3", "write a list"),
+        ("rate: [1, 2.5]", "rate: {sharegpt: [1]}", "one for each trace: alpaca"),
         ("rate: [1, 2.5]", "rate: [-1]", "above 0"),
         ("[vllm, fastgen]", "[vllm, nobody]", "nobody"),
         ("tfs_tokens: 64", "tsf_tokens: 64", "no option 'tsf_tokens'; it has: tfs_tokens"),

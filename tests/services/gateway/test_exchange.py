@@ -139,3 +139,15 @@ async def test_an_answer_that_cannot_be_written_fails_alone() -> None:
     exchange.notify()
     with pytest.raises(InternalError, match="ZeroDivisionError"):
         await asyncio.wait_for(exchange.wait(), PATIENCE_S)
+
+
+def test_what_was_taken_once_is_submitted_as_resumed() -> None:
+    """So that a scheduler that is new, or busy, does not refuse it."""
+    exchange = exchange_of(1)
+    (sequence,) = exchange.sequences
+    assert not sequence.spec("g", 9, 3.5).is_resumed
+    accept(exchange, 0)
+    assert sequence.spec("g", 9, 3.5).is_resumed
+    (inherited,) = exchange_of(1).sequences
+    inherited.is_resumed = True
+    assert inherited.spec("g", 9, 3.5).is_resumed

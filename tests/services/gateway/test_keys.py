@@ -1,14 +1,18 @@
 """Keys with a name, class and weight: what is not known stops the start, which says what there is."""
 
+import asyncio
 import hashlib
 import json
+from pathlib import Path
 
 import pytest
 
 from services.gateway.config import GatewayConfig
+from shared import key_file
 from shared.config import load
 from shared.errors import ConfigError
 from shared.messages.sequence import ServiceClass, Tenant
+from tests.patience import PATIENCE_S
 from tests.services.gateway.conftest import KEY, MakeStack
 
 DIGEST = hashlib.sha256(b"sk-a").hexdigest()
@@ -29,7 +33,10 @@ def test_a_key_has_a_class_and_a_weight_or_the_usual_ones() -> None:
     ("options", "listed"),
     [
         ({"sha256": DIGEST, "class": "gold"}, "guaranteed, standard, sheddable"),
-        ({"sha256": DIGEST, "quota": 5}, "class, sha256, weight"),
+        (
+            {"sha256": DIGEST, "quota": 5},
+            "class, max_concurrent, requests_per_minute, sha256",
+        ),
         ({"sha256": DIGEST, "weight": 0}, "0.01"),
         ({"sha256": "abc"}, "sha256"),
         ({}, "sha256"),
@@ -58,3 +65,61 @@ async def test_a_key_without_a_name_is_told_apart_by_its_digest(make_stack: Make
     stack = await make_stack()
     assert (await stack.chat()).status_code == 200
     assert stack.scheduler.submits[0].tenant == Tenant(name=f"key-{MINE[:8]}")
+
+
+async def test_keys_come_and_go_while_it_runs(make_stack: MakeStack, tmp_path: Path) -> None:
+    """Added with a limit, revoked, and a file that is broken in between changes nothing."""
+    file = tmp_path / "keys.json"
+    stack = await make_stack(keys_file=str(file))
+    key = key_file.add(file, "team-a", {"requests_per_minute": 2, "class": "sheddable"})
+
+    async def status() -> int:
+        reply = await stack.http.post(
+            "/v1/chat/completions",
+            json={**stack.body, "max_tokens": 1},
+            headers={"authorization": f"Bearer {key}"},
+        )
+        if reply.status_code == 429:
+            assert reply.json()["error"]["code"] == "rate_limit_exceeded"
+            assert reply.json()["error"]["type"] == "rate_limit_error"
+            assert 1 <= int(reply.headers["retry-after"]) <= 31
+        return reply.status_code
+
+    async def until_it_is(expected: int) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while await status() != expected:
+                await asyncio.sleep(0.05)
+
+    await until_it_is(200)
+    assert stack.scheduler.submits[-1].tenant == Tenant(name="team-a", service_class=ServiceClass.SHEDDABLE)
+    assert [await status(), await status()] == [200, 429]
+    assert (await stack.chat(max_tokens=1)).status_code == 200, "others have theirs"
+    content = file.read_text()
+    file.write_text("{")
+    await asyncio.sleep(0.7)
+    assert await status() == 429, "known as before"
+    file.write_text(content)
+    key_file.revoke(file, "team-a")
+    await until_it_is(401)
+
+
+async def test_what_goes_on_without_its_client_counts(make_stack: MakeStack) -> None:
+    """Named answers are written when nobody reads them: they are among those at once, until they end."""
+    keys = {"team-a": {"sha256": MINE, "max_concurrent": 1}}
+    stack = await make_stack(api_key_sha256=(), keys=keys)
+    for worker in stack.workers:
+        worker.computing.clear()
+    asking = asyncio.create_task(
+        stack.http.post("/v1/chat/completions", json=stack.body, headers={"Idempotency-Key": "mine"})
+    )
+    async with asyncio.timeout(PATIENCE_S):
+        while not stack.scheduler.submits:
+            await asyncio.sleep(0.01)
+    asking.cancel()
+    await asyncio.sleep(0.3)
+    assert (await stack.chat()).status_code == 429
+    for worker in stack.workers:
+        worker.computing.set()
+    async with asyncio.timeout(PATIENCE_S):
+        while (await stack.chat()).status_code != 200:
+            await asyncio.sleep(0.05)

@@ -10,7 +10,8 @@ from services.scheduler.core import long_waits
 from services.scheduler.core.worker_pipeline import WorkerPipeline
 from services.scheduler.leader_term import _say_lost
 from shared import metrics, subjects
-from shared.errors import ContextOverflow, ForeignSequence
+from shared.errors import ContextOverflow, ForeignSequence, Overloaded
+from shared.log import fields_of
 from shared.messages.base import Empty
 from shared.messages.commands import SubmitReply, SubmitSequence
 from shared.messages.reports import WorkerLost
@@ -91,6 +92,24 @@ async def test_refusals_keep_their_type_on_the_way(stack: BusStack) -> None:
         await until(lambda: "a" in stack.reader.ended)
         with pytest.raises(ContextOverflow, match="This model's maximum context length is 256 tokens"):
             await stack.reader.submit(stack.reader.spec("b", prompt_tokens=250))
+
+
+async def test_a_refusal_says_what_taking_it_would_have_cost(
+    stack: BusStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = await stack.scheduler(max_queued=2)
+    with caplog.at_level(logging.INFO):
+        async with running(scheduler.serve()):
+            await until(lambda: bool(stack.reader.announced))
+            for name in "ab":
+                await stack.reader.submit(stack.reader.spec(name))
+            with pytest.raises(Overloaded) as refused:
+                await stack.reader.submit(stack.reader.spec("c"))
+    assert (refused.value.retry_after_s or 0.0) >= 1.0
+    (line,) = (record for record in caplog.records if record.getMessage() == "refused")
+    fields = fields_of(line)
+    assert fields["error"] == "overloaded" and fields["ref"].startswith("c")
+    assert fields["costs_s"]["first"] > 0
 
 
 async def test_a_worker_that_falls_silent_is_announced_as_lost(stack: BusStack) -> None:

@@ -27,7 +27,12 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def environment(folder: Path, instance: str, port: int) -> dict[str, str]:
     lines = (folder / f"{instance}.env").read_text().splitlines() if instance != "nats" else ()
-    return {**dict(line.split("=", 1) for line in lines), "KVASIR_BUS__URL": f"nats://127.0.0.1:{port}"}
+    here = {
+        "KVASIR_BUS__URL": f"tls://127.0.0.1:{port}",
+        "KVASIR_BUS__TLS_CA": str(folder / "tls" / "ca.pem"),
+        "KVASIR_BUS__TLS_HANDSHAKE_FIRST": "true",
+    }
+    return {**dict(line.split("=", 1) for line in lines), **here}
 
 
 @pytest.fixture
@@ -36,7 +41,10 @@ def secrets(tmp_path: Path, free_port: int) -> Iterator[Path]:
     folder = tmp_path / "secrets"
     write_secrets(folder)
     config = folder / "nats.conf"
-    config.write_text(config.read_text().replace("/data/nats", str(tmp_path / "store")))
+    text = config.read_text().replace("/data/nats", str(tmp_path / "store"))
+    for mounted, name in (("nats_cert", "server.pem"), ("nats_key", "server-key.pem")):
+        text = text.replace(f"/run/secrets/{mounted}", str(folder / "tls" / name))
+    config.write_text(text)
     command = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["nats"]["command"]
     here = {"nats-server": binary(), "/run/secrets/nats_conf": str(config), "4222": str(free_port)}
     server = subprocess.Popen([here.get(word, word) for word in command], stderr=subprocess.DEVNULL)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from services.stack.logs import logs, reason
+from services.stack.logs import _news, logs, reason
 from services.stack.rundir import RunDirectory
 from shared.errors import ConfigError
 
@@ -48,6 +48,32 @@ def test_lines_of_all_in_order_without_json(run: RunDirectory) -> None:
     assert told[0].endswith("[1] plain words")
     assert told[1].endswith("INFO    first blocks=3") and "{" not in told[1]
     assert [line.split() for line in shown(run, "worker-0", lines=1)] == [told[-1].split()]
+
+
+def test_what_comes_is_shown_once_whole_and_in_order_whoever_it_is_of(run: RunDirectory) -> None:
+    """The first line of each look was lost, and files were shown one after the other."""
+    write(run, "worker-0", ("01.000", "info", "before"))
+    first = write(run, "gateway-0", ("02.000", "info", "before"))
+    files, ends = {path.stem: path for path in run.logs.glob("*.log")}, dict[str, int]()
+    assert len(_news(files, ends)) == 2 and _news(files, ends) == []
+    write(run, "worker-0", ("05.000", "info", "third"), ("06.000", "info", "fourth"))
+    write(run, "gateway-0", ("04.000", "info", "second"))
+    files["worker-1"] = write(run, "worker-1", ("03.000", "info", "first"))
+    said = [(name, line.split()[2]) for _, name, line in _news(files, ends)]
+    assert said == [
+        ("worker-1", "first"),
+        ("gateway-0", "second"),
+        ("worker-0", "third"),
+        ("worker-0", "fourth"),
+    ]
+    with first.open("a") as file:
+        file.write("half a")
+    assert _news(files, ends) == []
+    with first.open("a") as file:
+        file.write(" line\n")
+    assert [line for _, _, line in _news(files, ends)] == ["half a line"]
+    first.write_text("begun anew\n")
+    assert [line for _, _, line in _news(files, ends)] == ["begun anew"]
 
 
 def test_a_name_without_a_log_is_refused_with_those_there_are(run: RunDirectory) -> None:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -18,7 +19,7 @@ from services.predictor.served import ServedModels
 from services.predictor.service import HANDLERS, Predictor
 from services.stack.roll_call import RollCall, StatusProbe
 from services.stack.rundir import DEFAULT_RUN_DIR, RunDirectory
-from services.stack.status import _print_rows, _show_summary, status
+from services.stack.status import _print_rows, _show_summary, process_rows, status
 from shared import subjects
 from shared.bus import status_handlers
 from shared.config import BusConfig
@@ -59,7 +60,8 @@ async def test_children_and_what_they_say(
     assert code == 0
     assert "histogram-0" in text
     assert "restarts: 1 (killed by SIGKILL)" in text
-    assert max(map(len, text.splitlines())) <= 160
+    own = [line for line in text.splitlines() if str(tmp_path) not in line]  # how long that is, is not ours
+    assert max(map(len, own)) <= 160
     silent = [line.split()[0] for line in text.splitlines() if "no answer on the bus" in line]
     assert silent == ["worker-0"]
     code, text = await shown(run, as_json=True)
@@ -114,14 +116,24 @@ def many(workers: int) -> tuple[dict[str, Any], list[ServiceStatus]]:
 
 
 @pytest.mark.parametrize("workers", [2, 8, 64])
-def test_the_summary_fits_a_small_terminal(tmp_path: Path, workers: int) -> None:
+def test_the_summary_is_ten_lines_of_80_columns(tmp_path: Path, workers: int) -> None:
     console = Console(file=io.StringIO(), width=80)
     state, answers = many(workers)
     _show_summary(console, state, answers, RunDirectory(DEFAULT_RUN_DIR))
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
-    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    assert len(lines) == 10 and max(map(len, lines)) <= 80
     assert any("200 running, KV 60 %, 12000 lent, 900 borrowed" in line for line in lines)
+
+
+def test_what_is_odd_comes_first_then_who_decides_then_the_fullest_workers() -> None:
+    state, answers = many(8)
+    state["children"][9] |= {"state": "starting"}
+    full = answers[-1].details | {"evictable_blocks": 0}
+    answers[-1] = msgspec.structs.replace(answers[-1], details=full)
+    rows = sorted(process_rows(state, answers), key=lambda row: row.urgency)
+    assert [row.name for row in rows[:3]] == ["worker-2", "scheduler-0", "worker-7"]
+    assert len(rows) == 15 and {row.is_odd for row in rows[1:]} == {False}
 
 
 async def test_one_that_is_named_says_all_and_a_wrong_name_is_refused(
@@ -134,6 +146,10 @@ async def test_one_that_is_named_says_all_and_a_wrong_name_is_refused(
     assert await status(run, console, as_json=False, names=["predictor"]) == 0
     assert isinstance(console.file, io.StringIO)
     assert "model_version" in console.file.getvalue()
+    console = Console(file=io.StringIO(), width=80)
+    assert await status(run, console, as_json=False, names=["all"]) == 0
+    assert isinstance(console.file, io.StringIO)
+    assert all(name in console.file.getvalue() for name in ("nats", "predictor-0", "worker-0"))
     with pytest.raises(ConfigError, match="nothing here is called 'worker-7'; there are nats, predictor"):
         await status(run, console, as_json=False, names=["worker-7"])
 

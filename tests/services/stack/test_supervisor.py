@@ -58,6 +58,11 @@ async def staged(
         await stage.supervisor.stop(0.2)
 
 
+def folder_of(pid: int) -> Path:
+    """In which it runs."""
+    return Path(f"/proc/{pid}/cwd").resolve()
+
+
 def sleeper(name: str, stage: int = 0) -> ChildSpec:
     return ChildSpec(name, ("sleep", "1000"), ENV, stage=stage)
 
@@ -139,8 +144,8 @@ async def test_a_program_that_is_not_there_fails_the_start(tmp_path: Path) -> No
 async def test_start_names_what_is_not_ready_in_time(tmp_path: Path, free_port: int) -> None:
     late = ChildSpec("late", ("sleep", "1000"), ENV, HttpProbe(free_port, "/ready"))
     async with staged(tmp_path, sleeper("a"), late) as stage:
-        with pytest.raises(StartFailed, match=r"not ready after 0\.5 s: late \(no answer") as caught:
-            await stage.supervisor.until_ready(0.5)
+        with pytest.raises(StartFailed, match=r"not ready after 2 s: late \(no answer") as caught:
+            await stage.supervisor.until_ready(2.0)
         assert caught.value.children == ("late",)
 
 
@@ -184,6 +189,52 @@ def test_tail_of_a_missing_log_says_so(tmp_path: Path) -> None:
     assert tail(tmp_path / "none.log") == "    (empty)"
     (tmp_path / "long.log").write_text("\n".join(map(str, range(100))))
     assert tail(tmp_path / "long.log", lines=2) == "    98\n    99"
+
+
+async def test_a_child_is_renewed_from_other_code_at_once_and_that_is_no_failure(tmp_path: Path) -> None:
+    code = {name: tmp_path / name for name in ("old", "new")}
+    for folder in (*code.values(), tmp_path):
+        folder.mkdir(exist_ok=True)
+        (folder / "what.txt").write_text("")
+    async with staged(tmp_path, ChildSpec("a", ("tail", "-f", "what.txt"), ENV)) as stage:
+        await stage.supervisor.until_ready(10.0)
+        child = stage.supervisor.children["a"]
+        for name in ("old", "new", "old"):
+            await stage.supervisor.renew("a", code[name], ready_s=10.0, grace_s=5.0)
+            assert child.state is ChildState.READY
+            assert folder_of(stage.pid("a")) == code[name].resolve()
+        assert (child.renewals, child.restarts) == (3, 0)
+
+
+async def test_a_child_that_does_not_become_ready_runs_from_what_it_had(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    for folder in (good, bad, tmp_path):
+        folder.mkdir(exist_ok=True)
+    for folder in (good, tmp_path):
+        (folder / "there").write_text("")
+    code = "import time; open('there'); time.sleep(1000)"
+    async with staged(tmp_path, script("a", code)) as stage:
+        await stage.supervisor.until_ready(10.0)
+        child = stage.supervisor.children["a"]
+        await stage.supervisor.renew("a", good, ready_s=10.0, grace_s=1.0)
+        with pytest.raises(StartFailed, match="did not become ready from"):
+            await stage.supervisor.renew("a", bad, ready_s=10.0, grace_s=1.0)
+        assert child.state is ChildState.READY
+        assert folder_of(stage.pid("a")) == good.resolve()
+
+
+async def test_a_deaf_child_is_killed_when_it_is_renewed_and_a_parked_one_is_left(tmp_path: Path) -> None:
+    async with staged(tmp_path, ChildSpec("deaf", (*PYTHON, DEAF), ENV), sleeper("a")) as stage:
+        await stage.supervisor.until_ready(10.0)
+        await until(lambda: _ignores_sigterm(stage.pid("deaf")))
+        first = stage.pid("deaf")
+        await stage.supervisor.renew("deaf", tmp_path, ready_s=10.0, grace_s=0.2)
+        assert stage.pid("deaf") != first and not alive(first)
+        stage.supervisor.park("a")
+        child = stage.supervisor.children["a"]
+        await until(lambda: child.state is ChildState.PARKED)
+        await stage.supervisor.renew("a", tmp_path, ready_s=10.0, grace_s=1.0)
+        assert child.state is ChildState.PARKED and child.process is None
 
 
 async def test_a_parked_child_stays_ended_until_it_is_needed(tmp_path: Path) -> None:

@@ -27,10 +27,10 @@ def test_capacity_can_be_given_in_bytes(model_folder: Path) -> None:
         make_engine(config.model_copy(update={"kv_bytes": block_bytes - 1}))
 
 
-def test_only_whole_layers_and_borrowing_exclude_each_other() -> None:
+def test_there_is_one_form_of_pie_and_a_setting_for_another_is_refused() -> None:
     both = ["--pie.enabled", "true", "--lending.borrow", "true"]
-    assert load(WorkerConfig, section="worker", argv=both).pie.form == "blocks"
-    with pytest.raises(ConfigError, match=r'pie\.form "layers" and lending\.borrow exclude each other'):
+    assert load(WorkerConfig, section="worker", argv=both).pie.enabled is True
+    with pytest.raises(ConfigError, match=r"unrecognized arguments: --pie\.form layers"):
         load(WorkerConfig, section="worker", argv=[*both, "--pie.form", "layers"])
 
 

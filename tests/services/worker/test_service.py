@@ -20,7 +20,6 @@ from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.peers.transport.base import Peer
 from services.worker.peers.transport.plane import PeerAddress, Plane
 from services.worker.peers.transport.tcp import TcpTransport
-from services.worker.pie.settings import PieSettings
 from services.worker.service import Worker
 from shared import subjects
 from shared.blocks import chain, root
@@ -390,22 +389,6 @@ async def test_what_is_cached_is_told_and_can_be_asked_for(worker_bus: Bus, peer
         subjects.worker_prefixes("worker-0"), question, WorkerPrefixes, deadline_s=PATIENCE_S
     )
     assert answer.added.startswith(told.added) and answer.seq >= 1
-
-
-async def test_where_layers_are_swapped_the_prefix_cache_is_left_out_and_it_says_so(
-    connect_bus: ConnectBus, config: WorkerConfig, peers: Peers, caplog: pytest.LogCaptureFixture
-) -> None:
-    pie = PieSettings(enabled=True, expansion="fixed", form="layers")
-    bus = await connect_bus("worker", "worker-0")
-    with caplog.at_level("INFO", logger="kvasir"):
-        async with serving(bus, config.model_copy(update={"pie": pie}), peers):
-            await peers.start("a", steps=3, max_tokens=3)
-            details = (await peers.status()).details
-            report = await peers.fresh_report()
-    assert "prefix cache left out" in caplog.text
-    assert not report.caches_prefixes and report.fingerprint
-    assert (report.capacity.total_blocks, report.capacity.doomed_blocks) == (60, 0)
-    assert details["pie_fifo_layers"] == 0 and "prefix_tiers" not in details
 
 
 async def test_without_a_prefix_cache_a_worker_lends_to_the_same_kv_only(

@@ -8,11 +8,22 @@ from prometheus_client import CollectorRegistry
 
 from shared.bus import Bus, clearance
 from shared.config import BusConfig
-from shared.errors import PermissionRefused
+from shared.errors import BusUnavailable, PermissionRefused
 from tests.conftest import ConnectBus, MakeServer
 from tests.nats_server import NatsServer
 from tests.patience import BUSY_S, PATIENCE_S, until
-from tests.shared.bus.desk import FILE_LISTENER, FILED, NOTED, Desk, Note
+from tests.shared.bus.desk import (
+    ASK,
+    ASK_ENDPOINT,
+    FILE_LISTENER,
+    FILED,
+    NOTED,
+    Answer,
+    Desk,
+    Note,
+    Question,
+    metric,
+)
 
 CAPITALS = "kvasir.v1.tok.Gateway-A"
 
@@ -97,3 +108,30 @@ async def test_a_user_without_an_inbox_is_told_so(make_server: MakeServer) -> No
     other = config.model_copy(update={"user": "v"})
     with pytest.raises(PermissionRefused, match="_INBOX_v"):
         await Bus.connect(other, service="desk", instance="desk-0", registry=CollectorRegistry())
+
+
+async def test_an_answer_to_a_question_of_before_a_restart_is_no_refusal(make_server: MakeServer) -> None:
+    """The leave to answer is the connection's: whoever was asked before a restart may not answer after it."""
+    user = (
+        'authorization { users: [{ user: "u", password: "p", permissions: { publish: { allow: '
+        '["kvasir.v1.cmd.desk.>", "$SRV.>"] }, subscribe: ">", allow_responses: '
+        '{ max: 1, expires: "2m" } } }] }'
+    )
+    server = make_server(jetstream=False, extra_config=user).start()
+    config = BusConfig(url=server.url, user="u", password="p", connect_timeout_s=20.0)  # type: ignore[arg-type]
+    registry = CollectorRegistry()
+    bus = await Bus.connect(config, service="desk", instance="desk-0", registry=registry)
+    desk = Desk()
+    await bus.attach([ASK_ENDPOINT], desk)
+    desk.gate.clear()
+    asked = asyncio.create_task(bus.request(ASK, Question(), Answer, deadline_s=PATIENCE_S))
+    await until(lambda: desk.running == 1)
+    server.kill()
+    with pytest.raises(BusUnavailable):
+        await asked
+    server.start()
+    await until(lambda: bus.connected)
+    desk.gate.set()
+    assert (await bus.request(ASK, Question(number=5), Answer, deadline_s=PATIENCE_S)).number == 5
+    assert metric(registry, "kvasir_bus_errors_total", side="connection", code="permission_refused") == 0
+    await bus.close()

@@ -6,14 +6,18 @@ Trace context survives the headers; its absence costs nothing.
 """
 
 import asyncio
+import time
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nats.aio.msg import Msg
 from opentelemetry import context, trace
 
 from shared import subjects
 from shared.bus import Listener, tracing
+from shared.bus.link import TURN_S
 from shared.bus.serving import Lanes, handle_inline, subject_for
 from shared.messages.base import Message, encode
 from tests.conftest import ConnectBus
@@ -149,6 +153,46 @@ async def test_nothing_counts_as_pending(connect_bus: ConnectBus) -> None:
     await until(lambda: len(sizes) == 3)
     assert sizes == [len(encode(Note(number=0)))] * 3
     assert subscription.pending_msgs == 0 and subscription.pending_bytes == 0
+    await subscription.drain()  # type: ignore[no-untyped-call]
+
+
+async def test_many_messages_at_once_leave_the_loop_to_others(connect_bus: ConnectBus) -> None:
+    """They come in one piece. Each takes a millisecond, so without a pause the loop would be held for as many
+    as there are, and nothing else have a turn."""
+    bus, sender, most = await connect_bus(), await connect_bus(), 300
+    handled, turns = [], list[int]()
+
+    async def never(_: object) -> None:
+        raise AssertionError("nats-py's own task is not used")
+
+    def hold(for_s: float) -> None:
+        until_s = time.perf_counter() + for_s
+        while time.perf_counter() < until_s:
+            pass
+
+    def work(msg: Msg) -> None:
+        hold(0.001)
+        handled.append(msg.data)
+
+    async def others() -> None:
+        while len(handled) < most:
+            turns.append(len(handled))
+            await asyncio.sleep(0)
+
+    subscription = await bus._link.client.subscribe(EVENTS[0], cb=never)
+    handle_inline(subscription, work)
+    await bus._link.barrier()
+    notes = [encode(Note(number=number)) for number in range(most)]
+    counting = asyncio.create_task(others())  # from the start: the first ones come while the last are sent
+    for note in notes:
+        await sender._link.client.publish(EVENTS[0], note)
+    await sender._link.barrier()
+    hold(0.1)  # Meanwhile the rest of them arrives.
+    async with asyncio.timeout(PATIENCE_S):
+        await counting
+    assert handled == notes
+    longest = max(after - before for before, after in pairwise([0, *turns, most]))
+    assert longest <= TURN_S / 0.001 + 1
     await subscription.drain()  # type: ignore[no-untyped-call]
 
 

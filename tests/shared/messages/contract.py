@@ -20,6 +20,7 @@ from shared.messages.moves import PullBlocks
 from shared.messages.prefixes import PrefixChain, WorkerPrefixes
 from shared.messages.reports import SequenceFinished
 from shared.messages.sequence import TOKEN_BYTES, Sampling, SequenceSpec
+from shared.messages.shadows import AnswerSoFar, Shadow
 
 
 def message_types(module: types.ModuleType) -> list[type[msgspec.Struct]]:
@@ -46,6 +47,8 @@ def _strategy(kind: inspect.Type) -> st.SearchStrategy[Any]:
             for field in kind.fields:
                 item_bytes = packed.get(field.name)
                 values = _strategy(field.type) if item_bytes is None else _packed(item_bytes)
+                if item_bytes is not None and isinstance(field.type, inspect.VarTupleType):
+                    values = st.lists(values, max_size=3).map(tuple)
                 fields[field.name] = values if field.required else st.none() | values.map(_Given)
             if kind.cls is WorkerPrefixes:
                 fields["added"] = st.just(_Given(bytes(HASH_BYTES)))
@@ -88,6 +91,8 @@ _PACKED: dict[type[Any], dict[str, int]] = {
     SequenceFinished: {"prompt": TOKEN_BYTES},
     PrefixChain: {"names": HASH_BYTES},
     WorkerPrefixes: {"removed": HASH_BYTES},
+    Shadow: {"prompts": TOKEN_BYTES},
+    AnswerSoFar: {"tokens": TOKEN_BYTES},
 }
 """Bytes that are whole items: the message says so when it is made, its annotations cannot."""
 

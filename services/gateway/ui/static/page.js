@@ -1,13 +1,15 @@
 // The live page: one picture at a time from the stream onto the elements of index.html.
 
 import { Charts } from "/ui/charts.js";
+import { showDebts } from "/ui/debts.js";
 import { Details } from "/ui/details.js";
-import { byId, clock, count, element, percent, rows, say, seconds, short } from "/ui/dom.js";
+import { byId, count, element, percent, rows, say, seconds, short } from "/ui/dom.js";
+import { showEvents } from "/ui/events.js";
 import { follow } from "/ui/stream.js";
 import { Traffic } from "/ui/traffic.js";
 import { WorkerGrid } from "/ui/workers.js";
 
-const MOST_EVENTS = 200, DEBTS_AS_MATRIX = 16;
+const MOST_EVENTS = 200, MOST_TENANTS = 50;
 
 const store = {
   get: (name) => { try { return sessionStorage.getItem(name); } catch { return null; } },
@@ -45,7 +47,7 @@ byId("theme").addEventListener("click", () => theme(document.documentElement.dat
 
 // --- the picture
 
-let isPaused = false, events = [], heard = 0;
+let isPaused = false, isNews = true, events = [], heard = 0;
 
 const TILES = [
   ["workers", (p) => String(p.totals.workers)],
@@ -55,6 +57,7 @@ const TILES = [
   ["of KV in use", (p) => percent(p.totals.tokens.used / Math.max(1, p.totals.tokens.total))],
   ["of prompt blocks found", (p) => { const { misses, device, host, disk } = p.totals.hits; const found = device + host + disk;
     return found + misses ? percent(found / (found + misses)) : "–"; }],
+  ["cached tokens expected / found", (p) => { const { expected = 0, found = 0 } = p.fleet.hit_tokens; return `${count(expected)} / ${count(found)}`; }],
   ["preempted", (p) => String(p.fleet.preemptions)],
   ["tokens lent", (p) => count(p.totals.tokens.lent)],
 ];
@@ -74,70 +77,49 @@ function show(picture) {
   grid.show(picture.workers);
   const queue = picture.queue ?? [];
   say(byId("queue-note"), picture.fleet.queued ? `${picture.fleet.queued} wait, in the order in which they go (${picture.fleet.policy})` : "");
-  rows(byId("queue-rows"), queue, (row, index) => [index + 1, requestButton(row.request), row.prompt_tokens,
-    row.predicted_tokens, seconds(row.waited_s), row.worker || "any worker"], "nobody waits");
+  rows(byId("queue-rows"), queue, (row, index) => [index + 1, requestButton(row.request), short(row.tenant || "–"), row.prompt_tokens,
+    row.predicted_tokens, seconds(row.waited_s), row.worker || "any"], "nobody waits");
+  const tenants = [...(picture.tenants ?? [])].sort((a, b) => b.waiting + b.running - a.waiting - a.running);
+  say(byId("tenants-note"), tenants.length > MOST_TENANTS ? `the busiest ${MOST_TENANTS} of ${tenants.length}` : "tokens since this scheduler took over");
+  rows(byId("tenant-rows"), tenants.slice(0, MOST_TENANTS), (row) => [row.tenant, row.waiting, row.running, row.sequences,
+    count(row.computed_tokens + row.cached_tokens), count(row.cached_tokens), count(row.generated_tokens), row.charged_s.toFixed(1)], "nobody was served yet");
   say(byId("requests-note"), picture.open_requests > picture.requests.length ? `the latest ${picture.requests.length} of ${picture.open_requests}` : "");
   rows(byId("request-rows"), picture.requests, (row) => [requestButton(row.id), row.worker ?? "queued",
     row.prompt_tokens, `${row.tokens}/${row.max_tokens}`, seconds(row.age_s)], "none; send one below");
-  showDebts(picture.debts);
+  showDebts(byId("debt-rows"), picture.debts);
   const problem = picture.fleet.unready.join("; ") || (picture.fleet.scheduler ? "" : "no scheduler is heard of");
   state(problem ? "bad" : "good", problem || `live: ${picture.fleet.scheduler}, ${picture.fleet.policy}`);
 }
 
-function showDebts(debts) {
-  const box = byId("debt-rows");
-  if (!debts.length) { box.replaceChildren(element("p", { className: "empty", text: "nobody owes anybody" })); return; }
-  const names = [...new Set(debts.flatMap((debt) => [debt.creditor, debt.debtor]))].sort((a, b) => a.localeCompare(b, undefined, { numeric: true }));
-  const blocks = (debt) => debt.blocks + debt.host_blocks;
-  const body = element("tbody");
-  if (names.length > DEBTS_AS_MATRIX) {
-    box.replaceChildren(element("table", {}, element("thead", {}, element("tr", {}, ...["lends", "holds", "blocks"].map((text) => element("th", { text })))), body));
-    rows(body, [...debts].sort((a, b) => blocks(b) - blocks(a)), (debt) => [debt.creditor, debt.debtor, blocks(debt)], "");
-    return;
-  }
-  box.replaceChildren(element("table", {}, element("thead", {}, element("tr", {}, element("th"), ...names.map((text) => element("th", { text })))), body));
-  body.append(...names.map((creditor) => element("tr", {}, element("th", { text: creditor }), ...names.map((debtor) => {
-    const debt = debts.find((each) => each.creditor === creditor && each.debtor === debtor);
-    return element("td", { text: debt ? String(blocks(debt)) : "·", className: debt ? "some" : "" });
-  }))));
-}
-
-const BADGES = { moved: "good", "move begun": "", relief: "warn", preempted: "warn", "worker lost": "bad" };
-const TEXTS = {
-  relief: (e) => `${e.worker}: ${e.chosen}; ${e.offers.map(([rung, blocks, cost]) => `${rung} ${blocks} blocks for ${seconds(cost)}`).join(", ") || "nothing to offer"}`,
-  "move begun": (e) => `to ${e.target} as ${e.mode}`,
-  moved: (e) => (e.failed ? `to ${e.target} failed: ${e.failed}` : `${e.source} → ${e.target} as ${e.mode}, ${count(e.moved_bytes)} bytes, ready in ${seconds(e.prepare_s)}, changed over in ${seconds(e.switch_s)}`),
-  preempted: (e) => `at ${e.worker}, ${e.mode}`,
-  "worker lost": (e) => `${e.worker}, with ${e.sequences} sequences`,
-};
-
-function showEvents() {
-  if (!events.length) { byId("event-rows").replaceChildren(element("li", { className: "empty", text: "none yet" })); return; }
-  byId("event-rows").replaceChildren(...events.slice(-60).reverse().map((event) => {
-    const line = element("span", { text: (TEXTS[event.kind] ?? JSON.stringify)(event) + " " });
-    if (event.request) line.append(element("small", {}, element("a", { text: short(event.request) })));
-    const item = element("li", {}, element("time", { text: clock(event.unix_s) }), element("span", { className: `badge ${BADGES[event.kind] ?? ""}`, text: event.kind }), line);
-    if (event.request) { const link = item.querySelector("a"); link.href = "#"; link.addEventListener("click", (click) => { click.preventDefault(); details.request(event.request); }); }
-    return item;
-  }));
-}
+function showNews() { showEvents(byId("event-rows"), events, (id) => details.request(id)); }
 
 function take(kind, data) {
-  if (isPaused && kind === "part") return;
   const picture = JSON.parse(data);
-  if (kind === "whole") { charts.reset(picture.history); events = picture.events; showEvents(); }
+  if (kind === "whole") { charts.reset(picture.history); events = picture.events; isNews = true; }
   else {
     charts.add(picture.point);
-    if (picture.events.length) { events = [...events, ...picture.events].slice(-MOST_EVENTS); showEvents(); }
+    if (picture.events.length) { events = [...events, ...picture.events].slice(-MOST_EVENTS); isNews = true; }
   }
+  if (isPaused) return;  // what is told only once is kept, and shown when the page goes on
+  charts.draw();
+  if (isNews) { showNews(); isNews = false; }
   show(picture);
   heard += 1;
   document.body.dataset.heard = String(heard);
 }
 
+let stated = ["warn", "connecting"];
 function state(how, text) {
+  stated = [how, text];
   document.querySelector(".dot").className = `dot ${how}`;
   say(byId("state-text"), isPaused ? `held still; ${text}` : text);
+}
+
+function pause() {
+  isPaused = !isPaused;
+  byId("pause").setAttribute("aria-pressed", String(isPaused));
+  byId("pause").textContent = isPaused ? "Go on" : "Pause";
+  state(...stated);
 }
 
 function begin() {
@@ -149,7 +131,7 @@ function begin() {
 }
 byId("key-form").addEventListener("submit", (event) => { event.preventDefault(); store.set("key", byId("key").value.trim()); begin(); });
 byId("find").addEventListener("submit", (event) => { event.preventDefault(); const id = byId("find-id").value.trim(); if (id) details.request(id); });
-byId("pause").addEventListener("click", () => { isPaused = !isPaused; byId("pause").setAttribute("aria-pressed", String(isPaused)); byId("pause").textContent = isPaused ? "Go on" : "Pause"; });
+byId("pause").addEventListener("click", pause);
 addEventListener("keydown", (event) => {
   const isTyping = /^(INPUT|TEXTAREA|BUTTON|A)$/.test(document.activeElement?.tagName ?? "");
   if (isTyping || event.ctrlKey || event.metaKey || event.altKey || byId("detail").open) return;
@@ -157,5 +139,5 @@ addEventListener("keydown", (event) => {
   else if (event.key === "t") byId("theme").click();
   else if (event.key === " ") { event.preventDefault(); byId("pause").click(); }
 });
-showEvents();
+showNews();
 begin();

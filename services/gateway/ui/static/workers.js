@@ -30,7 +30,7 @@ function showCard(card, row, isDense) {
   const thin = card.querySelector(".bar.thin");
   thin.hidden = !below;
   width(thin.firstElementChild, below ? (blocks.host_used + blocks.disk_used) / below : 0);
-  say(card.querySelector(".top span"), isDense ? percent(blocks.used / all) : `${percent(blocks.used / all)} of ${count(blocks.total)}`);
+  say(card.querySelector(".top span"), isDense ? percent(blocks.used / all) : `${percent(blocks.used / all)} of ${count(blocks.total)} blocks`);
   const extra = card.querySelector(".extra");
   const parts = [`${running} running`];
   if (row.sequences.waiting) parts.push(`${row.sequences.waiting} waiting`);

@@ -70,7 +70,7 @@ def write_kv(
     rows, kv_heads, head_dim = key.shape
     if key.stride()[1:] != (head_dim, 1) or value.stride()[1:] != (value.shape[2], 1):
         raise ValueError("the heads of keys and values must be contiguous")
-    _launch(
+    launch(
         write_kernel,
         (rows, kv_heads),
         (key, value, k_pool, v_pool, slots, key.stride(0), value.stride(0)),
@@ -102,7 +102,7 @@ def rotate_and_write(
     kv_heads = k_pool.shape[1]
     if not joined.is_contiguous() or head_dim != k_pool.shape[2] or head_dim != v_pool.shape[3]:
         raise ValueError(f"joined heads {tuple(joined.shape)} do not fit these pools")
-    _launch(
+    launch(
         rotate_write_kernel,
         (rows, heads),
         (joined, *angles, positions, slots, k_pool, v_pool),
@@ -120,7 +120,7 @@ def gated(joined: torch.Tensor) -> torch.Tensor:
     rows, both = joined.shape
     output = joined.new_empty(rows, both // 2)
     grid = (rows, triton.cdiv(both // 2, _GATE_LANES))
-    _launch(gate_kernel, grid, (joined, output), WIDTH=both // 2, LANES=_GATE_LANES, num_warps=4)
+    launch(gate_kernel, grid, (joined, output), WIDTH=both // 2, LANES=_GATE_LANES, num_warps=4)
     return output
 
 
@@ -153,7 +153,7 @@ def _attend_tiles(
         spans.first_row,
     ]
     tensors += (spans.first_position, spans.table_start, spans.table_position, spans.key_end, spans.blocks)
-    _launch(
+    launch(
         attend_kernel,
         (tiles.span.shape[0], k_pool.shape[1], tiles.splits),
         (*tensors, query.stride(0), scaling, softcap or 1.0),
@@ -169,7 +169,7 @@ def _attend_tiles(
         num_stages=_stages(query.device),
     )
     if tiles.splits > 1:
-        _launch(
+        launch(
             merge_kernel,
             (tiles.row.shape[0] * tiles.tokens, q_heads),
             (parts, parts_lse, output, lse, tiles.span, tiles.row, spans.first_row),
@@ -210,7 +210,8 @@ def _stages(device: torch.device) -> int:
     return 3 if properties.shared_memory_per_multiprocessor >= _DEEP_PIPELINE_BYTES else 2
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], **constants: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], **constants: Any) -> None:
+    """On the current stream, unless the grid is empty."""
     if all(grid):
         kernel[grid](*arguments, **constants)
 

@@ -6,6 +6,7 @@ as CUDA graphs need (`fixed`). Knows one step's spans and all layers' pools; no 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -40,11 +41,20 @@ class TritonBackend:
         )
         self.packed: PackedSpans | None = None
         """The spans of the step, as `begin` was told."""
+        self.tables: torch.Tensor | None = None
+        """The step's, where they change from layer to layer: see `begin`."""
         self._step: Step | None = None
 
-    def begin(self, spans: Sequence[Span], decodes: int, packed: PackedSpans) -> None:
-        """The next calls are about these spans. Nothing is copied to the device yet."""
-        self.packed = packed
+    def begin(
+        self,
+        spans: Sequence[Span],
+        decodes: int,
+        packed: PackedSpans,
+        tables: torch.Tensor | None = None,
+    ) -> None:
+        """The next calls are about these spans. Nothing is copied to the device yet. `tables`: see
+        `services.worker.engine.backends.Backend`; `TABLE_END` follows them."""
+        self.packed, self.tables = packed, tables
         self._step = None
 
     @contextmanager
@@ -62,7 +72,7 @@ class TritonBackend:
         if self._step is None:
             if self.packed is None:
                 raise RuntimeError("attention before `begin`")
-            self._step = _PackedStep(self.packed, self.device, self.multiprocessors)
+            self._step = _PackedStep(self.packed, self.device, self.multiprocessors, self.tables)
         return self._step
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
@@ -94,8 +104,15 @@ class TritonBackend:
 class _PackedStep:
     """A step of any shape: its arrays are made once per kind of layer."""
 
-    def __init__(self, packed: PackedSpans, device: torch.device, multiprocessors: int) -> None:
+    def __init__(
+        self,
+        packed: PackedSpans,
+        device: torch.device,
+        multiprocessors: int,
+        tables: torch.Tensor | None = None,
+    ) -> None:
         self._packed = packed
+        self._tables = tables
         self._device = device
         self._multiprocessors = multiprocessors
         self._spans: dict[Heads, DeviceSpans] = {}
@@ -105,6 +122,8 @@ class _PackedStep:
         found = self._spans.get(heads)
         if found is None:
             found = pack(self._packed, heads, device=self._device, multiprocessors=self._multiprocessors)
+            if self._tables is not None:
+                found = replace(found, blocks=self._tables)
             self._spans[heads] = found
         return found
 

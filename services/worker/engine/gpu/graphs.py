@@ -2,7 +2,8 @@
 
 A step is some hundred launches of a few microseconds each; replayed as one graph they follow each other
 without the host. Batches are padded to the sizes captured; a padded row is at position 0, sees no key and
-writes nowhere. All else (chunks, larger batches, rows beyond the tables) runs through the forward as it is.
+writes nowhere. All else (chunks, larger batches, rows beyond the tables, steps that bring in blocks layer by
+layer) runs through the forward as it is.
 
 Knows batches and static arrays; not what is captured: that is a `Capture`.
 """
@@ -181,7 +182,8 @@ class DecodeGraphs:
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
         """See `services.worker.engine.forward.Forward`. The logits are valid until the next call."""
         packed = self._backend.packed
-        if packed is None or not self._replays or not self._arrays.fits(packed):
+        is_streaming = self._backend.tables is not None
+        if packed is None or is_streaming or not self._replays or not self._arrays.fits(packed):
             logits, hidden = self._forward(tokens, positions, kept)
             return Logits(logits, hidden=hidden)
         rows = len(packed.first_position)

@@ -300,3 +300,38 @@ def gate_kernel(
     small = tl.exp2(-tl.abs(gate) * _LOG2_E)
     share = tl.where(gate < 0, small, 1.0) / (1.0 + small)
     tl.store(output + row * WIDTH + column, (gate * share * up).to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def copy_parts_kernel(
+    parts,  # int32 [count]: which part of `host`
+    places,  # int32 [count]: which of `keys` and `values`
+    host,  # [parts, KEY_WORDS + VALUE_WORDS], page-locked
+    keys,  # [places, KEY_WORDS]
+    values,  # [places, VALUE_WORDS]
+    count,
+    KEY_WORDS: tl.constexpr,
+    VALUE_WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    IS_IN: tl.constexpr,  # from the host; else to it
+):
+    """PROGRAMS programs: one layer's K and V of blocks between host memory and the device, piece by piece."""
+    WORDS: tl.constexpr = KEY_WORDS + VALUE_WORDS
+    PIECES: tl.constexpr = (WORDS + LANES - 1) // LANES
+    for piece in range(tl.program_id(0), count * PIECES, PROGRAMS):
+        part = tl.load(parts + piece // PIECES).to(tl.int64)
+        place = tl.load(places + piece // PIECES).to(tl.int64)
+        word = piece % PIECES * LANES + tl.arange(0, LANES)
+        is_key = word < KEY_WORDS
+        is_value = (word >= KEY_WORDS) & (word < WORDS)
+        outside = host + part * WORDS + word
+        key = keys + place * KEY_WORDS + word
+        value = values + place * VALUE_WORDS + word - KEY_WORDS
+        if IS_IN:
+            found = tl.load(outside, mask=word < WORDS, other=0)
+            tl.store(key, found, mask=is_key)
+            tl.store(value, found, mask=is_value)
+        else:
+            tl.store(outside, tl.load(key, mask=is_key, other=0), mask=is_key)
+            tl.store(outside, tl.load(value, mask=is_value, other=0), mask=is_value)

@@ -6,7 +6,7 @@ the module's own, which become views of the joined ones. Knows transformers' nam
 sequence.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
@@ -28,12 +28,25 @@ def is_computable(module: Any) -> bool:
     return config.hidden_act == "silu" and not biased and is_rotation_fixed(config)
 
 
+class LayerGate(Protocol):
+    """Who is told of each layer's attention: its KV may be on its way."""
+
+    def enter(self, layer: int) -> None: ...
+
+    def leave(self, layer: int) -> None: ...
+
+
 def with_graphs(
-    module: Any, backend: TritonBackend, max_positions: int, *, max_batch: int = MAX_BATCH
+    module: Any,
+    backend: TritonBackend,
+    max_positions: int,
+    *,
+    max_batch: int = MAX_BATCH,
+    gate: LayerGate | None = None,
 ) -> DecodeGraphs:
     """A `services.worker.engine.forward.Forward` for a CUDA device, its decodes captured."""
     limits = GraphLimits(max_batch, -(-max_positions // backend.block_tokens))
-    llama = CudaLlama(module, backend, max_positions)
+    llama = CudaLlama(module, backend, max_positions, gate)
     graphs = DecodeGraphs(llama, backend, limits, CudaCapture())
     graphs.capture_all()
     return graphs
@@ -42,9 +55,12 @@ def with_graphs(
 class CudaLlama:
     """Logits of the packed rows that the backend's step is about."""
 
-    def __init__(self, module: Any, backend: TritonBackend, max_positions: int) -> None:
+    def __init__(
+        self, module: Any, backend: TritonBackend, max_positions: int, gate: LayerGate | None = None
+    ) -> None:
         config, attention = module.config, module.model.layers[0].self_attn
         self._backend = backend
+        self._gate = gate
         self._head_dim: int = attention.head_dim
         self._heads = Heads(
             config.num_attention_heads // config.num_key_value_heads, config.num_key_value_heads
@@ -78,9 +94,13 @@ class CudaLlama:
         projected = functional.linear(self._normed(hidden, layer.input_norm), layer.query_key_value)
         joined = projected.view(hidden.shape[0], -1, self._head_dim)
         step, (k_pool, v_pool) = self._backend.step, self._backend.pools[index]
+        if self._gate is not None:
+            self._gate.enter(index)
         rotate_and_write(joined, self._angles, positions, step.slots, k_pool, v_pool)
         queries = joined[:, : self._q_heads]
         output, _ = attend_paged(k_pool, v_pool, step.spans(self._heads), queries, self._scaling)
+        if self._gate is not None:
+            self._gate.leave(index)
         return output.flatten(1)
 
     def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

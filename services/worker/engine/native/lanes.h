@@ -18,6 +18,7 @@ constexpr int WIDE = WIDE_COLUMNS;
 
 typedef float Vec __attribute__((vector_size(64)));
 typedef int32_t IntVec __attribute__((vector_size(64)));
+typedef uint32_t UintVec __attribute__((vector_size(64)));
 typedef uint32_t WordVec __attribute__((vector_size(64)));
 typedef uint16_t HalfVec __attribute__((vector_size(32)));
 
@@ -116,7 +117,7 @@ KVASIR_INLINE Vec exp(Vec x) {
   p = p * r + 0.166666671633720397949219f;
   p = p * r + 0.5f;
   p = p * r * r + r + 1.0f;
-  Vec scaled = (Vec)((IntVec)p + (((IntVec)shifted - 0x4b400000) << 23));
+  Vec scaled = (Vec)((UintVec)p + (((UintVec)shifted - 0x4b400000u) << 23));  // below -87 it wraps, and is not used
   return choose(x < -87.0f, Vec{}, scaled);
 }
 

@@ -1,6 +1,5 @@
 """A plain fp32 Llama in C++ (`llama.h`): weights packed once at load, one call for a whole step.
 
-Under Pie `SwappedLlama` computes it layer by layer: each waits for its KV, and says when it is done with it.
 Knows transformers' names for a Llama's settings and where a step's spans lie; samples nothing.
 """
 
@@ -11,12 +10,14 @@ import torch
 
 from services.worker.engine.llama_parts import is_rotation_fixed
 from services.worker.engine.logits import Logits
-from services.worker.engine.native.library import KvPool, Spans, declare, describe_pool
+from services.worker.engine.native.library import KvPool, Spans, declare
 from services.worker.engine.native.weights import ModelWeights, pack
 from services.worker.engine.paged import Shape
 from services.worker.engine.states import StateTap
-from services.worker.pie.store import LayerStore
 from shared.errors import InternalError
+
+_LATE = -104
+"""`LLAMA_LATE` of `llama.h`."""
 
 
 class PagedKv(Protocol):
@@ -227,6 +228,8 @@ class NativeLlama:
             answer = self._run_partitioned(step)
         else:
             answer = self._library.llama_forward(self.model, step, *self._kv.stream)
+        if answer == _LATE:
+            raise InternalError(f"KV of a layer did not arrive from the host within {self._kv.stream[1]:g} s")
         if answer:
             raise InternalError(
                 f"the native Llama refused a step of {len(tokens)} rows: {answer} (see llama.h)"
@@ -323,56 +326,3 @@ def _layers(weights: ModelWeights, kv: PagedKv) -> "ctypes.Array[LlamaLayer]":
             setattr(layers[index], name, getattr(layer, name).data_ptr())
         layers[index].pool = kv.native_pool(index)
     return layers
-
-
-class SwappedLlama(NativeLlama):
-    """A `Forward`; see `NativeLlama`. `kv` has the step's spans, `store` the layers."""
-
-    def __init__(
-        self,
-        module: Any,
-        kv: PagedKv,
-        store: LayerStore,
-        library: ctypes.CDLL,
-        *,
-        threads: int,
-        release: bool,
-        tap: StateTap | None = None,
-    ) -> None:
-        super().__init__(module, kv, library, threads=threads, release=release, tap=tap)
-        self._store = store
-        self._pointed = -1
-
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
-        """See `services.worker.engine.forward.Forward`."""
-        if self._store.is_static:
-            self._point_at_slots()
-            return super().__call__(tokens, positions, kept)
-        self._pointed = -1
-        step = self.prepare(tokens, positions, kept)
-        self._expect_zero(self._library.llama_embed(self.model, step), step)
-        for layer in range(self.model.layers):
-            self._layer(layer, step)
-        self._library.llama_logits(self.model, step)
-        return self.logits(len(kept))
-
-    def _layer(self, layer: int, step: LlamaStep) -> None:
-        library, model = self._library, self.model
-        self._layers[layer].pool = describe_pool(*self._store.enter(layer))
-        self._expect_zero(library.llama_layer_qkv(model, layer, step), step)
-        self._expect_zero(library.llama_layer_attend(model, layer, step), step)
-        self._store.leave(layer)
-        library.llama_layer_rest(model, layer, step)
-
-    def _point_at_slots(self) -> None:
-        """Once after each change: slots stand still from here on."""
-        if self._pointed != self._store.version:
-            self._pointed = self._store.version
-            for layer in range(self.model.layers):
-                self._layers[layer].pool = describe_pool(*self._store.views(layer))
-
-    def _expect_zero(self, answer: int, step: LlamaStep) -> None:
-        if answer:
-            raise InternalError(
-                f"the native Llama refused a step of {step.rows} rows: {answer} (see llama.h)"
-            )

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from services.worker.engine.native.library import declare
-from services.worker.kv.core.residency import Blocks
+from services.worker.kv.core.fetch_buffers import Blocks
 from services.worker.kv.tiers.resident import BlockStream, OpenStream, StreamFigures, StreamWork
 
 
@@ -102,7 +102,8 @@ class NativeStream:
                 device_blocks=len(keys) // layers,
             )
         )
-        self.address = int(address)
+        self.address: int | None = int(address)
+        self.tables: torch.Tensor | None = None
         self._at_work: tuple[object, ...] = ()
         """What the thread reads, until the next step."""
 

@@ -18,6 +18,7 @@ constexpr int kVectors = 2;
 
 typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef int32_t IntVec __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t UintVec __attribute__((vector_size(kLanes * 4)));
 
 inline Vec load(const float* from) {
   Vec value;
@@ -50,9 +51,9 @@ inline Vec exponential(Vec x) {
   series = series * rest + 1.6666665459e-1f;
   series = series * rest + 5.0000001201e-1f;
   series = series * rest * rest + rest + 1.0f;
-  IntVec bits;
+  UintVec bits;
   std::memcpy(&bits, &shifted, sizeof bits);
-  bits = (bits - 0x4B400000 + 127) << 23;
+  bits = (bits - 0x4B400000u + 127u) << 23;
   Vec power;
   std::memcpy(&power, &bits, sizeof power);
   return series * power;

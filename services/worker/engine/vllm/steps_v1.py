@@ -1,175 +1,31 @@
-"""One step of vLLM 0.32's model runner V1, in the process where the runner is; see `runner_v1.py`.
+"""What is model runner V1's alone: its sampler is called with the logits, and replaced."""
 
-A step is a `SchedulerOutput` of our own; the sampler is ours, in place of vLLM's.
-"""
-
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from services.worker.engine.logits import Logits
-from services.worker.engine.vllm.requests import ContinuedRequest, NewRequest
-from services.worker.engine.vllm.seam import Draw, require
-from shared.errors import ConfigError
-
-_USED_FIELDS = {
-    "NewRequestData": "req_id prompt_token_ids mm_features sampling_params pooling_params block_ids "
-    "num_computed_tokens lora_request",
-    "CachedRequestData": "req_ids resumed_req_ids new_token_ids all_token_ids new_block_ids "
-    "num_computed_tokens num_output_tokens",
-    "SchedulerOutput": "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens "
-    "total_num_scheduled_tokens scheduled_spec_decode_tokens scheduled_encoder_inputs finished_req_ids "
-    "free_encoder_mm_hashes",
-}
-_USED_NAMES = ("device", "sampler", "input_batch", "kv_caches", "execute_model_state", "kv_cache_config")
+from services.worker.engine.vllm.requests import NewRequest
+from services.worker.engine.vllm.steps import Steps, require_names
 
 
-def check_fields() -> None:
-    """Raises ConfigError where a step is told in another way than here."""
-    from vllm.v1.core.sched import output
+class StepsV1(Steps):
+    """See `Steps`."""
 
-    for name, used in _USED_FIELDS.items():
-        kind = getattr(output, name, None)
-        there = set() if kind is None else {each.name for each in fields(kind)}
-        missing = set(used.split()) - there
-        require(not missing, f"{name} has {used}", f"no {', '.join(sorted(missing))}")
-
-
-class KvPart(NamedTuple):
-    """The KV of one layer on one rank, in a file that is memory."""
-
-    file: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def mapped(self) -> torch.Tensor:
-        """The same memory in this process; made where it is not there yet."""
-        return torch.from_file(self.file, shared=True, size=math.prod(self.shape), dtype=self.dtype).view(
-            self.shape
-        )
-
-
-class Steps:
-    """Of one model runner, whose sampler it becomes. `execute` and `sample` are the two halves of a step."""
-
-    def __init__(
-        self, runner: Any, config: Any, execute: Callable[[Any], Any], sample: Callable[[None], Any]
-    ) -> None:
-        """Raises ConfigError where the runner has not what is used here, and for a model that it cannot have
-        in one table of blocks."""
-        from vllm import SamplingParams
-        from vllm.v1.core.sched import output
+    def _take_the_sampler(self) -> None:
         from vllm.v1.outputs import SamplerOutput
 
-        for name in _USED_NAMES:
-            require(hasattr(runner, name), f"{type(runner).__name__} has {name}")
-        _check_groups(runner)
-        self._runner, self._config, self._execute, self._sample = runner, config, execute, sample
-        self._output, self._sampler_output = output, SamplerOutput
-        self._greedy = SamplingParams(temperature=0.0, max_tokens=1 << 30)
-        self._draw: Draw | None = None
-        self._hidden: torch.Tensor | None = None
-        runner.sampler = self._sampled
+        require_names(self._runner, ("input_batch",))
+        self._sampler_output = SamplerOutput
+        self._runner.sampler = self._sampled
 
-    @property
-    def kv(self) -> list[torch.Tensor]:
-        """By layer."""
-        return list(self._runner.kv_caches)
+    def _sampled_from(self, state: Any) -> torch.Tensor:
+        hidden: torch.Tensor = state.sample_hidden_states
+        return hidden
 
-    @property
-    def layout(self) -> str:
-        """How a block's bytes lie: the backend's order and, on the CPU, the instruction set it packs for."""
-        from vllm.config import get_layers_from_vllm_config
-        from vllm.model_executor.layers.attention import Attention
-
-        layers = get_layers_from_vllm_config(self._config, Attention)
-        kinds = {(type(each.impl).__name__, str(getattr(each, "isa", ""))) for each in layers.values()}
-        order = getattr(self._config.cache_config, "kv_cache_layout", "")
-        return f"vllm {order} {sorted(kinds)} {[tuple(each.shape[1:]) for each in self.kv]}"
-
-    def share(self, folder: str, rank: int) -> list[KvPart]:
-        """Moves the KV into files of `folder`, which other processes can map. Before the first step."""
-        parts = []
-        for layer, kv in enumerate(self.kv):
-            part = KvPart(f"{folder}/{rank}-{layer}", tuple(kv.shape), kv.dtype)
-            there = part.mapped()
-            kv.set_(there.untyped_storage(), 0, there.shape, there.stride())  # the layers have this tensor
-            parts.append(part)
-        return parts
-
-    def run(
-        self,
-        new: Sequence[NewRequest],
-        continued: Sequence[ContinuedRequest],
-        counts: Mapping[str, int],
-        finished: set[str],
-        draw: Draw,
-    ) -> None:
-        """See `ModelRunner.run`."""
-        scheduled = self._output.SchedulerOutput(
-            scheduled_new_reqs=[self._new(each) for each in new],
-            scheduled_cached_reqs=self._continued(continued),
-            num_scheduled_tokens=dict(counts),
-            total_num_scheduled_tokens=sum(counts.values()),
-            scheduled_spec_decode_tokens={},
-            scheduled_encoder_inputs={},
-            finished_req_ids=finished,
-            free_encoder_mm_hashes=[],
-        )
-        if self._runner.device.type == "cuda":
-            torch.cuda.set_device(self._runner.device)  # of this thread, which may be another than at start
-        self._draw = draw
-        try:
-            if self._execute(scheduled) is None:
-                self._hidden = self._runner.execute_model_state.sample_hidden_states
-                self._sample(None)
-        except BaseException:
-            self._runner.execute_model_state = None  # else every later step is refused
-            raise
-        finally:
-            self._draw = self._hidden = None
-
-    def _new(self, request: NewRequest) -> Any:
-        return self._output.NewRequestData(
-            req_id=request.name,
-            prompt_token_ids=request.tokens,
-            mm_features=[],
-            sampling_params=self._greedy,
-            pooling_params=None,
-            block_ids=(request.blocks,),
-            num_computed_tokens=request.computed,
-            lora_request=None,
-        )
-
-    def _continued(self, requests: Sequence[ContinuedRequest]) -> Any:
-        return self._output.CachedRequestData(
-            req_ids=[each.name for each in requests],
-            resumed_req_ids=set(),
-            new_token_ids=[],
-            all_token_ids={},
-            new_block_ids=[(each.more_blocks,) if each.more_blocks else None for each in requests],
-            num_computed_tokens=[each.computed for each in requests],
-            num_output_tokens=[each.outputs for each in requests],
-        )
+    def _tokens(self, request: NewRequest) -> dict[str, Any]:
+        return {"prompt_token_ids": request.tokens}
 
     def _sampled(self, logits: torch.Tensor, sampling_metadata: Any = None, **_: Any) -> Any:
         """In place of vLLM's `Sampler`."""
-        require(self._draw is not None, "the sampler is called in a step")
-        assert self._draw is not None
-        tokens = self._draw(Logits(logits, hidden=self._hidden), self._runner.input_batch.req_ids)
-        noted = torch.tensor(tokens, dtype=torch.int32, device=logits.device).unsqueeze(1)
+        noted = self._drawn(logits, self._runner.input_batch.req_ids, torch.int32)
         return self._sampler_output(sampled_token_ids=noted, logprobs_tensors=None)
-
-
-def _check_groups(runner: Any) -> None:
-    groups = runner.kv_cache_config.kv_cache_groups
-    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-    if len(groups) != 1 or "Attention" not in kinds[0]:
-        raise ConfigError(
-            f"this model keeps {', '.join(kinds) or 'no KV'}, and Kvasir has one table of blocks for a "
-            "sequence: choose a model whose layers are all attention",
-            param="model",
-        )

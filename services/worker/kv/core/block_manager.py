@@ -7,45 +7,29 @@ No bytes are moved and nothing is decided here but which copy goes. Pure.
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from services.worker.kv.core.block_pool import BlockPool
-from services.worker.kv.core.eviction import EvictionOrder, OrderMaker, ReuseHistory
+from services.worker.kv.core.block_pool import BlockPool, RowPool, RowShare
+from services.worker.kv.core.eviction import NEVER, EvictionOrder, OrderMaker, ReuseHistory
 from services.worker.kv.core.radix_tree import Node, PrefixTree, Tier
+from services.worker.kv.core.shadows import Shadows
 from shared.blocks import BlockHash
 
 
-class SlotPool:
-    """Slots 0 … total-1; `order` has the nodes whose copy here may go."""
+class SlotPool(RowShare):
+    """A tier's slots; `order` has the nodes whose copy here may go."""
 
-    def __init__(self, total: int, order: EvictionOrder) -> None:
-        if total < 0:
-            raise ValueError(f"a tier cannot have {total} blocks")
-        self.total = total
+    def __init__(self, total: int, order: EvictionOrder, rows: RowPool | None = None) -> None:
+        """Without `rows` that others take from as well: of its own."""
+        super().__init__(RowPool(max(0, total)) if rows is None else rows, total)
         self.order = order
-        self._free = list(range(total - 1, -1, -1))
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    def take(self) -> int | None:
-        """A free slot, or None."""
-        return self._free.pop() if self._free else None
 
     def claim(self, places: Collection[int]) -> None:
         """Takes certain slots, each once. Raises ValueError, and takes none, unless all are free."""
-        wanted = set(places)
-        free = [place for place in self._free if place not in wanted]
-        if len(wanted) != len(places) or len(free) + len(wanted) != len(self._free):
-            raise ValueError("slots are claimed that are not free")
-        self._free = free
-
-    def give(self, place: int) -> None:
-        """A slot is free again."""
-        self._free.append(place)
+        self.rows.claim(places)
+        self.used += len(places)
 
     def check_integrity(self, used: list[int]) -> None:
-        """Raises AssertionError unless `used` and the free slots are each slot once."""
-        assert sorted([*used, *self._free]) == list(range(self.total)), "slots lost or used twice"
+        """Raises AssertionError unless `used` are as many slots as were taken, each once."""
+        assert len(used) == len(set(used)) == self.used, "slots lost or used twice"
 
 
 class Inventory:
@@ -56,11 +40,13 @@ class Inventory:
         self.tree = PrefixTree()
         self.history = ReuseHistory()
         self._device = make(Tier.DEVICE, self.history)
-        self.host = SlotPool(host_blocks, make(Tier.HOST, self.history))
+        self.host = SlotPool(host_blocks, make(Tier.HOST, self.history), pool.rows)
         self.disk = SlotPool(disk_blocks, make(Tier.DISK, self.history))
         self._orders = (self._device, self.host.order, self.disk.order)
         self._saved = make(Tier.DEVICE, self.history)
         """Of the device's order, those that the host has as well: they can go at once."""
+        self.shadows = Shadows()
+        """On the host, and in none of the orders: they go before all others."""
         self._published: dict[int, Node] = {}
         self.unsaved: dict[Node, None] = {}
         """On the host and not on disk yet, oldest first."""
@@ -98,6 +84,7 @@ class Inventory:
         self.tree.put(node, Tier.DEVICE, block)
         self._published[block] = node
         self._count(node, 1)
+        self._share(node)
         self._rank(node)
 
     def drop_place(self, node: Node) -> None:
@@ -121,8 +108,9 @@ class Inventory:
 
     def touch(self, node: Node) -> None:
         """A request wants it."""
-        self.history.on_used(node.used, self.requests)
-        node.used = self.requests
+        if not self.make_own(node):
+            self.history.on_used(node.used, self.requests)
+            node.used = self.requests
         node.hits += 1
         self._rank(node)
 
@@ -151,7 +139,7 @@ class Inventory:
             self._rank(node)
             if _lacks_beginning(node):
                 self._clear_below(node)
-                self._give(Tier.DEVICE, self._take(node, Tier.DEVICE))
+                self._give(Tier.DEVICE, self._take(node, Tier.DEVICE), node)
             gone = gone if node.stored else node
             node = node.parent
         if gone is not None:
@@ -184,7 +172,7 @@ class Inventory:
         place, node.kept_slot = node.kept_slot, None
         if place is not None:
             return place
-        if ahead and not self.host.free:
+        if ahead and not self.host.free and not self.shadows:
             first = self.host.order.first()
             if first is None or first.is_leaving:
                 return None
@@ -196,6 +184,16 @@ class Inventory:
             node.kept_slot = place
         else:
             self.host.give(place)
+
+    def adopt(self, node: Node, row: int) -> bool:
+        """The row that its block has for itself is its copy on the host, when it is sealed. False: there is
+        no slot for it."""
+        place = self.host_slot(node)
+        if place is None:
+            return False
+        self.host.rows.give(place)
+        self.counts["adopted"] += 1
+        return True
 
     def set_leaving(self, node: Node, *, is_leaving: bool) -> None:
         """Whether it is one of the next to leave the device."""
@@ -209,6 +207,8 @@ class Inventory:
 
     def put(self, node: Node, tier: Tier, place: int) -> None:
         """`node` has a copy there from now on."""
+        if tier is not Tier.HOST:
+            self.make_own(node)
         self._count(node, -1)
         self.tree.put(node, tier, place)
         self._count(node, 1)
@@ -217,13 +217,35 @@ class Inventory:
         self.on_moved(node.name)
         if tier is Tier.DEVICE:
             self._published[place] = node
-        if tier is Tier.HOST and node.places[Tier.DISK] is None and self.disk.total:
-            self.unsaved[node] = None
+        self._share(node)
+        if tier is Tier.HOST:
+            self._note_unsaved(node)
         self._rank_with_parent(node)
+
+    def shadow(self, node: Node, place: int, now_s: float) -> None:
+        """A new node's copy on the host, kept for another worker's sequence."""
+        node.used = NEVER
+        self.shadows.add(node, now_s)
+        self.put(node, Tier.HOST, place)
+
+    def make_own(self, node: Node) -> bool:
+        """A sequence here uses it, or has computed the same: a cached block like others, if it was none.
+        Whether it was a shadow: then it counts as stored now."""
+        if not self.shadows.discard(node):
+            return False
+        self.history.on_stored(node, self.requests)
+        self.counts["shadows_used"] += 1
+        self._note_unsaved(node)
+        self._rank(node)
+        return True
+
+    def _note_unsaved(self, node: Node) -> None:
+        if node.places[Tier.DISK] is None and self.disk.total and not node.is_shadow:
+            self.unsaved[node] = None
 
     def remove(self, node: Node, tier: Tier) -> None:
         """Its copy in `tier` goes and the place is free; without a copy anywhere the block is forgotten."""
-        self._give(tier, self._take(node, tier))
+        self._give(tier, self._take(node, tier), node)
         self._drop_if_gone(node)
 
     def pop_device(self) -> Node | None:
@@ -239,22 +261,27 @@ class Inventory:
         self._rank(node)
         return saved
 
-    def slot(self, tier: Tier, kept: Collection[BlockHash] = ()) -> int | None:
+    def slot(self, tier: Tier, kept: Collection[BlockHash] = (), *, for_shadow: bool = False) -> int | None:
         """A slot of a lower tier, if need be one that a copy leaves, but none of `kept`; None when no copy
-        may go."""
+        may go. `for_shadow`: no shadow leaves for it, other copies do, but none of what is about to leave the
+        device."""
         shelf = self.host if tier is Tier.HOST else self.disk
-        place = shelf.take()
-        if place is not None or shelf.total == 0:
-            return place
-        victim = self._pop(shelf, kept)
+        free = shelf.take()
+        if free is not None or shelf.total == 0:
+            return free
+        shadow = None if for_shadow or tier is not Tier.HOST else self.shadows.victim(kept)
+        victim = shadow or self._pop(shelf, kept)
         if victim is None:
+            return None
+        if for_shadow and victim.is_leaving:
+            self._rank(victim)
             return None
         if victim in self.unsaved:
             self.counts["lost_unsaved"] += 1
-        place = self._take(victim, tier)
+        self._give(tier, self._take(victim, tier), victim)
         self.counts[f"evicted_{tier.name.lower()}"] += 1
         self._drop_if_gone(victim)
-        return place
+        return shelf.take()
 
     def check_integrity(
         self,
@@ -277,6 +304,7 @@ class Inventory:
         assert len(private) == len(set(private)), "a private block is shared"
         own = [block for block in self._published if block < self.pool.ids]
         self.pool.check_integrity([*private, *own, *arriving])
+        self.shadows.check_integrity(self.tree)
         users = Counter(block for block in held if block in self._published)
         for block, node in self._published.items():
             assert node.places[Tier.DEVICE] == block
@@ -292,12 +320,21 @@ class Inventory:
         for tier, shelf in ((Tier.HOST, self.host), (Tier.DISK, self.disk)):
             places = [place for node in self.tree if (place := node.places[tier]) is not None]
             aside = [place for node in self.tree if (place := node.kept_slot) is not None]
-            shelf.check_integrity([*places, *on_way[tier], *(aside if tier is Tier.HOST else ())])
+            used = [*places, *on_way[tier], *(aside if tier is Tier.HOST else ())]
+            shelf.check_integrity(used)
+            if shelf is self.disk or self.pool.rows is None:
+                shelf.rows.check_integrity(used)
+            else:
+                self.pool.check_rows(used)
         assert self.kept == sum(node.keepers > 0 for node in self.tree)
         for node in self.tree:
+            at, is_kept = node.places[Tier.DEVICE], node.places[Tier.HOST] is not None
+            lies_outside = at is not None and at < self.pool.ids and self.pool.is_outside(at)
+            assert node.is_outside == (lies_outside and is_kept)
             assert node.kept_slot is None or (node.keepers and node.places[Tier.HOST] is None)
             for tier, order in zip(Tier, self._orders, strict=True):
-                assert (node in order) == node.is_loose(tier), "the order of eviction is out of step"
+                is_ranked = node.is_loose(tier) and not node.is_shadow
+                assert (node in order) == is_ranked, "the order of eviction is out of step"
             assert (node in self._saved) == (
                 node.is_loose(Tier.DEVICE) and node.places[Tier.HOST] is not None and self.is_own(node)
             )
@@ -305,7 +342,7 @@ class Inventory:
 
     def _rank(self, node: Node) -> None:
         for tier, order in zip(Tier, self._orders, strict=True):
-            if node.is_loose(tier):
+            if node.is_loose(tier) and not node.is_shadow:
                 order.add(node, _group(node, tier))
             else:
                 order.discard(node)
@@ -329,26 +366,53 @@ class Inventory:
         if node.parent is not None:
             self._rank(node.parent)
 
+    def on_moved_block(self, block: int) -> None:
+        """It left or entered the device, and shares its row of host memory with the named block there."""
+        node = self._published.get(block)
+        if node is not None:
+            node.is_outside = self.pool.is_outside(block)
+            self._rank(node)
+
+    def _share(self, node: Node) -> None:
+        """What lies on the own device and on the host need not be copied to leave the one for the other."""
+        block, row = node.places[Tier.DEVICE], node.places[Tier.HOST]
+        if block is not None and row is not None and block < self.pool.ids:
+            self.pool.share(block, row)
+            node.is_outside = self.pool.is_outside(block)
+
     def _take(self, node: Node, tier: Tier) -> int:
         self._count(node, -1)
         place = self.tree.take(node, tier)
+        if tier is Tier.DEVICE:
+            node.is_outside = False
         self._count(node, 1)
         node.is_leaving = node.is_leaving and tier is not Tier.DEVICE
         self.on_moved(node.name)
         if tier is Tier.HOST:
             self.unsaved.pop(node, None)
+            self.counts["shadows_dropped"] += self.shadows.discard(node)
         self._rank_with_parent(node)
         return place
 
-    def _give(self, tier: Tier, place: int) -> None:
+    def _give(self, tier: Tier, place: int, node: Node) -> None:
         if tier is Tier.DEVICE:
             del self._published[place]
             if place < self.pool.ids:
                 self.pool.release([place])
             else:
                 self.on_borrowed_free(place)
+        elif tier is Tier.HOST:
+            self._leave_host(node, place)
         else:
-            (self.host if tier is Tier.HOST else self.disk).give(place)
+            self.disk.give(place)
+
+    def _leave_host(self, node: Node, place: int) -> None:
+        """Its copy on the host goes; the row stays the block's that lies there."""
+        block, node.is_outside = node.places[Tier.DEVICE], False
+        if block is not None and self.is_own(node) and self.pool.unshare(block):
+            self.host.used -= 1
+        else:
+            self.host.give(place)
 
     def _give_kept_slot(self, node: Node) -> None:
         if node.kept_slot is not None:
@@ -378,7 +442,7 @@ class Inventory:
         for lost in [*reversed(self.tree.below(node)), node]:
             for tier in Tier:
                 if lost.places[tier] is not None:
-                    self._give(tier, self._take(lost, tier))
+                    self._give(tier, self._take(lost, tier), lost)
             self._give_kept_slot(lost)
             self.kept -= lost.keepers > 0
             self.tree.forget(lost)

@@ -20,6 +20,8 @@ from shared.errors import ConfigError
 
 _LEAST_WEIGHT = 0.0005
 """Of one use in the mean gap; the first uses weigh more."""
+NEVER = -1
+"""When a block was last used that nobody here has wanted: it tells nothing of how long blocks wait."""
 
 
 class ReuseHistory:
@@ -39,6 +41,8 @@ class ReuseHistory:
 
     def on_dropped(self, node: Node) -> None:
         """The block is stored nowhere any more."""
+        if node.used == NEVER:
+            return
         self._ghosts[node.name] = (node.hits, node.used)
         if len(self._ghosts) > self._most_ghosts:
             del self._ghosts[next(iter(self._ghosts))]

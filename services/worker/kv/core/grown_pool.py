@@ -5,9 +5,9 @@ are doomed, and still gives them out, as plans on their way count on them; they 
 taken than stay. Source: papers/004 §4.1.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.block_pool import BlockPool, RowPool
 from services.worker.kv.core.residency import Residency
 
 
@@ -64,6 +64,34 @@ class GrownPool(BlockPool):
 
     def rejoin(self, places: Iterable[int]) -> list[int]:
         return super().rejoin(self._residency.unpin(places))
+
+    @property
+    def rows(self) -> RowPool:
+        return self._residency.rows
+
+    def is_outside(self, block: int) -> bool:
+        return self._residency.is_outside(block)
+
+    def saved_row(self, block: int) -> int | None:
+        return self._residency.saved_row(block)
+
+    def share(self, block: int, row: int) -> None:
+        self._residency.share(block, row)
+
+    def unshare(self, block: int) -> bool:
+        return self._residency.unshare(block)
+
+    @property
+    def cache_rows(self) -> int:
+        """Of `rows`, those that a prefix cache may have."""
+        return self._residency.cache_rows
+
+    def check_rows(self, shared: Iterable[int]) -> None:
+        self._residency.check_rows(shared)
+
+    def watch(self, on_moved: Callable[[int], None], is_intact: Callable[[int], bool]) -> None:
+        """See `Residency.on_moved` and `is_intact`."""
+        self._residency.on_moved, self._residency.is_intact = on_moved, is_intact
 
     def resize(self, total_blocks: int) -> None:
         """So many may be taken from now on; fewer are doomed first. Raises ValueError for a growth before a

@@ -10,6 +10,7 @@ from services.worker.kv.core.block_manager import Inventory
 from services.worker.kv.core.kv_events import PrefixNews
 from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.radix_tree import Node, Tier
+from services.worker.kv.core.stored_events import StoredEvents
 from services.worker.kv.core.tier_copier import BlockMover, StoredBlock
 from shared.blocks import BlockHash
 from shared.messages.reports import CacheReport
@@ -21,7 +22,7 @@ Write = Callable[[StoredBlock, Tier, int], bool]
 def worth_keeping(books: Inventory) -> list[Node]:
     """The last wanted of the stored blocks, as many as disk takes; what precedes a block comes before it."""
     kept: dict[Node, None] = {}
-    stored = (node for node in books.tree if node.stored)
+    stored = (node for node in books.tree if node.stored and not node.is_shadow)
     for node in sorted(stored, key=lambda node: (-node.used, -node.hits, node.depth)):
         path: list[Node] = []
         above: Node | None = node
@@ -146,6 +147,17 @@ class LowerTiers:
             news.note(node.name)
         self._books.on_moved = news.note
         return news
+
+    def tell_outside(self, block_tokens: int) -> StoredEvents:
+        """Notes the same from now on for readers outside."""
+        events, before = StoredEvents(self._books.tree, block_tokens), self._books.on_moved
+
+        def both(name: BlockHash) -> None:
+            before(name)
+            events.on_moved(name)
+
+        self._books.on_moved = both
+        return events
 
     def prefetch(
         self, names: Sequence[BlockHash], most_blocks: int, needed: Collection[BlockHash] | None = None

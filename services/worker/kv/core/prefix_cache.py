@@ -19,7 +19,8 @@ from services.worker.kv.core.eviction import OrderMaker, order_maker
 from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.lower_tiers import LowerTiers
 from services.worker.kv.core.radix_tree import Node, Tier
-from services.worker.kv.core.save_ahead import SaveAhead
+from services.worker.kv.core.save_ahead import SaveAhead, block_of
+from services.worker.kv.core.shadow_keeping import ShadowKeeping
 from services.worker.kv.core.tier_copier import BlockMover, Load, Loaded, Store
 from shared.blocks import BlockHash
 
@@ -34,6 +35,8 @@ class Tiers:
     seed: int = 0
     kept_blocks: int = 0
     """Of the host's, at most so many for sequences that were taken off the device."""
+    shadow_blocks: int = 0
+    """Of the host's, at most so many for sequences that run on other workers."""
 
 
 class PrefixCache(LowerTiers):
@@ -41,7 +44,7 @@ class PrefixCache(LowerTiers):
 
     `counts`, in blocks: hits_… (hits_borrowed: of those of the device), misses, evicted_…, dropped,
     lost_unsaved, copies_lost, write_failures, prefetched, saved_ahead, saved_late (the engine waited for that
-    copy); loads_abandoned.
+    copy), adopted (Pie had it on the host already); loads_abandoned; shadows_used, shadows_dropped.
     """
 
     def __init__(
@@ -57,7 +60,9 @@ class PrefixCache(LowerTiers):
         books = Inventory(pool, tiers.host_blocks, tiers.disk_blocks, make)
         super().__init__(books, mover, gate, min(tiers.kept_blocks, tiers.host_blocks))
         self._pool = pool
+        self.on_moved_block = books.on_moved_block
         self._ahead = SaveAhead(books, mover)
+        self.shadows = ShadowKeeping(books, tiers.shadow_blocks)
         self._waits: dict[Awaited, None] = {}
         self._loads: dict[int, list[tuple[Node, Load]]] = {}
         """By ticket: the blocks it fills are its own until it is answered, whoever still waits for them."""
@@ -174,7 +179,7 @@ class PrefixCache(LowerTiers):
         self.counts["hits_device"] += near
         self.counts["hits_borrowed"] += sum(not self._books.is_own(node) for node in found[:near])
         self.counts["misses"] += max(0, min(len(names), most_blocks) - first_block - done)
-        blocks = tuple(_block_of(node) for node in found[:near])
+        blocks = tuple(block_of(node) for node in found[:near])
         ahead = len(chain) - first_block - done if done and done == len(found) else 0
         return Hit(blocks, (near, 0, 0), awaited, ahead)
 
@@ -189,7 +194,7 @@ class PrefixCache(LowerTiers):
         for tier in Tier:
             self.counts[f"hits_{tier.name.lower()}"] += tiers[tier]
         self.counts["misses"] += len(awaited.nodes) - came
-        blocks = tuple(_block_of(node) for node in awaited.nodes[:came])
+        blocks = tuple(block_of(node) for node in awaited.nodes[:came])
         return Hit(blocks, (tiers[Tier.DEVICE], tiers[Tier.HOST], tiers[Tier.DISK]))
 
     def on_loaded(self, ticket: int, loaded: Loaded) -> None:
@@ -240,7 +245,7 @@ class PrefixCache(LowerTiers):
             if node is None or not self._books.is_own(node):
                 break
             self._books.hold(node)
-            held.append(_block_of(node))
+            held.append(block_of(node))
         return held
 
     def publish(self, block: int, name: BlockHash, parent: BlockHash | None, tenant: str = "") -> bool:
@@ -256,6 +261,8 @@ class PrefixCache(LowerTiers):
         if node is not None and node.places[Tier.DEVICE] is not None:
             return False
         node = node or self._books.enter(name, before, tenant)
+        if node.is_shadow:
+            node.tenant = tenant
         self._books.hold(node)
         self._books.put(node, Tier.DEVICE, block)
         return True
@@ -277,7 +284,7 @@ class PrefixCache(LowerTiers):
             node = self._books.tree.find(name)
             if node is None or node.places[Tier.DEVICE] is None or self._books.is_own(node):
                 break
-            found.append(_block_of(node))
+            found.append(block_of(node))
         return found
 
     @property
@@ -296,11 +303,11 @@ class PrefixCache(LowerTiers):
         for node in self._books.idle_borrowed():
             if blocks < 1:
                 return
-            if node.places[Tier.DEVICE] is None or _block_of(node) in spared:
+            if node.places[Tier.DEVICE] is None or block_of(node) in spared:
                 continue
             for lost in [*reversed(self._books.tree.below(node)), node]:
                 if lost.places[Tier.DEVICE] is not None:
-                    blocks -= not self._books.is_own(lost) and _block_of(lost) not in spared
+                    blocks -= not self._books.is_own(lost) and block_of(lost) not in spared
                     self._take_off(lost)
 
     def lose_borrowed(self, blocks: Iterable[int]) -> None:
@@ -316,6 +323,16 @@ class PrefixCache(LowerTiers):
             node = self._books.node_of(block)
             if node is not None:
                 self._books.rename(node, own)
+
+    def verify(self, block: int, is_intact: Callable[[int, BlockHash], bool]) -> bool:
+        """Whether the copy on the host, by slot and name, of what lies in `block` is as it was. If not, it is
+        lost."""
+        node = self._books.node_of(block)
+        place = None if node is None else node.places[Tier.HOST]
+        if node is None or place is None or is_intact(place, node.name):
+            return True
+        self._lose(node, Tier.HOST)
+        return False
 
     def condemn(self, block: int) -> None:
         """What is stored there is wrong: it, and what was computed from it, is forgotten wherever it lies,
@@ -340,7 +357,7 @@ class PrefixCache(LowerTiers):
             held,
             [*awaited, *(node for node, _ in loads)],
             [load.block for _, load in loads],
-            [*self._ahead.slots, *self._reading.values()],
+            [*self._ahead.slots, *self._reading.values(), *self.shadows.open_places],
             self._writing.values(),
         )
 
@@ -400,10 +417,11 @@ class PrefixCache(LowerTiers):
     def _take_off(self, node: Node) -> None:
         """The device has it no more."""
         self._ahead.finish(node)
-        if node.places[Tier.HOST] is None and self._books.is_own(node):
+        is_missing = node.places[Tier.HOST] is None and self._books.is_own(node)
+        if is_missing and not self._ahead.adopt(node):
             place = self._books.host_slot(node)
             if place is not None:
-                took_s = self._mover.store([Store(node.name, _block_of(node), place)])
+                took_s = self._mover.store([Store(node.name, block_of(node), place)])
                 self.gate.on_filled(Tier.HOST, took_s)
                 self._books.put(node, Tier.HOST, place)
                 self.counts["saved_late"] += 1
@@ -413,12 +431,6 @@ class PrefixCache(LowerTiers):
 
 def _is_near(node: Node) -> bool:
     return node.places[Tier.DEVICE] is not None
-
-
-def _block_of(node: Node) -> int:
-    block = node.places[Tier.DEVICE]
-    assert block is not None
-    return block
 
 
 def _load_of(node: Node, block: int) -> Load:

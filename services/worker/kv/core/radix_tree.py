@@ -30,6 +30,8 @@ class Node:
         "hits",
         "inserted",
         "is_leaving",
+        "is_outside",
+        "is_shadow",
         "keepers",
         "kept_slot",
         "kids",
@@ -62,9 +64,13 @@ class Node:
         """The ticket of its copy that is on its way to the host; 0: none is."""
         self.is_leaving = False
         """One of the next to leave the device: its copy on the host is about to be the only one."""
+        self.is_outside = False
+        """Its block is in use from its copy on the host, and not on the device: that copy stays."""
+        self.is_shadow = False
+        """Kept on the host for another worker's sequence, and used by none here yet."""
         self.inserted = 0
         self.used = 0
-        """When it was stored and last wanted, on the cache's own count of requests."""
+        """When it was stored and last wanted, on the cache's own count of requests; see `eviction.NEVER`."""
         self.hits = 0
         self.tenant = ""
         """Who had it stored: tenants share none."""
@@ -82,9 +88,9 @@ class Node:
         raise ValueError("the block is stored nowhere")
 
     def is_loose(self, tier: Tier) -> bool:
-        """Whether its copy in `tier` may go: nobody uses it or, on the host, keeps it, and no child's copy
-        there hangs on it."""
-        is_wanted = self.busy or (tier is Tier.HOST and self.keepers)
+        """Whether its copy in `tier` may go: nobody uses it or, on the host, keeps it or has its block there,
+        and no child's copy there hangs on it."""
+        is_wanted = self.busy or (tier is Tier.HOST and (self.keepers or self.is_outside))
         return self.places[tier] is not None and not is_wanted and not self.kids[tier]
 
 

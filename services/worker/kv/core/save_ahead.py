@@ -13,6 +13,8 @@ from services.worker.kv.core.tier_copier import BlockMover, Store
 
 _SHARE = 8
 """One block in so many."""
+_MOST_ADOPTED = 4
+"""Sealed at a time: a checksum each, and the engine waits for it."""
 
 
 class SaveAhead:
@@ -43,10 +45,20 @@ class SaveAhead:
         """Start what copies are missing and may be open; returns how many began."""
         if not self._next and not self._choose():
             return 0
-        started = 0
+        started = adopted = 0
         while self._next:
             node = self._next[0]
             if not self._is_wanted(node):
+                self._next.popleft()
+                continue
+            row = self._books.pool.saved_row(block_of(node))
+            if row is not None:
+                if adopted == _MOST_ADOPTED:
+                    break
+                adopted += 1
+                if not self._adopt(node, row):
+                    self._next.clear()
+                    break
                 self._next.popleft()
                 continue
             place = self._books.host_slot(node, ahead=True)
@@ -58,6 +70,19 @@ class SaveAhead:
             self._next.popleft()
             started += 1
         return started
+
+    def adopt(self, node: Node) -> bool:
+        """Whether the host has it now, without a copy: the block's own row of host memory is the cache's from
+        now on, too."""
+        row = self._books.pool.saved_row(block_of(node))
+        return row is not None and self._adopt(node, row)
+
+    def _adopt(self, node: Node, row: int) -> bool:
+        if not self._books.adopt(node, row):
+            return False
+        self._mover.seal(row, node.name)
+        self._books.put(node, Tier.HOST, row)
+        return True
 
     def on_stored(self, ticket: int, *, ok: bool) -> None:
         """A copy has ended. One that was waited for has been told of already."""
@@ -109,3 +134,10 @@ class SaveAhead:
         self._open[self._tickets] = (node, place)
         self._books.counts["saved_ahead"] += 1
         return True
+
+
+def block_of(node: Node) -> int:
+    """Where it is on the device."""
+    block = node.places[Tier.DEVICE]
+    assert block is not None
+    return block

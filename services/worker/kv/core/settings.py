@@ -23,6 +23,13 @@ class PrefixCacheConfig(BaseModel):
         le=1,
         description="of the host's blocks, those that sequences taken off the device may have kept; 0: none",
     )
+    shadow_share: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="of the host's blocks, those that copies of other workers' running sequences may take, "
+        "should those workers die; what else needs room there goes before them; 0: none",
+    )
     disk_mb: int = Field(default=0, ge=0, description="file for blocks that outlive the worker, in MiB")
     disk_path: str = Field(default="", description="folder of that file; each worker has its own in it")
     flush_s: float = Field(
@@ -48,6 +55,10 @@ class PrefixCacheConfig(BaseModel):
     disk_bytes_per_s: float = Field(
         default=0.0, ge=0, description="for tests: make the disk tier so slow; 0: as fast as it is"
     )
+
+    def host_slots(self, block_bytes: int) -> int:
+        """Blocks of so many bytes on the host; 0 where nothing is kept."""
+        return (self.host_blocks or (self.host_mb << 20) // block_bytes) if self.enabled else 0
 
     @model_validator(mode="after")
     def _disk_has_a_place(self) -> "PrefixCacheConfig":

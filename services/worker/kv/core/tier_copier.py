@@ -75,6 +75,10 @@ class BlockMover(Protocol):
         """Device blocks → host slots at once, the last of several that name one slot. Seconds it took."""
         ...
 
+    def seal(self, place: int, name: BlockHash) -> None:
+        """That host slot was filled by somebody else with what is called `name`."""
+        ...
+
     def start_write(self, source: int, node: StoredBlock) -> bool:
         """Host slot → the node's disk slot, later answered by `PrefixCache.on_written`. False: too many are
         open."""

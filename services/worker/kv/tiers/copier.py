@@ -184,6 +184,10 @@ class TierMover:
         self._store(stores, self._records)
         return perf_counter() - started_s
 
+    def seal(self, place: int, name: BlockHash) -> None:
+        """See `BlockMover`."""
+        self._host.seal(place, name)
+
     def start_write(self, source: int, node: StoredBlock) -> bool:
         """See `BlockMover`."""
         disk = self._disk

@@ -1,6 +1,7 @@
 """Records in memory of the host: slots allocated once, each with a checksum. Knows no file and no order."""
 
 import numpy as np
+import numpy.typing as npt
 
 from services.worker.kv.tiers.checksums import CRC, Checksums
 from services.worker.kv.tiers.records import RecordRow
@@ -11,13 +12,21 @@ class HostTier:
     """`slots` records. A slot's checksum is taken when it is filled and never again, so that what happened
     to it since is seen, whoever reads it."""
 
-    def __init__(self, slots: int, record_bytes: int, fingerprint: bytes, sums: Checksums = CRC) -> None:
-        """The memory is touched when it is first used, not here. `slots` may be 0."""
+    def __init__(
+        self,
+        slots: int,
+        record_bytes: int,
+        fingerprint: bytes,
+        sums: Checksums = CRC,
+        rows: npt.NDArray[np.uint8] | None = None,
+    ) -> None:
+        """`rows` `[n, record_bytes]`, of which others may have some; without them memory of its own, touched
+        when it is first used. `slots` may be 0."""
         self.slots = slots
         self.sums = sums
         self._fingerprint = fingerprint
-        self._rows = np.zeros((slots, record_bytes), dtype=np.uint8)
-        self._checksums = [-1] * slots
+        self._rows = np.zeros((slots, record_bytes), dtype=np.uint8) if rows is None else rows
+        self._checksums = [-1] * len(self._rows)
 
     def row(self, place: int) -> RecordRow:
         """The slot's bytes themselves, not a copy."""

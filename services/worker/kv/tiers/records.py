@@ -33,6 +33,12 @@ class Records:
         self._starts = [0, *self._ends[:-1]]
         self.record_bytes: int = self._ends[-1]
 
+    @property
+    def host_rows(self) -> npt.NDArray[np.uint8] | None:
+        """Of host memory, `[n, record_bytes]`, where blocks may lie while they are in use; None: they never
+        do."""
+        return None
+
     def twin(self) -> "Records":
         """The same pools for another thread: with what copies need of their own, so that they do not wait for
         the engine's kernels."""

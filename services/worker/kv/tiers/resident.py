@@ -9,15 +9,17 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from services.worker.kv.core.block_pool import RowPool, RowShare
+from services.worker.kv.core.fetch_buffers import Blocks
 from services.worker.kv.core.grown_pool import GrownPool
-from services.worker.kv.core.residency import Blocks, Residency, StepPlan
-from services.worker.kv.tiers.records import RecordRow, Records
+from services.worker.kv.core.residency import Residency, StepPlan
+from services.worker.kv.tiers.records import LayerPool, RecordRow, Records, records_of
 from shared.errors import InternalError
 
 _PROFILED_BLOCKS = 32
@@ -73,8 +75,13 @@ class BlockStream(Protocol):
     """Who copies blocks between the device and host memory, behind the computation."""
 
     @property
-    def address(self) -> int:
-        """For native code."""
+    def address(self) -> int | None:
+        """For native code; None: none can wait for it."""
+        ...
+
+    @property
+    def tables(self) -> torch.Tensor | None:
+        """The present step's on the device, which `enter` changes; None: those of its work alone."""
         ...
 
     def pace(self, bytes_s: float) -> None:
@@ -119,9 +126,9 @@ OpenStream = Callable[[torch.Tensor, torch.Tensor, npt.NDArray[np.uint8], int], 
 
 
 class ResidentKv:
-    """`keys` `[layers * device_blocks, …]` and `values` likewise, contiguous, of the CPU: the device's blocks
-    layer by layer. `ids` blocks there may be. What a step waits for longer than `timeout_s` is an
-    InternalError."""
+    """`keys` `[layers * device_blocks, …]` and `values` likewise, contiguous: the device's blocks layer by
+    layer. `ids` blocks there may be, `rows` of host memory for those outside, and in one with them
+    `host_blocks` of a prefix cache. What a step waits for longer than `timeout_s` is an InternalError."""
 
     def __init__(
         self,
@@ -131,17 +138,21 @@ class ResidentKv:
         layers: int,
         ids: int,
         *,
+        rows: int,
+        host_blocks: int = 0,
         timeout_s: float,
     ) -> None:
         device_blocks = len(keys) // layers
-        self.residency = Residency(device_blocks, ids, layers, self._move, threading.Lock())
+        share = RowShare(RowPool(rows + host_blocks), rows)
+        self.residency = Residency(device_blocks, ids, layers, self._move, threading.RLock(), share)
         self.layers = layers
         self._timeout_s = timeout_s
         self._keys, self._values = keys, values
         key_bytes, value_bytes = (pool[0].nbytes for pool in (keys, values))
         self.layer_block_bytes = key_bytes + value_bytes
-        self.rows: npt.NDArray[np.uint8] = np.zeros((ids, layers * self.layer_block_bytes), dtype=np.uint8)
-        """Of host memory, by id; touched when first used."""
+        size = rows + host_blocks, layers * self.layer_block_bytes
+        self.rows: npt.NDArray[np.uint8] = np.zeros(size, dtype=np.uint8)
+        """Of host memory; touched when first used."""
         self._stream = open_stream(keys, values, self.rows, layers)
         self._plan: StepPlan | None = None
         """Of the present step, where it has one."""
@@ -156,6 +167,16 @@ class ResidentKv:
         """The address of what native code waits for in the present step, None where there is nothing, and the
         time that a layer may wait."""
         return (self._stream.address if self.is_streaming else None), self._timeout_s
+
+    @property
+    def tables(self) -> torch.Tensor | None:
+        """The present step's on the device, where they change from layer to layer."""
+        return self._stream.tables if self.is_streaming else None
+
+    @property
+    def arena(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of all layers."""
+        return self._keys, self._values
 
     def pace(self, bytes_s: float, background_bytes_s: float = 0.0) -> None:
         """What the link carries in each direction, 0: as fast as memory, and what others send over it."""
@@ -205,11 +226,20 @@ class ResidentKv:
             return
         first = residency.device_blocks
         at = np.flatnonzero((tables >= first) & (tables < first + len(plan.fetched))).astype(np.int32)
-        even, odd = (residency.arena(plan.buffer, parity) for parity in (0, 1))
+        even, odd = (residency.buffers.arena(plan.buffer, parity) for parity in (0, 1))
         which = tables[at] - first
         self._stream.begin(
             StreamWork(
-                plan.fetched, plan.kept, plan.place, even, odd, at, which, tables, plan.save_from, plan.saves
+                plan.fetched_from,
+                plan.kept,
+                plan.place,
+                even,
+                odd,
+                at,
+                which,
+                tables,
+                plan.save_from,
+                plan.save_to,
             )
         )
         self.is_streaming = True
@@ -268,21 +298,29 @@ class ResidentKv:
 
     def _move(self, plan: StepPlan) -> None:
         """What has to be done before a step, in this thread: out first, for it makes room."""
-        if len(plan.saved_now):
-            self._stream.save(plan.saved_from, plan.saved_now)
-        if len(plan.loaded_now):
-            self._stream.load(plan.loaded_now, plan.loaded_to)
+        if len(plan.saved_from):
+            self._stream.save(plan.saved_from, plan.saved_to)
+        if len(plan.loaded_from):
+            self._stream.load(plan.loaded_from, plan.loaded_to)
 
 
 class ResidentRecords(Records):
     """`Records` of blocks that may be outside. Each block is copied while no place changes."""
 
-    def __init__(self, kv: ResidentKv) -> None:
-        super().__init__(kv.pools())
+    def __init__(self, kv: ResidentKv, on_device: Records | None = None) -> None:
         self._kv = kv
+        self._on_device = on_device or records_of(kv.pools())
+        super().__init__(kv.pools())
+
+    @property
+    def host_rows(self) -> npt.NDArray[np.uint8]:
+        return self._kv.rows
 
     def twin(self) -> "ResidentRecords":
-        return ResidentRecords(self._kv)
+        return ResidentRecords(self._kv, self._on_device.twin())
+
+    def _rows(self, pool: LayerPool) -> Any:
+        return self._on_device._rows(pool)
 
     def read(self, blocks: Sequence[int], rows: Sequence[RecordRow]) -> None:
         residency = self._kv.residency
@@ -290,9 +328,9 @@ class ResidentRecords(Records):
             with residency.lock:
                 slot = residency.slot_of(block)
                 if slot is None:
-                    row[:] = self._kv.rows[block]
+                    row[:] = self._kv.rows[residency.row_of(block)]
                 else:
-                    super().read([slot], [row])
+                    self._on_device.read([slot], [row])
 
     def write(self, rows: Sequence[RecordRow], blocks: Sequence[int]) -> None:
         residency = self._kv.residency
@@ -300,7 +338,7 @@ class ResidentRecords(Records):
             with residency.lock:
                 slot = residency.slot_of(block)
                 if slot is None:
-                    self._kv.rows[block] = row
+                    self._kv.rows[residency.row_of(block)] = row
                 else:
-                    super().write([row], [slot])
+                    self._on_device.write([row], [slot])
                 residency.on_written(block)

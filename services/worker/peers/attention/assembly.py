@@ -40,6 +40,7 @@ def make_borrower(
         most_creditors=settings.most_creditors,
         deadline_s=settings.answer_s,
         rates=registry.rates,
+        link_bytes_per_s=settings.link_bytes_per_s,
         clock=clock,
     )
     homeward = Homeward(engine.attention, debtor, registry, transfers, clock)

@@ -22,7 +22,7 @@ from services.worker.peers.attention.messages import GrantRef
 from services.worker.peers.lending.core.table import GrantKey
 from services.worker.peers.registry import Registry
 from services.worker.peers.transport.base import PeerLink
-from shared.errors import CreditorLost, KvasirError, NoResponder, Overloaded
+from shared.errors import CreditorLost, KvasirError, Overloaded
 from shared.log import get_logger
 from shared.messages.lending import Grant
 
@@ -201,15 +201,16 @@ class Borrower:
         return await self._give(self._home(lambda: homecoming.end_recall(pairs))) or []
 
     async def _fetch(self, planned: Sequence[HomeFetch]) -> bool:
-        """Whether everything has come. A creditor that cannot be reached for it is as it was; one that fails
-        in the middle is lost."""
+        """Whether everything has come. A creditor that fails in the middle is lost."""
         is_whole = True
         for work in planned:
+            failed: KvasirError | None = None
             try:
-                await asyncio.shield(asyncio.ensure_future(self._homeward.fetch(work)))
+                is_copied = await asyncio.shield(asyncio.ensure_future(self._homeward.fetch(work)))
             except KvasirError as error:
-                _log.warning("blocks of %s were not copied: %s", work.lender[0], error)
-                await self._give(partial(self._on_missed, work, error))
+                is_copied, failed = False, error
+            if not is_copied:
+                await self._give(partial(self._on_missed, work, failed))
                 is_whole = False
         return is_whole
 
@@ -269,13 +270,12 @@ class Borrower:
             for lender, each in found.items()
         ]
 
-    def _on_missed(self, work: HomeFetch, error: KvasirError, core: StepCore, now_s: float) -> None:
-        """Who fails in the middle is lost; not where nothing of it is borrowed any more: its link was closed
-        here then."""
+    def _on_missed(self, work: HomeFetch, failed: KvasirError | None, core: StepCore, now_s: float) -> None:
+        """Who has `failed` in the middle is lost; not where nothing of it is borrowed any more: its link was
+        closed here then."""
         self._debtor.watch.discard(work.places)
-        is_borrowed = any(there in self._of_block for there in work.ids)
-        if is_borrowed and not isinstance(error, NoResponder):
-            lost = CreditorLost(error.message, creditor_id=work.lender[0])
+        if failed is not None and any(there in self._of_block for there in work.ids):
+            lost = CreditorLost(failed.message, creditor_id=work.lender[0])
             core.on_kv_lost(self.lose_creditor(lost), now_s)
 
     def _enter(self, lender: Lender, link: PeerLink | None, grant: Grant, logical: Sequence[int]) -> bool:

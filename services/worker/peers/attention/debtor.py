@@ -21,6 +21,7 @@ from services.worker.engine.attention import PagedAttention
 from services.worker.engine.backends import Pools
 from services.worker.engine.paged import Shape
 from services.worker.engine.partition import ELSEWHERE, Homes, Part, Partial
+from services.worker.kv.tiers.throttle import Throttle
 from services.worker.peers.attention.core.cost import CreditorSpeeds, ShipMode, Work, choose_mode
 from services.worker.peers.attention.messages import GrantRef
 from services.worker.peers.attention.shares import (
@@ -110,6 +111,7 @@ class Debtor:
         deadline_s: float = 2.0,
         choose: Chooser = choose_mode,
         rates: LinkRates | None = None,
+        link_bytes_per_s: float = 0.0,
         clock: Clock = monotonic_s,
     ) -> None:
         """`staging_blocks`: in each half of a creditor's staging; each creditor has one. `rates`: the
@@ -127,6 +129,7 @@ class Debtor:
         self.deadline_s = deadline_s
         self._choose = choose
         self._rates = rates or LinkRates()
+        self._throttle = Throttle(link_bytes_per_s)
         self._clock = clock
         self._lendings: dict[int, CreditorMemory] = {}
         self._holders = 0
@@ -214,7 +217,9 @@ class Debtor:
     def collect(self, layer: int) -> Iterator[Partial]:
         """See `RemoteAttention`. Queries that travelled come first: their answers wait for nobody."""
         for active in sorted(self._of_layer(layer), key=lambda active: active.fetched is not None):
-            yield from self._collected(active, layer)
+            for part in self._collected(active, layer):
+                self._throttle.wait(2 * part[1].nbytes)  # queries there, outputs back
+                yield part
         self._attended_s = self._clock()
 
     def end(self) -> None:

@@ -25,9 +25,9 @@ from services.worker.peers.attention.shares import CreditorMemory, StepShare, in
 from services.worker.peers.attention.staging import Staging
 from services.worker.peers.core.neighbours import LinkRates
 from services.worker.peers.registry import Registry
-from services.worker.peers.transport.base import PeerLink
 from shared.clock import Clock
-from shared.errors import KvasirError, NoResponder
+from shared.errors import KvasirError
+from shared.log import get_logger
 from shared.messages.lending import KvTier
 
 Lender = tuple[str, int, KvTier]
@@ -51,9 +51,11 @@ class HomeFetch:
 class _Way:
     """To one creditor's memory: whose turn it is, and what of it may be read into."""
 
-    link: PeerLink
     memory: CreditorMemory
     lock: asyncio.Lock
+
+
+_log = get_logger("worker.homeward")
 
 
 class Homeward:
@@ -76,43 +78,52 @@ class Homeward:
         """Written by `transfers` alone."""
         self._ways: dict[Lender, _Way] = {}
 
-    async def fetch(self, work: HomeFetch) -> None:
-        """When it returns the blocks are in their places; until then these are written to, so it is not to be
-        cancelled. Raises NoResponder where the creditor cannot be reached, and KvasirError where it fails in
-        the middle."""
-        way = self._ways.get(work.lender)
-        if way is None or way.link.closed:
-            way = self._ways[work.lender] = await self._open(work.lender)
+    async def fetch(self, work: HomeFetch) -> bool:
+        """True: the blocks are in their places; until then these are written to: it is not to be cancelled.
+        False: no link leads there, or nothing can be written here now; the creditor is as it was. Raises
+        KvasirError where it fails in the middle."""
         try:
-            async with way.lock:
-                way.memory.grants = work.grants
+            way = await self._way(work.lender)
+        except KvasirError as error:
+            _log.warning("no link to copy blocks of %s over: %s", work.lender[0], error)
+            return False
+        async with way.lock:
+            way.memory.grants = work.grants
+            try:
                 rows = await asyncio.to_thread(self._read, way.memory, work.blocks)
+            except BaseException:
+                way.memory.link.close()
+                raise
+            try:
                 await asyncio.to_thread(self._write, rows, work.places)
-        except BaseException:
-            way.link.close()
-            raise
+            except KvasirError as error:
+                _log.warning("blocks of %s were not written: %s", work.lender[0], error)
+                return False
+        return True
 
     def forget(self, lender: Lender) -> None:
         """It lends nothing more. Any thread may call this."""
         way = self._ways.pop(lender, None)
         if way is not None:
-            way.link.close()
+            way.memory.link.close()
 
     def close(self) -> None:
         """Every link."""
         for lender in list(self._ways):
             self.forget(lender)
 
-    async def _open(self, lender: Lender) -> _Way:
+    async def _way(self, lender: Lender) -> _Way:
+        """Raises KvasirError."""
+        way = self._ways.get(lender)
+        if way is not None and not way.memory.link.closed:
+            return way
         worker_id, incarnation, tier = lender
-        try:
-            link = await self._registry.dial(worker_id, incarnation)
-        except KvasirError as error:
-            raise NoResponder(f"no link to worker {worker_id}: {error.message}") from error
+        link = await self._registry.dial(worker_id, incarnation)
         staging = Staging(self._attention, self._debtor.staging_blocks)
         speeds = CreditorSpeeds(LinkRates().link(worker_id, link.transport))
         memory = CreditorMemory(link, (), speeds, staging, self._debtor.deadline_s, tier)
-        return _Way(link, memory, asyncio.Lock())
+        way = self._ways[lender] = _Way(memory, asyncio.Lock())
+        return way
 
     def _read(self, memory: CreditorMemory, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
         part = whole(0, np.array(blocks, dtype=np.int32), self._debtor.block_tokens)

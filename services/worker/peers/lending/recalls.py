@@ -125,7 +125,7 @@ class Recalls:
     async def settle(self, asked: Settle) -> Settled:
         """One step of one. Raises CreditorLost and Overloaded: it was not done."""
         if self._copying is not None:
-            await asyncio.shield(self._copying)
+            await asyncio.wait({self._copying})  # However that ends: it was for another question.
         if asked.phase is SettlePhase.FREEZE:
             return await self._freeze(asked)
         if asked.phase is SettlePhase.COPY:
@@ -145,6 +145,8 @@ class Recalls:
 
         def over(done: "asyncio.Future[bool]") -> None:
             self._copying = None
+            if not done.cancelled():
+                done.exception()  # Perhaps nobody else looks at it.
 
         copying.add_done_callback(over)
         return copying

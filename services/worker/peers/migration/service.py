@@ -59,6 +59,7 @@ class Transfers:
             config,
             clock,
             store.sums,
+            store.host,
         )
         self._busy = (0.0, clock(), 0.0)
         """Engine seconds, time and share at the last report."""
@@ -96,6 +97,8 @@ class Transfers:
             "fetched_blocks": self._target.fetched_blocks,
             "given_blocks": self._source.given_blocks,
             "refused_blocks": self._target.refused_blocks,
+            "fetched_as_shadows_blocks": self._target.shadowed_blocks,
+            "given_as_shadows_blocks": self._source.shadowed_blocks,
             "links_mb_per_s": ", ".join(f"{name} {rate / 1e6:.0f}" for name, rate in self._rates().items()),
         }
 

@@ -32,6 +32,8 @@ class Wanted(msgspec.Struct, frozen=True):
 
     fingerprint: bytes
     names: tuple[BlockHash, ...]
+    is_shadow: bool = False
+    """Nobody waits for them: they come when nothing else is copied, and no step is held up for them."""
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -78,8 +80,12 @@ class BlockSource:
         self.transfers = transfers
         self.sums = sums
         self.records = records
+        self.shadow_records = records.twin()
+        """Their copies go by another thread."""
         self.fingerprint = fingerprint
         self.given_blocks = 0
+        self.shadowed_blocks = 0
+        """Of these, those that nobody waited for."""
         self.receivers: dict[str, Receiver] = {BLOCKS: _Blocks(self)}
 
 
@@ -108,6 +114,9 @@ class _Giving:
         """Copied: what is sent is whole whatever becomes of the blocks meanwhile."""
         own = self._read_own()
         away = self.wanted.names[len(own) :][:_MOST_BORROWED]
+        if self.wanted.is_shadow:
+            away = ()
+            self.source.shadowed_blocks += len(own)
         borrowed = self.source.cache.read_borrowed(away, self.source.records.record_bytes, _HOLD_S)
         rows = np.concatenate([own, borrowed]) if len(borrowed) else own
         self.source.given_blocks += len(rows)
@@ -125,7 +134,9 @@ class _Giving:
             self.source.cache.let_go(blocks)
 
     def _copied(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
-        records = self.source.records
+        is_shadow = self.wanted.is_shadow
+        records = self.source.shadow_records if is_shadow else self.source.records
+        route = Route.SHADOW if is_shadow else Route.GIVE
         rows = np.empty((len(blocks), records.record_bytes), dtype=np.uint8)
 
         def copy() -> bool:
@@ -133,7 +144,7 @@ class _Giving:
             return True
 
         transfers = self.source.transfers
-        is_read = transfers.run(Route.GIVE, copy, failed=False, size_bytes=rows.nbytes, within_s=_HOLD_S)
+        is_read = transfers.run(route, copy, failed=False, size_bytes=rows.nbytes, within_s=_HOLD_S)
         return rows if is_read else rows[:0]
 
     def abandon(self) -> None:

@@ -2,7 +2,8 @@
 
 A batch is quarantined: allocated, filled by the link's thread, verified block by block, and only then named,
 so a fetch may end anywhere and leaves whole blocks or nothing. Where it stops the target computes the rest.
-One question at a time for each source. Decides nothing about sequences.
+One question at a time for each source. What nobody waits for (`PullBlocks.is_shadow`) goes to the host, a few
+blocks at a time and with pauses, between which others have their turn. Decides nothing about sequences.
 """
 
 import asyncio
@@ -13,11 +14,13 @@ import msgspec
 import numpy as np
 
 from services.worker.kv.tiers.checksums import CRC, Checksums
+from services.worker.kv.tiers.host import HostTier
 from services.worker.kv.tiers.records import Records
 from services.worker.kv.tiers.throttle import Throttle
-from services.worker.kv.transfers import Route, TransferEngine
+from services.worker.kv.transfers import TransferEngine
 from services.worker.peers.engine_calls import CacheDoor
 from services.worker.peers.migration.settings import TransferConfig
+from services.worker.peers.migration.shelves import DeviceShelf, HostShelf, Shelf
 from services.worker.peers.migration.source import BLOCKS, Wanted, read_given
 from services.worker.peers.registry import Registry
 from services.worker.peers.transport.base import PeerLink, bytes_of
@@ -40,6 +43,8 @@ class _Way:
     link: PeerLink | None = None
     failed_s: float = float("-inf")
     """When nothing could be fetched."""
+    rests_until_s: float = float("-inf")
+    """Nothing that nobody waits for before: it has had its share of the time."""
 
 
 class Target:
@@ -56,13 +61,15 @@ class Target:
         config: TransferConfig,
         clock: Clock = monotonic_s,
         sums: Checksums = CRC,
+        host: HostTier | None = None,
     ) -> None:
+        """`host` None: no shadows are kept here."""
         self._sums = sums
         self._registry = registry
-        self._cache = cache
-        self._transfers = transfers
         self._records = records
         """Written by `transfers` alone."""
+        self._device = DeviceShelf(cache, transfers, records, config.batch_blocks)
+        self._host = None if host is None else HostShelf(cache, transfers, host)
         self._fingerprint = fingerprint
         self._block_tokens = block_tokens
         self._config = config
@@ -72,37 +79,86 @@ class Target:
         self.fetched_blocks = 0
         self.refused_blocks = 0
         """That arrived and were not what they were called."""
+        self.shadowed_blocks = 0
+        """Of the fetched ones, those that nobody waited for."""
 
     async def pull(self, order: PullBlocks) -> BlocksPulled:
         """As far as it gets within the order's time. Raises KvasirError when nothing could be fetched."""
         names = chain(root(self._fingerprint, order.cache_salt), order.tokens, self._block_tokens)
         way = self._way(order.source, order.source_incarnation)
         try:
-            async with asyncio.timeout(order.valid_for_s + self._config.answer_s), way.lock:
-                return await self._pull(order, way, names)
+            async with asyncio.timeout(order.valid_for_s + self._config.answer_s):
+                if order.is_shadow:
+                    return await self._shadow(order, way, names)
+                async with way.lock:
+                    return await self._pull(order, way, names)
         except KvasirError:
-            way.failed_s = self._clock()
+            self._failed(order, way)
             raise
         except TimeoutError:
-            way.failed_s = self._clock()
+            self._failed(order, way)
             raise DeadlineExceeded(f"{order.source} did not give its blocks in time") from None
+
+    def _failed(self, order: PullBlocks, way: _Way) -> None:
+        """Nobody should count on that link, unless the one that failed goes after all others anyway."""
+        if not order.is_shadow:
+            way.failed_s = self._clock()
 
     async def _pull(self, order: PullBlocks, way: _Way, names: Sequence[BlockHash]) -> BlocksPulled:
         began_s = now_s = self._clock()
-        known = held = await asyncio.wrap_future(self._cache.known_blocks(names))
+        known = held = await self._device.known(names)
         while held < len(names) and now_s - began_s < order.valid_for_s:
-            batch = names[held : held + self._config.batch_blocks]
-            count = await self._fetch(order.source, way, names[held - 1] if held else None, batch)
+            count = await self._fetch(order.source, way, names, held, self._device)
             now_s, held = self._clock(), held + count
             if not count:
                 break
+        return self._pulled(order, known, held, now_s - began_s)
+
+    async def _shadow(self, order: PullBlocks, way: _Way, names: Sequence[BlockHash]) -> BlocksPulled:
+        """At most for its share of the time; a move over the same link goes in between."""
+        shelf = self._host
+        if shelf is None:
+            return BlocksPulled(held_tokens=0)
+        until_s, busy_s = self._clock() + order.valid_for_s, 0.0
+        known = held = await shelf.known(names)
+        while held < len(names) and await self._has_turn(way, until_s):
+            try:
+                asked_s = self._clock()
+                count = await self._fetch(order.source, way, names, held, shelf)
+            finally:
+                way.lock.release()
+            took_s = self._clock() - asked_s
+            busy_s, held = busy_s + took_s, held + count
+            way.rests_until_s = asked_s + took_s / self._config.shadow_link_share
+            if not count:
+                break
+            self.shadowed_blocks += count
+        return self._pulled(order, known, held, busy_s)
+
+    async def _has_turn(self, way: _Way, until_s: float) -> bool:
+        """Waits until shadows may have the link, which is theirs then. False: not before that time."""
+        now_s = self._clock()
+        rest_s = max(0.0, way.rests_until_s - now_s)
+        if now_s + rest_s >= until_s:
+            return False
+        try:
+            async with asyncio.timeout(until_s - now_s):
+                await asyncio.sleep(rest_s)
+                await way.lock.acquire()
+        except TimeoutError:
+            return False
+        return True
+
+    def _pulled(self, order: PullBlocks, known: int, held: int, took_s: float) -> BlocksPulled:
+        """The answer. The link's speed is learned from it, but not from what came when nothing else did."""
         size_bytes = (held - known) * self._records.record_bytes
-        self._registry.rates.on_delivered(order.source, size_bytes, now_s - began_s)
+        if not order.is_shadow:
+            self._registry.rates.on_delivered(order.source, size_bytes, took_s)
         return BlocksPulled(
             held_tokens=held * self._block_tokens,
             fetched_blocks=held - known,
             fetched_bytes=size_bytes,
-            took_s=now_s - began_s,
+            took_s=took_s,
         )
 
     def sources(self) -> list[str]:
@@ -153,37 +209,39 @@ class Target:
         return way.link
 
     async def _fetch(
-        self, source: str, way: _Way, parent: BlockHash | None, names: Sequence[BlockHash]
+        self, source: str, way: _Way, names: Sequence[BlockHash], held: int, shelf: Shelf
     ) -> int:
-        """How many of `names` are there now, from the first on. Raises KvasirError when the link fails."""
+        """How many more of `names`, after the first `held`, are there now. Raises KvasirError when the link
+        fails."""
         link = await self._linked(source, way)
-        blocks = await self._cache.make_room(len(names))
-        if not blocks:
+        parent = names[held - 1] if held else None
+        batch = names[held : held + shelf.batch_blocks]
+        places = await shelf.make_room(len(batch), names[:held])
+        if not places:
             return 0
-        receiving = asyncio.ensure_future(asyncio.to_thread(self._receive, link, names, blocks))
+        batch = batch[: len(places)]
+        receiving = asyncio.ensure_future(asyncio.to_thread(self._receive, link, batch, places, shelf))
         count = 0
         try:
             count = await asyncio.shield(receiving)
         except asyncio.CancelledError:
             link.close()  # nothing is written once the thread has noticed
-            receiving.add_done_callback(lambda late: self._give_back(late, blocks))
+            receiving.add_done_callback(lambda late: _give_back(late, places, shelf))
             raise
         except BaseException:
-            self._cache.take_in(blocks, (), parent)
+            shelf.take_in(places, (), parent)
             raise
         self.fetched_blocks += count
-        return await asyncio.wrap_future(self._cache.take_in(blocks, names[:count], parent))
+        return await asyncio.wrap_future(shelf.take_in(places, batch[:count], parent))
 
-    def _give_back(self, late: "asyncio.Future[int]", blocks: Sequence[int]) -> None:
-        if not late.cancelled():
-            late.exception()
-        self._cache.take_in(blocks, (), None)
-
-    def _receive(self, link: PeerLink, names: Sequence[BlockHash], blocks: Sequence[int]) -> int:
-        """On a thread of its own: into scratch memory, then, verified, into `blocks`."""
+    def _receive(
+        self, link: PeerLink, names: Sequence[BlockHash], places: Sequence[int], shelf: Shelf
+    ) -> int:
+        """On a thread of its own: into scratch memory, then, verified, into `places`."""
         rows = np.empty((len(names), self._records.record_bytes), dtype=np.uint8)
-        header = msgspec.msgpack.encode(Wanted(self._fingerprint, tuple(names)))
+        wanted = Wanted(self._fingerprint, tuple(names), is_shadow=shelf is self._host)
         into = [bytes_of(row) for row in rows]
+        header = msgspec.msgpack.encode(wanted)
         answer = link.ask(BLOCKS, header, into=into, deadline_s=self._config.answer_s)
         given = read_given(answer.header)
         if len(given.checksums) != answer.buffers:
@@ -195,12 +253,10 @@ class Target:
                 self.refused_blocks += answer.buffers - good
                 break
             good += 1
+        return shelf.write(list(rows[:good]), places[:good], names[:good], self._config.answer_s)
 
-        def write() -> int:
-            self._records.write(list(rows[:good]), list(blocks[:good]))
-            return good
 
-        size_bytes = good * self._records.record_bytes
-        return self._transfers.run(
-            Route.PULL, write, 0, size_bytes=size_bytes, within_s=self._config.answer_s
-        )
+def _give_back(late: "asyncio.Future[int]", places: Sequence[int], shelf: Shelf) -> None:
+    if not late.cancelled():
+        late.exception()
+    shelf.take_in(places, (), None)

@@ -17,6 +17,26 @@ from services.worker.pie.core.sizes import expansion, higher, lower
 
 
 @dataclass(frozen=True, slots=True)
+class Expansion:
+    """What a worker's Pie is at: a value to be reported upward."""
+
+    fifo_layers: int
+    capacity_blocks: int
+    """What plans may count on."""
+    growable_blocks: int
+    """More, if the level rose by one."""
+    stall_share: float
+
+    def details(self) -> dict[str, float]:
+        """For a worker's status."""
+        return {
+            "pie_fifo_layers": self.fifo_layers,
+            "pie_growable_blocks": self.growable_blocks,
+            "pie_stall_share": round(self.stall_share, 5),
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Thresholds:
     """When a window counts as heavy or idle; shares are of 1."""
 

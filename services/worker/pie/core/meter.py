@@ -1,56 +1,57 @@
-"""What Pie's swapping costs: waits per layer, bytes and times of copies, windows for the expansion
-controller. Pure.
-"""
+"""What Pie's swapping costs: waits, bytes and times of copies, windows for the expansion controller. Pure."""
 
 from collections import deque
 from collections.abc import Iterable
+from enum import StrEnum
 from statistics import median
 from typing import Protocol
 
 from services.worker.pie.core.expansion import Window
-from services.worker.pie.core.swap import Direction
 from shared.average import averaged
 
 _WEIGHT = 0.1
 """Of the newest step."""
-_ENOUGH_SWAPS, _LATEST_SWAPS, _LATEST_STEPS = 2, 8, 32
 _LATEST_DECODES, _LEAST_DECODES, _LEAST_RANGE = 128, 8, 1.2
 
 
+class Direction(StrEnum):
+    """Which way KV goes: from the host to the device, or back."""
+
+    IN = "in"
+    OUT = "out"
+
+
 class SwapCounts(Protocol):
-    """Since the start: see `SwapController`."""
+    """Since the start."""
 
     @property
-    def swap_ins(self) -> int: ...
+    def swap_ins(self) -> int:
+        """Layers that were brought in."""
+        ...
 
     @property
-    def early_swap_ins(self) -> int: ...
+    def early_swap_ins(self) -> int:
+        """Of them, those that were there early."""
+        ...
 
 
 class SwapMeter:
     """Sums since the start, and since the last window."""
 
-    def __init__(self, layers: int) -> None:
-        self.stall_s = [0.0] * layers
-        """By layer: how long its computation waited for its KV."""
-        self.stalls = [0] * layers
+    def __init__(self) -> None:
+        self.stall_s = 0.0
+        """In which the computation waited for KV."""
         self.compute_s = 0.0
         """Of all steps, without the waits."""
         self.moved_bytes = dict.fromkeys(Direction, 0)
         self.copying_s = 0.0
         """Both directions added up, whether anybody waited or not."""
-        self.resize_s = 0.0
-        """In which slots changed size and nothing was computed."""
         self.iterations = 0
         self._swap_s: dict[Direction, list[float]] = {direction: [] for direction in Direction}
         self._used_blocks = 0
         self._tokens = 0
         self._work_rates: list[float] = []
         self._step_times: list[float] = []
-        self._latest_s: dict[Direction, deque[float]] = {
-            direction: deque(maxlen=_LATEST_SWAPS) for direction in Direction
-        }
-        self._latest_steps_s: deque[float] = deque(maxlen=_LATEST_STEPS)
         self._decodes: deque[tuple[int, float]] = deque(maxlen=_LATEST_DECODES)
         self.step_s = 0.0
         """One step's computation, smoothed; 0 before the first."""
@@ -59,41 +60,24 @@ class SwapMeter:
     @property
     def stall_share(self) -> float:
         """Waiting over computing, since the start."""
-        return sum(self.stall_s) / self.compute_s if self.compute_s else 0.0
+        return self.stall_s / self.compute_s if self.compute_s else 0.0
 
     @property
     def decoding_rows(self) -> float:
         """Of the latest iterations in which no prompt was; 0 before the first."""
         return median(tokens for tokens, _ in self._decodes) if self._decodes else 0.0
 
-    def on_stall(self, layer: int, waited_s: float) -> None:
-        self.stall_s[layer] += waited_s
-        self.stalls[layer] += 1
+    def on_stall(self, waited_s: float) -> None:
+        self.stall_s += waited_s
 
     def on_copied(self, direction: Direction, sent_bytes: int, took_s: float) -> None:
         self.moved_bytes[direction] += sent_bytes
         self.copying_s += took_s
         self._swap_s[direction].append(took_s)
-        self._latest_s[direction].append(took_s)
-
-    def forget_swaps(self) -> None:
-        """What `pace` says is measured anew from here on."""
-        for times in self._latest_s.values():
-            times.clear()
-
-    def pace(self) -> tuple[float, tuple[float, ...]] | None:
-        """One swap, the slower direction, and the latest steps' computation, in seconds; None before two
-        swaps in each direction.
-
-        Where out is shorter a layer is back after as many swaps in as there are layers in the queue, for the
-        next one begins with the last one's end; where in is shorter, the same holds of those out."""
-        if min(len(times) for times in self._latest_s.values()) < _ENOUGH_SWAPS:
-            return None
-        return max(median(times) for times in self._latest_s.values()), tuple(self._latest_steps_s)
 
     def window_stall_s(self) -> float:
         """Waited since the last window."""
-        return sum(self.stall_s) - self._before[0]
+        return self.stall_s - self._before[0]
 
     def on_step(
         self, tokens: int, compute_s: float, stall_s: float, used_blocks: int, *, is_decoding: bool
@@ -104,7 +88,6 @@ class SwapMeter:
             self._work_rates.append(used_blocks / (compute_s + stall_s))
             self._decodes.append((tokens, compute_s))
         self._step_times.append(compute_s)
-        self._latest_steps_s.append(compute_s)
         self.step_s = averaged(self.step_s or None, compute_s, _WEIGHT)
         self.compute_s += compute_s
         self._tokens += tokens
@@ -113,7 +96,7 @@ class SwapMeter:
     def close_window(self, iterations: int, counts: SwapCounts, capacity_blocks: int) -> Window:
         """What was since the last call. Time without steps, in which nobody asked, does not count."""
         stall_s, compute_s, ins, early = self._before
-        self._before = (sum(self.stall_s), self.compute_s, counts.swap_ins, counts.early_swap_ins)
+        self._before = (self.stall_s, self.compute_s, counts.swap_ins, counts.early_swap_ins)
         window = Window(
             iterations=iterations,
             tokens=self._tokens,

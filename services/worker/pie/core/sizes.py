@@ -1,53 +1,9 @@
-"""How many slots, how large: the arithmetic of Pie. Pure.
+"""How many blocks at which level, and of how many buffers: the arithmetic of Pie. Pure.
 
 `fifo_layers` (q in algorithms.md §6) is 0, or 3 and more: with 1 or 2 the two buffers would cost more than
 the swapped layers give back. All buffers count as device bytes. Source: papers/004 §3.1 and §3.3; the ratio
 is that of algorithms.md (the paper's counts four buffers).
 """
-
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class Shift:
-    """Move the contents of one slot, `blocks` blocks at most, from one block of the memory to another."""
-
-    slot: int
-    from_block: int
-    to_block: int
-    blocks: int
-
-
-class Partition:
-    """An arena of `arena_blocks` blocks, cut into `slots` slots of equal size."""
-
-    def __init__(self, arena_blocks: int, slots: int) -> None:
-        if not 1 <= slots <= arena_blocks:
-            raise ValueError(f"{slots} slots in {arena_blocks} blocks")
-        self.arena_blocks = arena_blocks
-        self.slots = slots
-
-    @property
-    def slot_blocks(self) -> int:
-        return self.arena_blocks // self.slots
-
-    def first_block(self, slot: int) -> int:
-        return slot * self.slot_blocks
-
-    def resize(self, slots: int) -> list[Shift]:
-        """Cut anew; the shifts to be made, in this order.
-
-        With fewer slots the last ones must be empty, with more no slot may hold anything beyond its new size.
-        """
-        before, kept = self.slot_blocks, min(self.slots, slots)
-        if not 1 <= slots <= self.arena_blocks:
-            raise ValueError(f"{slots} slots in {self.arena_blocks} blocks")
-        self.slots = slots
-        after = self.slot_blocks
-        order = range(kept - 1, 0, -1) if after > before else range(1, kept)
-        blocks = min(before, after)
-        return [Shift(slot, slot * before, slot * after, blocks) for slot in order if after != before]
-
 
 LEAST_FIFO_LAYERS = 3
 _LEAST_SLOTS = 3
@@ -85,23 +41,6 @@ def higher(fifo_layers: int) -> int:
 
 def lower(fifo_layers: int) -> int:
     return 0 if fifo_layers <= LEAST_FIFO_LAYERS else fifo_layers - 1
-
-
-def kept_layers(layers: int, most: int, device_blocks: int, host_blocks: int) -> int:
-    """Layers whose copies may stay on the host while they are on the device, beside a queue of `most`."""
-    if not most:
-        return 0
-    places = host_blocks // slot_blocks(layers, most, device_blocks)
-    return layers if places >= layers else max(0, places - most)
-
-
-def most_within_host(layers: int, device_blocks: int, host_blocks: int) -> int:
-    """The longest FIFO whose layers fit `host_blocks` blocks of one layer on the host."""
-    fits = 0
-    for fifo_layers in range(LEAST_FIFO_LAYERS, most_fifo_layers(layers) + 1):
-        if fifo_layers * slot_blocks(layers, fifo_layers, device_blocks) <= host_blocks:
-            fits = fifo_layers
-    return fits
 
 
 def spare_blocks(layers: int, fifo_layers: int, device_blocks: int) -> int:

@@ -12,8 +12,6 @@ from services.scheduler.policy.contract import PolicySettings
 from services.scheduler.policy.first_come import VllmPolicy
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
-from services.worker.pie.assembly import LayerPie
-from services.worker.pie.blocks import BlockPie
 from services.worker.pie.settings import PieSettings
 from tests.services.worker.conftest import VOCABULARY
 from tests.services.worker.pie.test_assembly import LAYERS, llama
@@ -55,28 +53,25 @@ def expected(llama: Any) -> list[list[int]]:
     return texts(plain)
 
 
-@pytest.mark.parametrize("form", ["blocks", "layers"])
 @pytest.mark.parametrize("settings", [{"expansion": "fixed", "fifo_layers": 5}, {"window_iterations": 4}])
 def test_the_text_is_the_same_under_the_schedulers_plans(
-    llama: Any, expected: list[list[int]], settings: dict[str, Any], form: str
+    llama: Any, expected: list[list[int]], settings: dict[str, Any]
 ) -> None:
-    loop = make_loop(llama, form=form, **settings)
+    loop = make_loop(llama, **settings)
     assert loop.engine.pie is not None
     finish(loop)
     assert texts(loop) == expected
-    assert loop.engine.pie.close(5.0)
+    loop.engine.pie.close()
 
 
-@pytest.mark.parametrize("form", ["blocks", "layers"])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_scheduler_follows_the_capacity_and_no_block_is_lost(
-    llama: Any, expected: list[list[int]], seed: int, form: str
+    llama: Any, expected: list[list[int]], seed: int
 ) -> None:
     """Grows and shrinks under load: heartbeats tell, the next plans hold, what is doomed moves at once."""
-    settings = {"expansion": "fixed"} if form == "layers" else {"window_iterations": 10_000}
-    loop, dice = make_loop(llama, form=form, **settings), random.Random(seed)
+    loop, dice = make_loop(llama, window_iterations=10_000), random.Random(seed)
     pie = loop.engine.pie
-    assert isinstance(pie, LayerPie | BlockPie)
+    assert pie is not None
     seen: set[int] = set()
     wanted = [0]
     while len(loop.answers) < REQUESTS:
@@ -90,16 +85,13 @@ def test_the_scheduler_follows_the_capacity_and_no_block_is_lost(
         assert isinstance(policy, VllmPolicy)
         assert policy._table.capacity_blocks == pie.growth.capacity_blocks
         loop.check_integrity()
-        if isinstance(pie, LayerPie):
-            pie.store.check_integrity()
-        else:
-            pie.kv.residency.check_integrity()
+        pie.kv.residency.check_integrity()
         seen.add(pie.growth.capacity_blocks)
     assert texts(loop) == expected
     changes = sum(before != after for before, after in pairwise(wanted))
     assert len(seen) >= 2, "it has grown; how often depends on how long a change takes"
     assert loop.resyncs <= 1 + changes, "plans run into changes that no heartbeat has told, only"
-    assert pie.close(5.0)
+    pie.close()
 
 
 def test_clients_join_one_after_the_other(llama: Any) -> None:

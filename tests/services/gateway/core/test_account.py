@@ -1,5 +1,6 @@
 """The account of a request covers its time without gaps and gives each moment to the first in rank."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -108,3 +109,106 @@ def test_one_that_was_put_off_and_begins_under_a_later_plan_is_at_its_worker_mea
     assert account is not None
     assert account.seconds()[Cause.BETWEEN] == pytest.approx(1.0)
     assert account.accounted_share == pytest.approx(1.0)
+
+
+def test_a_step_that_a_frozen_worker_ends_too_late_is_its_loss() -> None:
+    """It froze in its second step, the request went on elsewhere after 3 s, then it was let go on: its own
+    record says that the step took 6 s, and a third one followed. Nobody waited for either."""
+    lost = {"attempt": 2, "causes": {"worker_lost": 1}}
+    again = step(13.3, 0.1, busy_s=9.0, plan=3)
+    again.fields["own"] = [(0, 2)]
+    story = [
+        event(10.0, "gateway", "submit", causes={}),
+        step(10.1, 0.1, busy_s=0.0, plan=1, is_prefill=True),
+        step(10.3, 6.0, busy_s=0.1, plan=2),
+        event(13.2, "gateway", "submit", **lost),
+        replace(again, instance="worker-1"),
+        step(16.4, 0.1, busy_s=6.1, plan=3),
+        event(13.4, "gateway", "tokens complete", phase="ended", reason="stop", tokens=3),
+        event(13.5, "gateway", "request", took_s=3.5, status=200, client_gone=False),
+    ]
+    account = account_of(story, now_s=99.0)
+    assert account is not None
+    spent = account.seconds()
+    assert next(iter(spent)) == Cause.LOST
+    assert spent[Cause.LOST] == pytest.approx(13.2 - 10.2)
+    assert spent[Cause.DECODE] == pytest.approx(0.1)
+    assert account.facts["steps"] == 2
+
+
+def test_an_attempt_that_was_submitted_again_is_not_the_last_one() -> None:
+    """A frozen worker's request is first asked about again, under the same attempt. That hid what came later
+    behind steps of a worker that is gone."""
+    second = {"attempt": 2, "causes": {"silent": 1}}
+    plan = {"worker": "worker-1", "epoch": 1, "chunks": []}
+    later = [
+        replace(step(at_s, 0.1, busy_s=at_s, plan=number), instance="worker-1")
+        for at_s, number in ((16.1, 1), (19.0, 2))
+    ]
+    for each in later:
+        each.fields["own"] = [(0, 2)]
+    story = [
+        event(10.0, "gateway", "submit", causes={}),
+        event(10.1, "scheduler", "plan", **{**plan, "worker": "worker-0"}, plan=7, own=[(0, 1)]),
+        event(13.0, "gateway", "submit", causes={}),
+        event(16.0, "gateway", "submit", **second),
+        event(16.1, "scheduler", "plan", **plan, plan=1, own=[(0, 2)]),
+        *later,
+        event(19.2, "gateway", "tokens complete", phase="ended", reason="stop", tokens=3),
+        event(19.2, "gateway", "request", took_s=9.2, status=200, client_gone=False),
+    ]
+    account = account_of(story, now_s=99.0)
+    assert account is not None
+    spent = account.seconds()
+    assert spent[Cause.LOST] == pytest.approx(16.0 - 10.1)
+    assert spent.get(Cause.FORGOTTEN, 0.0) == pytest.approx(0.0)
+    assert spent[Cause.OTHERS] + spent.get(Cause.NO_PLAN, 0.0) == pytest.approx(2.8)
+
+
+def test_a_source_that_goes_on_during_a_move_computes_the_answer() -> None:
+    moved = {"attempt": 2, "causes": {"moved": 1}}
+    story = [
+        event(10.0, "gateway", "submit", causes={}),
+        step(10.1, 0.1, busy_s=0.0, plan=1, is_prefill=True),
+        event(10.2, "gateway", "submit", **moved),
+        step(10.2, 0.5, busy_s=0.1, plan=2),
+        event(10.7, "gateway", "tokens complete", phase="ended", reason="stop", tokens=3),
+        event(10.8, "gateway", "request", took_s=0.8, status=200, client_gone=False),
+    ]
+    account = account_of(story, now_s=99.0)
+    assert account is not None
+    assert account.seconds()[Cause.DECODE] == pytest.approx(0.5)
+
+
+def test_a_source_that_freezes_during_a_move_computes_nothing_of_what_the_target_says() -> None:
+    """Its one step, which ends when it is let go on, hid all that happened at the target."""
+    moved = {"attempt": 2, "causes": {"moved": 1}}
+    target = replace(step(13.0, 0.1, busy_s=0.0, plan=1), instance="worker-1")
+    target.fields["own"] = [(0, 2)]
+    story = [
+        event(10.0, "gateway", "submit", causes={}),
+        step(10.1, 0.1, busy_s=0.0, plan=1, is_prefill=True),
+        event(10.2, "gateway", "submit", **moved),
+        step(10.3, 9.0, busy_s=0.1, plan=2),
+        target,
+        event(13.2, "gateway", "tokens complete", phase="ended", reason="stop", tokens=3),
+        event(13.2, "gateway", "request", took_s=3.2, status=200, client_gone=False),
+    ]
+    account = account_of(story, now_s=99.0)
+    assert account is not None
+    spent = account.seconds()
+    assert spent[Cause.DECODE] == pytest.approx(0.1)
+    assert spent[Cause.MOVING] == pytest.approx(13.0 - 10.2)
+    assert account.facts["workers"] == ["worker-0", "worker-1"] and account.facts["steps"] == 2
+
+
+def test_what_a_step_waits_for_other_workers_is_not_computing() -> None:
+    slow = step(10.0, 1.0, busy_s=0.0, plan=1)
+    slow.fields["remote_s"] = 0.75
+    whole = event(11.5, "gateway", "request", took_s=2.0, status=200, client_gone=False)
+    account = account_of([event(9.5, "gateway", "submit", attempt=1, causes={}), slow, whole], now_s=12.0)
+    assert account is not None
+    spent = account.seconds()
+    assert spent[Cause.LENDERS] == pytest.approx(0.75)
+    assert spent[Cause.DECODE] == pytest.approx(0.25)
+    assert account.facts["remote_steps"] == 1

@@ -1,10 +1,11 @@
 """Workers and schedulers as their heartbeats show them."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.core.peers import SchedulerView, WorkerTable
-from shared.messages.reports import SchedulerAnnounced, WorkerReported
+from shared.messages.reports import SchedulerAnnounced, StepsReport, WorkerReported
 from tests.shared.messages.builders import worker_report
 
 
@@ -101,3 +102,20 @@ def test_why_nobody_serves_the_model_names_what_is_served_instead() -> None:
     assert table.absence("m") == "no worker serves 'm'"
     table.on_report(report("w", model="other"), 0)
     assert "w serves 'other'" in table.absence("m") and "same served_name" in table.absence("m")
+
+
+def test_steps_are_summed_over_starts_and_silences() -> None:
+    table = WorkerTable(["m"], timeout_s=2)
+
+    def hear(incarnation: int, tokens: int, counts: tuple[int, ...], at_s: float) -> None:
+        steps = StepsReport(tokens=tokens, by_tokens=counts, prefill_s=tokens / 10, by_prefill=counts)
+        table.on_report(worker_report("a", incarnation=incarnation, model="m", steps=steps), at_s)
+
+    hear(1, 10, (1,), 0)
+    hear(1, 30, (1, 2), 1)
+    assert [*table.on_tick(9)] == [("a", 1)]
+    hear(1, 35, (2, 2), 10)
+    hear(2, 5, (1, 0), 11)
+    sums = table.steps["m"]
+    assert (sums.tokens, sums.by_tokens[:3], sums.by_prefill[:3]) == (40, [3, 2, 0], [3, 2, 0])
+    assert sums.prefill_s == pytest.approx(4.0)

@@ -21,6 +21,7 @@ from shared.errors import (
     KvasirError,
     NoResponder,
     Overloaded,
+    RoleMissing,
 )
 from shared.messages.sequence import FinishReason, proof_of
 from shared.messages.tokens import TokenDelta, TokenLogprobs
@@ -175,7 +176,9 @@ def test_tries_come_ever_more_rarely_up_to_once_a_second() -> None:
     assert tries[-1] - tries[-2] == pytest.approx(1.0, abs=0.11)
 
 
-@pytest.mark.parametrize("error", [Overloaded("full"), ForeignSequence("gateway-1 was the first")])
+@pytest.mark.parametrize(
+    "error", [Overloaded("full"), RoleMissing("none"), ForeignSequence("gateway-1 was the first")]
+)
 def test_what_passes_refuses_only_what_was_not_accepted(error: KvasirError) -> None:
     """Keeps a gateway that submits another's names to a new scheduler from ending what runs under them."""
     fresh = Stream(KEY, TIMING, 0.0)
@@ -206,6 +209,17 @@ def test_after_an_absence_what_waits_is_handed_over_and_what_runs_is_not() -> No
     waiting.on_submitted(1, 0.1)
     assert waiting.on_absence(20.0) == (Submit(2, 2),)
     assert begun().on_absence(20.0) == ()
+
+
+def test_what_an_heir_has_taken_over_goes_on_under_a_new_attempt() -> None:
+    """Workers were told in this gateway's name to forget the attempt: none takes it up again. It waited for
+    40 s, and failed."""
+    stream = begun()
+    stream.on_delta(delta(1, 2, (12,)), A, 0.3)
+    assert stream.on_inherited(1.0)[-1] == Submit(2, 2)
+    stream.on_delta(delta(2, 3, (13,), FinishReason.LENGTH), B, 1.1)
+    assert (stream.tokens, stream.phase) == ([10, 11, 12, 13], StreamPhase.ENDED)
+    assert stream.on_inherited(1.2) == ()
 
 
 def test_nobody_answering_ends_in_failure() -> None:

@@ -41,6 +41,27 @@ def ids(codec: Codec, text: str = ANSWER) -> list[int]:
 
 
 @settings(deadline=None)
+@given(
+    cuts=st.lists(st.integers(0, 60), max_size=6), stops=st.sampled_from([(), ("lazy",), ("the lazy", "X")])
+)
+def test_however_tokens_arrive_the_pieces_are_the_same(
+    codec: Codec, cuts: list[int], stops: tuple[str, ...]
+) -> None:
+    """Of who reads one token after the other: another gateway says again what the first one said."""
+    tokens = [*ids(codec), END]
+    edges = sorted({0, *(min(cut, len(tokens) - 1) for cut in cuts), len(tokens)})
+    found, at_once = make(codec, stops), make(codec, stops)
+    pieces: list[TextPiece] = []
+    for start, stop in pairwise(edges):
+        feed(found.stream, tokens[start:stop], FinishReason.STOP if stop == len(tokens) else None)
+        pieces += found.read_each()
+    feed(at_once.stream, tokens, FinishReason.STOP)
+    assert pieces == list(at_once.read_each())
+    assert pieces[-1].finish_reason is FinishReason.STOP
+    assert len(pieces) > 5, "one for nearly every token"
+
+
+@settings(deadline=None)
 @given(cuts=st.lists(st.integers(0, 60), max_size=6))
 def test_however_tokens_arrive_the_text_is_the_same(codec: Codec, cuts: list[int]) -> None:
     answer = make(codec)
@@ -104,7 +125,7 @@ def test_an_answer_of_nothing_but_its_end(codec: Codec, ends: tuple[int, ...]) -
 
 def read_one_by_one(answer: ChoiceText, tokens: list[int]) -> list[TextPiece]:
     """Each token as it comes; the last one ends the answer."""
-    pieces = []
+    pieces: list[TextPiece] = []
     for at, token in enumerate(tokens):
         feed(answer.stream, [token], FinishReason.STOP if at == len(tokens) - 1 else None)
         if (piece := answer.read()) is not None:

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.placement.core.fleet import GROWTH_BLOCKS, PASSED_S, FleetCapacity
+from services.placement.core.fleet import FleetCapacity
 from services.placement.core.packer import WorkerRoster
+from services.placement.core.seating import GROWTH_BLOCKS, PASSED_S
 from services.placement.policy import POLICIES
 from services.placement.policy.contract import PlacementPolicy
 from services.placement.policy.fit import BestFit, WorstFit

@@ -136,7 +136,8 @@ def test_the_worker_that_has_the_prefix_is_chosen_although_it_is_busier() -> Non
 
 
 def test_a_busy_worker_sheds_what_it_has_cached() -> None:
-    assert PrefixAware().choose(1500, [room("w0"), room("w1", (1400, 0, 0), free=1600)]) == "w0"
+    busy = Room("w1", 1600, 10_000, 6, (1400, 0, 0))
+    assert PrefixAware().choose(1500, [room("w0"), busy]) == "w0"
 
 
 def test_a_nearer_tier_is_worth_more() -> None:
@@ -152,10 +153,22 @@ def test_it_chooses_one_of_the_rooms_whatever_their_order(offered: list[Room], s
 
 
 @given(offered=rooms(), size=st.integers(1, 5000))
-def test_without_prefixes_and_with_room_it_is_the_default(offered: list[Room], size: int) -> None:
+def test_without_prefixes_it_goes_to_none_that_holds_more_for_more_sequences(
+    offered: list[Room], size: int
+) -> None:
     bare = [Room(one.worker_id, one.free_tokens, one.total_tokens, one.sequences) for one in offered]
-    size = min(size, *(one.free_tokens for one in bare))
-    assert PrefixAware().choose(size, bare) == WorstFit().choose(size, bare)
+    name = PrefixAware().choose(size, bare)
+    chosen = next(one for one in bare if one.worker_id == name)
+    for one in bare:
+        assert one.free_tokens <= chosen.free_tokens or one.sequences >= chosen.sequences
+        assert one.free_tokens < chosen.free_tokens or one.sequences >= chosen.sequences
+
+
+def test_a_short_prompt_goes_where_least_is_held_and_a_long_one_where_the_fewest_wait_for_it() -> None:
+    few_long = Room("w0", 3_000, 10_000, 1)
+    many_short = Room("w1", 6_000, 10_000, 6)
+    assert PrefixAware().choose(100, [few_long, many_short]) == "w1"
+    assert PrefixAware().choose(2_900, [few_long, many_short]) == "w0"
 
 
 @given(offered=rooms(), size=st.integers(1, 5000), more=st.integers(1, 5000))

@@ -6,17 +6,19 @@ from typing import Any, ClassVar
 from msgspec import structs
 from pytest import MonkeyPatch
 
-from services.scheduler.core.core import LEAST_TERM_S
+from services.scheduler.core.core import LEAST_TERM_S, SchedulerCore
 from services.scheduler.core.effects import AskPlacement, Effect
 from services.scheduler.core.roster import Roster
+from services.scheduler.core.rules import Rules
 from services.scheduler.core.worker_pipeline import WorkerPipeline
+from services.scheduler.policy import find_policy
 from services.scheduler.policy.first_come import VllmPolicy
 from shared.errors import ContextOverflow
 from shared.messages.commands import LengthPrediction
 from shared.messages.lengths import LengthsRevised, RevisedLength
 from shared.messages.sequence import FinishReason, SequenceKey
 from tests.services.scheduler.world import small_world
-from tests.shared.messages.builders import predicted
+from tests.shared.messages.builders import predicted, worker_report
 from tests.stack.world import World
 
 
@@ -36,6 +38,37 @@ def test_an_answer_may_end_with_its_first_token() -> None:
     assert (first.ended, second.ended) == (FinishReason.STOP, FinishReason.LENGTH)
     world.run_for(1.0)
     assert (world.core.queued, world.core.running) == (0, 0)
+
+
+def core_that_awaits(*starts: tuple[str, int]) -> SchedulerCore:
+    return SchedulerCore(Rules(round_s=0.6), find_policy("kvasir"), 3, 0.0, awaited=starts)
+
+
+def test_a_term_commands_once_all_that_were_there_have_been_heard() -> None:
+    core = core_that_awaits(("worker-0", 4), ("worker-1", 7), ("worker-2", 1))
+    core.on_worker_reported(worker_report("worker-0", incarnation=4, epoch=5), 0.05)
+    core.on_worker_reported(worker_report("worker-1", incarnation=8), 0.1)  # It has been started anew.
+    core.on_tick(0.12)
+    assert not core.is_commanding, "worker-2 may obey a later epoch"
+    core.on_worker_gone(("worker-2", 1), 0.15)
+    core.on_tick(0.16)
+    assert (core.is_commanding, core.epoch) == (True, 6)
+
+
+def test_who_is_not_heard_again_is_waited_for_no_longer_than_a_round() -> None:
+    core = core_that_awaits(("worker-0", 4))
+    core.on_worker_reported(worker_report("worker-0", incarnation=3), 0.1)  # Of an earlier start.
+    core.on_tick(0.59)
+    assert not core.is_commanding
+    core.on_tick(0.61)
+    assert core.is_commanding
+
+
+def test_who_has_heard_nobody_listens_for_a_whole_round() -> None:
+    core = core_that_awaits()
+    core.on_worker_reported(worker_report("worker-0"), 0.1)
+    core.on_tick(0.5)
+    assert not core.is_commanding
 
 
 class Learning(VllmPolicy):

@@ -1,12 +1,13 @@
 """What gateways ask for: idempotent, bounded, refused with types, ended when nobody reads."""
 
+import msgspec
 import pytest
 
 from services.scheduler.core.effects import NoteForeign
 from services.scheduler.core.intake import Intake
 from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import Rules
-from services.scheduler.core.sequence import Phase
+from services.scheduler.core.sequence import Phase, Sequence
 from shared.errors import (
     ContextOverflow,
     ForeignSequence,
@@ -15,13 +16,15 @@ from shared.errors import (
     KvasirError,
     MessageTooLarge,
     Overloaded,
+    RoleMissing,
     UnavailableError,
 )
 from shared.liveness import SILENCE_S
+from shared.messages.moves import WorkerRoles
 from shared.messages.reports import GatewayReported
 from shared.messages.sequence import SequenceSpec
 from tests.services.scheduler.world import SMALL, small_world
-from tests.shared.messages.builders import cancelling, ref, spec
+from tests.shared.messages.builders import cancelling, ref, spec, worker_report
 
 
 def submitted(
@@ -84,13 +87,39 @@ def test_what_was_given_up_is_refused_again_and_what_fits_nowhere_at_any_attempt
     assert list(roster.sequences) == [("a", 0)]
 
 
+def test_without_a_role_what_is_new_is_refused_as_long_as_placement_says_so() -> None:
+    roster = Roster(Rules())
+    intake = Intake(roster)
+    for name in ("worker-0", "worker-1"):
+        roster.welcome(worker_report(name), 1, 0.0)
+    told = WorkerRoles(
+        roles={"worker-0": "prefill", "worker-1": "prefill"}, shortage="no worker may write answers"
+    )
+    roster.on_roles(told, 1.0)
+    with pytest.raises(RoleMissing, match="write answers"):
+        intake.on_submit(submitted("a"), 2.0)
+    intake.on_submit(submitted("b", attempt=2), 2.0)
+    intake.on_submit(submitted("c"), 9.0)
+    roster.on_roles(WorkerRoles(), 9.5)
+    intake.on_submit(submitted("d"), 9.6)
+
+
+@pytest.mark.parametrize("roles", [{}, {"worker-0": "prefill"}, {"worker-0": "decode", "worker-1": "both"}])
+def test_a_shortage_that_is_not_true_of_the_workers_here_refuses_nothing(roles: dict[str, str]) -> None:
+    roster = Roster(Rules())
+    for name in ("worker-0", "worker-1"):
+        roster.welcome(worker_report(name), 1, 0.0)
+    roster.on_roles(WorkerRoles(roles=roles, shortage="noise"), 1.0)
+    Intake(roster).on_submit(submitted("a"), 1.1)
+
+
 def test_the_queue_is_bounded_and_resumed_sequences_have_room_of_their_own() -> None:
     intake = Intake(Roster(Rules(max_queued=2)))
     for name in ("a", "b"):
         intake.on_submit(submitted(name), 0.0)
     with pytest.raises(Overloaded) as refused:
         intake.on_submit(submitted("c"), 0.0)
-    assert refused.value.retry_after_s
+    assert (refused.value.retry_after_s or 0.0) >= 1.0
     for name in ("d", "e"):
         intake.on_submit(submitted(name, attempt=2), 0.0)
     with pytest.raises(Overloaded):
@@ -247,3 +276,47 @@ def test_sequences_of_a_gateway_that_is_gone_end() -> None:
     world.run_for(1.0)
     assert world.workers["worker-0"].used_blocks == 0
     assert "GATEWAY_LOST" in repr(world.effects)
+
+
+def _busy(wait_s: float = 60.0) -> Roster:
+    """One worker, which is foreseen to need so long for what waits."""
+    roster = Roster(Rules(refuse_wait_s=30.0))
+    report = worker_report(prefill_tokens_per_s=1000.0, decode_step_s=0.01)
+    pipeline = roster.welcome(report, 1, 0.0)
+    roster.note_report(pipeline, report)
+    roster.unready.clear()
+    intake = Intake(roster)
+    number = 0
+    while roster.backlog.longest_wait_s() < wait_s:
+        intake.roster.add(Sequence.from_spec(submitted(f"w{number}", prompt_tokens=150), 0.0))
+        roster.on_tick(0.0)
+        number += 1
+    return roster
+
+
+def test_what_is_foreseen_to_wait_too_long_is_refused_and_told_when_to_come_again() -> None:
+    roster = _busy()
+    before = dict(roster.sequences)
+    with pytest.raises(Overloaded, match="would wait for 60 s, and no more than 30 s") as refused:
+        Intake(roster).on_submit(submitted("new"), 0.0)
+    assert refused.value.retry_after_s == pytest.approx(60.0, rel=0.05)
+    assert roster.sequences == before
+    assert not Intake(_busy(25.0)).on_submit(submitted("new"), 0.0)[0].known
+
+
+def test_what_was_taken_once_is_never_refused_for_a_wait() -> None:
+    intake = Intake(_busy())
+    for spec_ in (
+        submitted("a", attempt=2),
+        submitted("b", generated=1),
+        msgspec.structs.replace(submitted("c"), is_resumed=True),
+        msgspec.structs.replace(submitted("d"), ref=ref("d", 1, choice=3)),
+        submitted("w0"),
+    ):
+        intake.on_submit(spec_, 0.0)
+
+
+def test_without_a_bound_nobody_is_refused_for_a_wait() -> None:
+    roster = _busy()
+    roster.rules = Rules()
+    Intake(roster).on_submit(submitted("new"), 0.0)

@@ -11,6 +11,7 @@ import pytest
 from services.scheduler.core.effects import PublishPrepared
 from services.scheduler.core.moves import Move, MoveStage, pull_of, rehearsal_of
 from services.scheduler.core.rules import MoveRules, Rules
+from services.scheduler.core.sequence import Phase
 from shared.errors import InvalidRequest
 from shared.messages.moves import BlocksPulled, MoveMode, SequenceMove
 from shared.messages.sequence import unpack_tokens
@@ -148,6 +149,25 @@ def test_blocks_are_fetched_and_then_it_is_handed_over() -> None:
     assert (moved.reason, moved.mode, moved.fallback) == ("", MoveMode.KV, "")
     assert moved.rounds == len(world.lines("AskPull")) == 1 and moved.moved_bytes > 0
     finish(world)
+
+
+def test_a_prompt_is_followed_while_it_is_computed() -> None:
+    """Nobody takes the target for one that fetches nothing: there was nothing yet."""
+    world = small_world(rules=RULES, kv_blocks=256, cached=True)
+    request = world.ask_for("r", 200, 60, 70)
+    world.until(lambda: world.worker_of(request) is not None and _is_prefilling(world, request), limit_s=10)
+    target = move(world, request, MoveMode.KV)
+    until_over(world)
+    (moved,) = world.moved
+    assert (moved.reason, moved.mode, moved.fallback) == ("", MoveMode.KV, "")
+    assert len(world.lines("AskPull")) > moved.rounds, "chunk by chunk"
+    assert world.worker_of(request) == target and moved.moved_bytes > 0
+    finish(world)
+
+
+def _is_prefilling(world: World, request: Request) -> bool:
+    sequence = world.core._roster.sequences.get(request.ref.key)
+    return sequence is not None and sequence.phase is Phase.PREFILLING
 
 
 def test_what_cannot_be_fetched_goes_by_tokens() -> None:

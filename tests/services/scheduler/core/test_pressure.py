@@ -4,9 +4,13 @@ from dataclasses import replace
 
 from services.scheduler.core.core import WANT_INTERVAL_S
 from services.scheduler.core.effects import NoteRelief, WantKvAtWorker
-from services.scheduler.core.rules import ReliefRules
+from services.scheduler.core.moves import Moves
+from services.scheduler.core.pressure import PressureWatch
+from services.scheduler.core.roster import Roster
+from services.scheduler.core.rules import ReliefRules, Rules
 from services.scheduler.policy.relief import Rung
 from tests.services.scheduler.world import SMALL, small_world
+from tests.shared.messages.builders import worker_report
 from tests.stack.actors import Request, WorkerProcess
 from tests.stack.world import World
 
@@ -110,6 +114,21 @@ def test_a_worker_is_kept_from_borrowing_ahead_while_something_else_is_cheaper()
     assert told and not any(may_borrow(world))
     world.run_for(10 * ON.hold_s)
     assert len(may_borrow(world)) - told <= ON.hold_s / WANT_INTERVAL_S + 1, "for a while only"
+
+
+def test_a_worker_that_no_longer_gathers_is_told_at_once() -> None:
+    """Else it keeps for two seconds what the next long sequence waits for, at a worker of its own."""
+    roster = Roster(Rules())
+    for name in ("worker-0", "worker-1"):
+        roster.welcome(worker_report(name), 1, 0.0)
+    watch = PressureWatch(roster, Moves(roster, roster.rules.moves), ReliefRules())
+    first, second = WantKvAtWorker("worker-0", 96), WantKvAtWorker("worker-1", 96)
+    done = WantKvAtWorker("worker-0", 0)
+    assert watch.with_limits([first], 0.0) == [first]
+    assert watch.with_limits([second], 0.3) == [done, second]
+    assert watch.with_limits([second], 0.6) == [second], "once is enough"
+    del roster.pipelines["worker-1"]
+    assert watch.with_limits([], 0.9) == [], "nobody to tell"
 
 
 def test_nobody_borrows_ahead_where_the_rung_is_switched_off() -> None:

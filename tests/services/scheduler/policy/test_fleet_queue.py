@@ -11,7 +11,7 @@ from services.scheduler.policy.kvasir import KvasirPolicy
 from services.scheduler.policy.lengths import WorkerSpeeds
 from services.scheduler.policy.options import PASSING_SHARE
 from services.scheduler.policy.waiting_queue import PassingBudget
-from shared.messages.sequence import SequenceKey
+from shared.messages.sequence import NOBODY, SequenceKey, Tenant
 from tests.shared.messages.builders import predicted
 
 MEMORY_TOKENS = 1000
@@ -141,3 +141,17 @@ def test_without_places_nobody_waits_where_there_is_no_memory_and_nobody_is_shut
     ahead = feed.ahead((0.5,))
     assert ahead is not None and ahead.closed == () and ahead.places == 0
     assert [crowd.places for crowd in ahead.crowds] == [0]
+
+
+def test_a_turn_is_explained_by_what_each_was_served_and_what_the_others_next_would_take() -> None:
+    made = queue(task("a", 0.0, 100))
+    assert made.explain(("a", 0)) is None, "nobody else waits"
+    made.add(task("b", 1.0, 300), Tenant(name="other"))
+    made.start(("a", 0))
+    made.add(task("c", 2.0, 50))
+    told = made.explain(("b", 0))
+    assert told is not None and told.tenant == "other"
+    assert [name for name, _ in told.served_s] == ["other", NOBODY.name], "who was served less comes first"
+    assert dict(told.served_s)["other"] < dict(told.served_s)[NOBODY.name]
+    costs_s = dict(told.costs_s)
+    assert costs_s["other"] == made.work_s(task("b", 1.0, 300)) > costs_s[NOBODY.name] > 0

@@ -15,7 +15,8 @@ from services.worker.core.costs import find_cost
 from shared.messages.commands import LengthPrediction
 from sim.predictors import find_predictor
 from sim.requests import SimRequest
-from sim.simulation import Setup, Simulation
+from sim.setup import Setup
+from sim.simulation import Simulation
 from tests.shared.messages.builders import predicted
 
 PROMPT, MOST, BLOCK = 40, 600, 4

@@ -15,8 +15,8 @@ from services.worker.kv.core.block_pool import BlockPool
 from shared.errors import ForeignSequence
 from shared.messages.commands import CancelSequence
 from shared.messages.plans import SkipReason
-from shared.messages.reports import SequenceReport, SequenceState
-from shared.messages.sequence import SequenceRef, SequenceSpec
+from shared.messages.reports import GatewayReported, SequenceReport, SequenceState
+from shared.messages.sequence import SequenceRef, SequenceSpec, heir_digest_of
 from shared.messages.tokens import ExtendSequence, FetchTokens
 from tests.services.worker.builders import LIMITS
 from tests.shared.messages.builders import (
@@ -191,3 +191,34 @@ def test_a_rehearsal_is_its_gateway_s() -> None:
         desk.core.on_cancel(cancelling(ref("r~1"), OTHER), 0.0)
     desk.core.on_cancel(cancelling(ref("r~1")), 0.0)
     assert desk.held() == {}
+
+
+def test_an_heir_reads_and_ends_what_it_takes_over() -> None:
+    """Who shows the key that its gateway gave away; nobody else, and nothing that has no heir."""
+    desk, key = Desk(), b"key of the heir"
+    desk.start(spec(ref("a"), PROMPT, heir_digest=heir_digest_of(key)), spec(ref("b"), PROMPT))
+    assert desk.held()["a"].heir_of == 1 and desk.held()["b"].heir_of == 0
+    for name, shown in (("a", b""), ("a", b"another"), ("b", key), ("b", b"")):
+        with pytest.raises(ForeignSequence):
+            desk.core.on_fetch(FetchTokens(ref=ref(name), sender=OTHER, first_index=0, heir_key=shown))
+        with pytest.raises(ForeignSequence):
+            desk.core.on_cancel(CancelSequence(ref=ref(name), sender=OTHER, heir_key=shown), 0.0)
+    answer = desk.core.on_fetch(FetchTokens(ref=ref("a"), sender=OTHER, first_index=0, heir_key=key)).delta
+    assert answer is not None and answer.tokens == (7,)
+    desk.core.on_cancel(CancelSequence(ref=ref("a"), sender=OTHER, heir_key=key), 0.0)
+    assert set(desk.held()) == {"b"}
+
+
+def test_what_has_an_heir_waits_for_it_when_its_gateway_starts_anew() -> None:
+    desk = Desk()
+    desk.start(spec(ref("a"), PROMPT, heir_digest=heir_digest_of(b"key")), spec(ref("b"), PROMPT))
+    desk.core.on_gateway(GatewayReported(gateway_id="gateway-0", incarnation=2), 1.0)
+    assert set(desk.held()) == {"a"} and desk.held()["a"].state is SequenceState.DECODING
+    desk.core.on_tick(1.0 + LIMITS.gateway_timeout_s - 0.1)
+    assert set(desk.held()) == {"a"}
+    desk.core.on_gateway(
+        GatewayReported(gateway_id="gateway-0", incarnation=2), 1.0 + LIMITS.gateway_timeout_s
+    )
+    desk.core.on_tick(1.1 + LIMITS.gateway_timeout_s)
+    assert not desk.held()
+    desk.core.check_integrity()

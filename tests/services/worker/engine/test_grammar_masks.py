@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.core.sampling import SamplePoint
+from services.worker.engine.closing import Closer
 from services.worker.engine.grammar_masks import GrammarMasks
 from services.worker.engine.native.library import choose
 from services.worker.engine.sampler import likeliest, mask_rows
-from shared.grammars import Grammars, json_grammar, lark_grammar, regex_grammar, words_of
+from shared.grammars import GrammarMatcher, Grammars, json_grammar, lark_grammar, regex_grammar, words_of
 from shared.messages.sequence import Sampling
 from shared.tokenizer_files import TokenizerFiles, load_tokenizer
 
@@ -136,6 +137,33 @@ def test_what_follows_depends_on_the_tokens_alone(
     moved.append(tokens[len(PROMPT) + at])
     if at + 1 < len(seen):
         assert allowed(masks, point_of(grammar, moved, 64)) == seen[at + 1]
+
+
+def test_an_answer_that_goes_on_elsewhere_is_looked_at_once(
+    files: TokenizerFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keeps the first token after a worker's death from waiting for all looks that were taken before: a third
+    of a second for 300 tokens, in which no other row of the batch had any."""
+    looks: list[int] = []
+    real = Closer.is_due
+
+    def is_due(self: Closer, matcher: GrammarMatcher, left: int, unit: int, every: int) -> bool:
+        looks.append(left)
+        return real(self, matcher, left, unit, every)
+
+    monkeypatch.setattr(Closer, "is_due", is_due)
+    grammar = json_grammar(PERSON)
+    for limit in (56, 200):
+        first, second = GrammarMasks(lambda: Grammars(files)), GrammarMasks(lambda: Grammars(files))
+        tokens, seen = written(first, grammar, seed=7, max_tokens=limit)
+        count = len(tokens) - len(PROMPT)
+        assert len(looks) > 3
+        looks.clear()
+        assert allowed(second, point_of(grammar, tokens[:-1], limit)) == seen[count - 1]
+        assert len(looks) == 1
+        looks.clear()
+        first.close()
+        second.close()
 
 
 def test_other_grammars_end_where_they_may(masks: GrammarMasks) -> None:

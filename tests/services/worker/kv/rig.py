@@ -87,6 +87,9 @@ class MemoryMover:
             self.lost_host.discard(store.place)
         return 0.001 * len(stores)
 
+    def seal(self, place: int, name: BlockHash) -> None:
+        raise AssertionError("no block of this cache lies on the host while it is in use")
+
     def start_write(self, source: int, node: StoredBlock) -> bool:
         if len(self.writes) >= self.most_open:
             return False
@@ -104,10 +107,12 @@ class MemoryMover:
 class Rig:
     """A cache, its movers, and sequences that hold blocks."""
 
-    def __init__(self, device: int, host: int, disk: int, eviction: str, kept: int = 0) -> None:
+    def __init__(
+        self, device: int, host: int, disk: int, eviction: str, kept: int = 0, shadows: int = 0
+    ) -> None:
         self.mover = MemoryMover()
         self.pool = BlockPool(device, BLOCK_TOKENS)
-        tiers = Tiers(host, disk, eviction, kept_blocks=kept)
+        tiers = Tiers(host, disk, eviction, kept_blocks=kept, shadow_blocks=shadows)
         self.cache = PrefixCache(self.pool, tiers, self.mover, CostGate())
         self.blocks = ExtendedPool(self.cache, device)
         self.blocks.on_moved = self.move
@@ -118,6 +123,26 @@ class Rig:
         """Of those in `held`."""
         self.waiting: list[tuple[list[BlockHash], list[int], Awaited]] = []
         self.kept: list[list[Node]] = []
+        self.shadowing: list[tuple[list[BlockHash], BlockHash | None, list[int]]] = []
+        """Names, what precedes them, and the slots that they are being written to."""
+        self.now_s = 0.0
+
+    def shadow(self, tokens: bytes) -> None:
+        """Another worker's sequence has come so far: what is missing of it here is on its way."""
+        names, keeping = names_of(tokens), self.cache.shadows
+        self.now_s += 1.0
+        known = keeping.known(names, self.now_s)
+        places = keeping.room(len(names) - known, self.now_s, names[:known])
+        self.shadowing.append((names[known:], names[known - 1] if known else None, places))
+
+    def end_shadows(self, blocks: int) -> None:
+        """So many of the last that are on their way arrive, at most; the link breaks then."""
+        names, before, places = self.shadowing.pop()
+        came = names[: min(blocks, len(places))]
+        for place, name in zip(places, came, strict=False):
+            self.mover.host[place] = name
+            self.mover.lost_host.discard(place)
+        self.cache.shadows.fill(places, came, before, self.now_s)
 
     def acquire(self, names: list[BlockHash], most_blocks: int) -> Hit:
         """A hit that was waited for."""

@@ -161,7 +161,12 @@ def test_a_tier_helped_by_what_it_saved_less_what_it_took() -> None:
         prefetched=2,
         saved_ahead=0,
         saved_late=0,
+        adopted=0,
         kept_blocks=3,
+        shadow_blocks=4,
+        shadow_blocks_kept=9,
+        shadows_used=2,
+        shadows_dropped=3,
     ).details()
     assert details["prefix_misses"] == 4 and details["prefix_tiers"][0]["hits"] == 3
 

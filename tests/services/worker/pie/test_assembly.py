@@ -16,11 +16,8 @@ from services.worker.engine.loading import describe
 from services.worker.engine.native.library import AttentionMode
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.grown_pool import GrownPool
-from services.worker.pie.assembly import LayerPie
 from services.worker.pie.blocks import BlockPie
-from services.worker.pie.core.pool import ElasticPool
 from services.worker.pie.core.sizes import slot_blocks
-from services.worker.pie.core.swap import Direction
 from services.worker.pie.settings import PieSettings
 from shared.errors import ConfigError, InternalError
 from tests.services.worker.conftest import VOCABULARY
@@ -29,7 +26,6 @@ from tests.services.worker.engine.rig import BLOCK_TOKENS, GREEDY, Sequences
 LAYERS = 6
 BANDWIDTH = 40e6
 MODES: tuple[AttentionMode, ...] = ("native", "torch")
-FORMS: list[tuple[str, AttentionMode]] = [("blocks", "native"), ("layers", "native"), ("layers", "torch")]
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +57,11 @@ def engine_of(model: Any, mode: AttentionMode, kv_blocks: int, **settings: Any) 
         yield engine
     finally:
         if engine.pie is not None:
-            assert engine.pie.close(5.0)
+            engine.pie.close()
 
 
 def check_integrity(engine: TorchEngine) -> None:
-    if isinstance(engine.pie, LayerPie):
-        engine.pie.store.check_integrity()
-    elif isinstance(engine.pie, BlockPie):
+    if isinstance(engine.pie, BlockPie):
         engine.pie.kv.residency.check_integrity()
 
 
@@ -93,68 +87,28 @@ def plainly(model: Any, mode: AttentionMode, kv_blocks: int, steps: int) -> list
         return answers(plain, plain.make_pool(), steps)
 
 
-@pytest.mark.parametrize(("form", "mode"), FORMS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fifo_layers", [0, 3, 5])
-def test_the_text_is_the_same_with_a_fixed_queue(
-    llama: Any, form: str, mode: AttentionMode, fifo_layers: int
-) -> None:
+def test_the_text_is_the_same_with_a_fixed_level(llama: Any, mode: AttentionMode, fifo_layers: int) -> None:
     expected = plainly(llama, mode, 64, 34)
-    settings = {"expansion": "fixed", "fifo_layers": fifo_layers, "bandwidth_limit": BANDWIDTH, "form": form}
-    fewest = {0: 64, 3: 44, 5: 27}  # Blocks are swapped only where there are too few.
-    device_blocks = 64 if form == "layers" else fewest[fifo_layers]
+    settings = {"expansion": "fixed", "fifo_layers": fifo_layers, "bandwidth_limit": BANDWIDTH}
+    device_blocks = {0: 64, 3: 44, 5: 27}[fifo_layers]  # Blocks are swapped only where there are too few.
     with engine_of(llama, mode, device_blocks, **settings) as swapped:
-        assert swapped.pie is not None
+        assert isinstance(swapped.pie, BlockPie)
         assert swapped.kv_blocks == int({0: 1, 3: 1.2, 5: 2}[fifo_layers] * device_blocks)
         assert answers(swapped, swapped.make_pool(), 34) == expected
         meter = swapped.pie.meter
         assert (min(meter.moved_bytes.values()) > 0) == (fifo_layers > 0)
-        assert (sum(meter.stall_s) > 0) or fifo_layers < 5
-
-
-@pytest.mark.parametrize(("host_mb", "kept_layers"), [(1, 0), (2, LAYERS)])
-def test_the_text_is_the_same_where_the_host_has_room_for_the_queue_alone(
-    llama: Any, host_mb: int, kept_layers: int
-) -> None:
-    expected = plainly(llama, "native", 256, 34)
-    settings = {"expansion": "fixed", "fifo_layers": 3, "bandwidth_limit": BANDWIDTH, "host_mb": host_mb}
-    settings["form"] = "layers"
-    with engine_of(llama, "native", 256, **settings) as swapped:
-        assert swapped.pie is not None
-        assert isinstance(swapped.pie, LayerPie)
-        store = swapped.pie.store
-        assert store.controller.table.kept_layers == kept_layers
-        assert answers(swapped, swapped.make_pool(), 34) == expected
-        moved_in, moved_out = (store.meter.moved_bytes[each] for each in (Direction.IN, Direction.OUT))
-        assert (moved_out < 0.7 * moved_in) == (kept_layers > 0)
+        assert meter.stall_s > 0 or fifo_layers < 5
+        figures = swapped.pie.kv.figures()
+        assert figures.layers % LAYERS == 0 and (figures.fetch_s > 0) == (fifo_layers > 0)
+        assert 0 <= figures.early <= figures.layers
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_text_is_the_same_while_slots_grow_and_shrink(llama: Any, mode: AttentionMode) -> None:
+def test_the_text_is_the_same_while_blocks_leave_and_come_back(llama: Any, mode: AttentionMode) -> None:
     expected = plainly(llama, mode, 64, 40)
-    with engine_of(llama, mode, 64, expansion="fixed", form="layers") as engine:
-        pie = engine.pie
-        assert isinstance(pie, LayerPie)
-        pool = engine.make_pool()
-        assert isinstance(pool, ElasticPool)
-        sequences = Sequences(engine, pool, prompts(), GREEDY)
-        dice, sizes = random.Random(2), set()
-        for step in range(60):
-            if not pie.growth.is_resizing:
-                pie.growth.want(dice.choice([0, 3, 4, 5]))
-            if step in (20, 30):
-                sequences.preempt(step // 10)
-            sequences.step([0, 1, 2, 3], most_tokens=64)
-            pie.store.check_integrity()
-            pool.check_integrity([block for blocks in sequences.blocks for block in blocks])
-            assert pool.lasting_blocks == pie.growth.capacity_blocks
-            sizes.add(pool.lasting_blocks)
-        assert [sequences.answer(index, 16) for index in range(4)] == expected
-        assert sizes == {64, 76, 96, 128}
-
-
-def test_the_text_is_the_same_while_blocks_leave_and_come_back(llama: Any) -> None:
-    expected = plainly(llama, "native", 64, 40)
-    with engine_of(llama, "native", 34, expansion="auto", window_iterations=1000) as engine:
+    with engine_of(llama, mode, 34, expansion="auto", window_iterations=1000) as engine:
         pie = engine.pie
         assert isinstance(pie, BlockPie)
         pool = engine.make_pool()
@@ -180,9 +134,12 @@ def test_the_text_is_the_same_while_blocks_leave_and_come_back(llama: Any) -> No
         assert sizes == {34, 40, 51, 68}
 
 
-def test_a_step_that_writes_to_more_than_the_device_holds_is_made_in_parts(llama: Any) -> None:
-    expected = plainly(llama, "native", 64, 34)
-    with engine_of(llama, "native", 27, expansion="fixed", fifo_layers=5) as engine:
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_that_writes_to_more_than_the_device_holds_is_made_in_parts(
+    llama: Any, mode: AttentionMode
+) -> None:
+    expected = plainly(llama, mode, 64, 34)
+    with engine_of(llama, mode, 27, expansion="fixed", fifo_layers=5) as engine:
         sequences = Sequences(engine, engine.make_pool(), prompts(), GREEDY)
         for _ in range(4):
             sequences.step([0, 1, 2, 3], most_tokens=64)
@@ -213,37 +170,27 @@ def test_blocks_leave_only_where_the_link_is_fast_enough(
         assert (max(sizes) > 24) == is_raised
 
 
-def test_a_link_that_is_too_slow_is_found_out_before_blocks_are_given_out(llama: Any) -> None:
-    settings = {"window_iterations": 4, "bandwidth_limit": 2e6, "form": "layers"}
-    with engine_of(llama, "native", 40, **settings) as engine:
-        pie = engine.pie
-        assert isinstance(pie, LayerPie)
-        pool, tried = engine.make_pool(), []
-        pool.allocate(pool.free_blocks - 8)
-        for _ in range(6):
-            sequences = Sequences(engine, pool, [[1, 2, 3]] * 4, GREEDY)
-            for _ in range(5):
-                sequences.step([0, 1, 2, 3], most_tokens=64)
-                tried.append(pie.store.controller.fifo_layers)
-                assert pool.total_blocks == 40
-            for index in range(4):
-                sequences.preempt(index)
-        assert 3 in tried and tried[-1] == 0
-
-
-def test_a_layer_that_does_not_arrive_is_an_error(llama: Any) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer_that_does_not_arrive_is_an_error(llama: Any, mode: AttentionMode) -> None:
+    """And the next step finds everything in order."""
     settings = {"expansion": "fixed", "fifo_layers": 5, "bandwidth_limit": 2e4, "wait_timeout_s": 0.05}
-    settings["form"] = "layers"
-    with (
-        engine_of(llama, "native", 64, **settings) as engine,
-        pytest.raises(InternalError, match="did not arrive within"),
-    ):
-        sequences = Sequences(engine, engine.make_pool(), [[1] * 40] * 4, GREEDY)
-        for _ in range(3):
-            sequences.step([0, 1, 2, 3], most_tokens=64)
+    with engine_of(llama, mode, 24, **settings) as engine:
+        sequences = Sequences(engine, engine.make_pool(), [[1] * 36] * 4, GREEDY)
+        with pytest.raises(InternalError, match="did not arrive from the host within"):
+            for _ in range(5):
+                sequences.step([0, 1, 2, 3], most_tokens=12)
+        assert isinstance(engine.pie, BlockPie)
+        engine.pie.kv.residency.check_integrity()
+        engine.pie.kv.pace(0.0)
+        for index in range(4):
+            sequences.preempt(index)
+        for _ in range(4):
+            sequences.step([0, 1, 2, 3], most_tokens=12)
+        sequences.step([0, 1, 2, 3], most_tokens=12)
+        check_integrity(engine)
 
 
-def test_a_queue_that_does_not_fit_is_a_configuration_error(llama: Any) -> None:
+def test_a_level_that_there_is_not_is_a_configuration_error(llama: Any) -> None:
     for settings in ({"fifo_layers": 2}, {"fifo_layers": 6}):
-        with pytest.raises(ConfigError, match="cannot be swapped"), engine_of(llama, "torch", 64, **settings):
+        with pytest.raises(ConfigError, match="is no level"), engine_of(llama, "torch", 64, **settings):
             pass

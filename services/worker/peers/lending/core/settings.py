@@ -54,6 +54,9 @@ class LendingConfig(BaseModel):
     answer_s: float = Field(
         default=1.0, gt=0, description="a creditor that does not answer for one layer within this has failed"
     )
+    link_bytes_per_s: float = Field(
+        default=0.0, ge=0, description="attend at creditors no faster than that; 0: as fast as the link is"
+    )
     bounce_blocks: int = Field(
         default=2, ge=0, description="of a borrower's own, kept to swap debts through; 0: it settles none"
     )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from services.worker.engine.vllm.steps_v1 import KvPart
+from services.worker.engine.vllm.steps import KvPart
 
 
 def test_who_maps_it_has_the_same_memory(tmp_path: Path) -> None:

@@ -32,6 +32,9 @@ STEP = st.one_of(
     st.tuples(st.just("retire"), st.integers(1, 4)),
     st.tuples(st.just("set apart"), st.integers(1, 4)),
     st.tuples(st.just("rejoin"), st.just(0)),
+    st.tuples(st.just("shadow"), TOKENS),
+    st.tuples(st.just("shadows come"), st.integers(0, 6)),
+    st.tuples(st.just("time"), st.integers(1, 30)),
 )
 
 
@@ -42,12 +45,13 @@ STEP = st.one_of(
     st.integers(0, 8),
     st.sampled_from(["lru", "fifo", "random", "frequent"]),
     st.integers(0, 6),
+    st.integers(0, 8),
     st.lists(STEP, max_size=40),
 )
 def test_hits_hold_their_bytes_and_blocks_are_conserved(
-    device: int, host: int, disk: int, eviction: str, kept: int, steps: list[tuple[str, object]]
+    device: int, host: int, disk: int, eviction: str, kept: int, shadows: int, steps: list[tuple[str, object]]
 ) -> None:
-    rig = Rig(device, host, disk, eviction, kept)
+    rig = Rig(device, host, disk, eviction, kept, shadows)
     is_intact = True
     for kind, value in steps:
         if kind == "run":
@@ -61,6 +65,9 @@ def test_hits_hold_their_bytes_and_blocks_are_conserved(
         elif kind == "prefetch":
             assert isinstance(value, bytes)
             rig.cache.prefetch(names_of(value), 2)
+        elif kind == "shadow":
+            assert isinstance(value, bytes)
+            rig.shadow(value)
         elif kind == "settle":
             rig.settle(ok=bool(value))
         else:
@@ -68,6 +75,10 @@ def test_hits_hold_their_bytes_and_blocks_are_conserved(
             is_intact = is_intact and not kind.startswith("spoil")
             if kind in ("end", "keep") and rig.held:
                 rig.end(value, is_kept=kind == "keep")
+            elif kind == "shadows come" and rig.shadowing:
+                rig.end_shadows(value)
+            elif kind == "time":
+                rig.now_s += value
             elif kind == "unkeep" and rig.kept:
                 rig.cache.unkeep(rig.kept.pop(value % len(rig.kept)))
             elif kind == "go on" and rig.waiting:
@@ -97,11 +108,14 @@ def test_hits_hold_their_bytes_and_blocks_are_conserved(
             elif kind == "abandon":
                 rig.mover.abandon_after = value if value else 1000
         assert rig.cache.kept_blocks <= min(kept, host)
+        assert rig.cache.shadows.blocks + len(rig.cache.shadows.open_places) <= min(shadows, host)
         for nodes in rig.kept if is_intact else ():
             nearest = [node.nearest for node in nodes]
             assert Tier.DISK not in nearest, "a kept block left the host"
         if not rig.mover.reads and not rig.mover.writes:
             rig.check()
+    while rig.shadowing:
+        rig.end_shadows(1)
     while rig.waiting:
         rig.go_on(0)
     rig.settle(ok=True)
@@ -273,4 +287,54 @@ def test_without_a_host_nothing_is_kept() -> None:
     rig = Rig(3, 0, 0, "lru", kept=2)
     rig.run(tokens_of(1, 2))
     assert rig.cache.keep(rig.names[0]) == [] and rig.cache.keepable_blocks == 0
+    rig.check()
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["used", "lost"])
+def test_a_shadow_says_nothing_of_how_long_blocks_wait_to_be_used_again(is_lost: bool) -> None:
+    """It counted as last used at the cache's first request, so that after a while each one that was used, or
+    left and was computed, made the measured gap that the order `frequent` goes by much too long."""
+    rig = Rig(2, 8, 0, "frequent", shadows=4)
+    rig.serve(*(tokens_of(first, 1, 2, 3) for first in range(10, 110)))
+    wanted, history = tokens_of(1, 2, 3, 4), rig.cache._books.history
+    rig.serve(wanted)
+    rig.serve(*(tokens_of(first, 1, 2, 3) for first in range(110, 116)))
+    assert rig.cache._books.tree.match(names_of(wanted)) == [] and not history.mean_gap
+    ghosts = dict(history._ghosts)
+    rig.shadow(wanted)
+    rig.end_shadows(2)
+    assert rig.cache.shadows.blocks == 2
+    if is_lost:
+        for shadow in list(rig.cache._books.shadows._renewed_s)[::-1]:
+            rig.cache._books.remove(shadow, Tier.HOST)
+        assert history._ghosts.items() >= {name: ghosts[name] for name in names_of(wanted)}.items()
+    rig.serve(wanted)
+    assert rig.cache.shadows.blocks == 0 and history.mean_gap == 7
+    rig.check()
+
+
+def test_a_shadow_takes_no_copy_of_what_is_about_to_leave_the_device() -> None:
+    """It was copied a second time, and the engine waited for that where it had to leave before."""
+    rig = Rig(16, 2, 0, "lru", shadows=2)
+    rig.serve(*(tokens_of(first, 1) for first in range(10, 26)))
+    assert rig.cache.save_ahead() == 1
+    rig.end_stores()
+    saved = rig.cache._books.saved
+    rig.shadow(tokens_of(1, 2, 3, 4))
+    rig.end_shadows(2)
+    assert saved == 1 and (rig.cache.shadows.blocks, rig.cache._books.saved) == (1, saved)
+    rig.check()
+
+
+def test_a_shadow_that_is_computed_here_is_its_tenants() -> None:
+    """It was nobody's, and no tenant's share of the cache."""
+    rig = Rig(4, 4, 0, "lru", shadows=4)
+    (name,) = names_of(tokens_of(1, 2))
+    (block,) = rig.cache.allocate(1)
+    rig.shadow(tokens_of(1, 2))
+    rig.end_shadows(1)
+    assert rig.cache.publish(block, name, None, "a")
+    node = rig.cache._books.tree.find(name)
+    assert node is not None and not node.is_shadow and node.tenant == "a"
+    rig.cache.release([block])
     rig.check()

@@ -9,10 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.worker.kv.core.block_pool import RowPool, RowShare
 from services.worker.kv.core.grown_pool import GrownPool
 from services.worker.kv.core.residency import Residency, StepPlan
 
 BLOCK_TOKENS = 4
+CACHED = 6
+"""Rows that the cache may have."""
 
 
 class Machine:
@@ -20,10 +23,16 @@ class Machine:
     once."""
 
     def __init__(self, device_blocks: int, ids: int, layers: int) -> None:
-        self.residency = Residency(device_blocks, ids, layers, self._move, nullcontext())
+        self.rows = RowPool(ids + CACHED)
+        outside = RowShare(self.rows, ids)
+        self.residency = Residency(device_blocks, ids, layers, self._move, nullcontext(), outside)
+        self.residency.is_intact = self.is_intact
         self.pool = GrownPool(device_blocks, BLOCK_TOKENS, self.residency)
         self.device: dict[int, int] = {}
         self.host: dict[int, int] = {}
+        """By row."""
+        self.cached: dict[int, tuple[int | None, int]] = {}
+        """By row: the cache's, of which block in use, and what it has."""
         self.written: dict[int, int] = {}
         """By id in use: what it ought to have."""
         self.lent: dict[int, int] = {}
@@ -31,10 +40,10 @@ class Machine:
         self.clock = 0
 
     def _move(self, plan: StepPlan) -> None:
-        for block, slot in zip(plan.saved_now.tolist(), plan.saved_from.tolist(), strict=True):
-            self.host[block] = self.device.get(slot, -1)
-        for block, slot in zip(plan.loaded_now.tolist(), plan.loaded_to.tolist(), strict=True):
-            self.device[slot] = self.host[block]
+        for row, slot in zip(plan.saved_to.tolist(), plan.saved_from.tolist(), strict=True):
+            self.host[row] = self.device.get(slot, -1)
+        for row, slot in zip(plan.loaded_from.tolist(), plan.loaded_to.tolist(), strict=True):
+            self.device[slot] = self.host[row]
 
     def step(
         self,
@@ -53,23 +62,23 @@ class Machine:
         plan = residency.plan(blocks, np.array(written, dtype=np.int32))
         passing = [int(plan.place[at]) < 0 for at in range(len(plan.fetched))]
         buffers = [int(number) for number, is_passing in zip(plan.buffer, passing, strict=True) if is_passing]
-        assert len(set(buffers)) == len(buffers) and max(buffers, default=-1) < residency.buffers
+        assert len(set(buffers)) == len(buffers) and max(buffers, default=-1) < residency.buffers.pairs
         for block in read:
             code = int(residency.codes[block])
             assert code >= 0
             if code >= residency.device_blocks:
                 assert int(plan.fetched[code - residency.device_blocks]) == block
-                found = self.host[block]
+                found = self.host[int(plan.fetched_from[code - residency.device_blocks])]
             elif block in plan.fetched:
-                found = self.host[block]  # Brought to where it stays.
+                found = self.host[residency.row_of(block)]  # Brought to where it stays.
                 if not fails:
                     self.device[code] = found
             else:
                 found = self.device[code]
             assert found == self.written[block]
         saved = int(saved_share * len(plan.saves))
-        for block, slot in zip(plan.saves[:saved].tolist(), plan.save_from[:saved].tolist(), strict=True):
-            self.host[block] = self.device.get(slot, -1)
+        for row, slot in zip(plan.save_to[:saved].tolist(), plan.save_from[:saved].tolist(), strict=True):
+            self.host[row] = self.device.get(slot, -1)
         for block in written:
             self.clock += 1
             slot = int(residency.codes[block])
@@ -85,11 +94,44 @@ class Machine:
         self.clock += 1
         slot = self.residency.slot_of(block)
         if slot is None:
-            self.host[block] = self.clock
+            self.host[self.residency.row_of(block)] = self.clock
         else:
             self.device[slot] = self.clock
         self.residency.on_written(block)
         self.written[block] = self.clock
+
+    # --- what a prefix cache does: rows of its own with what blocks have that nobody writes to any more
+
+    def shared(self) -> list[int]:
+        """Blocks of which the cache has a copy."""
+        return [block for block, _ in self.cached.values() if block is not None]
+
+    def keep(self, block: int) -> None:
+        """The cache has a copy of it from now on, the block's own where that is as good."""
+        if len(self.cached) == CACHED:
+            return
+        own = self.residency.saved_row(block)
+        row = self.rows.take() if own is None else own
+        assert row is not None, "blocks in use have more than theirs"
+        if own is None:
+            slot, there = self.residency.slot_of(block), self.residency.row_of(block)
+            self.host[row] = self.host[there] if slot is None else self.device[slot]
+        self.cached[row] = block, self.host[row]
+        self.residency.share(block, row)
+
+    def forget(self, row: int) -> None:
+        """The cache has it no more."""
+        block, _ = self.cached.pop(row)
+        if block is None or not self.residency.unshare(block):
+            self.rows.give(row)
+
+    def is_intact(self, block: int) -> bool:
+        """One in five is found to be spoilt, when that could still be told."""
+        self.clock += 1
+        if self.clock % 5:
+            return True
+        self.forget(next(row for row, (one, _) in self.cached.items() if one == block))
+        return False
 
     def check_integrity(self) -> None:
         self.residency.check_integrity()
@@ -98,7 +140,11 @@ class Machine:
             if slot is not None:
                 assert self.device[slot] == value
             else:
-                assert self.residency.is_outside(block) and self.host[block] == value
+                assert self.residency.is_outside(block)
+                assert self.host[self.residency.row_of(block)] == value
+        for row, (_, value) in self.cached.items():
+            assert self.host[row] == value
+        self.residency.check_rows(self.cached)
         for place, value in self.lent.items():
             assert self.device[place] == value
 
@@ -111,7 +157,10 @@ def test_every_block_is_found_wherever_it_is(data: st.DataObject, layers: int, d
         held = sorted(machine.written)
         match data.draw(
             st.sampled_from(
-                ["take", "give", "step", "step", "step", "lend", "return", "size", "fill", "fill"]
+                [
+                    *("take", "give", "step", "step", "step", "lend", "return", "size", "fill", "fill"),
+                    *("keep", "keep", "forget"),
+                ]
             )
         ):
             case "take" if pool.free_blocks:
@@ -124,13 +173,19 @@ def test_every_block_is_found_wherever_it_is(data: st.DataObject, layers: int, d
                 pool.release(given_back)
                 for block in given_back:
                     del machine.written[block]
+                for row, (kept, value) in list(machine.cached.items()):
+                    if kept in given_back:  # What the cache has of it stays.
+                        machine.cached[row] = None, value
             case "step" if held:
                 read = data.draw(st.lists(st.sampled_from(held), unique=True))
                 room = device_blocks if residency.room_blocks is None else residency.room_blocks
                 most = max(0, room - 1)
-                wanted = data.draw(st.lists(st.sampled_from(held), unique=True, max_size=most))
+                loose = [block for block in held if block not in machine.shared()]
+                wanted = (
+                    data.draw(st.lists(st.sampled_from(loose), unique=True, max_size=most)) if loose else []
+                )
                 read = [block for block in read if block not in wanted]
-                rest = [block for block in held if block not in read and block not in wanted]
+                rest = [block for block in loose if block not in read and block not in wanted]
                 filled = data.draw(st.lists(st.sampled_from(rest), unique=True)) if rest else []
                 share = data.draw(st.sampled_from([0.0, 0.5, 1.0]))
                 machine.step(read, wanted, share, fails=data.draw(st.booleans()), filled=filled)
@@ -153,15 +208,19 @@ def test_every_block_is_found_wherever_it_is(data: st.DataObject, layers: int, d
                 spare = data.draw(st.integers(1, device_blocks // 3))
                 while not residency.reserve(spare):  # What is missing is copied out with each step.
                     machine.step([], [], 1.0, fails=False)
-                pool.resize(min(residency.ids, device_blocks - spare + residency.buffers))
+                pool.resize(min(residency.ids, device_blocks - spare + residency.buffers.pairs))
             case "size":
                 pool.resize(device_blocks)
                 if pool.excess_blocks:
                     continue
                 pool.cut()
                 residency.release(0)
-            case "fill" if held:
-                machine.fill(data.draw(st.sampled_from(held)))
+            case "fill" if set(held) - set(machine.shared()):
+                machine.fill(data.draw(st.sampled_from(sorted(set(held) - set(machine.shared())))))
+            case "keep" if set(held) - set(machine.shared()):
+                machine.keep(data.draw(st.sampled_from(sorted(set(held) - set(machine.shared())))))
+            case "forget" if machine.cached:
+                machine.forget(data.draw(st.sampled_from(sorted(machine.cached))))
         machine.check_integrity()
 
 
@@ -179,7 +238,7 @@ def test_what_is_read_in_each_step_comes_back_as_soon_as_there_is_room() -> None
         machine.step([], [block], 1.0, fails=False)
     for _ in range(3):
         machine.step([], [], 1.0, fails=False)
-    assert machine.residency.reserve(2) and machine.residency.buffers == 8
+    assert machine.residency.reserve(2) and machine.residency.buffers.pairs == 8
     machine.pool.resize(14)
     for block in machine.pool.allocate(6):
         machine.step([], [block], 1.0, fails=False)

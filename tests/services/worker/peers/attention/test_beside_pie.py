@@ -10,6 +10,7 @@ import transformers
 
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
+from services.worker.engine.native.library import AttentionMode
 from services.worker.peers.attention.core.cost import ShipMode
 from services.worker.pie.blocks import BlockPie
 from services.worker.pie.settings import PieSettings
@@ -36,8 +37,17 @@ def make_model(architecture: str) -> Any:
 
 
 @pytest.mark.parametrize("mode", [ShipMode.SHIP, ShipMode.FETCH])
-@pytest.mark.parametrize("architecture", ["llama", "mistral_window", "gemma2"])
-def test_text_is_that_of_one_big_engine(architecture: str, mode: ShipMode) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "attention"),
+    [
+        ("llama", "native"),
+        ("llama", "torch"),
+        ("mistral_window", "native"),
+        ("mistral_window", "torch"),
+        ("gemma2", "native"),
+    ],
+)
+def test_text_is_that_of_one_big_engine(architecture: str, attention: AttentionMode, mode: ShipMode) -> None:
     dice, count, blocks = random.Random(7), 12, OWN_BLOCKS + BORROWED_BLOCKS
     prompt = [dice.randrange(VOCABULARY) for _ in range(blocks * BLOCK_TOKENS - count)]
     big = make_engine(make_model(architecture), blocks)
@@ -45,9 +55,11 @@ def test_text_is_that_of_one_big_engine(architecture: str, mode: ShipMode) -> No
     with lender(make_model(architecture), BORROWED_BLOCKS) as owner, ExitStack() as stack:
         pie = PieSettings(enabled=True, expansion="fixed", fifo_layers=5, notice_s=0.0)
         model = describe(make_model(architecture))
-        small = TorchEngine(model, kv_blocks=DEVICE_BLOCKS, block_tokens=BLOCK_TOKENS, pie=pie)
+        small = TorchEngine(
+            model, kv_blocks=DEVICE_BLOCKS, block_tokens=BLOCK_TOKENS, pie=pie, attention=attention
+        )
         assert isinstance(small.pie, BlockPie)
-        stack.callback(small.pie.close, 5.0)
+        stack.callback(small.pie.close)
         debtor = make_debtor(small, [owner], BORROWED_BLOCKS, choose=always(mode))
         stack.callback(debtor.close)
         ids = list(small.make_pool().allocate(OWN_BLOCKS))

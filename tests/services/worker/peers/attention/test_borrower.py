@@ -198,8 +198,9 @@ def test_a_creditor_that_fails_while_blocks_come_home(here: World) -> None:
     assert asyncio.run(here.borrower.swap_home([(10, home)])) == [home], "nobody needs it"
 
 
-def test_a_creditor_that_no_link_leads_to_is_not_lost_and_its_blocks_come_home_between_steps(
-    here: World,
+@pytest.mark.parametrize("lacking", ["a link", "a turn"])
+def test_a_copy_that_cannot_be_made_is_not_the_creditors_fault_and_blocks_come_home_between_steps(
+    here: World, lacking: str
 ) -> None:
     """What was not copied is known not to be: the swap brings it, over the link that steps use."""
     assert here.admit((4,), [10])
@@ -208,7 +209,10 @@ def test_a_creditor_that_no_link_leads_to_is_not_lost_and_its_blocks_come_home_b
     kept = np.zeros((2, Records(here.engine.pools).record_bytes), dtype=np.uint8)
     Records(here.owner.engine.pools).read([4], [kept[0]])
     here.pool.release(blocks[:OWN])
-    here.plane.is_away = True
+    if lacking == "a link":
+        here.plane.is_away = True
+    else:
+        assert here.transfers.halt(5.0)
     assert asyncio.run(here.borrower.recall([10], 1, keep_blocks=0)) == [10]
     assert here.failed == [] and here.pool.borrowed_blocks == 0
     free = here.pool.own.allocate(here.pool.own.free_blocks)

@@ -89,22 +89,27 @@ class Side:
 
 
 _SMALL = TransferConfig(batch_blocks=2)
+_DEVICE_ONLY = PrefixCacheConfig(host_mb=0)
 
 
 @contextmanager
-def pair(config: TransferConfig = _SMALL) -> Iterator[tuple[Side, Side]]:
+def pair(
+    config: TransferConfig = _SMALL, cached: PrefixCacheConfig = _DEVICE_ONLY
+) -> Iterator[tuple[Side, Side]]:
     """`giver` and `taker`, of the same model."""
-    with workers("giver", "taker", config=config) as (giver, taker):
+    with workers("giver", "taker", config=config, cached=cached) as (giver, taker):
         yield giver, taker
 
 
 @contextmanager
-def workers(*names: str, config: TransferConfig = _SMALL) -> Iterator[list[Side]]:
+def workers(
+    *names: str, config: TransferConfig = _SMALL, cached: PrefixCacheConfig = _DEVICE_ONLY
+) -> Iterator[list[Side]]:
     """Of the same model."""
     planes = {name: Plane(Peer(name, 1), "here", [TcpTransport()]) for name in names}
     sides: list[Side] = []
     for plane in planes.values():
-        rig = PrefixRig(make_engine(), PrefixCacheConfig(host_mb=0))
+        rig = PrefixRig(make_engine(), cached)
         store = rig.store
         assert store is not None
         plane.open()
@@ -115,7 +120,16 @@ def workers(*names: str, config: TransferConfig = _SMALL) -> Iterator[list[Side]
         for kind, receiver in source.receivers.items():
             plane.desk.serve(kind, receiver)
         dialler = cast(Registry, Dialler(plane, planes))
-        target = Target(dialler, cache, store.transfers, records, store.fingerprint, BLOCK_TOKENS, config)
+        target = Target(
+            dialler,
+            cache,
+            store.transfers,
+            records,
+            store.fingerprint,
+            BLOCK_TOKENS,
+            config,
+            host=store.host,
+        )
         sides.append(Side(rig, source, target, plane, door))
     try:
         yield sides

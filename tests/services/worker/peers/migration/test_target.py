@@ -61,7 +61,7 @@ async def test_what_two_sources_give_at_once_is_written_one_after_the_other(
     wrote each other's bytes into blocks that were verified before."""
     with workers("one", "other", "taker", config=TransferConfig(batch_blocks=2)) as (one, other, taker):
         answers = [giver.rig.serve([prompt]) for giver, prompt in ((one, PROMPT), (other, PROMPT[::-1]))]
-        both, write = threading.Barrier(2), taker.target._records.write
+        both, write = threading.Barrier(2), taker.target._device.records.write
         met: list[int] = []
 
         def meet(rows: Sequence[RecordRow], blocks: Sequence[int]) -> None:
@@ -69,7 +69,7 @@ async def test_what_two_sources_give_at_once_is_written_one_after_the_other(
                 met.append(both.wait(0.2))
             write(rows, blocks)
 
-        monkeypatch.setattr(taker.target._records, "write", meet)
+        monkeypatch.setattr(taker.target._device.records, "write", meet)
         orders = order(PROMPT, source="one"), order(PROMPT[::-1], source="other")
         pulled = await asyncio.gather(*map(taker.target.pull, orders))
         assert [each.fetched_blocks for each in pulled] == [4, 4] and not met
@@ -145,22 +145,22 @@ async def test_a_fetch_given_up_during_a_long_step_leaves_no_block_behind(
     with pair(TransferConfig(batch_blocks=2, answer_s=0.2)) as (giver, taker):
         giver.rig.serve([PROMPT])
         cache = taker.rig.store.cache  # type: ignore[union-attr]
-        write = taker.target._records.write
+        write = taker.target._device.records.write
 
         def arrive(rows: Sequence[RecordRow], blocks: Sequence[int]) -> None:
             write(rows, blocks)
             taker.door.begin_long_step()
 
         if before == "the bytes are stored":
-            monkeypatch.setattr(taker.target._records, "write", arrive)
+            monkeypatch.setattr(taker.target._device.records, "write", arrive)
         else:
-            make_room = taker.target._cache.make_room
+            make_room = taker.target._device._cache.make_room
 
             async def make(blocks: int) -> list[int]:
                 taker.door.begin_long_step()
                 return await make_room(blocks)
 
-            monkeypatch.setattr(taker.target._cache, "make_room", make)
+            monkeypatch.setattr(taker.target._device._cache, "make_room", make)
         with pytest.raises(DeadlineExceeded):
             await taker.target.pull(msgspec.structs.replace(order(PROMPT), valid_for_s=0.1))
         taker.integrity()

@@ -1,0 +1,91 @@
+"""What grows in a stack that serves for long: memory, descriptors, tasks, blocks, sampled at rest.
+
+A figure's growth is the slope of a line through its samples of the second half (in the first, caches fill),
+for the process where it is steepest. A process that was started anew in between is another one.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import psutil
+
+from bench.kit.stacks import Stack
+
+KINDS = {"rss_mb": "MB", "descriptors": "", "tasks": "", "blocks": ""}
+"""And their units."""
+_HOUR_S = 3600.0
+_LEAST = 4
+"""Samples that a line is laid through."""
+
+
+@dataclass
+class Growth:
+    """Samples by kind and process."""
+
+    samples: dict[str, dict[tuple[str, int], list[tuple[float, float]]]] = field(
+        default_factory=lambda: {kind: defaultdict(list) for kind in KINDS}
+    )
+
+    def take(self, stack: Stack, at_s: float) -> None:
+        """Of every process, now. Raises InternalError when the stack does not tell."""
+        pids = stack.pids()
+        for name, pid in pids.items():
+            try:
+                process = psutil.Process(pid)
+                self.note("rss_mb", (name, pid), at_s, process.memory_info().rss / 1e6)
+                self.note("descriptors", (name, pid), at_s, process.num_fds())
+            except psutil.NoSuchProcess:
+                continue
+        for service in stack.services():
+            key = (service["instance"], pids.get(service["instance"], 0))
+            self.note("tasks", key, at_s, service.get("tasks", 0))
+            details = service["details"]
+            if "evictable_blocks" in details:
+                unused = details["free_blocks"] + details["evictable_blocks"]
+                self.note("blocks", key, at_s, details["total_blocks"] - unused)
+
+    def note(self, kind: str, process: tuple[str, int], at_s: float, value: float) -> None:
+        self.samples[kind][process].append((at_s, value))
+
+    def figures(self) -> dict[str, float]:
+        """The steepest growth of each kind, per hour; what has too few samples has none."""
+        found = {}
+        for kind, by_process in self.samples.items():
+            slopes = [slope for _, slope in slopes_of(by_process)]
+            if slopes:
+                found[f"growth_{kind}_per_h"] = max(slopes)
+        return found
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """Of each kind the process that grows most: kind, process, first and last, growth per hour."""
+        made = []
+        for kind, by_process in self.samples.items():
+            if slopes := slopes_of(by_process):
+                process, slope = max(slopes, key=lambda one: one[1])
+                samples = by_process[process]
+                ends = f"{samples[0][1]:.1f} → {samples[-1][1]:.1f} {KINDS[kind]}".strip()
+                made.append((kind, process[0], ends, f"{slope:+.2f}"))
+        return made
+
+
+def slopes_of(
+    by_process: Mapping[tuple[str, int], Sequence[tuple[float, float]]],
+) -> list[tuple[tuple[str, int], float]]:
+    """Of each process with enough samples in the second half of its own."""
+    found = []
+    for process, samples in by_process.items():
+        later = samples[len(samples) // 2 :]
+        if len(later) >= _LEAST:
+            found.append((process, slope_per_h(later)))
+    return found
+
+
+def slope_per_h(samples: Sequence[tuple[float, float]]) -> float:
+    """Of the least-squares line through (seconds, value); 0 where all are of one moment."""
+    middle_s = sum(at_s for at_s, _ in samples) / len(samples)
+    mean = sum(value for _, value in samples) / len(samples)
+    spread = sum((at_s - middle_s) ** 2 for at_s, _ in samples)
+    if not spread:
+        return 0.0
+    return _HOUR_S * sum((at_s - middle_s) * (value - mean) for at_s, value in samples) / spread

@@ -1,0 +1,323 @@
+"""`python -m bench overload`: three times as many requests as a stack can serve; what becomes of them?
+
+First a stack's peak is measured: as many requests at once as keep it full. Then they come by themselves
+(Poisson) at three times that rate. Goodput is the tokens of answers that were completed, per second, once the
+queue has filled. Then two keys: one asks for a fifth of the peak, the other for as much as leaves the stack
+busy, and afterwards for three times the peak. Default settings, but for the engine and the keys.
+"""
+
+import asyncio
+import hashlib
+import itertools
+import time
+from argparse import ArgumentParser
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+import uvloop
+
+from bench.kit.context import Context
+from bench.kit.load import Answer, Target, complete
+from bench.kit.models import TINY_CHAT, drawn_tokens, vocabulary
+from bench.kit.outcome import Outcome, Table, joined
+from bench.kit.stacks import start_stack
+from bench.kit.stats import percentile
+from shared.errors import InternalError
+
+OVERLOAD = 3.0
+WORKERS = 4
+_AT_ONCE = 96
+"""For each worker, where the peak is measured: more than run in a batch, and no long queue."""
+_STEADY, _BUSY = 0.2, 0.7
+"""Of the peak: what one key asks for, and the other where it does not flood."""
+_DEADLINE_S = 240.0
+_DRAWN = 4000
+"""Requests of each purpose; more are hardly sent."""
+_REFUSALS = ("status 429", "status 503")
+ENGINES: Mapping[str, Mapping[str, object]] = {
+    "simulated": {"worker.engine": "simulated"},
+    "tiny_chat": {"worker.threads": 1},
+}
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of each part, in seconds."""
+
+    ramp_s: float = 20.0
+    """Before anything counts: the queue fills."""
+    window_s: float = 40.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """What was sent in one part, and what of it counts: what ended, or was sent, in its window."""
+
+    answers: Sequence[Answer]
+    from_s: float
+    to_s: float
+
+    @property
+    def ended(self) -> list[Answer]:
+        """Completed within the window."""
+        return [each for each in self.answers if each.ok and self.from_s <= each.ended_s < self.to_s]
+
+    @property
+    def sent(self) -> list[Answer]:
+        return [each for each in self.answers if self.from_s <= each.sent_s < self.to_s]
+
+    @property
+    def window_s(self) -> float:
+        return self.to_s - self.from_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of prompts and answers, of what was completed."""
+        return sum(each.prompt_tokens + each.completion_tokens for each in self.ended) / self.window_s
+
+    @property
+    def requests_per_s(self) -> float:
+        return len(self.ended) / self.window_s
+
+    @property
+    def refused(self) -> list[Answer]:
+        return [each for each in self.answers if is_refused(each)]
+
+    @property
+    def failed(self) -> list[Answer]:
+        """Neither completed nor refused."""
+        return [each for each in self.answers if not each.ok and not is_refused(each)]
+
+
+def is_refused(answer: Answer) -> bool:
+    """At once, for overload."""
+    return answer.error.startswith(_REFUSALS)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--engine", choices=(*ENGINES, "both"), default="both", help="[%(default)s]")
+    parser.add_argument("--seconds", type=float, help="of each part that counts [40; --quick 8]")
+
+
+def run(context: Context) -> Outcome:
+    """Raises InternalError where a stack serves nothing."""
+    quick = Times(12.0, 8.0) if context.quick else Times()
+    times = replace(quick, window_s=context.arguments.seconds or quick.window_s)
+    chosen = context.arguments.engine
+    engines = list(ENGINES) if chosen == "both" and not context.quick else [chosen]
+    engines = ["simulated"] if engines == ["both"] else engines
+    return joined([_measure(context, engine, times) for engine in engines])
+
+
+def _measure(context: Context, engine: str, times: Times) -> Outcome:
+    workers = WORKERS if engine == "simulated" else 1
+    keys = {name: f"sk-bench-{name}" for name in ("steady", "other")}
+    hashes = {name: {"sha256": hashlib.sha256(key.encode()).hexdigest()} for name, key in keys.items()}
+    settings = {**ENGINES[engine], "gateway.keys": hashes}
+    with start_stack(context.run_dir / f"stack-{engine}", settings, workers=workers, refuses=True) as stack:
+        load = _Load(context, stack.target, keys, workers)
+        context.say(f"{engine}: the peak")
+        peak = uvloop.run(load.peak(times))
+        if not peak.ended:
+            raise InternalError(f"nothing was served: {[each.error for each in peak.answers][:1]}")
+        context.say(f"{engine}: {peak.requests_per_s:.1f} requests/s; now {OVERLOAD:g} times as many")
+        before_s, began_s = stack.cpu_s(), time.monotonic()
+        over = uvloop.run(load.over(OVERLOAD * peak.requests_per_s, times))
+        used = cpu_shares(before_s, stack.cpu_s(), time.monotonic() - began_s)
+        context.say(f"{engine}: two keys, one of them floods")
+        busy, flooded = uvloop.run(load.two_keys(peak.requests_per_s, times))
+    for part, answers in (("peak", peak.answers), ("over", over.answers)):
+        _record(context, engine, part, answers)
+    _record(context, engine, "busy", busy.answers)
+    _record(context, engine, "flooded", flooded.answers)
+    suffix = "" if engine == "simulated" else f"_{engine}"
+    made = {f"{name}{suffix}": value for name, value in figures(peak, over, busy, flooded).items()}
+    failures = sum(len(part.failed) for part in (peak, over, busy, flooded))
+    return Outcome(
+        made,
+        failures,
+        tables=[_table(engine, peak, over), Table("CPU while overloaded, cores", ("process", "used"), used)],
+        notes=[
+            f"{engine}: {workers} workers, default settings; prompts of 64 to 512 tokens, answers of 32 to"
+            " 256; what was taken is waited for, and none of it may fail",
+            f"flood_p99_ratio: a key that asks for {_STEADY:g} of the peak, beside one that floods, over the "
+            f"same beside one that asks for {_BUSY:g} of the peak",
+        ],
+    )
+
+
+def cpu_shares(
+    before_s: Mapping[str, float], after_s: Mapping[str, float], passed_s: float
+) -> list[tuple[str, float]]:
+    """Of each process, in cores; the busiest first."""
+    used = {name: (after_s[name] - before_s.get(name, 0.0)) / passed_s for name in after_s}
+    return sorted(used.items(), key=lambda row: -row[1])
+
+
+def figures(peak: Part, over: Part, busy: Part, flooded: Part) -> dict[str, float]:
+    """Of one engine. What nobody was refused, or nothing was served of, has no figure."""
+    made = {
+        "peak_tok_s": peak.tokens_per_s,
+        "peak_requests_s": peak.requests_per_s,
+        "goodput_tok_s": over.tokens_per_s,
+        "goodput_ratio": over.tokens_per_s / peak.tokens_per_s,
+        "refused_share": sum(map(is_refused, over.sent)) / max(1, len(over.sent)),
+    }
+    refused_s = [each.ended_s - each.sent_s for each in over.refused]
+    first_s = [each.first_s for each in over.ended if each.event_s]
+    for name, values, scale in (("refusal_ms", refused_s, 1000.0), ("first_token_s", first_s, 1.0)):
+        if values:
+            made |= {f"{name}_p{at}": scale * percentile(values, at) for at in (50, 99)}
+    latencies = [[each.ended_s - each.sent_s for each in part.sent if each.ok] for part in (busy, flooded)]
+    if all(latencies):
+        busy_s, flooded_s = (percentile(each, 99) for each in latencies)
+        made |= {"busy_p99_s": busy_s, "flooded_p99_s": flooded_s, "flood_p99_ratio": flooded_s / busy_s}
+        for name, part in (("busy", busy), ("flooded", flooded)):
+            waits_s = [each.first_s for each in part.sent if each.ok and each.event_s]
+            made |= {f"{name}_first_token_s_p{at}": percentile(waits_s, at) for at in (50, 99)}
+    made["steady_refused"] = float(len(busy.refused) + len(flooded.refused))
+    return made
+
+
+class _Load:
+    """What is sent to one stack."""
+
+    def __init__(self, context: Context, target: Target, keys: Mapping[str, str], workers: int) -> None:
+        self._context = context
+        self._target = target
+        self._keys = keys
+        self._workers = workers
+        self._ids = vocabulary(TINY_CHAT)
+
+    def _bodies(self, purpose: str) -> Iterator[dict[str, Any]]:
+        """Drawn beforehand: who sends them is to be quick."""
+        dice = self._context.random(purpose)
+        drawn = [
+            {
+                "prompt": drawn_tokens(dice, self._ids, dice.randint(64, 512)),
+                "max_tokens": dice.randint(32, 256),
+                "temperature": 0,
+                "ignore_eos": True,
+            }
+            for _ in range(_DRAWN)
+        ]
+        return itertools.cycle(drawn)
+
+    async def peak(self, times: Times) -> Part:
+        """As many at once as keep it full. Those that are under way at the end are given up."""
+        bodies, answers = self._bodies("peak"), list[Answer]()
+
+        async def client() -> None:
+            for body in bodies:
+                answers.append(await complete(self._target, body, _DEADLINE_S))
+                if not answers[-1].ok:
+                    await asyncio.sleep(1.0)
+
+        clients = [asyncio.create_task(client()) for _ in range(_AT_ONCE * self._workers)]
+        part = await _window(times, answers)
+        await _given_up(clients)
+        return part
+
+    async def over(self, rate: float, times: Times) -> Part:
+        """So many requests per second, until the window is over; what was taken is then waited for."""
+        answers = list[Answer]()
+        sending = _Sending(self._target, self._bodies("over"), rate, self._context.random("gaps"), answers)
+        sender = asyncio.create_task(sending.run())
+        part = await _window(times, answers)
+        await _given_up([sender])
+        await sending.ended()
+        return part
+
+    async def two_keys(self, peak: float, times: Times) -> tuple[Part, Part]:
+        """One key's answers, beside another that keeps the stack busy, and beside one that floods."""
+        parts = []
+        for purpose, share in (("busy", _BUSY), ("flood", OVERLOAD)):
+            steady, other = list[Answer](), list[Answer]()
+            sendings = [
+                self._sending("steady", "steady", _STEADY * peak, steady),
+                self._sending("other", purpose, share * peak, other),
+            ]
+            senders = [asyncio.create_task(each.run()) for each in sendings]
+            part = await _window(times, steady)
+            await _given_up(senders)
+            for each in sendings:
+                await each.ended()
+            parts.append(part)
+        return parts[0], parts[1]
+
+    def _sending(self, key: str, purpose: str, rate: float, answers: list[Answer]) -> "_Sending":
+        target = replace(self._target, key=self._keys[key])
+        gaps = self._context.random(f"{purpose} gaps")
+        return _Sending(target, self._bodies(purpose), rate, gaps, answers)
+
+
+class _Sending:
+    """Requests that come by themselves, so many per second."""
+
+    def __init__(
+        self,
+        target: Target,
+        bodies: Iterator[dict[str, Any]],
+        rate: float,
+        gaps: Random,
+        answers: list[Answer],
+    ) -> None:
+        self._target, self._bodies, self._rate, self._gaps = target, bodies, rate, gaps
+        self._answers = answers
+        self._open: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        for at_s in itertools.accumulate(self._gaps.expovariate(self._rate) for _ in itertools.count()):
+            await asyncio.sleep(began_s + at_s - loop.time())
+            task = asyncio.create_task(self._ask(next(self._bodies)))
+            self._open.add(task)
+            task.add_done_callback(self._open.discard)
+
+    async def ended(self) -> None:
+        """All that was sent is over."""
+        await asyncio.gather(*self._open)
+
+    async def _ask(self, body: dict[str, Any]) -> None:
+        self._answers.append(await complete(self._target, body, _DEADLINE_S))
+
+
+async def _window(times: Times, answers: Sequence[Answer]) -> Part:
+    """Lets the time pass."""
+    from_s = time.perf_counter() + times.ramp_s
+    to_s = from_s + times.window_s
+    await asyncio.sleep(to_s - time.perf_counter())
+    return Part(answers, from_s, to_s)
+
+
+async def _given_up(tasks: Sequence["asyncio.Task[None]"]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _table(engine: str, peak: Part, over: Part) -> Table:
+    rows = [
+        (
+            name,
+            len(part.sent),
+            f"{part.requests_per_s:.1f}",
+            f"{part.tokens_per_s:.0f}",
+            len(part.refused),
+            len(part.failed),
+        )
+        for name, part in (("peak", peak), (f"{OVERLOAD:g} × the peak", over))
+    ]
+    columns = ("load", "sent in the window", "answered/s", "tokens/s", "refused", "failed")
+    return Table(f"Overload, {engine}", columns, rows)
+
+
+def _record(context: Context, engine: str, part: str, answers: Sequence[Answer]) -> None:
+    for each in answers:
+        told = {"engine": engine, "part": part, "sent_s": each.sent_s, "ended_s": each.ended_s}
+        tokens = {"prompt_tokens": each.prompt_tokens, "tokens": each.completion_tokens}
+        context.record({**told, **tokens, "error": each.error})

@@ -1,0 +1,127 @@
+"""What the flight recorder costs: CPU seconds a token of a stack that records and of one that does not.
+
+A stack cannot be told not to record. The other side is started with a `sitecustomize` on its path that puts
+empty functions in the recorder's place before anything of ours is imported; that its instances remember
+nothing is checked. Sides take turns, in the same run, with the same requests. Beside it an estimate: events
+that were taken, times what one takes when nothing else runs, over the CPU seconds used meanwhile.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from bench.kit.context import Context
+from bench.kit.load import full_answer, run_batch
+from bench.kit.models import TINY_CHAT, drawn_tokens, vocabulary
+from bench.kit.provenance import ROOT
+from bench.kit.stacks import ONE_THREAD, Stack, start_stack
+from bench.kit.stats import Work, interval, ratio_of_wholes
+from bench.kit.turns import alternate
+from shared.errors import InternalError
+from shared.messages.sequence import SequenceRef
+from shared.recorder import Batch, Recorder
+
+_DEADLINE_S = 240.0
+_SETTINGS: Mapping[str, object] = {"worker.threads": 1, "worker.kv_blocks": 512}
+_DEAF = '''\
+"""Nothing is recorded: for `python -m bench explain`."""
+import sys
+sys.path.insert(0, {root!r})
+from shared import recorder
+sys.path.remove({root!r})
+for name in ("note", "note_at", "file"):
+    setattr(recorder.Recorder, name, lambda *args, **fields: None)
+'''
+
+
+def compare(context: Context, turns: int, requests: int) -> dict[str, float]:
+    """`recorder_cost`: by how much more CPU a token takes where it is recorded, as a share; with the interval
+    that holds it with 95 %."""
+    dice, ids = context.random("recorder"), vocabulary(TINY_CHAT)
+    bodies = [full_answer(drawn_tokens(dice, ids, 64), 160) for _ in range(requests)]
+    deaf = {**ONE_THREAD, "PYTHONPATH": str(_deaf_path(context.run_dir))}
+    with (
+        start_stack(context.run_dir / "recording", _SETTINGS, workers=2) as recording,
+        start_stack(context.run_dir / "deaf", _SETTINGS, workers=2, environ=deaf) as silent,
+    ):
+
+        def side(stack: Stack) -> Callable[[], Work]:
+            return lambda: _tokens_and_cpu_s(stack, bodies)
+
+        for stack in (recording, silent):
+            _tokens_and_cpu_s(stack, bodies)
+        with_it, without = alternate([side(recording), side(silent)], turns)
+        events = len(recording_of(silent))
+        if events > 0:
+            raise InternalError(f"the side that is not to record has recorded {events} events")
+    for turn, (one, other) in enumerate(zip(with_it, without, strict=True)):
+        context.record({"turn": turn, "recording": one, "deaf": other}, "recorder.jsonl")
+    low, high = interval(without, with_it, ratio_of_wholes)
+    return {
+        "recorder_cost": ratio_of_wholes(without, with_it) - 1.0,
+        "recorder_cost_low": low - 1.0,
+        "recorder_cost_high": high - 1.0,
+    }
+
+
+def _deaf_path(run_dir: Path) -> Path:
+    folder = (run_dir / "without-recorder").resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "sitecustomize.py").write_text(_DEAF.format(root=str(ROOT)))
+    return folder
+
+
+def _tokens_and_cpu_s(stack: Stack, bodies: list[dict[str, object]]) -> Work:
+    before_s = sum(stack.cpu_s().values())
+    answers = run_batch(stack.target, bodies, _DEADLINE_S)
+    time.sleep(0.3)  # ends are acknowledged, logs written
+    failed = [answer.error for answer in answers if not answer.ok]
+    if failed:
+        raise InternalError(f"{len(failed)} of {len(bodies)} answers failed: {failed[0]}")
+    return sum(answer.completion_tokens for answer in answers), sum(stack.cpu_s().values()) - before_s
+
+
+# --- by counting
+
+
+def recording_of(stack: Stack) -> list[dict[str, object]]:
+    """All that the stack's instances remember."""
+    path = stack.run_dir / "recording.jsonl"
+    argv = [sys.executable, "-m", "services", "record", "--run-dir", str(stack.run_dir), "--out", str(path)]
+    subprocess.run(argv, cwd=ROOT, capture_output=True, check=True, timeout=_DEADLINE_S)
+    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
+
+
+def recorded_s(stack: Stack) -> float:
+    """Seconds that noting took all instances since they began: their events, at the price of one."""
+    note_s, file_s, row_s = prices()
+    cost_s = 0.0
+    for event in recording_of(stack):
+        if event["kind"] in ("step", "plan"):
+            cost_s += file_s + row_s * (int(str(event["prefills"])) + int(str(event["decodes"])))
+        else:
+            cost_s += note_s
+    return cost_s
+
+
+def prices(rounds: int = 20_000) -> tuple[float, float, float]:
+    """CPU seconds of an event, of a step without rows, and of each row of a step."""
+    recorder = Recorder("bench", "bench-0", 1)
+    refs = [SequenceRef(request_id=f"req_{at}", choice=0, attempt=1) for at in range(64)]
+
+    def timed(work: Callable[[], None]) -> float:
+        began_s = time.process_time()
+        for _ in range(rounds):
+            work()
+        return (time.process_time() - began_s) / rounds
+
+    def file(rows: int) -> None:
+        fields = {"step_s": 0.1, "busy_s": 1.0, "plan": 5, "epoch": 1, "heard_s": 2.0}
+        recorder.file(0.0, "step", Batch([], refs[:rows], fields))
+
+    note_s = timed(lambda: recorder.note("submitted", "req_1", choice=0, attempt=1, prompt_tokens=9))
+    empty_s, full_s = timed(lambda: file(0)), timed(lambda: file(64))
+    return note_s, empty_s, max(0.0, full_s - empty_s) / 64

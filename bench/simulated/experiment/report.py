@@ -1,0 +1,229 @@
+"""What came out of an experiment, for a person: who goes furthest, how latency grows, one sentence.
+
+A side is a policy with a predictor and a placement. Its knee on a trace is the rate at which its mean
+normalized latency passes the limit, `LIMIT` times the least that any side has there; between two measured
+rates the logarithm of the latency is taken to be linear. Pure.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from bench.kit.outcome import Table
+from bench.simulated.experiment.grid import GridCell
+
+LIMIT = 3.0
+"""Times the least normalized latency of a trace."""
+_MOST_RATES = 6
+"""That fit 80 columns."""
+
+Figures = Mapping[str, float]
+Results = Sequence[tuple[GridCell, Figures]]
+Side = tuple[str, str, str]
+"""Policy, predictor, placement."""
+
+
+@dataclass(frozen=True)
+class TraceReport:
+    """One trace: each side's figures by rate, the mean over seeds."""
+
+    trace: str
+    sides: Mapping[Side, Mapping[float, Figures]]
+    limit_s: float
+
+    @property
+    def rates(self) -> list[float]:
+        return sorted({rate for by_rate in self.sides.values() for rate in by_rate})
+
+    def curve(self, side: Side) -> list[tuple[float, float]]:
+        """(rate per s, normalized latency in s)."""
+        by_rate = self.sides[side]
+        return [(rate, by_rate[rate]["normalized_s"]) for rate in sorted(by_rate)]
+
+    def knee(self, side: Side) -> float | None:
+        """In requests a second; infinite where no rate was too much, None where the lowest was."""
+        return knee_of(self.curve(side), self.limit_s)
+
+    def ranked(self) -> list[Side]:
+        """Those first that go furthest; among equals the ones that are faster at the highest rate."""
+        last = self.rates[-1]
+
+        def key(side: Side) -> tuple[float, float]:
+            latency_s = self.sides[side].get(last, {}).get("normalized_s", math.inf)
+            return -(self.knee(side) or 0.0), latency_s
+
+        return sorted(self.sides, key=key)
+
+    def best(self, policy: str) -> Side:
+        return next(side for side in self.ranked() if side[0] == policy)
+
+
+def reports(results: Results) -> list[TraceReport]:
+    """In order of the traces' names. Cells without an answer at all are left out."""
+    found = []
+    for trace in sorted({cell.trace for cell, _ in results}):
+        gathered: dict[Side, dict[float, list[Figures]]] = {}
+        for cell, figures in results:
+            if cell.trace == trace and "normalized_s" in figures:
+                side = (cell.policy, cell.predictor, cell.placement)
+                gathered.setdefault(side, {}).setdefault(cell.rate, []).append(figures)
+        sides = {
+            side: {rate: _mean(several) for rate, several in by_rate.items()}
+            for side, by_rate in gathered.items()
+        }
+        if sides:
+            least_s = min(each["normalized_s"] for by_rate in sides.values() for each in by_rate.values())
+            found.append(TraceReport(trace, sides, LIMIT * least_s))
+    return found
+
+
+def _mean(several: Sequence[Figures]) -> Figures:
+    names = set.intersection(*(set(figures) for figures in several))
+    return {name: fmean(figures[name] for figures in several) for name in names}
+
+
+def knee_of(curve: Sequence[tuple[float, float]], limit: float) -> float | None:
+    """Where a curve, in order of x, passes the limit for the first time; as `TraceReport.knee`."""
+    before: tuple[float, float] | None = None
+    for x, y in curve:
+        if y > limit:
+            if before is None:
+                return None
+            share = math.log(limit / before[1]) / math.log(y / before[1])
+            return before[0] + share * (x - before[0])
+        before = x, y
+    return math.inf
+
+
+def tables(results: Results) -> list[Table]:
+    """For each trace a ranking, and latency by rate where there are several; at most 80 columns wide."""
+    made = []
+    for report in reports(results):
+        made.append(_ranking(report))
+        if len(report.rates) > 1:
+            made.append(_by_rate(report))
+    return made
+
+
+def _ranking(report: TraceReport) -> Table:
+    at = _compared_rate(report)
+    names = _names(report)
+    has_knees = len(report.rates) > 1
+    rows = []
+    for place, side in enumerate(report.ranked(), start=1):
+        figures = report.sides[side].get(at, {})
+        knee = [_knee_text(report, side)] if has_knees else []
+        rows.append((place, *(side[index] for index in names.values()), *knee, *_compared(figures)))
+    limit = f"within {report.limit_s:.3g} s a token ({LIMIT:g} × the least)"
+    head = f"{_stem(report.trace)}: who goes furthest {limit}" if has_knees else _stem(report.trace)
+    columns = ["#", *names, *(["to /s"] if has_knees else []), f"s/token at {at:g}/s", "TTFT s", "SLO"]
+    return Table(head, [*columns, "failed"], rows)
+
+
+def _compared(figures: Figures) -> tuple[str, ...]:
+    shown = ("normalized_s", "ttft_s_p50", "slo", "failures")
+    return tuple(f"{figures[name]:.3g}" if name in figures else "" for name in shown)
+
+
+def _by_rate(report: TraceReport) -> Table:
+    names = _names(report)
+    rates = _spread(report.rates)
+    rows = []
+    for side in report.ranked():
+        by_rate = report.sides[side]
+        cells = (f"{by_rate[rate]['normalized_s']:.3g}" if rate in by_rate else "" for rate in rates)
+        rows.append((*(side[index] for index in names.values()), *cells))
+    return Table(f"{_stem(report.trace)}: s/token by requests/s", (*names, *(f"{r:g}" for r in rates)), rows)
+
+
+def _names(report: TraceReport) -> dict[str, int]:
+    """The parts of a side that differ, and which of them it is."""
+    parts = {"policy": 0, "predictor": 1, "placement": 2}
+    return {
+        name: index
+        for name, index in parts.items()
+        if not index or len({side[index] for side in report.sides}) > 1
+    }
+
+
+def _compared_rate(report: TraceReport) -> float:
+    """The highest that the best side still carries; the lowest where nobody carries any."""
+    furthest = report.knee(report.ranked()[0]) or 0.0
+    return max((rate for rate in report.rates if rate <= furthest), default=report.rates[0])
+
+
+def _spread(rates: Sequence[float]) -> list[float]:
+    """The first, the last and some between, at most so many as fit."""
+    if len(rates) <= _MOST_RATES:
+        return list(rates)
+    step = (len(rates) - 1) / (_MOST_RATES - 1)
+    return [rates[round(at * step)] for at in range(_MOST_RATES)]
+
+
+def _knee_text(report: TraceReport, side: Side) -> str:
+    knee = report.knee(side)
+    if knee is None:
+        return f"<{report.curve(side)[0][0]:g}"
+    return f">{report.curve(side)[-1][0]:g}" if math.isinf(knee) else f"{knee:.3g}"
+
+
+def _stem(trace: str) -> str:
+    return Path(trace).stem
+
+
+def closing(results: Results) -> str:
+    """What came out, in one sentence; empty where nothing was answered."""
+    made = reports(results)
+    if not made:
+        return ""
+    said = "; ".join(_outcome_of(report) for report in made)
+    return said[0].upper() + said[1:] + "."
+
+
+def _outcome_of(report: TraceReport) -> str:
+    first = report.ranked()[0]
+    others = [report.best(policy) for policy in dict.fromkeys(side[0] for side in report.ranked())]
+    rest = [side for side in others if side[0] != first[0]]
+    where = f"on {_stem(report.trace)}"
+    if len(report.rates) == 1:
+        latency_s = report.sides[first][report.rates[0]]["normalized_s"]
+        return (
+            f"{where} {_called(report, first)} is fastest with {latency_s:.3g} s a token{_than(report, rest)}"
+        )
+    knee = report.knee(first)
+    if knee is None:
+        return f"{where} the lowest rate was too much for every policy: try lower ones"
+    if math.isinf(knee):
+        return f"{where} the highest rate, {report.rates[-1]:g}/s, was not too much for {first[0]}: try more"
+    further = _times(report, knee, rest)
+    return f"{where} {_called(report, first)} goes furthest, to {knee:.3g} requests/s{further}"
+
+
+def _called(report: TraceReport, side: Side) -> str:
+    """A policy, with its predictor where there are several."""
+    return f"{side[0]} with {side[1]}" if "predictor" in _names(report) else side[0]
+
+
+def _than(report: TraceReport, rest: Sequence[Side]) -> str:
+    if not rest:
+        return ""
+    rate = report.rates[0]
+    return ", before " + _listed(
+        f"{side[0]} ({report.sides[side][rate]['normalized_s']:.3g})" for side in rest
+    )
+
+
+def _times(report: TraceReport, knee: float, rest: Sequence[Side]) -> str:
+    """How much further than each other policy at its best."""
+    said = []
+    for side in rest:
+        other = report.knee(side)
+        said.append(f"{side[0]} (below the lowest)" if other is None else f"{knee / other:.2f} × {side[0]}")
+    return f", {_listed(said)}" if said else ""
+
+
+def _listed(words: Iterable[str]) -> str:
+    several = list(words)
+    return several[0] if len(several) == 1 else f"{', '.join(several[:-1])} and {several[-1]}"

@@ -1,0 +1,119 @@
+"""How much each API key may ask for: requests at once, requests a minute, tokens a minute. Pure.
+
+Rates are token buckets that hold a minute's worth. Tokens of prompt and answer are taken out when an answer
+ends, so a bucket may be overdrawn by what was under way; who has overdrawn it waits until there is something
+in it again. Each gateway counts for itself.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shared.errors import Overloaded
+
+_MINUTE_S = 60.0
+_BUSY_RETRY_S = 1.0
+"""Nobody knows when an answer ends."""
+
+
+class RateLimited(Overloaded):
+    """This key has asked for as much as it may; others have not."""
+
+    code = "rate_limit_exceeded"
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """Of one key; None: as much as there is."""
+
+    max_concurrent: int | None = None
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+
+
+UNLIMITED = Quota()
+
+
+class Bucket:
+    """Filled at an even rate, up to what a minute brings."""
+
+    def __init__(self, per_minute: float, now_s: float) -> None:
+        self.per_minute = per_minute
+        self.level = per_minute
+        self._filled_s = now_s
+
+    def fill(self, now_s: float) -> None:
+        passed_s = max(0.0, now_s - self._filled_s)
+        self.level = min(self.per_minute, self.level + passed_s * self.per_minute / _MINUTE_S)
+        self._filled_s = max(now_s, self._filled_s)
+
+    def wait_s(self) -> float:
+        """Until there is one in it, or as much as it holds; 0: there is."""
+        return max(0.0, min(1.0, self.per_minute) - self.level) * _MINUTE_S / self.per_minute
+
+
+@dataclass(slots=True)
+class _Account:
+    quota: Quota
+    active: int = 0
+    requests: Bucket | None = None
+    tokens: Bucket | None = None
+
+
+class Quotas:
+    """Of all keys, by digest."""
+
+    def __init__(self, quotas: Mapping[str, Quota]) -> None:
+        self._quotas = dict(quotas)
+        self._accounts: dict[str, _Account] = {}
+
+    def replace(self, quotas: Mapping[str, Quota]) -> None:
+        """From now on; what a key has used stays used, where its quota is the same."""
+        self._quotas = dict(quotas)
+        for key, account in list(self._accounts.items()):
+            quota = self._quotas.get(key)
+            if quota is None and not account.active:
+                del self._accounts[key]
+            elif quota is not None and quota != account.quota:
+                self._accounts[key] = _Account(quota, account.active)
+
+    def begin(self, key: str, now_s: float) -> None:
+        """One request more. Raises RateLimited, which says when to ask again; then nothing is counted."""
+        account = self._account(key, now_s)
+        quota = account.quota
+        if quota.max_concurrent is not None and account.active >= quota.max_concurrent:
+            text = f"{account.active} requests with this key are being answered, and no more may be at once"
+            raise RateLimited(text, retry_after_s=_BUSY_RETRY_S)
+        for bucket, what in ((account.tokens, "tokens"), (account.requests, "requests")):
+            if bucket is not None and (wait_s := bucket.wait_s()):
+                text = f"this key has used up its {bucket.per_minute:g} {what} per minute"
+                raise RateLimited(text, retry_after_s=wait_s)
+        if account.requests is not None:
+            account.requests.level -= 1
+        account.active += 1
+
+    def end(self, key: str, tokens: int, now_s: float) -> None:
+        """Of a request that had begun, with its tokens."""
+        account = self._account(key, now_s)
+        account.active -= 1
+        if account.tokens is not None:
+            account.tokens.level -= tokens
+        if not account.active and key not in self._quotas:
+            del self._accounts[key]
+
+    def active(self, key: str) -> int:
+        """Requests under way."""
+        account = self._accounts.get(key)
+        return 0 if account is None else account.active
+
+    def _account(self, key: str, now_s: float) -> _Account:
+        account = self._accounts.get(key)
+        if account is None:
+            account = self._accounts[key] = _Account(self._quotas.get(key, UNLIMITED))
+        quota = account.quota
+        if quota.requests_per_minute is not None:
+            account.requests = account.requests or Bucket(quota.requests_per_minute, now_s)
+            account.requests.fill(now_s)
+        if quota.tokens_per_minute is not None:
+            account.tokens = account.tokens or Bucket(quota.tokens_per_minute, now_s)
+            account.tokens.fill(now_s)
+        return account

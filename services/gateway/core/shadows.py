@@ -1,0 +1,110 @@
+"""Requests of other gateways, kept here so that their answers can be taken over. Pure; bounded in bytes.
+
+A gateway tells one other of each request that is to outlive it. When that gateway is gone, what was not
+complete is taken over at once, and the rest when somebody asks for it.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from shared.messages.shadows import Shadow
+
+GatewayStart = tuple[str, int]
+"""Gateway id and incarnation."""
+
+
+def size_bytes(shadow: Shadow) -> int:
+    """About what one takes."""
+    return 1024 + len(shadow.body) + sum(map(len, shadow.prompts))
+
+
+@dataclass(slots=True)
+class Shadowed:
+    """One of them."""
+
+    owner: GatewayStart
+    shadow: Shadow
+    told_s: float
+    """When; its times are of that moment."""
+    ended_s: float | None = None
+    is_orphan: bool = False
+    """Its owner is gone."""
+
+
+class Shadows:
+    """By request, and by the names that clients may ask for."""
+
+    def __init__(self, most_bytes: int, keep_s: float) -> None:
+        """One that has ended is kept for `keep_s`."""
+        self._most_bytes = most_bytes
+        self._keep_s = keep_s
+        self._of: OrderedDict[str, Shadowed] = OrderedDict()
+        self._by_name: dict[bytes, str] = {}
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def put(self, owner: GatewayStart, shadow: Shadow, now_s: float) -> None:
+        """The oldest give way where there are too many."""
+        self._forget(shadow.request_id)
+        for name in shadow.names:
+            if (former := self._by_name.get(name)) is not None:
+                self._forget(former)
+            self._by_name[name] = shadow.request_id
+        self._of[shadow.request_id] = Shadowed(owner, shadow, now_s)
+        self.bytes += size_bytes(shadow)
+        while self.bytes > self._most_bytes:
+            self._forget(next(iter(self._of)))
+
+    def end(self, owner: GatewayStart, request_id: str, now_s: float) -> None:
+        """Its answer is complete; only its owner may say so, as of what follows."""
+        known = self._of.get(request_id)
+        if known is not None and known.owner == owner:
+            known.ended_s = now_s
+
+    def drop(self, owner: GatewayStart, request_id: str) -> None:
+        """Nobody can ask for it any more."""
+        known = self._of.get(request_id)
+        if known is not None and known.owner == owner:
+            self._forget(request_id)
+
+    def find(self, name: bytes) -> Shadowed | None:
+        """What a client asks for by that name."""
+        request_id = self._by_name.get(name)
+        return None if request_id is None else self._of.get(request_id)
+
+    def take(self, request_id: str) -> Shadowed | None:
+        """It is somebody's again, and no shadow any more."""
+        known = self._of.get(request_id)
+        self._forget(request_id)
+        return known
+
+    def on_gone(self, owner: GatewayStart) -> list[Shadowed]:
+        """Takes what its owner, who is gone, had not completed; the rest has none from now on."""
+        left = [known for known in self._of.values() if known.owner == owner and known.ended_s is None]
+        for known in left:
+            self._forget(known.shadow.request_id)
+        for known in self._of.values():
+            known.is_orphan = known.is_orphan or known.owner == owner
+        return left
+
+    def on_tick(self, now_s: float) -> None:
+        for known in list(self._of.values()):
+            if known.ended_s is not None and now_s - known.ended_s > self._keep_s:
+                self._forget(known.shadow.request_id)
+
+    def check_integrity(self) -> None:
+        """AssertionError where the tables contradict each other."""
+        assert self.bytes == sum(size_bytes(known.shadow) for known in self._of.values()) <= self._most_bytes
+        assert {name for known in self._of.values() for name in known.shadow.names} == set(self._by_name)
+        assert all(name in self._of[request].shadow.names for name, request in self._by_name.items())
+
+    def _forget(self, request_id: str) -> None:
+        known = self._of.pop(request_id, None)
+        if known is None:
+            return
+        self.bytes -= size_bytes(known.shadow)
+        for name in known.shadow.names:
+            if self._by_name.get(name) == request_id:
+                del self._by_name[name]

@@ -1,0 +1,113 @@
+"""From the path and the body of a request to what answers it, also when it was another gateway's before."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from secrets import token_bytes
+
+from services.gateway.config import GatewayConfig
+from services.gateway.exchange import Deadline
+from services.gateway.http.completion_response import CompletionResponse, Lasting
+from services.gateway.http.middleware import RequestRecord
+from services.gateway.http.surfaces import SURFACES, Naming
+from services.gateway.lasting.desk import MakeAnswer
+from services.gateway.models import Models, ServedModel
+from services.gateway.openai.admission import AdmittedRequest
+from services.gateway.openai.replies import AnswerWriter
+from services.gateway.openai.response_store import ResponseStore
+from services.gateway.sessions import Sessions
+from shared.clock import monotonic_s
+from shared.messages.sequence import pack_tokens, unpack_tokens
+from shared.messages.shadows import Shadow
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A request that can be answered."""
+
+    served: ServedModel
+    job: AdmittedRequest
+    writer: AnswerWriter
+    answer_id: str
+    created: int
+
+
+class RequestReader:
+    """One per process."""
+
+    def __init__(
+        self, sessions: Sessions, models: Models, config: GatewayConfig, store: ResponseStore | None
+    ) -> None:
+        self._sessions = sessions
+        self._models = models
+        self._config = config
+        self._store = store
+
+    async def read(
+        self, path: str, body: bytes, record: RequestRecord, as_before: Shadow | None = None
+    ) -> Reading:
+        """`as_before`: another gateway has read it, and began to answer. Raises as admission does."""
+        served = self._models.of(body)
+        limit = partial(self._sessions.context_tokens, self._config.admit_timeout_s, served.name)
+        naming = Naming(record, served.config, self._store)
+        if as_before is not None:
+            naming = replace(naming, answer_id=as_before.answer_id, created_s=as_before.created)
+        else:
+            naming = replace(naming, created_s=naming.created)
+        job, writer = await SURFACES[path](served.acceptance, body, limit, naming)
+        if as_before is not None:
+            job = replace(
+                job,
+                prompts=tuple(tuple(unpack_tokens(prompt)) for prompt in as_before.prompts),
+                samplings=as_before.samplings,
+            )
+        record.note_accepted(job)
+        record.model = served.name
+        record.figures = self._sessions.figures.of(served.name)
+        return Reading(served, job, writer, naming.id(job), naming.created)
+
+    def answer(
+        self, reading: Reading, record: RequestRecord, deadline: Deadline, lasting: Lasting | None = None
+    ) -> CompletionResponse:
+        """What answers it."""
+        return CompletionResponse(
+            self._sessions, reading.job, reading.writer, record, deadline, reading.served, lasting
+        )
+
+    async def read_again(self, shadow: Shadow) -> MakeAnswer:
+        """For a request that another gateway had. Raises as admission does."""
+        record = RequestRecord("POST", shadow.path, tenant=shadow.key, owner=shadow.tenant)
+        record.request_id = shadow.request_id
+        deadline = Deadline(monotonic_s(), shadow.deadline_in_s)
+        reading = await self.read(shadow.path, shadow.body, record, shadow)
+        return partial(self.answer, reading, record, deadline)
+
+
+def shadow_of(
+    reading: Reading,
+    record: RequestRecord,
+    deadline: Deadline,
+    *,
+    path: str,
+    body: bytes,
+    names: tuple[bytes, ...],
+    fingerprint: bytes,
+    is_asked_for: bool,
+) -> Shadow:
+    """What another gateway needs to give this answer."""
+    return Shadow(
+        request_id=record.request_id,
+        names=names,
+        fingerprint=fingerprint,
+        path=path,
+        body=body,
+        answer_id=reading.answer_id,
+        created=reading.created,
+        key=record.tenant,
+        tenant=record.owner,
+        prompts=tuple(pack_tokens(prompt) for prompt in reading.job.prompts),
+        samplings=reading.job.samplings,
+        choices=reading.job.n,
+        heir_key=token_bytes(16),
+        is_asked_for=is_asked_for,
+        deadline_in_s=deadline.remaining_s(),
+    )

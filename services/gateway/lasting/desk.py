@@ -1,0 +1,482 @@
+"""Answers that outlast their connection, and their gateway.
+
+A request that its client has named (`Idempotency-Key`), or whose answer can be asked for by its id, is
+written into a transcript, and connections read that. Another gateway is told of it before its first byte goes
+out. When this one is gone, that one goes on; when a client asks a gateway that does not have the answer,
+whoever has it hands it over. One request has one answer: docs/gateways.md.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import count
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from services.gateway.config import GatewayConfig
+from services.gateway.core.shadows import GatewayStart, Shadowed
+from services.gateway.errors import ClientGone, HttpError, ShuttingDown
+from services.gateway.exchange import Exchange, Legacy
+from services.gateway.http.completion_response import CompletionResponse, Lasting
+from services.gateway.http.middleware import RequestRecord
+from services.gateway.lasting.peers import Peers, origin_of
+from services.gateway.lasting.transcript import Transcript
+from shared import log, metrics, subjects
+from shared.bus import Endpoint, Listener, fenced
+from shared.clock import Clock, monotonic_s
+from shared.errors import KvasirError, UnavailableError
+from shared.messages.base import Empty
+from shared.messages.reports import GatewayReported
+from shared.messages.sequence import TOKEN_BYTES, pack_tokens
+from shared.messages.shadows import AnswerSoFar, ClaimAnswer, ClaimedAnswer, Shadow, TellShadows
+
+_logger = log.get_logger("gateway.lasting")
+_CLAIM_S = 8.0
+"""For another gateway to give an answer away, or to be known to be gone."""
+_AGAIN_S = 0.1
+_YOUNG_S = 0.5
+"""A gateway that has just started has not heard of the others yet: it waits before it takes a name for
+new."""
+_RETRY_S = 0.5
+_RETELL_S = 0.5
+_MOST_GONE = 64
+"""Gateways that are remembered after they left."""
+
+HANDLERS = (
+    Endpoint(subjects.gateway_shadow.to, TellShadows, "on_told", sender="sender"),
+    Endpoint(subjects.gateway_claim.to, ClaimAnswer, "on_claim", sender="sender"),
+    Listener(subjects.ANY_GATEWAY_REPORTED, GatewayReported, "on_gateway_reported", sender="gateway_id"),
+)
+
+
+def name_of(tenant: str, kind: str, name: str) -> bytes:
+    """What `tenant` (the digest of a key) calls a request; nobody else can ask for it."""
+    digest = blake2b(digest_size=24)
+    for part in (tenant, kind, name):
+        digest.update(len(part).to_bytes(4, "little"))
+        digest.update(part.encode("utf-8", "surrogatepass"))
+    return digest.digest()
+
+
+def fingerprint_of(path: str, body: bytes) -> bytes:
+    """Of what was asked."""
+    return blake2b(body, key=path.encode()[:64], digest_size=24).digest()
+
+
+class AnswerMoved(UnavailableError):
+    """Its client has asked another gateway for it."""
+
+    code = "answer_moved"
+
+
+MakeAnswer = Callable[[Lasting], CompletionResponse]
+Reread = Callable[[Shadow], Awaitable[MakeAnswer]]
+"""What it takes to answer a request of another gateway. Raises as admission does."""
+
+
+@dataclass(eq=False)
+class Kept:
+    """One such answer."""
+
+    shadow: Shadow
+    began_s: float
+    """Here; the shadow's times are of that moment."""
+    transcript: Transcript = field(default_factory=Transcript)
+    exchange: Exchange | None = None
+    readers: int = 0
+    left_s: float = 0.0
+    """Since when nobody reads it, or since it ended."""
+    is_wanted: bool = True
+    """A client may come back for it."""
+    is_counted: bool = False
+    """Among its key's requests, until it ends."""
+    told: GatewayStart | None = None
+    """Who would take it over."""
+    abandoned: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def open(self, exchange: Exchange) -> None:
+        """These are its sequences."""
+        self.exchange = exchange
+
+    async def receive(self) -> Message:
+        """Its client's side, as ASGI has it: there until nobody wants it any more."""
+        await self.abandoned.wait()
+        return {"type": "http.disconnect"}
+
+    @property
+    def tokens(self) -> int:
+        """Of prompts and answers; none of what did not begin."""
+        if self.exchange is None:
+            return 0
+        prompts = sum(len(prompt) // TOKEN_BYTES for prompt in self.shadow.prompts)
+        return prompts + sum(len(each.stream.tokens) for each in self.exchange.sequences)
+
+    def so_far(self) -> tuple[AnswerSoFar, ...]:
+        """None where log-probabilities would be missing."""
+        if self.exchange is None or any(s.top_logprobs is not None for s in self.shadow.samplings):
+            return ()
+        return tuple(
+            AnswerSoFar(
+                tokens=pack_tokens(each.stream.tokens),
+                finish_reason=each.stream.finish_reason,
+                cached_tokens=each.stream.cached_tokens,
+            )
+            for each in self.exchange.sequences
+        )
+
+
+class Desk:
+    """One per process."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        peers: Peers,
+        tasks: asyncio.TaskGroup,
+        now_s: Clock,
+        on_over: Callable[[str, int], None] = lambda key, tokens: None,
+    ) -> None:
+        """`on_over` is told of answers that began here and end: whose, and their tokens."""
+        self._on_over = on_over
+        self._config = config
+        self._peers = peers
+        self._tasks = tasks
+        self._now_s = now_s
+        self._began_s = monotonic_s()
+        self._kept: dict[str, Kept] = {}
+        self._by_name: dict[bytes, Kept] = {}
+        self._turns: dict[bytes, asyncio.Lock] = {}
+        self._waiting: Counter[bytes] = Counter()
+        self._news: dict[GatewayStart, tuple[list[str], list[str]]] = {}
+        """Requests that ended, and that nobody can ask for any more: for who shadows them."""
+        self._is_telling_again = False
+        self._inherited: dict[GatewayStart, list[Shadowed]] = {}
+        """From whom: should that gateway be heard again, it is to know."""
+        self.reread: Reread | None = None
+        self._taken_over = metrics.counter(
+            "kvasir_gateway_takeovers_total", "Answers of other gateways that this one goes on with", ("why",)
+        )
+        self._unshadowed = metrics.counter(
+            "kvasir_gateway_unshadowed_total", "Answers that no other gateway could be told of"
+        )
+
+    # --- for the HTTP side
+
+    @property
+    def has_peers(self) -> bool:
+        return self._peers.heir is not None
+
+    @asynccontextmanager
+    async def turn(self, name: bytes) -> AsyncIterator[None]:
+        """Of those that ask for one name one at a time looks for it, and begins it."""
+        self._waiting[name] += 1
+        try:
+            async with self._turns.setdefault(name, asyncio.Lock()):
+                yield
+        finally:
+            self._waiting[name] -= 1
+            if not self._waiting[name]:
+                del self._waiting[name], self._turns[name]
+
+    async def find(self, name: bytes, fingerprint: bytes | None = None) -> Kept | None:
+        """What a client asks for by that name, here from now on; None where no gateway knows it.
+
+        Raises HttpError 422 for another request under that name, UnavailableError while nobody can say.
+        """
+        kept = await self._found(name)
+        if kept is not None and fingerprint is not None and kept.shadow.fingerprint != fingerprint:
+            text = "this Idempotency-Key was sent with another request: send a new key, or the same request"
+            raise HttpError(422, text, error_code="idempotency_key_reused")
+        return kept
+
+    async def _found(self, name: bytes) -> Kept | None:
+        if (kept := self._by_name.get(name)) is not None:
+            return kept
+        await asyncio.sleep(self._began_s + _YOUNG_S - monotonic_s())
+        until_s = monotonic_s() + _CLAIM_S
+        while True:
+            answer, is_elsewhere = await self._peers.claim(name)
+            if answer is not None and answer.shadow is not None:
+                known = Shadowed(("", 0), answer.shadow, self._now_s())
+                return self._take_over(known, "asked for", answer.so_far or None)
+            if (kept := self._by_name.get(name)) is not None or not is_elsewhere:
+                return kept
+            if monotonic_s() > until_s:
+                raise UnavailableError("the gateway that has this answer does not say so", retry_after_s=2.0)
+            await asyncio.sleep(_AGAIN_S)
+
+    def begin(self, shadow: Shadow, make: MakeAnswer) -> Kept:
+        """A new answer is written from now on."""
+        kept = self._keep(shadow)
+        kept.is_counted = True
+        self._start(self._write(kept, make, ()))
+        return kept
+
+    def leave(self, kept: Kept, *, is_complete: bool) -> None:
+        """A reader is gone."""
+        kept.readers -= 1
+        if kept.readers:
+            return
+        kept.left_s = self._now_s()
+        if not is_complete and not kept.is_wanted and not kept.transcript.is_over:
+            self._drop(kept)
+
+    # --- for the bus side
+
+    async def on_told(self, message: TellShadows) -> Empty:
+        self._peers.on_told(message)
+        for shadow in message.taken:
+            if shadow.takeovers:
+                self._on_inherited(shadow)
+        return Empty()
+
+    async def on_claim(self, claim: ClaimAnswer) -> ClaimedAnswer:
+        """Another gateway's client asks: what is here goes there."""
+        kept = self._by_name.get(claim.name)
+        if kept is None:
+            return self._peers.on_claim(claim.name)
+        answer = ClaimedAnswer(shadow=self._of_now(kept), so_far=kept.so_far())
+        log.canonical(_logger, "handed over", request_id=kept.shadow.request_id, to=claim.sender)
+        self._drop(kept, AnswerMoved("this answer goes on at another gateway, which was asked for it"))
+        return answer
+
+    def on_gateway_reported(self, event: GatewayReported) -> None:
+        if self._peers.is_self(event.gateway_id):
+            return
+        start = event.gateway_id, event.incarnation
+        if (mine := self._inherited.pop(start, None)) is not None:
+            shadows = self._peers.shadows_of(*map(self._peers.as_of_now, mine))
+            self._start(self._peers.tell(start, shadows))
+        is_new = not self._peers.is_known(event.gateway_id, event.incarnation)
+        if (ended := self._peers.on_reported(event)) is not None:
+            self._inherit(ended)
+        if is_new:
+            self._peers.greet()
+
+    def on_gone(self, instance: str, incarnation: int) -> None:
+        """It has left the bus."""
+        if self._peers.on_gone((instance, incarnation)):
+            self._inherit((instance, incarnation))
+
+    def on_tick(self) -> None:
+        """To be called about ten times a second."""
+        now_s = self._now_s()
+        for start in self._peers.silent():
+            self._inherit(start)
+        self._peers.shadows.on_tick(now_s)
+        self._expire(now_s)
+        if self.has_peers and not self._is_telling_again:
+            self._is_telling_again = True
+            self._start(self._tell_again())
+        for heir in list(self._news):
+            ended, dropped = self._news.pop(heir)
+            message = self._peers.shadows_of(ended=ended, dropped=dropped)
+            if self._peers.is_present(heir):
+                self._start(self._peers.tell(heir, message))
+
+    # --- inside
+
+    def _start(self, work: Coroutine[Any, Any, object]) -> None:
+        """A task; what it fails with is its own affair."""
+
+        async def alone() -> None:
+            with fenced("an answer that lasts"):
+                await work
+
+        self._tasks.create_task(alone())
+
+    def _keep(self, shadow: Shadow) -> Kept:
+        now_s = self._now_s()
+        kept = Kept(shadow, now_s, left_s=now_s, is_wanted=shadow.is_asked_for)
+        self._kept[shadow.request_id] = kept
+        for name in shadow.names:
+            self._by_name[name] = kept
+        return kept
+
+    def _forget(self, kept: Kept, *, is_over: bool = True) -> None:
+        """Nobody finds it here any more; who reads it reads on. Unless it `is_over`, its heir keeps it."""
+        if self._kept.pop(kept.shadow.request_id, None) is None:
+            return
+        for name in kept.shadow.names:
+            if self._by_name.get(name) is kept:
+                del self._by_name[name]
+        if is_over and kept.told is not None:
+            self._news.setdefault(kept.told, ([], []))[1].append(kept.shadow.request_id)
+
+    def _drop(self, kept: Kept, failure: KvasirError | None = None) -> None:
+        """It ends, for its readers with that failure."""
+        self._forget(kept)
+        if failure is not None and kept.exchange is not None and kept.readers:
+            kept.exchange.fail(failure)
+        else:
+            kept.abandoned.set()
+
+    def _expire(self, now_s: float) -> None:
+        unread = [kept for kept in self._kept.values() if not kept.readers]
+        for kept in unread:
+            if now_s - kept.left_s > self._config.resume_s:
+                self._drop(kept)
+        excess = sum(len(kept.transcript.body) for kept in self._kept.values())
+        excess -= self._config.resume_mb * 1024 * 1024
+        ended = [kept for kept in unread if kept.transcript.is_over]
+        for kept in sorted(ended, key=lambda kept: kept.left_s):
+            if excess > 0:
+                excess -= len(kept.transcript.body)
+                self._drop(kept)
+
+    def _of_now(self, kept: Kept) -> Shadow:
+        return self._peers.as_of_now(_known(kept))
+
+    async def _write(self, kept: Kept, make: MakeAnswer, so_far: Sequence[AnswerSoFar]) -> None:
+        """Until its end; one that was taken over is tried again while the fleet has no room for it."""
+        shadow, transcript = kept.shadow, kept.transcript
+        until_s = monotonic_s() + self._config.resume_s
+        for number in count():
+            name = f"{shadow.request_id}.{number}" if number else shadow.request_id
+            failure = await self._written(kept, make, so_far, name)
+            can_wait = isinstance(failure, UnavailableError) and not isinstance(failure, ShuttingDown)
+            is_again = can_wait and shadow.takeovers > 0 and shadow.request_id in self._kept
+            if not is_again or transcript.has_begun or monotonic_s() > until_s:
+                break
+            await asyncio.sleep(_RETRY_S)
+        if kept.is_counted:
+            self._on_over(shadow.key, kept.tokens)
+        if not transcript.is_over:
+            transcript.end(failure if isinstance(failure, Exception) else None)
+        kept.left_s = self._now_s()
+        if failure is not None:
+            self._forget(kept, is_over=not isinstance(failure, ShuttingDown))
+        elif kept.told is not None:
+            self._news.setdefault(kept.told, ([], []))[0].append(shadow.request_id)
+
+    async def _written(
+        self, kept: Kept, make: MakeAnswer, so_far: Sequence[AnswerSoFar], request_id: str
+    ) -> BaseException | None:
+        """What ended it before it was complete."""
+        telling = asyncio.ensure_future(self._shadow(kept))
+        shadow = kept.shadow
+        waited_s, is_resumed = max(0.0, shadow.waited_s), shadow.takeovers > 0
+        legacy = Legacy(shadow.heir_key, tuple(so_far), waited_s, is_resumed)
+        answer = make(Lasting(request_id, legacy, kept.open, telling))
+        try:
+            await answer({"type": "http"}, kept.receive, kept.transcript.send)
+        except Exception as error:
+            return error
+        finally:
+            telling.cancel()
+        return answer.failure
+
+    async def _tell_again(self) -> None:
+        """Of answers whose shadow is gone with who kept it; one after the other, and not all the time."""
+        try:
+            for kept in list(self._kept.values()):
+                is_told = kept.told is not None and self._peers.is_present(kept.told)
+                if is_told or kept.transcript.is_over or not kept.transcript.has_begun:
+                    continue
+                kept.told = self._peers.heir
+                await self._tell(kept)
+                if kept.told is None:
+                    break
+            await asyncio.sleep(_RETELL_S)
+        finally:
+            self._is_telling_again = False
+
+    async def _shadow(self, kept: Kept) -> None:
+        if kept.told is None and (heir := self._peers.heir) is not None:
+            kept.told = heir
+            await self._tell(kept)
+
+    async def _tell(self, kept: Kept) -> None:
+        heir = kept.told
+        if heir is not None and not await self._peers.tell(heir, self._peers.shadows_of(self._of_now(kept))):
+            self._unshadowed.inc()
+            kept.told = None
+
+    def _inherit(self, start: GatewayStart) -> None:
+        """That gateway is gone: what it had not completed goes on here."""
+        left = self._peers.shadows.on_gone(start)
+        if left:
+            log.canonical(_logger, "takes over", gateway=start[0], answers=len(left))
+            kept = [(self._keep(self._peers.inherited(known)), known.shadow) for known in left]
+            self._inherited[start] = [_known(mine) for mine, _ in kept]
+            if len(self._inherited) > _MOST_GONE:
+                del self._inherited[next(iter(self._inherited))]
+            self._start(self._go_on(kept))
+
+    def _on_inherited(self, shadow: Shadow) -> None:
+        """Another gateway, which took this one for gone, has the same answer: who reads it here reads on."""
+        origin = origin_of(shadow.request_id)
+        for kept in list(self._kept.values()):
+            is_same = origin_of(kept.shadow.request_id) == origin
+            if is_same and kept.shadow.takeovers < shadow.takeovers and kept.exchange is not None:
+                self._peers.resume(kept.exchange)
+
+    async def _go_on(self, kept: Sequence[tuple[Kept, Shadow]]) -> None:
+        found = await self._peers.collect([shadow for _, shadow in kept])
+        for mine, shadow in kept:
+            self._taken_over.labels("gone").inc()
+            self._start(self._answer(mine, found.get(shadow.request_id, ())))
+
+    def _take_over(self, known: Shadowed, why: str, so_far: Sequence[AnswerSoFar] | None) -> Kept:
+        """One that is handed over; without `so_far` workers are asked for it."""
+        kept = self._keep(self._peers.inherited(known))
+        self._taken_over.labels(why).inc()
+        self._start(self._collected(kept, known.shadow, so_far))
+        return kept
+
+    async def _collected(self, kept: Kept, shadow: Shadow, so_far: Sequence[AnswerSoFar] | None) -> None:
+        if so_far is None:
+            so_far = (await self._peers.collect([shadow])).get(shadow.request_id, ())
+        await self._answer(kept, so_far)
+
+    async def _answer(self, kept: Kept, so_far: Sequence[AnswerSoFar]) -> None:
+        """Read the request again, and write its answer."""
+        try:
+            if self.reread is None:
+                raise UnavailableError("this gateway does not answer yet")
+            make = await self.reread(kept.shadow)
+        except Exception as error:
+            _logger.warning("%s cannot be gone on with: %s", kept.shadow.request_id, error)
+            kept.transcript.end(error)
+            self._forget(kept)
+            return
+        await self._write(kept, make, so_far)
+
+
+def _known(kept: Kept) -> Shadowed:
+    """As others' answers are."""
+    return Shadowed(("", 0), kept.shadow, kept.began_s)
+
+
+class Following(Response):
+    """One connection that reads an answer."""
+
+    def __init__(self, desk: Desk, kept: Kept, record: RequestRecord, after: int = -1) -> None:
+        """`after`: events of a response up to this number are left out."""
+        super().__init__()
+        self._desk = desk
+        self._kept = kept
+        self._record = record
+        self._after = after
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_complete = False
+        self._kept.readers += 1
+        try:
+            is_complete = await self._kept.transcript.read(send, _gone(receive), self._after)
+            self._record.is_gone = not is_complete
+        except ClientGone:
+            self._record.is_gone = True
+        finally:
+            self._desk.leave(self._kept, is_complete=is_complete)
+
+
+async def _gone(receive: Receive) -> None:
+    """Until the client is."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,272 @@
+"""The other gateways: who there is, what they keep of ours and we of theirs, and what workers have of it.
+
+Everything asked of others has a deadline, and none of it is needed to answer: what is not to be had is
+computed again, and is the same.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from secrets import token_bytes
+
+from msgspec.structs import replace
+
+from services.gateway.config import GatewayConfig
+from services.gateway.core.shadows import GatewayStart, Shadowed, Shadows
+from services.gateway.exchange import Exchange
+from services.gateway.sessions import Sessions
+from shared import log, subjects
+from shared.bus import Bus
+from shared.clock import Clock
+from shared.errors import KvasirError
+from shared.liveness import Liveness
+from shared.messages.base import Empty
+from shared.messages.commands import CancelSequence
+from shared.messages.reports import GatewayReported, WorkerReported
+from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, pack_tokens
+from shared.messages.shadows import AnswerSoFar, ClaimAnswer, ClaimedAnswer, Shadow, TellShadows
+from shared.messages.tokens import FetchedTokens, FetchTokens
+
+_logger = log.get_logger("gateway.peers")
+_SILENCE_S = 6.0
+"""Of a gateway that did not leave the bus; workers wait longer before they end what is its."""
+_TELL_S = 0.5
+_COLLECT_S = 1.5
+"""For workers to say what they keep: their heartbeats come more often."""
+_LOOK_S = 0.05
+_AT_ONCE = 64
+_ANSWERS = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+def origin_of(request_id: str) -> str:
+    """What a request was called by the gateway that accepted it."""
+    return request_id.partition("~")[0]
+
+
+class Peers:
+    """One per process."""
+
+    def __init__(self, config: GatewayConfig, bus: Bus, sessions: Sessions, now_s: Clock) -> None:
+        self._config = config
+        self._bus = bus
+        self._sessions = sessions
+        self._now_s = now_s
+        self._alive = Liveness(_SILENCE_S)
+        self._greeted: dict[str, int] = {}
+        """The start of each that was heard last."""
+        self.shadows = Shadows(config.resume_mb * 1024 * 1024, config.resume_s)
+        self._at_once = asyncio.Semaphore(_AT_ONCE)
+
+    # --- who there is
+
+    def on_reported(self, event: GatewayReported) -> GatewayStart | None:
+        """A heartbeat of another gateway; the start of it which is over by that, if any."""
+        self._greeted[event.gateway_id] = event.incarnation
+        known = self._alive.present(event.gateway_id)
+        if not self._alive.hear(event.gateway_id, event.incarnation, self._now_s()):
+            return None
+        return None if known in (None, event.incarnation) else (event.gateway_id, known or 0)
+
+    def is_self(self, gateway_id: str) -> bool:
+        return gateway_id == self._bus.instance
+
+    def is_known(self, gateway_id: str, incarnation: int) -> bool:
+        """Whether this was the last start of it that was heard."""
+        return self._greeted.get(gateway_id) == incarnation
+
+    def greet(self) -> None:
+        """Who has just come is to know that this one is here."""
+        self._sessions.beat()
+
+    def on_gone(self, start: GatewayStart) -> bool:
+        """It has left the bus; whether that was news."""
+        if self._alive.present(start[0]) != start[1]:
+            return False
+        self._alive.forget(start[0])
+        return True
+
+    def silent(self) -> list[GatewayStart]:
+        """Who has not been heard for too long, once."""
+        starts = {name: self._alive.present(name) or 0 for name in self._alive}
+        return [(name, starts[name]) for name in self._alive.silent(self._now_s())]
+
+    def is_present(self, start: GatewayStart) -> bool:
+        return self._alive.present(start[0]) == start[1]
+
+    @property
+    def heir(self) -> GatewayStart | None:
+        """Who would take over from this one: the next in the order of names."""
+        names = sorted(self._alive)
+        if not names:
+            return None
+        name = next((name for name in names if name > self._bus.instance), names[0])
+        return name, self._alive.present(name) or 0
+
+    # --- shadows
+
+    async def tell(self, heir: GatewayStart, message: TellShadows) -> bool:
+        """Whether it knows now."""
+        subject = subjects.gateway_shadow(heir[0], self._bus.instance)
+        try:
+            await self._bus.request(subject, message, Empty, deadline_s=_TELL_S)
+        except KvasirError as error:
+            _logger.warning("%s keeps no shadow of %d answers: %s", heir[0], len(message.taken), error)
+            return False
+        return True
+
+    def shadows_of(
+        self, *taken: Shadow, ended: Sequence[str] = (), dropped: Sequence[str] = ()
+    ) -> TellShadows:
+        """What to tell."""
+        return TellShadows(
+            sender=self._bus.instance,
+            incarnation=self._bus.incarnation,
+            taken=taken,
+            ended=tuple(ended),
+            dropped=tuple(dropped),
+        )
+
+    def on_told(self, message: TellShadows) -> None:
+        """Another gateway's answers begin, are complete, or are nobody's concern any more."""
+        owner, now_s = (message.sender, message.incarnation), self._now_s()
+        for shadow in message.taken:
+            self.shadows.put(owner, shadow, now_s)
+        for request_id in message.ended:
+            self.shadows.end(owner, request_id, now_s)
+        for request_id in message.dropped:
+            self.shadows.drop(owner, request_id)
+
+    def inherited(self, known: Shadowed) -> Shadow:
+        """As ours from now on: under a name and a key of its own, and of this moment."""
+        shadow = self.as_of_now(known)
+        return replace(
+            shadow,
+            request_id=f"{origin_of(shadow.request_id)}~{shadow.takeovers + 1}",
+            heir_key=token_bytes(16),
+            takeovers=shadow.takeovers + 1,
+        )
+
+    def resume(self, exchange: Exchange) -> None:
+        """It was taken over though this gateway is here: what is read here goes on under new attempts."""
+        now_s = self._now_s()
+        for sequence in exchange.sequences:
+            self._sessions.apply(sequence, sequence.stream.on_inherited(now_s))
+
+    # --- answers that others have
+
+    async def claim(self, name: bytes) -> tuple[ClaimedAnswer | None, bool]:
+        """The answer called so, which is ours from now on; or whether some other gateway has it that could
+        not be asked."""
+        names = list(self._alive)
+        answers = await asyncio.gather(*(self._claim(peer, name) for peer in names))
+        of = dict(zip(names, answers, strict=True))
+        for answer in answers:
+            if answer is not None and answer.shadow is not None:
+                return answer, False
+        owners = {answer.owner for answer in answers if answer is not None and answer.owner}
+        if (own := self.shadows.find(name)) is not None:
+            if own.is_orphan or not self.is_present(own.owner):
+                self.shadows.take(own.shadow.request_id)
+                return ClaimedAnswer(shadow=self.as_of_now(own)), False
+            owners.add(own.owner[0])
+        return None, any(of.get(owner) is None for owner in owners)
+
+    async def _claim(self, peer: str, name: bytes) -> ClaimedAnswer | None:
+        me = self._bus.instance
+        try:
+            return await self._bus.request(
+                subjects.gateway_claim(peer, me),
+                ClaimAnswer(sender=me, name=name),
+                ClaimedAnswer,
+                deadline_s=_TELL_S,
+            )
+        except KvasirError:
+            return None
+
+    def on_claim(self, name: bytes) -> ClaimedAnswer:
+        """Of a shadow that is kept here: given away where its owner is gone."""
+        known = self.shadows.find(name)
+        if known is None:
+            return ClaimedAnswer()
+        if not known.is_orphan and self.is_present(known.owner):
+            return ClaimedAnswer(owner=known.owner[0])
+        self.shadows.take(known.shadow.request_id)
+        return ClaimedAnswer(shadow=self.as_of_now(known))
+
+    def as_of_now(self, known: Shadowed) -> Shadow:
+        """With its times."""
+        since_s = max(0.0, self._now_s() - known.told_s)
+        left_s = known.shadow.deadline_in_s
+        return replace(
+            known.shadow,
+            waited_s=known.shadow.waited_s + since_s,
+            deadline_in_s=None if left_s is None else left_s - since_s,
+        )
+
+    # --- what workers keep
+
+    async def collect(self, shadows: Sequence[Shadow]) -> dict[str, tuple[AnswerSoFar, ...]]:
+        """What there is of each, by request; of what no worker has, nothing. The workers stop there.
+
+        Answers with log-probabilities are computed anew: workers have only some of these.
+        """
+        wanted = {
+            key: shadow
+            for shadow in shadows
+            for key in shadow.keys
+            if all(sampling.top_logprobs is None for sampling in shadow.samplings)
+        }
+        found: dict[SequenceKey, AnswerSoFar] = {}
+        seen = {report.worker_id: report.seq for report in self._sessions.workers.reports()}
+        until_s = self._now_s() + _COLLECT_S
+        while wanted:
+            reports = self._sessions.workers.reports()
+            listed = _listed(reports, wanted)
+            fetched = await asyncio.gather(
+                *(self._fetch(worker, ref, wanted[ref.key]) for ref, worker in listed)
+            )
+            for (ref, _), answer in zip(listed, fetched, strict=True):
+                if answer is not None:
+                    found[ref.key] = answer
+                    wanted.pop(ref.key, None)
+            have_all_spoken = all(report.seq > seen.get(report.worker_id, 0) for report in reports)
+            if (have_all_spoken and not listed) or self._now_s() >= until_s:
+                break
+            await asyncio.sleep(_LOOK_S)
+        return {
+            shadow.request_id: tuple(found.get(key, AnswerSoFar()) for key in shadow.keys)
+            for shadow in shadows
+        }
+
+    async def _fetch(self, worker_id: str, ref: SequenceRef, shadow: Shadow) -> AnswerSoFar | None:
+        me = self._bus.instance
+        question = FetchTokens(ref=ref, sender=me, first_index=0, heir_key=shadow.heir_key)
+        async with self._at_once:
+            try:
+                answer = await self._bus.request(
+                    subjects.worker_fetch(worker_id, me), question, FetchedTokens, deadline_s=_TELL_S
+                )
+            except KvasirError as error:
+                _logger.warning("%s does not say what it has of %s: %s", worker_id, ref, error)
+                return None
+        delta = answer.delta
+        if delta is None:
+            return None
+        cancel = CancelSequence(ref=ref, sender=me, heir_key=shadow.heir_key)
+        self._sessions.dispatch.outbox.put(subjects.worker_cancel(worker_id, me), cancel)
+        reason = delta.finish_reason if delta.finish_reason in _ANSWERS else None
+        return AnswerSoFar(
+            tokens=pack_tokens(delta.tokens), finish_reason=reason, cached_tokens=delta.cached_tokens
+        )
+
+
+def _listed(
+    reports: Iterable[WorkerReported], wanted: dict[SequenceKey, Shadow]
+) -> list[tuple[SequenceRef, str]]:
+    """Of each that is wanted, the highest attempt that a worker has."""
+    found: dict[SequenceKey, tuple[SequenceRef, str]] = {}
+    for report in reports:
+        for listed in report.sequences:
+            key = listed.ref.key
+            if key in wanted and (key not in found or found[key][0].attempt < listed.ref.attempt):
+                found[key] = (listed.ref, report.worker_id)
+    return list(found.values())

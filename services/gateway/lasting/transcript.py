@@ -1,0 +1,124 @@
+"""What an answer has said so far, for whoever reads it: from its beginning or an event on, and as it goes on.
+
+One task writes it, as an ASGI application to its client; any number of connections read. Bytes only.
+"""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from starlette.types import Message, Send
+
+from services.gateway.errors import HttpError
+from shared.errors import InternalError
+
+_NUMBER = re.compile(rb'\Aevent: [^\n]*\ndata: \{"type":"[^"]*","sequence_number":(\d+)')
+_END = b"\n\n"
+
+
+class EventsAfter:
+    """Leaves out the events of a response up to a number."""
+
+    def __init__(self, number: int) -> None:
+        """-1 leaves none out."""
+        self._number = number
+        self._rest = b""
+
+    def feed(self, piece: bytes) -> bytes:
+        """What of this, and of what was not whole before, is to be sent."""
+        if self._number < 0:
+            return piece
+        *events, self._rest = (self._rest + piece).split(_END)
+        kept = []
+        for event in events:
+            found = _NUMBER.match(event)
+            if found is None or int(found[1]) > self._number:
+                kept.append(event + _END)
+        return b"".join(kept)
+
+
+class Transcript:
+    """See above."""
+
+    def __init__(self) -> None:
+        self.body = bytearray()
+        self.is_over = False
+        self.failure: Exception | None = None
+        """Instead of an answer."""
+        self._start: MutableMapping[str, Any] | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def has_begun(self) -> bool:
+        return self._start is not None
+
+    @property
+    def is_stream(self) -> bool:
+        """Of events; False also before it has begun."""
+        start = self._start or {}
+        return any(
+            name == b"content-type" and b"event-stream" in value for name, value in start.get("headers", ())
+        )
+
+    async def send(self, message: Message) -> None:
+        """For whoever writes it."""
+        if message["type"] == "http.response.start":
+            self._start = message
+        else:
+            self.body += message.get("body", b"")
+            self.is_over = not message.get("more_body", False)
+        self._tell()
+
+    def end(self, failure: Exception | None = None) -> None:
+        """Nothing more is written; before it has begun, `failure` is what its readers get."""
+        self.failure = failure
+        self.is_over = True
+        self._tell()
+
+    async def read(self, send: Send, until_gone: Awaitable[None], after: int = -1) -> bool:
+        """Sends all of it, and what comes; False when its reader was gone before that.
+
+        Raises what it failed with before it began, and HttpError for events of an answer that has none.
+        """
+        gone = asyncio.ensure_future(until_gone)
+        events, at, has_begun = EventsAfter(after), 0, False
+        try:
+            while not gone.done():
+                news = self._news
+                if self._start is None and self.is_over:
+                    raise self.failure or InternalError("an answer ended before it began")
+                if self._start is not None and not has_begun:
+                    if after >= 0 and not self.is_stream:
+                        text = "this response was not streamed: leave starting_after out"
+                        raise HttpError(400, text, error_code=HttpError.code)
+                    has_begun = True
+                    await send(self._start)
+                if has_begun and (at < len(self.body) or self.is_over):
+                    piece, at, is_last = bytes(self.body[at:]), len(self.body), self.is_over
+                    piece = events.feed(piece)
+                    if piece or is_last:
+                        await send({"type": "http.response.body", "body": piece, "more_body": not is_last})
+                    if is_last:
+                        return True
+                    continue
+                await self._either(news, gone)
+            return False
+        finally:
+            gone.cancel()
+
+    async def _either(self, news: asyncio.Event, gone: "asyncio.Future[None]") -> None:
+        waiting = asyncio.ensure_future(news.wait())
+        both: set[asyncio.Future[Any]] = {waiting, gone}
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+
+    def _tell(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+
+Author = Callable[[Transcript], Awaitable[None]]
+"""Writes one."""

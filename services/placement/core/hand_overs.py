@@ -1,0 +1,159 @@
+"""Which answers are to leave the workers that computed their prompts, and where they go on.
+
+Of every worker with the role `prefill`: who decodes there, and whose prompt is being computed, so that its KV
+is on its way before it is over. Heartbeats tell, and before them that it is the only prompt there. Each goes
+where it is over first, of those workers that may decode, have room for it beside what is on its way, and can
+take its KV (`FleetRoles.hand_over`). One that was refused, or failed, is left alone for a moment. Pure; the
+moves themselves are the scheduler's (docs/migration.md).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+
+from services.placement.core.fleet import FleetCapacity, WorkerRoom
+from services.placement.core.move_mode import UNMEASURED_BYTES_PER_S
+from services.placement.core.roles import FleetRoles, HandOver, Landing, Role, WorkerLoad
+from shared.messages.sequence import SequenceKey, SequenceRef
+
+_FORGET_S = 30.0
+_LEFT_ALONE_S = 0.5
+_BEGINS_S = 0.03
+"""A worker that has no other prompt begins one within so long."""
+_MOST_UNDER_WAY = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One that is to be handed over, or not, and why."""
+
+    ref: SequenceRef
+    source: str
+    tokens: int
+    choice: HandOver
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    source: str
+    target: str
+    blocks: int
+    since_s: float
+
+
+def load_of(worker: WorkerRoom, now_s: float) -> WorkerLoad:
+    """As roles see it."""
+    decoding = [resident for resident in worker.residents.values() if resident.decodes]
+    return WorkerLoad(
+        worker_id=worker.worker_id,
+        memory_tokens=worker.total_blocks * worker.block_tokens,
+        context_tokens=sum(resident.tokens for resident in decoding),
+        decoding=len(decoding),
+        pending_tokens=worker.pending_tokens(now_s),
+        prefill_tokens_per_s=worker.prefill_tokens_per_s,
+        decode_step_s=worker.decode_step_s,
+        link_tokens_per_s=_link_tokens_per_s(worker),
+        prefill_context_tokens=worker.prefill_context_tokens,
+    )
+
+
+def _ref(key: SequenceKey, attempt: int) -> SequenceRef:
+    return SequenceRef(request_id=key[0], choice=key[1], attempt=attempt)
+
+
+def _only_prompt(worker: WorkerRoom, now_s: float) -> tuple[SequenceRef, int] | None:
+    """One that waited there when it was heard of last, or went there a moment ago, and has been begun by now,
+    as there is no other prompt; with its tokens. None: there is no such one."""
+    prompts = [key for key, resident in worker.residents.items() if not resident.decodes]
+    if len(prompts) + len(worker.reservations) != 1:
+        return None
+    for key, reserved in worker.reservations.items():
+        is_there = now_s - reserved.placed_s >= _BEGINS_S
+        return (_ref(key, reserved.attempt), reserved.tokens) if is_there else None
+    resident = worker.residents[prompts[0]]
+    return (_ref(prompts[0], resident.attempt), resident.tokens) if resident.is_read else None
+
+
+def _link_tokens_per_s(worker: WorkerRoom, source: str = "") -> float:
+    """That it fetches from there; not measured: the median of what it fetches from others."""
+    costs = worker.move_costs
+    if not costs.block_bytes:
+        return 1.0
+    measured = costs.link_bytes_per_s.get(source)
+    if measured is None:
+        measured = median(costs.link_bytes_per_s.values() or [UNMEASURED_BYTES_PER_S])
+    return max(1.0, measured * worker.block_tokens / costs.block_bytes)
+
+
+class HandOvers:
+    """Those under way, and the next. Tell it `on_over` of every one that ended or that nobody took."""
+
+    def __init__(self, fleet: FleetCapacity, roles: FleetRoles) -> None:
+        self._fleet = fleet
+        self._roles = roles
+        self._under_way: dict[SequenceKey, _UnderWay] = {}
+        self._left_alone: dict[SequenceRef, float] = {}
+        """Until when."""
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def on_over(self, ref: SequenceRef, failed: bool, now_s: float) -> None:
+        """It has moved, or will not."""
+        self._under_way.pop(ref.key, None)
+        if failed:
+            self._left_alone[ref] = now_s + _LEFT_ALONE_S
+
+    def next(self, now_s: float) -> list[Wanted]:
+        """What to order now; those that stay where they are for want of anything better are among them,
+        now and then, with no target."""
+        self._forget(now_s)
+        found = []
+        for worker, ref, tokens in self._leaving(now_s):
+            if ref.key in self._under_way or now_s < self._left_alone.get(ref, now_s):
+                continue
+            if len(self._under_way) >= _MOST_UNDER_WAY:
+                break
+            landings = list(self._landings(worker, tokens, now_s))
+            choice = self._roles.hand_over(tokens, load_of(worker, now_s), landings)
+            if choice.worker_id is None:
+                self._left_alone[ref] = now_s + _LEFT_ALONE_S
+            else:
+                target = self._fleet.workers[choice.worker_id]
+                blocks = target.blocks(tokens) + 1
+                self._under_way[ref.key] = _UnderWay(worker.worker_id, target.worker_id, blocks, now_s)
+            found.append(Wanted(ref, worker.worker_id, tokens, choice))
+        return found
+
+    def _leaving(self, now_s: float) -> Iterator[tuple[WorkerRoom, SequenceRef, int]]:
+        """Of prefill workers: who decodes, and whose prompt has been begun; the former first. With the tokens
+        of each."""
+        names = self._fleet.workers
+        workers = [names[name] for name in names if self._roles.role_of(name) is Role.PREFILL]
+        for begun_only in (False, True):
+            for worker in workers:
+                for key, resident in worker.residents.items():
+                    is_begun = not resident.decodes and 0 < resident.pending_tokens < resident.tokens
+                    if resident.is_read and (is_begun if begun_only else resident.decodes):
+                        yield worker, _ref(key, resident.attempt), resident.tokens
+        for worker in workers:
+            if (alone := _only_prompt(worker, now_s)) is not None:
+                yield worker, *alone
+
+    def _landings(self, source: WorkerRoom, tokens: int, now_s: float) -> Iterator[Landing]:
+        for worker in self._fleet.workers.values():
+            is_other = worker is not source and worker.move_costs.fingerprint == source.move_costs.fingerprint
+            if not is_other or not self._roles.role_of(worker.worker_id).may_decode:
+                continue
+            coming = [one for one in self._under_way.values() if one.target == worker.worker_id]
+            if worker.free_blocks - sum(one.blocks for one in coming) < worker.blocks(tokens) + 2:
+                continue
+            rate = _link_tokens_per_s(worker, source.worker_id)
+            waits_s = sum(one.blocks for one in coming) * worker.block_tokens / rate
+            yield Landing(load_of(worker, now_s), waits_s)
+
+    def _forget(self, now_s: float) -> None:
+        for key, one in list(self._under_way.items()):
+            if now_s - one.since_s > _FORGET_S:
+                del self._under_way[key]
+        self._left_alone = {ref: until_s for ref, until_s in self._left_alone.items() if until_s > now_s}

@@ -1,0 +1,429 @@
+"""Which workers compute prompts, which write answers, which do both; and where an answer is handed over to.
+
+A prompt goes to a worker that is no `decode` one; once it is computed at a `prefill` one its KV goes to one
+that may decode, and the answer with it. Roles are fixed, as many of each as are listed, or chosen by what a
+request would take under each split (`core/role_costs.py`), from what workers measured and what arrives, anew
+every few seconds: another one than the present one where that saves a twentieth, and `both` for all where no
+split does. Nobody who runs has to wait for a change: only who comes next goes elsewhere.
+
+Soft state: after a restart all do both until enough was measured. Pure; `now_s` is passed in. Simulator and
+placement run this very object.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import inf
+
+from services.placement.core.role_costs import Demand, Seconds, Speeds, request_s
+from services.placement.core.speeds import LineFit, PromptSpeeds
+from shared.average import averaged
+from shared.errors import ConfigError
+from shared.messages.sequence import SequenceKey
+
+
+class Role(StrEnum):
+    """What a worker is given to do."""
+
+    PREFILL = "prefill"
+    """Prompts; their answers go on elsewhere."""
+    DECODE = "decode"
+    """Answers whose prompts were computed elsewhere."""
+    BOTH = "both"
+
+    @property
+    def may_prefill(self) -> bool:
+        return self is not Role.DECODE
+
+    @property
+    def may_decode(self) -> bool:
+        return self is not Role.PREFILL
+
+
+BOTH, ADAPTIVE = "both", "adaptive"
+
+
+def read_roles(choice: str | Sequence[str]) -> tuple[Role, ...] | None:
+    """A fixed list; None: adaptive; empty: all do both. Raises ConfigError for a role that does not exist."""
+    if choice == ADAPTIVE:
+        return None
+    if choice == BOTH:
+        return ()
+    names = [each.strip() for each in choice.split(",")] if isinstance(choice, str) else list(choice)
+    known = ", ".join(Role)
+    for name in names:
+        if name not in tuple(Role):
+            raise ConfigError(
+                f"no role {name!r}; write {ADAPTIVE}, {BOTH}, or a list of: {known}", param="roles"
+            )
+    return tuple(Role(name) for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """What a worker says of itself."""
+
+    worker_id: str
+    memory_tokens: int
+    context_tokens: int
+    """Of sequences that decode there."""
+    decoding: int
+    pending_tokens: int
+    """Of prompts there, not computed."""
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+    """0: not measured."""
+    link_tokens_per_s: float = inf
+    """Whose KV it takes in from others."""
+    prefill_context_tokens: float = 0.0
+    """That preceded a prompt token in its sequence, on average, when its speed was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """A worker that an answer could go on at."""
+
+    load: WorkerLoad
+    wait_s: float
+    """Until its link is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Where an answer goes on, and what each choice would cost, in seconds until it is over."""
+
+    worker_id: str | None
+    """None: where it is."""
+    stays_s: float
+    costs_s: tuple[tuple[str, float], ...]
+    """The least first."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleChoice:
+    """Why roles are as they are: for the log."""
+
+    roles: Mapping[str, Role]
+    costs_s: Mapping[str, float]
+    """Of a mean request under each split: `both`, or how many for prompts + how many for answers."""
+    chosen: str
+    before: str
+
+
+SEEN_S = 30.0
+"""What arrived so long ago counts, and no less than the last `LEAST_SEEN`."""
+LEAST_SEEN = 128
+"""Requests, but for the first: half of them have to come before anything is changed."""
+_MOST_SEEN = 4096
+LEAVES_BOTH = 0.08
+"""Of a request's time that a split has to save against `both` for all."""
+CHANGES = 0.05
+"""Of that, that one split has to save against another, or `both` against a split."""
+EVEN = 0.2
+"""Of the fastest split's time, that another may take longer which leaves fewer answers beside prompts; half
+of that, to be taken for it."""
+_FEWER = 0.05
+"""Of all answers."""
+_MOST_OPEN = 65_536
+_ANSWER_TOKENS = 100.0
+_STEP_S = 0.025
+"""Where nothing was measured."""
+_RATE_FADES = 0.995
+_PATIENCE = 3
+"""So many looks in a row have to find the present roles worse."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    at_s: float
+    computed_tokens: int
+    context_tokens: int
+
+    @property
+    def preceding_tokens(self) -> float:
+        """Of each token that is computed, those before it; summed up."""
+        cached_tokens = self.context_tokens - self.computed_tokens
+        return (self.context_tokens**2 - cached_tokens**2) / 2
+
+
+class DemandMeter:
+    """What arrives, as of late."""
+
+    def __init__(self) -> None:
+        self._arrivals: deque[_Arrival] = deque(maxlen=_MOST_SEEN)
+        self._answers: deque[int] = deque(maxlen=8 * LEAST_SEEN)
+
+    def on_placed(self, computed_tokens: int, context_tokens: int, now_s: float) -> None:
+        """A prompt, of which so much has to be computed."""
+        self._arrivals.append(_Arrival(now_s, computed_tokens, context_tokens))
+
+    def on_ended(self, answer_tokens: int) -> None:
+        self._answers.append(answer_tokens)
+
+    @property
+    def answer_tokens(self) -> float:
+        """The mean; 0 where none was seen."""
+        return sum(self._answers) / len(self._answers) if self._answers else 0.0
+
+    def read(self, waiting_tokens: int, preceding_share: float, now_s: float) -> Demand | None:
+        """None: not enough was seen. `preceding_share`: what a prompt token costs for each one before it, as
+        a share of what it costs alone."""
+        arrivals = self._arrivals
+        while len(arrivals) > LEAST_SEEN and arrivals[0].at_s < now_s - SEEN_S:
+            arrivals.popleft()
+        count = len(arrivals)
+        if count < LEAST_SEEN // 2 or len(self._answers) < LEAST_SEEN // 4 or now_s <= arrivals[0].at_s:
+            return None
+        mean = sum(one.computed_tokens for one in arrivals) / count
+        costs = [one.computed_tokens + preceding_share * one.preceding_tokens for one in arrivals]
+        mean_cost = sum(costs) / count
+        square = sum(cost**2 for cost in costs) / count
+        answer = self.answer_tokens
+        return Demand(
+            requests_per_s=count / (now_s - arrivals[0].at_s),
+            prompt_tokens=mean,
+            prompt_variation=max(0.0, square / mean_cost**2 - 1.0),
+            answer_tokens=max(1.0, answer),
+            context_tokens=sum(one.context_tokens for one in arrivals) / count + answer / 2,
+            waiting_tokens=waiting_tokens,
+            preceding_tokens=sum(one.preceding_tokens for one in arrivals) / count,
+        )
+
+
+class FleetRoles:
+    """The roles of one model's workers. Tell it what arrives and what ends; `on_epoch` changes roles."""
+
+    def __init__(self, fixed: tuple[Role, ...] | None = (), hand_over_s: float = 0.05) -> None:
+        """`fixed`: as many workers get each of these as are listed, in the order in which they are heard of,
+        the others do both; None: adaptive. `hand_over_s`: what a hand-over takes until one was measured."""
+        self._fixed = fixed
+        self._hand_over_s = hand_over_s
+        self._roles: dict[str, Role] = {}
+        self.demand = DemandMeter()
+        self._fit = LineFit()
+        self._prompts = PromptSpeeds()
+        self._prompt_rate: float | None = None
+        self._open: OrderedDict[SequenceKey, None] = OrderedDict()
+        self._step_tokens = 1
+        self._worse = 0
+        self.changes = 0
+        self.seconds: Mapping[str, Seconds] = {}
+        """Of each split, as of the last epoch."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there can be any other role than `both`."""
+        return self._fixed is None or any(role is not Role.BOTH for role in self._fixed)
+
+    @property
+    def is_adaptive(self) -> bool:
+        return self._fixed is None
+
+    def role_of(self, worker_id: str) -> Role:
+        return self._roles.get(worker_id, Role.BOTH)
+
+    def shortage(self) -> str:
+        """Why nothing can be served; empty: it can."""
+        roles = set(self._roles.values())
+        if roles and not any(role.may_prefill for role in roles):
+            return "no worker may compute prompts: all that are there have the role decode"
+        if roles and not any(role.may_decode for role in roles):
+            return "no worker may write answers: all that are there have the role prefill"
+        return ""
+
+    def on_workers(self, worker_ids: Iterable[str]) -> None:
+        """Those that are there now: who is gone leaves its role, who is new gets one that is free.
+        Adaptive ones never leave nobody for prompts, or nobody for answers."""
+        there = set(worker_ids)
+        for gone in self._roles.keys() - there:
+            del self._roles[gone]
+        free = list(self._fixed or ())
+        for role in self._roles.values():
+            if role in free:
+                free.remove(role)
+        for new in sorted(there - self._roles.keys()):
+            self._roles[new] = free.pop(0) if free else Role.BOTH
+        if self.is_adaptive and self.shortage():
+            self._roles = dict.fromkeys(self._roles, Role.BOTH)
+
+    def on_placed(self, key: SequenceKey, prompt_tokens: int, expected_tokens: int, now_s: float) -> None:
+        """It goes to a worker, which is expected to have so much of its prompt cached. Again is ignored."""
+        if key not in self._open:
+            self._open[key] = None
+            self.demand.on_placed(max(1, prompt_tokens - expected_tokens), prompt_tokens, now_s)
+            if len(self._open) > _MOST_OPEN:
+                self._open.popitem(last=False)
+
+    def on_ended(self, key: SequenceKey, answer_tokens: int) -> None:
+        if key in self._open:
+            del self._open[key]
+            self.demand.on_ended(answer_tokens)
+
+    def on_handed_over(self, took_s: float) -> None:
+        """A reader waited so long for it, beyond a step."""
+        self._hand_over_s = averaged(self._hand_over_s, took_s, 0.1)
+
+    def on_epoch(
+        self, loads: Sequence[WorkerLoad], waiting_tokens: int, step_tokens: int, now_s: float
+    ) -> RoleChoice | None:
+        """Every second or so. Returns what was changed and why; None: nothing. `step_tokens`: of prompts, in
+        one step, at most."""
+        self.on_workers(load.worker_id for load in loads)
+        self._step_tokens = step_tokens
+        speeds = self._measure(loads, step_tokens)
+        if not self.is_adaptive or speeds is None or len(loads) < 2:
+            return None
+        preceding_share = speeds.preceding_token_s * speeds.prompt_tokens_per_s
+        demand = self.demand.read(waiting_tokens, preceding_share, now_s)
+        if demand is None:
+            return None
+        found = {
+            decoders: request_s(speeds, demand, len(loads), decoders, self._hand_over_s)
+            for decoders in range(len(loads))
+        }
+        self.seconds = {_name(len(loads), decoders): each for decoders, each in found.items()}
+        now = self._decoders(len(loads))
+        best = _evenest(found, now)
+        if best == now or (now is not None and not _pays(found[now], found[best])):
+            self._worse = 0
+            return None
+        self._worse += 1
+        if self._worse < _PATIENCE and now is not None:
+            return None
+        self._worse = 0
+        self._assign(loads, best)
+        self.changes += 1
+        return RoleChoice(
+            dict(self._roles),
+            {name: each.felt_s for name, each in self.seconds.items()},
+            _name(len(loads), best),
+            "mixed" if now is None else _name(len(loads), now),
+        )
+
+    def hand_over(self, tokens: int, source: WorkerLoad, landings: Sequence[Landing]) -> HandOver:
+        """For one whose prompt is computed, or about to be, at `source`; `landings` have room for it. It goes
+        where it is over first; where roles are fixed, also if it would be earlier where it is."""
+        answer = self.demand.answer_tokens or _ANSWER_TOKENS
+        prompt_s = 0.0
+        if source.pending_tokens > 0 and self._prompt_rate:
+            token_s = (
+                1.0 / self._prompt_rate + self._prompts.preceding_token_s * source.prefill_context_tokens
+            )
+            prompt_s = min(source.pending_tokens, self._step_tokens) * token_s
+        stays_s = answer * (self._step_s(source.context_tokens, source) + prompt_s)
+        costs = [
+            (
+                one.load.worker_id,
+                one.wait_s
+                + tokens / one.load.link_tokens_per_s
+                + self._hand_over_s
+                + answer * self._step_s(one.load.context_tokens + tokens, one.load),
+            )
+            for one in landings
+        ]
+        costs.sort(key=lambda cost: (cost[1], cost[0]))
+        goes = bool(costs) and (not self.is_adaptive or costs[0][1] < stays_s)
+        return HandOver(costs[0][0] if goes else None, stays_s, tuple(costs))
+
+    def _step_s(self, context_tokens: int, load: WorkerLoad) -> float:
+        fit = self._fit.read()
+        if fit is None:
+            return load.decode_step_s or _STEP_S
+        return fit[0] + fit[1] * context_tokens
+
+    def _decoders(self, workers: int) -> int | None:
+        """As roles are; None: as no split has them, since workers came or went."""
+        count = sum(role is Role.DECODE for role in self._roles.values())
+        both = sum(role is Role.BOTH for role in self._roles.values())
+        if both == workers:
+            return 0
+        return None if both or count == workers else count
+
+    def _measure(self, loads: Sequence[WorkerLoad], step_tokens: int) -> Speeds | None:
+        for load in loads:
+            if load.decode_step_s > 0 and load.decoding:
+                self._fit.add(load.context_tokens, load.decode_step_s)
+        fit = self._fit.read()
+        if fit is None:
+            return None
+        step_s, context_token_s = fit
+        measured: list[tuple[float, float]] = []
+        for load in loads:
+            if load.prefill_tokens_per_s > 0 and self.role_of(load.worker_id).may_prefill:
+                each_s = 1.0 / load.prefill_tokens_per_s
+                if self.role_of(load.worker_id) is Role.PREFILL:
+                    # Nothing decodes beside it: what it measures has a step's own time in it.
+                    each_s = max(0.2 * each_s, each_s - step_s / step_tokens)
+                measured.append((each_s, load.prefill_context_tokens))
+                self._prompts.on_measured(load.worker_id, 1.0 / each_s, load.prefill_context_tokens)
+        if measured:
+            # Steps with few prompt tokens measure less than full ones do: what counts is the best of late.
+            rate = sum(1.0 / self._prompts.without(*each) for each in measured) / len(measured)
+            self._prompt_rate = max((self._prompt_rate or 0.0) * _RATE_FADES, rate)
+        if self._prompt_rate is None:
+            return None
+        memory = sum(load.memory_tokens for load in loads) // len(loads)
+        link = sum(load.link_tokens_per_s for load in loads) / len(loads)
+        return Speeds(
+            self._prompt_rate,
+            step_s,
+            context_token_s,
+            memory,
+            step_tokens,
+            link,
+            self._prompts.preceding_token_s,
+        )
+
+    def _assign(self, loads: Sequence[WorkerLoad], decoders: int) -> None:
+        """So many for answers, with as few changes as that takes; 0: all do both."""
+        if decoders == 0:
+            self._roles = {load.worker_id: Role.BOTH for load in loads}
+            return
+        rank = {Role.DECODE: 0, Role.BOTH: 1, Role.PREFILL: 2}
+
+        def order(load: WorkerLoad) -> tuple[int, int, int, str]:
+            return (
+                rank[self.role_of(load.worker_id)],
+                -load.context_tokens,
+                load.pending_tokens,
+                load.worker_id,
+            )
+
+        arranged = [load.worker_id for load in sorted(loads, key=order)]
+        self._roles = {
+            name: Role.DECODE if at < decoders else Role.PREFILL for at, name in enumerate(arranged)
+        }
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when adaptive roles leave nobody for prompts, or nobody for answers."""
+        if self.is_adaptive and self._roles:
+            assert not self.shortage() or len(self._roles) == 1
+
+
+def _pays(before: Seconds, after: Seconds) -> bool:
+    """Whether to change from one split to another: a gain of some size, or fewer answers beside prompts."""
+    if before.handed_over_share > 0 and after.handed_over_share > before.handed_over_share + _FEWER:
+        return True
+    gain = CHANGES if before.handed_over_share > 0 else LEAVES_BOTH
+    return after.felt_s <= (1.0 - gain) * before.felt_s
+
+
+def _evenest(found: Mapping[int, Seconds], now: int | None) -> int:
+    """The number of workers for answers under which requests are the fastest; of those that are nearly so,
+    and faster than without any, the one that leaves the fewest answers beside prompts. The present one may be
+    as much slower again before another is taken."""
+    least = min(found, key=lambda decoders: (found[decoders].felt_s, decoders))
+
+    def is_near(decoders: int) -> bool:
+        most_s = (1.0 + (EVEN if decoders == now else EVEN / 2)) * found[least].felt_s
+        return decoders > 0 and found[decoders].felt_s < min(most_s, found[0].felt_s)
+
+    def order(decoders: int) -> tuple[float, float]:
+        return (round(found[decoders].handed_over_share / _FEWER), -found[decoders].felt_s)
+
+    return max(filter(is_near, found), key=order, default=least)
+
+
+def _name(workers: int, decoders: int) -> str:
+    return f"{workers - decoders}+{decoders}" if decoders else BOTH

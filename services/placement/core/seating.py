@@ -1,0 +1,147 @@
+"""Which worker each of some waiting sequences goes to: the rule that live placement and simulator share.
+
+Where some workers have room the policy chooses among them; where none has, among those that let one more wait
+there. Workers are told apart by what is left of them while one question is answered (`Opening`). Pure.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from services.placement.core.prefix_index import NOTHING, CachedTokens
+from services.placement.core.speeds import plain_tokens
+from services.placement.policy.contract import CostedPolicy, PlacementPolicy, Room
+from shared.messages.commands import PlacementItem
+
+GROWTH_BLOCKS = 1
+"""Left free beside a sequence that joins others, so that its first decode does not preempt one of them."""
+
+PASSED_S = 5.0
+"""So long those that need less may pass a sequence that finds no room."""
+
+
+@dataclass
+class Opening:
+    """What is left of a worker while one question is answered: summed up once, then counted down per item."""
+
+    worker_id: str
+    block_tokens: int
+    total_blocks: int
+    most_tokens: int
+    """Of one sequence, prompt and longest answer."""
+    free_blocks: int
+    sequences: int
+    places: int = 0
+    """So many may go there although it has no memory for them yet, and wait there."""
+    pending_tokens: float = 0.0
+    """Plain ones, as the speed is (`core/speeds.py`)."""
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+    preceding_share: float = 0.0
+
+    def admits(self, item: PlacementItem) -> bool:
+        """Whether it could ever hold the whole answer."""
+        return item.limit_tokens <= self.most_tokens
+
+    def fits(self, item: PlacementItem) -> bool:
+        """Whether it has room now. An empty worker takes whatever it admits."""
+        has_room = not self.sequences or self._blocks(item) + GROWTH_BLOCKS <= self.free_blocks
+        return has_room and self.admits(item)
+
+    def takes(self, item: PlacementItem) -> bool:
+        """Whether it has room, or lets one more wait there."""
+        return self.fits(item) or (self.places > 0 and self.admits(item))
+
+    def reserve(self, item: PlacementItem, cached_tokens: int = 0) -> None:
+        """It goes there."""
+        first = min(cached_tokens, item.size_tokens)
+        self.pending_tokens += plain_tokens(first, item.size_tokens, self.preceding_share)
+        self.free_blocks -= self._blocks(item)
+        self.sequences += 1
+        self.places -= 1
+
+    def room(self, cached_tokens: CachedTokens = NOTHING) -> Room:
+        return Room(
+            worker_id=self.worker_id,
+            free_tokens=self.free_blocks * self.block_tokens,
+            total_tokens=self.total_blocks * self.block_tokens,
+            sequences=self.sequences,
+            cached_tokens=cached_tokens,
+            pending_tokens=round(self.pending_tokens),
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
+            decode_step_s=self.decode_step_s,
+            preceding_share=self.preceding_share,
+        )
+
+    def _blocks(self, item: PlacementItem) -> int:
+        return -(-item.size_tokens // self.block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Why a sequence goes where it goes."""
+
+    item: PlacementItem
+    worker_id: str
+    expected_tokens: int
+    """Of its prompt, that are expected to be found there."""
+    costs_s: tuple[tuple[str, float], ...]
+    """What each worker that could have taken it would have cost, as the policy reckons, the least first; none
+    where it does not."""
+
+
+def seat(
+    items: Iterable[PlacementItem],
+    openings: Iterable[Opening],
+    policy: PlacementPolicy,
+    cached: Callable[[PlacementItem, str], CachedTokens] = lambda *_: NOTHING,
+    note: Callable[[Choice], None] = lambda choice: None,
+) -> list[str | None]:
+    """A worker for each item, or None: it waits. Taken one after the other.
+
+    Where some have room the policy chooses among them; where none has, among those that let it wait there,
+    if it knows what that costs; else it goes to the least crowded of those. Those that find a place pass one
+    that finds none, until that has waited for `PASSED_S`: then all after it wait as well. An item larger than
+    every worker waits alone: room for it can only come with another worker. `cached`: what a worker has of an
+    item. `note` hears of each choice.
+    """
+    openings = list(openings)
+    answers: list[str | None] = []
+    is_held_up = False
+    for item in items:
+        choice = None if is_held_up else _seat_one(item, openings, policy, cached)
+        chosen = None if choice is None else next(o for o in openings if o.worker_id == choice.worker_id)
+        if chosen is not None and choice is not None:
+            note(choice)
+            chosen.reserve(item, choice.expected_tokens)
+        elif item.waited_s >= PASSED_S:
+            is_held_up = is_held_up or any(opening.admits(item) for opening in openings)
+        answers.append(None if chosen is None else chosen.worker_id)
+    return answers
+
+
+def _seat_one(
+    item: PlacementItem,
+    openings: list[Opening],
+    policy: PlacementPolicy,
+    cached: Callable[[PlacementItem, str], CachedTokens],
+) -> Choice | None:
+    able = [opening for opening in openings if opening.fits(item)]
+    has_room = bool(able)
+    able = able or [opening for opening in openings if opening.takes(item)]
+    if not able:
+        return None
+    if not has_room and not isinstance(policy, CostedPolicy):
+        crowd = max(able, key=lambda one: (one.places, one.free_blocks))
+        return Choice(item, crowd.worker_id, sum(cached(item, crowd.worker_id)), ())
+    rooms = [one.room(cached(item, one.worker_id)) for one in able]
+    chosen = policy.choose(item.size_tokens, rooms)
+    expected = next(sum(room.cached_tokens) for room in rooms if room.worker_id == chosen)
+    costs: list[tuple[str, float]] = []
+    if isinstance(policy, CostedPolicy):
+        found = zip((room.worker_id for room in rooms), policy.costs_s(item.size_tokens, rooms), strict=True)
+        costs = sorted(found, key=lambda one: one[1])[:_SHOWN_COSTS]
+    return Choice(item, chosen, expected, tuple(costs))
+
+
+_SHOWN_COSTS = 8
+"""Of workers that could have taken a sequence."""

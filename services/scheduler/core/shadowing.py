@@ -1,0 +1,295 @@
+"""Running sequences' blocks are copied to other workers: should theirs die, the next one has the KV. Pure.
+
+The same two questions as in a move by KV (`core/moves.py`): which tokens the answer has by now, and the order
+to fetch their blocks; but the sequence stays where it is, the copies lie on the host, and nothing waits.
+One order at a time from a worker and to a worker, then a pause of several times its length. What became of
+the copies nobody has to be told: placement sees them in the keeper's news, as it sees all stored prefixes.
+What a tick costs does not grow with the workers: a few are looked at. Those that follow one in the order in
+which they came keep its copies, so that it is not linked with all others either.
+
+    a runs at w1 with 2000 tokens, 1.1 s of prefill → w2 fetches 125 blocks; by then a has 2020 → 1 block more
+    w1 dies → a is submitted again, placement finds 2016 tokens at w2, and the rest is computed there
+"""
+
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+
+from services.scheduler.core.effects import AskPull, AskTokens, Effect
+from services.scheduler.core.moves import Moves
+from services.scheduler.core.roster import Roster
+from services.scheduler.core.rules import ShadowRules
+from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
+from services.scheduler.policy.shadows import can_keep, choose_keeper, is_worth
+from shared.messages.moves import BlocksPulled, PullBlocks
+from shared.messages.reports import SequenceReport, SequenceState, WorkerReported
+from shared.messages.sequence import TOKEN_BYTES, SequenceKey, SequenceRef, SequenceSpec, pack_tokens
+
+_RUNNING = frozenset({SequenceState.PREFILLING, SequenceState.DECODING})
+_MOST_LOOKS = 8
+"""Workers, in one tick."""
+_MOST_KEEPERS, _MOST_ASIDE = 8, 32
+"""Of one worker's sequences: the first that are able, of so many that follow it."""
+
+
+@dataclass(slots=True)
+class Shadow:
+    """What is known of one sequence's copy."""
+
+    keeper: str
+    keeper_incarnation: int
+    held_tokens: int = 0
+    """That the keeper said it has, in whole blocks."""
+    next_s: float = 0.0
+    """Not looked at before."""
+    renewed_s: float = 0.0
+    """When the keeper last heard of it."""
+
+
+@dataclass(slots=True)
+class Order:
+    """One that is under way."""
+
+    ref: SequenceRef
+    source: str
+    source_incarnation: int
+    keeper: str
+    blocks: int
+    """That are to be fetched by it."""
+    began_s: float
+    has_asked: bool = False
+    """The keeper was told."""
+
+
+class Shadowing:
+    """Of all workers of one core."""
+
+    def __init__(self, roster: Roster, moves: Moves, rules: ShadowRules) -> None:
+        self._roster = roster
+        self._moves = moves
+        self._rules = rules
+        self._shadows: dict[SequenceKey, Shadow] = {}
+        self._orders: dict[SequenceRef, Order] = {}
+        self._sources: set[str] = set()
+        """Of `_orders`, as are these."""
+        self._keepers: set[str] = set()
+        self._ring: list[str] = []
+        """All workers, when the present turn began."""
+        self._next = 0
+        """Of these, whose turn it is."""
+        self._look_s: dict[str, float] = {}
+        """By source: when to look at its sequences again."""
+        self._aside_s: dict[tuple[str, str], float] = {}
+        """By source and keeper, between which something failed: until when nothing goes there."""
+        self.done = 0
+        self.failed = 0
+        self.fetched_bytes = 0
+
+    def on_tick(self, now_s: float) -> list[Effect]:
+        """Begins what is worth it now."""
+        effects: list[Effect] = []
+        if not self._rules.from_s or len(self._roster.pipelines) < 2:
+            return effects
+        for order in list(self._orders.values()):
+            if now_s - order.began_s > self._rules.answer_s:
+                self.failed += 1
+                self._close(order, now_s)
+        for _ in range(min(_MOST_LOOKS, len(self._roster.pipelines))):
+            if self._next >= len(self._ring):
+                self._ring, self._next = list(self._roster.pipelines), 0
+            at, self._next = self._next, self._next + 1
+            pipeline = self._roster.pipelines.get(self._ring[at])
+            if pipeline is None or pipeline.sync is not Sync.IN_STEP:
+                continue
+            if now_s >= self._look_s.get(pipeline.worker_id, now_s):
+                self._look_s[pipeline.worker_id] = now_s + self._rules.interval_s
+                effects += self._look(pipeline, at, now_s)
+        return effects
+
+    def on_tokens(self, ref: SequenceRef, tokens: tuple[int, ...] | None, now_s: float) -> list[Effect]:
+        """The source's answer; None when there was none."""
+        order, sequence = self._orders.get(ref), self._roster.find(ref)
+        if order is None or order.has_asked:
+            return []
+        if tokens is None or sequence is None or sequence.spec is None:
+            self._close(order, now_s)
+            return []
+        packed = sequence.spec.prompt + pack_tokens(tokens)
+        return [self._pull(order, sequence.spec, packed[:-TOKEN_BYTES])]  # The newest one has no KV yet.
+
+    def on_pulled(self, ref: SequenceRef, pulled: BlocksPulled | None, now_s: float) -> list[Effect]:
+        """The keeper's answer; None when it could fetch nothing."""
+        order = self._orders.get(ref)
+        if order is None:
+            return []
+        self._close(order, now_s)
+        shadow = self._shadows.get(ref.key)
+        if pulled is None:
+            self.failed += 1
+            self._aside_s[order.source, order.keeper] = now_s + self._rules.aside_s
+            self._shadows.pop(ref.key, None)
+        elif shadow is not None and shadow.keeper == order.keeper:
+            self.done += 1
+            self.fetched_bytes += pulled.fetched_bytes
+            has_more = pulled.fetched_blocks > 0 or pulled.held_tokens > shadow.held_tokens
+            is_stuck = order.blocks > 0 and not has_more
+            shadow.held_tokens, shadow.renewed_s = pulled.held_tokens, now_s
+            shadow.next_s = now_s + (self._rules.aside_s if is_stuck else self._rules.interval_s)
+        return []
+
+    def expire(self, now_s: float) -> None:
+        """Forgets what is over."""
+        known = self._roster.sequences
+        self._shadows = {key: one for key, one in self._shadows.items() if key in known}
+        self._aside_s = {pair: until_s for pair, until_s in self._aside_s.items() if until_s > now_s}
+        pipelines = self._roster.pipelines
+        self._look_s = {name: at_s for name, at_s in self._look_s.items() if name in pipelines}
+
+    def describe(self) -> dict[str, int]:
+        """For people."""
+        return {
+            "shadowed": sum(shadow.held_tokens > 0 for shadow in self._shadows.values()),
+            "shadow_orders": self.done,
+            "shadow_orders_failed": self.failed,
+            "shadow_bytes": self.fetched_bytes,
+        }
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where more is under way than may be."""
+        sources = [order.source for order in self._orders.values()]
+        keepers = [order.keeper for order in self._orders.values()]
+        assert len(set(sources)) == len(sources), "two orders from one worker"
+        assert len(set(keepers)) == len(keepers), "two orders to one worker"
+        assert (self._sources, self._keepers) == (set(sources), set(keepers))
+        assert all(order.source != order.keeper for order in self._orders.values())
+
+    def _look(self, pipeline: WorkerPipeline, at: int, now_s: float) -> list[Effect]:
+        """At the sequences of one worker, the ring's `at`: first the one of which most would have to be
+        computed again."""
+        source = pipeline.report
+        if source.worker_id in self._sources:
+            return []
+        least_tokens = self._rules.from_s * source.prefill_tokens_per_s
+        if not least_tokens or not source.kv_block_bytes:
+            return []
+        found = [
+            (missing, sequence, listed)
+            for listed in source.sequences
+            if listed.computed_tokens >= least_tokens and listed.state in _RUNNING and listed.gateway_id
+            if (sequence := self._roster.find(listed.ref)) is not None and sequence.spec is not None
+            if (missing := self._missing(sequence, listed, source, now_s)) is not None
+        ]
+        found.sort(key=lambda one: (-one[0], one[1].order))
+        others = self._others(source, at, now_s) if found else []
+        for missing, sequence, listed in found:
+            order = self._order(sequence, listed, source, others, missing, now_s)
+            if order is not None:
+                return self._begin(order, sequence, listed, now_s)
+        return []
+
+    def _missing(
+        self, sequence: Sequence, listed: SequenceReport, source: WorkerReported, now_s: float
+    ) -> int | None:
+        """Tokens of which there is no copy; None: it is not its turn."""
+        is_elsewhere = self._moves.is_moving(sequence.key) or sequence.worker_id != source.worker_id
+        if is_elsewhere or sequence.ref in self._orders:
+            return None
+        shadow = self._shadow_of(sequence, source)
+        whole_tokens = listed.computed_tokens // source.block_tokens * source.block_tokens
+        if shadow is None:
+            return whole_tokens
+        missing = max(0, whole_tokens - shadow.held_tokens)
+        is_due = missing > 0 or now_s - shadow.renewed_s > self._rules.renew_s
+        return missing if is_due and now_s >= shadow.next_s else None
+
+    def _shadow_of(self, sequence: Sequence, source: WorkerReported) -> Shadow | None:
+        """None where its keeper is gone, is another now, or runs it itself."""
+        shadow = self._shadows.get(sequence.key)
+        if shadow is None:
+            return None
+        keeper = self._roster.pipelines.get(shadow.keeper)
+        is_there = keeper is not None and keeper.report.incarnation == shadow.keeper_incarnation
+        if is_there and shadow.keeper != source.worker_id:
+            return shadow
+        del self._shadows[sequence.key]
+        return None
+
+    def _order(
+        self,
+        sequence: Sequence,
+        listed: SequenceReport,
+        source: WorkerReported,
+        others: Several[WorkerReported],
+        missing_tokens: int,
+        now_s: float,
+    ) -> Order | None:
+        """None where no keeper can take it now; of `others` one can, if it has none."""
+        shadow = self._shadow_of(sequence, source)
+        if shadow is not None:
+            keeper = self._roster.pipelines[shadow.keeper]
+            can_go = self._is_open(source.worker_id, shadow.keeper, now_s)
+            is_sane = can_keep(source, keeper.report, sequence.limit_tokens)
+            if not can_go or not is_sane or not is_worth(missing_tokens, source, keeper.report):
+                return None
+            name = shadow.keeper
+        else:
+            chosen = choose_keeper(listed.computed_tokens, sequence.limit_tokens, source, others)
+            if chosen is None:
+                return None
+            incarnation = self._roster.pipelines[chosen].report.incarnation
+            self._shadows[sequence.key] = Shadow(chosen, incarnation)
+            name = chosen
+        blocks = missing_tokens // source.block_tokens
+        return Order(sequence.ref, source.worker_id, source.incarnation, name, blocks, now_s)
+
+    def _others(self, source: WorkerReported, at: int, now_s: float) -> list[WorkerReported]:
+        """Who could keep something now: of the few that do for this one, the ring's `at`."""
+        found: list[WorkerReported] = []
+        able = 0
+        for further in range(1, min(_MOST_ASIDE + 1, len(self._ring))):
+            name = self._ring[(at + further) % len(self._ring)]
+            pipeline = self._roster.pipelines.get(name)
+            is_here = pipeline is not None and pipeline.sync is Sync.IN_STEP
+            if pipeline is None or not is_here or not can_keep(source, pipeline.report, 0):
+                continue
+            able += 1
+            if pipeline.report.shadow_room_blocks > 0 and self._is_open(source.worker_id, name, now_s):
+                found.append(pipeline.report)
+            if able == _MOST_KEEPERS:
+                break
+        return found
+
+    def _is_open(self, source: str, keeper: str, now_s: float) -> bool:
+        """Whether there may be an order from the one to the other."""
+        return keeper not in self._keepers and self._aside_s.get((source, keeper), now_s) <= now_s
+
+    def _begin(self, order: Order, sequence: Sequence, listed: SequenceReport, now_s: float) -> list[Effect]:
+        self._orders[order.ref] = order
+        self._sources.add(order.source)
+        self._keepers.add(order.keeper)
+        spec = sequence.spec
+        assert spec is not None
+        known = spec.prompt + spec.generated
+        if len(known) // TOKEN_BYTES >= listed.computed_tokens:
+            return [self._pull(order, spec, known[: listed.computed_tokens * TOKEN_BYTES])]
+        return [AskTokens(order.source, order.ref, is_shadow=True)]
+
+    def _pull(self, order: Order, spec: SequenceSpec, tokens: bytes) -> Effect:
+        order.has_asked = True
+        pull = PullBlocks(
+            source=order.source,
+            source_incarnation=order.source_incarnation,
+            tokens=tokens,
+            cache_salt=spec.cache_salt,
+            valid_for_s=self._rules.valid_for_s,
+            is_shadow=True,
+        )
+        return AskPull(order.keeper, order.ref, pull)
+
+    def _close(self, order: Order, now_s: float) -> None:
+        """It is over, one way or the other; its source rests."""
+        del self._orders[order.ref]
+        self._sources.discard(order.source)
+        self._keepers.discard(order.keeper)
+        rest_s = self._rules.rest * (now_s - order.began_s)
+        self._look_s[order.source] = now_s + min(rest_s, self._rules.interval_s)

@@ -1,0 +1,133 @@
+"""`roll`: every process of a stack started anew, one after the other, while it serves; for other code, too.
+
+The command leaves an order in the run directory and signals the supervisor, which carries it out (`Roller`),
+tells in its state how far it is, and stops at the first process that does not become ready. That one is
+started from the code it had, and so the stack is whole either way. The supervisor itself and nats-server stay
+as they are, unless `nats` is named: they hold no requests.
+"""
+
+import asyncio
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from services.stack.display import command_line, say
+from services.stack.rundir import RunDirectory
+from services.stack.supervisor import StartFailed, Supervisor
+from services.stack.table import ROOT
+from shared import subjects
+from shared.errors import ConfigError
+
+SIGNAL = signal.SIGUSR1
+_SETTLE_S = 1.5
+"""Between two: the others have heard of it, and a new scheduler commands."""
+_POLL_S = 0.1
+_TAKEN_UP_S = 10.0
+_ORDER = ("predictor", "ledger", "placement", "scheduler", "worker", "gateway")
+_SEED = "seed"
+"""The process that services are forked from: it has their code, and goes first."""
+
+
+def rolled_names(children: Sequence[str], names: Sequence[str] = ()) -> list[str]:
+    """In which order they are started anew: of `names`, instances or services; of none named, all but
+    nats-server. Raises ConfigError for one that there is not."""
+    services = {child: child.rpartition("-")[0] or child for child in children}
+    unknown = [name for name in names if name not in {*services, *services.values()}]
+    if unknown:
+        raise ConfigError(f"nothing here is called {unknown[0]!r}; there are {', '.join(sorted(services))}")
+    chosen = [child for child in children if not names or {child, services[child]} & set(names)]
+    if not names:
+        chosen = [child for child in chosen if child != "nats"]
+    elif _SEED in children and any(services[child] in subjects.SERVICES for child in chosen):
+        chosen.append(_SEED)
+
+    def place(child: str) -> int:
+        service = services[child]
+        return _ORDER.index(service) if service in _ORDER else -1
+
+    return sorted(dict.fromkeys(chosen), key=place)
+
+
+class Roller:
+    """The supervisor's side: one order at a time."""
+
+    def __init__(self, supervisor: Supervisor, run: RunDirectory, *, ready_s: float, grace_s: float) -> None:
+        self._supervisor, self._run = supervisor, run
+        self._ready_s, self._grace_s = ready_s, grace_s
+        self._ordered = asyncio.Event()
+        self.state: dict[str, Any] = {}
+        """Of the last order, for the supervisor's state."""
+
+    def order(self) -> None:
+        """There is one in the run directory. While another is carried out it waits."""
+        self._ordered.set()
+
+    async def run(self, on_change: Callable[[], None]) -> None:
+        """Until cancelled."""
+        while True:
+            await self._ordered.wait()
+            self._ordered.clear()
+            order = self._run.read_roll()
+            self.state = {"id": order.get("id"), "phase": "rolling", "now": "", "done": [], "error": ""}
+            try:
+                names = rolled_names(list(self._supervisor.children), order.get("names") or ())
+                for name in names:
+                    self.state["now"] = name
+                    on_change()
+                    await self._supervisor.renew(
+                        name, Path(order["code"]), ready_s=self._ready_s, grace_s=self._grace_s
+                    )
+                    self.state["done"].append(name)
+                    if name.rpartition("-")[0] in subjects.SERVICES:
+                        await asyncio.sleep(_SETTLE_S)
+                self.state |= {"phase": "done", "now": ""}
+            except (StartFailed, ConfigError, LookupError, TypeError) as error:
+                self.state |= {"phase": "failed", "error": str(error)}
+            on_change()
+
+
+def roll(run: RunDirectory, console: Console, names: Sequence[str], code: Path | None) -> int:
+    """The command: 0 when all have been started anew. Raises ConfigError where that cannot be."""
+    folder = (code or ROOT).resolve()
+    if not (folder / "services" / "__main__.py").is_file():
+        raise ConfigError(f"{folder} has no code of Kvasir: name the folder of a checkout with --code")
+    pid, state = run.holder(), run.read_state()
+    if pid is None or state.get("pid") != pid:
+        say(console, f"nothing runs from {run.path}; `{command_line('up', run)}` starts it")
+        return 1
+    if "roll" not in state:
+        raise ConfigError(
+            f"this stack was started by code that cannot roll: {command_line('down', run)}, then up"
+        )
+    rolled_names([child["name"] for child in state["children"]], names)
+    if (state["roll"] or {}).get("phase") == "rolling":
+        raise ConfigError("it rolls already: wait until that is over")
+    name, began_s = secrets.token_hex(8), time.monotonic()
+    run.write_roll({"id": name, "names": list(names), "code": str(folder)})
+    os.kill(pid, SIGNAL)
+    told: dict[str, Any] = {}
+    shown = 0
+    while told.get("phase") in (None, "rolling"):
+        if run.holder() != pid:
+            say(console, "error: the supervisor is gone")
+            return 1
+        found = run.read_state().get("roll") or {}
+        told = found if found.get("id") == name else {}
+        for done in told.get("done", [])[shown:]:
+            say(console, f"{done} runs again")
+            shown += 1
+        if not told and time.monotonic() - began_s > _TAKEN_UP_S:
+            say(console, "error: the supervisor does not take it up")
+            return 1
+        time.sleep(_POLL_S)
+    if told["phase"] == "failed":
+        say(console, f"error: {told['error']}; it runs from what it had before, and the rest was left alone")
+        return 1
+    say(console, f"{shown} processes in {time.monotonic() - began_s:.1f} s, from {folder}")
+    return 0

@@ -1,0 +1,182 @@
+"""`Lanes` of a CUDA device: a stream for each direction beside the computation's, events in between.
+
+Host memory is page-locked, and a kernel of few programs reads and writes it over the link: blocks lie
+scattered, and a call for each part would take the host longer than the link takes to carry it. Nobody waits
+on the host while a step is submitted: the computation's stream waits for the layer's copy, and a copy for
+what of the computation was submitted before it. Source: papers/004 §3.3.
+"""
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from services.worker.engine.gpu.attention import launch
+from services.worker.engine.gpu.kernels import copy_parts_kernel
+from services.worker.engine.gpu.spans import TABLE_END
+from services.worker.engine.stream import TorchStream
+from services.worker.kv.core.fetch_buffers import Blocks
+from services.worker.kv.tiers.resident import BlockStream
+from shared.errors import ConfigError
+
+_log = logging.getLogger("kvasir.worker.pie")
+_PROGRAMS = 16
+"""Of one copy: enough reads under way for any link, and the other multiprocessors compute."""
+_LANES = 1024
+_PORTABLE_AND_MAPPED = 3
+"""What cudaHostRegister is told, so that kernels may read the memory."""
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+@dataclass(frozen=True, slots=True)
+class _GpuTicket:
+    """Two events of the stream that copies."""
+
+    began: Any
+    ended: Any
+
+
+class GpuLanes:
+    """Implements `Lanes`. `cuda` is `torch.cuda`: streams and events as it has them."""
+
+    def __init__(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: npt.NDArray[np.uint8],
+        layers: int,
+        *,
+        cuda: ModuleType | Any = torch.cuda,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`keys` and `values` `[layers * device_blocks, …]`, `rows` `[rows, bytes]`, all contiguous;
+        `release` is called at the end."""
+        self._device, self._cuda, self._release = keys.device, cuda, release
+        self._in, self._out = cuda.Stream(self._device), cuda.Stream(self._device)
+        key_bytes, value_bytes = keys[0].nbytes, values[0].nbytes
+        word = _WORDS[math.gcd(key_bytes, value_bytes, 8)]
+        host = torch.from_numpy(rows.reshape(len(rows) * layers, -1))
+        self._memory = host.view(word), _as_words(keys, word), _as_words(values, word)
+        self._words = key_bytes // word.itemsize, value_bytes // word.itemsize
+
+    def upload(self, numbers: Blocks) -> torch.Tensor:
+        """See `Lanes`. From page-locked memory, in the computation's order."""
+        pinned = torch.from_numpy(numbers)
+        if self._device.type == "cuda":
+            pinned = pinned.pin_memory()
+        uploaded = pinned.to(self._device, non_blocking=True)
+        for stream in (self._in, self._out):  # Or its memory were given to others while copies still read it.
+            if self._device.type == "cuda":
+                uploaded.record_stream(stream)
+        return uploaded
+
+    def tables(self, tables: Blocks) -> torch.Tensor:
+        """See `Lanes`. As kernels want them (`spans.TABLE_END`)."""
+        return self.upload(np.concatenate([tables, TABLE_END]))
+
+    def bring(self, parts: torch.Tensor, places: torch.Tensor) -> _GpuTicket:
+        """See `Lanes`."""
+        return self._submit(self._in, parts, places, is_in=True)
+
+    def take(self, places: torch.Tensor, parts: torch.Tensor, is_over: Callable[[], bool]) -> _GpuTicket:
+        """See `Lanes`. The step is under way while it is submitted."""
+        return self._submit(self._out, parts, places, is_in=False)
+
+    def _submit(self, stream: Any, parts: torch.Tensor, places: torch.Tensor, *, is_in: bool) -> _GpuTicket:
+        stream.wait_event(self.moment())
+        ticket = _GpuTicket(*(self._cuda.Event(enable_timing=True) for _ in range(2)))
+        with self._cuda.stream(stream):
+            ticket.began.record(stream)
+            self._copy(parts, places, is_in=is_in)
+            ticket.ended.record(stream)
+        return ticket
+
+    def copy_now(self, parts: Blocks, places: Blocks, *, is_in: bool) -> None:
+        """See `Lanes`."""
+        self._copy(self.upload(parts), self.upload(places), is_in=is_in)
+        self._cuda.current_stream(self._device).synchronize()
+
+    def _copy(self, parts: torch.Tensor, places: torch.Tensor, *, is_in: bool) -> None:
+        key_words, value_words = self._words
+        launch(
+            copy_parts_kernel,
+            (_PROGRAMS if len(parts) else 0,),
+            (parts, places, *self._memory, len(parts)),
+            KEY_WORDS=key_words,
+            VALUE_WORDS=value_words,
+            LANES=_LANES,
+            PROGRAMS=_PROGRAMS,
+            IS_IN=is_in,
+            num_warps=8,
+        )
+
+    def join(self, ticket: _GpuTicket, timeout_s: float) -> bool:
+        """See `Lanes`. The device waits, and nobody on the host."""
+        self._cuda.current_stream(self._device).wait_event(ticket.ended)
+        return True
+
+    def settle(self, ticket: _GpuTicket) -> bool:
+        """See `Lanes`."""
+        ticket.ended.synchronize()
+        return True
+
+    def moment(self) -> Any:
+        """See `Lanes`."""
+        event = self._cuda.Event(enable_timing=True)
+        event.record(self._cuda.current_stream(self._device))
+        return event
+
+    def is_past(self, moment: Any) -> bool:
+        """See `Lanes`."""
+        return bool(moment.query())
+
+    def between(self, earlier: Any, later: Any) -> float:
+        """See `Lanes`."""
+        return float(earlier.elapsed_time(later)) / 1e3
+
+    def pace(self, bytes_s: float) -> None:
+        """See `Lanes`. The link is real."""
+
+    def hurry(self, *, all_of_it: bool) -> None:
+        """See `Lanes`. Nothing holds copies up."""
+
+    def begin(self) -> None:
+        """See `Lanes`."""
+
+    def close(self) -> None:
+        """See `Lanes`."""
+        self._release()
+
+
+def open_on_gpu(
+    keys: torch.Tensor, values: torch.Tensor, rows: npt.NDArray[np.uint8], layers: int
+) -> BlockStream:
+    """A stream between a CUDA device and `rows`, which are page-locked for it. Raises ConfigError where they
+    cannot be."""
+    cuda: Any = torch.cuda
+    runtime = cuda.cudart()
+    error = runtime.cudaHostRegister(rows.ctypes.data, rows.nbytes, _PORTABLE_AND_MAPPED)
+    if int(error):
+        raise ConfigError(
+            f"{rows.nbytes >> 20} MiB of host memory cannot be page-locked for the GPU ({error}): lower "
+            "pie.host_mb",
+            param="pie.host_mb",
+        )
+
+    def release() -> None:
+        failed = int(runtime.cudaHostUnregister(rows.ctypes.data))
+        if failed:
+            _log.warning("host memory stays page-locked until this process ends (%d)", failed)
+
+    lanes = GpuLanes(keys, values, rows, layers, release=release)
+    return TorchStream(lanes, layers, len(keys) // layers)
+
+
+def _as_words(pool: torch.Tensor, word: torch.dtype) -> torch.Tensor:
+    return pool.view(len(pool), -1).view(word)

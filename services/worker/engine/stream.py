@@ -1,0 +1,460 @@
+"""Blocks brought in behind the computation where the native library cannot: on a GPU, and without a compiler.
+
+A `BlockStream` over `Lanes`, which copy one thing after the other in each direction beside the computation: a
+thread each in RAM (here), a CUDA stream each on a GPU (`gpu/lanes.py`). What is copied when is as in
+`native/stream.h`: layer l into the buffer l % 2, once layer l - 2 has attended. As orders are kept, nobody
+has to be awake for that: a copy is submitted when the layer before the last is left.
+
+A *part* is one layer's K and V of a block: host memory has them at row * layers + layer, the device at
+layer * device_blocks + block.
+"""
+
+import ctypes
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from time import perf_counter
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from services.worker.engine.native import stream as native
+from services.worker.kv.core.fetch_buffers import Blocks
+from services.worker.kv.tiers.resident import BlockStream, OpenStream, StreamFigures, StreamWork
+from shared.errors import InternalError
+
+Moment = Any
+"""A point in the computation: seconds in RAM, an event on a GPU."""
+Index = Any
+"""int32 numbers where copies read them: an array in RAM, a tensor on a GPU."""
+_MOST_COPIES = 4096
+"""Submitted at a time, and kept for the figures."""
+
+
+class Ticket(Protocol):
+    """A copy that was submitted."""
+
+    @property
+    def began(self) -> Moment: ...
+
+    @property
+    def ended(self) -> Moment: ...
+
+
+class Lanes(Protocol):
+    """Who copies parts beside the computation: in order in each direction, each after what of the computation
+    was submitted before it."""
+
+    def upload(self, numbers: Blocks) -> Index: ...
+
+    def tables(self, tables: Blocks) -> Index:
+        """A step's, as the computation reads them; they are changed as it goes on."""
+        ...
+
+    def bring(self, parts: Index, places: Index) -> Ticket:
+        """From host memory to the device."""
+        ...
+
+    def take(self, places: Index, parts: Index, is_over: Callable[[], bool]) -> Ticket:
+        """From the device to host memory, unless by then the step `is_over`."""
+        ...
+
+    def copy_now(self, parts: Blocks, places: Blocks, *, is_in: bool) -> None:
+        """In the computation's own time; made on return."""
+        ...
+
+    def join(self, ticket: Any, timeout_s: float) -> bool:
+        """The computation goes on after the copy. False: it is not made after so long."""
+        ...
+
+    def settle(self, ticket: Any) -> bool:
+        """This thread goes on after the copy; whether it was made. Raises InternalError where it failed."""
+        ...
+
+    def moment(self) -> Moment:
+        """The computation, as far as it was submitted."""
+        ...
+
+    def is_past(self, moment: Moment) -> bool: ...
+
+    def between(self, earlier: Moment, later: Moment) -> float:
+        """Seconds between two that are past; below 0 where they are the other way round."""
+        ...
+
+    def pace(self, bytes_s: float) -> None:
+        """In each direction, 0: as fast as memory. A GPU's link is what it is."""
+        ...
+
+    def hurry(self, *, all_of_it: bool) -> None:
+        """What is copied out, or all, is not held to the pace until the next step."""
+        ...
+
+    def begin(self) -> None:
+        """A step begins."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """A layer on its way, for the figures."""
+
+    ticket: Ticket
+    blocks: int
+    is_ahead: bool
+    wanted: Moment | None = None
+    """When the computation came to it."""
+    left: Moment | None = None
+    """When the layer before had attended."""
+
+
+class TorchStream:
+    """Implements `BlockStream`. One thread calls it."""
+
+    address: int | None = None
+
+    def __init__(self, lanes: Lanes, layers: int, device_blocks: int) -> None:
+        self._lanes, self._layers, self._device_blocks = lanes, layers, device_blocks
+        self._first = 0
+        """Which buffer layer 0 has."""
+        self._ahead = 0
+        """Layers that were submitted for this step before it began."""
+        self._left = layers
+        """Layers that have attended."""
+        self._copies: list[tuple[Index, Index]] = []
+        """By layer, those of the next step behind: parts and places."""
+        self._fetches: list[_Fetch] = []
+        """By layer."""
+        self._saves: list[Ticket] = []
+        self._noted: deque[_Fetch] = deque(maxlen=_MOST_COPIES)
+        self._noted_saves: deque[Ticket] = deque(maxlen=_MOST_COPIES)
+        self._last: Ticket | None = None
+        """That was brought."""
+        self._tables: Index = None
+        self._at: Index = None
+        self._buffers: tuple[Index, Index] = (None, None)
+        self._is_over = True
+        self._figures = StreamFigures(0.0, 0.0, 0.0, 0, 0, 0, 0)
+
+    @property
+    def tables(self) -> torch.Tensor | None:
+        """See `BlockStream`."""
+        return self._tables if isinstance(self._tables, torch.Tensor) else None
+
+    def pace(self, bytes_s: float) -> None:
+        """See `BlockStream`."""
+        self._lanes.pace(bytes_s)
+
+    def begin(self, work: StreamWork) -> None:
+        """See `BlockStream`."""
+        lanes, layers = self._lanes, self._layers
+        lanes.begin()
+        self._left, self._is_over = 0, False
+        self._fetches, self._copies = [], []
+        self._tables = None
+        every = np.arange(layers, dtype=np.int32)
+        for block, row in zip(work.save_from.tolist(), work.save_to.tolist(), strict=True):
+            places, parts = every * self._device_blocks + block, row * layers + every
+            self._saves.append(lanes.take(lanes.upload(places), lanes.upload(parts), lambda: self._is_over))
+        if not len(work.fetched):
+            return
+        copies = self._copies_of(work)
+        pointed = [work.at, work.even[work.which], work.odd[work.which]]
+        flat = lanes.upload(np.concatenate([*(each for pair in copies for each in pair), *pointed]))
+        pieces = _cut(flat, [*(len(each) for pair in copies for each in pair), *map(len, pointed)])
+        self._copies = list(zip(pieces[: 2 * len(copies) : 2], pieces[1 : 2 * len(copies) : 2], strict=True))
+        self._at, self._buffers = pieces[-3], (pieces[-2], pieces[-1])
+        self._tables = lanes.tables(work.tables)
+        self._bring(0)
+        self._bring(1)
+
+    def _copies_of(self, work: StreamWork) -> list[tuple[Blocks, Blocks]]:
+        """By layer: parts and places. Two more layers are the next step's, of what goes through buffers."""
+        layers, is_passing = self._layers, work.place < 0
+        buffers = (work.even, work.odd)
+        found = []
+        for layer in range(layers):
+            stays = work.place + layer * self._device_blocks
+            first = work.kept if layer < self._ahead else 0
+            places = np.where(is_passing, buffers[(self._first + layer) % 2], stays)
+            found.append((work.fetched[first:] * layers + layer, places[first:]))
+        for layer in range(2):
+            places = buffers[(self._first + layers + layer) % 2]
+            found.append((work.fetched[is_passing] * layers + layer, places[is_passing]))
+        return [(parts.astype(np.int32), places.astype(np.int32)) for parts, places in found]
+
+    def _bring(self, layer: int) -> None:
+        parts, places = self._copies[layer]
+        ticket = self._last = self._lanes.bring(parts, places)
+        fetch = _Fetch(ticket, len(places), layer >= self._layers)
+        self._noted.append(fetch)
+        self._fetches.append(fetch)
+
+    def enter(self, layer: int, timeout_s: float) -> bool:
+        """See `BlockStream`."""
+        if not self._fetches:
+            return True
+        fetch = self._fetches[layer]
+        fetch.wanted = self._lanes.moment()
+        if not self._lanes.join(fetch.ticket, timeout_s):
+            return False
+        buffers = self._buffers[(self._first + layer) % 2]
+        self._tables[self._at] = buffers - layer * self._device_blocks
+        return True
+
+    def leave(self, layer: int) -> None:
+        """See `BlockStream`."""
+        self._left = layer + 1
+        if self._fetches:
+            self._fetches[layer + 1].left = self._lanes.moment()
+            self._bring(layer + 2)
+
+    def end(self) -> int:
+        """See `BlockStream`. What the step fetched is on the device, and what it saved on the host."""
+        has_failed = self._left < self._layers
+        self._is_over = True
+        self._lanes.hurry(all_of_it=has_failed)
+        saved = sum([self._lanes.settle(each) for each in self._saves])
+        self._noted_saves.extend(self._saves[:saved])
+        self._saves = []
+        if has_failed:
+            self.halt()
+        elif self._fetches:
+            self._lanes.settle(self._fetches[self._layers - 1].ticket)
+            self._ahead = 2
+        else:
+            self._ahead = 0
+        self._first = (self._first + self._layers) % 2
+        return saved
+
+    def halt(self) -> None:
+        """See `BlockStream`."""
+        self._lanes.hurry(all_of_it=True)
+        if self._last is not None:
+            self._lanes.settle(self._last)
+        self._ahead = 0
+
+    def figures(self) -> StreamFigures:
+        """See `BlockStream`. Of what is over."""
+        sums, between = self._figures, self._lanes.between
+        stall_s, fetch_s, save_s = sums.stall_s, sums.fetch_s, sums.save_s
+        layers, early, fetched, saved = sums.layers, sums.early, sums.fetched, sums.saved
+        while self._noted and self._is_known(self._noted[0]):
+            each = self._noted.popleft()
+            fetch_s += between(each.ticket.began, each.ticket.ended)
+            fetched += each.blocks
+            layers += not each.is_ahead
+            if each.wanted is not None:
+                stall_s += max(0.0, between(each.wanted, each.ticket.ended))
+            if each.left is not None and not each.is_ahead:
+                early += between(each.ticket.ended, each.left) > 0
+        while self._noted_saves:
+            ticket = self._noted_saves.popleft()
+            save_s += between(ticket.began, ticket.ended)
+            saved += 1
+        self._figures = StreamFigures(stall_s, fetch_s, save_s, layers, early, fetched, saved)
+        return self._figures
+
+    def _is_known(self, fetch: _Fetch) -> bool:
+        """Whether all that the figures say of it is past."""
+        if not fetch.is_ahead and not self._is_over:
+            return False
+        moments = (fetch.ticket.began, fetch.ticket.ended, fetch.wanted, fetch.left)
+        return all(each is None or self._lanes.is_past(each) for each in moments)
+
+    def load(self, rows: Blocks, blocks: Blocks) -> None:
+        """See `BlockStream`."""
+        self._lanes.copy_now(*self._parts_of(rows, blocks), is_in=True)
+
+    def save(self, blocks: Blocks, rows: Blocks) -> None:
+        """See `BlockStream`."""
+        self._lanes.copy_now(*self._parts_of(rows, blocks), is_in=False)
+
+    def _parts_of(self, rows: Blocks, blocks: Blocks) -> tuple[Blocks, Blocks]:
+        layers = np.arange(self._layers, dtype=np.int32)
+        parts, places = rows[:, None] * self._layers + layers, blocks[:, None] + layers * self._device_blocks
+        return parts.astype(np.int32).reshape(-1), places.astype(np.int32).reshape(-1)
+
+    def close(self) -> None:
+        """See `BlockStream`."""
+        self.halt()
+        self._lanes.close()
+
+
+def _cut(flat: Index, lengths: list[int]) -> list[Index]:
+    ends = np.cumsum(lengths).tolist()
+    return [flat[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+class _RamTicket:
+    """A copy that a thread makes. `ended` counts the time that the link would take."""
+
+    def __init__(self, copy: Callable[[], int]) -> None:
+        self.copy = copy
+        """Returns the bytes; below 0: nothing was to be copied any more."""
+        self.began = self.ended = 0.0
+        self.was_made = False
+        self.failure: BaseException | None = None
+        self.is_over = threading.Event()
+
+
+class _Lane:
+    """One direction: a thread that starts with the first copy, and a pace."""
+
+    def __init__(self, name: str) -> None:
+        self.bytes_s = 0.0
+        self.is_hurried = threading.Event()
+        self._name = name
+        self._queue: queue.Queue[_RamTicket | None] = queue.Queue(_MOST_COPIES)
+        self._thread: threading.Thread | None = None
+        self._due_s = 0.0
+
+    def submit(self, copy: Callable[[], int]) -> _RamTicket:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        ticket = _RamTicket(copy)
+        self._queue.put_nowait(ticket)
+        return ticket
+
+    def close(self) -> None:
+        self.is_hurried.set()
+        if self._thread is not None:
+            self._queue.put_nowait(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (ticket := self._queue.get()) is not None:
+            ticket.began = perf_counter()
+            try:
+                sent = ticket.copy()
+                ticket.was_made = sent >= 0
+                self._wait_for_the_link(max(0, sent))
+            except Exception as error:  # whoever waits for the copy raises it
+                ticket.failure = error
+            ticket.ended = perf_counter()
+            ticket.is_over.set()
+
+    def _wait_for_the_link(self, sent: int) -> None:
+        if not self.bytes_s:
+            return
+        self._due_s = max(self._due_s, perf_counter()) + sent / self.bytes_s
+        while not self.is_hurried.is_set() and (left_s := self._due_s - perf_counter()) > 0:
+            self.is_hurried.wait(left_s)
+
+
+class RamLanes:
+    """Implements `Lanes` between two places in RAM, with a thread for each direction."""
+
+    def __init__(
+        self, keys: torch.Tensor, values: torch.Tensor, rows: npt.NDArray[np.uint8], layers: int
+    ) -> None:
+        """`keys` and `values` `[layers * device_blocks, …]`, `rows` `[rows, bytes]`, all contiguous."""
+        self._keys, self._values = (
+            pool.view(len(pool), -1).view(torch.uint8).numpy() for pool in (keys, values)
+        )
+        self._parts = rows.reshape(len(rows) * layers, -1)
+        self._key_bytes = self._keys.shape[1]
+        self._in, self._out = _Lane("kv-in"), _Lane("kv-out")
+
+    def upload(self, numbers: Blocks) -> Blocks:
+        """See `Lanes`."""
+        return numbers
+
+    def tables(self, tables: Blocks) -> Blocks:
+        """See `Lanes`."""
+        return tables
+
+    def bring(self, parts: Blocks, places: Blocks) -> _RamTicket:
+        """See `Lanes`."""
+        return self._in.submit(lambda: self._copy(parts, places, is_in=True))
+
+    def take(self, places: Blocks, parts: Blocks, is_over: Callable[[], bool]) -> _RamTicket:
+        """See `Lanes`."""
+        return self._out.submit(lambda: -1 if is_over() else self._copy(parts, places, is_in=False))
+
+    def copy_now(self, parts: Blocks, places: Blocks, *, is_in: bool) -> None:
+        """See `Lanes`."""
+        self._copy(parts, places, is_in=is_in)
+
+    def _copy(self, parts: Blocks, places: Blocks, *, is_in: bool) -> int:
+        """The bytes."""
+        keys, values, key_bytes = self._keys, self._values, self._key_bytes
+        for part, place in zip(parts.tolist(), places.tolist(), strict=True):
+            record = self._parts[part]
+            if is_in:
+                keys[place], values[place] = record[:key_bytes], record[key_bytes:]
+            else:
+                record[:key_bytes], record[key_bytes:] = keys[place], values[place]
+        return len(parts) * int(self._parts.shape[1])
+
+    def join(self, ticket: _RamTicket, timeout_s: float) -> bool:
+        """See `Lanes`."""
+        if not ticket.is_over.wait(timeout_s):
+            return False
+        return self.settle(ticket)
+
+    def settle(self, ticket: _RamTicket) -> bool:
+        """See `Lanes`."""
+        ticket.is_over.wait()
+        if ticket.failure is not None:
+            raise InternalError("KV could not be copied to or from host memory") from ticket.failure
+        return ticket.was_made
+
+    def moment(self) -> float:
+        """See `Lanes`."""
+        return perf_counter()
+
+    def is_past(self, moment: float) -> bool:
+        """See `Lanes`. A copy that is not over has no end yet."""
+        return moment > 0
+
+    def between(self, earlier: float, later: float) -> float:
+        """See `Lanes`."""
+        return later - earlier
+
+    def pace(self, bytes_s: float) -> None:
+        """See `Lanes`."""
+        self._in.bytes_s = self._out.bytes_s = bytes_s
+
+    def hurry(self, *, all_of_it: bool) -> None:
+        """See `Lanes`."""
+        self._out.is_hurried.set()
+        if all_of_it:
+            self._in.is_hurried.set()
+
+    def begin(self) -> None:
+        """See `Lanes`."""
+        self._out.is_hurried.clear()
+        self._in.is_hurried.clear()
+
+    def close(self) -> None:
+        """See `Lanes`."""
+        self._in.close()
+        self._out.close()
+
+
+def stream_opener(library: ctypes.CDLL | None, device: torch.device) -> OpenStream | None:
+    """What opens streams here: the native library's, with a thread, or torch's. None on a GPU without
+    Triton."""
+    if library is not None:
+        return native.opener(library)
+    if device.type == "cpu":
+        return _open_in_ram
+    if find_spec("triton") is None:
+        return None
+    from services.worker.engine.gpu.lanes import open_on_gpu  # imports Triton
+
+    return open_on_gpu
+
+
+def _open_in_ram(
+    keys: torch.Tensor, values: torch.Tensor, rows: npt.NDArray[np.uint8], layers: int
+) -> BlockStream:
+    return TorchStream(RamLanes(keys, values, rows, layers), layers, len(keys) // layers)

@@ -1,0 +1,77 @@
+"""Answers that leave the worker that computed their prompt: when their KV has arrived, over which links.
+
+A chunk's KV goes layer by layer: the first layer's as soon as that is computed, the last after the step.
+A worker's link has a line in each direction; what is slower of the two holds. Knows no policy.
+"""
+
+from dataclasses import dataclass, field
+
+from services.scheduler.policy.contract import Task
+from shared.messages.sequence import SequenceKey
+from sim.books import Held
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """What KV weighs, and what carries it."""
+
+    token_bytes: int = 819_200
+    """Of KV, all layers: OPT-13B in half precision."""
+    layers: int = 40
+    bytes_per_s: float = 25e9
+    """Of each worker's link, each way."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.bytes_per_s / self.token_bytes
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """One sequence on its way."""
+
+    held: Held
+    task: Task
+    source: int
+    target: int
+    sent_tokens: int = 0
+    arrives_s: float = 0.0
+    is_due: bool = False
+    """All of its prompt is on its way, and an event tells when it is there."""
+
+
+@dataclass(slots=True)
+class Transfers:
+    """Those of one fleet."""
+
+    wire: Wire
+    under_way: dict[SequenceKey, Transfer] = field(default_factory=dict)
+    _gives_until_s: dict[int, float] = field(default_factory=dict)
+    _takes_until_s: dict[int, float] = field(default_factory=dict)
+
+    def promised_blocks(self, target: int, block_tokens: int) -> int:
+        """That those on their way there will need."""
+        return sum(
+            -(-(one.held.prefill_tokens + 1) // block_tokens)
+            for one in self.under_way.values()
+            if one.target == target
+        )
+
+    def wait_s(self, source: int, target: int, now_s: float) -> float:
+        """Until the links between them are free."""
+        return max(
+            0.0, self._gives_until_s.get(source, 0.0) - now_s, self._takes_until_s.get(target, 0.0) - now_s
+        )
+
+    def send(self, one: Transfer, tokens: int, begins_s: float, now_s: float) -> float:
+        """So many tokens, computed from `begins_s` to now; returns when they are there."""
+        wire = self.wire
+        took_s = tokens * wire.token_bytes / wire.bytes_per_s
+        first_layer_s = begins_s + (now_s - begins_s) / wire.layers
+        gives, takes = self._gives_until_s, self._takes_until_s
+        gives[one.source] = max(gives.get(one.source, 0.0), first_layer_s) + took_s
+        takes[one.target] = max(takes.get(one.target, 0.0), first_layer_s) + took_s
+        ends_s = max(gives[one.source], takes[one.target], now_s + took_s / wire.layers)
+        one.sent_tokens += tokens
+        one.arrives_s = max(one.arrives_s, ends_s)
+        return one.arrives_s

@@ -1,0 +1,235 @@
+"""Running sequences are copied to another worker where that pays; should theirs die, it has most of it."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.scheduler.core import shadowing
+from services.scheduler.core.effects import AskPull
+from services.scheduler.core.rules import Rules, ShadowRules
+from services.scheduler.core.shadowing import Shadowing
+from services.scheduler.core.worker_pipeline import Sync
+from shared.messages.moves import BlocksPulled, PullBlocks
+from shared.messages.reports import SequenceState
+from tests.services.scheduler.core.builders import sequence
+from tests.services.scheduler.world import SMALL, small_world
+from tests.shared.messages.builders import sequence_report, worker_report
+from tests.stack.actors import Request
+from tests.stack.world import World
+
+BLOCK = 4
+LOST_S = 0.25
+"""Between two heartbeats; what came after the last one nobody knew of."""
+PROMPT, ANSWER = 120, 200
+RULES = replace(SMALL, shadows=ShadowRules(from_s=0.05))
+MEASURED = {"prefill_tokens_per_s": 1000.0, "decode_step_s": 0.01}
+
+
+def world_of(workers: int = 2, rules: Rules = RULES, **kinds: Any) -> World:
+    kinds = {"cached": True, "host_blocks": 400, "kv_blocks": 256, "says": MEASURED, **kinds}
+    world = small_world(rules=rules, workers=workers, **kinds)
+    for tiers in world.tiers.values():
+        tiers._faults, tiers._copies_s = 0.0, (0.001,)  # What copies from the host bring is asserted.
+    return world
+
+
+def begun(world: World, *, count: int = 1, prompt: int = PROMPT) -> list[Request]:
+    requests = [world.ask_for(f"r{number}", prompt, ANSWER, ANSWER + 10) for number in range(count)]
+    world.until(lambda: all(len(request.tokens) > 2 for request in requests), limit_s=20)
+    return requests
+
+
+def orders(world: World) -> list[PullBlocks]:
+    pulls = [effect.order for effect in world.effects if isinstance(effect, AskPull)]
+    assert all(order.is_shadow for order in pulls)
+    return pulls
+
+
+def shadows(world: World, name: str) -> int:
+    return world.caches[name].shadows.blocks
+
+
+def other(world: World, request: Request) -> str:
+    source = world.worker_of(request)
+    return next(name for name in world.workers if name != source)
+
+
+def finish(world: World) -> None:
+    world.until(lambda: not world.unfinished(), limit_s=60)
+    for request in world.requests:
+        assert request.tokens == request.expected
+
+
+def test_the_next_worker_computes_what_was_not_copied_and_no_more() -> None:
+    world = world_of()
+    (request,) = begun(world)
+    keeper = other(world, request)
+    world.until(lambda: shadows(world, keeper) >= PROMPT // BLOCK + 10, limit_s=10)
+    computed = sum(count for count, _ in world.workers[keeper].step_tokens)
+    source = world.worker_of(request)
+    assert source is not None and computed == 0
+    told = len(request.tokens)
+    world.kill(world.workers[source], 30.0)
+    world.until(lambda: len(request.tokens) > told + 3, limit_s=20)
+    assert world.worker_of(request) == keeper
+    computed = sum(count for count, _ in world.workers[keeper].step_tokens)
+    lag_tokens = (2 * RULES.shadows.interval_s + LOST_S) / MEASURED["decode_step_s"]
+    assert computed < lag_tokens
+    assert world.caches[keeper].counts["hits_host"] >= PROMPT // BLOCK + 10
+    finish(world)
+
+
+def test_it_is_followed_and_renewed_and_forgotten() -> None:
+    world = world_of()
+    (request,) = begun(world)
+    keeper = other(world, request)
+    world.until(lambda: len(request.tokens) > ANSWER // 2, limit_s=20)
+    held = shadows(world, keeper)
+    assert held >= (PROMPT + ANSWER // 3) // BLOCK
+    finish(world)
+    world.run_for(3.0)
+    asked = len(orders(world))
+    world.run_for(20.0)
+    assert len(orders(world)) == asked and world.core.describe()["shadowed"] == 0
+    assert shadows(world, keeper) > 0, "it is cache now, and goes first"
+
+
+@pytest.mark.parametrize(
+    ("rules", "prompt", "kinds"),
+    [
+        (replace(SMALL, shadows=ShadowRules(from_s=0.0)), PROMPT, {}),
+        (replace(SMALL, shadows=ShadowRules(from_s=0.6)), PROMPT, {}),
+        (RULES, PROMPT, {"says": {**MEASURED, "prefill_tokens_per_s": 0.0}}),
+        (RULES, PROMPT, {"host_blocks": 0}),
+        (RULES, PROMPT, {"cached": False}),
+        (RULES, PROMPT, {"workers": 1}),
+        (RULES, PROMPT, {"says": {**MEASURED, "link_bytes_per_s": {"worker-0": 1.0, "worker-1": 1.0}}}),
+    ],
+    ids=["off", "short", "unmeasured", "no host", "no cache", "alone", "slow link"],
+)
+def test_nothing_is_copied_where_it_does_not_pay(rules: Rules, prompt: int, kinds: dict[str, Any]) -> None:
+    world = world_of(**{"rules": rules, **kinds})
+    begun(world, prompt=prompt)
+    finish(world)
+    assert orders(world) == []
+
+
+def test_a_keeper_that_dies_is_replaced() -> None:
+    world = world_of(workers=3)
+    (request,) = begun(world)
+    world.until(lambda: any(shadows(world, name) for name in world.workers), limit_s=10)
+    keeper = next(name for name in world.workers if shadows(world, name))
+    world.kill(world.workers[keeper], 1e6)
+    third = next(name for name in world.workers if name not in (keeper, world.worker_of(request)))
+    world.until(lambda: shadows(world, third) >= PROMPT // BLOCK, limit_s=10)
+    finish(world)
+
+
+def test_an_order_that_nobody_answers_holds_up_nothing_for_ever() -> None:
+    world = world_of(rules=replace(RULES, shadows=replace(RULES.shadows, answer_s=0.5)))
+    lost: list[object] = []
+
+    def is_lost(effect: object) -> bool:
+        if isinstance(effect, AskPull) and not lost:
+            lost.append(effect)
+            return True
+        return False
+
+    world.is_lost = is_lost
+    (request,) = begun(world)
+    keeper = other(world, request)
+    world.until(lambda: shadows(world, keeper) >= PROMPT // BLOCK, limit_s=10)
+    assert lost and world.core.describe()["shadow_orders_failed"] == 1
+    finish(world)
+
+
+def test_one_order_at_a_time_from_each_and_the_longest_first() -> None:
+    world = world_of(workers=1, kv_blocks=1000)
+    begun(world, count=4)
+    world.start_worker("worker-1")
+    world.until(lambda: shadows(world, "worker-1") >= 4 * PROMPT // BLOCK, limit_s=20)
+    finish(world)
+
+
+class Fleet:
+    """Workers with one long sequence each, and whatever is ordered from them."""
+
+    def __init__(self, workers: int, room_blocks: int) -> None:
+        self.now_s = 0.0
+        running = [sequence(f"r{number}", generated=1) for number in range(workers)]
+        pipelines: dict[str, Any] = {}
+        for number, one in enumerate(running):
+            one.worker_id = name = f"worker-{number}"
+            says = sequence_report(one.ref, SequenceState.DECODING, computed_tokens=4, generated_tokens=1)
+            report = worker_report(
+                name,
+                sequences=(says,),
+                prefill_tokens_per_s=10.0,
+                fingerprint=b"f" * 16,
+                caches_prefixes=True,
+                kv_block_bytes=1,
+                shadow_room_blocks=room_blocks,
+                block_tokens=1,
+            )
+            pipelines[name] = SimpleNamespace(worker_id=name, sync=Sync.IN_STEP, report=report)
+        by_key = {one.key: one for one in running}
+        roster: Any = SimpleNamespace(pipelines=pipelines, sequences=by_key, find=lambda ref: by_key[ref.key])
+        moves: Any = SimpleNamespace(is_moving=lambda key: False)
+        self.shadowing = Shadowing(roster, moves, ShadowRules(from_s=0.1))
+
+    def tick(self) -> list[AskPull]:
+        """Nothing is answered."""
+        self.now_s += 0.02
+        asked = [effect for effect in self.shadowing.on_tick(self.now_s) if isinstance(effect, AskPull)]
+        self.shadowing.check_integrity()
+        return asked
+
+
+def test_a_tick_costs_the_same_however_many_workers_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every worker was looked at in one tick, and for each sequence without a keeper every other worker:
+    where no room was left, a tick of 1,000 workers took 18 s."""
+    compared: list[int] = []
+
+    def choose(*of: Any) -> None:
+        compared.append(len(list(of[-1])))
+
+    monkeypatch.setattr(shadowing, "choose_keeper", choose)
+    fleet = Fleet(400, room_blocks=10)
+    for _ in range(3):
+        del compared[:]
+        fleet.tick()
+        assert 0 < len(compared) <= 8 and max(compared) <= 8
+    for _ in range(60):
+        fleet.tick()
+    assert len(fleet.shadowing._look_s) == 400, "each has had its turn"
+
+
+def test_a_worker_is_linked_with_few_others() -> None:
+    """Whoever had most memory free kept the next sequence of whichever worker: within minutes each was linked
+    with all, more than a listener takes, and moves found it full."""
+    fleet = Fleet(40, room_blocks=10)
+    keepers: dict[str, set[str]] = {}
+    for turn in range(40):
+        for name, pipeline in fleet.shadowing._roster.pipelines.items():
+            free = 1000 if name == f"worker-{turn}" else 1
+            report = pipeline.report
+            capacity = msgspec.structs.replace(report.capacity, free_blocks=free)
+            pipeline.report = msgspec.structs.replace(report, capacity=capacity)
+        for _ in range(20):
+            for asked in fleet.tick():
+                keepers.setdefault(asked.order.source, set()).add(asked.worker_id)
+                fleet.shadowing.on_pulled(asked.ref, BlocksPulled(held_tokens=4), fleet.now_s)
+        fleet.shadowing._shadows.clear()  # All of them end, and others begin.
+    assert len(keepers) == 40 and max(map(len, keepers.values())) <= 8
+
+
+def test_what_the_keeper_has_already_is_no_reason_to_wait() -> None:
+    """After a change of schedulers nothing had to be fetched, and for 5 s nothing was."""
+    fleet = Fleet(2, room_blocks=10)
+    asked, *_ = fleet.tick()
+    fleet.shadowing.on_pulled(asked.ref, BlocksPulled(held_tokens=3), fleet.now_s)
+    again = [one.ref for _ in range(30) for one in fleet.tick()]
+    assert asked.ref in again

@@ -1,0 +1,81 @@
+"""`python -m tests.simulation`: many schedules, or one again with all that happens in it."""
+
+import argparse
+import gc
+import logging
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+
+from tests.simulation.run import Verdict, simulate
+from tests.simulation.schedules import Schedule
+
+_AT_ONCE = 10
+"""Schedules that a process is given at a time."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="tests.simulation", description=__doc__)
+    parser.add_argument("--schedules", type=int, default=100, help="how many, from --first on")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seed", type=int, help="one schedule, with what happens in it")
+    parser.add_argument("--logs", action="store_true", help="with --seed: what the services log, too")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--stop", action="store_true", help="at the first one that finds something")
+    parser.add_argument("--digests", action="store_true", help="what two runs have to agree in")
+    arguments = parser.parse_args()
+    if arguments.seed is not None:
+        return _one(arguments.seed, arguments.logs)
+    return _many(arguments)
+
+
+def _one(seed: int, with_logs: bool) -> int:
+    schedule = Schedule.of(seed)
+    print(schedule.shape)
+    for question in schedule.questions:
+        print(question)
+    for fault in schedule.faults:
+        print(fault)
+    if with_logs:
+        logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", stream=sys.stdout)
+    verdict = simulate(schedule, print)
+    print(verdict)
+    return int(bool(verdict.violation))
+
+
+def run_seeds(seeds: list[int]) -> list[Verdict]:
+    """In this process."""
+    return [simulate(Schedule.of(seed)) for seed in seeds]
+
+
+def _many(arguments: argparse.Namespace) -> int:
+    began_s = time.monotonic()
+    first, count = arguments.first, arguments.schedules
+    groups = [
+        list(range(at, min(at + _AT_ONCE, first + count))) for at in range(first, first + count, _AT_ONCE)
+    ]
+    done = events = found = 0
+    virtual_s = 0.0
+    with ProcessPoolExecutor(arguments.processes, initializer=gc.freeze) as pool:
+        for verdicts in pool.map(run_seeds, groups):
+            for verdict in verdicts:
+                done, events, virtual_s = done + 1, events + verdict.events, virtual_s + verdict.virtual_s
+                if arguments.digests:
+                    print(f"{verdict.seed} {verdict.digest} {verdict.events}")
+                if verdict.violation:
+                    found += 1
+                    print(f"seed {verdict.seed}: {verdict.violation}", flush=True)
+            if found and arguments.stop:
+                pool.shutdown(wait=False, cancel_futures=True)
+                break
+    took_s = time.monotonic() - began_s
+    print(
+        f"{done} schedules, {found} found something; {done / took_s:.1f} schedules/s, "
+        f"{events / done:.0f} events and {virtual_s / done:.1f} virtual s each"
+    )
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""What always has to hold in a world, and what has to hold when all trouble is over."""
+
+import logging
+from contextlib import nullcontext
+from itertools import count
+from typing import Any
+from unittest.mock import patch
+
+from services.worker.core.steps import StepCore
+from services.worker.service import Worker
+from shared.bus.lease import LeaseHolder
+from shared.errors import InvalidMessage
+from shared.messages.base import decode
+from tests.simulation.clients import Clients
+from tests.simulation.fleet import Fleet
+from tests.simulation.world import Process
+
+ANSWERS_WITHIN_S = 60.0
+"""Of virtual time after the last fault every question has its answer."""
+QUIET_WITHIN_S = 30.0
+"""After the last answer nothing is left of any."""
+
+
+_LOOK_EVERY = 4
+"""Turns of an engine's thread between two looks into its books."""
+
+
+class Violation(Exception):
+    """Something that has to hold does not."""
+
+
+class _Counted:
+    """A pool, of which so many blocks more than sequences say are held."""
+
+    def __init__(self, pool: Any, lent: list[int]) -> None:
+        self._pool, self._lent = pool, lent
+
+    def check_integrity(self, held: list[int]) -> None:
+        self._pool.check_integrity([*held, *self._lent])
+
+
+class Checks:
+    """Of one run. `after_event` raises Violation."""
+
+    def __init__(self, fleet: Fleet, clients: Clients) -> None:
+        self._fleet, self._clients = fleet, clients
+        self._found: list[str] = []
+        self._terms = 0
+        self._epochs: dict[int, Process] = {}
+        self._last_worker_epochs: dict[Process, int] = {}
+        self._holders: dict[str, tuple[LeaseHolder, float]] = {}
+        """Of each role, and when they showed last that they live."""
+        self._lease_ttl_s: float = fleet.shape.settings["scheduler"]["lease_ttl_s"]
+        fleet.world.on_unhandled = self._on_unhandled
+        fleet.server.on_put = self._on_put
+        fleet.on_worker = self._watch
+
+    def after_event(self) -> None:
+        """Cheap: what an event may have broken."""
+        if self._found:
+            raise Violation(self._found[0])
+        if self._fleet.unforeseen:
+            raise Violation(self._fleet.unforeseen[0])
+        if len(self._fleet.terms) > self._terms:
+            self._check_terms()
+
+    def _watch(self, process: Process, worker: Worker) -> None:
+        """Its books are looked into by its engine's thread, between two steps."""
+        between, looks = worker._runner._between, count()
+
+        def check_and_go_on() -> None:
+            if next(looks) % _LOOK_EVERY == 0:
+                self._look(process, worker)
+            between()
+
+        worker._runner._between = check_and_go_on
+
+    def _look(self, process: Process, worker: Worker) -> None:
+        """Blocks are conserved, and epochs only grow."""
+        core = worker._door.core
+        try:
+            self._check_books(process, core)
+        except AssertionError as error:
+            self._found.append(f"{process.name}: the books are wrong: {error}")
+        before = self._last_worker_epochs.get(process, 0)
+        if core._plans.epoch < before:
+            self._found.append(f"{process.name} obeys epoch {core._plans.epoch} after {before}")
+        self._last_worker_epochs[process] = core._plans.epoch
+
+    def _check_books(self, process: Process, core: StepCore) -> None:
+        """Raises AssertionError. Blocks on their way to or from another worker are somebody's, too."""
+        pool: Any = core._table.pool
+        loans = self._fleet.loans.get(process, ())
+        lent = [block for loan in loans for block in loan.blocks]
+        with patch.object(core._table, "pool", _Counted(pool, lent)) if lent else nullcontext():
+            core.check_integrity()
+
+    def check_answers(self) -> None:
+        """Nothing that was said is wrong."""
+        for asked in self._clients.asked:
+            if asked.wrong:
+                raise Violation(f"question of seed {asked.question.seed}: {asked.wrong}")
+
+    def check_over(self) -> None:
+        """Every question has its answer."""
+        waiting = [asked for asked in self._clients.asked if not asked.is_over]
+        if waiting:
+            told = ", ".join(f"seed {each.question.seed} (tries {each.tries})" for each in waiting)
+            raise Violation(f"no answer within {ANSWERS_WITHIN_S:g} s of the last trouble: {told}")
+
+    def is_quiet(self) -> bool:
+        """Nothing is left of any answer: no sequences, no blocks in use."""
+        return not self._left()
+
+    def check_quiet(self) -> None:
+        if left := self._left():
+            raise Violation(f"left {QUIET_WITHIN_S:g} s after the last answer: {'; '.join(left)}")
+
+    def _left(self) -> list[str]:
+        left = []
+        for process in self._fleet.alive("worker"):
+            worker = self._fleet.workers.get(process)
+            if worker is None:
+                continue
+            table = worker._door.core._table
+            if table._held:
+                left.append(f"{process.name} holds {[str(held.ref) for held in table._held.values()]}")
+            pool = table.pool
+            idle = pool.free_blocks + pool.evictable_blocks
+            if idle != pool.total_blocks:
+                left.append(f"{process.name} has {pool.total_blocks - idle} blocks in use")
+            if worker._store is not None and worker._store.cache.shadows.open_places:
+                left.append(f"{process.name} has slots set aside for shadows that never came")
+        for process in self._fleet.alive("gateway"):
+            sessions = self._fleet.sessions.get(process)
+            if sessions is not None and sessions.active:
+                left.append(f"{process.name} has {sessions.active} sequences open")
+        return left
+
+    def _check_terms(self) -> None:
+        for process, term in self._fleet.terms[self._terms :]:
+            before = self._epochs.setdefault(term.epoch, process)
+            if before is not process:
+                raise Violation(f"{process.name} leads in epoch {term.epoch}, as {before.name} has")
+        self._terms = len(self._fleet.terms)
+
+    def _on_put(self, role: str, value: bytes) -> None:
+        """A lease is taken from nobody who lives, is heard, and has renewed it in time."""
+        try:
+            holder = decode(value, LeaseHolder)
+        except InvalidMessage:
+            return
+        now_s = self._fleet.world.now_s
+        before, renewed_s = self._holders.get(role, (holder, now_s))
+        self._holders[role] = holder, now_s
+        if not before.instance or before.instance == holder.instance or not holder.instance:
+            return
+        robbed, ago_s = self._fleet.present.get(before.instance), now_s - renewed_s
+        if robbed is None or not robbed.alive or robbed.began_s > renewed_s:
+            return
+        has_left = any(each.breaks for each in self._fleet.server.all if each.process is robbed)
+        if not has_left and ago_s < self._lease_ttl_s / 2:
+            self._found.append(
+                f"{holder.instance} takes {role} from {before.instance}, who renewed it {ago_s:.3f} s ago"
+            )
+
+    def _on_unhandled(self, process: Process, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self._found.append(f"{process.name}: nobody handles {error!r} ({context.get('message')})")
+
+    def log_handler(self) -> logging.Handler:
+        """What is logged with a traceback was not foreseen."""
+        found, world = self._found, self._fleet.world
+
+        class Handler(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                who = "world" if world.strand is None else world.strand.name
+                if record.exc_info and record.exc_info[1] is not None:
+                    found.append(f"{who}: {record.getMessage()}: {record.exc_info[1]!r}")
+
+        return Handler(level=logging.ERROR)

@@ -1,0 +1,201 @@
+"""All services of a stack: their real `run`, each in a process that can die and be started again."""
+
+import hashlib
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+from services.gateway import service as gateway
+from services.gateway.config import GatewayConfig
+from services.gateway.sessions import Sessions
+from services.ledger import service as ledger
+from services.ledger.config import LedgerConfig
+from services.placement import service as placement
+from services.placement.config import PlacementConfig
+from services.predictor import service as predictor
+from services.predictor.config import PredictorConfig
+from services.scheduler import service as scheduler
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.leader_term import Term
+from services.worker import service as worker
+from services.worker.config import WorkerConfig
+from services.worker.kv.core.prefix_cache import PrefixCache
+from services.worker.peers.engine_calls import CacheDoor
+from services.worker.peers.migration import service as migration
+from services.worker.service import Worker
+from shared.errors import UnavailableError
+from tests.simulation import http
+from tests.simulation.bulk import Sockets
+from tests.simulation.bus import Server
+from tests.simulation.disk import Disks
+from tests.simulation.patches import inhabited
+from tests.simulation.threads import strand
+from tests.simulation.world import Process, World
+
+KEY = "sk-simulation"
+MODEL = "models/tiny_chat"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a stack is made of. `settings` by service."""
+
+    gateways: int = 1
+    schedulers: int = 1
+    workers: int = 2
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (
+            *(f"scheduler-{number}" for number in range(self.schedulers)),
+            "predictor-0",
+            "placement-0",
+            "ledger-0",
+            *(f"worker-{number}" for number in range(self.workers)),
+            *(f"gateway-{number}" for number in range(self.gateways)),
+        )
+
+
+Run = Callable[[Any], Coroutine[Any, Any, None]]
+_SERVICES: dict[str, tuple[Any, Run]] = {
+    "gateway": (GatewayConfig, gateway.run),
+    "scheduler": (SchedulerConfig, scheduler.run),
+    "predictor": (PredictorConfig, predictor.run),
+    "placement": (PlacementConfig, placement.run),
+    "ledger": (LedgerConfig, ledger.run),
+    "worker": (WorkerConfig, worker.run),
+}
+_ALWAYS: dict[str, dict[str, Any]] = {
+    "gateway": {"api_key_sha256": (hashlib.sha256(KEY.encode()).hexdigest(),), "model": MODEL},
+    "scheduler": {"tick_s": 0.04, "shadow_from_s": 0.001},
+    "predictor": {"learn": False, "rest_head": "none"},
+    "worker": {
+        "engine": "simulated",
+        "model": MODEL,
+        "bulk": {"transports": ("tcp",)},
+        "kv_blocks": 40,
+    },
+}
+
+
+class Loan:
+    """A prefix cache, and which of its blocks were taken from it and not brought back."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+        self.blocks: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def allocate(self, count: int) -> list[int]:
+        taken = self._cache.allocate(count)
+        self.blocks += taken
+        return taken
+
+    def hold(self, names: Any) -> list[int]:
+        taken = self._cache.hold(names)
+        self.blocks += taken
+        return taken
+
+    def release(self, blocks: Any) -> None:
+        for block in blocks:
+            self.blocks.remove(block)
+        self._cache.release(blocks)
+
+
+class Fleet:
+    """The stack of one world. Who dies is started again a while later, as a supervisor does."""
+
+    def __init__(self, world: World, shape: Shape) -> None:
+        self.world, self.shape = world, shape
+        self.server = Server(world)
+        self.sockets = Sockets(world)
+        self.disks = Disks(world)
+        self.present: dict[str, Process] = {}
+        self.workers: dict[Process, Worker] = {}
+        self.sessions: dict[Process, Sessions] = {}
+        self.terms: list[tuple[Process, Term]] = []
+        """In the order in which they began."""
+        self.on_worker: Callable[[Process, Worker], object] = lambda process, worker: None
+        self.loans: dict[Process, list[Loan]] = {}
+        """Of workers' prefix caches, to what moves between workers."""
+        self.unforeseen: list[str] = []
+        """Ends of processes that nobody wanted."""
+        self._configs = {name: self._config(name) for name in shape.names}
+
+    @contextmanager
+    def inhabited(self) -> Iterator[None]:
+        """The services run in this world meanwhile."""
+        http.apps.clear()
+        with inhabited(self.world, self.sockets, self.disks), self._watched():
+            yield
+
+    def start_all(self) -> None:
+        for name in self.shape.names:
+            self.world.after(self.world.random.uniform(0, 0.3), partial(self.start, name))
+
+    def start(self, name: str) -> None:
+        """If it does not run."""
+        running = self.present.get(name)
+        if running is not None and running.alive:
+            return
+        config, run = self._configs[name]
+        self.world.note("start", name)
+        process = Process(self.world, name, lambda: run(config))
+        self.present[name] = process
+
+        def on_death() -> None:
+            if process.ended is None or process.ended == "cancelled":
+                return
+            self.world.note("ended", name, repr(process.ended))
+            self.world.after(0.5, partial(self.start, name))
+            if not isinstance(process.ended, UnavailableError):  # As without a bus when it starts.
+                self.unforeseen.append(f"{name} ended: {process.ended!r}")
+
+        process.on_death.append(on_death)
+
+    def alive(self, service: str) -> list[Process]:
+        """Its processes, in the order of their names."""
+        found = (process for name, process in sorted(self.present.items()) if name.startswith(service))
+        return [process for process in found if process.alive]
+
+    def _config(self, name: str) -> tuple[Any, Run]:
+        service = name.split("-")[0]
+        config_type, run = _SERVICES[service]
+        bus = {"user": name, "password": "secret"}
+        given = {**_ALWAYS.get(service, {}), **self.shape.settings.get(service, {})}
+        return config_type(instance=name, bus=bus, **given), run
+
+    def _add_worker(self, process: Process, made: Worker) -> None:
+        self.workers[process] = made
+        self.on_worker(process, made)
+
+    def _cache_door(self, door: Any, cache: Any, reader: Any = None) -> CacheDoor:
+        loan = Loan(cache)
+        self.loans.setdefault(strand().process, []).append(loan)
+        return CacheDoor(door, loan, reader)  # type: ignore[arg-type]
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Who makes what is remembered, for the checks."""
+
+        def watch(made: Any, remember: Callable[[Process, Any], object]) -> Any:
+            def make(*args: Any, **options: Any) -> Any:
+                one = made(*args, **options)
+                remember(strand().process, one)
+                return one
+
+            return make
+
+        with (
+            patch.object(worker, "Worker", watch(Worker, self._add_worker)),
+            patch.object(gateway, "Sessions", watch(Sessions, self.sessions.__setitem__)),
+            patch.object(migration, "CacheDoor", self._cache_door),
+            patch.object(scheduler, "Term", watch(Term, lambda at, term: self.terms.append((at, term)))),
+        ):
+            yield

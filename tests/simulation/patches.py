@@ -1,0 +1,163 @@
+"""A world in place of the system below the services: clocks, threads, chance, bus, sockets, the disk's calls.
+
+Nothing of the services is replaced; only what they import from outside.
+"""
+
+import concurrent.futures._base as futures
+import contextlib
+import gc
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import services.gateway.http.routes as routes
+import services.gateway.service as gateway_service
+import services.worker.assembly as worker_assembly
+import services.worker.door as door
+import services.worker.engine.simulated as simulated
+import services.worker.engine_thread as engine_thread
+import services.worker.kv.store as store
+import services.worker.kv.tiers.copier as copier
+import services.worker.kv.tiers.disk as disk
+import services.worker.kv.tiers.throttle as throttle
+import services.worker.kv.transfers as transfers
+import services.worker.peers.lending.service as lending
+import services.worker.peers.transport.pipe as pipe
+import services.worker.peers.transport.plane as plane
+import services.worker.peers.transport.server as bulk_server
+import services.worker.peers.transport.tcp as tcp
+import shared.bus.connection as bus_connection
+import shared.bus.link as link
+from services.gateway.http.browser import written
+from services.gateway.text.tokenizer import Codec, load_codec
+from shared.bus.express import Express
+from tests.simulation import threads
+from tests.simulation.bulk import Sockets
+from tests.simulation.disk import Disks
+from tests.simulation.http import VirtualListener, VirtualServer
+from tests.simulation.nats_client import ExpressSocket, VirtualClient
+from tests.simulation.world import World
+
+_THREADED = (engine_thread, transfers, throttle, disk, plane, bulk_server, pipe, lending, futures)
+_TIMED = {
+    transfers: ("monotonic", "perf_counter"),
+    copier: ("monotonic", "perf_counter"),
+    throttle: ("monotonic",),
+    store: ("monotonic",),
+}
+_COPY_S = (0.0, 0.0002, 0.002, 0.01)
+_DISK_BYTES = 16 * 1024
+"""What a world takes for a MiB of disk: blocks of simulated KV are small."""
+_codecs: dict[str, Codec] = {}
+
+
+@contextlib.contextmanager
+def inhabited(world: World, sockets: Sockets, disks: Disks) -> Iterator[None]:
+    """What services import is this world's, until the end."""
+    monotonic_s, unix_s = _clocks(world)
+    chance = random.Random(world.random.random())
+    state, interval_s = random.getstate(), sys.getswitchinterval()
+    random.seed(chance.random())
+    with contextlib.ExitStack() as stack:
+
+        def replace(where: Any, name: str, by: Any) -> None:
+            stack.enter_context(patch.object(where, name, by))
+
+        threads.use(world)
+        stack.callback(threads.use, None)
+        for name in ("monotonic", "perf_counter"):
+            replace(time, name, monotonic_s)
+        replace(time, "time", unix_s)
+        replace(time, "perf_counter_ns", lambda: int(monotonic_s() * 1e9))
+        replace(time, "sleep", threads.sleep)
+        replace(os, "urandom", chance.randbytes)
+        replace(random, "_urandom", chance.randbytes)
+        for module in _THREADED:
+            replace(module, "threading", threads)
+        for module, names in _TIMED.items():
+            for name in names:
+                replace(module, name, monotonic_s)
+        replace(door, "SimpleQueue", threads.SimpleQueue)
+        replace(transfers, "PriorityQueue", threads.PriorityQueue)
+        replace(transfers, "_be_nice", lambda niceness: None)
+        replace(transfers.Ticket, "run", _in_time(world, transfers.Ticket.run))
+        replace(simulated.SimulatedEngine, "__init__", _with_sleep(simulated.SimulatedEngine.__init__))
+        replace(link, "FairClient", VirtualClient)
+        replace(bus_connection, "Express", SimpleNamespace(connect=_express))
+        for module in (tcp, bulk_server, pipe):
+            replace(module, "socket", sockets)
+        replace(pipe, "select", sockets)
+        replace(worker_assembly, "socket", sockets)
+        replace(store, "_MEGA", _DISK_BYTES)
+        replace(disk, "os", disks.os)
+        replace(disk, "fcntl", disks.fcntl)
+        replace(gateway_service, "bind", VirtualListener)
+        replace(gateway_service, "url_of", lambda listener: "http://gateway")
+        replace(gateway_service, "make_server", VirtualServer)
+        replace(gateway_service, "make_operator_server", VirtualServer)
+        replace(gateway_service, "load_codec", _load_codec)
+        replace(routes, "written", _written)
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            sys.setswitchinterval(interval_s)
+            if was_on:
+                gc.enable()
+
+
+def _clocks(world: World) -> tuple[Callable[[], float], Callable[[], float]]:
+    """Of whoever runs."""
+
+    def monotonic_s() -> float:
+        strand = world.strand
+        return world.now_s if strand is None else world.now_s + strand.process.clock_ahead_s
+
+    def unix_s() -> float:
+        strand = world.strand
+        return world.now_s if strand is None else strand.process.unix_s()
+
+    return monotonic_s, unix_s
+
+
+def _in_time(world: World, run: Any) -> Any:
+    """A copy takes a while, and others do something meanwhile."""
+
+    def slowly(self: Any, **options: Any) -> Any:
+        threads.sleep(world.random.choice(_COPY_S))
+        return run(self, **options)
+
+    return slowly
+
+
+def _with_sleep(init: Any) -> Any:
+    """A simulated engine's steps pass on the world's time."""
+
+    def made(self: Any, **options: Any) -> None:
+        init(self, **{"sleep": threads.sleep, **options})
+
+    return made
+
+
+def _express(config: Any, name: str, counters: Any) -> Express:
+    connection = ExpressSocket(threads.strand().process, name)
+    return Express(connection, config, config.max_payload_bytes, counters)  # type: ignore[arg-type]
+
+
+_written = cache(written)
+"""What the API is takes a tenth of a second to write."""
+
+
+def _load_codec(model: str) -> Codec:
+    """Reading it takes a second: once is enough."""
+    if model not in _codecs:
+        _codecs[model] = load_codec(model)
+    return _codecs[model]

@@ -1,0 +1,283 @@
+"""What a seed means: the stack's shape, the questions of its clients, and what goes wrong when."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from tests.simulation.bus import Noise
+from tests.simulation.clients import Question
+from tests.simulation.disk import Trouble
+from tests.simulation.fleet import Fleet, Shape
+from tests.simulation.skew import from_the_future
+from tests.simulation.world import Process
+
+QUESTIONS_BEGIN_S = 0.8
+TROUBLE_ENDS_S = 6.0
+"""From then on nothing goes wrong any more, but what lasts."""
+_BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something goes wrong at `at_s`, with `target` (a process, or nothing), for `for_s`."""
+
+    at_s: float
+    kind: str
+    target: str = ""
+    for_s: float = 0.0
+    amount: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.at_s:.3f} {self.kind} {self.target} for {self.for_s:.3f} s ({self.amount:.3f})"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All of one run."""
+
+    seed: int
+    shape: Shape
+    questions: tuple[Question, ...]
+    faults: tuple[Fault, ...] = field(default=())
+
+    @classmethod
+    def of(cls, seed: int) -> "Schedule":
+        chance = random.Random(f"schedule {seed}")
+        shape = _shape(chance)
+        return cls(seed, shape, _questions(chance, shape), _faults(chance, shape))
+
+
+def _shape(chance: random.Random) -> Shape:
+    is_moving = chance.random() < 0.5
+    blocks = chance.choice((20, 28, 40, 64))
+    cache: dict[str, Any] = {
+        "eviction": chance.choice(("frequent", "lru", "fifo", "random")),
+        "host_blocks": chance.choice((8, 16, 64)),
+        "audit_rate": 0.0,
+    }
+    if chance.random() < 0.4:
+        cache |= {"disk_mb": 1, "disk_path": "/tmp/kvasir-simulation"}
+    return Shape(
+        gateways=chance.choice((1, 2, 2)),
+        schedulers=chance.choice((1, 1, 2)),
+        workers=chance.choice((2, 2, 3)),
+        settings={
+            "worker": {"kv_blocks": blocks, "prefix_cache": cache, "gateway_timeout_s": 4.0},
+            "scheduler": {
+                "gateway_timeout_s": 4.0,
+                "lease_ttl_s": 1.0,
+                "token_budget": chance.choice((64, 128, 512)),
+                "policy": chance.choice(("kvasir", "kvasir", "kvasir", "vllm", "orca", "fastgen", "srtf")),
+            },
+            "placement": {
+                "policy": chance.choice(
+                    ("mell", "mell_eager", "load_balance")
+                    if is_moving
+                    else ("best_fit", "worst_fit", "prefix_aware")
+                ),
+                "roles": "both" if is_moving else chance.choice(("both", "both", "adaptive")),
+            },
+        },
+    )
+
+
+def _questions(chance: random.Random, shape: Shape) -> tuple[Question, ...]:
+    most_tokens = shape.settings["worker"]["kv_blocks"] * _BLOCK_TOKENS - 80
+    common = [tuple(chance.randrange(300, 3000) for _ in range(200)) for _ in range(2)]
+    questions = []
+    for number in range(chance.randint(2, 7)):
+        beginning = chance.choice(common)[: chance.choice((0, 16, 48, 100, 200))]
+        own = tuple(chance.randrange(300, 3000) for _ in range(chance.randint(1, 60)))
+        prompt = (beginning + own)[:most_tokens]
+        at_s = QUESTIONS_BEGIN_S + chance.random() * 2.5
+        is_named = chance.random() < 0.4
+        questions.append(
+            Question(
+                at_s=at_s,
+                seed=chance.randrange(200),
+                prompt=prompt,
+                max_tokens=chance.choice((1, 4, 12, 30, 60)),
+                n=chance.choice((1, 1, 1, 2)),
+                is_streamed=chance.random() < 0.8,
+                name=f"question-{number}" if is_named else "",
+                leaves_after=chance.randint(1, 6) if chance.random() < 0.1 else None,
+            )
+        )
+    return tuple(questions)
+
+
+_KINDS = (
+    *("kill",) * 5,
+    *("freeze",) * 3,
+    *("cut",) * 3,
+    *("reset",) * 2,
+    *("noise",) * 4,
+    *("slow",) * 2,
+    *("skew",) * 2,
+    *("disk corrupt",) * 2,
+    *("wall clock",) * 2,
+    *("leap",) * 2,
+    "terminate",
+    "part",
+    "bus down",
+    "slow all",
+    "disk full",
+    "disk fails",
+)
+
+
+def _faults(chance: random.Random, shape: Shape) -> tuple[Fault, ...]:
+    names = shape.names
+    faults = []
+    for _ in range(chance.choice((0, 1, 1, 2, 2, 3, 4, 6))):
+        kind = chance.choice(_KINDS)
+        at_s = QUESTIONS_BEGIN_S - 0.5 + chance.random() * 4.0
+        target = chance.choice(names)
+        if kind.startswith("disk"):
+            target = f"worker-{chance.randrange(shape.workers)}"
+        most_s = TROUBLE_ENDS_S - at_s
+        for_s = min(most_s, chance.choice((0.05, 0.3, 1.0, 3.0, 6.0)) * (0.5 + chance.random()))
+        amount = chance.choice((0.01, 0.05, 0.2))
+        faults.append(Fault(at_s, kind, target, for_s, amount))
+    return tuple(sorted(faults, key=lambda fault: fault.at_s))
+
+
+# --- carrying them out
+
+
+def arrange(fleet: Fleet, faults: Sequence[Fault]) -> None:
+    """They will happen."""
+    for fault in faults:
+        fleet.world.after(fault.at_s, partial(_begin, fleet, fault))
+
+
+def _begin(fleet: Fleet, fault: Fault) -> None:
+    fleet.world.note("fault", fault)
+    _CARRIED_OUT[fault.kind](fleet, fault)
+
+
+def _on(act: Callable[[Fleet, Fault, Process], object]) -> Callable[[Fleet, Fault], None]:
+    """With its target, if that lives."""
+
+    def carry_out(fleet: Fleet, fault: Fault) -> None:
+        process = fleet.present.get(fault.target)
+        if process is not None and process.alive:
+            act(fleet, fault, process)
+
+    return carry_out
+
+
+def _kill(fleet: Fleet, fault: Fault, process: Process) -> None:
+    process.kill()
+    fleet.world.after(min(fault.for_s, 2.0) + 0.1, partial(fleet.start, fault.target))
+
+
+def _terminate(fleet: Fleet, fault: Fault, process: Process) -> None:
+    process.on_death.append(lambda: fleet.world.after(0.2, partial(fleet.start, fault.target)))
+    process.terminate()
+    fleet.world.after(10.0, process.kill)
+
+
+def _cut(fleet: Fleet, fault: Fault, process: Process) -> None:
+    for connection in fleet.server.all:
+        if connection.process is process:
+            connection.cut(fault.for_s)
+    fleet.sockets.cut_until_s[process.name] = fleet.world.now_s + fault.for_s
+
+
+def _part(fleet: Fleet, fault: Fault) -> None:
+    """Every second process, from all others."""
+    for at, name in enumerate(fleet.shape.names):
+        process = fleet.present.get(name)
+        if at % 2 and process is not None and process.alive:
+            _cut(fleet, fault, process)
+
+
+def _reset(fleet: Fleet, fault: Fault, process: Process) -> None:
+    for connection in list(fleet.server.all):
+        if connection.process is process:
+            connection.break_off(back_after_s=fault.for_s / 4)
+
+
+def _noise(fleet: Fleet, fault: Fault) -> None:
+    kind = fleet.world.random.choice(("loss", "twice", "overtaken", "delay", "all"))
+    amount = fault.amount
+    noise = Noise(
+        loss=amount if kind in ("loss", "all") else 0.0,
+        twice=amount if kind in ("twice", "all") else 0.0,
+        overtaken=amount if kind in ("overtaken", "all") else 0.0,
+        delay_s=amount if kind in ("delay", "all") else 0.0,
+    )
+    fleet.server.noise = noise
+
+    def end() -> None:
+        if fleet.server.noise is noise:
+            fleet.server.noise = Noise()
+
+    fleet.world.after(fault.for_s, end)
+
+
+def _slow(fleet: Fleet, fault: Fault, process: Process) -> None:
+    process.slowness = 1 + 100 * fault.amount
+
+    def end() -> None:
+        process.slowness = 1.0
+
+    fleet.world.after(fault.for_s, end)
+
+
+def _slow_all(fleet: Fleet, fault: Fault) -> None:
+    for process in list(fleet.present.values()):
+        _slow(fleet, fault, process)
+
+
+def _wall_clock(fleet: Fleet, fault: Fault, process: Process) -> None:
+    process.wall_ahead_s += fleet.world.random.choice((-86_400.0, -5.0, 5.0, 86_400.0))
+
+
+def _leap(fleet: Fleet, fault: Fault, process: Process) -> None:
+    """Its monotonic clock, as where a machine has slept."""
+    process.clock_ahead_s += fleet.world.random.choice((0.5, 3.0, 30.0))
+
+
+def _disk(fleet: Fleet, fault: Fault) -> None:
+    trouble = {
+        "disk full": Trouble(is_full=True),
+        "disk corrupt": Trouble(corrupts=fault.amount),
+        "disk fails": Trouble(fails=fault.amount),
+    }[fault.kind]
+    fleet.disks.trouble[fault.target] = trouble
+
+    def end() -> None:
+        if fleet.disks.trouble.get(fault.target) is trouble:
+            del fleet.disks.trouble[fault.target]
+
+    fleet.world.after(fault.for_s, end)
+
+
+def _skew(fleet: Fleet, fault: Fault) -> None:
+    """That one speaks a later version: its messages have fields that nobody knows."""
+    newer = fault.target
+    fleet.server.rewrite = lambda sender, data: from_the_future(data) if sender == newer else data
+
+
+_CARRIED_OUT: dict[str, Callable[[Fleet, Fault], None]] = {
+    "kill": _on(_kill),
+    "terminate": _on(_terminate),
+    "freeze": _on(lambda fleet, fault, process: process.freeze(fault.for_s)),
+    "cut": _on(_cut),
+    "part": _part,
+    "reset": _on(_reset),
+    "bus down": lambda fleet, fault: fleet.server.restart(min(fault.for_s, 2.0)),
+    "noise": _noise,
+    "slow": _on(_slow),
+    "slow all": _slow_all,
+    "wall clock": _on(_wall_clock),
+    "leap": _on(_leap),
+    "disk full": _disk,
+    "disk corrupt": _disk,
+    "disk fails": _disk,
+    "skew": _skew,
+}
