@@ -8,7 +8,8 @@ what all predictions are wrong by is in both, and cancels.
   tenants of its class as much as turns give them meanwhile, by weight, and no more than they have; of better
   classes all; of worse ones nothing. Who floods sees a long wait, and the others do not.
 - The rate is what ended, for each second in which somebody waited, by worker. Of a fleet that was never full
-  nothing was measured: then a worker does a second's work in a second.
+  nothing was measured: then a worker does a second's work in a second. While nobody waits, what was measured
+  is forgotten: a stall of an hour ago refuses nobody now.
 
     two workers, 40 s of work wait, all of one tenant → its next one waits 20 s; another's first one, of 2 s,
     waits for no more than 2 s of that work: 1 s
@@ -68,6 +69,7 @@ class DrainRate:
         ended_s, self._ended_s = self._ended_s, 0.0
         if not is_waited or workers == 0:
             self._since_s, self._is_open = None, False
+            self._forget(passed_s)
             return
         if self._since_s is None:
             self._since_s = now_s
@@ -84,6 +86,13 @@ class DrainRate:
             self._full_s = self._counted_s = self._counted_s * kept + added_s
             self._done_s = self._done_s * kept + ended_s
             self._quiet_s = 0.0
+
+    def _forget(self, passed_s: float) -> None:
+        """Nobody waits: what was measured goes back to what is taken of a fleet that was never full."""
+        kept = exp(-passed_s / _MEMORY_S)
+        self._done_s = _PRIOR_S + (self._done_s - _PRIOR_S) * kept
+        self._full_s = _PRIOR_S + (self._full_s - _PRIOR_S) * kept
+        self._counted_s = _PRIOR_S + (self._counted_s - _PRIOR_S) * kept
 
 
 @dataclass(slots=True, eq=False)

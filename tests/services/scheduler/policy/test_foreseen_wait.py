@@ -141,6 +141,27 @@ def test_a_fleet_that_is_not_full_teaches_nothing() -> None:
     assert rate.per_worker == 1.0
 
 
+def test_a_stall_is_forgotten_while_nobody_waits() -> None:
+    """It refused for ever after: a rate was kept until workers were full again, and ended something."""
+    rate, now_s = DrainRate(), 0.0
+
+    def pass_s(seconds: float, *, is_waited: bool) -> None:
+        nonlocal now_s
+        until_s = now_s + seconds
+        while now_s < until_s:
+            now_s += 0.5
+            rate.on_tick(now_s, 4, is_waited=is_waited)
+
+    pass_s(2.0, is_waited=True)
+    rate.end(1.0)
+    pass_s(80.0, is_waited=True)
+    rate.end(1.0)
+    pass_s(0.5, is_waited=True)
+    assert rate.per_worker < 0.05
+    pass_s(300.0, is_waited=False)
+    assert rate.per_worker == pytest.approx(1.0, abs=0.05)
+
+
 @given(
     steps=st.lists(
         st.tuples(st.floats(0.0, 1e4), st.floats(0.0, 1e3), st.integers(0, 64), st.booleans()), max_size=60
