@@ -43,7 +43,7 @@ class RunningStack:
         if not any(setting.startswith("worker.kv_b") for setting in settings):
             settings = (*settings, "worker.kv_blocks=1024")  # the same on all, whatever else has memory here
         if not any(setting.startswith("scheduler.refuse_wait_s") for setting in settings):
-            settings = (*settings, "scheduler.refuse_wait_s=0")  # a slow machine foresees waits that are refused
+            settings = (*settings, "scheduler.refuse_wait_s=0")  # slow machines foresee long waits
         for setting in settings:
             words += ["--set", setting]
         done = self.command("up", *words)
