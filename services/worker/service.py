@@ -75,7 +75,8 @@ _LOG_FOREIGN_S = 5.0
 
 _log = get_logger("worker")
 _foreign = counter(
-    "kvasir_worker_foreign_commands_total", "Commands about sequences that are not their sender's; ignored"
+    "kvasir_worker_foreign_commands_total",
+    "Commands about sequences that are not their sender's, or with tokens that no model has; ignored",
 )
 
 
@@ -206,12 +207,12 @@ class Worker:
         self._door.post(self._entitled(lambda core, now_s: core.on_acknowledge(acknowledged, now_s)))
 
     def _entitled(self, command: Command) -> Command:
-        """The command; ignored and counted where its sequence is none of its sender's affair."""
+        """The command; ignored and counted where its sequence is not its sender's affair, or it cannot be."""
 
         def obey(core: StepCore, now_s: float) -> StepEffects:
             try:
                 return command(core, now_s)
-            except ForeignSequence as error:
+            except (ForeignSequence, InvalidRequest) as error:
                 self._foreign_commands += 1
                 _foreign.inc()
                 if now_s - self._logged_foreign_s > _LOG_FOREIGN_S:

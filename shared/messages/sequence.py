@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from hashlib import blake2b
+from itertools import chain
 
 from shared.messages.base import Message
 from shared.messages.values import (
@@ -118,6 +119,13 @@ class Sampling(Message, frozen=True, kw_only=True):
     @property
     def forced_tokens(self) -> int:
         return len(self.forced) // TOKEN_BYTES
+
+    @property
+    def highest_token(self) -> int:
+        """Of those that the model has to have: whatever is forced, biased, allowed or forbidden. -1: none."""
+        words = chain.from_iterable(self.bad_words)
+        biased = (token for token, _ in self.logit_bias)
+        return max(chain(unpack_tokens(self.forced), biased, self.allowed_token_ids, words), default=-1)
 
 
 class ServiceClass(StrEnum):

@@ -16,6 +16,7 @@ from services.worker.core.sampling import FAILED, KV_LOST, Sampled
 from services.worker.core.sequence import HeldSequence
 from services.worker.kv.core.block_table import block_table
 from services.worker.kv.core.borrowed_pool import ExtendedPool, Pool
+from shared.errors import InvalidRequest
 from shared.liveness import AwakeTime, Liveness
 from shared.messages.plans import (
     BatchPlan,
@@ -28,6 +29,7 @@ from shared.messages.plans import (
 )
 from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, SequenceSpec, proof_of
+from shared.messages.tokens import ExtendSequence
 from shared.tombstones import Tombstones
 
 MAX_SEQUENCES = 8192
@@ -90,6 +92,13 @@ class SequenceTable:
         held = self._held.get(ref.key)
         if held is not None and not is_heir(heir_key, held.heir_digest):
             check_owner(sender, ref, held.gateway_id)
+
+    def add_late(self, extend: ExtendSequence) -> None:
+        """Tokens that a sequence was started without. Raises InvalidRequest for those that no model has."""
+        vocabulary = self._limits.vocabulary
+        if max(extend.tokens, default=0) >= vocabulary:
+            raise InvalidRequest(f"{extend.ref} is sent tokens that are not among the model's {vocabulary}")
+        self.late.add(extend.sender, extend.ref, extend.first_index, extend.tokens)
 
     def take_ended(self) -> list[HeldSequence]:
         """Sequences that ended, or were taken away, since the last call."""
@@ -465,7 +474,8 @@ class SequenceTable:
 
     def _computable(self, sequence: HeldSequence) -> bool:
         inside = 0 < sequence.prompt_tokens < self._limits.max_context_tokens
-        return inside and max(sequence.tokens) < self._limits.vocabulary
+        highest = max(max(sequence.tokens, default=-1), sequence.sampling.highest_token)
+        return inside and highest < self._limits.vocabulary
 
     def _make_room(self) -> bool:
         """Below the bound, if need be by forgetting the oldest end."""

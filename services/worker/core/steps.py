@@ -105,8 +105,9 @@ class StepCore:
         return fetched(self._table.find(fetch.ref), fetch.first_index)
 
     def on_extend(self, extend: ExtendSequence) -> StepEffects:
+        """Raises ForeignSequence, or InvalidRequest for tokens that the model has not."""
         self._table.check_owner(extend.ref, extend.sender)
-        self._table.late.add(extend.sender, extend.ref, extend.first_index, extend.tokens)
+        self._table.add_late(extend)
         return StepEffects()
 
     def on_gateway(self, reported: GatewayReported, now_s: float) -> StepEffects:

@@ -55,6 +55,10 @@ class RankedPolicy(MaximumPolicy):
         super().on_short(key, missing_tokens, now_s)
         self._sort_running()
 
+    def on_prefix_hit(self, key: SequenceKey, cached_tokens: int, now_s: float) -> None:
+        super().on_prefix_hit(key, cached_tokens, now_s)
+        self._sort_running()
+
     def _choose(self, batch: BatchBuilder) -> list[Job]:
         """Who is in the batch, by rank, as many as it holds. Makes room for the first that starts."""
         limit = self._settings.max_batch_sequences

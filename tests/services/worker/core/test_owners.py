@@ -12,7 +12,7 @@ from services.worker.core.sampling import Sampled
 from services.worker.core.sequences import SequenceTable
 from services.worker.core.steps import StepCore
 from services.worker.kv.core.block_pool import BlockPool
-from shared.errors import ForeignSequence
+from shared.errors import ForeignSequence, InvalidRequest
 from shared.messages.commands import CancelSequence
 from shared.messages.plans import SkipReason
 from shared.messages.reports import GatewayReported, SequenceReport, SequenceState
@@ -175,6 +175,17 @@ def test_tokens_that_another_gateway_sends_ahead_of_a_start_are_not_joined() -> 
     desk.core.on_extend(ExtendSequence(ref=ref("s"), sender=OTHER, first_index=0, tokens=(66, 67)))
     desk.start(spec(ref("s"), PROMPT, open_tokens=2))
     assert 66 not in (desk.tokens(ref("s")) or ())
+
+
+def test_late_tokens_that_the_model_has_not_are_refused_before_they_are_joined() -> None:
+    """Keeps one from failing the step of all that run beside it."""
+    desk = Desk()
+    with pytest.raises(InvalidRequest, match="not among the model's"):
+        desk.core.on_extend(
+            ExtendSequence(ref=ref(), sender="gateway-0", first_index=0, tokens=(10, LIMITS.vocabulary))
+        )
+    desk.start(spec(ref(), PROMPT, open_tokens=2))
+    assert 10 not in (desk.tokens(ref()) or ())
 
 
 def test_what_is_not_held_is_nobody_s() -> None:

@@ -1,6 +1,7 @@
 """By which rules the items of a plan apply, a sequence moves and tells of itself, and late tokens join it."""
 
 from itertools import product
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,7 +18,7 @@ from services.worker.kv.core.borrowed_pool import ExtendedPool
 from shared.errors import InternalError
 from shared.messages.plans import Decode, PrefillChunk, ShortStart, SkipReason
 from shared.messages.reports import SequenceState
-from shared.messages.sequence import FinishReason, SequenceRef, SequenceSpec
+from shared.messages.sequence import FinishReason, SequenceRef, SequenceSpec, pack_tokens
 from shared.messages.tokens import TokenLogprobs
 from tests.services.worker.builders import LIMITS
 from tests.shared.messages.builders import BLOCK_TOKENS, decode, plan, prefill, ref, spec
@@ -192,6 +193,25 @@ def test_a_start_that_leaves_nothing_to_compute_ends_at_once(
 ) -> None:
     assert start(table, source) == []
     assert [held.finish_reason for held in table.take_ended()] == [reason]
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"forced": pack_tokens([5, 100])},
+        {"logit_bias": ((5, 1.0), (100, 1.0))},
+        {"allowed_token_ids": (5, 100)},
+        {"bad_words": ((5,), (5, 100))},
+    ],
+)
+def test_wishes_for_tokens_that_the_model_has_not_end_at_once(
+    table: SequenceTable, wish: dict[str, Any]
+) -> None:
+    """Keeps one from failing the step of all that run beside it."""
+    source = spec(ref(), PROMPT)
+    source = msgspec.structs.replace(source, sampling=msgspec.structs.replace(source.sampling, **wish))
+    assert start(table, source) == []
+    assert [held.finish_reason for held in table.take_ended()] == [FinishReason.ERROR]
 
 
 def test_sequences_of_an_earlier_incarnation_of_their_gateway_go(table: SequenceTable) -> None:

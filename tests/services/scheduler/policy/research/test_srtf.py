@@ -60,3 +60,13 @@ def test_a_new_prediction_reorders_those_that_wait() -> None:
     bench.arrive("d", 8, 30, 40, 30)
     bench.finish()
     assert [key[0] for key in bench.started] == ["a", "c", "d", "b"], "b counts as its limit of 40"
+
+
+def test_a_prompt_that_is_found_stored_comes_nearer() -> None:
+    """Keeps the order of those that run from being that of before the hit."""
+    bench = rig(SrtfPolicy, PolicySettings(max_batch_sequences=2, token_budget=8, max_steps=1), lag=0)
+    bench.stored = lambda job: 8 if job.task.prompt_tokens == 39 else 0
+    bench.arrive("a", 1, 7, 7, 7)
+    bench.turn()
+    bench.arrive("b", 39, 1, 1, 1)
+    bench.finish()
