@@ -107,7 +107,9 @@ class NoisyStack:
         noise = Noise(seed, await self._pools(target))
         reply = self.nats.new_inbox()
         for number in range(messages):
-            await self.nats.publish(target.subject, noise.payload(target.message), reply=reply)
+            payload = noise.payload(target.message)
+            if len(payload) <= self.nats.max_payload:
+                await self.nats.publish(target.subject, payload, reply=reply)
             if number % 20 == 19:
                 await self.nats.flush()
                 await asyncio.sleep(0.005)
