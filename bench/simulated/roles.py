@@ -43,6 +43,9 @@ _MACHINE = Machine(capacity_blocks=1750)
 _LEAST_LEVEL = 0.05
 """Below, service levels are not compared: nothing is served in time."""
 
+Cell = tuple[str, int, float]
+"""Trace, workers, load."""
+
 
 @dataclass(frozen=True, slots=True)
 class Roles:
@@ -64,7 +67,7 @@ class Roles:
         return f"{self.workers - self.decoders}+{self.decoders}" if self.decoders else "both"
 
     @property
-    def cell(self) -> tuple[str, int, float]:
+    def cell(self) -> Cell:
         return (self.source.name, self.workers, self.load)
 
 
@@ -144,6 +147,7 @@ def _simulated(context: Context) -> Outcome:
     names = LONG_PROMPTS[:1] if context.quick else TRACES
     counts = flags.workers or ([4] if context.quick else [4, 8, 16])
     duration_s = flags.duration or (40.0 if context.quick else 120.0)
+    seeds = range(context.seed, context.seed + (flags.seeds or (1 if context.quick else 3)))
     runs: list[Roles] = []
     for name in names:
         source = Source(name, find(WORKLOADS[name].file))
@@ -154,16 +158,19 @@ def _simulated(context: Context) -> Outcome:
             for load in LOADS[-1:] if context.quick else LOADS:
                 rate = load * knee * count
                 runs += [
-                    Roles(source, count, decoders, load, rate, level, duration_s, context.seed)
+                    Roles(source, count, decoders, load, rate, level, duration_s, seed)
                     for decoders in sides
+                    for seed in seeds
                 ]
     with context.progress("roles", len(runs)) as bar:
         answers = sweep(
             serve, runs, processes=flags.processes, on_result=lambda done, _: bar.advance(now=done.side)
         )
     rows: list[Sequence[object]] = []
-    found: dict[tuple[str, int, float], dict[str, dict[str, float]]] = {}
-    for one, answer in zip(runs, answers, strict=True):
+    found: dict[Cell, dict[str, dict[str, float]]] = {}
+    of_seeds = [answers[at : at + len(seeds)] for at in range(0, len(answers), len(seeds))]
+    for one, each in zip(runs[:: len(seeds)], of_seeds, strict=True):
+        answer = {key: fmean(run[key] for run in each) for key in each[0]}
         found.setdefault(one.cell, {})[one.side] = answer
         rows.append((*one.cell, one.side, *(f"{answer[key]:.3g}" for key in _SHOWN.values())))
         context.record(
@@ -171,15 +178,18 @@ def _simulated(context: Context) -> Outcome:
             "roles.jsonl",
         )
     table = Table("roles (simulated)", ("trace", "workers", "load", "roles", *_SHOWN), rows)
-    notes = [f"policy kvasir, histogram; {duration_s:g} s of arrivals after {WARM_S:g} s, or longer"]
+    notes = [
+        f"policy kvasir, histogram; {duration_s:g} s of arrivals after {WARM_S:g} s, or longer; "
+        f"means of seeds {list(seeds)}"
+    ]
     return Outcome(_figures(found), 0, [table], notes, simulated=True)
 
 
-def _figures(found: dict[tuple[str, int, float], dict[str, dict[str, float]]]) -> dict[str, float]:
+def _figures(found: dict[Cell, dict[str, dict[str, float]]]) -> dict[str, float]:
     """Of adaptive over `both`: the mean where prompts are long and load is high, and the worst anywhere."""
     long = [cell for cell in found if cell[0] in LONG_PROMPTS and cell[2] == LONG_LOAD]
 
-    def ratio(cell: tuple[str, int, float], name: str, side: str = "adaptive") -> float:
+    def ratio(cell: Cell, name: str, side: str = "adaptive") -> float:
         ours, theirs = found[cell][side][name], found[cell]["both"][name]
         if name == "slo":
             ours, theirs = max(ours, _LEAST_LEVEL), max(theirs, _LEAST_LEVEL)
