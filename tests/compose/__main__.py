@@ -142,16 +142,20 @@ async def check_gateway_kill(project: Project, key: str) -> None:
     first = Target(project.port, "tiny_chat", key)
     other = Target(project.port_1, "tiny_chat", key)
     bodies = [
-        {"prompt": prompt, "max_tokens": TOKENS * 3, "ignore_eos": True, "temperature": 0.8, "seed": number}
+        {"prompt": prompt, "max_tokens": TOKENS * 12, "ignore_eos": True, "temperature": 0.8, "seed": number}
         for number, prompt in enumerate(ASKED[:STREAMS])
     ]
     undisturbed = await asyncio.gather(*(complete(other, body, _ANSWER_S) for body in bodies))
     assert all(answer.ok for answer in undisturbed), [answer.error for answer in undisturbed]
 
+    broken: list[int] = []
+
     async def moved(number: int, body: dict[str, Any]) -> Answered:
         name = f"compose-{project.name}-{number}"
         answer = await complete(dataclasses.replace(first, idempotency_key=name), body, _ANSWER_S)
-        assert not answer.ok, "it was over before the gateway was killed"
+        if answer.ok:
+            return answer
+        broken.append(number)
         return await insist(other, body, name, _ANSWER_S)
 
     asked = [asyncio.create_task(moved(number, body)) for number, body in enumerate(bodies)]
@@ -159,7 +163,8 @@ async def check_gateway_kill(project: Project, key: str) -> None:
     await asyncio.to_thread(docker, "kill", project.container(project.gateway))
     answers = await asyncio.gather(*asked)
     assert [answer.text for answer in answers] == [answer.text for answer in undisturbed]
-    say(f"{project.gateway} killed; {len(answers)} answers go on at {project.gateways[1]}, unchanged")
+    assert len(broken) >= STREAMS // 2, "most were over before the gateway was killed"
+    say(f"{project.gateway} killed; {len(broken)} answers go on at {project.gateways[1]}, unchanged")
     project.run("up", "--detach")
     project.until_healthy(*project.gateways)
 
