@@ -9,7 +9,7 @@ mid-prompt, or one for answers in mid-answer.
 import asyncio
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -116,9 +116,9 @@ class Watch:
     moves: list[SequenceMoved] = field(default_factory=list)
     steps_s: list[float] = field(default_factory=list)
     """Of steps that only wrote answers."""
-    _awaited: str = ""
+    _awaited: Collection[str] = ()
     _prompts: bool = False
-    _found: asyncio.Event = field(default_factory=asyncio.Event)
+    _found: asyncio.Future[str] | None = None
 
     def on_moved(self, moved: SequenceMoved) -> None:
         self.moves.append(moved)
@@ -127,14 +127,14 @@ class Watch:
         if event.decoded_tokens and not event.prefilled_tokens and event.step_s:
             self.steps_s.append(event.step_s)
         does = event.prefilled_tokens if self._prompts else event.decoded_tokens
-        if event.worker_id == self._awaited and does:
-            self._found.set()
+        if self._found and not self._found.done() and event.worker_id in self._awaited and does:
+            self._found.set_result(event.worker_id)
 
-    async def until_busy(self, worker: str, role: Role) -> None:
-        """Until it next computes a prompt, or writes an answer."""
-        self._awaited, self._prompts = worker, role is Role.PREFILL
-        self._found.clear()
-        await self._found.wait()
+    async def until_busy(self, workers: Collection[str], role: Role) -> str:
+        """The first of them that computes a prompt from now on, or writes an answer."""
+        self._awaited, self._prompts = workers, role is Role.PREFILL
+        self._found = asyncio.get_running_loop().create_future()
+        return await self._found
 
     @property
     def done(self) -> list[SequenceMoved]:
@@ -275,10 +275,10 @@ async def _killed(
     """The answers, and whether any was without a first token when a worker for prompts died, or had some
     and not all when one for answers did."""
     rows = stack.details("hand_overs")["workers"]
-    victim = dice.choice([row["worker"] for row in rows if row["role"] == role])
+    candidates = [row["worker"] for row in rows if row["role"] == role]
     asking = asyncio.create_task(complete_all(stack.target, bodies, _DEADLINE_S))
     async with asyncio.timeout(_DEADLINE_S):
-        await watch.until_busy(victim, role)
+        victim = await watch.until_busy(candidates, role)
         await asyncio.sleep(dice.uniform(0.0, _KILL_WITHIN_S))
         at_s = time.perf_counter()
         stack.process(victim).send_signal(signal.SIGKILL)
