@@ -19,6 +19,7 @@ from shared.log import canonical, get_logger
 
 GRACE_S = 0.15
 _MOST_KNOWN = 4096
+_MOST_SERVERS = 64
 _MOST_DIGITS = 19
 """Of an incarnation: it is below 2^62."""
 _log = get_logger("bus")
@@ -56,10 +57,18 @@ class BusClient(msgspec.Struct, frozen=True):
         return instance, int(incarnation)
 
 
+class BusServer(msgspec.Struct, frozen=True):
+    """Who announces. A server that was started again has its name, and another id."""
+
+    name: str = ""
+    id: str = ""
+
+
 class BusAdvisory(msgspec.Struct, frozen=True):
     """That a connection began, or ended. JSON."""
 
     client: BusClient
+    server: BusServer = BusServer()
 
 
 class Departures:
@@ -73,6 +82,8 @@ class Departures:
     def __init__(self) -> None:
         self._connections: OrderedDict[Start, set[int]] = OrderedDict()
         """Of starts that are there, as far as was heard."""
+        self._servers: OrderedDict[str, str] = OrderedDict()
+        """The id under which each was last heard of."""
         self._leaving: dict[Start, asyncio.TimerHandle] = {}
         self._gone: OrderedDict[Start, None] = OrderedDict()
         self._watchers: list[OnGone] = []
@@ -86,6 +97,7 @@ class Departures:
         return (instance, incarnation) in self._gone
 
     def on_connected(self, event: BusAdvisory) -> None:
+        self._meet(event.server)
         start = event.client.start
         if start is None:
             return
@@ -98,6 +110,7 @@ class Departures:
             leaving.cancel()
 
     def on_disconnected(self, event: BusAdvisory) -> None:
+        self._meet(event.server)
         start = event.client.start
         if start is None:
             return
@@ -107,6 +120,15 @@ class Departures:
             return
         self._connections.pop(start, None)
         self._leaving[start] = asyncio.get_running_loop().call_later(GRACE_S, self._on_left, start)
+
+    def _meet(self, server: BusServer) -> None:
+        """One that was started again has told nobody which connections ended with it: none of those count."""
+        before = self._servers.setdefault(server.name, server.id)
+        self._servers[server.name] = server.id
+        if len(self._servers) > _MOST_SERVERS:
+            self._servers.popitem(last=False)
+        if before != server.id:
+            self._connections.clear()
 
     def close(self) -> None:
         """Nobody is called any more."""

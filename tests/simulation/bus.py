@@ -58,6 +58,8 @@ class Server:
         self.buckets: dict[str, Bucket] = {}
         self._revisions = count(1)
         self._ids = count(1)
+        self.starts = 0
+        """So often it was started again. One that dies tells nobody which connections end with it."""
         self._interests: list[Interest] = []
         self._routes: dict[str, list[Interest]] = {}
         self.rewrite: Callable[[str, bytes], bytes] = lambda sender, data: data
@@ -88,8 +90,10 @@ class Server:
         self._announce(subjects.BUS_DISCONNECTED, connection)
 
     def _announce(self, subject: str, connection: "Connection") -> None:
-        client = {"id": connection.id, "user": connection.user, "name": connection.name}
-        self.route(subject, json.dumps({"client": client}).encode())
+        if self.is_up:
+            server = {"name": "kvasir", "id": f"N{self.starts}"}
+            client = {"id": connection.id, "user": connection.user, "name": connection.name}
+            self.route(subject, json.dumps({"server": server, "client": client}).encode())
 
     def add(self, interest: Interest) -> None:
         if interest.connection.id in self.connections:
@@ -167,6 +171,7 @@ class Server:
     def restart(self, down_s: float) -> None:
         """All connections break, and come back."""
         self.is_up = False
+        self.starts += 1
         for connection in list(self.connections.values()):
             connection.break_off(back_after_s=down_s)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shared.bus import Bus
-from shared.bus.departures import GRACE_S, BusAdvisory, BusClient, Departures, connection_name
+from shared.bus.departures import GRACE_S, BusAdvisory, BusClient, BusServer, Departures, connection_name
 from tests.patience import PATIENCE_S
 from tests.services.stack.secured import secured_server
 
@@ -37,8 +37,8 @@ class Heard:
         self.is_told.set()
 
 
-def event(number: int, name: str = "worker-0/7", user: str = "worker-0") -> BusAdvisory:
-    return BusAdvisory(BusClient(number, user, name))
+def event(number: int, name: str = "worker-0/7", user: str = "worker-0", server: str = "A") -> BusAdvisory:
+    return BusAdvisory(BusClient(number, user, name), BusServer("kvasir", server))
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
@@ -91,6 +91,19 @@ async def test_who_is_back_in_time_has_not_left() -> None:
     assert heard.gone == [("worker-0", 7)] and departures.is_gone("worker-0", 7)
     departures.on_connected(event(3))
     assert not departures.is_gone("worker-0", 7)
+
+
+async def test_connections_of_a_server_that_was_killed_are_over() -> None:
+    """It tells nobody of them. Keeps deaths from being known by silence only, once it was started again."""
+    departures, heard = Departures(), Heard()
+    departures.watch(heard)
+    departures.on_connected(event(5, server="A"))
+    departures.on_connected(event(5, "worker-1/8", "worker-1", server="A"))
+    departures.on_connected(event(3, server="B"))
+    departures.on_disconnected(event(3, server="B"))
+    departures.on_disconnected(event(4, "worker-1/8", "worker-1", server="B"))
+    await asyncio.sleep(2 * GRACE_S)
+    assert heard.gone == [("worker-0", 7), ("worker-1", 8)]
 
 
 async def test_a_connection_that_is_nobodys_says_nothing() -> None:
