@@ -55,8 +55,8 @@ class UsageProfile:
         block_tokens: int,
         kv_tokens: int | None = None,
     ) -> None:
-        """`growing`: (tokens now, tokens at the end, blocks held) of each that runs. `kv_tokens`: of the whole
-        worker, where buckets are to be as short as that makes them (`bucket_tokens`)."""
+        """`growing`: (tokens now, tokens at the end, blocks held) of each that runs. `kv_tokens`: of the
+        whole worker, where buckets are to be as short as that makes them (`bucket_tokens`)."""
         self._kv_tokens = kv_tokens
         self._bucket_tokens = BUCKET_TOKENS
         self._block_tokens = block_tokens
