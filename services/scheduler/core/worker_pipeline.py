@@ -355,8 +355,8 @@ class WorkerPipeline:
     def _project(self, batch: PlannedBatch, now_s: float) -> None:
         """The phases that the plan brings about; of decodes: `_decodes`."""
         self._last_batch = batch
-        for item in chain(batch.preemptions, batch.prefills):
-            self._decoding.pop(item.key, None)
+        for key in chain((item.key for item in batch.preemptions), (item.key for item in batch.prefills)):
+            self._decoding.pop(key, None)
         for sequence in self._own(item.key for item in batch.preemptions):
             sequence.move_to(Phase.WAITING)
             self.note_waiting(sequence)

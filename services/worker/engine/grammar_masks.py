@@ -136,7 +136,7 @@ class GrammarMasks:
         return masks
 
     def _takes_long(self, point: SamplePoint) -> bool:
-        """As long as many masks: a look for closing, or all tokens of an answer that goes on from elsewhere."""
+        """As long as many masks: a look for closing, or every token of an answer that was elsewhere."""
         left_tokens = _limit(point) - point.index
         may_be_looked_at = left_tokens <= _FAR_TOKENS and left_tokens % _OFTEN == 0
         answer = self._answers.get(id(point.tokens))
