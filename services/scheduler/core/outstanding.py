@@ -43,7 +43,7 @@ class SentPlan:
 
     def decoded_tokens(self, ref: SequenceRef) -> int:
         """Of one that decodes in it."""
-        return self.steps_done - self.passed.get(ref, 0)
+        return self.steps_done - self.passed.get(ref, 0) if self.passed else self.steps_done
 
     @property
     def can_be_cut(self) -> bool:

@@ -44,6 +44,8 @@ class Shadow:
     """Not looked at before."""
     renewed_s: float = 0.0
     """When the keeper last heard of it."""
+    is_stuck: bool = False
+    """The last order brought nothing of what is missing."""
 
 
 @dataclass(slots=True)
@@ -132,9 +134,9 @@ class Shadowing:
             self.done += 1
             self.fetched_bytes += pulled.fetched_bytes
             has_more = pulled.fetched_blocks > 0 or pulled.held_tokens > shadow.held_tokens
-            is_stuck = order.blocks > 0 and not has_more
+            shadow.is_stuck = order.blocks > 0 and not has_more
             shadow.held_tokens, shadow.renewed_s = pulled.held_tokens, now_s
-            shadow.next_s = now_s + (self._rules.aside_s if is_stuck else self._rules.interval_s)
+            shadow.next_s = now_s + (self._rules.aside_s if shadow.is_stuck else self._rules.interval_s)
         return []
 
     def expire(self, now_s: float) -> None:
@@ -223,24 +225,30 @@ class Shadowing:
         missing_tokens: int,
         now_s: float,
     ) -> Order | None:
-        """None where no keeper can take it now; of `others` one can, if it has none."""
+        """None where no keeper can take it now; of `others` one can, if it has none, or one that is full."""
         shadow = self._shadow_of(sequence, source)
-        if shadow is not None:
-            keeper = self._roster.pipelines[shadow.keeper]
-            can_go = self._is_open(source.worker_id, shadow.keeper, now_s)
-            is_sane = can_keep(source, keeper.report, sequence.limit_tokens)
-            if not can_go or not is_sane or not is_worth(missing_tokens, source, keeper.report):
-                return None
-            name = shadow.keeper
-        else:
-            chosen = choose_keeper(listed.computed_tokens, sequence.limit_tokens, source, others)
-            if chosen is None:
-                return None
-            incarnation = self._roster.pipelines[chosen].report.incarnation
-            self._shadows[sequence.key] = Shadow(chosen, incarnation)
-            name = chosen
-        blocks = missing_tokens // source.block_tokens
-        return Order(sequence.ref, source.worker_id, source.incarnation, name, blocks, now_s)
+        whole_blocks = listed.computed_tokens // source.block_tokens
+        blocks, able = missing_tokens // source.block_tokens, others
+        if shadow is not None and self._is_full(shadow):
+            able = [one for one in others if one.shadow_room_blocks >= whole_blocks]
+        if shadow is None or able is not others:
+            chosen = choose_keeper(listed.computed_tokens, sequence.limit_tokens, source, able)
+            if chosen is not None:
+                incarnation = self._roster.pipelines[chosen].report.incarnation
+                shadow = self._shadows[sequence.key] = Shadow(chosen, incarnation)
+                blocks = whole_blocks
+        if shadow is None:
+            return None
+        keeper = self._roster.pipelines[shadow.keeper]
+        can_go = self._is_open(source.worker_id, shadow.keeper, now_s)
+        is_sane = can_keep(source, keeper.report, sequence.limit_tokens)
+        if not can_go or not is_sane or not is_worth(blocks * source.block_tokens, source, keeper.report):
+            return None
+        return Order(sequence.ref, source.worker_id, source.incarnation, shadow.keeper, blocks, now_s)
+
+    def _is_full(self, shadow: Shadow) -> bool:
+        """Whether its keeper has no room for what is missing, as it says."""
+        return shadow.is_stuck and not self._roster.pipelines[shadow.keeper].report.shadow_room_blocks
 
     def _others(self, source: WorkerReported, at: int, now_s: float) -> list[WorkerReported]:
         """Who could keep something now: of the few that do for this one, the ring's `at`."""

@@ -147,6 +147,8 @@ class WorkerPipeline:
     _drops: dict[SequenceRef, None] = field(default_factory=dict, init=False)
     _lingering: dict[SequenceKey, tuple[SequenceRef, float]] = field(default_factory=dict, init=False)
     """Attempts that were replaced and run on until then: their readers change over meanwhile."""
+    _decoding: dict[SequenceKey, SequenceRef] = field(default_factory=dict, init=False)
+    """Those that decode here, by the last plan they were in: of these a plan has nothing to look up."""
     _urgent: bool = field(default=False, init=False)
     _midway: bool = field(default=False, init=False)
     _smooth_reports: int = field(default=0, init=False)
@@ -187,6 +189,7 @@ class WorkerPipeline:
         self._plan_seq = self._smooth_reports = 0
         self._drops.clear()
         self._lingering.clear()
+        self._decoding.clear()
         self.strangers.clear()
         self.feed.leave(self.worker_id)
         self.unready[self.worker_id] = None
@@ -223,6 +226,7 @@ class WorkerPipeline:
         """`answer_tokens`: of an answer that ended by itself."""
         if self.policy is not None:
             self.policy.on_ended(key, now_s, answer_tokens)
+            self._decoding.pop(key, None)
             self.feed.discard(self.worker_id, key)
             self.touch()
 
@@ -351,6 +355,8 @@ class WorkerPipeline:
     def _project(self, batch: PlannedBatch, now_s: float) -> None:
         """The phases that the plan brings about; of decodes: `_decodes`."""
         self._last_batch = batch
+        for key in chain((item.key for item in batch.preemptions), (item.key for item in batch.prefills)):
+            self._decoding.pop(key, None)
         for sequence in self._own(item.key for item in batch.preemptions):
             sequence.move_to(Phase.WAITING)
             self.note_waiting(sequence)
@@ -361,20 +367,21 @@ class WorkerPipeline:
 
     def _decodes(self, batch: PlannedBatch) -> list[Decode]:
         """As the worker is told them; from now on they decode. Most did before."""
-        decodes = []
-        lingering, sequences, decoding = self._lingering, self.sequences, Phase.DECODING
-        for item in batch.decodes:
-            key = item.key
-            if lingering and key in lingering:
-                ref = lingering[key][0]
-            else:
-                sequence = sequences[key]
-                ref = sequence.ref
-                if sequence.phase is not decoding:
-                    sequence.move_to(decoding)
-                    self.feed.discard(self.worker_id, key)
-            decodes.append(Decode(ref=ref, allocated_blocks=item.allocated_blocks))
-        return decodes
+        known = self._decoding
+        return [
+            Decode(ref=known.get(item.key) or self._decode(item.key), allocated_blocks=item.allocated_blocks)
+            for item in batch.decodes
+        ]
+
+    def _decode(self, key: SequenceKey) -> SequenceRef:
+        """It decodes from now on."""
+        if not self._lingering or key not in self._lingering:
+            sequence = self.sequences[key]
+            if sequence.phase is not Phase.DECODING:
+                sequence.move_to(Phase.DECODING)
+                self.feed.discard(self.worker_id, key)
+        ref = self._decoding[key] = self._ref(key)
+        return ref
 
     def on_stepped(self, event: WorkerStepped, now_s: float) -> Trouble | None:
         """A report of this incarnation; its ends have been taken note of before."""
@@ -403,11 +410,17 @@ class WorkerPipeline:
         replaced meanwhile."""
         if sent.steps_done >= sent.batch.steps and not sent.passed:
             return
+        known = {} if self._lingering else self._decoding
         for item, planned in zip(sent.batch.decodes, sent.plan.decodes, strict=True):
-            missing = item.tokens - min(item.tokens, sent.decoded_tokens(planned.ref))
-            sequence = self.sequences.get(item.key)
-            if missing and sequence is not None and sequence.ref == planned.ref:
-                policy.on_short(item.key, missing, now_s)
+            key, ref = item.key, planned.ref
+            missing = item.tokens - sent.decoded_tokens(ref)
+            if missing > 0 and (known.get(key) is ref or self._is_current(ref)):
+                policy.on_short(key, missing, now_s)
+
+    def _is_current(self, ref: SequenceRef) -> bool:
+        """Whether that is the attempt which counts."""
+        sequence = self.sequences.get(ref.key)
+        return sequence is not None and sequence.ref == ref
 
     def _is_over(self, ref: SequenceRef) -> bool:
         sequence = self.sequences.get(ref.key)
@@ -444,6 +457,9 @@ class WorkerPipeline:
         assert len(self._outstanding) <= MAX_OUTSTANDING_PLANS + 1
         assert (self.policy is not None) == (self.sync is Sync.IN_STEP)
         assert (self.refusal is not None) == (self.sync is Sync.REFUSED)
+        for key, ref in self._decoding.items():
+            assert self._ref(key) == ref, "another attempt decodes"
+            assert key in self._lingering or self.sequences[key].phase is Phase.DECODING
         if self.policy is not None:
             self.policy.check_integrity()
 

@@ -193,9 +193,16 @@ class JobTable:
                 complete.append(job)
             job.generated_tokens += tokens
             computed_tokens = job.computed_tokens = job.computed_tokens + tokens
-            if computed_tokens > job.held_blocks * size:
-                self.hold(job, -(-computed_tokens // size))
-            planned.append(PlannedDecode(key, tokens, job.held_blocks))
+            held_blocks = job.held_blocks
+            if computed_tokens > held_blocks * size:  # As `hold` does it.
+                blocks = -(-computed_tokens // size)
+                self.held_blocks += blocks - held_blocks
+                job.held_blocks = held_blocks = blocks
+                own_blocks = blocks - job.hosted_blocks
+                if own_blocks > job.own_blocks:
+                    self.own_blocks += own_blocks - job.own_blocks
+                    job.own_blocks = own_blocks
+            planned.append(PlannedDecode(key, tokens, held_blocks))
         return planned, complete
 
     def take_back(self, job: Job, missing_tokens: int) -> None:

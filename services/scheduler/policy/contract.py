@@ -101,6 +101,11 @@ def level_of(priority: int) -> int:
     return (priority + _LEVEL // 2) // _LEVEL
 
 
+def least_priority(level: int) -> int:
+    """The lowest `Task.priority` of that level: from here on `level_of` is no less."""
+    return level * _LEVEL - _LEVEL // 2
+
+
 def turn_at(priority: int, counter_s: float) -> int:
     """A `Task.priority` of the same class where several tenants wait: whose turn it was when he was served so
     much comes first, whatever requests ask for."""

@@ -16,9 +16,9 @@ end in.
 Source: algorithms.md §1 (Beyond the paper).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from heapq import merge
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from services.scheduler.policy.batch_builder import BatchBuilder, Job, JobStage
@@ -28,11 +28,12 @@ from services.scheduler.policy.contract import (
     PolicySettings,
     QueueOrder,
     WorkerShape,
+    least_priority,
     level_of,
 )
 from services.scheduler.policy.lengths import Calibration, LengthEstimates
 from services.scheduler.policy.options import two_queue_options
-from services.scheduler.policy.profile import UsageProfile, bucket_tokens
+from services.scheduler.policy.profile import UsageProfile
 from services.scheduler.policy.two_queues import TwoQueuePolicy
 from services.scheduler.policy.waiting_queue import PassingBudget, WaitingQueue
 from shared.messages.sequence import SequenceKey, ServiceClass
@@ -45,6 +46,7 @@ OPTIONS = ("default_tokens", "length", "pad", "passing_share", "reserve_ratio", 
 _UNSEEN_S = 0.02
 """So long those that wait may have to do without room that an unexpected end has left."""
 _SHEDDABLE = CLASS_LEVELS[ServiceClass.SHEDDABLE]
+_SHEDDABLE_PRIORITY = least_priority(_SHEDDABLE)
 _LEFT_SHARE = 0.25
 """Of a decoding step's time: so much longer it may become by prompts of sheddable ones, beside others."""
 _PASSED_OVER = 16
@@ -123,7 +125,9 @@ class KvasirPolicy(TwoQueuePolicy):
         job = self._next_prompt()
         if job is None or _level(job) >= _SHEDDABLE:
             return
-        victims = [one for one in self._victims() if _level(one) >= _SHEDDABLE and one.held_blocks]
+        victims = [
+            one for one in self._victims() if one.task.priority >= _SHEDDABLE_PRIORITY and one.held_blocks
+        ]
         if not victims:
             return
         self._estimate_rest(job)
@@ -166,13 +170,16 @@ class KvasirPolicy(TwoQueuePolicy):
         """A token for each that decodes, as long as there are places. Most need nothing for theirs: of those
         it costs little to see, as it is done for all of them in each plan."""
         most, size, decoding = self._most_running(), self._table.block_tokens, JobStage.DECODING
-        for job in list(self._running.values()):
-            if job.stage is not decoding or len(batch.decodes) >= most:
+        decodes, added = batch.decodes, 0
+        for key, job in list(self._running.items()):
+            if job.stage is not decoding or len(decodes) >= most:
                 continue
             held_blocks, computed_tokens = job.held_blocks, job.computed_tokens
             has_room = held_blocks == job.own_blocks and computed_tokens < held_blocks * size
             if (has_room and computed_tokens < job.end_tokens) or self._secure(batch, job, now_s):
-                batch.add_decode(job)
+                decodes[key] = job
+                added += 1
+        batch.budget_tokens -= added
 
     def _secure(self, batch: BatchBuilder, job: Job, now_s: float) -> bool:
         """A block for the next token, if need be of those with the most left to do."""
@@ -241,8 +248,8 @@ class KvasirPolicy(TwoQueuePolicy):
         self._running[job.task.key] = job
         job.end_tokens = max(job.end_tokens, job.computed_tokens + 1)
 
-    def _room_tokens(self, job: Job) -> int:
-        return max(1, job.end_tokens - job.computed_tokens)
+    def _rooms(self, jobs: Iterable[Job]) -> Iterator[int]:
+        return (job.end_tokens - job.computed_tokens for job in jobs)
 
     def _steps_beside_waiting(self) -> int:
         """Whoever waits has just been found not to fit beside what runs. Short steps in which nobody is
@@ -254,18 +261,18 @@ class KvasirPolicy(TwoQueuePolicy):
     def _usage(self) -> UsageProfile:
         """As of this plan. One that prefills counts as if that were over."""
         if self._profile is None:
-            jobs = [*self._running.values(), *self._partial.values(), *self._complete.values()]
+            table, prefilling = self._table, JobStage.PREFILLING
             growing = []
-            for job in jobs:
-                now, ends = job.computed_tokens, job.end_tokens
-                if job.is_prompt:
+            constant = table.held_blocks
+            for job in chain(self._running.values(), self._partial.values(), self._complete.values()):
+                now, ends, held_blocks = job.computed_tokens, job.end_tokens, job.held_blocks
+                if job.stage is prefilling:
                     now, ends = job.prefill_tokens, job.prefill_tokens + job.rest_tokens
-                growing.append((now, max(now, ends), job.held_blocks))
-            constant = self._table.held_blocks - sum(item[2] for item in growing)
-            limit = self._table.capacity_blocks - self._reserve_blocks
-            rests = [ends - now for now, ends, _ in growing]
-            bucket = bucket_tokens(rests, self._table.capacity_blocks * self._table.block_tokens)
-            self._profile = UsageProfile(growing, constant, limit, self._table.block_tokens, bucket)
+                growing.append((now, ends if ends > now else now, held_blocks))
+                constant -= held_blocks
+            limit = table.capacity_blocks - self._reserve_blocks
+            kv_tokens = table.capacity_blocks * table.block_tokens
+            self._profile = UsageProfile(growing, constant, limit, table.block_tokens, kv_tokens)
         return self._profile
 
     def _go_on(self, batch: BatchBuilder, job: Job, now_s: float) -> None:

@@ -53,16 +53,21 @@ class UsageProfile:
         constant_blocks: int,
         limit_blocks: int,
         block_tokens: int,
-        bucket: int = BUCKET_TOKENS,
+        kv_tokens: int | None = None,
     ) -> None:
-        """`growing`: (tokens now, tokens at the end, blocks held) of each that runs. `bucket`: tokens."""
-        self._bucket_tokens = bucket
+        """`growing`: (tokens now, tokens at the end, blocks held) of each that runs. `kv_tokens`: of the
+        whole worker, where buckets are to be as short as that makes them (`bucket_tokens`)."""
+        self._kv_tokens = kv_tokens
+        self._bucket_tokens = BUCKET_TOKENS
         self._block_tokens = block_tokens
         self._limit_blocks = limit_blocks
         self._growing = growing
         self._constant_blocks = constant_blocks
-        self._ceiling_blocks = constant_blocks + sum(self._most(end, held) for _, end, held in growing)
+        self._ceiling_blocks = constant_blocks
         """All at their ends, together."""
+        for _, end, held in growing:
+            blocks = -(-end // block_tokens)
+            self._ceiling_blocks += blocks if blocks > held else held
         self._started: list[tuple[int, int, int]] | None = []
         """Those that the arrays have not; None once there are arrays."""
         self._peak_blocks = constant_blocks
@@ -77,6 +82,8 @@ class UsageProfile:
         if self._started is None:
             return
         started, self._started = self._started, None
+        if self._kv_tokens is not None:
+            self._bucket_tokens = bucket_tokens([end - now for now, end, _ in self._growing], self._kv_tokens)
         self._usage = np.full(1, self._constant_blocks, dtype=np.int64)
         if self._growing:
             table: Any = np.array(self._growing, dtype=np.int64)

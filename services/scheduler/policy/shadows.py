@@ -25,9 +25,10 @@ def recompute_s(tokens: int, report: WorkerReported) -> float:
 
 
 def is_worth(missing_tokens: int, source: WorkerReported, keeper: WorkerReported) -> bool:
-    """Whether these come to `keeper` sooner than it would compute them."""
+    """Whether these come to `keeper` sooner than it would compute them; to hear that none are missing costs
+    nothing."""
     bytes_per_s = keeper.link_bytes_per_s.get(source.worker_id)
-    if bytes_per_s is None:
+    if bytes_per_s is None or not missing_tokens:
         return True
     size_bytes = missing_tokens / source.block_tokens * source.kv_block_bytes
     return bytes_per_s > 0 and size_bytes / bytes_per_s < recompute_s(missing_tokens, keeper)

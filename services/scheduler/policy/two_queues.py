@@ -16,6 +16,7 @@ Source: papers/003 §3.2.1 (two queues); algorithms.md §1 (liveness).
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from math import ceil
 
@@ -219,14 +220,17 @@ class TwoQueuePolicy(ABC):
         self._complete[job.task.key] = job
 
     def _take_out(self, job: Job) -> None:
-        """From where it stands; its blocks are untouched."""
+        """From where it stands; its blocks are untouched. Most of those that are asked for run."""
+        key = job.task.key
+        if self._running.pop(key, None) is not None:
+            return
         if job in self._prompts:
             self._prompts.remove(job)
         elif job in self._ready:
             self._ready.remove(job)
         else:
-            for place in (self._partial, self._oversized, self._running, self._complete):
-                place.pop(job.task.key, None)
+            for place in (self._partial, self._oversized, self._complete):
+                place.pop(key, None)
 
     def _pause(self, job: Job, now_s: float) -> None:
         """Keeps its KV, gives back the rest, and asks how long it will go on."""
@@ -316,9 +320,9 @@ class TwoQueuePolicy(ABC):
         if steps <= 1:
             return 1
         most = 0
-        for job in batch.decodes.values():
+        jobs = batch.decodes.values()
+        for job, room in zip(jobs, self._rooms(jobs), strict=True):
             missing = job.task.max_tokens - job.generated_tokens
-            room = self._room_tokens(job)
             if missing > most:
                 most = missing
             if room < missing:
@@ -333,9 +337,10 @@ class TwoQueuePolicy(ABC):
         """How far a plan may reach while prompts wait that did not fit."""
         return 1
 
-    def _room_tokens(self, job: Job) -> int:
-        """Tokens until it has to ask for blocks."""
-        return job.reserved_blocks * self._table.block_tokens - job.computed_tokens
+    def _rooms(self, jobs: Iterable[Job]) -> Iterator[int]:
+        """Of each: tokens until it has to ask for blocks, or is looked at again."""
+        size = self._table.block_tokens
+        return (job.reserved_blocks * size - job.computed_tokens for job in jobs)
 
     # Where nothing moves
 

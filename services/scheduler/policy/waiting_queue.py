@@ -184,7 +184,10 @@ class WaitingQueue:
         return chain.from_iterable(list(self._levels.values()))
 
     def first(self) -> Job | None:
-        return next((line.first() for line in self.classes() if len(line)), None)
+        if not self._jobs:
+            return None
+        level: tuple[Line[Job], ...] = self._levels.peekitem(0)[1]
+        return next(line.first() for line in level if len(line))
 
     def oldest(self) -> Job | None:
         """Who came first."""

@@ -131,9 +131,16 @@ class GrammarMasks:
         wanted = [points[row] for row in rows]
         words_per_row = words_of(self._vocabulary.result(_DEADLINE_S)[0].vocabulary)
         masks = RowMasks(rows, words_per_row, lambda at, words: self._find(wanted[at], words))
-        if len(rows) * self._row_s > _WORTH_S or any(map(_may_be_looked_at, wanted)):
+        if len(rows) * self._row_s > _WORTH_S or any(map(self._takes_long, wanted)):
             self._wanted.put(masks)
         return masks
+
+    def _takes_long(self, point: SamplePoint) -> bool:
+        """As long as many masks: a look for closing, or every token of an answer that was elsewhere."""
+        left_tokens = _limit(point) - point.index
+        may_be_looked_at = left_tokens <= _FAR_TOKENS and left_tokens % _OFTEN == 0
+        answer = self._answers.get(id(point.tokens))
+        return may_be_looked_at or (point.index > 0 and (answer is None or answer.tokens is not point.tokens))
 
     def close(self) -> None:
         """Both threads end."""
@@ -229,12 +236,6 @@ class GrammarMasks:
 def _limit(point: SamplePoint) -> int:
     """The longest answer, in tokens."""
     return point.sampling.max_tokens - point.sampling.forced_tokens
-
-
-def _may_be_looked_at(point: SamplePoint) -> bool:
-    """For closing, which takes as long as many masks."""
-    left_tokens = _limit(point) - point.index
-    return left_tokens <= _FAR_TOKENS and left_tokens % _OFTEN == 0
 
 
 def _vocabulary(grammars: Grammars) -> tuple[Grammars, Closer]:

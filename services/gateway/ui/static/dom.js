@@ -15,11 +15,15 @@ export function element(tag, { text, title, className, onClick } = {}, ...childr
 /** Sets text only where it changed, so that selections and readers are left alone. */
 export function say(node, text) { if (node.textContent !== text) node.textContent = text; }
 
-export const percent = (share) => `${Math.round(share * 100)} %`;
-export const count = (number) => (number >= 1e6 ? `${(number / 1e6).toFixed(1)}M` : number >= 1e4 ? `${Math.round(number / 1e3)}k` : String(Math.round(number)));
-export const seconds = (length) => (length < 0.001 ? "0 ms" : length < 1 ? `${Math.round(length * 1000)} ms` : length < 100 ? `${length.toFixed(1)} s` : `${Math.round(length)} s`);
+/** For what a service of another release does not say. */
+export const UNKNOWN = "–";
+const known = (write) => (number) => (Number.isFinite(number) ? write(number) : UNKNOWN);
+export const percent = known((share) => `${Math.round(share * 100)} %`);
+export const count = known((number) => (number >= 1e6 ? `${(number / 1e6).toFixed(1)}M` : number >= 1e4 ? `${Math.round(number / 1e3)}k` : String(Math.round(number))));
+export const seconds = known((length) => (length < 0.001 ? "0 ms" : length < 1 ? `${Math.round(length * 1000)} ms` : length < 100 ? `${length.toFixed(1)} s` : `${Math.round(length)} s`));
+export const tenths = known((number) => number.toFixed(1));
 export const clock = (unix) => new Date(unix * 1000).toLocaleTimeString([], { hour12: false });
-export const short = (id) => (id.length > 14 ? `${id.slice(0, 12)}…` : id);
+export const short = (id) => (!id ? UNKNOWN : id.length > 14 ? `${id.slice(0, 12)}…` : id);
 
 /** Rows of a table body, made anew; a sentence where there are none. */
 export function rows(body, items, make, empty) {
@@ -31,5 +35,5 @@ export function rows(body, items, make, empty) {
     return;
   }
   body.replaceChildren(...items.map((item, index) => element("tr", {}, ...make(item, index).map((cell) =>
-    cell instanceof Node ? element("td", {}, cell) : element("td", { text: String(cell) })))));
+    cell instanceof Node ? element("td", {}, cell) : element("td", { text: String(cell ?? UNKNOWN) })))));
 }

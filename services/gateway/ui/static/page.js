@@ -3,7 +3,7 @@
 import { Charts } from "/ui/charts.js";
 import { showDebts } from "/ui/debts.js";
 import { Details } from "/ui/details.js";
-import { byId, count, element, percent, rows, say, seconds, short } from "/ui/dom.js";
+import { byId, count, element, percent, rows, say, seconds, short, tenths } from "/ui/dom.js";
 import { showEvents } from "/ui/events.js";
 import { follow } from "/ui/stream.js";
 import { Traffic } from "/ui/traffic.js";
@@ -71,18 +71,20 @@ function requestButton(id) {
   return element("button", { text: short(id), title: id, onClick: () => details.request(id) });
 }
 
+const held = (row) => (row.waiting ?? 0) + (row.running ?? 0);
+
 function show(picture) {
   const point = charts.points.at(-1);
   [...byId("tiles").children].forEach((tile, index) => say(tile.firstElementChild, TILES[index][1](picture, point)));
   grid.show(picture.workers);
   const queue = picture.queue ?? [];
   say(byId("queue-note"), picture.fleet.queued ? `${picture.fleet.queued} wait, in the order in which they go (${picture.fleet.policy})` : "");
-  rows(byId("queue-rows"), queue, (row, index) => [index + 1, requestButton(row.request), short(row.tenant || "–"), row.prompt_tokens,
+  rows(byId("queue-rows"), queue, (row, index) => [index + 1, requestButton(row.request), short(row.tenant), row.prompt_tokens,
     row.predicted_tokens, seconds(row.waited_s), row.worker || "any"], "nobody waits");
-  const tenants = [...(picture.tenants ?? [])].sort((a, b) => b.waiting + b.running - a.waiting - a.running);
+  const tenants = [...(picture.tenants ?? [])].sort((a, b) => held(b) - held(a));
   say(byId("tenants-note"), tenants.length > MOST_TENANTS ? `the busiest ${MOST_TENANTS} of ${tenants.length}` : "tokens since this scheduler took over");
   rows(byId("tenant-rows"), tenants.slice(0, MOST_TENANTS), (row) => [row.tenant, row.waiting, row.running, row.sequences,
-    count(row.computed_tokens + row.cached_tokens), count(row.cached_tokens), count(row.generated_tokens), row.charged_s.toFixed(1)], "nobody was served yet");
+    count(row.computed_tokens + row.cached_tokens), count(row.cached_tokens), count(row.generated_tokens), tenths(row.charged_s)], "nobody was served yet");
   say(byId("requests-note"), picture.open_requests > picture.requests.length ? `the latest ${picture.requests.length} of ${picture.open_requests}` : "");
   rows(byId("request-rows"), picture.requests, (row) => [requestButton(row.id), row.worker ?? "queued",
     row.prompt_tokens, `${row.tokens}/${row.max_tokens}`, seconds(row.age_s)], "none; send one below");

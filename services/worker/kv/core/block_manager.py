@@ -350,6 +350,8 @@ class Inventory:
             self._saved.add(node)
         else:
             self._saved.discard(node)
+        if node.is_shadow:
+            self.shadows.rank(node)
 
     def _count(self, node: Node, by: int) -> None:
         """It enters, or leaves, the sums of those that may go."""

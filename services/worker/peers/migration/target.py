@@ -15,7 +15,7 @@ import numpy as np
 
 from services.worker.kv.tiers.checksums import CRC, Checksums
 from services.worker.kv.tiers.host import HostTier
-from services.worker.kv.tiers.records import Records
+from services.worker.kv.tiers.records import RecordRow, Records
 from services.worker.kv.tiers.throttle import Throttle
 from services.worker.kv.transfers import TransferEngine
 from services.worker.peers.engine_calls import CacheDoor
@@ -45,6 +45,17 @@ class _Way:
     """When nothing could be fetched."""
     rests_until_s: float = float("-inf")
     """Nothing that nobody waits for before: it has had its share of the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """Verified blocks that follow `parent`, in scratch memory, and the places they are to go to: theirs until
+    they are stored, or given back."""
+
+    parent: BlockHash | None
+    names: Sequence[BlockHash] = ()
+    rows: Sequence[RecordRow] = ()
+    places: Sequence[int] = ()
 
 
 class Target:
@@ -108,7 +119,8 @@ class Target:
         began_s = now_s = self._clock()
         known = held = await self._device.known(names)
         while held < len(names) and now_s - began_s < order.valid_for_s:
-            count = await self._fetch(order.source, way, names, held, self._device)
+            arrived = await self._fetch(order.source, way, names, held, self._device)
+            count = await self._store(arrived, self._device)
             now_s, held = self._clock(), held + count
             if not count:
                 break
@@ -124,12 +136,13 @@ class Target:
         while held < len(names) and await self._has_turn(way, until_s):
             try:
                 asked_s = self._clock()
-                count = await self._fetch(order.source, way, names, held, shelf)
+                arrived = await self._fetch(order.source, way, names, held, shelf)
             finally:
                 way.lock.release()
             took_s = self._clock() - asked_s
-            busy_s, held = busy_s + took_s, held + count
             way.rests_until_s = asked_s + took_s / self._config.shadow_link_share
+            count = await self._store(arrived, shelf)  # It may wait for the disk: without the link.
+            busy_s, held = busy_s + took_s, held + count
             if not count:
                 break
             self.shadowed_blocks += count
@@ -210,36 +223,53 @@ class Target:
 
     async def _fetch(
         self, source: str, way: _Way, names: Sequence[BlockHash], held: int, shelf: Shelf
-    ) -> int:
-        """How many more of `names`, after the first `held`, are there now. Raises KvasirError when the link
-        fails."""
+    ) -> _Arrived:
+        """The next of `names`, after the first `held`: for `_store`. KvasirError when the link fails."""
         link = await self._linked(source, way)
         parent = names[held - 1] if held else None
         batch = names[held : held + shelf.batch_blocks]
         places = await shelf.make_room(len(batch), names[:held])
         if not places:
-            return 0
-        batch = batch[: len(places)]
-        receiving = asyncio.ensure_future(asyncio.to_thread(self._receive, link, batch, places, shelf))
-        count = 0
+            return _Arrived(parent)
+        receiving = asyncio.ensure_future(
+            asyncio.to_thread(self._receive, link, batch[: len(places)], is_shadow=shelf is self._host)
+        )
         try:
-            count = await asyncio.shield(receiving)
-        except asyncio.CancelledError:
-            link.close()  # nothing is written once the thread has noticed
-            receiving.add_done_callback(lambda late: _give_back(late, places, shelf))
-            raise
-        except BaseException:
+            rows = await asyncio.shield(receiving)
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError):
+                link.close()  # It is in the middle of an answer.
+                receiving.add_done_callback(_forget)
             shelf.take_in(places, (), parent)
             raise
-        self.fetched_blocks += count
-        return await asyncio.wrap_future(shelf.take_in(places, batch[:count], parent))
+        return _Arrived(parent, batch[: len(rows)], rows, places)
 
-    def _receive(
-        self, link: PeerLink, names: Sequence[BlockHash], places: Sequence[int], shelf: Shelf
-    ) -> int:
-        """On a thread of its own: into scratch memory, then, verified, into `places`."""
+    async def _store(self, arrived: _Arrived, shelf: Shelf) -> int:
+        """How many of these blocks are there now. Raises KvasirError when they cannot be written."""
+        parent, names, rows, places = arrived.parent, arrived.names, arrived.rows, arrived.places
+        if not places:
+            return 0
+        count = 0
+        if rows:
+            within_s = self._config.answer_s
+            writing = asyncio.ensure_future(
+                asyncio.to_thread(shelf.write, rows, places[: len(rows)], names, within_s)
+            )
+            try:
+                count = await asyncio.shield(writing)
+            except asyncio.CancelledError:
+                writing.add_done_callback(lambda late: _give_back(late, places, shelf))
+                raise
+            except BaseException:
+                shelf.take_in(places, (), parent)
+                raise
+        self.fetched_blocks += count
+        return await asyncio.wrap_future(shelf.take_in(places, names[:count], parent))
+
+    def _receive(self, link: PeerLink, names: Sequence[BlockHash], *, is_shadow: bool) -> list[RecordRow]:
+        """On a thread of its own: into scratch memory, the first of them that are verified."""
         rows = np.empty((len(names), self._records.record_bytes), dtype=np.uint8)
-        wanted = Wanted(self._fingerprint, tuple(names), is_shadow=shelf is self._host)
+        wanted = Wanted(self._fingerprint, tuple(names), is_shadow=is_shadow)
         into = [bytes_of(row) for row in rows]
         header = msgspec.msgpack.encode(wanted)
         answer = link.ask(BLOCKS, header, into=into, deadline_s=self._config.answer_s)
@@ -253,7 +283,12 @@ class Target:
                 self.refused_blocks += answer.buffers - good
                 break
             good += 1
-        return shelf.write(list(rows[:good]), places[:good], names[:good], self._config.answer_s)
+        return list(rows[:good])
+
+
+def _forget(late: "asyncio.Future[list[RecordRow]]") -> None:
+    if not late.cancelled():
+        late.exception()
 
 
 def _give_back(late: "asyncio.Future[int]", places: Sequence[int], shelf: Shelf) -> None:

@@ -14,6 +14,7 @@ from services.scheduler.core.shadowing import Shadowing
 from services.scheduler.core.worker_pipeline import Sync
 from shared.messages.moves import BlocksPulled, PullBlocks
 from shared.messages.reports import SequenceState
+from shared.messages.sequence import SequenceRef
 from tests.services.scheduler.core.builders import sequence
 from tests.services.scheduler.world import SMALL, small_world
 from tests.shared.messages.builders import sequence_report, worker_report
@@ -157,22 +158,23 @@ def test_one_order_at_a_time_from_each_and_the_longest_first() -> None:
 class Fleet:
     """Workers with one long sequence each, and whatever is ordered from them."""
 
-    def __init__(self, workers: int, room_blocks: int) -> None:
+    def __init__(self, workers: int, room_blocks: int, **says: Any) -> None:
         self.now_s = 0.0
         running = [sequence(f"r{number}", generated=1) for number in range(workers)]
         pipelines: dict[str, Any] = {}
         for number, one in enumerate(running):
             one.worker_id = name = f"worker-{number}"
-            says = sequence_report(one.ref, SequenceState.DECODING, computed_tokens=4, generated_tokens=1)
+            listed = sequence_report(one.ref, SequenceState.DECODING, computed_tokens=4, generated_tokens=1)
             report = worker_report(
                 name,
-                sequences=(says,),
+                sequences=(listed,),
                 prefill_tokens_per_s=10.0,
                 fingerprint=b"f" * 16,
                 caches_prefixes=True,
                 kv_block_bytes=1,
                 shadow_room_blocks=room_blocks,
                 block_tokens=1,
+                **says,
             )
             pipelines[name] = SimpleNamespace(worker_id=name, sync=Sync.IN_STEP, report=report)
         by_key = {one.key: one for one in running}
@@ -186,6 +188,20 @@ class Fleet:
         asked = [effect for effect in self.shadowing.on_tick(self.now_s) if isinstance(effect, AskPull)]
         self.shadowing.check_integrity()
         return asked
+
+    def say(self, name: str, **changes: Any) -> None:
+        """In the heartbeats of one worker from now on."""
+        pipeline = self.shadowing._roster.pipelines[name]
+        pipeline.report = msgspec.structs.replace(pipeline.report, **changes)
+
+    def next_order(self, ref: SequenceRef) -> AskPull:
+        """For that sequence; other orders bring all that was missing."""
+        for _ in range(1000):
+            for asked in self.tick():
+                if asked.ref == ref:
+                    return asked
+                self.shadowing.on_pulled(asked.ref, BlocksPulled(held_tokens=4), self.now_s)
+        raise AssertionError("nothing was ordered in 20 s")
 
 
 def test_a_tick_costs_the_same_however_many_workers_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,9 +231,7 @@ def test_a_worker_is_linked_with_few_others() -> None:
     for turn in range(40):
         for name, pipeline in fleet.shadowing._roster.pipelines.items():
             free = 1000 if name == f"worker-{turn}" else 1
-            report = pipeline.report
-            capacity = msgspec.structs.replace(report.capacity, free_blocks=free)
-            pipeline.report = msgspec.structs.replace(report, capacity=capacity)
+            fleet.say(name, capacity=msgspec.structs.replace(pipeline.report.capacity, free_blocks=free))
         for _ in range(20):
             for asked in fleet.tick():
                 keepers.setdefault(asked.order.source, set()).add(asked.worker_id)
@@ -233,3 +247,38 @@ def test_what_the_keeper_has_already_is_no_reason_to_wait() -> None:
     fleet.shadowing.on_pulled(asked.ref, BlocksPulled(held_tokens=3), fleet.now_s)
     again = [one.ref for _ in range(30) for one in fleet.tick()]
     assert asked.ref in again
+
+
+def test_a_keeper_without_room_is_left_for_one_that_has_it() -> None:
+    """It was asked again every 5 s for as long as the sequence ran, while others had room for all of it."""
+    fleet = Fleet(3, room_blocks=0)
+    fleet.say("worker-1", shadow_room_blocks=2)
+    asked = next(one for one in fleet.tick() if one.order.source == "worker-0")
+    for held in (2, 2):
+        assert asked.worker_id == "worker-1"
+        fleet.shadowing.on_pulled(asked.ref, BlocksPulled(held_tokens=held), fleet.now_s)
+        fleet.say("worker-1", shadow_room_blocks=0)
+        asked = fleet.next_order(asked.ref)
+    assert asked.worker_id == "worker-1", "nobody else has room"
+    fleet.shadowing.on_pulled(asked.ref, BlocksPulled(held_tokens=2), fleet.now_s)
+    fleet.say("worker-2", shadow_room_blocks=3)
+    asked = fleet.next_order(asked.ref)
+    assert asked.worker_id == "worker-1", "worker-2 has no room for all of it"
+    fleet.shadowing.on_pulled(asked.ref, BlocksPulled(held_tokens=2), fleet.now_s)
+    fleet.say("worker-2", shadow_room_blocks=4)
+    asked = fleet.next_order(asked.ref)
+    assert asked.worker_id == "worker-2"
+    fleet.shadowing.on_pulled(asked.ref, BlocksPulled(held_tokens=4, fetched_blocks=4), fleet.now_s)
+    assert fleet.next_order(asked.ref).worker_id == "worker-2", "it stays"
+
+
+def test_what_is_whole_is_renewed_over_a_measured_link() -> None:
+    """Nothing came sooner than it would have been computed in no time: where the link had been measured the
+    keeper heard no more of a sequence that stood still, and after 20 s gave its copy away."""
+    links = {f"worker-{number}": 1e9 for number in range(2)}
+    fleet = Fleet(2, room_blocks=10, link_bytes_per_s=links)
+    asked, *_ = fleet.tick()
+    fleet.shadowing.on_pulled(asked.ref, BlocksPulled(held_tokens=4, fetched_blocks=4), fleet.now_s)
+    began_s = fleet.now_s
+    fleet.next_order(asked.ref)
+    assert fleet.now_s - began_s < 6.0

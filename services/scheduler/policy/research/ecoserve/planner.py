@@ -13,7 +13,7 @@ E[RL − g | RL > g], prompts leave room for the head of the generation queue, a
 of the admissions. Source: papers/003 §3.2, §3.3, §3.5 (Algorithm 1).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from itertools import chain, islice
 from typing import Any
@@ -243,9 +243,11 @@ class EcoServeD(TwoQueuePolicy):
             self._table.set_own(job, needed - job.hosted_blocks)
         return self._hosting.vacate(job, needed, lambda guest: self._evict(batch, guest, now_s))
 
-    def _room_tokens(self, job: Job) -> int:
-        arrival_tokens = self._hosting.room_blocks(job) * self._table.block_tokens - job.computed_tokens
-        return self._admission.room_tokens(job) if self.profiled else arrival_tokens
+    def _rooms(self, jobs: Iterable[Job]) -> Iterator[int]:
+        if self.profiled:
+            return map(self._admission.room_tokens, jobs)
+        size, room_blocks = self._table.block_tokens, self._hosting.room_blocks
+        return (room_blocks(job) * size - job.computed_tokens for job in jobs)
 
     def _seat(self, batch: BatchBuilder, job: Job) -> bool:
         """Start a generation if it fits."""

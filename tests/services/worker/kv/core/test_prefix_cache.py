@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.kv.core.radix_tree import Tier
+from services.worker.kv.core.radix_tree import Node, Tier
 from services.worker.kv.core.tier_copier import StoredBlock
 from shared.blocks import BlockHash
-from tests.services.worker.kv.rig import Rig, names_of, tokens_of
+from tests.services.worker.kv.rig import BLOCK_TOKENS, Rig, names_of, tokens_of
 
 TOKENS = st.lists(st.integers(0, 1), min_size=2, max_size=12).map(lambda tokens: tokens_of(*tokens))
 STEP = st.one_of(
@@ -305,7 +305,7 @@ def test_a_shadow_says_nothing_of_how_long_blocks_wait_to_be_used_again(is_lost:
     rig.end_shadows(2)
     assert rig.cache.shadows.blocks == 2
     if is_lost:
-        for shadow in list(rig.cache._books.shadows._renewed_s)[::-1]:
+        for shadow in list(rig.cache._books.shadows._renewed)[::-1]:
             rig.cache._books.remove(shadow, Tier.HOST)
         assert history._ghosts.items() >= {name: ghosts[name] for name in names_of(wanted)}.items()
     rig.serve(wanted)
@@ -337,4 +337,32 @@ def test_a_shadow_that_is_computed_here_is_its_tenants() -> None:
     node = rig.cache._books.tree.find(name)
     assert node is not None and not node.is_shadow and node.tenant == "a"
     rig.cache.release([block])
+    rig.check()
+
+
+def test_who_of_the_shadows_goes_next_is_found_without_a_look_at_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each time all that waited for what hangs on them were looked at: of a long sequence's blocks, which
+    leave the deepest first, half of their number squared."""
+    blocks = 200
+    rig = Rig(4, blocks, 0, "lru", shadows=blocks)
+    first, second = (tokens_of(*range(at, at + blocks * BLOCK_TOKENS)) for at in (0, 1000))
+    rig.shadow(first)
+    rig.end_shadows(blocks)
+    assert rig.cache.shadows.blocks == blocks
+    rig.now_s += 100.0
+    looks = 0
+    is_loose = Node.is_loose
+
+    def counted(node: Node, tier: Tier) -> bool:
+        nonlocal looks
+        looks += 1
+        return is_loose(node, tier)
+
+    monkeypatch.setattr(Node, "is_loose", counted)
+    rig.shadow(second)
+    assert looks < 40 * blocks
+    rig.end_shadows(blocks)
+    assert rig.cache.shadows.blocks == blocks
     rig.check()

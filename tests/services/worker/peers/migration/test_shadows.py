@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Event
+from typing import Any
 
 import msgspec
 import pytest
@@ -138,13 +140,74 @@ async def test_a_shadow_that_fails_says_nothing_of_the_link() -> None:
         assert moved.held_tokens == 16
 
 
+async def test_a_move_waits_for_no_write_of_a_shadow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What had come was written while the link was its own: behind the disk's writes, for up to 5 s."""
+    with two() as (giver, taker):
+        giver.rig.serve([PROMPT])
+        host, may_write, is_writing = taker.target._host, Event(), Event()
+        assert host is not None
+        write = host.write
+
+        def slow(*of: Any) -> int:
+            is_writing.set()
+            assert may_write.wait(20.0)
+            return write(*of)
+
+        monkeypatch.setattr(host, "write", slow)
+        shadow = asyncio.create_task(taker.target.pull(order(PROMPT[:9])))
+        try:
+            assert await asyncio.to_thread(is_writing.wait, 20.0)
+            moving = msgspec.structs.replace(order(PROMPT), is_shadow=False)
+            moved = await asyncio.wait_for(taker.target.pull(moving), 10.0)
+            assert moved.held_tokens == 16 and not shadow.done()
+        finally:
+            may_write.set()
+        assert (await shadow).held_tokens == 8
+        assert all(Tier.DEVICE in found for found in places(taker, PROMPT))
+
+
+async def test_an_order_that_is_over_while_it_is_written_leaves_the_link_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its places are free again once the thread that writes to them has ended, and no sooner."""
+    with two() as (giver, taker):
+        giver.rig.serve([PROMPT])
+        store, host, may_write, is_writing = taker.rig.store, taker.target._host, Event(), Event()
+        assert host is not None and store is not None
+        write = host.write
+
+        def slow(*of: Any) -> int:
+            is_writing.set()
+            assert may_write.wait(20.0)
+            return write(*of)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(host, "write", slow)
+            shadow = asyncio.create_task(taker.target.pull(order(PROMPT)))
+            assert await asyncio.to_thread(is_writing.wait, 20.0)
+            shadow.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await shadow
+            link = taker.target._way("giver", 1).link
+            assert link is not None and not link.closed
+            assert store.cache.shadows.open_places
+            may_write.set()
+        async with asyncio.timeout(20.0):
+            while store.cache.shadows.open_places:
+                await asyncio.sleep(0.01)
+        assert store.cache.shadows.blocks == 0
+        assert (await taker.target.pull(order(PROMPT))).fetched_blocks == 4
+
+
 async def test_a_link_rests_before_an_order_and_not_after_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """An order slept after its last blocks until its scheduler had given it up: what had come was in vain."""
     now_s, slept_s = 0.0, [0.0]
 
-    async def fetch(*of: object) -> int:
+    async def fetch(*of: object) -> None:
         nonlocal now_s
         now_s += 1.0
+
+    async def store(*of: object) -> int:
         return 4
 
     async def sleep(delay_s: float) -> None:
@@ -156,6 +219,7 @@ async def test_a_link_rests_before_an_order_and_not_after_one(monkeypatch: pytes
         monkeypatch.setattr(taker.target, "_config", TransferConfig(shadow_link_share=0.25))
         monkeypatch.setattr(taker.target, "_clock", lambda: now_s)
         monkeypatch.setattr(taker.target, "_fetch", fetch)
+        monkeypatch.setattr(taker.target, "_store", store)
         with monkeypatch.context() as patched:
             patched.setattr(asyncio, "sleep", sleep)
             short = msgspec.structs.replace(order(PROMPT), valid_for_s=2.0)
