@@ -18,9 +18,9 @@ import torch
 
 from bench.micro.audit.corruption import corrupt
 from services.worker.engine.attention import LayerShape, PagedAttention
-from services.worker.engine.layout import Span, pack
 from services.worker.engine.native.sums import checksums
 from services.worker.engine.partition import Homes, split
+from services.worker.engine.spans import Span, pack
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.tier_copier import Load, Store, StoredBlock
 from services.worker.kv.tiers.copier import TierMover

@@ -13,10 +13,10 @@ from services.worker.engine.contract import Engine, Row
 from services.worker.engine.embedding import with_hidden
 from services.worker.engine.forward import make_forward
 from services.worker.engine.grammar_masks import GrammarMasks
-from services.worker.engine.layout import Span
 from services.worker.engine.loading import LoadedModel, layout_name, model_digest
 from services.worker.engine.native.library import AttentionMode, choose
 from services.worker.engine.sampler import sample
+from services.worker.engine.spans import Span
 from services.worker.engine.states import tap_of
 from services.worker.engine.stream import stream_opener
 from services.worker.kv.core.block_pool import BlockPool

@@ -20,7 +20,8 @@ import torch
 from services.worker.engine.attention import PagedAttention
 from services.worker.engine.backends import Pools
 from services.worker.engine.paged import Shape
-from services.worker.engine.partition import ELSEWHERE, Homes, Part, Partial
+from services.worker.engine.partition import ELSEWHERE, Homes, Part
+from services.worker.engine.remote import Partial
 from services.worker.kv.tiers.throttle import Throttle
 from services.worker.peers.attention.core.cost import CreditorSpeeds, ShipMode, Work, choose_mode
 from services.worker.peers.attention.messages import GrantRef

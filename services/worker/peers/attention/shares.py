@@ -14,9 +14,10 @@ import numpy.typing as npt
 import torch
 
 from services.worker.engine.backends import Pools
-from services.worker.engine.layout import PackedSpans
 from services.worker.engine.paged import Shape
-from services.worker.engine.partition import ELSEWHERE, Part, Partial
+from services.worker.engine.partition import ELSEWHERE, Part
+from services.worker.engine.remote import Partial
+from services.worker.engine.spans import PackedSpans
 from services.worker.peers.attention.core.cost import CreditorSpeeds, Work
 from services.worker.peers.attention.exchange import Asker
 from services.worker.peers.attention.messages import (

@@ -16,8 +16,8 @@ import torch
 from services.worker.core.sampling import SamplePoint
 from services.worker.engine.contract import Row
 from services.worker.engine.engine import TorchEngine
-from services.worker.engine.layout import Span, pack
 from services.worker.engine.partition import Homes, split
+from services.worker.engine.spans import Span, pack
 from services.worker.peers.attention.core.cost import ComputeBudget, ShipMode
 from services.worker.peers.attention.creditor import Creditor, LentGrants
 from services.worker.peers.attention.messages import (

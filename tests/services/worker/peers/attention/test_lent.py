@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.worker.engine.layout import Span, pack
 from services.worker.engine.partition import Homes, split
+from services.worker.engine.spans import Span, pack
 from services.worker.peers.attention.creditor import LentGrants
 from services.worker.peers.attention.debtor import WriteWatch
 from services.worker.peers.attention.messages import GrantRef
