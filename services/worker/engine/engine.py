@@ -128,6 +128,16 @@ class TorchEngine:
         return self.device_type == "cpu"
 
     @property
+    def remote_block_s(self) -> float:
+        """See `SharingEngine`."""
+        return self._attention.remote_block_s
+
+    @property
+    def remote_total_s(self) -> float:
+        """See `SharingEngine`."""
+        return self._attention.remote_total_s
+
+    @property
     def own_ids(self) -> int:
         """Blocks of this engine have lower ids."""
         return self._resident.residency.ids if self._resident is not None else self.kv_blocks

@@ -58,6 +58,11 @@ class Homes:
         at = np.fromiter(ids, dtype=np.int64) - self._first
         self._holder[at[(at >= 0) & (at < len(self._holder))]] = OWN
 
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is held by anybody else."""
+        return not self._holder.any()
+
     def are_own(self, blocks: npt.NDArray[np.int32]) -> bool:
         """Whether all of them are in the engine's own pools."""
         return not blocks.size or int(blocks.max()) < self.own_blocks
@@ -109,6 +114,22 @@ class Part:
     def seen_keys(self) -> int:
         """Keys in the tables: what fetching it all would bring."""
         return int(self.spans.blocks.size)
+
+
+def whole(holder: int, blocks: npt.NDArray[np.int32], block_tokens: int) -> Part:
+    """A part of nothing but these blocks, as one row after them would see them."""
+    tokens = len(blocks) * block_tokens
+    one = np.zeros(1, dtype=np.int32)
+    spans = PackedSpans(
+        first_row=np.array([0, 1], dtype=np.int32),
+        first_position=one + tokens,
+        table_start=one,
+        table_position=one,
+        key_end=one + tokens,
+        blocks=blocks.astype(np.int32),
+        slots=np.array([ELSEWHERE], dtype=np.int64),
+    )
+    return Part(holder, np.zeros(1, dtype=np.int64), spans)
 
 
 def split(packed: PackedSpans, homes: Homes, block_tokens: int) -> list[Part]:

@@ -9,8 +9,8 @@ import numpy as np
 from services.worker.engine.partition import Homes, split
 from services.worker.engine.spans import Span, pack
 from services.worker.peers.attention.creditor import LentGrants
-from services.worker.peers.attention.debtor import WriteWatch
 from services.worker.peers.attention.messages import GrantRef
+from services.worker.peers.attention.write_watch import WriteWatch
 from services.worker.peers.lending.core.grants import Freed, Grants, Terms
 from services.worker.peers.lending.core.table import RBlockTable
 from services.worker.peers.lending.service import loans
