@@ -133,12 +133,21 @@ def test_its_sizes_are_the_models() -> None:
         SimulatedEngine.of("somebody/something", 8, 16, SimulatedConfig())
 
 
-@pytest.mark.parametrize("setting", ["pie.enabled", "lending.borrow", "kv_bytes"])
+@pytest.mark.parametrize("setting", ["pie.enabled", "states_every", "kv_bytes"])
 def test_what_needs_real_kv_is_refused_beside_it(setting: str) -> None:
     argv = ["--engine=simulated", f"--{setting}=1"]
     with pytest.raises(ConfigError, match=setting):
         load(WorkerConfig, "worker", argv=argv)
     load(WorkerConfig, "worker", argv=argv[1:])
+
+
+def test_it_borrows_where_it_is_told_to() -> None:
+    """Who borrows hears every other worker's heartbeats, which a large fleet has no time for."""
+    kept = {
+        borrow: load(WorkerConfig, "worker", argv=["--engine=simulated", *borrow]).lending.borrow
+        for borrow in ((), ("--lending.borrow=true",), ("--lending.borrow=auto",), ("--lending.lease-s=3",))
+    }
+    assert list(kept.values()) == [False, True, "auto", False]
 
 
 def test_a_worker_of_it_imports_no_torch() -> None:
