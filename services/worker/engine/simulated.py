@@ -171,27 +171,33 @@ class SimulatedEngine:
         return [None if row.point is None else self._sampled(row.point) for row in rows]
 
     def _write(self, row: Row) -> None:
-        """The row's tokens to their places. Before an answer begins, all that precedes it has to be there.
-        What lies elsewhere is none of this."""
-        if not _is_chunk(row):
+        """The row's tokens to their places. Before an answer begins, and whenever it fills a block, all that
+        precedes has to be there. What lies elsewhere is none of this."""
+        end = row.first_position + len(row.tokens)
+        if _is_chunk(row):
+            table = np.asarray(row.blocks[: -(-end // self.block_tokens)], dtype=np.int64)
+            places = np.arange(row.first_position, end)
+            blocks = table[places // self.block_tokens]
+            is_own = blocks < self.kv_blocks
+            written = np.asarray(row.tokens, dtype=np.int32)[is_own]
+            self.tokens[blocks[is_own], places[is_own] % self.block_tokens] = written
+        else:
             block, offset = divmod(row.first_position, self.block_tokens)
             if row.blocks[block] < self.kv_blocks:
                 self.tokens[row.blocks[block], offset] = row.tokens[0]
-            return
-        end = row.first_position + len(row.tokens)
-        table = np.asarray(row.blocks[: -(-end // self.block_tokens)], dtype=np.int64)
-        places = np.arange(row.first_position, end)
-        blocks = table[places // self.block_tokens]
-        is_own = blocks < self.kv_blocks
-        written = np.asarray(row.tokens, dtype=np.int32)[is_own]
-        self.tokens[blocks[is_own], places[is_own] % self.block_tokens] = written
+            if end % self.block_tokens:
+                return
         if row.point is not None and len(row.point.tokens) >= end:
-            is_here = table < self.kv_blocks
-            held = self.tokens[table[is_here]].reshape(-1)
-            due = np.asarray(row.point.tokens[:end], dtype=np.int32)
-            due = due[np.repeat(is_here, self.block_tokens)[:end]]
-            if not np.array_equal(held[: len(due)], due):
-                raise InternalError("blocks hold the KV of other tokens than the sequence's")
+            self._check_own(row.blocks, row.point.tokens[:end])
+
+    def _check_own(self, blocks: Sequence[int], tokens: Sequence[int]) -> None:
+        """Raises InternalError where they do not hold these."""
+        table = np.asarray(blocks[: -(-len(tokens) // self.block_tokens)], dtype=np.int64)
+        is_own = table < self.kv_blocks
+        held = self.tokens[table[is_own]].reshape(-1)
+        due = np.asarray(tokens, dtype=np.int32)[np.repeat(is_own, self.block_tokens)[: len(tokens)]]
+        if not np.array_equal(held[: len(due)], due):
+            raise InternalError("blocks hold the KV of other tokens than the sequence's")
 
     def _divided(self, rows: Sequence[Row]) -> "_Divided | None":
         """The creditors' share of a step, done. None where all blocks are own. Raises CreditorLost, and

@@ -112,6 +112,18 @@ def test_blocks_that_hold_something_else_are_found_before_the_first_token() -> N
         engine.step([last])
 
 
+def test_blocks_are_looked_at_whenever_an_answer_fills_one() -> None:
+    engine, _ = make()
+    tokens = list(range(20, 30))
+    engine.step([Row(tokens, 0, [5, 6, 7], SamplePoint(sampling(), 0, 0, tokens))])
+    engine.tokens[5, 2] += 1
+    tokens.append(40)
+    engine.step([Row([40], 10, [5, 6, 7], SamplePoint(sampling(), 0, 1, tokens))])
+    tokens.append(41)
+    with pytest.raises(InternalError, match="other tokens"):
+        engine.step([Row([41], 11, [5, 6, 7], SamplePoint(sampling(), 0, 2, tokens))])
+
+
 def test_records_of_blocks_are_their_tokens() -> None:
     engine, _ = make()
     engine.step([Row(list(range(20, 28)), 0, [5, 6], None)])
