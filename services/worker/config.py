@@ -126,9 +126,7 @@ class WorkerConfig(ModelServiceConfig):
             return {"block_tokens": VLLM_BLOCK_TOKENS, **given}
         if isinstance(given, dict) and given.get("engine") == "simulated":
             lending = given.get("lending", {})
-            if isinstance(
-                lending, dict
-            ):  # Who borrows hears every worker's heartbeat: many for a large fleet.
+            if isinstance(lending, dict):  # Who borrows hears every heartbeat: too many in a large fleet.
                 return {**given, "lending": {"borrow": False, **lending}}
         return given
 
