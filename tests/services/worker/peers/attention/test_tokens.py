@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
@@ -82,7 +83,7 @@ def world(
 ) -> Iterator[World]:
     debtor, lenders = One(OWN, speed), [One(LENT, speed) for _ in range(creditors)]
     way = TokenDebtor(debtor.engine, most_creditors=creditors, deadline_s=5.0)
-    hang_up = []
+    hang_up: list[Callable[[], bool]] = []
     with ExitStack() as stack:
         for number, lender in enumerate(lenders):
             book = GrantBook()
@@ -101,7 +102,7 @@ def world(
             for kind, receiver in creditor.receivers.items():
                 desk.serve(kind, receiver)
             listener = TcpTransport().listen(desk)
-            hang_up.append(lambda listener=listener: listener.close(5.0))
+            hang_up.append(partial(listener.close, 5.0))
             stack.callback(listener.close, 5.0)
             ticket = desk.issue(DEBTOR, valid_for_s=5.0)
             link = TcpTransport().dial(listener.address, DEBTOR, desk.own, ticket, deadline_s=5.0)
@@ -173,7 +174,7 @@ def test_an_idle_creditor_serves_in_nobodys_time() -> None:
 def test_where_a_creditor_does_not_compute_blocks_are_copied_and_looked_at(is_host: bool) -> None:
     """It lends no time, or no attention to its host memory."""
     how = {"host": True, "attends": False} if is_host else {"fraction": 0.0}
-    with world(**how) as here:  # type: ignore[arg-type]
+    with world(**how) as here:
         here.step(PROMPT[:-1], 0, TABLE)
         here.step(PROMPT[-1:], len(PROMPT) - 1, TABLE)
         copied_tokens = 6 * BLOCK_TOKENS
