@@ -14,7 +14,7 @@ from services.worker.core.reports import Identity, SpeedMeter
 from services.worker.core.sequences import SequenceLimits, SequenceTable
 from services.worker.core.steps import StepCore
 from services.worker.cores import bind_to
-from services.worker.engine.contract import AttendingEngine, Engine
+from services.worker.engine.contract import AttendingEngine, Engine, SharingEngine
 from services.worker.engine.native.sums import checksums
 from services.worker.engine_thread import Runner
 from services.worker.kv.core.block_pool import BlockPool
@@ -80,17 +80,18 @@ def expansion_of(engine: Engine) -> dict[str, float]:
 
 def costs_of(engine: Engine) -> dict[str, Any]:
     """Of the heartbeat: what the engine measured of blocks that lie elsewhere, and of blocks on the host."""
-    if not isinstance(engine, AttendingEngine):
+    if not isinstance(engine, SharingEngine):
         return {}
     stall_s: float | None = None
     swapped_layers = 0
-    if engine.pie is not None:
-        expansion, meter = engine.pie.expansion(), engine.pie.meter
+    pie = engine.pie if isinstance(engine, AttendingEngine) else None
+    if pie is not None:
+        expansion, meter = pie.expansion(), pie.meter
         swapped_layers = expansion.fifo_layers
         if expansion.fifo_layers and meter.step_s:
             stall_s = expansion.stall_share * meter.step_s / expansion.fifo_layers
     return {
-        "remote_block_s": engine.attention.remote_block_s,
+        "remote_block_s": engine.remote_block_s,
         "expand_stall_s": stall_s,
         "swapped_layers": swapped_layers,
     }
@@ -133,7 +134,7 @@ def pool_of(engine: Engine, store: KvStore | None) -> BlockPool | PrefixCache:
     """The engine's own blocks."""
     if store is not None:
         return store.cache
-    if isinstance(engine, AttendingEngine):
+    if isinstance(engine, SharingEngine):
         return engine.make_pool()
     return BlockPool(engine.kv_blocks, engine.block_tokens)
 

@@ -19,7 +19,7 @@ from shared.errors import ConfigError
 from shared.model_files import check_model
 
 _LACKING = {
-    "simulated": "a simulated engine has no attention and no real KV",
+    "simulated": "a simulated engine has no layers and no real KV",
     "vllm": "with engine vllm attention and KV are vLLM's, whole on their device",
 }
 """What an engine cannot have, and so which settings are refused."""
@@ -124,13 +124,17 @@ class WorkerConfig(ModelServiceConfig):
     def _defaults_of_the_engine(cls, given: Any) -> Any:
         if isinstance(given, dict) and given.get("engine") == "vllm":
             return {"block_tokens": VLLM_BLOCK_TOKENS, **given}
+        if isinstance(given, dict) and given.get("engine") == "simulated":
+            lending = given.get("lending", {})
+            if isinstance(lending, dict):  # Who borrows hears every heartbeat: too many in a large fleet.
+                return {**given, "lending": {"borrow": False, **lending}}
         return given
 
     @model_validator(mode="after")
     def _nothing_that_the_engine_lacks(self) -> "WorkerConfig":
         wanted = {
             "pie.enabled": self.pie.enabled is True,
-            "lending.borrow": self.lending.borrow is True,
+            "lending.borrow": self.lending.borrow is True and self.engine == "vllm",
             "kv_bytes": self.kv_bytes and self.engine == "simulated",
             "attention": self.attention != "auto" and self.engine == "vllm",
             "lending.host_mb": self.lending.host_mb and self.engine == "vllm",

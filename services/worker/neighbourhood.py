@@ -14,10 +14,14 @@ from typing import TYPE_CHECKING, Any
 from services.worker.config import WorkerConfig
 from services.worker.core.steps import StepEffects
 from services.worker.door import Door
-from services.worker.engine.contract import AttendingEngine, Engine
+from services.worker.engine.contract import AttendingEngine, Engine, SharingEngine
 from services.worker.kv.core.borrowed_pool import ExtendedPool, OwnPool, Pool
 from services.worker.kv.transfers import TransferEngine
 from services.worker.peers import registry as peers
+from services.worker.peers.attention import assembly
+from services.worker.peers.attention.borrower import Borrower
+from services.worker.peers.attention.creditor import Creditor
+from services.worker.peers.attention.interfaces import LentBlocks
 from services.worker.peers.engine_calls import PoolDoor
 from services.worker.peers.lending.core.grants import Freed
 from services.worker.peers.lending.core.interfaces import Owner
@@ -32,9 +36,6 @@ from shared.messages.commands import WantKv
 from shared.messages.reports import Capacity
 
 if TYPE_CHECKING:
-    from services.worker.peers.attention.borrower import Borrower
-    from services.worker.peers.attention.creditor import Creditor
-    from services.worker.peers.attention.memory import LentMemory
     from services.worker.pie.blocks import BlockPie
 
 HANDLERS: tuple[Handler, ...] = (Listener(subjects.worker_want, WantKv, "on_want"),)
@@ -73,17 +74,18 @@ class Reach:
 
 def extended(config: LendingConfig, engine: Engine, own: OwnPool) -> OwnPool | ExtendedPool:
     """What sequences get their blocks from: with borrowed ones behind the own, where the worker borrows."""
-    if not possible(config, engine).borrow or not isinstance(engine, AttendingEngine):
+    if not possible(config, engine).borrow or not isinstance(engine, SharingEngine):
         return own
     return ExtendedPool(own, engine.own_ids)
 
 
 def possible(config: LendingConfig, engine: Engine) -> LendingConfig:
     """As far as the engine allows it."""
-    if isinstance(engine, AttendingEngine) and engine.is_divisible:
-        most = 1.0 if engine.pie is None else engine.pie.lendable_share
+    if isinstance(engine, SharingEngine) and engine.is_divisible:
+        pie = engine.pie if isinstance(engine, AttendingEngine) else None
+        most = 1.0 if pie is None else pie.lendable_share
         return config.model_copy(update={"max_lent_fraction": min(config.max_lent_fraction, most)})
-    is_gpu = isinstance(engine, AttendingEngine) and engine.device_type != "cpu"
+    is_gpu = isinstance(engine, SharingEngine) and engine.device_type != "cpu"
     allowed = {"max_lent_fraction": 0.0} if is_gpu else {"lend": False}
     return config.model_copy(update={"borrow": False, **allowed})
 
@@ -126,10 +128,8 @@ class Neighbourhood:
         self.borrower: Borrower | None = None
         """None where nothing is borrowed."""
         self._creditor: Creditor | None = None
-        host: LentMemory | None = None
-        if isinstance(engine, AttendingEngine):
-            from services.worker.peers.attention import assembly  # torch, which is there then
-
+        host: LentBlocks | None = None
+        if isinstance(engine, SharingEngine):
             host = assembly.lent_host_memory(settings, engine)
             if isinstance(pool, ExtendedPool):
                 failed = self._on_failed
@@ -140,7 +140,7 @@ class Neighbourhood:
             worker_id=bus.instance,
             incarnation=bus.incarnation,
             blocks=engine.kv_blocks,
-            ids=engine.own_ids if isinstance(engine, AttendingEngine) else engine.kv_blocks,
+            ids=engine.own_ids if isinstance(engine, SharingEngine) else engine.kv_blocks,
             block_tokens=engine.block_tokens,
             fingerprint=fingerprint,
             host=registry.host,
@@ -157,7 +157,7 @@ class Neighbourhood:
             neighbours=registry.neighbours,
             clock=clock,
         )
-        if settings.lend and isinstance(engine, AttendingEngine):
+        if settings.lend and isinstance(engine, SharingEngine):
             self._creditor = assembly.make_creditor(
                 engine,
                 self._lending,

@@ -28,7 +28,7 @@ from services.worker.core.steps import StepCore, StepEffects
 from services.worker.cores import bind_to
 from services.worker.door import Command, Door
 from services.worker.egress import Courier, Heartbeat, Outbox
-from services.worker.engine.contract import AttendingEngine, ConstrainedEngine, Engine
+from services.worker.engine.contract import ConstrainedEngine, Engine, SharingEngine
 from services.worker.engine_thread import Runner
 from services.worker.kv.core.stored_events import Event
 from services.worker.kv.figures import CacheFigures, CacheMetrics, read_figures
@@ -130,7 +130,7 @@ class Worker:
             between=lambda: work_ahead(engine, self._transfer_engine, prefixes),
             lost_blocks=self._neighbours.lost_blocks,
             recorder=bus.recorder,
-            remote_s=lambda: engine.attention.remote_total_s if isinstance(engine, AttendingEngine) else 0.0,
+            remote_s=lambda: engine.remote_total_s if isinstance(engine, SharingEngine) else 0.0,
         )
         self._transfers = transfers_of(
             bus,

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from services.worker.core.costs.remote import RemoteCost
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.peers.lending.core.borrowing import Borrowing, Manners
 from services.worker.peers.lending.core.debts import Debts
@@ -17,7 +18,6 @@ from services.worker.peers.lending.core.grants import Freed, Grants, Terms
 from services.worker.peers.lending.core.settling import Settling
 from services.worker.peers.lending.core.table import BlockState, RBlockTable
 from shared.messages.reports import Capacity, WorkerReported
-from sim.lending.cost import LendingCost
 from sim.lending.workload import LendingJob
 
 BLOCK_TOKENS = 128
@@ -51,7 +51,7 @@ class LendingWorker:
     worker_id: str
     blocks: int
     stream: Iterator[LendingJob]
-    cost: LendingCost
+    cost: RemoteCost
     most_lent: float = 0.5
     bounce_blocks: int = 16
     pool: BlockPool = field(init=False)
@@ -104,7 +104,7 @@ class LendingWorker:
         one = RunningJob(job, own, self.debts.take(blocks - len(own)))
         self.running[job.number] = one
         self.holders.update(dict.fromkeys(one.borrowed, one))
-        self.prefill_s += self.cost.prefill_s(job.prompt_tokens)
+        self.prefill_s += self.cost.cost.step_s([(0, job.prompt_tokens)], 0, 0)
         self.prefilled_tokens += job.prompt_tokens
         one.ends_at = self.iterations + job.output_tokens
         heappush(self._ends, (one.ends_at, job.number))
@@ -143,7 +143,7 @@ class LendingWorker:
         return sum(len(one.own) for one in self.running.values()) * BLOCK_TOKENS
 
     def step_s(self, remote: dict[str, int]) -> float:
-        return self.cost.step_s(len(self.running), self.local_tokens, remote.values())
+        return self.cost.step_s([], len(self.running), self.local_tokens, remote.values())
 
     def advance(self, seconds: float, step_s: float, served_share: float) -> None:
         """Prompts first, up to half the time; then decode. `served_share` of the time is its debtors'."""

@@ -12,6 +12,8 @@ from itertools import count
 
 from services.ledger.core.debt_ledger import DebtLedger, candidates
 from services.ledger.core.dgfm.coordinator import Coordinator, SettlementAsk, SettleRules
+from services.worker.core.costs.fitted import LLAMA2_13B_2_A100
+from services.worker.core.costs.remote import RemoteCost
 from services.worker.peers.lending.core.borrowing import AskLedger, CreditorQuestion
 from services.worker.peers.lending.core.debts import Repayment
 from services.worker.peers.lending.core.lendable_memory import lend
@@ -20,7 +22,6 @@ from services.worker.peers.lending.core.settling import Copy, Swap
 from services.worker.peers.lending.core.table import BlockState
 from shared.messages.commands import CreditorCandidates
 from shared.messages.lending import BorrowReply, Settled
-from sim.lending.cost import LendingCost
 from sim.lending.member import BLOCK_TOKENS, LendingWorker
 from sim.lending.workload import Mix, jobs
 
@@ -43,7 +44,7 @@ class Scenario:
     """Into free memory."""
     threshold_blocks: int = 8
     mix: Mix = field(default_factory=Mix)
-    cost: LendingCost = field(default_factory=LendingCost)
+    cost: RemoteCost = field(default_factory=lambda: RemoteCost(LLAMA2_13B_2_A100))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,18 @@ from itertools import repeat
 
 import pytest
 
-from sim.lending.cost import LAYERS, LendingCost
+from services.worker.core.costs.fitted import LLAMA2_13B_2_A100
+from services.worker.core.costs.remote import RemoteCost
 from sim.lending.member import BLOCK_TOKENS, LOOKAHEAD, PATIENCE_S, LendingWorker
 from sim.lending.run import LendingSimulation, Scenario
 from sim.lending.workload import LendingJob, Mix
 
+COST = RemoteCost(LLAMA2_13B_2_A100)
+
 
 def member(prompt: int = 100, output: int = 28, blocks: int = 10) -> LendingWorker:
     stream = (LendingJob(number, prompt, output) for number, _ in enumerate(repeat(None)))
-    return LendingWorker("w0", blocks, stream, LendingCost(), bounce_blocks=2)
+    return LendingWorker("w0", blocks, stream, COST, bounce_blocks=2)
 
 
 def test_requests_run_to_their_end_and_give_their_memory_back() -> None:
@@ -57,14 +60,11 @@ def test_nobody_overtakes_who_has_waited_for_long() -> None:
     assert one.next_job(LOOKAHEAD, 0.0) is None
 
 
-COST = LendingCost()
-
-
 def test_remote_context_costs_the_network_and_no_more_while_it_is_the_smaller_part() -> None:
-    whole = COST.step_s(10, 20_000, [])
-    assert COST.step_s(10, 20_000, [20_000]) - whole == pytest.approx(LAYERS * COST.round_trip_s)
-    assert COST.step_s(10, 20_000, [5_000, 30_000]) > COST.step_s(10, 20_000, [5_000])
-    assert COST.serving_s(1000) == pytest.approx(1000 * COST.context_token_s)
+    whole = COST.step_s([], 10, 20_000, [])
+    assert COST.step_s([], 10, 20_000, [20_000]) - whole == pytest.approx(40 * COST.round_trip_s)
+    assert COST.step_s([], 10, 20_000, [5_000, 30_000]) > COST.step_s([], 10, 20_000, [5_000])
+    assert COST.serving_s(1000) == pytest.approx(1000 * 2.965e-7)
 
 
 def test_copies_go_at_the_links_speed() -> None:

@@ -129,6 +129,9 @@ class Checks:
             idle = pool.free_blocks + pool.evictable_blocks
             if idle != pool.total_blocks:
                 left.append(f"{process.name} has {pool.total_blocks - idle} blocks in use")
+            loans = worker._neighbours._lending.table
+            if owed := {**loans.lent_to(), **loans.borrowed_from()}:
+                left.append(f"{process.name} lends or has borrowed blocks: {owed}")
             if worker._store is not None and worker._store.cache.shadows.open_places:
                 left.append(f"{process.name} has slots set aside for shadows that never came")
         for process in self._fleet.alive("gateway"):

@@ -30,6 +30,8 @@ class Question:
     name: str = ""
     leaves_after: int | None = None
     """The client leaves, and wants no more, after so many pieces."""
+    is_long: bool = False
+    """Longer than a worker is: refused until the gateway has heard what others lend."""
 
     def __str__(self) -> str:
         told = f"{self.at_s:.3f} asked: {len(self.prompt)} tokens, seed {self.seed}, most {self.max_tokens}"
@@ -145,6 +147,8 @@ class Clients:
     def _on_refused(self, asked: Asked, status: int, piece: bytes) -> None:
         asked.refusals.append(status)
         self._world.note("refused", asked.question.seed, status)
+        if status == 400 and asked.question.is_long and b"context_length_exceeded" in piece:
+            return
         if status not in _PASSING or status == 500:
             raise Wrong(f"status {status}: {piece.decode()[:500]}")
 

@@ -27,6 +27,7 @@ import services.worker.kv.tiers.copier as copier
 import services.worker.kv.tiers.disk as disk
 import services.worker.kv.tiers.throttle as throttle
 import services.worker.kv.transfers as transfers
+import services.worker.peers.attention.creditor as creditor
 import services.worker.peers.lending.service as lending
 import services.worker.peers.transport.pipe as pipe
 import services.worker.peers.transport.plane as plane
@@ -44,7 +45,19 @@ from tests.simulation.http import VirtualListener, VirtualServer
 from tests.simulation.nats_client import ExpressSocket, VirtualClient
 from tests.simulation.world import World
 
-_THREADED = (engine_thread, transfers, throttle, disk, plane, bulk_server, pipe, lending, futures)
+_THREADED = (
+    engine_thread,
+    transfers,
+    throttle,
+    disk,
+    plane,
+    bulk_server,
+    pipe,
+    lending,
+    creditor,
+    simulated,
+    futures,
+)
 _TIMED = {
     transfers: ("monotonic", "perf_counter"),
     copier: ("monotonic", "perf_counter"),

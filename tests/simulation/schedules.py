@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -46,7 +46,11 @@ class Schedule:
     def of(cls, seed: int) -> "Schedule":
         chance = random.Random(f"schedule {seed}")
         shape = _shape(chance)
-        return cls(seed, shape, _questions(chance, shape), _faults(chance, shape))
+        questions, faults = _questions(chance, shape), _faults(chance, shape)
+        chance = random.Random(f"lending {seed}")
+        if chance.random() < 0.3:
+            shape, questions = _lending(chance, shape, questions)
+        return cls(seed, shape, questions, faults)
 
 
 def _shape(chance: random.Random) -> Shape:
@@ -106,6 +110,35 @@ def _questions(chance: random.Random, shape: Shape) -> tuple[Question, ...]:
             )
         )
     return tuple(questions)
+
+
+def _lending(
+    chance: random.Random, shape: Shape, questions: tuple[Question, ...]
+) -> tuple[Shape, tuple[Question, ...]]:
+    """Workers share their KV, and one or two questions are longer than what one of them has."""
+    share = chance.choice((0.0, 0.0, 0.3))
+    lending = {
+        "borrow": chance.choice((True, "auto")),
+        "max_lent_fraction": 1.0,
+        "keep_free_fraction": 0.0,
+        "low_fraction": share,
+        "high_fraction": share,
+        "host_blocks": chance.choice((0, 0, 16)),
+        "host_attention": chance.choice(("compute", "fetch")),
+        "max_remote_attention_fraction": chance.choice((0.0, 0.25, 0.25)),
+        "lease_s": chance.choice((1.0, 3.0)),
+        "rest_s": 0.1,
+    }
+    worker = {**shape.settings["worker"], "lending": lending}
+    own_tokens = worker["kv_blocks"] * _BLOCK_TOKENS
+
+    def longer(question: Question) -> Question:
+        tokens = int(own_tokens * chance.uniform(1.05, 1.35))
+        more = tuple(chance.randrange(300, 3000) for _ in range(tokens - len(question.prompt)))
+        return replace(question, prompt=question.prompt + more, n=1, is_long=True)
+
+    long = tuple(longer(each) if chance.random() < 0.8 else each for each in questions[:2])
+    return replace(shape, settings={**shape.settings, "worker": worker}), (*long, *questions[2:])
 
 
 _KINDS = (

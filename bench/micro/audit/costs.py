@@ -21,11 +21,11 @@ from services.worker.core.sampling import SamplePoint
 from services.worker.engine.backends import NativeBackend, PartialBackend
 from services.worker.engine.contract import Row
 from services.worker.engine.engine import TorchEngine
-from services.worker.engine.layout import Span, pack
 from services.worker.engine.loading import LoadedModel
 from services.worker.engine.native import library as native
 from services.worker.engine.native.sums import checksums
 from services.worker.engine.paged import Shape
+from services.worker.engine.spans import Span, pack
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.tier_copier import Load, Store, StoredBlock
 from services.worker.kv.tiers.copier import TierMover

@@ -18,9 +18,9 @@ import torch
 
 from bench.micro.audit.corruption import corrupt
 from services.worker.engine.attention import LayerShape, PagedAttention
-from services.worker.engine.layout import Span, pack
 from services.worker.engine.native.sums import checksums
 from services.worker.engine.partition import Homes, split
+from services.worker.engine.spans import Span, pack
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.tier_copier import Load, Store, StoredBlock
 from services.worker.kv.tiers.copier import TierMover
@@ -31,6 +31,7 @@ from services.worker.kv.tiers.slotfile import Geometry
 from services.worker.kv.transfers import TransferEngine
 from services.worker.peers.attention.core.cost import ComputeBudget
 from services.worker.peers.attention.creditor import Creditor, LentGrants
+from services.worker.peers.attention.memory import device_memory
 from services.worker.peers.attention.messages import (
     ATTEND,
     FETCH,
@@ -118,7 +119,9 @@ class Lent:
         asked = BorrowBlocks(debtor_id="debtor", debtor_incarnation=1, request=1, blocks=blocks)
         grants.lend(asked, range(blocks), 0.0)
         lent = LentGrants(grants, table, lambda freed: None)
-        self._creditor = Creditor(attention, lent, ComputeBudget(1.0), block_tokens=BLOCK_TOKENS)
+        self._creditor = Creditor(
+            device_memory(attention), lent, ComputeBudget(1.0), block_tokens=BLOCK_TOKENS
+        )
         self._q_heads = q_heads
         self._steps = 0
         self._tokens = (blocks - 1) * BLOCK_TOKENS

@@ -17,8 +17,8 @@ from bench.kit.stats import ratio_of
 from bench.kit.turns import alternate
 from bench.micro.distattention.creditor import GRANT, Settings, fill, lenders, make_attention
 from services.worker.engine.attention import PagedAttention
-from services.worker.engine.layout import Span
 from services.worker.engine.paged import Shape
+from services.worker.engine.spans import Span
 from services.worker.peers.attention.core.cost import CreditorSpeeds, ShipMode, Work, choose_mode
 from services.worker.peers.attention.debtor import Debtor
 from services.worker.peers.transport.base import PeerLink

@@ -21,6 +21,7 @@ from bench.kit.provenance import ROOT
 from services.worker.engine.attention import LayerShape, PagedAttention
 from services.worker.peers.attention.core.cost import ComputeBudget
 from services.worker.peers.attention.creditor import Creditor, LentGrants
+from services.worker.peers.attention.memory import device_memory
 from services.worker.peers.attention.messages import GrantRef
 from services.worker.peers.lending.core.grants import Grants, Terms
 from services.worker.peers.lending.core.table import RBlockTable
@@ -151,7 +152,7 @@ def main() -> None:
     attention = make_attention(settings.layers, settings.blocks, settings.block_tokens)
     fill(attention, 0, settings.blocks, settings.seed)
     creditor = Creditor(
-        attention, _all_lent(settings), ComputeBudget(1.0), block_tokens=settings.block_tokens
+        device_memory(attention), _all_lent(settings), ComputeBudget(1.0), block_tokens=settings.block_tokens
     )
     serve(creditor, settings.name, DEBTOR)
 

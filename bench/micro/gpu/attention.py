@@ -65,8 +65,8 @@ def our_attention(shape: Shape, tables: torch.Tensor, multiprocessors: int) -> C
     """Decodes at the last position of whole blocks."""
     from services.worker.engine.gpu.attention import attend_paged
     from services.worker.engine.gpu.spans import Heads, pack
-    from services.worker.engine.layout import Span
-    from services.worker.engine.layout import pack as pack_spans
+    from services.worker.engine.spans import Span
+    from services.worker.engine.spans import pack as pack_spans
 
     tokens = tables.shape[1] * BLOCK_TOKENS
     spans = pack(

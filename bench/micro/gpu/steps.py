@@ -121,7 +121,7 @@ def measure_step(module: Any, shape: Shape, batch: int, context_tokens: int, dev
     """Seconds of one decode step as the engine makes it, block tables copied to the device included."""
     from services.worker.engine.gpu.backend import TritonBackend
     from services.worker.engine.gpu.llama import with_graphs
-    from services.worker.engine.layout import Span, pack
+    from services.worker.engine.spans import Span, pack
 
     blocks = context_tokens // BLOCK_TOKENS
     backend = TritonBackend(random_pools(shape, batch * blocks, device), BLOCK_TOKENS, device)

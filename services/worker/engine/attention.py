@@ -19,16 +19,11 @@ from transformers import AttentionInterface
 
 from services.worker.engine import paged
 from services.worker.engine.backends import Backend, NativeBackend, PartialBackend, Pools, TorchBackend
-from services.worker.engine.layout import PackedSpans, Span, pack
 from services.worker.engine.native import library as native
 from services.worker.engine.native.arena import Arena
-from services.worker.engine.partition import (
-    Homes,
-    MeteredRemote,
-    RemoteAttention,
-    merge_into,
-    split_by_window,
-)
+from services.worker.engine.partition import Homes, split_by_window
+from services.worker.engine.remote import MeteredRemote, RemoteAttention, merge_into
+from services.worker.engine.spans import PackedSpans, Span, pack
 from services.worker.kv.tiers.resident import ResidentKv
 from shared.errors import ConfigError, InternalError
 

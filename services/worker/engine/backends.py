@@ -10,8 +10,9 @@ from typing import Protocol
 import torch
 
 from services.worker.engine import paged
-from services.worker.engine.layout import Layout, PackedSpans, PrefillSpan, Span, build, pack
+from services.worker.engine.layout import Layout, PrefillSpan, build
 from services.worker.engine.native import library as native
+from services.worker.engine.spans import PackedSpans, Span, pack
 
 Pools = tuple[torch.Tensor, torch.Tensor]
 """K and V of one layer; see `services.worker.engine.paged`."""

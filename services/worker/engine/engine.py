@@ -13,10 +13,10 @@ from services.worker.engine.contract import Engine, Row
 from services.worker.engine.embedding import with_hidden
 from services.worker.engine.forward import make_forward
 from services.worker.engine.grammar_masks import GrammarMasks
-from services.worker.engine.layout import Span
 from services.worker.engine.loading import LoadedModel, layout_name, model_digest
 from services.worker.engine.native.library import AttentionMode, choose
 from services.worker.engine.sampler import sample
+from services.worker.engine.spans import Span
 from services.worker.engine.states import tap_of
 from services.worker.engine.stream import stream_opener
 from services.worker.kv.core.block_pool import BlockPool
@@ -126,6 +126,16 @@ class TorchEngine:
     def is_divisible(self) -> bool:
         """Whether other workers may hold some of the keys: on the CPU."""
         return self.device_type == "cpu"
+
+    @property
+    def remote_block_s(self) -> float:
+        """See `SharingEngine`."""
+        return self._attention.remote_block_s
+
+    @property
+    def remote_total_s(self) -> float:
+        """See `SharingEngine`."""
+        return self._attention.remote_total_s
 
     @property
     def own_ids(self) -> int:

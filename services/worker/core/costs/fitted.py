@@ -31,6 +31,9 @@ class FittedCost:
     small: DecodePart
     large: DecodePart
     large_batch: int
+    layers: int
+    hidden: int
+    """Numbers in a layer's keys of one token, over all heads; as many in its values."""
     overhead_ms: float = 0.0
     """Of every step: what the driver adds around the kernels."""
 
@@ -60,6 +63,8 @@ OPT_13B_A100 = FittedCost(
     small=DecodePart(23.475041008414784, 0.000592934466077393, 0.060726861260369455),
     large=DecodePart(20.206356173691958, 0.0004907727036234946, 0.1200031385587413),
     large_batch=95,
+    layers=40,
+    hidden=5120,
 )
 OPT_13B_A100_TP2 = FittedCost(
     name="opt-13b-a100-tp2",
@@ -70,6 +75,8 @@ OPT_13B_A100_TP2 = FittedCost(
     small=DecodePart(24.54058424191086, 0.00022440145424035404, 0.08715787269447899),
     large=DecodePart(17.947769467112806, 0.0004570851465217072, 0.11179075830699213),
     large_batch=95,
+    layers=40,
+    hidden=5120,
 )
 OPT_66B_A100_TP4 = FittedCost(
     name="opt-66b-a100-tp4",
@@ -80,4 +87,19 @@ OPT_66B_A100_TP4 = FittedCost(
     small=DecodePart(39.58178936012414, 0.0006945721692406896, 0.13580868185596764),
     large=DecodePart(40.859718006896806, 0.0004264871259058686, 0.19508372547790553),
     large_batch=95,
+    layers=64,
+    hidden=9216,
+)
+_HALVED = DecodePart(11.74, 2.965e-4, 3.035e-2)
+LLAMA2_13B_2_A100 = FittedCost(
+    name="llama2-13b-2-a100",
+    source="DistServe's fit of OPT-13B on one A100-80G, halved for two",
+    prefill_fixed_ms=11.025,
+    prefill_token_ms=7.025e-2,
+    prefill_square_ms=4.04e-6,
+    small=_HALVED,
+    large=_HALVED,
+    large_batch=1,
+    layers=40,
+    hidden=5120,
 )

@@ -35,6 +35,8 @@ def kernel_cost(
         small=decode,
         large=decode,
         large_batch=1,
+        layers=layers,
+        hidden=hidden,
         overhead_ms=overhead_ms,
     )
 

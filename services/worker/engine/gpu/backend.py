@@ -14,8 +14,8 @@ import torch
 from services.worker.engine.backends import Pools
 from services.worker.engine.gpu.attention import attend_paged, write_kv
 from services.worker.engine.gpu.spans import DeviceSpans, Heads, pack
-from services.worker.engine.layout import PackedSpans, Span
 from services.worker.engine.paged import Shape
+from services.worker.engine.spans import PackedSpans, Span
 
 
 class Step(Protocol):

@@ -26,8 +26,8 @@ from services.worker.engine.gpu.spans import (
     choose_splits,
     tile_shape,
 )
-from services.worker.engine.layout import PackedSpans, pack
 from services.worker.engine.logits import Logits
+from services.worker.engine.spans import PackedSpans, pack
 
 _log = logging.getLogger("kvasir.worker.graphs")
 _WARM_UPS = 2

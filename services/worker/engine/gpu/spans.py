@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from services.worker.engine.layout import PackedSpans
+from services.worker.engine.spans import PackedSpans
 
 DECODE_ROWS = 16
 """Of a decode's tile: what tensor cores take at least."""

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from services.worker.engine.layout import PackedSpans
 from services.worker.engine.native.build import build
+from services.worker.engine.spans import PackedSpans
 from shared.errors import ConfigError, CorruptedKv, InternalError
 
 AttentionMode = Literal["auto", "native", "torch"]

@@ -11,9 +11,9 @@ from itertools import product
 import torch
 
 from services.worker.engine.attention import LayerShape, PagedAttention
-from services.worker.engine.layout import Span
 from services.worker.engine.native.library import AttentionMode
 from services.worker.engine.paged import Shape
+from services.worker.engine.spans import Span
 
 _BLOCK_TOKENS = 16
 _ROUNDS = 12

@@ -1,26 +1,35 @@
-"""Attention over keys that others hold, and over the own ones for others: put together for an engine."""
+"""Attention over keys that others hold, and over the own ones for others: put together for an engine.
+
+By what the engine has: attention over tensors, or tokens in place of keys.
+"""
 
 from collections.abc import Callable
 
+import numpy as np
+
 from services.worker.door import Door
-from services.worker.engine.contract import AttendingEngine
+from services.worker.engine.contract import AttendingEngine, SharingEngine, TokenEngine
 from services.worker.kv.core.borrowed_pool import ExtendedPool
+from services.worker.kv.tiers.records import LayerPools
 from services.worker.kv.transfers import TransferEngine
 from services.worker.peers.attention.borrower import Borrower
 from services.worker.peers.attention.core.cost import ComputeBudget
 from services.worker.peers.attention.creditor import Creditor, LentGrants
-from services.worker.peers.attention.debtor import Debtor
 from services.worker.peers.attention.homeward import Homeward
-from services.worker.peers.attention.memory import LentMemory, host_blocks, host_memory
+from services.worker.peers.attention.interfaces import BlockDebtor, LentBlocks
+from services.worker.peers.attention.tokens import TokenDebtor, TokenMemory
 from services.worker.peers.lending.core.grants import Freed
 from services.worker.peers.lending.core.settings import LendingConfig
 from services.worker.peers.lending.service import Lending
 from services.worker.peers.registry import Registry
 from shared.clock import Clock
+from shared.errors import ConfigError, InternalError
+
+_MIB = 1 << 20
 
 
 def make_borrower(
-    engine: AttendingEngine,
+    engine: SharingEngine,
     pool: ExtendedPool,
     door: Door,
     registry: Registry,
@@ -31,9 +40,20 @@ def make_borrower(
 ) -> Borrower:
     """`on_failed` hears of creditors that fail, on the engine's thread. Raises ConfigError where parts cannot
     be joined."""
-    debtor = Debtor(
-        engine.attention,
-        q_heads=engine.q_heads,
+    debtor = _debtor(engine, registry, settings, clock)
+    homeward = Homeward(engine.pools, debtor, registry, transfers)
+    return Borrower(debtor, pool, door, registry, homeward, on_failed)
+
+
+def _debtor(engine: SharingEngine, registry: Registry, settings: LendingConfig, clock: Clock) -> BlockDebtor:
+    if isinstance(engine, TokenEngine):
+        return TokenDebtor(engine, most_creditors=settings.most_creditors, deadline_s=settings.answer_s)
+    from services.worker.peers.attention.debtor import Debtor  # torch, which is there then
+
+    attending = _attending(engine)
+    return Debtor(
+        attending.attention,
+        q_heads=attending.q_heads,
         own_blocks=engine.own_ids,
         block_tokens=engine.block_tokens,
         staging_blocks=settings.staging_blocks,
@@ -43,15 +63,13 @@ def make_borrower(
         link_bytes_per_s=settings.link_bytes_per_s,
         clock=clock,
     )
-    homeward = Homeward(engine.attention, debtor, registry, transfers, clock)
-    return Borrower(debtor, pool, door, registry, homeward, on_failed)
 
 
 def make_creditor(
-    engine: AttendingEngine,
+    engine: SharingEngine,
     lending: Lending,
     settings: LendingConfig,
-    host: LentMemory | None,
+    host: LentBlocks | None,
     registry: Registry,
     *,
     on_freed: Callable[[Freed], None],
@@ -61,7 +79,7 @@ def make_creditor(
     """Answers on the links of `registry` from now on. `on_freed` is called on their threads; `is_busy`: there
     are steps to run."""
     creditor = Creditor(
-        engine.attention,
+        _device_memory(engine),
         LentGrants(lending.grants, lending.table, on_freed, clock),
         ComputeBudget(settings.max_remote_attention_fraction),
         block_tokens=engine.block_tokens,
@@ -74,10 +92,44 @@ def make_creditor(
     return creditor
 
 
-def lent_host_memory(config: LendingConfig, engine: AttendingEngine) -> LentMemory | None:
+def _device_memory(engine: SharingEngine) -> LentBlocks:
+    if isinstance(engine, TokenEngine):
+        return TokenMemory(engine.tokens, engine)
+    from services.worker.peers.attention.memory import device_memory  # torch, which is there then
+
+    return device_memory(_attending(engine).attention)
+
+
+def lent_host_memory(config: LendingConfig, engine: SharingEngine) -> LentBlocks | None:
     """None where none is lent. Raises ConfigError where the settings grant less than a block."""
-    blocks = host_blocks(config, engine.attention) if config.lend else 0
+    blocks = host_blocks(config, engine.pools) if config.lend else 0
     if not blocks:
         return None
     attends = config.host_attention.attends(engine.device_type)
-    return host_memory(engine.attention, blocks, attends=attends)
+    if isinstance(engine, TokenEngine):
+        tokens = np.zeros((blocks, engine.block_tokens), dtype=engine.tokens.dtype)
+        return TokenMemory(tokens, engine, attends)
+    from services.worker.peers.attention.memory import host_memory  # torch, which is there then
+
+    return host_memory(_attending(engine).attention, blocks, attends=attends)
+
+
+def block_bytes(pools: LayerPools) -> int:
+    """Of one block, over all layers."""
+    return sum(int(pool[0].nbytes) for layer in pools for pool in layer)
+
+
+def host_blocks(config: LendingConfig, pools: LayerPools) -> int:
+    """How many blocks of host memory the settings grant to other workers. Raises ConfigError where they grant
+    some memory that holds no block."""
+    each_bytes = block_bytes(pools)
+    blocks = config.host_blocks or config.host_mb * _MIB // each_bytes
+    if config.host_mb and not blocks:
+        raise ConfigError(f"host_mb holds no block: one takes {each_bytes} bytes", param="lending.host_mb")
+    return blocks
+
+
+def _attending(engine: SharingEngine) -> AttendingEngine:
+    if not isinstance(engine, AttendingEngine):
+        raise InternalError(f"{type(engine).__name__} shares blocks, and has no way to")
+    return engine

@@ -16,9 +16,10 @@ import numpy.typing as npt
 from services.worker.core.steps import StepCore
 from services.worker.door import Door, EngineQuestion
 from services.worker.kv.core.borrowed_pool import ExtendedPool
-from services.worker.peers.attention.debtor import Debtor, Place
 from services.worker.peers.attention.homeward import HomeFetch, Homeward, Lender
+from services.worker.peers.attention.interfaces import BlockDebtor
 from services.worker.peers.attention.messages import GrantRef
+from services.worker.peers.attention.write_watch import Place
 from services.worker.peers.lending.core.table import GrantKey
 from services.worker.peers.registry import Registry
 from services.worker.peers.transport.base import PeerLink
@@ -33,7 +34,9 @@ Pair = tuple[int, int]
 class Homecoming:
     """One debtor's. `forget`: these ids are borrowed no more."""
 
-    def __init__(self, debtor: Debtor, pool: ExtendedPool, forget: Callable[[Iterable[int]], None]) -> None:
+    def __init__(
+        self, debtor: BlockDebtor, pool: ExtendedPool, forget: Callable[[Iterable[int]], None]
+    ) -> None:
         self._debtor = debtor
         self._pool = pool
         self._forget = forget
@@ -105,7 +108,7 @@ class Borrower:
 
     def __init__(
         self,
-        debtor: Debtor,
+        debtor: BlockDebtor,
         pool: ExtendedPool,
         door: Door,
         registry: Registry,

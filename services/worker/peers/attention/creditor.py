@@ -18,13 +18,9 @@ from typing import Protocol
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from services.worker.engine.attention import PagedAttention
-from services.worker.engine.paged import Shape
 from services.worker.peers.attention.core.cost import ComputeBudget
-from services.worker.peers.attention.exchange import Turn, serve
-from services.worker.peers.attention.memory import LentMemory, device_memory
+from services.worker.peers.attention.interfaces import LentBlocks, Question, Turn
 from services.worker.peers.attention.messages import (
     ATTEND,
     FETCH,
@@ -37,7 +33,6 @@ from services.worker.peers.attention.messages import (
     from_wire,
     read_request,
 )
-from services.worker.peers.attention.seals import NativeSeals
 from services.worker.peers.lending.core.grants import Freed, Grants
 from services.worker.peers.lending.core.table import RBlockTable
 from services.worker.peers.transport.base import Buffer, Peer, RawPipe, Receiver, Reply, bytes_of
@@ -138,16 +133,16 @@ class Creditor:
 
     def __init__(
         self,
-        attention: PagedAttention,
+        device: LentBlocks,
         grants: AccessGrants,
         budget: ComputeBudget,
         *,
         block_tokens: int,
         clock: Clock = time.monotonic,
         is_busy: Callable[[], bool] = lambda: False,
-        host: LentMemory | None = None,
+        host: LentBlocks | None = None,
     ) -> None:
-        self._memory = {KvTier.DEVICE: device_memory(attention)}
+        self._memory = {KvTier.DEVICE: device}
         if host is not None:
             self._memory[KvTier.HOST] = host
         self.block_tokens = block_tokens
@@ -174,8 +169,8 @@ class Creditor:
         """
         request = read_request(header)
         memory = self.memory_of(request)
-        if not 0 <= request.layer < len(memory.pools):
-            raise InvalidMessage(f"layer {request.layer} of {len(memory.pools)}")
+        if not 0 <= request.layer < memory.layers:
+            raise InvalidMessage(f"layer {request.layer} of {memory.layers}")
         now = self.grants.enter(peer, request.grants)
         if now is None:
             raise StaleEpoch("a grant was revoked, has expired or was never yours: borrow anew")
@@ -185,7 +180,7 @@ class Creditor:
             self.grants.leave(peer, request.grants)
             raise
 
-    def memory_of(self, request: Request) -> LentMemory:
+    def memory_of(self, request: Request) -> LentBlocks:
         """Raises InvalidMessage where none of that tier is lent."""
         memory = self._memory.get(request.tier)
         if memory is None:
@@ -193,7 +188,7 @@ class Creditor:
         return memory
 
     def _understand(
-        self, memory: LentMemory, peer: Peer, request: Request, now: tuple[GrantRef, ...]
+        self, memory: LentBlocks, peer: Peer, request: Request, now: tuple[GrantRef, ...]
     ) -> Described:
         """The part, every block of which is lent under these grants, at these generations."""
         key = peer, request.tier
@@ -212,7 +207,7 @@ class Creditor:
             if loans is None:
                 raise StaleEpoch("blocks that none of these grants covers (any more): borrow anew")
             with self.computing:
-                memory.backend.adopt(blocks, loans)
+                memory.adopt(blocks, loans)
             known.checked = now
         if request.part is not None:
             with self._lock:
@@ -253,7 +248,7 @@ class Visit:
     """One message of a debtor while it is worked on."""
 
     creditor: Creditor
-    memory: LentMemory
+    memory: LentBlocks
     peer: Peer
     request: Request
     described: Described
@@ -296,20 +291,16 @@ class _Question:
     """One layer of one step's part."""
 
     def __init__(self, visit: Visit, layer: int, q_heads: int, sizes_bytes: Sequence[int]) -> None:
-        self._visit, self._layer, self._q_heads = visit, layer, q_heads
-        k_pool, v_pool = visit.memory.pools[layer]
-        kv_heads, head_dim, value_dim = k_pool.shape[1], k_pool.shape[2], v_pool.shape[3]
-        kept = len(visit.described.kept)
-        if q_heads % kv_heads or not 0 <= q_heads <= _MAX_Q_HEADS:
-            raise InvalidMessage(f"{q_heads} query heads for {kv_heads} of keys")
-        shapes = [(kept, kv_heads, head_dim), (kept, kv_heads, value_dim)]
-        if q_heads:
-            shapes = [(visit.described.rows, q_heads, head_dim), *shapes]
-        expected = [4 * int(np.prod(shape)) for shape in shapes]
+        self._visit = visit
+        request, described = visit.request, visit.described
+        if not 0 <= q_heads <= _MAX_Q_HEADS:
+            raise InvalidMessage(f"{q_heads} query heads")
+        self._asked = Question(layer, q_heads, request.scaling, request.softcap)
+        expected = visit.memory.sizes_bytes(self._asked, described.rows, len(described.kept))
         if list(sizes_bytes) != expected or sum(expected) > _MAX_BUFFER_BYTES:
             raise InvalidMessage(f"buffers of {list(sizes_bytes)} bytes where {expected} are due")
-        self._tensors = [torch.empty(shape) for shape in shapes]
-        self.buffers: Sequence[Buffer] = [bytes_of(tensor) for tensor in self._tensors]
+        self._brought = [np.empty(size, dtype=np.uint8) for size in expected]
+        self.buffers: Sequence[Buffer] = [bytes_of(each) for each in self._brought]
 
     def commit(self) -> Reply:
         with self._visit.worked_on():
@@ -321,25 +312,20 @@ class _Question:
     def run(self) -> Reply:
         """Write, and attend where there are queries."""
         described = self._visit.described
-        keys, values = self._tensors[-2:]
         with self._visit.creditor.computing:
             if len(described.kept):
-                self._visit.memory.backend.write(
-                    self._layer, keys, values, torch.from_numpy(described.kept_slots)
-                )
-            return self._attend(self._tensors[0]) if self._q_heads else Reply()
+                self._visit.memory.write(self._asked, self._brought, described.kept_slots)
+            return self._attend() if self._asked.q_heads else Reply()
 
-    def _attend(self, queries: torch.Tensor) -> Reply:
-        creditor, request, spans = self._visit.creditor, self._visit.request, self._visit.described.spans
-        memory, is_busy, began_s = self._visit.memory, creditor.is_busy(), creditor.clock()
+    def _attend(self) -> Reply:
+        creditor, memory, spans = self._visit.creditor, self._visit.memory, self._visit.described.spans
+        is_busy, began_s = creditor.is_busy(), creditor.clock()
         if not memory.attends or not creditor.budget.may_compute(began_s, is_busy=is_busy):
             return Reply(msgspec.msgpack.encode(Attended(over_budget=True)))
-        shape = Shape(request.scaling, request.softcap)
-        output, lse = memory.backend.attend_part(self._layer, spans, queries, shape)
-        compute_s = creditor.clock() - began_s
+        found = memory.attend(self._asked, spans, self._brought)
+        compute_s = creditor.clock() - began_s + memory.served_s(spans, is_busy=is_busy)
         creditor.budget.on_computed(compute_s, is_busy=is_busy)
-        header = msgspec.msgpack.encode(Attended(compute_s=compute_s))
-        return Reply(header, (bytes_of(output.contiguous()), bytes_of(lse.contiguous())))
+        return Reply(msgspec.msgpack.encode(Attended(compute_s=compute_s)), found)
 
 
 class _Exchanges:
@@ -352,8 +338,10 @@ class _Exchanges:
         request = read_request(header)
         memory = self._creditor.memory_of(request)
         q_heads = request.q_heads
-        if not 0 < q_heads <= _MAX_Q_HEADS or any(q_heads % k_pool.shape[1] for k_pool, _ in memory.pools):
-            raise InvalidMessage(f"{q_heads} query heads for those of the keys")
+        if not 0 < q_heads <= _MAX_Q_HEADS:
+            raise InvalidMessage(f"{q_heads} query heads")
+        for layer in range(memory.layers):
+            memory.sizes_bytes(Question(layer, q_heads), 0, 0)
         if sizes_bytes:
             raise InvalidMessage("an exchange is announced without buffers")
         return _Exchange(self._creditor, memory, peer, request)
@@ -366,14 +354,14 @@ class _Exchange:
     else's before that, and no more the debtor's after it."""
 
     creditor: Creditor
-    memory: LentMemory
+    memory: LentBlocks
     peer: Peer
     request: Request
     buffers: Sequence[Buffer] = ()
 
     def commit(self) -> Reply:
         creditor = self.creditor
-        if not isinstance(self.memory.backend, NativeSeals) or not self.memory.attends:
+        if not self.memory.is_native or not self.memory.attends:
             return Reply(msgspec.msgpack.encode(Attended()))
         if not creditor.budget.may_compute(creditor.clock(), is_busy=creditor.is_busy()):
             return Reply(msgspec.msgpack.encode(Attended(over_budget=True)))
@@ -385,16 +373,15 @@ class _Exchange:
             pipe.wait(monotonic_s() + _IDLE_S)
 
     def _turn(self, pipe: RawPipe) -> Turn:
-        creditor, backend, request = self.creditor, self.memory.backend, self.request
-        assert isinstance(backend, NativeSeals)
+        creditor, memory, request = self.creditor, self.memory, self.request
         now = creditor.grants.enter(self.peer, request.grants)
         try:
             loans = creditor.grants.lent(self.peer, now or (), request.tier)
             lent = np.flatnonzero(loans).astype(np.int32)
             with creditor.computing:
-                backend.adopt(lent, loans[lent])
+                memory.adopt(lent, loans[lent])
             is_full = not creditor.budget.may_compute(creditor.clock(), is_busy=creditor.is_busy())
-            turn = serve(backend.memory, pipe, loans != 0, q_heads=request.q_heads, is_full=is_full)
+            turn = memory.serve(pipe, loans != 0, q_heads=request.q_heads, is_full=is_full)
             creditor.budget.on_computed(turn.compute_s, is_busy=creditor.is_busy())
             return turn
         except CorruptedKv as error:
@@ -437,10 +424,9 @@ class _Fetch:
             or indices.max() >= len(blocks)
         ):
             raise InvalidMessage("a fetch names blocks of its part")
-        if request.write_layer >= len(visit.memory.pools) or (sizes_bytes and request.write_layer < 0):
+        if request.write_layer >= visit.memory.layers or (sizes_bytes and request.write_layer < 0):
             raise InvalidMessage(f"keys and values for layer {request.write_layer}")
         self._visit, self._blocks = visit, blocks[indices]
-        self._indices = torch.from_numpy(self._blocks)
         self._write = _Question(visit, request.write_layer, 0, sizes_bytes) if sizes_bytes else None
         self.buffers: Sequence[Buffer] = () if self._write is None else self._write.buffers
 
@@ -450,10 +436,10 @@ class _Fetch:
         with visit.worked_on():
             if self._write is not None:
                 self._write.run()
-            found = [pool.index_select(0, self._indices) for pool in visit.memory.pools[layer]]
+            found = visit.memory.copy(layer, self._blocks)
             with visit.creditor.computing:
-                visit.memory.backend.verify(layer, self._blocks)
-        return Reply(b"", [bytes_of(each) for each in found])
+                visit.memory.verify(layer, self._blocks)
+        return Reply(b"", found)
 
     def abandon(self) -> None:
         self._visit.leave()

@@ -7,7 +7,7 @@ engine's thread only. Knows neither sequences nor who grants what. Source: Infin
 (papers/001), algorithms.md §4.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -20,62 +20,30 @@ import torch
 from services.worker.engine.attention import PagedAttention
 from services.worker.engine.backends import Pools
 from services.worker.engine.paged import Shape
-from services.worker.engine.partition import ELSEWHERE, Homes, Part, Partial
+from services.worker.engine.partition import Homes, Part, whole
+from services.worker.engine.remote import Partial
 from services.worker.kv.tiers.throttle import Throttle
 from services.worker.peers.attention.core.cost import CreditorSpeeds, ShipMode, Work, choose_mode
 from services.worker.peers.attention.messages import GrantRef
 from services.worker.peers.attention.shares import (
     CreditorMemory,
     FetchedShare,
+    LayerReader,
     NativeShare,
     ShippedShare,
     StepShare,
     TakeBlocks,
     into_rows,
     visit_blocks,
-    whole,
     work_of,
 )
 from services.worker.peers.attention.staging import Staging
+from services.worker.peers.attention.write_watch import WriteWatch
 from services.worker.peers.core.neighbours import LinkRates
 from services.worker.peers.transport.base import PeerLink
 from shared.clock import Clock, monotonic_s
 from shared.errors import CreditorLost, KvasirError, Overloaded
 from shared.messages.lending import KvTier
-
-Place = tuple[int, int]
-"""Holder, and block there."""
-
-
-class WriteWatch:
-    """Of one debtor, and of the latest round of copies."""
-
-    def __init__(self, block_tokens: int) -> None:
-        self._block_tokens = block_tokens
-        self._copies: dict[Place, int] = {}
-
-    def restart(self, copies: Mapping[Place, int]) -> None:
-        """Own blocks into which these are copied now; earlier copies count no more."""
-        self._copies = dict(copies)
-
-    def discard(self, own: Iterable[int]) -> None:
-        """Into these nothing was copied after all."""
-        missed = set(own)
-        self._copies = {place: block for place, block in self._copies.items() if block not in missed}
-
-    def is_copy(self, place: Place, own: int) -> bool:
-        """Whether the own block holds what the place does."""
-        return self._copies.get(place) == own
-
-    def on_step(self, parts: Sequence[Part]) -> None:
-        """These will be computed."""
-        if not self._copies:
-            return
-        for part in parts:
-            slots = part.spans.slots
-            for block in np.unique(slots[slots != ELSEWHERE] // self._block_tokens).tolist():
-                self._copies.pop((part.holder, block), None)
-
 
 T = TypeVar("T")
 Chooser = Callable[[Work, CreditorSpeeds], ShipMode]
@@ -266,8 +234,15 @@ class Debtor:
         """
         self._visit(blocks, into_rows(rows, self._attention.pools))
 
-    def next_number(self) -> int:
-        """Of a part, to tell a creditor. Any thread may call this."""
+    def reader(self, link: PeerLink, tier: KvTier) -> "LayerReader":
+        """See `BlockDebtor`."""
+        staging = Staging(self._attention, self.staging_blocks)
+        speeds = CreditorSpeeds(LinkRates().link(link.peer.worker_id, link.transport))
+        memory = CreditorMemory(link, (), speeds, staging, self.deadline_s, tier)
+        return LayerReader(memory, self._attention.pools, self.block_tokens, self._next_number, self._clock)
+
+    def _next_number(self) -> int:
+        """Of a part, to tell a creditor."""
         return next(self._numbers)
 
     def _visit(self, blocks: Sequence[int], take: TakeBlocks) -> None:
@@ -343,7 +318,7 @@ class Debtor:
         return [active for active in self._active if active.share.part.spans.window_tokens == window]
 
     def _share(self, part: Part) -> StepShare:
-        return StepShare(self._lendings[part.holder], part, self.next_number(), self._clock)
+        return StepShare(self._lendings[part.holder], part, self._next_number(), self._clock)
 
     def _fetched(self, share: StepShare) -> FetchedShare:
         """A layer is fetched ahead where the next one has the same part."""

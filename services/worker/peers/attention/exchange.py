@@ -15,6 +15,7 @@ import torch
 from services.worker.engine.native.library import KvDigests, KvPool, Spans, declare, describe_spans
 from services.worker.engine.paged import Shape
 from services.worker.engine.partition import Part
+from services.worker.peers.attention.interfaces import Turn
 from services.worker.peers.transport.base import RawPipe
 from shared.errors import CorruptedKv, DeadlineExceeded, InternalError, InvalidMessage, PeerLost, StaleEpoch
 
@@ -98,15 +99,6 @@ class NativeMemory:
     pools: "ctypes.Array[KvPool]"
     digests: "ctypes.Array[KvDigests]"
     threads: int
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What came of a call of `serve`."""
-
-    compute_s: float
-    is_over: bool
-    """The debtor has ended the exchange: messages follow. Else steps may."""
 
 
 def serve(

@@ -15,17 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from services.worker.engine.attention import PagedAttention
-from services.worker.kv.tiers.records import Records, records_of
+from services.worker.kv.tiers.records import LayerPools, Records, records_of
 from services.worker.kv.transfers import Route, TransferEngine
-from services.worker.peers.attention.core.cost import CreditorSpeeds
-from services.worker.peers.attention.debtor import Debtor
+from services.worker.peers.attention.interfaces import BlockDebtor, BlockReader
 from services.worker.peers.attention.messages import GrantRef
-from services.worker.peers.attention.shares import CreditorMemory, StepShare, into_rows, visit_blocks, whole
-from services.worker.peers.attention.staging import Staging
-from services.worker.peers.core.neighbours import LinkRates
 from services.worker.peers.registry import Registry
-from shared.clock import Clock
 from shared.errors import KvasirError
 from shared.log import get_logger
 from shared.messages.lending import KvTier
@@ -49,9 +43,9 @@ class HomeFetch:
 
 @dataclass(slots=True)
 class _Way:
-    """To one creditor's memory: whose turn it is, and what of it may be read into."""
+    """To one creditor's memory: whose turn it is, and what reads there."""
 
-    memory: CreditorMemory
+    reader: BlockReader
     lock: asyncio.Lock
 
 
@@ -59,22 +53,19 @@ _log = get_logger("worker.homeward")
 
 
 class Homeward:
-    """One worker's. `debtor` is asked for what any thread may know."""
+    """One worker's, into its `pools`."""
 
     def __init__(
         self,
-        attention: PagedAttention,
-        debtor: Debtor,
+        pools: LayerPools,
+        debtor: BlockDebtor,
         registry: Registry,
         transfers: TransferEngine,
-        clock: Clock,
     ) -> None:
-        self._attention = attention
         self._debtor = debtor
         self._registry = registry
         self._transfers = transfers
-        self._clock = clock
-        self._records: Records = records_of(attention.pools)
+        self._records: Records = records_of(pools)
         """Written by `transfers` alone."""
         self._ways: dict[Lender, _Way] = {}
 
@@ -88,11 +79,12 @@ class Homeward:
             _log.warning("no link to copy blocks of %s over: %s", work.lender[0], error)
             return False
         async with way.lock:
-            way.memory.grants = work.grants
+            blocks = np.array(work.blocks, dtype=np.int32)
+            rows = np.empty((len(blocks), self._records.record_bytes), dtype=np.uint8)
             try:
-                rows = await asyncio.to_thread(self._read, way.memory, work.blocks)
+                await asyncio.to_thread(way.reader.read, work.grants, blocks, rows)
             except BaseException:
-                way.memory.link.close()
+                way.reader.link.close()
                 raise
             try:
                 await asyncio.to_thread(self._write, rows, work.places)
@@ -105,7 +97,7 @@ class Homeward:
         """It lends nothing more. Any thread may call this."""
         way = self._ways.pop(lender, None)
         if way is not None:
-            way.memory.link.close()
+            way.reader.link.close()
 
     def close(self) -> None:
         """Every link."""
@@ -115,27 +107,12 @@ class Homeward:
     async def _way(self, lender: Lender) -> _Way:
         """Raises KvasirError."""
         way = self._ways.get(lender)
-        if way is not None and not way.memory.link.closed:
+        if way is not None and not way.reader.link.closed:
             return way
         worker_id, incarnation, tier = lender
         link = await self._registry.dial(worker_id, incarnation)
-        staging = Staging(self._attention, self._debtor.staging_blocks)
-        speeds = CreditorSpeeds(LinkRates().link(worker_id, link.transport))
-        memory = CreditorMemory(link, (), speeds, staging, self._debtor.deadline_s, tier)
-        way = self._ways[lender] = _Way(memory, asyncio.Lock())
+        way = self._ways[lender] = _Way(self._debtor.reader(link, tier), asyncio.Lock())
         return way
-
-    def _read(self, memory: CreditorMemory, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
-        part = whole(0, np.array(blocks, dtype=np.int32), self._debtor.block_tokens)
-        rows = np.empty((len(blocks), self._records.record_bytes), dtype=np.uint8)
-
-        def share() -> StepShare:
-            """Described with every message: steps meanwhile would have it forgotten."""
-            return StepShare(memory, part, self._debtor.next_number(), self._clock)
-
-        pools = self._attention.pools
-        visit_blocks(share, range(len(blocks)), len(pools), into_rows(rows, pools))
-        return rows
 
     def _write(self, rows: npt.NDArray[np.uint8], places: Sequence[int]) -> None:
         def write() -> bool:

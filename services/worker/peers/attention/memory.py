@@ -6,24 +6,31 @@ worker whose engine runs on a GPU the debtor fetches them instead, unless told o
 """
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from services.worker.engine.attention import LayerShape, PagedAttention, make_pools
 from services.worker.engine.backends import Pools, TorchBackend
 from services.worker.engine.native import library as native
+from services.worker.engine.paged import Shape
+from services.worker.engine.spans import PackedSpans
+from services.worker.peers.attention.exchange import serve
+from services.worker.peers.attention.interfaces import Question, Turn
 from services.worker.peers.attention.seals import NativeSeals, SealedBackend, SlowSeals
-from services.worker.peers.lending.core.settings import LendingConfig
-from shared.errors import ConfigError
+from services.worker.peers.transport.base import Buffer, RawPipe, bytes_of
+from shared.errors import InvalidMessage
 
-_MIB = 1 << 20
+Brought = Sequence[npt.NDArray[np.uint8]]
 
 
 @dataclass(frozen=True)
 class LentMemory:
-    """All layers' pools of one tier."""
+    """`LentBlocks`: all layers' pools of one tier."""
 
     pools: Sequence[Pools]
     backend: SealedBackend
@@ -35,8 +42,68 @@ class LentMemory:
         return len(self.pools[0][0])
 
     @property
+    def layers(self) -> int:
+        return len(self.pools)
+
+    @property
     def nbytes(self) -> int:
         return sum(pool.nbytes for pools in self.pools for pool in pools)
+
+    @property
+    def is_native(self) -> bool:
+        return isinstance(self.backend, NativeSeals)
+
+    def sizes_bytes(self, asked: Question, rows: int, kept: int) -> list[int]:
+        """See `LentBlocks`: queries, keys and values, fp32."""
+        return [4 * math.prod(shape) for shape in self._shapes(asked, rows, kept)]
+
+    def write(self, asked: Question, brought: Brought, slots: npt.NDArray[np.int64]) -> None:
+        """See `LentBlocks`."""
+        shapes = self._shapes(asked, 0, len(slots))[-2:]
+        keys, values = (_floats(*each) for each in zip(brought[-2:], shapes, strict=True))
+        self.backend.write(asked.layer, keys, values, torch.from_numpy(slots))
+
+    def attend(self, asked: Question, spans: PackedSpans, brought: Brought) -> list[Buffer]:
+        """See `LentBlocks`: output and log-sum-exp."""
+        shape = self._shapes(asked, int(spans.first_row[-1]), 0)[0]
+        queries = _floats(brought[0], shape)
+        how = Shape(asked.scaling, asked.softcap)
+        output, lse = self.backend.attend_part(asked.layer, spans, queries, how)
+        return [bytes_of(output.contiguous()), bytes_of(lse.contiguous())]
+
+    def served_s(self, spans: PackedSpans, *, is_busy: bool) -> float:
+        """See `LentBlocks`: the call's own time is all."""
+        return 0.0
+
+    def copy(self, layer: int, blocks: npt.NDArray[np.int32]) -> list[Buffer]:
+        """See `LentBlocks`."""
+        indices = torch.from_numpy(blocks)
+        return [bytes_of(pool.index_select(0, indices)) for pool in self.pools[layer]]
+
+    def verify(self, layer: int, blocks: npt.NDArray[np.int32]) -> None:
+        """See `LentBlocks`."""
+        self.backend.verify(layer, blocks)
+
+    def adopt(self, blocks: npt.NDArray[np.int32], loans: npt.NDArray[np.int64]) -> None:
+        """See `LentBlocks`."""
+        self.backend.adopt(blocks, loans)
+
+    def serve(self, pipe: RawPipe, lent: npt.NDArray[np.bool_], *, q_heads: int, is_full: bool) -> Turn:
+        """See `LentBlocks`."""
+        assert isinstance(self.backend, NativeSeals)
+        return serve(self.backend.memory, pipe, lent, q_heads=q_heads, is_full=is_full)
+
+    def _shapes(self, asked: Question, rows: int, kept: int) -> list[tuple[int, int, int]]:
+        k_pool, v_pool = self.pools[asked.layer]
+        kv_heads, head_dim, value_dim = k_pool.shape[1], k_pool.shape[2], v_pool.shape[3]
+        if asked.q_heads % kv_heads:
+            raise InvalidMessage(f"{asked.q_heads} query heads for {kv_heads} of keys")
+        shapes = [(kept, kv_heads, head_dim), (kept, kv_heads, value_dim)]
+        return [(rows, asked.q_heads, head_dim), *shapes] if asked.q_heads else shapes
+
+
+def _floats(buffer: npt.NDArray[np.uint8], shape: tuple[int, int, int]) -> torch.Tensor:
+    return torch.from_numpy(buffer.view(np.float32)).view(shape)
 
 
 def device_memory(attention: PagedAttention) -> LentMemory:
@@ -62,18 +129,3 @@ def _sealed(pools: Sequence[Pools], library: ctypes.CDLL | None, threads: int) -
     k_pool, _ = pools[0]
     backend = TorchBackend(pools, k_pool.shape[3], k_pool.dtype, k_pool.device)
     return SlowSeals(backend, pools, k_pool.shape[3])
-
-
-def block_bytes(attention: PagedAttention) -> int:
-    """Of one block, over all layers."""
-    return sum(pool[0].nbytes for pools in attention.pools for pool in pools)
-
-
-def host_blocks(config: LendingConfig, attention: PagedAttention) -> int:
-    """How many blocks of host memory the settings grant to other workers. Raises ConfigError where they grant
-    some memory that holds no block."""
-    each_bytes = block_bytes(attention)
-    blocks = config.host_blocks or config.host_mb * _MIB // each_bytes
-    if config.host_mb and not blocks:
-        raise ConfigError(f"host_mb holds no block: one takes {each_bytes} bytes", param="lending.host_mb")
-    return blocks

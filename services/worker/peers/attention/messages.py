@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from services.worker.engine.layout import PackedSpans
 from services.worker.engine.partition import ELSEWHERE
+from services.worker.engine.spans import PackedSpans
 from shared.errors import InvalidMessage
 from shared.messages.base import decode
 from shared.messages.lending import KvTier

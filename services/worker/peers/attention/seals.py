@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 
 from services.worker.engine.backends import PartialBackend, Pools
-from services.worker.engine.layout import PackedSpans
 from services.worker.engine.native import library as native
 from services.worker.engine.paged import Shape
+from services.worker.engine.spans import PackedSpans
 from services.worker.peers.attention import exchange
 from shared.errors import CorruptedKv
 

@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 
 from services.worker.engine.backends import Pools
-from services.worker.engine.layout import PackedSpans
 from services.worker.engine.paged import Shape
-from services.worker.engine.partition import ELSEWHERE, Part, Partial
+from services.worker.engine.partition import Part, whole
+from services.worker.engine.remote import Partial
 from services.worker.peers.attention.core.cost import CreditorSpeeds, Work
 from services.worker.peers.attention.exchange import Asker
 from services.worker.peers.attention.messages import (
@@ -385,20 +385,39 @@ def into_rows(rows: npt.NDArray[np.uint8], pools: Sequence[Pools]) -> TakeBlocks
     return copy
 
 
-def whole(holder: int, blocks: npt.NDArray[np.int32], block_tokens: int) -> Part:
-    """A part of nothing but these blocks, as one row after them would see them."""
-    tokens = len(blocks) * block_tokens
-    one = np.zeros(1, dtype=np.int32)
-    spans = PackedSpans(
-        first_row=np.array([0, 1], dtype=np.int32),
-        first_position=one + tokens,
-        table_start=one,
-        table_position=one,
-        key_end=one + tokens,
-        blocks=blocks.astype(np.int32),
-        slots=np.array([ELSEWHERE], dtype=np.int64),
-    )
-    return Part(holder, np.zeros(1, dtype=np.int64), spans)
+class LayerReader:
+    """`BlockReader` that takes one layer after the other."""
+
+    def __init__(
+        self,
+        memory: CreditorMemory,
+        pools: Sequence[Pools],
+        block_tokens: int,
+        next_number: Callable[[], int],
+        clock: Clock,
+    ) -> None:
+        self._memory = memory
+        self._pools = pools
+        self._block_tokens = block_tokens
+        self._next_number = next_number
+        self._clock = clock
+
+    @property
+    def link(self) -> PeerLink:
+        return self._memory.link
+
+    def read(
+        self, grants: Sequence[GrantRef], blocks: npt.NDArray[np.int32], rows: npt.NDArray[np.uint8]
+    ) -> None:
+        """See `BlockReader`."""
+        self._memory.grants = tuple(grants)
+        part = whole(0, blocks, self._block_tokens)
+
+        def share() -> StepShare:
+            """Described with every message: steps meanwhile would have it forgotten."""
+            return StepShare(self._memory, part, self._next_number(), self._clock)
+
+        visit_blocks(share, range(len(blocks)), len(self._pools), into_rows(rows, self._pools))
 
 
 def _front(pools: Pools, blocks: int) -> list[Buffer]:

@@ -20,8 +20,8 @@ import torch
 
 from services.worker.engine.attention import PagedAttention
 from services.worker.engine.backends import PartialBackend, Pools
-from services.worker.engine.layout import PackedSpans
 from services.worker.engine.partition import ELSEWHERE
+from services.worker.engine.spans import PackedSpans
 
 
 @dataclass(frozen=True, slots=True)

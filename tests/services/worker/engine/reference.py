@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from services.worker.engine.layout import Span
 from services.worker.engine.paged import Shape
+from services.worker.engine.spans import Span
 from tests.rounding import attention_bounds
 
 Attended = tuple[torch.Tensor, torch.Tensor]

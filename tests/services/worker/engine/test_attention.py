@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from services.worker.engine.attention import LayerShape, PagedAttention
-from services.worker.engine.layout import Span
+from services.worker.engine.spans import Span
 
 
 def make_attention() -> PagedAttention:

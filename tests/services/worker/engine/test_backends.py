@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from services.worker.engine import paged
 from services.worker.engine.attention import LayerShape, PagedAttention
-from services.worker.engine.layout import Span
 from services.worker.engine.native import build
+from services.worker.engine.spans import Span
 from tests.rounding import assert_within
 from tests.services.worker.engine.reference import step_bounds
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from services.worker.engine.layout import Layout, Span, build, pack
+from services.worker.engine.layout import Layout, build
+from services.worker.engine.spans import Span, pack
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,8 @@ import torch
 
 from services.worker.engine.attention import PagedAttention
 from services.worker.engine.forward import Forward, LlamaForward, TransformersForward, is_plain, make_forward
-from services.worker.engine.layout import Span
 from services.worker.engine.loading import LoadedModel, describe
+from services.worker.engine.spans import Span
 from tests.services.worker.conftest import VOCABULARY, ModelFactory
 
 SPANS = [[Span(0, 9, [3, 1, 4])], [Span(9, 1, [3, 1, 4]), Span(0, 5, [0, 2])]]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from services.worker.engine.native import library as native
-from services.worker.engine.partition import merge_into, merge_partials
+from services.worker.engine.remote import merge_into, merge_partials
 from tests.rounding import assert_within, merge_bounds
 
 ROWS, HEADS, DIM = 5, 3, 20

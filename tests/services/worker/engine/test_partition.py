@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from services.worker.engine import paged
 from services.worker.engine.backends import NativeBackend, PartialBackend, TorchBackend
-from services.worker.engine.layout import PackedSpans, Span, pack
 from services.worker.engine.native import library as native
-from services.worker.engine.partition import ELSEWHERE, OWN, Homes, merge_into, split, split_by_window
+from services.worker.engine.partition import ELSEWHERE, OWN, Homes, split, split_by_window
+from services.worker.engine.remote import merge_into
+from services.worker.engine.spans import PackedSpans, Span, pack
 from tests.rounding import assert_within
 from tests.services.worker.engine.reference import step_bounds
 

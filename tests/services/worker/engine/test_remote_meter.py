@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.engine.layout import PackedSpans
 from services.worker.engine.paged import Shape
-from services.worker.engine.partition import MeteredRemote, Part, Partial
+from services.worker.engine.partition import Part
+from services.worker.engine.remote import MeteredRemote, Partial
+from services.worker.engine.spans import PackedSpans
 
 SHAPE = Shape(scaling=1.0)
 NOTHING = torch.zeros(0)

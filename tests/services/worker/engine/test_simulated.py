@@ -112,6 +112,18 @@ def test_blocks_that_hold_something_else_are_found_before_the_first_token() -> N
         engine.step([last])
 
 
+def test_blocks_are_looked_at_whenever_an_answer_fills_one() -> None:
+    engine, _ = make()
+    tokens = list(range(20, 30))
+    engine.step([Row(tokens, 0, [5, 6, 7], SamplePoint(sampling(), 0, 0, tokens))])
+    engine.tokens[5, 2] += 1
+    tokens.append(40)
+    engine.step([Row([40], 10, [5, 6, 7], SamplePoint(sampling(), 0, 1, tokens))])
+    tokens.append(41)
+    with pytest.raises(InternalError, match="other tokens"):
+        engine.step([Row([41], 11, [5, 6, 7], SamplePoint(sampling(), 0, 2, tokens))])
+
+
 def test_records_of_blocks_are_their_tokens() -> None:
     engine, _ = make()
     engine.step([Row(list(range(20, 28)), 0, [5, 6], None)])
@@ -133,12 +145,21 @@ def test_its_sizes_are_the_models() -> None:
         SimulatedEngine.of("somebody/something", 8, 16, SimulatedConfig())
 
 
-@pytest.mark.parametrize("setting", ["pie.enabled", "lending.borrow", "kv_bytes"])
+@pytest.mark.parametrize("setting", ["pie.enabled", "states_every", "kv_bytes"])
 def test_what_needs_real_kv_is_refused_beside_it(setting: str) -> None:
     argv = ["--engine=simulated", f"--{setting}=1"]
     with pytest.raises(ConfigError, match=setting):
         load(WorkerConfig, "worker", argv=argv)
     load(WorkerConfig, "worker", argv=argv[1:])
+
+
+def test_it_borrows_where_it_is_told_to() -> None:
+    """Who borrows hears every other worker's heartbeats, which a large fleet has no time for."""
+    kept = {
+        borrow: load(WorkerConfig, "worker", argv=["--engine=simulated", *borrow]).lending.borrow
+        for borrow in ((), ("--lending.borrow=true",), ("--lending.borrow=auto",), ("--lending.lease-s=3",))
+    }
+    assert list(kept.values()) == [False, True, "auto", False]
 
 
 def test_a_worker_of_it_imports_no_torch() -> None:

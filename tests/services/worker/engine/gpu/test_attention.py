@@ -15,7 +15,7 @@ from tests.services.worker.engine.reference import Problem, expected, problem
 
 pytest.importorskip("triton", reason="Triton is not installed (make setup-gpu)")
 
-from services.worker.engine import layout
+from services.worker.engine import spans as steps
 from services.worker.engine.gpu.attention import attend_paged, write_kv
 from services.worker.engine.gpu.spans import DeviceSpans, Heads, pack
 from services.worker.engine.paged import merge
@@ -28,7 +28,7 @@ SOME = settings(max_examples=20, suppress_health_check=[HealthCheck.function_sco
 def packed(made: Problem, multiprocessors: int = ONE, **partial: list[int]) -> DeviceSpans:
     heads = Heads(made.query.shape[1] // made.k_pool.shape[1], made.k_pool.shape[1])
     arrays: dict[str, Any] = {name: np.array(values, dtype=np.int32) for name, values in partial.items()}
-    spans = replace(layout.pack(made.spans, made.k_pool.shape[3]), **arrays)
+    spans = replace(steps.pack(made.spans, made.k_pool.shape[3]), **arrays)
     return pack(spans, heads, device=made.query.device, multiprocessors=multiprocessors)
 
 
@@ -162,7 +162,7 @@ def test_keys_and_values_land_in_their_slots_and_nowhere_else(
     k_pool, v_pool = torch.zeros_like(made.k_pool), torch.zeros_like(made.v_pool)
     joined = 1 + torch.rand(6, 2, 40, device=device, dtype=dtype)  # Nowhere zero.
     key, value = joined[..., :24].contiguous(), joined[..., 24:32].contiguous()
-    places = layout.pack(made.spans, 4).slots.tolist()
+    places = steps.pack(made.spans, 4).slots.tolist()
     places[3] = -1
     write_kv(k_pool, v_pool, key, value, torch.tensor(places, device=device))
     for row, place in enumerate(places):

@@ -9,8 +9,8 @@ pytest.importorskip("triton", reason="Triton is not installed (make setup-gpu)")
 
 from services.worker.engine.backends import Backend
 from services.worker.engine.gpu.backend import TritonBackend
-from services.worker.engine.layout import Span, pack
 from services.worker.engine.paged import Shape
+from services.worker.engine.spans import Span, pack
 
 KV_HEADS, GROUP, DIM, BLOCK_TOKENS = 2, 3, 16, 4
 TABLES = ([3, 0, 5, 7], [1, 6, 2, 4])

@@ -10,8 +10,8 @@ pytest.importorskip("triton", reason="Triton is not installed (make setup-gpu)")
 from services.worker.engine.gpu.backend import TritonBackend
 from services.worker.engine.gpu.graphs import DecodeArrays, DecodeGraphs, GraphLimits, batch_sizes
 from services.worker.engine.gpu.spans import MOST_TILE_KEYS
-from services.worker.engine.layout import Span, pack
 from services.worker.engine.paged import Shape
+from services.worker.engine.spans import Span, pack
 from tests.services.worker.engine.gpu.capturing import capture_for
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, DIM, BLOCK_TOKENS, BLOCKS = 11, 32, 4, 2, 16, 4, 24

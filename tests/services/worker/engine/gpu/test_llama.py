@@ -14,7 +14,7 @@ from services.worker.engine.gpu.attention import gated
 from services.worker.engine.gpu.backend import TritonBackend
 from services.worker.engine.gpu.graphs import DecodeGraphs, GraphLimits
 from services.worker.engine.gpu.llama import CudaLlama, is_computable, with_graphs
-from services.worker.engine.layout import Span, pack
+from services.worker.engine.spans import Span, pack
 from tests.services.worker.engine.gpu.capturing import capture_for
 
 VOCABULARY, POSITIONS, BLOCK_TOKENS, BLOCKS = 40, 64, 4, 16

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.engine import layout
+from services.worker.engine import spans as steps
 from services.worker.engine.gpu.spans import MOST_TILE_KEYS, Heads, choose_splits, pack, tile_shape, upload
-from services.worker.engine.layout import Span
+from services.worker.engine.spans import Span
 
 CPU = torch.device("cpu")
 spans = st.lists(
@@ -24,7 +24,7 @@ spans = st.lists(
 def test_every_row_is_in_exactly_one_tile(
     spans: list[Span], group: int, kv_heads: int, multiprocessors: int
 ) -> None:
-    packed = pack(layout.pack(spans, 4), Heads(group, kv_heads), device=CPU, multiprocessors=multiprocessors)
+    packed = pack(steps.pack(spans, 4), Heads(group, kv_heads), device=CPU, multiprocessors=multiprocessors)
     first_row = packed.first_row.tolist()
     covered: list[int] = []
     for tiles in packed.tiles:
@@ -38,7 +38,7 @@ def test_every_row_is_in_exactly_one_tile(
 
 @given(spans)
 def test_arrays_say_what_the_spans_say(spans: list[Span]) -> None:
-    packed = pack(layout.pack(spans, 4), Heads(2, 2), device=CPU, multiprocessors=1)
+    packed = pack(steps.pack(spans, 4), Heads(2, 2), device=CPU, multiprocessors=1)
     assert packed.first_position.tolist() == [span.first_position for span in spans]
     assert packed.key_end.tolist() == [span.first_position + span.count for span in spans]
     assert packed.table_position.tolist() == [0] * len(spans)
@@ -72,7 +72,7 @@ def test_few_tiles_are_split_as_far_as_it_fills_the_device(
 @given(spans)
 def test_ids_of_blocks_that_exist_follow_the_last_table(spans: list[Span]) -> None:
     """A tile is read whole, beyond the end of its sequence's table."""
-    packed = pack(layout.pack(spans, 4), Heads(2, 2), device=CPU, multiprocessors=1)
+    packed = pack(steps.pack(spans, 4), Heads(2, 2), device=CPU, multiprocessors=1)
     rest = packed.blocks.storage_offset() + len(packed.blocks)
     assert packed.blocks.as_strided((MOST_TILE_KEYS,), (1,), rest).tolist() == [0] * MOST_TILE_KEYS
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from services.worker.engine.layout import PackedSpans
+from services.worker.engine.spans import PackedSpans
 from tests.services.worker.engine.reference import Attended, expected, problem
 
 

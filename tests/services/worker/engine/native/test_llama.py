@@ -12,12 +12,13 @@ import transformers
 from services.worker.engine.attention import PagedAttention
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.forward import LlamaForward, make_forward
-from services.worker.engine.layout import Span
 from services.worker.engine.loading import LoadedModel, describe
 from services.worker.engine.native.library import load
 from services.worker.engine.native.llama import LlamaLayer, LlamaModel, LlamaStep, NativeLlama, is_computable
 from services.worker.engine.paged import Shape
-from services.worker.engine.partition import Homes, Part, Partial
+from services.worker.engine.partition import Homes, Part
+from services.worker.engine.remote import Partial
+from services.worker.engine.spans import Span
 from shared.errors import InternalError
 
 BLOCK_TOKENS = 4

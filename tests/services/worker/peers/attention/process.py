@@ -14,6 +14,7 @@ def modules(architecture: str, blocks: int, names: list[str]) -> dict[str, tuple
 def main() -> None:
     from services.worker.peers.attention.core.cost import ComputeBudget
     from services.worker.peers.attention.creditor import Creditor
+    from services.worker.peers.attention.memory import device_memory
     from tests.services.worker.conftest import build_model
     from tests.services.worker.peers.attention.rig import BLOCK_TOKENS, DEBTOR, GRANT, GrantBook, make_engine
 
@@ -21,7 +22,7 @@ def main() -> None:
     engine = make_engine(build_model(architecture), blocks)
     book = GrantBook()
     book.grant(DEBTOR.worker_id, GRANT, range(blocks))
-    creditor = Creditor(engine.attention, book, ComputeBudget(1.0), block_tokens=BLOCK_TOKENS)
+    creditor = Creditor(device_memory(engine.attention), book, ComputeBudget(1.0), block_tokens=BLOCK_TOKENS)
     serve(creditor, name, DEBTOR)
 
 

@@ -16,7 +16,7 @@ from services.worker.engine.native.library import AttentionMode
 from services.worker.peers.attention.core.cost import ComputeBudget, ShipMode, choose_mode
 from services.worker.peers.attention.creditor import Creditor
 from services.worker.peers.attention.debtor import Chooser, Debtor
-from services.worker.peers.attention.memory import LentMemory, host_memory
+from services.worker.peers.attention.memory import LentMemory, device_memory, host_memory
 from services.worker.peers.attention.messages import GrantRef
 from services.worker.peers.transport.base import Peer, PeerLink, TransportListener
 from services.worker.peers.transport.plane import WorkerDesk
@@ -110,7 +110,9 @@ def lender(
     host = host_memory(engine.attention, host_blocks, attends=host_attends) if host_blocks else None
     book = GrantBook()
     budget = ComputeBudget(fraction)
-    creditor = Creditor(engine.attention, book, budget, block_tokens=BLOCK_TOKENS, is_busy=is_busy, host=host)
+    creditor = Creditor(
+        device_memory(engine.attention), book, budget, block_tokens=BLOCK_TOKENS, is_busy=is_busy, host=host
+    )
     desk = WorkerDesk(Peer(f"worker-creditor-{next(_numbers)}", 1))
     for kind, receiver in creditor.receivers.items():
         desk.serve(kind, receiver)

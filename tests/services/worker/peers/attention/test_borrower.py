@@ -27,6 +27,7 @@ from services.worker.peers.attention.borrower import Borrower
 from services.worker.peers.attention.debtor import Debtor
 from services.worker.peers.attention.homeward import Homeward
 from services.worker.peers.attention.messages import GrantRef
+from services.worker.peers.attention.shares import LayerReader
 from services.worker.peers.engine_calls import CacheDoor
 from services.worker.peers.lending.core.table import GrantKey
 from services.worker.peers.migration.source import BLOCKS, BlockSource, Wanted, read_given
@@ -82,7 +83,7 @@ class World:
         self.door = Door(core, monotonic_s, lambda _: None)
         registry: Any = self.plane
         self.transfers = TransferEngine(lambda: None)
-        homeward = Homeward(engine.attention, self.debtor, registry, self.transfers, monotonic_s)
+        homeward = Homeward(engine.pools, self.debtor, registry, self.transfers)
         self.borrower = Borrower(self.debtor, self.pool, self.door, registry, homeward, self.failed.append)
         self.runner = Runner(self.door, engine, on_broken=lambda _: None)
 
@@ -228,18 +229,16 @@ def test_steps_go_on_while_blocks_come_home(here: World, monkeypatch: pytest.Mon
     row = Row(list(range(3 * BLOCK_TOKENS)), 0, blocks, None)
     here.engine.step([row])
     here.pool.release(blocks[:OWN])
-    homeward, steps = here.borrower._homeward, 0
-    read = homeward._read
+    steps, read = 0, LayerReader.read
 
-    def read_and_step(*given: Any) -> Any:
+    def read_and_step(self: LayerReader, *given: Any) -> None:
         nonlocal steps
-        rows = read(*given)
+        read(self, *given)
         other = Row([token + 1 for token in row.tokens], 0, blocks, None)
         here.door.ask(lambda core, now_s: here.engine.step([other])).result(5.0)
         steps += 1
-        return rows
 
-    monkeypatch.setattr(homeward, "_read", read_and_step)
+    monkeypatch.setattr(LayerReader, "read", read_and_step)
     assert asyncio.run(here.borrower.recall([10], 1, keep_blocks=0)) == [10]
     assert steps == 1
     kept = np.zeros((2, Records(here.engine.pools).record_bytes), dtype=np.uint8)

@@ -16,10 +16,11 @@ import torch
 from services.worker.core.sampling import SamplePoint
 from services.worker.engine.contract import Row
 from services.worker.engine.engine import TorchEngine
-from services.worker.engine.layout import Span, pack
 from services.worker.engine.partition import Homes, split
+from services.worker.engine.spans import Span, pack
 from services.worker.peers.attention.core.cost import ComputeBudget, ShipMode
 from services.worker.peers.attention.creditor import Creditor, LentGrants
+from services.worker.peers.attention.memory import device_memory
 from services.worker.peers.attention.messages import (
     ATTEND,
     FETCH,
@@ -214,7 +215,9 @@ class World:
         self.grants = Grants(self.table, 1, Terms(BLOCKS, 4.0, 0.5), threading.RLock())
         self.lent = CountingGrants(self.grants, self.table, self.freed.append, lambda: self.now_s)
         budget = ComputeBudget(1.0)
-        self.creditor = Creditor(self.engine.attention, self.lent, budget, block_tokens=BLOCK_TOKENS)
+        self.creditor = Creditor(
+            device_memory(self.engine.attention), self.lent, budget, block_tokens=BLOCK_TOKENS
+        )
         self.refs: list[GrantRef] = []
         for blocks in grants:
             self.lend(blocks)

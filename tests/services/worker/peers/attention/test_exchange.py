@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.engine.layout import Span, pack
 from services.worker.engine.paged import Shape
 from services.worker.engine.partition import Homes, Part, split
+from services.worker.engine.spans import Span, pack
 from services.worker.peers.attention import exchange
 from services.worker.peers.attention.core.cost import ShipMode
 from services.worker.peers.attention.exchange import Asker, serve

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.worker.engine.layout import Span, pack
 from services.worker.engine.partition import Homes, split
+from services.worker.engine.spans import Span, pack
 from services.worker.peers.attention.creditor import LentGrants
-from services.worker.peers.attention.debtor import WriteWatch
 from services.worker.peers.attention.messages import GrantRef
+from services.worker.peers.attention.write_watch import WriteWatch
 from services.worker.peers.lending.core.grants import Freed, Grants, Terms
 from services.worker.peers.lending.core.table import RBlockTable
 from services.worker.peers.lending.service import loans

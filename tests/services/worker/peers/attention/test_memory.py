@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker.peers.attention.memory import block_bytes, device_memory, host_blocks, host_memory
+from services.worker.peers.attention.assembly import block_bytes, host_blocks
+from services.worker.peers.attention.memory import device_memory, host_memory
 from services.worker.peers.attention.seals import NativeSeals, SlowSeals
 from services.worker.peers.lending.core.settings import HostAttention, LendingConfig
 from shared.errors import ConfigError
@@ -22,7 +23,7 @@ def test_a_pool_of_its_own_of_the_same_layout(llama: Any) -> None:
         assert (k_host.dtype, k_host.device.type) == (k_own.dtype, "cpu")
     host.pools[0][0].fill_(1.0)
     assert not engine.pools[0][0].any()
-    assert host.nbytes == 4 * block_bytes(engine.attention) and device.nbytes == 6 * host.nbytes // 4
+    assert host.nbytes == 4 * block_bytes(engine.pools) and device.nbytes == 6 * host.nbytes // 4
 
 
 @pytest.mark.parametrize("attends", [True, False])
@@ -39,12 +40,12 @@ def test_it_is_in_ram_where_the_engine_is_elsewhere(attends: bool) -> None:
 
 
 def test_the_settings_grant_blocks_or_mebibytes(llama: Any) -> None:
-    attention = make_engine(llama, 2).attention
-    assert host_blocks(LendingConfig(), attention) == 0
-    assert host_blocks(LendingConfig(host_mb=1), attention) == (1 << 20) // block_bytes(attention)
-    assert host_blocks(LendingConfig(host_mb=1, host_blocks=7), attention) == 7
+    pools = make_engine(llama, 2).pools
+    assert host_blocks(LendingConfig(), pools) == 0
+    assert host_blocks(LendingConfig(host_mb=1), pools) == (1 << 20) // block_bytes(pools)
+    assert host_blocks(LendingConfig(host_mb=1, host_blocks=7), pools) == 7
     large = torch.zeros(1, 1 << 10, 1 << 10, 4, device="meta")
-    huge: Any = SimpleNamespace(pools=[(large, large)])
+    huge: Any = [(large, large)]
     with pytest.raises(ConfigError, match="holds no block"):
         host_blocks(LendingConfig(host_mb=1), huge)
 

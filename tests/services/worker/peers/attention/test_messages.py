@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from services.worker.engine.layout import PackedSpans, Span, pack
 from services.worker.engine.partition import Homes, split
+from services.worker.engine.spans import PackedSpans, Span, pack
 from services.worker.peers.attention.messages import (
     Attended,
     GrantRef,

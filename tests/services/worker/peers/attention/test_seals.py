@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.engine.layout import Span, pack
 from services.worker.engine.native.library import AttentionMode
 from services.worker.engine.paged import Shape
+from services.worker.engine.spans import Span, pack
 from services.worker.peers.attention.core.cost import ShipMode
 from services.worker.peers.attention.memory import LentMemory, device_memory, host_memory
 from shared.errors import CorruptedKv, CreditorLost

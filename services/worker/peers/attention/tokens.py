@@ -1,0 +1,298 @@
+"""Lending between engines whose KV are the tokens themselves: what is lent, and the way to what is borrowed.
+
+The messages are those of `debtor` and `creditor`, of one layer: a part's description, the tokens that the
+creditor is to keep in place of keys and values, no queries; the answer is what each span sees there. Where
+the creditor does not compute, blocks come here. What that costs is the engine's. Knows no sequence.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from services.worker.engine.contract import SeenTokens, TokenEngine
+from services.worker.engine.partition import Homes, Part, whole
+from services.worker.engine.simulated import token_sums
+from services.worker.engine.spans import PackedSpans
+from services.worker.peers.attention.interfaces import Question, Turn
+from services.worker.peers.attention.messages import (
+    ATTEND,
+    FETCH,
+    GrantRef,
+    Request,
+    read_answer,
+    request_encoder,
+    to_wire,
+)
+from services.worker.peers.attention.write_watch import WriteWatch
+from services.worker.peers.transport.base import Buffer, Call, PeerLink, RawPipe, bytes_of
+from shared.errors import CreditorLost, InvalidMessage, KvasirError, Overloaded
+from shared.messages.lending import KvTier
+
+_ONE_HEAD = 1
+"""Of queries: a question; 0 is none."""
+
+
+@dataclass(frozen=True)
+class TokenMemory:
+    """`LentBlocks` of one tier. Nothing is sealed: debtors know what has to be there."""
+
+    tokens: npt.NDArray[np.int32]
+    """`[blocks, block_tokens]`."""
+    engine: TokenEngine
+    attends: bool = True
+    is_native: bool = False
+    layers: int = 1
+
+    @property
+    def blocks(self) -> int:
+        return len(self.tokens)
+
+    def sizes_bytes(self, asked: Question, rows: int, kept: int) -> list[int]:
+        """See `LentBlocks`."""
+        if asked.q_heads > _ONE_HEAD:
+            raise InvalidMessage(f"{asked.q_heads} query heads where there is one")
+        return [kept * self.tokens.itemsize]
+
+    def write(
+        self, asked: Question, brought: Sequence[npt.NDArray[np.uint8]], slots: npt.NDArray[np.int64]
+    ) -> None:
+        """See `LentBlocks`."""
+        self.tokens.reshape(-1)[slots] = brought[-1].view(np.int32)
+
+    def attend(
+        self, asked: Question, spans: PackedSpans, brought: Sequence[npt.NDArray[np.uint8]]
+    ) -> list[Buffer]:
+        """See `LentBlocks`."""
+        return [bytes_of(token_sums(self.tokens, spans))]
+
+    def served_s(self, spans: PackedSpans, *, is_busy: bool) -> float:
+        """See `LentBlocks`: decodes; chunks cost their debtor what they would without a creditor."""
+        seen = spans.key_end[np.diff(spans.first_row) == 1]
+        return self.engine.serve(int(seen.sum()), is_busy=is_busy)
+
+    def copy(self, layer: int, blocks: npt.NDArray[np.int32]) -> list[Buffer]:
+        """See `LentBlocks`."""
+        return [bytes_of(self.tokens[blocks])]
+
+    def verify(self, layer: int, blocks: npt.NDArray[np.int32]) -> None:
+        """See `LentBlocks`."""
+
+    def adopt(self, blocks: npt.NDArray[np.int32], loans: npt.NDArray[np.int64]) -> None:
+        """See `LentBlocks`."""
+
+    def serve(self, pipe: RawPipe, lent: npt.NDArray[np.bool_], *, q_heads: int, is_full: bool) -> Turn:
+        """See `LentBlocks`: not `is_native`."""
+        raise NotImplementedError
+
+
+@dataclass(slots=True)
+class _Lender:
+    """A creditor's memory of one tier."""
+
+    link: PeerLink
+    grants: tuple[GrantRef, ...]
+    tier: KvTier
+    attends: bool = True
+
+
+@dataclass(slots=True)
+class _Share:
+    """One lender's part of the present step."""
+
+    lender: _Lender
+    part: Part
+    step: int
+    call: Call | None = None
+    sums: npt.NDArray[np.uint32] | None = None
+
+
+T = TypeVar("T")
+
+
+class TokenDebtor:
+    """`BlockDebtor` and `RemoteTokens` of one engine."""
+
+    def __init__(self, engine: TokenEngine, *, most_creditors: int = 8, deadline_s: float = 2.0) -> None:
+        self.homes = Homes(engine.own_ids)
+        self.watch = WriteWatch(engine.block_tokens)
+        self.deadline_s = deadline_s
+        self._engine = engine
+        self._most_creditors = most_creditors
+        self._lenders: dict[int, _Lender] = {}
+        self._holders = 0
+        self._numbers = count(1)
+        engine.extend(self.homes, self)
+
+    def add(
+        self,
+        link: PeerLink,
+        grants: Sequence[GrantRef],
+        tier: KvTier = KvTier.DEVICE,
+        *,
+        attends: bool = True,
+    ) -> int:
+        """See `BlockDebtor`."""
+        if len(self._lenders) >= self._most_creditors:
+            raise Overloaded(f"{self._most_creditors} lend already")
+        self._holders += 1
+        self._lenders[self._holders] = _Lender(link, tuple(grants), tier, attends)
+        return self._holders
+
+    def set_grants(self, holder: int, grants: Sequence[GrantRef]) -> None:
+        """See `BlockDebtor`."""
+        self._lenders[holder].grants = tuple(grants)
+
+    def remove(self, holder: int) -> None:
+        """See `BlockDebtor`."""
+        lender = self._lenders.pop(holder, None)
+        if lender is not None:
+            lender.link.close()
+
+    def close(self) -> None:
+        """See `BlockDebtor`."""
+        for lender in list(self._lenders.values()):
+            lender.link.close()
+
+    def attend(self, parts: Sequence[Part], tokens: npt.NDArray[np.int32]) -> list[SeenTokens]:
+        """See `RemoteTokens`. All are asked before one is waited for."""
+        self.watch.on_step(parts)
+        shares = [_Share(self._lenders[part.holder], part, next(self._numbers)) for part in parts]
+        for share in shares:
+            if share.lender.attends:
+                self._guarded(share.lender, partial(self._ask, share, tokens), shares)
+        for share in shares:
+            if share.lender.attends:
+                self._guarded(share.lender, partial(self._take, share), shares)
+        return [self._seen(share, tokens, shares) for share in shares]
+
+    def _ask(self, share: _Share, tokens: npt.NDArray[np.int32]) -> None:
+        part = share.part
+        share.sums = np.zeros(len(part.spans.key_end), dtype=np.uint32)
+        request = _request(share.lender, share.step, part, q_heads=_ONE_HEAD)
+        kept = [bytes_of(tokens[part.rows[part.kept]])]
+        into = [bytes_of(share.sums)]
+        share.call = share.lender.link.begin(ATTEND, request, kept, into=into, deadline_s=self.deadline_s)
+
+    def _take(self, share: _Share) -> None:
+        """Without sums where the creditor lends no more of its time: the tokens were written."""
+        call, share.call = share.call, None
+        assert call is not None
+        answer = call.finish()
+        if read_answer(answer.header).over_budget or answer.buffers != 1:
+            share.sums = None
+
+    def _seen(self, share: _Share, tokens: npt.NDArray[np.int32], shares: Sequence[_Share]) -> SeenTokens:
+        if share.sums is not None:
+            return SeenTokens(share.sums, is_copied=False)
+        part, lender = share.part, share.lender
+        new = () if lender.attends else (bytes_of(tokens[part.rows[part.kept]]),)
+        rows = np.empty((part.seen_keys, self._engine.block_tokens), dtype=np.int32)
+        self._guarded(lender, partial(self._fetch, lender, part, share.step, rows, new), shares)
+        places = PackedSpans(
+            first_row=part.spans.first_row,
+            first_position=part.spans.first_position,
+            table_start=part.spans.table_start,
+            table_position=part.spans.table_position,
+            key_end=part.spans.key_end,
+            blocks=np.arange(part.seen_keys, dtype=np.int32),
+            slots=part.spans.slots,
+        )
+        return SeenTokens(token_sums(rows, places), is_copied=True)
+
+    def bring_home(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `BlockDebtor`."""
+        rows = np.empty((len(pairs), self._engine.tokens[0].nbytes), dtype=np.uint8)
+        self.read([there for there, _ in pairs], rows)
+        self._engine.tokens[[own for _, own in pairs]] = rows.view(np.int32)
+
+    def read(self, blocks: Sequence[int], rows: npt.NDArray[np.uint8]) -> None:
+        """See `BlockDebtor`."""
+        holders, there = self.homes.locate(blocks)
+        for holder in np.unique(holders).tolist():
+            at = np.flatnonzero(holders == holder)
+            lender, found = self._lenders[holder], np.empty((len(at), rows.shape[1]), dtype=np.uint8)
+            part = whole(holder, there[at], self._engine.block_tokens)
+            step = next(self._numbers)
+            self._guarded(lender, partial(self._fetch, lender, part, step, found), ())
+            rows[at] = found
+
+    def reader(self, link: PeerLink, tier: KvTier) -> "TokenReader":
+        """See `BlockDebtor`."""
+        return TokenReader(self, _Lender(link, (), tier))
+
+    def fetch(self, lender: _Lender, blocks: npt.NDArray[np.int32], rows: npt.NDArray[np.uint8]) -> None:
+        """Whole blocks. Any thread may call this. Raises KvasirError."""
+        part = whole(0, blocks, self._engine.block_tokens)
+        self._fetch(lender, part, next(self._numbers), rows)
+
+    def _fetch(
+        self,
+        lender: _Lender,
+        part: Part,
+        step: int,
+        into: "npt.NDArray[np.uint8] | npt.NDArray[np.int32]",
+        new: Sequence[Buffer] = (),
+    ) -> None:
+        """All blocks of a part; `new`: what the creditor is to keep of it, before."""
+        indices = np.arange(part.seen_keys, dtype=np.int32).tobytes()
+        request = _request(lender, step, part, indices=indices, write_layer=0 if new else -1)
+        lender.link.ask(FETCH, request, new, into=[bytes_of(into)], deadline_s=self.deadline_s)
+
+    def _guarded(self, lender: _Lender, call: Callable[[], T], shares: Sequence[_Share]) -> T:
+        """Whatever goes wrong with a creditor is the creditor's loss, and the end of its link. Answers of the
+        others are taken, so that their links stay usable."""
+        try:
+            return call()
+        except KvasirError as error:
+            lender.link.close()
+            for share in shares:
+                other, share.call = share.call, None
+                if other is None or share.lender is lender:
+                    continue
+                try:
+                    other.finish()
+                except KvasirError:
+                    share.lender.link.close()
+            creditor_id = lender.link.peer.worker_id
+            message = f"worker {creditor_id}, which lends KV, failed: {error.message}"
+            raise CreditorLost(message, creditor_id=creditor_id) from error
+
+
+class TokenReader:
+    """`BlockReader` of one lender."""
+
+    def __init__(self, debtor: TokenDebtor, lender: _Lender) -> None:
+        self._debtor = debtor
+        self._lender = lender
+
+    @property
+    def link(self) -> PeerLink:
+        return self._lender.link
+
+    def read(
+        self, grants: Sequence[GrantRef], blocks: npt.NDArray[np.int32], rows: npt.NDArray[np.uint8]
+    ) -> None:
+        """See `BlockReader`."""
+        self._lender.grants = tuple(grants)
+        self._debtor.fetch(self._lender, blocks, rows)
+
+
+def _request(
+    lender: _Lender, step: int, part: Part, *, q_heads: int = 0, indices: bytes = b"", write_layer: int = -1
+) -> bytes:
+    request = Request(
+        step=step,
+        layer=0,
+        grants=lender.grants,
+        tier=lender.tier,
+        part=to_wire(part.spans),
+        q_heads=q_heads,
+        indices=indices,
+        write_layer=write_layer,
+    )
+    return request_encoder.encode(request)

@@ -1,0 +1,214 @@
+"""Simulated engines that lend each other blocks, over real links: what lies where, is noticed, and costs."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import pytest
+
+from services.worker.core.costs.fitted import LLAMA2_13B_2_A100
+from services.worker.core.costs.remote import RemoteCost
+from services.worker.core.sampling import SamplePoint
+from services.worker.engine.contract import Row, TokenEngine
+from services.worker.engine.simulated import SimulatedEngine
+from services.worker.kv.tiers.records import Records
+from services.worker.peers.attention.core.cost import ComputeBudget
+from services.worker.peers.attention.creditor import Creditor
+from services.worker.peers.attention.tokens import TokenDebtor, TokenMemory
+from services.worker.peers.transport.base import Peer
+from services.worker.peers.transport.plane import WorkerDesk
+from services.worker.peers.transport.tcp import TcpTransport
+from shared.errors import CreditorLost, InternalError, Overloaded
+from shared.messages.lending import KvTier
+from shared.messages.sequence import Sampling
+from tests.services.worker.peers.attention.rig import BLOCK_TOKENS, DEBTOR, GRANT, HOST_GRANT, GrantBook
+
+OWN, LENT = 4, 6
+"""Blocks of the debtor's own, and of each creditor."""
+COST = RemoteCost(LLAMA2_13B_2_A100)
+PROMPT = list(range(100, 100 + 9 * BLOCK_TOKENS))
+
+
+@dataclass
+class One:
+    """An engine, and how long its steps were to take."""
+
+    blocks: int
+    speed: float = 1.0
+    steps_s: list[float] = field(default_factory=list)
+    engine: SimulatedEngine = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.engine = SimulatedEngine(
+            vocabulary=4096,
+            max_positions=4096,
+            kv_blocks=self.blocks,
+            block_tokens=BLOCK_TOKENS,
+            cost=COST.cost,
+            remote_cost=COST,
+            speed=self.speed,
+            sleep=self.steps_s.append,
+        )
+
+
+@dataclass
+class World:
+    """A debtor whose ids from `OWN` on are the first creditor's blocks, and then the second's."""
+
+    debtor: One
+    creditors: list[One]
+    way: TokenDebtor
+    hang_up: list[Callable[[], bool]]
+
+    def step(self, tokens: Sequence[int], first: int, blocks: Sequence[int]) -> None:
+        """The last of these is sampled from."""
+        whole = PROMPT[:first] + list(tokens)
+        index = 0 if len(tokens) > 1 else 1
+        point = SamplePoint(Sampling(seed=1, max_tokens=100), 0, index, whole)
+        (sampled,) = self.debtor.engine.step([Row(tokens, first, blocks, point)])
+        assert sampled is not None
+
+
+@contextmanager
+def world(
+    creditors: int = 2,
+    *,
+    fraction: float = 1.0,
+    is_busy: bool = False,
+    host: bool = False,
+    attends: bool = True,
+    speed: float = 1.0,
+) -> Iterator[World]:
+    debtor, lenders = One(OWN, speed), [One(LENT, speed) for _ in range(creditors)]
+    way = TokenDebtor(debtor.engine, most_creditors=creditors, deadline_s=5.0)
+    hang_up: list[Callable[[], bool]] = []
+    with ExitStack() as stack:
+        for number, lender in enumerate(lenders):
+            book = GrantBook()
+            tier, ref = (KvTier.HOST, HOST_GRANT) if host else (KvTier.DEVICE, GRANT)
+            book.grant(DEBTOR.worker_id, ref, range(LENT), tier)
+            far = TokenMemory(np.zeros((LENT, BLOCK_TOKENS), dtype=np.int32), lender.engine, attends)
+            creditor = Creditor(
+                TokenMemory(lender.engine.tokens, lender.engine),
+                book,
+                ComputeBudget(fraction),
+                block_tokens=BLOCK_TOKENS,
+                is_busy=lambda: is_busy,
+                host=far if host else None,
+            )
+            desk = WorkerDesk(Peer(f"worker-{number}", 1))
+            for kind, receiver in creditor.receivers.items():
+                desk.serve(kind, receiver)
+            listener = TcpTransport().listen(desk)
+            hang_up.append(partial(listener.close, 5.0))
+            stack.callback(listener.close, 5.0)
+            ticket = desk.issue(DEBTOR, valid_for_s=5.0)
+            link = TcpTransport().dial(listener.address, DEBTOR, desk.own, ticket, deadline_s=5.0)
+            holder = way.add(link, [ref], tier, attends=attends)
+            first = OWN + number * LENT
+            way.homes.place(range(first, first + LENT), holder, range(LENT))
+        stack.callback(way.close)
+        yield World(debtor, lenders, way, hang_up)
+
+
+TABLE = [0, 5, 1, 10, 11, 7, 2, 8, 12]
+"""Own blocks, and both creditors', in turn."""
+
+
+def test_its_engine_has_what_lending_asks_for() -> None:
+    assert isinstance(One(OWN).engine, TokenEngine) and One(OWN).engine.is_divisible
+
+
+def test_tokens_are_where_the_tables_say() -> None:
+    with world() as here:
+        here.step(PROMPT[: 4 * BLOCK_TOKENS + 1], 0, TABLE)
+        here.step(PROMPT[4 * BLOCK_TOKENS + 1 :], 4 * BLOCK_TOKENS + 1, TABLE)
+        blocks = [PROMPT[at : at + BLOCK_TOKENS] for at in range(0, len(PROMPT), BLOCK_TOKENS)]
+        for id_, tokens in zip(TABLE, blocks, strict=True):
+            owner = here.debtor if id_ < OWN else here.creditors[(id_ - OWN) // LENT]
+            block = id_ if id_ < OWN else (id_ - OWN) % LENT
+            assert owner.engine.tokens[block].tolist() == tokens
+
+
+def test_other_tokens_at_a_creditor_are_noticed_at_the_next_token() -> None:
+    with world() as here:
+        here.step(PROMPT[:-1], 0, TABLE)
+        here.creditors[0].engine.tokens[5 - OWN, 1] += 1
+        with pytest.raises(InternalError, match="a creditor holds"):
+            here.step(PROMPT[-1:], len(PROMPT) - 1, TABLE)
+
+
+def test_a_step_costs_what_the_cost_model_says_and_its_creditors_their_share() -> None:
+    for speed in (1.0, 10.0):
+        with world(is_busy=True, speed=speed) as here:
+            here.step(PROMPT[:-1], 0, TABLE)
+            here.step(PROMPT[-1:], len(PROMPT) - 1, TABLE)
+            chunk_s, decode_s = here.debtor.steps_s
+            assert chunk_s * speed == pytest.approx(COST.step_s([(0, len(PROMPT) - 1)], 0, 0, [0, 0])), (
+                "a round trip for each layer"
+            )
+            local, first, second = (BLOCK_TOKENS * blocks for blocks in (3, 3, 3))
+            assert decode_s * speed == pytest.approx(COST.step_s([], 1, local, [first, second]))
+            waited_s = decode_s - COST.step_s([], 1, local, []) / speed
+            assert here.debtor.engine.remote_block_s == pytest.approx(waited_s / 6)
+            lender = here.creditors[0]
+            row = Row([5], 0, [5], None)
+            for _ in range(2):
+                lender.engine.step([row])
+            own_s = COST.step_s([], 1, 1, [])
+            assert lender.steps_s[0] * speed == pytest.approx(own_s + COST.serving_s(first))
+            assert lender.steps_s[1] * speed == pytest.approx(own_s), "once"
+
+
+def test_an_idle_creditor_serves_in_nobodys_time() -> None:
+    with world(is_busy=False) as here:
+        here.step(PROMPT[:-1], 0, TABLE)
+        here.step(PROMPT[-1:], len(PROMPT) - 1, TABLE)
+        here.creditors[0].engine.step([Row([5], 0, [5], None)])
+        assert here.creditors[0].steps_s == [pytest.approx(COST.step_s([], 1, 1, []))]
+
+
+@pytest.mark.parametrize("is_host", [False, True])
+def test_where_a_creditor_does_not_compute_blocks_are_copied_and_looked_at(is_host: bool) -> None:
+    """It lends no time, or no attention to its host memory."""
+    how = {"host": True, "attends": False} if is_host else {"fraction": 0.0}
+    with world(**how) as here:
+        here.step(PROMPT[:-1], 0, TABLE)
+        here.step(PROMPT[-1:], len(PROMPT) - 1, TABLE)
+        copied_tokens = 6 * BLOCK_TOKENS
+        expected_s = COST.step_s([], 1, len(PROMPT), []) + COST.copy_s(copied_tokens)
+        assert here.debtor.steps_s[1] == pytest.approx(expected_s)
+        here.way.homes.place([12], 2, [4])  # where somebody else's tokens are
+        with pytest.raises(InternalError, match="a creditor holds"):
+            here.step(PROMPT[-1:], len(PROMPT) - 1, TABLE)
+
+
+def test_a_creditor_that_is_gone_costs_its_sequences_only() -> None:
+    with world() as here:
+        here.step(PROMPT[:-1], 0, TABLE)
+        assert here.hang_up[0]()
+        with pytest.raises(CreditorLost) as lost:
+            here.step(PROMPT[-1:], len(PROMPT) - 1, TABLE)
+        assert lost.value.creditor_id == "worker-0"
+        second = [0, 1, 10, 11]
+        here.step(PROMPT[: 3 * BLOCK_TOKENS + 2], 0, second)
+        assert here.creditors[1].engine.tokens[1, :2].tolist() == PROMPT[3 * BLOCK_TOKENS :][:2]
+
+
+def test_blocks_are_read_and_brought_home() -> None:
+    with world() as here:
+        here.step(PROMPT, 0, TABLE)
+        records = Records(here.debtor.engine.pools)
+        rows = np.zeros((2, records.record_bytes), dtype=np.uint8)
+        here.way.read([12, 5], rows)
+        expected = [PROMPT[8 * BLOCK_TOKENS :], PROMPT[BLOCK_TOKENS : 2 * BLOCK_TOKENS]]
+        assert rows.view(np.int32).tolist() == expected
+        here.way.bring_home([(10, 3)])
+        assert here.debtor.engine.tokens[3].tolist() == PROMPT[3 * BLOCK_TOKENS : 4 * BLOCK_TOKENS]
+
+
+def test_there_is_an_end_to_creditors() -> None:
+    with world(1) as here, pytest.raises(Overloaded):
+        here.way.add(here.way._lenders[1].link, [GRANT])
