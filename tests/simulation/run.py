@@ -66,6 +66,11 @@ def _run(world: World, clients: Clients, checks: Checks) -> None:
     checks.check_quiet()
 
 
+def run_seeds(seeds: list[int]) -> list[Verdict]:
+    """In this process."""
+    return [simulate(Schedule.of(seed)) for seed in seeds]
+
+
 @contextmanager
 def _heard(checks: Checks) -> Iterator[None]:
     """What services log is heard, and not shown unless somebody has asked for it."""
