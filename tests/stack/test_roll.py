@@ -22,10 +22,14 @@ from bench.kit.load import Answer, Target, complete_all, insist
 from shared.release import PROTOCOL
 from tests.stack.running import ROOT, RunningStack, running_stack
 
-pytestmark = [pytest.mark.stack, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.stack,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("default:this clone has no earlier release"),
+]
 
-UNTAGGED = "457e890"
-"""Of 2026-11-24: before processes said of which release they are."""
+UNTAGGED = "bde2a74"
+"""Where nothing is tagged: a state of 2026-11-24."""
 STREAMS = 6
 _TOKENS = 300
 _GRACE_S = 0.2
