@@ -30,7 +30,7 @@ from services.worker.peers.attention.messages import (
 )
 from services.worker.peers.attention.write_watch import WriteWatch
 from services.worker.peers.transport.base import Buffer, Call, PeerLink, RawPipe, bytes_of
-from shared.errors import CreditorLost, InvalidMessage, KvasirError, Overloaded
+from shared.errors import CreditorLost, InternalError, InvalidMessage, KvasirError, Overloaded
 from shared.messages.lending import KvTier
 
 _ONE_HEAD = 1
@@ -86,8 +86,8 @@ class TokenMemory:
         """See `LentBlocks`."""
 
     def serve(self, pipe: RawPipe, lent: npt.NDArray[np.bool_], *, q_heads: int, is_full: bool) -> Turn:
-        """See `LentBlocks`: not `is_native`."""
-        raise NotImplementedError
+        """See `LentBlocks`. Raises InternalError: it is not `is_native`, so a creditor does not ask."""
+        raise InternalError("tokens are lent without native turns")
 
 
 @dataclass(slots=True)
