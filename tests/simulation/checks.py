@@ -7,11 +7,13 @@ from typing import Any
 from unittest.mock import patch
 
 from services.worker.core.steps import StepCore
+from services.worker.engine.simulated import token_at
 from services.worker.service import Worker
 from shared.bus.lease import LeaseHolder
 from shared.errors import InvalidMessage
 from shared.messages.base import decode
-from tests.simulation.clients import Clients
+from shared.messages.sequence import SequenceRef
+from tests.simulation.clients import Clients, codec
 from tests.simulation.fleet import Fleet
 from tests.simulation.world import Process
 
@@ -50,6 +52,9 @@ class Checks:
         self._last_worker_epochs: dict[Process, int] = {}
         self._holders: dict[str, tuple[LeaseHolder, float]] = {}
         """Of each role, and when they showed last that they live."""
+        self._checked_tokens: dict[tuple[Process, SequenceRef], int] = {}
+        """Of each sequence at each worker, so many of its answer."""
+        self._vocabulary = codec().vocab_size
         self._lease_ttl_s: float = fleet.shape.settings["scheduler"]["lease_ttl_s"]
         fleet.world.on_unhandled = self._on_unhandled
         fleet.server.on_put = self._on_put
@@ -76,8 +81,9 @@ class Checks:
         worker._runner._between = check_and_go_on
 
     def _look(self, process: Process, worker: Worker) -> None:
-        """Blocks are conserved, and epochs only grow."""
+        """Blocks are conserved, epochs only grow, and answers go on from what they are."""
         core = worker._door.core
+        self._check_tokens(process, core)
         try:
             self._check_books(process, core)
         except AssertionError as error:
@@ -94,6 +100,21 @@ class Checks:
         lent = [block for loan in loans for block in loan.blocks]
         with patch.object(core._table, "pool", _Counted(pool, lent)) if lent else nullcontext():
             core.check_integrity()
+
+    def _check_tokens(self, process: Process, core: StepCore) -> None:
+        """What a sequence has of its answer, from whomever it got it, is what the undisturbed engine says."""
+        for held in core._table._held.values():
+            key = process, held.ref
+            checked = self._checked_tokens.get(key, 0)
+            answer = held.tokens[held.prompt_tokens :]
+            for index in range(checked, len(answer)):
+                expected = token_at(held.sampling, held.ref.choice, index, self._vocabulary)
+                if answer[index] != expected:
+                    self._found.append(
+                        f"{process.name} has a token at {index} of {held.ref} that is another's"
+                    )
+                    return
+            self._checked_tokens[key] = len(answer)
 
     def check_answers(self) -> None:
         """Nothing that was said is wrong."""

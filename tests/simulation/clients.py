@@ -54,19 +54,18 @@ class Question:
 
 
 @cache
-def _codec() -> Any:
+def codec() -> Any:
     return load_codec(MODEL)
 
 
 @cache
 def expected_text(seed: int, choice: int, max_tokens: int) -> str:
     """What the simulated engine answers, as text."""
-    codec = _codec()
-    ends = codec.end_token_ids
+    ends = codec().end_token_ids
     sampling = Sampling(max_tokens=max_tokens, seed=seed, end_token_ids=tuple(ends))
     count = min(max_tokens, answer_tokens(seed, choice))
-    tokens = [token_at(sampling, choice, index, codec.vocab_size) for index in range(count)]
-    return str(codec.tokenizer.decode([token for token in tokens if token not in ends]))
+    tokens = [token_at(sampling, choice, index, codec().vocab_size) for index in range(count)]
+    return str(codec().tokenizer.decode([token for token in tokens if token not in ends]))
 
 
 class Wrong(Exception):

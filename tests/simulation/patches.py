@@ -146,6 +146,10 @@ def _in_time(world: World, run: Any) -> Any:
 
     def slowly(self: Any, **options: Any) -> Any:
         threads.sleep(world.random.choice(_COPY_S))
+        me = threads.strand()
+        stands_s = me.process.copies_stand_until_s - world.now_s
+        if stands_s > 0:
+            me.wait(stands_s)
         return run(self, **options)
 
     return slowly

@@ -1,7 +1,7 @@
 """What a seed means: the stack's shape, the questions of its clients, and what goes wrong when."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -47,10 +47,12 @@ class Schedule:
         chance = random.Random(f"schedule {seed}")
         shape = _shape(chance)
         questions, faults = _questions(chance, shape), _faults(chance, shape)
-        chance = random.Random(f"lending {seed}")
-        if chance.random() < 0.3:
-            shape, questions = _lending(chance, shape, questions)
-        return cls(seed, shape, questions, faults)
+        schedule = cls(seed, shape, questions, faults)
+        for name, (share, focus) in _FOCI.items():
+            chance = random.Random(f"{name} {seed}")
+            if chance.random() < share:
+                schedule = focus(chance, schedule)
+        return schedule
 
 
 def _shape(chance: random.Random) -> Shape:
@@ -112,10 +114,12 @@ def _questions(chance: random.Random, shape: Shape) -> tuple[Question, ...]:
     return tuple(questions)
 
 
-def _lending(
-    chance: random.Random, shape: Shape, questions: tuple[Question, ...]
-) -> tuple[Shape, tuple[Question, ...]]:
+# --- what some seeds are mostly about: chance alone would come to it too seldom
+
+
+def _lending(chance: random.Random, schedule: Schedule) -> Schedule:
     """Workers share their KV, and one or two questions are longer than what one of them has."""
+    shape, questions = schedule.shape, schedule.questions
     share = chance.choice((0.0, 0.0, 0.3))
     lending = {
         "borrow": chance.choice((True, "auto")),
@@ -138,7 +142,77 @@ def _lending(
         return replace(question, prompt=question.prompt + more, n=1, is_long=True)
 
     long = tuple(longer(each) if chance.random() < 0.8 else each for each in questions[:2])
-    return replace(shape, settings={**shape.settings, "worker": worker}), (*long, *questions[2:])
+    return replace(schedule, shape=_with(shape, "worker", worker), questions=(*long, *questions[2:]))
+
+
+def _hanging(chance: random.Random, schedule: Schedule) -> Schedule:
+    """Copies of some workers hang, some for longer than whoever waits for them is willing to."""
+    shape = schedule.shape
+    worker = {**shape.settings["worker"], "transfer": {"answer_s": chance.choice((0.2, 0.5, 5.0))}}
+    targets = [f"worker-{chance.randrange(shape.workers)}" for _ in range(chance.randint(1, 4))]
+    more = _some(chance, ("copies hang",), targets, (0.3, 1.0, 3.0))
+    return replace(schedule, shape=_with(shape, "worker", worker), faults=_in_order(schedule.faults + more))
+
+
+def _rivals(chance: random.Random, schedule: Schedule) -> Schedule:
+    """Two schedulers, of which one is away for about as long as its lease lasts, while long answers run."""
+    targets = [f"scheduler-{chance.randrange(2)}" for _ in range(chance.randint(1, 3))]
+    more = _some(chance, ("freeze", "freeze", "cut", "slow"), targets, (1.0, 1.5, 2.5))
+    long = tuple(replace(question, max_tokens=60) for question in schedule.questions)
+    shape = replace(schedule.shape, schedulers=2)
+    return replace(schedule, shape=shape, questions=long, faults=_in_order(schedule.faults + more))
+
+
+def _worn_disks(chance: random.Random, schedule: Schedule) -> Schedule:
+    """What is asked was asked before, most of it has left memory for the disk, and disks flip bits."""
+    shape = schedule.shape
+    cache = {**shape.settings["worker"]["prefix_cache"], "disk_mb": 1, "disk_path": "/tmp/kvasir-simulation"}
+    cache["host_blocks"] = chance.choice((4, 8))
+    worker = {**shape.settings["worker"], "kv_blocks": 20, "prefix_cache": cache}
+    prompts = [question.prompt[: 20 * _BLOCK_TOKENS - 80] for question in schedule.questions]
+    questions = tuple(
+        replace(
+            schedule.questions[number % len(prompts)],
+            at_s=QUESTIONS_BEGIN_S + 0.5 * number,
+            prompt=chance.choice(prompts),
+            name="",
+            is_long=False,
+        )
+        for number in range(8)
+    )
+    targets = [f"worker-{number}" for number in range(shape.workers)]
+    more = tuple(Fault(1.0, "disk corrupt", target, 5.0, chance.choice((0.05, 0.3))) for target in targets)
+    return replace(
+        schedule,
+        shape=_with(shape, "worker", worker),
+        questions=questions,
+        faults=_in_order(schedule.faults + more),
+    )
+
+
+def _some(
+    chance: random.Random, kinds: Sequence[str], targets: Sequence[str], lengths_s: Sequence[float]
+) -> tuple[Fault, ...]:
+    """One fault for each of `targets`."""
+    faults = []
+    for target in targets:
+        at_s = QUESTIONS_BEGIN_S + chance.random() * 4.0
+        for_s = min(TROUBLE_ENDS_S - at_s, chance.choice(lengths_s) * (0.7 + 0.6 * chance.random()))
+        faults.append(Fault(at_s, chance.choice(kinds), target, for_s, chance.choice((0.05, 0.2))))
+    return tuple(faults)
+
+
+def _with(shape: Shape, service: str, settings: dict[str, Any]) -> Shape:
+    return replace(shape, settings={**shape.settings, service: settings})
+
+
+_FOCI: dict[str, tuple[float, Callable[[random.Random, Schedule], Schedule]]] = {
+    "lending": (0.3, _lending),
+    "copies": (0.2, _hanging),
+    "rivals": (0.15, _rivals),
+    "disks": (0.15, _worn_disks),
+}
+"""Which share of seeds has it."""
 
 
 _KINDS = (
@@ -174,6 +248,10 @@ def _faults(chance: random.Random, shape: Shape) -> tuple[Fault, ...]:
         for_s = min(most_s, chance.choice((0.05, 0.3, 1.0, 3.0, 6.0)) * (0.5 + chance.random()))
         amount = chance.choice((0.01, 0.05, 0.2))
         faults.append(Fault(at_s, kind, target, for_s, amount))
+    return _in_order(faults)
+
+
+def _in_order(faults: Iterable[Fault]) -> tuple[Fault, ...]:
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
 
 
@@ -261,6 +339,10 @@ def _slow(fleet: Fleet, fault: Fault, process: Process) -> None:
     fleet.world.after(fault.for_s, end)
 
 
+def _copies_hang(fleet: Fleet, fault: Fault, process: Process) -> None:
+    process.copies_stand_until_s = fleet.world.now_s + fault.for_s
+
+
 def _slow_all(fleet: Fleet, fault: Fault) -> None:
     for process in list(fleet.present.values()):
         _slow(fleet, fault, process)
@@ -307,6 +389,7 @@ _CARRIED_OUT: dict[str, Callable[[Fleet, Fault], None]] = {
     "noise": _noise,
     "slow": _on(_slow),
     "slow all": _slow_all,
+    "copies hang": _on(_copies_hang),
     "wall clock": _on(_wall_clock),
     "leap": _on(_leap),
     "disk full": _disk,

@@ -178,6 +178,8 @@ class Process:
         self.frozen_until_s = 0.0
         self.slowness = 1.0
         """Its turns and sleeps of its threads take so many times as long."""
+        self.copies_stand_until_s = 0.0
+        """Copies between its memories do not go on before, as where a disk hangs or memory is swapped out."""
         self.clock_ahead_s = world.random.uniform(0.0, 1e4)
         """Of its monotonic clock, whose origin is nobody's business."""
         self.wall_ahead_s = world.random.uniform(-0.5, 0.5)

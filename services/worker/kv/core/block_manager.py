@@ -76,6 +76,14 @@ class Inventory:
         place = node.places[Tier.DEVICE]
         return place is not None and place < self.pool.ids
 
+    def own_place(self, node: Node) -> tuple[Tier, int] | None:
+        """The nearest of its places that are this worker's; None: its bytes are elsewhere alone."""
+        for tier in Tier:
+            place = node.places[tier]
+            if place is not None and (tier is not Tier.DEVICE or self.is_own(node)):
+                return tier, place
+        return None
+
     def rename(self, node: Node, block: int) -> None:
         """Its copy on the device is there from now on; the place that it leaves is nobody's."""
         self._count(node, -1)

@@ -20,16 +20,18 @@ Write = Callable[[StoredBlock, Tier, int], bool]
 
 
 def worth_keeping(books: Inventory) -> list[Node]:
-    """The last wanted of the stored blocks, as many as disk takes; what precedes a block comes before it."""
+    """The last wanted of the blocks whose bytes are here, as many as disk takes; what precedes a block comes
+    before it."""
     kept: dict[Node, None] = {}
-    stored = (node for node in books.tree if node.stored and not node.is_shadow)
+    stored = (node for node in books.tree if books.own_place(node) is not None and not node.is_shadow)
     for node in sorted(stored, key=lambda node: (-node.used, -node.hits, node.depth)):
         path: list[Node] = []
         above: Node | None = node
         while above is not None and above not in kept:
             path.append(above)
             above = above.parent
-        if len(kept) + len(path) <= books.disk.total and all(one.stored for one in path):
+        is_whole = all(books.own_place(one) is not None for one in path)
+        if is_whole and len(kept) + len(path) <= books.disk.total:
             kept.update(dict.fromkeys(reversed(path)))
     return list(kept)
 
@@ -51,10 +53,9 @@ def flush(books: Inventory, write: Write, may_go_on: Callable[[], bool]) -> tupl
         place = _slot(books, spare)
         if place is None:
             break
-        tier = node.nearest
-        source = node.places[tier]
+        source = books.own_place(node)
         parent = b"" if node.parent is None else node.parent.name
-        if source is not None and write(StoredBlock(node.name, parent, node.depth, place), tier, source):
+        if source is not None and write(StoredBlock(node.name, parent, node.depth, place), *source):
             books.put(node, Tier.DISK, place)
             books.unsaved.pop(node, None)
             written += 1

@@ -96,6 +96,7 @@ def flush(rig: Rig, most: int = 1000) -> tuple[int, int]:
     done: list[StoredBlock] = []
 
     def write(node: StoredBlock, tier: Tier, source: int) -> bool:
+        assert tier is not Tier.DEVICE or source < rig.pool.ids, "its bytes are another worker's"
         assert (rig.mover.device if tier is Tier.DEVICE else rig.mover.host)[source] == node.name
         rig.mover.disk[node.place] = node
         done.append(node)
@@ -134,6 +135,16 @@ def test_what_is_on_disk_and_colder_makes_room() -> None:
     assert flush(rig) == (3, 0)
     again = restored(rig)
     assert [found(again, number) for number in (1, 0)] == [3, 1]
+
+
+def test_what_lies_at_a_creditor_is_left_there() -> None:
+    """A worker that had borrowed ended with an error instead of a flush."""
+    rig = Rig(4, 0, 8, "lru")
+    rig.borrow(3)
+    rig.serve(prompt(0, 7))
+    assert rig.cache.idle_borrowed_blocks == 3
+    assert flush(rig) == (4, 0)
+    assert found(restored(rig), 0) == 4
 
 
 def test_ended_early_it_leaves_the_beginnings_of_what_is_wanted_most() -> None:
