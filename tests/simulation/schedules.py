@@ -154,6 +154,20 @@ def _hanging(chance: random.Random, schedule: Schedule) -> Schedule:
     return replace(schedule, shape=_with(shape, "worker", worker), faults=_in_order(schedule.faults + more))
 
 
+def _moves(chance: random.Random, schedule: Schedule) -> Schedule:
+    """Long answers change workers while they run, mostly with their KV."""
+    shape = schedule.shape
+    if chance.random() < 0.5:
+        roles: Any = ["prefill", *["decode"] * (shape.workers - 1)]
+        placement = {"policy": chance.choice(("best_fit", "prefix_aware")), "roles": roles}
+    else:
+        placement = {"policy": chance.choice(("mell_eager", "load_balance")), "roles": "both", "epoch_s": 0.1}
+    placement["move_mode"] = chance.choice(("kv", "kv", "kv", "adaptive", "tokens"))
+    long = tuple(replace(question, max_tokens=chance.choice((30, 60))) for question in schedule.questions)
+    moving = replace(schedule, shape=_with(shape, "placement", placement), questions=long)
+    return _hanging(chance, moving) if chance.random() < 0.4 else moving
+
+
 def _rivals(chance: random.Random, schedule: Schedule) -> Schedule:
     """Two schedulers, of which one is away for about as long as its lease lasts, while long answers run."""
     targets = [f"scheduler-{chance.randrange(2)}" for _ in range(chance.randint(1, 3))]
@@ -208,6 +222,7 @@ def _with(shape: Shape, service: str, settings: dict[str, Any]) -> Shape:
 
 _FOCI: dict[str, tuple[float, Callable[[random.Random, Schedule], Schedule]]] = {
     "lending": (0.3, _lending),
+    "moves": (0.25, _moves),
     "copies": (0.2, _hanging),
     "rivals": (0.15, _rivals),
     "disks": (0.15, _worn_disks),
