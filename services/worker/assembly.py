@@ -121,13 +121,26 @@ def transfer_engine_of(engine: Engine, wake: Callable[[], None]) -> TransferEngi
     return TransferEngine(wake, is_reading=lambda: attention.is_reading)
 
 
-def work_ahead(engine: Engine, transfers: TransferEngine, prefixes: Prefixes | None) -> None:
-    """Between two steps, and while there are none."""
-    transfers.settle()
-    if isinstance(engine, AttendingEngine) and engine.pie is not None:
-        engine.pie.rest()
-    if prefixes is not None:
-        prefixes.work_ahead()
+def between_steps(engine: Engine, transfers: TransferEngine, prefixes: Prefixes | None) -> Callable[[], None]:
+    """What is done between two steps, and while there are none. What the engine can do is looked at once:
+    to ask a protocol takes 20 µs in Python 3.11."""
+    pie = engine.pie if isinstance(engine, AttendingEngine) else None
+
+    def work_ahead() -> None:
+        transfers.settle()
+        if pie is not None:
+            pie.rest()
+        if prefixes is not None:
+            prefixes.work_ahead()
+
+    return work_ahead
+
+
+def remote_seconds(engine: Engine) -> Callable[[], float]:
+    """What attention over other workers' blocks has taken so far; asked with each step."""
+    if not isinstance(engine, SharingEngine):
+        return lambda: 0.0
+    return lambda: engine.remote_total_s
 
 
 def pool_of(engine: Engine, store: KvStore | None) -> BlockPool | PrefixCache:

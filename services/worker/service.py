@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from services.worker.assembly import (
+    between_steps,
     core_of,
     costs_of,
     expansion_of,
@@ -18,9 +19,9 @@ from services.worker.assembly import (
     pool_of,
     prefixes_of,
     registry_of,
+    remote_seconds,
     transfer_engine_of,
     transfers_of,
-    work_ahead,
 )
 from services.worker.config import WorkerConfig
 from services.worker.core.prefixes import Prefixes
@@ -28,7 +29,7 @@ from services.worker.core.steps import StepCore, StepEffects
 from services.worker.cores import bind_to
 from services.worker.door import Command, Door
 from services.worker.egress import Courier, Heartbeat, Outbox
-from services.worker.engine.contract import ConstrainedEngine, Engine, SharingEngine
+from services.worker.engine.contract import ConstrainedEngine, Engine
 from services.worker.engine_thread import Runner
 from services.worker.kv.core.stored_events import Event
 from services.worker.kv.figures import CacheFigures, CacheMetrics, read_figures
@@ -127,10 +128,10 @@ class Worker:
             on_tick=self._courier.attend,
             on_broken=self._on_broken,
             cores=config.engine_cores,
-            between=lambda: work_ahead(engine, self._transfer_engine, prefixes),
+            between=between_steps(engine, self._transfer_engine, prefixes),
             lost_blocks=self._neighbours.lost_blocks,
             recorder=bus.recorder,
-            remote_s=lambda: engine.remote_total_s if isinstance(engine, SharingEngine) else 0.0,
+            remote_s=remote_seconds(engine),
         )
         self._transfers = transfers_of(
             bus,
