@@ -2,10 +2,10 @@
 
 What a step costs holds on a core of its own. Of so many cores those that are at work at one moment share:
 every engine that computes, and `lanes` threads of the rest (gateway, bus, workers' loops, client) while they
-have something left to do. The rest's work is a queue in CPU seconds: each request and each token adds to it,
-and a token is with its client when what is before it is done. So who starts where a core is free does not
-wait, and tokens that come together wait for each other. `ratios` are how much longer than they should
-measured steps took, drawn anew for each step: pauses are in them.
+have something left to do. The rest's work is a queue in CPU seconds: each request, each step and each token
+adds to it, and a token is with its client when what is before it is done. So who starts where a core is free
+does not wait, and tokens that come together wait for each other. `ratios` are how much longer than they
+should measured steps took, drawn anew for each step: pauses are in them.
 
 Shares are looked up when a stretch of steps begins and hold to its end: some milliseconds. Pure.
 """
@@ -28,6 +28,8 @@ class CoreCosts:
     """Threads of it that are at work at once, in the mean, while there is work."""
     ratios: tuple[float, ...] = (1.0,)
     """Measured steps over what the cost model says of them."""
+    frame_s: float = 0.0
+    """The same of a step, however many tokens come of it: its report, its frames."""
     seed: int = 0
 
 
@@ -62,7 +64,7 @@ class SharedCores:
         """Steps ended with so many tokens each: how long after `now_s` the last of them are with clients."""
         for end_s in ends_s:
             self._work(end_s)
-            self._left_s += tokens * self._costs.token_s
+            self._left_s += self._costs.frame_s + tokens * self._costs.token_s
         self._work(now_s)
         return self._left_s / self._rest_rate(now_s)
 

@@ -53,13 +53,13 @@ class Costs:
 
 def learn(lessons: Sequence[Load], setting: Setting) -> Costs:
     """From the step reports and CPU times of the lessons, and from replaying them."""
-    request_s, token_s = _rest_costs(lessons)
+    frame_s, token_s = _rest_costs(lessons)
     steps = [one for load in lessons for one in _measured(load)]
     gaps_s = [gap_s for load in lessons for gap_s in _gaps_s(load)]
     gap_s = max(0.0, statistics.median(gaps_s or [0.0]))
     step = fit_linear(steps, name="this machine", overhead_s=gap_s)
     ratios = _ratios(steps, step, gap_s)
-    bare = Costs(step, CoreCosts(setting.cores, request_s, token_s, ratios=ratios))
+    bare = Costs(step, CoreCosts(setting.cores, 0.0, token_s, ratios=ratios, frame_s=frame_s))
     found = [_settled(lessons, _with_lanes(bare, lanes), setting) for lanes in LANES]
     return min(found, key=lambda costs: _error(lessons, costs, setting))
 
@@ -122,11 +122,12 @@ def _settled(lessons: Sequence[Load], costs: Costs, setting: Setting) -> Costs:
     """With the length of steps and the overhead at which the lessons take as long as they took."""
     for _ in range(_FITS):
         made = [replay(load, costs, setting) for load in lessons]
-        live_s, simulated_s = (
-            sum(one.whole_s - one.first_s for answers in side for one in answers)
-            for side in ([load.answers for load in lessons], made)
-        )
-        scale = max(1 / _MOST_SCALED, min(_MOST_SCALED, costs.scale * live_s / max(1e-9, simulated_s)))
+        ratios = [
+            _writing_s(load.answers) / max(1e-9, _writing_s(answers))
+            for load, answers in zip(lessons, made, strict=True)
+        ]
+        scale = costs.scale * math.prod(ratios) ** (1 / len(ratios))
+        scale = max(1 / _MOST_SCALED, min(_MOST_SCALED, scale))
         overheads_s = [
             statistics.median(
                 [one.first_s - other.first_s for one, other in zip(load.answers, answers, strict=True)]
@@ -137,6 +138,11 @@ def _settled(lessons: Sequence[Load], costs: Costs, setting: Setting) -> Costs:
         step = costs.step.times(scale / costs.scale)
         costs = replace(costs, step=step, overhead_s=overhead_s, scale=scale)
     return costs
+
+
+def _writing_s(answers: Sequence[Seen]) -> float:
+    """From first tokens to ends, all together."""
+    return sum(one.whole_s - one.first_s for one in answers)
 
 
 def _error(lessons: Sequence[Load], costs: Costs, setting: Setting) -> float:
@@ -152,13 +158,15 @@ def _error(lessons: Sequence[Load], costs: Costs, setting: Setting) -> float:
 
 
 def _rest_costs(lessons: Sequence[Load]) -> tuple[float, float]:
-    """CPU time of everything but the engines, of a request and of a token: neither is negative."""
-    sizes = np.array([(len(load.answers), load.tokens) for load in lessons], dtype=float)
+    """CPU time of everything but the engines, of a step and of a token: neither is negative. A request's is
+    in that of its tokens, since answers of one load are about as long as those of another."""
+    steps = [sum(done for _, done in _reported(load)) for load in lessons]
+    sizes = np.array([(count, load.tokens) for count, load in zip(steps, lessons, strict=True)], dtype=float)
     spent_s = np.array([load.rest_s for load in lessons])
-    request_s, token_s = np.linalg.lstsq(sizes, spent_s, rcond=None)[0].tolist()
-    if request_s < 0 or token_s < 0:
+    frame_s, token_s = np.linalg.lstsq(sizes, spent_s, rcond=None)[0].tolist()
+    if frame_s < 0 or token_s < 0:
         return 0.0, float(spent_s.sum() / sizes[:, 1].sum())
-    return request_s, token_s
+    return frame_s, token_s
 
 
 def _measured(load: Load) -> list[MeasuredStep]:

@@ -270,6 +270,8 @@ class FleetRoles:
         """Every second or so. Returns what was changed and why; None: nothing. `step_tokens`: of prompts, in
         one step, at most."""
         self.on_workers(load.worker_id for load in loads)
+        if not loads:
+            return None  # Nobody is heard: what was measured stays.
         self._step_tokens = step_tokens
         speeds = self._measure(loads, step_tokens)
         if not self.is_adaptive or speeds is None or len(loads) < 2:

@@ -194,7 +194,7 @@ Step = tuple[float, int, int, int, float]
             st.floats(0.5, 60),
             st.integers(1, 30_000),
             st.integers(1, 2000),
-            st.integers(1, 9),
+            st.integers(0, 9),
             st.floats(0.0, 0.2),
         ),
         min_size=1,
@@ -202,7 +202,7 @@ Step = tuple[float, int, int, int, float]
     )
 )
 def test_whatever_arrives_somebody_computes_prompts_and_somebody_writes_answers(steps: list[Step]) -> None:
-    """Workers come and go, demand jumps; a change saves what it has to, and equal events give equal roles."""
+    """Workers come and go, all of them, too; demand jumps; a change saves what it has to, and equal events give equal roles."""
     twins = FleetRoles(None), FleetRoles(None)
     now_s = number = 0.0
     for per_s, prompt, answer, workers, step_s in steps:
