@@ -143,10 +143,9 @@ def _outcome(
         "step_prefill_token_ms": 1e3 * costs.step.prefill_token_s,
         "step_sequence_ms": 1e3 * costs.step.sequence_s,
         "step_context_us": 1e6 * costs.step.context_s,
-        "step_scale": costs.scale,
         "step_ratio_p99": costs.rest.ratios[int(0.99 * len(costs.rest.ratios))],
         "request_overhead_ms": 1e3 * costs.overhead_s,
-        "rest_request_ms": 1e3 * costs.rest.request_s,
+        "rest_step_ms": 1e3 * costs.rest.frame_s,
         "rest_token_ms": 1e3 * costs.rest.token_s,
         "rest_lanes": costs.rest.lanes,
     }

@@ -1,9 +1,10 @@
 """From live loads to what the simulator has to know of this machine, and loads replayed with it.
 
 Of a step: tokens, sequences and contexts, fitted to what workers reported, and how far single steps were
-from that (`ratios`). Of everything but the engines: CPU time for each request and token. Three numbers are
-found by replaying the lessons themselves until they come out as they went: how long steps take in all (what a
-fit to single steps leaves open), how many threads of the rest are at work at once, and what is added to a
+from that (`ratios`). How long steps take in all is what the engines' threads spent of the CPU: reports say
+nothing of what is done between two steps, and a fit to single ones is drawn to the short ones. Of everything
+but the engines: CPU time for each step and token. Two numbers are found by replaying the lessons themselves
+until they come out as they went: how many threads of the rest are at work at once, and what is added to a
 first token on an idle machine. The loads that are predicted have no part in it.
 """
 
@@ -11,7 +12,6 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 
@@ -24,19 +24,16 @@ from sim.cores import CoreCosts
 from sim.predictors import NoPredictor
 from sim.requests import SimRequest
 from sim.routers import find_router
-from sim.setup import Setup
+from sim.setup import Outcome, Setup
 from sim.simulation import Simulation
 
 BLOCK_TOKENS = 16
 MAX_STEPS = 8
 TOKEN_BUDGET = 512
-LANES = (1.0, 1.5, 2.0, 3.0)
+LANES = (1.0, 1.25, 1.5, 2.0, 3.0)
 """Of which one is chosen."""
-_LONGEST_GAP_S = 0.02
-"""Between two steps of a busy worker; more is idleness."""
-_FITS = 3
+_FITS = 2
 _RATIOS = 1000
-_MOST_SCALED = 2.0
 
 
 @dataclass(frozen=True)
@@ -47,25 +44,36 @@ class Costs:
     rest: CoreCosts
     overhead_s: float = 0.0
     """Of a first token, on an idle machine: gateway, bus, client."""
-    scale: float = 1.0
-    """In `step`: by which the fit was too short."""
 
 
 def learn(lessons: Sequence[Load], setting: Setting) -> Costs:
     """From the step reports and CPU times of the lessons, and from replaying them."""
     frame_s, token_s = _rest_costs(lessons)
     steps = [one for load in lessons for one in _measured(load)]
-    gaps_s = [gap_s for load in lessons for gap_s in _gaps_s(load)]
-    gap_s = max(0.0, statistics.median(gaps_s or [0.0]))
-    step = fit_linear(steps, name="this machine", overhead_s=gap_s)
-    ratios = _ratios(steps, step, gap_s)
-    bare = Costs(step, CoreCosts(setting.cores, 0.0, token_s, ratios=ratios, frame_s=frame_s))
+    fit = fit_linear(steps, name="this machine")
+    rest = CoreCosts(setting.cores, 0.0, token_s, ratios=_ratios(steps, fit), frame_s=frame_s)
+    bare = Costs(_by_cpu(lessons, fit), rest)
     found = [_settled(lessons, _with_lanes(bare, lanes), setting) for lanes in LANES]
     return min(found, key=lambda costs: _error(lessons, costs, setting))
 
 
 def replay(load: Load, costs: Costs, setting: Setting) -> list[Seen]:
     """The load's requests through the simulator, in their order, as clients would see their answers."""
+    records = sorted(simulated(load, costs, setting).records, key=lambda record: record.request.index)
+    return [
+        Seen(
+            record.request.arrival_s,
+            record.first_token_s - record.request.arrival_s + record.first_late_s + costs.overhead_s,
+            record.jct_s + record.end_late_s + costs.overhead_s,
+            record.request.prompt_tokens,
+            record.request.output_tokens,
+        )
+        for record in records
+    ]
+
+
+def simulated(load: Load, costs: Costs, setting: Setting) -> Outcome:
+    """The load's requests through the simulator."""
     requests = [
         SimRequest(index, one.sent_s, one.prompt_tokens, one.output_tokens, setting.max_tokens)
         for index, one in enumerate(load.answers)
@@ -84,17 +92,7 @@ def replay(load: Load, costs: Costs, setting: Setting) -> list[Seen]:
         ahead_s=Rules().ahead_s,
         cores=costs.rest,
     )
-    records = sorted(Simulation(setup, requests).run().records, key=lambda record: record.request.index)
-    return [
-        Seen(
-            record.request.arrival_s,
-            record.first_token_s - record.request.arrival_s + record.first_late_s + costs.overhead_s,
-            record.jct_s + record.end_late_s + costs.overhead_s,
-            record.request.prompt_tokens,
-            record.request.output_tokens,
-        )
-        for record in records
-    ]
+    return Simulation(setup, requests).run()
 
 
 def figures(answers: Sequence[Seen]) -> dict[str, float]:
@@ -119,30 +117,15 @@ def _with_lanes(costs: Costs, lanes: float) -> Costs:
 
 
 def _settled(lessons: Sequence[Load], costs: Costs, setting: Setting) -> Costs:
-    """With the length of steps and the overhead at which the lessons take as long as they took."""
+    """With the overhead at which first tokens of the lessons come when they came."""
     for _ in range(_FITS):
-        made = [replay(load, costs, setting) for load in lessons]
-        ratios = [
-            _writing_s(load.answers) / max(1e-9, _writing_s(answers))
-            for load, answers in zip(lessons, made, strict=True)
-        ]
-        scale = costs.scale * math.prod(ratios) ** (1 / len(ratios))
-        scale = max(1 / _MOST_SCALED, min(_MOST_SCALED, scale))
-        overheads_s = [
-            statistics.median(
-                [one.first_s - other.first_s for one, other in zip(load.answers, answers, strict=True)]
-            )
-            for load, answers in zip(lessons, made, strict=True)
-        ]
-        overhead_s = max(0.0, costs.overhead_s + statistics.fmean(overheads_s))
-        step = costs.step.times(scale / costs.scale)
-        costs = replace(costs, step=step, overhead_s=overhead_s, scale=scale)
+        late_s = []
+        for load in lessons:
+            made = replay(load, costs, setting)
+            pairs = zip(load.answers, made, strict=True)
+            late_s.append(statistics.median([one.first_s - other.first_s for one, other in pairs]))
+        costs = replace(costs, overhead_s=max(0.0, costs.overhead_s + statistics.fmean(late_s)))
     return costs
-
-
-def _writing_s(answers: Sequence[Seen]) -> float:
-    """From first tokens to ends, all together."""
-    return sum(one.whole_s - one.first_s for one in answers)
 
 
 def _error(lessons: Sequence[Load], costs: Costs, setting: Setting) -> float:
@@ -160,13 +143,35 @@ def _error(lessons: Sequence[Load], costs: Costs, setting: Setting) -> float:
 def _rest_costs(lessons: Sequence[Load]) -> tuple[float, float]:
     """CPU time of everything but the engines, of a step and of a token: neither is negative. A request's is
     in that of its tokens, since answers of one load are about as long as those of another."""
-    steps = [sum(done for _, done in _reported(load)) for load in lessons]
-    sizes = np.array([(count, load.tokens) for count, load in zip(steps, lessons, strict=True)], dtype=float)
+    sizes = np.array([(_steps_of(load), load.tokens) for load in lessons], dtype=float)
     spent_s = np.array([load.rest_s for load in lessons])
     frame_s, token_s = np.linalg.lstsq(sizes, spent_s, rcond=None)[0].tolist()
     if frame_s < 0 or token_s < 0:
         return 0.0, float(spent_s.sum() / sizes[:, 1].sum())
     return frame_s, token_s
+
+
+def _by_cpu(lessons: Sequence[Load], fit: LinearCost) -> LinearCost:
+    """`fit`, its part for each step and its parts for what is in one each so many times as long that engines
+    spend what they spent."""
+    spent_s = np.array(_spent(lessons, fit))
+    engine_s = np.array([load.engine_s for load in lessons])
+    fixed, others = np.linalg.lstsq(spent_s, engine_s, rcond=None)[0].tolist()
+    if fixed <= 0 or others <= 0:
+        return fit.times(float(engine_s.sum() / spent_s.sum()))
+    return replace(fit.times(others), fixed_s=fixed * fit.fixed_s)
+
+
+def _spent(lessons: Sequence[Load], cost: LinearCost) -> list[tuple[float, float]]:
+    """What the steps of each lesson cost by that: for being steps, and for what was in them."""
+    found = []
+    for load in lessons:
+        answers = load.answers
+        prompts = sum(one.prompt_tokens for one in answers)
+        contexts = sum(one.output_tokens * (one.prompt_tokens + one.output_tokens / 2) for one in answers)
+        inside_s = prompts * cost.prefill_token_s + load.tokens * cost.sequence_s + contexts * cost.context_s
+        found.append((_steps_of(load) * cost.fixed_s, inside_s))
+    return found
 
 
 def _measured(load: Load) -> list[MeasuredStep]:
@@ -177,12 +182,15 @@ def _measured(load: Load) -> list[MeasuredStep]:
     ]
 
 
-def _ratios(steps: Sequence[MeasuredStep], cost: LinearCost, gap_s: float) -> tuple[float, ...]:
+def _steps_of(load: Load) -> int:
+    return sum(done for _, done in _reports(load))
+
+
+def _ratios(steps: Sequence[MeasuredStep], cost: LinearCost) -> tuple[float, ...]:
     """What steps took over what they cost, in order of size; their mean, by cost, is 1."""
     costs_s = [cost.step_s(_chunks(one), one.decoded_tokens, one.context_tokens) for one in steps]
-    took_s = [one.step_s + gap_s for one in steps]
-    mean = sum(took_s) / sum(costs_s)
-    ordered = sorted(took / costs / mean for took, costs in zip(took_s, costs_s, strict=True))
+    mean = sum(one.step_s for one in steps) / sum(costs_s)
+    ordered = sorted(one.step_s / cost_s / mean for one, cost_s in zip(steps, costs_s, strict=True))
     count = min(len(ordered), _RATIOS)
     return tuple(ordered[(2 * at + 1) * len(ordered) // (2 * count)] for at in range(count))
 
@@ -192,27 +200,19 @@ def _chunks(step: MeasuredStep) -> list[tuple[int, int]]:
 
 
 def _reported(load: Load) -> Iterator[tuple[Step, int]]:
-    """Each report, and how many steps it is about: of a plan of several not all are reported. One of several
-    that prefills is left out: which of them did is not known."""
+    """Those reports that say what each of their steps was. One of several that prefills does not: which of
+    them did is not known."""
+    for one, done in _reports(load):
+        if done == 1 or (done > 1 and not one.prefilled_tokens):
+            yield one, done
+
+
+def _reports(load: Load) -> Iterator[tuple[Step, int]]:
+    """Each report, and how many steps it is about: of a plan of several not all are reported."""
     heard: dict[str, tuple[int, int]] = {}
     for one in load.steps:
         plan_seq, steps_done = heard.get(one.worker_id, (0, 0))
         if one.plan_seq != plan_seq:
             steps_done = 0
-        done = one.steps_done - steps_done
         heard[one.worker_id] = one.plan_seq, one.steps_done
-        if done == 1 or (done > 1 and not one.prefilled_tokens):
-            yield one, done
-
-
-def _gaps_s(load: Load) -> list[float]:
-    by_worker: dict[str, list[tuple[Step, int]]] = {}
-    for one in _reported(load):
-        by_worker.setdefault(one[0].worker_id, []).append(one)
-    gaps_s = [
-        (later.at_s - earlier.at_s) / done - later.step_s
-        for reports in by_worker.values()
-        for (earlier, _), (later, done) in pairwise(reports)
-        if later.seq == earlier.seq + 1
-    ]
-    return [gap_s for gap_s in gaps_s if gap_s < _LONGEST_GAP_S]
+        yield one, one.steps_done - steps_done

@@ -1,6 +1,7 @@
 """`bench sim-check` against a real stack: it measures, fits, replays; how near depends on the machine."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
@@ -8,7 +9,7 @@ import pytest
 
 from bench.cli import main
 from bench.live.sim_check import loads
-from bench.live.sim_check.costs import Costs, figures, learn, replay
+from bench.live.sim_check.costs import Costs, figures, learn, replay, simulated
 from bench.live.sim_check.loads import Load, Seen, Setting, Step
 from services.worker.core.costs.linear import LinearCost
 from shared.errors import ConfigError
@@ -18,7 +19,7 @@ from tests.bench.rig import context_of
 SETTING = Setting(workers=1, kv_blocks=256, sequences=32, policy="vllm", max_tokens=256, cores=2)
 TRUE = Costs(
     LinearCost("a machine", "a test", fixed_s=0.002, prefill_token_s=5e-5, sequence_s=1e-4),
-    CoreCosts(cores=2, request_s=0.0, token_s=2e-4, lanes=2.0, ratios=(0.8, 1.0, 1.0, 1.2)),
+    CoreCosts(cores=2, request_s=0.0, token_s=2e-4, lanes=2.0, ratios=(0.8, 1.0, 1.0, 1.2), frame_s=5e-4),
     overhead_s=0.004,
 )
 """Of a machine that is itself simulated: what it costs is known."""
@@ -30,26 +31,36 @@ def load_of(kind: str, percent: int, rate: float, seed: int, count: int = 150) -
     for _ in range(count):
         at_s += dice.expovariate(rate)
         asked.append(Seen(at_s, 0.0, 0.0, dice.randint(10, 150), dice.randint(5, 90)))
-    answers = replay(Load(kind, percent, 0, at_s, 0.0, 0.0, asked, []), TRUE, SETTING)
-    rest_s = TRUE.rest.token_s * sum(one.output_tokens for one in answers)
-    steps = [_step(number, dice) for number in range(1, 400)]
-    return Load(kind, percent, 0, at_s, 0.5 * at_s, rest_s, answers, steps)
+    blank = Load(kind, percent, 0, at_s, 0.0, 0.0, asked, [])
+    answers = replay(blank, TRUE, SETTING)
+    steps = sum(meter.steps for meter in simulated(blank, TRUE, SETTING).meters)
+    prompts, tokens = (sum(values) for values in zip(*_sizes(answers), strict=True))
+    engine_s = steps * TRUE.step.fixed_s + prompts * TRUE.step.prefill_token_s + tokens * TRUE.step.sequence_s
+    rest_s = steps * TRUE.rest.frame_s + tokens * TRUE.rest.token_s
+    reports = [_step(number, dice) for number in range(1, steps + 1)]
+    return Load(kind, percent, 0, at_s, engine_s, rest_s, answers, reports)
+
+
+def _sizes(answers: Sequence[Seen]) -> list[tuple[int, int]]:
+    return [(one.prompt_tokens, one.output_tokens) for one in answers]
 
 
 def _step(number: int, dice: Random) -> Step:
-    """A fifth shorter than its cost: a fit to single steps is that far off, say."""
+    """A fifth shorter than its cost: so much is done between two steps, say."""
     prefilled, decoded = dice.choice((0, 0, 40, 120)), dice.randint(1, 20)
     took_s = 0.8 * TRUE.step.step_s([(0, prefilled)] if prefilled else [], decoded, 0)
     ratio = dice.choice(TRUE.rest.ratios)
     return Step(0.05 * number, "worker-0", number, number, 1, prefilled, decoded, 0, ratio * took_s)
 
 
-def test_costs_of_a_machine_are_found_by_replaying_its_lessons() -> None:
-    """Reports say a fifth too little; latencies of the lessons put that right. A load that is no lesson is
-    predicted to what an error in `lanes` and 150 requests leave."""
+def test_costs_of_a_machine_are_found_from_what_its_lessons_took() -> None:
+    """Reports say a fifth too little, CPU times do not. A load that is no lesson is predicted to what errors
+    of `lanes` and 150 requests leave."""
     lessons = [load_of("lesson", 35, 8.0, 1), load_of("lesson", 65, 15.0, 2)]
     costs = learn(lessons, SETTING)
     assert costs.rest.token_s == pytest.approx(TRUE.rest.token_s, rel=1e-6)
+    assert costs.rest.frame_s == pytest.approx(TRUE.rest.frame_s, rel=1e-6)
+    assert costs.step.fixed_s == pytest.approx(TRUE.step.fixed_s, rel=0.2)
     load = load_of("predicted", 50, 11.0, 3)
     live, made = figures(load.answers), figures(replay(load, costs, SETTING))
     assert made["throughput"] == pytest.approx(live["throughput"], rel=0.03)
