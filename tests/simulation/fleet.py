@@ -25,6 +25,8 @@ from services.worker.config import WorkerConfig
 from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.peers.engine_calls import CacheDoor
 from services.worker.peers.migration import service as migration
+from services.worker.peers.migration import target
+from services.worker.peers.migration.shelves import DeviceShelf
 from services.worker.service import Worker
 from shared.errors import UnavailableError
 from tests.simulation import http
@@ -108,6 +110,23 @@ class Loan:
         self._cache.release(blocks)
 
 
+class _Arriving:
+    """Records of the device, written to by what moves between workers: into blocks that were taken for it."""
+
+    def __init__(self, fleet: "Fleet", records: Any) -> None:
+        self._fleet, self._records = fleet, records
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._records, name)
+
+    def write(self, rows: Any, blocks: Any) -> None:
+        process = strand().process
+        taken = {block for loan in self._fleet.loans.get(process, ()) for block in loan.blocks}
+        if not taken.issuperset(blocks):
+            self._fleet.unforeseen.append(f"{process.name}: a copy writes into blocks that were given back")
+        self._records.write(rows, blocks)
+
+
 class Fleet:
     """The stack of one world. Who dies is started again a while later, as a supervisor does."""
 
@@ -180,6 +199,9 @@ class Fleet:
         self.loans.setdefault(strand().process, []).append(loan)
         return CacheDoor(door, loan, reader)  # type: ignore[arg-type]
 
+    def _device_shelf(self, cache: Any, transfers: Any, records: Any, batch_blocks: int) -> DeviceShelf:
+        return DeviceShelf(cache, transfers, _Arriving(self, records), batch_blocks)  # type: ignore[arg-type]
+
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """Who makes what is remembered, for the checks."""
@@ -196,6 +218,7 @@ class Fleet:
             patch.object(worker, "Worker", watch(Worker, self._add_worker)),
             patch.object(gateway, "Sessions", watch(Sessions, self.sessions.__setitem__)),
             patch.object(migration, "CacheDoor", self._cache_door),
+            patch.object(target, "DeviceShelf", self._device_shelf),
             patch.object(scheduler, "Term", watch(Term, lambda at, term: self.terms.append((at, term)))),
         ):
             yield

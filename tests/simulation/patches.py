@@ -142,14 +142,20 @@ def _clocks(world: World) -> tuple[Callable[[], float], Callable[[], float]]:
 
 
 def _in_time(world: World, run: Any) -> Any:
-    """A copy takes a while, and others do something meanwhile."""
+    """A copy takes a while, and others do something meanwhile; where copies hang, it is in its middle."""
 
     def slowly(self: Any, **options: Any) -> Any:
         threads.sleep(world.random.choice(_COPY_S))
-        me = threads.strand()
-        stands_s = me.process.copies_stand_until_s - world.now_s
-        if stands_s > 0:
-            me.wait(stands_s)
+        copy = self._copy
+
+        def hanging() -> Any:
+            me = threads.strand()
+            stands_s = me.process.copies_stand_until_s - world.now_s
+            if stands_s > 0:
+                me.wait(stands_s)
+            return copy()
+
+        self._copy = hanging
         return run(self, **options)
 
     return slowly
