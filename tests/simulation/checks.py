@@ -17,7 +17,7 @@ from tests.simulation.clients import Clients, codec
 from tests.simulation.fleet import Fleet
 from tests.simulation.world import Process
 
-ANSWERS_WITHIN_S = 60.0
+ANSWERS_WITHIN_S = 30.0
 """Of virtual time after the last fault every question has its answer."""
 QUIET_WITHIN_S = 30.0
 """After the last answer nothing is left of any."""
