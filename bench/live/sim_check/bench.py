@@ -1,7 +1,7 @@
 """`python -m bench sim-check`: live runs replayed in the simulator, and how far off that is.
 
 On live workers (`vllm` policy, Tiny Chat; nothing that swaps, lends or moves, which the simulator leaves out)
-the throughput is measured first, then two loads give the costs (`costs.py`). Loads in between and beyond
+the throughput is measured first; that load and two more give the costs (`costs.py`). Loads in between and beyond
 are predicted: different prompts, seeds and rates. Of those the simulator is given what any trace has: arrival
 times, prompt and answer lengths. Workers share this machine's cores with everything else that serves
 (`sim/cores.py`).
@@ -57,7 +57,7 @@ def run(context: Context) -> Outcome:
     predicted = {load.percent: load for load in measured if load.kind == "predicted"}
     if not lessons or not predicted:
         raise ConfigError("costs need a lesson, and errors a load to predict", param="loads")
-    costs = learn(lessons, setting)
+    costs = learn(lessons, setting, [load for load in measured if load.kind == "whole"])
     found = {percent: replay(load, costs, setting) for percent, load in predicted.items()}
     for percent, answers in found.items():
         _record(context, percent, predicted[percent].answers, answers)

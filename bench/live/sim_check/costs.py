@@ -46,13 +46,14 @@ class Costs:
     """Of a first token, on an idle machine: gateway, bus, client."""
 
 
-def learn(lessons: Sequence[Load], setting: Setting) -> Costs:
-    """From the step reports and CPU times of the lessons, and from replaying them."""
-    frame_s, token_s = _rest_costs(lessons)
+def learn(lessons: Sequence[Load], setting: Setting, full: Sequence[Load] = ()) -> Costs:
+    """From the step reports and CPU times of the lessons, and from replaying them. `full`: loads whose CPU
+    times count, too: they have full steps, and latencies that say how long a queue was and nothing else."""
+    frame_s, token_s = _rest_costs([*lessons, *full])
     steps = [one for load in lessons for one in _measured(load)]
     fit = fit_linear(steps, name="this machine")
     rest = CoreCosts(setting.cores, 0.0, token_s, ratios=_ratios(steps, fit), frame_s=frame_s)
-    bare = Costs(_by_cpu(lessons, fit), rest)
+    bare = Costs(_by_cpu([*lessons, *full], fit), rest)
     found = [_settled(lessons, _with_lanes(bare, lanes), setting) for lanes in LANES]
     return min(found, key=lambda costs: _error(lessons, costs, setting))
 
