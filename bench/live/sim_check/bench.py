@@ -1,9 +1,9 @@
 """`python -m bench sim-check`: live runs replayed in the simulator, and how far off that is.
 
 On live workers (`vllm` policy, Tiny Chat; nothing that swaps, lends or moves, which the simulator leaves out)
-the throughput is measured first; that load and two more give the costs (`costs.py`). Loads in between and beyond
-are predicted: different prompts, seeds and rates. Of those the simulator is given what any trace has: arrival
-times, prompt and answer lengths. Workers share this machine's cores with everything else that serves
+the throughput is measured first; that load and two more give the costs (`costs.py`). Loads in between and
+beyond are predicted: different prompts, seeds and rates. Of those the simulator is given what any trace has:
+arrival times, prompt and answer lengths. Workers share this machine's cores with everything else that serves
 (`sim/cores.py`).
 """
 
