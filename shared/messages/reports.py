@@ -47,6 +47,8 @@ class Capacity(Message, frozen=True, kw_only=True):
     """Of `host_blocks`."""
     host_lendable_blocks: Count = 0
     """Of `host_blocks`, what it would lend now."""
+    host_yielding_blocks: Count = 0
+    """Of `host_lent_blocks`, those that other workers' prefix caches have: they give way to sequences."""
 
     @property
     def plannable_blocks(self) -> int:
@@ -56,7 +58,7 @@ class Capacity(Message, frozen=True, kw_only=True):
     @property
     def loanable_blocks(self) -> int:
         """What it would lend now, of both tiers."""
-        return (self.lendable_blocks or 0) + self.host_lendable_blocks
+        return (self.lendable_blocks or 0) + self.host_lendable_blocks + self.host_yielding_blocks
 
 
 class SequenceState(StrEnum):
@@ -101,10 +103,14 @@ class CacheReport(Message, frozen=True, kw_only=True):
     host_used_blocks: Count = 0
     disk_blocks: Count = 0
     disk_used_blocks: Count = 0
+    peer_blocks: Count = 0
+    """Of host memory that other workers lend to the cache."""
+    peer_used_blocks: Count = 0
     device_hits: Number = 0
     """Blocks of prompts found there first, and used."""
     host_hits: Number = 0
     disk_hits: Number = 0
+    peer_hits: Number = 0
     borrowed_hits: Number = 0
     """Of `device_hits`, blocks that lie at creditors."""
     misses: Number = 0
@@ -162,7 +168,8 @@ class WorkerReported(Message, frozen=True, kw_only=True):
     host_lent_to_blocks: dict[Id, Count] = msgspec.field(default_factory=dict)
     """`capacity.host_lent_blocks` by debtor."""
     host_borrowed_from_blocks: dict[Id, Count] = msgspec.field(default_factory=dict)
-    """Of `capacity.borrowed_blocks`, those in creditors' host memory. Device and host together are all."""
+    """Of `capacity.borrowed_blocks`, those in creditors' host memory; device and host together are all. And
+    what its prefix cache has there (`cache.peer_blocks`), which `capacity` does not know."""
     prefill_tokens_per_s: Rate = 0.0
     """Measured, exponentially weighted; 0 before the first measurement."""
     prefill_context_tokens: Count = 0

@@ -109,6 +109,9 @@ class VirtualTiers:
         self._after(self._random.choice(self._copies_s), end)
         return True
 
+    def start_send(self, source: int, node: StoredBlock) -> bool:
+        return False  # nobody lends to this cache
+
     def start_read(self, place: int, target: int, name: BlockHash) -> bool:
         is_fine = self._random.random() >= self._faults
 

@@ -131,7 +131,8 @@ def read_figures(store: KvStore) -> CacheFigures:
 def _faults(store: KvStore) -> dict[Tier, Mapping[str, int]]:
     host = {"checksum_failures": store.mover.counts["host_checksum_failures"]}
     disk = {} if store.disk is None else dict(store.disk.counts)
-    return {Tier.DEVICE: {}, Tier.HOST: host, Tier.DISK: disk}
+    peers = {} if store.peers is None else dict(store.peers.counts)
+    return {Tier.DEVICE: {}, Tier.HOST: host, Tier.DISK: disk, Tier.PEER: peers}
 
 
 class CacheMetrics:

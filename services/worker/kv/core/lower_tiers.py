@@ -22,14 +22,14 @@ Write = Callable[[StoredBlock, Tier, int], bool]
 def worth_keeping(books: Inventory) -> list[Node]:
     """The last wanted of the stored blocks, as many as disk takes; what precedes a block comes before it."""
     kept: dict[Node, None] = {}
-    stored = (node for node in books.tree if node.stored and not node.is_shadow)
+    stored = (node for node in books.tree if node.is_at_home and not node.is_shadow)
     for node in sorted(stored, key=lambda node: (-node.used, -node.hits, node.depth)):
         path: list[Node] = []
         above: Node | None = node
         while above is not None and above not in kept:
             path.append(above)
             above = above.parent
-        if len(kept) + len(path) <= books.disk.total and all(one.stored for one in path):
+        if len(kept) + len(path) <= books.disk.total and all(one.is_at_home for one in path):
             kept.update(dict.fromkeys(reversed(path)))
     return list(kept)
 
@@ -110,9 +110,12 @@ class LowerTiers:
             host_used_blocks=host.total - host.free,
             disk_blocks=disk.total,
             disk_used_blocks=disk.total - disk.free,
+            peer_blocks=self._books.peers.total,
+            peer_used_blocks=self._books.peers.total - self._books.peers.free,
             device_hits=counts["hits_device"],
             host_hits=counts["hits_host"],
             disk_hits=counts["hits_disk"],
+            peer_hits=counts["hits_peer"],
             borrowed_hits=counts["hits_borrowed"],
             misses=counts["misses"],
         )

@@ -46,6 +46,8 @@ class MemoryMover:
     stores: dict[int, Store] = field(default_factory=dict)
     writes: list[tuple[int, StoredBlock]] = field(default_factory=list)
     reads: list[tuple[int, int, BlockHash]] = field(default_factory=list)
+    peers: dict[int, StoredBlock] = field(default_factory=dict)
+    sends: list[tuple[int, StoredBlock]] = field(default_factory=list)
     lost_host: set[int] = field(default_factory=set)
     lost_disk: set[int] = field(default_factory=set)
     abandon_after: int = 1000
@@ -95,6 +97,13 @@ class MemoryMover:
             return False
         assert self.host[source] == node.name
         self.writes.append((source, node))
+        return True
+
+    def start_send(self, source: int, node: StoredBlock) -> bool:
+        if len(self.sends) >= self.most_open:
+            return False
+        assert self.host[source] == node.name
+        self.sends.append((source, node))
         return True
 
     def start_read(self, place: int, target: int, name: BlockHash) -> bool:

@@ -18,7 +18,8 @@ from services.worker.peers.lending.core.grants import Grants, Terms
 from services.worker.peers.lending.core.interfaces import Owner
 from services.worker.peers.lending.core.settings import LendingConfig
 from services.worker.peers.lending.core.table import BlockState, LentRow, RBlockTable
-from services.worker.peers.lending.service import Lending, Search, loans, section
+from services.worker.peers.lending.debtor import Search
+from services.worker.peers.lending.service import Lending, loans, section
 from shared import subjects
 from shared.bus import Bus, Endpoint
 from shared.clock import monotonic_s
