@@ -1,4 +1,4 @@
-"""Blocks in lent host memory, over real links: for the debtor alone, as they were sent, until the grant ends."""
+"""Blocks in lent host memory, over real links: for the debtor alone, as they were sent, while it is lent."""
 
 import asyncio
 import threading
