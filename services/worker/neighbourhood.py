@@ -1,8 +1,8 @@
 """A worker among its neighbours: what it lends and borrows, and the context that all together can hold.
 
 Puts lending, distributed attention and loans for the prefix cache together. Decides nothing. Where the
-engine cannot attend to parts of keys (a GPU, sliding windows, vLLM) the worker borrows nothing for sequences,
-and lends host memory only.
+engine cannot attend to parts of keys (a GPU, vLLM) the worker borrows nothing for sequences, and lends host
+memory only.
 """
 
 import asyncio

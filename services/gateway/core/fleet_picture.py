@@ -80,7 +80,9 @@ def totals_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "workers": len(rows),
         "tokens": {place: tokens(place) for place in ("total", "used", "evictable", "free", "lent")},
         "sequences": {str(state): every("sequences", str(state)) for state in SequenceState},
-        "hits": {name: every("hits", name) for name in ("device", "host", "disk", "peer", "borrowed", "misses")},
+        "hits": {
+            name: every("hits", name) for name in ("device", "host", "disk", "peer", "borrowed", "misses")
+        },
     }
 
 

@@ -100,7 +100,8 @@ class CacheLoans:
         return {"cache_borrowed_blocks": self.debts.borrowed_blocks, "cache_lost_blocks": self.lost_blocks}
 
     async def tick(self) -> None:
-        """Renews leases that are due, gives up those that ran out, borrows or returns."""
+        """Renews leases that are due, gives up those that ran out, borrows or returns. Does not wait for the
+        engine, whose step may be longer than a lease."""
         now_s = self._clock()
         self._lose(self.debts.tick(now_s), "leases not renewed in time")
         for due in self.debts.renewals(now_s):
@@ -108,6 +109,11 @@ class CacheLoans:
         for repayment in self.debts.retries():
             name = f"repay {repayment.creditor_id} {repayment.message.grant_id}"
             self._errands.begin(name, send_repayment(self._bus, self.debts, repayment))
+        self.debts.give_back(self.debts.free_blocks)  # their creditor could not be reached
+        self._errands.begin("look", self._look(now_s))
+
+    async def _look(self, now_s: float) -> None:
+        """Asks the cache what it wants."""
         try:
             wanted = await asyncio.wrap_future(
                 self._door.ask(lambda core, _: self._cache.peers.wanted_blocks())

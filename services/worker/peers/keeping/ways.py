@@ -136,9 +136,9 @@ class PeerWays:
         if place is None:
             return False
         try:
-            if not self._ask_once(kind, place, row):
-                self._ask_once(kind, place, row, is_last=True)
-            return True
+            if self._ask_once(kind, place, row):
+                return True
+            return number in self._places and self._ask_once(kind, place, row, is_last=True)
         except StaleEpoch:
             self._fail(place, place.slot.grant_id)
         except KvasirError as error:
