@@ -160,6 +160,7 @@ class Neighbourhood:
             host=registry.host,
             host_blocks=0 if kept is None else kept[1],
             host_attends=host is not None and host.attends,
+            is_host_for_caches=kept is not None and host is None,
         )
         requests = itertools.count(1)
         self._lending = Lending(

@@ -38,7 +38,7 @@ class Capacity(Message, frozen=True, kw_only=True):
     borrowed_free_blocks: Count = 0
     """Of `free_blocks` and `evictable_blocks`: borrowed, so not to be lent on."""
     most_lent_blocks: Count = 0
-    """It never lends more than this, whatever is free; host memory included."""
+    """It never lends more than this for sequences, whatever is free; host memory included."""
     lendable_blocks: Count | None = None
     """What it would lend now, within its cap; None: it says nothing of that."""
     host_blocks: Count = 0
@@ -49,6 +49,8 @@ class Capacity(Message, frozen=True, kw_only=True):
     """Of `host_blocks`, what it would lend now."""
     host_yielding_blocks: Count = 0
     """Of `host_lent_blocks`, those that other workers' prefix caches have: they give way to sequences."""
+    is_host_for_caches: bool = False
+    """No sequence of anybody's could use its host memory: it is lent for prefix caches alone."""
 
     @property
     def plannable_blocks(self) -> int:
@@ -57,8 +59,9 @@ class Capacity(Message, frozen=True, kw_only=True):
 
     @property
     def loanable_blocks(self) -> int:
-        """What it would lend now, of both tiers."""
-        return (self.lendable_blocks or 0) + self.host_lendable_blocks + self.host_yielding_blocks
+        """What it would lend for sequences now, of both tiers."""
+        host_blocks = self.host_lendable_blocks + self.host_yielding_blocks
+        return (self.lendable_blocks or 0) + (0 if self.is_host_for_caches else host_blocks)
 
 
 class SequenceState(StrEnum):

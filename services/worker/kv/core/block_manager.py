@@ -7,30 +7,13 @@ No bytes are moved and nothing is decided here but which copy goes. Pure.
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from services.worker.kv.core.block_pool import BlockPool, RowPool, RowShare
-from services.worker.kv.core.eviction import NEVER, EvictionOrder, OrderMaker, ReuseHistory
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.eviction import NEVER, OrderMaker, ReuseHistory
 from services.worker.kv.core.peer_slots import PeerSlots
 from services.worker.kv.core.radix_tree import Node, PrefixTree, Tier
 from services.worker.kv.core.shadows import Shadows
+from services.worker.kv.core.slot_pool import SlotPool
 from shared.blocks import BlockHash
-
-
-class SlotPool(RowShare):
-    """A tier's slots; `order` has the nodes whose copy here may go."""
-
-    def __init__(self, total: int, order: EvictionOrder, rows: RowPool | None = None) -> None:
-        """Without `rows` that others take from as well: of its own."""
-        super().__init__(RowPool(max(0, total)) if rows is None else rows, total)
-        self.order = order
-
-    def claim(self, places: Collection[int]) -> None:
-        """Takes certain slots, each once. Raises ValueError, and takes none, unless all are free."""
-        self.rows.claim(places)
-        self.used += len(places)
-
-    def check_integrity(self, used: list[int]) -> None:
-        """Raises AssertionError unless `used` are as many slots as were taken, each once."""
-        assert len(used) == len(set(used)) == self.used, "slots lost or used twice"
 
 
 class Inventory:
@@ -369,7 +352,7 @@ class Inventory:
         waiting = [*self.unsaved, *self.unsent]
         assert all(node.places[Tier.HOST] is not None for node in waiting), "nothing to save"
 
-    def _shelf(self, tier: Tier) -> "SlotPool | PeerSlots":
+    def _shelf(self, tier: Tier) -> SlotPool | PeerSlots:
         """Of one of the lower tiers."""
         if tier is Tier.HOST:
             return self.host
@@ -460,7 +443,7 @@ class Inventory:
             self.host.give(node.kept_slot)
             node.kept_slot = None
 
-    def _pop(self, shelf: "SlotPool | PeerSlots", kept: Collection[BlockHash]) -> Node | None:
+    def _pop(self, shelf: SlotPool | PeerSlots, kept: Collection[BlockHash]) -> Node | None:
         spared: list[Node] = []
         victim = shelf.order.pop()
         while victim is not None and victim.name in kept:

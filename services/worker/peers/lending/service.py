@@ -55,12 +55,13 @@ def section(
         capacity,
         lent_blocks=table.lent_blocks(device),
         borrowed_blocks=sum(table.borrowed_from().values()),
-        most_lent_blocks=terms.most_blocks + terms.most_host_blocks,
+        most_lent_blocks=terms.most_blocks + (0 if terms.is_host_for_caches else terms.most_host_blocks),
         lendable_blocks=0 if grants.frozen else max(0, min(spare_blocks, room_blocks)),
         host_blocks=table.host_blocks,
         host_lent_blocks=table.lent_blocks(host),
         host_lendable_blocks=0 if grants.frozen else host_free_blocks,
         host_yielding_blocks=grants.yielding_blocks(host),
+        is_host_for_caches=terms.is_host_for_caches,
     )
     return {
         "capacity": own,
@@ -135,7 +136,8 @@ class Lending:
         usable = owner.blocks - self._keep_blocks - (0 if borrower is None else config.bounce_blocks)
         most_lent = max(0, min(usable, int(owner.blocks * config.max_lent_fraction))) if config.lend else 0
         lease = config.lease_s, config.grace_s, owner.fingerprint
-        terms = Terms(most_lent, *lease, most_host_blocks=host_blocks, host_attends=owner.host_attends)
+        host = host_blocks, owner.host_attends, owner.is_host_for_caches
+        terms = Terms(most_lent, *lease, *host)
         self._stock = Stock(vault, self._keep_blocks, host_blocks, owner.block_tokens)
         self.grants = Grants(self.table, owner.incarnation, terms, threading.RLock())
         self.debts = Debts(self.table, owner.incarnation)

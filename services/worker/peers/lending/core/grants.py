@@ -42,6 +42,8 @@ class Terms:
     most_host_blocks: int = 0
     host_attends: bool = True
     """Attention over host memory is computed here; else it is only written and fetched."""
+    is_host_for_caches: bool = False
+    """No sequence could use host memory, and none asks for it."""
 
     def most(self, tier: KvTier) -> int:
         """Blocks lent at most."""

@@ -81,3 +81,5 @@ class Owner:
     """Of host memory, for others only."""
     host_attends: bool = True
     """It computes attention over them."""
+    is_host_for_caches: bool = False
+    """They are of use to other workers' prefix caches alone."""

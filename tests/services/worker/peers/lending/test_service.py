@@ -328,3 +328,13 @@ async def test_host_memory_of_caches_goes_to_a_sequence_that_needs_it(connect_bu
     assert await lending.borrow(asked("d2", 1, for_cache=False)) == sequences, "asked again, the same"
     assert lending.grants.yielding_blocks(KvTier.HOST) == 3
     lending.grants.check_integrity()
+
+
+def test_host_memory_that_only_caches_can_use_is_nothing_for_sequences() -> None:
+    """Of vLLM workers: a native one of the same model would announce a context that nobody holds with it."""
+    table = RBlockTable("w", 20, 5)
+    grants = Grants(table, 1, Terms(0, most_host_blocks=5, is_host_for_caches=True))
+    table.lend(KvTier.HOST, [0], LentRow("e", 1))
+    capacity = section(report("w").capacity, table, grants, spare_blocks=0, host_free_blocks=4)["capacity"]
+    assert (capacity.host_blocks, capacity.host_lendable_blocks, capacity.is_host_for_caches) == (5, 4, True)
+    assert capacity.most_lent_blocks == capacity.loanable_blocks == 0
