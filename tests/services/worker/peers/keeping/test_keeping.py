@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from time import monotonic
 
 import msgspec
 import numpy as np
@@ -38,7 +39,8 @@ class Creditor:
         self.grants = Grants(self.table, 1, terms, threading.RLock())
         self.freed: list[Freed] = []
         lent = LentGrants(self.grants, self.table, self.freed.append, lambda: 0.0)
-        for kind, receiver in Keeper(Records([(self.rows,)]), lent).receivers.items():
+        self.keeper = Keeper(Records([(self.rows,)]), lent)
+        for kind, receiver in self.keeper.receivers.items():
             self.plane.desk.serve(kind, receiver)
         self.plane.open()
 
@@ -185,6 +187,21 @@ async def test_a_creditor_that_is_gone_fails_once_with_all_that_it_lends(
     assert not await write(ways, 1, row_of(1))
     assert await read(ways, 2) is None
     assert world.failed == [(("creditor", 1), None)]
+
+
+async def test_a_creditor_that_hangs_holds_up_one_copy_and_no_longer_than_an_answer_may_take(
+    world: World,
+) -> None:
+    """One that was stopped, say: its sockets are open, and nobody answers."""
+    ways = PeerWays(world, asyncio.get_running_loop(), 0.2, world.note)
+    ways.admit(dict(enumerate(world.creditor.lend(0, 1))))
+    with world.creditor.keeper.copying:
+        began_s = monotonic()
+        assert await read(ways, 0) is None
+        assert await read(ways, 1) is None
+        assert monotonic() - began_s < 2.0
+    assert world.failed == [(("creditor", 1), None)]
+    ways.close()
 
 
 async def test_who_cannot_be_reached_is_not_borrowed_from(world: World, ways: PeerWays) -> None:
