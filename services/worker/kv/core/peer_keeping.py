@@ -54,7 +54,7 @@ class PeerKeeping:
         missing = len(self._books.unsent) - peers.free
         if missing <= 0 or not self._is_of_use():
             return 0
-        return min(peers.most - peers.total, max(missing, peers.most // _ASKED_SHARE))
+        return max(0, min(peers.most - peers.total, max(missing, peers.most // _ASKED_SHARE)))
 
     def admit(self, places: Iterable[int], block_s: float = 0.0) -> None:
         """These are lent from now on; no number is used twice. `block_s`: what a block was timed to take from

@@ -1,6 +1,6 @@
 """Lending on the bus: one worker as creditor and as debtor.
 
-Decides nothing: the rules are in `grants`, `debts`, `borrowing` and `appetite`. Lives on the event loop, so
+Decides nothing: the rules are in `grants`, `debts`, `borrowing` and `watermarks`. Lives on the event loop, so
 that no lease runs out because an iteration is long; blocks leave and enter the pool on the engine's thread,
 through `Vault`. Knows no KV bytes.
 """
