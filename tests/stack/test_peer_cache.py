@@ -68,7 +68,9 @@ class PeerCache:
         raise AssertionError(f"no worker has {condition}\n{self.stack.logs()}")
 
     def details(self, name: str) -> dict[str, Any]:
-        return self.stack.details(name)
+        """Nothing of one that is being started anew."""
+        services = self.stack.status()["services"]
+        return next((dict(row["details"]) for row in services if row["instance"] == name), {})
 
     def peer_tier(self, name: str) -> dict[str, Any]:
         return next(row for row in self.details(name)["prefix_tiers"] if row["tier"] == "peer")
