@@ -28,7 +28,7 @@ from services.worker.kv.core.eviction import (
 )
 from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
-from services.worker.kv.core.radix_tree import Node, Tier
+from services.worker.kv.core.radix_tree import Node
 from services.worker.kv.core.tier_copier import Load, Loaded, Store, StoredBlock
 from shared.blocks import HASH_BYTES, BlockHash
 from shared.errors import ConfigError
@@ -167,6 +167,10 @@ class Counting:
         self._written.append(node)
         return True
 
+    def start_send(self, source: int, node: StoredBlock) -> bool:
+        """See `BlockMover`. Nobody lends."""
+        return False
+
     def start_read(self, place: int, target: int, name: BlockHash) -> bool:
         self._read.append((name, target))
         return True
@@ -245,7 +249,7 @@ def replay(
         if future is not None:
             future.advance(chain)
         asked += len(chain)
-        for tier, blocks in zip(Tier, _request(cache, mover, chain), strict=True):
+        for tier, blocks in enumerate(_request(cache, mover, chain)):
             found[tier] += blocks
         cache.save_ahead()
         cache.save(sizes.host)

@@ -139,7 +139,7 @@ class Ledger:
         self.table.on_tick(self._awake_s())
         self.asked += 1
         refused = asked.refused_by, asked.refused_host_by
-        found = candidates(self.table, asked.debtor_id, asked.tokens, *refused)
+        found = candidates(self.table, asked.debtor_id, asked.tokens, *refused, for_cache=asked.for_cache)
         await self._tell(asked, found)
         return CreditorCandidates(candidates=tuple(found))
 

@@ -137,8 +137,6 @@ class WorkerConfig(ModelServiceConfig):
             "lending.borrow": self.lending.borrow is True and self.engine == "vllm",
             "kv_bytes": self.kv_bytes and self.engine == "simulated",
             "attention": self.attention != "auto" and self.engine == "vllm",
-            "lending.host_mb": self.lending.host_mb and self.engine == "vllm",
-            "lending.host_blocks": self.lending.host_blocks and self.engine == "vllm",
             "states_every": self.states_every,
         }
         without = [name for name, is_set in wanted.items() if is_set]

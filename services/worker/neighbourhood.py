@@ -1,12 +1,14 @@
 """A worker among its neighbours: what it lends and borrows, and the context that all together can hold.
 
-Puts lending and distributed attention together. Decides nothing. Where the engine cannot attend to parts of
-keys (a GPU, sliding windows, a peer's engine) the worker neither lends nor borrows; on a GPU it lends host
-memory still.
+Puts lending, distributed attention and loans for the prefix cache together. Decides nothing. Where the
+engine cannot attend to parts of keys (a GPU, vLLM) the worker borrows nothing for sequences, and lends host
+memory only.
 """
 
 import asyncio
 import contextlib
+import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,13 +18,18 @@ from services.worker.core.steps import StepEffects
 from services.worker.door import Door
 from services.worker.engine.contract import AttendingEngine, Engine, SharingEngine
 from services.worker.kv.core.borrowed_pool import ExtendedPool, OwnPool, Pool
+from services.worker.kv.store import CacheableEngine, KvStore
 from services.worker.kv.transfers import TransferEngine
 from services.worker.peers import registry as peers
 from services.worker.peers.attention import assembly
 from services.worker.peers.attention.borrower import Borrower
-from services.worker.peers.attention.creditor import Creditor
+from services.worker.peers.attention.creditor import Creditor, LentGrants
 from services.worker.peers.attention.interfaces import LentBlocks
 from services.worker.peers.engine_calls import PoolDoor
+from services.worker.peers.keeping.assembly import lent_records
+from services.worker.peers.keeping.keeper import Keeper
+from services.worker.peers.keeping.loans import CacheLoans
+from services.worker.peers.keeping.ways import PeerWays
 from services.worker.peers.lending.core.grants import Freed
 from services.worker.peers.lending.core.interfaces import Owner
 from services.worker.peers.lending.core.settings import LendingConfig
@@ -85,9 +92,14 @@ def possible(config: LendingConfig, engine: Engine) -> LendingConfig:
         pie = engine.pie if isinstance(engine, AttendingEngine) else None
         most = 1.0 if pie is None else pie.lendable_share
         return config.model_copy(update={"max_lent_fraction": min(config.max_lent_fraction, most)})
-    is_gpu = isinstance(engine, SharingEngine) and engine.device_type != "cpu"
-    allowed = {"max_lent_fraction": 0.0} if is_gpu else {"lend": False}
+    is_copied = isinstance(engine, CacheableEngine)
+    allowed = {"max_lent_fraction": 0.0} if is_copied else {"lend": False}
     return config.model_copy(update={"borrow": False, **allowed})
+
+
+def _attends_for_others(engine: SharingEngine) -> bool:
+    """Debtors may have keys here: to be attended to, or, from a GPU's host memory, to be fetched."""
+    return engine.is_divisible or engine.device_type != "cpu"
 
 
 class Neighbourhood:
@@ -104,6 +116,7 @@ class Neighbourhood:
         registry: Registry,
         transfers: TransferEngine,
         *,
+        store: KvStore | None = None,
         fingerprint: bytes,
         is_busy: Callable[[], bool],
         clock: Clock,
@@ -129,13 +142,14 @@ class Neighbourhood:
         """None where nothing is borrowed."""
         self._creditor: Creditor | None = None
         host: LentBlocks | None = None
-        if isinstance(engine, SharingEngine):
+        if isinstance(engine, SharingEngine) and _attends_for_others(engine):
             host = assembly.lent_host_memory(settings, engine)
             if isinstance(pool, ExtendedPool):
                 failed = self._on_failed
                 self.borrower = assembly.make_borrower(
                     engine, pool, door, registry, settings, transfers, failed, clock
                 )
+        kept = lent_records(settings, engine, host) if isinstance(engine, CacheableEngine) else None
         owner = Owner(
             worker_id=bus.instance,
             incarnation=bus.incarnation,
@@ -144,9 +158,11 @@ class Neighbourhood:
             block_tokens=engine.block_tokens,
             fingerprint=fingerprint,
             host=registry.host,
-            host_blocks=0 if host is None else host.blocks,
-            host_attends=host is None or host.attends,
+            host_blocks=0 if kept is None else kept[1],
+            host_attends=host is not None and host.attends,
+            is_host_for_caches=kept is not None and host is None,
         )
+        requests = itertools.count(1)
         self._lending = Lending(
             bus,
             settings,
@@ -155,9 +171,20 @@ class Neighbourhood:
             on_lost=self._on_lost,
             borrower=self.borrower,
             neighbours=registry.neighbours,
+            requests=requests,
             clock=clock,
         )
-        if settings.lend and isinstance(engine, SharingEngine):
+        grants = LentGrants(self._lending.grants, self._lending.table, self._on_freed, clock)
+        if kept is not None:
+            for kind, receiver in Keeper(kept[0], grants).receivers.items():
+                registry.plane.desk.serve(kind, receiver)
+        self._loans: CacheLoans | None = None
+        """None where the prefix cache has nothing at other workers."""
+        if store is not None and store.peers is not None:
+            ways = PeerWays(registry, self._loop, config.lending.answer_s, self._on_keeper_failed)
+            parts = store, store.peers, door, ways
+            self._loans = CacheLoans(bus, config.lending, owner, *parts, requests, clock)
+        if settings.lend and isinstance(engine, SharingEngine) and _attends_for_others(engine):
             self._creditor = assembly.make_creditor(
                 engine,
                 self._lending,
@@ -189,6 +216,8 @@ class Neighbourhood:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._registry.watch())
                 tasks.create_task(self._lending.serve())
+                if self._loans is not None:
+                    tasks.create_task(self._loans.serve())
         finally:
             await self._bus.detach(self._handlers, self)
             await self._bus.detach(peers.HANDLERS, self._registry)
@@ -201,6 +230,8 @@ class Neighbourhood:
         """Ends all links, when the engine's thread has ended. False when one took too long."""
         if self.borrower is not None:
             self.borrower.close()
+        if self._loans is not None:
+            self._loans.close()
         return self._registry.plane.close()
 
     def section(self, capacity: Capacity) -> dict[str, Any]:
@@ -215,6 +246,10 @@ class Neighbourhood:
             needed_blocks = 0
         self._lending.want(needed_blocks, may_borrow_ahead=want.may_borrow_ahead)
         told = {**self._lending.section(capacity), "bulk_addresses": dict(self._registry.plane.addresses)}
+        if self._loans is not None:
+            counts = Counter(told["host_borrowed_from_blocks"])
+            counts.update(self._loans.section())
+            told["host_borrowed_from_blocks"] = dict(counts)
         if self.borrower is not None:
             lendable_tokens = self._registry.neighbours.lendable_tokens(self._model)
             told["max_context_tokens"] = self._reach.context_tokens(lendable_tokens, now_s)
@@ -225,7 +260,9 @@ class Neighbourhood:
         told: dict[str, object] = {"bulk": ", ".join(self._registry.plane.addresses)}
         if self._creditor is not None:
             told["corrupted_lent_blocks"] = self._creditor.corrupted_blocks
-        return {**told, **self._lending.details()}
+        if self._loans is None:
+            return {**told, **self._lending.details()}
+        return {**told, **self._lending.details(self._loans.section()), **self._loans.details()}
 
     def on_want(self, want: WantKv) -> None:
         self._want, self._want_until_s = want, self._clock() + _WANT_S
@@ -241,6 +278,11 @@ class Neighbourhood:
     def _on_failed(self, creditor_id: str) -> None:
         """On the engine's thread."""
         self._on_loop(partial(self._lending.on_creditor_failed, creditor_id))
+
+    def _on_keeper_failed(self, creditor: tuple[str, int], grant_id: int | None) -> None:
+        """On a thread that copies."""
+        if self._loans is not None:
+            self._on_loop(partial(self._loans.on_failed, creditor, grant_id))
 
     def _on_freed(self, freed: Freed) -> None:
         """On a link's thread."""

@@ -118,6 +118,7 @@ class Worker:
             self._door,
             self._registry,
             self._transfer_engine,
+            store=self._store,
             fingerprint=fingerprint_of(engine),
             is_busy=lambda: core.has_plans,
             clock=clock,

@@ -156,6 +156,8 @@ class FindCreditors(Message, frozen=True, kw_only=True):
     refused_by: tuple[Id, ...] = ()
     refused_host_by: tuple[Id, ...] = ()
     """As to their host memory."""
+    for_cache: bool = False
+    """Of their host memory alone, and none that prefix caches have already."""
 
 
 class CreditorCandidate(Message, frozen=True, kw_only=True):

@@ -68,6 +68,8 @@ class BorrowBlocks(Message, frozen=True, kw_only=True):
     tier: KvTier = KvTier.DEVICE
     fingerprint: Digest = b""
     """What must agree for KV to be exchanged (`shared.blocks`); refused where it is empty."""
+    for_cache: bool = False
+    """Nothing but cached KV is to be there: the creditor may end the grant at any time."""
 
 
 class Grant(Message, frozen=True, kw_only=True):

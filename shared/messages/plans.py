@@ -100,6 +100,8 @@ class PrefixHit(Message, frozen=True, kw_only=True):
     blocks: tuple[Count, Count, Count] = (0, 0, 0)
     """Found just now on the device, the host, and disk; what else `cached_tokens` covers comes with the next
     chunk."""
+    peer_blocks: Count = 0
+    """Found just now in host memory that other workers lend."""
 
 
 class ShortStart(Message, frozen=True, kw_only=True):

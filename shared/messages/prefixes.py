@@ -36,7 +36,8 @@ class WorkerPrefixes(Message, frozen=True, kw_only=True):
     added: bytes = b""
     """Packed names of blocks that are stored."""
     tiers: bytes = b""
-    """One byte for each of `added`: the nearest tier that has it (0 device, 1 host, 2 disk)."""
+    """One byte for each of `added`: the nearest tier that has it (0 device, 1 host, 2 disk, 3
+    host memory that another worker lends)."""
     removed: bytes = b""
     """Packed names of blocks that are stored nowhere any more."""
     full: bool = False

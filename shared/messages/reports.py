@@ -38,7 +38,7 @@ class Capacity(Message, frozen=True, kw_only=True):
     borrowed_free_blocks: Count = 0
     """Of `free_blocks` and `evictable_blocks`: borrowed, so not to be lent on."""
     most_lent_blocks: Count = 0
-    """It never lends more than this, whatever is free; host memory included."""
+    """It never lends more than this for sequences, whatever is free; host memory included."""
     lendable_blocks: Count | None = None
     """What it would lend now, within its cap; None: it says nothing of that."""
     host_blocks: Count = 0
@@ -47,6 +47,10 @@ class Capacity(Message, frozen=True, kw_only=True):
     """Of `host_blocks`."""
     host_lendable_blocks: Count = 0
     """Of `host_blocks`, what it would lend now."""
+    host_yielding_blocks: Count = 0
+    """Of `host_lent_blocks`, those that other workers' prefix caches have: they give way to sequences."""
+    is_host_for_caches: bool = False
+    """No sequence of anybody's could use its host memory: it is lent for prefix caches alone."""
 
     @property
     def plannable_blocks(self) -> int:
@@ -55,8 +59,9 @@ class Capacity(Message, frozen=True, kw_only=True):
 
     @property
     def loanable_blocks(self) -> int:
-        """What it would lend now, of both tiers."""
-        return (self.lendable_blocks or 0) + self.host_lendable_blocks
+        """What it would lend for sequences now, of both tiers."""
+        host_blocks = self.host_lendable_blocks + self.host_yielding_blocks
+        return (self.lendable_blocks or 0) + (0 if self.is_host_for_caches else host_blocks)
 
 
 class SequenceState(StrEnum):
@@ -101,10 +106,14 @@ class CacheReport(Message, frozen=True, kw_only=True):
     host_used_blocks: Count = 0
     disk_blocks: Count = 0
     disk_used_blocks: Count = 0
+    peer_blocks: Count = 0
+    """Of host memory that other workers lend to the cache."""
+    peer_used_blocks: Count = 0
     device_hits: Number = 0
     """Blocks of prompts found there first, and used."""
     host_hits: Number = 0
     disk_hits: Number = 0
+    peer_hits: Number = 0
     borrowed_hits: Number = 0
     """Of `device_hits`, blocks that lie at creditors."""
     misses: Number = 0
@@ -162,7 +171,8 @@ class WorkerReported(Message, frozen=True, kw_only=True):
     host_lent_to_blocks: dict[Id, Count] = msgspec.field(default_factory=dict)
     """`capacity.host_lent_blocks` by debtor."""
     host_borrowed_from_blocks: dict[Id, Count] = msgspec.field(default_factory=dict)
-    """Of `capacity.borrowed_blocks`, those in creditors' host memory. Device and host together are all."""
+    """Of `capacity.borrowed_blocks`, those in creditors' host memory; device and host together are all. And
+    what its prefix cache has there (`cache.peer_blocks`), which `capacity` does not know."""
     prefill_tokens_per_s: Rate = 0.0
     """Measured, exponentially weighted; 0 before the first measurement."""
     prefill_context_tokens: Count = 0

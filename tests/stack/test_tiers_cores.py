@@ -1,5 +1,5 @@
-"""Stored prefixes that come from the host while others run, on virtual time: every answer is exact, whatever
-copies take and how many fail, and no block is lost."""
+"""Stored prefixes that come from the host, or from peers that come and go, while others run, on virtual time:
+every answer is exact, whatever copies take and how many fail, and no block is lost."""
 
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ scenarios = st.fixed_dictionaries(
         "host_blocks": st.sampled_from((0, 12, 40, 100)),
         "copies_s": st.sampled_from(((0.0,), (0.001,), (0.01, 0.05), (0.3,), (3.0,), (0.0, 0.01, 0.1, 3.0))),
         "copy_faults": st.sampled_from((0.0, 0.1, 0.5)),
+        "peer_blocks": st.sampled_from((0, 20, 100)),
     }
 )
 
@@ -41,6 +42,7 @@ def play(
     copies_s: tuple[float, ...],
     copy_faults: float,
     policy: str,
+    peer_blocks: int = 0,
 ) -> World:
     """All are served, with their own tokens, and nothing is left of them."""
     world = World(
@@ -50,6 +52,7 @@ def play(
         kv_blocks=kv_blocks,
         cached=True,
         host_blocks=host_blocks,
+        peer_blocks=peer_blocks,
         policy=BUILT_IN[policy],
         pace=Pace(copies_s=copies_s, copy_faults=copy_faults),
     )
@@ -89,3 +92,11 @@ def test_blocks_do_come_from_the_host_and_nobody_falls_out_of_step(policy: str) 
     (tiers,) = world.tiers.values()
     assert tiers.loaded_blocks > 20, "this load does not show anything"
     assert len(world.lines("AskSnapshot")) == 1
+
+
+def test_blocks_do_come_from_peers_some_of_which_die() -> None:
+    requests = [(0.8 + 0.15 * number, Wanted(130, 30, 30, word=3 + number % 5)) for number in range(60)]
+    world = play(3, requests, 16, 12, (0.001, 0.01), 0.0, "kvasir", peer_blocks=100)
+    (cache,) = world.caches.values()
+    assert cache.counts["hits_peer"] > 20, cache.counts
+    assert cache.counts["lost_peer"] > 0, cache.counts

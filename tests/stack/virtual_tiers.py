@@ -1,4 +1,4 @@
-"""Host and disk of a worker on virtual time: copies take a while, some fail, and none loses a block."""
+"""Host, peers and disk of a worker on virtual time: copies take a while, some fail, none loses a block."""
 
 from collections.abc import Callable, Sequence
 from random import Random
@@ -36,6 +36,10 @@ class VirtualTiers:
         """By slot."""
         self.file: dict[int, tuple[StoredBlock, Any]] = {}
         """By the disk's slot; it outlives the worker."""
+        self.sent: dict[int, tuple[StoredBlock, Any]] = {}
+        """By slots that others lend."""
+        self._lent = 0
+        """Such slots, ever."""
         self.adopted_blocks = self.written_blocks = self.full_disks = self.read_blocks = 0
 
     def start_load(self, ticket: int, loads: Sequence[Load], most_s: float) -> bool:
@@ -49,7 +53,8 @@ class VirtualTiers:
             whole, broken = done, failed
             for at, load in enumerate(loads):
                 is_there = self._at(load.tier, load.place)[0] == load.name
-                assert is_there or load.tier is Tier.DISK, "a slot was reused while it was read"
+                may_be_gone = load.tier in (Tier.DISK, Tier.PEER)
+                assert is_there or may_be_gone, "a slot was reused while it was read"
                 if not is_there and at < whole:  # as a record says that is not what was asked for
                     whole, broken = at, True
                     break
@@ -109,6 +114,38 @@ class VirtualTiers:
         self._after(self._random.choice(self._copies_s), end)
         return True
 
+    def start_send(self, source: int, node: StoredBlock) -> bool:
+        content, is_fine = self.content[source], self._random.random() >= self._faults
+        assert self._slots[source] == node.name
+
+        def end() -> None:
+            assert self.cache is not None
+            if is_fine:
+                self.sent[node.place] = node, content
+            self.cache.peers.on_sent(node.name, node.place, ok=is_fine)
+
+        self._after(self._random.choice(self._copies_s), end)
+        return True
+
+    def visit_peers(self) -> None:
+        """What others lend to the cache has become more, or less: all that is wanted, some of it, or they die
+        with some of what they lent."""
+        assert self.cache is not None
+        peers, dice = self.cache.peers, self._random.random()
+        wanted = peers.wanted_blocks()
+        if dice < 0.1:
+            lost = range(self._random.randrange(self._lent + 1), self._lent)
+            for place in lost:
+                self.sent.pop(place, None)
+            peers.lose(lost)
+        elif dice < 0.2:
+            peers.retire()
+        elif wanted:
+            places = range(self._lent, self._lent + self._random.randint(0, wanted))
+            self._lent += len(places)
+            peers.admit(places)
+            peers.searched(found=bool(places))
+
     def start_read(self, place: int, target: int, name: BlockHash) -> bool:
         is_fine = self._random.random() >= self._faults
 
@@ -124,10 +161,12 @@ class VirtualTiers:
         self._after(self._random.choice(self._copies_s), end)
         return True
 
-    def _at(self, tier: Tier, place: int) -> tuple[BlockHash, Any]:
+    def _at(self, tier: Tier, place: int) -> tuple[BlockHash | None, Any]:
         if tier is Tier.HOST:
             return self._slots[place], self.content[place]
-        node, content = self.file[place]
+        if tier is Tier.PEER and place not in self.sent:
+            return None, None
+        node, content = (self.sent if tier is Tier.PEER else self.file)[place]
         return node.name, content
 
     def _fill(self, store: Store) -> None:

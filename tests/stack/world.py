@@ -107,15 +107,16 @@ class World(VirtualNet):
         cached: bool = False,
         host_blocks: int = 0,
         disk_blocks: int = 0,
+        peer_blocks: int = 0,
         policy: PolicyFactory = VllmPolicy,
         rules: Rules | None = None,
         pace: Pace = Pace(),
         says: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """`cached`: blocks outlive their sequences, on the device, in `host_blocks` and in
-        `disk_blocks`. `says`: what is in the reports of every worker, whatever is true."""
+        """`cached`: blocks outlive their sequences, on the device, in `host_blocks`, `disk_blocks` and up to
+        `peer_blocks` that come and go. `says`: what all workers' reports have, whatever is true."""
         super().__init__(seed, loss)
-        self.host_blocks, self.disk_blocks = host_blocks, disk_blocks
+        self.host_blocks, self.disk_blocks, self.peer_blocks = host_blocks, disk_blocks, peer_blocks
         self.tiers: dict[str, VirtualTiers] = {}
         self.prefixes: dict[str, Prefixes] = {}
         self.cached, self.policy, self.rules, self.pace = cached, policy, rules or Rules(), pace
@@ -400,30 +401,29 @@ class World(VirtualNet):
         pool = self.own_pool(worker)
         prefixes = None
         if self.cached:
-            pace, life = self.pace, worker.life
-            after = partial(self._between_steps, worker, life)
-            mover = VirtualTiers(after, self.random, pace.copies_s, pace.copy_faults)
+            after = partial(self._at_rest, worker, worker.life)
+            mover = VirtualTiers(after, self.random, self.pace.copies_s, self.pace.copy_faults)
             half = self.host_blocks // 2
-            tiers = Tiers(self.host_blocks, self.disk_blocks, kept_blocks=half, shadow_blocks=half)
-            cache = PrefixCache(pool, tiers, mover, CostGate())
+            below = self.host_blocks, self.disk_blocks, "frequent", 0, half, half, self.peer_blocks
+            cache = PrefixCache(pool, Tiers(*below), mover, CostGate())
             if name in self.tiers:
                 mover.file = self.tiers[name].file
                 cache.restore([node for node, _ in mover.file.values()])
             self.tiers[name], mover.cache, self.caches[name] = mover, cache, cache
             prefixes = self.prefixes[name] = Prefixes(cache, FINGERPRINT)
+            if self.peer_blocks:
+                self.every(self.pace.beat_s, partial(after, 0.0, mover.visit_peers), worker)
         own = pool if prefixes is None else prefixes.cache
         start = (name, worker.incarnation)
         worker.core = step_core(start, self.pool_over(worker, own), self.longest_tokens, prefixes)
         self.every(self.pace.beat_s, lambda: self._beat(worker), worker)
         self.every(self.pace.beat_s, lambda: self._emit(worker, worker.core.on_tick(self.now_s)), worker)
 
-    def _between_steps(
-        self, worker: WorkerProcess, life: int, delay_s: float, action: Callable[[], None]
-    ) -> None:
+    def _at_rest(self, worker: WorkerProcess, life: int, delay_s: float, do: Callable[[], None]) -> None:
         """A thread of the worker's ends something."""
 
         def handle() -> None:
-            action()
+            do()
             self._step(worker)
 
         def end() -> None:

@@ -35,12 +35,15 @@ def worker_row(report: WorkerReported, heard_s: float) -> dict[str, Any]:
             "host_used": cache.host_used_blocks,
             "disk": cache.disk_blocks,
             "disk_used": cache.disk_used_blocks,
+            "peer": cache.peer_blocks,
+            "peer_used": cache.peer_used_blocks,
         },
         "sequences": {str(state): states.get(str(state), 0) for state in SequenceState},
         "hits": {
             "device": cache.device_hits,
             "host": cache.host_hits,
             "disk": cache.disk_hits,
+            "peer": cache.peer_hits,
             "borrowed": cache.borrowed_hits,
             "misses": cache.misses,
         },
@@ -77,7 +80,9 @@ def totals_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "workers": len(rows),
         "tokens": {place: tokens(place) for place in ("total", "used", "evictable", "free", "lent")},
         "sequences": {str(state): every("sequences", str(state)) for state in SequenceState},
-        "hits": {name: every("hits", name) for name in ("device", "host", "disk", "borrowed", "misses")},
+        "hits": {
+            name: every("hits", name) for name in ("device", "host", "disk", "peer", "borrowed", "misses")
+        },
     }
 
 

@@ -210,7 +210,7 @@ class Watch:
         reports = sessions.workers.reports()
         totals = totals_of([worker_row(each, 0.0) for each in reports])
         tokens, hits = totals["tokens"], totals["hits"]
-        found = float(hits["device"] + hits["host"] + hits["disk"])
+        found = float(hits["device"] + hits["host"] + hits["disk"] + hits["peer"])
         now = (unix_s(), float(sessions.output_tokens), found, found + hits["misses"])
         before, self._sampled = self._sampled or now, now
         elapsed_s = max(now[0] - before[0], 1e-3)

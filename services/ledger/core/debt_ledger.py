@@ -124,6 +124,8 @@ class Account:
     offers: dict[KvTier, LendingOffer]
     """What it would lend: of the device what is free or evictable, within its cap, of the host what is kept
     for that; borrowed memory does not count, nobody re-lends it."""
+    yielding_tokens: int
+    """Of the host's offer, what caches have: nothing for another cache."""
     lent_tokens: int
     borrowed_tokens: int
     lent_to_tokens: dict[str, int]
@@ -294,8 +296,9 @@ def _account(report: WorkerReported) -> Account:
         total_tokens=capacity.total_blocks * size,
         offers={
             KvTier.DEVICE: LendingOffer(max(0, own_free_blocks) * size),
-            KvTier.HOST: LendingOffer(capacity.host_lendable_blocks * size),
+            KvTier.HOST: LendingOffer((capacity.host_lendable_blocks + capacity.host_yielding_blocks) * size),
         },
+        yielding_tokens=capacity.host_yielding_blocks * size,
         lent_tokens=(capacity.lent_blocks + capacity.host_lent_blocks) * size,
         borrowed_tokens=capacity.borrowed_blocks * size,
         lent_to_tokens=tokens(report.lent_to_blocks),
@@ -321,9 +324,11 @@ def candidates(
     refused_by: tuple[str, ...] = (),
     refused_host_by: tuple[str, ...] = (),
     *,
+    for_cache: bool = False,
     limit: int = OFFERED_CREDITORS,
 ) -> list[CreditorCandidate]:
-    """Up to `limit` workers to ask, best first, and for which tier of their memory.
+    """Up to `limit` workers to ask, best first, and for which tier of their memory; `for_cache`: of host
+    memory alone that nobody has.
 
     Notes in `table` what the first of them is asked for.
     """
@@ -337,6 +342,9 @@ def candidates(
         if len(chosen) == limit:
             break
         fits = bool(account.fingerprint) and (debtor is None or debtor.fingerprint == account.fingerprint)
+        if for_cache:
+            unused_tokens = account.offers[KvTier.HOST].free_tokens - account.yielding_tokens
+            fits = fits and tier is KvTier.HOST and unused_tokens > 0
         if account.worker_id != debtor_id and fits:
             chosen.append((account, tier))
     if chosen:

@@ -20,7 +20,7 @@ from shared.messages.sequence import TOKEN_BYTES, SequenceSpec, pack_tokens
 LOOKAHEAD_SEQUENCES = 64
 """Sequences that are looked ahead for; of more, those heard of first are forgotten."""
 _SAVED_BLOCKS = 32
-"""Writes to disk that may begin between two steps."""
+"""Writes to disk, and to peers, that may begin between two steps."""
 
 
 class Auditor(Protocol):
@@ -105,7 +105,12 @@ class Prefixes:
         if hit.blocks:
             self._take(sequence, hit)
             self._hits.append(
-                PrefixHit(ref=sequence.ref, cached_tokens=sequence.computed_tokens, blocks=hit.loaded)
+                PrefixHit(
+                    ref=sequence.ref,
+                    cached_tokens=sequence.computed_tokens,
+                    blocks=hit.loaded,
+                    peer_blocks=hit.from_peers,
+                )
             )
 
     def abandon(self, sequence: HeldSequence) -> None:
@@ -199,6 +204,7 @@ class Prefixes:
         """Between two steps: begin what copies may be in flight, none of which is waited for."""
         self.cache.save_ahead()
         self.cache.save(_SAVED_BLOCKS)
+        self.cache.peers.send(_SAVED_BLOCKS)
         needed = {name for names in self._expected for name in names}
         while self._expected:
             names = self._expected[0]

@@ -38,6 +38,7 @@ class StepRecord:
                 device_blocks=device,
                 host_blocks=host,
                 disk_blocks=disk,
+                peer_blocks=hit.peer_blocks,
             )
 
     def ran(

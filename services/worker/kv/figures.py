@@ -65,6 +65,12 @@ class CacheFigures:
     """Of these, those that a sequence here has used."""
     shadows_dropped: int
     """Those that had to leave."""
+    peer_blocks: int
+    """In other workers' host memory now."""
+    sent_blocks: int
+    """Copied there since the start."""
+    lost_peer_blocks: int
+    """Of these, those that were lost with the grant, or with the creditor."""
 
     def details(self) -> dict[str, Any]:
         """What `python -m services status` shows."""
@@ -85,6 +91,9 @@ class CacheFigures:
             "adopted_blocks": self.adopted,
             "swapped_blocks": self.kept_blocks,
             **{f.name: getattr(self, f.name) for f in fields(self) if f.name.startswith("shadow")},
+            "peer_blocks": self.peer_blocks,
+            "sent_blocks": self.sent_blocks,
+            "lost_peer_blocks": self.lost_peer_blocks,
             "prefix_tiers": rows,
         }
 
@@ -125,13 +134,17 @@ def read_figures(store: KvStore) -> CacheFigures:
         shadow_blocks_kept=store.cache.shadows.kept_in_all,
         shadows_used=counts["shadows_used"],
         shadows_dropped=counts["shadows_dropped"],
+        peer_blocks=store.cache.peers.used_blocks,
+        sent_blocks=counts["sent"],
+        lost_peer_blocks=counts["lost_peer"],
     )
 
 
 def _faults(store: KvStore) -> dict[Tier, Mapping[str, int]]:
     host = {"checksum_failures": store.mover.counts["host_checksum_failures"]}
     disk = {} if store.disk is None else dict(store.disk.counts)
-    return {Tier.DEVICE: {}, Tier.HOST: host, Tier.DISK: disk}
+    peers = {} if store.peers is None else dict(store.peers.counts)
+    return {Tier.DEVICE: {}, Tier.HOST: host, Tier.DISK: disk, Tier.PEER: peers}
 
 
 class CacheMetrics:
@@ -169,6 +182,9 @@ class CacheMetrics:
                 ("shadow_blocks_kept", "Such copies made since the start."),
                 ("shadows_used", "Of these, copies that a sequence here has used."),
                 ("shadows_dropped", "Of these, copies that had to leave."),
+                ("peer_blocks", "In host memory that other workers lend."),
+                ("sent_blocks", "Copied there since the start."),
+                ("lost_peer_blocks", "Of these, lost with the grant, or with the creditor."),
             )
         }
 

@@ -20,6 +20,7 @@ from services.worker.kv.tiers.checksums import CRC, Checksums
 from services.worker.kv.tiers.copier import Throttles, TierMover
 from services.worker.kv.tiers.disk import DiskTier, open_disk
 from services.worker.kv.tiers.host import HostTier
+from services.worker.kv.tiers.peers import PeerTier
 from services.worker.kv.tiers.records import LayerPools, Records
 from services.worker.kv.tiers.slotfile import Geometry
 from services.worker.kv.transfers import TransferEngine
@@ -68,6 +69,7 @@ class KvStore:
     mover: TierMover
     host: HostTier
     disk: DiskTier | None
+    peers: PeerTier | None
     sums: Checksums
     auditor: SampledAudit | None
     """None where nothing is audited."""
@@ -117,13 +119,21 @@ def open_store(
     if disk_blocks:
         path = Path(config.disk_path) / f"{instance}.kv"
         disk = open_disk(path, Geometry(engine.fingerprint, size, disk_blocks), sums)
-    throttles = Throttles.of(config.host_bytes_per_s, config.disk_bytes_per_s)
+    peer_blocks = config.peer_slots(size)
+    peers = PeerTier(engine.fingerprint, sums) if peer_blocks else None
+    throttles = Throttles.of(config.host_bytes_per_s, config.disk_bytes_per_s, config.peer_bytes_per_s)
     host = HostTier(host_blocks, size, engine.fingerprint, sums, records.host_rows)
-    mover = TierMover(transfers, records, host, disk, lambda ended: ended.apply(cache), throttles)
+    mover = TierMover(transfers, records, host, disk, lambda ended: ended.apply(cache), throttles, peers)
     kept_blocks = int(host_blocks * config.swap_share)
     shadow_blocks = int(host_blocks * config.shadow_share)
     tiers = Tiers(
-        host_blocks, disk_blocks if disk else 0, config.eviction, config.seed, kept_blocks, shadow_blocks
+        host_blocks,
+        disk_blocks if disk else 0,
+        config.eviction,
+        config.seed,
+        kept_blocks,
+        shadow_blocks,
+        peer_blocks,
     )
     gate = CostGate()
     gate.profile(Tier.HOST, mover.profile(engine.kv_blocks))
@@ -143,9 +153,10 @@ def open_store(
         device_blocks=engine.kv_blocks,
         host_blocks=host_blocks,
         disk_blocks=tiers.disk_blocks,
+        peer_blocks=peer_blocks,
         block_bytes=size,
         restored_blocks=restored,
     )
     rate = config.audit_rate
     auditor = SampledAudit(engine.records(), engine.pools, rate) if rate else None
-    return KvStore(cache, engine.fingerprint, size, mover, host, disk, sums, auditor, transfers)
+    return KvStore(cache, engine.fingerprint, size, mover, host, disk, peers, sums, auditor, transfers)

@@ -3,7 +3,7 @@
 One thread copies what somebody waits for, another what can wait, and is polite to the engine's:
 
     a load for a sequence > blocks from and for other workers > reads ahead       (urgent thread)
-    stores written through to the host > writes to disk > shadows               (polite thread)
+    stores written through to the host > writes to disk > to peers > shadows    (polite thread)
 
 What a running step brings in from elsewhere, layer by layer, has a thread (`kv.tiers.resident`) or a link
 (`peers.attention`) of its own, and goes before all that nobody waits for: that is held until the step is
@@ -41,7 +41,7 @@ class Route(IntEnum):
     """From where to where, the most urgent first."""
 
     LOAD = 0
-    """Host or disk to the device, for a sequence that waits."""
+    """Host, peers or disk to the device, for a sequence that waits."""
     PULL = 1
     """From another worker to the device."""
     GIVE = 2
@@ -52,7 +52,9 @@ class Route(IntEnum):
     """Device to host, written through."""
     WRITE = 5
     """Host to disk."""
-    SHADOW = 6
+    SEND = 6
+    """Host to other workers' host memory."""
+    SHADOW = 7
     """Of a running sequence, to or from another worker's host memory, should this one or that one die."""
 
     @property

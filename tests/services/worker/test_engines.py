@@ -20,6 +20,12 @@ def test_blocks_are_of_the_engines_size() -> None:
     assert settings(engine="vllm", block_tokens="64").block_tokens == 64
 
 
+@pytest.mark.parametrize("engine", ["native", "vllm", "simulated"])
+def test_every_engine_may_lend_host_memory_and_have_its_cache_in_that_of_others(engine: str) -> None:
+    found = settings(engine=engine, lending__host_mb="64", prefix_cache__peer_mb="1")
+    assert (found.lending.host_mb, found.prefix_cache.peer_slots(1 << 18)) == (64, 4)
+
+
 @pytest.mark.parametrize(
     "fields, words",
     [
@@ -27,11 +33,10 @@ def test_blocks_are_of_the_engines_size() -> None:
         ({"engine": "vllm", "lending__borrow": "true"}, "leave out lending.borrow"),
         ({"engine": "vllm", "attention": "torch"}, "leave out attention"),
         ({"engine": "vllm", "states_every": "16"}, "leave out states_every"),
-        ({"engine": "vllm", "lending__host_mb": "64"}, "leave out lending.host_mb"),
-        ({"engine": "vllm", "lending__host_blocks": "8"}, "leave out lending.host_blocks"),
         ({"engine": "vllm", "device": "cuda", "vllm__tensor_parallel": "2"}, "set vllm.tensor_parallel 1"),
         ({"engine": "vllm", "block_tokens": "16"}, "blocks of a multiple of 32 tokens"),
         ({"engine": "simulated", "kv_bytes": "4096"}, "leave out kv_bytes"),
+        ({"prefix_cache__peer_mb": "64", "prefix_cache__host_mb": "0"}, "peer_mb needs host_mb"),
     ],
 )
 def test_what_an_engine_lacks_is_refused(fields: dict[str, Any], words: str) -> None:

@@ -55,7 +55,7 @@ const TILES = [
   ["queued", (p) => String(p.fleet.queued)],
   ["tokens a second", (p, point) => (point ? count(point.tokens_per_s) : "0")],
   ["of KV in use", (p) => percent(p.totals.tokens.used / Math.max(1, p.totals.tokens.total))],
-  ["of prompt blocks found", (p) => { const { misses, device, host, disk } = p.totals.hits; const found = device + host + disk;
+  ["of prompt blocks found", (p) => { const { misses, device, host, disk, peer } = p.totals.hits; const found = device + host + disk + peer;
     return found + misses ? percent(found / (found + misses)) : "–"; }],
   ["cached tokens expected / found", (p) => { const { expected = 0, found = 0 } = p.fleet.hit_tokens; return `${count(expected)} / ${count(found)}`; }],
   ["preempted", (p) => String(p.fleet.preemptions)],

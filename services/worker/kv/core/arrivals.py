@@ -29,9 +29,11 @@ class Hit:
     blocks: tuple[int, ...] = ()
     """On the device."""
     loaded: tuple[int, int, int] = (0, 0, 0)
-    """Of `blocks`, by the tier they were found in."""
+    """Of `blocks`, those found on the device, the host and disk."""
     awaited: Awaited | None = None
     """What follows these and is being loaded; None: nothing is."""
+    from_peers: int = 0
+    """Of `blocks`, those found at peers."""
     ahead: int = 0
     """Stored blocks that follow all these, beyond what was asked for; nobody holds them."""
 

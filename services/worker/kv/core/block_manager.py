@@ -7,42 +7,30 @@ No bytes are moved and nothing is decided here but which copy goes. Pure.
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from services.worker.kv.core.block_pool import BlockPool, RowPool, RowShare
-from services.worker.kv.core.eviction import NEVER, EvictionOrder, OrderMaker, ReuseHistory
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.eviction import NEVER, OrderMaker, ReuseHistory
+from services.worker.kv.core.peer_slots import PeerSlots
 from services.worker.kv.core.radix_tree import Node, PrefixTree, Tier
 from services.worker.kv.core.shadows import Shadows
+from services.worker.kv.core.slot_pool import SlotPool
 from shared.blocks import BlockHash
-
-
-class SlotPool(RowShare):
-    """A tier's slots; `order` has the nodes whose copy here may go."""
-
-    def __init__(self, total: int, order: EvictionOrder, rows: RowPool | None = None) -> None:
-        """Without `rows` that others take from as well: of its own."""
-        super().__init__(RowPool(max(0, total)) if rows is None else rows, total)
-        self.order = order
-
-    def claim(self, places: Collection[int]) -> None:
-        """Takes certain slots, each once. Raises ValueError, and takes none, unless all are free."""
-        self.rows.claim(places)
-        self.used += len(places)
-
-    def check_integrity(self, used: list[int]) -> None:
-        """Raises AssertionError unless `used` are as many slots as were taken, each once."""
-        assert len(used) == len(set(used)) == self.used, "slots lost or used twice"
 
 
 class Inventory:
     """The tree of named blocks, the device's pool, the lower tiers' slots, and the orders of eviction."""
 
-    def __init__(self, pool: BlockPool, host_blocks: int, disk_blocks: int, make: OrderMaker) -> None:
+    def __init__(
+        self, pool: BlockPool, host_blocks: int, disk_blocks: int, make: OrderMaker, peer_blocks: int = 0
+    ) -> None:
+        """`peer_blocks`: of other workers' host memory, at most."""
         self.pool = pool
         self.tree = PrefixTree()
         self.history = ReuseHistory()
         self._device = make(Tier.DEVICE, self.history)
         self.host = SlotPool(host_blocks, make(Tier.HOST, self.history), pool.rows)
         self.disk = SlotPool(disk_blocks, make(Tier.DISK, self.history))
-        self._orders = (self._device, self.host.order, self.disk.order)
+        self.peers = PeerSlots(peer_blocks, make(Tier.PEER, self.history))
+        self._orders = (self._device, self.host.order, self.disk.order, self.peers.order)
         self._saved = make(Tier.DEVICE, self.history)
         """Of the device's order, those that the host has as well: they can go at once."""
         self.shadows = Shadows()
@@ -50,6 +38,8 @@ class Inventory:
         self._published: dict[int, Node] = {}
         self.unsaved: dict[Node, None] = {}
         """On the host and not on disk yet, oldest first."""
+        self.unsent: dict[Node, None] = {}
+        """On the host and not at a peer yet, oldest first."""
         self.requests = 0
         self.evictable = 0
         """Own device blocks that have a name and no user."""
@@ -78,7 +68,7 @@ class Inventory:
 
     def own_place(self, node: Node) -> tuple[Tier, int] | None:
         """The nearest of its places that are this worker's; None: its bytes are elsewhere alone."""
-        for tier in Tier:
+        for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK):
             place = node.places[tier]
             if place is not None and (tier is not Tier.DEVICE or self.is_own(node)):
                 return tier, place
@@ -227,7 +217,9 @@ class Inventory:
             self._published[place] = node
         self._share(node)
         if tier is Tier.HOST:
-            self._note_unsaved(node)
+            self.note_unsaved(node)
+        elif tier is Tier.PEER:
+            self.peers.at[place] = node
         self._rank_with_parent(node)
 
     def shadow(self, node: Node, place: int, now_s: float) -> None:
@@ -243,13 +235,28 @@ class Inventory:
             return False
         self.history.on_stored(node, self.requests)
         self.counts["shadows_used"] += 1
-        self._note_unsaved(node)
+        self.note_unsaved(node)
         self._rank(node)
         return True
 
-    def _note_unsaved(self, node: Node) -> None:
-        if node.places[Tier.DISK] is None and self.disk.total and not node.is_shadow:
+    def note_unsaved(self, node: Node) -> None:
+        """It is on the host; what lies below it may want it, too."""
+        if node.is_shadow:
+            return
+        if node.places[Tier.DISK] is None and self.disk.total:
             self.unsaved[node] = None
+        if node.places[Tier.PEER] is None and self.peers.most:
+            self.unsent[node] = None
+
+    def lose_peers(self, places: Collection[int]) -> int:
+        """These slots are lent no more, and what was in them is gone: how many blocks that were."""
+        lost = self.peers.drop(places)
+        for node in lost:
+            if node.places[Tier.PEER] is not None:  # it may have gone along with another
+                self.remove(node, Tier.PEER)
+            if node.places[Tier.HOST] is not None:
+                self.note_unsaved(node)
+        return len(lost)
 
     def remove(self, node: Node, tier: Tier) -> None:
         """Its copy in `tier` goes and the place is free; without a copy anywhere the block is forgotten."""
@@ -273,7 +280,7 @@ class Inventory:
         """A slot of a lower tier, if need be one that a copy leaves, but none of `kept`; None when no copy
         may go. `for_shadow`: no shadow leaves for it, other copies do, but none of what is about to leave the
         device."""
-        shelf = self.host if tier is Tier.HOST else self.disk
+        shelf = self._shelf(tier)
         free = shelf.take()
         if free is not None or shelf.total == 0:
             return free
@@ -298,12 +305,13 @@ class Inventory:
         arriving: Iterable[int] = (),
         storing: Iterable[int] = (),
         writing: Iterable[int] = (),
+        sending: Iterable[int] = (),
     ) -> None:
         """Raises AssertionError unless blocks and slots are conserved and counts are true.
 
         `held` names every block that sequences hold, as often as they hold it; `pinned` the nodes that they
         wait for or that are loaded, likewise. `arriving` are blocks of the device, `storing` slots of the
-        host that are being copied to, `writing` those of the disk.
+        host that are being copied to, `writing` those of the disk, `sending` those of peers.
         """
         self.tree.check_integrity()
         held = list(held)
@@ -325,6 +333,9 @@ class Inventory:
         assert (self.evictable, self.borrowed_idle) == (len(loose), len(idle) - len(loose))
         assert self.saved == sum(node.places[Tier.HOST] is not None for node in loose)
         on_way = {Tier.HOST: list(storing), Tier.DISK: list(writing)}
+        at_peers = [place for node in self.tree if (place := node.places[Tier.PEER]) is not None]
+        self.peers.check_integrity([*at_peers, *(place for place in sending if place in self.peers)])
+        assert all(self.peers.at[place].places[Tier.PEER] == place for place in at_peers)
         for tier, shelf in ((Tier.HOST, self.host), (Tier.DISK, self.disk)):
             places = [place for node in self.tree if (place := node.places[tier]) is not None]
             aside = [place for node in self.tree if (place := node.kept_slot) is not None]
@@ -346,7 +357,14 @@ class Inventory:
             assert (node in self._saved) == (
                 node.is_loose(Tier.DEVICE) and node.places[Tier.HOST] is not None and self.is_own(node)
             )
-        assert all(node.places[Tier.HOST] is not None for node in self.unsaved), "nothing to save"
+        waiting = [*self.unsaved, *self.unsent]
+        assert all(node.places[Tier.HOST] is not None for node in waiting), "nothing to save"
+
+    def _shelf(self, tier: Tier) -> SlotPool | PeerSlots:
+        """Of one of the lower tiers."""
+        if tier is Tier.HOST:
+            return self.host
+        return self.disk if tier is Tier.DISK else self.peers
 
     def _rank(self, node: Node) -> None:
         for tier, order in zip(Tier, self._orders, strict=True):
@@ -400,6 +418,7 @@ class Inventory:
         self.on_moved(node.name)
         if tier is Tier.HOST:
             self.unsaved.pop(node, None)
+            self.unsent.pop(node, None)
             self.counts["shadows_dropped"] += self.shadows.discard(node)
         self._rank_with_parent(node)
         return place
@@ -413,8 +432,11 @@ class Inventory:
                 self.on_borrowed_free(place)
         elif tier is Tier.HOST:
             self._leave_host(node, place)
-        else:
+        elif tier is Tier.DISK:
             self.disk.give(place)
+        else:
+            self.peers.at.pop(place, None)
+            self.peers.give(place)
 
     def _leave_host(self, node: Node, place: int) -> None:
         """Its copy on the host goes; the row stays the block's that lies there."""
@@ -429,7 +451,7 @@ class Inventory:
             self.host.give(node.kept_slot)
             node.kept_slot = None
 
-    def _pop(self, shelf: SlotPool, kept: Collection[BlockHash]) -> Node | None:
+    def _pop(self, shelf: SlotPool | PeerSlots, kept: Collection[BlockHash]) -> Node | None:
         spared: list[Node] = []
         victim = shelf.order.pop()
         while victim is not None and victim.name in kept:
@@ -468,10 +490,11 @@ def _lacks_beginning(node: Node) -> bool:
 
 
 def _group(node: Node, tier: Tier) -> int:
-    """Copies of what the device has go first, then those that disk has as well, then only copies, and last
-    those of what is about to leave the device."""
+    """Copies of what the device has go first, then those that a tier below has as well, then only copies, and
+    last those of what is about to leave the device."""
     if tier is Tier.HOST and node.is_leaving:
         return 3
     if tier is Tier.DEVICE or node.places[Tier.DEVICE] is not None:
         return 0
-    return 1 if tier is Tier.DISK or node.places[Tier.DISK] is not None else 2
+    is_below = node.places[Tier.DISK] is not None or node.places[Tier.PEER] is not None
+    return 1 if tier is not Tier.HOST or is_below else 2

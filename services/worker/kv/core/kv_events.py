@@ -7,7 +7,7 @@ what has become of just those; one who missed more is told everything. Pure; use
 from collections import deque
 from collections.abc import Iterable
 
-from services.worker.kv.core.radix_tree import Node, PrefixTree, Tier
+from services.worker.kv.core.radix_tree import NEAREST_FIRST, Node, PrefixTree
 from shared.blocks import BlockHash
 from shared.messages.prefixes import MOST_NEWS_BLOCKS, FindPrefixes, WorkerPrefixes
 
@@ -71,7 +71,7 @@ class PrefixNews:
     def _everything(self) -> WorkerPrefixes:
         """The nearest tier first, and of each what was stored first: no block without its beginning."""
         stored: list[Node] = []
-        for tier in Tier:
+        for tier in NEAREST_FIRST:
             stored += [node for node in self._tree if node.stored and node.nearest is tier]
         return self._message(stored[:MOST_NEWS_BLOCKS], full=True)
 

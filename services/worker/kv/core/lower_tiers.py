@@ -111,9 +111,12 @@ class LowerTiers:
             host_used_blocks=host.total - host.free,
             disk_blocks=disk.total,
             disk_used_blocks=disk.total - disk.free,
+            peer_blocks=self._books.peers.total,
+            peer_used_blocks=self._books.peers.total - self._books.peers.free,
             device_hits=counts["hits_device"],
             host_hits=counts["hits_host"],
             disk_hits=counts["hits_disk"],
+            peer_hits=counts["hits_peer"],
             borrowed_hits=counts["hits_borrowed"],
             misses=counts["misses"],
         )

@@ -1,4 +1,4 @@
-"""The prefix cache of one worker: blocks that outlive their sequences, in three tiers.
+"""The prefix cache of one worker: blocks that outlive their sequences, in up to four tiers.
 
 It stands where a plain block pool would: `allocate` evicts what nobody uses, `release` keeps what has a name.
 A block gets its name when its last token is computed (`publish`) and is shared from then on. Down it goes
@@ -18,6 +18,7 @@ from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.eviction import OrderMaker, order_maker
 from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.lower_tiers import LowerTiers
+from services.worker.kv.core.peer_keeping import PeerKeeping
 from services.worker.kv.core.radix_tree import Node, Tier
 from services.worker.kv.core.save_ahead import SaveAhead, block_of
 from services.worker.kv.core.shadow_keeping import ShadowKeeping
@@ -37,6 +38,8 @@ class Tiers:
     """Of the host's, at most so many for sequences that were taken off the device."""
     shadow_blocks: int = 0
     """Of the host's, at most so many for sequences that run on other workers."""
+    peer_blocks: int = 0
+    """Of other workers' host memory, at most so many."""
 
 
 class PrefixCache(LowerTiers):
@@ -44,7 +47,8 @@ class PrefixCache(LowerTiers):
 
     `counts`, in blocks: hits_… (hits_borrowed: of those of the device), misses, evicted_…, dropped,
     lost_unsaved, copies_lost, write_failures, prefetched, saved_ahead, saved_late (the engine waited for that
-    copy), adopted (Pie had it on the host already); loads_abandoned; shadows_used, shadows_dropped.
+    copy), adopted (Pie had it on the host already); loads_abandoned; shadows_used, shadows_dropped; sent,
+    send_failures, lost_peer (with its creditor).
     """
 
     def __init__(
@@ -57,12 +61,13 @@ class PrefixCache(LowerTiers):
     ) -> None:
         """`orders` instead of `tiers.eviction`: for experiments. Raises ConfigError for an unknown order."""
         make = orders or order_maker(tiers.eviction, tiers.seed)
-        books = Inventory(pool, tiers.host_blocks, tiers.disk_blocks, make)
+        books = Inventory(pool, tiers.host_blocks, tiers.disk_blocks, make, tiers.peer_blocks)
         super().__init__(books, mover, gate, min(tiers.kept_blocks, tiers.host_blocks))
         self._pool = pool
         self.on_moved_block = books.on_moved_block
         self._ahead = SaveAhead(books, mover)
         self.shadows = ShadowKeeping(books, tiers.shadow_blocks)
+        self.peers = PeerKeeping(books, mover, gate)
         self._waits: dict[Awaited, None] = {}
         self._loads: dict[int, list[tuple[Node, Load]]] = {}
         """By ticket: the blocks it fills are its own until it is answered, whoever still waits for them."""
@@ -181,7 +186,7 @@ class PrefixCache(LowerTiers):
         self.counts["misses"] += max(0, min(len(names), most_blocks) - first_block - done)
         blocks = tuple(block_of(node) for node in found[:near])
         ahead = len(chain) - first_block - done if done and done == len(found) else 0
-        return Hit(blocks, (near, 0, 0), awaited, ahead)
+        return Hit(blocks, (near, 0, 0), awaited, ahead=ahead)
 
     def collect(self, awaited: Awaited) -> Hit:
         """Ends a wait: what has come of it, from the first on, is held by who waited; the rest by nobody. Its
@@ -195,7 +200,8 @@ class PrefixCache(LowerTiers):
             self.counts[f"hits_{tier.name.lower()}"] += tiers[tier]
         self.counts["misses"] += len(awaited.nodes) - came
         blocks = tuple(block_of(node) for node in awaited.nodes[:came])
-        return Hit(blocks, (tiers[Tier.DEVICE], tiers[Tier.HOST], tiers[Tier.DISK]))
+        loaded = (tiers[Tier.DEVICE], tiers[Tier.HOST], tiers[Tier.DISK])
+        return Hit(blocks, loaded, from_peers=tiers[Tier.PEER])
 
     def on_loaded(self, ticket: int, loaded: Loaded) -> None:
         """A load has ended: what it brought is on the device, and blocks that it did not fill are free."""
@@ -359,6 +365,7 @@ class PrefixCache(LowerTiers):
             [load.block for _, load in loads],
             [*self._ahead.slots, *self._reading.values(), *self.shadows.open_places],
             self._writing.values(),
+            self.peers.sending,
         )
 
     def _send_for(self, nodes: Sequence[Node]) -> Awaited | None:
@@ -399,7 +406,7 @@ class PrefixCache(LowerTiers):
 
     def _learn(self, loads: Sequence[Load], loaded: Loaded) -> None:
         tiers = [load.tier for load in loads]
-        for tier, elapsed_s in zip(Tier, loaded.elapsed_s, strict=True):
+        for tier, elapsed_s in zip(Tier, loaded.elapsed_s, strict=False):
             self.gate.on_loaded(tier, tiers[: loaded.done].count(tier), elapsed_s)
         if loaded.done < len(loads):
             self.gate.on_wasted(tiers[loaded.done], loaded.wasted_s, abandoned=not loaded.failed)

@@ -1,4 +1,4 @@
-"""Which blocks are stored, and where: a tree of named blocks, each with a place in up to three tiers.
+"""Which blocks are stored, and where: a tree of named blocks, each with a place in some tiers.
 
 A node's parent is the block before it, so that any stored prefix is found, not only a declared one. A node
 without a place is no longer in the tree; what hangs below it cannot be reached and goes with it. Pure:
@@ -12,11 +12,16 @@ from shared.blocks import BlockHash
 
 
 class Tier(IntEnum):
-    """Where a block's bytes can lie, the nearest first."""
+    """Where a block's bytes can lie. The numbers are told to placement; for the order see `NEAREST_FIRST`."""
 
     DEVICE = 0
     HOST = 1
     DISK = 2
+    PEER = 3
+    """Host memory that other workers lend."""
+
+
+NEAREST_FIRST = (Tier.DEVICE, Tier.HOST, Tier.PEER, Tier.DISK)
 
 
 class Node:
@@ -48,9 +53,9 @@ class Node:
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1
         """Blocks before it."""
-        self.places: list[int | None] = [None, None, None]
+        self.places: list[int | None] = [None] * len(Tier)
         self.children: dict[BlockHash, Node] = {}
-        self.kids = [0, 0, 0]
+        self.kids = [0] * len(Tier)
         """Children with a place in each tier."""
         self.busy = 0
         """Users of it: who holds its device block, or waits for it, and the load that brings it there."""
@@ -82,7 +87,7 @@ class Node:
     @property
     def nearest(self) -> Tier:
         """The nearest tier it has a place in. Raises ValueError when there is none."""
-        for tier in Tier:
+        for tier in NEAREST_FIRST:
             if self.places[tier] is not None:
                 return tier
         raise ValueError("the block is stored nowhere")

@@ -30,6 +30,13 @@ class PrefixCacheConfig(BaseModel):
         description="of the host's blocks, those that copies of other workers' running sequences may take, "
         "should those workers die; what else needs room there goes before them; 0: none",
     )
+    peer_mb: int = Field(
+        default=0,
+        ge=0,
+        description="host memory that other workers lend, for blocks that leave the own: so much at most, in "
+        "MiB; 0: none",
+    )
+    peer_blocks: int = Field(default=0, ge=0, description="the same in blocks instead; 0: peer_mb counts")
     disk_mb: int = Field(default=0, ge=0, description="file for blocks that outlive the worker, in MiB")
     disk_path: str = Field(default="", description="folder of that file; each worker has its own in it")
     flush_s: float = Field(
@@ -55,15 +62,24 @@ class PrefixCacheConfig(BaseModel):
     disk_bytes_per_s: float = Field(
         default=0.0, ge=0, description="for tests: make the disk tier so slow; 0: as fast as it is"
     )
+    peer_bytes_per_s: float = Field(
+        default=0.0, ge=0, description="for tests: make peers so slow; 0: as fast as the links are"
+    )
 
     def host_slots(self, block_bytes: int) -> int:
         """Blocks of so many bytes on the host; 0 where nothing is kept."""
         return (self.host_blocks or (self.host_mb << 20) // block_bytes) if self.enabled else 0
 
+    def peer_slots(self, block_bytes: int) -> int:
+        """Blocks of so many bytes in other workers' host memory; 0 where nothing is kept."""
+        return (self.peer_blocks or (self.peer_mb << 20) // block_bytes) if self.enabled else 0
+
     @model_validator(mode="after")
-    def _disk_has_a_place(self) -> "PrefixCacheConfig":
+    def _each_tier_has_what_it_needs(self) -> "PrefixCacheConfig":
         if self.disk_mb and not self.disk_path:
             raise ValueError("disk_mb needs disk_path, a folder that outlives the worker")
         if self.disk_mb and not (self.host_mb or self.host_blocks):
             raise ValueError("disk_mb needs host_mb: blocks go down one tier at a time")
+        if (self.peer_mb or self.peer_blocks) and not (self.host_mb or self.host_blocks):
+            raise ValueError("peer_mb needs host_mb: blocks go down one tier at a time")
         return self

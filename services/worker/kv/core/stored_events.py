@@ -17,8 +17,8 @@ from shared.blocks import BlockHash
 _MOST_CHANGED = 65_536
 _MOST_NAMED = 1_048_576
 """Blocks with tokens, above which those that are not stored are looked for."""
-MEDIUMS = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "STORAGE"}
-"""As vLLM calls them; a CPU worker's own pool is its device."""
+MEDIUMS = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "STORAGE", Tier.PEER: "PEER"}
+"""As vLLM calls them, but for the last, which it has not; a CPU worker's own pool is its device."""
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True, frozen=True):

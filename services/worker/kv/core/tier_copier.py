@@ -14,7 +14,7 @@ class Load:
 
     name: BlockHash
     tier: Tier
-    """Where it is: HOST or DISK."""
+    """Where it is: HOST, PEER or DISK."""
     place: int
     block: int
     """Where it goes on the device."""
@@ -25,7 +25,7 @@ class Loaded:
     """How a list of loads went: the first `done` of them hold verified bytes."""
 
     done: int
-    elapsed_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    elapsed_s: tuple[float, ...] = (0.0,) * len(Tier)
     """By tier, for those that were done."""
     failed: bool = False
     """The load after those was torn, corrupt or of another model; False when it was merely abandoned."""
@@ -44,7 +44,7 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A block that a disk tier holds, as its header says."""
+    """A block that a disk tier holds, as its header says, or one that goes to a slot of a peer's."""
 
     name: BlockHash
     parent: BlockHash
@@ -81,6 +81,11 @@ class BlockMover(Protocol):
 
     def start_write(self, source: int, node: StoredBlock) -> bool:
         """Host slot → the node's disk slot, later answered by `PrefixCache.on_written`. False: too many are
+        open."""
+        ...
+
+    def start_send(self, source: int, node: StoredBlock) -> bool:
+        """Host slot → the node's slot at a peer, later answered by `PrefixCache.on_sent`. False: too many are
         open."""
         ...
 

@@ -1,4 +1,4 @@
-"""Moves blocks between device, host and disk: what the cache decides, carried out and verified.
+"""Moves blocks between device, host, peers and disk: what the cache decides, carried out and verified.
 
 Each copy goes through the worker's `TransferEngine`. How it ended is handed to `on_done` on the thread that
 owns the cache, which applies it (`Ended.apply`) between two steps. Knows no order of eviction and no
@@ -19,6 +19,7 @@ from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.tier_copier import Load, Loaded, Store, StoredBlock
 from services.worker.kv.tiers.disk import DiskTier
 from services.worker.kv.tiers.host import HostTier
+from services.worker.kv.tiers.peers import PeerTier
 from services.worker.kv.tiers.records import RecordRow, Records
 from services.worker.kv.tiers.throttle import Throttle
 from services.worker.kv.transfers import Route, Ticket, TransferEngine
@@ -60,6 +61,20 @@ class DiskCopyDone:
 
 
 @dataclass(frozen=True, slots=True)
+class SendDone:
+    """A copy to a peer is over."""
+
+    name: BlockHash
+    place: int
+    """The peer's slot."""
+    ok: bool
+
+    def apply(self, cache: PrefixCache) -> None:
+        """On the cache's own thread, once."""
+        cache.peers.on_sent(self.name, self.place, ok=self.ok)
+
+
+@dataclass(frozen=True, slots=True)
 class LoadDone:
     """What came to the device."""
 
@@ -89,11 +104,20 @@ class Throttles:
 
     host: Throttle
     disk: Throttle
+    peers: Throttle
 
     @classmethod
-    def of(cls, host_bytes_per_s: float = 0.0, disk_bytes_per_s: float = 0.0) -> "Throttles":
+    def of(
+        cls, host_bytes_per_s: float = 0.0, disk_bytes_per_s: float = 0.0, peer_bytes_per_s: float = 0.0
+    ) -> "Throttles":
         """0 does not limit."""
-        return cls(Throttle(host_bytes_per_s), Throttle(disk_bytes_per_s))
+        return cls(Throttle(host_bytes_per_s), Throttle(disk_bytes_per_s), Throttle(peer_bytes_per_s))
+
+    def at(self, tier: Tier) -> Throttle:
+        """Of what is loaded from there."""
+        if tier is Tier.HOST:
+            return self.host
+        return self.peers if tier is Tier.PEER else self.disk
 
 
 class TierMover:
@@ -107,11 +131,13 @@ class TierMover:
         disk: DiskTier | None,
         on_done: Callable[[Ended], None],
         throttles: Throttles | None = None,
+        peers: PeerTier | None = None,
     ) -> None:
         self._transfers = transfers
         self._records = records
         self._host = host
         self._disk = disk
+        self._peers = peers
         self._on_done = on_done
         self._throttles = throttles or Throttles.of()
         self._staged = np.empty((_BATCH_BLOCKS, records.record_bytes), dtype=np.uint8)
@@ -153,7 +179,7 @@ class TierMover:
         """In order, each verified. What is past its time is given up between two blocks, or while throttled.
         On the thread of loads, or before there are any."""
         until_s = monotonic() + most_s
-        elapsed_s = [0.0, 0.0, 0.0]
+        elapsed_s = [0.0] * len(Tier)
         done = 0
         while done < len(loads):
             batch = _one_tier(loads[done : done + _BATCH_BLOCKS])
@@ -161,8 +187,8 @@ class TierMover:
             done += part.done
             elapsed_s[batch[0].tier] += part.elapsed_s[batch[0].tier]
             if part.done < len(batch) or monotonic() > until_s:
-                return replace(part, done=done, elapsed_s=_three(elapsed_s))
-        return Loaded(done, _three(elapsed_s))
+                return replace(part, done=done, elapsed_s=tuple(elapsed_s))
+        return Loaded(done, tuple(elapsed_s))
 
     def profile(self, device_blocks: int) -> float:
         """Seconds that a block takes from the host to the device, before either has anything in it; 0 where
@@ -204,6 +230,21 @@ class TierMover:
             Route.WRITE, DiskCopyDone(node.name, node.place, ok=True, written=True), write
         )
 
+    def start_send(self, source: int, node: StoredBlock) -> bool:
+        """See `BlockMover`."""
+        peers = self._peers
+        if peers is None:
+            return False
+        sum_ = self._host.checksum_of(source)  # as in `start_write`
+        done = SendDone(node.name, node.place, ok=True)
+
+        def send() -> SendDone:
+            row = self._host.row(source)
+            self._throttles.peers.wait(row.nbytes)
+            return replace(done, ok=self._host.is_intact(source, node.name) and peers.write(node, row, sum_))
+
+        return self._start(Route.SEND, send, replace(done, ok=False)) is not None
+
     def start_read(self, place: int, target: int, name: BlockHash) -> bool:
         """See `BlockMover`."""
         disk = self._disk
@@ -225,7 +266,7 @@ class TierMover:
         False when there is no disk, the source is not intact, writing failed, or it would end after `until_s`
         (monotonic clock)."""
         disk = self._disk
-        if disk is None:
+        if disk is None or tier is Tier.PEER:
             return False
         if tier is Tier.HOST:
             row, sum_ = self._host.row(source), self._host.checksum_of(source)
@@ -245,7 +286,7 @@ class TierMover:
     def _load_batch(self, batch: Sequence[Load], until_s: float) -> Loaded:
         """Loads from one tier, brought to the device together."""
         tier = batch[0].tier
-        throttle = self._throttles.host if tier is Tier.HOST else self._throttles.disk
+        throttle = self._throttles.at(tier)
         started_s = last_s = perf_counter()
         rows: list[RecordRow] = []
         failed = False
@@ -263,20 +304,24 @@ class TierMover:
         wasted_s = perf_counter() - last_s
         if rows:
             self._incoming.write(rows, [load.block for load in batch[: len(rows)]])
-        elapsed_s = [0.0, 0.0, 0.0]
+        elapsed_s = [0.0] * len(Tier)
         elapsed_s[tier] = perf_counter() - started_s - wasted_s
-        return Loaded(len(rows), _three(elapsed_s), failed, wasted_s)
+        return Loaded(len(rows), tuple(elapsed_s), failed, wasted_s)
 
     def _fetch(self, load: Load, buffer: RecordRow) -> RecordRow | None:
         """The verified record; None when it is not intact.
 
-        It is verified where nobody else writes: a copy of the file's bytes, and the slot of a held block.
+        It is verified where nobody else writes: a copy of the file's bytes, or of a peer's, and the slot of a
+        held block.
         """
         if load.tier is Tier.HOST:
             if self._host.is_intact(load.place, load.name):
                 return self._host.row(load.place)
             self.counts["host_checksum_failures"] += 1
             return None
+        if load.tier is Tier.PEER:
+            is_there = self._peers is not None and self._peers.read(load.place, load.name, buffer)
+            return buffer if is_there else None
         if self._disk is not None and self._disk.read(load.place, load.name, buffer):
             return buffer
         return None
@@ -301,11 +346,6 @@ class TierMover:
         """None when too many are open."""
         size_bytes = blocks * self._records.record_bytes
         return self._transfers.start(route, copy, failed, size_bytes=size_bytes, on_ended=self._on_done)
-
-
-def _three(elapsed_s: Sequence[float]) -> tuple[float, float, float]:
-    device_s, host_s, disk_s = elapsed_s
-    return device_s, host_s, disk_s
 
 
 def _one_tier(loads: Sequence[Load]) -> Sequence[Load]:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from services.worker.engine.partition import Homes
 from services.worker.engine.spans import PackedSpans
+from services.worker.kv.tiers.records import LayerPools
 from services.worker.peers.attention.messages import GrantRef
 from services.worker.peers.attention.write_watch import WriteWatch
 from services.worker.peers.transport.base import Buffer, PeerLink, RawPipe
@@ -47,6 +48,11 @@ class LentBlocks(Protocol):
 
     @property
     def layers(self) -> int: ...
+
+    @property
+    def pools(self) -> LayerPools:
+        """In the memory of the host, where it is host memory."""
+        ...
 
     @property
     def attends(self) -> bool:

@@ -18,6 +18,7 @@ from services.worker.engine.contract import SeenTokens, TokenEngine
 from services.worker.engine.partition import Homes, Part, whole
 from services.worker.engine.simulated import token_sums
 from services.worker.engine.spans import PackedSpans
+from services.worker.kv.tiers.records import LayerPools
 from services.worker.peers.attention.interfaces import Question, Turn
 from services.worker.peers.attention.messages import (
     ATTEND,
@@ -51,6 +52,11 @@ class TokenMemory:
     @property
     def blocks(self) -> int:
         return len(self.tokens)
+
+    @property
+    def pools(self) -> LayerPools:
+        """See `LentBlocks`."""
+        return [(self.tokens,)]
 
     def sizes_bytes(self, asked: Question, rows: int, kept: int) -> list[int]:
         """See `LentBlocks`."""

@@ -1,26 +1,21 @@
 """Lending on the bus: one worker as creditor and as debtor.
 
-Decides nothing: the rules are in `grants`, `debts`, `borrowing` and `appetite`. Lives on the event loop, so
+Decides nothing: the rules are in `grants`, `debts`, `borrowing` and `watermarks`. Lives on the event loop, so
 that no lease runs out because an iteration is long; blocks leave and enter the pool on the engine's thread,
 through `Vault`. Knows no KV bytes.
 """
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from services.worker.peers.core.neighbours import Neighbours
-from services.worker.peers.lending.core.borrowing import (
-    AskCreditor,
-    AskLedger,
-    Borrowing,
-    CreditorQuestion,
-    Manners,
-    is_answer,
-)
+from services.worker.peers.lending.core.borrowing import Borrowing, Manners
 from services.worker.peers.lending.core.debts import Debts, Renewal, Repayment
 from services.worker.peers.lending.core.grants import Freed, Grants, Terms
 from services.worker.peers.lending.core.interfaces import BlockBorrower, Owner, Vault
@@ -29,21 +24,20 @@ from services.worker.peers.lending.core.repayment import pressures
 from services.worker.peers.lending.core.settings import LendingConfig
 from services.worker.peers.lending.core.table import GrantKey, RBlockTable
 from services.worker.peers.lending.core.watermarks import Balance, Marks
+from services.worker.peers.lending.debtor import Errands, Search, ask_renewal, send_repayment
 from services.worker.peers.lending.recalls import HANDLERS as RECALLS
 from services.worker.peers.lending.recalls import Recalls
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler, fenced
 from shared.clock import Clock, monotonic_s
-from shared.errors import KvasirError
 from shared.log import canonical, get_logger
-from shared.messages.commands import CreditorCandidates
 from shared.messages.lending import (
     BlocksReturned,
     BorrowBlocks,
     BorrowReply,
-    Grant,
     KvTier,
     LeasesRenewed,
+    Refusal,
     RenewLeases,
     ReturnBlocks,
 )
@@ -61,11 +55,13 @@ def section(
         capacity,
         lent_blocks=table.lent_blocks(device),
         borrowed_blocks=sum(table.borrowed_from().values()),
-        most_lent_blocks=terms.most_blocks + terms.most_host_blocks,
+        most_lent_blocks=terms.most_blocks + (0 if terms.is_host_for_caches else terms.most_host_blocks),
         lendable_blocks=0 if grants.frozen else max(0, min(spare_blocks, room_blocks)),
         host_blocks=table.host_blocks,
         host_lent_blocks=table.lent_blocks(host),
         host_lendable_blocks=0 if grants.frozen else host_free_blocks,
+        host_yielding_blocks=grants.yielding_blocks(host),
+        is_host_for_caches=terms.is_host_for_caches,
     )
     return {
         "capacity": own,
@@ -76,9 +72,11 @@ def section(
     }
 
 
-def loans(table: RBlockTable) -> dict[str, object]:
-    """For `python -m services status`: of both tiers, and how much of that is host memory."""
-    lent_to, borrowed_from = table.lent_to(), table.borrowed_from()
+def loans(table: RBlockTable, cached: Mapping[str, int] = MappingProxyType({})) -> dict[str, object]:
+    """For `python -m services status`: of both tiers, and how much of that is host memory. `cached`: blocks
+    that the prefix cache has, by creditor."""
+    lent_to, borrowed_from = table.lent_to(), Counter(table.borrowed_from())
+    borrowed_from.update(cached)
     rows = [
         {"peer": peer, "lent_blocks": lent_to.get(peer, 0), "borrowed_blocks": borrowed_from.get(peer, 0)}
         for peer in sorted({*lent_to, *borrowed_from})
@@ -87,81 +85,9 @@ def loans(table: RBlockTable) -> dict[str, object]:
         "lent_blocks": table.lent_blocks(),
         "borrowed_blocks": sum(borrowed_from.values()),
         "host_lent_blocks": table.lent_blocks(KvTier.HOST),
-        "host_borrowed_blocks": sum(table.borrowed_from(KvTier.HOST).values()),
+        "host_borrowed_blocks": sum(table.borrowed_from(KvTier.HOST).values()) + sum(cached.values()),
         "loans": rows,
     }
-
-
-ANSWER_DEADLINE_S = 2.0
-
-
-class Search:
-    """Of one worker. `borrower` uses what is granted; None: nobody does."""
-
-    def __init__(
-        self, bus: Bus, debts: Debts, borrowing: Borrowing, borrower: BlockBorrower | None, clock: Clock
-    ) -> None:
-        self._bus = bus
-        self._debts = debts
-        self._borrowing = borrowing
-        self._borrower = borrower
-        self._clock = clock
-
-    def may_start(self, now_s: float) -> bool:
-        return self._borrowing.may_start(now_s)
-
-    async def run(self, blocks: int) -> None:
-        """Until so many are granted, or nobody lends any more."""
-        question: CreditorQuestion | None = self._borrowing.start(blocks)
-        while question is not None:
-            if isinstance(question, AskLedger):
-                question = await self._ask_ledger(question)
-            else:
-                question = await self._ask_creditor(question)
-
-    async def _ask_ledger(self, question: AskLedger) -> CreditorQuestion | None:
-        try:
-            answer = await self._bus.request(
-                subjects.ledger_candidates(question.question.debtor_id),
-                question.question,
-                CreditorCandidates,
-                deadline_s=ANSWER_DEADLINE_S,
-            )
-        except KvasirError as error:
-            _log.debug("no ledger: %s", error)
-            self._borrowing.on_no_ledger(self._clock())
-            return None
-        return self._borrowing.on_candidates(answer, self._clock())
-
-    async def _ask_creditor(self, question: AskCreditor) -> CreditorQuestion | None:
-        sent_s = self._clock()
-        reply: BorrowReply | None = None
-        try:
-            reply = await self._bus.request(
-                subjects.worker_borrow(question.creditor_id, question.question.debtor_id),
-                question.question,
-                BorrowReply,
-                deadline_s=ANSWER_DEADLINE_S,
-            )
-        except KvasirError as error:
-            _log.debug("%s did not answer: %s", question.creditor_id, error)
-        if reply is not None and reply.grant is not None and not is_answer(reply.grant, question):
-            _log.warning("%s granted what nobody asked for", question.creditor_id)
-            reply = None
-        if reply is not None and reply.grant is not None:
-            await self._admit(reply.grant, self._debts.on_granted(reply.grant, sent_s))
-            self._bus.recorder.note("borrowed", creditor=question.creditor_id, blocks=len(reply.grant.blocks))
-            canonical(_log, "borrowed", creditor=question.creditor_id, blocks=len(reply.grant.blocks))
-        return self._borrowing.on_reply(question.creditor_id, reply, self._clock())
-
-    async def _admit(self, grant: Grant, logical: Sequence[int]) -> None:
-        if self._borrower is None or not logical:
-            return
-        self._debts.use(logical)
-        if not await self._borrower.admit(grant, logical):
-            self._debts.release(logical)
-        elif lost := [number for number in logical if not self._debts.holds(number)]:
-            self._borrower.lose(lost)  # Their lease ended, or their creditor failed, while it was dialled.
 
 
 HANDLERS: tuple[Handler, ...] = (
@@ -188,6 +114,7 @@ class Lending:
         on_lost: Callable[[Sequence[int]], None] = lambda _: None,
         borrower: BlockBorrower | None = None,
         neighbours: Neighbours | None = None,
+        requests: Iterator[int] | None = None,
         clock: Clock = monotonic_s,
     ) -> None:
         self._bus = bus
@@ -209,13 +136,14 @@ class Lending:
         usable = owner.blocks - self._keep_blocks - (0 if borrower is None else config.bounce_blocks)
         most_lent = max(0, min(usable, int(owner.blocks * config.max_lent_fraction))) if config.lend else 0
         lease = config.lease_s, config.grace_s, owner.fingerprint
-        terms = Terms(most_lent, *lease, most_host_blocks=host_blocks, host_attends=owner.host_attends)
+        host = host_blocks, owner.host_attends, owner.is_host_for_caches
+        terms = Terms(most_lent, *lease, *host)
         self._stock = Stock(vault, self._keep_blocks, host_blocks, owner.block_tokens)
         self.grants = Grants(self.table, owner.incarnation, terms, threading.RLock())
         self.debts = Debts(self.table, owner.incarnation)
         manners = Manners(config.most_rounds, config.rest_s)
         borrowing = Borrowing(
-            owner.worker_id, owner.incarnation, owner.block_tokens, owner.fingerprint, manners
+            owner.worker_id, owner.incarnation, owner.block_tokens, owner.fingerprint, manners, requests
         )
         self._search = Search(bus, self.debts, borrowing, borrower, clock)
         self._recalls: Recalls | None = None
@@ -227,9 +155,7 @@ class Lending:
             )
         self._parted: list[Freed] = []
         """Returned, and left by the last who was at work on them."""
-        self._open: set[str] = set()
-        """Creditors with an unanswered question of the tick's."""
-        self._tasks: asyncio.TaskGroup | None = None
+        self._errands = Errands()
 
     async def serve(self) -> None:
         """Keeps leases, borrows and returns, until cancelled."""
@@ -237,13 +163,13 @@ class Lending:
         if self._recalls is not None:
             await self._bus.attach(RECALLS, self._recalls)
         try:
-            async with asyncio.TaskGroup() as self._tasks:
+            async with asyncio.TaskGroup() as self._errands.tasks:
                 while True:
                     await asyncio.sleep(self._config.lease_s / _TICKS_IN_A_LEASE)
                     with fenced("lending tick"):
                         await self.tick()
         finally:
-            self._tasks = None
+            self._errands.tasks = None
             await self._bus.detach(HANDLERS, self)
             if self._recalls is not None:
                 await self._bus.detach(RECALLS, self._recalls)
@@ -260,10 +186,10 @@ class Lending:
         spare_blocks = self._balance.own_blocks - self._keep_blocks
         return section(capacity, self.table, self.grants, spare_blocks, self._stock.host_free_blocks)
 
-    def details(self) -> dict[str, object]:
-        """For `python -m services status`."""
+    def details(self, cached: Mapping[str, int] = MappingProxyType({})) -> dict[str, object]:
+        """For `python -m services status`; `cached` as in `loans`."""
         return {
-            **loans(self.table),
+            **loans(self.table, cached),
             **({} if self._recalls is None else self._recalls.details()),
         }
 
@@ -273,6 +199,10 @@ class Lending:
         """One at a time, in the order of arrival."""
         await self._free(self.grants.on_incarnation(asked.debtor_id, asked.debtor_incarnation))
         answer = self.grants.answer(asked)
+        if self._may_take_from_caches(asked, answer):
+            lacking = asked.blocks - self._stock.host_free_blocks
+            await self._free(self.grants.give_way(KvTier.HOST, lacking))
+            answer = self.grants.answer(asked)
         if not isinstance(answer, int):
             return answer
         blocks = await self._stock.take(asked.tier, answer, asked.least_blocks)
@@ -280,6 +210,13 @@ class Lending:
         counts = {"asked": asked.blocks, "granted": len(blocks), "tier": str(asked.tier)}
         canonical(_log, "asked to lend", debtor=asked.debtor_id, **counts)
         return reply
+
+    @staticmethod
+    def _may_take_from_caches(asked: BorrowBlocks, answer: BorrowReply | int) -> bool:
+        """Host memory for a sequence, of which there is not enough."""
+        if asked.tier is not KvTier.HOST or asked.for_cache:
+            return False
+        return answer < asked.blocks if isinstance(answer, int) else answer.refusal is Refusal.AT_CAP
 
     async def renew(self, asked: RenewLeases) -> LeasesRenewed:
         await self._free(self.grants.on_incarnation(asked.debtor_id, asked.debtor_incarnation))
@@ -300,7 +237,7 @@ class Lending:
     def free_later(self, freed: Freed) -> None:
         """Somebody was still at work on these when they were returned, or their grant ended."""
         self._parted.append(freed)
-        self._spawn("free", self._free([]))
+        self._errands.begin("free", self._free([]))
 
     # --- as debtor
 
@@ -313,7 +250,7 @@ class Lending:
         await self._free(expired)
         self._lose(self.debts.tick(now_s), "leases not renewed in time")
         for due in self.debts.renewals(now_s):
-            self._spawn(f"renew {due.creditor_id}", self._send_renewal(due))
+            self._errands.begin(f"renew {due.creditor_id}", self._send_renewal(due))
         if self._config.borrow:
             self._even_out(now_s)
         if self._recalls is not None:
@@ -321,7 +258,7 @@ class Lending:
         if self._recalls is not None and self._recalls.is_swapping:
             return
         for repayment in self.debts.retries():
-            self._spawn(
+            self._errands.begin(
                 f"repay {repayment.creditor_id} {repayment.message.grant_id}", self._send_repayment(repayment)
             )
 
@@ -332,7 +269,7 @@ class Lending:
         usable = 0 if self._borrower is not None else idle  # its sequences get none of these any more
         missing = self._balance.lacks(handed, usable)
         if missing and self._search.may_start(now_s):
-            self._spawn("borrow", self._search.run(missing))
+            self._errands.begin("borrow", self._search.run(missing))
         back = self._balance.spares(handed, usable, self.debts.wanted_back_blocks())
         self.debts.give_back(back if self._borrower is None else idle)
         if self._borrower is not None and self._balance.may_shrink():
@@ -341,7 +278,7 @@ class Lending:
             if recalls is not None and not recalls.may_recall():
                 recalls = None
             if back or recalls is not None:
-                self._spawn("shrink", self._shrink(self._borrower, recalls, back))
+                self._errands.begin("shrink", self._shrink(self._borrower, recalls, back))
 
     async def _shrink(self, borrower: BlockBorrower, recalls: Recalls | None, blocks: int) -> None:
         """Brings home what sequences, or the cache, have at creditors, then returns so many that are free.
@@ -359,37 +296,17 @@ class Lending:
         self._lose(self.debts.on_creditor_gone(creditor_id), f"{creditor_id} failed")
 
     async def _send_renewal(self, due: Renewal) -> None:
-        sent_s = self._clock()
-        try:
-            reply = await self._bus.request(
-                subjects.worker_renew(due.creditor_id, due.message.debtor_id),
-                due.message,
-                LeasesRenewed,
-                deadline_s=min(ANSWER_DEADLINE_S, self._config.lease_s / 2),
-            )
-        except KvasirError as error:
-            _log.debug("%s renewed nothing: %s", due.creditor_id, error)
-            return
-        self._lose(self.debts.on_renewed(due, reply, sent_s), f"{due.creditor_id} knows them no more")
+        lost = await ask_renewal(self._bus, self.debts, due, self._config.lease_s, self._clock)
+        self._lose(lost, f"{due.creditor_id} knows them no more")
 
     async def _send_repayment(self, repayment: Repayment) -> bool:
         """Whether the creditor has confirmed."""
-        try:
-            reply = await self._bus.request(
-                subjects.worker_repay(repayment.creditor_id, repayment.message.debtor_id),
-                repayment.message,
-                BlocksReturned,
-                deadline_s=ANSWER_DEADLINE_S,
-            )
-        except KvasirError as error:
-            _log.debug("%s took nothing back: %s", repayment.creditor_id, error)
-            return False
-        self.debts.on_returned(repayment, reply)
-        if self._borrower is not None:
+        reply = await send_repayment(self._bus, self.debts, repayment)
+        if reply is not None and self._borrower is not None:
             asked = repayment.message
             key = GrantKey(repayment.creditor_id, asked.creditor_incarnation, asked.grant_id)
             self._borrower.rename(key, reply.generation)
-        return True
+        return reply is not None
 
     def _lose(self, logical: Sequence[int], why: str) -> None:
         if logical:
@@ -397,11 +314,3 @@ class Lending:
             if self._recalls is not None:
                 self._recalls.on_lost(logical)
             self._on_lost(logical)
-
-    def _spawn(self, name: str, work: Coroutine[Any, Any, object]) -> None:
-        """One at a time of a name: an unanswered question is not asked again."""
-        if self._tasks is None or name in self._open:
-            work.close()
-            return
-        self._open.add(name)
-        self._tasks.create_task(work).add_done_callback(lambda _: self._open.discard(name))

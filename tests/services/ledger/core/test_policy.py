@@ -75,6 +75,17 @@ def test_device_memory_is_offered_before_host_memory() -> None:
     assert tiers(table, "w0") == [("w1", device), ("w1", host)]
 
 
+def test_what_caches_have_is_offered_to_sequences_and_to_no_other_cache() -> None:
+    device, host = KvTier.DEVICE, KvTier.HOST
+    table = DebtLedger()
+    for worker, free, host_free, yielding in (("w0", 0, 0, 0), ("w1", 4, 0, 5), ("w2", 0, 3, 2)):
+        heard = report(worker, free=free, host_lendable=host_free, host_yielding=yielding)
+        table.on_reported(heard, 0.0)
+    assert set(tiers(table, "w0")) == {("w1", device), ("w1", host), ("w2", host)}
+    assert tiers(table, "w0", for_cache=True) == [("w2", host)]
+    assert tiers(table, "w2", for_cache=True) == []
+
+
 def test_workers_with_other_kv_are_not_offered() -> None:
     table = DebtLedger()
     for worker, fingerprint in (("w0", b"a"), ("w1", b"b"), ("w2", b"a")):

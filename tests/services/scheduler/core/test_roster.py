@@ -3,6 +3,7 @@
 Who may borrow: the oldest always, younger ones only beside it.
 """
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,7 +96,8 @@ workers = st.integers(2, 6)
 
 
 def capacities(count: int, **fields: int) -> dict[str, Capacity]:
-    one = Capacity(total_blocks=OWN, free_blocks=OWN, most_lent_blocks=MOST_LENT, **fields)
+    whole = Capacity(total_blocks=OWN, free_blocks=OWN, most_lent_blocks=MOST_LENT)
+    one = msgspec.structs.replace(whole, **fields)
     return {f"w{number}": one for number in range(count)}
 
 

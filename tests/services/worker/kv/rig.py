@@ -46,8 +46,12 @@ class MemoryMover:
     stores: dict[int, Store] = field(default_factory=dict)
     writes: list[tuple[int, StoredBlock]] = field(default_factory=list)
     reads: list[tuple[int, int, BlockHash]] = field(default_factory=list)
+    peers: dict[int, StoredBlock] = field(default_factory=dict)
+    sends: list[tuple[int, StoredBlock]] = field(default_factory=list)
     lost_host: set[int] = field(default_factory=set)
     lost_disk: set[int] = field(default_factory=set)
+    lost_peers: set[int] = field(default_factory=set)
+    """Spoilt, or not lent any more."""
     abandon_after: int = 1000
     most_open: int = 3
 
@@ -62,13 +66,14 @@ class MemoryMover:
         for done, load in enumerate(loads):
             if done >= self.abandon_after:
                 return Loaded(done, wasted_s=0.06)
-            lost = self.lost_host if load.tier is Tier.HOST else self.lost_disk
-            if load.place in lost:
+            lost = {Tier.HOST: self.lost_host, Tier.DISK: self.lost_disk, Tier.PEER: self.lost_peers}
+            if load.place in lost[load.tier]:
                 return Loaded(done, failed=True)
-            held = self.host.get(load.place) if load.tier is Tier.HOST else self.disk[load.place].name
+            below = self.peers if load.tier is Tier.PEER else self.disk
+            held = self.host.get(load.place) if load.tier is Tier.HOST else below[load.place].name
             assert held == load.name, "the cache asked for a block where it is not, or gave it away meanwhile"
             self.device[load.block] = load.name
-        return Loaded(len(loads), (0.0, 0.001, 0.002))
+        return Loaded(len(loads), (0.0, 0.001, 0.002, 0.0015))
 
     def start_store(self, ticket: int, store: Store) -> bool:
         if len(self.stores) >= self.most_open:
@@ -97,6 +102,13 @@ class MemoryMover:
         self.writes.append((source, node))
         return True
 
+    def start_send(self, source: int, node: StoredBlock) -> bool:
+        if len(self.sends) >= self.most_open:
+            return False
+        assert self.host[source] == node.name
+        self.sends.append((source, node))
+        return True
+
     def start_read(self, place: int, target: int, name: BlockHash) -> bool:
         if len(self.reads) >= self.most_open:
             return False
@@ -108,11 +120,18 @@ class Rig:
     """A cache, its movers, and sequences that hold blocks."""
 
     def __init__(
-        self, device: int, host: int, disk: int, eviction: str, kept: int = 0, shadows: int = 0
+        self,
+        device: int,
+        host: int,
+        disk: int,
+        eviction: str,
+        kept: int = 0,
+        shadows: int = 0,
+        peers: int = 0,
     ) -> None:
         self.mover = MemoryMover()
         self.pool = BlockPool(device, BLOCK_TOKENS)
-        tiers = Tiers(host, disk, eviction, kept_blocks=kept, shadow_blocks=shadows)
+        tiers = Tiers(host, disk, eviction, kept_blocks=kept, shadow_blocks=shadows, peer_blocks=peers)
         self.cache = PrefixCache(self.pool, tiers, self.mover, CostGate())
         self.blocks = ExtendedPool(self.cache, device)
         self.blocks.on_moved = self.move
@@ -126,6 +145,30 @@ class Rig:
         self.shadowing: list[tuple[list[BlockHash], BlockHash | None, list[int]]] = []
         """Names, what precedes them, and the slots that they are being written to."""
         self.now_s = 0.0
+        self._lent = 0
+        """Slots that peers ever lent to the cache."""
+
+    def lend(self, blocks: int) -> None:
+        """A peer lends so many slots, as far as they are wanted."""
+        wanted = self.cache.peers.wanted_blocks()
+        places = range(self._lent, self._lent + min(blocks, wanted))
+        self._lent += len(places)
+        self.cache.peers.admit(places)
+        self.cache.peers.searched(found=bool(places))
+
+    def lose_peers(self, first: int, blocks: int) -> None:
+        """The creditor of these is gone; some may have been lost before, or never lent."""
+        gone = range(first, first + blocks)
+        self.mover.lost_peers.update(gone)
+        self.cache.peers.lose(gone)
+
+    def end_sends(self, *, ok: bool) -> None:
+        sends, self.mover.sends = self.mover.sends, []
+        for source, node in sends:
+            intact = ok and node.place not in self.mover.lost_peers and self.mover.host[source] == node.name
+            if intact:
+                self.mover.peers[node.place] = node
+            self.cache.peers.on_sent(node.name, node.place, ok=intact)
 
     def shadow(self, tokens: bytes) -> None:
         """Another worker's sequence has come so far: what is missing of it here is on its way."""
@@ -261,6 +304,7 @@ class Rig:
         self.end_loads()
         self.end_stores(ok=ok)
         self.end_disk_copies(ok=ok)
+        self.end_sends(ok=ok)
 
     def end_disk_copies(self, *, ok: bool) -> None:
         reads, self.mover.reads = self.mover.reads, []

@@ -32,7 +32,8 @@ class Life(PrefixRig):
 
     def found(self) -> tuple[int, ...]:
         """Blocks of hits, by tier."""
-        return tuple(sum(hit.blocks[tier] for hit in self.hits) for tier in Tier)
+        tiers = Tier.DEVICE, Tier.HOST, Tier.DISK
+        return tuple(sum(hit.blocks[tier] for hit in self.hits) for tier in tiers)
 
 
 class Lives:
@@ -167,6 +168,9 @@ def test_a_tier_helped_by_what_it_saved_less_what_it_took() -> None:
         shadow_blocks_kept=9,
         shadows_used=2,
         shadows_dropped=3,
+        peer_blocks=5,
+        sent_blocks=7,
+        lost_peer_blocks=1,
     ).details()
     assert details["prefix_misses"] == 4 and details["prefix_tiers"][0]["hits"] == 3
 

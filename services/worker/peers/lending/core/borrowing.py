@@ -6,7 +6,9 @@ the search rests for `rest_s`. Sends nothing itself.
 Source: papers/001 §4.4; `algorithms.md` §4.
 """
 
+import itertools
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shared.messages.commands import CreditorCandidates, FindCreditors
@@ -64,7 +66,12 @@ class Borrowing:
         block_tokens: int,
         fingerprint: bytes = b"",
         manners: Manners | None = None,
+        requests: Iterator[int] | None = None,
+        *,
+        for_cache: bool = False,
     ) -> None:
+        """`requests` numbers what this life of the debtor asks of anybody, by this search or another one;
+        `for_cache`: for blocks of its prefix cache, which only host memory takes."""
         self._debtor_id = debtor_id
         self._incarnation = incarnation
         self._block_tokens = block_tokens
@@ -76,7 +83,8 @@ class Borrowing:
         self._tier = KvTier.DEVICE
         """Asked for last."""
         self._rounds = 0
-        self._requests = 0
+        self._requests = itertools.count(1) if requests is None else requests
+        self._for_cache = for_cache
         self._rests_until_s = 0.0
         self.refusals = 0
         """Since the start."""
@@ -101,7 +109,9 @@ class Borrowing:
         """The ledger's answer; None ends the search."""
         self._rounds += 1
         self._candidates.extend(
-            (one.worker_id, one.tier) for one in answer.candidates if one.worker_id != self._debtor_id
+            (one.worker_id, one.tier)
+            for one in answer.candidates
+            if one.worker_id != self._debtor_id and not (self._for_cache and one.tier is KvTier.DEVICE)
         )
         self._refused.clear()
         return self._next(now_s)
@@ -129,17 +139,17 @@ class Borrowing:
 
     def _next(self, now_s: float) -> CreditorQuestion | None:
         if self._candidates:
-            self._requests += 1
             creditor_id, self._tier = self._candidates.popleft()
             return AskCreditor(
                 creditor_id,
                 BorrowBlocks(
                     debtor_id=self._debtor_id,
                     debtor_incarnation=self._incarnation,
-                    request=self._requests,
+                    request=next(self._requests),
                     blocks=self._missing_blocks,
                     tier=self._tier,
                     fingerprint=self._fingerprint,
+                    for_cache=self._for_cache,
                 ),
             )
         if self._rounds < self._manners.most_rounds and self._refused:
@@ -154,6 +164,7 @@ class Borrowing:
                 tokens=self._missing_blocks * self._block_tokens,
                 refused_by=tuple(name for name, tier in self._refused if tier is KvTier.DEVICE),
                 refused_host_by=tuple(name for name, tier in self._refused if tier is KvTier.HOST),
+                for_cache=self._for_cache,
             )
         )
 

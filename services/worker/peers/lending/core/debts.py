@@ -217,6 +217,10 @@ class Debts:
         self._wanted_back.pop(creditor_id, None)
         return [number for key in gone for number in self._lose(key)]
 
+    def on_grant_over(self, key: GrantKey) -> list[int]:
+        """Its creditor has ended it; returns the logical blocks that are lost by it."""
+        return self._lose(key) if key in self._leases else []
+
     def wanted_back_blocks(self) -> int:
         """By creditors that are short, of what they have lent here."""
         return sum(self._wanted_back.values())

@@ -42,6 +42,8 @@ class Terms:
     most_host_blocks: int = 0
     host_attends: bool = True
     """Attention over host memory is computed here; else it is only written and fetched."""
+    is_host_for_caches: bool = False
+    """No sequence could use host memory, and none asks for it."""
 
     def most(self, tier: KvTier) -> int:
         """Blocks lent at most."""
@@ -60,6 +62,8 @@ class Lent:
     blocks: dict[int, None]
     generation: int
     ends_s: float
+    for_cache: bool = False
+    """It may be ended when a sequence needs the memory."""
     users: int = 0
     """Reads, writes and queries at work on it."""
     over: bool = False
@@ -167,6 +171,7 @@ class Grants:
             blocks=dict.fromkeys(blocks),
             generation=1,
             ends_s=self._end_s(now_s),
+            for_cache=asked.for_cache,
         )
         self._table.lend(asked.tier, blocks, LentRow(asked.debtor_id, lent.grant_id))
         self._next_id += 1
@@ -219,6 +224,25 @@ class Grants:
     def tick(self, now_s: float) -> list[Freed]:
         """Ends leases that have run out."""
         return self._end([lent for lent in self._grants.values() if now_s >= lent.ends_s and not lent.over])
+
+    @_locked
+    def yielding_blocks(self, tier: KvTier) -> int:
+        """Lent for caches, and not on their way back."""
+        found = (lent for lent in self._grants.values() if lent.for_cache and lent.tier is tier)
+        return sum(len(lent.blocks) for lent in found)
+
+    @_locked
+    def give_way(self, tier: KvTier, blocks: int) -> list[Freed]:
+        """A sequence needs memory of which caches have some: ends their grants, the last one first, until so
+        many blocks come back. What is at work on one of them ends before its blocks are freed."""
+        ended: list[Lent] = []
+        for lent in reversed(self._grants.values()):
+            if blocks <= 0:
+                break
+            if lent.for_cache and lent.tier is tier and not lent.over:
+                blocks -= len(lent.blocks)
+                ended.append(lent)
+        return self._end(ended)
 
     @_locked
     def on_incarnation(self, debtor_id: str, incarnation: int) -> list[Freed]:

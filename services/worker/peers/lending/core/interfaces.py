@@ -20,19 +20,23 @@ class Vault(Protocol):
         ...
 
 
-class BlockBorrower(Protocol):
-    """Who uses borrowed blocks. What it has is in use for `Debts`, whether a sequence has it or not."""
+class LoanUser(Protocol):
+    """Who uses borrowed blocks. What it has is in use for `Debts`, whether anything is in it or not."""
 
     async def admit(self, grant: Grant, logical: Sequence[int]) -> bool:
         """These may be used from now on. False when their creditor cannot be reached."""
         ...
 
-    def rename(self, grant: GrantKey, generation: int) -> None:
-        """The grant has that generation now, at least."""
-        ...
-
     def lose(self, logical: Sequence[int]) -> None:
         """These are gone, with their KV; unknown ones are not minded."""
+        ...
+
+
+class BlockBorrower(LoanUser, Protocol):
+    """Who uses them for sequences."""
+
+    def rename(self, grant: GrantKey, generation: int) -> None:
+        """The grant has that generation now, at least."""
         ...
 
     async def retire(self, most_blocks: int, *, cached: bool = True) -> list[int]:
@@ -77,3 +81,5 @@ class Owner:
     """Of host memory, for others only."""
     host_attends: bool = True
     """It computes attention over them."""
+    is_host_for_caches: bool = False
+    """They are of use to other workers' prefix caches alone."""

@@ -35,6 +35,12 @@ STEP = st.one_of(
     st.tuples(st.just("shadow"), TOKENS),
     st.tuples(st.just("shadows come"), st.integers(0, 6)),
     st.tuples(st.just("time"), st.integers(1, 30)),
+    st.tuples(st.just("lend"), st.integers(0, 4)),
+    st.tuples(st.just("send"), st.integers(1, 4)),
+    st.tuples(st.just("sends end"), st.booleans()),
+    st.tuples(st.just("lose peers"), st.integers(0, 8)),
+    st.tuples(st.just("spoil peers"), st.integers(0, 8)),
+    st.tuples(st.just("give up peers"), st.just(0)),
 )
 
 
@@ -46,12 +52,20 @@ STEP = st.one_of(
     st.sampled_from(["lru", "fifo", "random", "frequent"]),
     st.integers(0, 6),
     st.integers(0, 8),
+    st.integers(0, 6),
     st.lists(STEP, max_size=40),
 )
 def test_hits_hold_their_bytes_and_blocks_are_conserved(
-    device: int, host: int, disk: int, eviction: str, kept: int, shadows: int, steps: list[tuple[str, object]]
+    device: int,
+    host: int,
+    disk: int,
+    eviction: str,
+    kept: int,
+    shadows: int,
+    peers: int,
+    steps: list[tuple[str, object]],
 ) -> None:
-    rig = Rig(device, host, disk, eviction, kept, shadows)
+    rig = Rig(device, host, disk, eviction, kept, shadows, peers)
     is_intact = True
     for kind, value in steps:
         if kind == "run":
@@ -70,6 +84,8 @@ def test_hits_hold_their_bytes_and_blocks_are_conserved(
             rig.shadow(value)
         elif kind == "settle":
             rig.settle(ok=bool(value))
+        elif kind == "sends end":
+            rig.end_sends(ok=bool(value))
         else:
             assert isinstance(value, int)
             is_intact = is_intact and not kind.startswith("spoil")
@@ -89,6 +105,16 @@ def test_hits_hold_their_bytes_and_blocks_are_conserved(
                 rig.cache.save_ahead()
             elif kind == "save":
                 rig.cache.save(value)
+            elif kind == "lend":
+                rig.lend(value)
+            elif kind == "send":
+                rig.cache.peers.send(value)
+            elif kind == "lose peers":
+                rig.lose_peers(value, 2)
+            elif kind == "spoil peers":
+                rig.mover.lost_peers.add(value)
+            elif kind == "give up peers":
+                rig.cache.peers.retire()
             elif kind == "spoil":
                 rig.mover.lost_host.add(value)
             elif kind == "spoil disk":
@@ -111,7 +137,7 @@ def test_hits_hold_their_bytes_and_blocks_are_conserved(
         assert rig.cache.shadows.blocks + len(rig.cache.shadows.open_places) <= min(shadows, host)
         for nodes in rig.kept if is_intact else ():
             nearest = [node.nearest for node in nodes]
-            assert Tier.DISK not in nearest, "a kept block left the host"
+            assert not {Tier.DISK, Tier.PEER}.intersection(nearest), "a kept block left the host"
         if not rig.mover.reads and not rig.mover.writes:
             rig.check()
     while rig.shadowing:

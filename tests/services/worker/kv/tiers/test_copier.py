@@ -3,8 +3,9 @@
 import threading
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from services.worker.kv.tiers.checksums import CRC
 from services.worker.kv.tiers.copier import DiskCopyDone, Ended, Throttles, TierMover
 from services.worker.kv.tiers.disk import open_disk
 from services.worker.kv.tiers.host import HostTier
+from services.worker.kv.tiers.peers import PeerTier
 from services.worker.kv.tiers.records import RecordRow, Records, records_of
 from services.worker.kv.tiers.slotfile import Geometry
 from services.worker.kv.tiers.throttle import Throttle
@@ -33,11 +35,35 @@ NAMES = chain(root(FINGERPRINT), bytes(4 * 2 * 8), 2)
 WAIT_S = 20.0
 
 
+@dataclass
+class LentRows:
+    """A creditor's memory, at the end of a link that takes a while."""
+
+    rows: dict[int, RecordRow] = field(default_factory=dict)
+    read_s: float = 0.0
+
+    def read(self, place: int, row: RecordRow) -> bool:
+        sleep(self.read_s)
+        row[:] = self.rows[place]
+        return True
+
+    def write(self, place: int, row: RecordRow) -> bool:
+        self.rows[place] = row.copy()
+        return True
+
+
 class Machine:
     """Pools of a two-layer engine, a mover and a cache on top of them."""
 
     def __init__(
-        self, path: Path, *, device: int = 4, host: int = 4, disk: int = 8, throttles: Throttles | None = None
+        self,
+        path: Path,
+        *,
+        device: int = 4,
+        host: int = 4,
+        disk: int = 8,
+        peers: int = 0,
+        throttles: Throttles | None = None,
     ) -> None:
         shape = (device, 1, 4, 8)
         self.records = Records([(torch.zeros(shape), torch.zeros(shape)) for _ in range(2)])
@@ -45,14 +71,17 @@ class Machine:
         self.geometry = Geometry(FINGERPRINT, self.records.record_bytes, disk)
         self.disk = open_disk(path, self.geometry)
         assert self.disk is not None
+        self.peers, self.lent = PeerTier(FINGERPRINT), LentRows()
+        self.peers.memory = self.lent
         self._done: deque[Ended] = deque()
         self._woken = threading.Semaphore(0)
         self.open = 0
         self.transfers = TransferEngine(self._woken.release, most_open=8)
         self.mover = TierMover(
-            self.transfers, self.records, self.host, self.disk, self._done.append, throttles
+            self.transfers, self.records, self.host, self.disk, self._done.append, throttles, self.peers
         )
-        self.cache = PrefixCache(BlockPool(device, 2), Tiers(host, disk, "lru"), self.mover, CostGate())
+        tiers = Tiers(host, disk, "lru", peer_blocks=peers)
+        self.cache = PrefixCache(BlockPool(device, 2), tiers, self.mover, CostGate())
         self.restored = self.cache.restore(self.disk.stored())
 
     def ended(self) -> Ended:
@@ -241,6 +270,49 @@ def test_the_gate_gives_up_a_slow_disk_and_says_so(tmp_path: Path) -> None:
     assert gate.losing == (Tier.DISK,)
     assert gate.refused_blocks[Tier.DISK] > 0
     assert gate.spent_s[Tier.DISK] < 1
+    machine.close()
+
+
+def at_peers(machine: Machine) -> Machine:
+    """Five prompts of three blocks, most of which fit nowhere else."""
+    machine.cache.peers.admit(range(16))
+    for number in range(5):
+        machine.run(prompt(number)[:3])
+        while started := machine.cache.peers.send(8):
+            machine.settle(started)
+    return machine
+
+
+def test_what_peers_have_comes_to_the_device_verified(tmp_path: Path) -> None:
+    machine = at_peers(Machine(tmp_path / "kv", peers=16))
+    machine.run(prompt(1)[:3])
+    assert machine.cache.counts["hits_peer"] > 0
+    assert machine.cache.gate.block_s(Tier.PEER) > 0
+    for row in machine.lent.rows.values():
+        row[9] ^= 4
+    before = machine.cache.counts["hits_peer"]
+    for number in (2, 0, 3, 1):
+        machine.run(prompt(number)[:3])
+        machine.cache.check_integrity([])
+    assert machine.cache.counts["hits_peer"] == before
+    assert machine.peers.counts["checksum_failures"] > 0
+    machine.close()
+
+
+def test_slow_links_are_given_up_and_left_alone(tmp_path: Path) -> None:
+    """Ones that would need 80 ms a block, against a prefill of 1 ms a block."""
+    machine = at_peers(Machine(tmp_path / "kv", peers=16))
+    machine.lent.read_s = 0.08
+    gate = machine.cache.gate
+    gate.on_prefilled(1, 0.001)
+    machine.run(prompt(1)[:3])
+    assert machine.cache.counts["loads_abandoned"] == 1
+    assert gate.losing == (Tier.PEER,)
+    assert machine.cache.peers.wanted_blocks() == machine.cache.peers.send(8) == 0
+    spent_s = gate.spent_s[Tier.PEER]
+    for number in (2, 0, 1):
+        machine.run(prompt(number)[:3])
+    assert gate.spent_s[Tier.PEER] == spent_s < 1
     machine.close()
 
 

@@ -18,7 +18,8 @@ from services.worker.peers.lending.core.grants import Grants, Terms
 from services.worker.peers.lending.core.interfaces import Owner
 from services.worker.peers.lending.core.settings import LendingConfig
 from services.worker.peers.lending.core.table import BlockState, LentRow, RBlockTable
-from services.worker.peers.lending.service import Lending, Search, loans, section
+from services.worker.peers.lending.debtor import Search
+from services.worker.peers.lending.service import Lending, loans, section
 from shared import subjects
 from shared.bus import Bus, Endpoint
 from shared.clock import monotonic_s
@@ -302,3 +303,38 @@ def test_tiers_are_told_apart_and_frozen_workers_lend_nothing() -> None:
             {"peer": "e", "lent_blocks": 3, "borrowed_blocks": 0},
         ],
     }
+
+
+async def test_host_memory_of_caches_goes_to_a_sequence_that_needs_it(connect_bus: ConnectBus) -> None:
+    bus = await connect_bus("worker", "w1")
+    owner = Owner(bus.instance, bus.incarnation, BLOCKS, BLOCKS, 16, b"f", host_blocks=4)
+    lending = Lending(bus, LENDS, owner, PlainVault())
+
+    def asked(debtor: str, blocks: int, kv: bytes = b"f", *, for_cache: bool) -> BorrowBlocks:
+        question = borrow(debtor, blocks=blocks, tier=KvTier.HOST, fingerprint=kv)
+        return msgspec.structs.replace(question, for_cache=for_cache)
+
+    cached = await lending.borrow(asked("d0", 3, for_cache=True))
+    assert cached.grant is not None and len(cached.grant.blocks) == 3
+    assert (await lending.borrow(asked("d1", 3, for_cache=True))).grant is not None, "what is left"
+    capacity = lending.section(Capacity(total_blocks=BLOCKS, free_blocks=BLOCKS))["capacity"]
+    assert (capacity.host_lendable_blocks, capacity.host_yielding_blocks) == (0, 4)
+    assert (await lending.borrow(asked("d2", 3, for_cache=True))).refusal is Refusal.AT_CAP
+    assert (await lending.borrow(asked("d2", 3, b"g", for_cache=False))).refusal is Refusal.OTHER_KV
+    assert lending.grants.yielding_blocks(KvTier.HOST) == 4, "nobody gives way to who is refused anyway"
+    sequences = await lending.borrow(asked("d2", 1, for_cache=False))
+    assert sequences.grant is not None and len(sequences.grant.blocks) == 1
+    assert lending.grants.yielding_blocks(KvTier.HOST) == 3, "the last grant goes first, and it is enough"
+    assert await lending.borrow(asked("d2", 1, for_cache=False)) == sequences, "asked again, the same"
+    assert lending.grants.yielding_blocks(KvTier.HOST) == 3
+    lending.grants.check_integrity()
+
+
+def test_host_memory_that_only_caches_can_use_is_nothing_for_sequences() -> None:
+    """Of vLLM workers: a native one of the same model would announce a context that nobody holds with it."""
+    table = RBlockTable("w", 20, 5)
+    grants = Grants(table, 1, Terms(0, most_host_blocks=5, is_host_for_caches=True))
+    table.lend(KvTier.HOST, [0], LentRow("e", 1))
+    capacity = section(report("w").capacity, table, grants, spare_blocks=0, host_free_blocks=4)["capacity"]
+    assert (capacity.host_blocks, capacity.host_lendable_blocks, capacity.is_host_for_caches) == (5, 4, True)
+    assert capacity.most_lent_blocks == capacity.loanable_blocks == 0

@@ -1,5 +1,7 @@
 """The search for a creditor, question by question."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,6 +44,23 @@ def test_candidates_in_order_until_one_confirms() -> None:
     assert search.on_reply("b", lends(4), 0.0) is None
     assert not search.is_busy and search.may_start(0.0)
     search.check_integrity()
+
+
+def test_for_a_cache_only_host_memory_is_asked_for_and_no_number_twice() -> None:
+    requests = itertools.count(1)
+    sequences = Borrowing("d", 1, 16, requests=requests)
+    search = Borrowing("d", 1, 16, requests=requests, for_cache=True)
+    sequences.start(1)
+    first = sequences.on_candidates(candidates("a"), 0.0)
+    asked = search.start(4)
+    assert isinstance(asked, AskLedger) and asked.question.for_cache
+    device = CreditorCandidate(worker_id="a", free_tokens=64, distance=0)
+    host = CreditorCandidate(worker_id="b", free_tokens=64, distance=0, tier=KvTier.HOST)
+    question = search.on_candidates(CreditorCandidates(candidates=(device, host)), 0.0)
+    assert isinstance(question, AskCreditor) and question.creditor_id == "b"
+    assert question.question.for_cache and question.question.tier is KvTier.HOST
+    assert isinstance(first, AskCreditor) and not first.question.for_cache
+    assert (first.question.request, question.question.request) == (1, 2)
 
 
 def test_a_part_counts_and_the_rest_is_asked_of_the_next() -> None:

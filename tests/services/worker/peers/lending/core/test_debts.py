@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from services.worker.peers.lending.core.debts import Debts
-from services.worker.peers.lending.core.table import BlockState, RBlockTable
+from services.worker.peers.lending.core.table import BlockState, GrantKey, RBlockTable
 from shared.messages.lending import BlocksReturned, HeldGrant, KvTier, LeasesRenewed
 from tests.services.worker.peers.lending.builders import grant
 
@@ -72,6 +72,14 @@ def test_a_creditor_that_is_gone_takes_its_blocks_along(debts: Debts) -> None:
     debts.on_granted(grant("e", 5), 0.0)
     assert debts.on_creditor_gone("c") == [10]
     assert debts.borrowed_blocks == 1
+
+
+def test_a_grant_that_was_ended_takes_no_other_along(debts: Debts) -> None:
+    debts.on_granted(grant("c", 5, 6), 0.0)
+    debts.on_granted(grant("c", 7, grant_id=2), 0.0)
+    assert debts.on_grant_over(GrantKey("c", 1, 2)) == [12]
+    assert debts.on_grant_over(GrantKey("c", 1, 2)) == []
+    assert debts.borrowed_blocks == 2
 
 
 def test_returns_go_to_creditors_in_need_first_and_are_retried(debts: Debts, table: RBlockTable) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from services.worker.kv.core.block_pool import BlockPool
 from services.worker.peers.lending.core.grants import Freed, Grants, Terms
 from services.worker.peers.lending.core.lendable_memory import lend
 from services.worker.peers.lending.core.table import RBlockTable
-from shared.messages.lending import BorrowReply, Grant, KvTier, Refusal
+from shared.messages.lending import BorrowBlocks, BorrowReply, Grant, KvTier, Refusal
 from tests.services.worker.peers.lending.builders import KV, borrow, give_back, grant, renew
 
 TERMS = Terms(most_blocks=6, lease_s=4.0, grace_s=0.5, fingerprint=KV)
@@ -251,3 +252,33 @@ def test_who_holds_something_is_a_debtor_until_the_last_of_it_is_back(grants: Gr
     assert grants.debtors() == {"e"}, "somebody is at work on it"
     grants.leave(second.grant_id)
     assert grants.debtors() == set()
+
+
+def cached(debtor: str, *blocks: int, request: int = 1) -> BorrowBlocks:
+    asked = borrow(debtor, blocks=len(blocks), request=request, tier=KvTier.HOST)
+    return msgspec.structs.replace(asked, for_cache=True)
+
+
+def test_what_caches_have_gives_way_to_sequences_the_last_grant_first() -> None:
+    grants = Grants(RBlockTable("c", 4, 6), 1, Terms(4, 4.0, 0.5, KV, most_host_blocks=6))
+    grants.lend(borrow("s", blocks=1, tier=KvTier.HOST), [0], 0.0)
+    grants.lend(cached("d", 1, 2), [1, 2], 0.0)
+    grants.lend(cached("e", 3, 4), [3, 4], 0.0)
+    assert grants.yielding_blocks(KvTier.HOST) == 4
+    assert grants.yielding_blocks(KvTier.DEVICE) == 0
+    assert grants.give_way(KvTier.HOST, 0) == []
+    assert grants.give_way(KvTier.HOST, 1) == [Freed(KvTier.HOST, (3, 4))]
+    assert grants.renew(renew("e", 3), 0.1).held == (), "its debtor hears of it with the next renewal"
+    assert grants.give_way(KvTier.HOST, 9) == [Freed(KvTier.HOST, (1, 2))]
+    assert grants.lent_blocks == 1, "what a sequence has stays"
+    grants.check_integrity()
+
+
+def test_what_is_being_read_gives_way_when_its_reader_has_left() -> None:
+    grants = Grants(RBlockTable("c", 4, 6), 1, Terms(4, 4.0, 0.5, KV, most_host_blocks=6))
+    grants.lend(cached("d", 1, 2), [1, 2], 0.0)
+    assert grants.enter(1, 1, [1], 0.0)
+    assert grants.give_way(KvTier.HOST, 2) == []
+    assert not grants.enter(1, 1, [1], 0.0)
+    assert grants.leave(1) == Freed(KvTier.HOST, (1, 2))
+    grants.check_integrity()

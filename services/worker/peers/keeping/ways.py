@@ -1,0 +1,209 @@
+"""The debtor's side: blocks to and from the slots that others lend, on the threads that copy.
+
+Each creditor has a link for what comes and one for what goes, as each of the two threads has its links to
+itself. They are dialled with its first grant, and once more where one was closed as nobody used it. A
+creditor that does not answer has failed: nothing of it is asked for again, and `on_failed` hears of it. One
+that says that a grant is over has only ended that.
+"""
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from services.worker.kv.tiers.records import RecordRow
+from services.worker.peers.keeping.keeper import KEEP, KEPT, LentSlot
+from services.worker.peers.transport.base import PeerLink, bytes_of
+from shared.errors import DeadlineExceeded, InvalidMessage, KvasirError, PeerLost, StaleEpoch
+from shared.log import get_logger
+
+_log = get_logger("worker.keeping")
+_PROFILES = 4
+_DIAL_S = 5.0
+"""Longer than a question for a ticket and a dial have."""
+
+
+class Dialler(Protocol):
+    """Who knows the way to other workers (`peers.registry`)."""
+
+    async def dial(self, worker_id: str, incarnation: int) -> PeerLink:
+        """Raises KvasirError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPlace:
+    """Where a slot is."""
+
+    creditor: tuple[str, int]
+    """Worker id and incarnation."""
+    slot: LentSlot
+
+
+class PeerWays:
+    """`PeerMemory` of one worker. `on_failed` is called on a thread that copies, with the creditor and the
+    number of the grant that is over, None for all of its grants."""
+
+    def __init__(
+        self,
+        dialler: Dialler,
+        loop: asyncio.AbstractEventLoop,
+        answer_s: float,
+        on_failed: Callable[[tuple[str, int], int | None], None],
+    ) -> None:
+        """A creditor that does not answer within `answer_s` has failed."""
+        self._dialler = dialler
+        self._loop = loop
+        self._answer_s = answer_s
+        self._on_failed = on_failed
+        self._lock = threading.Lock()
+        self._places: dict[int, SlotPlace] = {}
+        self._links: dict[tuple[str, tuple[str, int]], PeerLink] = {}
+        """By kind of message, and creditor."""
+        self._is_closed = False
+
+    # --- on the event loop
+
+    async def reach(self, place: SlotPlace, record_bytes: int) -> float:
+        """Both links to its creditor are there on return, so that no load waits for a dial. Seconds that a
+        block takes from there, 0 where the links were there before. Raises KvasirError."""
+        creditor, block_s = place.creditor, 0.0
+        if (KEPT, creditor) not in self._links:
+            link = await self._dialler.dial(*creditor)
+            try:
+                block_s = await asyncio.to_thread(self._timed, link, place.slot, record_bytes)
+            except BaseException:
+                link.close()
+                raise
+            self._enter((KEPT, creditor), link)
+        if (KEEP, creditor) not in self._links:
+            self._enter((KEEP, creditor), await self._dialler.dial(*creditor))
+        return block_s
+
+    def _timed(self, link: PeerLink, slot: LentSlot, record_bytes: int) -> float:
+        """The best of some, whatever is in the slot. Raises KvasirError."""
+        row = np.empty(record_bytes, dtype=np.uint8)
+        header, best_s = msgspec.msgpack.encode(slot), float("inf")
+        for _ in range(_PROFILES):
+            began_s = perf_counter()
+            link.ask(KEPT, header, into=[bytes_of(row)], deadline_s=self._answer_s)
+            best_s = min(best_s, perf_counter() - began_s)
+        return best_s
+
+    def admit(self, places: Mapping[int, SlotPlace]) -> None:
+        """From now on; their creditors are reached."""
+        with self._lock:
+            self._places.update(places)
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """These are lent no more; links to who lends nothing else are closed."""
+        with self._lock:
+            for number in numbers:
+                self._places.pop(number, None)
+            creditors = {place.creditor for place in self._places.values()}
+            unused = [key for key in self._links if key[1] not in creditors]
+            links = [self._links.pop(key) for key in unused]
+        for link in links:
+            link.close()
+
+    def close(self) -> None:
+        """Ends all links: whoever waits for one is answered. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            self._places.clear()
+            links, self._links = list(self._links.values()), {}
+        for link in links:
+            link.close()
+
+    # --- on the threads that copy
+
+    def read(self, place: int, row: RecordRow) -> bool:
+        """See `PeerMemory`."""
+        return self._ask(KEPT, place, row)
+
+    def write(self, place: int, row: RecordRow) -> bool:
+        """See `PeerMemory`."""
+        return self._ask(KEEP, place, row)
+
+    def _ask(self, kind: str, number: int, row: RecordRow) -> bool:
+        place = self._places.get(number)
+        if place is None:
+            return False
+        try:
+            if self._ask_once(kind, place, row):
+                return True
+            return number in self._places and self._ask_once(kind, place, row, is_last=True)
+        except StaleEpoch:
+            self._fail(place, place.slot.grant_id)
+        except KvasirError as error:
+            _log.debug("%s at %s: %s", kind, place.creditor[0], error)
+            self._fail(place, None)
+        return False
+
+    def _ask_once(self, kind: str, place: SlotPlace, row: RecordRow, *, is_last: bool = False) -> bool:
+        """False: the link was there before, and is closed. Raises KvasirError."""
+        key = (kind, place.creditor)
+        link = self._links.get(key)
+        is_new = link is None or link.closed
+        if link is None or link.closed:
+            link = self._dial(key)
+        brought, into = ([bytes_of(row)], ()) if kind == KEEP else ((), [bytes_of(row)])
+        try:
+            answer = link.ask(
+                kind, msgspec.msgpack.encode(place.slot), brought, into=into, deadline_s=self._answer_s
+            )
+        except PeerLost:
+            if is_new or is_last:
+                raise
+            return False
+        if answer.buffers != len(into):
+            raise InvalidMessage(f"{place.creditor[0]} answered without the block")
+        return True
+
+    def _dial(self, key: tuple[str, tuple[str, int]]) -> PeerLink:
+        """Raises KvasirError."""
+        link = self._on_loop(self._dialler.dial(*key[1]))
+        self._enter(key, link)
+        return link
+
+    def _enter(self, key: tuple[str, tuple[str, int]], link: PeerLink) -> None:
+        """Raises PeerLost at the end of this worker."""
+        with self._lock:
+            is_closed, before = self._is_closed, self._links.pop(key, None)
+            if not is_closed:
+                self._links[key] = link
+        if before is not None:
+            before.close()
+        if is_closed:
+            link.close()
+            raise PeerLost("this worker is about to end")
+
+    def _on_loop(self, dialling: Coroutine[Any, Any, PeerLink]) -> PeerLink:
+        try:
+            future = asyncio.run_coroutine_threadsafe(dialling, self._loop)
+        except RuntimeError:  # it has ended
+            dialling.close()
+            raise PeerLost("this worker is about to end") from None
+        try:
+            return future.result(_DIAL_S)
+        except (TimeoutError, concurrent.futures.CancelledError):
+            future.cancel()
+            raise DeadlineExceeded(f"no link within {_DIAL_S:g} s") from None
+
+    def _fail(self, at: SlotPlace, grant_id: int | None) -> None:
+        """Nothing of that creditor, or that grant of it, is asked for again."""
+        with self._lock:
+            gone = [
+                number
+                for number, place in self._places.items()
+                if place.creditor == at.creditor and grant_id in (None, place.slot.grant_id)
+            ]
+        self.forget(gone)
+        if gone and not self._is_closed:
+            self._on_failed(at.creditor, grant_id)

@@ -1,0 +1,147 @@
+"""What a debtor says on the bus: its search for creditors, renewals and returns.
+
+Decides nothing: the rules are in `debts` and `borrowing`. For whoever uses what is borrowed: sequences
+(`lending.service`) or the prefix cache (`peers.keeping`).
+"""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from services.worker.peers.lending.core.borrowing import (
+    AskCreditor,
+    AskLedger,
+    Borrowing,
+    CreditorQuestion,
+    is_answer,
+)
+from services.worker.peers.lending.core.debts import Debts, Renewal, Repayment
+from services.worker.peers.lending.core.interfaces import LoanUser
+from shared import subjects
+from shared.bus import Bus
+from shared.clock import Clock
+from shared.errors import KvasirError
+from shared.log import canonical, get_logger
+from shared.messages.commands import CreditorCandidates
+from shared.messages.lending import BlocksReturned, BorrowReply, Grant, LeasesRenewed
+
+_log = get_logger("worker.lending")
+ANSWER_DEADLINE_S = 2.0
+
+
+class Search:
+    """Of one worker. `borrower` uses what is granted; None: nobody does."""
+
+    def __init__(
+        self, bus: Bus, debts: Debts, borrowing: Borrowing, borrower: LoanUser | None, clock: Clock
+    ) -> None:
+        self._bus = bus
+        self._debts = debts
+        self._borrowing = borrowing
+        self._borrower = borrower
+        self._clock = clock
+
+    def may_start(self, now_s: float) -> bool:
+        return self._borrowing.may_start(now_s)
+
+    async def run(self, blocks: int) -> None:
+        """Until so many are granted, or nobody lends any more."""
+        question: CreditorQuestion | None = self._borrowing.start(blocks)
+        while question is not None:
+            if isinstance(question, AskLedger):
+                question = await self._ask_ledger(question)
+            else:
+                question = await self._ask_creditor(question)
+
+    async def _ask_ledger(self, question: AskLedger) -> CreditorQuestion | None:
+        try:
+            answer = await self._bus.request(
+                subjects.ledger_candidates(question.question.debtor_id),
+                question.question,
+                CreditorCandidates,
+                deadline_s=ANSWER_DEADLINE_S,
+            )
+        except KvasirError as error:
+            _log.debug("no ledger: %s", error)
+            self._borrowing.on_no_ledger(self._clock())
+            return None
+        return self._borrowing.on_candidates(answer, self._clock())
+
+    async def _ask_creditor(self, question: AskCreditor) -> CreditorQuestion | None:
+        sent_s = self._clock()
+        reply: BorrowReply | None = None
+        try:
+            reply = await self._bus.request(
+                subjects.worker_borrow(question.creditor_id, question.question.debtor_id),
+                question.question,
+                BorrowReply,
+                deadline_s=ANSWER_DEADLINE_S,
+            )
+        except KvasirError as error:
+            _log.debug("%s did not answer: %s", question.creditor_id, error)
+        if reply is not None and reply.grant is not None and not is_answer(reply.grant, question):
+            _log.warning("%s granted what nobody asked for", question.creditor_id)
+            reply = None
+        if reply is not None and reply.grant is not None:
+            await self._admit(reply.grant, self._debts.on_granted(reply.grant, sent_s))
+            self._bus.recorder.note("borrowed", creditor=question.creditor_id, blocks=len(reply.grant.blocks))
+            canonical(_log, "borrowed", creditor=question.creditor_id, blocks=len(reply.grant.blocks))
+        return self._borrowing.on_reply(question.creditor_id, reply, self._clock())
+
+    async def _admit(self, grant: Grant, logical: Sequence[int]) -> None:
+        if self._borrower is None or not logical:
+            return
+        self._debts.use(logical)
+        if not await self._borrower.admit(grant, logical):
+            self._debts.release(logical)
+        elif lost := [number for number in logical if not self._debts.holds(number)]:
+            self._borrower.lose(lost)  # Their lease ended, or their creditor failed, while it was dialled.
+
+
+async def ask_renewal(bus: Bus, debts: Debts, due: Renewal, lease_s: float, clock: Clock) -> list[int]:
+    """Asks a creditor for more time: the logical blocks that it knows no more, which are lost."""
+    sent_s = clock()
+    try:
+        reply = await bus.request(
+            subjects.worker_renew(due.creditor_id, due.message.debtor_id),
+            due.message,
+            LeasesRenewed,
+            deadline_s=min(ANSWER_DEADLINE_S, lease_s / 2),
+        )
+    except KvasirError as error:
+        _log.debug("%s renewed nothing: %s", due.creditor_id, error)
+        return []
+    return debts.on_renewed(due, reply, sent_s)
+
+
+async def send_repayment(bus: Bus, debts: Debts, repayment: Repayment) -> BlocksReturned | None:
+    """Returns blocks to a creditor; None where it has not confirmed."""
+    try:
+        reply = await bus.request(
+            subjects.worker_repay(repayment.creditor_id, repayment.message.debtor_id),
+            repayment.message,
+            BlocksReturned,
+            deadline_s=ANSWER_DEADLINE_S,
+        )
+    except KvasirError as error:
+        _log.debug("%s took nothing back: %s", repayment.creditor_id, error)
+        return None
+    debts.on_returned(repayment, reply)
+    return reply
+
+
+class Errands:
+    """Questions under way, one of a name at a time: an unanswered one is not asked again."""
+
+    def __init__(self) -> None:
+        self.tasks: asyncio.TaskGroup | None = None
+        """None: nothing is begun."""
+        self._open: set[str] = set()
+
+    def begin(self, name: str, work: Coroutine[Any, Any, object]) -> None:
+        """Unless one of that name is under way."""
+        if self.tasks is None or name in self._open:
+            work.close()
+            return
+        self._open.add(name)
+        self.tasks.create_task(work).add_done_callback(lambda _: self._open.discard(name))

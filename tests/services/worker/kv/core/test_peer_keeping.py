@@ -1,0 +1,208 @@
+"""The tier in others' host memory: used when the own fills up, conserved, a miss without its creditor."""
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.kv.core.lower_tiers import worth_keeping
+from services.worker.kv.core.radix_tree import Tier
+from tests.services.worker.kv.rig import Rig, names_of, tokens_of
+
+FIRST, SECOND, THIRD = (tokens_of(*range(at, at + 8)) for at in (10, 20, 30))
+"""Four blocks each: all that the device holds, and all that the host does."""
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig(4, 4, 0, "lru", peers=8)
+
+
+def full(rig: Rig) -> Rig:
+    """The first prompt is on the host alone, the second on the device."""
+    rig.serve(FIRST, SECOND)
+    return rig
+
+
+def sent(rig: Rig, blocks: int = 4) -> Rig:
+    """So much of the first is at a peer, and nothing of it anywhere else."""
+    full(rig).lend(blocks)
+    assert rig.cache.peers.send(9) == min(3, blocks)  # copies that may be open at a time
+    rig.end_sends(ok=True)
+    rig.cache.peers.send(9)
+    rig.end_sends(ok=True)
+    rig.serve(THIRD)
+    return rig
+
+
+def test_nothing_is_wanted_before_the_host_fills_up(rig: Rig) -> None:
+    rig.serve(FIRST)
+    assert rig.cache.peers.wanted_blocks() == 0
+    full(rig)
+    assert rig.cache.peers.wanted_blocks() == 4
+    assert rig.cache.peers.send(4) == 0, "nobody has lent anything"
+
+
+def test_what_left_the_host_is_found_at_the_peer(rig: Rig) -> None:
+    sent(rig)
+    hit = rig.acquire(names_of(FIRST), 4)
+    assert (len(hit.blocks), hit.loaded) == (4, (0, 0, 0))
+    assert rig.cache.counts["hits_peer"] == 4
+    report = rig.cache.report()
+    assert (report.peer_blocks, report.peer_used_blocks, report.peer_hits) == (4, 4, 4)
+    rig.cache.release(hit.blocks)
+    rig.check()
+
+
+def test_a_lost_creditor_is_a_miss(rig: Rig) -> None:
+    sent(rig).lose_peers(0, 4)
+    assert rig.acquire(names_of(FIRST), 4).blocks == ()
+    assert rig.cache.counts["lost_peer"] == 4
+    assert rig.cache.peers.total_blocks == 0
+    rig.check()
+
+
+def test_what_follows_a_lost_block_is_out_of_reach_and_forgotten(rig: Rig) -> None:
+    sent(rig).lose_peers(2, 1)  # the second block: what leaves the host first, the last one, is sent first
+    assert rig.cache.peers.used_blocks == 1, "the first block; two slots are free again"
+    assert rig.cache.peers.total_blocks == 3
+    rig.check()
+
+
+def test_a_block_that_the_host_has_still_is_sent_to_somebody_else() -> None:
+    rig = full(Rig(4, 4, 0, "lru", peers=4))
+    rig.lend(4)
+    rig.cache.peers.send(4)
+    rig.end_sends(ok=True)
+    assert rig.cache.peers.wanted_blocks() == 0
+    rig.lose_peers(0, 4)
+    assert rig.cache.peers.wanted_blocks() == 4
+
+
+def test_a_creditor_that_dies_during_a_copy_leaves_nothing_behind(rig: Rig) -> None:
+    full(rig).lend(4)
+    assert rig.cache.peers.send(2) == 2
+    rig.lose_peers(0, 4)
+    rig.end_sends(ok=True)
+    assert rig.cache.peers.used_blocks == rig.cache.peers.total_blocks == 0
+    assert rig.cache.peers.wanted_blocks() == 4, "they are on the host, and go to another one"
+    rig.check()
+
+
+def test_a_creditor_that_dies_during_a_load_is_a_miss_for_who_waits(rig: Rig) -> None:
+    sent(rig)
+    rig.begin(FIRST)
+    rig.lose_peers(0, 4)
+    rig.end_loads()
+    rig.go_on(0)
+    assert rig.cache.counts["hits_peer"] == 0
+    rig.check()
+
+
+def test_a_failed_copy_gives_its_slot_back(rig: Rig) -> None:
+    full(rig).lend(4)
+    rig.cache.peers.send(2)
+    rig.end_sends(ok=False)
+    assert (rig.cache.peers.used_blocks, rig.cache.counts["send_failures"]) == (0, 2)
+    rig.check()
+
+
+def test_old_blocks_give_way_once_nobody_lends_more(rig: Rig) -> None:
+    full(rig).lend(2)
+    rig.cache.peers.send(2)
+    rig.end_sends(ok=True)
+    assert rig.cache.peers.send(4) == 0, "more may come yet"
+    rig.cache.peers.searched(found=False)
+    assert rig.cache.peers.send(1) == 1
+    rig.end_sends(ok=True)
+    assert rig.cache.counts["evicted_peer"] == 1
+    assert rig.cache.peers.total_blocks == 2
+    rig.check()
+
+
+def test_a_tier_slower_than_computing_is_neither_filled_nor_enlarged(rig: Rig) -> None:
+    full(rig).lend(2)
+    rig.cache.gate.profile(Tier.PEER, 0.01)
+    rig.cache.gate.on_prefilled(10, 0.05)
+    assert rig.cache.peers.wanted_blocks() == rig.cache.peers.send(4) == 0
+
+
+def test_a_link_is_as_fast_as_it_was_timed_until_a_block_came_over_it(rig: Rig) -> None:
+    rig.cache.peers.admit(range(2), 0.01)
+    assert rig.cache.gate.block_s(Tier.PEER) == 0.01
+    rig.cache.gate.on_loaded(Tier.PEER, 1, 0.002)
+    rig.cache.peers.admit(range(2, 4), 0.05)
+    assert rig.cache.gate.block_s(Tier.PEER) < 0.01
+
+
+def test_only_what_nothing_is_in_is_returned_and_nothing_while_more_is_wanted() -> None:
+    rig = full(Rig(4, 4, 0, "lru", peers=8))
+    rig.cache.peers.admit(range(2))
+    assert rig.cache.peers.retire() == [], "more is wanted"
+    rig.cache.peers.admit(range(2, 6))
+    rig.cache.peers.send(3)
+    rig.end_sends(ok=True)
+    assert rig.cache.peers.retire() == [3, 4, 5]
+    assert rig.cache.peers.total_blocks == rig.cache.peers.used_blocks == 3
+    rig.check()
+
+
+def test_what_only_peers_have_is_not_counted_on_at_a_clean_stop() -> None:
+    rig = Rig(4, 4, 8, "lru", peers=8)
+    sent(rig)
+    kept = worth_keeping(rig.cache._books)
+    assert {node.name for node in kept}.isdisjoint(names_of(FIRST))
+
+
+@settings(max_examples=40)
+@given(st.randoms(use_true_random=False))
+def test_slots_are_conserved_whatever_peers_do(dice: random.Random) -> None:
+    """Many short prompts of two tokens in a small cache: peers lend and die at any time."""
+    rig = Rig(dice.randint(2, 8), dice.randint(1, 4), dice.choice((0, 4)), "lru", peers=dice.randint(1, 8))
+
+    def prompt() -> bytes:
+        return tokens_of(*(dice.randint(0, 1) for _ in range(dice.randint(2, 10))))
+
+    for _ in range(100):
+        act = dice.choice(("run", "run", "begin", "go on", "end", "end", "settle", "lend", "send", "lose"))
+        if act == "run":
+            rig.run(prompt())
+        elif act == "begin":
+            rig.begin(prompt())
+        elif act == "go on" and rig.waiting:
+            rig.go_on(dice.randint(0, 5))
+        elif act == "end" and rig.held:
+            rig.end(dice.randint(0, 5))
+        elif act == "settle":
+            rig.settle(ok=dice.random() < 0.9)
+        elif act == "lend":
+            rig.lend(dice.randint(0, 4))
+        elif act == "send":
+            rig.cache.peers.send(dice.randint(1, 4))
+        elif act == "lose" and dice.random() < 0.3:
+            rig.lose_peers(dice.randint(0, 20), 2)
+        assert rig.cache.peers.total_blocks <= rig.cache.peers.most_blocks
+        rig.check()
+    while rig.waiting:
+        rig.go_on(0)
+    rig.settle(ok=True)
+    rig.check()
+
+
+def test_such_a_life_has_hits_at_peers() -> None:
+    """So that what is conserved above is also used."""
+    seen: Counter[str] = Counter()
+    rig = Rig(4, 4, 0, "lru", peers=8)
+    for _ in range(4):
+        for prompt in (FIRST, SECOND, THIRD):
+            rig.run(prompt)
+            rig.end(0)
+            rig.lend(4)
+            while rig.cache.peers.send(4):
+                rig.settle(ok=True)
+            rig.check()
+    seen.update(rig.cache.counts)
+    assert seen["hits_peer"] > 0
+    assert seen["sent"] > 0
