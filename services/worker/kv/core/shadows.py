@@ -15,7 +15,7 @@ from services.worker.kv.core.radix_tree import Node, Tier
 from shared.blocks import BlockHash
 
 STALE_S = 8.0
-"""Not renewed for so long: its sequence has ended, or has another keeper. Renewals come every five seconds."""
+"""Not renewed for so long: its sequence has ended, or has another keeper. Renewals come every five s."""
 
 
 class Shadows:

@@ -202,7 +202,8 @@ Step = tuple[float, int, int, int, float]
     )
 )
 def test_whatever_arrives_somebody_computes_prompts_and_somebody_writes_answers(steps: list[Step]) -> None:
-    """Workers come and go, all of them, too; demand jumps; a change saves what it has to, and equal events give equal roles."""
+    """Workers come and go, sometimes all of them, demand jumps; a change saves what it has to, and equal
+    events give equal roles."""
     twins = FleetRoles(None), FleetRoles(None)
     now_s = number = 0.0
     for per_s, prompt, answer, workers, step_s in steps:
