@@ -160,10 +160,13 @@ class TwoQueuePolicy(ABC):
             self._table.changed = True
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books do not balance, or a job is not in exactly one place."""
+        """Raises AssertionError when the books do not balance, or a job is not in exactly one place. Where
+        less is left than is held (blocks that a load was given up for are nobody's until it has ended), who
+        runs has what it holds, and nothing is promised beyond that."""
         table = self._table
         table.check_integrity()
-        assert table.own_blocks <= table.capacity_blocks or not self._running, "promised more than there is"
+        promises_more = table.own_blocks > max(table.capacity_blocks, table.held_blocks)
+        assert not promises_more or not self._running, "promised more than there is"
         self._prompts.check_integrity()
         self._ready.check_integrity()
         for key, job in table.jobs.items():
