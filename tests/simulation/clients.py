@@ -171,6 +171,8 @@ class _Reader:
         for event in events_in(piece):
             if event is None:
                 self._is_done = True
+            elif event.get("error", {}).get("code") == "shutting_down":
+                raise Broken  # As it says: send it again.
             elif "error" in event:
                 raise Wrong(f"an error instead of an answer: {event['error']}")
             else:

@@ -139,7 +139,9 @@ def _lending(chance: random.Random, schedule: Schedule) -> Schedule:
     def longer(question: Question) -> Question:
         tokens = int(own_tokens * chance.uniform(1.05, 1.35))
         more = tuple(chance.randrange(300, 3000) for _ in range(tokens - len(question.prompt)))
-        return replace(question, prompt=question.prompt + more, n=1, is_long=True)
+        most = own_tokens * 3 // 2 - tokens - _BLOCK_TOKENS  # Two workers take no longer ones altogether.
+        prompt, max_tokens = question.prompt + more, min(question.max_tokens, most)
+        return replace(question, prompt=prompt, max_tokens=max_tokens, n=1, is_long=True)
 
     long = tuple(longer(each) if chance.random() < 0.8 else each for each in questions[:2])
     return replace(schedule, shape=_with(shape, "worker", worker), questions=(*long, *questions[2:]))
@@ -163,7 +165,7 @@ def _moves(chance: random.Random, schedule: Schedule) -> Schedule:
     else:
         placement = {"policy": chance.choice(("mell_eager", "load_balance")), "roles": "both", "epoch_s": 0.1}
     placement["move_mode"] = chance.choice(("kv", "kv", "kv", "adaptive", "tokens"))
-    long = tuple(replace(question, max_tokens=chance.choice((30, 60))) for question in schedule.questions)
+    long = tuple(_with_answer(question, chance.choice((30, 60))) for question in schedule.questions)
     moving = replace(schedule, shape=_with(shape, "placement", placement), questions=long)
     return _hanging(chance, moving) if chance.random() < 0.4 else moving
 
@@ -172,7 +174,7 @@ def _rivals(chance: random.Random, schedule: Schedule) -> Schedule:
     """Two schedulers, of which one is away for about as long as its lease lasts, while long answers run."""
     targets = [f"scheduler-{chance.randrange(2)}" for _ in range(chance.randint(1, 3))]
     more = _some(chance, ("freeze", "freeze", "cut", "slow"), targets, (1.0, 1.5, 2.5))
-    long = tuple(replace(question, max_tokens=60) for question in schedule.questions)
+    long = tuple(_with_answer(question, 60) for question in schedule.questions)
     shape = replace(schedule.shape, schedulers=2)
     return replace(schedule, shape=shape, questions=long, faults=_in_order(schedule.faults + more))
 
@@ -214,6 +216,11 @@ def _some(
         for_s = min(TROUBLE_ENDS_S - at_s, chance.choice(lengths_s) * (0.7 + 0.6 * chance.random()))
         faults.append(Fault(at_s, chance.choice(kinds), target, for_s, chance.choice((0.05, 0.2))))
     return tuple(faults)
+
+
+def _with_answer(question: Question, max_tokens: int) -> Question:
+    """Where the prompt is longer than a worker, the rest of what others lend has been reckoned with."""
+    return question if question.is_long else replace(question, max_tokens=max_tokens)
 
 
 def _with(shape: Shape, service: str, settings: dict[str, Any]) -> Shape:
