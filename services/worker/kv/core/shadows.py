@@ -14,8 +14,8 @@ from sortedcontainers import SortedDict
 from services.worker.kv.core.radix_tree import Node, Tier
 from shared.blocks import BlockHash
 
-STALE_S = 8.0
-"""Not renewed for so long: its sequence has ended, or has another keeper. Renewals come every five s."""
+STALE_S = 20.0
+"""Not renewed for so long: its sequence has ended, or has another keeper. Renewals come every few seconds."""
 
 
 class Shadows:
