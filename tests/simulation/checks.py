@@ -110,9 +110,7 @@ class Checks:
             for index in range(checked, len(answer)):
                 expected = token_at(held.sampling, held.ref.choice, index, self._vocabulary)
                 if answer[index] != expected:
-                    self._found.append(
-                        f"{process.name} has a token at {index} of {held.ref} that is another's"
-                    )
+                    self._found.append(f"{process.name} has another token at {index} of {held.ref}")
                     return
             self._checked_tokens[key] = len(answer)
 

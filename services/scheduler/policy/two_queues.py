@@ -161,8 +161,8 @@ class TwoQueuePolicy(ABC):
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the books do not balance, or a job is not in exactly one place. Where
-        less is left than is held (blocks that a load was given up for are nobody's until it has ended), who
-        runs has what it holds, and nothing is promised beyond that."""
+        less is left than is held (while a load that was given up still writes, its blocks are nobody's), one
+        that came short may run with what it holds; nothing is promised beyond that."""
         table = self._table
         table.check_integrity()
         promises_more = table.own_blocks > max(table.capacity_blocks, table.held_blocks)

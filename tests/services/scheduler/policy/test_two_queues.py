@@ -108,6 +108,18 @@ def test_a_worker_that_lost_blocks_gets_them_back_newest_first() -> None:
     policy.check_integrity()
 
 
+def test_one_that_comes_short_where_blocks_were_lost_runs_with_what_it_holds() -> None:
+    """All its tokens were planned, one was not computed, and meanwhile the worker has less than is held: the
+    books were said to promise more than there is."""
+    policy = policy_of(40)
+    policy.on_adopted(Task(("over", 0), 8, 2, 0.0, generated_tokens=2), Holding(9, 3, decoding=True), 0.0)
+    policy.on_resized(2, 0.1)
+    policy.on_short(("over", 0), 1, 0.2)
+    assert ("over", 0) in policy._running
+    assert policy._table.own_blocks == policy._table.held_blocks == 3
+    policy.check_integrity()
+
+
 events_of = st.lists(
     st.tuples(
         st.sampled_from(["arrive", "adopt", "end", "short", "predict", "resize", "plan", "plan"]),
