@@ -143,8 +143,8 @@ class BlockGrowth:
         self._note_copies(before, now)
         self.meter.on_step(tokens, compute_s, stall_s, self._used(), is_decoding=is_decoding)
         self._iterations += 1
-        if self._controller is not None and self._is_window_over(self._controller):
-            self._judge(self._controller, now)
+        if self._is_window_over():
+            self._judge(now)
         self.rest()
 
     def demand(self, blocks: int) -> None:
@@ -206,18 +206,24 @@ class BlockGrowth:
         buffers = self._spare(fifo_layers) * self._kv.layers // 2
         return self._block_s * buffers * self._kv.layers / max(1, swaps_in_blocks(fifo_layers))
 
-    def _is_window_over(self, controller: ExpansionController) -> bool:
+    def _is_window_over(self) -> bool:
         """Also once it has waited so long that the rest cannot change what will be said of it."""
-        iterations = self._window_iterations
+        controller, iterations = self._controller, self._window_iterations
         if self._iterations >= iterations:
             return True
+        if controller is None:
+            return False
         allowed_s = controller.heavy_share * iterations * self.meter.step_s
         return self._iterations >= 4 and self.meter.window_stall_s() > allowed_s > 0
 
-    def _judge(self, controller: ExpansionController, now: StreamFigures) -> None:
+    def _judge(self, now: StreamFigures) -> None:
+        """The window is over, also where nothing follows from it: what it has does not pile up."""
         counts = FetchCounts(now.layers, now.early)
         window = self.meter.close_window(self._iterations, counts, self.capacity_blocks)
         self._iterations = 0
+        controller = self._controller
+        if controller is None:
+            return
         if self._on_demand and not controller.is_holding:
             paying = self._paying_level(controller)
             if not paying:

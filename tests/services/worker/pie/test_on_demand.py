@@ -1,5 +1,6 @@
 """Pie where nobody has asked for it: for a sequence that is too long, and where it is foreseen to pay."""
 
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,6 +111,21 @@ def test_it_rises_for_a_sequence_that_is_too_long_and_goes_back_after_it(worker:
     worker.release()
     worker.steps(40)
     assert worker.growth.capacity_blocks == KV_BLOCKS
+
+
+@pytest.mark.parametrize("levels", [{"fifo_layers": 3, "expansion": "fixed"}, {"host_mb": 1}])
+def test_what_is_noted_of_steps_does_not_pile_up(llama: Any, levels: dict[str, Any]) -> None:  # noqa: F811
+    """Nor where no level can be chosen, so that nobody asks for it."""
+    settings = PieSettings(enabled=True, window_iterations=WINDOW, notice_s=0.0, **levels)
+    engine = TorchEngine(describe(llama), kv_blocks=KV_BLOCKS, block_tokens=BLOCK_TOKENS, pie=settings)
+    worker = AtWork(engine)
+    worker.fill()
+    worker.steps(50)
+    few = len(pickle.dumps(worker.growth.meter))
+    worker.steps(100)
+    assert len(pickle.dumps(worker.growth.meter)) < 1.2 * few
+    assert engine.pie is not None
+    engine.pie.close()
 
 
 def test_what_a_step_costs_is_measured(llama: Any) -> None:  # noqa: F811
