@@ -3,18 +3,23 @@
 import logging
 from contextlib import nullcontext
 from itertools import count
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
+
+import numpy as np
 
 from services.worker.core.steps import StepCore
 from services.worker.engine.simulated import token_at
+from services.worker.peers.keeping.ways import SlotPlace
+from services.worker.peers.lending.core.table import BlockState, GrantKey
 from services.worker.service import Worker
 from shared.bus.lease import LeaseHolder
 from shared.errors import InvalidMessage
 from shared.messages.base import decode
+from shared.messages.lending import KvTier
 from shared.messages.sequence import SequenceRef
 from tests.simulation.clients import Clients, codec
-from tests.simulation.fleet import Fleet
+from tests.simulation.fleet import Fleet, SentBlocks
 from tests.simulation.world import Process
 
 ANSWERS_WITHIN_S = 30.0
@@ -86,6 +91,7 @@ class Checks:
         self._check_tokens(process, core)
         try:
             self._check_books(process, core)
+            self._check_loans(process, worker)
         except AssertionError as error:
             self._found.append(f"{process.name}: the books are wrong: {error}")
         before = self._last_worker_epochs.get(process, 0)
@@ -100,6 +106,37 @@ class Checks:
         lent = [block for loan in loans for block in loan.blocks]
         with patch.object(core._table, "pool", _Counted(pool, lent)) if lent else nullcontext():
             core.check_integrity()
+
+    def _check_loans(self, process: Process, worker: Worker) -> None:
+        """Raises AssertionError. What is lent has one debtor, and a slot at a creditor holds what the cache
+        that has it sent there."""
+        neighbourhood = worker._neighbours
+        lending, loans = neighbourhood._lending, neighbourhood._loans
+        for books in (lending.table, lending.debts, lending.grants):
+            books.check_integrity()
+        if loans is None:
+            return
+        loans.table.check_integrity()
+        loans.debts.check_integrity()
+        sent = cast(SentBlocks, loans._tier).sent
+        for number, place in loans._ways._places.items():
+            if number in sent and (kept := self._kept(process, place)) is not None:
+                assert kept == sent[number], f"a slot at {place.creditor[0]} was overwritten"
+
+    def _kept(self, debtor: Process, place: SlotPlace) -> bytes | None:
+        """What is there, where the creditor lives and the grant lasts."""
+        creditor = self._fleet.present.get(place.creditor[0])
+        worker = None if creditor is None or not creditor.alive else self._fleet.workers.get(creditor)
+        if creditor is None or worker is None or worker._bus.incarnation != place.creditor[1]:
+            return None
+        lent = worker._neighbours._lending.grants._grants.get(place.slot.grant_id)
+        if lent is None or lent.over or place.slot.block not in lent.blocks:
+            return None
+        assert lent.debtor[0] == debtor.name, "a grant is somebody else's"
+        records = self._fleet.keepers[creditor]
+        row = np.empty(records.record_bytes, dtype=np.uint8)
+        records.read([place.slot.block], [row])
+        return bytes(row)
 
     def _check_tokens(self, process: Process, core: StepCore) -> None:
         """What a sequence has of its answer, from whomever it got it, is what the undisturbed engine says."""
@@ -148,15 +185,49 @@ class Checks:
             idle = pool.free_blocks + pool.evictable_blocks
             if idle != pool.total_blocks:
                 left.append(f"{process.name} has {pool.total_blocks - idle} blocks in use")
-            loans = worker._neighbours._lending.table
-            if owed := {**loans.lent_to(), **loans.borrowed_from()}:
+            lending = worker._neighbours._lending
+            grants = lending.grants._grants.values()
+            lent_to = {lent.debtor[0]: len(lent.blocks) for lent in grants if not lent.for_cache}
+            if owed := {**lent_to, **lending.table.borrowed_from()}:
                 left.append(f"{process.name} lends or has borrowed blocks: {owed}")
+            host = lending._stock.host_free_blocks + lending.table.lent_blocks(KvTier.HOST)
+            if host != lending.table.host_blocks:
+                left.append(f"{process.name} has {host} blocks of host memory")
             if worker._store is not None and worker._store.cache.shadows.open_places:
                 left.append(f"{process.name} has slots set aside for shadows that never came")
+        left += self._open_loans()
         for process in self._fleet.alive("gateway"):
             sessions = self._fleet.sessions.get(process)
             if sessions is not None and sessions.active:
                 left.append(f"{process.name} has {sessions.active} sequences open")
+        return left
+
+    def _open_loans(self) -> list[str]:
+        """For prefix caches: what creditors, debtors and caches do not agree in, and what is under way."""
+        left: list[str] = []
+        lent: dict[GrantKey, set[int]] = {}
+        owed: dict[GrantKey, set[int]] = {}
+        for process in self._fleet.alive("worker"):
+            worker = self._fleet.workers.get(process)
+            if worker is None:
+                continue
+            me = worker._bus.instance, worker._bus.incarnation
+            for grant in worker._neighbours._lending.grants._grants.values():
+                if grant.for_cache:
+                    lent[GrantKey(*me, grant.grant_id)] = set(grant.blocks)
+            loans = worker._neighbours._loans
+            if loans is None:
+                continue
+            owed |= {key: set(blocks) for key, blocks in loans.table._by_grant.items()}
+            peers = loans._cache.peers
+            if under_way := [*loans._errands._open, *map(str, peers.sending)]:
+                left.append(f"{process.name} is at {', '.join(under_way)} for its cache")
+            slots = {*peers._books.peers._free, *peers._books.peers._used}
+            used = loans.table.in_state(BlockState.USED)
+            if slots != set(used) or slots != loans._ways._places.keys():
+                left.append(f"{process.name} has slots {slots} at peers, and owes {used}")
+        if lent != owed:
+            left.append(f"for caches are lent {lent}, and owed {owed}")
         return left
 
     def _check_terms(self) -> None:

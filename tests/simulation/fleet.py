@@ -20,10 +20,14 @@ from services.predictor.config import PredictorConfig
 from services.scheduler import service as scheduler
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.leader_term import Term
+from services.worker import neighbourhood
 from services.worker import service as worker
 from services.worker.config import WorkerConfig
+from services.worker.kv import store
 from services.worker.kv.core.prefix_cache import PrefixCache
+from services.worker.kv.tiers.peers import PeerTier
 from services.worker.peers.engine_calls import CacheDoor
+from services.worker.peers.keeping.keeper import Keeper
 from services.worker.peers.migration import service as migration
 from services.worker.peers.migration import target
 from services.worker.peers.migration.shelves import DeviceShelf
@@ -127,6 +131,48 @@ class _Arriving:
         self._records.write(rows, blocks)
 
 
+class SentBlocks(PeerTier):
+    """A worker's copies in other workers' host memory, and which bytes were sent to which slot."""
+
+    def __init__(self, fleet: "Fleet", *args: Any) -> None:
+        super().__init__(*args)
+        self._fleet = fleet
+        self.sent: dict[int, bytes] = {}
+        """By slot; not those that are on their way, or were changed on it."""
+
+    def write(self, node: Any, row: Any, sum_: int) -> bool:
+        self.sent.pop(node.place, None)
+        bytes_sent = self._fleet.bytes_of[node.name] = bytes(row)  # Intact; its slot may be reused meanwhile.
+        is_there = super().write(node, row, sum_)
+        if is_there and bytes(row) == bytes_sent:
+            self.sent[node.place] = bytes_sent
+        return is_there
+
+    def read(self, place: int, name: Any, row: Any) -> bool:
+        is_there = super().read(place, name, row)
+        if is_there and bytes(row) != self._fleet.bytes_of.get(name):
+            me = strand().process.name
+            self._fleet.unforeseen.append(f"{me} takes a slot of a peer's for a block that is not in it")
+        return is_there
+
+
+class _Keeping:
+    """Records of lent host memory, some of which come back with other bits."""
+
+    def __init__(self, fleet: "Fleet", records: Any) -> None:
+        self._fleet, self._records = fleet, records
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._records, name)
+
+    def read(self, blocks: Any, rows: Any) -> None:
+        self._records.read(blocks, rows)
+        share, chance = self._fleet.worn_memory.get(strand().process.name, 0.0), self._fleet.world.random
+        for row in rows if share else ():
+            if chance.random() < share:
+                row[chance.randrange(len(row))] ^= 1 << chance.randrange(8)
+
+
 class Fleet:
     """The stack of one world. Who dies is started again a while later, as a supervisor does."""
 
@@ -143,8 +189,14 @@ class Fleet:
         self.on_worker: Callable[[Process, Worker], object] = lambda process, worker: None
         self.loans: dict[Process, list[Loan]] = {}
         """Of workers' prefix caches, to what moves between workers."""
+        self.keepers: dict[Process, Any] = {}
+        """Records of what they lend of their host memory."""
+        self.worn_memory: dict[str, float] = {}
+        """By worker: which share of what it keeps for others' caches comes back with other bits."""
+        self.bytes_of: dict[bytes, bytes] = {}
+        """By name, of each block that was sent to a peer."""
         self.unforeseen: list[str] = []
-        """Ends of processes that nobody wanted."""
+        """Ends of processes that nobody wanted, and blocks that are somebody else's."""
         self._configs = {name: self._config(name) for name in shape.names}
 
     @contextmanager
@@ -202,6 +254,10 @@ class Fleet:
     def _device_shelf(self, cache: Any, transfers: Any, records: Any, batch_blocks: int) -> DeviceShelf:
         return DeviceShelf(cache, transfers, _Arriving(self, records), batch_blocks)  # type: ignore[arg-type]
 
+    def _keeper(self, records: Any, grants: Any) -> Keeper:
+        self.keepers[strand().process] = records
+        return Keeper(_Keeping(self, records), grants)  # type: ignore[arg-type]
+
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """Who makes what is remembered, for the checks."""
@@ -219,6 +275,8 @@ class Fleet:
             patch.object(gateway, "Sessions", watch(Sessions, self.sessions.__setitem__)),
             patch.object(migration, "CacheDoor", self._cache_door),
             patch.object(target, "DeviceShelf", self._device_shelf),
+            patch.object(neighbourhood, "Keeper", self._keeper),
+            patch.object(store, "PeerTier", partial(SentBlocks, self)),
             patch.object(scheduler, "Term", watch(Term, lambda at, term: self.terms.append((at, term)))),
         ):
             yield

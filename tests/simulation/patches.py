@@ -25,9 +25,13 @@ import services.worker.engine_thread as engine_thread
 import services.worker.kv.store as store
 import services.worker.kv.tiers.copier as copier
 import services.worker.kv.tiers.disk as disk
+import services.worker.kv.tiers.peers as peer_tier
 import services.worker.kv.tiers.throttle as throttle
 import services.worker.kv.transfers as transfers
 import services.worker.peers.attention.creditor as creditor
+import services.worker.peers.keeping.keeper as keeper
+import services.worker.peers.keeping.loans as cache_loans
+import services.worker.peers.keeping.ways as ways
 import services.worker.peers.lending.service as lending
 import services.worker.peers.transport.pipe as pipe
 import services.worker.peers.transport.plane as plane
@@ -50,11 +54,14 @@ _THREADED = (
     transfers,
     throttle,
     disk,
+    peer_tier,
     plane,
     bulk_server,
     pipe,
     lending,
     creditor,
+    keeper,
+    ways,
     simulated,
     futures,
 )
@@ -63,10 +70,13 @@ _TIMED = {
     copier: ("monotonic", "perf_counter"),
     throttle: ("monotonic",),
     store: ("monotonic",),
+    ways: ("perf_counter",),
 }
 _COPY_S = (0.0, 0.0002, 0.002, 0.01)
 _DISK_BYTES = 16 * 1024
 """What a world takes for a MiB of disk: blocks of simulated KV are small."""
+_CACHE_RESTS_S, _CACHE_IDLE_S = 0.4, 1.0
+"""Of loans for prefix caches: a world lasts for some seconds."""
 _codecs: dict[str, Codec] = {}
 
 
@@ -108,6 +118,8 @@ def inhabited(world: World, sockets: Sockets, disks: Disks) -> Iterator[None]:
         replace(pipe, "select", sockets)
         replace(worker_assembly, "socket", sockets)
         replace(store, "_MEGA", _DISK_BYTES)
+        replace(cache_loans, "_REST_S", _CACHE_RESTS_S)
+        replace(cache_loans, "_IDLE_S", _CACHE_IDLE_S)
         replace(disk, "os", disks.os)
         replace(disk, "fcntl", disks.fcntl)
         replace(gateway_service, "bind", VirtualListener)

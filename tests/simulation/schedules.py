@@ -206,6 +206,53 @@ def _worn_disks(chance: random.Random, schedule: Schedule) -> Schedule:
     )
 
 
+def _keeping(chance: random.Random, schedule: Schedule) -> Schedule:
+    """Prefix caches have what leaves their small host memory at other workers; what is asked was mostly asked
+    before. Who keeps it is away for a while, or has worn memory, or sequences need it."""
+    shape = replace(schedule.shape, workers=chance.choice((2, 2, 2, 3)))
+    worker = shape.settings["worker"]
+    is_lending = "lending" in worker
+    blocks = worker["kv_blocks"] if is_lending else chance.choice((16, 20))
+    cache = {
+        **worker["prefix_cache"],
+        "host_blocks": chance.choice((4, 8)),
+        "peer_blocks": chance.choice((8, 32, 96)),
+        "shadow_share": chance.choice((0.0, 0.5)),
+    }
+    lending = {
+        "lease_s": chance.choice((0.5, 1.0, 3.0)),
+        **worker.get("lending", {}),
+        "host_blocks": chance.choice((8, 32, 96)),
+        "answer_s": chance.choice((0.1, 1.0)),
+    }
+    worker = {**worker, "kv_blocks": blocks, "prefix_cache": cache, "lending": lending}
+    most_tokens = blocks * _BLOCK_TOKENS - 80
+    prompts = [tuple(chance.randrange(300, 3000) for _ in range(200)) for _ in range(chance.randint(2, 4))]
+    long = tuple(question for question in schedule.questions if question.is_long)
+    between_s = chance.choice((0.15, 0.2, 0.25))
+    again = tuple(
+        replace(
+            chance.choice(schedule.questions),
+            at_s=QUESTIONS_BEGIN_S + between_s * number,
+            seed=chance.randrange(200),
+            prompt=chance.choice(prompts)[: min(most_tokens, chance.choice((100, 200, 200)))],
+            max_tokens=chance.choice((1, 4, 30)),
+            name="",
+            is_long=False,
+        )
+        for number in range(20)
+    )
+    targets = [f"worker-{chance.randrange(shape.workers)}" for _ in range(chance.choice((0, 1, 1, 2, 3)))]
+    kinds = ("kill", "freeze", "cut", "slow", "memory worn", "memory worn")
+    more = _some(chance, kinds, targets, (0.1, 0.6, 1.5, 3.0))
+    return replace(
+        schedule,
+        shape=_with(shape, "worker", worker),
+        questions=(*long, *again),
+        faults=_in_order(schedule.faults + more),
+    )
+
+
 def _some(
     chance: random.Random, kinds: Sequence[str], targets: Sequence[str], lengths_s: Sequence[float]
 ) -> tuple[Fault, ...]:
@@ -233,6 +280,7 @@ _FOCI: dict[str, tuple[float, Callable[[random.Random, Schedule], Schedule]]] = 
     "copies": (0.2, _hanging),
     "rivals": (0.15, _rivals),
     "disks": (0.15, _worn_disks),
+    "keeping": (0.2, _keeping),
 }
 """Which share of seeds has it."""
 
@@ -394,6 +442,11 @@ def _disk(fleet: Fleet, fault: Fault) -> None:
     fleet.world.after(fault.for_s, end)
 
 
+def _memory_worn(fleet: Fleet, fault: Fault) -> None:
+    fleet.worn_memory[fault.target] = 5 * fault.amount
+    fleet.world.after(fault.for_s, lambda: fleet.worn_memory.pop(fault.target, None))
+
+
 def _skew(fleet: Fleet, fault: Fault) -> None:
     """That one speaks a later version: its messages have fields that nobody knows."""
     newer = fault.target
@@ -417,5 +470,6 @@ _CARRIED_OUT: dict[str, Callable[[Fleet, Fault], None]] = {
     "disk full": _disk,
     "disk corrupt": _disk,
     "disk fails": _disk,
+    "memory worn": _memory_worn,
     "skew": _skew,
 }
