@@ -106,6 +106,8 @@ class BlocksPulled(Message, frozen=True, kw_only=True):
     fetched_bytes: Number = 0
     took_s: Seconds = 0.0
     """On the link."""
+    is_cut_short: bool = False
+    """Its time was over before all was there: what is missing may come with the next order."""
 
 
 class WorkersWanted(Message, frozen=True, kw_only=True):

@@ -134,7 +134,7 @@ class Shadowing:
             self.done += 1
             self.fetched_bytes += pulled.fetched_bytes
             has_more = pulled.fetched_blocks > 0 or pulled.held_tokens > shadow.held_tokens
-            shadow.is_stuck = order.blocks > 0 and not has_more
+            shadow.is_stuck = order.blocks > 0 and not has_more and not pulled.is_cut_short
             shadow.held_tokens, shadow.renewed_s = pulled.held_tokens, now_s
             shadow.next_s = now_s + (self._rules.aside_s if shadow.is_stuck else self._rules.interval_s)
         return []

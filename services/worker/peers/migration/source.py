@@ -19,6 +19,7 @@ from services.worker.kv.transfers import Route, TransferEngine
 from services.worker.peers.engine_calls import CacheDoor
 from services.worker.peers.transport.base import Buffer, Peer, Receiver, Reply, bytes_of
 from shared.blocks import HASH_BYTES, BlockHash
+from shared.clock import monotonic_s
 from shared.errors import InvalidMessage, ModelMismatch
 from shared.messages.base import decode
 
@@ -43,6 +44,8 @@ class Given(msgspec.Struct, frozen=True):
     """Of each block that comes along, over its bytes, name and fingerprint (`kv.tiers.checksums`)."""
     sums: int = 0
     """Which function they are of: to whoever computes another one they say nothing."""
+    waited_s: float = 0.0
+    """Until they were read: for a step to end, and for copies that go first. The link had nothing to do."""
 
 
 def read_wanted(header: bytes) -> Wanted:
@@ -112,7 +115,8 @@ class _Giving:
 
     def commit(self) -> Reply:
         """Copied: what is sent is whole whatever becomes of the blocks meanwhile."""
-        own = self._read_own()
+        asked_s = monotonic_s()
+        own, began_s = self._read_own()
         away = self.wanted.names[len(own) :][:_MOST_BORROWED]
         if self.wanted.is_shadow:
             away = ()
@@ -123,29 +127,33 @@ class _Giving:
         named = zip(rows, self.wanted.names, strict=False)
         sums = self.source.sums
         made = tuple(sums.of(row, name, self.wanted.fingerprint) for row, name in named)
-        given = Given(made, sums.kind)
+        given = Given(made, sums.kind, waited_s=began_s - asked_s)
         return Reply(msgspec.msgpack.encode(given), [bytes_of(row) for row in rows])
 
-    def _read_own(self) -> npt.NDArray[np.uint8]:
+    def _read_own(self) -> tuple[npt.NDArray[np.uint8], float]:
+        """And when that began."""
         blocks = self.source.cache.hold(self.wanted.names, _HOLD_S)
         try:
             return self._copied(blocks)
         finally:
             self.source.cache.let_go(blocks)
 
-    def _copied(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
+    def _copied(self, blocks: Sequence[int]) -> tuple[npt.NDArray[np.uint8], float]:
         is_shadow = self.wanted.is_shadow
         records = self.source.shadow_records if is_shadow else self.source.records
         route = Route.SHADOW if is_shadow else Route.GIVE
         rows = np.empty((len(blocks), records.record_bytes), dtype=np.uint8)
+        began_s = monotonic_s()
 
         def copy() -> bool:
+            nonlocal began_s
+            began_s = monotonic_s()
             records.read(blocks, list(rows))
             return True
 
         transfers = self.source.transfers
         is_read = transfers.run(route, copy, failed=False, size_bytes=rows.nbytes, within_s=_HOLD_S)
-        return rows if is_read else rows[:0]
+        return (rows if is_read else rows[:0]), began_s
 
     def abandon(self) -> None:
         """Nothing is held yet."""

@@ -56,6 +56,8 @@ class _Arrived:
     names: Sequence[BlockHash] = ()
     rows: Sequence[RecordRow] = ()
     places: Sequence[int] = ()
+    link_s: float = 0.0
+    """In which they were read and sent."""
 
 
 class Target:
@@ -133,20 +135,21 @@ class Target:
             return BlocksPulled(held_tokens=0)
         until_s, busy_s = self._clock() + order.valid_for_s, 0.0
         known = held = await shelf.known(names)
-        while held < len(names) and await self._has_turn(way, until_s):
+        is_in_time = True
+        while held < len(names) and (is_in_time := await self._has_turn(way, until_s)):
             try:
-                asked_s = self._clock()
                 arrived = await self._fetch(order.source, way, names, held, shelf)
             finally:
                 way.lock.release()
-            took_s = self._clock() - asked_s
-            way.rests_until_s = asked_s + took_s / self._config.shadow_link_share
+            share = self._config.shadow_link_share
+            way.rests_until_s = self._clock() + arrived.link_s * (1.0 / share - 1.0)
             count = await self._store(arrived, shelf)  # It may wait for the disk: without the link.
-            busy_s, held = busy_s + took_s, held + count
+            busy_s, held = busy_s + arrived.link_s, held + count
             if not count:
                 break
             self.shadowed_blocks += count
-        return self._pulled(order, known, held, busy_s)
+        answer = self._pulled(order, known, held, busy_s)
+        return msgspec.structs.replace(answer, is_cut_short=not is_in_time)
 
     async def _has_turn(self, way: _Way, until_s: float) -> bool:
         """Waits until shadows may have the link, which is theirs then. False: not before that time."""
@@ -235,14 +238,14 @@ class Target:
             asyncio.to_thread(self._receive, link, batch[: len(places)], is_shadow=shelf is self._host)
         )
         try:
-            rows = await asyncio.shield(receiving)
+            rows, link_s = await asyncio.shield(receiving)
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):
                 link.close()  # It is in the middle of an answer.
                 receiving.add_done_callback(_forget)
             shelf.take_in(places, (), parent)
             raise
-        return _Arrived(parent, batch[: len(rows)], rows, places)
+        return _Arrived(parent, batch[: len(rows)], rows, places, link_s)
 
     async def _store(self, arrived: _Arrived, shelf: Shelf) -> int:
         """How many of these blocks are there now. Raises KvasirError when they cannot be written."""
@@ -266,27 +269,32 @@ class Target:
         self.fetched_blocks += count
         return await asyncio.wrap_future(shelf.take_in(places, names[:count], parent))
 
-    def _receive(self, link: PeerLink, names: Sequence[BlockHash], *, is_shadow: bool) -> list[RecordRow]:
-        """On a thread of its own: into scratch memory, the first of them that are verified."""
+    def _receive(
+        self, link: PeerLink, names: Sequence[BlockHash], *, is_shadow: bool
+    ) -> tuple[list[RecordRow], float]:
+        """On a thread of its own: into scratch memory, the first of them that are verified, and how long the
+        link had to do with them."""
         rows = np.empty((len(names), self._records.record_bytes), dtype=np.uint8)
         wanted = Wanted(self._fingerprint, tuple(names), is_shadow=is_shadow)
         into = [bytes_of(row) for row in rows]
         header = msgspec.msgpack.encode(wanted)
+        asked_s = self._clock()
         answer = link.ask(BLOCKS, header, into=into, deadline_s=self._config.answer_s)
         given = read_given(answer.header)
         if len(given.checksums) != answer.buffers:
             raise InvalidMessage("blocks came without their checksums")
         self._throttle.wait(answer.buffers * self._records.record_bytes)
+        link_s = max(0.0, self._clock() - asked_s - max(0.0, given.waited_s))
         good, is_comparable = 0, given.sums == self._sums.kind  # Where it is not, the link has verified them.
         for row, name, expected in zip(rows[: answer.buffers], names, given.checksums, strict=False):
             if is_comparable and self._sums.of(row, name, self._fingerprint) != expected:
                 self.refused_blocks += answer.buffers - good
                 break
             good += 1
-        return list(rows[:good])
+        return list(rows[:good]), link_s
 
 
-def _forget(late: "asyncio.Future[list[RecordRow]]") -> None:
+def _forget(late: "asyncio.Future[tuple[list[RecordRow], float]]") -> None:
     if not late.cancelled():
         late.exception()
 

@@ -249,6 +249,19 @@ def test_what_the_keeper_has_already_is_no_reason_to_wait() -> None:
     assert asked.ref in again
 
 
+def test_an_order_whose_time_was_over_is_followed_by_another_at_once() -> None:
+    """A link that rested when one came brought nothing, and for 5 s nobody asked again: most of an answer was
+    without a copy."""
+    fleet = Fleet(2, room_blocks=10)
+    asked, *_ = fleet.tick()
+    fleet.shadowing.on_pulled(asked.ref, BlocksPulled(held_tokens=2, fetched_blocks=2), fleet.now_s)
+    asked = fleet.next_order(asked.ref)
+    fleet.shadowing.on_pulled(asked.ref, BlocksPulled(held_tokens=2, is_cut_short=True), fleet.now_s)
+    began_s = fleet.now_s
+    fleet.next_order(asked.ref)
+    assert fleet.now_s - began_s < 1.0
+
+
 def test_a_keeper_without_room_is_left_for_one_that_has_it() -> None:
     """It was asked again every 5 s for as long as the sequence ran, while others had room for all of it."""
     fleet = Fleet(3, room_blocks=0)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -203,9 +204,10 @@ async def test_a_link_rests_before_an_order_and_not_after_one(monkeypatch: pytes
     """An order slept after its last blocks until its scheduler had given it up: what had come was in vain."""
     now_s, slept_s = 0.0, [0.0]
 
-    async def fetch(*of: object) -> None:
+    async def fetch(*of: object) -> SimpleNamespace:
         nonlocal now_s
         now_s += 1.0
+        return SimpleNamespace(link_s=1.0)
 
     async def store(*of: object) -> int:
         return 4
@@ -224,6 +226,21 @@ async def test_a_link_rests_before_an_order_and_not_after_one(monkeypatch: pytes
             patched.setattr(asyncio, "sleep", sleep)
             short = msgspec.structs.replace(order(PROMPT), valid_for_s=2.0)
             assert (await taker.target.pull(short)).fetched_blocks == 4 and sum(slept_s) == 0.0
-            assert (await taker.target.pull(short)).fetched_blocks == 0 and sum(slept_s) == 0.0
+            resting = await taker.target.pull(short)
+            assert resting.fetched_blocks == 0 and resting.is_cut_short and sum(slept_s) == 0.0
             longer = msgspec.structs.replace(order(PROMPT), valid_for_s=4.0)
             assert (await taker.target.pull(longer)).fetched_blocks == 4 and sum(slept_s) == 3.0
+
+
+async def test_a_link_does_not_pay_for_the_time_in_which_its_source_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While a prompt was computed, each question waited for a step, and the link rested three times as long."""
+    with two() as (giver, taker):
+        giver.rig.serve([PROMPT])
+        monkeypatch.setattr(taker.target, "_config", TransferConfig(batch_blocks=2, shadow_link_share=0.25))
+        pulled = asyncio.create_task(taker.target.pull(order(PROMPT[:9])))
+        giver.door.begin_long_step()
+        await asyncio.sleep(1.0)
+        giver.door.end_long_step()
+        assert (await pulled).took_s < 0.5
