@@ -235,7 +235,7 @@ async def test_a_link_rests_before_an_order_and_not_after_one(monkeypatch: pytes
 async def test_a_link_does_not_pay_for_the_time_in_which_its_source_computes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """While a prompt was computed, each question waited for a step, and the link rested three times as long."""
+    """While a prompt was computed, each question waited for a step, the link rested three times as long."""
     with two() as (giver, taker):
         giver.rig.serve([PROMPT])
         monkeypatch.setattr(taker.target, "_config", TransferConfig(batch_blocks=2, shadow_link_share=0.25))
