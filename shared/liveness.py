@@ -118,12 +118,11 @@ class Incarnations:
         life = self._lives.get(instance)
         return None if life is None else life.incarnation
 
-    def is_another(self, instance: str, incarnation: int, now_s: float) -> bool:
-        """Whether another start than this is the present one, and was heard of lately."""
+    def is_replaced(self, instance: str, incarnation: int, now_s: float) -> bool:
+        """Whether this start was heard of, and then another one, and that one lately. A start that was never
+        heard of may be newer than all others: whoever was cut off for a while has not heard it."""
         life = self._lives.get(instance)
-        return (
-            life is not None and life.incarnation != incarnation and now_s - life.heard_s <= self._silence_s
-        )
+        return life is not None and incarnation in life.earlier and now_s - life.heard_s <= self._silence_s
 
 
 class Liveness:
@@ -153,8 +152,8 @@ class Liveness:
 
     def expect(self, instance: str, incarnation: int | None, now_s: float) -> bool:
         """Somebody says that it is there: it has to show itself from now on. False where that is of a start
-        (None: not known of which) and another one was heard of lately."""
-        if incarnation is not None and self._starts.is_another(instance, incarnation, now_s):
+        (None: not known of which) that was replaced."""
+        if incarnation is not None and self._starts.is_replaced(instance, incarnation, now_s):
             return False
         self._heard_s[instance] = now_s
         return True

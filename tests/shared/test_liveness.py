@@ -27,8 +27,8 @@ def test_one_that_was_replaced_may_come_back_when_its_successor_is_silent() -> N
     heard.hear("worker-0", 1, 0.0)
     heard.hear("worker-0", 2, 1.0)
     assert not heard.hear("worker-0", 1, 1.0 + SILENCE_S)
-    assert heard.is_another("worker-0", 1, 1.0 + SILENCE_S)
-    assert not heard.is_another("worker-0", 1, 1.1 + SILENCE_S)
+    assert heard.is_replaced("worker-0", 1, 1.0 + SILENCE_S)
+    assert not heard.is_replaced("worker-0", 1, 1.1 + SILENCE_S)
     assert heard.hear("worker-0", 1, 1.1 + SILENCE_S)
     assert not heard.hear("worker-0", 2, 2.0 + SILENCE_S)
 
@@ -78,8 +78,17 @@ def test_one_that_is_expected_has_to_show_itself() -> None:
     liveness.hear("gateway-1", 6, 1.0)
     assert liveness.silent(2.5) == ["gateway-0"]
     liveness.hear("gateway-1", 5, 2.6)
-    assert not liveness.expect("gateway-1", 6, 2.7), "another start of it is there"
+    assert not liveness.expect("gateway-1", 6, 2.7), "it was replaced"
     assert liveness.expect("gateway-1", 5, 2.7)
+
+
+def test_one_that_nobody_here_has_heard_of_is_expected_whoever_was_heard_before() -> None:
+    """A gateway was started anew while a worker was cut off. Until its next heartbeat the worker refused what
+    schedulers sent in its name, five times, and clients got an error."""
+    liveness = Liveness(2.0)
+    liveness.hear("gateway-0", 1, 0.0)
+    assert liveness.expect("gateway-0", 2, 0.5)
+    assert liveness.hear("gateway-0", 2, 0.6) and not liveness.expect("gateway-0", 1, 0.7)
 
 
 class Hands:

@@ -216,12 +216,16 @@ def test_wishes_for_tokens_that_the_model_has_not_end_at_once(
 
 def test_sequences_of_an_earlier_incarnation_of_their_gateway_go(table: SequenceTable) -> None:
     start(table, spec(ref("a"), PROMPT, gateway_incarnation=1))
+    table.hear_gateway("gateway-0", 1, 0.0)
     start(table, spec(ref("b"), PROMPT, gateway_incarnation=2))
     start(table, spec(ref("c"), PROMPT, gateway_id="gateway-1"))
     table.hear_gateway("gateway-0", 2, 0.0)
     table.check_integrity()
     assert [report.ref.request_id for report in table.reports(0.0)] == ["b", "c"]
     assert start(table, spec(ref("d"), PROMPT, gateway_incarnation=1)) == [SkipReason.UNKNOWN]
+    assert start(table, spec(ref("e"), PROMPT, gateway_incarnation=3)) == [], "it may be newer"
+    table.hear_gateway("gateway-0", 2, 0.1)
+    assert [report.ref.request_id for report in table.reports(0.1)] == ["b", "c"]
 
 
 def test_sequences_of_a_silent_gateway_end(table: SequenceTable) -> None:
