@@ -81,8 +81,8 @@ class Shadowing:
         """Of these, whose turn it is."""
         self._look_s: dict[str, float] = {}
         """By source: when to look at its sequences again."""
-        self._aside_s: dict[tuple[str, str], float] = {}
-        """By source and keeper, between which something failed: until when nothing goes there."""
+        self._aside_s: dict[tuple[int, str], float] = {}
+        """By a source's start and a keeper, between which something failed: until when nothing goes there."""
         self.done = 0
         self.failed = 0
         self.fetched_bytes = 0
@@ -128,7 +128,7 @@ class Shadowing:
         shadow = self._shadows.get(ref.key)
         if pulled is None:
             self.failed += 1
-            self._aside_s[order.source, order.keeper] = now_s + self._rules.aside_s
+            self._aside_s[order.source_incarnation, order.keeper] = now_s + self._rules.aside_s
             self._shadows.pop(ref.key, None)
         elif shadow is not None and shadow.keeper == order.keeper:
             self.done += 1
@@ -240,7 +240,7 @@ class Shadowing:
         if shadow is None:
             return None
         keeper = self._roster.pipelines[shadow.keeper]
-        can_go = self._is_open(source.worker_id, shadow.keeper, now_s)
+        can_go = self._is_open(source, shadow.keeper, now_s)
         is_sane = can_keep(source, keeper.report, sequence.limit_tokens)
         if not can_go or not is_sane or not is_worth(blocks * source.block_tokens, source, keeper.report):
             return None
@@ -261,15 +261,15 @@ class Shadowing:
             if pipeline is None or not is_here or not can_keep(source, pipeline.report, 0):
                 continue
             able += 1
-            if pipeline.report.shadow_room_blocks > 0 and self._is_open(source.worker_id, name, now_s):
+            if pipeline.report.shadow_room_blocks > 0 and self._is_open(source, name, now_s):
                 found.append(pipeline.report)
             if able == _MOST_KEEPERS:
                 break
         return found
 
-    def _is_open(self, source: str, keeper: str, now_s: float) -> bool:
+    def _is_open(self, source: WorkerReported, keeper: str, now_s: float) -> bool:
         """Whether there may be an order from the one to the other."""
-        return keeper not in self._keepers and self._aside_s.get((source, keeper), now_s) <= now_s
+        return keeper not in self._keepers and self._aside_s.get((source.incarnation, keeper), now_s) <= now_s
 
     def _begin(self, order: Order, sequence: Sequence, listed: SequenceReport, now_s: float) -> list[Effect]:
         self._orders[order.ref] = order

@@ -262,6 +262,21 @@ def test_an_order_whose_time_was_over_is_followed_by_another_at_once() -> None:
     assert fleet.now_s - began_s < 1.0
 
 
+def test_what_failed_with_a_source_that_died_does_not_hold_up_the_next_one() -> None:
+    """Its death broke the order that was under way, and its next life had no copies for 5 s."""
+    fleet = Fleet(2, room_blocks=10)
+    asked, *_ = fleet.tick()
+    fleet.shadowing.on_pulled(asked.ref, None, fleet.now_s)
+    began_s = fleet.now_s
+    fleet.next_order(asked.ref)
+    assert fleet.now_s - began_s > 4.0, "the same one rests"
+    fleet.shadowing.on_pulled(asked.ref, None, fleet.now_s)
+    fleet.say(asked.order.source, incarnation=77)
+    began_s = fleet.now_s
+    fleet.next_order(asked.ref)
+    assert fleet.now_s - began_s < 1.0
+
+
 def test_a_keeper_without_room_is_left_for_one_that_has_it() -> None:
     """It was asked again every 5 s for as long as the sequence ran, while others had room for all of it."""
     fleet = Fleet(3, room_blocks=0)
