@@ -28,7 +28,7 @@ import psutil
 import uvloop
 
 from bench.kit.context import Context
-from bench.kit.load import Answer, Target, complete, complete_all, first_error, insist
+from bench.kit.load import Answer, Target, complete, complete_all, first_error, full_answer, insist
 from bench.kit.load import answers as is_up
 from bench.kit.mechanisms import CACHE, LENDING, PIE, RELIEF, Settings
 from bench.kit.models import TINY_CHAT, drawn_tokens, vocabulary
@@ -48,6 +48,9 @@ _REST_S = 20.0
 """At most: for what was killed to be there again."""
 _KINDS = ("worker", "scheduler", "placement", "predictor", "ledger", "gateway", "nats")
 _SAMPLE_S = 20.0
+_REMEMBERED, _AT_ONCE = 16_000, 64
+"""Short requests, and how many at a time: processes remember the last 16,384 events (`shared.recorder`), and a
+worker has two or three of a request. Before that many, memory grows whatever is served."""
 TIGHT: Settings = {
     **CACHE,
     **LENDING,
@@ -244,6 +247,8 @@ def _serve_on(
     growth: Growth,
 ) -> None:
     """The same requests for so many minutes, and samples in between of what grows."""
+    if context.arguments.minutes:
+        _fill_records(context, stack)
     began_s = time.monotonic()
     until_s = began_s + 60.0 * context.arguments.minutes
     while time.monotonic() < until_s:
@@ -253,6 +258,17 @@ def _serve_on(
             seen.take(None, 0.0, answers, wanted, bodies)
         time.sleep(1.0)
         growth.take(stack, time.monotonic() - began_s)
+
+
+def _fill_records(context: Context, stack: Stack) -> None:
+    """What is remembered of requests is all that it may be from here on. Raises InternalError."""
+    short = [full_answer([token], 1) for token in range(1, _AT_ONCE + 1)]
+    with context.progress("short requests first", _REMEMBERED) as bar:
+        for _ in range(_REMEMBERED // _AT_ONCE):
+            answers = uvloop.run(complete_all(stack.target, short, _DEADLINE_S))
+            if not all(answer.ok for answer in answers):
+                raise InternalError(f"short requests failed: {first_error(answers)}")
+            bar.advance(len(answers))
 
 
 def _growth_tables(growth: Growth) -> list[Table]:
