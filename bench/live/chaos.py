@@ -49,8 +49,8 @@ _REST_S = 20.0
 _KINDS = ("worker", "scheduler", "placement", "predictor", "ledger", "gateway", "nats")
 _SAMPLE_S = 20.0
 _REMEMBERED, _AT_ONCE = 16_000, 64
-"""Short requests, and how many at a time: processes remember the last 16,384 events (`shared.recorder`), and a
-worker has two or three of a request. Before that many, memory grows whatever is served."""
+"""Short requests, and how many at a time: processes remember the last 16,384 events (`shared.recorder`), of
+which a worker has two or three for a request. Before so many, memory grows whatever is served."""
 TIGHT: Settings = {
     **CACHE,
     **LENDING,
