@@ -27,8 +27,9 @@ from shared.grammars import GrammarMatcher, Grammars, Words, words_of
 _log = getLogger("kvasir.worker.grammars")
 _MOST_GRAMMARS = 256
 """Kept compiled."""
-_MOST_MATCHERS = 4096
-"""Kept at where their answers are; more would be made again in every step."""
+_MOST_RESTING = 64
+"""Kept where their answers are, beside those of a step's own rows: nobody says which are over, and each has
+some 15 kB."""
 _FAR_TOKENS, _SELDOM = 2048, 64
 """With as many tokens left an answer is looked at for closing, every so many."""
 _NEAR_TOKENS, _OFTEN = 64, 8
@@ -115,7 +116,8 @@ class GrammarMasks:
         self._compiled: OrderedDict[str, Future[_Compiled]] = OrderedDict()
         self._lock = Lock()
         self._answers: OrderedDict[int, _Answer] = OrderedDict()
-        """By the identity of their tokens. No two threads have the same one."""
+        """By the identity of their tokens, who rests longest first. No two threads have the same one."""
+        self._most = _MOST_RESTING
         self._row_s = 0.0
         """What a mask takes, on average."""
 
@@ -128,6 +130,7 @@ class GrammarMasks:
         rows = [row for row, point in enumerate(points) if point.sampling.grammar and point.index >= 0]
         if not rows:
             return None
+        self._most = len(rows) + _MOST_RESTING
         wanted = [points[row] for row in rows]
         words_per_row = words_of(self._vocabulary.result(_DEADLINE_S)[0].vocabulary)
         masks = RowMasks(rows, words_per_row, lambda at, words: self._find(wanted[at], words))
@@ -194,7 +197,7 @@ class GrammarMasks:
         with self._lock:
             self._answers[key] = answer
             self._answers.move_to_end(key)
-            while len(self._answers) > _MOST_MATCHERS:
+            while len(self._answers) > self._most:
                 self._answers.popitem(last=False)
         news = point.tokens[len(point.tokens) - point.index + answer.accepted :]
         look_at = self._last_look(answer, answer.accepted + len(news), limit)
