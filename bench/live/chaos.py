@@ -39,6 +39,7 @@ from bench.live import shadowing
 from bench.live.growth import Growth
 from bench.live.structured import fault_of
 from shared.errors import InternalError
+from shared.recorder import MOST_EVENTS
 
 STREAMS, WORKERS, GATEWAYS = 8, 2, 2
 _DEADLINE_S = 120.0
@@ -48,9 +49,9 @@ _REST_S = 20.0
 """At most: for what was killed to be there again."""
 _KINDS = ("worker", "scheduler", "placement", "predictor", "ledger", "gateway", "nats")
 _SAMPLE_S = 20.0
-_REMEMBERED, _AT_ONCE = 16_000, 64
-"""Short requests, and how many at a time: processes remember the last 16,384 events (`shared.recorder`), of
-which a worker has two or three for a request. Before so many, memory grows whatever is served."""
+_AT_ONCE = 64
+"""Short requests, of which there are as many as a process remembers events: a worker has two or three of
+each. Before so many, memory grows whatever is served."""
 TIGHT: Settings = {
     **CACHE,
     **LENDING,
@@ -263,8 +264,8 @@ def _serve_on(
 def _fill_records(context: Context, stack: Stack) -> None:
     """What is remembered of requests is all that it may be from here on. Raises InternalError."""
     short = [full_answer([token], 1) for token in range(1, _AT_ONCE + 1)]
-    with context.progress("short requests first", _REMEMBERED) as bar:
-        for _ in range(_REMEMBERED // _AT_ONCE):
+    with context.progress("short requests first", MOST_EVENTS) as bar:
+        for _ in range(MOST_EVENTS // _AT_ONCE):
             answers = uvloop.run(complete_all(stack.target, short, _DEADLINE_S))
             if not all(answer.ok for answer in answers):
                 raise InternalError(f"short requests failed: {first_error(answers)}")

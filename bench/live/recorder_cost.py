@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from bench.kit.stats import Work, interval, ratio_of_wholes
 from bench.kit.turns import alternate
 from shared.errors import InternalError
 from shared.messages.sequence import SequenceRef
-from shared.recorder import Batch, Recorder
+from shared.recorder import MOST_BATCHES, MOST_EVENTS, MOST_ROWS, Batch, Recorder
 
 _DEADLINE_S = 240.0
 _SETTINGS: Mapping[str, object] = {"worker.threads": 1, "worker.kv_blocks": 512}
@@ -39,7 +40,7 @@ for name in ("note", "note_at", "file"):
 
 def compare(context: Context, turns: int, requests: int) -> dict[str, float]:
     """`recorder_cost`: by how much more CPU a token takes where it is recorded, as a share; with the interval
-    that holds it with 95 %."""
+    that holds it with 95 %. `recorder_full_mb`: memory of one that is full."""
     dice, ids = context.random("recorder"), vocabulary(TINY_CHAT)
     bodies = [full_answer(drawn_tokens(dice, ids, 64), 160) for _ in range(requests)]
     deaf = {**ONE_THREAD, "PYTHONPATH": str(_deaf_path(context.run_dir))}
@@ -64,6 +65,7 @@ def compare(context: Context, turns: int, requests: int) -> dict[str, float]:
         "recorder_cost": ratio_of_wholes(without, with_it) - 1.0,
         "recorder_cost_low": low - 1.0,
         "recorder_cost_high": high - 1.0,
+        "recorder_full_mb": full_bytes() / 1e6,
     }
 
 
@@ -125,3 +127,33 @@ def prices(rounds: int = 20_000) -> tuple[float, float, float]:
     note_s = timed(lambda: recorder.note("submitted", "req_1", choice=0, attempt=1, prompt_tokens=9))
     empty_s, full_s = timed(lambda: file(0)), timed(lambda: file(64))
     return note_s, empty_s, max(0.0, full_s - empty_s) / 64
+
+
+def full_bytes() -> int:
+    """Of a recorder that has all events, steps and rows that it may have, each with numbers of its own, as
+    a worker's have."""
+    rows = [SequenceRef(request_id=f"req_{at:032x}", choice=0, attempt=1) for at in range(MOST_EVENTS)]
+    each = MOST_ROWS // MOST_BATCHES
+    tracemalloc.start()
+    try:
+        recorder = Recorder("bench", "bench-0", 1)
+        for at, ref in enumerate(rows):
+            found = {
+                "tokens": 1000 + at,
+                "device_blocks": 2000 + at,
+                "host_blocks": 3000 + at,
+                "disk_blocks": 0,
+            }
+            recorder.note_at(0.1 * at, "found", ref.request_id, choice=0, attempt=1, **found)
+        for at in range(MOST_BATCHES):
+            fields = {
+                "step_s": 0.1 * at,
+                "busy_s": 0.2 * at,
+                "plan": 1000 + at,
+                "epoch": 1,
+                "heard_s": 0.3 * at,
+            }
+            recorder.file(0.4 * at, "step", Batch([], [rows[at]] * each, fields))
+        return tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()

@@ -114,14 +114,18 @@ class Loan:
         self._cache.release(blocks)
 
 
-class _Arriving:
-    """Records of the device, written to by what moves between workers: into blocks that were taken for it."""
+class _Records:
+    """Records that are watched, or worn."""
 
     def __init__(self, fleet: "Fleet", records: Any) -> None:
         self._fleet, self._records = fleet, records
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._records, name)
+
+
+class _Arriving(_Records):
+    """Of the device, written to by what moves between workers: into blocks that were taken for it."""
 
     def write(self, rows: Any, blocks: Any) -> None:
         process = strand().process
@@ -156,14 +160,8 @@ class SentBlocks(PeerTier):
         return is_there
 
 
-class _Keeping:
-    """Records of lent host memory, some of which come back with other bits."""
-
-    def __init__(self, fleet: "Fleet", records: Any) -> None:
-        self._fleet, self._records = fleet, records
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._records, name)
+class _Keeping(_Records):
+    """Of lent host memory, some of which come back with other bits."""
 
     def read(self, blocks: Any, rows: Any) -> None:
         self._records.read(blocks, rows)

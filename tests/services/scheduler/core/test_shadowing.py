@@ -249,7 +249,7 @@ def test_what_the_keeper_has_already_is_no_reason_to_wait() -> None:
     assert asked.ref in again
 
 
-def test_an_order_whose_time_was_over_is_followed_by_another_at_once() -> None:
+def test_an_order_whose_time_was_over_is_followed_by_another_soon() -> None:
     """A link that rested when one came brought nothing, and for 5 s nobody asked again: most of an answer was
     without a copy."""
     fleet = Fleet(2, room_blocks=10)
