@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from shared.bus.departures import GRACE_S
+from tests.simulation import __main__ as many
 from tests.simulation import planted
 from tests.simulation.clients import Question
 from tests.simulation.run import simulate
@@ -107,3 +108,10 @@ def test_a_killed_worker_costs_the_grace_and_a_step_before_its_answers_are_compu
     assert lost_s - 1.5 < GRACE_S + 0.01
     plans = [at_s for at_s, what in said if at_s > lost_s and "cmd.worker.plan.worker-1" in what]
     assert plans[0] - lost_s < 0.01 and plans[1] - lost_s < 0.05
+
+
+def test_more_schedules_run_than_one_pool_of_processes_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some 600 the rest was waited for without end: 10,000 could not be run."""
+    monkeypatch.setattr(many, "_AT_ONCE", 1)
+    monkeypatch.setattr(many, "_MOST_GROUPS", 2)
+    assert [verdict.seed for verdict in many._verdicts(first=3, count=5, processes=1)] == [3, 4, 5, 6, 7]
