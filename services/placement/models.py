@@ -35,6 +35,7 @@ class Models:
         self._started_s = monotonic_s()
 
     def on_reported(self, report: WorkerReported) -> None:
+        self._bus.departures.on_listening(report.worker_id, report.incarnation, report.door)
         placement = self._models.get(report.model)
         if placement is None and len(self._models) < MOST_MODELS:
             placement = self._models[report.model] = self._make(report.model)

@@ -54,6 +54,7 @@ class SchedulerService:
         if len(self._heard) > _MOST_HEARD:
             self._forget_silent()
         self._heard[report.worker_id] = monotonic_s(), report.incarnation, report.model
+        self._bus.departures.on_listening(report.worker_id, report.incarnation, report.door)
         if self._term is not None:
             self._term.on_worker_reported(report)
 

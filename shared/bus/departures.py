@@ -3,8 +3,9 @@
 The server announces each connection that begins or ends (`$SYS.ACCOUNT.….CONNECT`, `DISCONNECT`); the stack's
 configuration hands both to its account as `evt.bus.…`. The main connection of a bus is named after instance
 and incarnation, so the end of the last one of that name is the end of this start, unless it is back
-within `GRACE_S`: a live process reconnects sooner. What this does not see is a process that is frozen, or a
-server that does not tell: then silence counts. Being wrong costs a resubmission.
+within `GRACE_S`: a live process reconnects sooner. Of a start that is known to listen somewhere nobody waits
+so long: where its port refuses a connection, it has ended. What this does not see is a process that is
+frozen, or a server that does not tell: then silence counts. Being wrong costs a resubmission.
 """
 
 import asyncio
@@ -18,6 +19,8 @@ from shared.bus.serving import Handler, Listener
 from shared.log import canonical, get_logger
 
 GRACE_S = 0.15
+_KNOCK_AGAIN_S = 0.03
+"""A port may be closed a little later than the connection."""
 _MOST_KNOWN = 4096
 _MOST_SERVERS = 64
 _MOST_DIGITS = 19
@@ -85,12 +88,22 @@ class Departures:
         self._servers: OrderedDict[str, str] = OrderedDict()
         """The id under which each was last heard of."""
         self._leaving: dict[Start, asyncio.TimerHandle] = {}
+        self._doors: OrderedDict[str, tuple[int, str]] = OrderedDict()
+        """By instance: the incarnation that listens, and where."""
+        self._knocking: set[asyncio.Task[None]] = set()
         self._gone: OrderedDict[Start, None] = OrderedDict()
         self._watchers: list[OnGone] = []
 
     def watch(self, on_gone: OnGone) -> None:
         """Called once for each start that has gone."""
         self._watchers.append(on_gone)
+
+    def on_listening(self, instance: str, incarnation: int, address: str) -> None:
+        """That start says that it accepts TCP connections at `address`, a host:port; "": nowhere."""
+        self._doors[instance] = incarnation, address
+        self._doors.move_to_end(instance)
+        if len(self._doors) > _MOST_KNOWN:
+            self._doors.popitem(last=False)
 
     def is_gone(self, instance: str, incarnation: int) -> bool:
         """Whether that start has left, and lately."""
@@ -120,6 +133,13 @@ class Departures:
             return
         self._connections.pop(start, None)
         self._leaving[start] = asyncio.get_running_loop().call_later(GRACE_S, self._on_left, start)
+        instance, incarnation = start
+        listening, address = self._doors.get(instance, (0, ""))
+        host, _, port = address.rpartition(":")
+        if listening == incarnation and port.isdecimal() and int(port) < 1 << 16:
+            knocking = asyncio.create_task(self._knock(start, host, int(port)))
+            self._knocking.add(knocking)
+            knocking.add_done_callback(self._knocking.discard)
 
     def _meet(self, server: BusServer) -> None:
         """One that was started again has told nobody which connections ended with it: none of those count."""
@@ -132,9 +152,27 @@ class Departures:
 
     def close(self) -> None:
         """Nobody is called any more."""
+        for knocking in self._knocking:
+            knocking.cancel()
         for leaving in self._leaving.values():
             leaving.cancel()
         self._leaving.clear()
+
+    async def _knock(self, start: Start, host: str, port: int) -> None:
+        """Until it is refused: then the start has ended. Anything else says nothing."""
+        while start in self._leaving:
+            try:
+                async with asyncio.timeout(GRACE_S):
+                    _, writer = await asyncio.open_connection(host, port)
+            except ConnectionRefusedError:
+                if (leaving := self._leaving.get(start)) is not None:
+                    leaving.cancel()
+                    self._on_left(start)
+                return
+            except (OSError, TimeoutError):
+                return
+            writer.close()
+            await asyncio.sleep(_KNOCK_AGAIN_S)
 
     def _on_left(self, start: Start) -> None:
         del self._leaving[start]

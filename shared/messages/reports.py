@@ -215,6 +215,11 @@ class WorkerReported(Message, frozen=True, kw_only=True):
     protocol: Count = 0
     """`shared.release.PROTOCOL` of its code."""
 
+    @property
+    def door(self) -> str:
+        """Where the system refuses connections as soon as the worker has ended: host:port; "": nowhere."""
+        return self.bulk_addresses.get("tcp", "")
+
 
 class SchedulerAnnounced(Message, frozen=True, kw_only=True):
     """At start, then at a fixed interval. A new incarnation asks gateways to resubmit what runs."""

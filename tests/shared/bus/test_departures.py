@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -13,14 +14,15 @@ from tests.patience import PATIENCE_S
 from tests.services.stack.secured import secured_server
 
 PROGRAM = """
-import asyncio, sys
+import asyncio, socket, sys
 from shared.bus import Bus
 from shared.config import BusConfig
 
 async def main():
     config = BusConfig(url=sys.argv[1], user=sys.argv[2], password=sys.argv[3])
     bus = await Bus.connect(config, service="worker", instance=sys.argv[2])
-    print(bus.incarnation, flush=True)
+    door = socket.create_server(("127.0.0.1", 0))
+    print(bus.incarnation, door.getsockname()[1], flush=True)
     await asyncio.Event().wait()
 
 asyncio.run(main())
@@ -56,7 +58,7 @@ async def test_a_process_that_ends_is_told_of_by_a_stacks_server(tmp_path: Path,
         process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
         assert process.stdout is not None
         async with asyncio.timeout(PATIENCE_S):
-            incarnation = int(await process.stdout.readline())
+            incarnation = int((await process.stdout.readline()).split()[0])
             await asyncio.sleep(2 * GRACE_S)
             assert heard.gone == []
             process.send_signal(how)
@@ -66,6 +68,72 @@ async def test_a_process_that_ends_is_told_of_by_a_stacks_server(tmp_path: Path,
         assert bus.departures.is_gone("worker-0", incarnation)
         assert not bus.departures.is_gone("worker-0", incarnation + 1)
         await bus.close()
+
+
+async def test_nobody_waits_for_one_whose_port_refuses_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.bus.departures.GRACE_S", 10 * PATIENCE_S)
+    async with secured_server(tmp_path / "run") as access:
+        config = access.config("scheduler-0", connect_timeout_s=PATIENCE_S)
+        bus = await Bus.connect(config, service="scheduler", instance="scheduler-0")
+        heard = Heard()
+        await bus.watch_departures(heard)
+        password = access.credentials.nats_passwords["worker-0"]
+        argv = [sys.executable, "-c", PROGRAM, access.url, "worker-0", password]
+        process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
+        assert process.stdout is not None
+        async with asyncio.timeout(PATIENCE_S):
+            incarnation, port = map(int, (await process.stdout.readline()).split())
+            bus.departures.on_listening("worker-0", incarnation, f"127.0.0.1:{port}")
+            process.kill()
+            await heard.is_told.wait()
+            await process.wait()
+        assert heard.gone == [("worker-0", incarnation)]
+        await bus.close()
+
+
+async def test_one_whose_port_takes_connections_may_come_back() -> None:
+    departures, heard = Departures(), Heard()
+    departures.watch(heard)
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        departures.on_listening("worker-0", 7, f"127.0.0.1:{door.getsockname()[1]}")
+        departures.on_disconnected(event(1))
+        await asyncio.sleep(GRACE_S / 3)
+        assert heard.gone == []
+        departures.on_connected(event(2))
+        await asyncio.sleep(2 * GRACE_S)
+        assert heard.gone == []
+    departures.on_disconnected(event(2))
+    async with asyncio.timeout(PATIENCE_S):
+        await heard.is_told.wait()
+    assert heard.gone == [("worker-0", 7)]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{port}", "nonsense", "127.0.0.1:99999", ""])
+async def test_who_is_back_at_once_is_there_whatever_was_said_of_its_port(address: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        port = door.getsockname()[1]
+    departures, heard = Departures(), Heard()
+    departures.watch(heard)
+    departures.on_listening("worker-0", 7, address.format(port=port))
+    departures.on_disconnected(event(1))
+    departures.on_connected(event(2))
+    await asyncio.sleep(2 * GRACE_S)
+    assert heard.gone == []
+
+
+async def test_the_port_of_its_next_start_says_nothing_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.bus.departures.GRACE_S", 10 * PATIENCE_S)
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        port = door.getsockname()[1]
+    departures, heard = Departures(), Heard()
+    departures.watch(heard)
+    departures.on_listening("worker-0", 8, f"127.0.0.1:{port}")
+    departures.on_disconnected(event(1))
+    await asyncio.sleep(0.1)
+    assert heard.gone == []
+    departures.close()
 
 
 async def test_who_may_not_listen_waits_for_silence(tmp_path: Path) -> None:
