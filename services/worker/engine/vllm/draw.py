@@ -11,7 +11,7 @@ from services.worker.engine.embedding import with_hidden
 from services.worker.engine.grammar_masks import RowMasks
 from services.worker.engine.logits import Logits
 from services.worker.engine.native.library import choose
-from services.worker.engine.sampler import sample
+from services.worker.engine.sampler import sample, take_likeliest
 from shared.grammars import Words
 
 
@@ -37,13 +37,22 @@ class StepDraw:
     def __call__(self, logits: Logits, names: Sequence[str]) -> list[int]:
         if self._wanted:
             at = {name: index for index, name in enumerate(names)}
-            mine = _of(logits, [at[name] for name in self._wanted])
-            library = _library(mine.values.device.type)
-            found = sample(mine, self._points, library, self._masks)
-            if any(point.sampling.embeds for point in self._points):
-                found = with_hidden(found, self._points, mine.hidden)
+            found = self._found(logits, [at[name] for name in self._wanted])
             self.drawn = dict(zip(self._wanted, found, strict=True))
         return [self.noted(name) or 0 for name in names]
+
+    def _found(self, logits: Logits, rows: list[int]) -> list[Sampled | None]:
+        """Of these rows of the logits, a token each."""
+        values = logits.values.float()
+        library = _library(values.device.type)
+        embeds = any(point.sampling.embeds for point in self._points)
+        if self._masks is None and not embeds:
+            likeliest = take_likeliest(values, rows, self._points, library)
+            if likeliest is not None:
+                return likeliest
+        mine = _of(logits, rows)
+        found = sample(mine, self._points, library, self._masks)
+        return with_hidden(found, self._points, mine.hidden) if embeds else found
 
     def noted(self, name: str) -> int | None:
         """The token that a request goes on with, if there is one."""

@@ -54,3 +54,22 @@ def test_sent_and_drawn_there() -> None:
     assert here.noted("chunk") is None and tokens[1] == 0
     assert here.noted("row-4") in (5, 6)
     assert here.noted("row-0") == int(values[2].argmax())
+
+
+def test_rows_that_want_the_likeliest_alone_have_it_whatever_their_order() -> None:
+    """Without a copy of the logits; one that is not finite has none, and one that is to go on does."""
+    values = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(4))
+    values[2, 7] = float("nan")
+    end = int(values[3].argmax())
+    goes_on = Sampling(seed=0, max_tokens=99, temperature=0.0, min_tokens=31, end_token_ids=(end,))
+    greedy = Sampling(seed=0, max_tokens=99, temperature=0.0)
+    order = ["chunk", "b", "a", "c"]
+    wanted = {name: SamplePoint(greedy, 0, 30, TEXT) for name in ("a", "b", "c")}
+    alone = StepDraw(list(wanted), list(wanted.values()), None)
+    tokens = alone(Logits(values.clone()), order)
+    assert tokens == [0, int(values[1].argmax()), 0, end]
+    assert alone.drawn["a"] is None
+    wanted["c"] = SamplePoint(goes_on, 0, 30, TEXT)
+    beside = StepDraw(list(wanted), list(wanted.values()), None)
+    assert beside(Logits(values.clone()), order)[:3] == tokens[:3]
+    assert beside.noted("c") not in (None, end)
