@@ -1,5 +1,6 @@
-"""What is in the image: the locked packages and no others, no secret, nothing that makes anybody root, and,
-where a scanner is on the path, nothing with a known flaw that is mended elsewhere.
+"""What is in the image: the locked packages and no others, no secret, nothing that makes anybody root,
+nothing that Debian mended since, and, where a scanner is on the path, nothing with a known flaw that is mended
+elsewhere.
 """
 
 import json
@@ -23,6 +24,16 @@ _SECRETS = (
     "grep -rlE -- '-----BEGIN [A-Z ]*PRIVATE KEY-----|sk-[A-Za-z0-9_-]{30,}' /srv /data /etc /root || true"
 )
 _ROOT_MAKERS = "find / -xdev -type f -perm /6000 2>/dev/null || true"
+_UPDATES = """
+. /etc/os-release
+rm -rf /etc/apt/sources.list.d /etc/apt/sources.list
+for suite in "debian $VERSION_CODENAME" "debian-security $VERSION_CODENAME-security"; do
+  echo "deb http://deb.debian.org/$suite main" >> /etc/apt/sources.list
+done
+apt-get -qq -o Acquire::Retries=2 -o APT::Update::Error-Mode=any update && apt-get -qq --simulate dist-upgrade
+"""
+"""What Debian's archive has newer, as apt would install it; nothing is."""
+_UPDATE = re.compile(r"^Inst (\S+) \[([^]]+)\] \((\S+) ([^)]*)\)", re.MULTILINE)
 SCANNERS: Mapping[str, tuple[str, ...]] = {
     "trivy": (
         "image",
@@ -70,7 +81,28 @@ def check_image() -> list[str]:
     assert not re.search("PASSWORD|SECRET|_KEY", environment), environment
     assert _inside("sh", "-c", _SECRETS).split() == []
     assert _inside("sh", "-c", _ROOT_MAKERS).split() == []
-    return [f"{len(installed)} packages, all locked; no secret, no setuid file", _scanned()]
+    return [f"{len(installed)} packages, all locked; no secret, no setuid file", _updated(), _scanned()]
+
+
+def security_updates(simulated: str) -> list[str]:
+    """What is older in the image than in Debian's security archive, from what `apt-get --simulate` printed:
+    "Inst NAME [OLD] (NEW ARCHIVES...)"."""
+    return sorted(
+        f"{name} {old}, mended in {new}"
+        for name, old, new, archives in _UPDATE.findall(simulated)
+        if "-Security:" in archives or "-security" in archives
+    )
+
+
+def _updated() -> str:
+    """Whether Debian mended something that the image has. Raises AssertionError: take a newer base."""
+    try:
+        simulated = docker("run", "--rm", "--network", "host", "--user", "0", IMAGE, "sh", "-c", _UPDATES)
+    except subprocess.CalledProcessError:
+        return "not compared with Debian's security archive: it cannot be reached"
+    waiting = security_updates(simulated)
+    assert not waiting, f"the base is behind Debian's security archive, take a newer one (BASE=): {waiting}"
+    return "Debian's security archive has nothing newer"
 
 
 def _scanned() -> str:
