@@ -1,6 +1,6 @@
 """What is in the image: the locked packages and no others, no secret, nothing that makes anybody root,
-nothing that Debian mended since, and, where a scanner is on the path, nothing with a known flaw that is mended
-elsewhere.
+nothing that Debian mended since, and, where a scanner is on the path, nothing with a known flaw that is
+mended elsewhere.
 """
 
 import json
