@@ -161,18 +161,11 @@ class Departures:
     async def _knock(self, start: Start, host: str, port: int) -> None:
         """Until it is refused: then the start has ended. Anything else says nothing."""
         while start in self._leaving:
-            try:
-                async with asyncio.timeout(GRACE_S):
-                    _, writer = await asyncio.open_connection(host, port)
-            except ConnectionRefusedError:
-                if (leaving := self._leaving.get(start)) is not None:
-                    leaving.cancel()
-                    self._on_left(start)
-                return
-            except (OSError, TimeoutError):
-                return
-            writer.close()
-            await asyncio.sleep(_KNOCK_AGAIN_S)
+            if not await _refuses(host, port):
+                await asyncio.sleep(_KNOCK_AGAIN_S)
+            elif (leaving := self._leaving.get(start)) is not None:
+                leaving.cancel()
+                self._on_left(start)
 
     def _on_left(self, start: Start) -> None:
         del self._leaving[start]
@@ -182,3 +175,16 @@ class Departures:
         canonical(_log, "left the bus", instance=start[0], incarnation=start[1])
         for on_gone in self._watchers:
             on_gone(*start)
+
+
+async def _refuses(host: str, port: int) -> bool:
+    """Whether nobody listens there, as the system of that machine says."""
+    try:
+        async with asyncio.timeout(GRACE_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return False

@@ -4,6 +4,7 @@ A connection keeps its bytes in order and loses none; it is slow, stands still w
 and is reset when a process dies.
 """
 
+import asyncio
 import socket as real
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -54,6 +55,16 @@ class Sockets:
         ours.peer, theirs.peer = theirs, ours
         listening.offer(theirs)
         return ours
+
+    async def refuses(self, host: str, port: int) -> bool:
+        """As a process hears that tries a connection and lets go of it. Who is cut off is not heard of."""
+        own = strand().process
+        await asyncio.sleep(self._world.random.uniform(*_LATENCY_S))
+        listening = self._listening.get(port)
+        if listening is None:
+            return True
+        reached_s = max(self.cut_until_s.get(name, 0.0) for name in (own.name, listening.process.name))
+        return reached_s <= self._world.now_s and not (listening.is_open and listening.process.alive)
 
     def _pause(self, me: Strand) -> None:
         me.wait(self._world.random.uniform(*_LATENCY_S))

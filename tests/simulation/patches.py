@@ -38,6 +38,7 @@ import services.worker.peers.transport.plane as plane
 import services.worker.peers.transport.server as bulk_server
 import services.worker.peers.transport.tcp as tcp
 import shared.bus.connection as bus_connection
+import shared.bus.departures as departures
 import shared.bus.link as link
 from services.gateway.http.browser import written
 from services.gateway.text.tokenizer import Codec, load_codec
@@ -111,6 +112,7 @@ def inhabited(world: World, sockets: Sockets, disks: Disks) -> Iterator[None]:
         replace(transfers, "_be_nice", lambda niceness: None)
         replace(transfers.Ticket, "run", _in_time(world, transfers.Ticket.run))
         replace(simulated.SimulatedEngine, "__init__", _with_sleep(simulated.SimulatedEngine.__init__))
+        replace(departures, "_refuses", sockets.refuses)
         replace(link, "FairClient", VirtualClient)
         replace(bus_connection, "Express", SimpleNamespace(connect=_express))
         for module in (tcp, bulk_server, pipe):
