@@ -135,8 +135,7 @@ def open_store(
         shadow_blocks,
         peer_blocks,
     )
-    # What the host may bring at once: a worker's shadows when it dies, or a long prefix.
-    mover.make_ready(min(host_blocks, engine.kv_blocks))
+    records.make_ready(min(shadow_blocks, engine.kv_blocks))  # so many come at once where a worker has died
     gate = CostGate()
     gate.profile(Tier.HOST, mover.profile(engine.kv_blocks))
     pool = engine.make_pool()

@@ -204,14 +204,6 @@ class TierMover:
             best_s = min(best_s, took_s)
         return best_s if count else 0.0
 
-    def make_ready(self, device_blocks: int) -> None:
-        """Has the system give the memory of the first blocks, which are taken first, before anything is in
-        them. Where it gives it while blocks are brought there, they take seven times as long."""
-        zeros = np.zeros(self._records.record_bytes, dtype=np.uint8)
-        for first in range(0, device_blocks, _BATCH_BLOCKS):
-            blocks = range(first, min(first + _BATCH_BLOCKS, device_blocks))
-            self._records.write([zeros] * len(blocks), blocks)
-
     def store(self, stores: Sequence[Store]) -> float:
         """See `BlockMover`."""
         started_s = perf_counter()

@@ -433,8 +433,6 @@ def test_the_system_has_given_the_memory_that_is_ready() -> None:
     memory = [mmap.mmap(-1, blocks * elements * 4) for _ in range(4)]
     tensors = [torch.frombuffer(each, dtype=torch.float32).view(blocks, 1, 1, elements) for each in memory]
     records = Records([(tensors[0], tensors[1]), (tensors[2], tensors[3])])
-    transfers: TransferEngine[Ended] = TransferEngine(lambda: None)
-    mover = TierMover(transfers, records, HostTier(0, records.record_bytes, FINGERPRINT), None, lambda _: None)
 
     def faults() -> int:
         return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
@@ -445,7 +443,7 @@ def test_the_system_has_given_the_memory_that_is_ready() -> None:
         return faults() - before
 
     row = np.ones(records.record_bytes, dtype=np.uint8)
-    mover.make_ready(blocks // 2)
+    records.make_ready(blocks // 2)
     assert all(not tensor[: blocks // 2].any() for tensor in tensors)
     ready, fresh = bring(0), bring(blocks // 2)
     assert ready < fresh / 4, (ready, fresh)
