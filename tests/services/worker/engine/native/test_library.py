@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -228,3 +229,18 @@ def test_a_measurement_is_of_a_step_and_of_reading(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(timings, "_ROUNDS", 2)
     step_ms, read_ms = timings._measure((2, 2, 4, 64), 2, 40, "native")
     assert 0 < step_ms < 1e4 and 0 <= read_ms < 1e4
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="not Linux")
+def test_an_arena_asks_for_large_pages_and_is_of_a_kind_that_has_them() -> None:
+    """Private: of shared memory the system has none, unless it is set to."""
+    taken = Arena(1 << 20).take(1 << 20)
+    at, mine = taken.data_ptr(), ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+)", line):
+            first, end = int(found[1], 16), int(found[2], 16)
+            mine = found[3] if first <= at < end else ""
+        elif mine and line.startswith("VmFlags:"):
+            assert mine.endswith("p") and "hg" in line.split()
+            return
+    raise AssertionError("the arena is nowhere")
