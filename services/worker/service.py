@@ -145,6 +145,8 @@ class Worker:
             self._neighbours.borrower,
         )
         self._others = OTHERS if self._neighbours.borrows else ()
+        self._reached = (0, 0)
+        """Epoch and number of the last plan that has arrived since a snapshot was asked for."""
         self._heartbeat = Heartbeat(
             lambda: self._door.ask(lambda core, now_s: core.report(now_s)),
             self._sections,
@@ -194,6 +196,7 @@ class Worker:
     def on_plan(self, plan: BatchPlan) -> None:
         received_s = self._clock()
         self._door.post(lambda core, _: core.on_plan(plan, received_s))
+        self._reached = plan.epoch, plan.seq
         if self._expect_grammar is not None:
             for spec in plan.starts:
                 if spec.sampling.grammar:
@@ -229,13 +232,17 @@ class Worker:
 
     async def take_snapshot(self, snapshot: TakeSnapshot) -> WorkerReported:
         """Raises StaleEpoch."""
+        self._reached = 0, 0
         future = self._door.ask(lambda core, now_s: core.on_snapshot(snapshot, now_s))
         return self._heartbeat.number(await asyncio.wrap_future(future))
 
     def _sections(self, report: WorkerReported) -> dict[str, Any]:
-        """Of the heartbeat: what its owners say on this thread."""
+        """Of the heartbeat: what its owners say on this thread. A plan that came in the middle of a long step
+        has reached the worker, though the engine's thread has not seen it."""
+        epoch, seq = self._reached
+        reached = {"plan_seq": seq} if epoch == report.epoch and seq > report.plan_seq else {}
         moved = {} if self._transfers is None else self._transfers.section()
-        return {**costs_of(self._engine), **self._neighbours.section(report.capacity), **moved}
+        return {**costs_of(self._engine), **self._neighbours.section(report.capacity), **moved, **reached}
 
     async def fetch(self, fetch: FetchTokens) -> FetchedTokens:
         """Raises ForeignSequence."""

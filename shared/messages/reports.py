@@ -154,7 +154,7 @@ class WorkerReported(Message, frozen=True, kw_only=True):
     epoch: Epoch
     """Highest scheduler epoch seen."""
     plan_seq: Number
-    """Last plan taken up in that epoch."""
+    """Last plan of that epoch that has reached it, though a step may still run that began before."""
     model: Text
     """Name the model is served under."""
     block_tokens: PositiveCount

@@ -1,6 +1,7 @@
 """A worker on a real nats-server: what schedulers and gateways see of it."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
@@ -271,6 +272,32 @@ async def test_a_cancel_frees_blocks_within_a_step(
     await peers.start("req_1", steps=2)
     await peers.until(lambda: any(stepped.skipped for stepped in peers.stepped))
     assert len(peers.deltas) == before
+
+
+async def test_a_plan_that_comes_in_a_long_step_has_reached_the_worker(
+    worker_bus: Bus, peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a step that takes longer than a scheduler is willing to wait costs a snapshot each time."""
+    compute, under_way, go_on = TorchEngine.step, threading.Event(), threading.Event()
+
+    def held(engine: TorchEngine, rows: Sequence[Row]) -> list[Sampled | None]:
+        under_way.set()
+        assert go_on.wait(PATIENCE_S)
+        return compute(engine, rows)
+
+    ref = await peers.start("req_1", steps=1)
+    await peers.until(lambda: any(report.plan_seq == 1 for report in peers.reported))
+    monkeypatch.setattr(TorchEngine, "step", held)
+    await peers.plan(decodes=(decode(ref, 20),))
+    await peers.until(under_way.is_set)
+    await peers.plan(decodes=(decode(ref, 20),))
+    try:
+        await peers.until(lambda: any(report.plan_seq == 3 for report in peers.reported))
+    finally:
+        go_on.set()
+    await peers.until(lambda: len(peers.stepped) == 3)
+    snapshot = await peers.snapshot(epoch=peers.epoch)
+    assert (snapshot.epoch, snapshot.plan_seq) == (peers.epoch, 0)
 
 
 async def test_a_replaced_scheduler_is_refused(worker_bus: Bus, peers: Peers) -> None:
