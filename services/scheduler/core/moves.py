@@ -115,11 +115,13 @@ class Move:
         )
 
 
-def rehearsal_of(move: Move, spec: SequenceSpec, tokens: tuple[int, ...], number: int) -> SequenceSpec:
-    """Prompt and answer so far, as a sequence of its own."""
-    ref = SequenceRef(
-        request_id=f"{move.ref.request_id[:_MOST_NAME_CHARS]}~{number}", choice=move.ref.choice, attempt=1
-    )
+def rehearsal_of(
+    move: Move, spec: SequenceSpec, tokens: tuple[int, ...], epoch: int, number: int
+) -> SequenceSpec:
+    """Prompt and answer so far, as a sequence of its own, the `number`-th of its scheduler's: no other
+    scheduler's, and no answer that a gateway has taken over, is called the same."""
+    name = f"{move.ref.request_id[:_MOST_NAME_CHARS]}~{epoch}.{number}"
+    ref = SequenceRef(request_id=name, choice=move.ref.choice, attempt=1)
     return SequenceSpec(
         ref=ref,
         gateway_id=spec.gateway_id,
@@ -321,7 +323,7 @@ class Moves:
         if pipeline is None or pipeline.sync is not Sync.IN_STEP or not self._fits(pipeline, count, move):
             return self._end(move, f"{move.target} has no room", now_s)
         self._numbers += 1
-        sequence = Sequence.from_spec(rehearsal_of(move, spec, tokens, self._numbers), now_s)
+        sequence = Sequence.from_spec(rehearsal_of(move, spec, tokens, pipeline.epoch, self._numbers), now_s)
         self._roster.add(sequence)
         self._roster.place(sequence, pipeline, now_s)
         move.stage, move.rehearsal = MoveStage.REHEARSING, sequence.ref

@@ -118,6 +118,17 @@ def test_deaths_at_every_stage(after_s: float, victim: str) -> None:
     finish(world)
 
 
+def test_an_answer_that_was_taken_over_is_no_rehearsal() -> None:
+    """Both are called after a request, with a number behind."""
+    world, (request,) = world_with(tokens=90)
+    taken_over = world.ask_for(f"{request.key[0]}~1", 30, 60, 70)
+    world.until(lambda: len(taken_over.tokens) > 2, limit_s=10)
+    move(world, request)
+    until_over(world)
+    assert world.moved[0].reason == ""
+    finish(world)
+
+
 def test_a_source_that_dies_leaves_its_sequence_to_the_target() -> None:
     world, (request,) = world_with()
     source = world.worker_of(request)
@@ -276,9 +287,9 @@ def test_the_newest_token_is_not_fetched_because_it_has_no_kv() -> None:
 
 
 def test_a_rehearsal_has_all_tokens_as_its_prompt_and_no_reader() -> None:
-    made = rehearsal_of(begun_move(), SPEC, (4, 5), 3)
+    made = rehearsal_of(begun_move(), SPEC, (4, 5), 7, 3)
     assert unpack_tokens(made.prompt) == [1, 2, 3, 4, 5] and made.rehearsal
-    assert made.ref.request_id == "r~3" and made.sampling.max_tokens == 1
+    assert made.ref.request_id == "r~7.3" and made.sampling.max_tokens == 1
 
 
 def test_a_fetch_that_brings_nothing_is_no_step_ahead() -> None:
