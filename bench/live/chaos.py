@@ -259,6 +259,8 @@ def _serve_on(
             seen.take(None, 0.0, answers, wanted, bodies)
         time.sleep(1.0)
         growth.take(stack, time.monotonic() - began_s)
+        for row in growth.last():
+            context.record(row, file="growth.jsonl")
 
 
 def _fill_records(context: Context, stack: Stack) -> None:

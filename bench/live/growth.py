@@ -48,6 +48,14 @@ class Growth:
     def note(self, kind: str, process: tuple[str, int], at_s: float, value: float) -> None:
         self.samples[kind][process].append((at_s, value))
 
+    def last(self) -> list[dict[str, object]]:
+        """The newest sample of each kind and process, for a record."""
+        return [
+            {"kind": kind, "process": name, "pid": pid, "at_s": samples[-1][0], "value": samples[-1][1]}
+            for kind, by_process in self.samples.items()
+            for (name, pid), samples in by_process.items()
+        ]
+
     def figures(self) -> dict[str, float]:
         """The steepest growth of each kind, per hour; what has too few samples has none."""
         found = {}
