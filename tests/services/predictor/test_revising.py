@@ -83,14 +83,14 @@ async def test_lengths_are_revised_once_states_tell_more_than_the_histogram(conn
                 )
             await gateway.publish(subjects.GATEWAY_FINISHED, finished(number, length))
             await asyncio.sleep(0.005)
-        await worker.publish(subjects.worker_observed("worker-0"), observed(1000, 10, 400))
-        await worker.publish(subjects.worker_observed("worker-0"), observed(1001, 10, 5))
+        await worker.publish(subjects.worker_observed("worker-0"), observed(5000, 10, 400))
+        await worker.publish(subjects.worker_observed("worker-0"), observed(5001, 10, 5))
 
         def last(number: int) -> list[RevisedLength]:
             return [one for event in hearing.told for one in event.lengths if one.ref == ref(number)]
 
-        await until(lambda: last(1000) and last(1001))
-    [long], [short] = last(1000), last(1001)
+        await until(lambda: last(5000) and last(5001))
+    [long], [short] = last(5000), last(5001)
     assert long.generated_tokens == 10
     assert long.prediction.is_calibrated
     assert long.prediction.p50_tokens > 150 > 60 > short.prediction.p50_tokens > 10
