@@ -7,6 +7,7 @@ for the process where it is steepest. A process that was started anew in between
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import psutil
 
@@ -48,12 +49,14 @@ class Growth:
     def note(self, kind: str, process: tuple[str, int], at_s: float, value: float) -> None:
         self.samples[kind][process].append((at_s, value))
 
-    def last(self) -> list[dict[str, object]]:
-        """The newest sample of each kind and process, for a record."""
+    def last(self) -> list[dict[str, Any]]:
+        """The samples of the newest moment, for a record."""
+        now_s = max(one[-1][0] for by_process in self.samples.values() for one in by_process.values())
         return [
-            {"kind": kind, "process": name, "pid": pid, "at_s": samples[-1][0], "value": samples[-1][1]}
+            {"kind": kind, "process": name, "pid": pid, "at_s": now_s, "value": samples[-1][1]}
             for kind, by_process in self.samples.items()
             for (name, pid), samples in by_process.items()
+            if samples[-1][0] == now_s
         ]
 
     def figures(self) -> dict[str, float]:

@@ -54,7 +54,7 @@ class BusClient(msgspec.Struct, frozen=True):
             or not separator
             or instance != self.user
             or not incarnation.isdecimal()
-            or len(incarnation) > 19
+            or len(incarnation) > _MOST_DIGITS
         ):
             return None
         return instance, int(incarnation)

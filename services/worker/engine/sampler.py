@@ -228,11 +228,11 @@ def sample(
 def take_likeliest(
     logits: torch.Tensor, rows: Sequence[int], points: Sequence[SamplePoint], library: CDLL | None = None
 ) -> list[Sampled | None] | None:
-    """`sample` for those `rows` of `logits` `[all rows, vocabulary]` fp32 that belong to `points`, without a
-    copy of them; None: one of the points asks for more than its likeliest token."""
+    """`sample` for those `rows` of `logits` `[all rows, vocabulary]` that belong to `points`, without a copy
+    of them; None: one of the points asks for more than its likeliest token."""
     if not all(map(_takes_likeliest, points)):
         return None
-    highest, tokens = likeliest(logits, library, rows)
+    highest, tokens = likeliest(logits.float(), library, rows)
     return _plain(tokens, highest)
 
 

@@ -87,7 +87,7 @@ def test_growth_is_that_of_the_second_half_where_it_is_steepest() -> None:
     assert growth.figures() == {"growth_tasks_per_h": pytest.approx(30.0)}
     assert [row[:2] for row in growth.rows()] == [("tasks", "worker-0")]
     newest = {"kind": "tasks", "process": "gateway-0", "pid": 1, "at_s": 19 * 60.0, "value": 15}
-    assert newest in growth.last()
+    assert newest in growth.last() and len(growth.last()) == 3, "a process that has died is not sampled again"
     assert slope_per_h([(0.0, 1.0), (0.0, 2.0)]) == 0.0
 
 

@@ -1,9 +1,11 @@
 """Who leaves the bus is told by the server at once, and who comes back in time has not left."""
 
 import asyncio
+import contextlib
 import signal
 import socket
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -43,68 +45,63 @@ def event(number: int, name: str = "worker-0/7", user: str = "worker-0", server:
     return BusAdvisory(BusClient(number, user, name), BusServer("kvasir", server))
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-async def test_a_process_that_ends_is_told_of_by_a_stacks_server(tmp_path: Path, how: signal.Signals) -> None:
-    async with secured_server(tmp_path / "run") as access:
-        bus = await Bus.connect(
-            access.config("scheduler-0", connect_timeout_s=PATIENCE_S),
-            service="scheduler",
-            instance="scheduler-0",
-        )
-        heard = Heard()
+@contextlib.asynccontextmanager
+async def started(
+    folder: Path, heard: Heard
+) -> AsyncIterator[tuple[Bus, asyncio.subprocess.Process, int, int]]:
+    """A process that listens, and who hears when it leaves: its incarnation and its port."""
+    async with secured_server(folder / "run") as access, asyncio.timeout(3 * PATIENCE_S):
+        config = access.config("scheduler-0", connect_timeout_s=PATIENCE_S)
+        bus = await Bus.connect(config, service="scheduler", instance="scheduler-0")
         await bus.watch_departures(heard)
         password = access.credentials.nats_passwords["worker-0"]
         argv = [sys.executable, "-c", PROGRAM, access.url, "worker-0", password]
         process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
         assert process.stdout is not None
-        async with asyncio.timeout(PATIENCE_S):
-            incarnation = int((await process.stdout.readline()).split()[0])
-            await asyncio.sleep(2 * GRACE_S)
-            assert heard.gone == []
-            process.send_signal(how)
-            await heard.is_told.wait()
-            await process.wait()
+        incarnation, port = map(int, (await process.stdout.readline()).split())
+        yield bus, process, incarnation, port
+        await process.wait()
+        await bus.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_process_that_ends_is_told_of_by_a_stacks_server(tmp_path: Path, how: signal.Signals) -> None:
+    heard = Heard()
+    async with started(tmp_path, heard) as (bus, process, incarnation, _):
+        await asyncio.sleep(2 * GRACE_S)
+        assert heard.gone == []
+        process.send_signal(how)
+        await heard.is_told.wait()
         assert heard.gone == [("worker-0", incarnation)]
         assert bus.departures.is_gone("worker-0", incarnation)
         assert not bus.departures.is_gone("worker-0", incarnation + 1)
-        await bus.close()
 
 
 async def test_nobody_waits_for_one_whose_port_refuses_connections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shared.bus.departures.GRACE_S", 10 * PATIENCE_S)
-    async with secured_server(tmp_path / "run") as access:
-        config = access.config("scheduler-0", connect_timeout_s=PATIENCE_S)
-        bus = await Bus.connect(config, service="scheduler", instance="scheduler-0")
-        heard = Heard()
-        await bus.watch_departures(heard)
-        password = access.credentials.nats_passwords["worker-0"]
-        argv = [sys.executable, "-c", PROGRAM, access.url, "worker-0", password]
-        process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
-        assert process.stdout is not None
-        async with asyncio.timeout(PATIENCE_S):
-            incarnation, port = map(int, (await process.stdout.readline()).split())
-            bus.departures.on_listening("worker-0", incarnation, f"127.0.0.1:{port}")
-            process.kill()
-            await heard.is_told.wait()
-            await process.wait()
+    heard = Heard()
+    async with started(tmp_path, heard) as (bus, process, incarnation, port):
+        bus.departures.on_listening("worker-0", incarnation, f"127.0.0.1:{port}")
+        process.kill()
+        await heard.is_told.wait()
         assert heard.gone == [("worker-0", incarnation)]
-        await bus.close()
 
 
-async def test_one_whose_port_takes_connections_may_come_back() -> None:
+async def test_one_whose_port_takes_connections_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.bus.departures.GRACE_S", 10 * PATIENCE_S)
     departures, heard = Departures(), Heard()
     departures.watch(heard)
     with socket.create_server(("127.0.0.1", 0)) as door:
         departures.on_listening("worker-0", 7, f"127.0.0.1:{door.getsockname()[1]}")
         departures.on_disconnected(event(1))
-        await asyncio.sleep(GRACE_S / 3)
+        door.settimeout(0)
+        async with asyncio.timeout(PATIENCE_S):
+            for _ in range(3):  # it knocks, and knocks again
+                taken, _ = await asyncio.get_running_loop().sock_accept(door)
+                taken.close()
         assert heard.gone == []
-        departures.on_connected(event(2))
-        await asyncio.sleep(2 * GRACE_S)
-        assert heard.gone == []
-    departures.on_disconnected(event(2))
     async with asyncio.timeout(PATIENCE_S):
         await heard.is_told.wait()
     assert heard.gone == [("worker-0", 7)]

@@ -1,7 +1,7 @@
 """One stretch of memory for a model's packed weights, or KV, in large pages where the system has them.
 
-It is the process's own: Linux gives shared memory no large pages unless told to, and giving back 256 MB of
-small ones takes 70 ms, in which a killed worker's sockets stay open.
+It is the process's own: Linux gives shared memory no large pages unless told to, and a killed worker's
+sockets stay open until all its pages have been given back, one by one.
 """
 
 import mmap

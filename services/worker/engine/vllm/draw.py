@@ -43,11 +43,10 @@ class StepDraw:
 
     def _found(self, logits: Logits, rows: list[int]) -> list[Sampled | None]:
         """Of these rows of the logits, a token each."""
-        values = logits.values.float()
-        library = _library(values.device.type)
+        library = _library(logits.values.device.type)
         embeds = any(point.sampling.embeds for point in self._points)
         if self._masks is None and not embeds:
-            likeliest = take_likeliest(values, rows, self._points, library)
+            likeliest = take_likeliest(logits.values, rows, self._points, library)
             if likeliest is not None:
                 return likeliest
         mine = _of(logits, rows)

@@ -58,7 +58,7 @@ class Records:
 
     def make_ready(self, blocks: int) -> None:
         """Has the system give the memory of the first blocks, which are taken first, before anything is in
-        them. Where it gives it while they are brought there, they take seven times as long."""
+        them. Given while blocks are brought there, it takes longer than the copy."""
         for part in self._parts:
             if isinstance(part, np.ndarray):  # a GPU's is there
                 part[:blocks] = 0
