@@ -67,7 +67,7 @@ def build(config: WorkerConfig) -> TorchEngine:
     warm_up(engine)
     engine.prefill_tokens_per_s = prefill_tokens_per_s(engine, kv_blocks)
     if engine.pie is not None and config.pie.enabled == "auto":
-        cost = engine.pie.growth.decode_cost = decode_cost(engine, kv_blocks)
+        cost = engine.pie.decode_cost = decode_cost(engine, kv_blocks)
         if cost is not None:
             told = {"fixed_ms": round(1e3 * cost.fixed_s, 3), "row_ms": round(1e3 * cost.row_s, 4)}
             canonical(_log, "decoding step timed", **told)

@@ -1,6 +1,6 @@
 """All mechanisms at once on virtual time, and of every place of KV what is in it.
 
-Workers hold more blocks than their device: `Residency`, `GrownPool` and `BlockGrowth` are the real ones, and
+Workers hold more blocks than their device: `Residency`, `GrownPool` and `BlockPie` are the real ones, and
 so are the rules of the tiers and of lending. What is copied is copied here as well. A place has for each of
 its tokens the digest of all tokens up to it; an engine that reads anything but its sequence's fails the test.
 """
@@ -23,7 +23,7 @@ from services.worker.kv.core.borrowed_pool import ExtendedPool
 from services.worker.kv.core.grown_pool import GrownPool
 from services.worker.kv.core.residency import Residency, StepPlan
 from services.worker.kv.tiers.resident import ResidentKv, StreamFigures
-from services.worker.pie.blocks import BlockGrowth
+from services.worker.pie.blocks import BlockPie
 from services.worker.pie.core.expansion import ExpansionController
 from services.worker.pie.core.sizes import slot_blocks, spare_blocks, swaps_in_blocks
 from tests.stack.actors import Wanted, WorkerProcess
@@ -43,7 +43,7 @@ Content = list[int]
 
 
 class Memory:
-    """One worker's device and own host memory, in one life: what `BlockGrowth` asks of `ResidentKv`."""
+    """One worker's device and own host memory, in one life: what `BlockPie` asks of `ResidentKv`."""
 
     layers, layer_block_bytes = LAYERS, 1
 
@@ -56,7 +56,7 @@ class Memory:
         """The host tier's as well."""
         self.fetched = self.saved = 0
         controller = ExpansionController(LAYERS, MOST_LEVEL, swaps=swaps_in_blocks)
-        self.growth = BlockGrowth(cast(ResidentKv, self), BLOCKS, controller, 0, 8, clock, notice_s=0.1)
+        self.growth = BlockPie(cast(ResidentKv, self), BLOCKS, controller, 0, 8, clock, notice_s=0.1)
         self.pool = self.growth.make_pool(BLOCK_TOKENS)
 
     def make_pool(self, total_blocks: int, block_tokens: int) -> GrownPool:
@@ -210,7 +210,7 @@ class EverythingWorld(MixedWorld):
             for piece in [piece for item in items for piece in self._pieces(item, room)]:
                 self._compute(worker.name, memory, [piece])
         sampled = sum(item.samples for item in items)
-        memory.growth.after_step(sampled, is_decoding=not work.prefilled_tokens)
+        memory.growth.step_ends(sampled, is_decoding=not work.prefilled_tokens)
         return lost
 
     def _pieces(self, item: WorkItem, room: int | None) -> list[WorkItem]:

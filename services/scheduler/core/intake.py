@@ -168,13 +168,16 @@ class Intake:
         return self._end_all_but(gateway_id, incarnation, now_s)
 
     def _end_all_but(self, gateway_id: str, incarnation: int, now_s: float) -> list[Effect]:
-        """Sequences of earlier incarnations have no reader, and never will have. What a worker holds and an
-        heir may ask for is that worker's to end."""
+        """Sequences of earlier incarnations have no reader. What a worker holds and an heir may ask for is
+        that worker's to end. What nobody holds goes without a tombstone: a late word of a start that is gone
+        makes it the present one here, until it is silent, and then the one that lives submits again."""
         effects: list[Effect] = []
         for sequence in list(self.roster.sequences.values()):
-            if sequence.gateway_id == gateway_id and sequence.gateway_incarnation not in (0, incarnation):
-                if sequence.phase in HELD and sequence.spec is not None and sequence.spec.heir_digest:
-                    continue
+            if sequence.gateway_id != gateway_id or sequence.gateway_incarnation in (0, incarnation):
+                continue
+            if sequence.phase not in HELD:
+                effects.append(self._forget(sequence, now_s))
+            elif sequence.spec is None or not sequence.spec.heir_digest:
                 effects += self.roster.cancel(sequence, FinishReason.GATEWAY_LOST, now_s)
         return effects
 
@@ -184,10 +187,13 @@ class Intake:
         What a worker holds is that worker's to end, which listens to gateways itself.
         """
         return [
-            self.roster.leave(sequence, Phase.CANCELLED, now_s, reason=FinishReason.GATEWAY_LOST)
+            self._forget(sequence, now_s)
             for sequence in list(self.roster.sequences.values())
             if sequence.gateway_id == gateway_id and sequence.phase not in HELD
         ]
+
+    def _forget(self, sequence: Sequence, now_s: float) -> Effect:
+        return self.roster.leave(sequence, Phase.CANCELLED, now_s, reason=FinishReason.GATEWAY_LOST)
 
 
 def _question(sequence: Sequence, spec: SequenceSpec) -> AskPrediction:

@@ -47,8 +47,9 @@ class FetchCounts:
     early_swap_ins: int
 
 
-class BlockGrowth:
-    """Drives the level towards what the controller wants; without one it stays as it is."""
+class BlockPie:
+    """One engine's: more blocks than the device holds. Drives the level towards what the controller wants;
+    without one it stays as it is. `kv` has the bytes, wherever they are."""
 
     def __init__(
         self,
@@ -62,13 +63,15 @@ class BlockGrowth:
         notice_s: float = 0.0,
         block_s: float = 0.0,
         on_demand: bool = False,
+        bandwidth_limit: float = 0.0,
     ) -> None:
         """`notice_s`: between the announcement that blocks will go and their going, so that plans follow.
         `block_s`: what bringing in one layer's block takes, as first known. `on_demand`: a level is for a
         sequence that is too long without it, and else only where `decode_cost` says before that it pays.
         """
         self.meter = SwapMeter()
-        self._kv, self._controller, self._clock = kv, controller, clock
+        self.kv, self._controller, self._clock = kv, controller, clock
+        self._bandwidth_limit = bandwidth_limit
         self._on_demand = on_demand
         self.decode_cost: DecodeCost | None = None
         """None: not measured, so that nothing is foreseen."""
@@ -97,11 +100,11 @@ class BlockGrowth:
 
     @property
     def is_resizing(self) -> bool:
-        return self._granted != self._wanted or self._kv.residency.spare_blocks != self._spare(self._wanted)
+        return self._granted != self._wanted or self.kv.residency.spare_blocks != self._spare(self._wanted)
 
     def make_pool(self, block_tokens: int) -> GrownPool:
         """The pool whose size follows."""
-        pool = self._pool = self._kv.make_pool(self.capacity_blocks, block_tokens)
+        pool = self._pool = self.kv.make_pool(self.capacity_blocks, block_tokens)
         pool.growable_blocks = self.expansion().growable_blocks
         self._used = lambda: pool.taken_blocks
         return pool
@@ -128,13 +131,13 @@ class BlockGrowth:
         following = self._blocks(max(3, now + 1)) if now < most else self._blocks(now)
         return Expansion(now, self.capacity_blocks, following - self._blocks(now), self.meter.stall_share)
 
-    def before_step(self) -> None:
+    def step_begins(self) -> None:
         self._began_s = self._clock()
 
-    def after_step(self, tokens: int, *, is_decoding: bool) -> None:
-        """A step that sampled so many tokens is over: judge the window if it is complete, go on with a
-        change."""
-        before, now = self._before, self._kv.figures()
+    def step_ends(self, tokens: int, *, is_decoding: bool) -> None:
+        """It sampled so many tokens; `is_decoding`: and computed no prompt. Judges a window that is over, and
+        goes on with a change."""
+        before, now = self._before, self.kv.figures()
         self._before = now
         stall_s = now.stall_s - before.stall_s
         compute_s = max(0.0, self._clock() - self._began_s - stall_s)
@@ -168,7 +171,7 @@ class BlockGrowth:
             controller.set_level(level)
             _log.info("level %d of blocks outside %s, was %d", level, why, self._wanted)
             self._wanted = level
-        if self.is_resizing and self._kv.set_buffers(self._spare(self._wanted), at_once=True):
+        if self.is_resizing and self.kv.set_buffers(self._spare(self._wanted), at_once=True):
             self._grant(pool)
 
     def want(self, fifo_layers: int) -> None:
@@ -189,7 +192,7 @@ class BlockGrowth:
 
     def _note_copies(self, before: StreamFigures, now: StreamFigures) -> None:
         """A swap is what a level of 3 brings in for each step."""
-        fetched, layer_bytes = now.fetched - before.fetched, self._kv.layer_block_bytes
+        fetched, layer_bytes = now.fetched - before.fetched, self.kv.layer_block_bytes
         if fetched:
             block_s = (now.fetch_s - before.fetch_s) / fetched
             self._block_s += (block_s - self._block_s) * (_WEIGHT if self._block_s else 1.0)
@@ -197,14 +200,14 @@ class BlockGrowth:
         saved = now.saved - before.saved
         if saved:
             took_s = now.save_s - before.save_s
-            self.meter.on_copied(Direction.OUT, saved * layer_bytes * self._kv.layers, took_s)
-        late, self._saved_late = self._saved_late, self._kv.residency.saved_late
-        self.meter.moved_bytes[Direction.OUT] += (self._saved_late - late) * layer_bytes * self._kv.layers
+            self.meter.on_copied(Direction.OUT, saved * layer_bytes * self.kv.layers, took_s)
+        late, self._saved_late = self._saved_late, self.kv.residency.saved_late
+        self.meter.moved_bytes[Direction.OUT] += (self._saved_late - late) * layer_bytes * self.kv.layers
 
     def _swap_s(self, fifo_layers: int) -> float:
         """Of one of the `swaps_in_blocks` of a level."""
-        buffers = self._spare(fifo_layers) * self._kv.layers // 2
-        return self._block_s * buffers * self._kv.layers / max(1, swaps_in_blocks(fifo_layers))
+        buffers = self._spare(fifo_layers) * self.kv.layers // 2
+        return self._block_s * buffers * self.kv.layers / max(1, swaps_in_blocks(fifo_layers))
 
     def _is_window_over(self) -> bool:
         """Also once it has waited so long that the rest cannot change what will be said of it."""
@@ -250,7 +253,7 @@ class BlockGrowth:
             if self._blocks(level) > 2 * self.capacity_blocks:
                 break
             outside = self._blocks(level) - self._device_blocks + self._spare(level)
-            copies_s = outside * self._kv.layers * self._block_s
+            copies_s = outside * self.kv.layers * self._block_s
             foreseen = cost.gain(rows, self._blocks(level) / self._blocks(0), copies_s)
             if foreseen > gain:
                 best, gain = level, foreseen
@@ -281,7 +284,7 @@ class BlockGrowth:
     def _go_on(self, pool: GrownPool) -> None:
         if pool.doomed_blocks and not self._is_drained(pool):
             return
-        if self._kv.set_buffers(self._spare(self._wanted)) and self._granted != self._wanted:
+        if self.kv.set_buffers(self._spare(self._wanted)) and self._granted != self._wanted:
             self._grant(pool)
 
     def _is_drained(self, pool: GrownPool) -> bool:
@@ -298,75 +301,19 @@ class BlockGrowth:
         pool.resize(self.capacity_blocks)
         pool.growable_blocks = self.expansion().growable_blocks
 
-    def _spare(self, fifo_layers: int) -> int:
-        return spare_blocks(self._kv.layers, fifo_layers, self._device_blocks)
-
-    def _blocks(self, fifo_layers: int) -> int:
-        return slot_blocks(self._kv.layers, fifo_layers, self._device_blocks)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockPie:
-    """One engine's: more blocks than the device holds. Called by the engine's thread; `kv` has the bytes,
-    wherever they are."""
-
-    kv: ResidentKv
-    growth: BlockGrowth
-    bandwidth_limit: float
-
-    @property
-    def meter(self) -> SwapMeter:
-        return self.growth.meter
-
-    @property
-    def capacity_blocks(self) -> int:
-        """What plans may count on from the next one on."""
-        return self.growth.capacity_blocks
-
-    @property
-    def most_blocks(self) -> int:
-        """What a sequence may count on, if it is alone."""
-        return self.growth.most_blocks
-
-    @property
-    def lendable_share(self) -> float:
-        """Of the device's blocks, what other workers may have at most."""
-        return self.growth.lendable_share
-
-    def demand(self, blocks: int) -> None:
-        """A sequence needs so many, all in all, and cannot begin with fewer. To be repeated while it
-        waits."""
-        self.growth.demand(blocks)
-
-    def make_pool(self, block_tokens: int) -> GrownPool:
-        """The pool whose size follows."""
-        return self.growth.make_pool(block_tokens)
-
-    def watch(self, used_blocks: Callable[[], int], shed: Callable[[int], None]) -> None:
-        """Who keeps blocks that nobody uses: how many are used, and who lets others go."""
-        self.growth.watch(used_blocks, shed)
-
-    def expansion(self) -> Expansion:
-        return self.growth.expansion()
-
-    def rest(self) -> None:
-        """There is no step just now: a change of size goes on as far as that can be."""
-        self.growth.rest()
-
-    def step_begins(self) -> None:
-        self.growth.before_step()
-
-    def step_ends(self, tokens: int, *, is_decoding: bool) -> None:
-        """It sampled so many tokens; `is_decoding`: and computed no prompt."""
-        self.growth.after_step(tokens, is_decoding=is_decoding)
-
     def set_background(self, bytes_s: float) -> None:
         """Others send so much over the link in each direction, for experiments on a CPU."""
-        self.kv.pace(self.bandwidth_limit, bytes_s)
+        self.kv.pace(self._bandwidth_limit, bytes_s)
 
     def close(self) -> None:
         """Nothing may be called any more."""
         self.kv.close()
+
+    def _spare(self, fifo_layers: int) -> int:
+        return spare_blocks(self.kv.layers, fifo_layers, self._device_blocks)
+
+    def _blocks(self, fifo_layers: int) -> int:
+        return slot_blocks(self.kv.layers, fifo_layers, self._device_blocks)
 
 
 def block_pie(
@@ -392,24 +339,18 @@ def block_pie(
         host_blocks=host_blocks,
         timeout_s=settings.wait_timeout_s,
     )
+    level, limit = settings.fifo_layers, settings.bandwidth_limit
     pie = BlockPie(
         kv,
-        BlockGrowth(
-            kv,
-            device_blocks,
-            ExpansionController(layers, most, fifo_layers=settings.fifo_layers, swaps=swaps_in_blocks)
-            if most
-            else None,
-            settings.fifo_layers,
-            settings.window_iterations,
-            clock,
-            notice_s=settings.notice_s,
-            on_demand=settings.enabled == "auto",
-            block_s=kv.layer_block_bytes / settings.bandwidth_limit
-            if settings.bandwidth_limit
-            else kv.profile(),
-        ),
-        settings.bandwidth_limit,
+        device_blocks,
+        ExpansionController(layers, most, fifo_layers=level, swaps=swaps_in_blocks) if most else None,
+        level,
+        settings.window_iterations,
+        clock,
+        notice_s=settings.notice_s,
+        on_demand=settings.enabled == "auto",
+        block_s=kv.layer_block_bytes / limit if limit else kv.profile(),
+        bandwidth_limit=limit,
     )
     pie.set_background(settings.background_traffic)
     return pie

@@ -75,18 +75,18 @@ def test_the_scheduler_follows_the_capacity_and_no_block_is_lost(
     seen: set[int] = set()
     wanted = [0]
     while len(loop.answers) < REQUESTS:
-        if not pie.growth.is_resizing:
+        if not pie.is_resizing:
             wanted.append(dice.choice([0, 3, 4, LAYERS - 1]))
-            pie.growth.want(wanted[-1])
+            pie.want(wanted[-1])
         steps = loop.steps + dice.randrange(1, 12)
         loop.run(5.0, until=lambda steps=steps: loop.steps >= steps or len(loop.answers) == REQUESTS)  # type: ignore[misc]
         loop.beat()
         policy = loop._scheduler._roster.pipelines["worker-0"].policy
         assert isinstance(policy, VllmPolicy)
-        assert policy._table.capacity_blocks == pie.growth.capacity_blocks
+        assert policy._table.capacity_blocks == pie.capacity_blocks
         loop.check_integrity()
         pie.kv.residency.check_integrity()
-        seen.add(pie.growth.capacity_blocks)
+        seen.add(pie.capacity_blocks)
     assert texts(loop) == expected
     changes = sum(before != after for before, after in pairwise(wanted))
     assert len(seen) >= 2, "it has grown; how often depends on how long a change takes"

@@ -154,6 +154,16 @@ def test_a_gateway_that_was_replaced_comes_back_when_its_successor_is_gone() -> 
     assert not intake.on_submit(submitted("c", incarnation=1), SILENCE_S + 0.1)[0].known
 
 
+def test_what_waited_for_a_gateway_is_not_cancelled_by_a_late_word_of_its_start_before() -> None:
+    """The scheduler took over after the gateway had started anew; the word was under way in a partition."""
+    roster = Roster(Rules())
+    intake = Intake(roster)
+    intake.on_submit(submitted("a", incarnation=2), 0.0)
+    intake.on_submit(submitted("b", incarnation=1), 1.0)
+    assert not intake.on_submit(submitted("a", incarnation=2), 1.0 + SILENCE_S + 0.1)[0].known
+    assert list(roster.sequences) == [("a", 0)]
+
+
 def test_a_silent_gateway_loses_what_waits_and_may_come_back() -> None:
     roster = Roster(Rules(gateway_timeout_s=10.0))
     intake = Intake(roster)

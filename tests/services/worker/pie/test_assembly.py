@@ -116,10 +116,10 @@ def test_the_text_is_the_same_while_blocks_leave_and_come_back(llama: Any, mode:
         sequences = Sequences(engine, pool, prompts(), GREEDY)
         dice, sizes = random.Random(2), set()
         for _ in range(60):
-            if not pie.growth.is_resizing:
+            if not pie.is_resizing:
                 held = sum(map(len, sequences.blocks))
                 fitting = [level for level in (0, 3, 4, 5) if slot_blocks(LAYERS, level, 34) > held + 8]
-                pie.growth.want(dice.choice(fitting or [5]))
+                pie.want(dice.choice(fitting or [5]))
             running = [at for at in range(4) if pool.free_blocks > 20 or sequences.computed[at]]
             if len(running) < 4 or pool.free_blocks < 6:
                 sequences.preempt(max(range(4), key=lambda at: len(sequences.blocks[at])))

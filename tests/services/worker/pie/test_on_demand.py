@@ -11,7 +11,7 @@ from services.worker.engine.contract import Row
 from services.worker.engine.engine import TorchEngine, decode_cost
 from services.worker.engine.loading import describe
 from services.worker.kv.core.grown_pool import GrownPool
-from services.worker.pie.blocks import BlockGrowth, BlockPie
+from services.worker.pie.blocks import BlockPie
 from services.worker.pie.core.forecast import DecodeCost
 from services.worker.pie.settings import PieSettings
 from shared.messages.sequence import Sampling
@@ -29,7 +29,7 @@ class AtWork:
     def __init__(self, engine: TorchEngine) -> None:
         assert isinstance(engine.pie, BlockPie)
         self.engine = engine
-        self.growth: BlockGrowth = engine.pie.growth
+        self.growth: BlockPie = engine.pie
         self.now_s = 0.0
         self.growth._clock = self.tick
         pool = engine.make_pool()
@@ -46,8 +46,8 @@ class AtWork:
             if rows:
                 self.engine.step(rows)
             else:
-                self.growth.before_step()
-                self.growth.after_step(0, is_decoding=True)
+                self.growth.step_begins()
+                self.growth.step_ends(0, is_decoding=True)
 
     def tick(self) -> float:
         """Each look at the clock takes a moment."""
