@@ -39,7 +39,7 @@ from bench.live import shadowing
 from bench.live.growth import Growth
 from bench.live.structured import fault_of
 from shared.errors import InternalError
-from shared.recorder import MOST_EVENTS
+from shared.recorder import MOST_BATCHES, MOST_EVENTS
 
 STREAMS, WORKERS, GATEWAYS = 8, 2, 2
 _DEADLINE_S = 120.0
@@ -52,6 +52,9 @@ _SAMPLE_S = 20.0
 _AT_ONCE = 64
 """Short requests, of which there are as many as a process remembers events: a worker has two or three of
 each. Before so many, memory grows whatever is served."""
+_STEPS, _ROWS = 40, 16
+"""Then so many steps each, with so many rows at each worker, which take half of the KV of a tight one, until
+all steps that a process remembers are such."""
 TIGHT: Settings = {
     **CACHE,
     **LENDING,
@@ -264,11 +267,17 @@ def _serve_on(
 
 
 def _fill_records(context: Context, stack: Stack) -> None:
-    """What is remembered of requests is all that it may be from here on. Raises InternalError."""
-    short = [full_answer([token], 1) for token in range(1, _AT_ONCE + 1)]
-    with context.progress("short requests first", MOST_EVENTS) as bar:
-        for _ in range(MOST_EVENTS // _AT_ONCE):
-            answers = uvloop.run(complete_all(stack.target, short, _DEADLINE_S))
+    """All that may be remembered of requests and of steps is, from here on. Raises InternalError."""
+    _serve_short(context, stack, MOST_EVENTS, _AT_ONCE, 1)
+    _serve_short(context, stack, MOST_BATCHES // _STEPS * _ROWS * WORKERS, _ROWS * WORKERS, _STEPS)
+
+
+def _serve_short(context: Context, stack: Stack, count: int, at_once: int, tokens: int) -> None:
+    """So many requests with answers of so many tokens each. Raises InternalError."""
+    bodies = [full_answer([token], tokens) for token in range(1, at_once + 1)]
+    with context.progress(f"first, requests of {tokens} tokens", count) as bar:
+        for _ in range(count // at_once):
+            answers = uvloop.run(complete_all(stack.target, bodies, _DEADLINE_S))
             if not all(answer.ok for answer in answers):
                 raise InternalError(f"short requests failed: {first_error(answers)}")
             bar.advance(len(answers))
