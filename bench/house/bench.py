@@ -76,10 +76,13 @@ def _source() -> tuple[dict[str, float], list[Table]]:
     live = static.modules(ROOT, ["services", "shared"])
     words = static.homonyms(static.modules(ROOT, ["services", "shared", "sim"]))
     splinters = static.splinters(services)
+    worker = static.modules(ROOT, ["services/worker"])
     figures = {
         "splinters": float(len(splinters)),
         "homonyms": float(len(words)),
         "import_share": static.import_share(live),
+        "files_worker": float(len(worker)),
+        "lines_worker": float(sum(module.lines for module in worker)),
         "lines_services_shared": float(static.lines(ROOT, ["services", "shared"])),
         "lines_tests": float(static.lines(ROOT, ["tests"])),
         "lines_bench": float(static.lines(ROOT, ["bench"])),
@@ -91,8 +94,21 @@ def _source() -> tuple[dict[str, float], list[Table]]:
             ["word", "modules"],
             [(word, " ".join(homes)) for word, homes in words.items()],
         ),
+        _rooms(worker),
     ]
     return figures, tables
+
+
+def _rooms(worker: Sequence[static.Module]) -> Table:
+    """The worker's own files and those of its folders."""
+    files, lines = Counter[str](), Counter[str]()
+    for module in worker:
+        room = "/".join(module.name.split(".")[2:-1]) or "(itself)"
+        files[room] += 1
+        lines[room] += module.lines
+    return Table(
+        "the worker", ["room", "files", "lines"], [(room, files[room], lines[room]) for room in sorted(files)]
+    )
 
 
 def _trace(

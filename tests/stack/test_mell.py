@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,8 @@ from tests.stack.running import BLOCK_TOKENS, RunningStack, running_stack
 pytestmark = pytest.mark.stack
 WORKERS = 4
 STREAMS = 24
+MOST_ROUNDS = 5
+"""Until a worker was emptied by moves: where its answers are nearly over, waiting for them is cheaper."""
 SETTINGS = (
     "placement.policy=mell",
     "placement.scale=true",
@@ -64,10 +67,14 @@ async def watch(stack: RunningStack, seen: list[int]) -> None:
 async def test_a_falling_load_needs_fewer_workers_and_a_rising_one_gets_them_back(four: RunningStack) -> None:
     client = four.client()
     asked = questions(STREAMS, shortest=60, step=10)
-    first = await client.ask_all(asked)
-    assert all(answer.complete for answer in first)
-    await until_parked(four, WORKERS - 1)
-    details = four.details("placement-0")
+    details: dict[str, Any] = {"moves_ordered": 0}
+    for _ in range(MOST_ROUNDS):
+        first = await client.ask_all(asked)
+        assert all(answer.complete for answer in first)
+        await until_parked(four, WORKERS - 1)
+        details = four.details("placement-0")
+        if details["moves_ordered"]:
+            break
     assert details["wanted_workers"] == 1 and details["moves_ordered"] > 0, details
     assert sum(row["state"] in ("idle", "T", "S", "M", "L") for row in details["workers"]) == 1
 
