@@ -6,6 +6,7 @@ What people are shown while a stack starts.
 import io
 import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,9 @@ from shared.config import BusConfig
 from shared.errors import ConfigError
 
 
-async def table(path: Path, *overrides: str, config: StackConfig | None = None) -> dict[str, ChildSpec]:
+async def table(
+    path: Path, *overrides: str, config: StackConfig | None = None, environ: Mapping[str, str] | None = None
+) -> dict[str, ChildSpec]:
     run = RunDirectory(path)
     run.create()
     specs = kvasir_table(
@@ -35,7 +38,7 @@ async def table(path: Path, *overrides: str, config: StackConfig | None = None) 
         access=BusAccess.to_local(4222, run.credentials(*(config or StackConfig()).instances), None),
         config_file=path / "local.yaml",
         overrides=[parse_override(text) for text in overrides],
-        environ={"PATH": "/bin"},
+        environ={"PATH": "/bin", **(environ or {})},
         roll=RollCall(BusConfig()),
     )
     return {spec.name: spec for spec in specs}
@@ -57,6 +60,11 @@ async def test_six_services_and_the_bus_with_the_gateway_ending_first(tmp_path: 
     assert isinstance(specs["nats"].ready, TcpProbe)
     assert isinstance(specs["gateway-0"].ready, HttpProbe)
     assert isinstance(specs["ledger-0"].ready, StatusProbe)
+
+
+async def test_threads_share_two_arenas_unless_somebody_says_otherwise(tmp_path: Path) -> None:
+    assert (await table(tmp_path))["worker-0"].env["MALLOC_ARENA_MAX"] == "2"
+    assert (await table(tmp_path, environ={"MALLOC_ARENA_MAX": "8"}))["seed"].env["MALLOC_ARENA_MAX"] == "8"
 
 
 async def test_secrets_go_where_they_are_needed_only(tmp_path: Path) -> None:
