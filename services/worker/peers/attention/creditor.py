@@ -25,6 +25,7 @@ from services.worker.peers.attention.messages import (
     ATTEND,
     FETCH,
     NATIVE,
+    NO_STEP,
     WRITE,
     Attended,
     Described,
@@ -209,7 +210,7 @@ class Creditor:
             with self.computing:
                 memory.adopt(blocks, loans)
             known.checked = now
-        if request.part is not None:
+        if request.part is not None and request.step != NO_STEP:
             with self._lock:
                 steps = self._described.setdefault(key, OrderedDict())
                 steps[request.step] = known

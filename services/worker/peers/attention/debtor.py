@@ -239,11 +239,7 @@ class Debtor:
         staging = Staging(self._attention, self.staging_blocks)
         speeds = CreditorSpeeds(LinkRates().link(link.peer.worker_id, link.transport))
         memory = CreditorMemory(link, (), speeds, staging, self.deadline_s, tier)
-        return LayerReader(memory, self._attention.pools, self.block_tokens, self._next_number, self._clock)
-
-    def _next_number(self) -> int:
-        """Of a part, to tell a creditor."""
-        return next(self._numbers)
+        return LayerReader(memory, self._attention.pools, self.block_tokens, self._clock)
 
     def _visit(self, blocks: Sequence[int], take: TakeBlocks) -> None:
         """Each layer of these comes into a staging: `take` gets the layer, which of the blocks they are, and
@@ -318,7 +314,7 @@ class Debtor:
         return [active for active in self._active if active.share.part.spans.window_tokens == window]
 
     def _share(self, part: Part) -> StepShare:
-        return StepShare(self._lendings[part.holder], part, self._next_number(), self._clock)
+        return StepShare(self._lendings[part.holder], part, next(self._numbers), self._clock)
 
     def _fetched(self, share: StepShare) -> FetchedShare:
         """A layer is fetched ahead where the next one has the same part."""

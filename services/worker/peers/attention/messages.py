@@ -33,6 +33,9 @@ class GrantRef(msgspec.Struct, frozen=True, array_like=True):
     generation: int
 
 
+NO_STEP = 0
+
+
 class PartWire(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A `Part` as it travels: little-endian arrays, int32 but for `slots` (int64)."""
 
@@ -49,7 +52,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The header of all of them."""
 
     step: int
-    """Number of the step, rising within one debtor's incarnation."""
+    """Number of the step, rising within one debtor's incarnation; `NO_STEP`: of this message alone, its part
+    is not remembered."""
     layer: int
     grants: tuple[GrantRef, ...]
     tier: KvTier = KvTier.DEVICE

@@ -23,6 +23,7 @@ from services.worker.peers.attention.messages import (
     ATTEND,
     FETCH,
     NATIVE,
+    NO_STEP,
     WRITE,
     Attended,
     GrantRef,
@@ -71,7 +72,7 @@ class CreditorMemory:
             self.leave()
         if self._exchange is None and self._announced is None:
             self._known = self.grants
-            header = Request(step=0, layer=0, grants=self.grants, tier=self.tier, q_heads=q_heads)
+            header = Request(step=NO_STEP, layer=0, grants=self.grants, tier=self.tier, q_heads=q_heads)
             encoded = request_encoder.encode(header)
             self._announced = self.link.begin(NATIVE, encoded, deadline_s=self.deadline_s)
             self._asker = Asker(library, self.link.raw, self.deadline_s)
@@ -393,13 +394,11 @@ class LayerReader:
         memory: CreditorMemory,
         pools: Sequence[Pools],
         block_tokens: int,
-        next_number: Callable[[], int],
         clock: Clock,
     ) -> None:
         self._memory = memory
         self._pools = pools
         self._block_tokens = block_tokens
-        self._next_number = next_number
         self._clock = clock
 
     @property
@@ -414,8 +413,9 @@ class LayerReader:
         part = whole(0, blocks, self._block_tokens)
 
         def share() -> StepShare:
-            """Described with every message: steps meanwhile would have it forgotten."""
-            return StepShare(self._memory, part, self._next_number(), self._clock)
+            """Described with every message, and remembered of none: the creditor would forget a step that is
+            under way meanwhile, and the step what this has described."""
+            return StepShare(self._memory, part, NO_STEP, self._clock)
 
         visit_blocks(share, range(len(blocks)), len(self._pools), into_rows(rows, self._pools))
 

@@ -23,6 +23,7 @@ from services.worker.peers.attention.interfaces import Question, Turn
 from services.worker.peers.attention.messages import (
     ATTEND,
     FETCH,
+    NO_STEP,
     GrantRef,
     Request,
     read_answer,
@@ -234,7 +235,7 @@ class TokenDebtor:
     def fetch(self, lender: _Lender, blocks: npt.NDArray[np.int32], rows: npt.NDArray[np.uint8]) -> None:
         """Whole blocks. Any thread may call this. Raises KvasirError."""
         part = whole(0, blocks, self._engine.block_tokens)
-        self._fetch(lender, part, next(self._numbers), rows)
+        self._fetch(lender, part, NO_STEP, rows)
 
     def _fetch(
         self,

@@ -24,6 +24,7 @@ from services.worker.peers.attention.memory import device_memory
 from services.worker.peers.attention.messages import (
     ATTEND,
     FETCH,
+    NO_STEP,
     WRITE,
     GrantRef,
     Request,
@@ -155,6 +156,17 @@ def test_a_step_is_described_once_and_forgotten_with_its_debtor(owner: Lender) -
     owner.creditor.keep({"another"})
     with pytest.raises(InvalidMessage, match="never described"):
         offer(owner, request(q_heads=0, part=None), writes, WRITE)
+
+
+def test_what_is_read_beside_a_step_does_not_have_the_step_forgotten(owner: Lender) -> None:
+    """It cost answers their KV: blocks came home while a step was at its first layers."""
+    writes = SIZES[1:]
+    offer(owner, request(q_heads=0, step=7), writes, WRITE)
+    for _ in range(20):
+        offer(owner, request(indices=indices(0), step=NO_STEP), [], FETCH).commit()
+    offer(owner, request(q_heads=0, part=None, layer=1, step=7), writes, WRITE)
+    with pytest.raises(InvalidMessage, match="never described"):
+        offer(owner, request(part=None, step=NO_STEP), SIZES)
 
 
 def test_host_memory_is_refused_where_none_is_lent(llama: Any) -> None:

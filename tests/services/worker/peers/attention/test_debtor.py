@@ -4,10 +4,11 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,11 +16,15 @@ from bench.micro.distattention.creditor import creditor_processes
 from services.worker.engine.contract import Row
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.native.library import AttentionMode
+from services.worker.engine.remote import Partial
 from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.tiers.records import Records
 from services.worker.peers.attention.core.cost import ShipMode, choose_mode
 from services.worker.peers.attention.debtor import Chooser
+from services.worker.peers.attention.shares import FetchedShare
 from services.worker.peers.transport.base import PeerLink
 from shared.errors import CreditorLost
+from shared.messages.lending import KvTier
 from shared.messages.sequence import Sampling
 from tests.patience import BUSY_S
 from tests.services.worker.conftest import VOCABULARY, ModelFactory
@@ -269,3 +274,26 @@ def test_blocks_come_home_whole(llama: Any) -> None:
         answers, _ = generate(engine, [prompt], [home], 9, count, computed=36)
         debtor.close()
     assert answers == expected
+
+
+def test_blocks_are_read_between_the_layers_of_a_step(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As copies come home on another thread: the creditor forgot the step, and the answer lost its KV."""
+    prompt, count = _long(17, 40), 6
+    expected, blocks = alone(llama, prompt, count)
+    with lender(llama, len(blocks)) as owner:
+        small = make_engine(llama, 4)
+        debtor = make_debtor(small, [owner], len(blocks), choose=CHOOSERS["fetch"])
+        reader = debtor.reader(owner.dial(), KvTier.DEVICE)
+        rows = np.zeros((1, Records(small.pools).record_bytes), dtype=np.uint8)
+        collect = FetchedShare.collect
+
+        def collect_and_read(self: FetchedShare, layer: int) -> Iterator[Partial]:
+            for _ in range(5):
+                reader.read([GRANT], np.array([0], dtype=np.int32), rows)
+            return collect(self, layer)
+
+        monkeypatch.setattr(FetchedShare, "collect", collect_and_read)
+        answers, _ = generate(small, [prompt], [blocks], 9, count)
+        reader.link.close()
+        debtor.close()
+    assert answers == expected and rows.any()
