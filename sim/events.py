@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 E = TypeVar("E")
 
 
-class Priority(IntEnum):
+class EventPriority(IntEnum):
     """Order of what happens at the same time."""
 
     STEP = 0
@@ -32,7 +32,7 @@ class EventQueue(Generic[E]):
     def __len__(self) -> int:
         return len(self._heap)
 
-    def push(self, at_s: float, priority: Priority, event: E) -> None:
+    def push(self, at_s: float, priority: EventPriority, event: E) -> None:
         """Raises ValueError for a time that is over."""
         if at_s < self.now_s:
             raise ValueError(f"event at {at_s} s, but it is {self.now_s} s already")

@@ -41,7 +41,7 @@ class Transfer:
 
 
 @dataclass(slots=True)
-class Transfers:
+class HandoverTransfers:
     """Those of one fleet."""
 
     wire: Wire

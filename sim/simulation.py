@@ -30,8 +30,8 @@ from shared.messages.commands import PlacementItem, WaitingAhead
 from shared.messages.sequence import SequenceKey, SequenceRef
 from sim.books import Held, WorkerBooks, pending, plain_pending, spoken_for_blocks
 from sim.cores import SharedCores
-from sim.events import EventQueue, Priority
-from sim.handover import Transfer, Transfers
+from sim.events import EventPriority, EventQueue
+from sim.handover import HandoverTransfers, Transfer
 from sim.meters import WorkerMeter
 from sim.prefixes import SimPrefixes
 from sim.requests import ServedRecord, SimRequest
@@ -89,7 +89,7 @@ class Simulation:
             if setup.found_tokens and not setup.cache_blocks:
                 worker.on_begin = partial(self._find_again, worker)
         self._speeds = PromptSpeeds()
-        self._transfers = Transfers(setup.wire)
+        self._transfers = HandoverTransfers(setup.wire)
         self._epoch_s = 0.0
         if setup.roles is not None:
             setup.roles.on_workers(self._names)
@@ -131,7 +131,9 @@ class Simulation:
     def _push_arrival(self) -> None:
         if self._arrived < len(self._requests):
             at_s = max(self._events.now_s, self._requests[self._arrived].arrival_s)
-            self._events.push(at_s, Priority.ARRIVAL, (self._on_arrival, (self._requests[self._arrived],)))
+            self._events.push(
+                at_s, EventPriority.ARRIVAL, (self._on_arrival, (self._requests[self._arrived],))
+            )
             self._arrived += 1
 
     def _on_arrival(self, request: SimRequest) -> None:
@@ -239,7 +241,7 @@ class Simulation:
 
     def _push_answer(self, request: SimRequest, generated_tokens: int) -> None:
         at_s = self._events.now_s + self._setup.prediction_delay_s
-        self._events.push(at_s, Priority.ANSWER, (self._on_answer, (request, generated_tokens)))
+        self._events.push(at_s, EventPriority.ANSWER, (self._on_answer, (request, generated_tokens)))
 
     def _on_answer(self, request: SimRequest, generated_tokens: int) -> None:
         told = self._setup.predictor.predict(request, generated_tokens)
@@ -258,7 +260,7 @@ class Simulation:
     def _push_plan(self, index: int) -> None:
         if not self._is_plan_due[index]:
             self._is_plan_due[index] = True
-            self._events.push(self._events.now_s, Priority.PLAN, (self._on_plan, (index,)))
+            self._events.push(self._events.now_s, EventPriority.PLAN, (self._on_plan, (index,)))
 
     def _on_plan(self, index: int) -> None:
         worker, now_s = self._workers[index], self._events.now_s
@@ -269,7 +271,7 @@ class Simulation:
         self._hand_out()
         after = worker.stretch_end()
         if after is not None and after != before:
-            self._events.push(after[0], Priority.STEP, (self._on_stretch_end, (index, after[1])))
+            self._events.push(after[0], EventPriority.STEP, (self._on_stretch_end, (index, after[1])))
 
     def _note_plans(self, index: int, batches: Iterable[PlannedBatch]) -> None:
         """Who does not wait any more, who does again, and what policies want predicted anew."""
@@ -303,7 +305,7 @@ class Simulation:
         self._check(worker)
         after = worker.stretch_end()
         if after is not None:
-            self._events.push(after[0], Priority.STEP, (self._on_stretch_end, (index, after[1])))
+            self._events.push(after[0], EventPriority.STEP, (self._on_stretch_end, (index, after[1])))
         self._push_plan(index)
 
     def _find_prefix(self, index: int, held: Held) -> None:
@@ -393,7 +395,7 @@ class Simulation:
         arrives_s = self._transfers.send(one, tokens, began_s, now_s)
         if held.is_decoding:
             one.is_due = True
-            self._events.push(max(now_s, arrives_s), Priority.ARRIVAL, (self._on_sent, (one,)))
+            self._events.push(max(now_s, arrives_s), EventPriority.ARRIVAL, (self._on_sent, (one,)))
 
     def _landing(self, index: int, held: Held) -> int | None:
         """Where it goes on; None: nobody has room."""
@@ -427,7 +429,7 @@ class Simulation:
         worker.end_after_step(self._events.now_s)
         after = worker.stretch_end()
         if after is not None and after != before:
-            self._events.push(after[0], Priority.STEP, (self._on_stretch_end, (one.source, after[1])))
+            self._events.push(after[0], EventPriority.STEP, (self._on_stretch_end, (one.source, after[1])))
 
     def _arrive(self, left: Held) -> None:
         """It goes on where it was sent, and computes its last, unfinished block there."""

@@ -21,7 +21,7 @@ from services.gateway.http.routes import make_app, make_operator_app
 from services.gateway.http.server import Server, bind, make_operator_server, make_server, url_of
 from services.gateway.key_watch import KeyWatch
 from services.gateway.lasting.desk import HANDLERS as LASTING
-from services.gateway.lasting.desk import Desk
+from services.gateway.lasting.desk import LastingDesk
 from services.gateway.lasting.peers import Peers
 from services.gateway.models import Models, ServedModel
 from services.gateway.openai.response_store import ResponseStore
@@ -139,7 +139,7 @@ class Gateway:
                 self._sessions.on_tick(now_s)
 
 
-async def tend(desk: Desk) -> None:
+async def tend(desk: LastingDesk) -> None:
     """Deadlines of answers that last, until cancelled."""
     while True:
         await asyncio.sleep(TICK_S)
@@ -193,7 +193,7 @@ async def run(config: GatewayConfig) -> None:
             await bus.attach(recorder_handlers("gateway"), bus.recorder)
             watched = KeyWatch(config)
             keys = watched.ring
-            desk = Desk(config, Peers(config, bus, sessions, now_s), tasks, now_s, watched.on_over)
+            desk = LastingDesk(config, Peers(config, bus, sessions, now_s), tasks, now_s, watched.on_over)
             await bus.attach(LASTING, desk)
             await bus.watch_departures(desk.on_gone)
             tasks.create_task(tend(desk))

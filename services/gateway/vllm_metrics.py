@@ -103,7 +103,7 @@ _COUNTERS: Final = {
 }
 
 
-class Histogram:
+class VllmHistogram:
     """Counts in buckets; an observation costs a search and two additions."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -130,7 +130,7 @@ class ModelFigures:
     """Of one model."""
 
     def __init__(self) -> None:
-        self.histograms = {name: Histogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
+        self.histograms = {name: VllmHistogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
         """Answers by why they ended, as vLLM calls it."""

@@ -20,7 +20,7 @@ MOST_MODELS = 64
 _log = get_logger("placement")
 
 
-class Models:
+class PlacementModels:
     """The handlers: each message goes to the `Placement` of its model, which begins with the first worker
     that serves it. A worker of a model beyond `MOST_MODELS` is not used."""
 

@@ -4,7 +4,7 @@ import asyncio
 
 from services.placement.config import PlacementConfig
 from services.placement.core.roles import BOTH
-from services.placement.models import Models
+from services.placement.models import PlacementModels
 from services.placement.placing import Placement
 from services.placement.policy import LIVE_PACKINGS, create
 from services.placement.relocation import HANDLERS as MOVE_HANDLERS
@@ -38,7 +38,7 @@ async def run(config: PlacementConfig) -> None:
     bus = await Bus.connect(config.bus, service="placement", instance=config.instance)
     try:
         async with asyncio.TaskGroup() as tasks:
-            models = Models(bus, make, tasks)
+            models = PlacementModels(bus, make, tasks)
             await bus.attach(HANDLERS, models)
             await bus.attach(recorder_handlers("placement"), bus.recorder)
             await bus.watch_departures(models.on_gone)

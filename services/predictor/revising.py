@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from services.predictor.batching import Batcher
-from services.predictor.core.rest_heads import Floats
+from services.predictor.core.rest_heads import Float32s
 from services.predictor.core.rest_learner import RestLearner
 from shared.log import get_logger
 from shared.messages.commands import LengthPrediction
@@ -149,7 +149,7 @@ class Reviser:
 
 def _told(learner: RestLearner, states: list[AnswerState]) -> tuple[RevisedLength, ...]:
     """Predictions of answers that go on; none while the head is not worth it."""
-    packed: Floats = np.stack([np.frombuffer(one.state, np.float16) for one in states]).astype(np.float32)
+    packed: Float32s = np.stack([np.frombuffer(one.state, np.float16) for one in states]).astype(np.float32)
     counts = [(one.prompt_tokens, one.generated_tokens, max(1, one.max_tokens)) for one in states]
     told = learner.observe([one.ref.key for one in states], counts, packed)
     if not learner.is_better:

@@ -27,7 +27,7 @@ _log = get_logger("predictor")
 
 
 @dataclass
-class Lengths:
+class ServedLengths:
     """Of one served model: what predicts and learns, and how good that was."""
 
     batcher: Batcher
@@ -44,7 +44,7 @@ class Lengths:
 
 
 class ServedModels:
-    """`Lengths` by the name of the served model; each begins with the first message that names it.
+    """`ServedLengths` by the name of the served model; each begins with the first message that names it.
 
     `run` has to be running for anything to be answered.
     """
@@ -55,7 +55,7 @@ class ServedModels:
         self._tasks: asyncio.TaskGroup | None = None
         self.common = self._made(config.state_dir)
         """Of those that name no model; its thread is the reviser's, too."""
-        self._named: dict[str, Lengths] = {}
+        self._named: dict[str, ServedLengths] = {}
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -65,7 +65,7 @@ class ServedModels:
                 self._start(lengths)
             await asyncio.Event().wait()
 
-    def of(self, name: str) -> Lengths:
+    def of(self, name: str) -> ServedLengths:
         """Without a name: of the one model that there is, else the common one."""
         if not name and len(self._named) == 1:
             (only,) = self._named.values()
@@ -74,7 +74,7 @@ class ServedModels:
         if known is not None or not name or len(self._named) >= MOST_MODELS:
             return known or self.common
         if self._config.model in FIXED:
-            made = Lengths(self.common.batcher)
+            made = ServedLengths(self.common.batcher)
         else:
             directory = self._config.state_dir
             made = self._made(None if directory is None else directory / folder_of(name))
@@ -94,7 +94,7 @@ class ServedModels:
             **(next(iter(shown.values())) if len(shown) == 1 else _together(shown)),
         }
 
-    def _made(self, directory: Path | None) -> Lengths:
+    def _made(self, directory: Path | None) -> ServedLengths:
         """It begins with what was trained for it, else with what `train` left for all."""
         config = self._config
         settings = config.model_settings()
@@ -102,9 +102,9 @@ class ServedModels:
         if directory is not None and directory != config.state_dir and _is_untrained(model):
             model = create(config.model, settings)
         batcher = Batcher(model, config.batch_limit, config.queue_limit)
-        return Lengths(batcher, learner_for(config, batcher, directory))
+        return ServedLengths(batcher, learner_for(config, batcher, directory))
 
-    def _start(self, lengths: Lengths) -> None:
+    def _start(self, lengths: ServedLengths) -> None:
         if self._tasks is None:
             return  # `run` will
         self._tasks.create_task(lengths.batcher.run())

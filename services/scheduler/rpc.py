@@ -24,7 +24,7 @@ from shared.messages.reports import WorkerReported
 from shared.messages.sequence import SequenceRef
 from shared.messages.tokens import FetchedTokens, FetchTokens
 
-Question = AskPlacement | AskPrediction | AskSnapshot | AskTokens | AskPull
+_Question = AskPlacement | AskPrediction | AskSnapshot | AskTokens | AskPull
 _log = get_logger("scheduler")
 _MAX_PREDICTIONS = 64
 """Open at once; beyond that a sequence does without."""
@@ -49,7 +49,7 @@ class Questions:
         self._predictions = 0
         self._resyncs = metrics.counter("kvasir_scheduler_snapshots_total", "Snapshots asked for")
 
-    def ask(self, question: Question) -> None:
+    def ask(self, question: _Question) -> None:
         match question:
             case AskPlacement():
                 self._start(self._place(question), *(item.ref for item in question.items))

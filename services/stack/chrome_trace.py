@@ -8,13 +8,13 @@ moves are arrows from source to target. Times are microseconds since the recordi
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-Event = Mapping[str, Any]
+TraceEvent = Mapping[str, Any]
 _STEPS, _MOVES = 1, 2
 """Threads, so called, of a worker."""
 _LEAST_US = 1.0
 
 
-def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
+def chrome_trace(events: Sequence[TraceEvent]) -> dict[str, Any]:
     """The document. `events` are those of a recording, in order: `unix_s`, `instance`, `kind`, fields."""
     moved = [event for event in events if event["kind"] == "moved" and not event["failed"]]
     ends = {str(event[end]) for event in moved for end in ("source", "target")}
@@ -45,7 +45,7 @@ def _processes(pids: Mapping[str, int]) -> Iterator[dict[str, Any]]:
                 yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": thread, "args": {"name": called}}
 
 
-def _step(event: Event, at_us: float, pid: int) -> Iterator[dict[str, Any]]:
+def _step(event: TraceEvent, at_us: float, pid: int) -> Iterator[dict[str, Any]]:
     prefills, decodes = event["prefills"], event["decodes"]
     name = "prefill" if prefills and not decodes else "decode" if not prefills else "prefill and decode"
     args = {name: event[name] for name in ("plan", "epoch", "prefills", "decodes", "prefill_tokens")}
@@ -65,10 +65,12 @@ def _step(event: Event, at_us: float, pid: int) -> Iterator[dict[str, Any]]:
         yield _counter("free KV blocks", at_us + length_us, pid, event["free_blocks"])
 
 
-def _requests(events: Sequence[Event], began_s: float, pids: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+def _requests(
+    events: Sequence[TraceEvent], began_s: float, pids: Mapping[str, int]
+) -> Iterator[dict[str, Any]]:
     """Pairs, each with an end: what is not over ends with the recording."""
     last_us = (events[-1]["unix_s"] - began_s) * 1e6 if events else 0.0
-    of_request: dict[str, list[Event]] = {}
+    of_request: dict[str, list[TraceEvent]] = {}
     for event in events:
         if event.get("request"):
             of_request.setdefault(event["request"], []).append(event)
@@ -86,7 +88,7 @@ def _requests(events: Sequence[Event], began_s: float, pids: Mapping[str, int]) 
             yield from _pair(request_id, name, first_s - began_s, until_s - began_s, pid, {})
 
 
-def _stays(own: Sequence[Event], end_s: float) -> Iterator[tuple[str, float, float]]:
+def _stays(own: Sequence[TraceEvent], end_s: float) -> Iterator[tuple[str, float, float]]:
     """Where a request was, attempt by attempt: queued, and then at a worker."""
     for submitted in (event for event in own if event["kind"] == "submitted" and not event["known"]):
         mine = (submitted["choice"], submitted["attempt"])
@@ -100,7 +102,7 @@ def _stays(own: Sequence[Event], end_s: float) -> Iterator[tuple[str, float, flo
             yield f"at {started['worker']}, attempt {mine[1]}", begun_s, max(begun_s, until_s)
 
 
-def _moves(events: Iterable[Event], began_s: float, pids: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+def _moves(events: Iterable[TraceEvent], began_s: float, pids: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     for number, event in enumerate(events):
         over_us = (event["unix_s"] - began_s) * 1e6
         left_us = max(0.0, over_us - event["switch_s"] * 1e6)

@@ -20,7 +20,7 @@ from sim.pie.table import LayerPlace, MappingTable
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class SwapTransfer:
     """Copy a layer's KV between the two slots."""
 
     layer: int
@@ -52,7 +52,7 @@ class SwapController:
         self.early_swap_ins = 0
         """Of `swap_ins`, those that found no host layer needed in this token's computation."""
         self._computed: int | None = None
-        self._in_flight: dict[Direction, Transfer] = {}
+        self._in_flight: dict[Direction, SwapTransfer] = {}
 
     @property
     def is_static(self) -> bool:
@@ -69,7 +69,7 @@ class SwapController:
     def in_flight(self) -> int:
         return len(self._in_flight)
 
-    def on_awaited(self, layer: int, now_s: float) -> list[Transfer]:
+    def on_awaited(self, layer: int, now_s: float) -> list[SwapTransfer]:
         """The computation has come to `layer`, present or not. A step may break off: any layer may follow."""
         self._computed = None
         self.position = layer
@@ -81,13 +81,13 @@ class SwapController:
             raise ValueError(f"layer {layer} is {self.table.entries[layer].place}, at {self.position}")
         self._computed = layer
 
-    def on_ended(self, layer: int, now_s: float) -> list[Transfer]:
+    def on_ended(self, layer: int, now_s: float) -> list[SwapTransfer]:
         """The layer's KV is not touched any more in this token's computation."""
         self._computed = None
         self.position = (layer + 1) % self.table.layers
         return self._start(now_s)
 
-    def on_completed(self, transfer: Transfer, now_s: float) -> list[Transfer]:
+    def on_completed(self, transfer: SwapTransfer, now_s: float) -> list[SwapTransfer]:
         """Raises ValueError for a transfer that is not in flight."""
         if self._in_flight.get(transfer.direction) != transfer:
             raise ValueError(f"{transfer} is not in flight")
@@ -98,7 +98,7 @@ class SwapController:
             self.table.end_leaving(transfer.layer, now_s)
         return self._start(now_s)
 
-    def set_fifo(self, fifo_layers: int, now_s: float) -> list[Transfer]:
+    def set_fifo(self, fifo_layers: int, now_s: float) -> list[SwapTransfer]:
         """A new length. A longer one leaves excess slots, for `retire_slot`; a shorter one needs
         `add_slot`.
         """
@@ -110,7 +110,7 @@ class SwapController:
         """Start nothing until `resume`."""
         self.is_paused = True
 
-    def resume(self, now_s: float) -> list[Transfer]:
+    def resume(self, now_s: float) -> list[SwapTransfer]:
         self.is_paused = False
         return self._start(now_s)
 
@@ -137,7 +137,7 @@ class SwapController:
         """Layers to be computed before this one is needed."""
         return (layer - self.position) % self.table.layers
 
-    def _start(self, now_s: float) -> list[Transfer]:
+    def _start(self, now_s: float) -> list[SwapTransfer]:
         if self.is_paused or self.is_static:
             return []
         if len(self._in_flight) == len(Direction):
@@ -174,10 +174,10 @@ class SwapController:
 
     def _fly(
         self, layer: int, direction: Direction, device_slot: int | None, host_slot: int | None
-    ) -> Transfer:
+    ) -> SwapTransfer:
         assert device_slot is not None
         assert host_slot is not None
-        transfer = Transfer(layer, direction, device_slot, host_slot)
+        transfer = SwapTransfer(layer, direction, device_slot, host_slot)
         self._in_flight[direction] = transfer
         return transfer
 

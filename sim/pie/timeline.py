@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from services.worker.pie.core.meter import Direction
 from services.worker.pie.core.sizes import device_slots
-from sim.pie.swap import SwapController, Transfer
+from sim.pie.swap import SwapController, SwapTransfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Timeline:
     stalls: list[int] = field(default_factory=list)
     fifo_ticks: list[int] = field(default_factory=list)
     """For each swap that is over: from the begin of the swap-out to the end of the swap-in."""
-    _due: dict[Direction, tuple[int, Transfer]] = field(default_factory=dict)
+    _due: dict[Direction, tuple[int, SwapTransfer]] = field(default_factory=dict)
     _left: dict[int, int] = field(default_factory=dict)
 
     def run(self, tokens: int) -> None:
@@ -66,7 +66,7 @@ class Timeline:
                 self.fifo_ticks.append(now - self._left.pop(transfer.layer))
             self._submit(self.controller.on_completed(transfer, now))
 
-    def _submit(self, transfers: list[Transfer]) -> None:
+    def _submit(self, transfers: list[SwapTransfer]) -> None:
         for transfer in transfers:
             is_in = transfer.direction is Direction.IN
             self._due[transfer.direction] = (

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from services.worker.pie.core.meter import Direction
 from services.worker.pie.core.sizes import expansion, higher, lower, most_fifo_layers
-from sim.pie.swap import SlotMove, SwapController, Transfer
+from sim.pie.swap import SlotMove, SwapController, SwapTransfer
 from sim.pie.table import LayerPlace, MappingTable
 from sim.pie.timeline import Pace, Timeline
 
@@ -87,7 +87,7 @@ class Bytes:
                 assert entry.host_slot is not None
                 self.host[entry.host_slot] = (layer, 0)
 
-    def copy(self, transfer: Transfer) -> None:
+    def copy(self, transfer: SwapTransfer) -> None:
         if transfer.direction is Direction.IN:
             self.device[transfer.device_slot] = self.host[transfer.host_slot]
         else:
@@ -106,11 +106,11 @@ class SwapMachine(RuleBasedStateMachine):
         self.controller = SwapController(layers, start)
         self.bytes = Bytes(self.controller)
         self.versions = [0] * layers
-        self.flying: list[Transfer] = []
+        self.flying: list[SwapTransfer] = []
         self.now_s = 0.0
         self.next = 0
 
-    def take(self, transfers: list[Transfer]) -> None:
+    def take(self, transfers: list[SwapTransfer]) -> None:
         self.flying += transfers
         assert len({each.direction for each in self.flying}) == len(self.flying)
 

@@ -6,7 +6,7 @@ from services.placement.core.roles import FleetRoles, Role
 from services.scheduler.policy.contract import PolicySettings, Task, WorkerShape
 from services.worker.core.costs import find_cost
 from sim.books import Held
-from sim.handover import Transfer, Transfers, Wire
+from sim.handover import HandoverTransfers, Transfer, Wire
 from sim.meters import gap_quantile_s
 from sim.predictors import find_predictor
 from sim.requests import ServedRecord, SimRequest
@@ -87,12 +87,12 @@ def transfer(target: int = 1) -> Transfer:
 
 def test_a_chunk_is_sent_while_it_is_computed() -> None:
     wire = Wire(token_bytes=1000, layers=10, bytes_per_s=1e6)
-    fast = Transfers(wire).send(transfer(), 100, 0.0, 1.0)
+    fast = HandoverTransfers(wire).send(transfer(), 100, 0.0, 1.0)
     assert fast == pytest.approx(1.0 + 0.01), "all but the last layer went meanwhile"
-    assert Transfers(wire).send(transfer(), 10_000, 0.0, 1.0) == pytest.approx(0.1 + 10.0), (
+    assert HandoverTransfers(wire).send(transfer(), 10_000, 0.0, 1.0) == pytest.approx(0.1 + 10.0), (
         "the link is slower"
     )
-    transfers = Transfers(wire)
+    transfers = HandoverTransfers(wire)
     transfers.send(transfer(1), 10_000, 0.0, 1.0)
     assert transfers.send(transfer(2), 100, 0.0, 1.0) > 10.0, "the source sends one after the other"
     assert transfers.wait_s(3, 1, 1.0) == pytest.approx(9.1)

@@ -21,7 +21,7 @@ from services.worker.core.costs.fitted import OPT_13B_A100
 from shared.errors import ConfigError
 from sim.books import PlanError
 from sim.case import Case, Machine, latency_within_s, run_case
-from sim.events import EventQueue, Priority
+from sim.events import EventPriority, EventQueue
 from sim.predictors import find_predictor
 from sim.requests import SimRequest
 from sim.routers import find_router
@@ -152,21 +152,21 @@ def test_predictions_come_late_and_again_when_asked(monkeypatch: pytest.MonkeyPa
 
 def test_time_then_priority_then_order_of_pushing() -> None:
     queue: EventQueue[str] = EventQueue()
-    queue.push(2.0, Priority.STEP, "late")
-    queue.push(1.0, Priority.PLAN, "plan")
-    queue.push(1.0, Priority.ARRIVAL, "first")
-    queue.push(1.0, Priority.ARRIVAL, "second")
-    queue.push(1.0, Priority.STEP, "step")
+    queue.push(2.0, EventPriority.STEP, "late")
+    queue.push(1.0, EventPriority.PLAN, "plan")
+    queue.push(1.0, EventPriority.ARRIVAL, "first")
+    queue.push(1.0, EventPriority.ARRIVAL, "second")
+    queue.push(1.0, EventPriority.STEP, "step")
     assert [queue.pop()[1] for _ in range(len(queue))] == ["step", "first", "second", "plan", "late"]
     assert queue.now_s == 2.0
 
 
 def test_the_past_is_refused() -> None:
     queue: EventQueue[str] = EventQueue()
-    queue.push(3.0, Priority.STEP, "x")
+    queue.push(3.0, EventPriority.STEP, "x")
     queue.pop()
     with pytest.raises(ValueError, match="already"):
-        queue.push(2.0, Priority.STEP, "y")
+        queue.push(2.0, EventPriority.STEP, "y")
 
 
 def rooms(*free_tokens: int) -> list[Room]:

@@ -9,7 +9,7 @@ import orjson
 
 from services.gateway.errors import body_of, status_of
 from services.gateway.openai.replies import FinishedChoice, Usage
-from services.gateway.parts.items import CallBegun, Content, Part, Reasoning
+from services.gateway.parts.items import AnswerPart, CallBegun, Content, Reasoning
 from shared.errors import KvasirError
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -50,7 +50,7 @@ class MessageWriter:
     def piece(
         self,
         index: int,
-        parts: Sequence[Part],
+        parts: Sequence[AnswerPart],
         reason: str | None,
         logprobs: Any = None,
         stop: str | None = None,
@@ -90,7 +90,7 @@ class MessageWriter:
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": blocks}
         return {**head, "stop_reason": None, "stop_sequence": None, "usage": _usage(usage)}
 
-    def _part(self, part: Part) -> bytes:
+    def _part(self, part: AnswerPart) -> bytes:
         if isinstance(part, Content):
             opened = self._open("text", {"type": "text", "text": ""})
             return opened + self._delta({"type": "text_delta", "text": part.text})

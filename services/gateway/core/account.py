@@ -61,7 +61,7 @@ class Happened:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class _Part:
     """A stretch of the request's wall time, in seconds since 1970."""
 
     begin_s: float
@@ -70,7 +70,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class _Step:
     """One step of a worker that the request was part of."""
 
     begin_s: float
@@ -90,12 +90,12 @@ class Step:
 
 
 @dataclass(slots=True)
-class Account:
+class AnswerAccount:
     """The result. `parts` cover `begin_s` to `end_s` without a gap."""
 
     begin_s: float
     end_s: float
-    parts: list[Part]
+    parts: list[_Part]
     facts: dict[str, Any] = field(default_factory=dict)
     is_over: bool = True
 
@@ -114,7 +114,7 @@ class Account:
         return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
 
 
-def account_of(events: Sequence[Happened], now_s: float) -> Account | None:
+def account_of(events: Sequence[Happened], now_s: float) -> AnswerAccount | None:
     """Of one request's events, whoever said them, in any order. None where no gateway's are among them.
 
     One that is not over is accounted for until `now_s`.
@@ -133,15 +133,15 @@ def account_of(events: Sequence[Happened], now_s: float) -> Account | None:
         *_of_queue(events, steps, end_s),
         *_of_handovers(events, steps, end_s),
     ]
-    account = Account(begin_s, end_s, sweep(claims, begin_s, end_s), is_over=whole is not None)
+    account = AnswerAccount(begin_s, end_s, sweep(claims, begin_s, end_s), is_over=whole is not None)
     account.facts = _facts(events, steps, whole)
     return account
 
 
-Claim = tuple[float, float, Cause]
+_Claim = tuple[float, float, Cause]
 
 
-def sweep(claims: Sequence[Claim], begin_s: float, end_s: float) -> list[Part]:
+def sweep(claims: Sequence[_Claim], begin_s: float, end_s: float) -> list[_Part]:
     """Cuts the time from `begin_s` to `end_s` at every claim's ends; each piece goes to the first in rank of
     those that claim it. Neighbouring pieces of a cause are one."""
     ordered = sorted(
@@ -150,7 +150,7 @@ def sweep(claims: Sequence[Claim], begin_s: float, end_s: float) -> list[Part]:
         if min(last, end_s) > max(first, begin_s)
     )
     cuts = sorted({begin_s, end_s, *(cut for first, last, _, _ in ordered for cut in (first, last))})
-    parts: list[Part] = []
+    parts: list[_Part] = []
     active: list[tuple[int, float, Cause]] = []
     waiting = iter(ordered)
     upcoming = next(waiting, None)
@@ -162,9 +162,9 @@ def sweep(claims: Sequence[Claim], begin_s: float, end_s: float) -> list[Part]:
             heappop(active)
         cause = str(active[0][2]) if active else UNEXPLAINED
         if parts and parts[-1].cause == cause:
-            parts[-1] = Part(parts[-1].begin_s, last, cause)
+            parts[-1] = _Part(parts[-1].begin_s, last, cause)
         else:
-            parts.append(Part(first, last, cause))
+            parts.append(_Part(first, last, cause))
     return parts
 
 
@@ -172,8 +172,8 @@ def sweep(claims: Sequence[Claim], begin_s: float, end_s: float) -> list[Part]:
 
 
 def _of_gateway(
-    events: Sequence[Happened], steps: Sequence[Step], begin_s: float, end_s: float
-) -> Iterator[Claim]:
+    events: Sequence[Happened], steps: Sequence[_Step], begin_s: float, end_s: float
+) -> Iterator[_Claim]:
     submits = _of(events, "gateway", "submit")
     taken = _of(events, "scheduler", "submitted")
     yield begin_s, submits[0].at_s if submits else end_s, Cause.READ
@@ -191,7 +191,7 @@ def _of_gateway(
         yield max(begun_s, complete.at_s), blocked.at_s, Cause.READER
 
 
-def _of_steps(events: Sequence[Happened], steps: Sequence[Step]) -> Iterator[Claim]:
+def _of_steps(events: Sequence[Happened], steps: Sequence[_Step]) -> Iterator[_Claim]:
     plans = _plans(events)
     for step in steps:
         yield step.end_s - step.remote_s, step.end_s, Cause.LENDERS
@@ -214,7 +214,7 @@ def _of_steps(events: Sequence[Happened], steps: Sequence[Step]) -> Iterator[Cla
             yield preempted.at_s, again, Cause.PREEMPTED
 
 
-def _of_queue(events: Sequence[Happened], steps: Sequence[Step], end_s: float) -> Iterator[Claim]:
+def _of_queue(events: Sequence[Happened], steps: Sequence[_Step], end_s: float) -> Iterator[_Claim]:
     """From each submission to its place, from there to the first plan that computes it, and to its first
     step, which may be of a later plan where the sequence was put off."""
     places = _of(events, "scheduler", "placed")
@@ -233,7 +233,7 @@ def _of_queue(events: Sequence[Happened], steps: Sequence[Step], end_s: float) -
             yield first.at_s, begun.begin_s, Cause.BETWEEN
 
 
-def _of_handovers(events: Sequence[Happened], steps: Sequence[Step], end_s: float) -> Iterator[Claim]:
+def _of_handovers(events: Sequence[Happened], steps: Sequence[_Step], end_s: float) -> Iterator[_Claim]:
     """What lies between the last that is known of one attempt and the first step of the next. A worker that
     was lost took its record along; that it was sent plans is known."""
     plans = _of(events, "scheduler", "plan")
@@ -307,7 +307,7 @@ def _last(events: Sequence[Happened], service: str, kind: str) -> Happened | Non
     return next(reversed(_of(events, service, kind)), None)
 
 
-def _steps(events: Sequence[Happened]) -> list[Step]:
+def _steps(events: Sequence[Happened]) -> list[_Step]:
     """Those whose tokens were awaited when they ended. One that a frozen worker ends when it goes on again,
     after the request went on elsewhere, computed nothing of the answer: that time is the loss's."""
     given_up, found = _given_up(events), []
@@ -317,7 +317,7 @@ def _steps(events: Sequence[Happened]) -> list[Step]:
         if all(end_s > given_up.get(ref, end_s) for ref in _refs(event)):
             continue
         found.append(
-            Step(
+            _Step(
                 begin_s=event.at_s,
                 end_s=end_s,
                 worker=event.instance,
@@ -343,7 +343,7 @@ def _plans(events: Sequence[Happened]) -> dict[tuple[str, int, int], float]:
 
 def _between(
     events: Sequence[Happened], service: str, begins: str, ends: str, cause: Cause
-) -> Iterator[Claim]:
+) -> Iterator[_Claim]:
     open_s: float | None = None
     for event in events:
         if event.service == service and event.kind == begins and open_s is None:
@@ -353,7 +353,7 @@ def _between(
             open_s = None
 
 
-def _facts(events: Sequence[Happened], steps: Sequence[Step], whole: Happened | None) -> dict[str, Any]:
+def _facts(events: Sequence[Happened], steps: Sequence[_Step], whole: Happened | None) -> dict[str, Any]:
     """What a person wants to know beside the times."""
     submitted = next(iter(_of(events, "scheduler", "submitted")), None)
     predicted = next(iter(_of(events, "scheduler", "predicted")), None)

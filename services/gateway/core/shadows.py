@@ -31,7 +31,7 @@ class Shadowed:
     """Its owner is gone."""
 
 
-class Shadows:
+class RequestShadows:
     """By request, and by the names that clients may ask for."""
 
     def __init__(self, most_bytes: int, keep_s: float) -> None:

@@ -29,7 +29,7 @@ from services.gateway.openai.replies import (
     prompt_logprobs,
     text_logprobs,
 )
-from services.gateway.parts.items import CallBegun, Content, Message, Part, PartReader
+from services.gateway.parts.items import AnswerMessage, AnswerPart, CallBegun, Content, PartReader
 from services.gateway.sessions import Sessions
 from services.gateway.text.choice_text import ChoiceText, PlacedToken, TextPiece
 from shared.clock import monotonic_s
@@ -224,7 +224,7 @@ class CompletionResponse(Response):
             self._record.note_answers(answers)
 
     async def _whole(self, exchange: Exchange, answers: list[ChoiceText], send: Send) -> None:
-        messages = [Message() for _ in answers]
+        messages = [AnswerMessage() for _ in answers]
         tokens: list[list[PlacedToken]] = [[] for _ in answers]
         while True:
             for piece, answer in self._read(exchange, answers):
@@ -295,7 +295,7 @@ class CompletionResponse(Response):
                 events.append(self._writer.piece(answer.index, parts, reason, logprobs, stop))
         return b"".join(events)
 
-    def _parts(self, piece: TextPiece, answer: ChoiceText) -> list[Part]:
+    def _parts(self, piece: TextPiece, answer: ChoiceText) -> list[AnswerPart]:
         """What a piece is made of."""
         reader = self._readers.get(answer.index)
         if reader is None:

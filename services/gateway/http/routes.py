@@ -25,7 +25,7 @@ from services.gateway.http.connection import MAX_DISCARDED_BYTES
 from services.gateway.http.middleware import CLIENT_GONE_STATUS, RECORD, RequestRecord, refusal
 from services.gateway.http.reading import RequestReader, shadow_of
 from services.gateway.http.surfaces import SURFACES
-from services.gateway.lasting.desk import Desk, Following, fingerprint_of, name_of
+from services.gateway.lasting.desk import Following, LastingDesk, fingerprint_of, name_of
 from services.gateway.models import Models, ServedModel
 from services.gateway.openai.replies import model_body
 from services.gateway.openai.response_store import ResponseStore, not_found
@@ -119,7 +119,7 @@ def make_app(
     sessions: Sessions,
     models: Models,
     config: GatewayConfig,
-    desk: Desk,
+    desk: LastingDesk,
     store: ResponseStore | None = None,
     add_page: AddPage = lambda _: None,
 ) -> ASGIApp:
@@ -161,7 +161,7 @@ def make_operator_app(sessions: Sessions, add_page: AddPage = lambda _: None) ->
     return app
 
 
-def _completions(reader: RequestReader, config: GatewayConfig, desk: Desk) -> dict[str, RouteHandler]:
+def _completions(reader: RequestReader, config: GatewayConfig, desk: LastingDesk) -> dict[str, RouteHandler]:
     async def complete(path: str, request: Request) -> Response:
         record: RequestRecord = request.scope[RECORD]
         key = key_of(request)
@@ -209,7 +209,7 @@ def _add_counting(app: FastAPI, models: Models, config: GatewayConfig) -> None:
         return _json({"input_tokens": await models.of(body).acceptance.count(read, len(body))})
 
 
-def _add_stored(app: FastAPI, store: ResponseStore | None, desk: Desk) -> None:
+def _add_stored(app: FastAPI, store: ResponseStore | None, desk: LastingDesk) -> None:
     off = "this server stores none (gateway.stored_responses names no file)"
 
     @app.get("/v1/responses/{name}")

@@ -130,7 +130,7 @@ class Kept:
         )
 
 
-class Desk:
+class LastingDesk:
     """One per process."""
 
     def __init__(
@@ -456,7 +456,7 @@ def _known(kept: Kept) -> Shadowed:
 class Following(Response):
     """One connection that reads an answer."""
 
-    def __init__(self, desk: Desk, kept: Kept, record: RequestRecord, after: int = -1) -> None:
+    def __init__(self, desk: LastingDesk, kept: Kept, record: RequestRecord, after: int = -1) -> None:
         """`after`: events of a response up to this number are left out."""
         super().__init__()
         self._desk = desk

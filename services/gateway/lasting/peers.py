@@ -11,7 +11,7 @@ from secrets import token_bytes
 from msgspec.structs import replace
 
 from services.gateway.config import GatewayConfig
-from services.gateway.core.shadows import GatewayStart, Shadowed, Shadows
+from services.gateway.core.shadows import GatewayStart, RequestShadows, Shadowed
 from services.gateway.exchange import Exchange
 from services.gateway.sessions import Sessions
 from shared import log, subjects
@@ -53,7 +53,7 @@ class Peers:
         self._alive = Liveness(_SILENCE_S)
         self._greeted: dict[str, int] = {}
         """The start of each that was heard last."""
-        self.shadows = Shadows(config.resume_mb * 1024 * 1024, config.resume_s)
+        self.shadows = RequestShadows(config.resume_mb * 1024 * 1024, config.resume_s)
         self._at_once = asyncio.Semaphore(_AT_ONCE)
 
     # --- who there is

@@ -17,7 +17,7 @@ from services.gateway.errors import UnsupportedFeature
 from services.gateway.openai.admission import Acceptance, AdmittedRequest, ContextLimit
 from services.gateway.openai.replies import DONE, FinishedChoice, Usage, error_event
 from services.gateway.openai.schemas import EmbeddingRequest, parse_object, validated
-from services.gateway.parts.items import Part
+from services.gateway.parts.items import AnswerPart
 from services.gateway.text.choice_text import Given, TextRules
 from shared.errors import InvalidRequest, KvasirError
 from shared.messages.sequence import Sampling, pack_tokens
@@ -101,7 +101,7 @@ class EmbeddingWriter:
     def piece(
         self,
         index: int,
-        parts: Sequence[Part],
+        parts: Sequence[AnswerPart],
         reason: str | None,
         logprobs: dict[str, Any] | None = None,
         stop: str | None = None,

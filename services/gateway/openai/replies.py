@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import orjson
 
 from services.gateway.errors import body_of
-from services.gateway.parts.items import CallBegun, Content, Message, Part, Reasoning
+from services.gateway.parts.items import AnswerMessage, AnswerPart, CallBegun, Content, Reasoning
 from services.gateway.text.choice_text import PlacedToken
 from services.gateway.text.tokenizer import Vocabulary
 from shared.errors import KvasirError
@@ -101,7 +101,7 @@ class AnswerWriter(Protocol):
     def piece(
         self,
         index: int,
-        parts: Sequence[Part],
+        parts: Sequence[AnswerPart],
         reason: str | None,
         logprobs: dict[str, Any] | None = None,
         stop: str | None = None,
@@ -144,7 +144,7 @@ class Usage:
 @dataclass(frozen=True, slots=True)
 class FinishedChoice:
     index: int
-    message: Message
+    message: AnswerMessage
     finish_reason: str
     logprobs: dict[str, Any] | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
@@ -188,7 +188,7 @@ class Letterhead:
     def piece(
         self,
         index: int,
-        parts: Sequence[Part],
+        parts: Sequence[AnswerPart],
         reason: str | None,
         logprobs: dict[str, Any] | None = None,
         stop: str | None = None,
@@ -205,7 +205,7 @@ class Letterhead:
             events.append(self._event([{**choice, "logprobs": logprobs} if is_last and logprobs else choice]))
         return b"".join(events)
 
-    def _delta(self, index: int, part: Part) -> dict[str, Any]:
+    def _delta(self, index: int, part: AnswerPart) -> dict[str, Any]:
         if isinstance(part, Content):
             return {"content": part.text}
         if isinstance(part, Reasoning):

@@ -9,7 +9,7 @@ import orjson
 from services.gateway.errors import body_of
 from services.gateway.openai.replies import FinishedChoice, Usage
 from services.gateway.openai.response_requests import ResponseRequest
-from services.gateway.parts.items import CallArguments, CallBegun, Content, Part, Reasoning
+from services.gateway.parts.items import AnswerPart, CallArguments, CallBegun, Content, Reasoning
 from shared.errors import KvasirError
 
 _FAILED = "server_error"
@@ -39,7 +39,7 @@ class ResponseWriter:
     def piece(
         self,
         index: int,
-        parts: Sequence[Part],
+        parts: Sequence[AnswerPart],
         reason: str | None,
         logprobs: Any = None,
         stop: str | None = None,
@@ -67,7 +67,7 @@ class ResponseWriter:
     def whole(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
         (choice,) = choices
         message, self._reason = choice.message, choice.finish_reason
-        parts: list[Part] = [Reasoning(message.reasoning)] if message.reasoning else []
+        parts: list[AnswerPart] = [Reasoning(message.reasoning)] if message.reasoning else []
         if message.content or not message.calls:
             parts.append(Content(message.content))
         for at, call in enumerate(message.calls):
@@ -85,7 +85,7 @@ class ResponseWriter:
             self.keep(written, self._items)
         return written
 
-    def _part(self, part: Part, logprobs: Any) -> bytes:
+    def _part(self, part: AnswerPart, logprobs: Any) -> bytes:
         if isinstance(part, Content):
             events = self._begin_item("message", {"role": "assistant", "content": [_output_text("")]})
             return events + self._say(part.text, logprobs)

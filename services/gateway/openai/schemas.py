@@ -92,7 +92,7 @@ MAX_REPETITION_PENALTY = 100.0
 """And its inverse is the least: beyond, logits in half precision become infinite."""
 _UNION_BRANCH = re.compile(r"(str|int|float|bool|(list|dict)\[.*\]|constrained-.*|function-.*)")
 
-TokenId = Annotated[int, Field(ge=0)]
+_TokenId = Annotated[int, Field(ge=0)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
@@ -166,9 +166,11 @@ class CompletionFields(NamesModel):
     repetition_penalty: float | None = Field(None, ge=1 / MAX_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
     min_p: float | None = Field(None, ge=0, le=1)
     min_tokens: int | None = Field(None, ge=0)
-    stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=MAX_STOP_TOKENS), FailFast()] = None
+    stop_token_ids: Annotated[list[_TokenId] | None, Field(max_length=MAX_STOP_TOKENS), FailFast()] = None
     logit_bias: Annotated[dict[str, Bias] | None, Field(max_length=MAX_TOKEN_CHOICES), FailFast()] = None
-    allowed_token_ids: Annotated[list[TokenId] | None, Field(max_length=MAX_TOKEN_CHOICES), FailFast()] = None
+    allowed_token_ids: Annotated[list[_TokenId] | None, Field(max_length=MAX_TOKEN_CHOICES), FailFast()] = (
+        None
+    )
     bad_words: Annotated[list[StopString] | None, Field(max_length=MAX_BAD_WORDS), FailFast()] = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None

@@ -19,7 +19,7 @@ from shared.errors import InvalidRequest
 
 MOST_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-Mode = Literal["none", "auto", "required"]
+ToolMode = Literal["none", "auto", "required"]
 TemplateMessage = dict[str, Any]
 
 
@@ -31,7 +31,7 @@ class Tools:
     """Those that may be called; all of them where one must be."""
     described: tuple[Mapping[str, Any], ...] = ()
     """As the request has them, for the template."""
-    mode: Mode = "none"
+    mode: ToolMode = "none"
     is_parallel: bool = True
     """More than one call in an answer."""
 
@@ -104,7 +104,7 @@ def _described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _choice(choice: Any) -> tuple[Mode, Sequence[str]]:
+def _choice(choice: Any) -> tuple[ToolMode, Sequence[str]]:
     """The mode, and the functions that it is about; none: all."""
     if choice in (None, "auto"):
         return "auto", ()

@@ -5,7 +5,7 @@ The arguments go on as they come, as text. Whatever order the members have; Llam
 
 import json
 
-from services.gateway.parts.items import CallArguments, CallBegun, Part
+from services.gateway.parts.items import AnswerPart, CallArguments, CallBegun
 
 _ARGUMENTS = ("arguments", "parameters")
 _SPACES = " \t\r\n"
@@ -37,9 +37,9 @@ class CallScanner:
         """The call was handed out."""
         return self._name is not None
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[AnswerPart]:
         """What the text makes known. After `is_over` or `is_broken` it must not be called again."""
-        parts: list[Part] = []
+        parts: list[AnswerPart] = []
         begun = 0
         for at, char in enumerate(text):
             if self._read(char, parts):
@@ -55,7 +55,7 @@ class CallScanner:
             self.is_broken = True
         return parts
 
-    def _read(self, char: str, parts: list[Part]) -> bool:
+    def _read(self, char: str, parts: list[AnswerPart]) -> bool:
         """False once the object is over, or is none."""
         if self._in_string:
             self._buffer += char
@@ -85,7 +85,7 @@ class CallScanner:
             self._buffer += char
         return True
 
-    def _end_member(self, parts: list[Part]) -> None:
+    def _end_member(self, parts: list[AnswerPart]) -> None:
         value, key = self._buffer.rstrip(_SPACES), self._key
         self._key, self._buffer = None, ""
         if key == "name" and self._name is None and (name := _string(value)):
@@ -105,7 +105,7 @@ class CallScanner:
                 else:
                     parts.append(CallArguments(self.index, whole))
 
-    def _stream(self, parts: list[Part]) -> None:
+    def _stream(self, parts: list[AnswerPart]) -> None:
         """What there is of the arguments."""
         if self._key not in _ARGUMENTS or self._name is None:
             return

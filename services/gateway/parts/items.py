@@ -38,46 +38,46 @@ class CallArguments:
     text: str
 
 
-Part = Content | Reasoning | CallBegun | CallArguments
+AnswerPart = Content | Reasoning | CallBegun | CallArguments
 
 
 class PartReader(Protocol):
     """Reads one answer, piece by piece; what may be the beginning of a mark waits."""
 
-    def feed(self, text: str) -> list[Part]: ...
+    def feed(self, text: str) -> list[AnswerPart]: ...
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[AnswerPart]:
         """Nothing follows: what waited is what it looks like."""
         ...
 
 
 @dataclass(slots=True)
-class Call:
+class ToolCallItem:
     name: str
     arguments: str = ""
 
 
 @dataclass(slots=True)
-class Message:
+class AnswerMessage:
     """The parts of one answer put together."""
 
     content: str = ""
     reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ToolCallItem] = field(default_factory=list)
 
-    def add(self, parts: Iterable[Part]) -> None:
+    def add(self, parts: Iterable[AnswerPart]) -> None:
         for part in parts:
             if isinstance(part, Content):
                 self.content += part.text
             elif isinstance(part, Reasoning):
                 self.reasoning += part.text
             elif isinstance(part, CallBegun):
-                self.calls.append(Call(part.name))
+                self.calls.append(ToolCallItem(part.name))
             else:
                 self.calls[part.index].arguments += part.text
 
 
-class Marks:
+class AnswerMarks:
     """Finds marks in a growing text and holds back what may become one."""
 
     def __init__(self) -> None:

@@ -4,7 +4,15 @@ A call that turns out to be none is shown as the text it is.
 """
 
 from services.gateway.parts.call_scanner import CallScanner
-from services.gateway.parts.items import CallArguments, CallBegun, Content, Marks, Part, PartReader, Reasoning
+from services.gateway.parts.items import (
+    AnswerMarks,
+    AnswerPart,
+    CallArguments,
+    CallBegun,
+    Content,
+    PartReader,
+    Reasoning,
+)
 
 THINK, THOUGHT = "<think>", "</think>"
 
@@ -18,13 +26,13 @@ class ThinkingReader:
     def __init__(self, inner: PartReader, *, is_open: bool) -> None:
         """`is_open`: the prompt ends with the mark that opens the reasoning."""
         self._inner = inner
-        self._marks = Marks()
+        self._marks = AnswerMarks()
         self._state = "thinking" if is_open else "beginning"
         self._seen = ""
         self._space = ""
         """At the end of the reasoning so far, or before the answer."""
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[AnswerPart]:
         if self._state == "beginning":
             self._seen += text
             begun = self._seen.lstrip()
@@ -39,17 +47,17 @@ class ThinkingReader:
             return self._think(text)
         return self._answer(text)
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[AnswerPart]:
         if self._state == "thinking":
             return self._reasoning(self._marks.take())
         rest, self._seen = self._seen, ""
         return [*(self._inner.feed(rest) if rest else []), *self._inner.end()]
 
-    def _open(self, text: str) -> list[Part]:
+    def _open(self, text: str) -> list[AnswerPart]:
         self._state, self._seen = "thinking", ""
         return self._think(text)
 
-    def _think(self, text: str) -> list[Part]:
+    def _think(self, text: str) -> list[AnswerPart]:
         before, mark = self._marks.split(text, (THOUGHT,))
         parts = self._reasoning(before)
         if mark is not None:
@@ -57,7 +65,7 @@ class ThinkingReader:
             parts += self._answer(self._marks.take())
         return parts
 
-    def _reasoning(self, text: str) -> list[Part]:
+    def _reasoning(self, text: str) -> list[AnswerPart]:
         """Without the line breaks around it."""
         text = self._space + text
         if not self._seen:
@@ -67,7 +75,7 @@ class ThinkingReader:
         self._seen += text[:1]
         return [Reasoning(text)] if text else []
 
-    def _answer(self, text: str) -> list[Part]:
+    def _answer(self, text: str) -> list[AnswerPart]:
         if self._state == "trimming":
             text = text.lstrip("\n")
             if not text:
@@ -79,10 +87,10 @@ class ThinkingReader:
 class PlainReader:
     """All is content."""
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[AnswerPart]:
         return [Content(text)] if text else []
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[AnswerPart]:
         return []
 
 
@@ -97,7 +105,7 @@ class TaggedReader:
         self._begin = begin
         self._skipped = (*ends, "[", "]", ",", ";", " ", "\n", "\r", "\t")
         self._bare = bare
-        self._marks = Marks()
+        self._marks = AnswerMarks()
         self._scanner: CallScanner | None = None
         self._opening = ""
         self._calls = 0
@@ -106,8 +114,8 @@ class TaggedReader:
         self._has_text = False
         self._space = ""
 
-    def feed(self, text: str) -> list[Part]:
-        parts: list[Part] = []
+    def feed(self, text: str) -> list[AnswerPart]:
+        parts: list[AnswerPart] = []
         while text:
             if self._scanner is not None:
                 text = self._scan(self._scanner, text, parts)
@@ -117,7 +125,7 @@ class TaggedReader:
                 text = self._say(text, parts)
         return parts
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[AnswerPart]:
         """A call that is not complete stays what has been said of it."""
         rest = self._marks.take()
         if self._scanner is not None and not self._scanner.has_begun:
@@ -127,7 +135,7 @@ class TaggedReader:
         self._scanner = None
         return self._content(rest)
 
-    def _say(self, text: str, parts: list[Part]) -> str:
+    def _say(self, text: str, parts: list[AnswerPart]) -> str:
         if self._bare and not self._has_text and text.lstrip().startswith("{"):
             self._scanner, self._opening = CallScanner(self._calls), ""
             return text
@@ -141,7 +149,7 @@ class TaggedReader:
         self._is_between, self._opening = True, mark
         return self._marks.take()
 
-    def _next(self, text: str, parts: list[Part]) -> str:
+    def _next(self, text: str, parts: list[AnswerPart]) -> str:
         """Between calls: the next one, what may be skipped, or text again."""
         rest = self._marks.take() + text
         while rest:
@@ -159,7 +167,7 @@ class TaggedReader:
         parts += self._content(self._opening + rest if self._calls == 0 else rest)
         return ""
 
-    def _scan(self, scanner: CallScanner, text: str, parts: list[Part]) -> str:
+    def _scan(self, scanner: CallScanner, text: str, parts: list[AnswerPart]) -> str:
         parts += scanner.feed(text)
         if scanner.is_broken:
             self._scanner, self._is_between = None, False
@@ -171,7 +179,7 @@ class TaggedReader:
         self._scanner, self._is_between, self._has_text = None, True, True
         return scanner.rest
 
-    def _content(self, text: str) -> list[Part]:
+    def _content(self, text: str) -> list[AnswerPart]:
         """Spaces before a call are no content, so they wait for what follows."""
         text = self._space + text
         self._space = text[len(text.rstrip()) :]
@@ -186,13 +194,13 @@ class NamedReader:
     BEGIN, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 
     def __init__(self) -> None:
-        self._marks = Marks()
+        self._marks = AnswerMarks()
         self._state = "text"
         self._name = ""
         self._index = -1
 
-    def feed(self, text: str) -> list[Part]:
-        parts: list[Part] = []
+    def feed(self, text: str) -> list[AnswerPart]:
+        parts: list[AnswerPart] = []
         while True:
             wanted = (self.ARGUMENTS,) if self._state == "name" else (self.BEGIN,)
             before, mark = self._marks.split(text, wanted)
@@ -212,7 +220,7 @@ class NamedReader:
                 self._state, self._name = "name", ""
             text = ""
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[AnswerPart]:
         rest = self._marks.take()
         if self._state == "arguments":
             return [CallArguments(self._index, rest)] if rest else []
@@ -226,14 +234,14 @@ class HarmonyReader:
     _MARKS = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|call|>", "<|return|>", "<|constrain|>")
 
     def __init__(self) -> None:
-        self._marks = Marks()
+        self._marks = AnswerMarks()
         self._header = ""
         self._in_message = False
         self._index = -1
         self._kind = ""
 
-    def feed(self, text: str) -> list[Part]:
-        parts: list[Part] = []
+    def feed(self, text: str) -> list[AnswerPart]:
+        parts: list[AnswerPart] = []
         while True:
             before, mark = self._marks.split(text, self._MARKS)
             if self._in_message:
@@ -251,11 +259,11 @@ class HarmonyReader:
                 self._header += " "
             text = ""
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[AnswerPart]:
         rest = self._marks.take()
         return self._piece(rest) if self._in_message else []
 
-    def _begin(self) -> list[Part]:
+    def _begin(self) -> list[AnswerPart]:
         words = self._header.split()
         recipient = next((word.removeprefix("to=") for word in words if word.startswith("to=")), "")
         self._in_message, self._header = True, ""
@@ -266,7 +274,7 @@ class HarmonyReader:
         self._kind = "analysis" if "analysis" in words else "final"
         return []
 
-    def _piece(self, text: str) -> list[Part]:
+    def _piece(self, text: str) -> list[AnswerPart]:
         if not text:
             return []
         if self._kind == "call":

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.core.account import UNEXPLAINED, Account, Cause, Happened, account_of
+from services.gateway.core.account import UNEXPLAINED, AnswerAccount, Cause, Happened, account_of
 from shared.messages.recordings import Recorded
 
 _NAMED = 3
@@ -48,7 +48,9 @@ def happened(told: Sequence[Recorded]) -> list[Happened]:
     return found
 
 
-def _written(account: Account, events: Sequence[Happened], others: Sequence[Happened]) -> dict[str, Any]:
+def _written(
+    account: AnswerAccount, events: Sequence[Happened], others: Sequence[Happened]
+) -> dict[str, Any]:
     whole_s = account.end_s - account.begin_s
     notes = _notes(account, events, others)
     causes = [
@@ -72,7 +74,7 @@ def _written(account: Account, events: Sequence[Happened], others: Sequence[Happ
     }
 
 
-def _sentence(account: Account, causes: Sequence[dict[str, Any]]) -> str:
+def _sentence(account: AnswerAccount, causes: Sequence[dict[str, Any]]) -> str:
     facts, whole_s = account.facts, account.end_s - account.begin_s
     first = causes[0]["cause"] if causes else UNEXPLAINED
     length = f"{facts['tokens']} tokens" if facts["tokens"] is not None else "not complete yet"
@@ -87,7 +89,7 @@ def _sentence(account: Account, causes: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _notes(account: Account, events: Sequence[Happened], others: Sequence[Happened]) -> dict[str, str]:
+def _notes(account: AnswerAccount, events: Sequence[Happened], others: Sequence[Happened]) -> dict[str, str]:
     """What is to be said of single causes."""
     facts = account.facts
     found = ", ".join(f"{count} on {tier}" for tier, count in facts["found_blocks"].items() if count)

@@ -13,7 +13,7 @@ from services.placement.core.move_mode import MoveCosts
 from services.placement.core.order import ORDERS, PlacementRank, Waiting, arrange, distance
 from services.placement.core.prefix_index import NOTHING, CachedTokens, PrefixIndex
 from services.placement.core.roles import FleetRoles
-from services.placement.core.seating import Choice, Opening, seat
+from services.placement.core.seating import Opening, SeatChoice, seat
 from services.placement.core.speeds import PromptSpeeds, plain_tokens
 from services.placement.policy.contract import PlacementPolicy
 from shared.liveness import Liveness
@@ -139,9 +139,9 @@ class FleetCapacity:
         self.prefixes = PrefixIndex(expect_s=reservation_s)
         self.speeds = PromptSpeeds()
         self.liveness = Liveness(silence_s)
-        self._choices: deque[Choice] = deque(maxlen=_MOST_CHOICES)
+        self._choices: deque[SeatChoice] = deque(maxlen=_MOST_CHOICES)
 
-    def take_choices(self) -> list[Choice]:
+    def take_choices(self) -> list[SeatChoice]:
         """Those since the last call, and why they were made."""
         choices = list(self._choices)
         self._choices.clear()
@@ -253,7 +253,7 @@ class FleetCapacity:
         answers: list[str | None] = [None] * len(items)
         expected: dict[SequenceKey, int] = {}
 
-        def note(choice: Choice) -> None:
+        def note(choice: SeatChoice) -> None:
             expected[choice.item.ref.key] = choice.expected_tokens
             self._choices.append(choice)
 

@@ -67,7 +67,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Seconds:
+class RoleSeconds:
     """Of a mean request under one split."""
 
     first_token_s: float
@@ -80,7 +80,7 @@ class Seconds:
     """The same, where what takes longer than `_PATIENCE` times as long as alone counts hardly more."""
 
 
-def request_s(speeds: Speeds, demand: Demand, workers: int, decoders: int, hand_over_s: float) -> Seconds:
+def request_s(speeds: Speeds, demand: Demand, workers: int, decoders: int, hand_over_s: float) -> RoleSeconds:
     """With `decoders` of `workers` for answers alone; 0: all do both. `hand_over_s`: beside the link's."""
     share, token_there_s = _decoded(speeds, demand, decoders)
     share = min(share, _link_share(speeds, demand, decoders))
@@ -97,7 +97,7 @@ def request_s(speeds: Speeds, demand: Demand, workers: int, decoders: int, hand_
     most_s = _PATIENCE * _alone_s(speeds, demand)
     felt_s = share * waits.felt_s(prompt_s + goes_s, most_s)
     felt_s += (1.0 - share) * waits.felt_s(prompt_s + stays_s, most_s)
-    return Seconds(first_token_s, answer_s / max(1.0, rest), share, first_token_s + answer_s, felt_s)
+    return RoleSeconds(first_token_s, answer_s / max(1.0, rest), share, first_token_s + answer_s, felt_s)
 
 
 @dataclass(frozen=True, slots=True)

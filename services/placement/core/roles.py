@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 
-from services.placement.core.role_costs import Demand, Seconds, Speeds, request_s
+from services.placement.core.role_costs import Demand, RoleSeconds, Speeds, request_s
 from services.placement.core.speeds import LineFit, PromptSpeeds
 from shared.average import averaged
 from shared.errors import ConfigError
@@ -208,7 +208,7 @@ class FleetRoles:
         self._step_tokens = 1
         self._worse = 0
         self.changes = 0
-        self.seconds: Mapping[str, Seconds] = {}
+        self.seconds: Mapping[str, RoleSeconds] = {}
         """Of each split, as of the last epoch."""
 
     @property
@@ -403,7 +403,7 @@ class FleetRoles:
             assert not self.shortage() or len(self._roles) == 1
 
 
-def _pays(before: Seconds, after: Seconds) -> bool:
+def _pays(before: RoleSeconds, after: RoleSeconds) -> bool:
     """Whether to change from one split to another: a gain of some size, or fewer answers beside prompts."""
     if before.handed_over_share > 0 and after.handed_over_share > before.handed_over_share + _FEWER:
         return True
@@ -411,7 +411,7 @@ def _pays(before: Seconds, after: Seconds) -> bool:
     return after.felt_s <= (1.0 - gain) * before.felt_s
 
 
-def _evenest(found: Mapping[int, Seconds], now: int | None) -> int:
+def _evenest(found: Mapping[int, RoleSeconds], now: int | None) -> int:
     """The number of workers for answers under which requests are the fastest; of those that are nearly so,
     and faster than without any, the one that leaves the fewest answers beside prompts. The present one may be
     as much slower again before another is taken."""

@@ -77,7 +77,7 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SeatChoice:
     """Why a sequence goes where it goes."""
 
     item: PlacementItem
@@ -94,7 +94,7 @@ def seat(
     openings: Iterable[Opening],
     policy: PlacementPolicy,
     cached: Callable[[PlacementItem, str], CachedTokens] = lambda *_: NOTHING,
-    note: Callable[[Choice], None] = lambda choice: None,
+    note: Callable[[SeatChoice], None] = lambda choice: None,
 ) -> list[str | None]:
     """A worker for each item, or None: it waits. Taken one after the other.
 
@@ -124,7 +124,7 @@ def _seat_one(
     openings: list[Opening],
     policy: PlacementPolicy,
     cached: Callable[[PlacementItem, str], CachedTokens],
-) -> Choice | None:
+) -> SeatChoice | None:
     able = [opening for opening in openings if opening.fits(item)]
     has_room = bool(able)
     able = able or [opening for opening in openings if opening.takes(item)]
@@ -132,7 +132,7 @@ def _seat_one(
         return None
     if not has_room and not isinstance(policy, CostedPolicy):
         crowd = max(able, key=lambda one: (one.places, one.free_blocks))
-        return Choice(item, crowd.worker_id, sum(cached(item, crowd.worker_id)), ())
+        return SeatChoice(item, crowd.worker_id, sum(cached(item, crowd.worker_id)), ())
     rooms = [one.room(cached(item, one.worker_id)) for one in able]
     chosen = policy.choose(item.size_tokens, rooms)
     expected = next(sum(room.cached_tokens) for room in rooms if room.worker_id == chosen)
@@ -140,7 +140,7 @@ def _seat_one(
     if isinstance(policy, CostedPolicy):
         found = zip((room.worker_id for room in rooms), policy.costs_s(item.size_tokens, rooms), strict=True)
         costs = sorted(found, key=lambda one: one[1])[:_SHOWN_COSTS]
-    return Choice(item, chosen, expected, tuple(costs))
+    return SeatChoice(item, chosen, expected, tuple(costs))
 
 
 _SHOWN_COSTS = 8

@@ -83,12 +83,12 @@ def _salted(count: int, salt: int) -> Codes:
     return np.full(count, salt, dtype=np.uint64)
 
 
-Found = tuple[npt.NDArray[np.int64], Codes]
+_Found = tuple[npt.NDArray[np.int64], Codes]
 """(row of the prompt, hash) of each occurrence"""
 
 
-def _grams(flat: Codes, rows: npt.NDArray[np.int64]) -> list[Found]:
-    found: list[Found] = []
+def _grams(flat: Codes, rows: npt.NDArray[np.int64]) -> list[_Found]:
+    found: list[_Found] = []
     for size in range(1, LONGEST_GRAM + 1):
         count = max(0, len(flat) - size + 1)
         codes = _salted(count, size)
@@ -102,8 +102,8 @@ def _grams(flat: Codes, rows: npt.NDArray[np.int64]) -> list[Found]:
     return [*found, (rows[:count][inside], pairs[inside])]
 
 
-def _heads(flat: Codes, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> list[Found]:
-    found: list[Found] = []
+def _heads(flat: Codes, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> list[_Found]:
+    found: list[_Found] = []
     codes = _salted(len(starts), _HEAD_SALT)
     for position in range(HEAD_GRAMS):
         rows = np.flatnonzero(sizes > position)

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float32]
+Float32s = npt.NDArray[np.float32]
 Counts = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 Weights = Mapping[str, npt.NDArray[np.generic]]
@@ -37,11 +37,11 @@ def class_of(rests: Counts) -> Counts:
 class Head(Protocol):
     """Told of features `[rows, width]`, answers with rests in tokens."""
 
-    def learn(self, features: Floats, rests: Counts, censored: Flags) -> None:
+    def learn(self, features: Float32s, rests: Counts, censored: Flags) -> None:
         """One step of training on so many rows."""
         ...
 
-    def predict(self, features: Floats) -> npt.NDArray[np.float64]:
+    def predict(self, features: Float32s) -> npt.NDArray[np.float64]:
         """`[rows, 5]`: expected rest, then its `QUANTILES`; each at least 1."""
         ...
 
@@ -60,7 +60,7 @@ class Network:
     def __init__(self, width: int, outputs: int, seed: int = 0, rate: float = 2e-3) -> None:
         random = np.random.default_rng(seed)
         self._rate = rate
-        self._parts: dict[str, Floats] = {
+        self._parts: dict[str, Float32s] = {
             "in": (random.standard_normal((width, _HIDDEN)) / np.sqrt(width)).astype(np.float32),
             "in_bias": np.zeros(_HIDDEN, np.float32),
             "out": np.zeros((_HIDDEN, outputs), np.float32),
@@ -73,22 +73,22 @@ class Network:
         self._second = {name: np.zeros_like(self._parts[name]) for name in self._trained}
         self._steps = 0
 
-    def forward(self, features: Floats) -> tuple[Floats, Floats, Floats]:
+    def forward(self, features: Float32s) -> tuple[Float32s, Float32s, Float32s]:
         """Standardised features, hidden layer and outputs."""
         parts = self._parts
         spread = np.sqrt(np.maximum(parts["square"] - parts["mean"] ** 2, 1e-6))
-        inputs: Floats = np.clip((features - parts["mean"]) / spread, -8.0, 8.0)
-        hidden: Floats = np.tanh(inputs @ parts["in"] + parts["in_bias"])
-        outputs: Floats = hidden @ parts["out"] + parts["out_bias"]
+        inputs: Float32s = np.clip((features - parts["mean"]) / spread, -8.0, 8.0)
+        hidden: Float32s = np.tanh(inputs @ parts["in"] + parts["in_bias"])
+        outputs: Float32s = hidden @ parts["out"] + parts["out_bias"]
         return inputs, hidden, outputs
 
-    def see(self, features: Floats) -> None:
+    def see(self, features: Float32s) -> None:
         """Features that come: their mean and spread."""
         weight = max(0.01, 1.0 / (self._steps + 1))
         for name, value in (("mean", features.mean(0)), ("square", (features**2).mean(0))):
             self._parts[name] += weight * (value - self._parts[name])
 
-    def step(self, inputs: Floats, hidden: Floats, gradient: Floats) -> None:
+    def step(self, inputs: Float32s, hidden: Float32s, gradient: Float32s) -> None:
         """Down the loss whose derivative by the outputs is `gradient`."""
         parts = self._parts
         back = (gradient @ parts["out"].T) * (1 - hidden**2)
@@ -126,7 +126,7 @@ class DistributionHead:
     def __init__(self, width: int, seed: int = 0) -> None:
         self._network = Network(width, len(UPPER), seed)
 
-    def learn(self, features: Floats, rests: Counts, censored: Flags) -> None:
+    def learn(self, features: Float32s, rests: Counts, censored: Flags) -> None:
         """Towards the class that it was; of a censored rest, towards all that are no shorter."""
         self._network.see(features)
         inputs, hidden, outputs = self._network.forward(features)
@@ -139,11 +139,11 @@ class DistributionHead:
         wanted /= np.maximum(wanted.sum(1, keepdims=True), 1e-12)
         self._network.step(inputs, hidden, ((chances - wanted) / len(features)).astype(np.float32))
 
-    def chances(self, features: Floats) -> npt.NDArray[np.float64]:
+    def chances(self, features: Float32s) -> npt.NDArray[np.float64]:
         """Of each class, `[rows, classes]`."""
         return _softmax(self._network.forward(features)[2])
 
-    def predict(self, features: Floats) -> npt.NDArray[np.float64]:
+    def predict(self, features: Float32s) -> npt.NDArray[np.float64]:
         chances = self.chances(features)
         below = np.cumsum(chances, axis=1)
         columns = [np.maximum(1.0, chances @ ((LOWER + 1 + UPPER) / 2))]
@@ -176,7 +176,7 @@ class RankHead:
         self._memory = np.zeros((0, 2))
         """Latest scores and rests, `[rows, 2]`."""
 
-    def learn(self, features: Floats, rests: Counts, censored: Flags) -> None:
+    def learn(self, features: Float32s, rests: Counts, censored: Flags) -> None:
         """The likelihood of the right order, list by list; censored rests count as they are."""
         self._network.see(features)
         inputs, hidden, outputs = self._network.forward(features)
@@ -189,12 +189,12 @@ class RankHead:
         latest = np.stack([outputs[:, 0].astype(np.float64), rests.astype(np.float64)], axis=1)
         self._memory = np.concatenate([self._memory, latest])[-_MEMORY:]
 
-    def scores(self, features: Floats) -> Floats:
+    def scores(self, features: Float32s) -> Float32s:
         """`[rows]`."""
-        found: Floats = self._network.forward(features)[2][:, 0]
+        found: Float32s = self._network.forward(features)[2][:, 0]
         return found
 
-    def predict(self, features: Floats) -> npt.NDArray[np.float64]:
+    def predict(self, features: Float32s) -> npt.NDArray[np.float64]:
         if not len(self._memory):
             return np.ones((len(features), 1 + len(QUANTILES)))
         scores = self.scores(features)
@@ -221,15 +221,15 @@ class RankHead:
 HEADS: dict[str, Callable[[int, int], Head]] = {"distribution": DistributionHead, "rank": RankHead}
 
 
-def _softmax(outputs: Floats) -> npt.NDArray[np.float64]:
+def _softmax(outputs: Float32s) -> npt.NDArray[np.float64]:
     raised = np.exp(outputs.astype(np.float64) - outputs.max(1, keepdims=True))
     chances: npt.NDArray[np.float64] = raised / raised.sum(1, keepdims=True)
     return chances
 
 
-def _order_gradient(scores: Floats) -> Floats:
+def _order_gradient(scores: Float32s) -> Float32s:
     """Of minus the log-likelihood that they come in this order, first the highest, by each score."""
     raised = np.exp(scores.astype(np.float64) - scores.max())
     left = np.maximum(np.cumsum(raised[::-1])[::-1], 1e-300)
-    gradient: Floats = (raised * np.cumsum(1.0 / left) - 1.0).astype(np.float32)
+    gradient: Float32s = (raised * np.cumsum(1.0 / left) - 1.0).astype(np.float32)
     return gradient

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from services.predictor.core.histogram import HistogramModel
 from services.predictor.core.length_model import LengthSample, PredictedLength
-from services.predictor.core.rest_heads import HEADS, Counts, Flags, Floats, Head, Weights
+from services.predictor.core.rest_heads import HEADS, Counts, Flags, Float32s, Head, Weights
 from shared.average import averaged
 from shared.messages.sequence import TOKEN_BYTES, SequenceKey
 
@@ -44,7 +44,7 @@ class Seen:
     prompt_tokens: int
     max_tokens: int
     generated: list[int] = field(default_factory=list)
-    features: list[Floats] = field(default_factory=list)
+    features: list[Float32s] = field(default_factory=list)
     told: list[float] = field(default_factory=list)
     """Medians of the rest."""
 
@@ -77,7 +77,7 @@ class RestLearner:
         return self.answers >= _ENOUGH and head is not None and base is not None and head < base
 
     def observe(
-        self, keys: list[SequenceKey], counts: list[tuple[int, int, int]], states: Floats
+        self, keys: list[SequenceKey], counts: list[tuple[int, int, int]], states: Float32s
     ) -> list[PredictedLength]:
         """States `[rows, width]` of answers with so many tokens of (prompt, answer so far, answer at most).
 
@@ -170,11 +170,11 @@ class RestLearner:
             self._errors[name] = error if np.isfinite(error) else None
 
 
-def _features(counts: list[tuple[int, int, int]], states: Floats) -> Floats:
+def _features(counts: list[tuple[int, int, int]], states: Float32s) -> Float32s:
     """`[rows, width + EXTRA]`; what is not finite is 0."""
     sizes = np.log1p(np.array(counts, np.float32).reshape(len(counts), EXTRA))
     found = np.nan_to_num(np.concatenate([states, sizes], axis=1), nan=0.0, posinf=0.0, neginf=0.0)
-    features: Floats = np.clip(found, -6e4, 6e4).astype(np.float32)
+    features: Float32s = np.clip(found, -6e4, 6e4).astype(np.float32)
     return features
 
 

@@ -31,7 +31,7 @@ from shared.messages.reports import GatewayReported, WorkerReported
 from shared.messages.sequence import SequenceRef, SequenceSpec
 from shared.messages.values import EPOCH_REACH
 
-WorkerStart = tuple[str, int]
+_WorkerStart = tuple[str, int]
 """Worker id and incarnation."""
 _EXPIRE_INTERVAL_S = 1.0
 WANT_INTERVAL_S = 0.25
@@ -53,7 +53,7 @@ class SchedulerCore:
         now_s: float,
         most_epoch: int = EPOCH_REACH,
         began_s: float | None = None,
-        awaited: Iterable[WorkerStart] = (),
+        awaited: Iterable[_WorkerStart] = (),
     ) -> None:
         """A worker that claims to obey an epoch above `most_epoch` is not believed, and not used. `began_s`:
         when heartbeats were first listened to, unless that is now. `awaited`: who was there before; once all
@@ -190,12 +190,12 @@ class SchedulerCore:
             return self._step_down(report.epoch, f"{report.worker_id} obeys epoch {report.epoch}")
         return self._after(self._fleet.on_reported(report, now_s), now_s)
 
-    def on_worker_gone(self, start: WorkerStart, now_s: float) -> list[Effect]:
+    def on_worker_gone(self, start: _WorkerStart, now_s: float) -> list[Effect]:
         """What has left the bus."""
         self._stop_awaiting(start)
         return self._after(self._fleet.on_gone(*start, now_s), now_s)
 
-    def _stop_awaiting(self, start: WorkerStart) -> None:
+    def _stop_awaiting(self, start: _WorkerStart) -> None:
         """It was heard, or is gone; a later start is that of one that was there."""
         if self._awaited:
             self._awaited = {one for one in self._awaited if one[0] != start[0] or one[1] > start[1]}

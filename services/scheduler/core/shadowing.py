@@ -33,7 +33,7 @@ _MOST_KEEPERS, _MOST_ASIDE = 8, 32
 
 
 @dataclass(slots=True)
-class Shadow:
+class _Shadow:
     """What is known of one sequence's copy."""
 
     keeper: str
@@ -70,7 +70,7 @@ class Shadowing:
         self._roster = roster
         self._moves = moves
         self._rules = rules
-        self._shadows: dict[SequenceKey, Shadow] = {}
+        self._shadows: dict[SequenceKey, _Shadow] = {}
         self._orders: dict[SequenceRef, Order] = {}
         self._sources: set[str] = set()
         """Of `_orders`, as are these."""
@@ -204,7 +204,7 @@ class Shadowing:
         is_due = missing > 0 or now_s - shadow.renewed_s > self._rules.renew_s
         return missing if is_due and now_s >= shadow.next_s else None
 
-    def _shadow_of(self, sequence: Sequence, source: WorkerReported) -> Shadow | None:
+    def _shadow_of(self, sequence: Sequence, source: WorkerReported) -> _Shadow | None:
         """None where its keeper is gone, is another now, or runs it itself."""
         shadow = self._shadows.get(sequence.key)
         if shadow is None:
@@ -235,7 +235,7 @@ class Shadowing:
             chosen = choose_keeper(listed.computed_tokens, sequence.limit_tokens, source, able)
             if chosen is not None:
                 incarnation = self._roster.pipelines[chosen].report.incarnation
-                shadow = self._shadows[sequence.key] = Shadow(chosen, incarnation)
+                shadow = self._shadows[sequence.key] = _Shadow(chosen, incarnation)
                 blocks = whole_blocks
         if shadow is None:
             return None
@@ -246,7 +246,7 @@ class Shadowing:
             return None
         return Order(sequence.ref, source.worker_id, source.incarnation, shadow.keeper, blocks, now_s)
 
-    def _is_full(self, shadow: Shadow) -> bool:
+    def _is_full(self, shadow: _Shadow) -> bool:
         """Whether its keeper has no room for what is missing, as it says."""
         return shadow.is_stuck and not self._roster.pipelines[shadow.keeper].report.shadow_room_blocks
 

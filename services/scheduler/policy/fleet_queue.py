@@ -47,7 +47,7 @@ NO_RANK: Rank = (inf,)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Waiting:
+class _Waiting:
     """One that waits, and its place by order."""
 
     task: Task
@@ -56,11 +56,11 @@ class Waiting:
     rank: Rank
 
 
-def _arrival(waiting: Waiting) -> Rank:
+def _arrival(waiting: _Waiting) -> Rank:
     return waiting.task.order
 
 
-def _rank(waiting: Waiting) -> Rank:
+def _rank(waiting: _Waiting) -> Rank:
     return waiting.rank
 
 
@@ -69,8 +69,8 @@ class _Lines:
     """Those of one tenant, and what may pass the oldest of them."""
 
     budget: PassingBudget
-    by_rank: Line[Waiting] = field(default_factory=lambda: Line(_rank))
-    by_arrival: Line[Waiting] = field(default_factory=lambda: Line(_arrival))
+    by_rank: Line[_Waiting] = field(default_factory=lambda: Line(_rank))
+    by_arrival: Line[_Waiting] = field(default_factory=lambda: Line(_arrival))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class FleetQueue:
         self._lengths = LengthEstimates(TwoQueueOptions(pad=0.0), block_tokens=1)
         self._speeds = WorkerSpeeds()
         self._memory_tokens: float | None = None
-        self._waiting: dict[SequenceKey, Waiting] = {}
+        self._waiting: dict[SequenceKey, _Waiting] = {}
         self._lines: dict[str, _Lines] = {}
         """By tenant."""
         self.turns = TenantTurns()
@@ -141,7 +141,7 @@ class FleetQueue:
         work_s = self.work_s(task)
         by_work = self._order is QueueOrder.WORK
         rank = (task.priority, work_s, *task.order[1:]) if by_work else task.order
-        waiting = self._waiting[task.key] = Waiting(task, tenant, work_s, rank)
+        waiting = self._waiting[task.key] = _Waiting(task, tenant, work_s, rank)
         lines = self._lines_of(tenant.name)
         lines.by_rank.add(waiting)
         lines.by_arrival.add(waiting)
@@ -270,7 +270,7 @@ class FleetQueue:
         self.foreseen.check_integrity()
         assert len(self.foreseen) == len(self._waiting) + len(self._fed)
         for kind in ("by_rank", "by_arrival"):
-            lines: list[Line[Waiting]] = [getattr(lines, kind) for lines in self._lines.values()]
+            lines: list[Line[_Waiting]] = [getattr(lines, kind) for lines in self._lines.values()]
             for line in lines:
                 line.check_integrity()
             assert {id(one) for line in lines for one in line} == {id(one) for one in self._waiting.values()}
@@ -288,7 +288,7 @@ class FleetQueue:
         self.turns.correct(charged.tenant.name, service_s - charged.service_s)
         self._charged[key] = replace(charged, service_s=service_s)
 
-    def _take(self, key: SequenceKey) -> Waiting:
+    def _take(self, key: SequenceKey) -> _Waiting:
         waiting = self._waiting.pop(key)
         lines = self._lines[waiting.tenant.name]
         lines.by_rank.remove(waiting)
@@ -317,7 +317,7 @@ class _Reader:
         self._by_rank, self._by_arrival = _Unread(lines.by_rank, chosen), _Unread(lines.by_arrival, chosen)
         self._budget = lines.budget.copy()
 
-    def take(self) -> Waiting:
+    def take(self) -> _Waiting:
         """The tenant's next; there is one."""
         oldest = self._by_arrival.first()
         following = self._by_rank.first() if self._budget.may_pass else oldest
@@ -328,11 +328,11 @@ class _Reader:
 class _Unread:
     """A line, read from its beginning."""
 
-    def __init__(self, line: Line[Waiting], chosen: Container[SequenceKey]) -> None:
+    def __init__(self, line: Line[_Waiting], chosen: Container[SequenceKey]) -> None:
         self._rest, self._chosen = iter(line), chosen
-        self._first: Waiting | None = None
+        self._first: _Waiting | None = None
 
-    def first(self) -> Waiting:
+    def first(self) -> _Waiting:
         """The first that is not chosen; there is one."""
         while self._first is None or self._first.task.key in self._chosen:
             self._first = next(self._rest)

@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 BUCKET_TOKENS = 32
 MAX_BUCKETS = 256
-Blocks = npt.NDArray[np.int64]
+_Blocks = npt.NDArray[np.int64]
 _LEAST_BUCKET_TOKENS = 4
 _OVERCOUNT = 1 / 16
-_NOTHING: Blocks = np.zeros(0, dtype=np.int64)
+_NOTHING: _Blocks = np.zeros(0, dtype=np.int64)
 _INDICES = np.arange(MAX_BUCKETS, dtype=np.int64)
 
 
@@ -71,7 +71,7 @@ class UsageProfile:
         self._started: list[tuple[int, int, int]] | None = []
         """Those that the arrays have not; None once there are arrays."""
         self._peak_blocks = constant_blocks
-        self._usage: Blocks = _NOTHING
+        self._usage: _Blocks = _NOTHING
 
     def _most(self, end_tokens: int, held_blocks: int) -> int:
         blocks = -(-end_tokens // self._block_tokens)
@@ -137,7 +137,7 @@ class UsageProfile:
     def room_beside(self, now_tokens: int, end_tokens: int, held_blocks: int) -> int:
         """Blocks that may be taken for good, and this one still fits; negative when it does not."""
         self._make()
-        demand: Blocks = self._demand(now_tokens, end_tokens, held_blocks)
+        demand: _Blocks = self._demand(now_tokens, end_tokens, held_blocks)
         peak = int((self._usage + demand).max())
         if end_tokens - now_tokens > len(self._usage) * self._bucket_tokens:
             peak = max(peak, self._constant_blocks + -(-end_tokens // self._block_tokens))

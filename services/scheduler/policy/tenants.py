@@ -29,7 +29,7 @@ MOST_ACCOUNTS = 4096
 
 
 @dataclass(slots=True, eq=False)
-class Account:
+class TenantAccount:
     """One tenant's."""
 
     tenant: Tenant
@@ -48,7 +48,7 @@ class Account:
         return (CLASS_LEVELS[tenant.service_class], self.counter_s, self.started, tenant.name)
 
 
-def _place(account: Account) -> tuple[int, float, int, str]:
+def _place(account: TenantAccount) -> tuple[int, float, int, str]:
     return account.place
 
 
@@ -56,8 +56,8 @@ class TenantTurns:
     """See above."""
 
     def __init__(self) -> None:
-        self._accounts: dict[str, Account] = {}
-        self._waiting: Line[Account] = Line(_place)
+        self._accounts: dict[str, TenantAccount] = {}
+        self._waiting: Line[TenantAccount] = Line(_place)
         self._present: set[str] = set()
         self._floors: dict[ServiceClass, float] = {}
         """The least counter of those that wait or waited last, by class."""
@@ -74,7 +74,7 @@ class TenantTurns:
         account = self._accounts.get(tenant.name)
         if account is None:
             self._forget_oldest()
-            account = self._accounts[tenant.name] = Account(tenant)
+            account = self._accounts[tenant.name] = TenantAccount(tenant)
         if account.waiting:
             account.waiting += 1
             return
@@ -130,7 +130,7 @@ class TenantTurns:
         """Raises KeyError for one that is not known."""
         return self._accounts[name].counter_s
 
-    def _note(self, account: Account) -> None:
+    def _note(self, account: TenantAccount) -> None:
         if account.waiting or account.running:
             self._present.add(account.tenant.name)
         else:
@@ -140,7 +140,7 @@ class TenantTurns:
         """Each tenant, and what its counter stands at."""
         return ((name, account.counter_s) for name, account in self._accounts.items())
 
-    def _charge(self, account: Account, service_s: float, *, started: int) -> None:
+    def _charge(self, account: TenantAccount, service_s: float, *, started: int) -> None:
         if account.waiting:
             self._waiting.remove(account)
         account.counter_s += service_s / account.tenant.weight
@@ -149,7 +149,7 @@ class TenantTurns:
             self._waiting.add(account)
             self._lift_floor(account)
 
-    def _lift_floor(self, account: Account) -> None:
+    def _lift_floor(self, account: TenantAccount) -> None:
         """To the least counter of those of its class that wait; if none does, to its own."""
         service_class = account.tenant.service_class
         level = CLASS_LEVELS[service_class]
@@ -176,7 +176,7 @@ class TenantTurns:
 class Turns:
     """The turns to come, one after the other."""
 
-    def __init__(self, waiting: Line[Account], count: int, starts: int) -> None:
+    def __init__(self, waiting: Line[TenantAccount], count: int, starts: int) -> None:
         """Of `count` turns nobody has one but the first `count` of those that wait. `starts`: until now."""
         first = islice(waiting, count)
         self._heap = [(account.place, account.waiting, account.tenant) for account in first]

@@ -27,7 +27,7 @@ _CANDIDATES = 256
 _MOST_RANKS = 2**31 - 1
 
 
-class Draw(ctypes.Structure):
+class NativeDraw(ctypes.Structure):
     """`draw.h`: one row's wishes; `token` is the answer."""
 
     _fields_ = (
@@ -41,10 +41,10 @@ class Draw(ctypes.Structure):
     )
 
 
-def wish_of(row: int, point: SamplePoint) -> Draw:
+def wish_of(row: int, point: SamplePoint) -> NativeDraw:
     """What a point asks of `row` of the logits."""
     sampling = point.sampling
-    return Draw(
+    return NativeDraw(
         row=row,
         temperature=sampling.temperature,
         min_p=sampling.min_p,
@@ -62,7 +62,7 @@ _PROTOTYPES = {
             ctypes.c_void_p,
             ctypes.c_int32,
             ctypes.c_void_p,
-            ctypes.POINTER(Draw),
+            ctypes.POINTER(NativeDraw),
             ctypes.c_int32,
         ),
     ),
@@ -70,14 +70,14 @@ _PROTOTYPES = {
 
 
 def draw_natively(
-    library: ctypes.CDLL, logits: torch.Tensor, highest: torch.Tensor, wishes: list[Draw]
+    library: ctypes.CDLL, logits: torch.Tensor, highest: torch.Tensor, wishes: list[NativeDraw]
 ) -> list[int]:
     """A token for each wish, from `logits` `[rows, vocabulary]` (fp32, contiguous), `highest` of each row.
 
     A row whose highest logit is not finite gets any token.
     """
     declare(library, _PROTOTYPES)
-    draws = (Draw * len(wishes))(*wishes)
+    draws = (NativeDraw * len(wishes))(*wishes)
     scratch = torch.empty(logits.shape[1])
     library.draw_tokens(
         logits.data_ptr(), highest.data_ptr(), logits.shape[1], scratch.data_ptr(), draws, len(wishes)

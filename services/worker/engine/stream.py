@@ -1,7 +1,7 @@
 """Blocks brought in behind the computation where the native library cannot: on a GPU, and without a compiler.
 
-A `BlockStream` over `Lanes`, which copy one thing after the other in each direction beside the computation: a
-thread each in RAM (here), a CUDA stream each on a GPU (`gpu/lanes.py`). What is copied when is as in
+A `BlockStream` over `CopyLanes`, which copy one thing after the other in each direction beside the
+computation: a thread each in RAM (here), a CUDA stream each on a GPU (`gpu/lanes.py`). What is copied when is as in
 `native/stream.h`: layer l into the buffer l % 2, once layer l - 2 has attended. As orders are kept, nobody
 has to be awake for that: a copy is submitted when the layer before the last is left.
 
@@ -36,7 +36,7 @@ _MOST_COPIES = 4096
 """Submitted at a time, and kept for the figures."""
 
 
-class Ticket(Protocol):
+class CopyTicket(Protocol):
     """A copy that was submitted."""
 
     @property
@@ -46,7 +46,7 @@ class Ticket(Protocol):
     def ended(self) -> Moment: ...
 
 
-class Lanes(Protocol):
+class CopyLanes(Protocol):
     """Who copies parts beside the computation: in order in each direction, each after what of the computation
     was submitted before it."""
 
@@ -56,11 +56,11 @@ class Lanes(Protocol):
         """A step's, as the computation reads them; they are changed as it goes on."""
         ...
 
-    def bring(self, parts: Index, places: Index) -> Ticket:
+    def bring(self, parts: Index, places: Index) -> CopyTicket:
         """From host memory to the device."""
         ...
 
-    def take(self, places: Index, parts: Index, is_over: Callable[[], bool]) -> Ticket:
+    def take(self, places: Index, parts: Index, is_over: Callable[[], bool]) -> CopyTicket:
         """From the device to host memory, unless by then the step `is_over`."""
         ...
 
@@ -105,7 +105,7 @@ class Lanes(Protocol):
 class _Fetch:
     """A layer on its way, for the figures."""
 
-    ticket: Ticket
+    ticket: CopyTicket
     blocks: int
     is_ahead: bool
     wanted: Moment | None = None
@@ -119,7 +119,7 @@ class TorchStream:
 
     address: int | None = None
 
-    def __init__(self, lanes: Lanes, layers: int, device_blocks: int) -> None:
+    def __init__(self, lanes: CopyLanes, layers: int, device_blocks: int) -> None:
         self._lanes, self._layers, self._device_blocks = lanes, layers, device_blocks
         self._first = 0
         """Which buffer layer 0 has."""
@@ -131,10 +131,10 @@ class TorchStream:
         """By layer, those of the next step behind: parts and places."""
         self._fetches: list[_Fetch] = []
         """By layer."""
-        self._saves: list[Ticket] = []
+        self._saves: list[CopyTicket] = []
         self._noted: deque[_Fetch] = deque(maxlen=_MOST_COPIES)
-        self._noted_saves: deque[Ticket] = deque(maxlen=_MOST_COPIES)
-        self._last: Ticket | None = None
+        self._noted_saves: deque[CopyTicket] = deque(maxlen=_MOST_COPIES)
+        self._last: CopyTicket | None = None
         """That was brought."""
         self._tables: Index = None
         self._at: Index = None
@@ -350,7 +350,7 @@ class _Lane:
 
 
 class RamLanes:
-    """Implements `Lanes` between two places in RAM, with a thread for each direction."""
+    """Implements `CopyLanes` between two places in RAM, with a thread for each direction."""
 
     def __init__(
         self, keys: torch.Tensor, values: torch.Tensor, rows: npt.NDArray[np.uint8], layers: int
@@ -364,23 +364,23 @@ class RamLanes:
         self._in, self._out = _Lane("kv-in"), _Lane("kv-out")
 
     def upload(self, numbers: Blocks) -> Blocks:
-        """See `Lanes`."""
+        """See `CopyLanes`."""
         return numbers
 
     def tables(self, tables: Blocks) -> Blocks:
-        """See `Lanes`."""
+        """See `CopyLanes`."""
         return tables
 
     def bring(self, parts: Blocks, places: Blocks) -> _RamTicket:
-        """See `Lanes`."""
+        """See `CopyLanes`."""
         return self._in.submit(lambda: self._copy(parts, places, is_in=True))
 
     def take(self, places: Blocks, parts: Blocks, is_over: Callable[[], bool]) -> _RamTicket:
-        """See `Lanes`."""
+        """See `CopyLanes`."""
         return self._out.submit(lambda: -1 if is_over() else self._copy(parts, places, is_in=False))
 
     def copy_now(self, parts: Blocks, places: Blocks, *, is_in: bool) -> None:
-        """See `Lanes`."""
+        """See `CopyLanes`."""
         self._copy(parts, places, is_in=is_in)
 
     def _copy(self, parts: Blocks, places: Blocks, *, is_in: bool) -> int:
@@ -395,47 +395,47 @@ class RamLanes:
         return len(parts) * int(self._parts.shape[1])
 
     def join(self, ticket: _RamTicket, timeout_s: float) -> bool:
-        """See `Lanes`."""
+        """See `CopyLanes`."""
         if not ticket.is_over.wait(timeout_s):
             return False
         return self.settle(ticket)
 
     def settle(self, ticket: _RamTicket) -> bool:
-        """See `Lanes`."""
+        """See `CopyLanes`."""
         ticket.is_over.wait()
         if ticket.failure is not None:
             raise InternalError("KV could not be copied to or from host memory") from ticket.failure
         return ticket.was_made
 
     def moment(self) -> float:
-        """See `Lanes`."""
+        """See `CopyLanes`."""
         return perf_counter()
 
     def is_past(self, moment: float) -> bool:
-        """See `Lanes`. A copy that is not over has no end yet."""
+        """See `CopyLanes`. A copy that is not over has no end yet."""
         return moment > 0
 
     def between(self, earlier: float, later: float) -> float:
-        """See `Lanes`."""
+        """See `CopyLanes`."""
         return later - earlier
 
     def pace(self, bytes_s: float) -> None:
-        """See `Lanes`."""
+        """See `CopyLanes`."""
         self._in.bytes_s = self._out.bytes_s = bytes_s
 
     def hurry(self, *, all_of_it: bool) -> None:
-        """See `Lanes`."""
+        """See `CopyLanes`."""
         self._out.is_hurried.set()
         if all_of_it:
             self._in.is_hurried.set()
 
     def begin(self) -> None:
-        """See `Lanes`."""
+        """See `CopyLanes`."""
         self._out.is_hurried.clear()
         self._in.is_hurried.clear()
 
     def close(self) -> None:
-        """See `Lanes`."""
+        """See `CopyLanes`."""
         self._in.close()
         self._out.close()
 

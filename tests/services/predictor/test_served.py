@@ -11,7 +11,7 @@ from services.predictor.learning import SAMPLES_FILE
 from services.predictor.models.network import Ensemble
 from services.predictor.models.versions import write
 from services.predictor.samples import read_samples
-from services.predictor.served import MOST_MODELS, Lengths, ServedModels, folder_of
+from services.predictor.served import MOST_MODELS, ServedLengths, ServedModels, folder_of
 from services.predictor.service import HANDLERS, Predictor
 from shared import subjects
 from shared.messages.base import Empty
@@ -106,7 +106,7 @@ async def test_each_keeps_what_it_learned_in_a_folder_of_its_own(tmp_path: Path)
     assert versions() == ["regressor-1", "regressor-2"]
     async with running(served.run()):
         for at, name in enumerate(("a", "b/B")):
-            lengths: Lengths = served.of(name)
+            lengths: ServedLengths = served.of(name)
             assert lengths.learner is not None
             lengths.learner.observe(LengthSample(PROMPT, 10 + at, False))
             await lengths.batcher.predict(LengthQuery(PROMPT, 100))

@@ -36,7 +36,7 @@ _WARM_UPS = 2
 Results = tuple[torch.Tensor, torch.Tensor]
 """Logits `[kept, vocabulary]` and what they are of, `[kept, hidden size]`."""
 Compute = Callable[[], Results]
-Replay = Callable[[], Results]
+GraphReplay = Callable[[], Results]
 
 
 class Computation(Protocol):
@@ -48,7 +48,7 @@ class Computation(Protocol):
 class Capture(Protocol):
     """Turns a computation on static tensors into one that is replayed; its results are static too."""
 
-    def __call__(self, compute: Compute) -> Replay: ...
+    def __call__(self, compute: Compute) -> GraphReplay: ...
 
 
 class CudaCapture:
@@ -59,7 +59,7 @@ class CudaCapture:
         stream: Any = torch.cuda.Stream
         self._stream: torch.cuda.Stream = stream()
 
-    def __call__(self, compute: Compute) -> Replay:
+    def __call__(self, compute: Compute) -> GraphReplay:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UPS):
@@ -169,7 +169,7 @@ class DecodeGraphs:
         self._sizes = batch_sizes(limits.max_batch)
         self._arrays = DecodeArrays(limits, backend.device)
         self._kept = torch.arange(limits.max_batch, device=backend.device)
-        self._replays: dict[int, Replay] = {}
+        self._replays: dict[int, GraphReplay] = {}
 
     @torch.inference_mode()
     def capture_all(self) -> None:
@@ -196,7 +196,7 @@ class DecodeGraphs:
         chosen = slice(rows) if kept.shape[0] == rows else kept
         return Logits(logits[chosen], hidden=hidden[chosen])
 
-    def _captured(self, batch: int) -> Replay:
+    def _captured(self, batch: int) -> GraphReplay:
         arrays = self._arrays
         step = DecodeStep(arrays, batch, self._backend.block_tokens, self._backend.multiprocessors)
         tokens, positions, kept = arrays.tokens[:batch], arrays.positions[:batch], self._kept[:batch]

@@ -28,7 +28,7 @@ MOST_BLOCKS = 256
 """Of one message."""
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class WantedBlocks(msgspec.Struct, frozen=True):
     """Header of `kv.blocks`: consecutive blocks of one sequence."""
 
     fingerprint: bytes
@@ -37,7 +37,7 @@ class Wanted(msgspec.Struct, frozen=True):
     """Nobody waits for them: they come when nothing else is copied, and no step is held up for them."""
 
 
-class Given(msgspec.Struct, frozen=True):
+class GivenBlocks(msgspec.Struct, frozen=True):
     """Header of the answer to `kv.blocks`."""
 
     checksums: tuple[int, ...]
@@ -48,17 +48,17 @@ class Given(msgspec.Struct, frozen=True):
     """Until they were read: for a step to end, and for copies that go first. The link had nothing to do."""
 
 
-def read_wanted(header: bytes) -> Wanted:
+def read_wanted(header: bytes) -> WantedBlocks:
     """Raises InvalidMessage."""
-    wanted = decode(header, Wanted)
+    wanted = decode(header, WantedBlocks)
     if not 0 < len(wanted.names) <= MOST_BLOCKS or any(len(name) != HASH_BYTES for name in wanted.names):
         raise InvalidMessage(f"1 to {MOST_BLOCKS} names of blocks, {HASH_BYTES} bytes each, are asked for")
     return wanted
 
 
-def read_given(header: bytes) -> Given:
+def read_given(header: bytes) -> GivenBlocks:
     """Raises InvalidMessage."""
-    return decode(header, Given)
+    return decode(header, GivenBlocks)
 
 
 _MOST_BORROWED = 8
@@ -110,7 +110,7 @@ class _Giving:
     """One question."""
 
     source: BlockSource
-    wanted: Wanted
+    wanted: WantedBlocks
     buffers: Sequence[Buffer] = field(default=())
 
     def commit(self) -> Reply:
@@ -127,7 +127,7 @@ class _Giving:
         named = zip(rows, self.wanted.names, strict=False)
         sums = self.source.sums
         made = tuple(sums.of(row, name, self.wanted.fingerprint) for row, name in named)
-        given = Given(made, sums.kind, waited_s=began_s - asked_s)
+        given = GivenBlocks(made, sums.kind, waited_s=began_s - asked_s)
         return Reply(msgspec.msgpack.encode(given), [bytes_of(row) for row in rows])
 
     def _read_own(self) -> tuple[npt.NDArray[np.uint8], float]:

@@ -21,7 +21,7 @@ from services.worker.kv.transfers import TransferEngine
 from services.worker.peers.engine_calls import CacheDoor
 from services.worker.peers.migration.settings import TransferConfig
 from services.worker.peers.migration.shelves import DeviceShelf, HostShelf, Shelf
-from services.worker.peers.migration.source import BLOCKS, Wanted, read_given
+from services.worker.peers.migration.source import BLOCKS, WantedBlocks, read_given
 from services.worker.peers.registry import Registry
 from services.worker.peers.transport.base import PeerLink, bytes_of
 from shared.blocks import BlockHash, chain, root
@@ -275,7 +275,7 @@ class Target:
         """On a thread of its own: into scratch memory, the first of them that are verified, and how long the
         link had to do with them."""
         rows = np.empty((len(names), self._records.record_bytes), dtype=np.uint8)
-        wanted = Wanted(self._fingerprint, tuple(names), is_shadow=is_shadow)
+        wanted = WantedBlocks(self._fingerprint, tuple(names), is_shadow=is_shadow)
         into = [bytes_of(row) for row in rows]
         header = msgspec.msgpack.encode(wanted)
         asked_s = self._clock()

@@ -20,7 +20,7 @@ from services.worker.engine.native.build import build
 from services.worker.peers.transport.base import Buffer
 from shared.errors import ConfigError
 
-Words = npt.NDArray[np.uint64]
+_Words = npt.NDArray[np.uint64]
 
 SLICE_BYTES = 1 << 19
 """Buffers are sent, received and verified in pieces of this size: while they are in a core's cache."""
@@ -119,7 +119,7 @@ def _of(view: Buffer) -> tuple[int, int]:
     return by_row ^ rest, by_column ^ rest << 32
 
 
-def sums_in_numpy(words: Words, rows: int) -> tuple[int, int]:
+def sums_in_numpy(words: _Words, rows: int) -> tuple[int, int]:
     """Of the rows, and of the columns."""
     table = words.reshape(rows, _ROW_WORDS)
     by_row = int(np.add.reduce(table, axis=1).dot(_ROW_WEIGHTS[:rows]))
@@ -127,7 +127,7 @@ def sums_in_numpy(words: Words, rows: int) -> tuple[int, int]:
 
 
 @cache
-def _sums() -> Callable[[Words, int], tuple[int, int]]:
+def _sums() -> Callable[[_Words, int], tuple[int, int]]:
     try:
         library = ctypes.CDLL(str(build()))
     except (ConfigError, OSError):
@@ -137,7 +137,7 @@ def _sums() -> Callable[[Words, int], tuple[int, int]]:
     library.table_sums.restype = None
     weights = _ROW_WEIGHTS.ctypes.data, _COLUMN_WEIGHTS.ctypes.data
 
-    def sums(words: Words, rows: int) -> tuple[int, int]:
+    def sums(words: _Words, rows: int) -> tuple[int, int]:
         found = (ctypes.c_uint64 * 2)()
         at = ctypes.addressof(found)
         library.table_sums(words.ctypes.data, rows, _ROW_WORDS, *weights, at, at + 8)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.core.shadows import Shadowed, Shadows, size_bytes
+from services.gateway.core.shadows import RequestShadows, Shadowed, size_bytes
 from shared.messages.sequence import Sampling, pack_tokens
 from shared.messages.shadows import Shadow
 
@@ -38,7 +38,7 @@ def test_its_sequences_are_called_as_the_gateway_calls_them() -> None:
 
 
 def test_what_a_gateway_that_is_gone_had_not_completed_is_taken_once() -> None:
-    shadows = Shadows(1_000_000, KEEP_S)
+    shadows = RequestShadows(1_000_000, KEEP_S)
     for number in range(4):
         shadows.put(A if number < 3 else B, shadow(number), 0.0)
     shadows.end(A, "req_1", 1.0)
@@ -56,7 +56,7 @@ def test_what_a_gateway_that_is_gone_had_not_completed_is_taken_once() -> None:
     assert len(shadows) == 0 and shadows.bytes == 0
 
 
-Act = Callable[[Shadows], object]
+Act = Callable[[RequestShadows], object]
 ACTS = st.one_of(
     st.builds(
         lambda owner, number, names, size: (
@@ -83,7 +83,7 @@ ACTS = st.one_of(
 
 @given(acts=st.lists(ACTS, max_size=40))
 def test_the_tables_agree_and_are_bounded(acts: list[Act]) -> None:
-    shadows = Shadows(4 * (1024 + 2000), KEEP_S)
+    shadows = RequestShadows(4 * (1024 + 2000), KEEP_S)
     for act in acts:
         act(shadows)
         shadows.check_integrity()
@@ -92,7 +92,7 @@ def test_the_tables_agree_and_are_bounded(acts: list[Act]) -> None:
 @given(sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=20))
 def test_the_oldest_give_way(sizes: list[int]) -> None:
     most = 8000
-    shadows = Shadows(most, KEEP_S)
+    shadows = RequestShadows(most, KEEP_S)
     kept: list[Shadowed] = []
     for number, size in enumerate(sizes):
         one = shadow(number, body_bytes=size)

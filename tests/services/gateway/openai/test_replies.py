@@ -24,7 +24,7 @@ from services.gateway.openai.replies import (
     model_body,
     text_logprobs,
 )
-from services.gateway.parts.items import Message
+from services.gateway.parts.items import AnswerMessage
 from services.gateway.text.choice_text import PlacedToken
 from services.gateway.text.tokenizer import Codec, Vocabulary
 from shared.errors import Overloaded
@@ -54,7 +54,11 @@ def event(data: bytes) -> Any:
 def test_a_whole_chat() -> None:
     body = json.loads(
         CHAT.whole(
-            [FinishedChoice(0, Message("hi\n😀"), "stop"), FinishedChoice(1, Message(""), "length")], USAGE
+            [
+                FinishedChoice(0, AnswerMessage("hi\n😀"), "stop"),
+                FinishedChoice(1, AnswerMessage(""), "length"),
+            ],
+            USAGE,
         )
     )
     assert violations("CreateChatCompletionResponse", body) == []
@@ -80,7 +84,7 @@ def test_chat_events() -> None:
 
 
 def test_completions_have_one_object_streamed_or_not() -> None:
-    whole = json.loads(TEXT.whole([FinishedChoice(0, Message("x"), "length")], USAGE))
+    whole = json.loads(TEXT.whole([FinishedChoice(0, AnswerMessage("x"), "length")], USAGE))
     piece = event(TEXT.text_event(0, "x", None))
     last = event(TEXT.text_event(0, "", "stop"))
     assert TEXT.begin(0) == b""
@@ -155,7 +159,7 @@ def test_both_conform(codec: Codec, vocabulary: Vocabulary, kind: ReplyKind, nam
     for tokens in (placed(codec), []):
         found: dict[str, Any] = write(tokens, vocabulary, 2)
         whole = json.loads(
-            letterhead.whole([FinishedChoice(0, Message("ac"), "stop", found)], Usage(1, 2, 0))
+            letterhead.whole([FinishedChoice(0, AnswerMessage("ac"), "stop", found)], Usage(1, 2, 0))
         )
         assert violations(f"{name}Response", whole) == []
         assert whole["choices"][0]["logprobs"] == json.loads(orjson.dumps(found))

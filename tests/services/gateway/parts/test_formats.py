@@ -22,7 +22,7 @@ from services.gateway.parts.formats import (
     Function,
     format_of,
 )
-from services.gateway.parts.items import Message
+from services.gateway.parts.items import AnswerMessage
 from shared.grammars import Grammars, json_grammar, lark_grammar, words_of
 from shared.tokenizer_files import TokenizerFiles, load_tokenizer
 
@@ -81,15 +81,15 @@ def written(grammar: str, seed: int) -> str:
     raise AssertionError("it does not end")
 
 
-def read(kind: CallFormat, text: str) -> Message:
-    reader, message = kind.reader(), Message()
+def read(kind: CallFormat, text: str) -> AnswerMessage:
+    reader, message = kind.reader(), AnswerMessage()
     for letter in text:
         message.add(reader.feed(letter))
     message.add(reader.end())
     return message
 
 
-def check_calls(message: Message) -> None:
+def check_calls(message: AnswerMessage) -> None:
     schemas = {function.name: function.parameters for function in FUNCTIONS}
     for call in message.calls:
         jsonschema.validate(json.loads(call.arguments), schemas[call.name])

@@ -7,58 +7,66 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.parts.formats import HARMONY, HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, CallFormat
-from services.gateway.parts.items import Call, CallArguments, CallBegun, Message, PartReader
+from services.gateway.parts.items import AnswerMessage, CallArguments, CallBegun, PartReader, ToolCallItem
 from services.gateway.parts.readers import PlainReader, ThinkingReader
 
 PARIS = '{"city": "Paris \\"{[<tool_call>\\", \\u00e9", "days": [1, {"a": {}}]}'
-CASES: list[tuple[CallFormat, str, Message]] = [
-    (HERMES, "Hello there!\n", Message("Hello there!")),
-    (HERMES, "a < b, <tool", Message("a < b, <tool")),
+CASES: list[tuple[CallFormat, str, AnswerMessage]] = [
+    (HERMES, "Hello there!\n", AnswerMessage("Hello there!")),
+    (HERMES, "a < b, <tool", AnswerMessage("a < b, <tool")),
     (
         HERMES,
         f'One moment.\n<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>\n'
         '<tool_call>\n{"arguments": {}, "name": "time"}\n</tool_call>',
-        Message("One moment.", "", [Call("weather", PARIS), Call("time", "{}")]),
+        AnswerMessage("One moment.", "", [ToolCallItem("weather", PARIS), ToolCallItem("time", "{}")]),
     ),
-    (HERMES, '<tool_call>{"name":"f","arguments":"{\\"a\\": 1}"}', Message("", "", [Call("f", '{"a": 1}')])),
-    (HERMES, "<tool_call>\nno object", Message("<tool_call>no object")),
-    (HERMES, '<tool_call>{"nom": "f"}</tool_call>', Message('<tool_call>{"nom": "f"}</tool_call>')),
-    (LLAMA, f'{{"name": "weather", "parameters": {PARIS}}}', Message("", "", [Call("weather", PARIS)])),
+    (
+        HERMES,
+        '<tool_call>{"name":"f","arguments":"{\\"a\\": 1}"}',
+        AnswerMessage("", "", [ToolCallItem("f", '{"a": 1}')]),
+    ),
+    (HERMES, "<tool_call>\nno object", AnswerMessage("<tool_call>no object")),
+    (HERMES, '<tool_call>{"nom": "f"}</tool_call>', AnswerMessage('<tool_call>{"nom": "f"}</tool_call>')),
+    (
+        LLAMA,
+        f'{{"name": "weather", "parameters": {PARIS}}}',
+        AnswerMessage("", "", [ToolCallItem("weather", PARIS)]),
+    ),
     (
         LLAMA,
         '<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {"x": 1}}',
-        Message("", "", [Call("a", "{}"), Call("b", '{"x": 1}')]),
+        AnswerMessage("", "", [ToolCallItem("a", "{}"), ToolCallItem("b", '{"x": 1}')]),
     ),
-    (LLAMA, '{"city": "Paris"}', Message('{"city": "Paris"}')),
-    (LLAMA, "It is {sunny}.", Message("It is {sunny}.")),
+    (LLAMA, '{"city": "Paris"}', AnswerMessage('{"city": "Paris"}')),
+    (LLAMA, "It is {sunny}.", AnswerMessage("It is {sunny}.")),
     (
         MISTRAL,
         f'[TOOL_CALLS] [{{"name": "weather", "arguments": {PARIS}}}, {{"name": "b", "arguments": {{}}}}]',
-        Message("", "", [Call("weather", PARIS), Call("b", "{}")]),
+        AnswerMessage("", "", [ToolCallItem("weather", PARIS), ToolCallItem("b", "{}")]),
     ),
-    (MISTRAL, "A list: [1, 2]", Message("A list: [1, 2]")),
+    (MISTRAL, "A list: [1, 2]", AnswerMessage("A list: [1, 2]")),
     (
         MISTRAL_NAMED,
         f"Look:[TOOL_CALLS]weather[ARGS]{PARIS}[TOOL_CALLS]b[ARGS]{{}}",
-        Message("Look:", "", [Call("weather", PARIS), Call("b", "{}")]),
+        AnswerMessage("Look:", "", [ToolCallItem("weather", PARIS), ToolCallItem("b", "{}")]),
     ),
     (
         HARMONY,
         "<|channel|>analysis<|message|>Hm, so.<|end|><|start|>assistant"
         "<|channel|>final<|message|>Yes.<|return|>",
-        Message("Yes.", "Hm, so."),
+        AnswerMessage("Yes.", "Hm, so."),
     ),
     (
         HARMONY,
         "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant<|channel|>commentary "
         f"to=functions.weather <|constrain|>json<|message|>{PARIS}<|call|>",
-        Message("", "Look.", [Call("weather", PARIS)]),
+        AnswerMessage("", "Look.", [ToolCallItem("weather", PARIS)]),
     ),
 ]
 
 
-def read(reader: PartReader, pieces: list[str]) -> Message:
-    message, begun = Message(), 0
+def read(reader: PartReader, pieces: list[str]) -> AnswerMessage:
+    message, begun = AnswerMessage(), 0
     parts = [part for piece in pieces for part in reader.feed(piece)] + reader.end()
     for part in parts:
         if isinstance(part, CallBegun):
@@ -103,18 +111,18 @@ def test_arguments_come_as_they_are_written() -> None:
 
 
 THOUGHTS = [
-    ("<think>\nHm.\n\nSo.\n</think>\n\nYes.\n", False, Message("Yes.\n", "Hm.\n\nSo.")),
-    ("Hm.\n</think>Yes.", True, Message("Yes.", "Hm.")),
-    ("Never ends", True, Message("", "Never ends")),
-    ("No thought.", False, Message("No thought.")),
-    ("<thin", False, Message("<thin")),
-    ("<think></think>x", False, Message("x")),
+    ("<think>\nHm.\n\nSo.\n</think>\n\nYes.\n", False, AnswerMessage("Yes.\n", "Hm.\n\nSo.")),
+    ("Hm.\n</think>Yes.", True, AnswerMessage("Yes.", "Hm.")),
+    ("Never ends", True, AnswerMessage("", "Never ends")),
+    ("No thought.", False, AnswerMessage("No thought.")),
+    ("<thin", False, AnswerMessage("<thin")),
+    ("<think></think>x", False, AnswerMessage("x")),
 ]
 
 
 @pytest.mark.parametrize(("text", "is_open", "expected"), THOUGHTS)
 @given(data=st.data())
-def test_thoughts_are_apart(text: str, is_open: bool, expected: Message, data: st.DataObject) -> None:
+def test_thoughts_are_apart(text: str, is_open: bool, expected: AnswerMessage, data: st.DataObject) -> None:
     pieces = data.draw(cut(text))
     assert read(ThinkingReader(PlainReader(), is_open=is_open), pieces) == expected
 
@@ -122,7 +130,7 @@ def test_thoughts_are_apart(text: str, is_open: bool, expected: Message, data: s
 def test_calls_after_thoughts() -> None:
     text = '<think>x</think>\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     found = read(ThinkingReader(HERMES.reader(), is_open=False), list(text))
-    assert found == Message("", "x", [Call("f", "{}")])
+    assert found == AnswerMessage("", "x", [ToolCallItem("f", "{}")])
 
 
 def test_what_follows_a_broken_object_is_said() -> None:

@@ -4,14 +4,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.predictor.core.rest_heads import HEADS, Floats
+from services.predictor.core.rest_heads import HEADS, Float32s
 from services.predictor.core.rest_learner import EXTRA, RestLearner
 from shared.messages.sequence import SequenceKey
 
 WIDTH, EVERY = 8, 16
 
 
-def state_of(random: np.random.Generator, rest: int, knows: bool) -> Floats:
+def state_of(random: np.random.Generator, rest: int, knows: bool) -> Float32s:
     state = random.standard_normal((1, WIDTH)).astype(np.float32)
     if knows:
         state[0, 0] = np.log(rest)

@@ -2,7 +2,7 @@
 
 import torch
 
-from services.worker.engine.gpu.graphs import Capture, Compute, CudaCapture, Replay, Results
+from services.worker.engine.gpu.graphs import Capture, Compute, CudaCapture, GraphReplay, Results
 
 
 def capture_for(device: torch.device) -> Capture:
@@ -10,7 +10,7 @@ def capture_for(device: torch.device) -> Capture:
     return CudaCapture() if device.type == "cuda" else recording
 
 
-def recording(compute: Compute) -> Replay:
+def recording(compute: Compute) -> GraphReplay:
     """The same computation on the same tensors into the same results, whenever it is replayed."""
     logits, hidden = (each.clone() for each in compute())
 

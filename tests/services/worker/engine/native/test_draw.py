@@ -5,15 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.drawing import Draw, arrivals, draw_natively
+from services.worker.engine.drawing import NativeDraw, arrivals, draw_natively
 from services.worker.engine.native.library import load
 
 
-def draw(logits: torch.Tensor, wishes: list[Draw]) -> list[int]:
+def draw(logits: torch.Tensor, wishes: list[NativeDraw]) -> list[int]:
     return draw_natively(load(), logits, logits.max(-1).values, wishes)
 
 
-def definition(logits: torch.Tensor, wish: Draw) -> tuple[set[int], int]:
+def definition(logits: torch.Tensor, wish: NativeDraw) -> tuple[set[int], int]:
     """Which tokens may be drawn, and which is. In double and in order."""
     weights = ((logits.double() - logits.max()) / wish.temperature).exp()
     weights[weights < wish.min_p] = 0
@@ -32,7 +32,7 @@ def definition(logits: torch.Tensor, wish: Draw) -> tuple[set[int], int]:
 
 
 wishes = st.builds(
-    Draw,
+    NativeDraw,
     st.integers(0, 3),
     st.sampled_from([0.2, 0.7, 1.0, 1.9]),
     st.sampled_from([0.0, 0.0, 0.0123, 0.1789, 1.0]),
@@ -44,14 +44,16 @@ wishes = st.builds(
 
 @settings(max_examples=150)
 @given(st.integers(0, 2**31), st.integers(1, 700), st.sampled_from([0.01, 1.0, 4.0]), wishes)
-def test_tokens_are_those_of_the_definition(seed: int, vocabulary: int, spread: float, wish: Draw) -> None:
+def test_tokens_are_those_of_the_definition(
+    seed: int, vocabulary: int, spread: float, wish: NativeDraw
+) -> None:
     logits = torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(seed)) * spread
     (token,) = draw(logits, [wish])
     allowed, expected = definition(logits[wish.row], wish)
     # Within rounding of the border, what is kept may be one more or less, of which any may be the first.
     answers = {expected}
     for top_p in (wish.top_p * (1 - 1e-5), min(wish.top_p * (1 + 1e-5), 1.0)):
-        near = Draw(wish.row, wish.temperature, wish.min_p, top_p, wish.top_k, wish.key)
+        near = NativeDraw(wish.row, wish.temperature, wish.min_p, top_p, wish.top_k, wish.key)
         answers.add(definition(logits[wish.row], near)[1])
     assert token in answers
     assert token in allowed or wish.top_p < 1 or wish.min_p > 0
@@ -62,7 +64,7 @@ def test_tokens_are_those_of_the_definition(seed: int, vocabulary: int, spread: 
 def test_a_flat_nucleus_of_a_large_vocabulary(top_p: float, top_k: int) -> None:
     logits = torch.randn(1, 50_001, generator=torch.Generator().manual_seed(4)) * 0.1
     for key in range(12):
-        wish = Draw(0, 1.0, 0.0, top_p, top_k, key << 32 | key)
+        wish = NativeDraw(0, 1.0, 0.0, top_p, top_k, key << 32 | key)
         (token,) = draw(logits, [wish])
         allowed, expected = definition(logits[0], wish)
         assert token == expected and token in allowed

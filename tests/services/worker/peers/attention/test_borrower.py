@@ -30,7 +30,7 @@ from services.worker.peers.attention.messages import GrantRef
 from services.worker.peers.attention.shares import LayerReader
 from services.worker.peers.engine_calls import CacheDoor
 from services.worker.peers.lending.core.table import GrantKey
-from services.worker.peers.migration.source import BLOCKS, BlockSource, Wanted, read_given
+from services.worker.peers.migration.source import BLOCKS, BlockSource, WantedBlocks, read_given
 from services.worker.peers.transport.base import Peer, PeerLink
 from shared.blocks import chain, root
 from shared.clock import monotonic_s
@@ -321,7 +321,7 @@ def test_what_is_borrowed_is_given_to_who_takes_the_sequence(here: World) -> Non
 
     records = Records(here.engine.pools)
     source = BlockSource(CacheDoor(here.door, cache, here.borrower), here.transfers, records, b"f")
-    wanted = msgspec.msgpack.encode(Wanted(b"f", tuple(names)))
+    wanted = msgspec.msgpack.encode(WantedBlocks(b"f", tuple(names)))
     reply = source.receivers[BLOCKS].admit(Peer("another", 1), wanted, []).commit()
 
     assert here.owner.host is not None
