@@ -26,8 +26,7 @@ from services.worker.peers.attention.borrower import Borrower
 from services.worker.peers.attention.creditor import Creditor, LentGrants
 from services.worker.peers.attention.interfaces import LentBlocks
 from services.worker.peers.engine_calls import PoolDoor
-from services.worker.peers.keeping.assembly import lent_records
-from services.worker.peers.keeping.keeper import Keeper
+from services.worker.peers.keeping.keeper import Keeper, lent_records
 from services.worker.peers.keeping.loans import CacheLoans
 from services.worker.peers.keeping.ways import PeerWays
 from services.worker.peers.lending.core.grants import Freed

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from services.worker.core.costs.remote import RemoteCost
+from services.worker.core.costs.fitted import RemoteCost
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.peers.lending.core.borrowing import Borrowing, Manners
 from services.worker.peers.lending.core.debts import Debts

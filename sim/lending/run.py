@@ -12,8 +12,7 @@ from itertools import count
 
 from services.ledger.core.debt_ledger import DebtLedger, candidates
 from services.ledger.core.dgfm.coordinator import Coordinator, SettlementAsk, SettleRules
-from services.worker.core.costs.fitted import LLAMA2_13B_2_A100
-from services.worker.core.costs.remote import RemoteCost
+from services.worker.core.costs.fitted import LLAMA2_13B_2_A100, RemoteCost
 from services.worker.peers.lending.core.borrowing import AskLedger, CreditorQuestion
 from services.worker.peers.lending.core.debts import Repayment
 from services.worker.peers.lending.core.lendable_memory import lend

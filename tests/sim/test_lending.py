@@ -10,8 +10,7 @@ from itertools import repeat
 
 import pytest
 
-from services.worker.core.costs.fitted import LLAMA2_13B_2_A100
-from services.worker.core.costs.remote import RemoteCost
+from services.worker.core.costs.fitted import LLAMA2_13B_2_A100, RemoteCost
 from sim.lending.member import BLOCK_TOKENS, LOOKAHEAD, PATIENCE_S, LendingWorker
 from sim.lending.run import LendingSimulation, Scenario
 from sim.lending.workload import LendingJob, Mix

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from services.worker.core.costs import find_cost
 from services.worker.core.costs.base import CostModel, split_singles
-from services.worker.core.costs.remote import RemoteCost
+from services.worker.core.costs.fitted import RemoteCost
 from services.worker.core.sampling import Sampled, SamplePoint
 from services.worker.engine.contract import RemoteTokens, Row
 from services.worker.engine.partition import Homes, Part, split

@@ -1,9 +1,9 @@
 """Blocks brought in behind the computation where the native library cannot: on a GPU, and without a compiler.
 
 A `BlockStream` over `CopyLanes`, which copy one thing after the other in each direction beside the
-computation: a thread each in RAM (here), a CUDA stream each on a GPU (`gpu/lanes.py`). What is copied when is as in
-`native/stream.h`: layer l into the buffer l % 2, once layer l - 2 has attended. As orders are kept, nobody
-has to be awake for that: a copy is submitted when the layer before the last is left.
+computation: a thread each in RAM (here), a CUDA stream each on a GPU (`gpu/lanes.py`). What is copied
+when is as in `native/stream.h`: layer l into the buffer l % 2, once layer l - 2 has attended. As orders are
+kept, nobody has to be awake for that: a copy is submitted when the layer before the last is left.
 
 A *part* is one layer's K and V of a block: host memory has them at row * layers + layer, the device at
 layer * device_blocks + block.

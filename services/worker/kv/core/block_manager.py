@@ -8,11 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from services.worker.kv.core.block_pool import BlockPool
-from services.worker.kv.core.eviction import NEVER, OrderMaker, ReuseHistory
+from services.worker.kv.core.eviction import NEVER, OrderMaker, ReuseHistory, SlotPool
 from services.worker.kv.core.peer_slots import PeerSlots
 from services.worker.kv.core.radix_tree import Node, PrefixTree, Tier
 from services.worker.kv.core.shadows import Shadows
-from services.worker.kv.core.slot_pool import SlotPool
 from shared.blocks import BlockHash
 
 

@@ -11,8 +11,9 @@ import math
 import random
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
+from services.worker.kv.core.block_pool import RowPool, RowShare
 from services.worker.kv.core.radix_tree import Node, Tier
 from shared.average import averaged
 from shared.blocks import BlockHash
@@ -217,3 +218,21 @@ def order_maker(name: str, seed: int = 0) -> OrderMaker:
         raise ConfigError(f"eviction order {name!r} is not known; write one of: {known}", param="eviction")
     kind = ORDERS[name]
     return lambda tier, history: kind(history, seed + tier)
+
+
+class SlotPool(RowShare):
+    """Slots of the own host tier or of the disk; `order` has the nodes whose copy here may go."""
+
+    def __init__(self, total: int, order: EvictionOrder, rows: RowPool | None = None) -> None:
+        """Without `rows` that others take from as well: of its own."""
+        super().__init__(RowPool(max(0, total)) if rows is None else rows, total)
+        self.order = order
+
+    def claim(self, places: Collection[int]) -> None:
+        """Takes certain slots, each once. Raises ValueError, and takes none, unless all are free."""
+        self.rows.claim(places)
+        self.used += len(places)
+
+    def check_integrity(self, used: list[int]) -> None:
+        """Raises AssertionError unless `used` are as many slots as were taken, each once."""
+        assert len(used) == len(set(used)) == self.used, "slots lost or used twice"

@@ -12,9 +12,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from services.worker.kv.store import CacheableEngine
 from services.worker.kv.tiers.records import Records
+from services.worker.peers.attention.assembly import host_blocks
 from services.worker.peers.attention.creditor import AccessGrants
+from services.worker.peers.attention.interfaces import LentBlocks
 from services.worker.peers.attention.messages import GrantRef
+from services.worker.peers.lending.core.settings import LendingConfig
 from services.worker.peers.transport.base import Buffer, Peer, Receiver, Reply, bytes_of
 from shared.errors import InvalidMessage, StaleEpoch
 from shared.messages.base import decode
@@ -134,3 +138,18 @@ class _Leaving:
 
     def abandon(self) -> None:
         self.keeper.leave(self.peer, self.slot)
+
+
+def lent_records(
+    config: LendingConfig, engine: CacheableEngine, host: LentBlocks | None
+) -> tuple[Records, int] | None:
+    """What is lent of host memory, as rows of bytes, and how many blocks that are: `host` itself where
+    attention works on it, else memory that is only written to and read. None where none is lent. Raises
+    ConfigError where the settings grant less than a block."""
+    if host is not None:
+        return Records(host.pools), host.blocks
+    blocks = host_blocks(config, engine.pools) if config.lend else 0
+    if not blocks:
+        return None
+    rows = np.zeros((blocks, engine.records().record_bytes), dtype=np.uint8)  # touched when first written
+    return Records([(rows,)]), blocks

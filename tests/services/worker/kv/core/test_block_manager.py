@@ -6,9 +6,8 @@ import pytest
 
 from services.worker.kv.core.block_manager import Inventory
 from services.worker.kv.core.block_pool import BlockPool
-from services.worker.kv.core.eviction import Lru, ReuseHistory, order_maker
+from services.worker.kv.core.eviction import Lru, ReuseHistory, SlotPool, order_maker
 from services.worker.kv.core.radix_tree import Node, Tier
-from services.worker.kv.core.slot_pool import SlotPool
 
 
 def books_of(device: int = 4, host: int = 2, disk: int = 2) -> Inventory:

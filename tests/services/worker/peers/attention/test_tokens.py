@@ -8,8 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from services.worker.core.costs.fitted import LLAMA2_13B_2_A100
-from services.worker.core.costs.remote import RemoteCost
+from services.worker.core.costs.fitted import LLAMA2_13B_2_A100, RemoteCost
 from services.worker.core.sampling import SamplePoint
 from services.worker.engine.contract import Row, TokenEngine
 from services.worker.engine.simulated import SimulatedEngine
