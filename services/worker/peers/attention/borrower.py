@@ -257,7 +257,8 @@ class Borrower:
         return self._home(copy)(core, now_s) or 0
 
     def lose_creditor(self, error: CreditorLost) -> set[int]:
-        """It failed in the middle of a step: which blocks are gone."""
+        """It failed in the middle of a step, or of a copy: which blocks are gone."""
+        _log.warning("%s, which lends KV, is given up: %s", error.creditor_id, error.message)
         gone = {block for block, (lender, _) in self._of_block.items() if lender[0] == error.creditor_id}
         self._forget(gone)
         self._on_failed(error.creditor_id)

@@ -361,14 +361,13 @@ TakeBlocks = Callable[[int, Sequence[int], Pools], None]
 
 
 def visit_blocks(share_of: Callable[[], StepShare], at: Sequence[int], layers: int, take: TakeBlocks) -> None:
-    """Each layer of a part's blocks comes into a staging; `share_of` is asked for each layer, `at` is what
+    """Each layer of a part's blocks comes into a staging; `share_of` is asked for each message, `at` is what
     `take` is told that they are. Raises KvasirError."""
+    staging = share_of().lending.staging
     for layer in range(layers):
-        share = share_of()
-        staging = share.lending.staging
         staged = staging.pools[0][layer]
         for first in range(0, len(at), staging.blocks):
-            some = at[first : first + staging.blocks]
+            share, some = share_of(), at[first : first + staging.blocks]
             fetch_blocks(share, layer, range(first, first + len(some)), staged)
             take(layer, some, staged)
 
