@@ -70,9 +70,10 @@ TIGHT: Settings = {
 little, so that it is borrowed from the other as well."""
 LONG_TOKENS = 1300
 """Of that one: with its answer it has more than the 1,440 that a worker holds beside Pie's buffers."""
+_LOST_LOANS = "borrowed blocks lost"
 _EVENTS = {
     "borrowed": "blocks borrowed from the other worker",
-    "borrowed blocks lost": "borrowed blocks lost with their lender",
+    _LOST_LOANS: "borrowed blocks lost with their lender",
     "relief": "relief chosen where memory ran out",
     "move": "running answers moved",
 }
@@ -197,11 +198,13 @@ def run(context: Context) -> Outcome:
                 _record(context, fault, answers, at_s)
                 _until_whole(stack)
                 bar.advance()
+        lost_loans = -_events(run_dir / "logs")[_LOST_LOANS]
         _serve_on(context, stack, bodies, wanted, seen, growth)
+        lost_loans += _events(run_dir / "logs")[_LOST_LOANS]
     worked = [work_table(run_dir / "logs")] if is_tight else []
     frozen = ", ".join(f"a {kind} for {frozen_s:g} s" for kind, frozen_s in FROZEN_S.items())
     return Outcome(
-        _figures(seen, count) | growth.figures(),
+        _figures(seen, count) | growth.figures() | ({"loans_lost": lost_loans} if growth.figures() else {}),
         seen.lost + seen.duplicated + seen.changed + seen.invalid,
         tables=[_table(seen), *worked, *_growth_tables(growth)],
         notes=[
@@ -230,6 +233,12 @@ def _tight(disk: Path) -> Settings:
 
 def work_table(logs: Path) -> Table:
     """How often a mechanism was at work, as processes' logs say."""
+    found = _events(logs)
+    return Table("Mechanisms", ("what", "times"), [(said, found[event]) for event, said in _EVENTS.items()])
+
+
+def _events(logs: Path) -> Counter[str]:
+    """Of processes' logs, how often each came."""
     found = Counter[str]()
     for log in logs.glob("*.log"):
         for line in log.read_bytes().splitlines():
@@ -239,7 +248,7 @@ def work_table(logs: Path) -> Table:
                 continue  # Of a process that was killed while it wrote.
             if isinstance(told, dict):
                 found[str(told.get("event"))] += 1
-    return Table("Mechanisms", ("what", "times"), [(said, found[event]) for event, said in _EVENTS.items()])
+    return found
 
 
 def _serve_on(
