@@ -212,7 +212,8 @@ class PagedAttention:
 
     @property
     def stream(self) -> tuple[int | None, float]:
-        """See `native.llama.PagedKv`."""
+        """What brings blocks from the host in the present step (`stream.h`), and for how many seconds a layer
+        may wait; None where all are here."""
         return (None, 0.0) if self.resident is None else self.resident.stream_of_step
 
     def native_pool(self, layer: int) -> native.KvPool:

@@ -81,6 +81,10 @@ class NativeBackend:
             for layer, each in enumerate(pools)
         ]
         self._threads = threads
+        self._digests: Sequence[native.KvDigests | None] | ctypes.Array[native.KvDigests] = [None] * len(
+            pools
+        )
+        """By layer: what its blocks are verified by when they are read or written to; None: they are not."""
         self._packed = pack((), 1)
         self._spans: dict[int, native.Spans] = {}
 
@@ -105,7 +109,7 @@ class NativeBackend:
         return found
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        native.write(self._library, self._pools[layer], keys, values, slots)
+        native.write(self._library, self._pools[layer], keys, values, slots, self._digests[layer])
 
     def attend(
         self,
@@ -139,6 +143,7 @@ class NativeBackend:
             softcap=shape.softcap,
             threads=self._threads,
             lse=lse,
+            digests=self._digests[layer],
         )
         return output.float(), lse
 

@@ -21,7 +21,6 @@ from services.worker.engine.states import tap_of
 from services.worker.engine.stream import stream_opener
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.tiers.records import Records, records_of
-from services.worker.kv.tiers.resident import ResidentKv
 from services.worker.pie.assembly import BlockShape, assemble
 from services.worker.pie.blocks import BlockPie
 from services.worker.pie.core.forecast import DecodeCost
@@ -103,10 +102,6 @@ class TorchEngine:
         self._forward = make_forward(model, self._attention, threads=threads, release=release, tap=self._tap)
 
     @property
-    def _resident(self) -> ResidentKv | None:
-        return self._attention.resident
-
-    @property
     def pools(self) -> Sequence[Pools]:
         """K and V of each layer, as `kv.tiers.records` copies them."""
         return self._attention.pools
@@ -140,11 +135,13 @@ class TorchEngine:
     @property
     def own_ids(self) -> int:
         """Blocks of this engine have lower ids."""
-        return self._resident.residency.ids if self._resident is not None else self.kv_blocks
+        resident = self._attention.resident
+        return self.kv_blocks if resident is None else resident.residency.ids
 
     def records(self) -> Records:
         """Its blocks as rows of bytes, for one thread."""
-        return records_of(self.pools) if self._resident is None else self._resident.records()
+        resident = self._attention.resident
+        return records_of(self.pools) if resident is None else resident.records()
 
     @property
     def attention(self) -> PagedAttention:

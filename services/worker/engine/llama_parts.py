@@ -15,7 +15,8 @@ _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class JoinedLayer:
-    """One decoder layer's weights; matrices as `[out, in]`, as `torch.nn.Linear` keeps them."""
+    """One decoder layer's weights; matrices as `[out, in]`, as `torch.nn.Linear` keeps them, or packed
+    (`native.weights`)."""
 
     input_norm: torch.Tensor
     query_key_value: torch.Tensor

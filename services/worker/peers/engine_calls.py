@@ -16,15 +16,16 @@ import numpy.typing as npt
 
 from services.worker.core.steps import StepCore
 from services.worker.door import Door
+from services.worker.kv.core.borrowed_pool import OwnPool
 from services.worker.kv.core.prefix_cache import PrefixCache
-from services.worker.peers.lending.core.lendable_memory import LendablePool, lend
+from services.worker.peers.lending.core.lendable_memory import lend
 from shared.blocks import BlockHash
 
 
 class PoolDoor:
     """`Vault` over the pool that the engine's thread owns."""
 
-    def __init__(self, door: Door, pool: LendablePool) -> None:
+    def __init__(self, door: Door, pool: OwnPool) -> None:
         self._door = door
         self._pool = pool
 

@@ -9,7 +9,6 @@ papers/004 §3.4, §4.1.
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -37,14 +36,6 @@ _FULL = 0.9
 """Of the blocks, in use: more of them would be used as well."""
 _WEIGHT = 0.2
 """Of the newest step in what bringing in a block takes."""
-
-
-@dataclass(frozen=True, slots=True)
-class FetchCounts:
-    """Layers that were brought in, and those of them that were there early."""
-
-    swap_ins: int
-    early_swap_ins: int
 
 
 class BlockPie:
@@ -221,8 +212,7 @@ class BlockPie:
 
     def _judge(self, now: StreamFigures) -> None:
         """The window is over, also where nothing follows from it: what it has does not pile up."""
-        counts = FetchCounts(now.layers, now.early)
-        window = self.meter.close_window(self._iterations, counts, self.capacity_blocks)
+        window = self.meter.close_window(self._iterations, now.layers, now.early, self.capacity_blocks)
         self._iterations = 0
         controller = self._controller
         if controller is None:

@@ -6,11 +6,12 @@ the module's own, which become views of the joined ones. Knows transformers' nam
 sequence.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn import functional
 
+from services.worker.engine.attention import PagedAttention
 from services.worker.engine.gpu.attention import attend_paged, gated, rotate_and_write
 from services.worker.engine.gpu.backend import TritonBackend
 from services.worker.engine.gpu.graphs import CudaCapture, DecodeGraphs, GraphLimits
@@ -28,23 +29,16 @@ def is_computable(module: Any) -> bool:
     return config.hidden_act == "silu" and not biased and is_rotation_fixed(config)
 
 
-class LayerGate(Protocol):
-    """Who is told of each layer's attention: its KV may be on its way."""
-
-    def enter(self, layer: int) -> None: ...
-
-    def leave(self, layer: int) -> None: ...
-
-
 def with_graphs(
     module: Any,
     backend: TritonBackend,
     max_positions: int,
     *,
     max_batch: int = MAX_BATCH,
-    gate: LayerGate | None = None,
+    gate: PagedAttention | None = None,
 ) -> DecodeGraphs:
-    """A `services.worker.engine.forward.Forward` for a CUDA device, its decodes captured."""
+    """A `services.worker.engine.forward.Forward` for a CUDA device, its decodes captured. `gate` is told of
+    each layer's attention: its KV may be on its way."""
     limits = GraphLimits(max_batch, -(-max_positions // backend.block_tokens))
     llama = CudaLlama(module, backend, max_positions, gate)
     graphs = DecodeGraphs(llama, backend, limits, CudaCapture())
@@ -56,7 +50,7 @@ class CudaLlama:
     """Logits of the packed rows that the backend's step is about."""
 
     def __init__(
-        self, module: Any, backend: TritonBackend, max_positions: int, gate: LayerGate | None = None
+        self, module: Any, backend: TritonBackend, max_positions: int, gate: PagedAttention | None = None
     ) -> None:
         config, attention = module.config, module.model.layers[0].self_attn
         self._backend = backend

@@ -4,10 +4,11 @@ Knows transformers' names for a Llama's settings and where a step's spans lie; s
 """
 
 import ctypes
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from services.worker.engine.attention import PagedAttention
 from services.worker.engine.llama_parts import is_rotation_fixed
 from services.worker.engine.logits import Logits
 from services.worker.engine.native.library import KvPool, Spans, declare
@@ -18,50 +19,6 @@ from shared.errors import InternalError
 
 _LATE = -104
 """`LLAMA_LATE` of `llama.h`."""
-
-
-class PagedKv(Protocol):
-    """Where keys and values are, and which of them the rows of the present step see."""
-
-    slots: torch.Tensor
-    """Int64 `[rows]`: where each row's key and value go."""
-
-    @property
-    def native_spans(self) -> Spans: ...
-
-    def native_pool(self, layer: int) -> KvPool: ...
-
-    @property
-    def stream(self) -> tuple[int | None, float]:
-        """What brings blocks from the host in the present step (`stream.h`), and for how many seconds a layer
-        may wait; None where all are here."""
-        ...
-
-    def enter(self, layer: int) -> None:
-        """The layer attends next: its KV is there when this returns."""
-        ...
-
-    def leave(self, layer: int) -> None:
-        """It has attended."""
-        ...
-
-    @property
-    def is_partitioned(self) -> bool:
-        """Whether other workers hold keys of the present step: `send` and `join` then have to be called."""
-        ...
-
-    def send(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: Shape
-    ) -> None:
-        """`[rows, heads, head_dim]` each: other workers attend to theirs from now on. Raises CreditorLost."""
-        ...
-
-    def join(self, layer: int, output: torch.Tensor, lse: torch.Tensor) -> None:
-        """What they found goes into fp32 `[rows, q_heads, head_dim]` and `[rows, q_heads]`.
-
-        Raises CreditorLost.
-        """
-        ...
 
 
 class LlamaLayer(ctypes.Structure):
@@ -183,7 +140,7 @@ class NativeLlama:
     def __init__(
         self,
         module: Any,
-        kv: PagedKv,
+        kv: PagedAttention,
         library: ctypes.CDLL,
         *,
         threads: int,
@@ -319,7 +276,7 @@ def _describe(module: Any, threads: int) -> LlamaModel:
     )
 
 
-def _layers(weights: ModelWeights, kv: PagedKv) -> "ctypes.Array[LlamaLayer]":
+def _layers(weights: ModelWeights, kv: PagedAttention) -> "ctypes.Array[LlamaLayer]":
     layers = (LlamaLayer * len(weights.layers))()
     for index, layer in enumerate(weights.layers):
         for name in layer.__slots__:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from services.worker.engine.llama_parts import JoinedLayer
 from services.worker.engine.native.arena import Arena
 from services.worker.engine.native.gemm import Gemm
 
@@ -17,22 +18,11 @@ _ROTARY_CHUNK = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One decoder layer; all but the norms packed."""
-
-    input_norm: torch.Tensor
-    query_key_value: torch.Tensor
-    output: torch.Tensor
-    post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class ModelWeights:
     """Everything that a step reads but the KV."""
 
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[JoinedLayer, ...]
+    """All but the norms packed."""
     embedding: torch.Tensor | None
     """`[vocabulary, hidden]`, or None: tied to the head, whose panels hold it."""
     final_norm: torch.Tensor
@@ -89,9 +79,9 @@ def _projections(attention: Any) -> tuple[Any, Any, Any]:
     return attention.q_proj, attention.k_proj, attention.v_proj
 
 
-def _layer(gemm: Gemm, arena: Arena, layer: Any, release: bool) -> LayerWeights:
+def _layer(gemm: Gemm, arena: Arena, layer: Any, release: bool) -> JoinedLayer:
     attention, mlp = layer.self_attn, layer.mlp
-    weights = LayerWeights(
+    weights = JoinedLayer(
         input_norm=layer.input_layernorm.weight.detach(),
         query_key_value=gemm.pack([linear.weight for linear in _projections(attention)], arena),
         output=gemm.pack([attention.o_proj.weight], arena),

@@ -141,11 +141,6 @@ class Residency:
         return self.buffers.spare_blocks
 
     @property
-    def outside_blocks(self) -> int:
-        """In use, with a copy on the host and none on the device."""
-        return int(np.count_nonzero(self._is_taken & self._is_saved & (self._slot < 0)))
-
-    @property
     def pinned_blocks(self) -> int:
         return int(np.count_nonzero(self._is_pinned))
 

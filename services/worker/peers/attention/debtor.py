@@ -10,7 +10,6 @@ engine's thread only. Knows neither sequences nor who grants what. Source: Infin
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import TypeVar
 
 import numpy as np
@@ -20,11 +19,11 @@ import torch
 from services.worker.engine.attention import PagedAttention
 from services.worker.engine.backends import Pools
 from services.worker.engine.paged import Shape
-from services.worker.engine.partition import Homes, Part, whole
+from services.worker.engine.partition import Part, whole
 from services.worker.engine.remote import Partial
 from services.worker.kv.tiers.throttle import Throttle
 from services.worker.peers.attention.core.cost import CreditorSpeeds, ShipMode, Work, choose_mode
-from services.worker.peers.attention.messages import GrantRef
+from services.worker.peers.attention.interfaces import BlockDebtor, LentTier, creditor_lost
 from services.worker.peers.attention.shares import (
     CreditorMemory,
     FetchedShare,
@@ -38,11 +37,10 @@ from services.worker.peers.attention.shares import (
     work_of,
 )
 from services.worker.peers.attention.staging import Staging
-from services.worker.peers.attention.write_watch import WriteWatch
 from services.worker.peers.core.neighbours import LinkRates
 from services.worker.peers.transport.base import PeerLink
 from shared.clock import Clock, monotonic_s
-from shared.errors import CreditorLost, KvasirError, Overloaded
+from shared.errors import KvasirError
 from shared.messages.lending import KvTier
 
 T = TypeVar("T")
@@ -63,9 +61,10 @@ class _Active:
         return self.native or self.shipped or self.fetched
 
 
-class Debtor:
-    """One engine's. `homes` says which ids are whose; holders are numbered from 1 by `add`, and a worker that
-    lends of both tiers is two: each has its own link, staging and measured speeds."""
+class Debtor(BlockDebtor):
+    """One engine's. Each holder has its own staging and measured speeds."""
+
+    _lendings: dict[int, CreditorMemory]
 
     def __init__(
         self,
@@ -84,24 +83,17 @@ class Debtor:
     ) -> None:
         """`staging_blocks`: in each half of a creditor's staging; each creditor has one. `rates`: the
         worker's table of links. Raises ConfigError where parts cannot be joined."""
-        self.homes = Homes(own_blocks)
-        self.watch = WriteWatch(block_tokens)
+        super().__init__(own_blocks, block_tokens, most_creditors, deadline_s)
         self.staging_blocks = staging_blocks
         self._attention = attention
         self._library = attention.library
         self._has_windows = any(attention.windows)
         """A step has a part for each window then: they go by messages."""
         self._q_heads = q_heads
-        self.block_tokens = block_tokens
-        self._most_creditors = most_creditors
-        self.deadline_s = deadline_s
         self._choose = choose
         self._rates = rates or LinkRates()
         self._throttle = Throttle(link_bytes_per_s)
         self._clock = clock
-        self._lendings: dict[int, CreditorMemory] = {}
-        self._holders = 0
-        self._numbers = count(1)
         self._active: list[_Active] = []
         self._given: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Shape] | None = None
         self._attended_s: float | None = None
@@ -109,40 +101,14 @@ class Debtor:
         """Parts computed either way since the start."""
         attention.extend(self.homes, self)
 
-    def add(
-        self,
-        link: PeerLink,
-        grants: Sequence[GrantRef],
-        tier: KvTier = KvTier.DEVICE,
-        *,
-        attends: bool = True,
-    ) -> int:
-        """A creditor's memory of one tier, over a link of its own: the holder's number for `homes.place`.
+    def _lent(self, what: LentTier) -> CreditorMemory:
+        return self._memory(what, self._rates)
 
-        `attends`: whether it computes there. Raises Overloaded when there are many.
-        """
-        if len(self._lendings) >= self._most_creditors:
-            raise Overloaded(f"{self._most_creditors} lend already")
-        self._holders += 1
+    def _memory(self, what: LentTier, rates: LinkRates) -> CreditorMemory:
+        link = what.link
+        speeds = CreditorSpeeds(rates.link(link.peer.worker_id, link.transport))
         staging = Staging(self._attention, self.staging_blocks)
-        speeds = CreditorSpeeds(self._rates.link(link.peer.worker_id, link.transport))
-        self._lendings[self._holders] = CreditorMemory(
-            link, tuple(grants), speeds, staging, self.deadline_s, tier, attends
-        )
-        return self._holders
-
-    def set_grants(self, holder: int, grants: Sequence[GrantRef]) -> None:
-        """It lends more, or less."""
-        self._lendings[holder].grants = tuple(grants)
-
-    def remove(self, holder: int) -> None:
-        """It lends nothing more. Its ids must have been forgotten."""
-        lending = self._lendings.pop(holder, None)
-        if lending is not None:
-            lending.link.close()
-
-    def creditor_id(self, holder: int) -> str:
-        return self._lendings[holder].link.peer.worker_id
+        return CreditorMemory(link, what.grants, what.tier, what.attends, speeds, staging, self.deadline_s)
 
     def speeds(self, holder: int) -> CreditorSpeeds:
         return self._lendings[holder].speeds
@@ -214,10 +180,7 @@ class Debtor:
                 lending.link.close()
 
     def bring_home(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, all layers: of each pair the first, a borrowed id, into the second, an own one.
-
-        What a recall needs; between two steps. The originals stay as they are. Raises CreditorLost.
-        """
+        """See `BlockDebtor`."""
         pools = self._attention.pools
 
         def copy(layer: int, at: Sequence[int], staged: Pools) -> None:
@@ -228,17 +191,12 @@ class Debtor:
         self._visit([there for there, _ in pairs], copy)
 
     def read(self, blocks: Sequence[int], rows: npt.NDArray[np.uint8]) -> None:
-        """Copy whole borrowed blocks, all layers, into `rows` `[n, record_bytes]`, as `Records` has them.
-
-        Between two steps. Raises CreditorLost.
-        """
+        """See `BlockDebtor`."""
         self._visit(blocks, into_rows(rows, self._attention.pools))
 
     def reader(self, link: PeerLink, tier: KvTier) -> "LayerReader":
         """See `BlockDebtor`."""
-        staging = Staging(self._attention, self.staging_blocks)
-        speeds = CreditorSpeeds(LinkRates().link(link.peer.worker_id, link.transport))
-        memory = CreditorMemory(link, (), speeds, staging, self.deadline_s, tier)
+        memory = self._memory(LentTier(link, (), tier, attends=True), LinkRates())
         return LayerReader(memory, self._attention.pools, self.block_tokens, self._clock)
 
     def _visit(self, blocks: Sequence[int], take: TakeBlocks) -> None:
@@ -250,11 +208,6 @@ class Debtor:
             share = self._share(whole(holder, there[at], self.block_tokens))
             layers = len(self._attention.pools)
             self._guarded(_Active(share), partial(visit_blocks, partial(_same, share), at, layers, take))
-
-    def close(self) -> None:
-        """Closes every link."""
-        for lending in list(self._lendings.values()):
-            lending.link.close()
 
     def _open(self, active: _Active) -> None:
         """What was announced begins as the creditor says."""
@@ -303,10 +256,7 @@ class Debtor:
             link = active.share.lending.link
             link.close()
             self.abandon()
-            raise CreditorLost(
-                f"worker {link.peer.worker_id}, which lends KV, failed: {error.message}",
-                creditor_id=link.peer.worker_id,
-            ) from error
+            raise creditor_lost(link, error) from error
 
     def _of_layer(self, layer: int) -> list[_Active]:
         """Those of the layer's window."""

@@ -4,9 +4,11 @@ Two engines have both: one that computes attention (`memory`, `debtor`), and one
 themselves (`tokens`). Knows no tensor and no link's messages.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import count
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +16,10 @@ import numpy.typing as npt
 from services.worker.engine.partition import Homes
 from services.worker.engine.spans import PackedSpans
 from services.worker.kv.tiers.records import LayerPools
-from services.worker.peers.attention.messages import GrantRef
+from services.worker.peers.attention.messages import NO_STEP, GrantRef
 from services.worker.peers.attention.write_watch import WriteWatch
 from services.worker.peers.transport.base import Buffer, PeerLink, RawPipe
+from shared.errors import CreditorLost, KvasirError, Overloaded
 from shared.messages.lending import KvTier
 
 
@@ -116,14 +119,37 @@ class BlockReader(Protocol):
         ...
 
 
-class BlockDebtor(Protocol):
-    """An engine's way to the workers that lend it blocks. On the engine's thread, but for `reader`."""
+@dataclass(slots=True)
+class LentTier:
+    """A creditor's memory of one tier, as its debtor knows it."""
 
-    homes: Homes
-    """Which ids are whose."""
-    watch: WriteWatch
-    deadline_s: float
-    """For an answer."""
+    link: PeerLink
+    grants: tuple[GrantRef, ...]
+    tier: KvTier
+    attends: bool
+    """It computes there; else blocks travel, whatever that costs."""
+
+
+class BlockDebtor(ABC):
+    """An engine's way to the workers that lend it blocks. On the engine's thread, but for `reader`.
+
+    `homes` says which ids are whose; holders are numbered from 1 by `add`, and a worker that lends of both
+    tiers is two, each with a link of its own."""
+
+    _lendings: dict[int, Any]
+    """By holder: a `LentTier`, and what else this way has to know of it."""
+
+    def __init__(self, own_blocks: int, block_tokens: int, most_creditors: int, deadline_s: float) -> None:
+        """`deadline_s`: for an answer."""
+        self.homes = Homes(own_blocks)
+        self.watch = WriteWatch(block_tokens)
+        self.block_tokens = block_tokens
+        self.deadline_s = deadline_s
+        self._most_creditors = most_creditors
+        self._lendings = {}
+        self._holders = 0
+        self._numbers = count(NO_STEP + 1)
+        """Of steps."""
 
     def add(
         self,
@@ -137,34 +163,52 @@ class BlockDebtor(Protocol):
 
         `attends`: whether it computes there. Raises Overloaded when there are many.
         """
-        ...
+        if len(self._lendings) >= self._most_creditors:
+            raise Overloaded(f"{self._most_creditors} lend already")
+        self._holders += 1
+        self._lendings[self._holders] = self._lent(LentTier(link, tuple(grants), tier, attends))
+        return self._holders
+
+    @abstractmethod
+    def _lent(self, what: LentTier) -> LentTier:
+        """With what else is known of it."""
 
     def set_grants(self, holder: int, grants: Sequence[GrantRef]) -> None:
         """It lends more, or less."""
-        ...
+        self._lendings[holder].grants = tuple(grants)
 
     def remove(self, holder: int) -> None:
         """It lends nothing more. Its ids must have been forgotten."""
-        ...
+        lending = self._lendings.pop(holder, None)
+        if lending is not None:
+            lending.link.close()
 
+    def close(self) -> None:
+        """Closes every link."""
+        for lending in list(self._lendings.values()):
+            lending.link.close()
+
+    @abstractmethod
     def bring_home(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, all layers: of each pair the first, a borrowed id, into the second, an own one.
 
         What a recall needs; between two steps. The originals stay as they are. Raises CreditorLost.
         """
-        ...
 
+    @abstractmethod
     def read(self, blocks: Sequence[int], rows: npt.NDArray[np.uint8]) -> None:
         """Copy whole borrowed blocks, all layers, into `rows` `[n, record_bytes]`, as `Records` has them.
 
         Between two steps. Raises CreditorLost.
         """
-        ...
 
+    @abstractmethod
     def reader(self, link: PeerLink, tier: KvTier) -> BlockReader:
         """Beside the steps. Any thread may call this."""
-        ...
 
-    def close(self) -> None:
-        """Closes every link."""
-        ...
+
+def creditor_lost(link: PeerLink, error: KvasirError) -> CreditorLost:
+    """What a step is told when whatever went wrong with the creditor at the end of that link."""
+    creditor_id = link.peer.worker_id
+    message = f"worker {creditor_id}, which lends KV, failed: {error.message}"
+    return CreditorLost(message, creditor_id=creditor_id)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from services.worker.engine.backends import PartialBackend, Pools
+from services.worker.engine.backends import NativeBackend, PartialBackend, Pools
 from services.worker.engine.native import library as native
 from services.worker.engine.paged import Shape
 from services.worker.engine.spans import PackedSpans
@@ -50,13 +50,13 @@ class _Loans:
         return changed
 
 
-class NativeSeals:
+class NativeSeals(NativeBackend):
     """`SealedBackend` by the C++ operator."""
 
+    _digests: "ctypes.Array[native.KvDigests]"
+
     def __init__(self, library: ctypes.CDLL, pools: Sequence[Pools], threads: int) -> None:
-        self._library = library
-        self._pools = [native.describe_pool(*each) for each in pools]
-        self._threads = threads
+        super().__init__(library, pools, threads)
         sizes = [(pool.num_blocks, pool.kv_heads, 2) for pool in self._pools]
         self._seals = [np.zeros(size, dtype=np.uint64) for size in sizes]
         self._digests = exchange.digests_of(
@@ -65,26 +65,6 @@ class NativeSeals:
         self.memory = exchange.NativeMemory(library, exchange.pools_of(self._pools), self._digests, threads)
         """As C++ sees it."""
         self._loans = _Loans(len(pools[0][0]))
-
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        native.write(self._library, self._pools[layer], keys, values, slots, self._digests[layer])
-
-    def attend_part(
-        self, layer: int, packed: PackedSpans, queries: torch.Tensor, shape: Shape
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        lse = torch.empty(queries.shape[:2])
-        output = native.attend(
-            self._library,
-            self._pools[layer],
-            native.describe_spans(packed),
-            queries,
-            scaling=shape.scaling,
-            softcap=shape.softcap,
-            threads=self._threads,
-            lse=lse,
-            digests=self._digests[layer],
-        )
-        return output.float(), lse
 
     def verify(self, layer: int, blocks: npt.NDArray[np.int32]) -> None:
         native.verify(self._library, self._pools[layer], self._digests[layer], blocks)

@@ -19,6 +19,7 @@ from services.worker.engine.partition import Part, whole
 from services.worker.engine.remote import Partial
 from services.worker.peers.attention.core.cost import CreditorSpeeds, Work
 from services.worker.peers.attention.exchange import Asker
+from services.worker.peers.attention.interfaces import LentTier
 from services.worker.peers.attention.messages import (
     ATTEND,
     FETCH,
@@ -36,22 +37,16 @@ from services.worker.peers.attention.staging import HALVES, Segment, Staging, cu
 from services.worker.peers.transport.base import Buffer, Call, PeerLink, bytes_of
 from shared.clock import Clock
 from shared.errors import InvalidRequest
-from shared.messages.lending import KvTier
 
 
 @dataclass(slots=True)
-class CreditorMemory:
-    """A creditor's memory of one tier, as its debtor knows it."""
+class CreditorMemory(LentTier):
+    """One in which attention is computed: how fast, and whether natively."""
 
-    link: PeerLink
-    grants: tuple[GrantRef, ...]
     speeds: CreditorSpeeds
     staging: Staging
     deadline_s: float
     """For one layer's answer."""
-    tier: KvTier = KvTier.DEVICE
-    attends: bool = True
-    """It computes there; else blocks travel, whatever that costs."""
     is_native: bool = True
     """As far as is known, steps may go there natively."""
     _announced: Call | None = None

@@ -6,20 +6,25 @@ the creditor does not compute, blocks come here. What that costs is the engine's
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from services.worker.engine.contract import SeenTokens, TokenEngine
-from services.worker.engine.partition import Homes, Part, whole
+from services.worker.engine.partition import Part, whole
 from services.worker.engine.simulated import token_sums
 from services.worker.engine.spans import PackedSpans
 from services.worker.kv.tiers.records import LayerPools
-from services.worker.peers.attention.interfaces import Question, Turn
+from services.worker.peers.attention.interfaces import (
+    BlockDebtor,
+    LentTier,
+    Question,
+    Turn,
+    creditor_lost,
+)
 from services.worker.peers.attention.messages import (
     ATTEND,
     FETCH,
@@ -30,9 +35,8 @@ from services.worker.peers.attention.messages import (
     request_encoder,
     to_wire,
 )
-from services.worker.peers.attention.write_watch import WriteWatch
 from services.worker.peers.transport.base import Buffer, Call, PeerLink, RawPipe, bytes_of
-from shared.errors import CreditorLost, InternalError, InvalidMessage, KvasirError, Overloaded
+from shared.errors import InternalError, InvalidMessage, KvasirError
 from shared.messages.lending import KvTier
 
 _ONE_HEAD = 1
@@ -98,20 +102,10 @@ class TokenMemory:
 
 
 @dataclass(slots=True)
-class _Lender:
-    """A creditor's memory of one tier."""
-
-    link: PeerLink
-    grants: tuple[GrantRef, ...]
-    tier: KvTier
-    attends: bool = True
-
-
-@dataclass(slots=True)
 class _Share:
     """One lender's part of the present step."""
 
-    lender: _Lender
+    lender: LentTier
     part: Part
     step: int
     call: Call | None = None
@@ -121,54 +115,23 @@ class _Share:
 T = TypeVar("T")
 
 
-class TokenDebtor:
-    """`BlockDebtor` and `RemoteTokens` of one engine."""
+class TokenDebtor(BlockDebtor):
+    """With `RemoteTokens`, of one engine."""
+
+    _lendings: dict[int, LentTier]
 
     def __init__(self, engine: TokenEngine, *, most_creditors: int = 8, deadline_s: float = 2.0) -> None:
-        self.homes = Homes(engine.own_ids)
-        self.watch = WriteWatch(engine.block_tokens)
-        self.deadline_s = deadline_s
+        super().__init__(engine.own_ids, engine.block_tokens, most_creditors, deadline_s)
         self._engine = engine
-        self._most_creditors = most_creditors
-        self._lenders: dict[int, _Lender] = {}
-        self._holders = 0
-        self._numbers = count(1)
         engine.extend(self.homes, self)
 
-    def add(
-        self,
-        link: PeerLink,
-        grants: Sequence[GrantRef],
-        tier: KvTier = KvTier.DEVICE,
-        *,
-        attends: bool = True,
-    ) -> int:
-        """See `BlockDebtor`."""
-        if len(self._lenders) >= self._most_creditors:
-            raise Overloaded(f"{self._most_creditors} lend already")
-        self._holders += 1
-        self._lenders[self._holders] = _Lender(link, tuple(grants), tier, attends)
-        return self._holders
-
-    def set_grants(self, holder: int, grants: Sequence[GrantRef]) -> None:
-        """See `BlockDebtor`."""
-        self._lenders[holder].grants = tuple(grants)
-
-    def remove(self, holder: int) -> None:
-        """See `BlockDebtor`."""
-        lender = self._lenders.pop(holder, None)
-        if lender is not None:
-            lender.link.close()
-
-    def close(self) -> None:
-        """See `BlockDebtor`."""
-        for lender in list(self._lenders.values()):
-            lender.link.close()
+    def _lent(self, what: LentTier) -> LentTier:
+        return what
 
     def attend(self, parts: Sequence[Part], tokens: npt.NDArray[np.int32]) -> list[SeenTokens]:
         """See `RemoteTokens`. All are asked before one is waited for."""
         self.watch.on_step(parts)
-        shares = [_Share(self._lenders[part.holder], part, next(self._numbers)) for part in parts]
+        shares = [_Share(self._lendings[part.holder], part, next(self._numbers)) for part in parts]
         for share in shares:
             if share.lender.attends:
                 self._guarded(share.lender, partial(self._ask, share, tokens), shares)
@@ -200,15 +163,7 @@ class TokenDebtor:
         new = () if lender.attends else (bytes_of(tokens[part.rows[part.kept]]),)
         rows = np.empty((part.seen_keys, self._engine.block_tokens), dtype=np.int32)
         self._guarded(lender, partial(self._fetch, lender, part, share.step, rows, new), shares)
-        places = PackedSpans(
-            first_row=part.spans.first_row,
-            first_position=part.spans.first_position,
-            table_start=part.spans.table_start,
-            table_position=part.spans.table_position,
-            key_end=part.spans.key_end,
-            blocks=np.arange(part.seen_keys, dtype=np.int32),
-            slots=part.spans.slots,
-        )
+        places = replace(part.spans, blocks=np.arange(part.seen_keys, dtype=np.int32))
         return SeenTokens(token_sums(rows, places), is_copied=True)
 
     def bring_home(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -222,7 +177,7 @@ class TokenDebtor:
         holders, there = self.homes.locate(blocks)
         for holder in np.unique(holders).tolist():
             at = np.flatnonzero(holders == holder)
-            lender, found = self._lenders[holder], np.empty((len(at), rows.shape[1]), dtype=np.uint8)
+            lender, found = self._lendings[holder], np.empty((len(at), rows.shape[1]), dtype=np.uint8)
             part = whole(holder, there[at], self._engine.block_tokens)
             step = next(self._numbers)
             self._guarded(lender, partial(self._fetch, lender, part, step, found), ())
@@ -230,16 +185,16 @@ class TokenDebtor:
 
     def reader(self, link: PeerLink, tier: KvTier) -> "TokenReader":
         """See `BlockDebtor`."""
-        return TokenReader(self, _Lender(link, (), tier))
+        return TokenReader(self, LentTier(link, (), tier, attends=True))
 
-    def fetch(self, lender: _Lender, blocks: npt.NDArray[np.int32], rows: npt.NDArray[np.uint8]) -> None:
+    def fetch(self, lender: LentTier, blocks: npt.NDArray[np.int32], rows: npt.NDArray[np.uint8]) -> None:
         """Whole blocks. Any thread may call this. Raises KvasirError."""
         part = whole(0, blocks, self._engine.block_tokens)
         self._fetch(lender, part, NO_STEP, rows)
 
     def _fetch(
         self,
-        lender: _Lender,
+        lender: LentTier,
         part: Part,
         step: int,
         into: "npt.NDArray[np.uint8] | npt.NDArray[np.int32]",
@@ -250,7 +205,7 @@ class TokenDebtor:
         request = _request(lender, step, part, indices=indices, write_layer=0 if new else -1)
         lender.link.ask(FETCH, request, new, into=[bytes_of(into)], deadline_s=self.deadline_s)
 
-    def _guarded(self, lender: _Lender, call: Callable[[], T], shares: Sequence[_Share]) -> T:
+    def _guarded(self, lender: LentTier, call: Callable[[], T], shares: Sequence[_Share]) -> T:
         """Whatever goes wrong with a creditor is the creditor's loss, and the end of its link. Answers of the
         others are taken, so that their links stay usable."""
         try:
@@ -265,15 +220,13 @@ class TokenDebtor:
                     other.finish()
                 except KvasirError:
                     share.lender.link.close()
-            creditor_id = lender.link.peer.worker_id
-            message = f"worker {creditor_id}, which lends KV, failed: {error.message}"
-            raise CreditorLost(message, creditor_id=creditor_id) from error
+            raise creditor_lost(lender.link, error) from error
 
 
 class TokenReader:
     """`BlockReader` of one lender."""
 
-    def __init__(self, debtor: TokenDebtor, lender: _Lender) -> None:
+    def __init__(self, debtor: TokenDebtor, lender: LentTier) -> None:
         self._debtor = debtor
         self._lender = lender
 
@@ -290,7 +243,7 @@ class TokenReader:
 
 
 def _request(
-    lender: _Lender, step: int, part: Part, *, q_heads: int = 0, indices: bytes = b"", write_layer: int = -1
+    lender: LentTier, step: int, part: Part, *, q_heads: int = 0, indices: bytes = b"", write_layer: int = -1
 ) -> bytes:
     request = Request(
         step=step,

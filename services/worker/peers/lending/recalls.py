@@ -69,10 +69,6 @@ class Recalls:
         """Brought home into free memory, since the start."""
 
     @property
-    def is_settling(self) -> bool:
-        return self._core.is_on
-
-    @property
     def _bounce_blocks(self) -> int:
         """Wanted now."""
         return self._most_bounce_blocks if self._from_start or self._table.borrowed_from() else 0

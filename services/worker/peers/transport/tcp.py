@@ -25,13 +25,11 @@ class TcpTransport:
         port: int = 0,
         advertise: str = "",
         *,
-        name: str = name,
         carriage: Callable[[], Carriage] = InStream,
     ) -> None:
         """Listens on `bind`:`port` (0: a free one); peers are told `advertise`, else `bind`.
 
-        `name` and `carriage` are another transport's that takes TCP for everything but large payloads."""
-        self._link_name = name
+        `carriage` is another transport's that takes TCP for everything but large payloads."""
         self._carriage = carriage
         self._bind = bind
         self._port = port
@@ -48,7 +46,7 @@ class TcpTransport:
                 param="bulk.bind",
             ) from error
         host = f"[{self._advertise}]" if ":" in self._advertise else self._advertise
-        return SocketListener(sock, f"{host}:{sock.getsockname()[1]}", self._link_name, desk, self._wrap)
+        return SocketListener(sock, f"{host}:{sock.getsockname()[1]}", self.name, desk, self._wrap)
 
     def dial(self, address: str, own: Peer, peer: Peer, ticket: bytes, *, deadline_s: float) -> SocketLink:
         """See `base.BulkTransport`."""
@@ -59,7 +57,7 @@ class TcpTransport:
             raise DeadlineExceeded(f"{address} did not answer within {deadline_s:g} s") from error
         except OSError as error:
             raise NoResponder(f"nobody answers at {address}: {error.strerror or error}") from error
-        return greet(Pipe(sock), self._carriage(), (own, peer), ticket, self._link_name, until_s)
+        return greet(Pipe(sock), self._carriage(), (own, peer), ticket, self.name, until_s)
 
     def _wrap(self, sock: socket.socket, until_s: float) -> tuple[Pipe, Carriage]:
         return Pipe(sock), self._carriage()

@@ -25,11 +25,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from services.worker.peers.transport import wire
-from services.worker.peers.transport.base import Buffer, Desk, Peer, TransportLimits
+from services.worker.peers.transport.base import Buffer, TransportLimits
 from services.worker.peers.transport.digest import PayloadDigest, slices
-from services.worker.peers.transport.link import SocketLink, receive_envelope
+from services.worker.peers.transport.link import receive_envelope
 from services.worker.peers.transport.pipe import Pipe
-from services.worker.peers.transport.server import SocketListener
 from services.worker.peers.transport.tcp import TcpTransport
 from shared.clock import monotonic_s
 from shared.errors import ConfigError, DeadlineExceeded, InvalidMessage, PeerLost
@@ -67,7 +66,7 @@ def _ucx() -> tuple[Any, Any, Any]:
     return core, array, core.UCXContext({}, feature_flags=(core.Feature.TAG, core.Feature.WAKEUP))
 
 
-class UcxTransport:
+class UcxTransport(TcpTransport):
     """`base.BulkTransport`. Addresses are those of TCP."""
 
     name: ClassVar[str] = "ucx"
@@ -75,15 +74,7 @@ class UcxTransport:
     def __init__(self, bind: str = "127.0.0.1", port: int = 0, advertise: str = "") -> None:
         """As `TcpTransport`. Raises ConfigError where ucxx is not installed."""
         _ucx()
-        self._control = TcpTransport(bind, port, advertise, name=self.name, carriage=UcxCarriage)
-
-    def listen(self, desk: Desk) -> SocketListener:
-        """See `base.BulkTransport`."""
-        return self._control.listen(desk)
-
-    def dial(self, address: str, own: Peer, peer: Peer, ticket: bytes, *, deadline_s: float) -> SocketLink:
-        """See `base.BulkTransport`."""
-        return self._control.dial(address, own, peer, ticket, deadline_s=deadline_s)
+        super().__init__(bind, port, advertise, carriage=UcxCarriage)
 
 
 class UcxCarriage:

@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Iterable
 from enum import StrEnum
 from statistics import median
-from typing import Protocol
 
 from services.worker.pie.core.expansion import Window
 from shared.average import averaged
@@ -19,20 +18,6 @@ class Direction(StrEnum):
 
     IN = "in"
     OUT = "out"
-
-
-class SwapCounts(Protocol):
-    """Since the start."""
-
-    @property
-    def swap_ins(self) -> int:
-        """Layers that were brought in."""
-        ...
-
-    @property
-    def early_swap_ins(self) -> int:
-        """Of them, those that were there early."""
-        ...
 
 
 class SwapMeter:
@@ -93,10 +78,14 @@ class SwapMeter:
         self._tokens += tokens
         self._used_blocks = max(self._used_blocks, used_blocks)
 
-    def close_window(self, iterations: int, counts: SwapCounts, capacity_blocks: int) -> Window:
-        """What was since the last call. Time without steps, in which nobody asked, does not count."""
+    def close_window(
+        self, iterations: int, swap_ins: int, early_swap_ins: int, capacity_blocks: int
+    ) -> Window:
+        """What was since the last call. Time without steps, in which nobody asked, does not count.
+
+        `swap_ins`: layers that were brought in since the start, `early_swap_ins` of them early."""
         stall_s, compute_s, ins, early = self._before
-        self._before = (self.stall_s, self.compute_s, counts.swap_ins, counts.early_swap_ins)
+        self._before = (self.stall_s, self.compute_s, swap_ins, early_swap_ins)
         window = Window(
             iterations=iterations,
             tokens=self._tokens,

@@ -1,9 +1,9 @@
 """Blocks out of a worker's pool for a debtor, and back. Pure: ids only, cached prefixes are evicted first."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.borrowed_pool import OwnPool
 from services.worker.peers.lending.core.grants import Freed
 from services.worker.peers.lending.core.interfaces import Vault
 from shared.messages.lending import KvTier
@@ -42,34 +42,12 @@ class Stock:
             await self._device.readmit(back)
 
 
-class LendablePool(Protocol):
-    """What is asked of a pool, or of a prefix cache over one."""
-
-    @property
-    def free_blocks(self) -> int: ...
-
-    @property
-    def evictable_blocks(self) -> int: ...
-
-    @property
-    def withdrawn_blocks(self) -> int: ...
-
-    def allocate(self, blocks: int) -> list[int]: ...
-
-    @property
-    def lendable_blocks(self) -> int: ...
-
-    def withdraw(self, blocks: Iterable[int]) -> list[int]: ...
-
-    def readmit(self, places: Iterable[int]) -> None: ...
-
-
-def spare_blocks(pool: LendablePool, keep_blocks: int) -> int:
+def spare_blocks(pool: OwnPool, keep_blocks: int) -> int:
     """Free or evictable, beyond what is kept."""
     return max(0, pool.free_blocks + pool.evictable_blocks - keep_blocks)
 
 
-def lend(pool: LendablePool, most_blocks: int, least_blocks: int, keep_blocks: int) -> list[int]:
+def lend(pool: OwnPool, most_blocks: int, least_blocks: int, keep_blocks: int) -> list[int]:
     """Up to `most_blocks` leave the pool, none where fewer than `least_blocks` could; `keep_blocks` stay.
     Where they are in the engine's memory."""
     blocks = min(most_blocks, spare_blocks(pool, keep_blocks), pool.lendable_blocks)

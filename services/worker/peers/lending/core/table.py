@@ -125,9 +125,6 @@ class RBlockTable:
             return BlockPlace(self.worker_id, KvTier.DEVICE, logical)
         return self._borrowed[logical].place
 
-    def is_remote(self, logical: int) -> bool:
-        return logical >= self._local_ids
-
     def generation(self, grant: GrantKey) -> int:
         """To be named with every access. Raises KeyError for a grant that has ended."""
         return self._generations[grant]

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from services.worker.engine.native.arena import Arena
-from services.worker.engine.native.gemm import Epilogue, Gemm
+from services.worker.engine.native.gemm import Gemm
 from services.worker.engine.native.library import load
 from tests.rounding import assert_within, gated_bound, product_bound
+from tests.services.worker.engine.native.products import Epilogue, multiply
 
 GEMM = Gemm(load())
 rows = st.one_of(st.integers(1, 26), st.sampled_from([64, 190, 200, 385]))
@@ -35,7 +36,7 @@ def test_the_product_is_torchs(rows: int, outputs: int, inputs: int, add: bool, 
     beside = c[:, outputs:].clone()
     added = c[:, :outputs].clone() if add else None
     expected = a.double() @ weight.double().T + (0 if added is None else added.double())
-    GEMM.multiply(a, packed(weight), c[:, :outputs], Epilogue.ADD if add else Epilogue.STORE)
+    multiply(a, packed(weight), c[:, :outputs], Epilogue.ADD if add else Epilogue.STORE)
     assert_within(c[:, :outputs], expected, product_bound(a, weight, added))
     assert torch.equal(c[:, outputs:], beside)
 
@@ -48,7 +49,7 @@ def test_a_pair_is_multiplied_through_silu(rows: int, outputs: int, inputs: int,
     gate, up = random(outputs, inputs, seed=seed + 1), random(outputs, inputs, seed=seed + 2)
     pair = GEMM.pack_pair(gate, up, Arena(GEMM.packed_pair_floats(outputs, inputs)))
     c = torch.full((rows, outputs), float("nan"))
-    GEMM.multiply(a, pair, c, Epilogue.SILU_MUL)
+    multiply(a, pair, c, Epilogue.SILU_MUL)
     doubled = a.double()
     exact = functional.silu(doubled @ gate.double().T) * (doubled @ up.double().T)
     assert_within(c, exact, gated_bound(a, gate, up))
@@ -61,16 +62,16 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(
 ) -> None:
     a, weight = random(rows, inputs, seed=rows), packed(random(outputs, inputs, seed=outputs))
     together, alone = torch.empty(rows, outputs), torch.empty(1, outputs)
-    GEMM.multiply(a, weight, together, threads=threads)
+    multiply(a, weight, together, threads=threads)
     row = data.draw(st.integers(0, rows - 1))
-    GEMM.multiply(a[row : row + 1], weight, alone)
+    multiply(a[row : row + 1], weight, alone)
     assert torch.equal(together[row], alone[0])
 
 
 def test_matrices_packed_as_one_stand_one_after_the_other() -> None:
     parts = [random(count, 37, seed=count) for count in (70, 1, 64)]
     c = torch.empty(37, 135)
-    GEMM.multiply(torch.eye(37), packed(*parts), c)
+    multiply(torch.eye(37), packed(*parts), c)
     assert torch.equal(c.T, torch.cat(parts))
 
 
@@ -79,7 +80,7 @@ def test_silu_holds_at_the_borders(value: float) -> None:
     one = torch.ones(1, 1)
     pair = GEMM.pack_pair(one, one, Arena(GEMM.packed_pair_floats(1, 1)))
     c = torch.empty(1, 1)
-    GEMM.multiply(torch.full((1, 1), value), pair, c, Epilogue.SILU_MUL)
+    multiply(torch.full((1, 1), value), pair, c, Epilogue.SILU_MUL)
     expected = functional.silu(torch.tensor(value).double()) * value
     torch.testing.assert_close(c[0, 0].double(), expected, rtol=1e-6, atol=1e-33)
 
@@ -89,5 +90,5 @@ def test_what_is_not_a_number_stays_so() -> None:
     a = random(7, 40, seed=2)
     a[3, 20] = float("nan")
     c = torch.zeros(7, 80)
-    GEMM.multiply(a, weight, c)
+    multiply(a, weight, c)
     assert c[3].isnan().all() and c[[0, 1, 2, 4, 5, 6]].isfinite().all()

@@ -6,9 +6,9 @@ import pytest
 import torch
 import transformers
 
-from services.worker.engine.native.gemm import Gemm
 from services.worker.engine.native.library import load
 from services.worker.engine.native.weights import pack, rotation
+from tests.services.worker.engine.native.products import multiply
 
 
 def make_module(tied: bool) -> Any:
@@ -31,7 +31,7 @@ def make_module(tied: bool) -> Any:
 def unpacked(matrix: torch.Tensor, inputs: int, outputs: int) -> torch.Tensor:
     """By a product with the identity, `[outputs, inputs]`."""
     columns = torch.empty(inputs, outputs)
-    Gemm(load()).multiply(torch.eye(inputs), matrix, columns)
+    multiply(torch.eye(inputs), matrix, columns)
     return columns.T
 
 

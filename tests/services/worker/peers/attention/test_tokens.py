@@ -210,4 +210,4 @@ def test_blocks_are_read_and_brought_home() -> None:
 
 def test_there_is_an_end_to_creditors() -> None:
     with world(1) as here, pytest.raises(Overloaded):
-        here.way.add(here.way._lenders[1].link, [GRANT])
+        here.way.add(here.way._lendings[1].link, [GRANT])

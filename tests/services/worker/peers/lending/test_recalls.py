@@ -101,6 +101,9 @@ class World:
     def bounce(self) -> object:
         return self.recalls.details()["bounce_blocks"]
 
+    def is_settling(self) -> object:
+        return self.recalls.details()["is_settling"]
+
 
 async def test_a_settlement_from_end_to_end() -> None:
     world = World()
@@ -109,7 +112,7 @@ async def test_a_settlement_from_end_to_end() -> None:
     await world.recalls.tick()
     assert (world.bounce(), world.memory.pool.withdrawn_blocks) == (2, 5)
     assert await world.ask(SettlePhase.FREEZE, 3) == 3
-    assert world.engine.apart == set(world.there[:3]) and world.recalls.is_settling
+    assert world.engine.apart == set(world.there[:3]) and world.is_settling()
     assert await world.ask(SettlePhase.COPY) == 2
     world.engine.unused = {world.there[1]}
     assert await world.ask(SettlePhase.COMMIT) == 2
@@ -117,7 +120,7 @@ async def test_a_settlement_from_end_to_end() -> None:
     assert world.debts.borrowed_blocks == 2
     assert (world.bounce(), world.recalls.settled_blocks) == (1, 1), "one had no sequence"
     assert await world.ask(SettlePhase.UNFREEZE) == 0
-    assert world.engine.apart == set() and not world.recalls.is_settling
+    assert world.engine.apart == set() and not world.is_settling()
 
 
 async def test_a_settlement_waits_for_memory_and_for_a_recall_to_end() -> None:
@@ -133,7 +136,7 @@ async def test_a_settlement_waits_for_memory_and_for_a_recall_to_end() -> None:
     await asyncio.sleep(0)
     freezing = asyncio.create_task(world.ask(SettlePhase.FREEZE, 4))
     await asyncio.sleep(0.05)
-    assert not freezing.done() and not world.recalls.is_settling
+    assert not freezing.done() and not world.is_settling()
     world.engine.gate.set()
     await recalling
     assert await freezing == 2, "of four, two are at home already"
@@ -181,7 +184,7 @@ async def test_nobody_goes_on_with_it_and_it_is_over() -> None:
     assert world.engine.apart
     world.now_s = 5.1
     await world.recalls.tick()
-    assert not world.engine.apart and not world.recalls.is_settling
+    assert not world.engine.apart and not world.is_settling()
     assert len(world.table.used_at("c")) == 4
 
 

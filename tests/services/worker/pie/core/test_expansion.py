@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.pie.blocks import FetchCounts
 from services.worker.pie.core.expansion import ExpansionController, Reason, Thresholds, Window
 from services.worker.pie.core.meter import Direction, SwapMeter, fixed_share
 from services.worker.pie.core.sizes import expansion, most_fifo_layers
@@ -214,20 +213,20 @@ def test_it_keeps_its_bounds_whatever_comes(layers: int, swaps: list[tuple[float
 
 
 def test_a_window_holds_what_was_since_the_last() -> None:
-    meter, counts = SwapMeter(), FetchCounts(9, 2)
+    meter = SwapMeter()
     meter.on_stall(0.5)
     meter.on_copied(Direction.IN, 100, 0.2)
     meter.on_copied(Direction.OUT, 100, 0.4)
     for compute_s, is_decoding in ((1.0, True), (9.0, False), (3.0, True)):
         meter.on_step(5, compute_s, 0.5, 8, is_decoding=is_decoding)
     assert meter.window_stall_s() == 0.5
-    window = meter.close_window(3, counts, 10)
+    window = meter.close_window(3, 9, 2, 10)
     assert (window.tokens, window.compute_s, window.stall_s, window.used_blocks) == (15, 13.0, 0.5, 8)
     assert (window.swap_s, window.steps_s) == (0.4, (1.0, 9.0, 3.0))
     assert window.elapsed_s == 13.5
     assert abs(window.work_rate - (8 / 1.5 + 8 / 3.5) / 2) < 1e-9
     assert meter.window_stall_s() == 0 and abs(meter.stall_share - 0.5 / 13) < 1e-9
-    empty = meter.close_window(0, counts, 10)
+    empty = meter.close_window(0, 9, 2, 10)
     assert (empty.tokens, empty.swap_s, empty.work_rate, empty.elapsed_s) == (0, 0.0, 0.0, 0.0)
     assert abs(meter.copying_s - 0.6) < 1e-9 and meter.moved_bytes[Direction.IN] == 100
 

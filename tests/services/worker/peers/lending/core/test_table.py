@@ -14,7 +14,7 @@ def test_local_blocks_mean_themselves_and_borrowed_ones_a_place_elsewhere() -> N
     assert table.resolve(3) == BlockPlace("w", KvTier.DEVICE, 3)
     assert table.add(grant("c", 7, 9)) == [10, 11]
     assert table.resolve(11) == BlockPlace("c", KvTier.DEVICE, 9, KEY)
-    assert (table.is_remote(9), table.is_remote(10)) == (False, True)
+    assert (table.resolve(9).worker_id, table.resolve(10).worker_id) == ("w", "c")
     assert table.borrowed_from() == {"c": 2}
     assert table.logical(KEY, 9) == 11
     table.check_integrity()
@@ -23,7 +23,7 @@ def test_local_blocks_mean_themselves_and_borrowed_ones_a_place_elsewhere() -> N
 def test_borrowed_blocks_are_numbered_after_all_own_ones_on_the_device_or_not() -> None:
     """With Pie there are more ids than blocks of the device: a worker ended with the first it borrowed."""
     table = RBlockTable("w", 10, local_ids=15)
-    assert not table.is_remote(14) and table.add(grant("c", 7, 9)) == [15, 16]
+    assert table.resolve(14).worker_id == "w" and table.add(grant("c", 7, 9)) == [15, 16]
     assert table.own_blocks(KvTier.DEVICE) == 10, "of which some may be lent"
     table.check_integrity()
 
