@@ -107,7 +107,8 @@ class Recalls:
             self._core.bounce = []
         if missing > 0:
             try:
-                self._spare += self.keep(await self._vault.lend(missing, 1, 0))
+                lent = await self._vault.lend(missing, 1, 0)
+                self._spare += self.keep(lent)  # Not in one: `+=` goes on with what was there before a wait.
             except Overloaded as error:
                 _log.debug("nothing to copy into: %s", error)
 

@@ -105,6 +105,21 @@ class World:
         return self.recalls.details()["is_settling"]
 
 
+async def test_what_becomes_spare_while_more_is_lent_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two own blocks were withdrawn for ever: a sequence too long for the rest waited without end."""
+    world = World()
+    lend = world.memory.lend
+
+    async def lend_late(most_blocks: int, least_blocks: int, keep_blocks: int) -> list[int]:
+        assert world.recalls.take_spare() == [], "what was spare goes back"
+        world.recalls._spare += [17]  # as a swap does that ends meanwhile
+        return await lend(most_blocks, least_blocks, keep_blocks)
+
+    monkeypatch.setattr(world.memory, "lend", lend_late)
+    await world.recalls.tick()
+    assert (world.bounce(), world.recalls.take_spare()) == (2, [17])
+
+
 async def test_a_settlement_from_end_to_end() -> None:
     world = World()
     assert await world.ask(SettlePhase.FREEZE) == 0, "nothing to copy into yet"
