@@ -26,7 +26,7 @@ MOST_BATCHES, MOST_ROWS = 16_384, 262_144
 _MOST_BYTES = 400_000
 """Of one answer, which has to fit a message."""
 
-_Row = tuple[SequenceRef, int, int]
+BatchRow = tuple[SequenceRef, int, int]
 """Tokens [first, end) of a sequence's prompt and answer."""
 
 
@@ -34,7 +34,7 @@ _Row = tuple[SequenceRef, int, int]
 class Batch:
     """One step that ran, or one plan: who was in it."""
 
-    prefills: Sequence[_Row] = ()
+    prefills: Sequence[BatchRow] = ()
     decodes: Sequence[SequenceRef] = ()
     fields: dict[str, Any] | None = None
 

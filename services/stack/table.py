@@ -32,7 +32,7 @@ _ENGINE_MODULE = "services.worker.building"
 """With torch and transformers, which workers import when they make an engine."""
 _ARENAS = 2
 """Of glibc's allocator in a process. By default each thread may get its own, up to eight per core, and
-each keeps what it once needed: a worker's memory grew by 40 MB an hour with nothing more in use."""
+each keeps what it once needed: a worker's memory grew for hours (docs/benchmarks/chaos.md)."""
 _BUS, _BACKEND, _FRONT = 0, 1, 2
 """Stages: the gateway ends first, so that its answers can still be finished, the bus last."""
 

@@ -61,7 +61,7 @@ class Happened:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class TimePart:
     """A stretch of the request's wall time, in seconds since 1970."""
 
     begin_s: float
@@ -95,7 +95,7 @@ class AnswerAccount:
 
     begin_s: float
     end_s: float
-    parts: list[_Part]
+    parts: list[TimePart]
     facts: dict[str, Any] = field(default_factory=dict)
     is_over: bool = True
 
@@ -138,10 +138,10 @@ def account_of(events: Sequence[Happened], now_s: float) -> AnswerAccount | None
     return account
 
 
-_Claim = tuple[float, float, Cause]
+TimeClaim = tuple[float, float, Cause]
 
 
-def sweep(claims: Sequence[_Claim], begin_s: float, end_s: float) -> list[_Part]:
+def sweep(claims: Sequence[TimeClaim], begin_s: float, end_s: float) -> list[TimePart]:
     """Cuts the time from `begin_s` to `end_s` at every claim's ends; each piece goes to the first in rank of
     those that claim it. Neighbouring pieces of a cause are one."""
     ordered = sorted(
@@ -150,7 +150,7 @@ def sweep(claims: Sequence[_Claim], begin_s: float, end_s: float) -> list[_Part]
         if min(last, end_s) > max(first, begin_s)
     )
     cuts = sorted({begin_s, end_s, *(cut for first, last, _, _ in ordered for cut in (first, last))})
-    parts: list[_Part] = []
+    parts: list[TimePart] = []
     active: list[tuple[int, float, Cause]] = []
     waiting = iter(ordered)
     upcoming = next(waiting, None)
@@ -162,9 +162,9 @@ def sweep(claims: Sequence[_Claim], begin_s: float, end_s: float) -> list[_Part]
             heappop(active)
         cause = str(active[0][2]) if active else UNEXPLAINED
         if parts and parts[-1].cause == cause:
-            parts[-1] = _Part(parts[-1].begin_s, last, cause)
+            parts[-1] = TimePart(parts[-1].begin_s, last, cause)
         else:
-            parts.append(_Part(first, last, cause))
+            parts.append(TimePart(first, last, cause))
     return parts
 
 
@@ -173,7 +173,7 @@ def sweep(claims: Sequence[_Claim], begin_s: float, end_s: float) -> list[_Part]
 
 def _of_gateway(
     events: Sequence[Happened], steps: Sequence[_Step], begin_s: float, end_s: float
-) -> Iterator[_Claim]:
+) -> Iterator[TimeClaim]:
     submits = _of(events, "gateway", "submit")
     taken = _of(events, "scheduler", "submitted")
     yield begin_s, submits[0].at_s if submits else end_s, Cause.READ
@@ -191,7 +191,7 @@ def _of_gateway(
         yield max(begun_s, complete.at_s), blocked.at_s, Cause.READER
 
 
-def _of_steps(events: Sequence[Happened], steps: Sequence[_Step]) -> Iterator[_Claim]:
+def _of_steps(events: Sequence[Happened], steps: Sequence[_Step]) -> Iterator[TimeClaim]:
     plans = _plans(events)
     for step in steps:
         yield step.end_s - step.remote_s, step.end_s, Cause.LENDERS
@@ -214,7 +214,7 @@ def _of_steps(events: Sequence[Happened], steps: Sequence[_Step]) -> Iterator[_C
             yield preempted.at_s, again, Cause.PREEMPTED
 
 
-def _of_queue(events: Sequence[Happened], steps: Sequence[_Step], end_s: float) -> Iterator[_Claim]:
+def _of_queue(events: Sequence[Happened], steps: Sequence[_Step], end_s: float) -> Iterator[TimeClaim]:
     """From each submission to its place, from there to the first plan that computes it, and to its first
     step, which may be of a later plan where the sequence was put off."""
     places = _of(events, "scheduler", "placed")
@@ -233,7 +233,7 @@ def _of_queue(events: Sequence[Happened], steps: Sequence[_Step], end_s: float) 
             yield first.at_s, begun.begin_s, Cause.BETWEEN
 
 
-def _of_handovers(events: Sequence[Happened], steps: Sequence[_Step], end_s: float) -> Iterator[_Claim]:
+def _of_handovers(events: Sequence[Happened], steps: Sequence[_Step], end_s: float) -> Iterator[TimeClaim]:
     """What lies between the last that is known of one attempt and the first step of the next. A worker that
     was lost took its record along; that it was sent plans is known."""
     plans = _of(events, "scheduler", "plan")
@@ -343,7 +343,7 @@ def _plans(events: Sequence[Happened]) -> dict[tuple[str, int, int], float]:
 
 def _between(
     events: Sequence[Happened], service: str, begins: str, ends: str, cause: Cause
-) -> Iterator[_Claim]:
+) -> Iterator[TimeClaim]:
     open_s: float | None = None
     for event in events:
         if event.service == service and event.kind == begins and open_s is None:
