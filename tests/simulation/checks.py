@@ -190,6 +190,12 @@ class Checks:
             lent_to = {lent.debtor[0]: len(lent.blocks) for lent in grants if not lent.for_cache}
             if owed := {**lent_to, **lending.table.borrowed_from()}:
                 left.append(f"{process.name} lends or has borrowed blocks: {owed}")
+            recalls = lending._recalls
+            kept = 0 if recalls is None else len(recalls._core.bounce) + len(recalls._spare)
+            if pool.withdrawn_blocks != kept:
+                left.append(
+                    f"{process.name} has {pool.withdrawn_blocks} own blocks withdrawn, and uses {kept}"
+                )
             host = lending._stock.host_free_blocks + lending.table.lent_blocks(KvTier.HOST)
             if host != lending.table.host_blocks:
                 left.append(f"{process.name} has {host} blocks of host memory")
