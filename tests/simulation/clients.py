@@ -33,6 +33,11 @@ class Question:
     is_long: bool = False
     """Longer than a worker is: refused until the gateway has heard what others lend."""
 
+    @property
+    def most_tokens(self) -> int:
+        """Prompt and answer."""
+        return len(self.prompt) + self.max_tokens
+
     def __str__(self) -> str:
         told = f"{self.at_s:.3f} asked: {len(self.prompt)} tokens, seed {self.seed}, most {self.max_tokens}"
         return f"{told}, n {self.n}, streamed {self.is_streamed}, {self.name!r}, leaves {self.leaves_after}"

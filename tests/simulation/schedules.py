@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from services.worker.peers.lending.core.settings import LendingConfig
 from tests.simulation.bus import Noise
 from tests.simulation.clients import Question
 from tests.simulation.disk import Trouble
@@ -52,7 +53,17 @@ class Schedule:
             chance = random.Random(f"{name} {seed}")
             if chance.random() < share:
                 schedule = focus(chance, schedule)
-        return schedule
+        own_tokens = _own_tokens(schedule.shape)
+        marked = (replace(each, is_long=each.most_tokens > own_tokens) for each in schedule.questions)
+        return replace(schedule, questions=tuple(marked))
+
+
+def _own_tokens(shape: Shape) -> int:
+    """What a worker holds by itself: where it borrows from the start, less what it keeps to copy into."""
+    worker = shape.settings["worker"]
+    lending = LendingConfig(**worker.get("lending", {}))
+    kept_blocks = lending.bounce_blocks if lending.borrow is True else 0
+    return int(worker["kv_blocks"] - kept_blocks) * _BLOCK_TOKENS
 
 
 def _shape(chance: random.Random) -> Shape:
