@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from services.worker.engine.native.arena import Arena
-from services.worker.engine.native.gemm import Gemm
 from services.worker.engine.native.library import load
+from services.worker.engine.native.weights import Gemm
 from tests.rounding import assert_within, gated_bound, product_bound
 from tests.services.worker.engine.native.products import Epilogue, multiply
 
