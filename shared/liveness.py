@@ -21,6 +21,10 @@ _MOST_INSTANCES = 4096
 _MOST_EARLIER = 16
 
 
+Start = tuple[str, int]
+"""One run of a process: its instance (worker-0) and its incarnation."""
+
+
 def new_incarnation() -> int:
     """Of a start: random, positive, below 2^62."""
     return secrets.randbelow(2**62 - 1) + 1

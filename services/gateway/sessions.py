@@ -13,7 +13,7 @@ from secrets import token_bytes
 from typing import Any
 
 from services.gateway.config import GatewayConfig
-from services.gateway.core.effects import StreamEffects, WorkerStart, disown, is_for_an_heir
+from services.gateway.core.effects import StreamEffects, disown, is_for_an_heir
 from services.gateway.core.peers import SchedulerView, WorkerTable
 from services.gateway.core.retries import StreamTiming
 from services.gateway.core.stream import Stream, StreamPhase
@@ -29,6 +29,7 @@ from shared import log, subjects
 from shared.bus import Bus
 from shared.clock import Clock
 from shared.errors import NoResponder, Overloaded
+from shared.liveness import Start
 from shared.messages.moves import MovePrepared
 from shared.messages.reports import (
     GatewayReported,
@@ -218,7 +219,7 @@ class Sessions:
 
     # --- for the bus side
 
-    def on_delta(self, delta: TokenDelta, worker: WorkerStart, now_s: float) -> None:
+    def on_delta(self, delta: TokenDelta, worker: Start, now_s: float) -> None:
         """Tokens of one sequence."""
         sequence = self._open.get((delta.request_id, delta.choice))
         if sequence is None or not sequence.stream.reads(delta.attempt):
@@ -265,7 +266,7 @@ class Sessions:
                 sequence, sequence.stream.on_prepared(event.ref, now_s, event.target, event.open_tokens)
             )
 
-    def lose(self, worker: WorkerStart, attempts: Mapping[SequenceKey, int], now_s: float) -> None:
+    def lose(self, worker: Start, attempts: Mapping[SequenceKey, int], now_s: float) -> None:
         """That run of a worker is over; `attempts` are those its scheduler says it had sent it."""
         handed_over = 0
         for key, sequence in list(self._open.items()):
@@ -300,7 +301,7 @@ class Sessions:
         if sequence.has_news():
             sequence.exchange.notify()
 
-    def _on_listed(self, listed: SequenceReport, worker: WorkerStart, now_s: float) -> None:
+    def _on_listed(self, listed: SequenceReport, worker: Start, now_s: float) -> None:
         sequence = self._open.get(listed.ref.key)
         if sequence is None and is_for_an_heir(listed, self._bus.incarnation):
             return

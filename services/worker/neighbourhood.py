@@ -38,6 +38,7 @@ from shared import subjects
 from shared.bus import Bus, Handler, Listener
 from shared.clock import Clock
 from shared.errors import CreditorLost
+from shared.liveness import Start
 from shared.messages.commands import WantKv
 from shared.messages.reports import Capacity
 
@@ -278,7 +279,7 @@ class Neighbourhood:
         """On the engine's thread."""
         self._on_loop(partial(self._lending.on_creditor_failed, creditor_id))
 
-    def _on_keeper_failed(self, creditor: tuple[str, int], grant_id: int | None) -> None:
+    def _on_keeper_failed(self, creditor: Start, grant_id: int | None) -> None:
         """On a thread that copies."""
         if self._loans is not None:
             self._on_loop(partial(self._loans.on_failed, creditor, grant_id))

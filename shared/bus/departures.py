@@ -16,6 +16,7 @@ import msgspec
 
 from shared import subjects
 from shared.bus.serving import Handler, Listener
+from shared.liveness import Start
 from shared.log import canonical, get_logger
 
 GRACE_S = 0.15
@@ -27,8 +28,6 @@ _MOST_DIGITS = 19
 """Of an incarnation: it is below 2^62."""
 _log = get_logger("bus")
 
-Start = tuple[str, int]
-"""Instance and incarnation."""
 OnGone = Callable[[str, int], None]
 """Gets the instance and the incarnation of a start that is gone."""
 

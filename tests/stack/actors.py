@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.core.effects import WorkerStart
 from services.gateway.core.stream import Stream
 from services.worker.core.plans import StepWork
 from services.worker.core.prefixes import Prefixes
@@ -19,6 +18,7 @@ from services.worker.kv.core.borrowed_pool import Pool
 from services.worker.kv.core.prefix_cache import PrefixCache
 from shared.blocks import BlockHash, chain, root
 from shared.errors import KvasirError
+from shared.liveness import Start
 from shared.messages.moves import BlocksPulled, PullBlocks
 from shared.messages.reports import Capacity, SequenceReport, WorkerReported
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef
@@ -134,9 +134,7 @@ class WorkerProcess(Process):
         return sum(one.allocated_blocks for one in self.held.values())
 
 
-def step_core(
-    start: WorkerStart, pool: Pool, longest_tokens: int, prefixes: Prefixes | None = None
-) -> StepCore:
+def step_core(start: Start, pool: Pool, longest_tokens: int, prefixes: Prefixes | None = None) -> StepCore:
     """Of that run of a worker: all that it decides, without an engine."""
     limits = SequenceLimits(longest_tokens, 1_000_000, end_retention_s=60.0, gateway_timeout_s=10.0)
     identity = Identity(*start, MODEL, longest_tokens, "here", WEIGHTS, FINGERPRINT)

@@ -2,11 +2,9 @@
 
 from dataclasses import dataclass
 
+from shared.liveness import Start
 from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import SequenceRef
-
-WorkerStart = tuple[str, int]
-"""(worker id, incarnation): one run of a worker's process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +19,7 @@ class Submit:
 class Fetch:
     """Ask the worker for the tokens from `first_index` on."""
 
-    worker: WorkerStart
+    worker: Start
     ref: SequenceRef
     first_index: int
 
@@ -65,7 +63,7 @@ def is_for_an_heir(report: SequenceReport, incarnation: int) -> bool:
     return report.heir_of not in (0, incarnation)
 
 
-def disown(report: SequenceReport, worker: WorkerStart, *, goes_on: bool) -> Acknowledge | Cancel:
+def disown(report: SequenceReport, worker: Start, *, goes_on: bool) -> Acknowledge | Cancel:
     """What to tell a worker that lists a sequence, or (`goes_on`) a stale attempt of one, that nobody
     waits for.
     """

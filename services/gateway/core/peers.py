@@ -6,8 +6,7 @@ Pure: no bus, no clock; `now_s` is passed in.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from services.gateway.core.effects import WorkerStart
-from shared.liveness import Liveness
+from shared.liveness import Liveness, Start
 from shared.messages.reports import (
     STEP_TOKEN_BOUNDS,
     WAIT_BOUNDS_S,
@@ -21,7 +20,7 @@ from shared.messages.reports import (
 class WorkerView:
     """One worker as its last heartbeat described it."""
 
-    start: WorkerStart
+    start: Start
     model: str
     max_context_tokens: int
     report: WorkerReported
@@ -63,10 +62,10 @@ class WorkerTable:
         self._liveness = Liveness(timeout_s, return_s=timeout_s)
         self.steps = {model: StepSums() for model in models}
         """By model."""
-        self._counted: dict[str, tuple[WorkerStart, StepsReport]] = {}
+        self._counted: dict[str, tuple[Start, StepsReport]] = {}
         """What `steps` has of each worker, also of those that are silent: they may come back."""
 
-    def on_report(self, report: WorkerReported, now_s: float) -> WorkerStart | None:
+    def on_report(self, report: WorkerReported, now_s: float) -> Start | None:
         """Takes a heartbeat in. Returns the run of that worker which this one's start has ended, if any."""
         start = (report.worker_id, report.incarnation)
         if not self._liveness.hear(report.worker_id, report.incarnation, now_s):
@@ -80,7 +79,7 @@ class WorkerTable:
         self._remember(report.model)
         return known.start if known is not None and known.start != start else None
 
-    def on_lost(self, start: WorkerStart) -> None:
+    def on_lost(self, start: Start) -> None:
         """The scheduler has given that run up. Another heartbeat of it brings it back."""
         known = self._workers.get(start[0])
         if known is not None and known.start == start:
@@ -88,7 +87,7 @@ class WorkerTable:
             self._liveness.forget(start[0])
             self._remember(known.model)
 
-    def on_tick(self, now_s: float) -> list[WorkerStart]:
+    def on_tick(self, now_s: float) -> list[Start]:
         """The workers that have been silent too long; they are forgotten."""
         lost = [self._workers.pop(worker_id) for worker_id in self._liveness.silent(now_s)]
         for model in {view.model for view in lost}:

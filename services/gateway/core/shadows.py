@@ -7,10 +7,8 @@ complete is taken over at once, and the rest when somebody asks for it.
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from shared.liveness import Start
 from shared.messages.shadows import Shadow
-
-GatewayStart = tuple[str, int]
-"""Gateway id and incarnation."""
 
 
 def size_bytes(shadow: Shadow) -> int:
@@ -22,7 +20,7 @@ def size_bytes(shadow: Shadow) -> int:
 class Shadowed:
     """One of them."""
 
-    owner: GatewayStart
+    owner: Start
     shadow: Shadow
     told_s: float
     """When; its times are of that moment."""
@@ -45,7 +43,7 @@ class RequestShadows:
     def __len__(self) -> int:
         return len(self._of)
 
-    def put(self, owner: GatewayStart, shadow: Shadow, now_s: float) -> None:
+    def put(self, owner: Start, shadow: Shadow, now_s: float) -> None:
         """The oldest give way where there are too many."""
         self._forget(shadow.request_id)
         for name in shadow.names:
@@ -57,13 +55,13 @@ class RequestShadows:
         while self.bytes > self._most_bytes:
             self._forget(next(iter(self._of)))
 
-    def end(self, owner: GatewayStart, request_id: str, now_s: float) -> None:
+    def end(self, owner: Start, request_id: str, now_s: float) -> None:
         """Its answer is complete; only its owner may say so, as of what follows."""
         known = self._of.get(request_id)
         if known is not None and known.owner == owner:
             known.ended_s = now_s
 
-    def drop(self, owner: GatewayStart, request_id: str) -> None:
+    def drop(self, owner: Start, request_id: str) -> None:
         """Nobody can ask for it any more."""
         known = self._of.get(request_id)
         if known is not None and known.owner == owner:
@@ -80,7 +78,7 @@ class RequestShadows:
         self._forget(request_id)
         return known
 
-    def on_gone(self, owner: GatewayStart) -> list[Shadowed]:
+    def on_gone(self, owner: Start) -> list[Shadowed]:
         """Takes what its owner, who is gone, had not completed; the rest has none from now on."""
         left = [known for known in self._of.values() if known.owner == owner and known.ended_s is None]
         for known in left:

@@ -21,7 +21,6 @@ from services.gateway.core.effects import (
     Fetch,
     StreamEffects,
     Submit,
-    WorkerStart,
     disown,
 )
 from services.gateway.core.retries import Faults, GapFetch, SignsOfLife, StreamTiming, Submission
@@ -33,6 +32,7 @@ from shared.errors import (
     Overloaded,
     RoleMissing,
 )
+from shared.liveness import Start
 from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, proof_of
 from shared.messages.tokens import TokenDelta, TokenLogprobs
@@ -57,7 +57,7 @@ class Handover:
 
     ref: SequenceRef
     """The former attempt."""
-    server: WorkerStart
+    server: Start
     target: str
     open_tokens: int
     """The target takes so many more after the submission."""
@@ -88,7 +88,7 @@ class Handover:
         return self.leave() if end > held or is_level or self.frames >= MOST_FRAMES else ()
 
     def on_source(
-        self, delta: TokenDelta, worker: WorkerStart, tokens: list[int], ref: SequenceRef, now_s: float
+        self, delta: TokenDelta, worker: Start, tokens: list[int], ref: SequenceRef, now_s: float
     ) -> tuple[StreamEffects, FinishReason | None]:
         """The former attempt goes on. What it adds to `tokens` is appended and, while the target (its attempt
         is `ref`) waits for it, passed on. Also how the former attempt ended, if it did.
@@ -138,7 +138,7 @@ class Stream:
         self.failure: KvasirError | None = None
         self.accepted = False
         self.cached_tokens = 0
-        self.server: WorkerStart | None = None
+        self.server: Start | None = None
         self.handovers: dict[str, int] = {}
         self.stale_deltas = 0
         self._signs = SignsOfLife(timing, now_s)
@@ -220,7 +220,7 @@ class Stream:
 
     # --- workers
 
-    def on_delta(self, delta: TokenDelta, worker: WorkerStart, now_s: float) -> StreamEffects:
+    def on_delta(self, delta: TokenDelta, worker: Start, now_s: float) -> StreamEffects:
         """Tokens from a frame or a fetch."""
         if self._before is not None and self.is_open and delta.attempt == self._before.ref.attempt:
             return self._on_late(self._before, delta, worker, now_s)
@@ -238,7 +238,7 @@ class Stream:
             self._before = None
         return (*left, *self._join(delta, worker, now_s))
 
-    def _join(self, delta: TokenDelta, worker: WorkerStart, now_s: float) -> StreamEffects:
+    def _join(self, delta: TokenDelta, worker: Start, now_s: float) -> StreamEffects:
         """A delta of the current attempt that agrees with what is held."""
         end = delta.first_index + len(delta.tokens)
         held = len(self.tokens)
@@ -255,9 +255,7 @@ class Stream:
             return self._end(delta.finish_reason, worker, now_s)
         return ()
 
-    def _on_late(
-        self, before: Handover, delta: TokenDelta, worker: WorkerStart, now_s: float
-    ) -> StreamEffects:
+    def _on_late(self, before: Handover, delta: TokenDelta, worker: Start, now_s: float) -> StreamEffects:
         """The former attempt goes on while the new one gets ready."""
         effects, reason = before.on_source(delta, worker, self.tokens, self.ref, now_s)
         if reason is not None:
@@ -267,7 +265,7 @@ class Stream:
         self._finish(reason)
         return (*effects, Cancel(self.ref, before.target))
 
-    def on_report(self, report: SequenceReport, worker: WorkerStart, now_s: float) -> StreamEffects:
+    def on_report(self, report: SequenceReport, worker: Start, now_s: float) -> StreamEffects:
         """A worker's heartbeat lists this sequence."""
         if self.is_open and self._before is not None and report.ref == self._before.ref:
             return ()
@@ -284,7 +282,7 @@ class Stream:
         return self._fetch_if_due(now_s)
 
     def on_fetched(
-        self, ref: SequenceRef, delta: TokenDelta | None, worker: WorkerStart, now_s: float
+        self, ref: SequenceRef, delta: TokenDelta | None, worker: Start, now_s: float
     ) -> StreamEffects:
         """The worker's answer to a fetch; None when it does not hold the attempt."""
         if not self.is_open or ref.attempt != self.attempt:
@@ -300,7 +298,7 @@ class Stream:
             return ()
         return self._hand_over("fetch_failed", now_s) if self._missing.on_failed(now_s) else ()
 
-    def on_worker_lost(self, worker: WorkerStart, lost_attempt: int | None, now_s: float) -> StreamEffects:
+    def on_worker_lost(self, worker: Start, lost_attempt: int | None, now_s: float) -> StreamEffects:
         """That run of a worker is over; `lost_attempt` is what its scheduler had sent it, if it says so."""
         if not self.is_open:
             return ()
@@ -374,11 +372,11 @@ class Stream:
 
     # --- inside
 
-    def _is_proven(self, worker: WorkerStart, proof: bytes) -> bool:
+    def _is_proven(self, worker: Start, proof: bytes) -> bool:
         """Whether it serves the attempt, or shows that it was given it."""
         return self.server == worker or compare_digest(proof, proof_of(self.capability, *worker))
 
-    def _is_served_by(self, worker: WorkerStart, now_s: float) -> bool:
+    def _is_served_by(self, worker: Start, now_s: float) -> bool:
         """Binds the attempt to the first worker that shows it; two could differ in a near tie."""
         if self.server is not None and self.server != worker:
             return False
@@ -409,7 +407,7 @@ class Stream:
         self._signs.begin_anew()
         return (*left, *self.submit(now_s))
 
-    def _end(self, reason: FinishReason, worker: WorkerStart, now_s: float) -> StreamEffects:
+    def _end(self, reason: FinishReason, worker: Start, now_s: float) -> StreamEffects:
         seen = Acknowledge(worker[0], self.ref)
         if reason in ANSWERS:
             self._finish(reason)

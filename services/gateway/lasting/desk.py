@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.config import GatewayConfig
-from services.gateway.core.shadows import GatewayStart, Shadowed
+from services.gateway.core.shadows import Shadowed
 from services.gateway.errors import ClientGone, HttpError, ShuttingDown
 from services.gateway.exchange import Exchange, Legacy
 from services.gateway.http.completion_response import CompletionResponse, Lasting
@@ -30,6 +30,7 @@ from shared import log, metrics, subjects
 from shared.bus import Endpoint, Listener, fenced
 from shared.clock import Clock, monotonic_s
 from shared.errors import KvasirError, UnavailableError
+from shared.liveness import Start
 from shared.messages.base import Empty
 from shared.messages.reports import GatewayReported
 from shared.messages.sequence import TOKEN_BYTES, pack_tokens
@@ -95,7 +96,7 @@ class Kept:
     """A client may come back for it."""
     is_counted: bool = False
     """Among its key's requests, until it ends."""
-    told: GatewayStart | None = None
+    told: Start | None = None
     """Who would take it over."""
     abandoned: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -152,10 +153,10 @@ class LastingDesk:
         self._by_name: dict[bytes, Kept] = {}
         self._turns: dict[bytes, asyncio.Lock] = {}
         self._waiting: Counter[bytes] = Counter()
-        self._news: dict[GatewayStart, tuple[list[str], list[str]]] = {}
+        self._news: dict[Start, tuple[list[str], list[str]]] = {}
         """Requests that ended, and that nobody can ask for any more: for who shadows them."""
         self._is_telling_again = False
-        self._inherited: dict[GatewayStart, list[Shadowed]] = {}
+        self._inherited: dict[Start, list[Shadowed]] = {}
         """From whom: should that gateway be heard again, it is to know."""
         self.reread: Reread | None = None
         self._taken_over = metrics.counter(
@@ -397,7 +398,7 @@ class LastingDesk:
             self._unshadowed.inc()
             kept.told = None
 
-    def _inherit(self, start: GatewayStart) -> None:
+    def _inherit(self, start: Start) -> None:
         """That gateway is gone: what it had not completed goes on here."""
         left = self._peers.shadows.on_gone(start)
         if left:

@@ -11,14 +11,14 @@ from secrets import token_bytes
 from msgspec.structs import replace
 
 from services.gateway.config import GatewayConfig
-from services.gateway.core.shadows import GatewayStart, RequestShadows, Shadowed
+from services.gateway.core.shadows import RequestShadows, Shadowed
 from services.gateway.exchange import Exchange
 from services.gateway.sessions import Sessions
 from shared import log, subjects
 from shared.bus import Bus
 from shared.clock import Clock
 from shared.errors import KvasirError
-from shared.liveness import Liveness
+from shared.liveness import Liveness, Start
 from shared.messages.base import Empty
 from shared.messages.commands import CancelSequence
 from shared.messages.reports import GatewayReported, WorkerReported
@@ -58,7 +58,7 @@ class Peers:
 
     # --- who there is
 
-    def on_reported(self, event: GatewayReported) -> GatewayStart | None:
+    def on_reported(self, event: GatewayReported) -> Start | None:
         """A heartbeat of another gateway; the start of it which is over by that, if any."""
         self._greeted[event.gateway_id] = event.incarnation
         known = self._alive.present(event.gateway_id)
@@ -77,23 +77,23 @@ class Peers:
         """Who has just come is to know that this one is here."""
         self._sessions.beat()
 
-    def on_gone(self, start: GatewayStart) -> bool:
+    def on_gone(self, start: Start) -> bool:
         """It has left the bus; whether that was news."""
         if self._alive.present(start[0]) != start[1]:
             return False
         self._alive.forget(start[0])
         return True
 
-    def silent(self) -> list[GatewayStart]:
+    def silent(self) -> list[Start]:
         """Who has not been heard for too long, once."""
         starts = {name: self._alive.present(name) or 0 for name in self._alive}
         return [(name, starts[name]) for name in self._alive.silent(self._now_s())]
 
-    def is_present(self, start: GatewayStart) -> bool:
+    def is_present(self, start: Start) -> bool:
         return self._alive.present(start[0]) == start[1]
 
     @property
-    def heir(self) -> GatewayStart | None:
+    def heir(self) -> Start | None:
         """Who would take over from this one: the next in the order of names."""
         names = sorted(self._alive)
         if not names:
@@ -103,7 +103,7 @@ class Peers:
 
     # --- shadows
 
-    async def tell(self, heir: GatewayStart, message: TellShadows) -> bool:
+    async def tell(self, heir: Start, message: TellShadows) -> bool:
         """Whether it knows now."""
         subject = subjects.gateway_shadow(heir[0], self._bus.instance)
         try:

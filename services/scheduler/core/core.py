@@ -23,6 +23,7 @@ from services.scheduler.core.shadowing import Shadowing
 from services.scheduler.core.worker_pipeline import Sync
 from services.scheduler.policy.contract import PolicyFactory, queue_order
 from shared.errors import ContextOverflow, InvalidRequest, UnavailableError
+from shared.liveness import Start
 from shared.messages.commands import CancelSequence, LengthPrediction
 from shared.messages.lengths import LengthsRevised
 from shared.messages.moves import BlocksPulled, SequenceMove, WorkerRoles
@@ -31,8 +32,6 @@ from shared.messages.reports import GatewayReported, WorkerReported
 from shared.messages.sequence import SequenceRef, SequenceSpec
 from shared.messages.values import EPOCH_REACH
 
-_WorkerStart = tuple[str, int]
-"""Worker id and incarnation."""
 _EXPIRE_INTERVAL_S = 1.0
 WANT_INTERVAL_S = 0.25
 _SHOWN = 40
@@ -53,7 +52,7 @@ class SchedulerCore:
         now_s: float,
         most_epoch: int = EPOCH_REACH,
         began_s: float | None = None,
-        awaited: Iterable[_WorkerStart] = (),
+        awaited: Iterable[Start] = (),
     ) -> None:
         """A worker that claims to obey an epoch above `most_epoch` is not believed, and not used. `began_s`:
         when heartbeats were first listened to, unless that is now. `awaited`: who was there before; once all
@@ -190,12 +189,12 @@ class SchedulerCore:
             return self._step_down(report.epoch, f"{report.worker_id} obeys epoch {report.epoch}")
         return self._after(self._fleet.on_reported(report, now_s), now_s)
 
-    def on_worker_gone(self, start: _WorkerStart, now_s: float) -> list[Effect]:
+    def on_worker_gone(self, start: Start, now_s: float) -> list[Effect]:
         """What has left the bus."""
         self._stop_awaiting(start)
         return self._after(self._fleet.on_gone(*start, now_s), now_s)
 
-    def _stop_awaiting(self, start: _WorkerStart) -> None:
+    def _stop_awaiting(self, start: Start) -> None:
         """It was heard, or is gone; a later start is that of one that was there."""
         if self._awaited:
             self._awaited = {one for one in self._awaited if one[0] != start[0] or one[1] > start[1]}

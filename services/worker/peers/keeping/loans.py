@@ -22,6 +22,7 @@ from services.worker.peers.lending.debtor import Errands, Search, ask_renewal, s
 from shared.bus import Bus, fenced
 from shared.clock import Clock, monotonic_s
 from shared.errors import KvasirError, Overloaded
+from shared.liveness import Start
 from shared.log import canonical, get_logger
 from shared.messages.lending import Grant, KvTier
 
@@ -154,7 +155,7 @@ class CacheLoans:
         self._tier.forget(logical)
         self._door.give(lambda core, _: self._cache.peers.lose(logical))
 
-    def on_failed(self, creditor: tuple[str, int], grant_id: int | None) -> None:
+    def on_failed(self, creditor: Start, grant_id: int | None) -> None:
         """It did not answer, or has ended that grant."""
         if grant_id is None:
             lost = self.debts.on_creditor_gone(creditor[0])

@@ -21,6 +21,7 @@ from services.worker.kv.tiers.records import RecordRow
 from services.worker.peers.keeping.keeper import KEEP, KEPT, LentSlot
 from services.worker.peers.transport.base import PeerLink, bytes_of
 from shared.errors import DeadlineExceeded, InvalidMessage, KvasirError, PeerLost, StaleEpoch
+from shared.liveness import Start
 from shared.log import get_logger
 
 _log = get_logger("worker.keeping")
@@ -41,7 +42,7 @@ class Dialler(Protocol):
 class SlotPlace:
     """Where a slot is."""
 
-    creditor: tuple[str, int]
+    creditor: Start
     """Worker id and incarnation."""
     slot: LentSlot
 
@@ -55,7 +56,7 @@ class PeerWays:
         dialler: Dialler,
         loop: asyncio.AbstractEventLoop,
         answer_s: float,
-        on_failed: Callable[[tuple[str, int], int | None], None],
+        on_failed: Callable[[Start, int | None], None],
     ) -> None:
         """A creditor that does not answer within `answer_s` has failed."""
         self._dialler = dialler
@@ -64,7 +65,7 @@ class PeerWays:
         self._on_failed = on_failed
         self._lock = threading.Lock()
         self._places: dict[int, SlotPlace] = {}
-        self._links: dict[tuple[str, tuple[str, int]], PeerLink] = {}
+        self._links: dict[tuple[str, Start], PeerLink] = {}
         """By kind of message, and creditor."""
         self._is_closed = False
 
@@ -166,13 +167,13 @@ class PeerWays:
             raise InvalidMessage(f"{place.creditor[0]} answered without the block")
         return True
 
-    def _dial(self, key: tuple[str, tuple[str, int]]) -> PeerLink:
+    def _dial(self, key: tuple[str, Start]) -> PeerLink:
         """Raises KvasirError."""
         link = self._on_loop(self._dialler.dial(*key[1]))
         self._enter(key, link)
         return link
 
-    def _enter(self, key: tuple[str, tuple[str, int]], link: PeerLink) -> None:
+    def _enter(self, key: tuple[str, Start], link: PeerLink) -> None:
         """Raises PeerLost at the end of this worker."""
         with self._lock:
             is_closed, before = self._is_closed, self._links.pop(key, None)

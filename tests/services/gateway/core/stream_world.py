@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.gateway.core.effects import Fetch, StreamEffect, StreamEffects, Submit, WorkerStart
+from services.gateway.core.effects import Fetch, StreamEffect, StreamEffects, Submit
 from services.gateway.core.retries import StreamTiming
 from services.gateway.core.stream import Stream, StreamPhase
 from shared.errors import DeadlineExceeded
+from shared.liveness import Start
 from shared.messages.reports import SequenceReport
 from shared.messages.sequence import FinishReason
 from shared.messages.tokens import TokenDelta
@@ -25,7 +26,7 @@ TRUTH = tuple(range(100, 112))
 class World:
     """A worker in the model: which attempt it holds, and how much of the answer it has."""
 
-    start: WorkerStart
+    start: Start
     attempt: int = 0
     tokens: list[int] = field(default_factory=list)
     is_stale: bool = False
@@ -46,7 +47,7 @@ class Flight:
     """Something on its way: a delta or report of a worker, or a command with the time it was sent at."""
 
     what: TokenDelta | SequenceReport | Submit | Fetch
-    worker: WorkerStart = A
+    worker: Start = A
     held: int = 0
 
 

@@ -14,6 +14,7 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 from services.worker.peers.lending.core.table import LentRow, RBlockTable
+from shared.liveness import Start
 from shared.messages.lending import (
     MOST_GRANT_BLOCKS,
     BlocksReturned,
@@ -55,7 +56,7 @@ class Lent:
     """One grant, as its creditor keeps it."""
 
     grant_id: int
-    debtor: tuple[str, int]
+    debtor: Start
     """Worker id and incarnation."""
     request: int
     tier: KvTier
@@ -137,7 +138,7 @@ class Grants:
         return None if lent is None or lent.over else lent.generation
 
     @_locked
-    def generation_for(self, debtor: tuple[str, int], grant_id: int) -> int | None:
+    def generation_for(self, debtor: Start, grant_id: int) -> int | None:
         """The grant's now, if it is this life of this debtor's."""
         lent = self._of(*debtor, grant_id)
         return None if lent is None else lent.generation
