@@ -27,6 +27,7 @@ from bench.live.pie.rounds import (
     waiting,
 )
 from bench.live.pie.sides import (
+    AMPLE,
     AUTO,
     BLOCK_TOKENS,
     HOST_MB,
@@ -112,14 +113,14 @@ def room(arena: Arena) -> Outcome:
     layers = layers_of(arena)
     flags = arena.context.arguments
     finalists = flags.lengths or _best_two(_search(arena, layers))
-    kinds = [RECOMPUTE, SWAP, *(fixed(length) for length in finalists), AUTO]
+    kinds = [RECOMPUTE, SWAP, AMPLE, *(fixed(length) for length in finalists), AUTO]
     with arena.sides(kinds, arena.ground) as sides:
         served = arena.measure(
             "room", sides, flags.turns or arena.pace.rounds, partial(measure, duration_s=arena.pace.slice_s)
         )
         same = same_text_share(sides[-1], sides[0])
-    recompute, swap, auto = served[0], served[1], served[-1]
-    best_fixed = max(served[2:-1], key=lambda each: each.tokens_per_s)
+    recompute, swap, ample, auto = *served[:3], served[-1]
+    best_fixed = max(served[3:-1], key=lambda each: each.tokens_per_s)
     better = max(recompute, swap, key=lambda each: each.tokens_per_s)
     figures = {
         **spread("throughput_vs_none", auto, better),
@@ -127,6 +128,8 @@ def room(arena: Arena) -> Outcome:
         "throughput_vs_swap": auto.tokens_per_s / swap.tokens_per_s,
         **spread("vs_best_fixed", auto, best_fixed),
         "fixed_vs_none": best_fixed.tokens_per_s / better.tokens_per_s,
+        "ample_vs_none": ample.tokens_per_s / better.tokens_per_s,
+        **spread("of_ample", auto, ample),
         "stall_share": auto.mean(lambda each: each.stall_share),
         **waiting("latency_vs_none", lambda side: side.normalized_s, auto, better),
         **waiting("ttft_vs_none", lambda side: side.first_s, auto, better),

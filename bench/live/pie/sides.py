@@ -2,7 +2,8 @@
 
 `recompute` and `swap` hold what fits and preempt the rest: to be computed again, or with its KV in host
 memory (the prefix cache's host tier, block by block, its copies as fast as the link, in the engine's time).
-`fixed` and `auto` are Pie.
+`fixed` and `auto` are Pie. `ample` is no rival: its device has as many blocks as the longest queue makes
+room for, which bounds what memory can bring.
 """
 
 import json
@@ -25,6 +26,7 @@ from services.worker.engine.loading import load
 from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.store import KvStore, open_store
 from services.worker.kv.transfers import TransferEngine
+from services.worker.pie.core.sizes import slot_blocks
 from services.worker.pie.settings import PieSettings
 from shared.errors import ConfigError
 
@@ -105,6 +107,7 @@ class Kind:
     name: str
     fifo_layers: int | None = 0
     is_swapping: bool = False
+    is_ample: bool = False
 
     @property
     def has_pie(self) -> bool:
@@ -114,6 +117,7 @@ class Kind:
 RECOMPUTE = Kind("recompute")
 SWAP = Kind("swap", is_swapping=True)
 AUTO = Kind("auto", None)
+AMPLE = Kind("ample", is_ample=True)
 
 
 def fixed(fifo_layers: int) -> Kind:
@@ -208,9 +212,11 @@ def _engine(kind: Kind, ground: Ground) -> TorchEngine:
         window_iterations=ground.window_iterations,
     )
     model = load(str(ground.model), dtype="float32", device="cpu")
+    layers = len(model.layers)
+    ample_blocks = slot_blocks(layers, layers - 1, ground.device_blocks)
     engine = TorchEngine(
         model,
-        kv_blocks=ground.device_blocks,
+        kv_blocks=ample_blocks if kind.is_ample else ground.device_blocks,
         block_tokens=BLOCK_TOKENS,
         release=True,
         pie=pie,
