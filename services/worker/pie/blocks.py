@@ -128,13 +128,14 @@ class BlockPie:
     def step_ends(self, tokens: int, *, is_decoding: bool) -> None:
         """It sampled so many tokens; `is_decoding`: and computed no prompt. Judges a window that is over, and
         goes on with a change."""
-        before, now = self._before, self.kv.figures()
-        self._before = now
+        before, is_plain = self._before, self.kv.residency.is_plain
+        now = self._before = before if is_plain else self.kv.figures()
         stall_s = now.stall_s - before.stall_s
         compute_s = max(0.0, self._clock() - self._began_s - stall_s)
         if stall_s:
             self.meter.on_stall(stall_s)
-        self._note_copies(before, now)
+        if not is_plain:  # Most steps of most workers: nothing lies outside, and nothing was copied.
+            self._note_copies(before, now)
         self.meter.on_step(tokens, compute_s, stall_s, self._used(), is_decoding=is_decoding)
         self._iterations += 1
         if self._is_window_over():

@@ -48,6 +48,8 @@ class Inventory:
         """Of these, those that the host has as well."""
         self.is_behind = False
         """A block was to leave the device that the host had not yet. Whoever has looked, clears it."""
+        self.keeps_unused = True
+        """Blocks that nobody has wanted again are worth a copy on the host."""
         self.kept = 0
         """Blocks whose place on the host is sure."""
         self.counts: Counter[str] = Counter()
@@ -108,6 +110,8 @@ class Inventory:
         if not self.make_own(node):
             self.history.on_used(node.used, self.requests)
             node.used = self.requests
+            if not node.hits:
+                self.history.on_returned()
         node.hits += 1
         self._rank(node)
 
@@ -266,7 +270,7 @@ class Inventory:
         """A device block that may go, still in its place; None when all are in use. The first of those that
         are on the host as well where the first of all is not."""
         node = self._device.pop()
-        if node is None or not self.host.total or node.places[Tier.HOST] is not None or not self.is_own(node):
+        if node is None or node.places[Tier.HOST] is not None or not self.is_worth_a_copy(node):
             return node
         self.is_behind = True
         saved = self._saved.pop()
@@ -274,6 +278,14 @@ class Inventory:
             return node
         self._rank(node)
         return saved
+
+    def is_worth_a_copy(self, node: Node) -> bool:
+        """Whether the host is to have it before it leaves the device. What was wanted again will be once
+        more; of what never was, as `keeps_unused` says."""
+        if not self.host.total or not self.is_own(node):
+            return False
+        has_below = self.disk.total or self.peers.most
+        return self.keeps_unused or bool(node.hits or node.keepers or has_below)
 
     def slot(self, tier: Tier, kept: Collection[BlockHash] = (), *, for_shadow: bool = False) -> int | None:
         """A slot of a lower tier, if need be one that a copy leaves, but none of `kept`; None when no copy

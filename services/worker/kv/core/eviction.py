@@ -21,6 +21,10 @@ from shared.errors import ConfigError
 
 _LEAST_WEIGHT = 0.0005
 """Of one use in the mean gap; the first uses weigh more."""
+_FEW_NAMES = 256
+"""Of fewer nobody knows yet how many are wanted again."""
+_MOST_NAMES = 4096
+"""Of more those that came first count half."""
 NEVER = -1
 """When a block was last used that nobody here has wanted: it tells nothing of how long blocks wait."""
 
@@ -34,6 +38,16 @@ class ReuseHistory:
         """Uses and last use of blocks stored nowhere, the one dropped first first."""
         self._uses = 0
         self.mean_gap = 0.0
+        self._names = self._returned = 0
+
+    @property
+    def returning(self) -> float | None:
+        """Of all blocks that were stored, the share that was wanted again; None while they are few."""
+        return self._returned / self._names if self._names >= _FEW_NAMES else None
+
+    def on_returned(self) -> None:
+        """A block is wanted again for the first time."""
+        self._returned += 1
 
     def on_used(self, last: int, now: int) -> None:
         """A block that was last used then is used again."""
@@ -55,7 +69,12 @@ class ReuseHistory:
         if known is not None:
             hits, last = known
             self.on_used(last, now)
+            self._returned += hits == 0
             node.hits = hits + 1
+            return
+        self._names += 1
+        if self._names > _MOST_NAMES:
+            self._names, self._returned = self._names // 2, self._returned // 2
 
 
 EvictionRank = tuple[float, ...]

@@ -99,6 +99,14 @@ class CostGate:
             self.refused_blocks[tier] += 1
         return best
 
+    def worth_storing(self, tier: Tier, returning: float | None) -> bool:
+        """Whether copies to `tier` save more than they take where that share of the blocks is wanted again.
+        A copy back takes as long as one there; where anything is unknown they are worth it."""
+        recompute_s, block_s = self._recompute_block_s, self._block_s.get(tier)
+        if returning is None or recompute_s is None or block_s is None:
+            return True
+        return returning * (recompute_s - block_s) > block_s
+
     def most_s(self, blocks: int) -> float:
         """When to abandon a load of so many blocks."""
         recompute_s = self._recompute_block_s

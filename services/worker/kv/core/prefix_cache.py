@@ -47,8 +47,9 @@ class PrefixCache(LowerTiers):
 
     `counts`, in blocks: hits_… (hits_borrowed: of those of the device), misses, evicted_…, dropped,
     lost_unsaved, copies_lost, write_failures, prefetched, saved_ahead, saved_late (the engine waited for that
-    copy), adopted (Pie had it on the host already); loads_abandoned; shadows_used, shadows_dropped; sent,
-    send_failures, lost_peer (with its creditor).
+    copy), not_saved (left the device without one, since few like it come back), adopted (Pie had it on the
+    host already); loads_abandoned; shadows_used, shadows_dropped; sent, send_failures, lost_peer (with its
+    creditor).
     """
 
     def __init__(
@@ -226,7 +227,10 @@ class PrefixCache(LowerTiers):
         return sum(len(pairs) for pairs in self._loads.values())
 
     def save_ahead(self) -> int:
-        """Start copying to the host what is about to leave the device; returns how many copies began."""
+        """Start copying to the host what is about to leave the device and is worth it; returns how many
+        copies began."""
+        returning = self._books.history.returning
+        self._books.keeps_unused = self.gate.worth_storing(Tier.HOST, returning)
         return self._ahead.work()
 
     def on_stored(self, ticket: int, *, ok: bool) -> None:
@@ -425,7 +429,9 @@ class PrefixCache(LowerTiers):
         """The device has it no more."""
         self._ahead.finish(node)
         is_missing = node.places[Tier.HOST] is None and self._books.is_own(node)
-        if is_missing and not self._ahead.adopt(node):
+        is_worth_it = self._books.is_worth_a_copy(node)
+        self.counts["not_saved"] += is_missing and not is_worth_it
+        if is_missing and is_worth_it and not self._ahead.adopt(node):
             place = self._books.host_slot(node)
             if place is not None:
                 took_s = self._mover.store([Store(node.name, block_of(node), place)])

@@ -1,6 +1,7 @@
 """Copies to the host what is about to leave the device, before it has to: eviction then copies nothing. Pure.
 
-An eighth of the device is free, or could go at once because the host has it as well. What is copied may be
+An eighth of the device is free, or could go at once because the host has it as well or is not to have it
+(`Inventory.is_worth_a_copy`). What is copied may be
 used, shared and counted as evictable meanwhile; it leaves its block only after its copy has ended.
 """
 
@@ -30,6 +31,10 @@ class SaveAhead:
         self._open: dict[int, tuple[Node, int]] = {}
         """The block that is copied, and the slot it goes to, which is the ticket's until it is answered."""
         self._tickets = 0
+        self._unworthy = 0
+        """Of the last choice those that leave without a copy."""
+        self._evicted = 0
+        """When it was made, of all time."""
 
     @property
     def slots(self) -> list[int]:
@@ -39,7 +44,8 @@ class SaveAhead:
     @property
     def ready_blocks(self) -> int:
         """Of the device, that can be had without a copy, or soon."""
-        return self._books.pool.free_blocks + self._books.saved + len(self._open)
+        unworthy = self._unworthy - (self._books.counts["evicted_device"] - self._evicted)
+        return self._books.pool.free_blocks + self._books.saved + len(self._open) + max(0, unworthy)
 
     def work(self) -> int:
         """Start what copies are missing and may be open; returns how many began."""
@@ -115,12 +121,14 @@ class SaveAhead:
         for node in leaving:
             self._books.set_leaving(node, is_leaving=True)
         self._leaving = leaving
+        self._unworthy = sum(not self._books.is_worth_a_copy(node) for node in leaving)
+        self._evicted = self._books.counts["evicted_device"]
         self._next.extend(node for node in leaving if self._is_wanted(node))
         return bool(self._next)
 
     def _is_wanted(self, node: Node) -> bool:
         """It is about to leave, and the host has no copy of it."""
-        is_there = node.is_leaving and self._books.is_own(node)
+        is_there = node.is_leaving and self._books.is_worth_a_copy(node)
         return is_there and node.places[Tier.HOST] is None and not node.storing
 
     def _start(self, node: Node, place: int) -> bool:

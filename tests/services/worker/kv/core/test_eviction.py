@@ -196,6 +196,26 @@ def test_a_dropped_block_that_comes_back_was_used_before() -> None:
     assert history.mean_gap == 50
 
 
+def test_how_many_come_back_is_known_of_many_and_counts_each_once() -> None:
+    history = ReuseHistory()
+    nodes = [node(str(number)) for number in range(300)]
+    for number, each in enumerate(nodes):
+        assert (history.returning is None) == (number < 256)
+        history.on_stored(each, number)
+    for each in nodes[:30]:  # Used again on the device, then dropped, and stored once more.
+        history.on_returned()
+        each.hits = 1
+        history.on_dropped(each)
+        history.on_stored(node(each.name.decode()), 400)
+    for each in nodes[30:60]:
+        history.on_dropped(each)
+        history.on_stored(node(each.name.decode()), 400)
+    assert history.returning == 60 / 300
+    for number in range(8192):
+        history.on_stored(node(f"new {number}"), 500)
+    assert history.returning is not None and 0 < history.returning < 60 / 4096
+
+
 def test_it_remembers_only_so_many() -> None:
     history = ReuseHistory(most_ghosts=2)
     for name in ("a", "b", "c"):

@@ -17,6 +17,7 @@ STEP = st.one_of(
     st.tuples(st.just("loads end"), st.just(0)),
     st.tuples(st.just("stores end"), st.booleans()),
     st.tuples(st.just("save ahead"), st.just(0)),
+    st.tuples(st.just("few return"), st.sampled_from([0, 500])),
     st.tuples(st.just("end"), st.integers(0, 5)),
     st.tuples(st.just("prefetch"), TOKENS),
     st.tuples(st.just("save"), st.integers(1, 4)),
@@ -103,6 +104,8 @@ def test_hits_hold_their_bytes_and_blocks_are_conserved(
                 rig.end_loads()
             elif kind == "save ahead":
                 rig.cache.save_ahead()
+            elif kind == "few return":
+                few_return(rig, returning=value)
             elif kind == "save":
                 rig.cache.save(value)
             elif kind == "lend":
@@ -349,6 +352,50 @@ def test_a_shadow_takes_no_copy_of_what_is_about_to_leave_the_device() -> None:
     rig.shadow(tokens_of(1, 2, 3, 4))
     rig.end_shadows(2)
     assert saved == 1 and (rig.cache.shadows.blocks, rig.cache._books.saved) == (1, saved)
+    rig.check()
+
+
+def few_return(rig: Rig, *, returning: int = 0) -> None:
+    """Of a thousand blocks so many were wanted again; a copy is as dear as a tenth of computing one."""
+    history = rig.cache._books.history
+    history._names, history._returned = 1000, returning
+    rig.cache.gate.profile(Tier.HOST, 0.001)
+    rig.cache.gate.on_prefilled(1, 0.010)
+
+
+@pytest.mark.parametrize(("returning", "is_worth_it"), [(0, False), (100, False), (120, True)])
+def test_what_nobody_will_want_leaves_without_a_copy(returning: int, is_worth_it: bool) -> None:
+    """Each copy took what many times the computing of its block would not have saved."""
+    rig = Rig(8, 32, 0, "lru")
+    wanted = tokens_of(1, 2, 3, 4)
+    rig.serve(wanted, wanted)
+    few_return(rig, returning=returning)
+    rig.serve(*(tokens_of(first, 1) for first in range(10, 16)))
+    rig.cache.save_ahead()
+    rig.end_stores()
+    assert rig.cache.counts["saved_ahead"] == 1, "what was wanted twice is copied in any case"
+    rig.serve(*(tokens_of(first, 1) for first in range(20, 30)))
+    assert rig.cache.counts["not_saved"] == (0 if is_worth_it else 8)
+    assert rig.cache.counts["saved_late"] == (9 if is_worth_it else 1)
+    rig.serve(wanted)
+    assert rig.cache.counts["hits_host"] == 2
+    rig.check()
+
+
+def test_copies_begin_again_once_blocks_come_back() -> None:
+    """Dropped ones count as well: nothing has to be copied for that."""
+    rig = Rig(8, 8, 0, "lru")
+    prompts = [tokens_of(first, 1) for first in range(10, 26)]
+    few_return(rig, returning=108)
+    rig.cache.save_ahead()
+    rig.serve(*prompts)
+    rig.cache.save_ahead()
+    counts = rig.cache.counts
+    assert (counts["saved_ahead"], counts["not_saved"]) == (0, 8)
+    rig.serve(*prompts[:8])
+    rig.cache.save_ahead()
+    assert counts["saved_ahead"] > 0
+    rig.end_stores()
     rig.check()
 
 
