@@ -53,6 +53,8 @@ class CacheFigures:
     """Blocks copied to the host before they had to leave the device."""
     saved_late: int
     """Those whose copy the engine waited for."""
+    not_saved: int
+    """Those that left the device without a copy: few like them come back."""
     adopted: int
     """Those that lay there already, in use."""
     kept_blocks: int
@@ -88,6 +90,7 @@ class CacheFigures:
             "prefix_misses": self.misses,
             "prefetched_blocks": self.prefetched,
             "saved_late_blocks": self.saved_late,
+            "not_saved_blocks": self.not_saved,
             "adopted_blocks": self.adopted,
             "swapped_blocks": self.kept_blocks,
             **{f.name: getattr(self, f.name) for f in fields(self) if f.name.startswith("shadow")},
@@ -128,6 +131,7 @@ def read_figures(store: KvStore) -> CacheFigures:
         prefetched=counts["prefetched"],
         saved_ahead=counts["saved_ahead"],
         saved_late=counts["saved_late"],
+        not_saved=counts["not_saved"],
         adopted=counts["adopted"],
         kept_blocks=store.cache.kept_blocks,
         shadow_blocks=store.cache.shadows.blocks,
@@ -177,6 +181,7 @@ class CacheMetrics:
                 ("prefetched", "Blocks that were read ahead."),
                 ("saved_ahead", "Blocks copied to the host before they had to leave the device."),
                 ("saved_late", "Blocks whose copy to the host the engine waited for."),
+                ("not_saved", "Blocks that left without a copy, as few like them come back."),
                 ("adopted", "Blocks that were on the host already when they left the pool."),
                 ("shadow_blocks", "On the host, copies of blocks of sequences that run on other workers."),
                 ("shadow_blocks_kept", "Such copies made since the start."),

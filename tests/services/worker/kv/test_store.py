@@ -162,6 +162,7 @@ def test_a_tier_helped_by_what_it_saved_less_what_it_took() -> None:
         prefetched=2,
         saved_ahead=0,
         saved_late=0,
+        not_saved=0,
         adopted=0,
         kept_blocks=3,
         shadow_blocks=4,
