@@ -8,7 +8,7 @@ Knows no bus.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ from services.predictor.core.length_model import (
     PredictedLength,
     predict_all,
 )
-from shared.errors import InternalError, Overloaded
+from shared.errors import InternalError, NoResponder, Overloaded
 
 Answer = asyncio.Future[PredictedLength]
 
@@ -45,7 +45,7 @@ class Batcher:
         self._lessons = deque(maxlen=self.queue_limit)
 
     async def predict(self, query: LengthQuery) -> PredictedLength:
-        """Raises Overloaded, and InternalError when the model fails."""
+        """Raises Overloaded, InternalError when the model fails, and NoResponder at the end."""
         if len(self._questions) >= self.queue_limit:
             raise Overloaded(f"{self.queue_limit} predictions wait already; go on without one")
         answer: Answer = asyncio.get_running_loop().create_future()
@@ -74,8 +74,7 @@ class Batcher:
                 self._work.clear()
                 await self._round(loop, thread)
         finally:
-            for _, answer in self._questions:
-                answer.cancel()
+            _give_up(answer for _, answer in self._questions)
             thread.shutdown(wait=False, cancel_futures=True)
 
     async def _round(self, loop: asyncio.AbstractEventLoop, thread: ThreadPoolExecutor) -> None:
@@ -96,8 +95,7 @@ class Batcher:
                     answer.set_exception(InternalError(f"the length model failed: {error}"))
             return
         except BaseException:
-            for _, answer in asked:
-                answer.cancel()
+            _give_up(answer for _, answer in asked)
             raise
         self.batches += bool(queries)
         for (_, answer), predicted in zip(asked, told, strict=True):
@@ -115,3 +113,10 @@ class Batcher:
         for sample in lessons:
             self.model.observe(sample)
         return predict_all(self.model, queries) if queries else []
+
+
+def _give_up(answers: Iterable[Answer]) -> None:
+    """Whoever asked was not cancelled: it is told."""
+    for answer in answers:
+        if not answer.done():
+            answer.set_exception(NoResponder("this predictor ends: go on without a prediction"))
