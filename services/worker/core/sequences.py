@@ -192,8 +192,10 @@ class SequenceTable:
 
     def give_up_postponed(self) -> None:
         """Whoever asks anew knows how far each is computed: nothing is computed for the plans before."""
-        for sequence in self.put_off.values():
+        for key, sequence in list(self.put_off.items()):
             sequence.postponed = None
+            if sequence.awaited is None:
+                del self.put_off[key]
 
     def commit(self, item: WorkItem, sampled: Sampled | None, now_s: float) -> None:
         """The item was computed.

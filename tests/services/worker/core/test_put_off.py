@@ -213,6 +213,17 @@ def test_who_asks_anew_is_told_how_far_it_is_and_nothing_more_is_computed_for_pl
     assert busy.computed() == [("b", 12, 14)]
 
 
+def test_who_asks_anew_while_one_waits_for_its_turn_finds_nobody_put_off(busy: Bench) -> None:
+    """Its blocks are there, and the step had no room for it: it was put off for nothing from then on."""
+    busy.end_load()
+    assert busy.core._table.resume(busy.now_s, most_tokens=0) == []
+    assert list(busy.core.put_off) == [B.key]
+    busy.core.check_integrity()
+    busy.core.on_snapshot(TakeSnapshot(epoch=1), 0.0)
+    busy.core.check_integrity()
+    assert not busy.core.put_off
+
+
 def test_a_preempted_one_says_that_its_first_token_did_not_come(busy: Bench) -> None:
     busy.send(plan(3, supersedes=True, preempt=(B,), decodes=(decode(A, 2),)))
     busy.step()
