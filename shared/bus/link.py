@@ -193,8 +193,8 @@ class Link:
     async def barrier(self) -> None:
         """Until the server has handled all that was sent.
 
-        nats-py's own flush overtakes what it still buffers, and is never answered where the connection breaks
-        meanwhile: it is asked once more when that is back.
+        nats-py's own flush overtakes what it still buffers, and is answered late or never where the connection
+        breaks meanwhile: it is asked once more when that is back.
         """
         with heeded_cancellation():
             while not await self._flush_of_this_connection():

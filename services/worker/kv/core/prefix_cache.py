@@ -430,7 +430,7 @@ class PrefixCache(LowerTiers):
         self._ahead.finish(node)
         is_missing = node.places[Tier.HOST] is None and self._books.is_own(node)
         is_worth_it = self._books.is_worth_a_copy(node)
-        self.counts["not_saved"] += is_missing and not is_worth_it
+        self.counts["not_saved"] += is_missing and not is_worth_it and self._books.host.total > 0
         if is_missing and is_worth_it and not self._ahead.adopt(node):
             place = self._books.host_slot(node)
             if place is not None:
