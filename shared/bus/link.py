@@ -100,8 +100,6 @@ def next_attempt(client: Client, servers: list[Any], _info: dict[str, Any]) -> t
 _log = logging.getLogger("kvasir.bus")
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
 _LOG_EVERY_S = 5.0
-_LOOK_S = 0.1
-"""Whoever waits for the server looks so often whether it is still the same connection."""
 _ANSWERS_S = 120.0
 """For so long after a reconnection, answers may be due to questions of before."""
 
@@ -193,27 +191,11 @@ class Link:
     async def barrier(self) -> None:
         """Until the server has handled all that was sent.
 
-        nats-py's own flush overtakes what it still buffers, and is answered late or never where the connection
-        breaks meanwhile: it is asked once more when that is back.
+        nats-py's own flush overtakes what it still buffers.
         """
         with heeded_cancellation():
-            while not await self._flush_of_this_connection():
-                pass
-
-    async def _flush_of_this_connection(self) -> bool:
-        """False when there is another one since."""
-        client, before = self.client, self.reconnections
-        await client._flush_pending(force_flush=True)
-        flushing = asyncio.ensure_future(client.flush())
-        try:
-            while not flushing.done() and self.reconnections == before:
-                await asyncio.wait({flushing}, timeout=_LOOK_S)
-        finally:
-            flushing.cancel()
-        if not flushing.done():
-            return False
-        await flushing
-        return True
+            await self.client._flush_pending(force_flush=True)
+            await self.client.flush()
 
     async def close(self, deadline_s: float) -> None:
         """Flush what is unsent if that is possible in time, then disconnect."""
