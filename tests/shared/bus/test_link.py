@@ -145,23 +145,6 @@ async def test_what_is_published_while_disconnected_is_bounded(
     assert desk.noted == list(range(len(desk.noted)))
 
 
-async def test_who_serves_something_while_the_connection_breaks_is_confirmed_by_the_next_one(
-    connect_bus: ConnectBus, nats_server: NatsServer
-) -> None:
-    """What the connection before was asked to confirm may never be answered."""
-    bus = await connect_bus("desk", "desk-0", connect_timeout_s=PATIENCE_S)
-    nats_server.freeze()
-    attaching = asyncio.create_task(bus.attach(HANDLERS, Desk()))
-    await asyncio.sleep(0.3)
-    assert not attaching.done()
-    nats_server.kill()
-    nats_server.start()
-    await until(lambda: bus.reconnections == 1)
-    async with asyncio.timeout(RESUME_S):
-        await attaching
-    assert (await bus.request(ASK, Question(number=4), Answer, deadline_s=PATIENCE_S)).number == 4
-
-
 async def test_a_frozen_server_is_noticed_and_comes_back(
     connect_bus: ConnectBus, nats_server: NatsServer
 ) -> None:
