@@ -26,28 +26,30 @@ def free_ports(count: int) -> int:
     return ports[0]
 
 
-PORT = free_ports(4)
-REPLAY_PORT = PORT + 2
-SETTINGS = (
-    "worker.kv_blocks=64",
-    f"worker.kv_events.endpoint=tcp://127.0.0.1:{PORT}",
-    f"worker.kv_events.replay_endpoint=tcp://127.0.0.1:{REPLAY_PORT}",
-    "worker.kv_events.topic=kv-events",
-)
+@pytest.fixture(scope="module")
+def port() -> int:
+    """Where the first worker's events are; the second's follow, then where both replay theirs."""
+    return free_ports(4)
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    with running_stack(tmp_path_factory.mktemp("kv-events") / "run", settings=SETTINGS) as running:
+def stack(port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    settings = (
+        "worker.kv_blocks=64",
+        f"worker.kv_events.endpoint=tcp://127.0.0.1:{port}",
+        f"worker.kv_events.replay_endpoint=tcp://127.0.0.1:{port + 2}",
+        "worker.kv_events.topic=kv-events",
+    )
+    with running_stack(tmp_path_factory.mktemp("kv-events") / "run", settings=settings) as running:
         yield running
 
 
-def replayed(number: int, first: int = 0) -> list[tuple[int, EventBatch]]:
-    """What a worker still has from there on."""
+def replayed(port: int, first: int = 0) -> list[tuple[int, EventBatch]]:
+    """What a worker that replays there still has from `first` on."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
         asking.setsockopt(zmq.LINGER, 0)
         asking.setsockopt(zmq.RCVTIMEO, 10_000)
-        asking.connect(f"tcp://127.0.0.1:{REPLAY_PORT + number}")
+        asking.connect(f"tcp://127.0.0.1:{port}")
         asking.send_multipart((b"", first.to_bytes(8, "big")))
         found = []
         while True:
@@ -58,12 +60,12 @@ def replayed(number: int, first: int = 0) -> list[tuple[int, EventBatch]]:
     return found
 
 
-async def test_a_subscriber_hears_of_every_block(stack: RunningStack) -> None:
+async def test_a_subscriber_hears_of_every_block(stack: RunningStack, port: int) -> None:
     heard: list[tuple[int, int, EventBatch]] = []
     with zmq.Context() as context, context.socket(zmq.SUB) as reading:
         reading.setsockopt(zmq.LINGER, 0)
         for number in (0, 1):
-            reading.connect(f"tcp://127.0.0.1:{PORT + number}")
+            reading.connect(f"tcp://127.0.0.1:{port + number}")
         reading.subscribe("kv-events")
         await asyncio.sleep(0.5)
         prompts = mixed(12, longest_words=150, seed=4)
@@ -81,10 +83,10 @@ async def test_a_subscriber_hears_of_every_block(stack: RunningStack) -> None:
     for number in (0, 1):
         mine = [(seq, batch) for rank, seq, batch in heard if rank == number]
         assert [seq for seq, _ in mine] == [*range(mine[0][0], mine[0][0] + len(mine))]
-        assert replayed(number, mine[0][0])[: len(mine)] == mine
+        assert replayed(port + 2 + number, mine[0][0])[: len(mine)] == mine
 
 
-async def test_the_tokens_are_those_of_the_prompt(stack: RunningStack) -> None:
+async def test_the_tokens_are_those_of_the_prompt(stack: RunningStack, port: int) -> None:
     prompt = " ".join(f"word{index}" for index in range(60))
     await stack.client().ask_all([Question(prompt, {"max_tokens": 4})])
     async with httpx.AsyncClient(base_url=stack.url, timeout=30) as http:
@@ -95,18 +97,18 @@ async def test_the_tokens_are_those_of_the_prompt(stack: RunningStack) -> None:
         )
     tokens = reply.json()["tokens"]
     await asyncio.sleep(0.5)
-    chains = [chain for number in (0, 1) for chain in stored(number)]
+    chains = [chain for number in (0, 1) for chain in stored(port + 2 + number)]
     size = 16
     whole = tokens[: len(tokens) // size * size]
     assert whole
     assert any(chain[: len(whole)] == whole for chain in chains)
 
 
-def stored(number: int) -> list[list[int]]:
+def stored(port: int) -> list[list[int]]:
     """Tokens of every block that a worker has, with all before it, as a reader of its events has them."""
     chains: dict[bytes, list[int]] = {}
     there: set[tuple[str | None, bytes]] = set()
-    batches = replayed(number)
+    batches = replayed(port)
     assert isinstance(batches[0][1].events[0], AllBlocksCleared)
     for _, batch in batches:
         for event in batch.events:

@@ -22,7 +22,7 @@ from services.scheduler.core.sequence import HELD, OVER, Phase, Sequence
 from services.scheduler.core.shadowing import Shadowing
 from services.scheduler.core.worker_pipeline import Sync
 from services.scheduler.policy.contract import PolicyFactory, queue_order
-from shared.errors import ContextOverflow, InvalidRequest, UnavailableError
+from shared.errors import InvalidRequest, UnavailableError
 from shared.liveness import Start
 from shared.messages.commands import CancelSequence, LengthPrediction
 from shared.messages.lengths import LengthsRevised
@@ -237,19 +237,14 @@ class SchedulerCore:
             sequence = self._roster.find(ref)
             if sequence is not None and sequence in self._roster.backlog:
                 sequence.expected_tokens = expected
-                effects += self._place(sequence, worker_id, now_s)
+                self._place(sequence, worker_id, now_s)
         return self._after(effects, now_s)
 
-    def _place(self, sequence: Sequence, worker_id: str | None, now_s: float) -> list[Effect]:
-        try:
-            self._intake.check_context(sequence.prompt_tokens, sequence.max_tokens)
-        except ContextOverflow as error:
-            return [self._roster.give_up(sequence, error, now_s)]
+    def _place(self, sequence: Sequence, worker_id: str | None, now_s: float) -> None:
         pipeline = self._roster.pipelines.get(worker_id or "")
         in_step = pipeline is not None and pipeline.sync is Sync.IN_STEP
         if in_step and pipeline is not None and sequence.limit_tokens <= pipeline.report.max_context_tokens:
             self._roster.place(sequence, pipeline, now_s)
-        return []
 
     def on_predicted(self, ref: SequenceRef, prediction: LengthPrediction, now_s: float) -> list[Effect]:
         self._predict(ref, prediction, now_s)

@@ -79,7 +79,9 @@ class Intake:
         return is_cancelled or (ended is not None and spec.ref.attempt <= ended[0])
 
     def _check(self, spec: SequenceSpec, sequence: Sequence, now_s: float) -> None:
-        self.check_context(spec.prompt_tokens, spec.sampling.max_tokens)
+        is_resumed = spec.is_resumed or spec.ref.attempt > 1 or bool(spec.generated)
+        if not is_resumed:  # what was accepted waits for lenders to come back: `long_waits`
+            self._check_context(spec.prompt_tokens, spec.sampling.max_tokens)
         given_up = self.roster.dropped.get((spec.gateway_id, spec.ref.key), now_s)
         if given_up is not None:
             attempt, error = given_up
@@ -98,7 +100,6 @@ class Intake:
                 f" {self._rules.max_start_bytes} that one start may have",
                 param="prompt",
             )
-        is_resumed = spec.is_resumed or spec.ref.attempt > 1 or bool(spec.generated)
         if not is_resumed and (shortage := self.roster.shortage(now_s)):
             raise RoleMissing(shortage, retry_after_s=1.0)
         if self.roster.is_full(spec.tenant, resumed=is_resumed):
@@ -120,16 +121,11 @@ class Intake:
                 retry_after_s=min(wait_s, _LONGEST_RETRY_S),
             )
 
-    def check_context(self, prompt_tokens: int, max_tokens: int) -> None:
+    def _check_context(self, prompt_tokens: int, max_tokens: int) -> None:
         """Raises ContextOverflow when no worker known could ever hold prompt and answer."""
         limit = self.roster.longest_context_tokens()
         if limit is not None and prompt_tokens + max_tokens > limit:
-            raise ContextOverflow(
-                f"This model's maximum context length is {limit} tokens. However, you requested"
-                f" {prompt_tokens + max_tokens} tokens ({prompt_tokens} in the messages, {max_tokens} in the"
-                " completion). Please reduce the length of the messages or completion.",
-                param="messages",
-            )
+            raise beyond(limit, prompt_tokens, max_tokens)
 
     def on_cancel(self, command: CancelSequence, now_s: float) -> list[Effect]:
         """This attempt of its sender's sequence and every lower one; remembered for a while, for a submission
@@ -199,4 +195,14 @@ class Intake:
 def _question(sequence: Sequence, spec: SequenceSpec) -> AskPrediction:
     return AskPrediction(
         sequence.ref, spec.prompt, sequence.max_tokens, sequence.generated_tokens, spec.model
+    )
+
+
+def beyond(limit_tokens: int, prompt_tokens: int, max_tokens: int) -> ContextOverflow:
+    """Prompt and longest answer are longer than what any worker known could ever hold."""
+    return ContextOverflow(
+        f"This model's maximum context length is {limit_tokens} tokens. However, you requested"
+        f" {prompt_tokens + max_tokens} tokens ({prompt_tokens} in the messages, {max_tokens} in the"
+        " completion). Please reduce the length of the messages or completion.",
+        param="messages",
     )

@@ -2,8 +2,8 @@
 
 A worker shrinks when it lends, when Pie takes its blocks back, and when somebody who lent to it is gone. Who
 holds nothing there and is too large for what is left would wait as long as that lasts. It has `wait_s` where
-its worker could not even borrow enough, and else `gather_s` from its turn to borrow (`wanted`). Then it
-goes to another worker that has the room, or its gateway is told that there is none.
+its worker, or in the queue every worker, could not even borrow enough, and else `gather_s` from its turn to
+borrow (`wanted`). Then it goes to another worker that has the room, or its gateway hears that there is none.
 
 No policy, pool or loan should bring about that work waits where nothing moves, and only the scheduler sees
 both: `Standstill` says so, and mends nothing. A worker moves while plans are out or being made for it,
@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from services.scheduler.core.effects import Effect, NoteStandstill, WantKvAtWorker
+from services.scheduler.core.intake import beyond
 from services.scheduler.core.moves import Moves
 from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import OversizedRules
@@ -115,9 +116,12 @@ class OversizedWatch:
         effects: list[Effect] = []
         for sequence in self._roster.longer_than(_least_own_tokens(self._roster)):
             pipeline = self._oversized_at(sequence)
-            if pipeline is None:
+            if pipeline is not None:
+                patience_s = self._patience_s(sequence, pipeline, gathering)
+            elif self._is_beyond_all(sequence):
+                patience_s = self._rules.wait_s
+            else:
                 continue
-            patience_s = self._patience_s(sequence, pipeline, gathering)
             since_s = before.get(sequence.key, now_s)
             if patience_s is None or self._moves.is_moving(sequence.key):
                 continue
@@ -138,6 +142,11 @@ class OversizedWatch:
         )
         return pipeline if is_oversized else None
 
+    def _is_beyond_all(self, sequence: Sequence) -> bool:
+        """It waits in the queue and is longer than what any worker could hold."""
+        longest = self._roster.longest_context_tokens()
+        return sequence.phase is Phase.QUEUED and longest is not None and sequence.limit_tokens > longest
+
     def _patience_s(
         self, sequence: Sequence, pipeline: WorkerPipeline, gathering: dict[str, int]
     ) -> float | None:
@@ -147,7 +156,11 @@ class OversizedWatch:
         is_its_turn = gathering.get(pipeline.worker_id, 0) >= sequence.limit_tokens
         return self._rules.gather_s if is_its_turn else None
 
-    def _resolve(self, sequence: Sequence, pipeline: WorkerPipeline, now_s: float) -> list[Effect]:
+    def _resolve(self, sequence: Sequence, pipeline: WorkerPipeline | None, now_s: float) -> list[Effect]:
+        if pipeline is None:
+            longest = self._roster.longest_context_tokens() or 0
+            error = beyond(longest, sequence.prompt_tokens, sequence.max_tokens)
+            return [self._roster.give_up(sequence, error, now_s)]
         others = [
             other
             for other in self._roster.pipelines.values()

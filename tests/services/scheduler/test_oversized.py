@@ -88,3 +88,33 @@ def test_a_worker_that_grows_again_in_time_serves_what_waited(policy: str) -> No
     world.workers["worker-0"].says = {}
     world.until(lambda: not world.unfinished(), limit_s=30.0)
     assert long.tokens == long.expected and long.refused is None
+
+
+def test_a_queued_one_that_fits_nowhere_is_refused_within_the_bound() -> None:
+    world = small_world(rules=RULES, workers=0)
+    request = world.ask_for("a", prompt_tokens=300, answer_tokens=5, max_tokens=5)
+    world.run_for(0.5)
+    world.start_worker("worker-0")
+    other = world.ask_for("b", prompt_tokens=4, answer_tokens=5, max_tokens=5)
+    world.until(lambda: other.over and request.over, limit_s=BOUND_S)
+    assert isinstance(request.refused, ContextOverflow)
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_one_that_had_begun_waits_in_the_queue_for_its_worker_to_grow_again(grows: bool) -> None:
+    """It was refused in the middle of its answer, as a new one is that nobody can hold."""
+    world = small_world(rules=RULES, workers=1)
+    world.run_for(1.0)
+    long = world.ask_for("long", prompt_tokens=150, answer_tokens=90, max_tokens=90)
+    world.until(lambda: len(long.tokens) > 5, limit_s=5.0)
+    world.start_worker("worker-0", doomed_blocks=34, max_context_tokens=30 * 4)
+    world.until(lambda: world.core.describe().get("queued") == 1, limit_s=BOUND_S)
+    world.run_for(RULES.oversized.wait_s / 2)
+    assert not is_answered(long)
+    if grows:
+        world.workers["worker-0"].says = {}
+        world.until(lambda: not world.unfinished(), limit_s=30.0)
+        assert long.tokens == long.expected
+    else:
+        world.until(lambda: is_answered(long), limit_s=BOUND_S)
+        assert isinstance(long.refused, ContextOverflow)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from services.worker.kv.core.block_pool import BlockPool
-from services.worker.kv.core.eviction import NEVER, OrderMaker, ReuseHistory, SlotPool
+from services.worker.kv.core.eviction import NEVER, OrderMaker, ReuseHistory, SlotPool, group_of
 from services.worker.kv.core.peer_slots import PeerSlots
 from services.worker.kv.core.radix_tree import Node, PrefixTree, Tier
 from services.worker.kv.core.shadows import Shadows
@@ -380,7 +380,7 @@ class Inventory:
     def _rank(self, node: Node) -> None:
         for tier, order in zip(Tier, self._orders, strict=True):
             if node.is_loose(tier) and not node.is_shadow:
-                order.add(node, _group(node, tier))
+                order.add(node, group_of(node, tier))
             else:
                 order.discard(node)
         if node.places[Tier.HOST] is not None and node.is_loose(Tier.DEVICE) and self.is_own(node):
@@ -498,14 +498,3 @@ def _lacks_beginning(node: Node) -> bool:
     parent = node.parent
     is_there = node.places[Tier.DEVICE] is not None
     return is_there and parent is not None and parent.places[Tier.DEVICE] is None
-
-
-def _group(node: Node, tier: Tier) -> int:
-    """Copies of what the device has go first, then those that a tier below has as well, then only copies, and
-    last those of what is about to leave the device."""
-    if tier is Tier.HOST and node.is_leaving:
-        return 3
-    if tier is Tier.DEVICE or node.places[Tier.DEVICE] is not None:
-        return 0
-    is_below = node.places[Tier.DISK] is not None or node.places[Tier.PEER] is not None
-    return 1 if tier is not Tier.HOST or is_below else 2

@@ -239,6 +239,17 @@ def order_maker(name: str, seed: int = 0) -> OrderMaker:
     return lambda tier, history: kind(history, seed + tier)
 
 
+def group_of(node: Node, tier: Tier) -> int:
+    """Copies of what the device has go first, then those that a tier below has as well, then only copies, and
+    last those of what is about to leave the device."""
+    if tier is Tier.HOST and node.is_leaving:
+        return 3
+    if tier is Tier.DEVICE or node.places[Tier.DEVICE] is not None:
+        return 0
+    is_below = node.places[Tier.DISK] is not None or node.places[Tier.PEER] is not None
+    return 1 if tier is not Tier.HOST or is_below else 2
+
+
 class SlotPool(RowShare):
     """Slots of the own host tier or of the disk; `order` has the nodes whose copy here may go."""
 

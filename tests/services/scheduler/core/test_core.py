@@ -13,7 +13,6 @@ from services.scheduler.core.rules import Rules
 from services.scheduler.core.worker_pipeline import WorkerPipeline
 from services.scheduler.policy import find_policy
 from services.scheduler.policy.first_come import VllmPolicy
-from shared.errors import ContextOverflow
 from shared.messages.commands import LengthPrediction
 from shared.messages.lengths import LengthsRevised, RevisedLength
 from shared.messages.sequence import FinishReason, SequenceKey
@@ -139,16 +138,6 @@ def test_a_workers_word_alone_does_not_end_a_term_that_has_just_begun() -> None:
         world.until(lambda request=request: request.over, limit_s=3.0)  # type: ignore[misc]
         world.run_for(0.5)
     assert len(world.lines("StepDown")) <= world.now_s / LEAST_TERM_S + 1
-
-
-def test_a_queued_sequence_that_fits_nowhere_is_given_up() -> None:
-    world = small_world(workers=0)
-    request = world.ask_for("a", prompt_tokens=300, answer_tokens=5, max_tokens=5)
-    world.run_for(0.5)
-    world.start_worker("worker-0")
-    other = world.ask_for("b", prompt_tokens=4, answer_tokens=5, max_tokens=5)
-    world.until(lambda: other.over and request.over, limit_s=6.0)
-    assert isinstance(request.refused, ContextOverflow)
 
 
 def questions(world: World) -> list[bool]:
