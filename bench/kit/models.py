@@ -1,8 +1,9 @@
 """The checkpoints of the engine bench: a folder, or a Llama with random weights made once and kept.
 
 `random-100m` has the shape of a small Llama (16 layers of 768, 12 heads on 4 of KV, 104 M parameters) and the
-tokenizer of the model that ships; `random-50m` is a thinner one (16 layers of 512, 8 heads on 1). Their
-answers are noise; their matrix products cost what trained ones cost.
+tokenizer of the model that ships; `random-50m` is a thinner one (16 layers of 512, 8 heads on 1), and
+`random-1b` has the layers of Llama-3.2-1B (973 M parameters, in bfloat16), for a GPU. Their answers are
+noise; their matrix products cost what trained ones cost.
 """
 
 import json
@@ -32,7 +33,17 @@ RANDOM_SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
         "head_dim": 64,
     },
+    "random-1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+    },
 }
+_LARGE = 1024
+"""The width from which a checkpoint is in bfloat16."""
 _FIRST_TOKEN = 100
 """Lower ids are special, or single bytes."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -79,6 +90,8 @@ def _make(folder: Path, shape: dict[str, Any]) -> None:
     )
     folder.mkdir(parents=True, exist_ok=True)
     model = LlamaForCausalLM(config)  # float32
+    if config.hidden_size >= _LARGE:
+        model = model.bfloat16()
     model.save_pretrained(folder, max_shard_size="10GB")
     for file in _TOKENIZER_FILES:
         shutil.copyfile(TINY_CHAT / file, folder / file)

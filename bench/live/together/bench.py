@@ -59,7 +59,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--turns", type=int, help=f"of all sides [{TURNS}; --quick 1]")
     parser.add_argument("--requests", type=int, help="at most so many of each workload [all that it has]")
-    parser.add_argument("--model", default=str(TINY_CHAT), help="a folder, or random-50m, random-100m")
+    parser.add_argument(
+        "--model", default=str(TINY_CHAT), help="a folder, or random-50m, random-100m, random-1b [Tiny Chat]"
+    )
+    parser.add_argument("--device", default="cpu", help="of the workers; all share one GPU, in bfloat16")
     singles = list(SINGLES)
     parser.add_argument(
         "--singles",
@@ -111,7 +114,8 @@ def _measure(context: Context, workload: Workload, side: str, turn: int) -> Turn
     )
     asked = asked[: flags.requests]
     folder = context.run_dir.resolve() / f"{workload.name}-{side}-{turn}"
-    with start_stack(folder, {**_COMMON, **SIDES[side]}, model=model, workers=WORKERS) as stack:
+    device = {} if flags.device == "cpu" else {"worker.device": flags.device, "worker.dtype": "bfloat16"}
+    with start_stack(folder, {**_COMMON, **SIDES[side], **device}, model=model, workers=WORKERS) as stack:
         _serve(stack.target, warm[:_WARM_REQUESTS], workload.at_once)
         load = _serve(stack.target, asked, workload.at_once)
     named = {"workload": workload.name, "side": side, "turn": turn}
@@ -161,7 +165,7 @@ def _notes(context: Context) -> list[str]:
     flags = context.arguments
     return [
         f"{WORKERS} workers of {KV_BLOCKS} blocks, a new stack for each side, workload and turn",
-        f"everything: default settings; singles: {', '.join(flags.singles)}",
+        f"everything: default settings; singles: {', '.join(flags.singles)}; device: {flags.device}",
         "tok_s: output tokens of answers that are whole, median over turns; unserved: of `everything`, "
         f"refused, failed or not over after {_UNTIL_S:.0f} s",
         "work_tok_s, work_vs_...: the same with the prompts of these answers: who refuses a long prompt has "

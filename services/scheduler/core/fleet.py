@@ -26,6 +26,7 @@ _PHASES = {
     SequenceState.PREFILLING: Phase.PREFILLING,
     SequenceState.DECODING: Phase.DECODING,
 }
+_WITH_BLOCKS = (Phase.PREFILLING, Phase.DECODING)
 
 
 def adopt_snapshot(
@@ -366,7 +367,8 @@ class Fleet:
         return [*effects, PublishWorkerLost(lost)]
 
     def _resync(self, pipeline: WorkerPipeline, trouble: Trouble, now_s: float) -> list[Effect]:
-        """Stop planning and ask what the worker holds; give up whatever keeps causing this."""
+        """Stop planning and ask what the worker holds; give up whatever keeps causing this. Who lacks blocks
+        that others have waits for those."""
         effects: list[Effect] = []
         culprits = [
             sequence
@@ -374,6 +376,9 @@ class Fleet:
             if (sequence := self.roster.find(ref)) is not None
         ]
         pipeline.lose_step(now_s)
+        others = (each for each in self.roster.of_worker(pipeline.worker_id) if each not in culprits)
+        if trouble.is_shortage and any(other.phase in _WITH_BLOCKS for other in others):
+            culprits = []
         for sequence in culprits:
             sequence.faults += 1
             if sequence.faults > self._rules.max_faults:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from services.scheduler.core.rules import Rules
 from services.scheduler.policy.contract import PlannedBatch
-from shared.messages.plans import BatchPlan, StepOutcome, WorkerStepped
+from shared.messages.plans import BatchPlan, SkipReason, StepOutcome, WorkerStepped
 from shared.messages.reports import WorkerReported
 from shared.messages.sequence import SequenceRef
 
@@ -28,6 +28,8 @@ class Trouble:
 
     reason: str
     culprits: tuple[SequenceRef, ...] = ()
+    is_shortage: bool = False
+    """Of blocks alone: the worker lent some, or gave some back, that its plans counted on."""
 
 
 @dataclass(slots=True, eq=False)
@@ -117,7 +119,8 @@ class OutstandingPlans:
         skipped = [item for item in event.skipped if not is_over(item.ref)]
         if skipped:
             reasons = ", ".join(sorted({str(item.reason) for item in skipped}))
-            return Trouble(f"skipped as {reasons}", tuple(item.ref for item in skipped))
+            is_shortage = all(item.reason is SkipReason.NO_BLOCKS for item in skipped)
+            return Trouble(f"skipped as {reasons}", tuple(item.ref for item in skipped), is_shortage)
         return self._advance(sent, event, now_s)
 
     def _advance(self, sent: SentPlan, event: WorkerStepped, now_s: float) -> Progress | Trouble:

@@ -118,6 +118,20 @@ def test_a_sequence_that_breaks_every_plan_is_given_up_and_the_rest_goes_on() ->
     assert world.workers["worker-0"].used_blocks == 0
 
 
+def test_who_lacks_blocks_that_others_have_waits_for_them() -> None:
+    """While a worker says what it has just lent, or given back. It was given up after five plans."""
+    world = small_world(workers=1)
+    held = [world.ask_for(f"r{number}", 60, 60, 60) for number in range(2)]
+    world.until(lambda: all(len(request.tokens) > 5 for request in held), limit_s=5.0)
+    world.workers["worker-0"].says = {"total_blocks": 128, "free_blocks": 40}
+    late = world.ask_for("late", 120, 4, 60)
+    world.until(lambda: sum("no_blocks" in line for line in world.lines("AskSnapshot")) > 6, limit_s=5.0)
+    assert late.refused is None
+    world.workers["worker-0"].says = {}
+    world.until(lambda: not world.unfinished(), limit_s=20.0)
+    assert all(request.tokens == request.expected for request in (*held, late))
+
+
 def test_what_a_worker_lists_unbeknown_to_us_is_found_and_dropped() -> None:
     world = small_world(workers=1)
     cancelled = world.ask_for("a", 4, 60, 60)

@@ -100,6 +100,12 @@ def test_a_skip_of_what_is_known_to_be_over_is_no_trouble() -> None:
     assert isinstance(trouble, Trouble) and trouble.culprits == (REF,)
 
 
+@pytest.mark.parametrize("reason", [SkipReason.NO_BLOCKS, SkipReason.MISALIGNED])
+def test_a_skip_for_lack_of_blocks_is_told_from_others(reason: SkipReason) -> None:
+    trouble = hear(outstanding(DECODES), stepped(11, skipped=(SkippedItem(ref=REF, reason=reason),)))
+    assert isinstance(trouble, Trouble) and trouble.is_shortage == (reason is SkipReason.NO_BLOCKS)
+
+
 def test_long_decodes_can_be_cut_and_nothing_else() -> None:
     assert outstanding(DECODES).can_cut
     assert not outstanding(DECODES, PREFILL).can_cut
