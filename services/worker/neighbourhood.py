@@ -97,11 +97,6 @@ def possible(config: LendingConfig, engine: Engine) -> LendingConfig:
     return config.model_copy(update={"borrow": False, **allowed})
 
 
-def _attends_for_others(engine: SharingEngine) -> bool:
-    """Debtors may have keys here: to be attended to, or, from a GPU's host memory, to be fetched."""
-    return engine.is_divisible or engine.device_type != "cpu"
-
-
 class Neighbourhood:
     """One worker as creditor and as debtor, with all that belongs to it."""
 
@@ -142,7 +137,7 @@ class Neighbourhood:
         """None where nothing is borrowed."""
         self._creditor: Creditor | None = None
         host: LentBlocks | None = None
-        if isinstance(engine, SharingEngine) and _attends_for_others(engine):
+        if isinstance(engine, SharingEngine) and engine.is_divisible:
             host = assembly.lent_host_memory(settings, engine)
             if isinstance(pool, ExtendedPool):
                 failed = self._on_failed
@@ -184,7 +179,7 @@ class Neighbourhood:
             ways = PeerWays(registry, self._loop, config.lending.answer_s, self._on_keeper_failed)
             parts = store, store.peers, door, ways
             self._loans = CacheLoans(bus, config.lending, owner, *parts, requests, clock)
-        if settings.lend and isinstance(engine, SharingEngine) and _attends_for_others(engine):
+        if settings.lend and isinstance(engine, SharingEngine) and engine.is_divisible:
             self._creditor = assembly.make_creditor(
                 engine,
                 self._lending,

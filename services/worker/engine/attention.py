@@ -128,7 +128,7 @@ class PagedAttention:
         self.triton = _make_triton(self.pools, block_tokens, device) if mode != "torch" else None
         self._backend: Backend = self._native or self.triton or self._in_torch(self.pools)
         self.begin((), 0)
-        self._partial = self.partial_backend(self.pools) if self.triton is None else None
+        self._partial: PartialBackend = self.triton or self.partial_backend(self.pools)
         AttentionInterface.register(self.name, self)
 
     @property
@@ -142,20 +142,23 @@ class PagedAttention:
         return bool(self._own)
 
     def partial_backend(self, pools: Sequence[Pools]) -> PartialBackend:
-        """Attention over parts of keys in any pools of this shape, for one thread."""
-        if self.library is not None:
+        """Attention over parts of keys, for one thread, in the engine's own pools or in others of this shape
+        in the machine's memory."""
+        device, library = pools[0][0].device, self.library
+        if device.type != self._device.type:
+            library = native.choose("auto", device=device, dtype=self._dtype)
+        if library is not None:
             in_arena = self.resident is not None and pools is self.pools
-            return NativeBackend(self.library, pools, self.threads, in_arena=in_arena)
-        return self._in_torch(pools)
+            return NativeBackend(library, pools, self.threads, in_arena=in_arena)
+        triton = None if self.triton is None else _make_triton(pools, self._block_tokens, device)
+        return triton or self._in_torch(pools)
 
     def _in_torch(self, pools: Sequence[Pools]) -> TorchBackend:
         arena = self.resident.arena if self.resident is not None and pools is self.pools else None
-        return TorchBackend(pools, self._block_tokens, self._dtype, self._device, arena=arena)
+        return TorchBackend(pools, self._block_tokens, self._dtype, pools[0][0].device, arena=arena)
 
     def extend(self, homes: Homes, remote: RemoteAttention) -> None:
-        """From now on blocks may be elsewhere. Raises ConfigError where parts cannot be joined."""
-        if self._partial is None:
-            raise ConfigError("attention over borrowed blocks runs on the CPU only", param="device")
+        """From now on blocks may be elsewhere."""
         self._remote = homes, MeteredRemote(remote)
 
     @property
@@ -257,7 +260,7 @@ class PagedAttention:
         `queries` `[rows, q_heads, head_dim]` → `[rows, q_heads, value_dim]`. In a step that `is_partitioned`
         raises CreditorLost.
         """
-        if self._own and self._partial is not None:
+        if self._own:
             own = self._own[self.windows[layer]]
             return self._attend_partitioned(layer, own, self._partial, queries, keys, values, shape)
         self.enter(layer)
@@ -284,7 +287,10 @@ class PagedAttention:
         `[rows, heads, dim]` each, all rows of the step. Raises CreditorLost.
         """
         if self._remote is not None:
-            self._remote[1].send(layer, queries, keys, values, shape)
+            there = (
+                (queries, keys, values) if queries.device.type == "cpu" else _in_ram(queries, keys, values)
+            )
+            self._remote[1].send(layer, *there, shape)
 
     def join(self, layer: int, output: torch.Tensor, lse: torch.Tensor) -> None:
         """Merge what creditors found into the engine's own part of the layer, in place.
@@ -292,7 +298,8 @@ class PagedAttention:
         `output` `[rows, q_heads, value_dim]` and `lse` `[rows, q_heads]`, fp32. Raises CreditorLost.
         """
         if self._remote is not None:
-            for rows, part, part_lse in self._remote[1].collect(layer):
+            for found in self._remote[1].collect(layer):
+                rows, part, part_lse = (each.to(output.device) for each in found)
                 merge_into(output, lse, part, part_lse, rows, self.library)
 
     def _attend_partitioned(
@@ -312,6 +319,19 @@ class PagedAttention:
         self.leave(layer)
         self.join(layer, output, lse)
         return output.to(queries.dtype)
+
+
+def _in_ram(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`[rows, heads, dim]` each from a GPU, in one copy; fp32."""
+    rows, q_size, k_size = len(queries), queries[0].numel(), keys[0].numel()
+    came = torch.cat([queries.flatten(1), keys.flatten(1), values.flatten(1)], 1).float().cpu()
+    return (
+        came[:, :q_size].view(rows, *queries.shape[1:]),
+        came[:, q_size : q_size + k_size].view(rows, *keys.shape[1:]),
+        came[:, q_size + k_size :].view(rows, *values.shape[1:]),
+    )
 
 
 def _make_triton(pools: Sequence[Pools], block_tokens: int, device: torch.device) -> "TritonBackend | None":

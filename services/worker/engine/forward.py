@@ -6,6 +6,7 @@ small model's step at small batches. Queries, keys and values come from one matr
 projection from another; residuals are added by the product that makes what is added.
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +32,14 @@ def is_plain(module: Any) -> bool:
 class LlamaForward:
     """A `Forward` for a plain `LlamaForCausalLM`, whose own weights become views of the joined ones."""
 
-    def __init__(self, module: Any, attention: PagedAttention, tap: StateTap | None = None) -> None:
+    def __init__(
+        self,
+        module: Any,
+        attention: PagedAttention,
+        tap: StateTap | None = None,
+        layers: Sequence[JoinedLayer] | None = None,
+    ) -> None:
+        """`layers`: where they are joined already."""
         config = module.config
         self._attention = attention
         self._tap = tap
@@ -44,12 +52,12 @@ class LlamaForward:
         self._rotary = module.model.rotary_emb
         self._norm = module.model.norm.weight
         self._head = module.lm_head.weight
-        self._layers = [join_layer(layer) for layer in module.model.layers]
+        self._layers = layers or [join_layer(layer) for layer in module.model.layers]
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
         """See `services.worker.engine.forward.Forward`."""
         hidden = functional.embedding(tokens, self._embedding)
-        cos, sin = self._rotary(hidden, positions[None])
+        cos, sin = self._rotary(hidden[:1].float(), positions[None])
         cos, sin = cos[0, :, None], sin[0, :, None]
         for index, layer in enumerate(self._layers):
             attended = self._attend(index, layer, hidden, cos, sin)
@@ -66,11 +74,11 @@ class LlamaForward:
     ) -> torch.Tensor:
         projected = functional.linear(self._normed(hidden, layer.input_norm), layer.query_key_value)
         heads = projected.view(hidden.shape[0], -1, self._head_dim)
-        rotated = heads[:, : self._q_heads + self._kv_heads]
+        rotated = heads[:, : self._q_heads + self._kv_heads].float()
         values = heads[:, self._q_heads + self._kv_heads :]
         half = self._head_dim // 2
         turned = torch.cat((-rotated[..., half:], rotated[..., :half]), -1)
-        rotated = torch.addcmul(rotated * cos, turned, sin)
+        rotated = torch.addcmul(rotated * cos, turned, sin).to(values.dtype)
         queries, keys = rotated[:, : self._q_heads], rotated[:, self._q_heads :]
         return self._attention.attend(index, queries, keys, values, self._shape).flatten(1)
 
@@ -84,6 +92,19 @@ class Forward(Protocol):
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
         """`tokens`, `positions` int64 `[rows]`, `kept` int64, rows wanted → `[kept, vocabulary]`."""
         ...
+
+
+class ByReach:
+    """A `Forward` of two: for steps whose keys are all here, and for those of which others hold some."""
+
+    def __init__(self, attention: PagedAttention, whole: Forward, divided: Forward) -> None:
+        self._attention = attention
+        self._whole = whole
+        self._divided = divided
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
+        chosen = self._divided if self._attention.is_partitioned else self._whole
+        return chosen(tokens, positions, kept)
 
 
 class TransformersForward:
@@ -138,7 +159,11 @@ def make_forward(
         from services.worker.engine.gpu import llama as gpu_llama  # imports Triton
 
         if gpu_llama.is_computable(model.module):
-            return gpu_llama.with_graphs(model.module, attention.triton, model.max_positions, gate=attention)
+            layers = [join_layer(layer) for layer in model.module.model.layers]
+            whole = gpu_llama.with_graphs(
+                model.module, attention.triton, model.max_positions, gate=attention, layers=layers
+            )
+            return ByReach(attention, whole, LlamaForward(model.module, attention, layers=layers))
     if not (isinstance(model.module, LlamaForCausalLM) and is_plain(model.module)):
         return TransformersForward(model, attention, tap)
     library = attention.library

@@ -19,10 +19,21 @@ from services.worker.engine.gpu.kernels import (
     rotate_write_kernel,
     write_kernel,
 )
-from services.worker.engine.gpu.spans import MOST_TILE_KEYS, DeviceSpans, Tiles
+from services.worker.engine.gpu.spans import (
+    DECODE_ROWS,
+    MAX_SPLITS,
+    MOST_TILE_KEYS,
+    PREFILL_ROWS,
+    DeviceSpans,
+    Tiles,
+    tile_shape,
+    upload,
+)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_LANES = 16
+_FEW_SPLITS = 8
+"""Merging is compiled for as many, and for all."""
 _GATE_LANES = 1024
 _TILE_BYTES = 16384
 """Of a tile of keys in shared memory; there are as many for values, times the stages of the pipeline."""
@@ -57,6 +68,26 @@ def attend_paged(
     for tiles in spans.tiles:
         _attend_tiles(k_pool, v_pool, spans, tiles, query, scaling, softcap, window_tokens, output, lse)
     return output, lse
+
+
+def compile_ahead(
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    query: torch.Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    window_tokens: int | None = None,
+) -> None:
+    """`attend_paged` once in each form that a step may want it in, over no keys: else the first step that
+    does waits seconds for the compiler. `query` as there, of one row."""
+    heads = query.shape[1] // k_pool.shape[1]
+    first_row, zero, blocks = upload([[0, 1], [0], []], query.device)
+    for tile_rows in (DECODE_ROWS, PREFILL_ROWS):
+        rows, tokens = tile_shape(tile_rows, heads)
+        for splits in (1, _FEW_SPLITS, MAX_SPLITS):
+            tiles = Tiles(zero, zero, tokens, rows, splits)
+            spans = DeviceSpans(first_row, zero, zero, zero, zero, blocks, (tiles,))
+            attend_paged(k_pool, v_pool, spans, query, scaling, softcap, window_tokens)
 
 
 def write_kv(
@@ -156,13 +187,11 @@ def _attend_tiles(
     launch(
         attend_kernel,
         (tiles.span.shape[0], k_pool.shape[1], tiles.splits),
-        (*tensors, query.stride(0), scaling, softcap or 1.0),
+        (*tensors, query.stride(0), scaling, softcap or 1.0, tiles.tokens, tiles.splits),
         HAS_SOFTCAP=bool(softcap),
         WINDOW=window_tokens or 0,
         Q_HEADS=q_heads,
         TILE_ROWS=tiles.rows,
-        TILE_TOKENS=tiles.tokens,
-        SPLITS=tiles.splits,
         WIDEN=INTERPRETED,
         **pool_shape(k_pool, v_pool),
         num_warps=4,
@@ -172,12 +201,21 @@ def _attend_tiles(
         launch(
             merge_kernel,
             (tiles.row.shape[0] * tiles.tokens, q_heads),
-            (parts, parts_lse, output, lse, tiles.span, tiles.row, spans.first_row),
+            (
+                parts,
+                parts_lse,
+                output,
+                lse,
+                tiles.span,
+                tiles.row,
+                spans.first_row,
+                tiles.tokens,
+                tiles.splits,
+            ),
             VALUE_DIM=value_dim,
             VALUE_LANES=_lanes(value_dim),
-            TILE_TOKENS=tiles.tokens,
             Q_HEADS=q_heads,
-            SPLITS=tiles.splits,
+            SPLIT_LANES=_FEW_SPLITS if tiles.splits <= _FEW_SPLITS else MAX_SPLITS,
             num_warps=4,
         )
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from services.worker.engine.backends import Pools
-from services.worker.engine.gpu.attention import attend_paged, write_kv
+from services.worker.engine.gpu.attention import attend_paged, compile_ahead, write_kv
 from services.worker.engine.gpu.spans import DeviceSpans, Heads, pack
 from services.worker.engine.paged import Shape
 from services.worker.engine.spans import PackedSpans, Span
@@ -44,6 +44,8 @@ class TritonBackend:
         self.tables: torch.Tensor | None = None
         """The step's, where they change from layer to layer: see `begin`."""
         self._step: Step | None = None
+        self._compiled: set[tuple[object, ...]] = set()
+        """Kinds of layers that were attended to."""
 
     def begin(
         self,
@@ -76,9 +78,9 @@ class TritonBackend:
         return self._step
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """`keys`, `values` `[rows, kv_heads, …]` to the step's slots: `slots` are those of `begin`."""
+        """`keys`, `values` `[rows, kv_heads, …]` to `slots`, int64 `[rows]` on the device."""
         keys, values = _heads_contiguous(keys), _heads_contiguous(values)
-        write_kv(*self.pools[layer], keys, values, self.step.slots)
+        write_kv(*self.pools[layer], keys, values, slots)
 
     def attend(
         self,
@@ -97,8 +99,27 @@ class TritonBackend:
         kv_heads = k_pool.shape[1]
         spans = self.step.spans(Heads(queries.shape[1] // kv_heads, kv_heads))
         queries = _heads_contiguous(queries)
+        kind = (queries.shape[1:], queries.dtype, k_pool.shape[1:], shape.softcap, window_tokens)
+        if kind not in self._compiled:
+            self._compiled.add(kind)
+            compile_ahead(k_pool, v_pool, queries[:1], shape.scaling, shape.softcap, window_tokens)
         output, _ = attend_paged(k_pool, v_pool, spans, queries, shape.scaling, shape.softcap, window_tokens)
         return output
+
+    def attend_part(
+        self, layer: int, packed: PackedSpans, queries: torch.Tensor, shape: Shape
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `services.worker.engine.backends.PartialBackend`."""
+        k_pool, v_pool = self.pools[layer]
+        kv_heads = k_pool.shape[1]
+        heads = Heads(queries.shape[1] // kv_heads, kv_heads)
+        if packed is self.packed:
+            spans = self.step.spans(heads)
+        else:
+            spans = pack(packed, heads, device=self.device, multiprocessors=self.multiprocessors)
+        queries = _heads_contiguous(queries.float())
+        window = packed.window_tokens or None
+        return attend_paged(k_pool, v_pool, spans, queries, shape.scaling, shape.softcap, window)
 
 
 class _PackedStep:

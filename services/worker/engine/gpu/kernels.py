@@ -27,13 +27,19 @@ def _capped(scores, softcap):
     return tl.where(scores < 0, -size, size)
 
 
-@triton.jit
+# Where an index array begins, and how rows are divided, changes from step to step: nothing is compiled for
+# either, or a request would wait for the compiler in the middle of its answer.
+_SPANS = ["first_row", "first_position", "table_start", "table_position", "key_end", "blocks"]
+_TILES = ["tile_span", "tile_row"]
+
+
+@triton.jit(do_not_specialize=["tile_tokens", "splits"], do_not_specialize_on_alignment=[*_SPANS, *_TILES])
 def attend_kernel(
     query,  # [rows, Q_HEADS, HEAD_DIM], `query_stride` elements between rows
     key_pool,  # [num_blocks, KV_HEADS, HEAD_DIM, BLOCK_TOKENS]
     value_pool,  # [num_blocks, KV_HEADS, BLOCK_TOKENS, VALUE_DIM]
-    output,  # [rows, Q_HEADS, SPLITS, VALUE_DIM]
-    lse,  # fp32 [rows, Q_HEADS, SPLITS]
+    output,  # [rows, Q_HEADS, splits, VALUE_DIM]
+    lse,  # fp32 [rows, Q_HEADS, splits]
     tile_span,  # int32 [tiles]: the span that a tile's tokens are of
     tile_row,  # int32 [tiles]: its first token's packed row
     first_row,  # int32 [spans + 1], and the rest as in attention.h
@@ -45,6 +51,8 @@ def attend_kernel(
     query_stride,
     scaling,
     softcap,
+    tile_tokens,  # at most TILE_ROWS // (Q_HEADS // KV_HEADS)
+    splits,
     HAS_SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,  # tokens; 0: everything
     Q_HEADS: tl.constexpr,
@@ -55,12 +63,10 @@ def attend_kernel(
     VALUE_LANES: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,  # at most TILE_ROWS // (Q_HEADS // KV_HEADS)
     TILE_KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
     WIDEN: tl.constexpr,  # multiply in fp32: Triton's interpreter cannot multiply bf16
 ):
-    """Programs (tile, KV head, split): one tile of rows over one of SPLITS parts of the keys they see."""
+    """Programs (tile, KV head, split): one tile of rows over one of `splits` parts of the keys they see."""
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -76,10 +82,10 @@ def attend_kernel(
     token = lane // GROUP
     head = kv_head * GROUP + lane % GROUP
     row = (row_0 + token).to(tl.int64)
-    real = (token < TILE_TOKENS) & (row < end_row)
+    real = (token < tile_tokens) & (row < end_row)
     position = position_0 + token
     high = tl.minimum(position + 1, end)
-    tokens = tl.minimum(end_row - row_0, TILE_TOKENS)
+    tokens = tl.minimum(end_row - row_0, tile_tokens)
     tile_high = tl.minimum(position_0 + tokens, end)
     if WINDOW > 0:
         low = tl.maximum(position - WINDOW + 1, base)
@@ -99,7 +105,7 @@ def attend_kernel(
         q = q.to(tl.float32)
     first_tile = (tile_low - base) // TILE_KEYS
     end_tile = tl.maximum(tl.cdiv(tile_high - base, TILE_KEYS), first_tile)
-    share = tl.cdiv(end_tile - first_tile, SPLITS)
+    share = tl.cdiv(end_tile - first_tile, splits)
     begin = first_tile + split * share
     finish = tl.minimum(begin + share, end_tile)
     highest = tl.full([TILE_ROWS], -float("inf"), tl.float32)
@@ -147,7 +153,7 @@ def attend_kernel(
         highest = new_highest
     any_seen = total > 0
     divisor = tl.where(any_seen, total, 1.0)
-    place = (row * Q_HEADS + head) * SPLITS + split
+    place = (row * Q_HEADS + head) * splits + split
     tl.store(lse + place, tl.where(any_seen, (highest + tl.log2(divisor)) * _LN_2, -float("inf")), mask=real)
     tl.store(
         output + place[:, None] * VALUE_DIM + value_dim[None, :],
@@ -156,37 +162,41 @@ def attend_kernel(
     )
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["tile_tokens", "splits"],
+    do_not_specialize_on_alignment=["first_row", *_TILES],
+)
 def merge_kernel(
-    partial,  # fp32 [rows, Q_HEADS, SPLITS, VALUE_DIM]
-    partial_lse,  # fp32 [rows, Q_HEADS, SPLITS]
+    partial,  # fp32 [rows, Q_HEADS, splits, VALUE_DIM]
+    partial_lse,  # fp32 [rows, Q_HEADS, splits]
     output,  # [rows, Q_HEADS, VALUE_DIM]
     lse,  # fp32 [rows, Q_HEADS]
     tile_span,  # as attend_kernel's: only the rows of its tiles are merged
     tile_row,
     first_row,
+    tile_tokens,
+    splits,
     VALUE_DIM: tl.constexpr,
     VALUE_LANES: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
     Q_HEADS: tl.constexpr,
-    SPLITS: tl.constexpr,  # a power of two
+    SPLIT_LANES: tl.constexpr,  # a power of two, no less than splits
 ):
     """Programs (token of a tile, head): the parts over a partition of the keys, joined."""
-    tile = tl.program_id(0) // TILE_TOKENS
-    row = tl.load(tile_row + tile) + tl.program_id(0) % TILE_TOKENS
+    tile = tl.program_id(0) // tile_tokens
+    row = tl.load(tile_row + tile) + tl.program_id(0) % tile_tokens
     real = row < tl.load(first_row + tl.load(tile_span + tile) + 1)
     pair = row.to(tl.int64) * Q_HEADS + tl.program_id(1)
-    split = tl.arange(0, SPLITS)
+    split = tl.arange(0, SPLIT_LANES)
     value_dim = tl.arange(0, VALUE_LANES)
     inside = (value_dim < VALUE_DIM) & real
-    parts = tl.load(partial_lse + pair * SPLITS + split, mask=(split < SPLITS) & real, other=-float("inf"))
+    parts = tl.load(partial_lse + pair * splits + split, mask=(split < splits) & real, other=-float("inf"))
     highest = tl.max(parts, 0)
     reference = tl.where(highest == -float("inf"), 0.0, highest)
     weights = tl.exp2((parts - reference) * _LOG2_E)
     total = tl.sum(weights, 0)
     divisor = tl.where(total > 0, total, 1.0)
     outputs = tl.load(
-        partial + (pair * SPLITS + split)[:, None] * VALUE_DIM + value_dim[None, :],
+        partial + (pair * splits + split)[:, None] * VALUE_DIM + value_dim[None, :],
         mask=(weights > 0)[:, None] & inside[None, :],
         other=0.0,
     )
@@ -195,7 +205,7 @@ def merge_kernel(
     tl.store(lse + pair, tl.where(total > 0, reference + tl.log2(divisor) * _LN_2, -float("inf")), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def write_kernel(
     key,  # [rows, KV_HEADS, HEAD_DIM], `key_stride` elements between rows
     value,  # [rows, KV_HEADS, VALUE_DIM]
@@ -235,7 +245,7 @@ def write_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def rotate_write_kernel(
     joined,  # [rows, Q_HEADS + 2 * KV_HEADS, HEAD_DIM]: queries, keys, values; queries are rotated in place
     cosine,  # fp32 [positions, HEAD_DIM / 2]
@@ -302,7 +312,7 @@ def gate_kernel(
     tl.store(output + row * WIDTH + column, (gate * share * up).to(output.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["parts", "places"])
 def copy_parts_kernel(
     parts,  # int32 [count]: which part of `host`
     places,  # int32 [count]: which of `keys` and `values`

@@ -6,13 +6,14 @@ the module's own, which become views of the joined ones. Knows transformers' nam
 sequence.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from services.worker.engine.attention import PagedAttention
-from services.worker.engine.gpu.attention import attend_paged, gated, rotate_and_write
+from services.worker.engine.gpu.attention import attend_paged, compile_ahead, gated, rotate_and_write
 from services.worker.engine.gpu.backend import TritonBackend
 from services.worker.engine.gpu.graphs import CudaCapture, DecodeGraphs, GraphLimits
 from services.worker.engine.gpu.spans import Heads
@@ -36,11 +37,13 @@ def with_graphs(
     *,
     max_batch: int = MAX_BATCH,
     gate: PagedAttention | None = None,
+    layers: Sequence[JoinedLayer] | None = None,
 ) -> DecodeGraphs:
     """A `services.worker.engine.forward.Forward` for a CUDA device, its decodes captured. `gate` is told of
-    each layer's attention: its KV may be on its way."""
+    each layer's attention: its KV may be on its way. `layers`: where they are joined already."""
     limits = GraphLimits(max_batch, -(-max_positions // backend.block_tokens))
-    llama = CudaLlama(module, backend, max_positions, gate)
+    llama = CudaLlama(module, backend, max_positions, gate, layers)
+    llama.compile_ahead()
     graphs = DecodeGraphs(llama, backend, limits, CudaCapture())
     graphs.capture_all()
     return graphs
@@ -50,7 +53,12 @@ class CudaLlama:
     """Logits of the packed rows that the backend's step is about."""
 
     def __init__(
-        self, module: Any, backend: TritonBackend, max_positions: int, gate: PagedAttention | None = None
+        self,
+        module: Any,
+        backend: TritonBackend,
+        max_positions: int,
+        gate: PagedAttention | None = None,
+        layers: Sequence[JoinedLayer] | None = None,
     ) -> None:
         config, attention = module.config, module.model.layers[0].self_attn
         self._backend = backend
@@ -65,7 +73,7 @@ class CudaLlama:
         self._embedding = module.model.embed_tokens.weight
         self._norm = module.model.norm.weight
         self._head = module.lm_head.weight
-        self._layers = [join_layer(layer) for layer in module.model.layers]
+        self._layers = layers or [join_layer(layer) for layer in module.model.layers]
         self._angles = _angles(module.model.rotary_emb, max_positions, self._embedding.device)
 
     def __call__(
@@ -81,6 +89,13 @@ class CudaLlama:
             hidden = torch.addmm(hidden, gated(gate_up), layer.down.t())
         found = self._normed(hidden[kept], self._norm)
         return functional.linear(found, self._head), found
+
+    @torch.inference_mode()
+    def compile_ahead(self) -> None:
+        """What chunks need and no captured decode does."""
+        k_pool, v_pool = self._backend.pools[0]
+        query = self._embedding.new_zeros(1, self._q_heads, self._head_dim)
+        compile_ahead(k_pool, v_pool, query, self._scaling)
 
     def _attend(
         self, index: int, layer: JoinedLayer, hidden: torch.Tensor, positions: torch.Tensor

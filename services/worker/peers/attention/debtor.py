@@ -186,7 +186,7 @@ class Debtor(BlockDebtor):
         def copy(layer: int, at: Sequence[int], staged: Pools) -> None:
             into = torch.tensor([pairs[each][1] for each in at])
             for pool, part in zip(pools[layer], staged, strict=True):
-                pool[into] = part[: len(at)]
+                pool[into] = part[: len(at)].to(pool.device)
 
         self._visit([there for there, _ in pairs], copy)
 

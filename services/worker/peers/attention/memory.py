@@ -21,7 +21,7 @@ from services.worker.engine.paged import Shape
 from services.worker.engine.spans import PackedSpans
 from services.worker.peers.attention.exchange import serve
 from services.worker.peers.attention.interfaces import Question, Turn
-from services.worker.peers.attention.seals import NativeSeals, SealedBackend, SlowSeals
+from services.worker.peers.attention.seals import NativeSeals, SealedBackend, TorchSeals
 from services.worker.peers.transport.base import Buffer, RawPipe, bytes_of
 from shared.errors import InvalidMessage
 
@@ -50,6 +50,10 @@ class LentMemory:
         return sum(pool.nbytes for pools in self.pools for pool in pools)
 
     @property
+    def _device(self) -> torch.device:
+        return self.pools[0][0].device
+
+    @property
     def is_native(self) -> bool:
         return isinstance(self.backend, NativeSeals)
 
@@ -60,16 +64,16 @@ class LentMemory:
     def write(self, asked: Question, brought: Brought, slots: npt.NDArray[np.int64]) -> None:
         """See `LentBlocks`."""
         shapes = self._shapes(asked, 0, len(slots))[-2:]
-        keys, values = (_floats(*each) for each in zip(brought[-2:], shapes, strict=True))
-        self.backend.write(asked.layer, keys, values, torch.from_numpy(slots))
+        keys, values = (self._floats(*each) for each in zip(brought[-2:], shapes, strict=True))
+        self.backend.write(asked.layer, keys, values, torch.from_numpy(slots).to(self._device))
 
     def attend(self, asked: Question, spans: PackedSpans, brought: Brought) -> list[Buffer]:
         """See `LentBlocks`: output and log-sum-exp."""
         shape = self._shapes(asked, int(spans.first_row[-1]), 0)[0]
-        queries = _floats(brought[0], shape)
+        queries = self._floats(brought[0], shape)
         how = Shape(asked.scaling, asked.softcap)
         output, lse = self.backend.attend_part(asked.layer, spans, queries, how)
-        return [bytes_of(output.contiguous()), bytes_of(lse.contiguous())]
+        return [bytes_of(output.cpu().contiguous()), bytes_of(lse.cpu().contiguous())]
 
     def served_s(self, spans: PackedSpans, *, is_busy: bool) -> float:
         """See `LentBlocks`: the call's own time is all."""
@@ -77,8 +81,8 @@ class LentMemory:
 
     def copy(self, layer: int, blocks: npt.NDArray[np.int32]) -> list[Buffer]:
         """See `LentBlocks`."""
-        indices = torch.from_numpy(blocks)
-        return [bytes_of(pool.index_select(0, indices)) for pool in self.pools[layer]]
+        indices = torch.from_numpy(blocks).to(self._device)
+        return [bytes_of(pool.index_select(0, indices).cpu()) for pool in self.pools[layer]]
 
     def verify(self, layer: int, blocks: npt.NDArray[np.int32]) -> None:
         """See `LentBlocks`."""
@@ -101,14 +105,16 @@ class LentMemory:
         shapes = [(kept, kv_heads, head_dim), (kept, kv_heads, value_dim)]
         return [(rows, asked.q_heads, head_dim), *shapes] if asked.q_heads else shapes
 
-
-def _floats(buffer: npt.NDArray[np.uint8], shape: tuple[int, int, int]) -> torch.Tensor:
-    return torch.from_numpy(buffer.view(np.float32)).view(shape)
+    def _floats(self, buffer: npt.NDArray[np.uint8], shape: tuple[int, int, int]) -> torch.Tensor:
+        return torch.from_numpy(buffer.view(np.float32)).view(shape).to(self._device)
 
 
 def device_memory(attention: PagedAttention) -> LentMemory:
     """The engine's own pools."""
-    return LentMemory(attention.pools, _sealed(attention.pools, attention.library, attention.threads))
+    if attention.library is not None:
+        return LentMemory(attention.pools, _sealed(attention.pools, attention.library, attention.threads))
+    backend, block_tokens = attention.partial_backend(attention.pools), attention.pools[0][0].shape[3]
+    return LentMemory(attention.pools, TorchSeals(backend, attention.pools, block_tokens))
 
 
 def host_memory(attention: PagedAttention, blocks: int, *, attends: bool = True) -> LentMemory:
@@ -128,4 +134,4 @@ def _sealed(pools: Sequence[Pools], library: ctypes.CDLL | None, threads: int) -
         return NativeSeals(library, pools, threads)
     k_pool, _ = pools[0]
     backend = TorchBackend(pools, k_pool.shape[3], k_pool.dtype, k_pool.device)
-    return SlowSeals(backend, pools, k_pool.shape[3])
+    return TorchSeals(backend, pools, k_pool.shape[3])

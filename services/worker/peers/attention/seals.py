@@ -9,7 +9,6 @@ comparison and its use is found when it is next read. Knows pools and blocks; no
 """
 
 import ctypes
-import zlib
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -76,22 +75,30 @@ class NativeSeals(NativeBackend):
                 seals[changed] = 0
 
 
-class SlowSeals:
-    """`SealedBackend` by CRC-32 around another one, where there is no C++."""
+class TorchSeals:
+    """`SealedBackend` around another one, where there is no C++, as on a GPU: a block's words, each times an
+    odd number of its place, are summed where they lie. No change of one word can leave the sum as it was."""
 
     def __init__(self, backend: PartialBackend, pools: Sequence[Pools], block_tokens: int) -> None:
         self._backend = backend
         self._pools = pools
         self._block_tokens = block_tokens
-        self._seals: list[dict[int, int]] = [{} for _ in pools]
+        self._device = pools[0][0].device
+        self._seals = [
+            torch.zeros(len(k_pool), dtype=torch.int64, device=self._device) for k_pool, _ in pools
+        ]
+        """Of each layer; 0: none."""
         self._loans = _Loans(len(pools[0][0]))
+        widest = max(_words(pool[:1]).shape[1] for layer in pools for pool in layer)
+        generator = torch.Generator().manual_seed(0)
+        self._factors = (torch.randint(1 << 62, (2, widest), generator=generator) | 1).to(self._device)
+        """For keys and for values."""
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        kept = slots[slots >= 0] // self._block_tokens
-        blocks = np.unique(kept.cpu().numpy()).astype(np.int32)
-        self.verify(layer, blocks)
+        blocks = torch.unique(slots[slots >= 0]) // self._block_tokens
+        self._verify(layer, blocks)
         self._backend.write(layer, keys, values, slots)
-        self._seals[layer].update((block, self._sum(layer, block)) for block in blocks.tolist())
+        self._seals[layer][blocks] = self._sums(layer, blocks)
 
     def attend_part(
         self, layer: int, packed: PackedSpans, queries: torch.Tensor, shape: Shape
@@ -100,18 +107,28 @@ class SlowSeals:
         return self._backend.attend_part(layer, packed, queries, shape)
 
     def verify(self, layer: int, blocks: npt.NDArray[np.int32]) -> None:
-        seals = self._seals[layer]
-        for block in blocks.tolist():
-            if block in seals and seals[block] != self._sum(layer, block):
-                raise CorruptedKv(f"block {block} is not what was written to it", block=block)
+        self._verify(layer, torch.from_numpy(blocks).to(self._device).long())
 
     def adopt(self, blocks: npt.NDArray[np.int32], loans: npt.NDArray[np.int64]) -> None:
-        for block in self._loans.replace(blocks, loans).tolist():
-            for seals in self._seals:
-                seals.pop(block, None)
+        changed = torch.from_numpy(self._loans.replace(blocks, loans)).to(self._device).long()
+        for seals in self._seals:
+            seals[changed] = 0
 
-    def _sum(self, layer: int, block: int) -> int:
-        found = 0
-        for pool in self._pools[layer]:
-            found = zlib.crc32(pool[block].cpu().contiguous().view(torch.uint8).numpy().tobytes(), found)
-        return found
+    def _verify(self, layer: int, blocks: torch.Tensor) -> None:
+        seals = self._seals[layer][blocks]
+        wrong = blocks[(seals != 0) & (seals != self._sums(layer, blocks))]
+        if len(wrong):
+            block = int(wrong[0])
+            raise CorruptedKv(f"block {block} is not what was written to it", block=block)
+
+    def _sums(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(len(blocks), dtype=torch.int64, device=self._device)
+        for factors, pool in zip(self._factors, self._pools[layer], strict=True):
+            words = _words(pool[blocks])
+            total += (words.long() * factors[: words.shape[1]]).sum(1)
+        return torch.where(total == 0, 1, total)
+
+
+def _words(blocks: torch.Tensor) -> torch.Tensor:
+    """int16 or int32 `[blocks, words]`."""
+    return blocks.flatten(1).view(torch.int32 if blocks.dtype.itemsize == 4 else torch.int16)

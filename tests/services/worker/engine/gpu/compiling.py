@@ -32,6 +32,7 @@ ARRAYS = (
 TYPES = dict.fromkeys(ARRAYS, "*i32") | {
     "lse": "*fp32", "partial": "*fp32", "partial_lse": "*fp32", "slots": "*i64", "query_stride": "i32",
     "key_stride": "i32", "value_stride": "i32", "scaling": "fp32", "softcap": "fp32",
+    "tile_tokens": "i32", "splits": "i32",
 }  # fmt: skip
 
 
@@ -44,7 +45,7 @@ def compiled(
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(names)
-        if types[name].startswith("*") or name.endswith("_stride")
+        if name not in ARRAYS and (types[name].startswith("*") or name.endswith("_stride"))
     }
     source = ASTSource(kernel, types, constants, aligned)
     made: Any = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -57,7 +58,7 @@ def compiled(
     }
 
 
-def attending(capability: int, dtype: torch.dtype, data: str, rows: int, splits: int) -> dict[str, Any]:
+def attending(capability: int, dtype: torch.dtype, data: str, rows: int) -> dict[str, Any]:
     k_pool = torch.empty(1, KV_HEADS, DIM, BLOCK_TOKENS, dtype=dtype)
     v_pool = torch.empty(1, KV_HEADS, BLOCK_TOKENS, DIM, dtype=dtype)
     constants: dict[str, Any] = dict(pool_shape(k_pool, v_pool)) | {
@@ -65,8 +66,7 @@ def attending(capability: int, dtype: torch.dtype, data: str, rows: int, splits:
         "WINDOW": 4096,
         "WIDEN": False,
     }
-    constants |= {"Q_HEADS": Q_HEADS, "SPLITS": splits}
-    constants |= {"TILE_ROWS": rows, "TILE_TOKENS": rows * KV_HEADS // Q_HEADS}
+    constants |= {"Q_HEADS": Q_HEADS, "TILE_ROWS": rows}
     made = compiled(kernels.attend_kernel, capability, data, constants, num_warps=WARPS, num_stages=STAGES)
     tile_bytes = constants["TILE_KEYS"] * 2 * DIM * dtype.itemsize
     return made | {"tile_copies": tile_bytes // (WARPS * 32 * 16)}
@@ -78,11 +78,11 @@ def main() -> None:
     shape = pool_shape(k_pool, torch.empty(1, KV_HEADS, BLOCK_TOKENS, DIM))
     written = {key: value for key, value in shape.items() if key != "TILE_KEYS"}
     merged = {key: shape[key] for key in ("VALUE_DIM", "VALUE_LANES")}
-    merged |= {"TILE_TOKENS": 1, "Q_HEADS": Q_HEADS, "SPLITS": 64}
+    merged |= {"Q_HEADS": Q_HEADS, "SPLIT_LANES": 64}
     found = {
-        "decode": attending(capability, torch.bfloat16, "bf16", DECODE_ROWS, 16),
-        "prefill": attending(capability, torch.bfloat16, "bf16", PREFILL_ROWS, 1),
-        "decode fp32": attending(capability, torch.float32, "fp32", DECODE_ROWS, 16),
+        "decode": attending(capability, torch.bfloat16, "bf16", DECODE_ROWS),
+        "prefill": attending(capability, torch.bfloat16, "bf16", PREFILL_ROWS),
+        "decode fp32": attending(capability, torch.float32, "fp32", DECODE_ROWS),
         "merge": compiled(kernels.merge_kernel, capability, "bf16", merged, num_warps=4),
         "write": compiled(kernels.write_kernel, capability, "bf16", written, num_warps=1),
     }

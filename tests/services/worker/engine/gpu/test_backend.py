@@ -1,5 +1,9 @@
 """Steps through the backend: what one writes the next one reads, for decodes, chunks and both together."""
 
+from dataclasses import replace
+from random import Random
+
+import numpy as np
 import pytest
 import torch
 
@@ -9,7 +13,9 @@ pytest.importorskip("triton", reason="Triton is not installed (make setup-gpu)")
 
 from services.worker.engine.backends import Backend
 from services.worker.engine.gpu.backend import TritonBackend
+from services.worker.engine.gpu.kernels import attend_kernel, merge_kernel
 from services.worker.engine.paged import Shape
+from services.worker.engine.remote import merge_partials
 from services.worker.engine.spans import Span, pack
 
 KV_HEADS, GROUP, DIM, BLOCK_TOKENS = 2, 3, 16, 4
@@ -68,3 +74,56 @@ def test_transposed_views_are_taken_too(device: torch.device) -> None:
 def test_attention_before_a_step_is_refused() -> None:
     with pytest.raises(RuntimeError, match="before `begin`"):
         _ = TritonBackend([], BLOCK_TOKENS, torch.device("cpu")).step
+
+
+def test_a_part_is_what_is_seen_of_it_and_how_much_that_weighs(device: torch.device) -> None:
+    """Two halves of a sequence's keys, joined, are attention over all of them."""
+    generator = torch.Generator().manual_seed(4)
+    pools = (
+        torch.randn(8, KV_HEADS, DIM, BLOCK_TOKENS, generator=generator).to(device),
+        torch.randn(8, KV_HEADS, BLOCK_TOKENS, DIM, generator=generator).to(device),
+    )
+    backend = TritonBackend([pools], BLOCK_TOKENS, device)
+    queries = torch.randn(3, KV_HEADS * GROUP, DIM, generator=generator).to(device)
+    whole = pack([Span(12, 3, TABLES[0])], BLOCK_TOKENS)
+    backend.begin((), 0, whole)
+    output, lse = backend.attend_part(0, whole, queries, Shape(0.25))
+    halves = [replace(whole, key_end=np.full_like(whole.key_end, 8))]
+    halves.append(
+        replace(whole, table_position=np.full_like(whole.table_position, 8), blocks=whole.blocks[2:])
+    )
+    parts = [backend.attend_part(0, half, queries, Shape(0.25)) for half in halves]
+    joined, joined_lse = merge_partials(*zip(*parts, strict=True))
+    torch.testing.assert_close(joined, output, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(joined_lse, lse, rtol=1e-5, atol=1e-5)
+    expect = expected(Problem(*pools, [Span(12, 3, TABLES[0])], queries), 0.25)
+    torch.testing.assert_close(output.cpu(), expect[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_no_step_waits_for_the_compiler() -> None:
+    """After the first. How rows are divided, and where their arrays begin, differs from step to step."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    pools = (
+        torch.zeros(600, 8, 64, 16, dtype=torch.bfloat16, device=device),
+        torch.zeros(600, 8, 16, 64, dtype=torch.bfloat16, device=device),
+    )
+    backend = TritonBackend([pools], 16, device)
+    dice, forms = Random(3), []
+    for _ in range(40):
+        spans = []
+        for _ in range(dice.choice((1, 2, 3, 8))):
+            first = dice.choice((0, 5, 100, 500, 3000, 8000))
+            count = dice.choice((1, 1, 2, 70, 300))
+            spans.append(Span(first, count, [dice.randrange(600) for _ in range((first + count) // 16 + 1)]))
+        rows = sum(span.count for span in spans)
+        queries, keys = (
+            torch.zeros(rows, heads, 64, dtype=torch.bfloat16, device=device) for heads in (32, 8)
+        )
+        backend.begin(spans, 0, pack(spans, 16))
+        backend.write(0, keys, keys, backend.step.slots)
+        backend.attend(0, queries, keys, keys, Shape(0.125), None)
+        caches = [kernel.device_caches[device.index][0] for kernel in (attend_kernel, merge_kernel)]
+        forms.append(tuple(map(len, caches)))
+    torch.cuda.synchronize()
+    assert forms[0] == forms[-1], f"compiled, of attention and merging: {forms}"

@@ -1,5 +1,6 @@
 """An engine whose blocks lie at other workers says what an engine that has them all says."""
 
+import copy
 import os
 import random
 import signal
@@ -109,6 +110,29 @@ def test_text_is_that_of_one_big_engine(
     assert answers == expected
     for each, other in zip(logprobs, expected_logprobs, strict=True):
         assert torch.allclose(torch.tensor(each), torch.tensor(other), atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", CHOOSERS)
+@pytest.mark.parametrize("architecture", ["llama", "opt", "mistral_window", "gemma2"])
+def test_a_gpu_borrows_from_a_gpu_and_from_a_cpu(
+    architecture: str, way: str, make_model: ModelFactory
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model = make_model(architecture)
+    on_gpu = copy.deepcopy(model).to("cuda")
+    prompt, count = _long(6, 70), 12
+    expected, needed = alone(on_gpu, prompt, count)
+    with ExitStack() as stack:
+        lenders = [stack.enter_context(lender(each, 8)) for each in (on_gpu, model)]
+        small = make_engine(on_gpu, 6)
+        debtor = make_debtor(small, lenders, 8, choose=CHOOSERS[way])
+        stack.callback(debtor.close)
+        ids = list(range(6 + 16))
+        random.Random(5).shuffle(ids)
+        answers, _ = generate(small, [prompt], [ids[: len(needed)]], 9, count)
+    assert answers == expected
 
 
 @pytest.mark.parametrize("attention", ["native", "torch"])

@@ -8,7 +8,7 @@ import torch
 
 from services.worker.peers.attention.assembly import block_bytes, host_blocks
 from services.worker.peers.attention.memory import device_memory, host_memory
-from services.worker.peers.attention.seals import NativeSeals, SlowSeals
+from services.worker.peers.attention.seals import NativeSeals, TorchSeals
 from services.worker.peers.lending.core.settings import HostAttention, LendingConfig
 from shared.errors import ConfigError
 from tests.services.worker.peers.attention.rig import make_engine
@@ -34,7 +34,7 @@ def test_it_is_in_ram_where_the_engine_is_elsewhere(attends: bool) -> None:
     assert host.attends is attends
     assert [tuple(each.shape) for each in host.pools[1]] == [(3, 2, 16, 4), (3, 2, 4, 16)]
     assert all(each.device.type == "cpu" for pools in host.pools for each in pools)
-    assert isinstance(host.backend, NativeSeals | SlowSeals)
+    assert isinstance(host.backend, NativeSeals | TorchSeals)
     host.backend.write(0, torch.ones(1, 2, 16), torch.ones(1, 2, 16), torch.tensor([5]))
     assert host.pools[0][0][1, :, :, 1].eq(1).all()
 
