@@ -150,7 +150,7 @@ class Counting:
         self._loads.append((ticket, len(loads)))
         return True
 
-    def start_store(self, ticket: int, store: Store) -> bool:
+    def start_store(self, ticket: int, stores: Sequence[Store]) -> bool:
         self._stores.append(ticket)
         return True
 

@@ -25,7 +25,7 @@ class VirtualTiers:
         self._copies_s = copies_s
         self._faults = faults
         self._slots: dict[int, BlockHash] = {}
-        self._open: dict[int, Store] = {}
+        self._open: dict[int, Sequence[Store]] = {}
         self.loaded_blocks = self.lost_loads = self.stored_blocks = self.late_stores = 0
         self.cache: PrefixCache | None = None
         """Set once it is there."""
@@ -66,8 +66,8 @@ class VirtualTiers:
         self._after(self._random.choice(self._copies_s), end)
         return True
 
-    def start_store(self, ticket: int, store: Store) -> bool:
-        self._open[ticket] = store
+    def start_store(self, ticket: int, stores: Sequence[Store]) -> bool:
+        self._open[ticket] = stores
         is_fine = self._random.random() >= self._faults
 
         def end() -> None:
@@ -75,7 +75,7 @@ class VirtualTiers:
             if ticket in self._open:
                 del self._open[ticket]
                 if is_fine:
-                    self._fill(store)
+                    self._fill(stores)
                 self.cache.on_stored(ticket, ok=is_fine)
 
         self._after(self._random.choice(self._copies_s), end)
@@ -169,10 +169,11 @@ class VirtualTiers:
         node, content = (self.sent if tier is Tier.PEER else self.file)[place]
         return node.name, content
 
-    def _fill(self, store: Store) -> None:
+    def _fill(self, stores: Sequence[Store]) -> None:
         assert self.cache is not None
-        node = self.cache._books.tree.find(store.name)
-        is_there = node is not None and node.places[Tier.DEVICE] == store.block
-        assert is_there, "a block was reused while it was copied"
-        self._slots[store.place], self.content[store.place] = store.name, self.read(store.block)
-        self.stored_blocks += 1
+        for store in stores:
+            node = self.cache._books.tree.find(store.name)
+            is_there = node is not None and node.places[Tier.DEVICE] == store.block
+            assert is_there, "a block was reused while it was copied"
+            self._slots[store.place], self.content[store.place] = store.name, self.read(store.block)
+            self.stored_blocks += 1

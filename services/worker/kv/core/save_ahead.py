@@ -1,8 +1,9 @@
 """Copies to the host what is about to leave the device, before it has to: eviction then copies nothing. Pure.
 
 An eighth of the device is free, or could go at once because the host has it as well or is not to have it
-(`Inventory.is_worth_a_copy`). What is copied may be
-used, shared and counted as evictable meanwhile; it leaves its block only after its copy has ended.
+(`Inventory.is_worth_a_copy`). What is copied may be used, shared and counted as evictable meanwhile; it
+leaves its block only after its copy has ended. Several blocks are one copy: each wakes a thread, and on a GPU
+waits for the device.
 """
 
 from collections import deque
@@ -14,6 +15,8 @@ from services.worker.kv.core.tier_copier import BlockMover, Store
 
 _SHARE = 8
 """One block in so many."""
+_MOST_TOGETHER = 8
+"""Blocks of one copy: who needs one of them at once waits for all."""
 _MOST_ADOPTED = 4
 """Sealed at a time: a checksum each, and the engine waits for it."""
 
@@ -28,9 +31,9 @@ class SaveAhead:
         """Chosen, and not begun."""
         self._leaving: list[Node] = []
         """Those of the last choice."""
-        self._open: dict[int, tuple[Node, int]] = {}
-        """The block that is copied, and the slot it goes to, which is the ticket's until it is answered."""
-        self._tickets = 0
+        self._open: dict[int, list[tuple[Node, int]]] = {}
+        """The blocks that are copied, and their slots, which are the ticket's until it is answered."""
+        self._storing = self._tickets = 0
         self._unworthy = 0
         """Of the last choice those that leave without a copy."""
         self._evicted = 0
@@ -39,19 +42,20 @@ class SaveAhead:
     @property
     def slots(self) -> list[int]:
         """On the host, that are being filled."""
-        return [place for _, place in self._open.values()]
+        return [place for copy in self._open.values() for _, place in copy]
 
     @property
     def ready_blocks(self) -> int:
         """Of the device, that can be had without a copy, or soon."""
         unworthy = self._unworthy - (self._books.counts["evicted_device"] - self._evicted)
-        return self._books.pool.free_blocks + self._books.saved + len(self._open) + max(0, unworthy)
+        return self._books.pool.free_blocks + self._books.saved + self._storing + max(0, unworthy)
 
     def work(self) -> int:
         """Start what copies are missing and may be open; returns how many began."""
         if not self._next and not self._choose():
             return 0
         started = adopted = 0
+        copy: list[tuple[Node, int]] = []
         while self._next:
             node = self._next[0]
             if not self._is_wanted(node):
@@ -71,11 +75,14 @@ class SaveAhead:
             if place is None:
                 self._next.clear()
                 break
-            if not self._start(node, place):
-                break
             self._next.popleft()
-            started += 1
-        return started
+            copy.append((node, place))
+            if len(copy) == _MOST_TOGETHER:
+                begun = self._start(copy)
+                started, copy = started + begun, []
+                if not begun:
+                    break
+        return started + self._start(copy)
 
     def adopt(self, node: Node) -> bool:
         """Whether the host has it now, without a copy: the block's own row of host memory is the cache's from
@@ -92,14 +99,14 @@ class SaveAhead:
 
     def on_stored(self, ticket: int, *, ok: bool) -> None:
         """A copy has ended. One that was waited for has been told of already."""
-        node, place = self._open.pop(ticket, (None, 0))
-        if node is None:
-            return
-        node.storing = 0
-        if ok and self._books.tree.find(node.name) is node and node.places[Tier.HOST] is None:
-            self._books.put(node, Tier.HOST, place)
-        else:
-            self._books.give_host_slot(node, place)
+        copy = self._open.pop(ticket, [])
+        self._storing -= len(copy)
+        for node, place in copy:
+            node.storing = 0
+            if ok and self._books.tree.find(node.name) is node and node.places[Tier.HOST] is None:
+                self._books.put(node, Tier.HOST, place)
+            else:
+                self._books.give_host_slot(node, place)
 
     def finish(self, node: Node) -> None:
         """Its copy, if one is under way, is over on return."""
@@ -131,17 +138,23 @@ class SaveAhead:
         is_there = node.is_leaving and self._books.is_worth_a_copy(node)
         return is_there and node.places[Tier.HOST] is None and not node.storing
 
-    def _start(self, node: Node, place: int) -> bool:
-        block = node.places[Tier.DEVICE]
-        assert block is not None
+    def _start(self, copy: list[tuple[Node, int]]) -> int:
+        """How many began: all of them, or none where too many are open, and they are the next again."""
+        if not copy:
+            return 0
         self._tickets += 1
-        if not self._mover.start_store(self._tickets, Store(node.name, block, place)):
-            self._books.give_host_slot(node, place)
-            return False
-        node.storing = self._tickets
-        self._open[self._tickets] = (node, place)
-        self._books.counts["saved_ahead"] += 1
-        return True
+        stores = [Store(node.name, block_of(node), place) for node, place in copy]
+        if not self._mover.start_store(self._tickets, stores):
+            for node, place in reversed(copy):
+                self._books.give_host_slot(node, place)
+                self._next.appendleft(node)
+            return 0
+        for node, _ in copy:
+            node.storing = self._tickets
+        self._open[self._tickets] = copy
+        self._storing += len(copy)
+        self._books.counts["saved_ahead"] += len(copy)
+        return len(copy)
 
 
 def block_of(node: Node) -> int:

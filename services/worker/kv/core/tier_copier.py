@@ -62,8 +62,8 @@ class BlockMover(Protocol):
         `PrefixCache.on_loaded`. False: too many are open."""
         ...
 
-    def start_store(self, ticket: int, store: Store) -> bool:
-        """Device block → host slot, later answered by `PrefixCache.on_stored`. False: too many are open."""
+    def start_store(self, ticket: int, stores: Sequence[Store]) -> bool:
+        """Device blocks → host slots, later answered by `PrefixCache.on_stored`. False: too many are open."""
         ...
 
     def finish_store(self, ticket: int) -> bool:

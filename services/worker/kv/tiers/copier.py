@@ -88,7 +88,7 @@ class LoadDone:
 
 @dataclass(frozen=True, slots=True)
 class StoreDone:
-    """A block was copied to the host."""
+    """Blocks were copied to the host."""
 
     ticket: int
     ok: bool
@@ -155,14 +155,14 @@ class TierMover:
 
         return self._start(Route.LOAD, copy, LoadDone(ticket, Loaded(0)), len(loads)) is not None
 
-    def start_store(self, ticket: int, store: Store) -> bool:
+    def start_store(self, ticket: int, stores: Sequence[Store]) -> bool:
         """See `BlockMover`."""
 
         def copy() -> StoreDone:
-            self._store([store], self._outgoing)
+            self._store(stores, self._outgoing)
             return StoreDone(ticket, ok=True)
 
-        job = self._start(Route.STORE, copy, StoreDone(ticket, ok=False))
+        job = self._start(Route.STORE, copy, StoreDone(ticket, ok=False), len(stores))
         if job is None:
             return False
         self._stores[ticket] = job

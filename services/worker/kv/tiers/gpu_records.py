@@ -50,5 +50,6 @@ class GpuRecords(Records):
     def _staging(self, rows: int) -> torch.Tensor:
         """So large that one copy crosses the bus at its full speed."""
         if self._pinned.shape[0] < rows:
-            self._pinned = torch.empty(rows, self.record_bytes, dtype=torch.uint8, pin_memory=True)
+            with torch.inference_mode(False):  # in a step or not, the next one writes to it
+                self._pinned = torch.empty(rows, self.record_bytes, dtype=torch.uint8, pin_memory=True)
         return self._pinned[:rows]

@@ -304,8 +304,12 @@ class ResidentKv:
             self._stream.load(plan.loaded_from, plan.loaded_to)
 
 
+_BLOCKS_AT_ONCE = 8
+"""Between two of its own copies the engine waits for no more than these."""
+
+
 class ResidentRecords(Records):
-    """`Records` of blocks that may be outside. Each block is copied while no place changes."""
+    """`Records` of blocks that may be outside. A few are copied at once, while no place changes."""
 
     def __init__(self, kv: ResidentKv, on_device: Records | None = None) -> None:
         self._kv = kv
@@ -324,21 +328,30 @@ class ResidentRecords(Records):
 
     def read(self, blocks: Sequence[int], rows: Sequence[RecordRow]) -> None:
         residency = self._kv.residency
-        for block, row in zip(blocks, rows, strict=True):
+        for some in range(0, len(blocks), _BLOCKS_AT_ONCE):
             with residency.lock:
-                slot = residency.slot_of(block)
-                if slot is None:
-                    row[:] = self._kv.rows[residency.row_of(block)]
-                else:
-                    self._on_device.read([slot], [row])
+                there: list[tuple[int, RecordRow]] = []
+                for block, row in zip(blocks[some:][:_BLOCKS_AT_ONCE], rows[some:], strict=False):
+                    slot = residency.slot_of(block)
+                    if slot is None:
+                        row[:] = self._kv.rows[residency.row_of(block)]
+                    else:
+                        there.append((slot, row))
+                if there:
+                    self._on_device.read([slot for slot, _ in there], [row for _, row in there])
 
     def write(self, rows: Sequence[RecordRow], blocks: Sequence[int]) -> None:
         residency = self._kv.residency
-        for block, row in zip(blocks, rows, strict=True):
+        for some in range(0, len(blocks), _BLOCKS_AT_ONCE):
             with residency.lock:
-                slot = residency.slot_of(block)
-                if slot is None:
-                    self._kv.rows[residency.row_of(block)] = row
-                else:
-                    self._on_device.write([row], [slot])
-                residency.on_written(block)
+                there: list[tuple[int, RecordRow]] = []
+                for block, row in zip(blocks[some:][:_BLOCKS_AT_ONCE], rows[some:], strict=False):
+                    slot = residency.slot_of(block)
+                    if slot is None:
+                        self._kv.rows[residency.row_of(block)] = row
+                    else:
+                        there.append((slot, row))
+                if there:
+                    self._on_device.write([row for _, row in there], [slot for slot, _ in there])
+                for block in blocks[some:][:_BLOCKS_AT_ONCE]:
+                    residency.on_written(block)

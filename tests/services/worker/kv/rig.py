@@ -43,7 +43,7 @@ class MemoryMover:
     host: dict[int, BlockHash] = field(default_factory=dict)
     disk: dict[int, StoredBlock] = field(default_factory=dict)
     loads: list[tuple[int, list[Load]]] = field(default_factory=list)
-    stores: dict[int, Store] = field(default_factory=dict)
+    stores: dict[int, list[Store]] = field(default_factory=dict)
     writes: list[tuple[int, StoredBlock]] = field(default_factory=list)
     reads: list[tuple[int, int, BlockHash]] = field(default_factory=list)
     peers: dict[int, StoredBlock] = field(default_factory=dict)
@@ -75,14 +75,14 @@ class MemoryMover:
             self.device[load.block] = load.name
         return Loaded(len(loads), (0.0, 0.001, 0.002, 0.0015))
 
-    def start_store(self, ticket: int, store: Store) -> bool:
+    def start_store(self, ticket: int, stores: Sequence[Store]) -> bool:
         if len(self.stores) >= self.most_open:
             return False
-        self.stores[ticket] = store
+        self.stores[ticket] = list(stores)
         return True
 
     def finish_store(self, ticket: int) -> bool:
-        self.store([self.stores.pop(ticket)])
+        self.store(self.stores.pop(ticket))
         return True
 
     def store(self, stores: Sequence[Store]) -> float:
@@ -329,9 +329,9 @@ class Rig:
 
     def end_stores(self, *, ok: bool = True) -> None:
         stores, self.mover.stores = self.mover.stores, {}
-        for ticket, store in stores.items():
+        for ticket, copy in stores.items():
             if ok:
-                self.mover.store([store])
+                self.mover.store(copy)
             self.cache.on_stored(ticket, ok=ok)
 
     def check(self) -> None:
