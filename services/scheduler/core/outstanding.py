@@ -110,18 +110,19 @@ class OutstandingPlans:
         if event.seq != self._stepped_seq + 1:
             return Trouble(f"step reports {self._stepped_seq + 1} to {event.seq - 1} are missing")
         self._stepped_seq = event.seq
-        sent = next((sent for sent in self._plans if sent.plan.seq == event.plan_seq), None)
-        if sent is None or event.epoch != self._epoch:
+        if event.epoch != self._epoch:
             return Progress()
-        superseded = event.outcome is StepOutcome.SUPERSEDED and sent.can_be_cut
-        if event.outcome is not StepOutcome.RAN and not superseded:
+        sent = next((sent for sent in self._plans if sent.plan.seq == event.plan_seq), None)
+        superseded = event.outcome is StepOutcome.SUPERSEDED and sent is not None and sent.can_be_cut
+        if sent is not None and event.outcome is not StepOutcome.RAN and not superseded:
             return Trouble(f"plan {event.plan_seq} was given up: {event.outcome}")
+        # A chunk that waited for what is stored elsewhere runs, or is skipped, when its plan is over.
         skipped = [item for item in event.skipped if not is_over(item.ref)]
         if skipped:
             reasons = ", ".join(sorted({str(item.reason) for item in skipped}))
             is_shortage = all(item.reason is SkipReason.NO_BLOCKS for item in skipped)
             return Trouble(f"skipped as {reasons}", tuple(item.ref for item in skipped), is_shortage)
-        return self._advance(sent, event, now_s)
+        return Progress() if sent is None else self._advance(sent, event, now_s)
 
     def _advance(self, sent: SentPlan, event: WorkerStepped, now_s: float) -> Progress | Trouble:
         over: list[SentPlan] = []

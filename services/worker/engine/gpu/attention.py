@@ -20,8 +20,8 @@ from services.worker.engine.gpu.kernels import (
     write_kernel,
 )
 from services.worker.engine.gpu.spans import (
+    ALL_SPLITS,
     DECODE_ROWS,
-    MAX_SPLITS,
     MOST_TILE_KEYS,
     PREFILL_ROWS,
     DeviceSpans,
@@ -32,8 +32,6 @@ from services.worker.engine.gpu.spans import (
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_LANES = 16
-_FEW_SPLITS = 8
-"""Merging is compiled for as many, and for all."""
 _GATE_LANES = 1024
 _TILE_BYTES = 16384
 """Of a tile of keys in shared memory; there are as many for values, times the stages of the pipeline."""
@@ -80,11 +78,13 @@ def compile_ahead(
 ) -> None:
     """`attend_paged` once in each form that a step may want it in, over no keys: else the first step that
     does waits seconds for the compiler. `query` as there, of one row."""
+    if INTERPRETED:
+        return
     heads = query.shape[1] // k_pool.shape[1]
     first_row, zero, blocks = upload([[0, 1], [0], []], query.device)
     for tile_rows in (DECODE_ROWS, PREFILL_ROWS):
         rows, tokens = tile_shape(tile_rows, heads)
-        for splits in (1, _FEW_SPLITS, MAX_SPLITS):
+        for splits in ALL_SPLITS:
             tiles = Tiles(zero, zero, tokens, rows, splits)
             spans = DeviceSpans(first_row, zero, zero, zero, zero, blocks, (tiles,))
             attend_paged(k_pool, v_pool, spans, query, scaling, softcap, window_tokens)
@@ -187,11 +187,12 @@ def _attend_tiles(
     launch(
         attend_kernel,
         (tiles.span.shape[0], k_pool.shape[1], tiles.splits),
-        (*tensors, query.stride(0), scaling, softcap or 1.0, tiles.tokens, tiles.splits),
+        (*tensors, query.stride(0), scaling, softcap or 1.0, tiles.splits),
         HAS_SOFTCAP=bool(softcap),
         WINDOW=window_tokens or 0,
         Q_HEADS=q_heads,
         TILE_ROWS=tiles.rows,
+        TILE_TOKENS=tiles.tokens,
         WIDEN=INTERPRETED,
         **pool_shape(k_pool, v_pool),
         num_warps=4,
@@ -201,21 +202,12 @@ def _attend_tiles(
         launch(
             merge_kernel,
             (tiles.row.shape[0] * tiles.tokens, q_heads),
-            (
-                parts,
-                parts_lse,
-                output,
-                lse,
-                tiles.span,
-                tiles.row,
-                spans.first_row,
-                tiles.tokens,
-                tiles.splits,
-            ),
+            (parts, parts_lse, output, lse, tiles.span, tiles.row, spans.first_row),
             VALUE_DIM=value_dim,
             VALUE_LANES=_lanes(value_dim),
             Q_HEADS=q_heads,
-            SPLIT_LANES=_FEW_SPLITS if tiles.splits <= _FEW_SPLITS else MAX_SPLITS,
+            TILE_TOKENS=tiles.tokens,
+            SPLITS=tiles.splits,
             num_warps=4,
         )
 

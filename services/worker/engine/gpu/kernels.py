@@ -27,8 +27,8 @@ def _capped(scores, softcap):
     return tl.where(scores < 0, -size, size)
 
 
-# Where an index array begins, and how rows are divided, changes from step to step: nothing is compiled for
-# either, or a request would wait for the compiler in the middle of its answer.
+# Where an index array begins, and into how many parts keys are divided, changes from step to step: nothing is
+# compiled for it, or a request would wait for the compiler in the middle of its answer (`compile_ahead`).
 _SPANS = ["first_row", "first_position", "table_start", "table_position", "key_end", "blocks"]
 _TILES = ["tile_span", "tile_row"]
 
@@ -51,7 +51,6 @@ def attend_kernel(
     query_stride,
     scaling,
     softcap,
-    tile_tokens,  # at most TILE_ROWS // (Q_HEADS // KV_HEADS)
     splits,
     HAS_SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,  # tokens; 0: everything
@@ -63,6 +62,7 @@ def attend_kernel(
     VALUE_LANES: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,  # at most TILE_ROWS // (Q_HEADS // KV_HEADS)
     TILE_KEYS: tl.constexpr,
     WIDEN: tl.constexpr,  # multiply in fp32: Triton's interpreter cannot multiply bf16
 ):
@@ -82,10 +82,10 @@ def attend_kernel(
     token = lane // GROUP
     head = kv_head * GROUP + lane % GROUP
     row = (row_0 + token).to(tl.int64)
-    real = (token < tile_tokens) & (row < end_row)
+    real = (token < TILE_TOKENS) & (row < end_row)
     position = position_0 + token
     high = tl.minimum(position + 1, end)
-    tokens = tl.minimum(end_row - row_0, tile_tokens)
+    tokens = tl.minimum(end_row - row_0, TILE_TOKENS)
     tile_high = tl.minimum(position_0 + tokens, end)
     if WINDOW > 0:
         low = tl.maximum(position - WINDOW + 1, base)
@@ -162,41 +162,37 @@ def attend_kernel(
     )
 
 
-@triton.jit(
-    do_not_specialize=["tile_tokens", "splits"],
-    do_not_specialize_on_alignment=["first_row", *_TILES],
-)
+@triton.jit(do_not_specialize_on_alignment=["first_row", *_TILES])
 def merge_kernel(
-    partial,  # fp32 [rows, Q_HEADS, splits, VALUE_DIM]
-    partial_lse,  # fp32 [rows, Q_HEADS, splits]
+    partial,  # fp32 [rows, Q_HEADS, SPLITS, VALUE_DIM]
+    partial_lse,  # fp32 [rows, Q_HEADS, SPLITS]
     output,  # [rows, Q_HEADS, VALUE_DIM]
     lse,  # fp32 [rows, Q_HEADS]
     tile_span,  # as attend_kernel's: only the rows of its tiles are merged
     tile_row,
     first_row,
-    tile_tokens,
-    splits,
     VALUE_DIM: tl.constexpr,
     VALUE_LANES: tl.constexpr,
     Q_HEADS: tl.constexpr,
-    SPLIT_LANES: tl.constexpr,  # a power of two, no less than splits
+    TILE_TOKENS: tl.constexpr,
+    SPLITS: tl.constexpr,  # a power of two
 ):
     """Programs (token of a tile, head): the parts over a partition of the keys, joined."""
-    tile = tl.program_id(0) // tile_tokens
-    row = tl.load(tile_row + tile) + tl.program_id(0) % tile_tokens
+    tile = tl.program_id(0) // TILE_TOKENS
+    row = tl.load(tile_row + tile) + tl.program_id(0) % TILE_TOKENS
     real = row < tl.load(first_row + tl.load(tile_span + tile) + 1)
     pair = row.to(tl.int64) * Q_HEADS + tl.program_id(1)
-    split = tl.arange(0, SPLIT_LANES)
+    split = tl.arange(0, SPLITS)
     value_dim = tl.arange(0, VALUE_LANES)
     inside = (value_dim < VALUE_DIM) & real
-    parts = tl.load(partial_lse + pair * splits + split, mask=(split < splits) & real, other=-float("inf"))
+    parts = tl.load(partial_lse + pair * SPLITS + split, mask=(split < SPLITS) & real, other=-float("inf"))
     highest = tl.max(parts, 0)
     reference = tl.where(highest == -float("inf"), 0.0, highest)
     weights = tl.exp2((parts - reference) * _LOG2_E)
     total = tl.sum(weights, 0)
     divisor = tl.where(total > 0, total, 1.0)
     outputs = tl.load(
-        partial + (pair * splits + split)[:, None] * VALUE_DIM + value_dim[None, :],
+        partial + (pair * SPLITS + split)[:, None] * VALUE_DIM + value_dim[None, :],
         mask=(weights > 0)[:, None] & inside[None, :],
         other=0.0,
     )

@@ -19,7 +19,7 @@ DECODE_ROWS = 16
 PREFILL_ROWS = 64
 MOST_TILE_KEYS = 128
 """Of a tile; as many entries follow the block ids, so that the last tile of a table may be read whole."""
-MAX_SPLITS = 64
+ALL_SPLITS = (1, 2, 4, 8, 16, 32, 64)
 _MIN_SPLIT_TOKENS = 128
 _PROGRAMS_PER_MULTIPROCESSOR = 4
 
@@ -115,9 +115,10 @@ def tile_shape(tile_rows: int, group: int) -> tuple[int, int]:
 
 
 def choose_splits(tiles: int, kv_heads: int, longest_tokens: int, multiprocessors: int) -> int:
-    """Parts that fill the device and are no shorter than a few tiles; a power of two."""
+    """Parts that fill the device and are no shorter than a few tiles; one of `ALL_SPLITS`: merging is
+    compiled for each."""
     wanted = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // max(1, tiles * kv_heads)
-    most = min(wanted, -(-longest_tokens // _MIN_SPLIT_TOKENS), MAX_SPLITS)
+    most = min(wanted, -(-longest_tokens // _MIN_SPLIT_TOKENS), ALL_SPLITS[-1])
     return 1 << (max(1, most).bit_length() - 1)
 
 

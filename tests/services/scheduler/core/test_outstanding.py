@@ -87,6 +87,7 @@ def test_old_reports_and_those_of_other_epochs_say_nothing() -> None:
         stepped(11, outcome=StepOutcome.EXPIRED, over=True),
         stepped(11, outcome=StepOutcome.STALE_EPOCH, over=True),
         stepped(11, skipped=(SkippedItem(ref=REF, reason=SkipReason.NO_BLOCKS),)),
+        stepped(11, plan_seq=0, done=0, skipped=(SkippedItem(ref=REF, reason=SkipReason.NO_BLOCKS),)),
     ],
 )
 def test_what_was_not_foreseen_is_trouble(event: WorkerStepped) -> None:

@@ -32,7 +32,7 @@ ARRAYS = (
 TYPES = dict.fromkeys(ARRAYS, "*i32") | {
     "lse": "*fp32", "partial": "*fp32", "partial_lse": "*fp32", "slots": "*i64", "query_stride": "i32",
     "key_stride": "i32", "value_stride": "i32", "scaling": "fp32", "softcap": "fp32",
-    "tile_tokens": "i32", "splits": "i32",
+    "splits": "i32",
 }  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def attending(capability: int, dtype: torch.dtype, data: str, rows: int) -> dict
         "WINDOW": 4096,
         "WIDEN": False,
     }
-    constants |= {"Q_HEADS": Q_HEADS, "TILE_ROWS": rows}
+    constants |= {"Q_HEADS": Q_HEADS, "TILE_ROWS": rows, "TILE_TOKENS": rows * KV_HEADS // Q_HEADS}
     made = compiled(kernels.attend_kernel, capability, data, constants, num_warps=WARPS, num_stages=STAGES)
     tile_bytes = constants["TILE_KEYS"] * 2 * DIM * dtype.itemsize
     return made | {"tile_copies": tile_bytes // (WARPS * 32 * 16)}
@@ -78,7 +78,7 @@ def main() -> None:
     shape = pool_shape(k_pool, torch.empty(1, KV_HEADS, BLOCK_TOKENS, DIM))
     written = {key: value for key, value in shape.items() if key != "TILE_KEYS"}
     merged = {key: shape[key] for key in ("VALUE_DIM", "VALUE_LANES")}
-    merged |= {"Q_HEADS": Q_HEADS, "SPLIT_LANES": 64}
+    merged |= {"TILE_TOKENS": 1, "Q_HEADS": Q_HEADS, "SPLITS": 64}
     found = {
         "decode": attending(capability, torch.bfloat16, "bf16", DECODE_ROWS),
         "prefill": attending(capability, torch.bfloat16, "bf16", PREFILL_ROWS),
