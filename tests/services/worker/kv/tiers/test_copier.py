@@ -400,6 +400,18 @@ def test_blocks_come_back_to_a_gpu_as_they_were(dtype: torch.dtype) -> None:
     round_trip(pools(dtype, "cuda"))
 
 
+@pytest.mark.gpu
+def test_what_is_first_read_in_a_step_is_read_outside_of_one_too() -> None:
+    """In a step all new tensors are for inference only, and nobody may write to those outside of one."""
+    made = pools(torch.float32, "cuda")
+    records = records_of(made)
+    rows = np.zeros((2, records.record_bytes), dtype=np.uint8)
+    with torch.inference_mode():
+        records.read([0, 1], list(rows))
+    records.read([1, 0], list(rows))
+    records.write(list(rows), [0, 1])
+
+
 def test_a_record_is_as_long_as_a_block_over_all_layers() -> None:
     made = pools(torch.bfloat16)
     assert Records(made).record_bytes == sum(pool[0].numel() * 2 for layer in made for pool in layer)
