@@ -30,6 +30,8 @@ from services.worker.pie.settings import PieSettings
 _log = logging.getLogger("kvasir.worker.pie")
 _DEMAND_S = 2.0
 """The scheduler repeats what it wants several times within this."""
+_MOST_BESIDE = 2
+"""Times what the device has: for one that is too long, and those that run."""
 _LEAST_GAIN = 0.1
 """Of throughput: what is foreseen has to be more than this."""
 _FULL = 0.9
@@ -144,16 +146,20 @@ class BlockPie:
 
     def demand(self, blocks: int) -> None:
         """A sequence needs so many, all in all, and cannot begin with fewer: raised to it as far as that can
-        be, whether steps will wait for copies or not. To be repeated while it waits."""
+        be, whether steps will wait for copies or not, and beside it to what is in use, up to twice the device:
+        else it waits until nearly all others have ended. To be repeated while it waits."""
         controller, pool = self._controller, self._pool
         if controller is None or pool is None:
             return
-        self._needed_blocks, self._needed_until_s = blocks, self._clock() + _DEMAND_S
+        now_s = self._clock()
+        before = self._needed_blocks if now_s <= self._needed_until_s else 0
+        together = max(blocks, min(blocks + self._used(), _MOST_BESIDE * self._blocks(0)))
+        self._needed_blocks, self._needed_until_s = max(before, together), now_s + _DEMAND_S
         self.rest()
         if pool.doomed_blocks:  # On its way down, and told of too lately.
             return
         level = self._wanted
-        while level < controller.most and self._blocks(level) < blocks:
+        while level < controller.most and self._blocks(level) < self._needed_blocks:
             level = higher(level)
         self._raise_to(level, controller, pool, f"for a sequence of {blocks}")
 

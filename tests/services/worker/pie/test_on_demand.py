@@ -113,6 +113,18 @@ def test_it_rises_for_a_sequence_that_is_too_long_and_goes_back_after_it(worker:
     assert worker.growth.capacity_blocks == KV_BLOCKS
 
 
+def test_what_runs_stays_beside_a_sequence_that_is_too_long(worker: AtWork) -> None:
+    """It waited for nearly all of them to end."""
+    worker.fill()
+    needed = KV_BLOCKS + 5
+    worker.growth.demand(needed)
+    worker.steps(1)
+    assert 2 * KV_BLOCKS <= worker.growth.capacity_blocks < needed + KV_BLOCKS, "twice the device at most"
+    worker.growth.demand(needed)
+    worker.steps(1)
+    assert worker.growth.capacity_blocks >= 2 * KV_BLOCKS
+
+
 def test_what_is_noted_of_steps_does_not_pile_up(llama: Any) -> None:  # noqa: F811
     """Nor where no level is to be found, so that nobody asks for it."""
     settings = PieSettings(enabled=True, expansion="fixed", fifo_layers=3, window_iterations=WINDOW)
