@@ -146,8 +146,8 @@ class BlockPie:
 
     def demand(self, blocks: int) -> None:
         """A sequence needs so many, all in all, and cannot begin with fewer: raised to it as far as that can
-        be, whether steps will wait for copies or not, and beside it to what is in use, up to twice the device:
-        else it waits until nearly all others have ended. To be repeated while it waits."""
+        be, whether steps will wait for copies or not, and to what is in use beside it, up to twice the
+        device: else it waits until nearly all others have ended. To be repeated while it waits."""
         controller, pool = self._controller, self._pool
         if controller is None or pool is None:
             return
