@@ -40,12 +40,15 @@ class Batcher:
     _lessons: deque[LengthSample] = field(init=False)
     _orders: deque[Callable[[], None]] = field(default_factory=deque)
     _work: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_over: bool = False
 
     def __post_init__(self) -> None:
         self._lessons = deque(maxlen=self.queue_limit)
 
     async def predict(self, query: LengthQuery) -> PredictedLength:
         """Raises Overloaded, InternalError when the model fails, and NoResponder at the end."""
+        if self._is_over:
+            raise _ending()
         if len(self._questions) >= self.queue_limit:
             raise Overloaded(f"{self.queue_limit} predictions wait already; go on without one")
         answer: Answer = asyncio.get_running_loop().create_future()
@@ -74,6 +77,7 @@ class Batcher:
                 self._work.clear()
                 await self._round(loop, thread)
         finally:
+            self._is_over = True
             _give_up(answer for _, answer in self._questions)
             thread.shutdown(wait=False, cancel_futures=True)
 
@@ -119,4 +123,8 @@ def _give_up(answers: Iterable[Answer]) -> None:
     """Whoever asked was not cancelled: it is told."""
     for answer in answers:
         if not answer.done():
-            answer.set_exception(NoResponder("this predictor ends: go on without a prediction"))
+            answer.set_exception(_ending())
+
+
+def _ending() -> NoResponder:
+    return NoResponder("this predictor ends: go on without a prediction")

@@ -53,6 +53,8 @@ class ServedModels:
         """Raises ConfigError for an unknown length model."""
         self._config = config
         self._tasks: asyncio.TaskGroup | None = None
+        self._is_over = False
+        """Nothing begins any more."""
         self.common = self._made(config.state_dir)
         """Of those that name no model; its thread is the reviser's, too."""
         self._named: dict[str, ServedLengths] = {}
@@ -63,7 +65,10 @@ class ServedModels:
             self._tasks = tasks
             for lengths in {id(one.batcher): one for one in (self.common, *self._named.values())}.values():
                 self._start(lengths)
-            await asyncio.Event().wait()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self._is_over = True
 
     def of(self, name: str) -> ServedLengths:
         """Without a name: of the one model that there is, else the common one."""
@@ -71,7 +76,7 @@ class ServedModels:
             (only,) = self._named.values()
             return only
         known = self._named.get(name)
-        if known is not None or not name or len(self._named) >= MOST_MODELS:
+        if known is not None or not name or self._is_over or len(self._named) >= MOST_MODELS:
             return known or self.common
         if self._config.model in FIXED:
             made = ServedLengths(self.common.batcher)

@@ -112,3 +112,5 @@ async def test_questions_that_are_open_at_the_end_are_told_so() -> None:
     model.gate.set()
     answers = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), PATIENCE_S)
     assert all(isinstance(answer, NoResponder) for answer in answers)
+    with pytest.raises(NoResponder):
+        await asyncio.wait_for(batcher.predict(query(3)), PATIENCE_S)

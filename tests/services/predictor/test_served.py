@@ -14,6 +14,7 @@ from services.predictor.samples import read_samples
 from services.predictor.served import MOST_MODELS, ServedLengths, ServedModels, folder_of
 from services.predictor.service import HANDLERS, Predictor
 from shared import subjects
+from shared.errors import NoResponder
 from shared.messages.base import Empty
 from shared.messages.commands import LengthPrediction, PredictLength
 from shared.messages.reports import SequenceFinished, ServiceStatus
@@ -71,6 +72,17 @@ async def test_who_names_no_model_means_the_only_one() -> None:
     assert "models" not in served.summary()
     served.of("other")
     assert served.of("") is served.common
+
+
+async def test_a_model_that_is_first_named_at_the_end_is_nobody_s_fault() -> None:
+    """It was begun in a group of tasks that was over."""
+    served = ServedModels(PredictorConfig())
+    async with running(served.run()):
+        await asyncio.sleep(0.05)
+        assert served.of("known") is not served.common
+    assert served.of("new") is served.common
+    with pytest.raises(NoResponder):
+        await served.of("new").batcher.predict(LengthQuery(PROMPT, 10))
 
 
 async def test_there_are_only_so_many() -> None:
