@@ -35,6 +35,6 @@ def test_an_encrypted_stack_answers_through_a_restart_and_nothing_is_refused(tmp
 
 
 def is_answer_of_before(line: str) -> bool:
-    """To a question that came before the server was killed: who asks allows the answer, and the next server has
-    heard of no question."""
+    """To a question that came before the server was killed: who asks allows the answer, and the next server
+    has heard of no question."""
     return "publish" in line.lower() and "_inbox_" in line.lower()
