@@ -144,14 +144,19 @@ class PagedAttention:
     def partial_backend(self, pools: Sequence[Pools]) -> PartialBackend:
         """Attention over parts of keys, for one thread, in the engine's own pools or in others of this shape
         in the machine's memory."""
-        device, library = pools[0][0].device, self.library
-        if device.type != self._device.type:
-            library = native.choose("auto", device=device, dtype=self._dtype)
+        device = pools[0][0].device
+        library = self.library_for(device)
         if library is not None:
             in_arena = self.resident is not None and pools is self.pools
             return NativeBackend(library, pools, self.threads, in_arena=in_arena)
         triton = None if self.triton is None else _make_triton(pools, self._block_tokens, device)
         return triton or self._in_torch(pools)
+
+    def library_for(self, device: torch.device) -> ctypes.CDLL | None:
+        """The native one, for pools there; None where torch, or Triton, attends."""
+        if device.type == self._device.type:
+            return self.library
+        return native.choose("auto", device=device, dtype=self._dtype)
 
     def _in_torch(self, pools: Sequence[Pools]) -> TorchBackend:
         arena = self.resident.arena if self.resident is not None and pools is self.pools else None
@@ -287,10 +292,7 @@ class PagedAttention:
         `[rows, heads, dim]` each, all rows of the step. Raises CreditorLost.
         """
         if self._remote is not None:
-            there = (
-                (queries, keys, values) if queries.device.type == "cpu" else _in_ram(queries, keys, values)
-            )
-            self._remote[1].send(layer, *there, shape)
+            self._remote[1].send(layer, *_in_ram(queries, keys, values), shape)
 
     def join(self, layer: int, output: torch.Tensor, lse: torch.Tensor) -> None:
         """Merge what creditors found into the engine's own part of the layer, in place.
@@ -324,7 +326,9 @@ class PagedAttention:
 def _in_ram(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`[rows, heads, dim]` each from a GPU, in one copy; fp32."""
+    """`[rows, heads, dim]` each: as they are, or from a GPU in one copy, fp32."""
+    if queries.device.type == "cpu":
+        return queries, keys, values
     rows, q_size, k_size = len(queries), queries[0].numel(), keys[0].numel()
     came = torch.cat([queries.flatten(1), keys.flatten(1), values.flatten(1)], 1).float().cpu()
     return (

@@ -76,11 +76,14 @@ def compile_ahead(
     softcap: float | None = None,
     window_tokens: int | None = None,
 ) -> None:
-    """`attend_paged` once in each form that a step may want it in, over no keys: else the first step that
-    does waits seconds for the compiler. `query` as there, of one row."""
+    """`attend_paged` once in each form that a step may want it in, over no keys, and `write_kv` to nowhere:
+    else the first step that does waits seconds for the compiler. `query` as there, of one row."""
     if INTERPRETED:
         return
-    heads = query.shape[1] // k_pool.shape[1]
+    kv_heads = k_pool.shape[1]
+    key, value = (query.new_empty(1, kv_heads, dim) for dim in (k_pool.shape[2], v_pool.shape[3]))
+    write_kv(k_pool, v_pool, key, value, torch.full((1,), -1, device=query.device))
+    heads = query.shape[1] // kv_heads
     first_row, zero, blocks = upload([[0, 1], [0], []], query.device)
     for tile_rows in (DECODE_ROWS, PREFILL_ROWS):
         rows, tokens = tile_shape(tile_rows, heads)
@@ -205,8 +208,8 @@ def _attend_tiles(
             (parts, parts_lse, output, lse, tiles.span, tiles.row, spans.first_row),
             VALUE_DIM=value_dim,
             VALUE_LANES=_lanes(value_dim),
-            Q_HEADS=q_heads,
             TILE_TOKENS=tiles.tokens,
+            Q_HEADS=q_heads,
             SPLITS=tiles.splits,
             num_warps=4,
         )

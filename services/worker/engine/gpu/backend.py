@@ -117,9 +117,10 @@ class TritonBackend:
             spans = self.step.spans(heads)
         else:
             spans = pack(packed, heads, device=self.device, multiprocessors=self.multiprocessors)
-        queries = _heads_contiguous(queries.float())
+        queries = _heads_contiguous(queries.to(k_pool.dtype))  # as in whole steps: no other form is compiled
         window = packed.window_tokens or None
-        return attend_paged(k_pool, v_pool, spans, queries, shape.scaling, shape.softcap, window)
+        output, lse = attend_paged(k_pool, v_pool, spans, queries, shape.scaling, shape.softcap, window)
+        return output.float(), lse
 
 
 class _PackedStep:

@@ -33,7 +33,7 @@ _SPANS = ["first_row", "first_position", "table_start", "table_position", "key_e
 _TILES = ["tile_span", "tile_row"]
 
 
-@triton.jit(do_not_specialize=["tile_tokens", "splits"], do_not_specialize_on_alignment=[*_SPANS, *_TILES])
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=[*_SPANS, *_TILES])
 def attend_kernel(
     query,  # [rows, Q_HEADS, HEAD_DIM], `query_stride` elements between rows
     key_pool,  # [num_blocks, KV_HEADS, HEAD_DIM, BLOCK_TOKENS]
@@ -173,8 +173,8 @@ def merge_kernel(
     first_row,
     VALUE_DIM: tl.constexpr,
     VALUE_LANES: tl.constexpr,
-    Q_HEADS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
+    Q_HEADS: tl.constexpr,
     SPLITS: tl.constexpr,  # a power of two
 ):
     """Programs (token of a tile, head): the parts over a partition of the keys, joined."""

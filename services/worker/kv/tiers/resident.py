@@ -6,7 +6,7 @@ calls all of it but `records`.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol
@@ -327,31 +327,44 @@ class ResidentRecords(Records):
         return self._on_device._rows(pool)
 
     def read(self, blocks: Sequence[int], rows: Sequence[RecordRow]) -> None:
-        residency = self._kv.residency
-        for some in range(0, len(blocks), _BLOCKS_AT_ONCE):
-            with residency.lock:
-                there: list[tuple[int, RecordRow]] = []
-                for block, row in zip(blocks[some:][:_BLOCKS_AT_ONCE], rows[some:], strict=False):
-                    slot = residency.slot_of(block)
-                    if slot is None:
-                        row[:] = self._kv.rows[residency.row_of(block)]
-                    else:
-                        there.append((slot, row))
-                if there:
-                    self._on_device.read([slot for slot, _ in there], [row for _, row in there])
+        for some in _few(blocks, rows):
+            with self._kv.residency.lock:
+                slots, there, outside = self._apart(some)
+                for row, host_row in outside:
+                    row[:] = host_row
+                if slots:
+                    self._on_device.read(slots, there)
 
     def write(self, rows: Sequence[RecordRow], blocks: Sequence[int]) -> None:
+        for some in _few(blocks, rows):
+            with self._kv.residency.lock:
+                slots, there, outside = self._apart(some)
+                for row, host_row in outside:
+                    host_row[:] = row
+                if slots:
+                    self._on_device.write(there, slots)
+                for block, _ in some:
+                    self._kv.residency.on_written(block)
+
+    def _apart(
+        self, some: Sequence[tuple[int, RecordRow]]
+    ) -> tuple[list[int], list[RecordRow], list[tuple[RecordRow, RecordRow]]]:
+        """Slots of those that are on the device, and their rows; rows of the others, with where they lie."""
         residency = self._kv.residency
-        for some in range(0, len(blocks), _BLOCKS_AT_ONCE):
-            with residency.lock:
-                there: list[tuple[int, RecordRow]] = []
-                for block, row in zip(blocks[some:][:_BLOCKS_AT_ONCE], rows[some:], strict=False):
-                    slot = residency.slot_of(block)
-                    if slot is None:
-                        self._kv.rows[residency.row_of(block)] = row
-                    else:
-                        there.append((slot, row))
-                if there:
-                    self._on_device.write([row for _, row in there], [slot for slot, _ in there])
-                for block in blocks[some:][:_BLOCKS_AT_ONCE]:
-                    residency.on_written(block)
+        slots: list[int] = []
+        there: list[RecordRow] = []
+        outside: list[tuple[RecordRow, RecordRow]] = []
+        for block, row in some:
+            slot = residency.slot_of(block)
+            if slot is None:
+                outside.append((row, self._kv.rows[residency.row_of(block)]))
+            else:
+                slots.append(slot)
+                there.append(row)
+        return slots, there, outside
+
+
+def _few(blocks: Sequence[int], rows: Sequence[RecordRow]) -> Iterator[Sequence[tuple[int, RecordRow]]]:
+    pairs = list(zip(blocks, rows, strict=True))
+    for first in range(0, len(pairs), _BLOCKS_AT_ONCE):
+        yield pairs[first : first + _BLOCKS_AT_ONCE]

@@ -5,7 +5,6 @@ whatever the engine runs on. Whether the creditor attends to keys there is settl
 worker whose engine runs on a GPU the debtor fetches them instead, unless told otherwise. Knows no grant.
 """
 
-import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +14,7 @@ import numpy.typing as npt
 import torch
 
 from services.worker.engine.attention import LayerShape, PagedAttention, make_pools
-from services.worker.engine.backends import Pools, TorchBackend
-from services.worker.engine.native import library as native
+from services.worker.engine.backends import Pools
 from services.worker.engine.paged import Shape
 from services.worker.engine.spans import PackedSpans
 from services.worker.peers.attention.exchange import serve
@@ -111,10 +109,7 @@ class LentMemory:
 
 def device_memory(attention: PagedAttention) -> LentMemory:
     """The engine's own pools."""
-    if attention.library is not None:
-        return LentMemory(attention.pools, _sealed(attention.pools, attention.library, attention.threads))
-    backend, block_tokens = attention.partial_backend(attention.pools), attention.pools[0][0].shape[3]
-    return LentMemory(attention.pools, TorchSeals(backend, attention.pools, block_tokens))
+    return LentMemory(attention.pools, _sealed(attention, attention.pools))
 
 
 def host_memory(attention: PagedAttention, blocks: int, *, attends: bool = True) -> LentMemory:
@@ -123,15 +118,12 @@ def host_memory(attention: PagedAttention, blocks: int, *, attends: bool = True)
     block_tokens, dtype, cpu = k_pool.shape[3], k_pool.dtype, torch.device("cpu")
     shapes = [LayerShape(k.shape[1], k.shape[2], v.shape[3]) for k, v in attention.pools]
     pools = [make_pools(shape, blocks, block_tokens, dtype, cpu) for shape in shapes]
-    if k_pool.device.type == "cpu":
-        return LentMemory(pools, _sealed(pools, attention.library, attention.threads), attends)
-    library = native.choose("auto", device=cpu, dtype=dtype)
-    return LentMemory(pools, _sealed(pools, library, 1), attends)
+    return LentMemory(pools, _sealed(attention, pools), attends)
 
 
-def _sealed(pools: Sequence[Pools], library: ctypes.CDLL | None, threads: int) -> SealedBackend:
-    if library is not None:
-        return NativeSeals(library, pools, threads)
+def _sealed(attention: PagedAttention, pools: Sequence[Pools]) -> SealedBackend:
     k_pool, _ = pools[0]
-    backend = TorchBackend(pools, k_pool.shape[3], k_pool.dtype, k_pool.device)
-    return TorchSeals(backend, pools, k_pool.shape[3])
+    library = attention.library_for(k_pool.device)
+    if library is not None:
+        return NativeSeals(library, pools, attention.threads)
+    return TorchSeals(attention.partial_backend(pools), pools, k_pool.shape[3])

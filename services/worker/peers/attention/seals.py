@@ -95,7 +95,7 @@ class TorchSeals:
         """For keys and for values."""
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        blocks = torch.unique(slots[slots >= 0]) // self._block_tokens
+        blocks = torch.unique(slots[slots >= 0] // self._block_tokens)
         self._verify(layer, blocks)
         self._backend.write(layer, keys, values, slots)
         self._seals[layer][blocks] = self._sums(layer, blocks)

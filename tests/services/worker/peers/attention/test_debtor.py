@@ -118,8 +118,6 @@ def test_text_is_that_of_one_big_engine(
 def test_a_gpu_borrows_from_a_gpu_and_from_a_cpu(
     architecture: str, way: str, make_model: ModelFactory
 ) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     model = make_model(architecture)
     on_gpu = copy.deepcopy(model).to("cuda")
     prompt, count = _long(6, 70), 12

@@ -1,11 +1,13 @@
 """Host memory for other workers: of the engine's layout, in RAM, as much as the settings grant."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from services.worker.engine.native import library as native
 from services.worker.peers.attention.assembly import block_bytes, host_blocks
 from services.worker.peers.attention.memory import device_memory, host_memory
 from services.worker.peers.attention.seals import NativeSeals, TorchSeals
@@ -29,7 +31,10 @@ def test_a_pool_of_its_own_of_the_same_layout(llama: Any) -> None:
 @pytest.mark.parametrize("attends", [True, False])
 def test_it_is_in_ram_where_the_engine_is_elsewhere(attends: bool) -> None:
     pool = torch.zeros(5, 2, 16, 4, device="meta"), torch.zeros(5, 2, 4, 16, device="meta")
-    attention: Any = SimpleNamespace(pools=[pool, pool])
+    library_for = partial(native.choose, "auto", dtype=torch.float32)
+    attention: Any = SimpleNamespace(
+        pools=[pool, pool], threads=1, library_for=lambda device: library_for(device=device)
+    )
     host = host_memory(attention, 3, attends=attends)
     assert host.attends is attends
     assert [tuple(each.shape) for each in host.pools[1]] == [(3, 2, 16, 4), (3, 2, 4, 16)]
