@@ -127,9 +127,9 @@ def measure_step(module: Any, shape: Shape, batch: int, context_tokens: int, dev
     backend = TritonBackend(random_pools(shape, batch * blocks, device), BLOCK_TOKENS, device)
     forward = with_graphs(module, backend, context_tokens, max_batch=batch)
     spans = [Span(context_tokens - 1, 1, range(row, batch * blocks, batch)) for row in range(batch)]
-    tokens = torch.randint(shape.vocabulary, (batch,), device=device)
-    positions = torch.full((batch,), context_tokens - 1, device=device)
-    kept = torch.arange(batch, device=device)
+    tokens = torch.randint(shape.vocabulary, (batch,))
+    positions = torch.full((batch,), context_tokens - 1)
+    kept = torch.arange(batch)
 
     @torch.inference_mode()
     def step() -> None:

@@ -18,7 +18,14 @@ import torch
 from transformers import AttentionInterface
 
 from services.worker.engine import paged
-from services.worker.engine.backends import Backend, NativeBackend, PartialBackend, Pools, TorchBackend
+from services.worker.engine.backends import (
+    Backend,
+    NativeBackend,
+    PartialBackend,
+    Pools,
+    TorchBackend,
+    no_tables,
+)
 from services.worker.engine.native import library as native
 from services.worker.engine.native.arena import Arena
 from services.worker.engine.partition import Homes, split_by_window
@@ -86,8 +93,6 @@ class PagedAttention:
 
     library: ctypes.CDLL | None
     """The native library where it computes the attention; None where plain torch does."""
-    slots: torch.Tensor
-    """int64 `[rows]`: where the K and V of the present step's rows go."""
     native_spans: native.Spans
     """The present step's, without a window, until the next `begin`: the own part's where others hold some.
     Only where there is a library."""
@@ -111,6 +116,7 @@ class PagedAttention:
         self.threads = threads
         self._remote: tuple[Homes, MeteredRemote] | None = None
         self._is_reading = False
+        self._slots: torch.Tensor | None = None
         self._own: dict[int, PackedSpans] = {}
         """By window: the engine's own part of the present step, where that is not all of it."""
         self.windows = [shape.window_tokens for shape in layers]
@@ -130,6 +136,13 @@ class PagedAttention:
         self.begin((), 0)
         self._partial: PartialBackend = self.triton or self.partial_backend(self.pools)
         AttentionInterface.register(self.name, self)
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """int64 `[rows]` on the device: where the K and V of the present step's rows go."""
+        if self._slots is None:
+            self._slots = paged.to_device(torch.from_numpy(self._packed.slots), self._device)
+        return self._slots
 
     @property
     def is_reading(self) -> bool:
@@ -186,8 +199,8 @@ class PagedAttention:
         if resident is not None:
             resident.point(packed.blocks)
         self._is_reading = self.is_partitioned or (resident is not None and resident.is_streaming)
-        self.slots = torch.from_numpy(packed.slots).to(self._device)
-        self._backend.begin(spans, decodes, packed, None if resident is None else resident.tables)
+        self._packed, self._slots = packed, None
+        self._backend.begin(spans, decodes, packed, no_tables if resident is None else resident.tables)
         if self._native is not None:
             self.native_spans = self._native.spans(None)
 

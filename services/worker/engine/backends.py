@@ -4,7 +4,7 @@ Knows one step's spans and all layers' pools; no model, no sequence.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -16,6 +16,12 @@ from services.worker.engine.spans import PackedSpans, Span, pack
 
 Pools = tuple[torch.Tensor, torch.Tensor]
 """K and V of one layer; see `services.worker.engine.paged`."""
+Tables = Callable[[], torch.Tensor | None]
+"""`PackedSpans.blocks` of a step, int32 on the device, where they change from layer to layer; else None."""
+
+
+def no_tables() -> None:
+    """`Tables` of a step whose blocks are all where they are."""
 
 
 class Backend(Protocol):
@@ -26,10 +32,8 @@ class Backend(Protocol):
         spans: Sequence[Span],
         decodes: int,
         packed: PackedSpans,
-        tables: torch.Tensor | None = None,
-    ) -> None:
-        """`tables`: `packed.blocks`, int32 on the device, where they change from layer to layer."""
-        ...
+        tables: Tables = no_tables,
+    ) -> None: ...
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """`keys`, `values` `[rows, kv_heads, …]` to `slots`, int64 `[rows]`."""
@@ -96,7 +100,7 @@ class NativeBackend:
         spans: Sequence[Span],
         decodes: int,
         packed: PackedSpans,
-        tables: torch.Tensor | None = None,
+        tables: Tables = no_tables,
     ) -> None:
         self._packed = packed
         self._spans.clear()
@@ -178,12 +182,13 @@ class TorchBackend:
         spans: Sequence[Span],
         decodes: int,
         packed: PackedSpans,
-        tables: torch.Tensor | None = None,
+        tables: Tables = no_tables,
     ) -> None:
         self._spans = spans
         self._decodes = decodes
         self._packed = packed
-        self._tables = torch.from_numpy(packed.blocks).to(self._device) if tables is None else tables
+        changing = tables()
+        self._tables = torch.from_numpy(packed.blocks).to(self._device) if changing is None else changing
         self._layouts.clear()
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:

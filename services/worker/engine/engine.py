@@ -219,11 +219,13 @@ class TorchEngine:
         if self._tap is not None:
             self._tap.begin(rows)
         masks = None if self._grammars is None else self._grammars.begin(points)
-        logits = self._forward(
-            *(packed.to(self._model.device) for packed in pack(rows, decodes, len(points)))
-        )
-        self._attention.end()
+        logits = self._forward(*pack(rows, decodes, len(points)))
+        is_submitted = self.device_type != "cpu"
+        if not is_submitted:
+            self._attention.end()
         drawn = sample(logits, points, self._attention.library, masks) if points else []
+        if is_submitted:  # A GPU is told of the sampling before anybody waits for what it does.
+            self._attention.end()
         if any(point.sampling.embeds for point in points):
             drawn = with_hidden(drawn, points, logits.hidden)
         if len(drawn) != len(rows):

@@ -18,7 +18,7 @@ from services.worker.engine.llama_parts import JoinedLayer, join_layer
 from services.worker.engine.loading import LoadedModel, replace_attention
 from services.worker.engine.logits import Logits
 from services.worker.engine.native.llama import NativeLlama, is_computable
-from services.worker.engine.paged import Shape
+from services.worker.engine.paged import Shape, to_device
 from services.worker.engine.states import StateTap
 
 
@@ -56,6 +56,8 @@ class LlamaForward:
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
         """See `services.worker.engine.forward.Forward`."""
+        device = self._embedding.device
+        tokens, positions, kept = (to_device(each, device) for each in (tokens, positions, kept))
         hidden = functional.embedding(tokens, self._embedding)
         cos, sin = self._rotary(hidden[:1].float(), positions[None])
         cos, sin = cos[0, :, None], sin[0, :, None]
@@ -90,7 +92,8 @@ class Forward(Protocol):
     """One pass over packed rows."""
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
-        """`tokens`, `positions` int64 `[rows]`, `kept` int64, rows wanted → `[kept, vocabulary]`."""
+        """`tokens`, `positions` int64 `[rows]`, `kept` int64, rows wanted, all in the machine's memory →
+        `[kept, vocabulary]`."""
         ...
 
 
@@ -112,6 +115,7 @@ class TransformersForward:
 
     def __init__(self, model: LoadedModel, attention: PagedAttention, tap: StateTap | None = None) -> None:
         self._module = model.module
+        self._device = model.device
         self._hidden: torch.Tensor | None = None
         replace_attention(model.module, attention.name)
         layers = getattr(model.module.get_decoder(), "layers", ())
@@ -123,6 +127,7 @@ class TransformersForward:
         self._hidden = arguments[0][0]
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
+        tokens, positions, kept = (to_device(each, self._device) for each in (tokens, positions, kept))
         output = self._module(
             input_ids=tokens[None],
             position_ids=positions[None],

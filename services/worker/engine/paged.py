@@ -29,6 +29,19 @@ class Shape:
     softcap: float | None = None
 
 
+def to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """From the machine's memory, without waiting for what a GPU was told to do before."""
+    if device.type != "cuda" or numbers.device.type != "cpu":
+        return numbers.to(device)
+    return numbers.pin_memory().to(device, non_blocking=True)
+
+
+def fill(target: torch.Tensor, numbers: torch.Tensor) -> None:
+    """`to_device`, to the beginning of memory that stays where it is."""
+    source = numbers.pin_memory() if target.device.type == "cuda" else numbers
+    target[: len(numbers)].copy_(source, non_blocking=True)
+
+
 class GatherScratch:
     """Memory that gathered blocks are copied into, kept between layers and steps: fresh pages are slow."""
 

@@ -11,7 +11,6 @@ last steps run in C++ (`draw.h`) where there is a library.
 """
 
 import ctypes
-import math
 from array import array
 from collections.abc import Iterable, Sequence
 from ctypes import CDLL
@@ -175,8 +174,9 @@ def likeliest(
     if library is None or not logits.is_contiguous():
         if words is not None:
             mask_rows(logits, rows, words)
-        at_rows = torch.tensor(rows, dtype=torch.int64, device=logits.device)
-        highest, tokens = logits[at_rows].max(-1)
+        if rows != range(len(logits)):
+            logits = logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
+        highest, tokens = logits.max(-1)
         return highest, tokens
     declare(library, _PROTOTYPES)
     at = np.array(rows, dtype=np.int64)
@@ -220,8 +220,12 @@ def sample(
 
     They are used up: penalties are applied in place. `library`: the native one, for logits on the CPU.
     """
-    if found.likeliest is not None and found.highest is not None and all(map(_takes_likeliest, points)):
-        return _plain(*_allowed(found.likeliest, found.highest, found.values.float(), library, masks))
+    if all(map(_takes_likeliest, points)):
+        if found.likeliest is not None and found.highest is not None:
+            return _plain(*_allowed(found.likeliest, found.highest, found.values.float(), library, masks))
+        if masks is None:
+            highest, tokens = likeliest(found.values.float(), library, range(len(points)))
+            return _plain(tokens, highest)
     return _sample(found.values.float(), points, library, masks)
 
 
@@ -267,15 +271,22 @@ def _takes_likeliest(point: SamplePoint) -> bool:
 
 
 def _plain(tokens: torch.Tensor, highest: torch.Tensor) -> list[Sampled | None]:
-    rows = zip(tokens.tolist(), highest.tolist(), strict=True)
-    return [Sampled(token) if -math.inf < logit < math.inf else None for token, logit in rows]
+    return [Sampled(token) if is_finite else None for token, is_finite in _told(tokens, highest)]
+
+
+def _told(tokens: torch.Tensor, highest: torch.Tensor) -> list[tuple[int, bool]]:
+    """By row, with whether its highest logit is finite. From a GPU in one copy: each is waited for."""
+    both = torch.stack([tokens, highest.isfinite().to(tokens.dtype)]).tolist()
+    return [(token, bool(is_finite)) for token, is_finite in zip(*both, strict=True)]
 
 
 def _sample(
     logits: torch.Tensor, points: Sequence[SamplePoint], library: CDLL | None, masks: RowMasks | None
 ) -> list[Sampled | None]:
     tops = {row: top for row, point in enumerate(points) if (top := point.sampling.top_logprobs) is not None}
-    measured = torch.tensor(list(tops), dtype=torch.int64, device=logits.device)
+    measured = torch.tensor(list(tops), dtype=torch.int64)
+    if tops:
+        measured = measured.to(logits.device)
     raw = logits[measured]
     penalize(logits, points)
     if masks is not None:
@@ -293,5 +304,5 @@ def _sample(
             tokens[row] = forced
     found = measure(raw, tokens[measured], list(tops.values())) if tops else []
     logprobs = dict(zip(tops, found, strict=True))
-    chosen = enumerate(zip(tokens.tolist(), highest.isfinite().tolist(), strict=True))
+    chosen = enumerate(_told(tokens, highest))
     return [Sampled(token, logprobs.get(row)) if ok else None for row, (token, ok) in chosen]

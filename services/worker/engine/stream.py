@@ -13,7 +13,7 @@ import ctypes
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from time import perf_counter
@@ -32,12 +32,18 @@ Moment = Any
 """A point in the computation: seconds in RAM, an event on a GPU."""
 Index = Any
 """int32 numbers where copies read them: an array in RAM, a tensor on a GPU."""
+NO_FIGURES = StreamFigures(0.0, 0.0, 0.0, 0, 0, 0, 0)
 _MOST_COPIES = 4096
 """Submitted at a time, and kept for the figures."""
 
 
 class CopyTicket(Protocol):
     """A copy that was submitted."""
+
+    @property
+    def blocks(self) -> int:
+        """Of all layers, where it takes such to host memory."""
+        ...
 
     @property
     def began(self) -> Moment: ...
@@ -60,8 +66,8 @@ class CopyLanes(Protocol):
         """From host memory to the device."""
         ...
 
-    def take(self, places: Index, parts: Index, is_over: Callable[[], bool]) -> CopyTicket:
-        """From the device to host memory, unless by then the step `is_over`."""
+    def take(self, places: Blocks, parts: Blocks, is_over: Callable[[], bool]) -> Sequence[CopyTicket]:
+        """From the device to host memory, `[blocks, layers]` of each, unless by then the step `is_over`."""
         ...
 
     def copy_now(self, parts: Blocks, places: Blocks, *, is_in: bool) -> None:
@@ -140,7 +146,7 @@ class TorchStream:
         self._at: Index = None
         self._buffers: tuple[Index, Index] = (None, None)
         self._is_over = True
-        self._figures = StreamFigures(0.0, 0.0, 0.0, 0, 0, 0, 0)
+        self._figures = NO_FIGURES
 
     @property
     def tables(self) -> torch.Tensor | None:
@@ -153,17 +159,20 @@ class TorchStream:
 
     def begin(self, work: StreamWork) -> None:
         """See `BlockStream`."""
-        lanes, layers = self._lanes, self._layers
+        lanes = self._lanes
         lanes.begin()
         self._left, self._is_over = 0, False
         self._fetches, self._copies = [], []
         self._tables = None
-        every = np.arange(layers, dtype=np.int32)
-        for block, row in zip(work.save_from.tolist(), work.save_to.tolist(), strict=True):
-            places, parts = every * self._device_blocks + block, row * layers + every
-            self._saves.append(lanes.take(lanes.upload(places), lanes.upload(parts), lambda: self._is_over))
-        if not len(work.fetched):
-            return
+        if len(work.save_from):
+            parts, places = self._parts_of(work.save_to, work.save_from)
+            self._saves.extend(lanes.take(places, parts, lambda: self._is_over))
+        if len(work.fetched):
+            self._start(work)
+
+    def _start(self, work: StreamWork) -> None:
+        """The first layers are brought in."""
+        lanes = self._lanes
         copies = self._copies_of(work)
         pointed = [work.at, work.even[work.which], work.odd[work.which]]
         flat = lanes.upload(np.concatenate([*(each for pair in copies for each in pair), *pointed]))
@@ -190,9 +199,11 @@ class TorchStream:
         return [(parts.astype(np.int32), places.astype(np.int32)) for parts, places in found]
 
     def _bring(self, layer: int) -> None:
-        parts, places = self._copies[layer]
+        self._fetch(*self._copies[layer], is_ahead=layer >= self._layers)
+
+    def _fetch(self, parts: Index, places: Index, *, is_ahead: bool) -> None:
         ticket = self._last = self._lanes.bring(parts, places)
-        fetch = _Fetch(ticket, len(places), layer >= self._layers)
+        fetch = _Fetch(ticket, len(places), is_ahead)
         self._noted.append(fetch)
         self._fetches.append(fetch)
 
@@ -220,18 +231,22 @@ class TorchStream:
         has_failed = self._left < self._layers
         self._is_over = True
         self._lanes.hurry(all_of_it=has_failed)
-        saved = sum([self._lanes.settle(each) for each in self._saves])
-        self._noted_saves.extend(self._saves[:saved])
+        made = [ticket for ticket in self._saves if self._lanes.settle(ticket)]
+        self._noted_saves.extend(made)
         self._saves = []
         if has_failed:
             self.halt()
-        elif self._fetches:
-            self._lanes.settle(self._fetches[self._layers - 1].ticket)
-            self._ahead = 2
         else:
-            self._ahead = 0
+            self._ahead = self._settle()
         self._first = (self._first + self._layers) % 2
-        return saved
+        return sum(ticket.blocks for ticket in made)
+
+    def _settle(self) -> int:
+        """What the step fetched is there; so many of the next one's layers are read ahead."""
+        if not self._fetches:
+            return 0
+        self._lanes.settle(self._fetches[self._layers - 1].ticket)
+        return 2
 
     def halt(self) -> None:
         """See `BlockStream`."""
@@ -257,7 +272,7 @@ class TorchStream:
         while self._noted_saves:
             ticket = self._noted_saves.popleft()
             save_s += between(ticket.began, ticket.ended)
-            saved += 1
+            saved += ticket.blocks
         self._figures = StreamFigures(stall_s, fetch_s, save_s, layers, early, fetched, saved)
         return self._figures
 
@@ -270,16 +285,19 @@ class TorchStream:
 
     def load(self, rows: Blocks, blocks: Blocks) -> None:
         """See `BlockStream`."""
-        self._lanes.copy_now(*self._parts_of(rows, blocks), is_in=True)
+        parts, places = self._parts_of(rows, blocks)
+        self._lanes.copy_now(parts.reshape(-1), places.reshape(-1), is_in=True)
 
     def save(self, blocks: Blocks, rows: Blocks) -> None:
         """See `BlockStream`."""
-        self._lanes.copy_now(*self._parts_of(rows, blocks), is_in=False)
+        parts, places = self._parts_of(rows, blocks)
+        self._lanes.copy_now(parts.reshape(-1), places.reshape(-1), is_in=False)
 
     def _parts_of(self, rows: Blocks, blocks: Blocks) -> tuple[Blocks, Blocks]:
+        """Parts and places of whole blocks, `[blocks, layers]` both."""
         layers = np.arange(self._layers, dtype=np.int32)
         parts, places = rows[:, None] * self._layers + layers, blocks[:, None] + layers * self._device_blocks
-        return parts.astype(np.int32).reshape(-1), places.astype(np.int32).reshape(-1)
+        return parts.astype(np.int32), places.astype(np.int32)
 
     def close(self) -> None:
         """See `BlockStream`."""
@@ -294,6 +312,8 @@ def _cut(flat: Index, lengths: list[int]) -> list[Index]:
 
 class _RamTicket:
     """A copy that a thread makes. `ended` counts the time that the link would take."""
+
+    blocks = 1
 
     def __init__(self, copy: Callable[[], int]) -> None:
         self.copy = copy
@@ -375,8 +395,11 @@ class RamLanes:
         """See `CopyLanes`."""
         return self._in.submit(lambda: self._copy(parts, places, is_in=True))
 
-    def take(self, places: Blocks, parts: Blocks, is_over: Callable[[], bool]) -> _RamTicket:
-        """See `CopyLanes`."""
+    def take(self, places: Blocks, parts: Blocks, is_over: Callable[[], bool]) -> list[_RamTicket]:
+        """See `CopyLanes`. One after the other, as long as there is time."""
+        return [self._take(*each, is_over) for each in zip(places, parts, strict=True)]
+
+    def _take(self, places: Blocks, parts: Blocks, is_over: Callable[[], bool]) -> _RamTicket:
         return self._out.submit(lambda: -1 if is_over() else self._copy(parts, places, is_in=False))
 
     def copy_now(self, parts: Blocks, places: Blocks, *, is_in: bool) -> None:
@@ -449,7 +472,7 @@ def stream_opener(library: ctypes.CDLL | None, device: torch.device) -> OpenStre
         return _open_in_ram
     if find_spec("triton") is None:
         return None
-    from services.worker.engine.gpu.lanes import open_on_gpu  # imports Triton
+    from services.worker.engine.gpu.streaming import open_on_gpu  # imports Triton
 
     return open_on_gpu
 

@@ -11,10 +11,10 @@ from typing import Protocol
 
 import torch
 
-from services.worker.engine.backends import Pools
+from services.worker.engine.backends import Pools, Tables, no_tables
 from services.worker.engine.gpu.attention import attend_paged, compile_ahead, write_kv
 from services.worker.engine.gpu.spans import DeviceSpans, Heads, pack
-from services.worker.engine.paged import Shape
+from services.worker.engine.paged import Shape, to_device
 from services.worker.engine.spans import PackedSpans, Span
 
 
@@ -29,6 +29,18 @@ class Step(Protocol):
     def spans(self, heads: Heads) -> DeviceSpans: ...
 
 
+class Gate(Protocol):
+    """Who is told of each layer's attention, because its KV may be on its way."""
+
+    def enter(self, layer: int) -> None:
+        """The layer attends next."""
+        ...
+
+    def leave(self, layer: int) -> None:
+        """It has attended."""
+        ...
+
+
 class TritonBackend:
     """A `services.worker.engine.backends.Backend` on one device."""
 
@@ -41,8 +53,9 @@ class TritonBackend:
         )
         self.packed: PackedSpans | None = None
         """The spans of the step, as `begin` was told."""
-        self.tables: torch.Tensor | None = None
-        """The step's, where they change from layer to layer: see `begin`."""
+        self.gate: Gate | None = None
+        """Of the step inside `fixed`; None: it has none of its own."""
+        self._tables: Tables = no_tables
         self._step: Step | None = None
         self._compiled: set[tuple[object, ...]] = set()
         """Kinds of layers that were attended to."""
@@ -52,21 +65,21 @@ class TritonBackend:
         spans: Sequence[Span],
         decodes: int,
         packed: PackedSpans,
-        tables: torch.Tensor | None = None,
+        tables: Tables = no_tables,
     ) -> None:
-        """The next calls are about these spans. Nothing is copied to the device yet. `tables`: see
-        `services.worker.engine.backends.Backend`; `TABLE_END` follows them."""
-        self.packed, self.tables = packed, tables
+        """The next calls are about these spans. Nothing is copied to the device yet. `TABLE_END` follows what
+        `tables` gives."""
+        self.packed, self._tables = packed, tables
         self._step = None
 
     @contextmanager
-    def fixed(self, step: Step) -> Iterator[None]:
+    def fixed(self, step: Step, gate: Gate | None = None) -> Iterator[None]:
         """The calls inside are about `step`, whatever `begin` was told."""
-        before, self._step = self._step, step
+        before, self._step, self.gate = self._step, step, gate
         try:
             yield
         finally:
-            self._step = before
+            self._step, self.gate = before, None
 
     @property
     def step(self) -> Step:
@@ -74,7 +87,7 @@ class TritonBackend:
         if self._step is None:
             if self.packed is None:
                 raise RuntimeError("attention before `begin`")
-            self._step = _PackedStep(self.packed, self.device, self.multiprocessors, self.tables)
+            self._step = _PackedStep(self.packed, self.device, self.multiprocessors, self._tables())
         return self._step
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
@@ -138,7 +151,7 @@ class _PackedStep:
         self._device = device
         self._multiprocessors = multiprocessors
         self._spans: dict[Heads, DeviceSpans] = {}
-        self.slots = torch.from_numpy(packed.slots).to(device)
+        self.slots = to_device(torch.from_numpy(packed.slots), device)
 
     def spans(self, heads: Heads) -> DeviceSpans:
         found = self._spans.get(heads)

@@ -2,20 +2,23 @@
 
 A step is some hundred launches of a few microseconds each; replayed as one graph they follow each other
 without the host. Batches are padded to the sizes captured; a padded row is at position 0, sees no key and
-writes nowhere. All else (chunks, larger batches, rows beyond the tables, steps that bring in blocks layer by
-layer) runs through the forward as it is.
+writes nowhere. A step that brings in blocks layer by layer has a graph of its own, with the copies in it
+(`streaming.py`). All else (chunks, larger batches, rows beyond the tables) runs through the forward as it is.
 
 Knows batches and static arrays; not what is captured: that is a `Capture`.
 """
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from services.worker.engine import paged
 from services.worker.engine.gpu.backend import TritonBackend
 from services.worker.engine.gpu.spans import (
     DECODE_ROWS,
@@ -26,6 +29,7 @@ from services.worker.engine.gpu.spans import (
     choose_splits,
     tile_shape,
 )
+from services.worker.engine.gpu.streaming import GpuStream
 from services.worker.engine.logits import Logits
 from services.worker.engine.spans import PackedSpans, pack
 
@@ -99,17 +103,22 @@ class DecodeArrays:
     def __init__(self, limits: GraphLimits, device: torch.device) -> None:
         batch = limits.max_batch
         self.limits = limits
-        self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.slots = torch.full((batch,), -1, dtype=torch.int64, device=device)
         self.rows = torch.arange(batch + 1, dtype=torch.int32, device=device)
         self.zeros = torch.zeros(batch, dtype=torch.int32, device=device)
-        size = batch * (3 + limits.max_blocks) + len(TABLE_END)
-        self._changing = torch.zeros(size, dtype=torch.int32, device=device)
+        tables = batch * limits.max_blocks + len(TABLE_END)
+        self.pointed = torch.zeros(tables, dtype=torch.int32, device=device)
+        """Block ids of a step in which they change from layer to layer."""
+        self._flat = torch.zeros(3 * batch + (3 * batch + tables + 1) // 2, dtype=torch.int64, device=device)
+        """All that a step changes, filled by one copy."""
+
+    def rows_of(self, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens, positions and slots, int64 `[batch]` each."""
+        flat = self._flat
+        return flat[:batch], flat[batch : 2 * batch], flat[2 * batch : 3 * batch]
 
     def changing(self, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """First positions, ends of keys, starts of tables, block ids: one array, filled by one copy."""
-        flat = self._changing
+        """First positions, ends of keys, starts of tables, block ids; int32."""
+        flat = self._flat[3 * batch :].view(torch.int32)
         return flat[:batch], flat[batch : 2 * batch], flat[2 * batch : 3 * batch], flat[3 * batch :]
 
     def fits(self, packed: PackedSpans) -> bool:
@@ -118,23 +127,37 @@ class DecodeArrays:
         room = packed.blocks.size <= self.limits.max_batch * self.limits.max_blocks
         return 0 < count <= self.limits.max_batch and packed.slots.size == count and room
 
-    def fill(self, packed: PackedSpans, batch: int) -> None:
-        """Of the batch size `batch` all that depends on the spans; tokens and positions are the caller's."""
+    def fill(
+        self, packed: PackedSpans, batch: int, tokens: npt.ArrayLike = 0, positions: npt.ArrayLike = 0
+    ) -> None:
+        """Of the batch size `batch` all that depends on the step; `tokens` and `positions` of each span."""
         count = len(packed.first_position)
+        wide = np.zeros(3 * batch, np.int64)
+        wide[:count], wide[batch : batch + count] = tokens, positions
+        wide[2 * batch : 2 * batch + count], wide[2 * batch + count :] = packed.slots, -1
         none = np.zeros(batch - count, np.int32)
         parts = [packed.first_position, none, packed.key_end, none, packed.table_start[:count], none]
-        flat = torch.from_numpy(np.concatenate([*parts, packed.blocks, TABLE_END]))
-        self._changing[: flat.shape[0]].copy_(flat)
-        slots = np.concatenate([packed.slots, np.full(batch - count, -1, np.int64)])
-        self.slots[:batch].copy_(torch.from_numpy(slots))
+        narrow = np.concatenate([*parts, packed.blocks, TABLE_END]).astype(np.int32)
+        narrow = np.append(narrow, narrow[: len(narrow) % 2])
+        flat = torch.from_numpy(np.concatenate([wide, narrow.view(np.int64)]))
+        paged.fill(self._flat, flat)
 
 
 class DecodeStep:
-    """The static arrays as a `Step` of one batch size."""
+    """The static arrays as a `Step` of one batch size; `is_streaming`: its tables change with the layers."""
 
-    def __init__(self, arrays: DecodeArrays, batch: int, block_tokens: int, multiprocessors: int) -> None:
-        self.slots = arrays.slots[:batch]
+    def __init__(
+        self,
+        arrays: DecodeArrays,
+        batch: int,
+        block_tokens: int,
+        multiprocessors: int,
+        *,
+        is_streaming: bool = False,
+    ) -> None:
+        self.tokens, self.positions, self.slots = arrays.rows_of(batch)
         self._arrays = arrays
+        self._is_streaming = is_streaming
         self._batch = batch
         self._longest_tokens = arrays.limits.max_blocks * block_tokens
         self._multiprocessors = multiprocessors
@@ -151,7 +174,7 @@ class DecodeStep:
             table_start=table_start,
             table_position=arrays.zeros[:batch],
             key_end=key_end,
-            blocks=blocks,
+            blocks=arrays.pointed if self._is_streaming else blocks,
             tiles=(Tiles(each, each, tokens=1, rows=rows, splits=splits),),
         )
 
@@ -160,16 +183,24 @@ class DecodeGraphs:
     """A `Forward` that replays decodes and computes everything else as it comes."""
 
     def __init__(
-        self, forward: Computation, backend: TritonBackend, limits: GraphLimits, capture: Capture
+        self,
+        forward: Computation,
+        backend: TritonBackend,
+        limits: GraphLimits,
+        capture: Capture,
+        stream: GpuStream | None = None,
     ) -> None:
-        """Captures nothing yet: see `capture_all`."""
+        """Captures nothing yet: see `capture_all`. `stream`: steps may bring in blocks by it."""
         self._forward = forward
         self._backend = backend
         self._capture = capture
+        self._stream = stream
         self._sizes = batch_sizes(limits.max_batch)
         self._arrays = DecodeArrays(limits, backend.device)
         self._kept = torch.arange(limits.max_batch, device=backend.device)
         self._replays: dict[int, GraphReplay] = {}
+        self._streamed: dict[int, GraphReplay] = {}
+        """Of steps that bring in blocks."""
 
     @torch.inference_mode()
     def capture_all(self) -> None:
@@ -177,32 +208,46 @@ class DecodeGraphs:
         for batch in reversed(self._sizes):
             self._arrays.fill(pack((), self._backend.block_tokens), batch)
             self._replays[batch] = self._captured(batch)
+            if self._stream is not None:
+                self._streamed[batch] = self._captured(batch, self._stream)
         _log.info("captured decodes of %s sequences as CUDA graphs", ", ".join(map(str, self._sizes)))
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
         """See `services.worker.engine.forward.Forward`. The logits are valid until the next call."""
         packed = self._backend.packed
-        is_streaming = self._backend.tables is not None
-        if packed is None or is_streaming or not self._replays or not self._arrays.fits(packed):
+        if packed is None or not self._replays or not self._arrays.fits(packed):
             logits, hidden = self._forward(tokens, positions, kept)
             return Logits(logits, hidden=hidden)
         rows = len(packed.first_position)
         batch = next(size for size in self._sizes if size >= rows)
-        self._arrays.fill(packed, batch)
-        # Tokens and positions of padded rows are an earlier step's: valid, and nobody reads the result.
-        self._arrays.tokens[:rows].copy_(tokens)
-        self._arrays.positions[:rows].copy_(positions)
-        logits, hidden = self._replays[batch]()
-        chosen = slice(rows) if kept.shape[0] == rows else kept
+        self._arrays.fill(packed, batch, tokens.numpy(), positions.numpy())
+        logits, hidden = self._replay(batch)
+        chosen = slice(rows) if kept.shape[0] == rows else paged.to_device(kept, logits.device)
         return Logits(logits[chosen], hidden=hidden[chosen])
 
-    def _captured(self, batch: int) -> GraphReplay:
-        arrays = self._arrays
-        step = DecodeStep(arrays, batch, self._backend.block_tokens, self._backend.multiprocessors)
-        tokens, positions, kept = arrays.tokens[:batch], arrays.positions[:batch], self._kept[:batch]
+    def _replay(self, batch: int) -> Results:
+        stream = self._stream
+        if stream is None or not stream.is_waiting:
+            return self._replays[batch]()
+        stream.stage()
+        found = self._streamed[batch]()
+        stream.replayed()
+        return found
+
+    def _captured(self, batch: int, stream: GpuStream | None = None) -> GraphReplay:
+        """With the copies of `stream` in it, where it is given."""
+        arrays, backend = self._arrays, self._backend
+        step = DecodeStep(
+            arrays,
+            batch,
+            backend.block_tokens,
+            backend.multiprocessors,
+            is_streaming=stream is not None,
+        )
+        gate = None if stream is None else stream.fetches.gate(arrays.changing(batch)[3], arrays.pointed)
 
         def compute() -> Results:
-            with self._backend.fixed(step):
-                return self._forward(tokens, positions, kept)
+            with backend.fixed(step, gate), gate or nullcontext():
+                return self._forward(step.tokens, step.positions, self._kept[:batch])
 
         return self._capture(compute)

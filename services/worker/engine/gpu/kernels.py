@@ -323,21 +323,145 @@ def copy_parts_kernel(
     IS_IN: tl.constexpr,  # from the host; else to it
 ):
     """PROGRAMS programs: one layer's K and V of blocks between host memory and the device, piece by piece."""
-    WORDS: tl.constexpr = KEY_WORDS + VALUE_WORDS
-    PIECES: tl.constexpr = (WORDS + LANES - 1) // LANES
+    PIECES: tl.constexpr = (KEY_WORDS + VALUE_WORDS + LANES - 1) // LANES
     for piece in range(tl.program_id(0), count * PIECES, PROGRAMS):
         part = tl.load(parts + piece // PIECES).to(tl.int64)
         place = tl.load(places + piece // PIECES).to(tl.int64)
         word = piece % PIECES * LANES + tl.arange(0, LANES)
-        is_key = word < KEY_WORDS
-        is_value = (word >= KEY_WORDS) & (word < WORDS)
-        outside = host + part * WORDS + word
-        key = keys + place * KEY_WORDS + word
-        value = values + place * VALUE_WORDS + word - KEY_WORDS
-        if IS_IN:
-            found = tl.load(outside, mask=word < WORDS, other=0)
-            tl.store(key, found, mask=is_key)
-            tl.store(value, found, mask=is_value)
-        else:
-            tl.store(outside, tl.load(key, mask=is_key, other=0), mask=is_key)
-            tl.store(outside, tl.load(value, mask=is_value, other=0), mask=is_value)
+        _copy_words(host, keys, values, part, place, word, KEY_WORDS, VALUE_WORDS, IS_IN)
+
+
+@triton.jit
+def _copy_words(
+    host,
+    keys,
+    values,
+    part,
+    place,
+    word,
+    KEY_WORDS: tl.constexpr,
+    VALUE_WORDS: tl.constexpr,
+    IS_IN: tl.constexpr,
+):
+    """Some words of one part."""
+    WORDS: tl.constexpr = KEY_WORDS + VALUE_WORDS
+    is_key = word < KEY_WORDS
+    is_value = (word >= KEY_WORDS) & (word < WORDS)
+    outside = host + part * WORDS + word
+    key = keys + place * KEY_WORDS + word
+    value = values + place * VALUE_WORDS + word - KEY_WORDS
+    if IS_IN:
+        found = tl.load(outside, mask=word < WORDS, other=0)
+        tl.store(key, found, mask=is_key)
+        tl.store(value, found, mask=is_value)
+    else:
+        tl.store(outside, tl.load(key, mask=is_key, other=0), mask=is_key)
+        tl.store(outside, tl.load(value, mask=is_value, other=0), mask=is_value)
+
+
+@triton.jit
+def _now(IS_TIMED: tl.constexpr):
+    """Nanoseconds of the device's clock; 0 unless timed, as in Triton's interpreter."""
+    if IS_TIMED:
+        now = tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+    else:
+        now = tl.full([], 0, tl.int64)
+    return now
+
+
+@triton.jit(do_not_specialize=["layer"])
+def fetch_layer_kernel(
+    numbers,  # int32: as in streaming.py
+    host,  # as copy_parts_kernel's, and keys and values
+    keys,
+    values,
+    stamps,  # int64 [LAYERS, 4]: began, ended, wanted, left
+    layer,
+    LAYERS: tl.constexpr,
+    DEVICE_BLOCKS: tl.constexpr,
+    KEY_WORDS: tl.constexpr,
+    VALUE_WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    IS_TIMED: tl.constexpr,
+):
+    """PROGRAMS programs: what a replayed step reads from outside of one layer."""
+    PIECES: tl.constexpr = (KEY_WORDS + VALUE_WORDS + LANES - 1) // LANES
+    if tl.program_id(0) == 0:
+        tl.store(stamps + 4 * layer, _now(IS_TIMED))
+    count = tl.load(numbers)
+    rows = numbers + 4
+    parity = (tl.load(numbers + 2) + layer) % 2
+    kept = tl.where(layer < 2, tl.load(numbers + 1), 0)
+    for piece in range(tl.program_id(0), (count - kept) * PIECES, PROGRAMS):
+        index = kept + piece // PIECES
+        part = tl.load(rows + index).to(tl.int64) * LAYERS + layer
+        stays = tl.load(rows + count + index)
+        buffer = tl.load(rows + (2 + parity) * count + index)
+        place = tl.where(stays < 0, buffer, stays + layer * DEVICE_BLOCKS).to(tl.int64)
+        word = piece % PIECES * LANES + tl.arange(0, LANES)
+        _copy_words(host, keys, values, part, place, word, KEY_WORDS, VALUE_WORDS, True)
+    tl.debug_barrier()
+    tl.atomic_max(stamps + 4 * layer + 1, _now(IS_TIMED))
+
+
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["raw"])
+def point_kernel(
+    raw,  # int32: tables; an entry from DEVICE_BLOCKS on says which of the fetched it is
+    pointed,  # int32: tables of the layer
+    numbers,
+    layer,
+    DEVICE_BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """PROGRAMS programs: where each block of the tables is for one layer."""
+    count = tl.load(numbers)
+    entries = tl.load(numbers + 3)
+    parity = (tl.load(numbers + 2) + layer) % 2
+    buffers = numbers + 4 + (2 + parity) * count
+    for first in range(tl.program_id(0) * LANES, entries, PROGRAMS * LANES):
+        at = first + tl.arange(0, LANES)
+        code = tl.load(raw + at, mask=at < entries, other=0)
+        is_passing = (at < entries) & (code >= DEVICE_BLOCKS)
+        buffer = tl.load(buffers + code - DEVICE_BLOCKS, mask=is_passing, other=0)
+        place = tl.where(is_passing, buffer - layer * DEVICE_BLOCKS, code)
+        tl.store(pointed + at, place, mask=at < entries)
+
+
+@triton.jit(do_not_specialize=["at"])
+def stamp_kernel(
+    stamps,
+    at,
+    IS_TIMED: tl.constexpr,
+):
+    """One program: the computation has come so far."""
+    tl.store(stamps + at, _now(IS_TIMED))
+
+
+@triton.jit
+def account_kernel(
+    stamps,
+    numbers,
+    sums,  # int64 [5]: nanoseconds stalled, copied; layers, early ones, blocks of one layer
+    LAYERS: tl.constexpr,
+    LAYER_LANES: tl.constexpr,  # LAYERS rounded up to a power of two
+):
+    """One program: adds up what a replayed step's stamps say, and makes them ready for the next one."""
+    layer = tl.arange(0, LAYER_LANES)
+    real = layer < LAYERS
+    began = tl.load(stamps + 4 * layer, mask=real, other=0)
+    ended = tl.load(stamps + 4 * layer + 1, mask=real, other=0)
+    wanted = tl.load(stamps + 4 * layer + 2, mask=real, other=0)
+    is_after = real & (layer > 0)
+    left = tl.load(stamps + 4 * layer - 1, mask=is_after, other=0)  # The layer before.
+    count = tl.load(numbers)
+    fetched = LAYERS * count - 2 * tl.load(numbers + 1)
+    tl.store(sums, tl.load(sums) + tl.sum(tl.maximum(ended - wanted, 0), 0))
+    tl.store(sums + 1, tl.load(sums + 1) + tl.sum(ended - began, 0))
+    tl.store(sums + 2, tl.load(sums + 2) + LAYERS)
+    tl.store(sums + 3, tl.load(sums + 3) + tl.sum((is_after & (ended < left)).to(tl.int64), 0))
+    tl.store(sums + 4, tl.load(sums + 4) + fetched)
+    tl.store(stamps + 4 * layer + 1, tl.zeros([LAYER_LANES], tl.int64), mask=real)

@@ -6,9 +6,9 @@ on the host while a step is submitted: the computation's stream waits for the la
 what of the computation was submitted before it. Source: papers/004 §3.3.
 """
 
-import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -20,17 +20,11 @@ import torch
 from services.worker.engine.gpu.attention import launch
 from services.worker.engine.gpu.kernels import copy_parts_kernel
 from services.worker.engine.gpu.spans import TABLE_END
-from services.worker.engine.stream import TorchStream
 from services.worker.kv.core.fetch_buffers import Blocks
-from services.worker.kv.tiers.resident import BlockStream
-from shared.errors import ConfigError
 
-_log = logging.getLogger("kvasir.worker.pie")
-_PROGRAMS = 16
+COPY_PROGRAMS = 16
 """Of one copy: enough reads under way for any link, and the other multiprocessors compute."""
-_LANES = 1024
-_PORTABLE_AND_MAPPED = 3
-"""What cudaHostRegister is told, so that kernels may read the memory."""
+COPY_LANES = 1024
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -40,6 +34,7 @@ class _GpuTicket:
 
     began: Any
     ended: Any
+    blocks: int = 0
 
 
 class GpuLanes:
@@ -57,22 +52,23 @@ class GpuLanes:
     ) -> None:
         """`keys` and `values` `[layers * device_blocks, …]`, `rows` `[rows, bytes]`, all contiguous;
         `release` is called at the end."""
-        self._device, self._cuda, self._release = keys.device, cuda, release
-        self._in, self._out = cuda.Stream(self._device), cuda.Stream(self._device)
+        self.device, self.cuda, self._release = keys.device, cuda, release
+        self._in, self._out = cuda.Stream(self.device), cuda.Stream(self.device)
         key_bytes, value_bytes = keys[0].nbytes, values[0].nbytes
         word = _WORDS[math.gcd(key_bytes, value_bytes, 8)]
+        self.rows = len(rows)
         host = torch.from_numpy(rows.reshape(len(rows) * layers, -1))
-        self._memory = host.view(word), _as_words(keys, word), _as_words(values, word)
-        self._words = key_bytes // word.itemsize, value_bytes // word.itemsize
+        self.memory = host.view(word), _as_words(keys, word), _as_words(values, word)
+        self.words = key_bytes // word.itemsize, value_bytes // word.itemsize
 
     def upload(self, numbers: Blocks) -> torch.Tensor:
         """See `Lanes`. From page-locked memory, in the computation's order."""
         pinned = torch.from_numpy(numbers)
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             pinned = pinned.pin_memory()
-        uploaded = pinned.to(self._device, non_blocking=True)
+        uploaded = pinned.to(self.device, non_blocking=True)
         for stream in (self._in, self._out):  # Or its memory were given to others while copies still read it.
-            if self._device.type == "cuda":
+            if self.device.type == "cuda":
                 uploaded.record_stream(stream)
         return uploaded
 
@@ -84,41 +80,57 @@ class GpuLanes:
         """See `Lanes`."""
         return self._submit(self._in, parts, places, is_in=True)
 
-    def take(self, places: torch.Tensor, parts: torch.Tensor, is_over: Callable[[], bool]) -> _GpuTicket:
-        """See `Lanes`. The step is under way while it is submitted."""
-        return self._submit(self._out, parts, places, is_in=False)
+    def take(self, places: Blocks, parts: Blocks, is_over: Callable[[], bool]) -> list[_GpuTicket]:
+        """See `Lanes`. All as one copy; the step is under way while it is submitted."""
+        flat = self.upload(np.concatenate([parts.reshape(-1), places.reshape(-1)]))
+        halves = flat[: parts.size], flat[parts.size :]
+        return [self._submit(self._out, *halves, is_in=False, blocks=len(places))]
 
-    def _submit(self, stream: Any, parts: torch.Tensor, places: torch.Tensor, *, is_in: bool) -> _GpuTicket:
+    def _submit(
+        self, stream: Any, parts: torch.Tensor, places: torch.Tensor, *, is_in: bool, blocks: int = 0
+    ) -> _GpuTicket:
         stream.wait_event(self.moment())
-        ticket = _GpuTicket(*(self._cuda.Event(enable_timing=True) for _ in range(2)))
-        with self._cuda.stream(stream):
+        began, ended = (self.cuda.Event(enable_timing=True) for _ in range(2))
+        ticket = _GpuTicket(began, ended, blocks)
+        with self.cuda.stream(stream):
             ticket.began.record(stream)
             self._copy(parts, places, is_in=is_in)
             ticket.ended.record(stream)
         return ticket
 
+    @contextmanager
+    def inwards(self) -> Iterator[Any]:
+        """What is launched inside runs beside the computation, on the stream that brings blocks in, and after
+        what the computation was told before. The event is its end. Not timed: a graph may hold it."""
+        reached, ended = self.cuda.Event(), self.cuda.Event()
+        reached.record(self.cuda.current_stream(self.device))
+        self._in.wait_event(reached)
+        with self.cuda.stream(self._in):
+            yield ended
+            ended.record(self._in)
+
     def copy_now(self, parts: Blocks, places: Blocks, *, is_in: bool) -> None:
         """See `Lanes`."""
         self._copy(self.upload(parts), self.upload(places), is_in=is_in)
-        self._cuda.current_stream(self._device).synchronize()
+        self.cuda.current_stream(self.device).synchronize()
 
     def _copy(self, parts: torch.Tensor, places: torch.Tensor, *, is_in: bool) -> None:
-        key_words, value_words = self._words
+        key_words, value_words = self.words
         launch(
             copy_parts_kernel,
-            (_PROGRAMS if len(parts) else 0,),
-            (parts, places, *self._memory, len(parts)),
+            (COPY_PROGRAMS if len(parts) else 0,),
+            (parts, places, *self.memory, len(parts)),
             KEY_WORDS=key_words,
             VALUE_WORDS=value_words,
-            LANES=_LANES,
-            PROGRAMS=_PROGRAMS,
+            LANES=COPY_LANES,
+            PROGRAMS=COPY_PROGRAMS,
             IS_IN=is_in,
             num_warps=8,
         )
 
     def join(self, ticket: _GpuTicket, timeout_s: float) -> bool:
         """See `Lanes`. The device waits, and nobody on the host."""
-        self._cuda.current_stream(self._device).wait_event(ticket.ended)
+        self.cuda.current_stream(self.device).wait_event(ticket.ended)
         return True
 
     def settle(self, ticket: _GpuTicket) -> bool:
@@ -128,8 +140,8 @@ class GpuLanes:
 
     def moment(self) -> Any:
         """See `Lanes`."""
-        event = self._cuda.Event(enable_timing=True)
-        event.record(self._cuda.current_stream(self._device))
+        event = self.cuda.Event(enable_timing=True)
+        event.record(self.cuda.current_stream(self.device))
         return event
 
     def is_past(self, moment: Any) -> bool:
@@ -152,30 +164,6 @@ class GpuLanes:
     def close(self) -> None:
         """See `Lanes`."""
         self._release()
-
-
-def open_on_gpu(
-    keys: torch.Tensor, values: torch.Tensor, rows: npt.NDArray[np.uint8], layers: int
-) -> BlockStream:
-    """A stream between a CUDA device and `rows`, which are page-locked for it. Raises ConfigError where they
-    cannot be."""
-    cuda: Any = torch.cuda
-    runtime = cuda.cudart()
-    error = runtime.cudaHostRegister(rows.ctypes.data, rows.nbytes, _PORTABLE_AND_MAPPED)
-    if int(error):
-        raise ConfigError(
-            f"{rows.nbytes >> 20} MiB of host memory cannot be page-locked for the GPU ({error}): lower "
-            "pie.host_mb",
-            param="pie.host_mb",
-        )
-
-    def release() -> None:
-        failed = int(runtime.cudaHostUnregister(rows.ctypes.data))
-        if failed:
-            _log.warning("host memory stays page-locked until this process ends (%d)", failed)
-
-    lanes = GpuLanes(keys, values, rows, layers, release=release)
-    return TorchStream(lanes, layers, len(keys) // layers)
 
 
 def _as_words(pool: torch.Tensor, word: torch.dtype) -> torch.Tensor:

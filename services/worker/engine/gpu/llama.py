@@ -17,7 +17,9 @@ from services.worker.engine.gpu.attention import attend_paged, compile_ahead, ga
 from services.worker.engine.gpu.backend import TritonBackend
 from services.worker.engine.gpu.graphs import CudaCapture, DecodeGraphs, GraphLimits
 from services.worker.engine.gpu.spans import Heads
+from services.worker.engine.gpu.streaming import GpuStream
 from services.worker.engine.llama_parts import JoinedLayer, is_rotation_fixed, join_layer
+from services.worker.engine.paged import to_device
 
 MAX_BATCH = 128
 """Decodes replayed at once, unless told otherwise."""
@@ -44,7 +46,9 @@ def with_graphs(
     limits = GraphLimits(max_batch, -(-max_positions // backend.block_tokens))
     llama = CudaLlama(module, backend, max_positions, gate, layers)
     llama.compile_ahead()
-    graphs = DecodeGraphs(llama, backend, limits, CudaCapture())
+    stream = None if gate is None or gate.resident is None else gate.resident.stream
+    fetches = stream if isinstance(stream, GpuStream) else None
+    graphs = DecodeGraphs(llama, backend, limits, CudaCapture(), fetches)
     graphs.capture_all()
     return graphs
 
@@ -81,6 +85,8 @@ class CudaLlama:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`tokens`, `positions` int64 `[rows]`, `kept` int64, rows wanted → logits `[kept, vocabulary]`, and
         what they are of, `[kept, hidden size]`."""
+        device = self._embedding.device
+        tokens, positions, kept = (to_device(each, device) for each in (tokens, positions, kept))
         hidden = functional.embedding(tokens, self._embedding)
         for index, layer in enumerate(self._layers):
             attended = self._attend(index, layer, hidden, positions)
@@ -103,13 +109,14 @@ class CudaLlama:
         projected = functional.linear(self._normed(hidden, layer.input_norm), layer.query_key_value)
         joined = projected.view(hidden.shape[0], -1, self._head_dim)
         step, (k_pool, v_pool) = self._backend.step, self._backend.pools[index]
-        if self._gate is not None:
-            self._gate.enter(index)
+        gate = self._backend.gate or self._gate
+        if gate is not None:
+            gate.enter(index)
         rotate_and_write(joined, self._angles, positions, step.slots, k_pool, v_pool)
         queries = joined[:, : self._q_heads]
         output, _ = attend_paged(k_pool, v_pool, step.spans(self._heads), queries, self._scaling)
-        if self._gate is not None:
-            self._gate.leave(index)
+        if gate is not None:
+            gate.leave(index)
         return output.flatten(1)
 
     def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from services.worker.engine.paged import to_device
 from services.worker.engine.spans import PackedSpans
 
 DECODE_ROWS = 16
@@ -103,7 +104,7 @@ def pack(packed: PackedSpans, heads: Heads, *, device: torch.device, multiproces
 def upload(parts: Sequence[npt.ArrayLike], device: torch.device) -> list[torch.Tensor]:
     """int32 device arrays of several arrays or lists, in one copy; `TABLE_END` follows the last."""
     arrays = [np.asarray(part, dtype=np.int32) for part in parts]
-    on_device = torch.from_numpy(np.concatenate([*arrays, TABLE_END])).to(device)
+    on_device = to_device(torch.from_numpy(np.concatenate([*arrays, TABLE_END])), device)
     starts = [0, *accumulate(each.size for each in arrays)]
     return [on_device[start:end] for start, end in pairwise(starts)]
 

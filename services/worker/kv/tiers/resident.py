@@ -169,6 +169,10 @@ class ResidentKv:
         return (self._stream.address if self.is_streaming else None), self._timeout_s
 
     @property
+    def stream(self) -> BlockStream:
+        """Who copies between here and there."""
+        return self._stream
+
     def tables(self) -> torch.Tensor | None:
         """The present step's on the device, where they change from layer to layer."""
         return self._stream.tables if self.is_streaming else None

@@ -32,8 +32,15 @@ ARRAYS = (
 TYPES = dict.fromkeys(ARRAYS, "*i32") | {
     "lse": "*fp32", "partial": "*fp32", "partial_lse": "*fp32", "slots": "*i64", "query_stride": "i32",
     "key_stride": "i32", "value_stride": "i32", "scaling": "fp32", "softcap": "fp32",
-    "splits": "i32",
+    "splits": "i32", "numbers": "*i32", "raw": "*i32", "pointed": "*i32", "stamps": "*i64", "sums": "*i64",
+    "layer": "i32",
 }  # fmt: skip
+FETCHED = {
+    "LAYERS": 16, "DEVICE_BLOCKS": 96, "KEY_WORDS": 2048, "VALUE_WORDS": 2048, "LANES": 1024, "PROGRAMS": 16,
+    "IS_TIMED": True,
+}  # fmt: skip
+POINTED = {"DEVICE_BLOCKS": 96, "LANES": 1024, "PROGRAMS": 16}
+ACCOUNTED = {"LAYERS": 28, "LAYER_LANES": 32}
 
 
 def compiled(
@@ -85,6 +92,9 @@ def main() -> None:
         "decode fp32": attending(capability, torch.float32, "fp32", DECODE_ROWS),
         "merge": compiled(kernels.merge_kernel, capability, "bf16", merged, num_warps=4),
         "write": compiled(kernels.write_kernel, capability, "bf16", written, num_warps=1),
+        "fetch": compiled(kernels.fetch_layer_kernel, capability, "i64", FETCHED, num_warps=8),
+        "point": compiled(kernels.point_kernel, capability, "i32", POINTED, num_warps=4),
+        "account": compiled(kernels.account_kernel, capability, "i64", ACCOUNTED, num_warps=1),
     }
     print(json.dumps(found))
 

@@ -33,7 +33,8 @@ def test_kernels_compile_with_wide_copies_and_tensor_cores(tmp_path: Path, capab
     )
     assert done.returncode == 0, done.stderr
     compiled = json.loads(done.stdout)
-    assert set(compiled) == {"decode", "prefill", "decode fp32", "merge", "write"}
+    copying = {"fetch", "point", "account"}
+    assert set(compiled) == {"decode", "prefill", "decode fp32", "merge", "write", *copying}
     for name, found in compiled.items():
         assert found["shared_bytes"] <= SHARED_BYTES[capability], name
     for name in ("decode", "prefill"):

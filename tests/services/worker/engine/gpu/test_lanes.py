@@ -18,11 +18,13 @@ from services.worker.engine import attention, engine
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.gpu import lanes as gpu_lanes
 from services.worker.engine.gpu import llama as gpu_llama
+from services.worker.engine.gpu import streaming as gpu_streaming
 from services.worker.engine.gpu.attention import launch
 from services.worker.engine.gpu.backend import TritonBackend
-from services.worker.engine.gpu.lanes import GpuLanes, open_on_gpu
+from services.worker.engine.gpu.lanes import GpuLanes
+from services.worker.engine.gpu.streaming import GpuStream, open_on_gpu
 from services.worker.engine.loading import describe
-from services.worker.engine.stream import TorchStream
+from services.worker.engine.stream import NO_FIGURES
 from services.worker.kv.tiers.resident import BlockStream
 from services.worker.pie.blocks import BlockPie
 from services.worker.pie.settings import PieSettings
@@ -166,12 +168,13 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, cuda: Device) -> None:
     def open_stream(
         keys: torch.Tensor, values: torch.Tensor, rows: npt.NDArray[np.uint8], layers: int
     ) -> BlockStream:
-        return TorchStream(GpuLanes(keys, values, rows, layers, cuda=cuda), layers, len(keys) // layers)
+        return GpuStream(GpuLanes(keys, values, rows, layers, cuda=cuda), layers, len(keys) // layers)
 
     def make_triton(pools: Any, block_tokens: int, device: torch.device) -> TritonBackend:
         return TritonBackend(pools, block_tokens, device)
 
-    monkeypatch.setattr(gpu_lanes, "launch", cuda.launch)
+    for module in (gpu_lanes, gpu_streaming):
+        monkeypatch.setattr(module, "launch", cuda.launch)
     monkeypatch.setattr(engine, "stream_opener", lambda library, device: open_stream)
     monkeypatch.setattr(attention, "_make_triton", make_triton)
     monkeypatch.setattr("services.worker.engine.native.library.choose", lambda *_, **__: None)
@@ -213,5 +216,8 @@ def test_the_text_is_the_same_where_blocks_come_by_streams(
     assert made._attention.triton is not None
     figures = made.pie.kv.figures()
     assert figures.fetched > 0 and figures.layers > 0 and figures.stall_s >= 0
+    assert made.pie.kv.stream.fetches.add_to(NO_FIGURES).fetched > 0, (
+        "no step that brought in blocks was replayed"
+    )
     assert figures.early > 0 if is_early and device.type == "cpu" else figures.early >= 0
     made.pie.close()

@@ -117,15 +117,15 @@ def test_captured_decodes_say_what_transformers_says() -> None:
         pytest.skip("no CUDA device here")
     device = torch.device("cuda")
     module = make_module(device)
-    tokens = torch.randint(VOCABULARY, (1, 30), generator=torch.Generator().manual_seed(1)).to(device)
+    tokens = torch.randint(VOCABULARY, (1, 30), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        expected = module(input_ids=tokens).logits[0]
+        expected = module(input_ids=tokens.to(device)).logits[0]
     backend = backend_for(module)
     forward = with_graphs(module, backend, POSITIONS)
     with torch.inference_mode():
         for place in range(30):
             begin(backend, [Span(place, 1, list(range(8)))])
-            at, kept = torch.tensor([place], device=device), torch.zeros(1, dtype=torch.int64, device=device)
+            at, kept = torch.tensor([place]), torch.zeros(1, dtype=torch.int64)
             logits = forward(tokens[0, at], at, kept).values
             torch.testing.assert_close(logits[0], expected[place], rtol=1e-3, atol=1e-3)
 
@@ -146,9 +146,9 @@ def test_a_trained_model_writes_what_transformers_would(device: torch.device) ->
         rows = [(row, at) for row, own in enumerate(sequences) for at in range(done[row], len(own))]
         counts = [len(own) - at for own, at in zip(sequences, done, strict=True)]
         begin(backend, [Span(done[row], counts[row], list(range(8 * row, 8 * row + 8))) for row in (0, 1)])
-        tokens = torch.tensor([sequences[row][at] for row, at in rows], device=device)
-        positions = torch.tensor([at for _, at in rows], device=device)
-        ends = torch.tensor([counts[0] - 1, sum(counts) - 1], device=device)
+        tokens = torch.tensor([sequences[row][at] for row, at in rows])
+        positions = torch.tensor([at for _, at in rows])
+        ends = torch.tensor([counts[0] - 1, sum(counts) - 1])
         with torch.inference_mode():
             chosen = forward(tokens, positions, ends).values.argmax(-1).tolist()
         done = [len(own) for own in sequences]

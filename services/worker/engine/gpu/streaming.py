@@ -1,0 +1,266 @@
+"""Blocks brought in behind the computation of a CUDA device, also where a graph replays that.
+
+A step that is computed as it comes has each layer's copy submitted on the way (`TorchStream`). A step that is
+replayed has them in its graph: there a copy is a branch that starts once the layer before the last has
+attended, and that the layer joins before it attends. What is copied differs from step to step: the kernels
+read it from memory that stays where it is, and that one upload a step fills:
+
+    numbers: [fetched blocks, of them kept, parity of layer 0, table entries]
+             [rows of host memory] [places that stay, -1: none] [buffers, even] [buffers, odd]
+
+No event inside a graph can be timed, so kernels note when they began and ended, and the last one sums that up
+in memory that the host reads. Knows copies, layers and tables; not what is computed in between.
+"""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from services.worker.engine import paged
+from services.worker.engine.gpu.attention import INTERPRETED, launch
+from services.worker.engine.gpu.kernels import (
+    account_kernel,
+    fetch_layer_kernel,
+    point_kernel,
+    stamp_kernel,
+)
+from services.worker.engine.gpu.lanes import COPY_LANES, COPY_PROGRAMS, GpuLanes
+from services.worker.engine.gpu.spans import TABLE_END
+from services.worker.engine.stream import TorchStream
+from services.worker.kv.core.fetch_buffers import Blocks
+from services.worker.kv.tiers.resident import BlockStream, StreamFigures, StreamWork
+from shared.errors import ConfigError
+
+_log = logging.getLogger("kvasir.worker.pie")
+_HEADER = 4
+_STAMPS = 4
+"""Of a layer: its copy began and ended, the computation came to it, it has attended."""
+_BEGAN, _ENDED, _WANTED, _LEFT = range(_STAMPS)
+_SUMS = 5
+"""Nanoseconds stalled and copied; layers, those of them that were early, blocks of one layer."""
+_PORTABLE_AND_MAPPED = 3
+"""What cudaHostRegister is told, so that kernels may read the memory."""
+
+
+class LayerFetches:
+    """What a replayed step brings in: memory of a fixed place, and the launches that a graph holds."""
+
+    def __init__(self, lanes: GpuLanes, layers: int, device_blocks: int) -> None:
+        self._lanes, self._layers, self._device_blocks = lanes, layers, device_blocks
+        device = lanes.device
+        self._numbers = torch.zeros(_HEADER + 4 * lanes.rows, dtype=torch.int32, device=device)
+        self._stamps = torch.zeros(_STAMPS * layers, dtype=torch.int64, device=device)
+        sums = torch.zeros(_SUMS, dtype=torch.int64)
+        self._sums = sums.pin_memory() if device.type == "cuda" else sums
+
+    def fill(self, work: StreamWork, *, first: int, is_ahead: bool) -> None:
+        """Of a step: `first` is the buffer that layer 0 has; `is_ahead`: what is kept is there already."""
+        kept = work.kept if is_ahead else 0
+        header = np.array([len(work.fetched), kept, first, len(work.tables) + len(TABLE_END)], np.int32)
+        numbers = np.concatenate([header, work.fetched, work.place, work.even, work.odd]).astype(np.int32)
+        paged.fill(self._numbers, torch.from_numpy(numbers))
+
+    def gate(self, raw: torch.Tensor, pointed: torch.Tensor) -> "ReplayedGate":
+        """For one capture. `raw`: a step's tables, `TABLE_END` behind them; `pointed`: what layers attend
+        with."""
+        return ReplayedGate(self, self._lanes.cuda, self._layers, raw, pointed)
+
+    def bring(self, layer: int) -> Any:
+        """The layer's copy, after what the computation has submitted: the event of its end."""
+        key_words, value_words = self._lanes.words
+        with self._lanes.inwards() as came:
+            launch(
+                fetch_layer_kernel,
+                (COPY_PROGRAMS,),
+                (self._numbers, *self._lanes.memory, self._stamps, layer),
+                LAYERS=self._layers,
+                DEVICE_BLOCKS=self._device_blocks,
+                KEY_WORDS=key_words,
+                VALUE_WORDS=value_words,
+                LANES=COPY_LANES,
+                PROGRAMS=COPY_PROGRAMS,
+                IS_TIMED=not INTERPRETED,
+                num_warps=8,
+            )
+        return came
+
+    def note(self, layer: int, stamp: int) -> None:
+        """The computation is there."""
+        at = _STAMPS * layer + stamp
+        launch(stamp_kernel, (1,), (self._stamps, at), IS_TIMED=not INTERPRETED, num_warps=1)
+
+    def point(self, layer: int, raw: torch.Tensor, pointed: torch.Tensor) -> None:
+        """The tables say where the layer's blocks are."""
+        launch(
+            point_kernel,
+            (COPY_PROGRAMS,),
+            (raw, pointed, self._numbers, layer),
+            DEVICE_BLOCKS=self._device_blocks,
+            LANES=COPY_LANES,
+            PROGRAMS=COPY_PROGRAMS,
+            num_warps=4,
+        )
+
+    def account(self) -> None:
+        """All layers are through."""
+        launch(
+            account_kernel,
+            (1,),
+            (self._stamps, self._numbers, self._sums),
+            LAYERS=self._layers,
+            LAYER_LANES=1 << (self._layers - 1).bit_length(),
+            num_warps=1,
+        )
+
+    def add_to(self, figures: StreamFigures) -> StreamFigures:
+        """With what replays have summed up."""
+        stall_ns, fetch_ns, layers, early, fetched = self._sums.tolist()
+        return replace(
+            figures,
+            stall_s=figures.stall_s + stall_ns / 1e9,
+            fetch_s=figures.fetch_s + fetch_ns / 1e9,
+            layers=figures.layers + layers,
+            early=figures.early + early,
+            fetched=figures.fetched + fetched,
+        )
+
+
+class ReplayedGate:
+    """A `Gate` whose waits and copies are captured: a context around all layers."""
+
+    def __init__(
+        self, fetches: LayerFetches, cuda: Any, layers: int, raw: torch.Tensor, pointed: torch.Tensor
+    ) -> None:
+        self._fetches, self._cuda, self._layers = fetches, cuda, layers
+        self._raw, self._pointed = raw, pointed
+        self._came: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._came = [self._fetches.bring(layer) for layer in range(min(2, self._layers))]
+
+    def enter(self, layer: int) -> None:
+        """See `Gate`."""
+        self._fetches.note(layer, _WANTED)
+        self._cuda.current_stream(self._raw.device).wait_event(self._came[layer])
+        self._fetches.point(layer, self._raw, self._pointed)
+
+    def leave(self, layer: int) -> None:
+        """See `Gate`."""
+        self._fetches.note(layer, _LEFT)
+        if layer + 2 < self._layers:
+            self._came.append(self._fetches.bring(layer + 2))
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._fetches.account()
+
+
+class GpuStream(TorchStream):
+    """A `BlockStream` on a CUDA device. A step that brings something in `is_waiting` until the first layer is
+    entered, or until it is replayed."""
+
+    def __init__(self, lanes: GpuLanes, layers: int, device_blocks: int) -> None:
+        super().__init__(lanes, layers, device_blocks)
+        self._gpu = lanes
+        self.fetches = LayerFetches(lanes, layers, device_blocks)
+        self._waiting: StreamWork | None = None
+        self._staged: StreamWork | None = None
+        """Of the graph that comes next."""
+        self._replayed: Any = None
+        """The event at the end of the present step's graph."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the present step brings in blocks, and nothing was done about that yet."""
+        return self._waiting is not None
+
+    @property
+    def tables(self) -> torch.Tensor | None:
+        """See `BlockStream`."""
+        self._begin_now()
+        return super().tables
+
+    def enter(self, layer: int, timeout_s: float) -> bool:
+        """See `BlockStream`."""
+        self._begin_now()
+        return super().enter(layer, timeout_s)
+
+    def stage(self) -> None:
+        """The step that waits will be replayed: its graph comes next on the computation's stream."""
+        work, self._waiting = self._waiting, None
+        if work is None:
+            return
+        if self._last is not None:  # What was read ahead for this step.
+            self._lanes.join(self._last, 0.0)
+        self.fetches.fill(work, first=self._first, is_ahead=self._ahead > 0)
+        self._staged = work
+
+    def replayed(self) -> None:
+        """The graph is submitted, all of the step's layers in it. Two of the next step's are read ahead."""
+        self._left = self._layers
+        work, self._staged = self._staged, None
+        self._replayed = self._lanes.moment()
+        if work is None:
+            return
+        is_passing = work.place < 0
+        flat: list[Blocks] = []
+        for layer in (0, 1):
+            buffers = (work.even, work.odd)[(self._first + self._layers + layer) % 2]
+            flat += [work.fetched[is_passing] * self._layers + layer, buffers[is_passing]]
+        count = len(flat[0])
+        uploaded = self._lanes.upload(np.concatenate(flat).astype(np.int32))
+        pieces = [uploaded[at * count : (at + 1) * count] for at in range(4)]
+        for layer in (0, 1):
+            self._fetch(*pieces[2 * layer : 2 * layer + 2], is_ahead=True)
+
+    def end(self) -> int:
+        """See `BlockStream`."""
+        saved = super().end()
+        self._waiting = self._staged = self._replayed = None
+        return saved
+
+    def figures(self) -> StreamFigures:
+        """See `BlockStream`."""
+        return self.fetches.add_to(super().figures())
+
+    def _settle(self) -> int:
+        if self._replayed is None:
+            return super()._settle()
+        self._replayed.synchronize()
+        return 2 if self._fetches else 0
+
+    def _start(self, work: StreamWork) -> None:
+        self._waiting = work
+
+    def _begin_now(self) -> None:
+        work, self._waiting = self._waiting, None
+        if work is not None:
+            super()._start(work)
+
+
+def open_on_gpu(
+    keys: torch.Tensor, values: torch.Tensor, rows: npt.NDArray[np.uint8], layers: int
+) -> BlockStream:
+    """A stream between a CUDA device and `rows`, which are page-locked for it. Raises ConfigError where they
+    cannot be."""
+    cuda: Any = torch.cuda
+    runtime = cuda.cudart()
+    error = runtime.cudaHostRegister(rows.ctypes.data, rows.nbytes, _PORTABLE_AND_MAPPED)
+    if int(error):
+        raise ConfigError(
+            f"{rows.nbytes >> 20} MiB of host memory cannot be page-locked for the GPU ({error}): lower "
+            "pie.host_mb",
+            param="pie.host_mb",
+        )
+
+    def release() -> None:
+        failed = int(runtime.cudaHostUnregister(rows.ctypes.data))
+        if failed:
+            _log.warning("host memory stays page-locked until this process ends (%d)", failed)
+
+    lanes = GpuLanes(keys, values, rows, layers, release=release)
+    return GpuStream(lanes, layers, len(keys) // layers)
