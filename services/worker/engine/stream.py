@@ -175,16 +175,21 @@ class TorchStream:
         lanes = self._lanes
         copies = self._copies_of(work)
         pointed = [work.at, work.even[work.which], work.odd[work.which]]
-        flat = lanes.upload(np.concatenate([*(each for pair in copies for each in pair), *pointed]))
-        pieces = _cut(flat, [*(len(each) for pair in copies for each in pair), *map(len, pointed)])
+        pieces = self._upload([*(each for pair in copies for each in pair), *pointed])
         self._copies = list(zip(pieces[: 2 * len(copies) : 2], pieces[1 : 2 * len(copies) : 2], strict=True))
         self._at, self._buffers = pieces[-3], (pieces[-2], pieces[-1])
         self._tables = lanes.tables(work.tables)
         self._bring(0)
         self._bring(1)
 
+    def _upload(self, arrays: Sequence[Blocks]) -> list[Index]:
+        """All in one copy."""
+        flat = self._lanes.upload(np.concatenate(arrays))
+        ends = np.cumsum([len(each) for each in arrays]).tolist()
+        return [flat[end - len(each) : end] for each, end in zip(arrays, ends, strict=True)]
+
     def _copies_of(self, work: StreamWork) -> list[tuple[Blocks, Blocks]]:
-        """By layer: parts and places. Two more layers are the next step's, of what goes through buffers."""
+        """By layer: parts and places. Two more layers are the next step's."""
         layers, is_passing = self._layers, work.place < 0
         buffers = (work.even, work.odd)
         found = []
@@ -192,11 +197,17 @@ class TorchStream:
             stays = work.place + layer * self._device_blocks
             first = work.kept if layer < self._ahead else 0
             places = np.where(is_passing, buffers[(self._first + layer) % 2], stays)
-            found.append((work.fetched[first:] * layers + layer, places[first:]))
+            found.append(_as_int32(work.fetched[first:] * layers + layer, places[first:]))
+        return [*found, *self._copies_ahead(work)]
+
+    def _copies_ahead(self, work: StreamWork) -> list[tuple[Blocks, Blocks]]:
+        """Of the next step's first two layers, what goes through buffers."""
+        is_passing, found = work.place < 0, []
         for layer in range(2):
-            places = buffers[(self._first + layers + layer) % 2]
-            found.append((work.fetched[is_passing] * layers + layer, places[is_passing]))
-        return [(parts.astype(np.int32), places.astype(np.int32)) for parts, places in found]
+            buffers = (work.even, work.odd)[(self._first + self._layers + layer) % 2]
+            parts = work.fetched[is_passing] * self._layers + layer
+            found.append(_as_int32(parts, buffers[is_passing]))
+        return found
 
     def _bring(self, layer: int) -> None:
         self._fetch(*self._copies[layer], is_ahead=layer >= self._layers)
@@ -305,9 +316,8 @@ class TorchStream:
         self._lanes.close()
 
 
-def _cut(flat: Index, lengths: list[int]) -> list[Index]:
-    ends = np.cumsum(lengths).tolist()
-    return [flat[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+def _as_int32(*numbers: npt.NDArray[Any]) -> Any:
+    return tuple(each.astype(np.int32) for each in numbers)
 
 
 class _RamTicket:

@@ -227,9 +227,8 @@ class DecodeGraphs:
 
     def _replay(self, batch: int) -> Results:
         stream = self._stream
-        if stream is None or not stream.is_waiting:
+        if stream is None or not stream.stage():
             return self._replays[batch]()
-        stream.stage()
         found = self._streamed[batch]()
         stream.replayed()
         return found

@@ -31,7 +31,6 @@ from services.worker.engine.gpu.kernels import (
 from services.worker.engine.gpu.lanes import COPY_LANES, COPY_PROGRAMS, GpuLanes
 from services.worker.engine.gpu.spans import TABLE_END
 from services.worker.engine.stream import TorchStream
-from services.worker.kv.core.fetch_buffers import Blocks
 from services.worker.kv.tiers.resident import BlockStream, StreamFigures, StreamWork
 from shared.errors import ConfigError
 
@@ -160,23 +159,17 @@ class ReplayedGate:
 
 
 class GpuStream(TorchStream):
-    """A `BlockStream` on a CUDA device. A step that brings something in `is_waiting` until the first layer is
-    entered, or until it is replayed."""
+    """A `BlockStream` on a CUDA device. Of a step that brings something in nothing is done before it is known
+    how the step is computed: with its first layer (`enter`), or as a graph (`stage`, `replayed`)."""
 
     def __init__(self, lanes: GpuLanes, layers: int, device_blocks: int) -> None:
         super().__init__(lanes, layers, device_blocks)
-        self._gpu = lanes
         self.fetches = LayerFetches(lanes, layers, device_blocks)
         self._waiting: StreamWork | None = None
         self._staged: StreamWork | None = None
         """Of the graph that comes next."""
         self._replayed: Any = None
         """The event at the end of the present step's graph."""
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the present step brings in blocks, and nothing was done about that yet."""
-        return self._waiting is not None
 
     @property
     def tables(self) -> torch.Tensor | None:
@@ -189,33 +182,28 @@ class GpuStream(TorchStream):
         self._begin_now()
         return super().enter(layer, timeout_s)
 
-    def stage(self) -> None:
-        """The step that waits will be replayed: its graph comes next on the computation's stream."""
+    def stage(self) -> bool:
+        """Whether the present step brings anything in: then the graph that does comes next on the
+        computation's stream."""
         work, self._waiting = self._waiting, None
         if work is None:
-            return
+            return False
         if self._last is not None:  # What was read ahead for this step.
             self._lanes.join(self._last, 0.0)
         self.fetches.fill(work, first=self._first, is_ahead=self._ahead > 0)
         self._staged = work
+        return True
 
     def replayed(self) -> None:
         """The graph is submitted, all of the step's layers in it. Two of the next step's are read ahead."""
         self._left = self._layers
         work, self._staged = self._staged, None
         self._replayed = self._lanes.moment()
-        if work is None:
-            return
-        is_passing = work.place < 0
-        flat: list[Blocks] = []
-        for layer in (0, 1):
-            buffers = (work.even, work.odd)[(self._first + self._layers + layer) % 2]
-            flat += [work.fetched[is_passing] * self._layers + layer, buffers[is_passing]]
-        count = len(flat[0])
-        uploaded = self._lanes.upload(np.concatenate(flat).astype(np.int32))
-        pieces = [uploaded[at * count : (at + 1) * count] for at in range(4)]
-        for layer in (0, 1):
-            self._fetch(*pieces[2 * layer : 2 * layer + 2], is_ahead=True)
+        if work is not None:
+            first, second = self._copies_ahead(work)
+            pieces = self._upload([*first, *second])
+            for parts, places in (pieces[:2], pieces[2:]):
+                self._fetch(parts, places, is_ahead=True)
 
     def end(self) -> int:
         """See `BlockStream`."""

@@ -68,8 +68,7 @@ class Rig:
         raw = torch.from_numpy(np.concatenate([tables, TABLE_END])).to(self.device)
         if not is_replayed:
             self._layers(self.kv, blocks, self.kv.tables)
-        elif self.stream.is_waiting:
-            self.stream.stage()
+        elif self.stream.stage():
             gate = self.stream.fetches.gate(raw, self.pointed)
             with gate:
                 self._layers(gate, blocks, lambda: self.pointed)
