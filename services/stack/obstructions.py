@@ -8,6 +8,7 @@ import contextlib
 import errno
 import itertools
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -25,7 +26,8 @@ from shared.config import ServiceConfig, load
 from shared.errors import ConfigError, KvasirError
 
 _FIRST_PORT, _SHARES, _PORTS_OF_SHARE = 12_000, 64, 320
-_turns = itertools.count()
+_turns = itertools.count(secrets.randbelow(_PORTS_OF_SHARE))
+"""Two processes may have one share: they begin at places of their own."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ def free_port(host: str = "127.0.0.1", taken: Collection[int] = ()) -> int:
     """A port nobody listened on a moment ago, not `taken`, and that nobody is given by chance in the next.
 
     Below those that the kernel gives to connections and to listeners on port 0; each process looks in a share
-    of its own, so that two that start stacks at the same time do not find the same one. Raises OSError when
-    the whole share is taken.
+    of its own, from a place drawn by lot, so that two that start stacks at the same time do not find the same
+    one. Raises OSError when the whole share is taken.
     """
     share = _FIRST_PORT + os.getpid() % _SHARES * _PORTS_OF_SHARE
     for _ in range(_PORTS_OF_SHARE):
