@@ -104,6 +104,28 @@ def test_every_program_ends_well(program: dict[str, Any]) -> None:
     play(**program)
 
 
+def test_what_hangs_on_a_lost_block_leaves_the_device_after_its_copy() -> None:
+    """Its creditor is gone while own blocks behind it are copied to the host (seed 4869 of these programs)."""
+    long = partial(Wanted, max_tokens=40, word=3)
+    play(
+        seed=4869,
+        requests=[
+            (3.0, long(prompt_tokens=768, answer_tokens=17)),
+            (4.0, long(prompt_tokens=809, answer_tokens=3)),
+            (3.0, Wanted(prompt_tokens=20, answer_tokens=1, max_tokens=2, word=3)),
+            (4.0, long(prompt_tokens=814, answer_tokens=35)),
+        ],
+        levels=[],
+        moves=[(1.0, 0)],
+        cancels=[],
+        kills=[(2.0, 0, 0.25), (5.5, 0, 1.0)],
+        disk_blocks=0,
+        copies_s=(0.0, 0.01, 0.3),
+        relief=False,
+        placement="prefix_aware",
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @settings(max_examples=10_000, deadline=None)

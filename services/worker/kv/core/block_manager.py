@@ -57,6 +57,8 @@ class Inventory:
         """Called with each block that got or lost a place."""
         self.on_borrowed_free: Callable[[int], None] = lambda block: None
         """Called with each borrowed block that has no name any more."""
+        self.end_copy: Callable[[Node], None] = lambda node: None
+        """Called with a block that leaves the device while the host gets a copy: that is over on return."""
 
     def node_of(self, block: int) -> Node | None:
         """The named block that lies there on the device."""
@@ -373,9 +375,7 @@ class Inventory:
 
     def _shelf(self, tier: Tier) -> SlotPool | PeerSlots:
         """Of one of the lower tiers."""
-        if tier is Tier.HOST:
-            return self.host
-        return self.disk if tier is Tier.DISK else self.peers
+        return {Tier.HOST: self.host, Tier.DISK: self.disk}.get(tier, self.peers)
 
     def _rank(self, node: Node) -> None:
         for tier, order in zip(Tier, self._orders, strict=True):
@@ -383,10 +383,8 @@ class Inventory:
                 order.add(node, group_of(node, tier))
             else:
                 order.discard(node)
-        if node.places[Tier.HOST] is not None and node.is_loose(Tier.DEVICE) and self.is_own(node):
-            self._saved.add(node)
-        else:
-            self._saved.discard(node)
+        is_saved = node.places[Tier.HOST] is not None and node.is_loose(Tier.DEVICE) and self.is_own(node)
+        (self._saved.add if is_saved else self._saved.discard)(node)
         if node.is_shadow:
             self.shadows.rank(node)
 
@@ -420,12 +418,13 @@ class Inventory:
             node.is_outside = self.pool.is_outside(block)
 
     def _take(self, node: Node, tier: Tier) -> int:
+        if tier is Tier.DEVICE and node.storing:
+            self.end_copy(node)
         self._count(node, -1)
         place = self.tree.take(node, tier)
         if tier is Tier.DEVICE:
-            node.is_outside = False
+            node.is_outside = node.is_leaving = False
         self._count(node, 1)
-        node.is_leaving = node.is_leaving and tier is not Tier.DEVICE
         self.on_moved(node.name)
         if tier is Tier.HOST:
             self.unsaved.pop(node, None)

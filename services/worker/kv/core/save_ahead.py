@@ -38,6 +38,7 @@ class SaveAhead:
         """Of the last choice those that leave without a copy."""
         self._evicted = 0
         """When it was made, of all time."""
+        books.end_copy = self.finish
 
     @property
     def slots(self) -> list[int]:
