@@ -105,7 +105,7 @@ def test_every_program_ends_well(program: dict[str, Any]) -> None:
 
 
 def test_what_hangs_on_a_lost_block_leaves_the_device_after_its_copy() -> None:
-    """Its creditor is gone while own blocks behind it are copied to the host (seed 4869 of these programs)."""
+    """Its creditor is gone while own blocks behind it are copied to the host (one of the programs below)."""
     long = partial(Wanted, max_tokens=40, word=3)
     play(
         seed=4869,
