@@ -284,10 +284,8 @@ def _sample(
     logits: torch.Tensor, points: Sequence[SamplePoint], library: CDLL | None, masks: RowMasks | None
 ) -> list[Sampled | None]:
     tops = {row: top for row, point in enumerate(points) if (top := point.sampling.top_logprobs) is not None}
-    measured = torch.tensor(list(tops), dtype=torch.int64)
-    if tops:
-        measured = measured.to(logits.device)
-    raw = logits[measured]
+    measured = list(tops)
+    raw = logits[measured] if tops else logits[:0]
     penalize(logits, points)
     if masks is not None:
         mask_rows(logits, masks.rows, masks.wait(), library)

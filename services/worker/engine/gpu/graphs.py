@@ -226,12 +226,8 @@ class DecodeGraphs:
         return Logits(logits[chosen], hidden=hidden[chosen])
 
     def _replay(self, batch: int) -> Results:
-        stream = self._stream
-        if stream is None or not stream.stage():
-            return self._replays[batch]()
-        found = self._streamed[batch]()
-        stream.replayed()
-        return found
+        found = None if self._stream is None else self._stream.replay(self._streamed[batch])
+        return found or self._replays[batch]()
 
     def _captured(self, batch: int, stream: GpuStream | None = None) -> GraphReplay:
         """With the copies of `stream` in it, where it is given."""

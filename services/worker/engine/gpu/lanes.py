@@ -1,4 +1,4 @@
-"""`Lanes` of a CUDA device: a stream for each direction beside the computation's, events in between.
+"""`CopyLanes` of a CUDA device: a stream for each direction beside the computation's, events in between.
 
 Host memory is page-locked, and a kernel of few programs reads and writes it over the link: blocks lie
 scattered, and a call for each part would take the host longer than the link takes to carry it. Nobody waits
@@ -38,7 +38,7 @@ class _GpuTicket:
 
 
 class GpuLanes:
-    """Implements `Lanes`. `cuda` is `torch.cuda`: streams and events as it has them."""
+    """Implements `CopyLanes`. `cuda` is `torch.cuda`: streams and events as it has them."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class GpuLanes:
         self.words = key_bytes // word.itemsize, value_bytes // word.itemsize
 
     def upload(self, numbers: Blocks) -> torch.Tensor:
-        """See `Lanes`. From page-locked memory, in the computation's order."""
+        """See `CopyLanes`. From page-locked memory, in the computation's order."""
         pinned = torch.from_numpy(numbers)
         if self.device.type == "cuda":
             pinned = pinned.pin_memory()
@@ -73,15 +73,15 @@ class GpuLanes:
         return uploaded
 
     def tables(self, tables: Blocks) -> torch.Tensor:
-        """See `Lanes`. As kernels want them (`spans.TABLE_END`)."""
+        """See `CopyLanes`. As kernels want them (`spans.TABLE_END`)."""
         return self.upload(np.concatenate([tables, TABLE_END]))
 
     def bring(self, parts: torch.Tensor, places: torch.Tensor) -> _GpuTicket:
-        """See `Lanes`."""
+        """See `CopyLanes`."""
         return self._submit(self._in, parts, places, is_in=True)
 
     def take(self, places: Blocks, parts: Blocks, is_over: Callable[[], bool]) -> list[_GpuTicket]:
-        """See `Lanes`. All as one copy; the step is under way while it is submitted."""
+        """See `CopyLanes`. All as one copy; the step is under way while it is submitted."""
         flat = self.upload(np.concatenate([parts.reshape(-1), places.reshape(-1)]))
         halves = flat[: parts.size], flat[parts.size :]
         return [self._submit(self._out, *halves, is_in=False, blocks=len(places))]
@@ -110,7 +110,7 @@ class GpuLanes:
             ended.record(self._in)
 
     def copy_now(self, parts: Blocks, places: Blocks, *, is_in: bool) -> None:
-        """See `Lanes`."""
+        """See `CopyLanes`."""
         self._copy(self.upload(parts), self.upload(places), is_in=is_in)
         self.cuda.current_stream(self.device).synchronize()
 
@@ -129,40 +129,40 @@ class GpuLanes:
         )
 
     def join(self, ticket: _GpuTicket, timeout_s: float) -> bool:
-        """See `Lanes`. The device waits, and nobody on the host."""
+        """See `CopyLanes`. The device waits, and nobody on the host."""
         self.cuda.current_stream(self.device).wait_event(ticket.ended)
         return True
 
     def settle(self, ticket: _GpuTicket) -> bool:
-        """See `Lanes`."""
+        """See `CopyLanes`."""
         ticket.ended.synchronize()
         return True
 
     def moment(self) -> Any:
-        """See `Lanes`."""
+        """See `CopyLanes`."""
         event = self.cuda.Event(enable_timing=True)
         event.record(self.cuda.current_stream(self.device))
         return event
 
     def is_past(self, moment: Any) -> bool:
-        """See `Lanes`."""
+        """See `CopyLanes`."""
         return bool(moment.query())
 
     def between(self, earlier: Any, later: Any) -> float:
-        """See `Lanes`."""
+        """See `CopyLanes`."""
         return float(earlier.elapsed_time(later)) / 1e3
 
     def pace(self, bytes_s: float) -> None:
-        """See `Lanes`. The link is real."""
+        """See `CopyLanes`. The link is real."""
 
     def hurry(self, *, all_of_it: bool) -> None:
-        """See `Lanes`. Nothing holds copies up."""
+        """See `CopyLanes`. Nothing holds copies up."""
 
     def begin(self) -> None:
-        """See `Lanes`."""
+        """See `CopyLanes`."""
 
     def close(self) -> None:
-        """See `Lanes`."""
+        """See `CopyLanes`."""
         self._release()
 
 

@@ -13,8 +13,9 @@ in memory that the host reads. Knows copies, layers and tables; not what is comp
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,7 @@ from services.worker.kv.tiers.resident import BlockStream, StreamFigures, Stream
 from shared.errors import ConfigError
 
 _log = logging.getLogger("kvasir.worker.pie")
+_Found = TypeVar("_Found")
 _HEADER = 4
 _STAMPS = 4
 """Of a layer: its copy began and ended, the computation came to it, it has attended."""
@@ -160,14 +162,12 @@ class ReplayedGate:
 
 class GpuStream(TorchStream):
     """A `BlockStream` on a CUDA device. Of a step that brings something in nothing is done before it is known
-    how the step is computed: with its first layer (`enter`), or as a graph (`stage`, `replayed`)."""
+    how the step is computed: with its first layer (`enter`), or as a graph (`replay`)."""
 
     def __init__(self, lanes: GpuLanes, layers: int, device_blocks: int) -> None:
         super().__init__(lanes, layers, device_blocks)
         self.fetches = LayerFetches(lanes, layers, device_blocks)
         self._waiting: StreamWork | None = None
-        self._staged: StreamWork | None = None
-        """Of the graph that comes next."""
         self._replayed: Any = None
         """The event at the end of the present step's graph."""
 
@@ -182,33 +182,27 @@ class GpuStream(TorchStream):
         self._begin_now()
         return super().enter(layer, timeout_s)
 
-    def stage(self) -> bool:
-        """Whether the present step brings anything in: then the graph that does comes next on the
-        computation's stream."""
+    def replay(self, graph: Callable[[], _Found]) -> _Found | None:
+        """What the graph gives, whose layers bring in what the present step reads from outside. Two of the
+        next step's are read ahead behind it. None where the step reads nothing there: it is not replayed then."""
         work, self._waiting = self._waiting, None
         if work is None:
-            return False
+            return None
         if self._last is not None:  # What was read ahead for this step.
             self._lanes.join(self._last, 0.0)
         self.fetches.fill(work, first=self._first, is_ahead=self._ahead > 0)
-        self._staged = work
-        return True
-
-    def replayed(self) -> None:
-        """The graph is submitted, all of the step's layers in it. Two of the next step's are read ahead."""
-        self._left = self._layers
-        work, self._staged = self._staged, None
-        self._replayed = self._lanes.moment()
-        if work is not None:
-            first, second = self._copies_ahead(work)
-            pieces = self._upload([*first, *second])
-            for parts, places in (pieces[:2], pieces[2:]):
-                self._fetch(parts, places, is_ahead=True)
+        found = graph()
+        self._left, self._replayed = self._layers, self._lanes.moment()
+        first, second = self._copies_ahead(work)
+        pieces = self._upload([*first, *second])
+        for parts, places in (pieces[:2], pieces[2:]):
+            self._fetch(parts, places, is_ahead=True)
+        return found
 
     def end(self) -> int:
         """See `BlockStream`."""
         saved = super().end()
-        self._waiting = self._staged = self._replayed = None
+        self._waiting = self._replayed = None
         return saved
 
     def figures(self) -> StreamFigures:
@@ -219,7 +213,7 @@ class GpuStream(TorchStream):
         if self._replayed is None:
             return super()._settle()
         self._replayed.synchronize()
-        return 2 if self._fetches else 0
+        return 2
 
     def _start(self, work: StreamWork) -> None:
         self._waiting = work

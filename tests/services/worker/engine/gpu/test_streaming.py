@@ -68,13 +68,15 @@ class Rig:
         raw = torch.from_numpy(np.concatenate([tables, TABLE_END])).to(self.device)
         if not is_replayed:
             self._layers(self.kv, blocks, self.kv.tables)
-        elif self.stream.stage():
-            gate = self.stream.fetches.gate(raw, self.pointed)
-            with gate:
-                self._layers(gate, blocks, lambda: self.pointed)
-            self.stream.replayed()
+        else:
+            self.stream.replay(lambda: self._as_a_graph(raw, blocks))
         self.kv.end(is_complete=True)
         self.kv.residency.check_integrity()
+
+    def _as_a_graph(self, raw: torch.Tensor, blocks: list[int]) -> None:
+        gate = self.stream.fetches.gate(raw, self.pointed)
+        with gate:
+            self._layers(gate, blocks, lambda: self.pointed)
 
     def _layers(self, gate: Any, blocks: list[int], tables: Any) -> None:
         for layer in range(self.layers):
