@@ -184,7 +184,7 @@ class GpuStream(TorchStream):
 
     def replay(self, graph: Callable[[], _Found]) -> _Found | None:
         """What the graph gives, whose layers bring in what the present step reads from outside. Two of the
-        next step's are read ahead behind it. None where the step reads nothing there: it is not replayed then."""
+        next step's are read ahead behind it. None, unreplayed, where it reads nothing there."""
         work, self._waiting = self._waiting, None
         if work is None:
             return None
