@@ -13,7 +13,7 @@ CHECK_PYTHON = $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and
   'error: Kvasir needs Python 3.11 or later, and $(PYTHON) is %d.%d; with another one: make $(MAKECMDGOALS) PYTHON=python3.12' \
   % sys.version_info[:2])"
 .DEFAULT_GOAL := help
-.PHONY: help sbom up down status logs chat test test-vllm dev check lint types layers format simulate slow clients lm-eval docs diagrams lock wheels secrets dashboards compose-test readme-test setup-vllm setup-llamacpp clean
+.PHONY: help sbom up down status logs chat test test-vllm dev check lint types layers house format simulate slow clients lm-eval docs diagrams lock wheels secrets dashboards compose-test readme-test setup-vllm setup-llamacpp clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -102,7 +102,7 @@ readme-test: ## do what README says, in a clean clone, and write down what was s
 	@$(CHECK_PYTHON)
 	@$(PYTHON) tests/readme/walk.py $(ARGS)
 
-check: lint types layers ## everything that reads the code without running it
+check: lint types layers house ## ruff, mypy, import rules, and the ceilings of house.toml
 
 lint: .venv/.dev ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -113,6 +113,9 @@ types: .venv/.dev ## mypy, strict
 
 layers: .venv/.dev ## import-linter: pure cores, independent services
 	$(BIN)/lint-imports --no-cache
+
+house: .venv/.dev ## nothing that `bench house` counts is above its ceiling in house.toml
+	@$(BIN)/python -m bench house --check > /dev/null
 
 format: .venv/.dev ## write the format that `make lint` asks for
 	$(BIN)/ruff check --fix-only .
@@ -182,7 +185,7 @@ PIP_BY_HASH := -m pip install --quiet --disable-pip-version-check --require-hash
 	.venv-vllm/bin/vllm --version
 	@touch $@
 
-lock: .venv-lock/.installed ## rewrite deploy/locks/ for requirements*.txt (ARGS=--upgrade: newest versions)
+lock: .venv-lock/.installed ## rewrite deploy/locks/ for deploy/requirements/ (ARGS=--upgrade: newest versions)
 	@.venv-lock/bin/python deploy/lock.py $(ARGS)
 
 .venv-lock/.installed:

@@ -1,7 +1,7 @@
 """`make lock`: writes deploy/locks/, exact versions and SHA-256 of everything that set-up installs.
 
 The hashes are those of all files that the package index has of a version: one lock serves Python 3.11 and
-later on x86-64 and aarch64. Versions stay where requirements*.txt allow it; `--upgrade` takes the newest.
+later on x86-64 and aarch64. Versions stay where deploy/requirements/ allow it; `--upgrade` takes the newest.
 
 torch-cpu.txt is written by hand: PyTorch keeps its builds without CUDA on an index of its own, which whoever
 writes the other locks need not reach. vllm.txt, for which it is installed too, is for Linux on x86-64 and
@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "deploy" / "locks"
+REQUIREMENTS = ROOT / "deploy" / "requirements"
 OLDEST_PYTHON = "3.11"
 _GPU_ONLY = re.compile(r"(torch|triton|nvidia-[^=]*|cuda-[^=]*)==")
 _NOT_FOR_VLLM = re.compile(r"(torch(vision|audio|codec)?|nvidia-[^=]*|cuda-[^=]*)==")
@@ -41,19 +42,19 @@ def entries(text: str) -> dict[str, str]:
 
 
 def main(words: list[str]) -> None:
-    runtime = _compile("requirements.txt", words)
+    runtime = _compile("runtime", words)
     _write("torch-cuda", {line: entry for line, entry in runtime.items() if _GPU_ONLY.match(line)})
     plain = {line: entry for line, entry in runtime.items() if not _GPU_ONLY.match(line)}
     _write("runtime", plain)
     for extra in ("dev", "lm-head", "traces"):
-        compiled = _compile(f"requirements-{extra}.txt", words)
+        compiled = _compile(extra, words)
         added = {line: entry for line, entry in compiled.items() if line not in runtime}
         _write(extra, added, "-r runtime.txt\n")
     for apart in ("clients", "aider", "llamacpp", "gpu", "docs"):
-        _write(apart, _compile(f"requirements-{apart}.txt", words, (apart,)))
-    _write("ucx", _compile("requirements-ucx.txt", [*words, "--no-deps"], ("ucx",)))
-    _write("kv-events", _compile("requirements-kv-events.txt", [*words, "--no-deps"], ("kv-events",)))
-    scores = _compile("requirements-lm-eval.txt", words, ("lm-eval",))
+        _write(apart, _compile(apart, words, (apart,)))
+    _write("ucx", _compile("ucx", [*words, "--no-deps"], ("ucx",)))
+    _write("kv-events", _compile("kv-events", [*words, "--no-deps"], ("kv-events",)))
+    scores = _compile("lm-eval", words, ("lm-eval",))
     _write("lm-eval", {line: entry for line, entry in scores.items() if not _GPU_ONLY.match(line)})
     vllm = _compile_vllm(words)
     _write("vllm", {line: entry for line, entry in vllm.items() if not _NOT_FOR_VLLM.match(line)})
@@ -75,7 +76,7 @@ def _compile_vllm(words: list[str]) -> dict[str, str]:
         overrides = Path(folder, "overrides.txt")
         overrides.write_text(_VLLM_OVERRIDES)
         machine = ["--python-platform", "x86_64-manylinux_2_28", "--python-version", OLDEST_PYTHON]
-        return _resolve("requirements-vllm.txt", [*machine, "--override", str(overrides), *words], ("vllm",))
+        return _resolve("vllm", [*machine, "--override", str(overrides), *words], ("vllm",))
 
 
 def _resolve(source: str, words: list[str], beside: tuple[str, ...]) -> dict[str, str]:
@@ -84,7 +85,8 @@ def _resolve(source: str, words: list[str], beside: tuple[str, ...]) -> dict[str
     with tempfile.TemporaryDirectory() as folder:
         compiled = Path(folder, "compiled.txt")
         compiled.write_text("".join(f"{entry}\n" for entry in entries(known).values()))
-        command = [sys.executable, "-m", "uv", "pip", "compile", source, "--output-file", str(compiled)]
+        asked = str(REQUIREMENTS / f"{source}.txt")
+        command = [sys.executable, "-m", "uv", "pip", "compile", asked, "--output-file", str(compiled)]
         command += ["--generate-hashes", "--no-header", "--no-annotate", "--quiet", *words]
         subprocess.run(command, cwd=ROOT, check=True)
         return entries(compiled.read_text())

@@ -1,11 +1,12 @@
 """`python -m bench house`: how hard the code is to enter. Counts, no timings.
 
-Static: lines, the share of imports, splinters, words with several meanings (`static.py`). Live: which
-files and functions of the project run between a chat request of 16 tokens leaving the client and its
-answer's end, in all processes of a stack of two workers; and which of the worker's and the ledger's
-files run while a prompt longer than one worker's KV borrows from the other. What runs on timers in an
-idle stack is left out, so heartbeats do not count; with them goes the little that both use, such as
-publishing.
+Static (`static.py`): lines, words, the share of imports, splinters, names with several meanings. Live: the
+files and functions that run in a stack of two workers from the moment a chat request of 16 tokens leaves the
+client to the end of its answer; which of those files belong to features that the request does not use; and
+the files of the worker and the ledger that run while a prompt longer than one worker's KV borrows from the
+other. Everything that also runs on timers in an idle stack is left out, so heartbeats do not count.
+
+`--check` fails when a figure is above its ceiling in `house.toml`.
 """
 
 import json
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import httpx
 
-from bench.house import static
+from bench.house import ceilings, static
 from bench.kit.context import Context
 from bench.kit.models import TINY_CHAT
 from bench.kit.outcome import Outcome, Table
@@ -50,49 +51,63 @@ Function = tuple[str, str]
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--no-live", action="store_true", help="count the source only; start no stack")
+    parser.add_argument(
+        "--check", action="store_true", help="fail when a figure is above its ceiling in house.toml"
+    )
 
 
 def run(context: Context) -> Outcome:
+    """Raises InternalError with `--check` when a figure is above its ceiling."""
+    house = ceilings.read(ROOT)
     figures, tables = _source()
     if not context.arguments.no_live:
         chat = _trace(context, "chat", {}, _SHORT_PROMPT, 16, 64)
         borrowed = _trace(context, "borrowed", _BORROWING, _LONG_PROMPT, 8, 1000)
         rooms = {file for file, _ in borrowed if file.startswith(_BORROWED_ROOMS)}
+        off = house.off_files(file for file, _ in chat)
         figures |= {
             "request_files": len({file for file, _ in chat}),
             "request_functions": len(chat),
             "borrowed_block_files": len(rooms),
+            "off_files": sum(len(files) for files in off.values()),
         }
+        unused = [(feature, " ".join(files)) for feature, files in off.items() if files]
+        tables.append(Table("features that a plain chat touches unasked", ["feature", "files"], unused))
         tables.append(_by_folder("a chat request of 16 tokens", chat))
         tables.append(_by_folder("a prompt that borrows", borrowed))
         for name, functions in (("chat", chat), ("borrowed", borrowed)):
             for file, function in sorted(functions):
                 context.record({"file": file, "function": function}, f"{name}.jsonl")
+    if context.arguments.check and (excesses := house.excesses(figures)):
+        raise InternalError("; ".join(excesses))
     return Outcome(figures=figures, failures=0, tables=tables)
 
 
 def _source() -> tuple[dict[str, float], list[Table]]:
     services = static.modules(ROOT, ["services"])
     live = static.modules(ROOT, ["services", "shared"])
-    words = static.homonyms(static.modules(ROOT, ["services", "shared", "sim"]))
+    names = static.homonyms(static.modules(ROOT, ["services", "shared", "sim"]))
     splinters = static.splinters(services)
     worker = static.modules(ROOT, ["services/worker"])
     figures = {
         "splinters": float(len(splinters)),
-        "homonyms": float(len(words)),
+        "homonyms": float(len(names)),
         "import_share": static.import_share(live),
         "files_worker": float(len(worker)),
         "lines_worker": float(sum(module.lines for module in worker)),
         "lines_services_shared": float(static.lines(ROOT, ["services", "shared"])),
         "lines_tests": float(static.lines(ROOT, ["tests"])),
         "lines_bench": float(static.lines(ROOT, ["bench"])),
+        "words_docs": float(static.words(sorted((ROOT / "docs").rglob("*.md")))),
+        "words_readme": float(static.words([ROOT / "README.md"])),
+        "root_entries": float(static.entries(ROOT)),
     }
     tables = [
         Table("modules with one importer", ["module", "lines"], [(one.name, one.lines) for one in splinters]),
         Table(
-            "words with several meanings",
-            ["word", "modules"],
-            [(word, " ".join(homes)) for word, homes in words.items()],
+            "names with several meanings",
+            ["name", "modules"],
+            [(name, " ".join(homes)) for name, homes in names.items()],
         ),
         _rooms(worker),
     ]

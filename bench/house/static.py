@@ -4,6 +4,7 @@ Reads the working tree below a root; imports nothing of it.
 """
 
 import ast
+import subprocess
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,18 @@ def modules(root: Path, folders: Sequence[str]) -> list[Module]:
 
 def lines(root: Path, folders: Sequence[str]) -> int:
     return sum(module.lines for module in modules(root, folders))
+
+
+def words(pages: Sequence[Path]) -> int:
+    """Words in these text files, as `wc -w` counts them."""
+    return sum(len(page.read_text().split()) for page in pages)
+
+
+def entries(root: Path) -> int:
+    """Files and folders in the root that git tracks and `ls` shows."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True)
+    names = {name.partition("/")[0] for name in listed.stdout.split("\0") if name}
+    return len([name for name in names if not name.startswith(".")])
 
 
 def import_share(of: Sequence[Module]) -> float:

