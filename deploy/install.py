@@ -76,7 +76,15 @@ def _set_up(parts: list[str]) -> None:
         _install(part)
     if "runtime" in parts:
         _build_operators()
+    _link_command()
     print(f"set up in {time.monotonic() - began_s:.0f} s", flush=True)
+
+
+def _link_command() -> None:
+    """Makes `.venv/bin/kvasir`, which is the script in the root."""
+    link = VENV / "bin" / "kvasir"
+    link.unlink(missing_ok=True)
+    link.symlink_to(Path("..", "..", "kvasir"))
 
 
 def _size(megabytes: float) -> str:

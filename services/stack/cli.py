@@ -1,4 +1,4 @@
-"""The command line: `python -m services up | down | status | logs | explain | record | chat | …`."""
+"""The command line: `kvasir up | down | status | logs | explain | record | chat | …`."""
 
 import argparse
 import asyncio
@@ -20,6 +20,7 @@ from shared import log
 from shared.config import load
 from shared.errors import ConfigError, KvasirError
 from shared.messages.sequence import ServiceClass
+from shared.release import VERSION
 
 _DEFAULT_FILE = ROOT / "deploy" / "local.yaml"
 _METAVARS = {"served_name": "NAME"}
@@ -37,15 +38,14 @@ _STACK_FLAGS = (
 
 @dataclass(frozen=True)
 class Program:
-    """What is run by these commands, and the module name that help and messages show. Tests run another."""
+    """What these commands run, and the module that runs them. Tests run another program."""
 
     module: str = "services"
     make_table: TableMaker = kvasir_table
 
 
 def main(argv: Sequence[str] | None = None, program: Program = Program()) -> int:  # frozen
-    """Carries out one command; returns the exit code: 0 done, 1 failed, 2 wrong settings, 3 something is in
-    the way."""
+    """Run one command and return its exit code: 0 done, 1 failed, 2 wrong settings, 3 obstructed."""
     words = list(sys.argv[1:] if argv is None else argv)
     arguments = _parser().parse_args(words, argparse.Namespace(program=program, words=words))
     logging.getLogger(log.ROOT).addHandler(logging.NullHandler())  # the console is for people
@@ -71,34 +71,36 @@ def main(argv: Sequence[str] | None = None, program: Program = Program()) -> int
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a wrong command line as all other errors here are: one line, `error: `, exit code 2."""
+    """Reports a wrong command line in one line that begins with `error: `, with exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"error: {message}; `{self.prog} --help` says what there is", file=sys.stderr)
+        print(f"error: {message}; see `{self.prog} --help`", file=sys.stderr)
         raise SystemExit(2)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m services",
-        description="The local Kvasir stack.",
-        epilog="One service alone: python -m services.NAME --help, where NAME is gateway, scheduler, "
-        "predictor, placement, ledger or worker.",
+        prog="kvasir",
+        description="Serve large language models whose KV cache is one shared, tiered, lendable resource.",
+        epilog="`kvasir COMMAND --help` lists the options of a command. To run one service alone: python -m "
+        "services.NAME --help, where NAME is gateway, scheduler, predictor, placement, ledger or worker.",
     )
-    commands = parser.add_subparsers(
-        required=True, metavar="up|down|roll|status|logs|explain|record|chat|models|keys|credentials"
-    )
+    parser.add_argument("--version", action="version", version=f"kvasir {VERSION}")
+    commands = parser.add_subparsers(required=True, title="commands", metavar="COMMAND")
     common = _Parser(add_help=False)
     common.add_argument(
-        "--run-dir", type=Path, default=DEFAULT_RUN_DIR, help="state, logs, credentials [%(default)s]"
+        "--run-dir",
+        type=Path,
+        default=DEFAULT_RUN_DIR,
+        help="state, logs and credentials [%(default)s]",
     )
 
-    up = commands.add_parser("up", parents=[common], help="start everything; Ctrl-C ends it")
-    up.add_argument("--detach", action="store_true", help="return when it is ready and leave it running")
+    up = commands.add_parser("up", parents=[common], help="start the stack; Ctrl-C stops it")
+    up.add_argument("--detach", action="store_true", help="return once it is ready and leave it running")
     up.add_argument(
-        "--if-needed", action="store_true", help="with --detach: one that is ready already will do"
+        "--if-needed", action="store_true", help="with --detach: do nothing if a stack is ready already"
     )
-    up.add_argument("--config", type=Path, help="YAML file [deploy/local.yaml, if there is one]")
+    up.add_argument("--config", type=Path, help="YAML file with settings [deploy/local.yaml, if it exists]")
     for name in _STACK_FLAGS:
         field = StackConfig.model_fields[name]
         default = "" if field.default is None else f" [{field.default:g}]"
@@ -116,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         "--without",
         action="append",
         choices=get_args(get_args(StackConfig.model_fields["without"].annotation)[0]),
-        help="do not start it, one of your own is to do its work; repeatable",
+        help="do not start this service, because you run your own; repeatable",
     )
     up.add_argument(
         "--engine",
@@ -129,103 +131,112 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="of a service or one instance: worker.kv_blocks=64, worker-1.kv_blocks=64; repeatable",
+        help="set for a service or for one instance: worker.kv_blocks=64, worker-1.kv_blocks=64; repeatable",
     )
     up.set_defaults(command=_up)
 
-    down = commands.add_parser("down", parents=[common], help="end the stack of this run directory")
+    down = commands.add_parser("down", parents=[common], help="stop the stack")
     down.set_defaults(command=_down)
 
     roll = commands.add_parser(
-        "roll", parents=[common], help="start every process anew, one after the other, while it serves"
+        "roll", parents=[common], help="restart every process, one after the other, while the stack serves"
     )
-    roll.add_argument("names", nargs="*", metavar="NAME", help="worker-0, or worker for all of them [all]")
-    roll.add_argument("--code", type=Path, metavar="FOLDER", help="a checkout to start them from [this one]")
+    roll.add_argument("names", nargs="*", metavar="NAME", help="process (worker-0) or service (worker) [all]")
+    roll.add_argument("--code", type=Path, metavar="FOLDER", help="checkout to start them from [this one]")
     roll.set_defaults(command=_roll)
 
     status = commands.add_parser(
-        "status", parents=[common], help="how it is, in ten lines; of a NAME, all that it says"
+        "status",
+        parents=[common],
+        help="show whether all is well; with NAME, everything about it",
     )
     status.add_argument(
-        "names", nargs="*", metavar="NAME", help="worker-0, worker for all of them; all: each process"
+        "names", nargs="*", metavar="NAME", help="process (worker-0), service (worker), or all"
     )
-    status.add_argument("--json", action="store_true", help="for programs")
+    status.add_argument("--json", action="store_true", help="print JSON")
     status.set_defaults(command=_status)
 
-    logs = commands.add_parser("logs", parents=[common], help="what its processes have logged")
-    logs.add_argument("names", nargs="*", metavar="NAME", help="of these processes only: worker-0 gateway-0")
-    logs.add_argument("--follow", "-f", action="store_true", help="go on with what comes, until Ctrl-C")
-    logs.add_argument("--lines", "-n", type=int, default=40, metavar="N", help="how many [%(default)s]")
+    logs = commands.add_parser("logs", parents=[common], help="print what the processes have logged")
+    logs.add_argument("names", nargs="*", metavar="NAME", help="only these processes: worker-0 gateway-0")
+    logs.add_argument("--follow", "-f", action="store_true", help="keep printing new lines until Ctrl-C")
+    logs.add_argument("--lines", "-n", type=int, default=40, metavar="N", help="lines to print [%(default)s]")
     logs.set_defaults(command=_logs)
 
-    explain = commands.add_parser("explain", parents=[common], help="where the time of a request went")
-    explain.add_argument("request", metavar="REQUEST_ID", help="as the header x-kvasir-request-id has it")
-    explain.add_argument("--events", action="store_true", help="and all that was recorded of it")
+    explain = commands.add_parser("explain", parents=[common], help="show where the time of a request went")
+    explain.add_argument("request", metavar="REQUEST_ID", help="from the header x-kvasir-request-id")
+    explain.add_argument("--events", action="store_true", help="also print every recorded event")
     explain.add_argument(
         "--what-if",
         nargs="*",
         metavar="POLICY|+N",
-        help="when it would have ended under another policy, with N more workers, as the simulator has it; "
-        "nothing named: another policy, and one more worker",
+        help="simulate when the request would have ended under another policy or with N more workers [both]",
     )
-    explain.add_argument("--json", action="store_true", help="for programs")
+    explain.add_argument("--json", action="store_true", help="print JSON")
     explain.set_defaults(command=_explain)
 
     record = commands.add_parser(
-        "record", parents=[common], help="write down what all remember of the last while"
+        "record", parents=[common], help="write the recent events of every process to a file"
     )
     record.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON lines")
-    record.add_argument("--perfetto", action="store_true", help="as Chrome trace events instead")
+    record.add_argument("--perfetto", action="store_true", help="write Chrome trace events instead")
     record.set_defaults(command=_record)
 
-    chat = commands.add_parser(
-        "chat", parents=[common], help="talk to the model; with a question, ask it once"
-    )
-    chat.add_argument("question", nargs="*", help="ask this and end")
+    chat = commands.add_parser("chat", parents=[common], help="chat with the model; with QUESTION, ask once")
+    chat.add_argument("question", nargs="*", metavar="QUESTION", help="ask this and exit")
     chat.add_argument("--system", help="system message")
-    chat.add_argument("--temperature", type=float, help="0 is greedy")
-    chat.add_argument("--max-tokens", type=int, help="longest answer")
+    chat.add_argument("--temperature", type=float, help="0 is greedy [the model's]")
+    chat.add_argument("--max-tokens", type=int, help="longest answer, in tokens")
     chat.set_defaults(command=_chat)
 
-    models = commands.add_parser("models", help="those that are here; pull and remove them")
+    models = commands.add_parser("models", help="list local models; pull and remove models")
     models.set_defaults(command=_models, action="list")
     actions = models.add_subparsers(metavar="pull|remove")
-    pull = actions.add_parser("pull", help="copy a folder's model, or download one of the hub")
+    pull = actions.add_parser("pull", help="copy a model from a folder, or download one from the hub")
     pull.add_argument("source", metavar="FOLDER_OR_HUB_ID")
-    pull.add_argument("--name", help="what it is to be called [the last part of its folder or id]")
+    pull.add_argument("--name", help="name of the model [the last part of its folder or id]")
     pull.set_defaults(action="pull")
-    remove = actions.add_parser("remove", help="delete the files of one that was pulled")
+    remove = actions.add_parser("remove", help="delete the files of a pulled model")
     remove.add_argument("name", metavar="NAME")
     remove.set_defaults(action="remove")
 
     credentials = commands.add_parser(
-        "credentials", parents=[common], help="let another instance onto the bus, as a NATS user of its own"
+        "credentials",
+        parents=[common],
+        help="create a NATS user for another instance",
     )
     credentials.add_argument("name", help="SERVICE-ID, such as worker-2; or operator")
     credentials.set_defaults(command=_credentials)
-    _add_keys(
-        commands.add_parser("keys", parents=[common], help="API keys: add, list, revoke, while it runs")
-    )
+    _add_keys(commands.add_parser("keys", parents=[common], help="add, list and revoke API keys"))
+    completion = commands.add_parser("completion", help="print a completion script for your shell")
+    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
+    completion.set_defaults(command=_completion)
     return parser
 
 
+def _completion(arguments: argparse.Namespace, console: Console) -> int:
+    import shtab
+
+    print(shtab.complete(_parser(), arguments.shell))
+    return 0
+
+
 def _add_keys(keys: argparse.ArgumentParser) -> None:
-    keys.add_argument("--file", type=Path, help="of the gateway's keys_file [keys.json in the run directory]")
+    keys.add_argument("--file", type=Path, help="the gateway's keys_file [keys.json in the run directory]")
     keys.set_defaults(command=_keys, action="list")
     actions = keys.add_subparsers(metavar="add|list|revoke|hash")
-    add = actions.add_parser("add", help="make one; printed this once, and kept as a hash")
-    add.add_argument("name", metavar="NAME", help="of its holder, a tenant")
-    add.add_argument("--class", choices=[str(each) for each in ServiceClass], help="whose turn it is")
-    add.add_argument("--weight", type=float, metavar="N", help="of its share among those of its class")
-    add.add_argument("--max-concurrent", type=int, metavar="N", help="requests answered at once")
+    add = actions.add_parser("add", help="create a key; it is printed once and stored as a hash")
+    add.add_argument("name", metavar="NAME", help="name of the tenant who holds it")
+    add.add_argument("--class", choices=[str(each) for each in ServiceClass], help="class of its requests")
+    add.add_argument("--weight", type=float, metavar="N", help="weight of its share within its class")
+    add.add_argument("--max-concurrent", type=int, metavar="N", help="concurrent requests")
     add.add_argument("--requests-per-minute", type=float, metavar="N")
-    add.add_argument("--tokens-per-minute", type=float, metavar="N", help="of prompts and answers")
+    add.add_argument("--tokens-per-minute", type=float, metavar="N", help="tokens of prompts and answers")
     add.set_defaults(action="add")
-    actions.add_parser("list", help="names, limits and the beginnings of hashes").set_defaults(action="list")
-    revoke = actions.add_parser("revoke", help="nobody gets in with it any more")
+    actions.add_parser("list", help="names, limits and first digits of hashes").set_defaults(action="list")
+    revoke = actions.add_parser("revoke", help="revoke a key")
     revoke.add_argument("name", metavar="NAME")
     revoke.set_defaults(action="revoke")
-    actions.add_parser("hash", help="hash keys that stand there in plain").set_defaults(action="hash")
+    actions.add_parser("hash", help="replace plain keys by their hashes").set_defaults(action="hash")
 
 
 def _keys(arguments: argparse.Namespace, console: Console) -> int:

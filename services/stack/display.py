@@ -16,6 +16,7 @@ from rich.table import Table
 from services.stack.rundir import RunDirectory
 from services.stack.supervisor import Child, ChildState
 
+_ROOT = Path(__file__).resolve().parents[2]
 _REFRESH_S = 0.1
 _PLAIN_EVERY_S = 5.0
 _FEW = 2
@@ -97,14 +98,19 @@ def say(console: Console, text: str) -> None:
 
 
 def command_line(words: str, run: RunDirectory, module: str = "services") -> str:
-    """How a person writes that command here: with the Python that runs this, for this run directory."""
-    python = Path(sys.executable)
-    if shutil.which("python") == sys.executable:
-        python = Path("python")
-    elif python.is_relative_to(Path.cwd()):
-        python = python.relative_to(Path.cwd())
+    """The command with these words as a person would type it here, for this run directory."""
     where = "" if run.is_default else f" --run-dir {shlex.quote(str(run.path))}"
-    return f"{python} -m {module} {words}{where}"
+    return f"{_program(module)} {words}{where}"
+
+
+def _program(module: str) -> str:
+    if module != "services":
+        return f"{sys.executable} -m {module}"
+    script = _ROOT / "kvasir"
+    found = shutil.which(script.name)
+    if found is not None and Path(found).resolve() == script:
+        return script.name
+    return f"./{script.name}" if Path.cwd() == _ROOT else shlex.quote(str(script))
 
 
 def ready_text(url: str, key: str, model: str, ready_s: float, run: RunDirectory) -> str:

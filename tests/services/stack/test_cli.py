@@ -1,11 +1,15 @@
 """The command line: what is refused, and with which exit code."""
 
+import subprocess
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import services
 from services.stack.cli import main
+from shared.release import VERSION
 
 
 def test_wrong_settings_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -26,9 +30,19 @@ def test_without_a_stack_there_is_nothing_to_look_at_or_talk_to(
     assert main(["status", "--json", *where]) == 1
     assert '{"running": false}' in capfd.readouterr().out
     assert main(["chat", *where, "hello"]) == 1
-    assert f"-m services up --run-dir {tmp_path}` starts it" in capfd.readouterr().err
+    assert f"kvasir up --run-dir {tmp_path}` starts it" in capfd.readouterr().err
     assert main(["down", *where]) == 0
     assert f"nothing runs from {tmp_path}" in capfd.readouterr().out
+
+
+def test_the_root_has_the_command_and_it_completes() -> None:
+    """`./kvasir` runs from any folder, says its version, and its completion script is valid shell."""
+    command = str(Path(services.__file__).parent.parent / "kvasir")
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=60, cwd="/", check=True)
+    assert run([command, "--version"]).stdout == f"kvasir {VERSION}\n"
+    script = run([command, "completion", "bash"]).stdout
+    assert "credentials" in script
+    run(["bash", "-n"], input=script)
 
 
 def test_help_is_not_an_error(capfd: pytest.CaptureFixture[str]) -> None:

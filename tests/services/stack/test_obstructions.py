@@ -56,7 +56,7 @@ def test_a_second_start_is_told_how_to_stop_the_first(tmp_path: Path) -> None:
     message = running_already(RunDirectory(tmp_path)).message
     run.release()
     assert f"pid {os.getpid()} on http://127.0.0.1:1" in message
-    assert f"services down --run-dir {tmp_path}" in message
+    assert f"kvasir down --run-dir {tmp_path}" in message
 
 
 def test_a_taken_port_is_not_free_and_its_owner_is_named() -> None:
