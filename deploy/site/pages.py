@@ -54,7 +54,8 @@ def contents(docs: Path) -> list[dict[str, list[str]]]:
 
 def _pages(docs: Path, name: str) -> list[str]:
     if name.endswith("/*"):
-        return sorted(path.relative_to(docs).as_posix() for path in docs.glob(f"{name}.md"))
+        pages = sorted(docs.glob(f"{name}.md"), key=lambda path: (path.stem != "README", path))
+        return [path.relative_to(docs).as_posix() for path in pages]
     return [f"{name}.md"] if name in MADE or (docs / f"{name}.md").exists() else []
 
 

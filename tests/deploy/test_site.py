@@ -19,6 +19,7 @@ def test_every_page_is_in_one_section() -> None:
     there = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     assert len(listed) == len(set(listed))
     assert there | {f"{name}.md" for name in pages.MADE} == set(listed)
+    assert listed.index("decisions/README.md") < listed.index("decisions/0001-dependencies.md")
 
 
 @pytest.mark.parametrize(
