@@ -13,7 +13,7 @@ CHECK_PYTHON = $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and
   'error: Kvasir needs Python 3.11 or later, and $(PYTHON) is %d.%d; with another one: make $(MAKECMDGOALS) PYTHON=python3.12' \
   % sys.version_info[:2])"
 .DEFAULT_GOAL := help
-.PHONY: help sbom up down status logs chat test test-vllm dev check lint types layers house format simulate slow clients lm-eval docs diagrams lock wheels secrets dashboards compose-test readme-test setup-vllm setup-llamacpp clean
+.PHONY: help sbom up down status logs chat test test-vllm dev check lint types layers house mutants format simulate slow clients lm-eval docs diagrams lock wheels secrets dashboards compose-test readme-test setup-vllm setup-llamacpp clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -116,6 +116,9 @@ layers: .venv/.dev ## import-linter: pure cores, independent services
 
 house: .venv/.dev ## nothing that `bench house` counts is above its ceiling in house.toml
 	@$(BIN)/python -m bench house --check > /dev/null
+
+mutants: .venv/.dev ## how many of 400 recorded mutants of cores and policies the tests kill (an hour)
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 format: .venv/.dev ## write the format that `make lint` asks for
 	$(BIN)/ruff check --fix-only .
