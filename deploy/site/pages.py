@@ -14,8 +14,25 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "Start": ("index", "experiments", "own-scheduler", "fields", "structured-output", "tool-calls"),
-    "How it works": ("request-lifecycle", "papers", "papers/*", "messages", "simulator", "simulation"),
+    "Start": (
+        "index",
+        "recipes",
+        "clients",
+        "experiments",
+        "own-scheduler",
+        "fields",
+        "structured-output",
+        "tool-calls",
+    ),
+    "How it works": (
+        "architecture",
+        "request-lifecycle",
+        "papers",
+        "papers/*",
+        "messages",
+        "simulator",
+        "simulation",
+    ),
     "Memory": ("prefix-cache", "pie", "lending", "distattention", "migration", "bulk"),
     "The fleet": ("routing", "roles", "tenants", "gateways", "shadows", "vllm"),
     "Operating": (

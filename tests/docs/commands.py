@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 _BLOCK = re.compile(r"(?:<!-- (.*?) -->\n)?^```sh\n(.*?)^```", re.M | re.S)
 _BENCH = re.compile(r"python -m bench ([a-z][a-z-]*)((?: (?:[^\n`|&#\\]|\\\n)*)?)")
-FOREGROUND = "python -m services up"
+FOREGROUND = re.compile(r"(?:python -m services|kvasir) up\b")
 
 
 @dataclass(frozen=True)

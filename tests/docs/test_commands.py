@@ -1,6 +1,6 @@
 """Every command in the docs is run by a test, or says why not.
 
-Those of README's table are run by `make readme-test`, in a clean clone.
+Those of the tables in docs/recipes.md are run by `make readme-test`, in a clean clone.
 """
 
 import re
@@ -78,7 +78,7 @@ def test_a_page_does_what_it_says(page: str, reader: Reader) -> None:
 def _do(block: Block, reader: Reader) -> None:
     has_function = any("() {" in line for line in block.lines)
     for line in ("\n".join(block.lines),) if has_function else block.lines:
-        if line.startswith("make up") or FOREGROUND in line:
+        if line.startswith("make up") or FOREGROUND.search(line):
             reader.types("python -m services down || true")
         elif not line.startswith("python -m bench"):
             reader.types("make up")
@@ -89,7 +89,7 @@ def _do(block: Block, reader: Reader) -> None:
 
 def _prepared(line: str, reader: Reader) -> str:
     """What runs in the foreground runs behind; a request's id becomes that of one that was just answered."""
-    if FOREGROUND in line:
+    if FOREGROUND.search(line):
         return f"{line} --detach"
     if not _ID.search(line):
         return line

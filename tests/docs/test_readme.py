@@ -1,4 +1,4 @@
-"""README and docs name only targets, files, links and settings that exist; README's tree is the tree.
+"""README and docs name only targets, files, links and settings that exist; the tree in docs is the tree.
 
 Other examples are drawn in every run, and a run that fails says how to draw its own again.
 """
@@ -16,7 +16,8 @@ from shared.config import load
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
-TARGETS = sorted(set(re.findall(r"`?make ([a-z-]+)", README)) - {"and"})
+RECIPES = (ROOT / "docs" / "recipes.md").read_text()
+TARGETS = sorted(set(re.findall(r"`make ([a-z-]+)", README + RECIPES)))
 FOLDERS = ("services", "shared", "sim", "bench", "models", "deploy", "docs", "tests")
 
 FILES = {
@@ -55,7 +56,7 @@ def test_every_file_and_link_in_a_document_leads_somewhere(document: str) -> Non
 
 
 def test_the_tree_is_the_tree() -> None:
-    tree = README.split("## Where things are")[1].split("```")[1]
+    tree = (ROOT / "docs" / "architecture.md").read_text().split("## The tree")[1].split("```")[1]
     listed = {match.rstrip("/") for match in re.findall(r"^\s*([\w./-]+/)\s", tree, flags=re.M)}
     services = {path.name for path in (ROOT / "services").iterdir() if (path / "__init__.py").exists()}
     roots = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {"docs"}
@@ -65,7 +66,7 @@ def test_the_tree_is_the_tree() -> None:
 
 
 def test_the_settings_exist_and_take_these_values() -> None:
-    named = re.findall(r"--set (\w+)\.([\w.]+)=([\w.]+)", README)
+    named = re.findall(r"--set (\w+)\.([\w.]+)=([\w.]+)", README + RECIPES)
     assert named
     for section, setting, value in named:
         config_type = getattr(import_module(f"services.{section}.config"), f"{section.capitalize()}Config")

@@ -1,24 +1,22 @@
-"""The walk through README takes its commands from README, all of them, in its order."""
+"""The walk takes its commands from README and recipes, all of them, in order."""
 
 import io
 import re
 from pathlib import Path
 
-from tests.readme.walk import Step, Walk, prepared, steps
-
-README = (Path(__file__).parents[2] / "README.md").read_text()
+from tests.readme.walk import Step, Walk, pages, prepared, steps
 
 
 def test_every_command_of_the_table_is_taken_in_order() -> None:
-    found = [step.command for step in steps(README)]
-    rows = [line for line in README.splitlines() if re.match(r"\| `(make|python)", line)]
+    found = [step.command for step in steps(pages())]
+    rows = [line for line in pages().splitlines() if re.match(r"\| `(make|python|./kvasir)", line)]
     assert found[:2] == ["make up", "make test"]
     assert len(found) == 2 + len(rows)
     assert all(f"`{command}`" in row for command, row in zip(found[2:], rows, strict=True))
 
 
 def test_nothing_is_left_for_the_reader_to_fill_in() -> None:
-    for step in steps(README):
+    for step in steps(pages()):
         assert not re.search(r"[A-Z]{3,}_[A-Z]", prepared(step.command)), step.command
 
 

@@ -1,11 +1,11 @@
-"""`make readme-test`: does what README.md says, in its order, in a clean clone, as a newcomer would.
+"""`make readme-test`: do what README.md and docs/recipes.md say, in order, in a clean clone, as a newcomer.
 
     python3 tests/readme/walk.py [--into DIR] [--only WORD] [--without WORD] [--list]
 
-The commands are read from README's first `sh` block and from its table, so they cannot drift. The clone has
-an environment of its own: a path, a home, a terminal of 80 columns, and how pip reaches packages. Everything
-is printed as it comes, and written to DIR/transcript.txt for a person to read. Exit code 0 when all commands
-did what they should. Standard library only: it runs before anything is installed.
+The commands are read from README's first `sh` block and from the tables of recipes, so they cannot drift. The
+clone has an environment of its own: a path, a home, a terminal of 80 columns, and how pip reaches packages.
+Everything is printed as it comes, and written to DIR/transcript.txt for a person to read. Exit code 0 when
+all commands did what they should. Standard library only: it runs before anything is installed.
 """
 
 import argparse
@@ -33,8 +33,8 @@ _PLACEHOLDERS = {
     "FOLDER_OR_HUB_ID": "models/tiny_chat",
     "REQUEST_ID": "$(.venv/bin/python -m services logs | grep -o 'req_[0-9A-Za-z]*' | tail -1)",
 }
-"""What README leaves to the reader."""
-_FOREGROUND = "python -m services up"
+"""What the pages leave to the reader."""
+_FOREGROUND = "./kvasir up"
 _QUESTION = "Hello! Who are you?"
 _LONG_QUESTION = "Once upon a time there was a fox. " * 60
 _SHOWN = (
@@ -45,23 +45,28 @@ _SHOWN = (
 
 
 class Step(NamedTuple):
-    """One command of README."""
+    """One command of the pages."""
 
     command: str
     what: str
 
 
-def steps(readme: str) -> list[Step]:
-    """The commands of the first block and of the table, in order."""
-    first = re.search(r"```sh\n(.*?)```", readme, re.S)
-    rows = re.findall(r"^\| `((?:make|python) [^`]+)` \| (.*) \|$", readme, re.M)
+def steps(text: str) -> list[Step]:
+    """The commands of the first block and of the tables, in order."""
+    first = re.search(r"```sh\n(.*?)```", text, re.S)
+    rows = re.findall(r"^\| `((?:make|python|\./kvasir) [^`]+)` \| (.*) \|$", text, re.M)
     lines = [line.partition("#") for line in first[1].splitlines()] if first else []
     found = [Step(command.strip(), what.strip()) for command, _, what in lines] + [Step(*row) for row in rows]
     return [step for step in found if step.command]
 
 
+def pages() -> str:
+    """README, then recipes."""
+    return (ROOT / "README.md").read_text() + (ROOT / "docs" / "recipes.md").read_text()
+
+
 def prepared(command: str) -> str:
-    """As it is typed in a clone: README says which Python `python` is."""
+    """As it is typed in a clone: recipes say which Python `python` is."""
     for placeholder, example in _PLACEHOLDERS.items():
         command = command.replace(placeholder, example)
     return re.sub(r"^python ", ".venv/bin/python ", command)
@@ -216,7 +221,9 @@ def _has_docker(environment: dict[str, str]) -> bool:
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Carry out what README.md says, in a clean clone.")
+    parser = argparse.ArgumentParser(
+        description="Carry out what README.md and docs/recipes.md say, in a clean clone."
+    )
     parser.add_argument("--into", type=Path, help="clone into this new folder [a temporary one]")
     parser.add_argument(
         "--only", action="append", default=[], metavar="WORD", help="commands that contain it"
@@ -229,7 +236,7 @@ def main(words: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, it would be by all that is started
     chosen = [
         step
-        for step in steps((ROOT / "README.md").read_text())
+        for step in steps(pages())
         if (not arguments.only or any(word in step.command for word in arguments.only))
         and not any(word in step.command for word in arguments.without)
     ]
