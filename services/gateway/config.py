@@ -162,8 +162,9 @@ class GatewayConfig(ModelServiceConfig):
         description="of such answers, and as much again of other gateways'; the oldest leave",
     )
     unknown_fields: Literal["refuse", "ignore"] = Field(
-        "refuse",
-        description="what becomes of a request with a field that nobody knows, such as a misspelt one",
+        "ignore",
+        description="what becomes of a request with a field or a tool that this server does not know: that "
+        "has no effect and is named in the header x-kvasir-ignored, or the request is refused",
     )
     max_messages: int = Field(
         4096, ge=1, description="messages in one chat; of a content in parts each part counts as one"

@@ -1,6 +1,11 @@
-"""The gateway's metrics. Labels are few and never come from clients."""
+"""The gateway's metrics. Labels are few; those that come from clients are bounded in number and form."""
+
+import re
 
 from shared import metrics
+
+MOST_IGNORED_NAMES = 64
+_LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Counters:
@@ -34,6 +39,15 @@ class Counters:
         self.submits = metrics.counter(
             "kvasir_gateway_submits_total", "Submissions to the scheduler", ("outcome",)
         )
-        self.unknown_fields = metrics.counter(
-            "kvasir_gateway_unknown_fields_total", "Unknown fields in request bodies"
+        self._ignored = metrics.counter(
+            "kvasir_gateway_ignored_total", "Requests that asked for what has no effect here", ("name",)
         )
+        self._ignored_names: set[str] = set()
+
+    def count_ignored(self, name: str) -> None:
+        """Count one request that asked for `name`. The first names have a label each, the rest share one."""
+        if name not in self._ignored_names:
+            if len(self._ignored_names) == MOST_IGNORED_NAMES or not _LABEL.fullmatch(name):
+                name = "other"
+            self._ignored_names.add(name)
+        self._ignored.labels(name).inc()

@@ -10,10 +10,15 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.gateway.errors import UnsupportedFeature, shown
+from services.gateway.openai.fields import settle
+from services.gateway.openai.ignored import Ignored
 from services.gateway.openai.schemas import parse_chat, validated
 from shared.errors import InvalidRequest
 
-_WITHOUT_EFFECT = frozenset({"metadata", "service_tier", "container", "context_management", "inference_geo"})
+_WITHOUT_EFFECT = frozenset(
+    {"metadata", "service_tier", "container", "context_management", "inference_geo", "betas", "mcp_servers"}
+    | {"thread"}
+)
 _EFFORTS = {"low", "medium", "high"}
 
 
@@ -38,17 +43,15 @@ class MessagesRequest(BaseModel):
     output_format: dict[str, Any] | None = None
 
 
-def parse_messages(body: bytes, max_messages: int, *, counts: bool = False) -> dict[str, Any]:
+def parse_messages(
+    body: bytes, max_messages: int, ignored: Ignored, *, counts: bool = False
+) -> dict[str, Any]:
     """The chat that a body asks for, as `/v1/chat/completions` takes it; `counts`: only to be counted.
 
     Raises InvalidRequest and UnsupportedFeature naming the field.
     """
     request = validated(MessagesRequest, parse_chat(body, max_messages))
-    unknown = next((name for name in request.model_extra or {} if name not in _WITHOUT_EFFECT), None)
-    if unknown is not None:
-        raise UnsupportedFeature(
-            f"{shown(unknown, 64)} is not supported by this server", param=shown(unknown, 64)
-        )
+    settle(request, ignored, _WITHOUT_EFFECT)
     if request.max_tokens is None and not counts:
         raise InvalidRequest("max_tokens: Field required", param="max_tokens")
     system = (
@@ -82,10 +85,10 @@ def _tools(request: MessagesRequest) -> dict[str, Any]:
     if not request.tools:
         return {}
     tools = []
-    for at, tool in enumerate(request.tools):
+    for tool in request.tools:
         if tool.get("type", "custom") != "custom":
-            text = f"tools of type {shown(repr(tool['type']), 100)} are not supported: only your own are"
-            raise UnsupportedFeature(text, param=f"tools[{at}].type")
+            tools.append(tool)
+            continue
         function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
         tools.append(
             {"type": "function", "function": {**function, "description": tool.get("description", "")}}
@@ -120,8 +123,9 @@ def _form(request: MessagesRequest) -> dict[str, Any]:
 def _messages(message: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
     """One message is several where it has results of tools."""
     role, content = message.get("role"), message.get("content")
-    if role not in ("user", "assistant"):
-        raise InvalidRequest(f"{path}.role should be user or assistant", param=f"{path}.role")
+    if role not in ("user", "assistant", "system", "developer"):
+        text = f"{path}.role should be user, assistant or system"
+        raise InvalidRequest(text, param=f"{path}.role")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
@@ -147,7 +151,7 @@ def _messages(message: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
         else:
             text = f"content blocks of type {shown(repr(kind), 100)} are not supported in a message of {role}"
             raise UnsupportedFeature(text, param=f"{where}.type")
-    if role == "user":
+    if role != "assistant":
         return results + ([{"role": role, "content": "\n".join(texts)}] if texts else [])
     said: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
     if calls:

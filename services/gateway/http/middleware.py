@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from urllib.parse import quote
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -69,7 +70,8 @@ class RequestRecord:
     is_gone: bool = False
     stream: bool | None = None
     prompt_tokens: int | None = None
-    unknown_fields: Sequence[str] = ()
+    ignored: Sequence[str] = ()
+    """Names of what it asks for and does not get."""
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     model: str = ""
@@ -91,7 +93,7 @@ class RequestRecord:
         self.choices = job.n * len(job.prompts)
         self.sampling = next(iter(job.samplings), None)
         self.most_tokens = max((sampling.max_tokens for sampling in job.samplings), default=0)
-        self.unknown_fields = job.unknown_fields
+        self.ignored = job.ignored
 
     def note_answers(self, answers: Sequence[ChoiceText]) -> None:
         """The answer is over, whichever way."""
@@ -153,7 +155,7 @@ class RequestRecord:
             "cached_tokens": self.cached_tokens or None,
             "finish_reasons": self.finish_reasons or None,
             "handovers": self.handovers or None,
-            "unknown_fields": [name[:64] for name in self.unknown_fields[:10]] or None,
+            "ignored": list(self.ignored[:10]) or None,
             "error": code or (type(self.error).__name__ if self.error else None),
             "error_text": shown(str(self.error)) if self.error else None,
             "wait_s": getattr(self.error, "retry_after_s", None),
@@ -199,6 +201,8 @@ class KeyRing:
 
 
 _logger = log.get_logger("gateway.request")
+IGNORED_HEADER = b"x-kvasir-ignored"
+"""Names of what the request asked for and did not get."""
 RECORD = "kvasir.record"
 """Where routes find the `RequestRecord` in the ASGI scope."""
 CLIENT_GONE_STATUS = 499
@@ -319,7 +323,8 @@ class Edge:
     def _count(self, record: RequestRecord, route: str) -> None:
         counters = self._counters
         counters.requests.labels(route, str(record.status)).inc()
-        counters.unknown_fields.inc(len(record.unknown_fields))
+        for name in record.ignored:
+            counters.count_ignored(name)
         counters.prompt_tokens.inc(record.prompt_tokens or 0)
         counters.output_tokens.inc(record.completion_tokens or 0)
         if record.accepted_s is not None and record.completion_tokens is not None:
@@ -330,11 +335,12 @@ class Edge:
 
 
 def _key(scope: Scope) -> str | None:
-    """As `Authorization` has it; Anthropic's clients send it as `x-api-key`."""
-    own = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-api-key"]
+    """As `Authorization` has it, or `x-api-key`, which comes first on Anthropic's API."""
+    own = [f"Bearer {value.decode('latin-1')}" for name, value in scope["headers"] if name == b"x-api-key"]
     if own and scope["path"].startswith(MESSAGES):
-        return f"Bearer {own[0]}"
-    return _authorization(scope)
+        return own[0]
+    authorization = _authorization(scope)
+    return own[0] if own and authorization is None else authorization
 
 
 def _authorization(scope: Scope) -> str | None:
@@ -355,6 +361,8 @@ def _stamped(record: RequestRecord, send: Send) -> Send:
             ours = record.request_id
             shown = record.client_request_id or ours
             ids = [(b"x-request-id", shown.encode()), (b"x-kvasir-request-id", ours.encode())]
+            if record.ignored:
+                ids.append((IGNORED_HEADER, ", ".join(map(quote, record.ignored)).encode()))
             message = {**message, "headers": [*message.get("headers", ()), *ids]}
         await send(message)
 

@@ -205,8 +205,12 @@ def _add_counting(app: FastAPI, models: Models, config: GatewayConfig) -> None:
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
         body = await read_body(request, config)
-        read = partial(parse_messages, body, config.max_messages, counts=True)
-        return _json({"input_tokens": await models.of(body).acceptance.count(read, len(body))})
+        acceptance = models.of(body).acceptance
+        ignored = acceptance.ignored()
+        read = partial(parse_messages, body, config.max_messages, ignored, counts=True)
+        tokens = await acceptance.count(read, len(body), ignored)
+        request.scope[RECORD].ignored = ignored.names
+        return _json({"input_tokens": tokens})
 
 
 def _add_stored(app: FastAPI, store: ResponseStore | None, desk: LastingDesk) -> None:

@@ -73,8 +73,9 @@ async def _text(
 async def _messages(
     acceptance: Acceptance, body: bytes, context: ContextLimit, naming: Naming
 ) -> tuple[AdmittedRequest, AnswerWriter]:
-    read = partial(parse_messages, body, naming.config.max_messages)
-    job = _in_parts(await acceptance.chat_of(read, len(body), context))
+    ignored = acceptance.ignored()
+    read = partial(parse_messages, body, naming.config.max_messages, ignored)
+    job = _in_parts(await acceptance.chat_of(read, len(body), context, ignored))
     return job, MessageWriter(f"msg_{naming.id(job)}", naming.config.served_name, job.prompt_tokens)
 
 
@@ -82,12 +83,13 @@ async def _responses(
     acceptance: Acceptance, body: bytes, context: ContextLimit, naming: Naming
 ) -> tuple[AdmittedRequest, AnswerWriter]:
     store, key, most = naming.store, naming.record.tenant, naming.config.max_messages
+    ignored = acceptance.ignored()
     request = await acceptance.threads.read(
-        lambda: parse_response(body, most, can_store=store is not None), len(body)
+        lambda: parse_response(body, most, ignored, can_store=store is not None), len(body)
     )
     before = await _before(request, store, key)
     items = conversation_of(request, before, most)
-    job = _in_parts(await acceptance.chat_of(lambda: chat_of(request, items), len(body), context))
+    job = _in_parts(await acceptance.chat_of(lambda: chat_of(request, items), len(body), context, ignored))
     name = f"resp_{naming.id(job)}"
     keep = None
     if store is not None and request.store is not False:

@@ -7,11 +7,13 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import UnsupportedFeature, unknown_model
 from services.gateway.openai import fields, schemas
+from services.gateway.openai.ignored import Ignored
 from services.gateway.openai.replies import ReplyKind
 from services.gateway.openai.schemas import parse_chat, parse_object
 from services.gateway.openai.structured import GUIDED, grammar_of
@@ -128,7 +130,6 @@ class AdmittedRequest:
     rules: TextRules
     stream: bool
     include_usage: bool
-    unknown_fields: tuple[str, ...]
     answer_logprobs: int | None = None
     cache_salt: str = ""
     """From the client: what it wants to share stored prefixes within."""
@@ -142,6 +143,8 @@ class AdmittedRequest:
     """How many of the likeliest tokens are wanted for each token of a prompt."""
     client_id: str | None = None
     """What the client wants the answer to be called."""
+    ignored: tuple[str, ...] = ()
+    """Names of what it asks for and does not get."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -160,6 +163,7 @@ class _Chat:
     request: schemas.ChatRequest
     messages: list[dict[str, Any]]
     tools: Tools
+    ignored: tuple[str, ...]
 
 
 NO_TOOLS = Tools()
@@ -204,25 +208,27 @@ class Acceptance:
         self._config = config
         self.names = names_of(config)
         self.codec = codec
-        self.ignores_unknown = config.unknown_fields == "ignore"
         self.threads = TokenizerThreads(config.tokenizer_threads, config.max_waiting_tokenizations)
         self.checks = GrammarChecks(codec.grammars, self.threads)
 
+    def ignored(self) -> Ignored:
+        """Where what one request asks for and does not get is noted."""
+        return Ignored(is_strict=self._config.unknown_fields == "refuse")
+
     async def chat(self, body: bytes, context: ContextLimit) -> AdmittedRequest:
         """A job of one prompt. Raises InvalidRequest and its kinds, Overloaded, or what `context` raises."""
-        return await self.asked(
-            lambda: self._chat(parse_chat(body, self._config.max_messages)), len(body), context
-        )
+        read = partial(parse_chat, body, self._config.max_messages)
+        return await self.chat_of(read, len(body), context, self.ignored())
 
     async def chat_of(
-        self, read: Callable[[], Mapping[str, Any]], size_bytes: int, context: ContextLimit
+        self, read: Callable[[], Mapping[str, Any]], size_bytes: int, context: ContextLimit, ignored: Ignored
     ) -> AdmittedRequest:
         """As `chat`, of a body that `read` makes of one of another API."""
-        return await self.asked(lambda: self._chat(read()), size_bytes, context)
+        return await self.asked(lambda: self._chat(read(), ignored), size_bytes, context)
 
-    async def count(self, read: Callable[[], Mapping[str, Any]], size_bytes: int) -> int:
+    async def count(self, read: Callable[[], Mapping[str, Any]], size_bytes: int, ignored: Ignored) -> int:
         """Tokens of that chat's prompt. Raises as `chat` does."""
-        chat = await self.threads.read(lambda: self._chat(read()), size_bytes)
+        chat = await self.threads.read(lambda: self._chat(read(), ignored), size_bytes)
         prompt, _ = await self.threads.encode(lambda: self._prompt(chat, ""), size_bytes)
         return len(prompt)
 
@@ -240,14 +246,16 @@ class Acceptance:
         rules = replace(
             job.rules, shows_special=job.rules.shows_special or (reader is not None and bool(marks))
         )
-        return replace(job, reader=reader, rules=rules)
+        return replace(job, reader=reader, rules=rules, ignored=chat.ignored)
 
     async def text(self, body: bytes, context: ContextLimit) -> AdmittedRequest:
         """A job of one or several prompts. Raises as `chat` does."""
-        request = await self.threads.read(lambda: self._text(body), len(body))
+        ignored = self.ignored()
+        request = await self.threads.read(lambda: self._text(body, ignored), len(body))
         prompts = await self.threads.encode(lambda: self._prompts(request), len(body))
         grammar = await self._grammar(request)
-        return self._job("text", request, prompts, request.max_tokens, await context(), grammar)
+        job = self._job("text", request, prompts, request.max_tokens, await context(), grammar)
+        return replace(job, ignored=ignored.names)
 
     async def _grammar(self, request: schemas.CompletionRequest, tools: Tools = NO_TOOLS) -> str:
         """What the answer is to keep to; empty: nothing. Raises InvalidRequest, UnsupportedFeature."""
@@ -270,11 +278,11 @@ class Acceptance:
         await self.checks.check(grammar, param)
         return grammar
 
-    def _chat(self, body: Mapping[str, Any]) -> _Chat:
+    def _chat(self, body: Mapping[str, Any], ignored: Ignored) -> _Chat:
         request = schemas.parse(schemas.ChatRequest, body)
-        self._check(request)
-        tools = tools_of(request.tools, request.tool_choice, request.parallel_tool_calls)
-        return _Chat(request, schemas.template_messages(request.messages), tools)
+        self._check(request, ignored)
+        tools = tools_of(request.tools, request.tool_choice, request.parallel_tool_calls, ignored)
+        return _Chat(request, schemas.template_messages(request.messages), tools, ignored.names)
 
     def _prompt(self, chat: _Chat, grammar: str) -> tuple[list[int], bool]:
         """Its tokens, and whether it ends inside of what the model thinks."""
@@ -296,9 +304,9 @@ class Acceptance:
             return lambda: ThinkingReader((calls or PlainReader)(), is_open=is_thinking)
         return calls
 
-    def _text(self, body: bytes) -> schemas.TextRequest:
+    def _text(self, body: bytes, ignored: Ignored) -> schemas.TextRequest:
         request = schemas.parse(schemas.TextRequest, parse_object(body))
-        self._check(request)
+        self._check(request, ignored)
         if (request.best_of or 1) > (request.n or 1):
             raise InvalidRequest("best_of above n is not supported", param="best_of")
         if len(request.prompts) * (request.n or 1) > self._config.max_sequences_per_request:
@@ -315,16 +323,16 @@ class Acceptance:
     def close(self) -> None:
         self.threads.close()
 
-    def check_fields(self, request: schemas.NamesModel) -> None:
+    def check_fields(self, request: schemas.NamesModel, ignored: Ignored) -> None:
         """Raises ModelNotFound, UnsupportedFeature and InvalidRequest for fields that this server has not."""
         if request.model not in self.names:
             raise unknown_model(request.model, self.names)
-        fields.refuse_unsupported(request.model_extra or {})
-        if not self.ignores_unknown:
-            fields.refuse_unknown(request)
+        fields.settle(request, ignored)
 
-    def _check(self, request: schemas.CompletionFields) -> None:
-        self.check_fields(request)
+    def _check(self, request: schemas.CompletionFields, ignored: Ignored) -> None:
+        self.check_fields(request, ignored)
+        if (options := request.stream_options) is not None:
+            ignored.others(options.model_extra, type(options).model_fields, "stream_options")
         if request.stream and request.prompt_logprobs is not None:
             raise UnsupportedFeature("prompt_logprobs is not streamed", param="prompt_logprobs")
         if (request.n or 1) > self._config.max_n:
@@ -376,7 +384,6 @@ class Acceptance:
             ),
             stream=bool(request.stream),
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
-            unknown_fields=tuple(fields.unknown_fields(request.model_extra or {})),
             cache_salt=request.cache_salt or "",
             priority=request.priority or 0,
             answer_logprobs=request.logprobs_wanted,

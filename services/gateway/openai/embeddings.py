@@ -15,6 +15,7 @@ import orjson
 
 from services.gateway.errors import UnsupportedFeature
 from services.gateway.openai.admission import Acceptance, AdmittedRequest, ContextLimit
+from services.gateway.openai.ignored import Ignored
 from services.gateway.openai.replies import DONE, FinishedChoice, Usage, error_event
 from services.gateway.openai.schemas import EmbeddingRequest, parse_object, validated
 from services.gateway.parts.items import AnswerPart
@@ -33,7 +34,8 @@ async def admit_embeddings(
 
     Raises InvalidRequest and its kinds, Overloaded, or what `context` raises.
     """
-    request = await acceptance.threads.read(lambda: _checked(acceptance, body), len(body))
+    ignored = acceptance.ignored()
+    request = await acceptance.threads.read(lambda: _checked(acceptance, body, ignored), len(body))
     prompts = await acceptance.threads.encode(lambda: _prompts(acceptance, request), len(body))
     context_tokens = await context()
     most = request.truncate_prompt_tokens
@@ -53,9 +55,9 @@ async def admit_embeddings(
         else (),
         stream=False,
         include_usage=True,
-        unknown_fields=(),
         cache_salt=request.cache_salt or "",
         priority=request.priority or 0,
+        ignored=ignored.names,
     )
     return job, request.encoding_format == "base64"
 
@@ -72,9 +74,9 @@ def _sampling(forced: Sequence[int]) -> Sampling:
     )
 
 
-def _checked(acceptance: Acceptance, body: bytes) -> EmbeddingRequest:
+def _checked(acceptance: Acceptance, body: bytes, ignored: Ignored) -> EmbeddingRequest:
     request = validated(EmbeddingRequest, parse_object(body))
-    acceptance.check_fields(request)
+    acceptance.check_fields(request, ignored)
     if len(request.input) > MAX_INPUTS:
         raise InvalidRequest(f"input may have {MAX_INPUTS} texts at most", param="input")
     if request.truncate_prompt_tokens == 0:

@@ -4,15 +4,14 @@ What this server does not do is refused, unless the value asks for nothing; so i
 `python -m services.gateway.openai.fields` prints the table that docs/fields.md holds.
 """
 
-import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from pydantic import BaseModel
 
-from services.gateway.errors import UnsupportedFeature, shown
+from services.gateway.errors import UnsupportedFeature
+from services.gateway.openai.ignored import Ignored
 from services.gateway.openai.schemas import ChatRequest, EmbeddingRequest, TextRequest
-from shared.errors import InvalidRequest
 
 DESCRIPTIONS: Mapping[str, str] = {
     "model": "the name that `/v1/models` lists",
@@ -92,7 +91,6 @@ UNSUPPORTED: Mapping[str, Neutral] = {
     "length_penalty": _is(1),
     "audio": _is_empty,
     "modalities": lambda value: value is None or value == ["text"],
-    "web_search_options": _is_empty,
     "suffix": _is_empty,
     "echo": _is_empty,  # of chats; completions have it
     "tools": _is_empty,  # of completions; chats have them
@@ -123,9 +121,9 @@ IGNORED = frozenset(
     | {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
     | {"guided_decoding_backend", "spaces_between_special_tokens", "include_reasoning"}
     | {"keep_alive", "cache_prompt"}
-    | {"verbosity"}
+    | {"verbosity", "web_search_options"}
 )
-"""Hints and bookkeeping of OpenAI's own service: accepted without effect."""
+"""Hints, bookkeeping and hosted tools of OpenAI's own service: accepted without effect."""
 
 
 def refuse_unsupported(fields: Mapping[str, Any]) -> None:
@@ -136,21 +134,15 @@ def refuse_unsupported(fields: Mapping[str, Any]) -> None:
             raise UnsupportedFeature(f"{name} is not supported by this server{advice}", param=name)
 
 
-def unknown_fields(extra: Mapping[str, Any]) -> list[str]:
-    """Names in `extra` that neither OpenAI's API nor this server knows."""
-    return [name for name in extra if name not in UNSUPPORTED and name not in IGNORED]
+def settle(request: BaseModel, ignored: Ignored, without_effect: Collection[str] = IGNORED) -> None:
+    """Refuse or ignore each field of a body that `request`'s schema does not have.
 
-
-def refuse_unknown(request: BaseModel) -> None:
-    """Raises InvalidRequest naming the first field that nobody knows, and the one that may be meant."""
-    unknown = unknown_fields(request.model_extra or {})
-    if not unknown:
-        return
-    name = unknown[0]
-    known = [*type(request).model_fields, *IGNORED]
-    close = difflib.get_close_matches(name[:64], known, n=1)
-    meant = f": is {close[0]} meant?" if close else "; leave it out"
-    raise InvalidRequest(f"there is no field {shown(name, 64)!r}{meant}", param=shown(name, 64))
+    Raises UnsupportedFeature and InvalidRequest naming the field.
+    """
+    extra = request.model_extra or {}
+    refuse_unsupported(extra)
+    others = {name: value for name, value in extra.items() if name not in UNSUPPORTED}
+    ignored.others(others, type(request).model_fields, without_effect=without_effect)
 
 
 REQUESTS = (ChatRequest, TextRequest, EmbeddingRequest)

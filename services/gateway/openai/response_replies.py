@@ -8,7 +8,7 @@ import orjson
 
 from services.gateway.errors import body_of
 from services.gateway.openai.replies import FinishedChoice, Usage
-from services.gateway.openai.response_requests import ResponseRequest
+from services.gateway.openai.response_requests import ResponseRequest, in_namespaces
 from services.gateway.parts.items import AnswerPart, CallArguments, CallBegun, Content, Reasoning
 from shared.errors import KvasirError
 
@@ -30,6 +30,11 @@ class ResponseWriter:
     _open: dict[str, Any] | None = None
     """The one that is being written."""
     _reason: str = "stop"
+    _spaces: dict[str, dict[str, str]] = field(init=False)
+    """Namespaces of functions, by the names that the model has for them."""
+
+    def __post_init__(self) -> None:
+        self._spaces = in_namespaces(self.request.tools or ())
 
     def begin(self, index: int) -> bytes:
         return self._event("response.created", response=self._body("in_progress", [])) + self._event(
@@ -99,6 +104,7 @@ class ResponseWriter:
                 "call_id": f"call_{self.id.removeprefix('resp_')}_{part.index}",
                 "name": part.name,
                 "arguments": "",
+                **self._spaces.get(part.name, {}),
             }
             return closed + self._begin_item("function_call", call)
         return self._argue(part.text)

@@ -1,12 +1,15 @@
 """Requests of OpenAI's Responses API as chats; the conversation before may be one that was stored."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.gateway.errors import UnsupportedFeature, shown
+from services.gateway.openai.fields import settle
+from services.gateway.openai.ignored import Ignored
 from services.gateway.openai.schemas import MAX_ENTRIES, parse_object, validated
+from services.gateway.openai.tools import full_name
 from shared.errors import InvalidRequest
 
 _WITHOUT_EFFECT = frozenset(
@@ -43,17 +46,16 @@ class ResponseRequest(BaseModel):
     previous_response_id: str | None = Field(None, min_length=1, max_length=128)
 
 
-def parse_response(body: bytes, max_messages: int, *, can_store: bool = False) -> ResponseRequest:
+def parse_response(
+    body: bytes, max_messages: int, ignored: Ignored, *, can_store: bool = False
+) -> ResponseRequest:
     """Raises InvalidRequest and UnsupportedFeature naming the field."""
     content = parse_object(body, max(MAX_ENTRIES, 8 * max_messages))
     request = validated(ResponseRequest, content)
     for name, value in (request.model_extra or {}).items():
         if name in _STATE and value not in (None, False):
             raise UnsupportedFeature(f"{name} is not supported by this server: {_STATE[name]}", param=name)
-        if name not in _WITHOUT_EFFECT and name not in _STATE:
-            raise UnsupportedFeature(
-                f"{shown(name, 64)} is not supported by this server", param=shown(name, 64)
-            )
+    settle(request, ignored, _WITHOUT_EFFECT)
     if not can_store:
         _refuse_stored(request)
     return request
@@ -93,7 +95,7 @@ def chat_of(request: ResponseRequest, items: list[Any]) -> dict[str, Any]:
         "temperature": request.temperature,
         "top_p": request.top_p,
         "stream": request.stream,
-        "tools": [_tool(tool, at) for at, tool in enumerate(request.tools or ())] or None,
+        "tools": [_tool(tool) for tool in request.tools or ()] or None,
         "tool_choice": _choice(request.tool_choice) if request.tools else None,
         "parallel_tool_calls": request.parallel_tool_calls,
         "response_format": _form(request.text),
@@ -104,16 +106,28 @@ def chat_of(request: ResponseRequest, items: list[Any]) -> dict[str, Any]:
     return {name: value for name, value in chat.items() if value is not None}
 
 
-def _tool(tool: Mapping[str, Any], at: int) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        text = f"tools of type {shown(repr(tool.get('type')), 100)} are not supported: only functions are"
-        raise UnsupportedFeature(text, param=f"tools[{at}].type")
+def _tool(tool: Any) -> Any:
+    """As chats have it; what is no function stays as it is."""
+    if isinstance(tool, dict) and tool.get("type") == "namespace" and isinstance(tool.get("tools"), list):
+        return {**tool, "tools": [_tool(each) for each in tool["tools"]]}
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        return tool
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def in_namespaces(tools: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """The `namespace` and `name` of each function of a namespace, by its full name."""
+    return {
+        full_name(space["name"], tool.get("name")): {"namespace": space["name"], "name": tool.get("name")}
+        for space in tools
+        if space.get("type") == "namespace"
+        for tool in space.get("tools") or ()
+    }
 
 
 def _choice(choice: Any) -> Any:
     if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
+        return {"type": "function", "function": {"name": _called(choice)}}
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         return {"type": "allowed_tools", "allowed_tools": choice}
     return choice
@@ -141,7 +155,7 @@ def _add(item: Mapping[str, Any], path: str, messages: list[dict[str, Any]]) -> 
     if kind == "message":
         messages.append({"role": item.get("role"), "content": _text(item.get("content"), f"{path}.content")})
     elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        function = {"name": _called(item), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         _assistant(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
@@ -154,6 +168,11 @@ def _add(item: Mapping[str, Any], path: str, messages: list[dict[str, Any]]) -> 
     else:
         text = f"items of type {shown(repr(kind), 100)} are not supported"
         raise UnsupportedFeature(text, param=f"{path}.type")
+
+
+def _called(item: Mapping[str, Any]) -> Any:
+    """Name of the function that an item is about, as the model knows it."""
+    return full_name(item.get("namespace"), item.get("name"))
 
 
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:

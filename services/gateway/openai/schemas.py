@@ -131,7 +131,7 @@ def texts_or_tokens(value: Any) -> list[Any]:
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
     include_usage: bool | None = None
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field
 from services.gateway.errors import UnsupportedFeature, unknown_model
 from services.gateway.openai import schemas
 from services.gateway.openai.fields import refuse_unsupported
+from services.gateway.openai.ignored import Ignored
 from services.gateway.openai.schemas import parse_chat, parse_object
 from services.gateway.openai.tools import chat_text, tools_of
 from services.gateway.text.tokenizer import Codec, TokenizerThreads, Vocabulary
@@ -115,7 +116,7 @@ class Tokenization:
         rendered = chat_text(
             self._codec,
             messages,
-            tools_of(chat.tools, None, None),
+            tools_of(chat.tools, None, None, Ignored()),
             chat.chat_template_kwargs or {},
             add_generation_prompt=chat.add_generation_prompt,
         )

@@ -6,19 +6,22 @@ template knows no functions is told of them in a system message, and reads calls
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal
 
-from services.gateway.errors import UnsupportedFeature, shown
+from services.gateway.errors import shown
+from services.gateway.openai.ignored import Ignored
 from services.gateway.openai.structured import closed
 from services.gateway.parts.formats import Function
 from services.gateway.text.tokenizer import Codec
 from shared.errors import InvalidRequest
 
 MOST_TOOLS = 128
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MOST_NAME_CHARS = 256
+"""OpenAI allows 64 in a function's name, Anthropic 128; a namespace's name comes before it."""
+_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MOST_NAME_CHARS}}}")
 ToolMode = Literal["none", "auto", "required"]
 TemplateMessage = dict[str, Any]
 
@@ -40,15 +43,21 @@ class Tools:
         return self.mode != "none"
 
 
-def tools_of(tools: Any, choice: Any, parallel: Any) -> Tools:
-    """Raises InvalidRequest and UnsupportedFeature naming the field."""
-    if not tools:
+def tools_of(tools: Any, choice: Any, parallel: Any, ignored: Ignored) -> Tools:
+    """The functions among `tools`; what else is there goes to `ignored`.
+
+    Raises InvalidRequest and UnsupportedFeature naming the field.
+    """
+    if tools and not isinstance(tools, list):
+        raise InvalidRequest("tools should be a list", param="tools")
+    found = dict(_flat(tools or (), "tools", ignored))
+    if not found:
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice goes with tools only", param="tool_choice")
         return Tools()
-    if not isinstance(tools, list) or len(tools) > MOST_TOOLS:
-        raise InvalidRequest(f"tools should be a list of at most {MOST_TOOLS}", param="tools")
-    functions = [_function(tool, f"tools[{at}]") for at, tool in enumerate(tools)]
+    if len(found) > MOST_TOOLS:
+        raise InvalidRequest(f"tools should be at most {MOST_TOOLS} functions", param="tools")
+    functions = [_function(tool, path) for path, tool in found.items()]
     names = [function.name for function in functions]
     if len(set(names)) < len(names):
         raise InvalidRequest("two tools have one name", param="tools")
@@ -62,25 +71,44 @@ def tools_of(tools: Any, choice: Any, parallel: Any) -> Tools:
         return Tools()
     kept = tuple(function for function in functions if not wanted or function.name in wanted)
     is_named = isinstance(choice, dict) and choice.get("type") == "function"
-    return Tools(
-        kept, tuple(_described(tool) for tool in tools), mode, parallel is not False and not is_named
-    )
+    return Tools(kept, tuple(map(_described, found.values())), mode, parallel is not False and not is_named)
 
 
-def _function(tool: Any, path: str) -> Function:
-    if not isinstance(tool, dict):
-        raise InvalidRequest(f"{path} should be an object", param=path)
-    if tool.get("type", "function") != "function":
-        kind = shown(repr(tool.get("type")), 100)
-        raise UnsupportedFeature(
-            f"tools of type {kind} are not supported: only functions are", param=f"{path}.type"
-        )
+def full_name(namespace: Any, name: Any) -> Any:
+    """Name by which a model calls a function of a namespace; without a namespace, `name` itself."""
+    if not isinstance(namespace, str) or not namespace or not isinstance(name, str):
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
+
+
+def _flat(
+    tools: Sequence[Any], path: str, ignored: Ignored, namespace: Any = None
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The functions, by their paths, those of namespaces under their full names."""
+    for at, tool in enumerate(tools):
+        where = f"{path}[{at}]"
+        if not isinstance(tool, dict):
+            raise InvalidRequest(f"{where} should be an object", param=where)
+        kind = tool.get("type", "function")
+        inner, described = tool.get("tools"), tool.get("function")
+        if kind == "namespace" and namespace is None and isinstance(inner, list):
+            yield from _flat(inner, f"{where}.tools", ignored, tool.get("name"))
+        elif kind != "function":
+            ignored.tool(kind, where)
+        elif isinstance(described, dict):
+            function = {**described, "name": full_name(namespace, described.get("name"))}
+            yield where, {**tool, "function": function}
+        else:
+            yield where, tool
+
+
+def _function(tool: Mapping[str, Any], path: str) -> Function:
     described = tool.get("function")
     if not isinstance(described, dict):
         raise InvalidRequest(f"{path}.function should be an object", param=f"{path}.function")
     name = described.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        text = f"{path}.function.name should be 1 to 64 letters, digits, '_', '-' and '.'"
+        text = f"{path}.function.name should be 1 to {MOST_NAME_CHARS} letters, digits, '_', '-' and '.'"
         raise InvalidRequest(text, param=f"{path}.function.name")
     parameters = described.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):

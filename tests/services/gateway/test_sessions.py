@@ -55,7 +55,6 @@ def job(prompts: int = 1, n: int = 1, **fields: Any) -> AdmittedRequest:
         prompts=((5, 6, 7),) * prompts,
         samplings=(sampling,) * prompts,
         n=n,
-        unknown_fields=(),
         **defaults | fields,
     )
 

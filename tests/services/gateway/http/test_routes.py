@@ -206,7 +206,7 @@ async def test_metrics_count(stack: Stack) -> None:
     text = (await stack.operator.get("/metrics")).text
     assert 'kvasir_gateway_requests_total{route="/v1/chat/completions",status="200"}' in text
     assert 'kvasir_gateway_requests_total{route="/tokenize",status="200"}' in text
-    assert "kvasir_gateway_unknown_fields_total" in text
+    assert 'kvasir_gateway_ignored_total{name="some_new_field"}' in text
     assert (await stack.http.get("/version")).json()["version"]
 
 

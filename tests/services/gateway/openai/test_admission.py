@@ -16,6 +16,7 @@ import pytest_asyncio
 from services.gateway.config import GatewayConfig
 from services.gateway.openai import schemas
 from services.gateway.openai.admission import DEFAULT_TEXT_MAX_TOKENS, Acceptance, sampling_of
+from services.gateway.openai.ignored import MOST_IGNORED
 from services.gateway.openai.schemas import ChatRequest, TextRequest, parse
 from services.gateway.text.tokenizer import AT_ONCE_BYTES, Codec
 from shared.errors import ContextOverflow, InvalidRequest, Overloaded, UnknownModel
@@ -133,16 +134,18 @@ async def test_another_model_is_unknown(acceptance: Acceptance) -> None:
     assert caught.value.param == "model"
 
 
-async def test_unknown_fields_are_refused_or_noted(acceptance: Acceptance, codec: Codec) -> None:
+async def test_unknown_fields_are_noted_or_refused(acceptance: Acceptance, codec: Codec) -> None:
+    job = await acceptance.chat(orjson.dumps({**CHAT, "frobnicate": 1, "x" * 99: 1, "user": "u"}), context)
+    assert job.ignored == ("frobnicate", "x" * 64, "user")
+    many = await acceptance.chat(orjson.dumps({**CHAT, **{f"field_{at}": 1 for at in range(500)}}), context)
+    assert len(many.ignored) == MOST_IGNORED
+    strict = make(codec, unknown_fields="refuse")
     with pytest.raises(InvalidRequest, match="is temperature meant") as caught:
-        await acceptance.chat(orjson.dumps({**CHAT, "tempature": 1, "user": "u"}), context)
+        await strict.chat(orjson.dumps({**CHAT, "tempature": 1, "user": "u"}), context)
     assert caught.value.param == "tempature"
     with pytest.raises(InvalidRequest, match="leave it out"):
-        await acceptance.chat(orjson.dumps({**CHAT, "zzz": 1}), context)
-    ignoring = make(codec, unknown_fields="ignore")
-    job = await ignoring.chat(orjson.dumps({**CHAT, "frobnicate": 1, "user": "u"}), context)
-    assert job.unknown_fields == ("frobnicate",)
-    ignoring.close()
+        await strict.chat(orjson.dumps({**CHAT, "zzz": 1}), context)
+    strict.close()
 
 
 LONG = {"model": "m", "prompt": "x" * (AT_ONCE_BYTES)}

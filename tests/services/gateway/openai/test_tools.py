@@ -6,6 +6,7 @@ from typing import Any
 import orjson
 import pytest
 
+from services.gateway.openai.ignored import Ignored
 from services.gateway.openai.tools import chat_text, in_words, tools_of, with_short_ids
 from services.gateway.text.tokenizer import ChatTemplate, Codec
 from shared.errors import InvalidRequest
@@ -30,12 +31,12 @@ HISTORY: list[dict[str, Any]] = [
 
 
 def test_what_may_be_called() -> None:
-    tools = tools_of([WEATHER, NOW], None, None)
+    tools = tools_of([WEATHER, NOW], None, None, Ignored())
     assert (tools.mode, tools.is_parallel) == ("auto", True)
     assert [function.name for function in tools.functions] == ["weather", "now"]
     assert tools.functions[0].parameters["additionalProperties"] is False
     assert tools.functions[1].parameters == {"type": "object", "additionalProperties": False}
-    named = tools_of([WEATHER, NOW], {"type": "function", "function": {"name": "now"}}, None)
+    named = tools_of([WEATHER, NOW], {"type": "function", "function": {"name": "now"}}, None, Ignored())
     assert (named.mode, named.is_parallel, len(named.functions), len(named.described)) == (
         "required",
         False,
@@ -43,10 +44,12 @@ def test_what_may_be_called() -> None:
         2,
     )
     some = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NOW]}}
-    assert [function.name for function in tools_of([WEATHER, NOW], some, False).functions] == ["now"]
+    assert [function.name for function in tools_of([WEATHER, NOW], some, False, Ignored()).functions] == [
+        "now"
+    ]
     for choice in (None, "auto", "none"):
-        assert not tools_of([], choice, None).is_any
-    assert not tools_of([WEATHER], "none", None).is_any
+        assert not tools_of([], choice, None, Ignored()).is_any
+    assert not tools_of([WEATHER], "none", None, Ignored()).is_any
 
 
 @pytest.mark.parametrize(
@@ -54,7 +57,8 @@ def test_what_may_be_called() -> None:
     [
         ({"tools": {}, "tool_choice": "required"}, "tool_choice"),
         ({"tools": "x"}, "tools"),
-        ({"tools": [{"type": "custom"}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [1]}, "tools[0]"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [NOW, NOW]}, "tools"),
@@ -116,7 +120,7 @@ async def huge() -> int:
 
 
 def test_a_model_that_knows_no_functions_is_told_in_words(codec: Codec) -> None:
-    tools = tools_of([WEATHER, NOW], None, None)
+    tools = tools_of([WEATHER, NOW], None, None, Ignored())
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
     told = in_words(messages, tools)
     assert [message["role"] for message in told] == ["system", "user"]

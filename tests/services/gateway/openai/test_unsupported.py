@@ -10,7 +10,6 @@ from services.gateway.openai.fields import (
     INSTEAD,
     UNSUPPORTED,
     refuse_unsupported,
-    unknown_fields,
 )
 
 ASKED: dict[str, Any] = {
@@ -29,7 +28,6 @@ ASKED: dict[str, Any] = {
     "length_penalty": 0.8,
     "audio": {"voice": "x"},
     "modalities": ["text", "audio"],
-    "web_search_options": {"a": 1},
     "suffix": "x",
     "echo": True,
     "use_beam_search": True,
@@ -78,7 +76,3 @@ def test_a_refusal_says_what_to_do(name: str, said: str) -> None:
 
 def test_advice_is_for_what_is_refused() -> None:
     assert set(INSTEAD) <= set(UNSUPPORTED)
-
-
-def test_unknown_fields_are_those_nobody_knows() -> None:
-    assert unknown_fields({"user": 1, "functions": None, "foo": 1, "bar": 2}) == ["foo", "bar"]
