@@ -56,7 +56,20 @@ class InvalidRequest(CallerError):
 
 
 class ContextOverflow(InvalidRequest):
+    """`tokens`: of the prompt, of the answer that was asked for, and of the context, where they are known."""
+
     code = "context_length_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        tokens: tuple[int, int, int] | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
+        self.tokens = tokens
 
 
 class UnknownModel(InvalidRequest):

@@ -10,7 +10,7 @@ import orjson
 from services.gateway.errors import body_of, status_of
 from services.gateway.openai.replies import FinishedChoice, Usage
 from services.gateway.parts.items import AnswerPart, CallBegun, Content, Reasoning
-from shared.errors import KvasirError
+from shared.errors import ContextOverflow, KvasirError
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _KINDS = {
@@ -28,7 +28,23 @@ _KINDS = {
 def error_body(error: KvasirError) -> dict[str, Any]:
     """The error as this API has it."""
     kind = _KINDS.get(status_of(error)[0], "api_error")
-    return {"type": "error", "error": {"type": kind, "message": body_of(error)["error"]["message"]}}
+    about = body_of(error)["error"]
+    message, param = about["message"] or "", about["param"] or ""
+    if param not in message:  # a field of its own has the name in OpenAI's errors only
+        message = f"{param}: {message}"
+    if isinstance(error, ContextOverflow) and error.tokens is not None:
+        message = _too_long(*error.tokens)
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _too_long(prompt: int, answer: int, context: int) -> str:
+    """The words that Claude Code looks for: it compacts the chat, or asks again with fewer `max_tokens`."""
+    if prompt >= context:
+        return f"prompt is too long: {prompt} tokens > {context} maximum"
+    return (
+        f"input length and `max_tokens` exceed context limit: {prompt} + {answer} > {context}, "
+        "decrease input length or `max_tokens` and try again"
+    )
 
 
 @dataclass(slots=True)

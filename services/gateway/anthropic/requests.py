@@ -5,20 +5,17 @@ What both APIs have is carried over; the rest is refused by name, or has no effe
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from services.gateway.errors import UnsupportedFeature, shown
-from services.gateway.openai.fields import settle
+from services.gateway.openai.fields import ECHOED, MESSAGES_IGNORED, settle
 from services.gateway.openai.ignored import Ignored
-from services.gateway.openai.schemas import parse_chat, validated
+from services.gateway.openai.schemas import MAX_STOPS, StopString, parse_chat, validated
 from shared.errors import InvalidRequest
 
-_WITHOUT_EFFECT = frozenset(
-    {"metadata", "service_tier", "container", "context_management", "inference_geo", "betas", "mcp_servers"}
-    | {"thread"}
-)
+_TOOL_FIELDS = frozenset({"type", "name", "description", "input_schema"})
 _EFFORTS = {"low", "medium", "high"}
 
 
@@ -31,7 +28,7 @@ class MessagesRequest(BaseModel):
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     system: Any = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[StopString] | None, Field(max_length=MAX_STOPS), FailFast()] = None
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = Field(None, ge=0, le=1)
@@ -51,7 +48,7 @@ def parse_messages(
     Raises InvalidRequest and UnsupportedFeature naming the field.
     """
     request = validated(MessagesRequest, parse_chat(body, max_messages))
-    settle(request, ignored, _WITHOUT_EFFECT)
+    settle(request, ignored, MESSAGES_IGNORED)
     if request.max_tokens is None and not counts:
         raise InvalidRequest("max_tokens: Field required", param="max_tokens")
     system = (
@@ -73,15 +70,18 @@ def parse_messages(
         "temperature": request.temperature,
         "top_p": request.top_p,
         "top_k": request.top_k,
-        **_tools(request),
-        **_form(request),
+        **_tools(request, ignored),
+        **_form(request, ignored),
     }
+    for message in request.messages:
+        ignored.others(message, ("role", "content"), "messages", ECHOED)
     if request.thinking is not None:
+        ignored.others(request.thinking, ("type",), "thinking", ("budget_tokens", "display"))
         chat["chat_template_kwargs"] = {"enable_thinking": request.thinking.get("type") != "disabled"}
     return {name: value for name, value in chat.items() if value is not None}
 
 
-def _tools(request: MessagesRequest) -> dict[str, Any]:
+def _tools(request: MessagesRequest, ignored: Ignored) -> dict[str, Any]:
     if not request.tools:
         return {}
     tools = []
@@ -89,6 +89,7 @@ def _tools(request: MessagesRequest) -> dict[str, Any]:
         if tool.get("type", "custom") != "custom":
             tools.append(tool)
             continue
+        ignored.others(tool, _TOOL_FIELDS, "tools", ("strict", "cache_control", "input_examples"))
         function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
         tools.append(
             {"type": "function", "function": {**function, "description": tool.get("description", "")}}
@@ -106,8 +107,9 @@ def _tools(request: MessagesRequest) -> dict[str, Any]:
     return {"tools": tools, "tool_choice": kinds[choice["type"]], "parallel_tool_calls": is_parallel}
 
 
-def _form(request: MessagesRequest) -> dict[str, Any]:
+def _form(request: MessagesRequest, ignored: Ignored) -> dict[str, Any]:
     config = request.output_config or {}
+    ignored.others(config, ("format", "effort"), "output_config", ("task_budget",))
     wanted = request.output_format or config.get("format")
     found: dict[str, Any] = {}
     if wanted is not None:
@@ -140,6 +142,8 @@ def _messages(message: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
         if kind == "text":
             texts.append(_text(block.get("text"), f"{where}.text"))
         elif kind == "tool_use" and role == "assistant":
+            if not isinstance(block.get("name"), str):
+                raise InvalidRequest(f"{where}.name should be a text", param=f"{where}.name")
             arguments = json.dumps(block.get("input") or {})
             function = {"name": block.get("name"), "arguments": arguments}
             calls.append({"id": block.get("id"), "type": "function", "function": function})

@@ -18,7 +18,7 @@ from services.gateway.openai.response_requests import ResponseRequest
 from services.gateway.openai.schemas import ChatRequest, EmbeddingRequest, TextRequest
 from services.gateway.openai.tokenize import DetokenizeTokens, TokenizeChat, TokenizeText
 
-EXPOSED = ["x-request-id", "x-kvasir-request-id", "retry-after"]
+EXPOSED = ["x-request-id", "x-kvasir-request-id", "x-kvasir-ignored", "retry-after"]
 _PREFLIGHT_S = 600
 
 

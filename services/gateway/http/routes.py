@@ -257,7 +257,8 @@ def _add_models(app: FastAPI, sessions: Sessions, models: Models) -> None:
     @app.get("/v1/models")
     async def every_model() -> Response:
         data = [entry(models.find(name), name) for name in models.names]
-        return _json({"object": "list", "data": data})
+        # Codex looks for `models`; an entry would replace Codex's own instructions to the model.
+        return _json({"object": "list", "data": data, "models": []})
 
     @app.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:

@@ -3,9 +3,10 @@
 Behind them all is the same: a chat or a prompt is admitted, sequences run, their text is taken apart.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 from services.gateway.anthropic.replies import MessageWriter
@@ -27,6 +28,19 @@ from services.gateway.openai.response_store import ResponseStore
 from services.gateway.parts.readers import PlainReader
 from shared.clock import unix_s
 from shared.errors import InvalidRequest
+
+MESSAGES_WORDS = {
+    ".function.parameters": ".input_schema",
+    ".function": "",
+    "response_format": "output_config.format",
+}
+RESPONSES_WORDS = {
+    ".function": "",
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text.format",
+}
+"""What these two APIs call a chat's fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +89,9 @@ async def _messages(
 ) -> tuple[AdmittedRequest, AnswerWriter]:
     ignored = acceptance.ignored()
     read = partial(parse_messages, body, naming.config.max_messages, ignored)
-    job = _in_parts(await acceptance.chat_of(read, len(body), context, ignored))
+    chat = await acceptance.threads.read(read, len(body))
+    with _named_as(MESSAGES_WORDS):
+        job = _in_parts(await acceptance.chat_of(lambda: chat, len(body), context, ignored))
     return job, MessageWriter(f"msg_{naming.id(job)}", naming.config.served_name, job.prompt_tokens)
 
 
@@ -89,7 +105,9 @@ async def _responses(
     )
     before = await _before(request, store, key)
     items = conversation_of(request, before, most)
-    job = _in_parts(await acceptance.chat_of(lambda: chat_of(request, items), len(body), context, ignored))
+    chat = await acceptance.threads.read(lambda: chat_of(request, items, ignored), len(body))
+    with _named_as(RESPONSES_WORDS):
+        job = _in_parts(await acceptance.chat_of(lambda: chat, len(body), context, ignored))
     name = f"resp_{naming.id(job)}"
     keep = None
     if store is not None and request.store is not False:
@@ -109,6 +127,19 @@ async def _before(request: ResponseRequest, store: ResponseStore | None, key: st
         return (await store.find(key, name)).items
     except HttpError as error:
         raise InvalidRequest(str(error), param="previous_response_id") from None
+
+
+@contextmanager
+def _named_as(words: Mapping[str, str]) -> Iterator[None]:
+    """Errors about the chat that a request became name the fields that its client has sent."""
+    try:
+        yield
+    except InvalidRequest as error:
+        ours = error.param or ""
+        theirs = reduce(lambda name, word: name.replace(*word), words.items(), ours)
+        if theirs == ours:
+            raise
+        raise type(error)(error.message.replace(ours, theirs), param=theirs) from None
 
 
 def _in_parts(job: AdmittedRequest) -> AdmittedRequest:

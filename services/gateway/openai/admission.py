@@ -333,6 +333,9 @@ class Acceptance:
         self.check_fields(request, ignored)
         if (options := request.stream_options) is not None:
             ignored.others(options.model_extra, type(options).model_fields, "stream_options")
+        for message in request.messages if isinstance(request, schemas.ChatRequest) else ():
+            known = schemas.RequestMessage.model_fields
+            ignored.others(message.model_extra, known, "messages", fields.ECHOED)
         if request.stream and request.prompt_logprobs is not None:
             raise UnsupportedFeature("prompt_logprobs is not streamed", param="prompt_logprobs")
         if (request.n or 1) > self._config.max_n:
@@ -434,6 +437,7 @@ class Acceptance:
                 f"This model's maximum context length is {context_tokens} tokens. However, you requested "
                 f"{prompt_tokens + wanted} tokens ({requested}). "
                 f"Please reduce the length of the {param} or completion.",
+                tokens=(prompt_tokens, wanted, context_tokens),
                 param=param,
             )
         if limit is not None:

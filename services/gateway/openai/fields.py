@@ -1,6 +1,7 @@
 """Which fields a request may have, and what becomes of each: honoured, ignored, or refused by name.
 
-What this server does not do is refused, unless the value asks for nothing; so is a field that nobody knows.
+A field is refused if the client would get another answer than it counts on. Every other field that this
+server does not know is ignored and named (`ignored.py`).
 `python -m services.gateway.openai.fields` prints the table that docs/fields.md holds.
 """
 
@@ -11,7 +12,7 @@ from pydantic import BaseModel
 
 from services.gateway.errors import UnsupportedFeature
 from services.gateway.openai.ignored import Ignored
-from services.gateway.openai.schemas import ChatRequest, EmbeddingRequest, TextRequest
+from services.gateway.openai.schemas import MAX_STOPS, ChatRequest, EmbeddingRequest, TextRequest
 
 DESCRIPTIONS: Mapping[str, str] = {
     "model": "the name that `/v1/models` lists",
@@ -24,7 +25,7 @@ DESCRIPTIONS: Mapping[str, str] = {
     "top_p": "nucleus sampling",
     "top_k": "0 or -1 is off",
     "seed": "the same seed gives the same answer",
-    "stop": "up to four texts that end the answer",
+    "stop": f"up to {MAX_STOPS} texts that end the answer",
     "stream": "send events",
     "stream_options": "`include_usage`",
     "ignore_eos": "go on past the end token",
@@ -102,6 +103,19 @@ UNSUPPORTED: Mapping[str, Neutral] = {
     "guided_whitespace_pattern": _is_empty,
 }
 
+ELSEWHERE: Mapping[str, Neutral] = {
+    "n": _is(1),
+    "stop": _is_empty,
+    "stop_sequences": _is_empty,
+    "max_tokens": _is_empty,
+    "max_completion_tokens": _is_empty,
+    "max_output_tokens": _is_empty,
+    "response_format": _is_empty,
+    "output_format": _is_empty,
+}
+"""Fields of one API that decide how many answers there are, where they end and in which form: refused by the
+others."""
+
 INSTEAD: Mapping[str, str] = {
     "chat_template": "the model's own is used; chat_template_kwargs go to it",
     "dimensions": "of embeddings: all that the model has are given",
@@ -113,6 +127,13 @@ INSTEAD: Mapping[str, str] = {
     "top_logprobs": "here the number goes into logprobs, from 0 to 5",
     "grammar": "send it as structured_outputs.grammar",
     "tools": "they go with /v1/chat/completions",
+    "stop": "send stop_sequences to /v1/messages; /v1/responses has none",
+    "stop_sequences": "send stop",
+    "max_tokens": "send max_output_tokens",
+    "max_completion_tokens": "send max_tokens, or max_output_tokens to /v1/responses",
+    "max_output_tokens": "send max_tokens",
+    "response_format": "send text.format to /v1/responses, output_config.format to /v1/messages",
+    "output_format": "send response_format, or text.format to /v1/responses",
 }
 """What to do about a refusal, where something can be done."""
 
@@ -125,10 +146,24 @@ IGNORED = frozenset(
 )
 """Hints, bookkeeping and hosted tools of OpenAI's own service: accepted without effect."""
 
+RESPONSES_IGNORED = frozenset(
+    {"metadata", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention", "include"}
+    | {"safety_identifier", "max_tool_calls", "stream_options", "truncation", "moderation"}
+    | {"client_metadata", "prompt_cache_options"}
+)
+"""The same of the Responses API; Codex sends `client_metadata`."""
+MESSAGES_IGNORED = frozenset(
+    {"metadata", "service_tier", "container", "context_management", "inference_geo", "betas", "mcp_servers"}
+    | {"thread"}
+)
+"""The same of Anthropic's API; its SDK's `tool_runner` sends `thread`."""
+ECHOED = frozenset({"refusal", "annotations", "reasoning", "reasoning_details", "cache_control"})
+"""Of messages: fields of answers, which clients send back."""
 
-def refuse_unsupported(fields: Mapping[str, Any]) -> None:
+
+def refuse_unsupported(fields: Mapping[str, Any], which: Mapping[str, Neutral] = UNSUPPORTED) -> None:
     """Raises UnsupportedFeature naming the first field that asks for something this server does not do."""
-    for name, is_neutral in UNSUPPORTED.items():
+    for name, is_neutral in which.items():
         if name in fields and not is_neutral(fields[name]):
             advice = f": {INSTEAD[name]}" if name in INSTEAD else "; leave it out"
             raise UnsupportedFeature(f"{name} is not supported by this server{advice}", param=name)
@@ -140,8 +175,9 @@ def settle(request: BaseModel, ignored: Ignored, without_effect: Collection[str]
     Raises UnsupportedFeature and InvalidRequest naming the field.
     """
     extra = request.model_extra or {}
-    refuse_unsupported(extra)
-    others = {name: value for name, value in extra.items() if name not in UNSUPPORTED}
+    refused = {**UNSUPPORTED, **ELSEWHERE}
+    refuse_unsupported(extra, refused)
+    others = {name: value for name, value in extra.items() if name not in refused}
     ignored.others(others, type(request).model_fields, without_effect=without_effect)
 
 
@@ -154,17 +190,29 @@ def table() -> str:
     for name in sorted({name for each in REQUESTS for name in each.model_fields}):
         places = ["yes" if name in each.model_fields else "" for each in REQUESTS]
         lines.append(f"| `{name}` | {' | '.join(places)} | {DESCRIPTIONS[name]} |")
-    lines += ["", "Taken without effect: " + ", ".join(f"`{name}`" for name in sorted(IGNORED)) + ".", ""]
-    lines += ["Refused, unless the value asks for nothing:", "", "| field | instead |", "|---|---|"]
-    lines += [f"| `{name}` | {INSTEAD.get(name, '')} |" for name in sorted(UNSUPPORTED)]
+    lines += ["", "No effect, named in `x-kvasir-ignored`, and accepted by `refuse` as well:", ""]
+    for endpoints, names in (
+        ("chat, completions and embeddings", IGNORED),
+        ("`POST /v1/responses`", RESPONSES_IGNORED),
+        ("`POST /v1/messages`", MESSAGES_IGNORED),
+    ):
+        lines.append(f"- {endpoints}: " + ", ".join(f"`{name}`" for name in sorted(names)))
+    lines += ["", "Refused by every API that does not have the field, unless the value asks for nothing:", ""]
+    lines += ["| field | instead |", "|---|---|"]
+    lines += [f"| `{name}` | {INSTEAD.get(name, '')} |" for name in sorted({*UNSUPPORTED, *ELSEWHERE})]
     return "\n".join(lines) + "\n"
 
 
 _HEAD = """# Fields of a request
 
-Of `POST /v1/chat/completions`, `POST /v1/completions` and `POST /v1/embeddings`. A field that is in none
-of these tables is refused with 400 and the name of the one that may be meant;
-`gateway.unknown_fields: ignore` lets it pass.
+Fields of `POST /v1/chat/completions`, `POST /v1/completions` and `POST /v1/embeddings`.
+
+A field that is in none of these tables has no effect, at the top of a body and in the objects inside it. The
+answer's header `x-kvasir-ignored` names up to 32 such fields, and the metric `kvasir_gateway_ignored_total`
+counts them by name. The same holds for `POST /v1/responses` and `POST /v1/messages`, and for tools that are
+not functions (`tools.web_search`). With `gateway.unknown_fields: refuse` such a request gets a 400 that names
+the field that may be meant.
+
 This file is made by `python -m services.gateway.openai.fields > docs/fields.md`.
 """
 

@@ -6,21 +6,22 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.gateway.errors import UnsupportedFeature, shown
-from services.gateway.openai.fields import settle
+from services.gateway.openai.fields import RESPONSES_IGNORED, settle
 from services.gateway.openai.ignored import Ignored
 from services.gateway.openai.schemas import MAX_ENTRIES, parse_object, validated
 from services.gateway.openai.tools import full_name
 from shared.errors import InvalidRequest
 
-_WITHOUT_EFFECT = frozenset(
-    {"metadata", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention", "include"}
-    | {"safety_identifier", "max_tool_calls", "stream_options", "truncation", "moderation"}
-)
 _STATE = {
     "conversation": "send the whole conversation as input",
     "prompt": "send the text itself",
     "background": "leave it out, and stream",
 }
+_ROLES = ("user", "assistant", "system", "developer")
+_ITEM_FIELDS = frozenset(
+    {"type", "id", "status", "role", "content", "call_id", "namespace", "name", "arguments", "output"}
+    | {"summary", "phase"}
+)
 _TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 
 
@@ -55,7 +56,7 @@ def parse_response(
     for name, value in (request.model_extra or {}).items():
         if name in _STATE and value not in (None, False):
             raise UnsupportedFeature(f"{name} is not supported by this server: {_STATE[name]}", param=name)
-    settle(request, ignored, _WITHOUT_EFFECT)
+    settle(request, ignored, RESPONSES_IGNORED | _STATE.keys())
     if not can_store:
         _refuse_stored(request)
     return request
@@ -83,11 +84,15 @@ def conversation_of(request: ResponseRequest, before: list[Any], max_messages: i
     return [*before, *items]
 
 
-def chat_of(request: ResponseRequest, items: list[Any]) -> dict[str, Any]:
+def chat_of(request: ResponseRequest, items: list[Any], ignored: Ignored) -> dict[str, Any]:
     """The chat that it asks for, as `/v1/chat/completions` takes it, about the whole conversation.
 
     Raises InvalidRequest and UnsupportedFeature naming the field.
     """
+    for item in items:
+        ignored.others(item if isinstance(item, dict) else {}, _ITEM_FIELDS, "input", ("encrypted_content",))
+    ignored.others(request.reasoning, ("effort",), "reasoning", ("summary", "generate_summary"))
+    ignored.others(request.text, ("format",), "text", ("verbosity",))
     chat = {
         "model": request.model,
         "messages": _messages(request, items),
@@ -117,11 +122,12 @@ def _tool(tool: Any) -> Any:
 
 def in_namespaces(tools: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
     """The `namespace` and `name` of each function of a namespace, by its full name."""
+    spaces = [tool for tool in tools if tool.get("type") == "namespace" and isinstance(tool.get("name"), str)]
     return {
-        full_name(space["name"], tool.get("name")): {"namespace": space["name"], "name": tool.get("name")}
-        for space in tools
-        if space.get("type") == "namespace"
+        full_name(space["name"], tool["name"]): {"namespace": space["name"], "name": tool["name"]}
+        for space in spaces
         for tool in space.get("tools") or ()
+        if isinstance(tool, dict) and isinstance(tool.get("name"), str)
     }
 
 
@@ -129,7 +135,9 @@ def _choice(choice: Any) -> Any:
     if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": _called(choice)}}
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        return {"type": "allowed_tools", "allowed_tools": choice}
+        tools = [tool for tool in choice.get("tools") or () if isinstance(tool, dict)]
+        functions = [{"name": _called(tool)} for tool in tools if tool.get("type") == "function"]
+        return {"type": "allowed_tools", "allowed_tools": {**choice, "tools": functions}}
     return choice
 
 
@@ -153,8 +161,12 @@ def _add(item: Mapping[str, Any], path: str, messages: list[dict[str, Any]]) -> 
     """An item of the input becomes a message, or a part of the one before."""
     kind = item.get("type", "message")
     if kind == "message":
-        messages.append({"role": item.get("role"), "content": _text(item.get("content"), f"{path}.content")})
+        if item.get("role") not in _ROLES:
+            raise InvalidRequest(f"{path}.role should be one of {', '.join(_ROLES)}", param=f"{path}.role")
+        messages.append({"role": item["role"], "content": _text(item.get("content"), f"{path}.content")})
     elif kind == "function_call":
+        if not isinstance(item.get("name"), str):
+            raise InvalidRequest(f"{path}.name should be a text", param=f"{path}.name")
         function = {"name": _called(item), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         _assistant(messages).setdefault("tool_calls", []).append(call)

@@ -81,7 +81,8 @@ def _count(data: bytes, signs: bytes) -> int:
     return sum(data.count(sign) for sign in signs)
 
 
-MAX_STOPS = 4
+MAX_STOPS = 32
+"""OpenAI allows four; Anthropic names no limit."""
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 128
 MAX_TOKEN_CHOICES = 1024
@@ -189,7 +190,7 @@ class CompletionFields(NamesModel):
 class RequestMessage(BaseModel):
     """One message of a chat. `content` is a string or a list of typed parts."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[str | list[dict[str, Any]] | None, PlainValidator(_content)] = None

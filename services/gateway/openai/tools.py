@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -22,6 +23,8 @@ MOST_TOOLS = 128
 MOST_NAME_CHARS = 256
 """OpenAI allows 64 in a function's name, Anthropic 128; a namespace's name comes before it."""
 _NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MOST_NAME_CHARS}}}")
+_FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict"})
+_WITHOUT_EFFECT = frozenset({"cache_control", "defer_loading", "output_schema", "allowed_callers"})
 ToolMode = Literal["none", "auto", "required"]
 TemplateMessage = dict[str, Any]
 
@@ -96,6 +99,8 @@ def _flat(
         elif kind != "function":
             ignored.tool(kind, where)
         elif isinstance(described, dict):
+            ignored.others(tool, ("type", "function"), "tools", ("cache_control",))
+            ignored.others(described, _FUNCTION_FIELDS, "tools", _WITHOUT_EFFECT)
             function = {**described, "name": full_name(namespace, described.get("name"))}
             yield where, {**tool, "function": function}
         else:
@@ -188,9 +193,30 @@ def chat_text(
         messages, described = in_words(messages, tools), ()
     elif codec.call_format.name.startswith("mistral"):
         messages = with_short_ids(messages)
-    return template.render(
-        messages, tools=described, variables=variables, add_generation_prompt=add_generation_prompt
+    render = partial(
+        template.render, tools=described, variables=variables, add_generation_prompt=add_generation_prompt
     )
+    try:
+        return render(messages)
+    except InvalidRequest:
+        if (joined := system_first(messages)) == list(messages):
+            raise
+    return render(joined)
+
+
+def system_first(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
+    """For a template that takes one system message, and roles that alternate: the system messages at the
+    beginning are one, later ones are the user's, and successive messages of the user are one."""
+    joined: list[TemplateMessage] = []
+    for message in messages:
+        role = message["role"]
+        if role == "system" and any(before["role"] != "system" for before in joined):
+            role = "user"
+        if joined and joined[-1]["role"] == role and role in ("system", "user"):
+            joined[-1] = {**joined[-1], "content": f"{joined[-1]['content']}\n\n{message['content']}"}
+        else:
+            joined.append({**message, "role": role})
+    return joined
 
 
 def with_short_ids(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:

@@ -52,7 +52,7 @@ def test_prompts_of_no_form(prompt: Any) -> None:
         ({"max_completion_tokens": -1}, "max_completion_tokens"),
         ({"seed": 2**63}, "seed"),
         ({"seed": "x"}, "seed"),
-        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": ["a"] * (schemas.MAX_STOPS + 1)}, "stop"),
         ({"stop": [""]}, "stop[0]"),
         ({"stop": ["a", 5]}, "stop[1]"),
         ({"stop": {}}, "stop"),

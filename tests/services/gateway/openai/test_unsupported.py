@@ -6,6 +6,7 @@ import pytest
 
 from services.gateway.errors import UnsupportedFeature
 from services.gateway.openai.fields import (
+    ELSEWHERE,
     IGNORED,
     INSTEAD,
     UNSUPPORTED,
@@ -75,4 +76,4 @@ def test_a_refusal_says_what_to_do(name: str, said: str) -> None:
 
 
 def test_advice_is_for_what_is_refused() -> None:
-    assert set(INSTEAD) <= set(UNSUPPORTED)
+    assert set(INSTEAD) <= {*UNSUPPORTED, *ELSEWHERE}
