@@ -1,6 +1,7 @@
 """OpenAI's Responses API and Anthropic's Messages API on a whole stack: one answer in every shape."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,6 +115,44 @@ def test_calls_of_responses(client: openai.OpenAI) -> None:
     assert after.output_text
 
 
+def test_functions_of_a_namespace_are_called_by_full_name_and_named_apart(
+    client: openai.OpenAI, stack: RunningStack
+) -> None:
+    """As Codex sends and expects them: a call has the namespace in a field of its own."""
+    run = {"type": "function", "name": "run", "parameters": CITY}
+    spaces = [{"type": "namespace", "name": name, "tools": [run]} for name in ("multi_agent_v1", "mcp__a__")]
+    body: dict[str, Any] = {
+        "model": "tiny_chat",
+        "input": ASK,
+        "max_output_tokens": 80,
+        "tools": [run, *spaces],
+    }
+    headers = {"Authorization": f"Bearer {stack.key}"}
+    for space in ("multi_agent_v1", "mcp__a__"):
+        body["tool_choice"] = {"type": "function", "namespace": space, "name": "run"}
+        whole = httpx.post(f"{stack.url}/v1/responses", json=body, headers=headers, timeout=60).json()
+        (call,) = [item for item in whole["output"] if item["type"] == "function_call"]
+        assert (call["namespace"], call["name"], list(json.loads(call["arguments"]))) == (
+            space,
+            "run",
+            ["city"],
+        )
+        streamed = httpx.post(
+            f"{stack.url}/v1/responses", json={**body, "stream": True}, headers=headers, timeout=60
+        )
+        done = [data for name, data in events_of(streamed.text) if name == "response.output_item.done"]
+        assert (done[-1]["item"]["namespace"], done[-1]["item"]["name"]) == (space, "run")
+    plain = {**body, "tool_choice": {"type": "function", "name": "run"}}
+    whole = httpx.post(f"{stack.url}/v1/responses", json=plain, headers=headers, timeout=60).json()
+    assert [item.get("namespace") for item in whole["output"]] == [None]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}
+    history: list[Any] = [{"role": "user", "content": ASK}, call, result]
+    after = client.responses.create(
+        model="tiny_chat", input=history, tools=body["tools"], max_output_tokens=8
+    )
+    assert after.output_text
+
+
 class Dog(BaseModel):
     name: str
     age: int
@@ -134,9 +173,11 @@ def test_the_clients_own_helpers_for_responses(client: openai.OpenAI) -> None:
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+        ({"text": {"format": {"type": "jsonschema"}}}, "text.format.type"),
+        ({"max_output_tokens": 10**6}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-        ({"inputt": 1}, "inputt"),
     ],
 )
 def test_what_responses_have_not(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
@@ -163,10 +204,24 @@ def test_a_message_is_the_chats_answer(client: openai.OpenAI, http: httpx.Client
     assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
     assert usage["output_tokens"] == 20
     word = chat(client).split()[3]
-    stopped = message(http, stop_sequences=[word]).json()
+    stopped = message(http, stop_sequences=[*"ABCDEF", word]).json()
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", word)
     briefed = [{"type": "text", "text": "Be brief."}]
     assert message(http, system=briefed, max_tokens=300).json()["stop_reason"] == "end_turn"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_tokens": 10**6}, r"input length and `max_tokens` exceed context limit: \d+ \+ 1000000 > \d+"),
+        ({"system": "word " * 30_000}, r"prompt is too long: \d+ tokens > \d+ maximum"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, r"tools\[0\]\.name should be 1 to 256 letters"),
+        ({"tools": [{"name": "a", "input_schema": {}}, {"name": "a"}]}, "two tools have one name"),
+    ],
+)
+def test_errors_in_anthropics_words(http: httpx.Client, fields: dict[str, Any], words: str) -> None:
+    """Claude Code reads the first two: it asks again with fewer tokens, or compacts the chat."""
+    assert re.search(words, message(http, **fields).json()["error"]["message"])
 
 
 def test_events_of_a_message(client: openai.OpenAI, http: httpx.Client) -> None:
@@ -213,11 +268,14 @@ def test_tools_of_messages(http: httpx.Client) -> None:
         ({"model": "other"}, 404, "not_found_error"),
         ({"max_tokens": None}, 400, "invalid_request_error"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error"),
-        ({"mcp_servers": [{}]}, 400, "invalid_request_error"),
+        ({"stop_sequences": ["x"] * 33}, 400, "invalid_request_error"),
     ],
 )
 def test_errors_of_messages(http: httpx.Client, fields: dict[str, Any], status: int, kind: str) -> None:
     reply = message(http, **fields)
     assert (reply.status_code, reply.json()["error"]["type"]) == (status, kind)
+    assert next(iter(fields)) in reply.json()["error"]["message"]
+    listed = http.get("/v1/models").json()  # with x-api-key alone; Codex looks for `models`
+    assert (listed["data"][0]["id"], listed["models"]) == ("tiny_chat", [])
     stranger = http.post("/v1/messages", json={}, headers={"x-api-key": "no"})
     assert (stranger.status_code, stranger.json()["error"]["type"]) == (401, "authentication_error")

@@ -83,6 +83,10 @@ async def test_it_is_named(stack: Stack, path: str, fields: dict[str, Any], name
     reply = await ask(stack, path, fields)
     assert (reply.status_code, reply.headers["x-kvasir-ignored"]) == (200, names), reply.text
     assert "x-kvasir-ignored" not in (await ask(stack, path, {})).headers
+    if path == "/v1/messages":
+        body = {"model": MODEL, **BODIES[path], **fields}
+        counted = await stack.http.post("/v1/messages/count_tokens", json=body)
+        assert counted.json()["input_tokens"] and counted.headers["x-kvasir-ignored"] == names
 
 
 async def test_it_is_counted_by_name_and_names_are_bounded(stack: Stack) -> None:

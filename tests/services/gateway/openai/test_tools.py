@@ -1,13 +1,14 @@
 """Functions in a request: what may be called, calls and results in the history, and refusals by name."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import orjson
 import pytest
 
 from services.gateway.openai.ignored import Ignored
-from services.gateway.openai.tools import chat_text, in_words, tools_of, with_short_ids
+from services.gateway.openai.tools import Tools, chat_text, in_words, tools_of, with_short_ids
 from services.gateway.text.tokenizer import ChatTemplate, Codec
 from shared.errors import InvalidRequest
 from tests.services.gateway.openai.test_admission import CHAT, context, make
@@ -152,6 +153,34 @@ async def test_a_template_that_knows_functions_gets_them(codec: Codec) -> None:
     assert called["tool_calls"][0]["function"]["arguments"] == {"city": "Paris"}
     assert (user["role"], result["role"], result["tool_call_id"]) == ("user", "tool", "call_abc")
     accept.close()
+
+
+STRICT_TEMPLATES = {
+    "one system message, first": (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+        "<{{ m.role }}>{{ m.content }}{% endfor %}"
+    ),
+    "alternating roles": (
+        "{% set turns = messages[1:] if messages[0].role == 'system' else messages %}"
+        "{% for m in turns %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("source", STRICT_TEMPLATES.values(), ids=STRICT_TEMPLATES)
+def test_system_messages_anywhere_for_a_template_that_wants_them_first(codec: Codec, source: str) -> None:
+    """As Codex (two developer messages, two of the user) and Claude Code (one after the user's) send them."""
+    strict = Codec(codec.tokenizer, ChatTemplate(source, {}), (2,), codec.vocab_size, codec.grammars)
+    roles = ["system", "system", "user", "user", "system", "assistant", "system", "user"]
+    messages = [{"role": role, "content": str(at)} for at, role in enumerate(roles)]
+    said = chat_text(strict, messages, Tools(), {})
+    assert said == "<system>0\n\n1<user>2\n\n3\n\n4<assistant>5<user>6\n\n7"
+    refusing = replace(strict, template=ChatTemplate("{{ raise_exception('no such chat') }}", {}))
+    with pytest.raises(InvalidRequest, match="no such chat"):
+        chat_text(refusing, messages, Tools(), {})
 
 
 def test_short_ids_agree() -> None:
