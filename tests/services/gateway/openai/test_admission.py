@@ -197,7 +197,6 @@ async def test_whatever_costs_time_is_off_the_event_loop(
 
         monkeypatch.setattr(owner, name, noting)
 
-    acceptance.ignores_unknown = True
     note(schemas, "parse")
     note(Codec, "encode_rendered")
     note(Acceptance, "encode")
