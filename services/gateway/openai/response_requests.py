@@ -122,12 +122,14 @@ def _tool(tool: Any) -> Any:
 
 def in_namespaces(tools: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
     """The `namespace` and `name` of each function of a namespace, by its full name."""
-    spaces = [tool for tool in tools if tool.get("type") == "namespace" and isinstance(tool.get("name"), str)]
+    spaces = [
+        tool for tool in tools if tool.get("type") == "namespace" and isinstance(tool.get("tools"), list)
+    ]
     return {
         full_name(space["name"], tool["name"]): {"namespace": space["name"], "name": tool["name"]}
         for space in spaces
-        for tool in space.get("tools") or ()
-        if isinstance(tool, dict) and isinstance(tool.get("name"), str)
+        for tool in space["tools"]
+        if isinstance(space.get("name"), str) and isinstance(tool.get("name"), str)
     }
 
 
@@ -135,9 +137,12 @@ def _choice(choice: Any) -> Any:
     if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": _called(choice)}}
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        tools = [tool for tool in choice.get("tools") or () if isinstance(tool, dict)]
-        functions = [{"name": _called(tool)} for tool in tools if tool.get("type") == "function"]
-        return {"type": "allowed_tools", "allowed_tools": {**choice, "tools": functions}}
+        tools = choice["tools"] if isinstance(choice.get("tools"), list) else []
+        own = [tool for tool in tools if isinstance(tool, dict) and tool.get("type") == "function"]
+        if own:
+            functions = [{"name": _called(tool)} for tool in own]
+            return {"type": "allowed_tools", "allowed_tools": {**choice, "tools": functions}}
+        return choice if choice.get("mode") == "required" else "none"
     return choice
 
 

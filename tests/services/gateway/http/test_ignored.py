@@ -44,6 +44,14 @@ IGNORED: dict[str, list[tuple[dict[str, Any], str]]] = {
             },
             "tools.web_search",
         ),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": 5}]}, "tools.namespace"),
+        (
+            {
+                "tools": [HOSTED, OWN["/v1/responses"]],
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [HOSTED]},
+            },
+            "tools.web_search",
+        ),
         (
             {"reasoning": {"summary": "auto"}, "text": {"verbosity": "low"}},
             "reasoning.summary, text.verbosity",
@@ -125,6 +133,10 @@ async def test_strictness_refuses_it_on_every_api(strict: Stack, path: str) -> N
         ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
         ("/v1/responses", {"tools": [HOSTED], "tool_choice": "required"}),
         ("/v1/responses", {"max_tokens": 5}),
+        (
+            "/v1/responses",
+            {"tools": [HOSTED], "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": 5}},
+        ),
         ("/v1/messages", {"n": 2}),
         ("/v1/messages", {"audio": {"voice": "x"}}),
         ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
