@@ -1,7 +1,7 @@
-"""`python -m bench record result.json …` writes figures into docs/benchmarks/NAME.md; nobody else does.
+"""`python -m bench record result.json …` adds a run's figures to the end of docs/benchmarks/NAME.md.
 
-At the end of the bench's page, a block for each label (the bench and its model, unless --label says
-otherwise); a block is replaced by the next run of that label.
+One block per label (the bench and its model, unless --label says otherwise); the next run of that label
+replaces it. The figures to keep go from the block into the page's table.
 """
 
 import argparse
