@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from services.gateway.errors import body_of, status_of
-from services.gateway.openai.replies import FinishedChoice, Usage
+from services.gateway.openai.replies import NO_DETAILS, FinishedChoice, PieceDetails, Usage
 from services.gateway.parts.items import AnswerPart, CallBegun, Content, Reasoning
 from shared.errors import ContextOverflow, KvasirError
 
@@ -68,13 +68,12 @@ class MessageWriter:
         index: int,
         parts: Sequence[AnswerPart],
         reason: str | None,
-        logprobs: Any = None,
-        stop: str | None = None,
+        details: PieceDetails = NO_DETAILS,
     ) -> bytes:
         """A piece of the answer, and its end."""
         events = [self._part(part) for part in parts]
         if reason is not None:
-            self._stop = _stop(reason, stop)
+            self._stop = _stop(reason, details.stop)
             events.append(self._close())
         return b"".join(events)
 
@@ -139,7 +138,7 @@ class MessageWriter:
         return f"toolu_{self.id.removeprefix('msg_')}_{at}"
 
 
-def _stop(reason: str, stop: str | None) -> dict[str, Any]:
+def _stop(reason: str, stop: str | int | None) -> dict[str, Any]:
     if stop is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": stop}
     return {"stop_reason": _REASONS.get(reason, reason), "stop_sequence": None}

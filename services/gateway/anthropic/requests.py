@@ -75,6 +75,12 @@ def parse_messages(
     }
     for message in request.messages:
         ignored.others(message, ("role", "content"), "messages", ECHOED)
+    last = chat["messages"][-1]
+    if last["role"] == "assistant":  # its last message is prefill: the answer goes on where it ends
+        if last.get("tool_calls"):
+            where = f"messages[{len(request.messages) - 1}]"
+            raise InvalidRequest(f"{where} has tool_use without a tool_result after it", param=where)
+        chat["continue_final_message"] = True
     if request.thinking is not None:
         ignored.others(request.thinking, ("type",), "thinking", ("budget_tokens", "display"))
         chat["chat_template_kwargs"] = {"enable_thinking": request.thinking.get("type") != "disabled"}

@@ -24,6 +24,7 @@ from services.gateway.openai.admission import AdmittedRequest
 from services.gateway.openai.replies import (
     AnswerWriter,
     FinishedChoice,
+    PieceDetails,
     Usage,
     chat_logprobs,
     prompt_logprobs,
@@ -242,6 +243,7 @@ class CompletionResponse(Response):
                 self._prompt_logprobs(answer),
                 answer.matched_stop,
                 answer.hidden,
+                answer.ids if self._job.rules.with_ids else None,
             )
             for answer in answers
         ]
@@ -290,9 +292,11 @@ class CompletionResponse(Response):
             logprobs = self._logprobs(piece.tokens) if piece.tokens else None
             parts = self._parts(piece, answer)
             reason = self._reason(piece.finish_reason, answer)
-            if parts or reason is not None or logprobs is not None:
+            if parts or reason is not None or logprobs is not None or piece.ids:
                 stop = answer.matched_stop if reason is not None else None
-                events.append(self._writer.piece(answer.index, parts, reason, logprobs, stop))
+                ids = piece.ids if self._job.rules.with_ids else None
+                details = PieceDetails(logprobs, stop, ids, answer.completion_tokens)
+                events.append(self._writer.piece(answer.index, parts, reason, details))
         return b"".join(events)
 
     def _parts(self, piece: TextPiece, answer: ChoiceText) -> list[AnswerPart]:
@@ -302,7 +306,7 @@ class CompletionResponse(Response):
             return [Content(piece.text)] if piece.text else []
         parts = reader.feed(piece.text) if piece.text else []
         if piece.finish_reason is not None:
-            parts += reader.end()
+            parts += reader.end(is_cut=answer.is_cut or piece.finish_reason is FinishReason.LENGTH)
         if any(isinstance(part, CallBegun) for part in parts):
             self._calling.add(answer.index)
         return parts

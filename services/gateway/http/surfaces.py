@@ -16,7 +16,7 @@ from services.gateway.errors import HttpError
 from services.gateway.http.middleware import RequestRecord
 from services.gateway.openai.admission import Acceptance, AdmittedRequest, ContextLimit
 from services.gateway.openai.embeddings import EmbeddingWriter, admit_embeddings
-from services.gateway.openai.replies import AnswerWriter, Letterhead
+from services.gateway.openai.replies import AnswerWriter, Extras, Letterhead, ReplyKind
 from services.gateway.openai.response_replies import ResponseWriter
 from services.gateway.openai.response_requests import (
     ResponseRequest,
@@ -73,15 +73,20 @@ async def _chat(
     acceptance: Acceptance, body: bytes, context: ContextLimit, naming: Naming
 ) -> tuple[AdmittedRequest, AnswerWriter]:
     job = await acceptance.chat(body, context)
-    name = f"chatcmpl-{naming.id(job)}"
-    return job, Letterhead("chat", name, naming.created, naming.config.served_name)
+    return job, _letterhead("chat", f"chatcmpl-{naming.id(job)}", job, naming)
 
 
 async def _text(
     acceptance: Acceptance, body: bytes, context: ContextLimit, naming: Naming
 ) -> tuple[AdmittedRequest, AnswerWriter]:
     job = await acceptance.text(body, context)
-    return job, Letterhead("text", f"cmpl-{naming.id(job)}", naming.created, naming.config.served_name)
+    return job, _letterhead("text", f"cmpl-{naming.id(job)}", job, naming)
+
+
+def _letterhead(kind: ReplyKind, name: str, job: AdmittedRequest, naming: Naming) -> Letterhead:
+    prompts = [prompt for prompt in job.whole_prompts for _ in range(job.n)]
+    extras = Extras(prompts, job.include_usage, job.continuous_usage, job.rules.with_ids)
+    return Letterhead(kind, name, naming.created, naming.config.served_name, extras)
 
 
 async def _messages(

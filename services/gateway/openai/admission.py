@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import UnsupportedFeature, unknown_model
@@ -20,7 +20,7 @@ from services.gateway.openai.structured import GUIDED, grammar_of
 from services.gateway.openai.tools import Tools, chat_text, tools_of
 from services.gateway.parts.formats import HARMONY, MOST_CALLS
 from services.gateway.parts.items import PartReader
-from services.gateway.parts.readers import THINK, PlainReader, ThinkingReader
+from services.gateway.parts.readers import THINK, THOUGHT, HarmonyReader, PlainReader, ThinkingReader
 from services.gateway.text.choice_text import Given, TextRules, decode
 from services.gateway.text.tokenizer import AT_ONCE_BYTES, Codec, TokenizerThreads
 from shared.errors import ContextOverflow, InvalidRequest
@@ -106,6 +106,12 @@ def _end_token_ids(request: schemas.CompletionFields, codec: Codec) -> tuple[int
     return tuple(dict.fromkeys((*(() if request.ignore_eos else codec.end_token_ids), *own)))
 
 
+def _own_stop_tokens(request: schemas.CompletionFields, codec: Codec) -> frozenset[int]:
+    """Those of the client that are not the model's end tokens already."""
+    ends = () if request.ignore_eos else codec.end_token_ids
+    return frozenset(request.stop_token_ids or ()).difference(ends)
+
+
 DEFAULT_TEXT_MAX_TOKENS = 16
 """What OpenAI's /v1/completions answers with when no limit is given."""
 SEED_MASK = 2**63 - 1
@@ -130,6 +136,8 @@ class AdmittedRequest:
     rules: TextRules
     stream: bool
     include_usage: bool
+    continuous_usage: bool = False
+    """With `include_usage`: in every chunk."""
     answer_logprobs: int | None = None
     cache_salt: str = ""
     """From the client: what it wants to share stored prefixes within."""
@@ -151,9 +159,23 @@ class AdmittedRequest:
         return sum(map(len, self.prompts)) + sum(each.tokens for each in self.given)
 
     @property
+    def whole_prompts(self) -> tuple[tuple[int, ...], ...]:
+        """Each with the end that the answer is made to begin with."""
+        given = self.given or (Given(),) * len(self.prompts)
+        return tuple(each.prompt or prompt for prompt, each in zip(self.prompts, given, strict=True))
+
+    @property
     def top_logprobs(self) -> int | None:
         """How many of the likeliest tokens go with each token; None: no log-probabilities."""
         return self.answer_logprobs
+
+
+class _Prompt(NamedTuple):
+    tokens: list[int]
+    is_thinking: bool
+    """It ends inside of what the model thinks."""
+    begun: str
+    """Of the message that the answer continues: what the prompt has of it."""
 
 
 @dataclass(frozen=True)
@@ -229,19 +251,19 @@ class Acceptance:
     async def count(self, read: Callable[[], Mapping[str, Any]], size_bytes: int, ignored: Ignored) -> int:
         """Tokens of that chat's prompt. Raises as `chat` does."""
         chat = await self.threads.read(lambda: self._chat(read(), ignored), size_bytes)
-        prompt, _ = await self.threads.encode(lambda: self._prompt(chat, ""), size_bytes)
-        return len(prompt)
+        prompt = await self.threads.encode(lambda: self._prompt(chat, ""), size_bytes)
+        return len(prompt.tokens)
 
     async def asked(
         self, read: Callable[[], _Chat], size_bytes: int, context: ContextLimit
     ) -> AdmittedRequest:
         chat = await self.threads.read(read, size_bytes)
         grammar = await self._grammar(chat.request, chat.tools)
-        prompt, is_thinking = await self.threads.encode(lambda: self._prompt(chat, grammar), size_bytes)
+        prompt = await self.threads.encode(lambda: self._prompt(chat, grammar), size_bytes)
         limit = chat.request.max_completion_tokens
         limit = chat.request.max_tokens if limit is None else limit
-        job = self._job("chat", chat.request, [prompt], limit, await context(), grammar)
-        reader = self._reader(chat.tools, is_held=bool(grammar), is_thinking=is_thinking)
+        job = self._job("chat", chat.request, [prompt.tokens], limit, await context(), grammar)
+        reader = self._reader(chat.tools, prompt, is_held=bool(grammar))
         marks = self.codec.special_tokens.intersection(self.codec.call_format.marks)
         rules = replace(
             job.rules, shows_special=job.rules.shows_special or (reader is not None and bool(marks))
@@ -284,21 +306,31 @@ class Acceptance:
         tools = tools_of(request.tools, request.tool_choice, request.parallel_tool_calls, ignored)
         return _Chat(request, schemas.template_messages(request.messages), tools, ignored.names)
 
-    def _prompt(self, chat: _Chat, grammar: str) -> tuple[list[int], bool]:
-        """Its tokens, and whether it ends inside of what the model thinks."""
+    def _prompt(self, chat: _Chat, grammar: str) -> _Prompt:
         variables = dict(chat.request.chat_template_kwargs or {})
         if chat.request.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", chat.request.reasoning_effort)
         if grammar and self.codec.chat_template.thinks:  # what it thinks would not be in its form
             variables.setdefault("enable_thinking", False)
-        text = chat_text(self.codec, chat.messages, chat.tools, variables)
-        return self.codec.encode_rendered(text), text.rstrip().endswith(THINK)
+        continues = bool(chat.request.continue_final_message)
+        text = chat_text(
+            self.codec,
+            chat.messages,
+            chat.tools,
+            variables,
+            add_generation_prompt=chat.request.add_generation_prompt is not False,
+            continues_last=continues,
+        )
+        last = chat.messages[-1]["content"] if continues else ""
+        is_thinking = text.rstrip().endswith(THINK) or last.rfind(THINK) > last.rfind(THOUGHT)
+        begun = text[text.rfind(HarmonyReader.START) :] if continues else ""
+        return _Prompt(self.codec.encode_rendered(text), is_thinking, begun)
 
-    def _reader(self, tools: Tools, *, is_held: bool, is_thinking: bool) -> Callable[[], PartReader] | None:
+    def _reader(self, tools: Tools, prompt: _Prompt, *, is_held: bool) -> Callable[[], PartReader] | None:
         """`is_held`: to a grammar, which has no room for thoughts."""
-        writer = self.codec.call_format
+        writer, is_thinking = self.codec.call_format, prompt.is_thinking
         if writer is HARMONY:
-            return writer.reader
+            return lambda: HarmonyReader(prompt.begun)
         calls = writer.reader if tools.is_any else None
         if self.codec.chat_template.thinks and not is_held:
             return lambda: ThinkingReader((calls or PlainReader)(), is_open=is_thinking)
@@ -384,9 +416,13 @@ class Acceptance:
                 includes_stop=bool(request.include_stop_str_in_output),
                 shows_special=request.skip_special_tokens is False,
                 with_logprobs=request.logprobs_wanted is not None,
+                with_ids=bool(request.return_token_ids),
+                min_tokens=request.min_tokens or 0,
+                stop_token_ids=_own_stop_tokens(request, self.codec),
             ),
             stream=bool(request.stream),
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
+            continuous_usage=bool(request.stream_options and request.stream_options.continuous_usage_stats),
             cache_salt=request.cache_salt or "",
             priority=request.priority or 0,
             answer_logprobs=request.logprobs_wanted,

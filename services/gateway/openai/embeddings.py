@@ -16,7 +16,14 @@ import orjson
 from services.gateway.errors import UnsupportedFeature
 from services.gateway.openai.admission import Acceptance, AdmittedRequest, ContextLimit
 from services.gateway.openai.ignored import Ignored
-from services.gateway.openai.replies import DONE, FinishedChoice, Usage, error_event
+from services.gateway.openai.replies import (
+    DONE,
+    NO_DETAILS,
+    FinishedChoice,
+    PieceDetails,
+    Usage,
+    error_event,
+)
 from services.gateway.openai.schemas import EmbeddingRequest, parse_object, validated
 from services.gateway.parts.items import AnswerPart
 from services.gateway.text.choice_text import Given, TextRules
@@ -105,8 +112,7 @@ class EmbeddingWriter:
         index: int,
         parts: Sequence[AnswerPart],
         reason: str | None,
-        logprobs: dict[str, Any] | None = None,
-        stop: str | None = None,
+        details: PieceDetails = NO_DETAILS,
     ) -> bytes:
         return b""
 

@@ -27,7 +27,7 @@ DESCRIPTIONS: Mapping[str, str] = {
     "seed": "the same seed gives the same answer",
     "stop": f"up to {MAX_STOPS} texts that end the answer",
     "stream": "send events",
-    "stream_options": "`include_usage`",
+    "stream_options": "`include_usage`, and with it `continuous_usage_stats`: in every chunk",
     "ignore_eos": "go on past the end token",
     "cache_salt": "share stored prefixes with the same salt only",
     "priority": "lower goes first, before what waits with a higher one under the same key; 0 is the default",
@@ -35,7 +35,7 @@ DESCRIPTIONS: Mapping[str, str] = {
     "frequency_penalty": "the same, each time it has it",
     "repetition_penalty": "divides logits of tokens in prompt and answer",
     "min_p": "least share of the likeliest token's probability",
-    "min_tokens": "the answer does not end before",
+    "min_tokens": "the answer does not end before, nor does a stop text count that it has by then",
     "stop_token_ids": "tokens that end the answer",
     "logit_bias": "added to logits, by token id",
     "allowed_token_ids": "no others are chosen",
@@ -45,6 +45,9 @@ DESCRIPTIONS: Mapping[str, str] = {
     "truncate_prompt_tokens": "keep only so many at the prompt's end; -1: as many as fit",
     "prompt_logprobs": "log-probabilities of the prompt's tokens and so many likeliest ones; slow",
     "request_id": "the answer's id; as the header `X-Request-Id`",
+    "return_token_ids": "`token_ids` of the answer, and `prompt_token_ids`",
+    "add_generation_prompt": "false: the prompt does not open an answer of the assistant",
+    "continue_final_message": "the answer goes on where the last message ends (prefill)",
     "response_format": "[a form](structured-output.md)",
     "structured_outputs": "[a form](structured-output.md)",
     "guided_json": "[a form](structured-output.md)",
@@ -63,6 +66,7 @@ DESCRIPTIONS: Mapping[str, str] = {
     "echo": "begin with the prompt",
     "input": "as `prompt`, 2,048 of them at most: each gets a vector of length one",
     "encoding_format": "of vectors: `float`, or `base64` of little-endian fp32",
+    "dimensions": "only so many numbers of each vector, scaled to length one again",
     "add_special_tokens": "false: the prompt as it is, without a begin token",
 }
 """What each field that is honoured does, for the table in the docs and /openapi.json."""
@@ -88,14 +92,13 @@ UNSUPPORTED: Mapping[str, Neutral] = {
     "logits_processors": _is_empty,
     "chat_template": _is_empty,
     "documents": _is_empty,
-    "dimensions": _is_empty,
+    "dimensions": _is_empty,  # embeddings have it, chats what follows
     "length_penalty": _is(1),
     "audio": _is_empty,
     "modalities": lambda value: value is None or value == ["text"],
     "suffix": _is_empty,
     "echo": _is_empty,  # of chats; completions have it
     "tools": _is_empty,  # of completions; chats have them
-    "return_token_ids": _is_empty,
     "return_tokens_as_token_ids": _is_empty,
     "use_beam_search": _is_empty,
     "continue_final_message": _is_empty,
@@ -118,7 +121,9 @@ others."""
 
 INSTEAD: Mapping[str, str] = {
     "chat_template": "the model's own is used; chat_template_kwargs go to it",
-    "dimensions": "of embeddings: all that the model has are given",
+    "add_generation_prompt": "it goes with /v1/chat/completions",
+    "continue_final_message": "it goes with /v1/chat/completions",
+    "dimensions": "it goes with /v1/embeddings",
     "documents": "put them into a message",
     "echo": "it goes with /v1/completions",
     "functions": "send them as tools",

@@ -91,6 +91,21 @@ DONE = b"data: [DONE]\n\n"
 ReplyKind = Literal["chat", "text", "embedding"]
 
 
+@dataclass(frozen=True, slots=True)
+class PieceDetails:
+    """What comes with a piece of a choice, besides what it says."""
+
+    logprobs: dict[str, Any] | None = None
+    stop: str | int | None = None
+    """The stop string, or the client's stop token, that the choice ended at."""
+    token_ids: Sequence[int] | None = None
+    completion_tokens: int = 0
+    """Of the choice, up to and with this piece."""
+
+
+NO_DETAILS = PieceDetails()
+
+
 class AnswerWriter(Protocol):
     """Writes one answer in the shapes of one API."""
 
@@ -103,10 +118,9 @@ class AnswerWriter(Protocol):
         index: int,
         parts: Sequence[AnswerPart],
         reason: str | None,
-        logprobs: dict[str, Any] | None = None,
-        stop: str | None = None,
+        details: PieceDetails = NO_DETAILS,
     ) -> bytes:
-        """The next piece of a choice; the last one has the reason, and the stop string that it ended at."""
+        """The next piece of a choice; the last one has the reason."""
         ...
 
     def end(self, usage: "Usage", *, include_usage: bool) -> bytes:
@@ -130,7 +144,7 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int
+    cached_tokens: int = 0
 
     def body(self) -> dict[str, Any]:
         return {
@@ -148,10 +162,33 @@ class FinishedChoice:
     finish_reason: str
     logprobs: dict[str, Any] | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
-    stop: str | None = None
-    """The stop string that it ended at."""
+    stop: str | int | None = None
+    """As of the last piece."""
     hidden: bytes = b""
     """Of requests that embed: the model's last hidden state, packed fp32."""
+    token_ids: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What a client wants besides the answer; `prompts` are by choice."""
+
+    prompts: Sequence[Sequence[int]] = ()
+    include_usage: bool = False
+    continuous_usage: bool = False
+    """With it, in every event."""
+    token_ids: bool = False
+
+    def prompt_ids(self, index: int) -> dict[str, Any]:
+        return {"prompt_token_ids": self.prompts[index]} if self.token_ids else {}
+
+    def usage(self, index: int, completion_tokens: int) -> dict[str, Any]:
+        """As an event has it that is not the last."""
+        if not self.include_usage:
+            return {}
+        if not self.continuous_usage:
+            return {"usage": None}
+        return {"usage": Usage(len(self.prompts[index]), completion_tokens).body()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,48 +199,57 @@ class Letterhead:
     id: str
     created: int
     model: str
+    extras: Extras = Extras()
     _frames: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, compare=False, repr=False)
     """What stands before and after the text of a piece, by choice: most events differ in nothing else."""
 
     def begin(self, index: int) -> bytes:
-        """The first delta of a chat choice; a text choice has none."""
+        """The first delta of a chat choice; a text choice has none, but for the prompt's tokens."""
+        ids, usage = self.extras.prompt_ids(index), self.extras.usage(index, 0)
         if self.kind == "text":
-            return b""
-        return self._event([_chat_delta(index, {"role": "assistant", "content": ""}, None)])
+            choice = {"index": index, "text": "", "logprobs": None, "finish_reason": None, **ids}
+            return self._event([choice], **usage) if ids else b""
+        return self._event([_chat_delta(index, {"role": "assistant", "content": ""}, None)], **usage, **ids)
 
     def text_event(
-        self, index: int, text: str, finish_reason: str | None, logprobs: dict[str, Any] | None = None
+        self, index: int, text: str, finish_reason: str | None, details: PieceDetails = NO_DETAILS
     ) -> bytes:
         """A piece of one choice; the last one carries the reason."""
-        if text and finish_reason is None and logprobs is None:
+        is_plain = details.logprobs is None and details.token_ids is None
+        if text and finish_reason is None and is_plain and not self.extras.continuous_usage:
             before, after = self._frames.get(index) or self._frame(index)
             return before + orjson.dumps(text) + after
         if self.kind == "text":
-            return self._event(
-                [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}]
-            )
-        choice = _chat_delta(index, {"content": text} if text else {}, finish_reason)
-        return self._event([choice if logprobs is None else {**choice, "logprobs": logprobs}])
+            choice = {"index": index, "text": text, "logprobs": details.logprobs}
+            return self._piece_event({**choice, "finish_reason": finish_reason}, details)
+        return self._piece_event(
+            _chat_delta(index, {"content": text} if text else {}, finish_reason), details
+        )
+
+    def _piece_event(self, choice: dict[str, Any], details: PieceDetails) -> bytes:
+        if details.logprobs is not None:
+            choice["logprobs"] = details.logprobs
+        if details.token_ids is not None:
+            choice["token_ids"] = details.token_ids
+        if choice["finish_reason"] is not None:
+            choice["stop_reason"] = details.stop
+        return self._event([choice], **self.extras.usage(choice["index"], details.completion_tokens))
 
     def piece(
         self,
         index: int,
         parts: Sequence[AnswerPart],
         reason: str | None,
-        logprobs: dict[str, Any] | None = None,
-        stop: str | None = None,
+        details: PieceDetails = NO_DETAILS,
     ) -> bytes:
         """One event for each part of a piece, and at most one for a piece of a text."""
         if self.kind == "text" or all(isinstance(part, Content) for part in parts):
             text = "".join(part.text for part in parts if isinstance(part, Content))
-            return self.text_event(index, text, reason, logprobs)
-        deltas = [self._delta(index, part) for part in parts] or [{}]
-        events = []
-        for at, delta in enumerate(deltas):
-            is_last = at == len(deltas) - 1
-            choice = _chat_delta(index, delta, reason if is_last else None)
-            events.append(self._event([{**choice, "logprobs": logprobs} if is_last and logprobs else choice]))
-        return b"".join(events)
+            return self.text_event(index, text, reason, details)
+        *deltas, last = [self._delta(index, part) for part in parts]
+        usage = self.extras.usage(index, details.completion_tokens)
+        events = [self._event([_chat_delta(index, delta, None)], **usage) for delta in deltas]
+        return b"".join([*events, self._piece_event(_chat_delta(index, last, reason), details)])
 
     def _delta(self, index: int, part: AnswerPart) -> dict[str, Any]:
         if isinstance(part, Content):
@@ -226,7 +272,7 @@ class Letterhead:
             choice = {"index": index, "text": "", "logprobs": None, "finish_reason": None}
         else:
             choice = _chat_delta(index, {"content": ""}, None)
-        before, after = self._event([choice]).rsplit(b'""', 1)
+        before, after = self._event([choice], **self.extras.usage(index, 0)).rsplit(b'""', 1)
         self._frames[index] = before, after
         return before, after
 
@@ -239,7 +285,9 @@ class Letterhead:
 
     def whole(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
         """The body of an answer that is not streamed."""
-        return orjson.dumps(self._body("", [self._choice(choice) for choice in choices], usage=usage.body()))
+        ids = self.extras.prompt_ids(0) if self.kind == "chat" else {}
+        bodies = [self._choice(choice) for choice in choices]
+        return orjson.dumps(self._body("", bodies, usage=usage.body(), **ids))
 
     def _choice(self, choice: FinishedChoice) -> dict[str, Any]:
         body: dict[str, Any] = {"index": choice.index}
@@ -248,6 +296,10 @@ class Letterhead:
         else:
             body["message"] = self._message(choice)
         body |= {"logprobs": choice.logprobs, "finish_reason": choice.finish_reason}
+        body["stop_reason"] = choice.stop
+        if choice.token_ids is not None:
+            body["token_ids"] = choice.token_ids
+            body |= self.extras.prompt_ids(choice.index) if self.kind == "text" else {}
         return body if choice.prompt_logprobs is None else {**body, "prompt_logprobs": choice.prompt_logprobs}
 
     def _message(self, choice: FinishedChoice) -> dict[str, Any]:

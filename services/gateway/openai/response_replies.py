@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from services.gateway.errors import body_of
-from services.gateway.openai.replies import FinishedChoice, Usage
+from services.gateway.openai.replies import NO_DETAILS, FinishedChoice, PieceDetails, Usage
 from services.gateway.openai.response_requests import ResponseRequest, in_namespaces
 from services.gateway.parts.items import AnswerPart, CallArguments, CallBegun, Content, Reasoning
 from shared.errors import KvasirError
@@ -46,11 +46,10 @@ class ResponseWriter:
         index: int,
         parts: Sequence[AnswerPart],
         reason: str | None,
-        logprobs: Any = None,
-        stop: str | None = None,
+        details: PieceDetails = NO_DETAILS,
     ) -> bytes:
         """A piece of the answer, and its end."""
-        events = [self._part(part, logprobs) for part in parts]
+        events = [self._part(part, details.logprobs) for part in parts]
         if reason is not None:
             self._reason = reason
             events.append(self._close())

@@ -135,6 +135,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class NamesModel(BaseModel):
@@ -178,6 +179,7 @@ class CompletionFields(NamesModel):
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
     request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] | None = None
+    return_token_ids: bool | None = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -214,6 +216,8 @@ class ChatRequest(CompletionFields):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @property
     def logprobs_wanted(self) -> int | None:
@@ -250,6 +254,7 @@ class EmbeddingRequest(NamesModel):
         PlainValidator(texts_or_tokens, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
     encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1)
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     add_special_tokens: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
@@ -271,7 +276,16 @@ def parse(schema: type[R], body: Mapping[str, Any]) -> R:
         raise InvalidRequest("stream_options goes with stream: true only", param="stream_options")
     if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs goes with logprobs: true only", param="top_logprobs")
+    if isinstance(request, ChatRequest):
+        check_continued(request.continue_final_message, request.add_generation_prompt)
     return request
+
+
+def check_continued(continues: bool | None, adds_prompt: bool | None) -> None:
+    """Raises InvalidRequest for a last message that is to be continued, and followed by a new one."""
+    if continues and adds_prompt:
+        text = "continue_final_message goes with add_generation_prompt: false only"
+        raise InvalidRequest(text, param="continue_final_message")
 
 
 def validated(schema: type[M], body: Mapping[str, Any]) -> M:

@@ -40,7 +40,8 @@ class TokenizeChat(_Fields):
     """What /v1/chat/completions would make of `messages`."""
 
     messages: Annotated[list[schemas.RequestMessage], FailFast()] = Field(min_length=1)
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     add_special_tokens: bool = False
     return_token_strs: bool | None = None
     tools: Any = None
@@ -112,13 +113,15 @@ class Tokenization:
         if chat.add_special_tokens:
             text_of_refusal = "add_special_tokens with messages is not supported: the chat template adds them"
             raise UnsupportedFeature(text_of_refusal, param="add_special_tokens")
+        schemas.check_continued(chat.continue_final_message, chat.add_generation_prompt)
         messages = schemas.template_messages(chat.messages)
         rendered = chat_text(
             self._codec,
             messages,
             tools_of(chat.tools, None, None, Ignored()),
             chat.chat_template_kwargs or {},
-            add_generation_prompt=chat.add_generation_prompt,
+            add_generation_prompt=chat.add_generation_prompt is not False,
+            continues_last=chat.continue_final_message,
         )
         return self._codec.encode_rendered(rendered)
 

@@ -186,15 +186,22 @@ def chat_text(
     variables: Mapping[str, Any],
     *,
     add_generation_prompt: bool = True,
+    continues_last: bool = False,
 ) -> str:
     """The prompt as the model's template writes it. Raises InvalidRequest."""
+    if continues_last and messages[-1].get("tool_calls"):
+        raise InvalidRequest("a last message that calls functions cannot be continued", param="messages")
     template, described = codec.chat_template, tools.described
     if not template.knows_functions:
         messages, described = in_words(messages, tools), ()
     elif codec.call_format.name.startswith("mistral"):
         messages = with_short_ids(messages)
     render = partial(
-        template.render, tools=described, variables=variables, add_generation_prompt=add_generation_prompt
+        template.render,
+        tools=described,
+        variables=variables,
+        add_generation_prompt=add_generation_prompt,
+        continues_last=continues_last,
     )
     try:
         return render(messages)

@@ -46,8 +46,9 @@ class PartReader(Protocol):
 
     def feed(self, text: str) -> list[AnswerPart]: ...
 
-    def end(self) -> list[AnswerPart]:
-        """Nothing follows: what waited is what it looks like."""
+    def end(self, *, is_cut: bool = False) -> list[AnswerPart]:
+        """Return what waited: as the text it looks like, unless the answer `is_cut` by its limit or a stop
+        string. Then the beginning of a mark, or of a call without a name, is dropped."""
         ...
 
 

@@ -1,6 +1,6 @@
 """Reads answers in the formats that models were taught to call functions in. Pure.
 
-A call that turns out to be none is shown as the text it is.
+A call that turns out to be none is shown as the text it is. Of an answer that was cut, no part of a mark is.
 """
 
 from services.gateway.parts.call_scanner import CallScanner
@@ -15,6 +15,7 @@ from services.gateway.parts.items import (
 )
 
 THINK, THOUGHT = "<think>", "</think>"
+_CALL = '{"name":'
 
 
 class ThinkingReader:
@@ -47,11 +48,14 @@ class ThinkingReader:
             return self._think(text)
         return self._answer(text)
 
-    def end(self) -> list[AnswerPart]:
+    def end(self, *, is_cut: bool = False) -> list[AnswerPart]:
         if self._state == "thinking":
-            return self._reasoning(self._marks.take())
+            rest = self._marks.take()
+            return [] if is_cut else self._reasoning(rest)
         rest, self._seen = self._seen, ""
-        return [*(self._inner.feed(rest) if rest else []), *self._inner.end()]
+        if self._state == "beginning" and is_cut:
+            rest = ""
+        return [*(self._inner.feed(rest) if rest else []), *self._inner.end(is_cut=is_cut)]
 
     def _open(self, text: str) -> list[AnswerPart]:
         self._state, self._seen = "thinking", ""
@@ -90,7 +94,7 @@ class PlainReader:
     def feed(self, text: str) -> list[AnswerPart]:
         return [Content(text)] if text else []
 
-    def end(self) -> list[AnswerPart]:
+    def end(self, *, is_cut: bool = False) -> list[AnswerPart]:
         return []
 
 
@@ -125,14 +129,15 @@ class TaggedReader:
                 text = self._say(text, parts)
         return parts
 
-    def end(self) -> list[AnswerPart]:
+    def end(self, *, is_cut: bool = False) -> list[AnswerPart]:
         """A call that is not complete stays what has been said of it."""
-        rest = self._marks.take()
-        if self._scanner is not None and not self._scanner.has_begun:
-            rest += self._opening + self._scanner.raw
-        elif self._is_between and self._calls == 0:
-            rest += self._opening
-        self._scanner = None
+        rest = "" if is_cut else self._marks.take()
+        scanner, self._scanner = self._scanner, None
+        if scanner is not None and not scanner.has_begun:
+            if not (is_cut and (self._opening or _begins_call(scanner.raw))):
+                rest += self._opening + scanner.raw
+        elif self._is_between and self._calls == 0 and not is_cut:
+            rest = self._opening + rest
         return self._content(rest)
 
     def _say(self, text: str, parts: list[AnswerPart]) -> str:
@@ -188,6 +193,11 @@ class TaggedReader:
         return [Content(text)] if text else []
 
 
+def _begins_call(text: str) -> bool:
+    """Whether a bare object, as far as it came, looks like a call and not like an answer in JSON."""
+    return text.lstrip().startswith(_CALL) or _CALL.startswith(text.strip())
+
+
 class NamedReader:
     """Mistral's newer form: `[TOOL_CALLS]name[ARGS]{…}`, again and again."""
 
@@ -220,8 +230,10 @@ class NamedReader:
                 self._state, self._name = "name", ""
             text = ""
 
-    def end(self) -> list[AnswerPart]:
+    def end(self, *, is_cut: bool = False) -> list[AnswerPart]:
         rest = self._marks.take()
+        if is_cut:
+            return []
         if self._state == "arguments":
             return [CallArguments(self._index, rest)] if rest else []
         text = f"{self.BEGIN}{self._name}{rest}" if self._state == "name" else rest
@@ -231,14 +243,18 @@ class NamedReader:
 class HarmonyReader:
     """gpt-oss: messages in channels. `analysis` is reasoning, `final` content, one to a function a call."""
 
-    _MARKS = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|call|>", "<|return|>", "<|constrain|>")
+    START = "<|start|>"
+    _MARKS = ("<|channel|>", "<|message|>", "<|end|>", START, "<|call|>", "<|return|>", "<|constrain|>")
 
-    def __init__(self) -> None:
+    def __init__(self, begun: str = "") -> None:
+        """`begun`: what the prompt has of the message that the answer continues."""
         self._marks = AnswerMarks()
         self._header = ""
         self._in_message = False
         self._index = -1
         self._kind = ""
+        self.feed(begun)
+        self._marks.take()
 
     def feed(self, text: str) -> list[AnswerPart]:
         parts: list[AnswerPart] = []
@@ -252,16 +268,16 @@ class HarmonyReader:
                 return parts
             if mark == "<|message|>":
                 parts += self._begin()
-            elif mark in ("<|end|>", "<|call|>", "<|return|>", "<|start|>"):
+            elif mark in ("<|end|>", "<|call|>", "<|return|>", self.START):
                 self._in_message, self._header = False, ""
             else:
                 self._in_message = False
                 self._header += " "
             text = ""
 
-    def end(self) -> list[AnswerPart]:
+    def end(self, *, is_cut: bool = False) -> list[AnswerPart]:
         rest = self._marks.take()
-        return self._piece(rest) if self._in_message else []
+        return self._piece(rest) if self._in_message and not is_cut else []
 
     def _begin(self) -> list[AnswerPart]:
         words = self._header.split()

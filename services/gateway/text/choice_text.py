@@ -93,16 +93,16 @@ class StopMatcher:
         self._held = ""
         self.matched: str | None = None
 
-    def feed(self, text: str) -> str:
+    def feed(self, text: str, *, is_early: bool = False) -> str:
         """What may be shown of the text so far and has not been; `matched` is set once a stop string is
-        complete.
+        complete. One that a text which `is_early` completes does not count.
         """
         if self.matched is not None:
             return ""
         if not self._stops:
             return text
         window = self._held + text
-        found = [(at, stop) for stop in self._stops if (at := window.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stops if not is_early and (at := window.find(stop)) >= 0]
         if found:
             at, self.matched = min(found)
             self._held = ""
@@ -164,6 +164,8 @@ class TextPiece:
     finish_reason: FinishReason | None
     tokens: tuple[PlacedToken, ...] = ()
     """With log-probabilities, if they are asked for: those whose text ends in this piece."""
+    ids: tuple[int, ...] = ()
+    """Ids, if they are asked for, of all tokens read since the piece before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +177,11 @@ class TextRules:
     """The stop string, or the token of the client's that ended the answer, belongs to the text."""
     shows_special: bool = False
     with_logprobs: bool = False
+    with_ids: bool = False
+    min_tokens: int = 0
+    """A stop string that is complete within so many tokens does not end the answer."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """The client's own, of those that end an answer."""
     sums_hidden: bool = False
     """Hidden states of all tokens, where the request embeds; else the latest token's."""
 
@@ -232,9 +239,10 @@ class ChoiceText:
         self.echo = PromptEcho(tokenizer, given)
         self.hidden = b""
         """The latest token's hidden state, or the sum of all, where the request embeds: packed fp32."""
-        self._sums_hidden = rules.sums_hidden
+        self._rules = rules
         self._given = given
         self._read_tokens = 0
+        self._told_tokens = given.tokens
         self._detokenizer = Detokenizer(tokenizer, shows_special=rules.shows_special)
         self._stops = StopMatcher(rules.stops, includes=rules.includes_stop)
         self._end_token_ids = frozenset(end_token_ids)
@@ -242,9 +250,17 @@ class ChoiceText:
         self._shows_prompt = given.text is not None
 
     @property
-    def matched_stop(self) -> str | None:
-        """The stop string that ended the answer."""
-        return self._stops.matched
+    def matched_stop(self) -> str | int | None:
+        """The stop string, or the client's stop token, that ended the answer."""
+        if self.finish_reason is not FinishReason.STOP or self.is_cut:
+            return self._stops.matched
+        last = self.stream.tokens[-1] if self.stream.tokens else None
+        return last if last in self._rules.stop_token_ids else None
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All tokens of the answer that were read."""
+        return tuple(self.stream.tokens[self._given.tokens : self._read_tokens])
 
     @property
     def is_cut(self) -> bool:
@@ -278,7 +294,13 @@ class ChoiceText:
             tokens = (self.echo.placed() if self._alignment is not None else ()) + tokens
         if not text and self.finish_reason is None:
             return None
-        return TextPiece(text, self.finish_reason, tokens)
+        return TextPiece(text, self.finish_reason, tokens, self._new_ids())
+
+    def _new_ids(self) -> tuple[int, ...]:
+        if not self._rules.with_ids:
+            return ()
+        told, self._told_tokens = self._told_tokens, max(self._told_tokens, self._read_tokens)
+        return tuple(self.stream.tokens[told : self._read_tokens])
 
     def _texts(self, end: int) -> list[str]:
         texts: list[str] = []
@@ -289,7 +311,8 @@ class ChoiceText:
             logprobs = self.stream.logprobs.pop(self._read_tokens, None)
             self._read_tokens += 1
             if logprobs is not None and logprobs.hidden:
-                self.hidden = _summed(self.hidden, logprobs.hidden) if self._sums_hidden else logprobs.hidden
+                sums = self._rules.sums_hidden
+                self.hidden = _summed(self.hidden, logprobs.hidden) if sums else logprobs.hidden
             if self._read_tokens <= self._given.tokens:
                 self.echo.logprobs.append(logprobs)
                 continue
@@ -304,7 +327,7 @@ class ChoiceText:
         """What may be shown after this."""
         if self._alignment is not None:
             self._alignment.on_text(len(text))
-        return self._stops.feed(text)
+        return self._stops.feed(text, is_early=self.completion_tokens <= self._rules.min_tokens)
 
     def _shown(self, text: str) -> tuple[PlacedToken, ...]:
         if self._alignment is None:

@@ -70,13 +70,21 @@ class ChatTemplate:
         messages: Sequence[ChatMessage],
         *,
         add_generation_prompt: bool = True,
+        continues_last: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text, ready for the answer unless `add_generation_prompt` is off.
 
+        With `continues_last` it ends where the content of the last message does, as in transformers.
         `variables` are the template's own besides these. Raises InvalidRequest when it refuses the messages.
         """
+        if continues_last:
+            last = {**messages[-1], "content": f"{messages[-1]['content']}{_CUT}"}
+            whole = self.render(
+                [*messages[:-1], last], add_generation_prompt=False, tools=tools, variables=variables
+            )
+            return _up_to_cut(whole)
         try:
             return self._template.render(
                 {
@@ -92,6 +100,18 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
+
+
+_CUT = "\ue0c5cut\ue0c5 "
+"""Marks where the last message ends. Its space shows whether the template trims contents."""
+
+
+def _up_to_cut(text: str) -> str:
+    at = text.rfind(_CUT.strip())
+    if at < 0:
+        why = "the model's chat template does not write this last message: it cannot be continued"
+        raise InvalidRequest(why, param="messages")
+    return text[:at] if text.startswith(_CUT, at) else text[:at].rstrip()
 
 
 def _raise_exception(message: str) -> None:

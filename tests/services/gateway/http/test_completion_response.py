@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from services.gateway.http.completion_response import SALT_BYTES, salt_of
+from shared.messages.sequence import unpack_tokens
 from tests.patience import until
 from tests.services.gateway.conftest import ANSWER, Stack
 from tests.services.gateway.fakes import MODEL
@@ -36,6 +37,7 @@ async def test_a_whole_chat_answer(stack: Stack) -> None:
             "message": {"role": "assistant", "content": ANSWER, "refusal": None},
             "logprobs": None,
             "finish_reason": "stop",
+            "stop_reason": None,
         }
     ]
     tokens = len(stack.codec.tokenizer.encode(ANSWER, add_special_tokens=False).ids) + 1
@@ -65,7 +67,98 @@ async def test_a_streamed_chat_answer(stack: Stack) -> None:
         final["usage"]["total_tokens"]
         == final["usage"]["prompt_tokens"] + final["usage"]["completion_tokens"]
     )
-    assert all("usage" not in body for body in bodies)
+    assert all(body["usage"] is None for body in bodies)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_usage_in_every_chunk(stack: Stack, path: str) -> None:
+    """`continuous_usage_stats` as vLLM has it: what has been computed by then."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = stack.body if "chat" in path else {"model": MODEL, "prompt": "hello"}
+    body = {**body, "max_tokens": 8, "stream": True, "stream_options": options}
+    reply = await stack.http.post(path, json=body)
+    *chunks, last = [json.loads(chunk)["usage"] for chunk in events_of(reply.text)[:-1]]
+    counts = [usage["completion_tokens"] for usage in chunks]
+    assert counts == sorted(counts) and counts[-1] == last["completion_tokens"] == 8 > counts[0]
+    assert {usage["prompt_tokens"] for usage in chunks} == {last["prompt_tokens"]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_token_ids_and_what_ended_it(stack: Stack, stream: bool) -> None:
+    """`return_token_ids` and `stop_reason` as vLLM has them: all ids, those that show nothing as well."""
+    ids = stack.codec.encode_text(ANSWER, add_special_tokens=False)
+    stop = ids[10]
+    cases: list[tuple[dict[str, object], str | int | None, int | None]] = [
+        ({"stop": ["END"]}, "END", None),
+        ({"stop_token_ids": [stop]}, stop, ids.index(stop) + 1),
+        ({"max_tokens": 3}, None, 3),
+        ({}, None, len(ids) + 1),
+    ]
+    for fields, reason, count in cases:
+        reply = await stack.chat(return_token_ids=True, stream=stream, **fields)
+        bodies = [json.loads(e) for e in events_of(reply.text)[:-1]] if stream else [reply.json()]
+        choices = [body["choices"][0] for body in bodies]
+        found = [token for choice in choices for token in choice.get("token_ids", ())]
+        assert found == [*ids, 2][: len(found)] and choices[-1]["stop_reason"] == reason
+        assert count in (None, len(found))
+        assert bodies[0]["prompt_token_ids"] == stack.codec.encode_chat(
+            [{"role": "user", "content": "hello"}]
+        )
+    prompts = {"model": MODEL, "prompt": ["hello", "you"], "return_token_ids": True, "max_tokens": 2}
+    reply = await stack.http.post("/v1/completions", json={**prompts, "stream": stream})
+    bodies = [json.loads(e) for e in events_of(reply.text)[:-1]] if stream else [reply.json()]
+    choices = [choice for body in bodies for choice in body["choices"]]
+    told = {choice["index"]: choice["prompt_token_ids"] for choice in choices if "prompt_token_ids" in choice}
+    assert told == {at: stack.codec.encode_text(text) for at, text in enumerate(("hello", "you"))}
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1, 5])
+async def test_stop_strings_wait_for_min_tokens(stack: Stack, min_tokens: int) -> None:
+    """As in vLLM: a stop string that is complete within so many tokens does not end the answer."""
+    reply = await stack.chat(stop=["The", "dog"], min_tokens=min_tokens)
+    cut = "The" if min_tokens < len(stack.codec.encode_text("The", add_special_tokens=False)) else "dog"
+    assert reply.json()["choices"][0]["message"]["content"] == ANSWER.partition(cut)[0]
+
+
+PREFILL = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Well, the"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "expected"),
+    [
+        ("/v1/chat/completions", {"continue_final_message": True}, "<|assistant|>Well, the"),
+        ("/v1/chat/completions", {"add_generation_prompt": False}, "<|assistant|>Well, the<|end|>\n"),
+        ("/v1/chat/completions", {}, "<|assistant|>Well, the<|end|>\n<|assistant|>"),
+        ("/v1/messages", {"max_tokens": 9}, "<|assistant|>Well, the"),
+    ],
+)
+async def test_a_last_message_of_the_assistant(
+    stack: Stack, path: str, fields: dict[str, object], expected: str
+) -> None:
+    """Anthropic's API continues it (prefill), OpenAI's where that is asked for."""
+    body = {"model": MODEL, "messages": PREFILL, "temperature": 0, **fields}
+    reply = (await stack.http.post(path, json=body)).json()
+    (spec,) = stack.scheduler.submits
+    prompt = stack.codec.tokenizer.decode(unpack_tokens(spec.prompt), skip_special_tokens=False)
+    assert prompt.endswith("hello<|end|>\n" + expected) or prompt.endswith("hello<|end|>" + expected)
+    text = reply["content"][0]["text"] if "content" in reply else reply["choices"][0]["message"]["content"]
+    assert text and ANSWER.startswith(text)
+    if path == "/v1/messages":
+        count = await stack.http.post("/v1/messages/count_tokens", json=body)
+        assert count.json()["input_tokens"] == spec.prompt_tokens
+
+
+async def test_what_cannot_be_continued(stack: Stack) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    called = [PREFILL[0], {"role": "assistant", "content": "x", "tool_calls": [call]}]
+    both = await stack.chat(messages=PREFILL, continue_final_message=True, add_generation_prompt=True)
+    calls = await stack.chat(messages=called, continue_final_message=True)
+    assert (both.status_code, both.json()["error"]["param"]) == (400, "continue_final_message")
+    assert (calls.status_code, calls.json()["error"]["param"]) == (400, "messages")
+    used = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]}
+    body = {"model": MODEL, "max_tokens": 9, "messages": [PREFILL[0], used]}
+    reply = await stack.http.post("/v1/messages", json=body)
+    assert reply.status_code == 400 and "tool_result" in reply.json()["error"]["message"]
 
 
 async def test_choices_come_side_by_side(stack: Stack) -> None:

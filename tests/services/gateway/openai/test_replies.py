@@ -16,6 +16,7 @@ from services.gateway.openai.replies import (
     LOWEST,
     FinishedChoice,
     Letterhead,
+    PieceDetails,
     ReplyKind,
     Usage,
     chat_logprobs,
@@ -75,7 +76,7 @@ def test_chat_events() -> None:
     middle = event(CHAT.text_event(1, "a\nb", None))
     assert middle["choices"] == [{"index": 1, "delta": {"content": "a\nb"}, "finish_reason": None}]
     last = event(CHAT.text_event(1, "", "stop"))
-    assert last["choices"] == [{"index": 1, "delta": {}, "finish_reason": "stop"}]
+    assert last["choices"] == [{"index": 1, "delta": {}, "finish_reason": "stop", "stop_reason": None}]
     usage = event(CHAT.end(USAGE, include_usage=True).removesuffix(b"data: [DONE]\n\n"))
     assert (usage["choices"], usage["usage"]) == ([], COUNTS)
     for body in (first, middle, last, usage):
@@ -163,7 +164,7 @@ def test_both_conform(codec: Codec, vocabulary: Vocabulary, kind: ReplyKind, nam
         )
         assert violations(f"{name}Response", whole) == []
         assert whole["choices"][0]["logprobs"] == json.loads(orjson.dumps(found))
-        piece = json.loads(letterhead.text_event(0, "ac", "stop", found).removeprefix(b"data: "))
+        piece = event(letterhead.text_event(0, "ac", "stop", PieceDetails(found)))
         stream = "CreateChatCompletionStreamResponse" if kind == "chat" else "CreateCompletionResponse"
         assert violations(stream, piece) == []
 

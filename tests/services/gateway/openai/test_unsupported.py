@@ -24,7 +24,6 @@ ASKED: dict[str, Any] = {
     "documents": [{}],
     "dimensions": 16,
     "tools": [{}],
-    "return_token_ids": True,
     "return_tokens_as_token_ids": True,
     "length_penalty": 0.8,
     "audio": {"voice": "x"},

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.gateway.parts.formats import HARMONY, HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, CallFormat
 from services.gateway.parts.items import AnswerMessage, CallArguments, CallBegun, PartReader, ToolCallItem
-from services.gateway.parts.readers import PlainReader, ThinkingReader
+from services.gateway.parts.readers import HarmonyReader, PlainReader, ThinkingReader
 
 PARIS = '{"city": "Paris \\"{[<tool_call>\\", \\u00e9", "days": [1, {"a": {}}]}'
 CASES: list[tuple[CallFormat, str, AnswerMessage]] = [
@@ -131,6 +131,43 @@ def test_calls_after_thoughts() -> None:
     text = '<think>x</think>\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     found = read(ThinkingReader(HERMES.reader(), is_open=False), list(text))
     assert found == AnswerMessage("", "x", [ToolCallItem("f", "{}")])
+
+
+@pytest.mark.parametrize("case", [at for at, (_, _, found) in enumerate(CASES) if found.calls])
+@pytest.mark.parametrize("thinks", [False, True])
+def test_of_an_answer_that_was_cut_no_part_of_a_mark_is_shown(case: int, thinks: bool) -> None:
+    """`max_tokens` in the middle of `<tool_call>` left `<tool_c` in the content."""
+    kind, text, expected = CASES[case]
+    for end in range(len(text) + 1):
+        reader, found = kind.reader(), AnswerMessage()
+        if thinks:
+            reader = ThinkingReader(reader, is_open=False)
+        found.add([*reader.feed(text[:end]), *reader.end(is_cut=True)])
+        assert expected.content.startswith(found.content)
+        assert expected.reasoning.startswith(found.reasoning)
+        for call, whole in zip(found.calls, expected.calls, strict=False):
+            assert call.name == whole.name and whole.arguments.startswith(call.arguments)
+
+
+@pytest.mark.parametrize(
+    ("reader", "text", "expected"),
+    [
+        (ThinkingReader(PlainReader(), is_open=True), "Hm.</thi", AnswerMessage("", "Hm.")),
+        (ThinkingReader(PlainReader(), is_open=False), "<thi", AnswerMessage()),
+        (HARMONY.reader(), "<|channel|>final<|message|>Yes.<|retu", AnswerMessage("Yes.")),
+        (LLAMA.reader(), '{"city": "Pa', AnswerMessage('{"city": "Pa')),
+    ],
+)
+def test_a_thought_or_a_form_that_is_cut(reader: PartReader, text: str, expected: AnswerMessage) -> None:
+    """A bare object in which no call begins is an answer in JSON: it is shown as far as it came."""
+    found = AnswerMessage()
+    found.add([*reader.feed(text), *reader.end(is_cut=True)])
+    assert found == expected
+
+
+def test_an_answer_in_channels_that_is_continued() -> None:
+    reader = HarmonyReader("<|start|>assistant<|channel|>final<|message|>The sky <")
+    assert read(reader, [" is blue", "<|return|>"]) == AnswerMessage(" is blue")
 
 
 def test_what_follows_a_broken_object_is_said() -> None:

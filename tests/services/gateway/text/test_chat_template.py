@@ -35,6 +35,21 @@ def test_it_renders_as_transformers_does(source: str) -> None:
     assert ChatTemplate(source, VARIABLES).render(MESSAGES) == rendered[0][0]
 
 
+@pytest.mark.parametrize("source", [TEMPLATES[4], "{{ bos_token }}{{ messages | tojson }}", "{{ messages[-1].content | trim }}."])
+@pytest.mark.parametrize("content", ["", "yes", " yes, \n"])
+def test_it_continues_the_last_message_as_transformers_does(source: str, content: str) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": content}]
+    rendered: Any = render_jinja_template(
+        conversations=[messages], chat_template=source, continue_final_message=True, **THEIRS
+    )
+    assert ChatTemplate(source, VARIABLES).render(messages, continues_last=True) == rendered[0][0]
+
+
+def test_a_last_message_that_is_not_written_cannot_be_continued() -> None:
+    with pytest.raises(InvalidRequest, match="continued"):
+        ChatTemplate(TEMPLATES[0], VARIABLES).render(MESSAGES[:1], continues_last=True)
+
+
 def test_the_time_is_the_hosts() -> None:
     year = ChatTemplate("{{ strftime_now('%Y') }}", {}).render(MESSAGES)
     assert len(year) == 4 and year.isdecimal()
