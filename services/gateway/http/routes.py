@@ -3,7 +3,6 @@
 Each reads its request, asks the service, and answers; errors are raised, never written here.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
@@ -20,8 +19,8 @@ from services.gateway.anthropic.requests import parse_messages
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import ClientGone, HttpError
 from services.gateway.exchange import HEADER, deadline_of
+from services.gateway.http.bodies import BodyReader
 from services.gateway.http.browser import HeadAsGet, written
-from services.gateway.http.connection import MAX_DISCARDED_BYTES
 from services.gateway.http.middleware import CLIENT_GONE_STATUS, RECORD, RequestRecord, refusal
 from services.gateway.http.reading import RequestReader, shadow_of
 from services.gateway.http.surfaces import SURFACES
@@ -34,47 +33,6 @@ from shared import metrics
 from shared.clock import unix_s
 from shared.errors import InternalError, InvalidRequest, KvasirError, NoResponder
 from shared.release import VERSION
-
-
-async def read_body(request: Request, config: GatewayConfig) -> bytes:
-    """The whole body.
-
-    Raises HttpError 413 over the cap and 408 past the deadline, ClientGone on a lost connection.
-    """
-    max_bytes, timeout_s = config.max_body_bytes, config.receive_timeout_s
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > max_bytes + MAX_DISCARDED_BYTES:
-        raise _too_large(max_bytes)
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await _collect(request.receive, max_bytes)
-    except TimeoutError:
-        text = f"the request body did not arrive within {timeout_s:g} s"
-        raise HttpError(408, text, error_code="request_timeout", closes=True) from None
-
-
-async def _collect(receive: Receive, max_bytes: int) -> bytes:
-    body = bytearray()
-    received_bytes = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        part = message.get("body", b"")
-        received_bytes += len(part)
-        if received_bytes <= max_bytes:
-            body += part
-        is_last = not message.get("more_body", False)
-        if received_bytes > max_bytes and (is_last or received_bytes > max_bytes + MAX_DISCARDED_BYTES):
-            raise _too_large(max_bytes)
-        if is_last:
-            return bytes(body)
-
-
-def _too_large(max_bytes: int) -> HttpError:
-    text = f"the request body is longer than {max_bytes} bytes"
-    return HttpError(413, text, error_code="request_too_large", closes=True)
-
 
 KEY_HEADER = "Idempotency-Key"
 MOST_KEY_CHARS = 255
@@ -127,12 +85,13 @@ def make_app(
     page."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     reader = RequestReader(sessions, models, config, store)
+    bodies = BodyReader(config, models.first.acceptance.threads)
     desk.reread = reader.read_again
-    completions = _completions(reader, config, desk)
+    completions = _completions(reader, bodies, config, desk)
     for path, handler in completions.items():
         app.add_route(path, handler, methods=["POST"])
-    _add_tokenization(app, sessions, models, config)
-    _add_counting(app, models, config)
+    _add_tokenization(app, sessions, models, config, bodies)
+    _add_counting(app, models, config, bodies)
     _add_models(app, sessions, models)
     _add_stored(app, store, desk)
     _add_probes(app, sessions)
@@ -161,11 +120,13 @@ def make_operator_app(sessions: Sessions, add_page: AddPage = lambda _: None) ->
     return app
 
 
-def _completions(reader: RequestReader, config: GatewayConfig, desk: LastingDesk) -> dict[str, RouteHandler]:
+def _completions(
+    reader: RequestReader, bodies: BodyReader, config: GatewayConfig, desk: LastingDesk
+) -> dict[str, RouteHandler]:
     async def complete(path: str, request: Request) -> Response:
         record: RequestRecord = request.scope[RECORD]
         key = key_of(request)
-        body = await read_body(request, config)
+        body = await bodies.read(request)
         deadline = deadline_of(
             request.headers.get(HEADER),
             config.request_timeout_s,
@@ -201,10 +162,10 @@ def _completions(reader: RequestReader, config: GatewayConfig, desk: LastingDesk
     return {path: partial(complete, path) for path in SURFACES}
 
 
-def _add_counting(app: FastAPI, models: Models, config: GatewayConfig) -> None:
+def _add_counting(app: FastAPI, models: Models, config: GatewayConfig, bodies: BodyReader) -> None:
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
-        body = await read_body(request, config)
+        body = await bodies.read(request)
         acceptance = models.of(body).acceptance
         ignored = acceptance.ignored()
         read = partial(parse_messages, body, config.max_messages, ignored, counts=True)
@@ -294,17 +255,19 @@ def _add_probes(app: FastAPI, sessions: Sessions) -> None:
         return _json({"status": "ready"})
 
 
-def _add_tokenization(app: FastAPI, sessions: Sessions, models: Models, config: GatewayConfig) -> None:
+def _add_tokenization(
+    app: FastAPI, sessions: Sessions, models: Models, config: GatewayConfig, bodies: BodyReader
+) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        body = await read_body(request, config)
+        body = await bodies.read(request)
         served = models.of(body)
         limit = await sessions.context_tokens(config.admit_timeout_s, served.name)
         return _written(await served.tokenization.tokenize(body, limit))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        body = await read_body(request, config)
+        body = await bodies.read(request)
         return _written(await models.of(body).tokenization.detokenize(body))
 
 

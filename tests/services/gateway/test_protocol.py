@@ -16,13 +16,15 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import ClientGone, HttpError, error_response
+from services.gateway.http.bodies import BodyReader
 from services.gateway.http.connection import ENGAGE
-from services.gateway.http.routes import read_body
 from services.gateway.http.server import bind, make_server
+from services.gateway.text.tokenizer import TokenizerThreads
 from tests.patience import PATIENCE_S
 
 FLOOD = 64
 LIMITS = GatewayConfig.model_validate({"max_body_bytes": 1000, "receive_timeout_s": 0.3})
+BODIES = BodyReader(LIMITS, TokenizerThreads(1, 8))
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n"
 
 
@@ -42,7 +44,7 @@ class Application:
         scope[ENGAGE]()
         try:
             if scope["path"] != "/early":
-                body = await read_body(Request(scope, receive), LIMITS)
+                body = await BODIES.read(Request(scope, receive))
         except ClientGone:
             self.left += 1
             return

@@ -1,6 +1,8 @@
 """Bodies: size, time, and form."""
 
 import asyncio
+import tracemalloc
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,9 +15,10 @@ from starlette.types import Message, Receive
 
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import ClientGone, HttpError
-from services.gateway.http import routes
-from services.gateway.http.routes import read_body
+from services.gateway.http import bodies
+from services.gateway.http.bodies import BodyReader, inflated
 from services.gateway.openai.schemas import MAX_ENTRIES, MAX_VALUES, parse_object
+from services.gateway.text.tokenizer import TokenizerThreads
 from shared.errors import InvalidRequest
 
 
@@ -35,12 +38,17 @@ def arriving(parts: Iterable[bytes], *, ends: bool = True, gone: bool = False) -
     return receive
 
 
-async def read(receive: Receive, length: str | None = None) -> bytes:
-    headers = [] if length is None else [(b"content-length", length.encode())]
-    request = Request({"type": "http", "headers": headers}, receive)
-    return await read_body(
-        request, GatewayConfig.model_validate({"max_body_bytes": 10, "receive_timeout_s": 0.1})
-    )
+async def read(
+    receive: Receive, length: str | None = None, encoding: str | None = None, most_bytes: int = 10
+) -> bytes:
+    found = {b"content-length": length, b"content-encoding": encoding}
+    headers = [(name, value.encode()) for name, value in found.items() if value is not None]
+    threads = TokenizerThreads(1, 4)
+    try:
+        config = GatewayConfig.model_validate({"max_body_bytes": most_bytes, "receive_timeout_s": 0.1})
+        return await BodyReader(config, threads).read(Request({"type": "http", "headers": headers}, receive))
+    finally:
+        threads.close()
 
 
 async def test_parts_are_joined() -> None:
@@ -57,7 +65,7 @@ async def test_over_the_cap_is_413_after_the_client_has_said_it_all(length: str 
 
 
 async def test_far_over_the_cap_is_not_even_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "MAX_DISCARDED_BYTES", 100)
+    monkeypatch.setattr(bodies, "MAX_DISCARDED_BYTES", 100)
     with pytest.raises(HttpError) as caught:
         await read(arriving([], ends=False), "111")
     assert caught.value.status == 413
@@ -75,6 +83,56 @@ async def test_late_is_408() -> None:
 async def test_a_client_that_leaves() -> None:
     with pytest.raises(ClientGone):
         await read(arriving([b"{"], gone=True))
+
+
+def packed(content: bytes, bits: int) -> bytes:
+    packing = zlib.compressobj(wbits=bits)
+    return packing.compress(content) + packing.flush()
+
+
+GZIP, ZLIB, RAW = 31, 15, -15
+
+
+@pytest.mark.parametrize(
+    ("encoding", "bits"), [("gzip", GZIP), (" X-GZIP", GZIP), ("deflate", ZLIB), ("deflate", RAW)]
+)
+async def test_a_packed_body_is_inflated_up_to_the_cap(encoding: str, bits: int) -> None:
+    """A body in gzip was refused for its UTF-8; and a megabyte of zeros is a kilobyte in it."""
+    for content in (b"", b'{"a": "b"}'):
+        assert await read(arriving([packed(content, bits)]), encoding=encoding, most_bytes=40) == content
+    with pytest.raises(HttpError, match="inflated") as caught:
+        await read(arriving([packed(b"{" * 999, bits)]), encoding=encoding, most_bytes=40)
+    assert (caught.value.status, caught.value.closes) == (413, False)
+
+
+def test_of_a_bomb_no_more_than_the_cap_is_made() -> None:
+    bomb = packed(bytes(64 * 1024 * 1024), GZIP)
+    tracemalloc.start()
+    with pytest.raises(HttpError, match="longer than 1000 bytes"):
+        inflated(bomb, 1000)
+    assert tracemalloc.get_traced_memory()[1] < 1024 * 1024
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (packed(b"{}", GZIP)[:-3], "cut off"),
+        (packed(b"{}", GZIP) * 2, "more after its end"),
+        (b"no gzip", "cannot be inflated"),
+        (b"", "cut off"),
+    ],
+)
+def test_what_cannot_be_inflated(body: bytes, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        inflated(body, 1000)
+
+
+@pytest.mark.parametrize("encoding", ["br", "zstd", "gzip, gzip", "x" * 500])
+async def test_other_encodings_are_415(encoding: str) -> None:
+    with pytest.raises(HttpError, match="gzip or deflate") as caught:
+        await read(arriving([b"{}"]), encoding=encoding)
+    assert caught.value.status == 415 and len(str(caught.value)) < 250
 
 
 def test_objects() -> None:

@@ -1,0 +1,102 @@
+"""Bodies of requests: received whole, within a size and a time, and inflated where the client packed them."""
+
+import asyncio
+import zlib
+
+from fastapi import Request
+from starlette.types import Receive
+
+from services.gateway.config import GatewayConfig
+from services.gateway.errors import ClientGone, HttpError, shown
+from services.gateway.http.connection import MAX_DISCARDED_BYTES
+from services.gateway.text.tokenizer import AT_ONCE_BYTES, TokenizerThreads
+from shared.errors import InvalidRequest
+
+_RAW, _GZIP_OR_ZLIB = -zlib.MAX_WBITS, zlib.MAX_WBITS | 32
+_ENCODINGS = {"": False, "identity": False, "gzip": True, "x-gzip": True, "deflate": True}
+"""Whether a body of that encoding is inflated."""
+
+
+class BodyReader:
+    """One per process."""
+
+    def __init__(self, config: GatewayConfig, threads: TokenizerThreads) -> None:
+        self._max_bytes = config.max_body_bytes
+        self._timeout_s = config.receive_timeout_s
+        self._threads = threads
+
+    async def read(self, request: Request) -> bytes:
+        """The whole body.
+
+        Raises HttpError 413 over the cap, packed or not, 408 past the deadline and 415 for an encoding that
+        is not read; InvalidRequest for a body that cannot be inflated; ClientGone on a lost connection.
+        """
+        encoding = request.headers.get("content-encoding", "").strip().lower()
+        if encoding not in _ENCODINGS:
+            text = f"a body with Content-Encoding {shown(encoding, 64)!r} is not read"
+            advice = "send it as it is, or packed with gzip or deflate"
+            raise HttpError(415, f"{text}: {advice}", error_code="unsupported_encoding", closes=True)
+        body = await self._received(request)
+        if not _ENCODINGS[encoding]:
+            return body
+        # On the thread that reads bodies, one after the other: what is inflated and waits is bounded there.
+        return await self._threads.read(
+            lambda: inflated(body, self._max_bytes), max(len(body), AT_ONCE_BYTES + 1)
+        )
+
+    async def _received(self, request: Request) -> bytes:
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > self._max_bytes + MAX_DISCARDED_BYTES:
+            raise _too_large(self._max_bytes)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await _collect(request.receive, self._max_bytes)
+        except TimeoutError:
+            text = f"the request body did not arrive within {self._timeout_s:g} s"
+            raise HttpError(408, text, error_code="request_timeout", closes=True) from None
+
+
+def inflated(body: bytes, max_bytes: int) -> bytes:
+    """What was packed with gzip or deflate (zlib's format, or raw). Never more than `max_bytes` are made.
+
+    Raises HttpError 413 where it is longer, InvalidRequest where it is cut off or something else.
+    """
+    failure: zlib.error | None = None
+    for bits in (_GZIP_OR_ZLIB, _RAW):
+        unpacking = zlib.decompressobj(bits)
+        try:
+            content = unpacking.decompress(body, max_bytes + 1)
+        except zlib.error as error:
+            failure = failure or error
+            continue
+        if len(content) > max_bytes:
+            raise _too_large(max_bytes, "inflated ", closes=False)
+        if not unpacking.eof:
+            raise InvalidRequest("the packed body is cut off: it ends before its content does")
+        if unpacking.unused_data:
+            raise InvalidRequest("the packed body has more after its end: pack it as one piece")
+        return content
+    raise InvalidRequest(f"the body cannot be inflated: {failure}")
+
+
+async def _collect(receive: Receive, max_bytes: int) -> bytes:
+    body = bytearray()
+    received_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        received_bytes += len(part)
+        if received_bytes <= max_bytes:
+            body += part
+        is_last = not message.get("more_body", False)
+        if received_bytes > max_bytes and (is_last or received_bytes > max_bytes + MAX_DISCARDED_BYTES):
+            raise _too_large(max_bytes)
+        if is_last:
+            return bytes(body)
+
+
+def _too_large(max_bytes: int, how: str = "", *, closes: bool = True) -> HttpError:
+    text = f"the {how}request body is longer than {max_bytes} bytes"
+    return HttpError(413, text, error_code="request_too_large", closes=closes)
