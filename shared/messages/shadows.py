@@ -47,6 +47,8 @@ class Shadow(Message, frozen=True, kw_only=True):
     """Workers hand what they keep of it to whoever shows this."""
     is_asked_for: bool = False
     """By a name that its client gave it: it goes on for a while when nobody reads it."""
+    is_background: bool = False
+    """It goes on until its end, however long nobody reads it."""
     waited_s: SignedSeconds = 0.0
     """Since it was accepted."""
     deadline_in_s: SignedSeconds | None = None
@@ -81,6 +83,8 @@ class ClaimAnswer(Message, frozen=True, kw_only=True):
 
     sender: Id
     name: Digest
+    only_asks: bool = False
+    """It stays yours: I only want to know whether it is being made."""
 
 
 class AnswerSoFar(Message, frozen=True, kw_only=True):

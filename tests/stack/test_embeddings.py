@@ -80,6 +80,12 @@ def test_base64_and_tokens(stack: RunningStack, client: openai.OpenAI, expected:
     assert violations("CreateEmbeddingResponse", reply) == []
 
 
+def test_fewer_dimensions_are_of_length_one_again(client: openai.OpenAI, expected: list[list[float]]) -> None:
+    reply = client.embeddings.create(model="tiny_chat", input=TEXTS, dimensions=16)
+    cut = np.asarray(expected)[:, :16]
+    np.testing.assert_allclose(vectors(reply), cut / np.linalg.norm(cut, axis=1, keepdims=True), atol=1e-3)
+
+
 def test_a_text_is_cut_where_that_is_asked_for(client: openai.OpenAI) -> None:
     long = "word " * 20_000
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
@@ -91,7 +97,8 @@ def test_a_text_is_cut_where_that_is_asked_for(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"dimensions": 16}, "dimensions"),
+        ({"dimensions": 0}, "dimensions"),
+        ({"dimensions": 4096}, "dimensions"),
         ({"input": []}, "input"),
         ({"input": [[]]}, "input"),
         ({"input": ["a"] * 2049}, "input"),

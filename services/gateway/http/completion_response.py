@@ -34,7 +34,7 @@ from services.gateway.parts.items import AnswerMessage, AnswerPart, CallBegun, C
 from services.gateway.sessions import Sessions
 from services.gateway.text.choice_text import ChoiceText, PlacedToken, TextPiece
 from shared.clock import monotonic_s
-from shared.errors import InternalError, KvasirError
+from shared.errors import InternalError, KvasirError, UnavailableError
 from shared.messages.sequence import FinishReason
 
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -216,6 +216,10 @@ class CompletionResponse(Response):
                 await self._whole(exchange, answers, send)
         except ClientGone:
             self._record.is_gone = True
+        except KvasirError as error:
+            if not isinstance(error, UnavailableError):
+                self._writer.failed(error)  # a response in the background is asked for later
+            raise
         finally:
             exchange.on_news = None
             watcher.cancel()

@@ -309,8 +309,9 @@ class Edge:
             self._counters.disconnects.inc()
         is_named = record.path.startswith(LABELLED) and record.status not in (401, 404)
         route = record.path if is_named else "other"
-        if record.path.startswith("/v1/models/"):
-            route = "/v1/models/{id}"
+        for below in ("/v1/models/", "/v1/responses/"):
+            if record.path.startswith(below):
+                route = f"{below}{{id}}"
         self._count(record, route)
         # "Not ready yet" is an answer to a probe, which asks twenty times a second while a stack starts.
         is_probed = self._is_open(record.path)

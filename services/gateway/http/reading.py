@@ -92,6 +92,7 @@ def shadow_of(
     names: tuple[bytes, ...],
     fingerprint: bytes,
     is_asked_for: bool,
+    is_background: bool = False,
 ) -> Shadow:
     """What another gateway needs to give this answer."""
     return Shadow(
@@ -109,5 +110,6 @@ def shadow_of(
         choices=reading.job.n,
         heir_key=token_bytes(16),
         is_asked_for=is_asked_for,
+        is_background=is_background,
         deadline_in_s=deadline.remaining_s(),
     )

@@ -23,11 +23,14 @@ from services.gateway.http.bodies import BodyReader
 from services.gateway.http.browser import HeadAsGet, written
 from services.gateway.http.middleware import CLIENT_GONE_STATUS, RECORD, RequestRecord, refusal
 from services.gateway.http.reading import RequestReader, shadow_of
+from services.gateway.http.stored import add_stored
 from services.gateway.http.surfaces import SURFACES
-from services.gateway.lasting.desk import Following, LastingDesk, fingerprint_of, name_of
+from services.gateway.lasting.desk import LastingDesk, fingerprint_of, name_of
+from services.gateway.lasting.following import Following
 from services.gateway.models import Models, ServedModel
 from services.gateway.openai.replies import model_body
-from services.gateway.openai.response_store import ResponseStore, not_found
+from services.gateway.openai.response_replies import ResponseWriter
+from services.gateway.openai.response_store import ResponseStore
 from services.gateway.sessions import Sessions
 from shared import metrics
 from shared.clock import unix_s
@@ -93,7 +96,7 @@ def make_app(
     _add_tokenization(app, sessions, models, config, bodies)
     _add_counting(app, models, config, bodies)
     _add_models(app, sessions, models)
-    _add_stored(app, store, desk)
+    add_stored(app, store, desk)
     _add_probes(app, sessions)
 
     @app.get("/version")
@@ -141,7 +144,10 @@ def _completions(
                     return Following(desk, kept, record)
             reading = await reader.read(path, body, record)
             names: tuple[bytes, ...] = () if key is None else (name,)
-            if path == RESPONSES and reading.job.stream and (names or desk.has_peers):
+            writer = reading.writer
+            begun = writer.begin_in_background() if isinstance(writer, ResponseWriter) else None
+            is_streamed = path == RESPONSES and reading.job.stream and (names or desk.has_peers)
+            if is_streamed or begun is not None:
                 names += (name_of(record.tenant, "response", f"resp_{reading.answer_id}"),)
             if not names:
                 return reader.answer(reading, record, deadline)
@@ -153,10 +159,13 @@ def _completions(
                 body=body,
                 names=names,
                 fingerprint=fingerprint_of(path, body),
-                is_asked_for=key is not None,
+                is_asked_for=key is not None or begun is not None,
+                is_background=begun is not None,
             )
             record.is_lasting = True
             kept = desk.begin(shadow, partial(reader.answer, reading, record, deadline))
+            if begun is not None and not reading.job.stream:
+                return _written(begun)
             return Following(desk, kept, record)
 
     return {path: partial(complete, path) for path in SURFACES}
@@ -172,41 +181,6 @@ def _add_counting(app: FastAPI, models: Models, config: GatewayConfig, bodies: B
         tokens = await acceptance.count(read, len(body), ignored)
         request.scope[RECORD].ignored = ignored.names
         return _json({"input_tokens": tokens})
-
-
-def _add_stored(app: FastAPI, store: ResponseStore | None, desk: LastingDesk) -> None:
-    off = "this server stores none (gateway.stored_responses names no file)"
-
-    @app.get("/v1/responses/{name}")
-    async def stored(name: str, request: Request) -> Response:
-        if request.query_params.get("stream") == "true":
-            after = after_of(request.query_params.get("starting_after"))
-            record: RequestRecord = request.scope[RECORD]
-            called = name_of(record.tenant, "response", name)
-            async with desk.turn(called):
-                kept = await desk.find(called)
-            if kept is None:
-                raise not_found(name, "its events are known while it is made, and for a while after")
-            return Following(desk, kept, record, after)
-        if store is None:
-            raise not_found(name, off)
-        return _written((await store.find(request.scope[RECORD].tenant, name)).body)
-
-    @app.delete("/v1/responses/{name}")
-    async def delete(name: str, request: Request) -> Response:
-        if store is None:
-            raise not_found(name, off)
-        await store.delete(request.scope[RECORD].tenant, name)
-        return _json({"id": name, "object": "response", "deleted": True})
-
-
-def after_of(text: str | None) -> int:
-    """Number of the last event that a client has. Raises InvalidRequest."""
-    if text is None:
-        return -1
-    if not (text.isdecimal() and len(text) < 10):
-        raise InvalidRequest("starting_after should be the number of an event", param="starting_after")
-    return int(text)
 
 
 def _add_models(app: FastAPI, sessions: Sessions, models: Models) -> None:

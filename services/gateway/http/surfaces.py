@@ -154,8 +154,8 @@ def _in_parts(job: AdmittedRequest) -> AdmittedRequest:
 async def _embeddings(
     acceptance: Acceptance, body: bytes, context: ContextLimit, naming: Naming
 ) -> tuple[AdmittedRequest, AnswerWriter]:
-    job, is_packed = await admit_embeddings(acceptance, body, context)
-    return job, EmbeddingWriter(naming.config.served_name, is_packed)
+    job, request = await admit_embeddings(acceptance, body, context)
+    return job, EmbeddingWriter(naming.config.served_name, request)
 
 
 SURFACES: Mapping[str, Surface] = {

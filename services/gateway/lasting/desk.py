@@ -15,15 +15,13 @@ from hashlib import blake2b
 from itertools import count
 from typing import Any
 
-from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Message
 
 from services.gateway.config import GatewayConfig
 from services.gateway.core.shadows import Shadowed
-from services.gateway.errors import ClientGone, HttpError, ShuttingDown
+from services.gateway.errors import HttpError, ShuttingDown
 from services.gateway.exchange import Exchange, Legacy
 from services.gateway.http.completion_response import CompletionResponse, Lasting
-from services.gateway.http.middleware import RequestRecord
 from services.gateway.lasting.peers import Peers, origin_of
 from services.gateway.lasting.transcript import Transcript
 from shared import log, metrics, subjects
@@ -108,6 +106,11 @@ class Kept:
         """Its client's side, as ASGI has it: there until nobody wants it any more."""
         await self.abandoned.wait()
         return {"type": "http.disconnect"}
+
+    @property
+    def is_in_background(self) -> bool:
+        """Nobody has to read it for it to go on."""
+        return self.shadow.is_background and not self.transcript.is_over
 
     @property
     def tokens(self) -> int:
@@ -195,6 +198,36 @@ class LastingDesk:
             raise HttpError(422, text, error_code="idempotency_key_reused")
         return kept
 
+    async def is_made(self, name: bytes) -> bool:
+        """Whether a gateway is making the answer called so; that of a gateway that is gone goes on here."""
+        async with self.turn(name):
+            kept = self._by_name.get(name)
+            if kept is None:
+                await asyncio.sleep(self._began_s + _YOUNG_S - monotonic_s())
+                answer, is_elsewhere = await self._peers.claim(name, only_asks=True)
+                if answer is None or answer.shadow is None:
+                    return is_elsewhere
+                known = Shadowed(("", 0), answer.shadow, self._now_s())
+                kept = self._take_over(known, "asked for", answer.so_far or None)
+        return not kept.transcript.is_over
+
+    async def cancel(self, name: bytes) -> None:
+        """End the answer called so, wherever it is made. Nothing is written of it any more on return.
+
+        Raises UnavailableError when it does not end in time.
+        """
+        async with self.turn(name):
+            kept = await self.find(name)
+        if kept is None:
+            return
+        if not kept.transcript.is_over:
+            self._drop(kept)
+        try:
+            async with asyncio.timeout(_CLAIM_S):
+                await kept.transcript.ended()
+        except TimeoutError:
+            raise UnavailableError("the answer has not ended yet", retry_after_s=2.0) from None
+
     async def _found(self, name: bytes) -> Kept | None:
         if (kept := self._by_name.get(name)) is not None:
             return kept
@@ -241,6 +274,8 @@ class LastingDesk:
         kept = self._by_name.get(claim.name)
         if kept is None:
             return self._peers.on_claim(claim.name)
+        if claim.only_asks:
+            return ClaimedAnswer(owner="" if kept.transcript.is_over else self._peers.own_id)
         answer = ClaimedAnswer(shadow=self._of_now(kept), so_far=kept.so_far())
         log.canonical(_logger, "handed over", request_id=kept.shadow.request_id, to=claim.sender)
         self._drop(kept, AnswerMoved("this answer goes on at another gateway, which was asked for it"))
@@ -318,7 +353,7 @@ class LastingDesk:
             kept.abandoned.set()
 
     def _expire(self, now_s: float) -> None:
-        unread = [kept for kept in self._kept.values() if not kept.readers]
+        unread = [kept for kept in self._kept.values() if not kept.readers and not kept.is_in_background]
         for kept in unread:
             if now_s - kept.left_s > self._config.resume_s:
                 self._drop(kept)
@@ -452,32 +487,3 @@ class LastingDesk:
 def _known(kept: Kept) -> Shadowed:
     """As others' answers are."""
     return Shadowed(("", 0), kept.shadow, kept.began_s)
-
-
-class Following(Response):
-    """One connection that reads an answer."""
-
-    def __init__(self, desk: LastingDesk, kept: Kept, record: RequestRecord, after: int = -1) -> None:
-        """`after`: events of a response up to this number are left out."""
-        super().__init__()
-        self._desk = desk
-        self._kept = kept
-        self._record = record
-        self._after = after
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_complete = False
-        self._kept.readers += 1
-        try:
-            is_complete = await self._kept.transcript.read(send, _gone(receive), self._after)
-            self._record.is_gone = not is_complete
-        except ClientGone:
-            self._record.is_gone = True
-        finally:
-            self._desk.leave(self._kept, is_complete=is_complete)
-
-
-async def _gone(receive: Receive) -> None:
-    """Until the client is."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

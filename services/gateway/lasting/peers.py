@@ -66,6 +66,10 @@ class Peers:
             return None
         return None if known in (None, event.incarnation) else (event.gateway_id, known or 0)
 
+    @property
+    def own_id(self) -> str:
+        return self._bus.instance
+
     def is_self(self, gateway_id: str) -> bool:
         return gateway_id == self._bus.instance
 
@@ -153,11 +157,11 @@ class Peers:
 
     # --- answers that others have
 
-    async def claim(self, name: bytes) -> tuple[ClaimedAnswer | None, bool]:
+    async def claim(self, name: bytes, *, only_asks: bool = False) -> tuple[ClaimedAnswer | None, bool]:
         """The answer called so, which is ours from now on; or whether some other gateway has it that could
-        not be asked."""
+        not be asked, or keeps it since this one `only_asks`."""
         names = list(self._alive)
-        answers = await asyncio.gather(*(self._claim(peer, name) for peer in names))
+        answers = await asyncio.gather(*(self._claim(peer, name, only_asks) for peer in names))
         of = dict(zip(names, answers, strict=True))
         for answer in answers:
             if answer is not None and answer.shadow is not None:
@@ -168,14 +172,14 @@ class Peers:
                 self.shadows.take(own.shadow.request_id)
                 return ClaimedAnswer(shadow=self.as_of_now(own)), False
             owners.add(own.owner[0])
-        return None, any(of.get(owner) is None for owner in owners)
+        return None, any((said := of.get(owner)) is None or said.owner == owner for owner in owners)
 
-    async def _claim(self, peer: str, name: bytes) -> ClaimedAnswer | None:
+    async def _claim(self, peer: str, name: bytes, only_asks: bool) -> ClaimedAnswer | None:
         me = self._bus.instance
         try:
             return await self._bus.request(
                 subjects.gateway_claim(peer, me),
-                ClaimAnswer(sender=me, name=name),
+                ClaimAnswer(sender=me, name=name, only_asks=only_asks),
                 ClaimedAnswer,
                 deadline_s=_TELL_S,
             )

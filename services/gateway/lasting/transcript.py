@@ -76,6 +76,11 @@ class Transcript:
         self.is_over = True
         self._tell()
 
+    async def ended(self) -> None:
+        """Returns once nothing more is written."""
+        while not self.is_over:
+            await self._news.wait()
+
     async def read(self, send: Send, until_gone: Awaitable[None], after: int = -1) -> bool:
         """Sends all of it, and what comes; False when its reader was gone before that.
 

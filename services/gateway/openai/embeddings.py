@@ -36,8 +36,8 @@ MAX_INPUTS = 2048
 
 async def admit_embeddings(
     acceptance: Acceptance, body: bytes, context: ContextLimit
-) -> tuple[AdmittedRequest, bool]:
-    """A job of one sequence for each text, and whether vectors are wanted in base64.
+) -> tuple[AdmittedRequest, EmbeddingRequest]:
+    """A job of one sequence for each text, and the request.
 
     Raises InvalidRequest and its kinds, Overloaded, or what `context` raises.
     """
@@ -66,7 +66,7 @@ async def admit_embeddings(
         priority=request.priority or 0,
         ignored=ignored.names,
     )
-    return job, request.encoding_format == "base64"
+    return job, request
 
 
 def _sampling(forced: Sequence[int]) -> Sampling:
@@ -86,10 +86,17 @@ def _checked(acceptance: Acceptance, body: bytes, ignored: Ignored) -> Embedding
     acceptance.check_fields(request, ignored)
     if len(request.input) > MAX_INPUTS:
         raise InvalidRequest(f"input may have {MAX_INPUTS} texts at most", param="input")
+    _check_dimensions(request.dimensions, acceptance.codec.hidden_size)
     if request.truncate_prompt_tokens == 0:
         text = "truncate_prompt_tokens should be at least 1, or -1"
         raise InvalidRequest(text, param="truncate_prompt_tokens")
     return request
+
+
+def _check_dimensions(wanted: int | None, most: int) -> None:
+    """`most` 0: not known yet. Raises InvalidRequest."""
+    if most and (wanted or 0) > most:
+        raise InvalidRequest(f"dimensions is from 1 to {most}, which this model has", param="dimensions")
 
 
 def _prompts(acceptance: Acceptance, request: EmbeddingRequest) -> list[list[int]]:
@@ -100,9 +107,10 @@ def _prompts(acceptance: Acceptance, request: EmbeddingRequest) -> list[list[int
 class EmbeddingWriter:
     """An `AnswerWriter` for vectors, which are never streamed."""
 
-    def __init__(self, model: str, is_packed: bool) -> None:
+    def __init__(self, model: str, request: EmbeddingRequest) -> None:
         self._model = model
-        self._is_packed = is_packed
+        self._is_packed = request.encoding_format == "base64"
+        self._dimensions = request.dimensions
 
     def begin(self, index: int) -> bytes:
         return b""
@@ -136,6 +144,9 @@ class EmbeddingWriter:
         if not hidden:
             raise UnsupportedFeature("this model's workers give no embeddings", param="model")
         vector = unit(hidden)
+        if self._dimensions is not None:
+            _check_dimensions(self._dimensions, len(vector))
+            vector = unit(vector[: self._dimensions].tobytes())
         return base64.b64encode(vector.tobytes()).decode() if self._is_packed else vector
 
 

@@ -10,7 +10,7 @@ from services.gateway.errors import body_of
 from services.gateway.openai.replies import NO_DETAILS, FinishedChoice, PieceDetails, Usage
 from services.gateway.openai.response_requests import ResponseRequest, in_namespaces
 from services.gateway.parts.items import AnswerPart, CallArguments, CallBegun, Content, Reasoning
-from shared.errors import KvasirError
+from shared.errors import KvasirError, UnavailableError
 
 _FAILED = "server_error"
 
@@ -35,6 +35,14 @@ class ResponseWriter:
 
     def __post_init__(self) -> None:
         self._spaces = in_namespaces(self.request.tools or ())
+
+    def begin_in_background(self) -> bytes | None:
+        """What a client is told at once of a response in the background, which can be asked for from now on;
+        None where it waits for its answer."""
+        if not self.request.background:
+            return None
+        self._kept(self._body("in_progress", []))
+        return orjson.dumps(self._body("queued", []))
 
     def begin(self, index: int) -> bytes:
         return self._event("response.created", response=self._body("in_progress", [])) + self._event(
@@ -66,6 +74,8 @@ class ResponseWriter:
             **self._body("failed", self._items),
             "error": {"code": _FAILED, "message": _message_of(error)},
         }
+        if self.request.background and not isinstance(error, UnavailableError):  # that may go on elsewhere
+            self._kept(body)
         return self._event("response.failed", response=body)
 
     def whole(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
@@ -178,7 +188,7 @@ class ResponseWriter:
             "object": "response",
             "created_at": self.created,
             "status": status,
-            "background": False,
+            "background": bool(request.background),
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": request.instructions,

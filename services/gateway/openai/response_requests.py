@@ -15,7 +15,6 @@ from shared.errors import InvalidRequest
 _STATE = {
     "conversation": "send the whole conversation as input",
     "prompt": "send the text itself",
-    "background": "leave it out, and stream",
 }
 _ROLES = ("user", "assistant", "system", "developer")
 _ITEM_FIELDS = frozenset(
@@ -44,6 +43,7 @@ class ResponseRequest(BaseModel):
     reasoning: dict[str, Any] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     store: bool | None = None
+    background: bool | None = None
     previous_response_id: str | None = Field(None, min_length=1, max_length=128)
 
 
@@ -59,6 +59,8 @@ def parse_response(
     settle(request, ignored, RESPONSES_IGNORED | _STATE.keys())
     if not can_store:
         _refuse_stored(request)
+    if request.background and request.store is False:
+        raise InvalidRequest("a response in the background is stored: leave store out", param="store")
     return request
 
 
@@ -68,6 +70,9 @@ def _refuse_stored(request: ResponseRequest) -> None:
     if request.store:
         text = f"store is not supported by this server ({where}): leave it out"
         raise UnsupportedFeature(text, param="store")
+    if request.background:
+        text = f"background is not supported by this server ({where}): leave it out, and stream"
+        raise UnsupportedFeature(text, param="background")
     if request.previous_response_id is not None:
         text = f"previous_response_id is not supported by this server ({where})"
         raise UnsupportedFeature(

@@ -211,6 +211,8 @@ class Codec:
     """None: answers of this model cannot be kept to one."""
     pools_mean: bool = False
     """The model's folder says that an embedding is the mean of all tokens' states."""
+    hidden_size: int = 0
+    """Numbers in an embedding; 0: the folder does not say."""
 
     @cached_property
     def added_tokens(self) -> Mapping[str, int]:
@@ -272,7 +274,12 @@ def load_codec(model: str) -> Codec:
         vocab_size=files.vocab_size,
         grammars=_grammars(files),
         pools_mean=_pools_mean(files.folder),
+        hidden_size=_hidden_size(read_json(files.folder / "config.json")),
     )
+
+
+def _hidden_size(config: dict[str, Any]) -> int:
+    return int(config.get("hidden_size") or (config.get("text_config") or {}).get("hidden_size") or 0)
 
 
 def _pools_mean(folder: Path) -> bool:

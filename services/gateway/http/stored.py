@@ -1,0 +1,128 @@
+"""Routes of responses that were stored, or are made in the background: found, listed, cancelled, deleted."""
+
+from typing import Any
+
+import msgspec
+import orjson
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from services.gateway.http.middleware import RECORD, RequestRecord
+from services.gateway.lasting.desk import LastingDesk, name_of
+from services.gateway.lasting.following import Following
+from services.gateway.openai.response_items import listed
+from services.gateway.openai.response_store import ResponseStore, StoredResponse, not_found
+from shared.errors import InvalidRequest
+
+_OFF = "this server stores none (gateway.stored_responses names no file)"
+_LOST = "the server ended before this response was complete: ask for it again"
+
+
+class _Head(msgspec.Struct):
+    status: str
+    background: bool = False
+
+
+_head = msgspec.json.Decoder(_Head).decode
+
+
+class StoredResponses:
+    """What clients are told of them. `key` is the digest of an API key."""
+
+    def __init__(self, store: ResponseStore, desk: LastingDesk) -> None:
+        self._store = store
+        self._desk = desk
+
+    async def find(self, key: str, name: str) -> StoredResponse:
+        """As it is now: one that was being made, and that no gateway makes any more, has failed.
+
+        Raises HttpError 404.
+        """
+        found = await self._store.find(key, name)
+        if not _is_open(found) or await self._desk.is_made(name_of(key, "response", name)):
+            return found
+        error = {"code": "server_error", "message": _LOST}
+        return await self._ended(key, name, {"status": "failed", "error": error})
+
+    async def cancel(self, key: str, name: str) -> StoredResponse:
+        """One in the background ends; one that has ended stays as it is. Raises HttpError 404, InvalidRequest
+        for one that was not made in the background, UnavailableError."""
+        found = await self.find(key, name)
+        if not _head(found.body).background:
+            text = "only a response that was asked for with background: true can be cancelled"
+            raise InvalidRequest(text, param="response_id")
+        if not _is_open(found):
+            return found
+        await self._desk.cancel(name_of(key, "response", name))
+        return await self._ended(key, name, {"status": "cancelled"})
+
+    async def delete(self, key: str, name: str) -> None:
+        """Of one that is being made no more is made. Raises HttpError 404, UnavailableError."""
+        if _is_open(await self._store.find(key, name)):
+            await self._desk.cancel(name_of(key, "response", name))
+        await self._store.delete(key, name)
+
+    async def _ended(self, key: str, name: str, how: dict[str, Any]) -> StoredResponse:
+        """Unless it has come to its own end meanwhile."""
+        found = await self._store.find(key, name)
+        if not _is_open(found):
+            return found
+        body = orjson.dumps({**orjson.loads(found.body), **how})
+        self._store.put(key, name, body, found.items)
+        return StoredResponse(body, found.items)
+
+
+def _is_open(found: StoredResponse) -> bool:
+    return _head(found.body).status == "in_progress"
+
+
+def add_stored(app: FastAPI, store: ResponseStore | None, desk: LastingDesk) -> None:
+    """Adds the routes; without `store` only events of responses under way are found."""
+    responses = None if store is None else StoredResponses(store, desk)
+
+    def of(name: str) -> StoredResponses:
+        if responses is None:
+            raise not_found(name, _OFF)
+        return responses
+
+    @app.get("/v1/responses/{name}")
+    async def stored(name: str, request: Request) -> Response:
+        record: RequestRecord = request.scope[RECORD]
+        if request.query_params.get("stream") != "true":
+            return _written((await of(name).find(record.tenant, name)).body)
+        after = after_of(request.query_params.get("starting_after"))
+        called = name_of(record.tenant, "response", name)
+        async with desk.turn(called):
+            kept = await desk.find(called)
+        if kept is None:
+            raise not_found(name, "its events are known while it is made, and for a while after")
+        return Following(desk, kept, record, after)
+
+    @app.get("/v1/responses/{name}/input_items")
+    async def input_items(name: str, request: Request) -> Response:
+        found = await of(name).find(request.scope[RECORD].tenant, name)
+        said = len(orjson.loads(found.body)["output"])
+        items = found.items[: len(found.items) - said]
+        return _written(orjson.dumps(listed(name, items, request.query_params)))
+
+    @app.post("/v1/responses/{name}/cancel")
+    async def cancel(name: str, request: Request) -> Response:
+        return _written((await of(name).cancel(request.scope[RECORD].tenant, name)).body)
+
+    @app.delete("/v1/responses/{name}")
+    async def delete(name: str, request: Request) -> Response:
+        await of(name).delete(request.scope[RECORD].tenant, name)
+        return _written(orjson.dumps({"id": name, "object": "response", "deleted": True}))
+
+
+def after_of(text: str | None) -> int:
+    """Number of the last event that a client has. Raises InvalidRequest."""
+    if text is None:
+        return -1
+    if not (text.isdecimal() and len(text) < 10):
+        raise InvalidRequest("starting_after should be the number of an event", param="starting_after")
+    return int(text)
+
+
+def _written(content: bytes) -> Response:
+    return Response(content, media_type="application/json")

@@ -1,0 +1,37 @@
+"""Connections that read an answer of the desk."""
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from services.gateway.errors import ClientGone
+from services.gateway.http.middleware import RequestRecord
+from services.gateway.lasting.desk import Kept, LastingDesk
+
+
+class Following(Response):
+    """One connection that reads an answer."""
+
+    def __init__(self, desk: LastingDesk, kept: Kept, record: RequestRecord, after: int = -1) -> None:
+        """`after`: events of a response up to this number are left out."""
+        super().__init__()
+        self._desk = desk
+        self._kept = kept
+        self._record = record
+        self._after = after
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_complete = False
+        self._kept.readers += 1
+        try:
+            is_complete = await self._kept.transcript.read(send, _gone(receive), self._after)
+            self._record.is_gone = not is_complete
+        except ClientGone:
+            self._record.is_gone = True
+        finally:
+            self._desk.leave(self._kept, is_complete=is_complete)
+
+
+async def _gone(receive: Receive) -> None:
+    """Until the client is."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
