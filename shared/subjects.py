@@ -111,6 +111,8 @@ worker_fetch = Signed(f"{PREFIX}.cmd.worker.fetch")
 worker_extend = Signed(f"{PREFIX}.cmd.worker.extend")
 """To the worker that takes a sequence over, from its gateway."""
 worker_acknowledge = Signed(f"{PREFIX}.cmd.worker.acknowledge")
+worker_forget = Signed(f"{PREFIX}.cmd.worker.forget")
+"""To a worker that is to empty its prefix cache, from a gateway, for its operator."""
 
 gateway_shadow = Signed(f"{PREFIX}.cmd.gateway.shadow")
 """From a gateway to the one that would take its answers over."""
@@ -212,6 +214,7 @@ def _gateway(me: str) -> Permissions:
             worker_fetch.by(me),
             worker_extend.by(me),
             worker_acknowledge.by(me),
+            worker_forget.by(me),
             gateway_reported(me),
             GATEWAY_FINISHED,
             gateway_shadow.by(me),
@@ -314,6 +317,7 @@ def _worker(me: str) -> Permissions:
             worker_fetch.to(me),
             worker_extend.to(me),
             worker_acknowledge.to(me),
+            worker_forget.to(me),
             worker_settle(me),
             worker_want(me),
             worker_pull(me),

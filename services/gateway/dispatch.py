@@ -5,7 +5,7 @@ Knows the bus; decides nothing.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -25,8 +25,9 @@ from services.gateway.exchange import OpenChoice
 from shared import log, metrics, subjects
 from shared.bus import Bus, fenced
 from shared.clock import Clock
-from shared.errors import InternalError, KvasirError
+from shared.errors import InternalError, KvasirError, UnavailableError
 from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence
+from shared.messages.prefixes import ForgetPrefixes, PrefixesForgotten
 from shared.messages.sequence import SequenceRef
 from shared.messages.tokens import AcknowledgeEnds, ExtendSequence, FetchedTokens, FetchTokens
 
@@ -83,6 +84,8 @@ class NoticeOutbox:
 
 
 MAX_AT_ONCE = 256
+_FORGET_S = 10.0
+"""For a worker to end its step and empty its prefix cache."""
 _COMMAND = "command of a sequence"
 """Fenced: one sequence's affair ends no other's, and its own stream gives up in time."""
 _logger = log.get_logger("gateway.dispatch")
@@ -139,6 +142,29 @@ class Dispatch:
             self.outbox.put(subjects.worker_cancel(effect.worker_id, me), command)
         if effect.is_final:
             self.outbox.put(subjects.scheduler_cancel(me), command)
+
+    async def forget_prefixes(self, workers: Sequence[str]) -> dict[str, int]:
+        """Have these workers empty their prefix caches; how many blocks each has forgotten.
+
+        Raises UnavailableError naming the first that did not say so.
+        """
+        me = self._bus.instance
+
+        async def ask(worker_id: str) -> int:
+            subject, command = subjects.worker_forget(worker_id, me), ForgetPrefixes(sender=me)
+            try:
+                answer = await self._bus.request(subject, command, PrefixesForgotten, deadline_s=_FORGET_S)
+            except KvasirError as error:
+                text = f"{worker_id} did not empty its prefix cache: {error.message}"
+                raise UnavailableError(text) from error
+            return answer.blocks
+
+        try:
+            async with asyncio.TaskGroup() as asked:
+                answers = {worker_id: asked.create_task(ask(worker_id)) for worker_id in workers}
+        except* UnavailableError as group:
+            raise group.exceptions[0] from None
+        return {worker_id: answer.result() for worker_id, answer in answers.items()}
 
     async def _submit(self, sequence: OpenChoice, effect: Submit) -> None:
         with fenced(_COMMAND):

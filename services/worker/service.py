@@ -43,7 +43,7 @@ from shared.log import canonical, get_logger
 from shared.messages.base import Empty
 from shared.messages.commands import CancelSequence, TakeSnapshot
 from shared.messages.plans import BatchPlan
-from shared.messages.prefixes import FindPrefixes, WorkerPrefixes
+from shared.messages.prefixes import FindPrefixes, ForgetPrefixes, PrefixesForgotten, WorkerPrefixes
 from shared.messages.reports import GatewayReported, ServiceStatus, WorkerReported
 from shared.messages.tokens import AcknowledgeEnds, ExtendSequence, FetchedTokens, FetchTokens
 from shared.metrics import counter
@@ -57,6 +57,7 @@ HANDLERS: tuple[Handler, ...] = (
     Endpoint(subjects.worker_snapshot, TakeSnapshot, "take_snapshot"),
     Endpoint(subjects.worker_fetch.to, FetchTokens, "fetch", sender="sender"),
     Endpoint(subjects.worker_prefixes, FindPrefixes, "find_prefixes"),
+    Endpoint(subjects.worker_forget.to, ForgetPrefixes, "forget_prefixes", sender="sender"),
     *status_handlers("worker"),
 )
 OTHERS: tuple[Handler, ...] = (
@@ -254,6 +255,14 @@ class Worker:
         if news is None:
             raise InvalidRequest("this worker has no prefix cache")
         return await asyncio.wrap_future(self._door.ask(lambda core, _: news.answer(question)))
+
+    async def forget_prefixes(self, _: ForgetPrefixes) -> PrefixesForgotten:
+        """Empties the prefix cache, if there is one; blocks in use stay."""
+        store = self._store
+        if store is None:
+            return PrefixesForgotten()
+        forgotten = self._door.ask(lambda core, now_s: store.forget_unused())
+        return PrefixesForgotten(blocks=await asyncio.wrap_future(forgotten))
 
     async def status(self, _: Empty) -> ServiceStatus:
         """What `python -m services status` shows."""

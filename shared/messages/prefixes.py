@@ -7,7 +7,7 @@ happened: taking one in twice changes nothing.
 from shared.blocks import HASH_BYTES
 from shared.messages.base import Message
 from shared.messages.sequence import check_packed
-from shared.messages.values import Id, Number, PositiveCount
+from shared.messages.values import Count, Id, Number, PositiveCount
 
 MOST_CHAIN_BLOCKS = 256
 """Names of one prompt that travel to placement; what comes after them is not weighed."""
@@ -48,6 +48,18 @@ class WorkerPrefixes(Message, frozen=True, kw_only=True):
         check_packed(self.removed, HASH_BYTES)
         if len(self.tiers) * HASH_BYTES != len(self.added):
             raise ValueError(f"{len(self.tiers)} tiers for {len(self.added) // HASH_BYTES} blocks")
+
+
+class ForgetPrefixes(Message, frozen=True, kw_only=True):
+    """Gateway → worker, for its operator: empty the prefix cache; blocks in use stay."""
+
+    sender: Id
+
+
+class PrefixesForgotten(Message, frozen=True, kw_only=True):
+    """How many blocks the cache has forgotten."""
+
+    blocks: Count = 0
 
 
 class FindPrefixes(Message, frozen=True, kw_only=True):

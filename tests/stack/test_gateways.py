@@ -23,8 +23,9 @@ pytestmark = pytest.mark.stack
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    flags, settings = ("--gateways", "2"), ("worker.kv_blocks=4096",)
-    with running_stack(tmp_path_factory.mktemp("pair") / "run", flags=flags, settings=settings) as stack:
+    folder = tmp_path_factory.mktemp("pair")
+    settings = ("worker.kv_blocks=4096", f"gateway.stored_responses={folder / 'responses.db'}")
+    with running_stack(folder / "run", flags=("--gateways", "2"), settings=settings) as stack:
         yield stack
 
 
@@ -201,6 +202,37 @@ async def test_a_response_goes_on_after_the_event_that_was_last(pair: RunningSta
         assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "response_not_found"
         odd = await http.get(f"/v1/responses/{name}?stream=true&starting_after=-1")
         assert odd.status_code == 400 and odd.json()["error"]["param"] == "starting_after"
+
+
+async def test_a_response_in_the_background_outlives_its_gateway(pair: RunningStack) -> None:
+    """Polled at whichever gateway meanwhile, which takes it from nobody."""
+    before = pair.child("gateway-0")["restarts"]
+    headers = {"Authorization": f"Bearer {pair.key}"}
+    body = {"model": "tiny_chat", "input": "Tell me a story.", "temperature": 0, "background": True}
+
+    async def asked(http: httpx.AsyncClient, method: str, path: str, **more: Any) -> dict[str, Any]:
+        reply = await http.request(method, f"{pair.url}/v1/responses{path}", headers=headers, **more)
+        assert reply.status_code == 200, reply.text
+        return dict(reply.json())
+
+    async def one() -> str:
+        async with httpx.AsyncClient(timeout=STACK_PATIENCE_S) as http:
+            return str((await asked(http, "POST", "", json=body))["id"])
+
+    async def status(name: str) -> dict[str, Any]:
+        async with httpx.AsyncClient(timeout=STACK_PATIENCE_S) as http:
+            return await asked(http, "GET", f"/{name}")
+
+    names = await asyncio.gather(*(one() for _ in range(12)))
+    pair.signal("gateway-0", signal.SIGKILL)
+    await asyncio.to_thread(pair.until_restarted, "gateway-0", restarts=before + 1)
+    found = await asyncio.gather(*map(status, names))
+    async with asyncio.timeout(STACK_PATIENCE_S):
+        while any(each["status"] == "in_progress" for each in found):
+            await asyncio.sleep(0.2)
+            found = await asyncio.gather(*map(status, names))
+    assert {each["status"] for each in found} <= {"completed", "incomplete"}
+    assert len({each["output"][0]["content"][0]["text"] for each in found}) == 1
 
 
 def test_gateways_at_rest_say_little(pair: RunningStack) -> None:

@@ -165,7 +165,7 @@ class RequestRecord:
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/openapi.json", "/docs"})
 """Probes, and what the API is: no key needed, nothing secret in the answer."""
-OPERATOR_PATHS = OPEN_PATHS | {"/metrics"}
+OPERATOR_PATHS = OPEN_PATHS | {"/metrics", "/reset_prefix_cache"}
 """The same on the operator's listener."""
 
 

@@ -118,6 +118,13 @@ def make_operator_app(sessions: Sessions, add_page: AddPage = lambda _: None) ->
     async def show_metrics() -> Response:
         return Response(metrics.render(), media_type=metrics.CONTENT_TYPE)
 
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache(request: Request) -> Response:
+        if "origin" in request.headers:
+            raise HttpError(403, "this is not for pages in a browser", error_code="wrong_origin")
+        workers = [report.worker_id for report in sessions.workers.reports()]
+        return _json({"forgotten_blocks": await sessions.dispatch.forget_prefixes(workers)})
+
     add_page(app)
     _handle_errors(app)
     return app
@@ -165,6 +172,7 @@ def _completions(
             record.is_lasting = True
             kept = desk.begin(shadow, partial(reader.answer, reading, record, deadline))
             if begun is not None and not reading.job.stream:
+                await desk.shadow(kept)
                 return _written(begun)
             return Following(desk, kept, record)
 

@@ -394,7 +394,7 @@ class LastingDesk:
         self, kept: Kept, make: MakeAnswer, so_far: Sequence[AnswerSoFar], request_id: str
     ) -> BaseException | None:
         """What ended it before it was complete."""
-        telling = asyncio.ensure_future(self._shadow(kept))
+        telling = asyncio.ensure_future(self.shadow(kept))
         shadow = kept.shadow
         waited_s, is_resumed = max(0.0, shadow.waited_s), shadow.takeovers > 0
         legacy = Legacy(shadow.heir_key, tuple(so_far), waited_s, is_resumed)
@@ -422,7 +422,8 @@ class LastingDesk:
         finally:
             self._is_telling_again = False
 
-    async def _shadow(self, kept: Kept) -> None:
+    async def shadow(self, kept: Kept) -> None:
+        """Another gateway knows of it on return, if there is one that answers."""
         if kept.told is None and (heir := self._peers.heir) is not None:
             kept.told = heir
             await self._tell(kept)

@@ -75,6 +75,14 @@ class KvStore:
     """None where nothing is audited."""
     transfers: TransferEngine
 
+    def forget_unused(self) -> int:
+        """Empty the cache, but for blocks in use; how many it forgot. On the engine's thread."""
+        blocks, slots = self.cache.forget_unused()
+        if self.disk is not None:
+            self.disk.clear(slots)
+        canonical(_log, "prefix cache emptied", forgotten_blocks=blocks)
+        return blocks
+
     def close(self, deadline_s: float, flush_s: float = 0.0) -> bool:
         """End the threads that copy; False when they did not end in time: the file is then left open, since
         it may still be written. What is on disk stays; for `flush_s` what is only in memory joins it. To be

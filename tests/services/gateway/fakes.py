@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from shared import subjects
 from shared.bus import Bus, Endpoint, Listener
-from shared.errors import KvasirError
+from shared.errors import KvasirError, UnavailableError
 from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence
+from shared.messages.prefixes import ForgetPrefixes, PrefixesForgotten
 from shared.messages.reports import (
     GatewayReported,
     SchedulerAnnounced,
@@ -94,6 +95,7 @@ class FakeWorker:
         Endpoint(subjects.worker_fetch.to, FetchTokens, "fetch", sender="sender"),
         Listener(subjects.worker_cancel.to, CancelSequence, "on_cancel", sender="sender"),
         Listener(subjects.worker_acknowledge.to, AcknowledgeEnds, "on_acknowledge", sender="sender"),
+        Endpoint(subjects.worker_forget.to, ForgetPrefixes, "forget", sender="sender"),
     )
 
     def __init__(self, bus: Bus, true_tokens: TrueTokens, context_tokens: int = 512) -> None:
@@ -126,6 +128,11 @@ class FakeWorker:
         if held is None or held.spec.ref != question.ref:
             return FetchedTokens()
         return FetchedTokens(delta=held.delta(question.first_index))
+
+    async def forget(self, _: ForgetPrefixes) -> PrefixesForgotten:
+        if self.frozen:
+            raise UnavailableError("busy")
+        return PrefixesForgotten(blocks=7)
 
     def on_cancel(self, command: CancelSequence) -> None:
         if self.frozen:

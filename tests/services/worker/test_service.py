@@ -23,14 +23,14 @@ from services.worker.peers.transport.plane import PeerAddress, Plane
 from services.worker.peers.transport.tcp import TcpTransport
 from services.worker.service import Worker
 from shared import subjects
-from shared.blocks import chain, root
+from shared.blocks import HASH_BYTES, chain, root
 from shared.bus import Bus, Listener
 from shared.errors import InternalError, InvalidRequest, StaleEpoch
 from shared.messages.base import Empty
 from shared.messages.commands import TakeSnapshot
 from shared.messages.lending import AskTicket, BorrowReply, BulkTicket, Refusal
 from shared.messages.plans import BatchPlan, StepOutcome, WorkerStepped
-from shared.messages.prefixes import FindPrefixes, WorkerPrefixes
+from shared.messages.prefixes import FindPrefixes, ForgetPrefixes, PrefixesForgotten, WorkerPrefixes
 from shared.messages.reports import SequenceState, ServiceStatus, WorkerReported
 from shared.messages.sequence import FinishReason, Sampling, SequenceRef, pack_tokens
 from shared.messages.tokens import FetchedTokens, FetchTokens, TokenDelta, TokenFrame
@@ -416,6 +416,18 @@ async def test_what_is_cached_is_told_and_can_be_asked_for(worker_bus: Bus, peer
         subjects.worker_prefixes("worker-0"), question, WorkerPrefixes, deadline_s=PATIENCE_S
     )
     assert answer.added.startswith(told.added) and answer.seq >= 1
+
+
+async def test_an_operator_empties_the_cache_through_a_gateway(worker_bus: Bus, peers: Peers) -> None:
+    await peers.start("a", steps=3, max_tokens=3)
+    told = await peers.until(lambda: peers.cached[0] if peers.cached else None)
+    await peers.ended()
+    subject = subjects.worker_forget("worker-0", "gateway-0")
+    command = ForgetPrefixes(sender="gateway-0")
+    answer = await peers.bus.request(subject, command, PrefixesForgotten, deadline_s=PATIENCE_S)
+    assert answer.blocks >= len(told.tiers) > 0
+    gone = await peers.until(lambda: peers.cached[-1].removed)
+    assert told.added[:HASH_BYTES] in [gone[at : at + HASH_BYTES] for at in range(0, len(gone), HASH_BYTES)]
 
 
 async def test_without_a_prefix_cache_a_worker_lends_to_the_same_kv_only(

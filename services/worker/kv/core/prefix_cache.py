@@ -357,6 +357,24 @@ class PrefixCache(LowerTiers):
                 if wrong.is_loose(tier):
                     self._books.remove(wrong, tier)
 
+    def forget_unused(self) -> tuple[int, list[int]]:
+        """Forget every block, in all tiers, but for what a sequence has, here or elsewhere, what comes before
+        that, and what is being copied to or from the device. How many, and the slots of disk they had."""
+        spared: set[Node] = set()
+        blocks, slots = 0, list[int]()
+        for node in sorted(self._books.tree, key=lambda node: -node.depth):
+            is_used = node.busy or node.keepers or node.is_shadow or node.arriving or node.storing
+            if node in spared or is_used:
+                if node.parent is not None:
+                    spared.add(node.parent)
+                continue
+            slot, blocks = node.places[Tier.DISK], blocks + 1
+            slots += [] if slot is None else [slot]
+            for tier in Tier:
+                if node.is_loose(tier):
+                    self._books.remove(node, tier)
+        return blocks, slots
+
     def check_integrity(self, held: Iterable[int]) -> None:
         """AssertionError unless blocks and slots are conserved; `held` are those that sequences hold, as
         often as they hold them."""

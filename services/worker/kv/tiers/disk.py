@@ -11,6 +11,7 @@ import fcntl
 import os
 import threading
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,6 +91,16 @@ class DiskTier:
             return self._bad("write_errors")
         self._slots[node.place] = slot
         return True
+
+    def clear(self, places: Iterable[int]) -> None:
+        """Nothing is in these slots any more, also after a restart. What the disk refuses is counted."""
+        for place in places:
+            self._slots[place] = None
+            try:
+                _write_all(self._file, memoryview(EMPTY_SLOT), self.geometry.header_at(place))
+            except OSError as error:
+                _logger.warning("a slot of the disk tier cannot be cleared: %s", error)
+                self._bad("write_errors")
 
     def close(self) -> None:
         """Gives the file back; what is in it stays."""

@@ -73,6 +73,16 @@ def test_a_restart_reuses_the_disk(lives: Lives) -> None:
     life.close()
 
 
+def test_what_was_forgotten_does_not_come_back_with_a_restart(lives: Lives) -> None:
+    life = lives.first()
+    assert life.kv.forget_unused() >= 40
+    life.check_integrity()
+    assert life.serve([FIRST]) == lives.answer and life.found() == (0, 0, 0)
+    life.kv.forget_unused()
+    life.close()
+    assert lives.next().found() == (0, 0, 0)
+
+
 def test_flipped_bytes_are_counted_misses(lives: Lives) -> None:
     life = lives.first()
     assert life.kv.disk is not None

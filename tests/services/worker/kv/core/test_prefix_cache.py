@@ -42,6 +42,7 @@ STEP = st.one_of(
     st.tuples(st.just("lose peers"), st.integers(0, 8)),
     st.tuples(st.just("spoil peers"), st.integers(0, 8)),
     st.tuples(st.just("give up peers"), st.just(0)),
+    st.tuples(st.just("forget"), st.just(0)),
 )
 
 
@@ -116,6 +117,8 @@ def test_hits_hold_their_bytes_and_blocks_are_conserved(
                 rig.lose_peers(value, 2)
             elif kind == "spoil peers":
                 rig.mover.lost_peers.add(value)
+            elif kind == "forget":
+                rig.cache.forget_unused()
             elif kind == "give up peers":
                 rig.cache.peers.retire()
             elif kind == "spoil":
@@ -156,6 +159,29 @@ def test_hits_hold_their_bytes_and_blocks_are_conserved(
     rig.check()
     assert rig.cache.kept_blocks == 0 and rig.cache.keepable_blocks == min(kept, host)
     assert rig.cache.free_blocks + rig.cache.evictable_blocks == device
+
+
+def test_what_is_forgotten_is_computed_again_and_what_is_used_stays() -> None:
+    """In every tier, blocks that sequences have, and their beginnings, aside."""
+    rig = Rig(8, 8, 8, "lru")
+    for values in ((1, 2, 3, 4), (11, 12, 13, 14), (1, 2, 5, 6)):
+        rig.serve(tokens_of(*values))
+    rig.cache.release(rig.cache.allocate(8))
+    rig.cache.save(8)
+    rig.settle(ok=True)
+    rig.begin(tokens_of(1, 2, 5, 6))
+    rig.settle(ok=True)
+    forgotten, slots = rig.cache.forget_unused()
+    assert forgotten >= 3 and len(set(slots)) == len(slots)
+    rig.check()
+    assert rig.cache.known_blocks(names_of(tokens_of(11, 12, 13, 14))) == 0
+    while rig.waiting:
+        rig.go_on(0)
+    while rig.held:
+        rig.end(0)
+    rig.cache.forget_unused()
+    rig.check()
+    assert (rig.cache.free_blocks, rig.cache.evictable_blocks, rig.cache.forget_unused()) == (8, 0, (0, []))
 
 
 def test_what_a_sequence_leaves_is_found_by_the_next() -> None:
