@@ -60,6 +60,7 @@ GETS: Mapping[str, str] = {
     "/v1/models": "The models that are served",
     "/v1/models/{model}": "One of them",
     "/v1/responses/{name}": "One that was stored",
+    "/v1/responses/{name}/input_items": "The conversation before it",
     "/version": "Of this server",
     "/health": "This process answers",
     "/ping": "The same",
@@ -75,6 +76,7 @@ _STATUSES: Mapping[int, str] = {
     404: "There is no such model, or no such stored response",
     408: "The body did not arrive in time",
     413: "The body is too long",
+    415: "The body is packed in a way that is not read",
     429: "There is too much to do: ask again after `Retry-After` seconds",
     503: "Nobody is there to do it: ask again after `Retry-After` seconds",
     504: "The answer was not complete within `X-Request-Timeout`",
@@ -83,6 +85,7 @@ _OF_GETS: Mapping[str, tuple[int, ...]] = {
     "/v1/models": (401, 429, 503),
     "/v1/models/{model}": (401, 404, 429, 503),
     "/v1/responses/{name}": (401, 404, 429, 503),
+    "/v1/responses/{name}/input_items": (400, 401, 404, 429, 503),
     "/version": (401, 429, 503),
     "/health": (429, 503),
     "/ping": (429, 503),
@@ -118,7 +121,9 @@ def description(version: str, served: Sequence[str]) -> dict[str, Any]:
             operation["parameters"] = [
                 {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
             ]
+        if path.endswith("{name}"):
             paths[path]["delete"] = {**operation, "summary": "It is forgotten"}
+            paths[f"{path}/cancel"] = {"post": {**operation, "summary": "One in the background ends"}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Kvasir", "version": version},
