@@ -58,7 +58,7 @@ async def test_what_needs_no_key(stack: Stack) -> None:
 
 async def test_the_description_describes(stack: Stack) -> None:
     described = (await stack.http.get("/openapi.json")).json()
-    assert set(described["paths"]) == {*POSTS, *GETS}
+    assert set(described["paths"]) == {*POSTS, *GETS, "/v1/responses/{name}/cancel"}
     for path, operations in described["paths"].items():
         for method in operations:
             reply = await stack.http.request(method, path.replace("{model}", MODEL), json={})

@@ -169,4 +169,4 @@ def test_no_keys_no_entry_and_a_hash_is_no_key() -> None:
 
 def test_only_probes_are_open() -> None:
     assert {"/health", "/ready", "/ping", "/docs", "/openapi.json"} == OPEN_PATHS
-    assert OPEN_PATHS | {"/metrics"} == OPERATOR_PATHS
+    assert OPEN_PATHS | {"/metrics", "/reset_prefix_cache"} == OPERATOR_PATHS

@@ -143,10 +143,10 @@ async def test_input_items_are_the_conversation_before_the_answer(keeping: Stack
     )
     listed = await client.responses.input_items.list(first.id, order="asc")
     assert [item.type for item in listed.data] == ["message", "function_call", "function_call_output"]
-    assert listed.data[0].content[0].text == "hello"  # type: ignore[union-attr]
+    assert listed.data[0].content[0].text == "hello"  # type: ignore[union-attr,index]
     paged = [item async for item in client.responses.input_items.list(then.id, limit=2)]
     assert len({item.id for item in paged}) == len(paged) == 5
-    assert paged[0].content[0].text == "and?"  # type: ignore[union-attr]
+    assert paged[0].content[0].text == "and?"  # type: ignore[union-attr,index]
     assert paged[1].role == "assistant"  # type: ignore[union-attr]
     for query in ("limit=0", "limit=x", "order=up", "after=msg_none"):
         reply = await keeping.http.get(f"/v1/responses/{then.id}/input_items?{query}")
