@@ -7,7 +7,7 @@ this library: docs/decisions/0022.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,9 +28,13 @@ _MOST_SYMBOLS = 100_000
 _MOST_STEP_FUEL, _MOST_STEP_ITEMS = 50_000, 20_000
 """Of lexer and parser, for one mask: some milliseconds."""
 _FOLLOWED_TOKENS = 16
-"""By who checks a grammar: what is too large to follow mostly shows at once."""
+"""Each way, by who checks a grammar: what is too large to follow mostly shows at once."""
+_WAYS: tuple[Callable[[int], int], ...] = (lambda at: -1, lambda at: 0, lambda at: 7919 * (at + 1))
+"""Which of the tokens that may follow are taken, by place."""
 FORM = "form"
 """What a grammar is called inside another."""
+WRITTEN = "written_grammar"
+"""Key of a grammar in a syntax that is still to be found out."""
 _OPTIONS = "x-guidance"
 """A schema's key that says how strictly it is read, among others: ours, and not the client's."""
 _ON_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -144,15 +148,18 @@ class Grammars:
     def check(self, grammar: str) -> None:
         """Raises InvalidRequest for what cannot be compiled, allows nothing, or takes too long to follow."""
         words = np.zeros(words_of(self.vocabulary), dtype=np.uint32)
-        matcher = self.compile(grammar)
-        for _ in range(_FOLLOWED_TOKENS):
-            matcher.mask(words)
-            if not words.any():
-                raise InvalidRequest(matcher.error or "the grammar allows no answer")
-            word = int(words.argmax())
-            matcher.accept(word * _WORD_BITS + int(words[word]).bit_length() - 1)
-            if matcher.is_terminated:
-                return
+        begun = self.compile(grammar)
+        for choose in _WAYS:
+            matcher = begun.copy()
+            for at in range(_FOLLOWED_TOKENS):
+                matcher.mask(words)
+                allowed = np.flatnonzero(words)
+                if not len(allowed):
+                    raise InvalidRequest(matcher.error or "the grammar allows no answer")
+                word = int(allowed[choose(at) % len(allowed)])
+                matcher.accept(word * _WORD_BITS + int(words[word]).bit_length() - 1)
+                if matcher.is_terminated:
+                    break
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
@@ -171,6 +178,12 @@ def lark_grammar(text: str) -> str:
     return _serialized({"name": FORM, "lark_grammar": text})
 
 
+def written_grammar(text: str) -> str:
+    """Of what a client wrote, in Lark's syntax or in GBNF. A matcher does not take it: who checks it makes a
+    `lark_grammar` of it."""
+    return _serialized({"name": FORM, WRITTEN: text})
+
+
 def around(lark: str, form: str) -> str:
     """A Lark grammar that may say `@form` for what `form`, a grammar of this module's, describes."""
     return _serialized({"lark_grammar": lark}, *json.loads(form)["grammars"])
@@ -183,35 +196,7 @@ def inline_json(schema: Mapping[str, Any]) -> str:
 
 def _on_one_line(schema: Mapping[str, Any]) -> dict[str, Any]:
     plain = {name: value for name, value in schema.items() if name != _OPTIONS}
-    return {**_bounded(plain), _OPTIONS: _ON_ONE_LINE}
-
-
-_MOST_CHARS = {"email": 64, "uri": 128, "hostname": 64, "date-time": 40, "time": 32, "duration": 32}
-"""Of formats that have no bound of their own: a weak model finds no end in them."""
-_SCHEMAS = ("items", "additionalProperties", "unevaluatedItems", "if", "then", "else", "contains")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-
-
-def _bounded(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """With a `maxLength` wherever a text has one of those formats, and none of its own."""
-    found = dict(schema)
-    form = found.get("format")
-    most = _MOST_CHARS.get(form) if isinstance(form, str) else None
-    least = found.get("minLength", 0)
-    if most is not None and "maxLength" not in found and isinstance(least, int) and least <= most:
-        found["maxLength"] = most
-    for name in _SCHEMAS:
-        if isinstance(found.get(name), dict):
-            found[name] = _bounded(found[name])
-    for name in _LISTS:
-        if isinstance(found.get(name), list):
-            found[name] = [_bounded(each) if isinstance(each, dict) else each for each in found[name]]
-    for name in _MAPS:
-        if isinstance(found.get(name), dict):
-            parts = found[name].items()
-            found[name] = {key: _bounded(each) if isinstance(each, dict) else each for key, each in parts}
-    return found
+    return {**plain, _OPTIONS: _ON_ONE_LINE}
 
 
 def _serialized(*grammars: Mapping[str, Any]) -> str:

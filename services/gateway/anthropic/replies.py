@@ -154,12 +154,19 @@ def _usage(usage: Usage) -> dict[str, int]:
 
 
 def _input(arguments: str) -> Any:
-    """The arguments as an object; what a model wrote wrong is kept as it is."""
+    """The arguments as an object, each number with the digits that it has; what a model wrote wrong is kept
+    as it is."""
+    text = arguments or "{}"
     try:
-        found = json.loads(arguments or "{}")
-    except ValueError:
+        found = json.loads(text, parse_int=str, parse_float=str, parse_constant=_refuse)
+    except (ValueError, RecursionError):
         return {"arguments": arguments}
-    return found if isinstance(found, dict) else {"arguments": found}
+    written = orjson.Fragment(text)
+    return written if isinstance(found, dict) else {"arguments": written}
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _event(name: str, /, **fields: Any) -> bytes:

@@ -72,14 +72,14 @@ Surface = Callable[[Acceptance, bytes, ContextLimit, Naming], Awaitable[tuple[Ad
 async def _chat(
     acceptance: Acceptance, body: bytes, context: ContextLimit, naming: Naming
 ) -> tuple[AdmittedRequest, AnswerWriter]:
-    job = await acceptance.chat(body, context)
+    job = await acceptance.chat(body, context, naming.record.tenant)
     return job, _letterhead("chat", f"chatcmpl-{naming.id(job)}", job, naming)
 
 
 async def _text(
     acceptance: Acceptance, body: bytes, context: ContextLimit, naming: Naming
 ) -> tuple[AdmittedRequest, AnswerWriter]:
-    job = await acceptance.text(body, context)
+    job = await acceptance.text(body, context, naming.record.tenant)
     return job, _letterhead("text", f"cmpl-{naming.id(job)}", job, naming)
 
 
@@ -96,7 +96,7 @@ async def _messages(
     read = partial(parse_messages, body, naming.config.max_messages, ignored)
     chat = await acceptance.threads.read(read, len(body))
     with _named_as(MESSAGES_WORDS):
-        job = _in_parts(await acceptance.chat_of(lambda: chat, len(body), context, ignored))
+        job = _in_parts(await acceptance.chat_of(lambda: chat, len(body), context, ignored, naming.record.tenant))
     return job, MessageWriter(f"msg_{naming.id(job)}", naming.config.served_name, job.prompt_tokens)
 
 
@@ -112,7 +112,7 @@ async def _responses(
     items = conversation_of(request, before, most)
     chat = await acceptance.threads.read(lambda: chat_of(request, items, ignored), len(body))
     with _named_as(RESPONSES_WORDS):
-        job = _in_parts(await acceptance.chat_of(lambda: chat, len(body), context, ignored))
+        job = _in_parts(await acceptance.chat_of(lambda: chat, len(body), context, ignored, key))
     name = f"resp_{naming.id(job)}"
     keep = None
     if store is not None and request.store is not False:

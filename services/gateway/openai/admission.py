@@ -4,7 +4,6 @@ Knows the model's codec and the configured limits; nothing of HTTP connections o
 """
 
 import secrets
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +11,8 @@ from typing import Any, NamedTuple
 
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import UnsupportedFeature, unknown_model
+from services.gateway.forms.checks import GrammarChecks
+from services.gateway.forms.json_schemas import prepared
 from services.gateway.openai import fields, schemas
 from services.gateway.openai.ignored import Ignored
 from services.gateway.openai.replies import ReplyKind
@@ -22,9 +23,9 @@ from services.gateway.parts.formats import HARMONY, MOST_CALLS
 from services.gateway.parts.items import PartReader
 from services.gateway.parts.readers import THINK, THOUGHT, HarmonyReader, PlainReader, ThinkingReader
 from services.gateway.text.choice_text import Given, TextRules, decode
-from services.gateway.text.tokenizer import AT_ONCE_BYTES, Codec, TokenizerThreads
+from services.gateway.text.tokenizer import Codec, TokenizerThreads
 from shared.errors import ContextOverflow, InvalidRequest
-from shared.grammars import Grammars
+from shared.grammars import json_grammar
 from shared.messages.sequence import Sampling, pack_tokens
 
 LEAST_TEMPERATURE = 1e-5
@@ -117,8 +118,6 @@ DEFAULT_TEXT_MAX_TOKENS = 16
 SEED_MASK = 2**63 - 1
 
 STRUCTURED_FIELDS = ("response_format", "structured_outputs", *GUIDED)
-MOST_CHECKED = 256
-"""Grammars that are known to be good."""
 
 ContextLimit = Callable[[], Awaitable[int]]
 """Longest prompt + answer in tokens, once it is known: no worker may have been heard of yet."""
@@ -191,31 +190,6 @@ class _Chat:
 NO_TOOLS = Tools()
 
 
-class GrammarChecks:
-    """Whether grammars can be followed, found in threads; remembers those that can."""
-
-    def __init__(self, grammars: Grammars | None, threads: TokenizerThreads) -> None:
-        self._grammars = grammars
-        self._threads = threads
-        self._good: OrderedDict[str, None] = OrderedDict()
-
-    async def check(self, grammar: str, param: str) -> None:
-        """Raises InvalidRequest naming `param`, UnsupportedFeature for a model without, Overloaded."""
-        grammars = self._grammars
-        if grammars is None:
-            raise UnsupportedFeature("this model's answers cannot be kept to a form", param=param)
-        if grammar in self._good:
-            self._good.move_to_end(grammar)
-            return
-        try:
-            await self._threads.encode(lambda: grammars.check(grammar), max(len(grammar), AT_ONCE_BYTES + 1))
-        except InvalidRequest as error:
-            raise InvalidRequest(f"{param} is not supported: {error.message}", param=param) from None
-        self._good[grammar] = None
-        if len(self._good) > MOST_CHECKED:
-            self._good.popitem(last=False)
-
-
 def names_of(config: GatewayConfig) -> tuple[str, ...]:
     """What clients may call the model that is configured: its name first."""
     own = config.served_name
@@ -231,22 +205,30 @@ class Acceptance:
         self.names = names_of(config)
         self.codec = codec
         self.threads = TokenizerThreads(config.tokenizer_threads, config.max_waiting_tokenizations)
-        self.checks = GrammarChecks(codec.grammars, self.threads)
+        self.checks = GrammarChecks(codec.forms_folder)
 
     def ignored(self) -> Ignored:
         """Where what one request asks for and does not get is noted."""
         return Ignored(is_strict=self._config.unknown_fields == "refuse")
 
-    async def chat(self, body: bytes, context: ContextLimit) -> AdmittedRequest:
-        """A job of one prompt. Raises InvalidRequest and its kinds, Overloaded, or what `context` raises."""
+    async def chat(self, body: bytes, context: ContextLimit, key: str = "") -> AdmittedRequest:
+        """A job of one prompt; `key` is the client's.
+
+        Raises InvalidRequest and its kinds, UnavailableError and its kinds, or what `context` raises.
+        """
         read = partial(parse_chat, body, self._config.max_messages)
-        return await self.chat_of(read, len(body), context, self.ignored())
+        return await self.chat_of(read, len(body), context, self.ignored(), key)
 
     async def chat_of(
-        self, read: Callable[[], Mapping[str, Any]], size_bytes: int, context: ContextLimit, ignored: Ignored
+        self,
+        read: Callable[[], Mapping[str, Any]],
+        size_bytes: int,
+        context: ContextLimit,
+        ignored: Ignored,
+        key: str = "",
     ) -> AdmittedRequest:
         """As `chat`, of a body that `read` makes of one of another API."""
-        return await self.asked(lambda: self._chat(read(), ignored), size_bytes, context)
+        return await self.asked(lambda: self._chat(read(), ignored), size_bytes, context, key)
 
     async def count(self, read: Callable[[], Mapping[str, Any]], size_bytes: int, ignored: Ignored) -> int:
         """Tokens of that chat's prompt. Raises as `chat` does."""
@@ -255,10 +237,10 @@ class Acceptance:
         return len(prompt.tokens)
 
     async def asked(
-        self, read: Callable[[], _Chat], size_bytes: int, context: ContextLimit
+        self, read: Callable[[], _Chat], size_bytes: int, context: ContextLimit, key: str
     ) -> AdmittedRequest:
         chat = await self.threads.read(read, size_bytes)
-        grammar = await self._grammar(chat.request, chat.tools)
+        grammar = await self._grammar(chat.request, key, size_bytes, chat.tools)
         prompt = await self.threads.encode(lambda: self._prompt(chat, grammar), size_bytes)
         limit = chat.request.max_completion_tokens
         limit = chat.request.max_tokens if limit is None else limit
@@ -270,35 +252,48 @@ class Acceptance:
         )
         return replace(job, reader=reader, rules=rules, ignored=chat.ignored)
 
-    async def text(self, body: bytes, context: ContextLimit) -> AdmittedRequest:
+    async def text(self, body: bytes, context: ContextLimit, key: str = "") -> AdmittedRequest:
         """A job of one or several prompts. Raises as `chat` does."""
         ignored = self.ignored()
         request = await self.threads.read(lambda: self._text(body, ignored), len(body))
         prompts = await self.threads.encode(lambda: self._prompts(request), len(body))
-        grammar = await self._grammar(request)
+        grammar = await self._grammar(request, key, len(body))
         job = self._job("text", request, prompts, request.max_tokens, await context(), grammar)
         return replace(job, ignored=ignored.names)
 
-    async def _grammar(self, request: schemas.CompletionRequest, tools: Tools = NO_TOOLS) -> str:
-        """What the answer is to keep to; empty: nothing. Raises InvalidRequest, UnsupportedFeature."""
+    async def _grammar(
+        self, request: schemas.CompletionRequest, key: str, size_bytes: int, tools: Tools = NO_TOOLS
+    ) -> str:
+        """What the answer is to keep to; empty: nothing. Raises InvalidRequest, UnavailableError."""
+        written = await self.threads.encode(lambda: self._written(request, tools), size_bytes)
+        return "" if written is None else await self.checks.check(*written[:2], key, written[2])
+
+    def _written(
+        self, request: schemas.CompletionRequest, tools: Tools
+    ) -> tuple[str, str, list[tuple[str, str]]] | None:
+        """A grammar, the path of what it is made of, and its parts with theirs. Raises InvalidRequest."""
         form, param = grammar_of({name: getattr(request, name) for name in STRUCTURED_FIELDS})
         writer, added = self.codec.call_format, self.codec.added_tokens
+        parts = [(param, form)] if form else []
         if tools.mode == "required" and form:
             raise InvalidRequest(f"an answer that has to call a function has no {param}", param=param)
         if tools.mode == "required" or (tools.is_any and form):
+            functions = [
+                replace(each, parameters=prepared(each.parameters, each.path)) for each in tools.functions
+            ]
             most_calls = MOST_CALLS if tools.is_parallel else 1
-            grammar = writer.grammar(tools.functions, added, most_calls=most_calls, form=form)
+            grammar = writer.grammar(functions, added, most_calls=most_calls, form=form)
+            parts += [(each.path, json_grammar(each.parameters)) for each in functions]
             param = "tools"
         elif form:
             grammar = writer.form(form, added) if isinstance(request, schemas.ChatRequest) else form
         else:
-            return ""
+            return None
         for name in ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words"):
             if getattr(request, name):
                 text = f"{name} does not go with {param}: the answer ends where its form does"
                 raise InvalidRequest(text, param=name)
-        await self.checks.check(grammar, param)
-        return grammar
+        return grammar, param, parts
 
     def _chat(self, body: Mapping[str, Any], ignored: Ignored) -> _Chat:
         request = schemas.parse(schemas.ChatRequest, body)
@@ -354,6 +349,7 @@ class Acceptance:
 
     def close(self) -> None:
         self.threads.close()
+        self.checks.close()
 
     def check_fields(self, request: schemas.NamesModel, ignored: Ignored) -> None:
         """Raises ModelNotFound, UnsupportedFeature and InvalidRequest for fields that this server has not."""

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
-from llguidance.gbnf_to_lark import any_to_lark
 
 from services.gateway.errors import UnsupportedFeature, shown
+from services.gateway.forms.json_schemas import prepared
 from shared.errors import InvalidRequest
-from shared.grammars import json_grammar, lark_grammar, regex_grammar
+from shared.grammars import json_grammar, lark_grammar, regex_grammar, written_grammar
 
 MOST_CHOICES = 1024
 _COMBINERS = frozenset({"allOf", "anyOf", "oneOf", "$ref", "if", "not"})
@@ -95,7 +95,7 @@ def _of_schema(value: Any, path: str) -> str:
             raise InvalidRequest(f"{path} is no JSON: {error}", param=path) from None
     if not isinstance(value, dict):
         raise InvalidRequest(f"{path} should be a JSON schema, an object", param=path)
-    return json_grammar(closed(value))
+    return json_grammar(prepared(closed(value), path))
 
 
 def _of_regex(value: Any, path: str) -> str:
@@ -115,10 +115,7 @@ def _of_grammar(value: Any, path: str) -> str:
     """In Lark's syntax, or in llama.cpp's GBNF, which begins with `root ::=`."""
     if not isinstance(value, str) or not value:
         raise InvalidRequest(f"{path} should be a grammar in Lark's syntax or GBNF", param=path)
-    try:
-        return lark_grammar(any_to_lark(value))
-    except Exception as error:  # of a translator that raises whatever it trips over
-        raise InvalidRequest(f"{path} is no grammar: {error}", param=path) from None
+    return written_grammar(value)
 
 
 def _of_any_object(value: Any, path: str) -> str:

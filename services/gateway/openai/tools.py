@@ -120,7 +120,8 @@ def _function(tool: Mapping[str, Any], path: str) -> Function:
         where = f"{path}.function.parameters"
         raise InvalidRequest(f"{where} should be a JSON schema, an object", param=where)
     description = described.get("description")
-    return Function(name, description if isinstance(description, str) else "", _arguments(parameters or {}))
+    said = description if isinstance(description, str) else ""
+    return Function(name, said, _arguments(parameters or {}), path)
 
 
 def _arguments(parameters: Mapping[str, Any]) -> Mapping[str, Any]:

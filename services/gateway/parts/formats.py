@@ -25,6 +25,8 @@ class Function:
     description: str
     parameters: Mapping[str, Any]
     """A JSON schema of an object."""
+    path: str = ""
+    """Where the request has it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,8 +207,8 @@ class Codec:
     end_token_ids: tuple[int, ...]
     vocab_size: int
     """Ids in a prompt given as tokens are below this."""
-    grammars: Grammars | None = None
-    """None: answers of this model cannot be kept to one."""
+    forms_folder: Path | None = None
+    """From which checkers of forms load the tokenizer; None: answers cannot be kept to one."""
     pools_mean: bool = False
     """The model's folder says that an embedding is the mean of all tokens' states."""
     hidden_size: int = 0
@@ -272,7 +272,7 @@ def load_codec(model: str) -> Codec:
         template=ChatTemplate(source, files.special) if source else None,
         end_token_ids=files.end_token_ids,
         vocab_size=files.vocab_size,
-        grammars=_grammars(files),
+        forms_folder=files.folder if _can_keep_forms(files) else None,
         pools_mean=_pools_mean(files.folder),
         hidden_size=_hidden_size(read_json(files.folder / "config.json")),
     )
@@ -287,12 +287,13 @@ def _pools_mean(folder: Path) -> bool:
     return bool(read_json(folder / "1_Pooling" / "config.json").get("pooling_mode_mean_tokens", False))
 
 
-def _grammars(files: TokenizerFiles) -> Grammars | None:
+def _can_keep_forms(files: TokenizerFiles) -> bool:
     try:
-        return Grammars(files)
+        Grammars(files)
     except ConfigError as error:
         _log.warning("structured output will be refused: %s", error)
-        return None
+        return False
+    return True
 
 
 def _template_source(folder: Path, config: dict[str, Any]) -> str | None:

@@ -8,8 +8,9 @@ answer near its limit is closed (`closing.py`). Knows no tensor.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import getLogger
 from queue import SimpleQueue
@@ -21,6 +22,7 @@ import numpy as np
 from services.worker.core.sampling import SamplePoint
 from services.worker.engine.closing import Closer
 from shared.average import averaged
+from shared.clock import monotonic_s
 from shared.errors import KvasirError
 from shared.grammars import GrammarMatcher, Grammars, Words, words_of
 
@@ -39,6 +41,8 @@ _WORTH_S, _WEIGHT = 60e-6, 0.05
 weight of a mask in the average."""
 _DEADLINE_S = 1.0
 """For the masks of a step once the model has computed it: rows that have none by then fail alone."""
+_MOST_LEFT = 3
+"""Threads that are left to a grammar that does not end, each with a core of its own."""
 
 
 @dataclass(slots=True)
@@ -108,7 +112,9 @@ class GrammarMasks:
     """Of one engine. `load` finds the vocabulary; it is called once, on a thread, from the start on."""
 
     def __init__(self, load: Callable[[], Grammars]) -> None:
-        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammar compiler")
+        self._compiler = _new_compiler()
+        self._compiling_since_s: float | None = None
+        self._left_compilers = 0
         self._wanted: SimpleQueue[RowMasks | None] = SimpleQueue()
         """One step's at a time: the engine waits for them before it asks again."""
         Thread(target=self._help, name="grammar masks", daemon=True).start()
@@ -152,19 +158,50 @@ class GrammarMasks:
 
     def _compile(self, grammar: str) -> "Future[_Compiled]":
         with self._lock:
+            self._leave_a_hung_compiler()
             compiled = self._compiled.get(grammar)
-            if compiled is None:
+            if compiled is None or compiled.cancelled():
                 compiled = self._compiled[grammar] = self._compiler.submit(self._compiled_now, grammar)
             self._compiled.move_to_end(grammar)
             while len(self._compiled) > _MOST_GRAMMARS:
                 self._compiled.popitem(last=False)
         return compiled
 
+    def _leave_a_hung_compiler(self) -> None:
+        """Leave the thread to a grammar that holds it for longer than any row waits. Those that wait behind
+        it are compiled on another thread when they are asked for again."""
+        began_s = self._compiling_since_s
+        if (
+            began_s is not None
+            and monotonic_s() - began_s > _DEADLINE_S
+            and self._left_compilers < _MOST_LEFT
+        ):
+            _log.error("a grammar has taken longer than %g s to compile: another thread goes on", _DEADLINE_S)
+            self._compiler.shutdown(wait=False, cancel_futures=True)
+            self._compiler, self._compiling_since_s = _new_compiler(), None
+            self._left_compilers += 1
+
     def _compiled_now(self, grammar: str) -> _Compiled:
         """On the compiler's thread."""
         grammars, closer = self._vocabulary.result()
-        matcher = grammars.compile(grammar)
-        return _Compiled(matcher, self._compiler.submit(closer.unit_tokens, matcher.copy()))
+        with self._compiling():
+            matcher = grammars.compile(grammar)
+        return _Compiled(matcher, self._compiler.submit(self._unit_tokens_now, closer, matcher.copy()))
+
+    def _unit_tokens_now(self, closer: Closer, matcher: GrammarMatcher) -> int:
+        """On the compiler's thread."""
+        with self._compiling():
+            return closer.unit_tokens(matcher)
+
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """So that others see for how long; a thread that was left does not count any more."""
+        began_s = self._compiling_since_s = monotonic_s()
+        try:
+            yield
+        finally:
+            if self._compiling_since_s == began_s:
+                self._compiling_since_s = None
 
     def _help(self) -> None:
         """The masks' thread."""
@@ -190,7 +227,7 @@ class GrammarMasks:
         if answer is None or answer.tokens is not point.tokens or answer.accepted > point.index:
             try:
                 compiled = self._compile(point.sampling.grammar).result(_DEADLINE_S)
-            except (KvasirError, TimeoutError) as error:
+            except (KvasirError, TimeoutError, CancelledError) as error:
                 _log.warning("a grammar cannot be compiled: %s", error)
                 return None
             answer = _Answer(point.tokens, compiled.matcher.copy(), compiled.unit_tokens)
@@ -221,19 +258,31 @@ class GrammarMasks:
         is_first = at == 1 and left_tokens <= _NEAR_TOKENS
         if left_tokens > _FAR_TOKENS or (left_tokens % _OFTEN and not is_first):
             return 0
-        unit_tokens = answer.unit_tokens.result(_DEADLINE_S)
+        unit_tokens = _unit_tokens(answer)
         every = _OFTEN if left_tokens <= 2 * unit_tokens + _NEAR_TOKENS else _SELDOM
         return every if unit_tokens and (left_tokens % every == 0 or is_first) else 0
 
     def _look(self, answer: _Answer, max_tokens: int) -> None:
         """Whether it should close."""
         every = self._look_every(answer, answer.accepted, max_tokens)
-        unit_tokens, left_tokens = answer.unit_tokens.result(_DEADLINE_S), max_tokens - answer.accepted
+        unit_tokens, left_tokens = _unit_tokens(answer), max_tokens - answer.accepted
         answer.is_closing = self._closer.is_due(answer.matcher, left_tokens, unit_tokens, every)
 
     @property
     def _closer(self) -> Closer:
         return self._vocabulary.result()[1]
+
+
+def _new_compiler() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="grammar compiler")
+
+
+def _unit_tokens(answer: _Answer) -> int:
+    """0, as for what cannot be closed, where a hung compiler keeps it from being found."""
+    try:
+        return answer.unit_tokens.result(_DEADLINE_S)
+    except (TimeoutError, CancelledError):
+        return 0
 
 
 def _limit(point: SamplePoint) -> int:

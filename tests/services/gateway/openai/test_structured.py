@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.errors import UnsupportedFeature
-from services.gateway.openai.admission import Acceptance, GrammarChecks
+from services.gateway.forms.checks import GrammarChecks
+from services.gateway.openai.admission import Acceptance
 from services.gateway.openai.structured import closed, grammar_of
 from services.gateway.text.tokenizer import Codec
 from shared.errors import InvalidRequest
@@ -86,11 +87,9 @@ async def test_what_is_wrong_is_named(codec: Codec, fields: dict[str, Any], para
     accept.close()
 
 
-async def test_a_model_without_grammars_refuses_forms(codec: Codec) -> None:
-    accept = make(codec)
+async def test_a_model_without_grammars_refuses_forms() -> None:
     with pytest.raises(UnsupportedFeature):
-        await GrammarChecks(None, accept.threads).check("x", "guided_regex")
-    accept.close()
+        await GrammarChecks(None).check("x", "guided_regex")
 
 
 def test_each_form_alone_has_a_grammar_and_a_path() -> None:

@@ -140,7 +140,7 @@ async def test_history_becomes_text_for_it(codec: Codec) -> None:
 
 async def test_a_template_that_knows_functions_gets_them(codec: Codec) -> None:
     source = "{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
-    knowing = Codec(codec.tokenizer, ChatTemplate(source, {}), (2,), codec.vocab_size, codec.grammars)
+    knowing = Codec(codec.tokenizer, ChatTemplate(source, {}), (2,), codec.vocab_size, codec.forms_folder)
     accept = make(knowing)
     job = await accept.chat(orjson.dumps({**CHAT, "messages": HISTORY, "tools": [NOW]}), huge)
     text = codec.tokenizer.decode(list(job.prompts[0]))
@@ -199,7 +199,8 @@ async def test_thoughts_are_read_apart(codec: Codec) -> None:
         "{% for m in messages %}{{ m.content }}{% endfor %}"
         "{% if enable_thinking is not false %}<think>{% endif %}"
     )
-    thinking = Codec(codec.tokenizer, ChatTemplate(source + "{# </think> #}", {}), (2,), 400, codec.grammars)
+    template = ChatTemplate(source + "{# </think> #}", {})
+    thinking = Codec(codec.tokenizer, template, (2,), 400, codec.forms_folder)
     accept = make(thinking)
     job = await accept.chat(orjson.dumps(CHAT), context)
     assert job.reader is not None

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import jsonschema
@@ -21,6 +22,7 @@ from services.worker.engine.sampler import likeliest, mask_rows
 from shared.grammars import GrammarMatcher, Grammars, json_grammar, lark_grammar, regex_grammar, words_of
 from shared.messages.sequence import Sampling
 from shared.tokenizer_files import TokenizerFiles, load_tokenizer
+from tests.patience import STACK_PATIENCE_S
 
 MODEL = Path(__file__).resolve().parents[4] / "models" / "tiny_chat"
 PROMPT = [1, 4, 90]
@@ -217,6 +219,32 @@ def test_what_leaves_its_grammar_or_has_none_may_have_nothing(masks: GrammarMask
     found = masks.begin([strayed, broken, point_of(regex_grammar("a"), list(PROMPT))])
     assert found is not None
     assert found.wait().any(axis=1).tolist() == [False, False, True]
+
+
+class HangsAt(Grammars):
+    """Compiles one grammar for as long as it is told to."""
+
+    def __init__(self, files: TokenizerFiles, grammar: str) -> None:
+        super().__init__(files)
+        self.ends, self._grammar = Event(), grammar
+
+    def compile(self, grammar: str) -> GrammarMatcher:
+        if grammar == self._grammar:
+            self.ends.wait(STACK_PATIENCE_S)
+        return super().compile(grammar)
+
+
+def test_a_grammar_that_compiles_for_ever_holds_nobody_elses(files: TokenizerFiles) -> None:
+    """Keeps one grammar from stopping every structured answer of a worker."""
+    hanging = regex_grammar("never")
+    grammars = HangsAt(files, hanging)
+    masks = GrammarMasks(lambda: grammars)
+    held = masks.begin([point_of(hanging, list(PROMPT))])
+    assert held is not None and not held.wait().any(), "it fails alone, in a second"
+    free = masks.begin([point_of(regex_grammar("other"), list(PROMPT))])
+    assert free is not None and free.wait().any()
+    grammars.ends.set()
+    masks.close()
 
 
 @given(st.integers(1, 70), st.integers(1, 4), st.integers(0, 2**32))

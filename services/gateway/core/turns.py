@@ -1,0 +1,49 @@
+"""Turns at a few places: keys alternate, and no key has more than one place at a time."""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from typing import Generic, TypeVar
+
+from shared.errors import Overloaded
+
+Item = TypeVar("Item")
+MOST_WAITING, MOST_WAITING_OF_A_KEY = 512, 64
+
+
+class Turns(Generic[Item]):
+    """A bounded queue per key: a key that fills it, or holds its place for long, delays only itself."""
+
+    def __init__(self, places: Iterable[int]) -> None:
+        self._free = list(places)
+        self._taken: dict[str, int] = {}
+        """Place by key."""
+        self._waiting: OrderedDict[str, deque[Item]] = OrderedDict()
+        """By key; the key that was served last comes last."""
+
+    def ask(self, key: str, item: Item) -> None:
+        """Raises Overloaded where too much waits."""
+        waiting = self._waiting.setdefault(key, deque())
+        if len(waiting) >= MOST_WAITING_OF_A_KEY or sum(map(len, self._waiting.values())) >= MOST_WAITING:
+            self._forget(key)
+            raise Overloaded("too many forms of answers wait to be checked: try again", retry_after_s=1.0)
+        waiting.append(item)
+
+    def begin(self) -> tuple[str, int, Item] | None:
+        """The key, place and item that are next; None while every place or every waiting key is busy."""
+        key = next((key for key in self._waiting if key not in self._taken), None)
+        if key is None or not self._free:
+            return None
+        item = self._waiting[key].popleft()
+        self._forget(key)
+        place = self._taken[key] = self._free.pop()
+        return key, place, item
+
+    def end(self, key: str) -> None:
+        """Its place is free again."""
+        self._free.append(self._taken.pop(key))
+        if key in self._waiting:
+            self._waiting.move_to_end(key)
+
+    def _forget(self, key: str) -> None:
+        if not self._waiting[key]:
+            del self._waiting[key]

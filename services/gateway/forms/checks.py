@@ -1,0 +1,230 @@
+"""Whether a grammar can be followed, asked of processes that may die for it (`checker.py`).
+
+Verdicts are remembered, the bad ones, too: a grammar that ended a checker is never tried again. Nothing runs
+until the first grammar comes.
+"""
+
+import asyncio
+import json
+import socket
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from subprocess import DEVNULL, Popen, TimeoutExpired
+from typing import NamedTuple
+
+from services.gateway.core.turns import Turns
+from services.gateway.errors import UnsupportedFeature, shown
+from services.gateway.forms.checker import DIED, REFUSED
+from services.gateway.forms.json_schemas import explained, parts
+from shared.errors import InvalidRequest, UnavailableError
+from shared.grammars import MOST_GRAMMAR_CHARS, json_grammar
+from shared.log import get_logger
+
+_log = get_logger("gateway.forms")
+_ROOT = Path(__file__).parents[3]
+CHECKERS = 4
+"""Grammars that are checked at once, of as many keys."""
+MOST_KNOWN = 256
+"""Verdicts that are remembered."""
+_START_S = 30.0
+"""For the process to load the tokenizer."""
+_REPLY_S = 10.0
+"""For one verdict. A checker has 0.3 s of processor time: this is for one that hangs without using
+any."""
+_KILL_S = 1.0
+"""For a killed process to be gone, which takes milliseconds."""
+_MOST_LOOKS = 48
+"""Parts of a refused schema that are checked alone to find the one at fault."""
+DANGEROUS = (
+    "the form takes too much time or memory, or ends the process that follows it: "
+    "make its bounds, repetitions and alternatives smaller"
+)
+
+
+class Verdict(NamedTuple):
+    """Of one grammar."""
+
+    grammar: str
+    """As it is to be followed."""
+    reason: str = ""
+    """Why it is refused; empty: it is not."""
+
+
+Channel = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class GrammarChecks:
+    """For one model. Belongs to one event loop."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """`folder` has the tokenizer; None: answers of this model cannot be kept to a form."""
+        self._folder = folder
+        self._known: OrderedDict[bytes, Verdict] = OrderedDict()
+        """By digest."""
+        self._asked: dict[tuple[str, bytes], asyncio.Future[Verdict]] = {}
+        """What waits for its verdict, by key and digest."""
+        self._turns: Turns[tuple[bytes, str]] = Turns(range(CHECKERS))
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._process: Popen[bytes] | None = None
+        self._channels: list[Channel] = []
+        self._starting = asyncio.Lock()
+        self._is_closed = False
+
+    async def check(
+        self, grammar: str, param: str, key: str = "", suspects: Sequence[tuple[str, str]] = ()
+    ) -> str:
+        """The grammar as it is to be followed.
+
+        `key` is the client's: keys do not wait for each other's grammars. `suspects` are the parts that the
+        grammar is made of, each with its path; the first one that is at fault is named.
+        Raises InvalidRequest naming `param` or a suspect's path, UnsupportedFeature for a model without,
+        Overloaded, UnavailableError.
+        """
+        if self._folder is None:
+            raise UnsupportedFeature("this model's answers cannot be kept to a form", param=param)
+        (good, reason), where = await self.verdict(grammar, key), ""
+        if not reason:
+            return good
+        for path, suspect in suspects:
+            if found := (await self.verdict(suspect, key)).reason:
+                param, reason, where = path, found, await self._place_of(found, suspect, key)
+                break
+        raise InvalidRequest(f"{param} is not supported{where}: {explained(reason)}", param=param)
+
+    async def _place_of(self, reason: str, form: str, key: str) -> str:
+        """Where in a schema the smallest part is that is refused for the same reason."""
+        schema = json.loads(form)["grammars"][0].get("json_schema", {})
+        around = {name: schema[name] for name in ("$schema", "$defs", "definitions") if name in schema}
+        where: list[str] = []
+        looks = 0
+        left = parts(schema) if reason != DANGEROUS else iter(())
+        while (at := next(left, None)) is not None and looks < _MOST_LOOKS:
+            looks += 1
+            found = await self.verdict(json_grammar({**around, **at[1]}), key)
+            if found.reason == reason:
+                where.append(at[0])
+                left = parts(at[1])
+        return f" at {shown('.'.join(where), 200)}" if where else ""
+
+    async def verdict(self, grammar: str, key: str) -> Verdict:
+        """Raises Overloaded, UnavailableError."""
+        if len(grammar) > MOST_GRAMMAR_CHARS:
+            return Verdict("", f"it has {len(grammar)} characters; at most {MOST_GRAMMAR_CHARS} are taken")
+        digest = blake2b(grammar.encode(), digest_size=16).digest()
+        if (known := self._known.get(digest)) is not None:
+            self._known.move_to_end(digest)
+            return known
+        asked = self._asked.get((key, digest))
+        if asked is None:
+            self._turns.ask(key, (digest, grammar))
+            asked = self._asked[key, digest] = asyncio.get_running_loop().create_future()
+            asked.add_done_callback(lambda _: self._asked.pop((key, digest)))
+            self._begin()
+        return await asyncio.shield(asked)
+
+    def _begin(self) -> None:
+        while not self._is_closed and (turn := self._turns.begin()) is not None:
+            task = asyncio.create_task(self._serve(*turn), name="check of a grammar")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, key: str, place: int, item: tuple[bytes, str]) -> None:
+        digest, grammar = item
+        asked = self._asked[key, digest]
+        try:
+            known = self._known.get(digest)
+            if known is None:
+                known = await self._ask(place, grammar)
+                self._remember(digest, known)
+            asked.set_result(known)
+        except UnavailableError as error:
+            asked.set_exception(error)
+            asked.exception()  # its client may be gone
+        finally:
+            asked.cancel()  # unless it has a result
+            self._turns.end(key)
+            self._begin()
+
+    async def _ask(self, place: int, grammar: str) -> Verdict:
+        """Raises UnavailableError."""
+        process, channels = await self._running()
+        reader, writer = channels[place]
+        question = grammar.encode()
+        try:
+            async with asyncio.timeout(_REPLY_S):
+                writer.write(len(question).to_bytes(4) + question)
+                await writer.drain()
+                reply = await _read(reader)
+        except (OSError, EOFError, TimeoutError) as error:
+            self._stop(process)
+            raise _unavailable("has ended") from error
+        kind, text = reply[:1], reply[1:].decode()
+        if kind == DIED:
+            _log.warning("a grammar ended its checker: %s; it is refused from now on", text)
+            return Verdict("", DANGEROUS)
+        if kind == REFUSED:
+            return Verdict("", text)
+        return Verdict(grammar if text == grammar else text)
+
+    async def _running(self) -> tuple[Popen[bytes], list[Channel]]:
+        """Starts the process unless it runs. Raises UnavailableError."""
+        async with self._starting:
+            if self._process is None:
+                try:
+                    self._process, sockets = self._start()
+                    self._channels = [await asyncio.open_connection(sock=each) for each in sockets]
+                    async with asyncio.timeout(_START_S):
+                        for reader, _ in self._channels:
+                            await _read(reader)
+                except (OSError, EOFError, TimeoutError) as error:
+                    if self._process is not None:
+                        self._stop(self._process)
+                    raise _unavailable("does not start") from error
+            return self._process, self._channels
+
+    def _start(self) -> tuple[Popen[bytes], list[socket.socket]]:
+        """The process, and a socket to each checker. Raises OSError."""
+        pairs = [socket.socketpair() for _ in range(CHECKERS)]
+        theirs = [far.fileno() for _, far in pairs]
+        command = [sys.executable, "-m", "services.gateway.forms.checker", str(self._folder)]
+        try:
+            process = Popen([*command, *map(str, theirs)], pass_fds=theirs, stdin=DEVNULL, cwd=_ROOT)
+        finally:
+            for _, far in pairs:
+                far.close()
+        return process, [near for near, _ in pairs]
+
+    def _remember(self, digest: bytes, verdict: Verdict) -> None:
+        self._known[digest] = verdict
+        if len(self._known) > MOST_KNOWN:
+            self._known.popitem(last=False)
+
+    def _stop(self, process: Popen[bytes]) -> None:
+        """The next grammar starts another one."""
+        if process is not self._process:
+            return
+        for _, writer in self._channels:
+            writer.close()
+        self._process, self._channels = None, []
+        process.kill()
+        with suppress(TimeoutExpired):
+            process.wait(_KILL_S)
+
+    def close(self) -> None:
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        if self._process is not None:
+            self._stop(self._process)
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    return await reader.readexactly(int.from_bytes(await reader.readexactly(4)))
+
+
+def _unavailable(what: str) -> UnavailableError:
+    return UnavailableError(f"the process that checks forms of answers {what}: try again", retry_after_s=1.0)

@@ -1,0 +1,149 @@
+"""Schemas before the library sees them: digits are kept or refused by name, unknown formats say nothing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.gateway.forms.json_schemas import EXACT, LARGEST, explained, parts, prepared
+from shared.errors import InvalidRequest
+from shared.grammars import Grammars, json_grammar, words_of
+from shared.tokenizer_files import TokenizerFiles, load_tokenizer
+
+MODEL = Path(__file__).resolve().parents[4] / "models" / "tiny_chat"
+BORDERS = [0, 1, -1, EXACT - 1, EXACT, EXACT + 1, EXACT + 2, -EXACT - 1, 10**17, 10**18, -(10**18)]
+BORDERS += [LARGEST, LARGEST + 1, 2**63 - 1, 2**63, -(2**63), -(2**63) + 1, 10**30, -(10**30)]
+
+
+@pytest.fixture(scope="module")
+def files() -> TokenizerFiles:
+    return load_tokenizer(str(MODEL))
+
+
+@pytest.fixture(scope="module")
+def grammars(files: TokenizerFiles) -> Grammars:
+    return Grammars(files)
+
+
+def answer(grammars: Grammars, schema: Any, seed: int, most_tokens: int = 200) -> str | None:
+    """One that is drawn from what may follow; None where it does not end."""
+    words = np.zeros(words_of(grammars.vocabulary), dtype=np.uint32)
+    matcher, numbers, said = grammars.compile(json_grammar(schema)), np.random.default_rng(seed), b""
+    texts = grammars.token_bytes()
+    for _ in range(most_tokens):
+        if matcher.is_terminated:
+            return said.decode()
+        matcher.mask(words)
+        ids = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        token = int(numbers.choice(ids))
+        matcher.accept(token)
+        said += texts[token] if token not in grammars.end_token_ids else b""
+    return None
+
+
+KEPT: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"minimum": -(2**63), "maximum": 2**63 - 1}, {"minimum": -LARGEST, "maximum": LARGEST}),
+    ({"minimum": -1e308}, {"minimum": -LARGEST}),
+    ({"minimum": EXACT + 1}, {"minimum": EXACT + 2}),
+    ({"maximum": EXACT + 3}, {"maximum": EXACT + 2}),
+    ({"exclusiveMinimum": EXACT, "maximum": 2**54}, {"minimum": EXACT + 2, "maximum": 2**54}),
+    ({"exclusiveMaximum": True, "maximum": EXACT}, {"maximum": EXACT - 1}),
+    ({"exclusiveMaximum": 2**60, "maximum": 5}, {"maximum": 5}),
+    ({"minimum": 10**18}, {"minimum": 10**18, "maximum": LARGEST}),
+    ({"minimum": 5e-324}, {"minimum": 1e-50}),
+    ({"minimum": 0.1, "multipleOf": 0.01}, {"minimum": 0.1, "multipleOf": 0.01}),
+    ({"format": "path"}, {}),
+    ({"format": "uuid"}, {"format": "uuid"}),
+    ({"format": "email"}, {"format": "email", "maxLength": 64}),
+    ({"format": "uri", "maxLength": 500}, {"format": "uri", "maxLength": 500}),
+    ({"maxLength": 2**32, "maxItems": 10**19, "uniqueItems": False}, {}),
+    ({"enum": [{"format": "email"}, EXACT, 2**60, 1e16, -0.0, 0.1]},) * 2,
+]
+
+
+@pytest.mark.parametrize(("schema", "expected"), KEPT)
+@pytest.mark.parametrize("around", [lambda x: x, lambda x: {"properties": {"format": {"anyOf": [x]}}}])
+def test_what_is_rewritten(around: Any, schema: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert prepared(around(schema), "x") == around(expected)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"properties": {"id": {"const": EXACT + 1}}}, "properties.id.const: 9007199254740993 would lose digits"),
+    ({"items": {"enum": [1, [{"a": -(2**63)}]]}}, r"items.enum\[1\]\[0\].a: -9223372036854775808"),
+    ({"enum": [10**30]}, "as a string"),
+    ({"const": 1e30}, "as a string"),
+    ({"minimum": 10**30, "maximum": 10**30 + 3}, "minimum: no answer is beyond"),
+    ({"maximum": -(10**30)}, "maximum: no answer is beyond"),
+    ({"minimum": EXACT + 1, "maximum": EXACT + 1}, "no number between the bounds"),
+    ({"anyOf": [{"multipleOf": 2**31}]}, r"anyOf\[0\].multipleOf: multipleOf 2147483648 has too many steps"),
+    ({"multipleOf": 0}, "multipleOf"),
+    ({"multipleOf": 0.07}, "multipleOf 0.07"),
+]
+
+
+@pytest.mark.parametrize(("schema", "said"), REFUSED)
+def test_what_would_lose_digits_is_refused_by_name(schema: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said) as caught:
+        prepared(schema, "tools[0]")
+    assert caught.value.param == "tools[0]" and caught.value.message.startswith("tools[0] is not supported")
+
+
+bounds = st.one_of(st.sampled_from(BORDERS), st.integers(-(2**64), 2**64))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"]), bounds, min_size=1
+    ),
+    st.sampled_from(["integer", "number"]),
+    st.integers(0, 2**32),
+)
+def test_numbers_keep_to_the_bounds_that_were_sent(
+    grammars: Grammars, asked: dict[str, Any], kind: str, seed: int
+) -> None:
+    """Keeps bounds beyond 2**53 from being rounded or clipped. In exact arithmetic, not in doubles."""
+    schema = {"type": kind, **asked}
+    try:
+        ready = prepared(schema, "x")
+        grammars.check(json_grammar(ready))
+    except InvalidRequest:
+        return
+    text = answer(grammars, ready, seed)
+    if text is not None and "." not in text:
+        jsonschema.validate(int(text), schema)
+
+
+@pytest.mark.parametrize("form", ["email", "uri", "hostname", "date-time", "time", "duration"])
+def test_texts_of_a_format_end(grammars: Grammars, form: str) -> None:
+    """Keeps a model that finds no end from an address of 10,000 letters: whatever is chosen, it ends."""
+    one = {"anyOf": [{"type": "string", "format": form}, {"type": "null"}]}
+    schema = {"type": "object", "properties": {"format": one}, "additionalProperties": False}
+    ready = prepared({**schema, "required": ["format"]}, "x")
+    assert all(answer(grammars, ready, seed) is not None for seed in range(5))
+
+
+def test_what_the_library_says_becomes_a_sentence() -> None:
+    """And whatever it says is short and has nothing of the grammar's own text."""
+    assert explained('Unimplemented keys: ["if", "uniqueItems"]') == (
+        "if, uniqueItems is not supported: write anyOf with a branch for each case; "
+        "leave it out and check the answer"
+    )
+    assert "$ref" in explained("NoExtensionBias")
+    assert explained("regex parse error:\n    (a\n    ^\nerror: unclosed group").endswith("unclosed group")
+    assert len(explained("x" * 10_000 + "\ncall_0: …")) < 400
+
+
+def test_the_parts_of_a_schema_have_their_places() -> None:
+    schema = {"$defs": {"a": {}}, "items": [{}], "anyOf": [True, {}], "properties": {"b": {}, "c": False}}
+    assert [where for where, _ in parts(schema)] == ["$defs.a", "properties.b", "anyOf[1]", "items[0]"]
+
+
+def test_a_schema_of_a_thousand_levels_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        prepared(json.loads('{"items":' * 900 + "{}" + "}" * 900), "x")
