@@ -26,7 +26,7 @@ from shared.grammars import WRITTEN, Grammars
 from shared.tokenizer_files import load_tokenizer
 
 GOOD, REFUSED, DIED = b"+", b"-", b"!"
-MOST_CPU_S = 0.3
+MOST_CPU_S = 0.2
 """Processor time of one grammar. What has fewer symbols than the library's limit takes some 20 ms."""
 _MOST_EXTRA_BYTES = 512 * 1024 * 1024
 """Address space of a child beyond what it has at its start."""

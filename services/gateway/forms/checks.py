@@ -28,12 +28,12 @@ _log = get_logger("gateway.forms")
 _ROOT = Path(__file__).parents[3]
 CHECKERS = 4
 """Grammars that are checked at once, of as many keys."""
-MOST_KNOWN = 256
-"""Verdicts that are remembered."""
+_MOST_KNOWN, _MOST_DEADLY = 256, 4096
+"""Verdicts that are remembered, and digests of grammars that ended a checker."""
 _START_S = 30.0
 """For the process to load the tokenizer."""
 _REPLY_S = 10.0
-"""For one verdict. A checker has 0.3 s of processor time: this is for one that hangs without using
+"""For one verdict. A checker has 0.2 s of processor time: this is for one that hangs without using
 any."""
 _KILL_S = 1.0
 """For a killed process to be gone, which takes milliseconds."""
@@ -65,6 +65,8 @@ class GrammarChecks:
         self._folder = folder
         self._known: OrderedDict[bytes, Verdict] = OrderedDict()
         """By digest."""
+        self._deadly: OrderedDict[bytes, None] = OrderedDict()
+        """Kept for longer: others' grammars must not push out what costs most to find again."""
         self._asked: dict[tuple[str, bytes], asyncio.Future[Verdict]] = {}
         """What waits for its verdict, by key and digest."""
         self._turns: Turns[tuple[bytes, str]] = Turns(range(CHECKERS))
@@ -115,8 +117,7 @@ class GrammarChecks:
         if len(grammar) > MOST_GRAMMAR_CHARS:
             return Verdict("", f"it has {len(grammar)} characters; at most {MOST_GRAMMAR_CHARS} are taken")
         digest = blake2b(grammar.encode(), digest_size=16).digest()
-        if (known := self._known.get(digest)) is not None:
-            self._known.move_to_end(digest)
+        if (known := self._recalled(digest)) is not None:
             return known
         asked = self._asked.get((key, digest))
         if asked is None:
@@ -136,7 +137,7 @@ class GrammarChecks:
         digest, grammar = item
         asked = self._asked[key, digest]
         try:
-            known = self._known.get(digest)
+            known = self._recalled(digest)
             if known is None:
                 known = await self._ask(place, grammar)
                 self._remember(digest, known)
@@ -198,9 +199,21 @@ class GrammarChecks:
                 far.close()
         return process, [near for near, _ in pairs]
 
+    def _recalled(self, digest: bytes) -> Verdict | None:
+        if digest in self._deadly:
+            return Verdict("", DANGEROUS)
+        if digest in self._known:
+            self._known.move_to_end(digest)
+        return self._known.get(digest)
+
     def _remember(self, digest: bytes, verdict: Verdict) -> None:
+        if verdict.reason == DANGEROUS:
+            self._deadly[digest] = None
+            if len(self._deadly) > _MOST_DEADLY:
+                self._deadly.popitem(last=False)
+            return
         self._known[digest] = verdict
-        if len(self._known) > MOST_KNOWN:
+        if len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
 
     def _stop(self, process: Popen[bytes]) -> None:

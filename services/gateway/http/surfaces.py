@@ -96,7 +96,8 @@ async def _messages(
     read = partial(parse_messages, body, naming.config.max_messages, ignored)
     chat = await acceptance.threads.read(read, len(body))
     with _named_as(MESSAGES_WORDS):
-        job = _in_parts(await acceptance.chat_of(lambda: chat, len(body), context, ignored, naming.record.tenant))
+        key = naming.record.tenant
+        job = _in_parts(await acceptance.chat_of(lambda: chat, len(body), context, ignored, key))
     return job, MessageWriter(f"msg_{naming.id(job)}", naming.config.served_name, job.prompt_tokens)
 
 
