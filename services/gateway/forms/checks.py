@@ -54,9 +54,6 @@ class Verdict(NamedTuple):
     """Why it is refused; empty: it is not."""
 
 
-Channel = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
 class GrammarChecks:
     """For one model. Belongs to one event loop."""
 
@@ -72,7 +69,9 @@ class GrammarChecks:
         self._turns: Turns[tuple[bytes, str]] = Turns(range(CHECKERS))
         self._tasks: set[asyncio.Task[None]] = set()
         self._process: Popen[bytes] | None = None
-        self._channels: list[Channel] = []
+        self._sockets: list[socket.socket] = []
+        self._busy: set[int] = set()
+        """Places whose checker has a question."""
         self._starting = asyncio.Lock()
         self._is_closed = False
 
@@ -152,17 +151,21 @@ class GrammarChecks:
 
     async def _ask(self, place: int, grammar: str) -> Verdict:
         """Raises UnavailableError."""
-        process, channels = await self._running()
-        reader, writer = channels[place]
-        question = grammar.encode()
+        process, sockets = await self._running()
+        near, question = sockets[place], grammar.encode()
+        self._busy.add(place)
         try:
             async with asyncio.timeout(_REPLY_S):
-                writer.write(len(question).to_bytes(4) + question)
-                await writer.drain()
-                reply = await _read(reader)
+                whole = len(question).to_bytes(4) + question
+                await asyncio.get_running_loop().sock_sendall(near, whole)
+                reply = await _read(near)
         except (OSError, EOFError, TimeoutError) as error:
             self._stop(process)
             raise _unavailable("has ended") from error
+        finally:
+            self._busy.discard(place)
+            if sockets is not self._sockets:  # it was stopped
+                near.close()
         kind, text = reply[:1], reply[1:].decode()
         if kind == DIED:
             _log.warning("a grammar ended its checker: %s; it is refused from now on", text)
@@ -171,21 +174,20 @@ class GrammarChecks:
             return Verdict("", text)
         return Verdict(grammar if text == grammar else text)
 
-    async def _running(self) -> tuple[Popen[bytes], list[Channel]]:
+    async def _running(self) -> tuple[Popen[bytes], list[socket.socket]]:
         """Starts the process unless it runs. Raises UnavailableError."""
         async with self._starting:
             if self._process is None:
                 try:
-                    self._process, sockets = self._start()
-                    self._channels = [await asyncio.open_connection(sock=each) for each in sockets]
+                    self._process, self._sockets = self._start()
                     async with asyncio.timeout(_START_S):
-                        for reader, _ in self._channels:
-                            await _read(reader)
+                        for near in self._sockets:
+                            await _read(near)
                 except (OSError, EOFError, TimeoutError) as error:
                     if self._process is not None:
                         self._stop(self._process)
                     raise _unavailable("does not start") from error
-            return self._process, self._channels
+            return self._process, self._sockets
 
     def _start(self) -> tuple[Popen[bytes], list[socket.socket]]:
         """The process, and a socket to each checker. Raises OSError."""
@@ -197,6 +199,8 @@ class GrammarChecks:
         finally:
             for _, far in pairs:
                 far.close()
+        for near, _ in pairs:
+            near.setblocking(False)
         return process, [near for near, _ in pairs]
 
     def _recalled(self, digest: bytes) -> Verdict | None:
@@ -220,9 +224,12 @@ class GrammarChecks:
         """The next grammar starts another one."""
         if process is not self._process:
             return
-        for _, writer in self._channels:
-            writer.close()
-        self._process, self._channels = None, []
+        for place, near in enumerate(self._sockets):
+            with suppress(OSError):
+                near.shutdown(socket.SHUT_RDWR)  # who reads from it is woken, and closes it
+            if place not in self._busy:
+                near.close()
+        self._process, self._sockets = None, []
         process.kill()
         with suppress(TimeoutExpired):
             process.wait(_KILL_S)
@@ -235,8 +242,19 @@ class GrammarChecks:
             self._stop(self._process)
 
 
-async def _read(reader: asyncio.StreamReader) -> bytes:
-    return await reader.readexactly(int.from_bytes(await reader.readexactly(4)))
+async def _read(near: socket.socket) -> bytes:
+    return await _read_exactly(near, int.from_bytes(await _read_exactly(near, 4)))
+
+
+async def _read_exactly(near: socket.socket, size: int) -> bytes:
+    """Raises EOFError."""
+    data = b""
+    while len(data) < size:
+        part = await asyncio.get_running_loop().sock_recv(near, size - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return data
 
 
 def _unavailable(what: str) -> UnavailableError:

@@ -8,6 +8,8 @@ goes on.
 """
 
 from collections.abc import Callable
+from math import inf
+from time import thread_time
 
 import numpy as np
 
@@ -15,6 +17,8 @@ from shared.grammars import GrammarMatcher, Grammars, Words, words_of
 
 _MOST_TOKENS = 512
 """What takes longer to close is not closed."""
+_MOST_CPU_S = 0.1
+"""What takes longer to find a way to close is not closed: masks of some grammars take milliseconds each."""
 _OF_STRINGS = tuple(bytes([letter]) for letter in b"bcdghijkmopqvwxyzBCDGHIJKMOPQVWXYZ")
 """Letters with which neither true, false nor null begins: where they may follow, a string is open."""
 _MOST_LOOKS = 8
@@ -44,7 +48,8 @@ class Closer:
     def unit_tokens(self, matcher: GrammarMatcher) -> int:
         """By about so much it may take longer to close an answer from one look at it to the next: an item of
         each list, another call. 0: it cannot be closed. `matcher` is at the beginning."""
-        found = self._tokens_to_close(matcher, _MOST_TOKENS, fills_lists=True)
+        until_s = thread_time() + _MOST_CPU_S
+        found = self._tokens_to_close(matcher, _MOST_TOKENS, fills_lists=True, until_s=until_s)
         return found if found < _MOST_TOKENS else 0
 
     def is_due(self, matcher: GrammarMatcher, left_tokens: int, unit_tokens: int, every_tokens: int) -> bool:
@@ -98,13 +103,15 @@ class Closer:
             words[:] = 0
             words[longest >> 5] = np.uint32(1 << (longest & 31))
 
-    def _tokens_to_close(self, matcher: GrammarMatcher, most: int, *, fills_lists: bool = False) -> int:
+    def _tokens_to_close(
+        self, matcher: GrammarMatcher, most: int, *, fills_lists: bool = False, until_s: float = inf
+    ) -> int:
         """Until an end token, where each step takes what the grammar forces, or the longest token that
         `restrict` leaves."""
         follower = matcher.copy()
         words, is_list = np.zeros(self._words_per_row, dtype=np.uint32), False
         count = looks = 0
-        while count < most:
+        while count < most and thread_time() < until_s:
             if forced := follower.forced():
                 is_list = self._is_list[forced[-1]]
                 count += len(forced)

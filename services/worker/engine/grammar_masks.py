@@ -1,16 +1,15 @@
 """Which tokens each constrained row may have next, found beside the forward pass.
 
-Grammars are compiled on one thread, when a plan starts a sequence and its prompt is still to be computed.
-Masks that take longer than it costs to wake another thread are found on that while the model computes; those
+Grammars are compiled on one thread, and how they close is found on another, when a plan starts a sequence and
+its prompt is still to be computed. Masks that take longer than it costs to wake another thread are found on that while the model computes; those
 that it has not begun by then, and the others, by the engine's. An answer's matcher is kept while the answer
 grows and made again from its tokens where it is not there: after a move, a preemption, or too long a rest. An
 answer near its limit is closed (`closing.py`). Knows no tensor.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import getLogger
 from queue import SimpleQueue
@@ -113,6 +112,8 @@ class GrammarMasks:
 
     def __init__(self, load: Callable[[], Grammars]) -> None:
         self._compiler = _new_compiler()
+        self._closing = ThreadPoolExecutor(1, thread_name_prefix="grammar closing")
+        """First tokens do not wait for it, but for the compiler."""
         self._compiling_since_s: float | None = None
         self._left_compilers = 0
         self._wanted: SimpleQueue[RowMasks | None] = SimpleQueue()
@@ -152,8 +153,9 @@ class GrammarMasks:
         return may_be_looked_at or (point.index > 0 and (answer is None or answer.tokens is not point.tokens))
 
     def close(self) -> None:
-        """Both threads end."""
-        self._compiler.shutdown(wait=False, cancel_futures=True)
+        """The threads end."""
+        for threads in (self._compiler, self._closing):
+            threads.shutdown(wait=False, cancel_futures=True)
         self._wanted.put(None)
 
     def _compile(self, grammar: str) -> "Future[_Compiled]":
@@ -184,24 +186,13 @@ class GrammarMasks:
     def _compiled_now(self, grammar: str) -> _Compiled:
         """On the compiler's thread."""
         grammars, closer = self._vocabulary.result()
-        with self._compiling():
-            matcher = grammars.compile(grammar)
-        return _Compiled(matcher, self._compiler.submit(self._unit_tokens_now, closer, matcher.copy()))
-
-    def _unit_tokens_now(self, closer: Closer, matcher: GrammarMatcher) -> int:
-        """On the compiler's thread."""
-        with self._compiling():
-            return closer.unit_tokens(matcher)
-
-    @contextmanager
-    def _compiling(self) -> Iterator[None]:
-        """So that others see for how long; a thread that was left does not count any more."""
         began_s = self._compiling_since_s = monotonic_s()
         try:
-            yield
+            matcher = grammars.compile(grammar)
         finally:
-            if self._compiling_since_s == began_s:
+            if self._compiling_since_s == began_s:  # else the thread was left
                 self._compiling_since_s = None
+        return _Compiled(matcher, self._closing.submit(closer.unit_tokens, matcher.copy()))
 
     def _help(self) -> None:
         """The masks' thread."""
@@ -278,7 +269,7 @@ def _new_compiler() -> ThreadPoolExecutor:
 
 
 def _unit_tokens(answer: _Answer) -> int:
-    """0, as for what cannot be closed, where a hung compiler keeps it from being found."""
+    """0, as for what cannot be closed, where it is not found in time."""
     try:
         return answer.unit_tokens.result(_DEADLINE_S)
     except (TimeoutError, CancelledError):

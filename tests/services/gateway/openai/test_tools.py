@@ -75,7 +75,7 @@ def test_what_may_be_called() -> None:
                 "tools": [{"function": {"name": "a", "parameters": {"not": {}, "properties": {"b": {}}}}}],
                 "tool_choice": "required",
             },
-            "tools",
+            "tools[0]",
         ),
     ],
 )
