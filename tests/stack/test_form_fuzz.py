@@ -14,8 +14,8 @@ from tests.stack.running import RunningStack, running_stack
 
 pytestmark = pytest.mark.stack
 AT_ONCE = 6
-MOST_S = 1.0
-"""Of one request."""
+MOST_S, MOST_AGAIN = 1.0, 20
+"""Of one request; those that took longer are asked again alone, as other things may have had the machine."""
 
 
 async def ask(client: httpx.AsyncClient, seed: int, model: str) -> tuple[int, float, str]:
@@ -40,7 +40,7 @@ async def all_of(stack: RunningStack, seeds: range) -> None:
                     slow.append(seed)
 
         await asyncio.gather(*(some() for _ in range(AT_ONCE)))
-        alone = [(seed, await ask(client, seed, stack.model.name)) for seed in slow]
+        alone = [(seed, await ask(client, seed, stack.model.name)) for seed in slow[:MOST_AGAIN]]
     print(dict(found), "slow:", slow)
     assert found.total() == len(seeds) and min(found[200], found[400]) > len(seeds) // 10
     assert [(seed, took_s) for seed, (_, took_s, _) in alone if took_s > MOST_S] == []

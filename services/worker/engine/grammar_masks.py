@@ -1,10 +1,10 @@
 """Which tokens each constrained row may have next, found beside the forward pass.
 
 Grammars are compiled on one thread, and how they close is found on another, when a plan starts a sequence and
-its prompt is still to be computed. Masks that take longer than it costs to wake another thread are found on that while the model computes; those
-that it has not begun by then, and the others, by the engine's. An answer's matcher is kept while the answer
-grows and made again from its tokens where it is not there: after a move, a preemption, or too long a rest. An
-answer near its limit is closed (`closing.py`). Knows no tensor.
+its prompt is still to be computed. Masks that take longer than it costs to wake another thread are found on a
+third while the model computes; those that it has not begun by then, and the others, by the engine's. An
+answer's matcher is kept while the answer grows and made again from its tokens where it is not there: after a
+move, a preemption, or too long a rest. An answer near its limit is closed (`closing.py`). Knows no tensor.
 """
 
 from collections import OrderedDict

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
+from time import thread_time
 from typing import Any
 
 import jsonschema
@@ -245,6 +246,16 @@ def test_a_grammar_that_compiles_for_ever_holds_nobody_elses(files: TokenizerFil
     assert free is not None and free.wait().any()
     grammars.ends.set()
     masks.close()
+
+
+def test_a_way_to_close_is_not_looked_for_for_long(files: TokenizerFiles) -> None:
+    """Keeps a grammar whose masks take milliseconds from stopping the structured answers of a worker for
+    seconds: found by the fuzz of forms."""
+    slow = lark_grammar('start: /[a-z]/{2,1000000} a a?\na: /[? |{2,1000000} ""\nb ::= \\[a-z]/* a\n')
+    grammars = Grammars(files)
+    closer, matcher = Closer(grammars), grammars.compile(slow)
+    began_s = thread_time()
+    assert closer.unit_tokens(matcher) == 0 and thread_time() - began_s < 0.5
 
 
 @given(st.integers(1, 70), st.integers(1, 4), st.integers(0, 2**32))
