@@ -2,6 +2,7 @@
 references, unicode, repetitions; on every surface that takes a form."""
 
 import json
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -49,7 +50,7 @@ def schema_of(draw: Random, depth: int = 0) -> Any:
         return {name: draw.choice(values) for name in names if draw.random() < share}
 
     limits = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-    flat = [
+    flat: list[Callable[[], Any]] = [
         lambda: {"type": draw.choice(["integer", "number"]), **some(limits, NUMBERS, 0.4)},
         lambda: {
             "type": "string",
@@ -64,7 +65,7 @@ def schema_of(draw: Random, depth: int = 0) -> Any:
             [True, False, {}, {"type": ["null", "integer"]}, {"type": "foo"}, {"type": []}, 3]
         ),
     ]
-    deep = [
+    deep: list[Callable[[], Any]] = [
         lambda: {
             "type": "array",
             "items": inner(),
@@ -122,8 +123,8 @@ def request_of(seed: int, model: str) -> tuple[str, bytes]:
     if kind == 4:
         rules = "".join(f"{draw.choice(['a', 'b', 'root'])} ::= {_rule(draw)}\n" for _ in range(3))
         return "/v1/chat/completions", _body(chat, guided_grammar=f"root ::= {_rule(draw)}\n{rules}")
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    return "/v1/chat/completions", _body(chat, response_format=form)
+    whole = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return "/v1/chat/completions", _body(chat, response_format=whole)
 
 
 def _rule(draw: Random) -> str:

@@ -28,6 +28,8 @@ _MOST_MULTIPLE = 1024
 """The library needs a state for each remainder."""
 _OUT_OF_REACH = 10**7
 """No answer is so long: a `maxLength` or `maxItems` from here on says nothing."""
+_REPEATED = re.compile(r"(?<!\\)\{0*[1-9][0-9]{6}")
+"""A repetition whose least count no answer reaches: it would end at a limit of the library, half written."""
 _FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
@@ -73,6 +75,12 @@ class _Refused(Exception):
 def _prepared(schema: Schema, where: str) -> dict[str, Any]:
     done = dict(schema)
     _mend_format(done)
+    for name in ("minLength", "minItems", "minProperties"):
+        if _is_number(done.get(name)) and done[name] >= _OUT_OF_REACH:
+            raise _Refused(_at(where, name), f"no answer is so long: {name} is below {_OUT_OF_REACH}")
+    pattern = done.get("pattern")
+    if isinstance(pattern, str) and _REPEATED.search(pattern) is not None:
+        raise _Refused(_at(where, "pattern"), "no answer is so long: repeat a million times at most")
     for name in ("maxLength", "maxItems", "maxProperties"):
         if isinstance(done.get(name), int) and done[name] >= _OUT_OF_REACH:
             del done[name]

@@ -82,6 +82,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"minimum": EXACT + 1, "maximum": EXACT + 1}, "no number between the bounds"),
     ({"anyOf": [{"multipleOf": 2**31}]}, r"anyOf\[0\].multipleOf: multipleOf 2147483648 has too many steps"),
     ({"multipleOf": 0}, "multipleOf"),
+    ({"items": {"minLength": 2**31}}, "items.minLength: no answer is so long"),
+    ({"pattern": "\\S{2147483648}"}, "pattern: no answer is so long"),
     ({"multipleOf": 0.07}, "multipleOf 0.07"),
 ]
 
