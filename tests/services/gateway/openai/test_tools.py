@@ -173,7 +173,7 @@ STRICT_TEMPLATES = {
 @pytest.mark.parametrize("source", STRICT_TEMPLATES.values(), ids=STRICT_TEMPLATES)
 def test_system_messages_anywhere_for_a_template_that_wants_them_first(codec: Codec, source: str) -> None:
     """As Codex (two developer messages, two of the user) and Claude Code (one after the user's) send them."""
-    strict = Codec(codec.tokenizer, ChatTemplate(source, {}), (2,), codec.vocab_size, codec.grammars)
+    strict = Codec(codec.tokenizer, ChatTemplate(source, {}), (2,), codec.vocab_size, codec.forms_folder)
     roles = ["system", "system", "user", "user", "system", "assistant", "system", "user"]
     messages = [{"role": role, "content": str(at)} for at, role in enumerate(roles)]
     said = chat_text(strict, messages, Tools(), {})
