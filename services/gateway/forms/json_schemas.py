@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from math import inf, nextafter
-from typing import Any
+from typing import Any, TypeGuard
 
 from services.gateway.errors import shown
 from shared.errors import InvalidRequest
@@ -183,7 +183,7 @@ def _check_constants(value: Any, where: str) -> None:
         raise _Refused(where, f"{reason}, and beyond that those that a double has; write it as a string")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
