@@ -22,6 +22,7 @@ KvasirError
 │   ├── CreditorLost            a worker that lends us KV is silent, dead, or lends it no more
 │   ├── CorruptedKv             memory that held KV is not what was written to it
 │   └── NotLeader               this instance is a standby
+├── PolicyFailed                a policy raised: the message names it and says what
 ├── ConfigError                 a setting that cannot work; says which and what to write instead
 └── InternalError               our own fault
 
@@ -166,6 +167,10 @@ class CorruptedKv(UnavailableError):
 
 class NotLeader(UnavailableError):
     code = "not_leader"
+
+
+class PolicyFailed(KvasirError):
+    code = "policy_failed"
 
 
 class ConfigError(KvasirError):

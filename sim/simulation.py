@@ -21,11 +21,9 @@ from services.scheduler.policy.contract import (
     PlannedBatch,
     Task,
     priority_in,
-    queue_order,
+    queue_rule,
 )
 from services.scheduler.policy.fleet_queue import Feed, FleetQueue, Rank
-from services.scheduler.policy.options import passing_share
-from services.scheduler.policy.waiting_queue import PassingBudget
 from shared.messages.commands import PlacementItem, WaitingAhead
 from shared.messages.sequence import SequenceKey, SequenceRef
 from sim.books import Held, WorkerBooks, pending, plain_pending, spoken_for_blocks
@@ -75,9 +73,8 @@ class Simulation:
             )
             for index in range(setup.workers)
         ]
-        budget = PassingBudget(passing_share(setup.settings.options))
         self._feed = Feed(setup.places)
-        self._queue = FleetQueue(setup.queue or queue_order(factory), budget, self._feed)
+        self._queue = FleetQueue(queue_rule(factory, setup.settings, setup.queue), feed=self._feed)
         self._names = [f"{index:05d}" for index in range(setup.workers)]
         for name in self._names:
             self._feed.join(name)

@@ -226,7 +226,7 @@ class Belady(EvictionOrder):
         super().__init__(history)
         self._future = future
 
-    def _rank(self, node: Node) -> EvictionRank:
+    def rank(self, node: Node) -> EvictionRank:
         return (-self._future.next_use(node.name), -node.depth)
 
 

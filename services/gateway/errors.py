@@ -17,6 +17,7 @@ from shared.errors import (
     KvasirError,
     MessageTooLarge,
     Overloaded,
+    PolicyFailed,
     Unauthorized,
     UnavailableError,
     UnknownModel,
@@ -70,6 +71,7 @@ _KINDS: tuple[tuple[type[KvasirError], int, str], ...] = (
     (Overloaded, 429, RATE_LIMIT),
     (DeadlineExceeded, 504, SERVER),
     (UnavailableError, 503, SERVER),
+    (PolicyFailed, 503, SERVER),
 )
 
 
@@ -121,6 +123,8 @@ def headers_of(error: KvasirError) -> dict[str, str]:
     headers = {}
     if status in (429, 503):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s or DEFAULT_RETRY_AFTER_S)))
+    if isinstance(error, PolicyFailed):
+        headers = {"x-should-retry": "false"}  # clients' libraries would hide the reason for seconds
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, HttpError) and error.closes:

@@ -39,6 +39,7 @@ from shared.messages.base import Empty
 from shared.messages.moves import MovePrepared
 from shared.messages.reports import (
     SchedulerAnnounced,
+    SequencesGivenUp,
     ServiceStatus,
     WorkerLost,
     WorkerReported,
@@ -56,6 +57,7 @@ HANDLERS = (
     Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_worker_reported", sender="worker_id"),
     Listener(subjects.SCHEDULER_ANNOUNCED, SchedulerAnnounced, "on_scheduler_announced"),
     Listener(subjects.SCHEDULER_WORKER_LOST, WorkerLost, "on_worker_lost"),
+    Listener(subjects.SCHEDULER_GAVE_UP, SequencesGivenUp, "on_given_up"),
     Listener(subjects.SCHEDULER_PREPARED, MovePrepared, "on_prepared"),
     *status_handlers("gateway"),
 )
@@ -93,6 +95,9 @@ class Gateway:
 
     def on_worker_lost(self, event: WorkerLost) -> None:
         self._sessions.on_worker_lost(event, self._now_s())
+
+    def on_given_up(self, event: SequencesGivenUp) -> None:
+        self._sessions.on_given_up(event, self._now_s())
 
     def on_prepared(self, event: MovePrepared) -> None:
         self._sessions.on_prepared(event, self._now_s())

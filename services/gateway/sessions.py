@@ -36,6 +36,7 @@ from shared.messages.reports import (
     SchedulerAnnounced,
     SequenceFinished,
     SequenceReport,
+    SequencesGivenUp,
     WorkerLost,
     WorkerReported,
 )
@@ -257,6 +258,13 @@ class Sessions:
         worker = (event.worker_id, event.incarnation)
         self.workers.on_lost(worker)
         self.lose(worker, {ref.key: ref.attempt for ref in event.refs}, now_s)
+
+    def on_given_up(self, event: SequencesGivenUp, now_s: float) -> None:
+        """The scheduler has given these attempts up: submitted again, they are refused with the reason."""
+        for ref in event.refs:
+            sequence = self._open.get(ref.key)
+            if sequence is not None and sequence.stream.attempt == ref.attempt:
+                self.apply(sequence, sequence.stream.submit(now_s))
 
     def on_prepared(self, event: MovePrepared, now_s: float) -> None:
         """The scheduler has another worker ready for one of our sequences, or of another gateway's."""

@@ -17,8 +17,8 @@ class PlacementConfig(ServiceConfig):
 
     policy: str = Field(
         default="prefix_aware",
-        description="best_fit, worst_fit, prefix_aware, or a name an installed package registers; by"
-        " migration: mell, mell_eager, load_balance",
+        description="best_fit, worst_fit, prefix_aware, a name that an installed package declares, or"
+        " FILE.py:CLASS; by migration: mell, mell_eager, load_balance",
     )
     roles: str | list[str] = Field(
         default=BOTH,

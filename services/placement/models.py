@@ -102,6 +102,7 @@ def _merged(details: dict[str, dict[str, Any]]) -> dict[str, Any]:
         found["workers"] += [{**row, "model": model} for row in each["workers"]]
         own = {name: value for name, value in each.items() if name != "workers"}
         found["models"].append({"model": model, **own})
+        found["trouble"] = found.get("trouble") or own.get("trouble", "")
         for name, value in own.items():
             if isinstance(value, int):
                 found[name] = found.get(name, 0) + value

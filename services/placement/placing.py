@@ -27,6 +27,7 @@ from shared.messages.plans import WorkerStepped
 from shared.messages.prefixes import FindPrefixes, WorkerPrefixes
 from shared.messages.reports import ServiceStatus, WorkerReported
 from shared.messages.sequence import SequenceRef
+from shared.plugins import PluginFaults
 
 _TICK_S = 0.5
 _ANSWER_DEADLINE_S = 1.0
@@ -62,6 +63,7 @@ class Placement:
         has_roles = self.fleet.roles.is_on
         self.keeping = RoleKeeping(bus, self.fleet, self._clock, model) if has_roles else None
         self._started_s = monotonic_s()
+        self._faults = PluginFaults()
         self._placed = 0
         self._waits = 0
         self._questions = 0
@@ -85,7 +87,7 @@ class Placement:
         self._missed.set()
 
     async def place(self, asked: PlaceSequences) -> Placements:
-        """A worker id per item, in order; None says wait."""
+        """A worker id per item, in order; None says wait. Raises PolicyFailed where the policy raises."""
         excluded = frozenset(asked.excluded_workers)
         self.fleet.on_withdrawn(asked.withdrawn)
         if self.relocation is not None:
@@ -96,14 +98,18 @@ class Placement:
             assert self.relocation is not None
             worker_ids = self.relocation.packer.place(asked.items, excluded, self.fleet, self._clock())
         else:
-            worker_ids = self.fleet.place(
-                asked.items,
-                excluded,
-                self._policy,
-                self._clock(),
-                asked.ahead,
-                are_placed=asked.are_placed,
-            )
+            try:
+                worker_ids = self.fleet.place(
+                    asked.items,
+                    excluded,
+                    self._policy,
+                    self._clock(),
+                    asked.ahead,
+                    are_placed=asked.are_placed,
+                )
+            except Exception as error:  # anything that a policy from outside may raise
+                name = f"placement policy {self._policy_name}"
+                raise self._faults.note(name, "choose", error, monotonic_s()) from error
         waits = sum(worker_id is None for worker_id in worker_ids)
         self._placed += len(worker_ids) - waits
         self._waits += waits
@@ -173,6 +179,7 @@ class Placement:
             monotonic_s() - self._started_s,
             {
                 "policy": self._policy_name,
+                "trouble": self._faults.text(monotonic_s()),
                 "order": self._order_name,
                 "placed": self._placed,
                 "waits": self._waits,

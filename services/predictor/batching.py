@@ -19,7 +19,9 @@ from services.predictor.core.length_model import (
     PredictedLength,
     predict_all,
 )
-from shared.errors import InternalError, NoResponder, Overloaded
+from shared.clock import monotonic_s
+from shared.errors import NoResponder, Overloaded
+from shared.plugins import PluginFaults
 
 Answer = asyncio.Future[PredictedLength]
 
@@ -36,6 +38,7 @@ class Batcher:
     queue_limit: int = 2048
     batches: int = 0
     """Calls of the model so far."""
+    faults: PluginFaults = field(default_factory=PluginFaults)
     _questions: deque[tuple[LengthQuery, Answer]] = field(default_factory=deque)
     _lessons: deque[LengthSample] = field(init=False)
     _orders: deque[Callable[[], None]] = field(default_factory=deque)
@@ -46,7 +49,7 @@ class Batcher:
         self._lessons = deque(maxlen=self.queue_limit)
 
     async def predict(self, query: LengthQuery) -> PredictedLength:
-        """Raises Overloaded, InternalError when the model fails, and NoResponder at the end."""
+        """Raises Overloaded, PolicyFailed when the model fails, and NoResponder at the end."""
         if self._is_over:
             raise _ending()
         if len(self._questions) >= self.queue_limit:
@@ -94,9 +97,12 @@ class Batcher:
         try:
             told = await loop.run_in_executor(thread, self._in_thread, lessons, orders, queries)
         except Exception as error:
+            failure = self.faults.note(
+                f"length model {self.model.name}", "predict or observe", error, monotonic_s()
+            )
             for _, answer in asked:
                 if not answer.done():
-                    answer.set_exception(InternalError(f"the length model failed: {error}"))
+                    answer.set_exception(failure)
             return
         except BaseException:
             _give_up(answer for _, answer in asked)
@@ -116,7 +122,10 @@ class Batcher:
             order()
         for sample in lessons:
             self.model.observe(sample)
-        return predict_all(self.model, queries) if queries else []
+        told = predict_all(self.model, queries) if queries else []
+        if not all(isinstance(one, PredictedLength) for one in told):
+            raise TypeError("it returned something else than a PredictedLength")
+        return told
 
 
 def _give_up(answers: Iterable[Answer]) -> None:

@@ -7,9 +7,8 @@ from pydantic import Field
 
 from services.predictor.core.length_model import ModelSettings
 from services.predictor.learning import LearningRules
-from services.predictor.models import create, model_names
+from services.predictor.models import create, find_model
 from shared.config import ServiceConfig
-from shared.errors import ConfigError
 
 _SLOW_TO_IMPORT = ("regressor", "lm_head")
 """They want torch; what is wrong with their files they say themselves."""
@@ -20,7 +19,8 @@ class PredictorConfig(ServiceConfig):
 
     model: str = Field(
         default="histogram",
-        description="constant, histogram, regressor, lm_head, oracle, or the name of an installed one",
+        description="constant, histogram, regressor, lm_head, oracle, the name of an installed one, or "
+        "FILE.py:CLASS",
     )
     state_dir: Path | None = Field(
         default=None, description="where trained versions and what was served are kept [nowhere: no learning]"
@@ -42,10 +42,7 @@ class PredictorConfig(ServiceConfig):
     learn_deadline_s: float = Field(default=900.0, gt=0, description="a training is stopped after this")
 
     def check(self) -> None:
-        if self.model not in model_names():
-            raise ConfigError(
-                f"no length model {self.model!r}; there are {', '.join(model_names())}", param="model"
-            )
+        find_model(self.model)
         if self.model not in _SLOW_TO_IMPORT:
             create(self.model, self.model_settings())
 

@@ -18,6 +18,7 @@ from services.predictor.config import PredictorConfig
 from services.predictor.core.report import PredictionAudit
 from services.predictor.learning import Learner
 from services.predictor.models import FIXED, create
+from shared.clock import monotonic_s
 from shared.log import canonical, get_logger
 
 MOST_MODELS = 16
@@ -93,8 +94,10 @@ class ServedModels:
         named = self._named or {"": self.common}
         batchers = {id(one.batcher): one.batcher for one in (self.common, *named.values())}
         shown = {name: one.summary() for name, one in named.items()}
+        now_s = monotonic_s()
         return {
             "model": self.common.batcher.model.name,
+            "trouble": next(filter(None, (each.faults.text(now_s) for each in batchers.values())), ""),
             "batches": sum(batcher.batches for batcher in batchers.values()),
             **(next(iter(shown.values())) if len(shown) == 1 else _together(shown)),
         }

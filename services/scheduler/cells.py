@@ -75,6 +75,8 @@ class Cells:
                 if name in ("workers", "queue"):
                     of_model = {} if len(self._cells) == 1 else {"model": cell.model}
                     found[name] += [{**row, **of_model} for row in value]
+                elif name == "trouble":
+                    found[name] = found.get(name) or value
                 elif name in ("standstill_s", "foreseen_wait_s"):
                     found[name] = max(found.get(name, 0.0), value)
                 else:

@@ -19,7 +19,9 @@ _TOLD_SETTINGS = ("chunked_prefill", "max_batch_sequences", "token_budget", "max
 class SchedulerConfig(ServiceConfig):
     """Section `scheduler`. Durations in seconds."""
 
-    policy: str = Field(default="kvasir", description=f"batching policy: {', '.join(policy_names())}")
+    policy: str = Field(
+        default="kvasir", description=f"batching policy: {', '.join(policy_names())}, or FILE.py:CLASS"
+    )
     policy_options: dict[str, Any] = Field(
         default={}, description="settings that only this policy understands"
     )

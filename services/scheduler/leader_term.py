@@ -24,6 +24,7 @@ from services.scheduler.core.effects import (
     CancelAtWorker,
     Effect,
     NoteForeign,
+    NotePolicyFailed,
     NoteRelief,
     NoteStandstill,
     NoteTurn,
@@ -36,6 +37,7 @@ from services.scheduler.core.effects import (
     StepDown,
     WantKvAtWorker,
 )
+from services.scheduler.core.sequence import Phase
 from services.scheduler.policy.contract import PolicyFactory
 from services.scheduler.recording import TermRecord, say_refused, say_turn
 from services.scheduler.rpc import Questions
@@ -62,10 +64,11 @@ from shared.messages.reports import (
     WAIT_BOUNDS_S,
     GatewayReported,
     SchedulerAnnounced,
+    SequencesGivenUp,
     WorkerLost,
     WorkerReported,
 )
-from shared.messages.sequence import SequenceSpec
+from shared.messages.sequence import FinishReason, SequenceSpec
 from shared.messages.values import as_count, as_seconds
 from shared.release import PROTOCOL, ReleaseWatch
 
@@ -152,6 +155,8 @@ class Term:
         self._outbox: asyncio.Queue[tuple[str, Message, str]] = asyncio.Queue(_MAX_OUTBOX)
         self._ended = asyncio.Event()
         self.end_reason: str | None = None
+        self.failure: Exception | None = None
+        """What the core raised, where that ended the term."""
         self.heard_epoch = 0
         self._tally = PlanTally()
         self._waits = [0] * (len(WAIT_BOUNDS_S) + 1)
@@ -231,8 +236,8 @@ class Term:
         except KvasirError as error:
             self._note_refusal(command.spec, error)
             raise
-        except Exception:
-            self._fail()
+        except Exception as error:
+            self._fail(error)
             raise
         self._record.submitted(command.spec, known=admission.known, queued=cell.core.queued)
         self._carry_out(effects, cell)
@@ -256,8 +261,8 @@ class Term:
             effects = cell.core.on_move(order, self._awake_s())
         except InvalidRequest as error:
             return error.message
-        except Exception:
-            self._fail()
+        except Exception as error:
+            self._fail(error)
             raise
         self._record.move_begun(order)
         self._carry_out(effects, cell)
@@ -310,13 +315,14 @@ class Term:
             return
         try:
             effects = on_event(*event, self._awake_s())
-        except Exception:
-            self._fail()
+        except Exception as error:
+            self._fail(error)
             return
         self._carry_out(effects, cell)
 
-    def _fail(self) -> None:
+    def _fail(self, error: Exception) -> None:
         _log.exception("the core failed")
+        self.failure = self.failure or error
         self._end("the core failed")
 
     def _carry_out(self, effects: list[Effect], cell: Cell) -> None:
@@ -347,6 +353,8 @@ class Term:
                     _log.warning("%s would have cancelled %s, which is another gateway's", gateway_id, ref)
                 case NoteRelief():
                     canonical(_log, "relief", worker=effect.worker_id, reason=effect.relief.reason)
+                case NotePolicyFailed(worker_id, error):
+                    _log.error("%s at %s", error.message, worker_id)
                 case NoteTurn():
                     say_turn(effect)
                 case NoteStandstill(place, waiting, still_s):
@@ -388,6 +396,8 @@ class Term:
         self._waits[bisect_left(WAIT_BOUNDS_S, left.queued_s)] += 1
         self._waited_s += max(0.0, left.queued_s)
         self._hits.count(left)
+        if left.phase is Phase.DROPPED and left.finish_reason is FinishReason.ERROR:
+            self._post(subjects.SCHEDULER_GAVE_UP, SequencesGivenUp(refs=(left.ref,)))
         canonical(
             _log,
             "sequence",

@@ -16,7 +16,7 @@ from services.scheduler.recording import TermRecord
 from shared import metrics, subjects
 from shared.bus import Bus
 from shared.bus.tracing import in_context
-from shared.errors import InvalidMessage, KvasirError
+from shared.errors import InvalidMessage, KvasirError, PolicyFailed
 from shared.log import get_logger
 from shared.messages.commands import LengthPrediction, Placements, PlaceSequences, PredictLength, TakeSnapshot
 from shared.messages.moves import BlocksPulled
@@ -99,6 +99,9 @@ class Questions:
                 for item, worker_id in zip(question.items, worker_ids, strict=False):
                     if worker_id is not None:
                         self._record.placed(item.ref, worker_id)
+        except PolicyFailed as error:
+            self._feed(self._core.on_place_failed, question.question, error)
+            return
         except KvasirError as error:
             _log.debug("placement did not answer: %s", error)
         on_placed = partial(self._core.on_placed, expected_tokens=expected_tokens)

@@ -15,15 +15,17 @@ from services.scheduler.policy import find_policy
 from shared import subjects
 from shared.bus import Bus, Lease, Listener, recorder_handlers, status_handlers, status_of
 from shared.clock import monotonic_s
-from shared.errors import NotLeader, UnavailableError
+from shared.errors import NotLeader, PolicyFailed, UnavailableError
 from shared.log import canonical, get_logger
 from shared.messages.base import Empty
 from shared.messages.reports import ServiceStatus, WorkerReported
 from shared.messages.values import EPOCH_REACH
+from shared.plugins import PluginFaults, told
 
 _log = get_logger("scheduler")
 _ROLE = "scheduler"
-_AFTER_ERROR_S = 0.5
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _STABLE_S = 0.5, 10.0, 10.0
+"""After a term that failed, twice as long each time, unless it had lasted for `_STABLE_S`."""
 _LATELY_S = 2.0
 """Who was heard within this is awaited by a new term; who was not may be gone."""
 _MOST_HEARD = 4096
@@ -48,6 +50,8 @@ class SchedulerService:
         self._heard: dict[str, tuple[float, int, str]] = {}
         """By worker: when last, its incarnation and its model."""
         self._term: Term | None = None
+        self._faults = PluginFaults()
+        """Of terms."""
 
     def on_worker_reported(self, report: WorkerReported) -> None:
         self._highest_epoch = max(self._highest_epoch, report.epoch)
@@ -64,6 +68,7 @@ class SchedulerService:
         details["rules"] = self._config.told_rules()
         if term is not None:
             details |= {"role": "leader", **term.describe()}
+        details["trouble"] = details.get("trouble") or self._faults.text(monotonic_s())
         return status_of(
             self._bus,
             "scheduler",
@@ -76,16 +81,23 @@ class SchedulerService:
         await self._bus.attach(HANDLERS, self)
         await self._bus.attach(recorder_handlers("scheduler"), self._bus.recorder)
         await self._bus.watch_departures(self._on_gone)
+        failures = 0
         while True:
             lease = await self._bus.acquire_lease(_ROLE, ttl_s=self._config.lease_ttl_s)
+            began_s, failure = monotonic_s(), None
             try:
-                await self._lead(lease)
-            except Exception:
+                failure = await self._lead(lease)
+            except Exception as error:
                 _log.exception("the term ended by an error")
-                await asyncio.sleep(_AFTER_ERROR_S)
+                failure = error
             finally:
                 self._term = None
                 await lease.release()
+            if failure is not None:
+                now_s = monotonic_s()
+                self._faults.count(PolicyFailed(f"the scheduler begins anew after {told(failure)}"), now_s)
+                failures = failures + 1 if now_s - began_s < _STABLE_S else 1
+                await asyncio.sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(failures - 1, 10)))
 
     def _on_gone(self, instance: str, incarnation: int) -> None:
         if self._heard.get(instance, (0.0, 0, ""))[1] <= incarnation:
@@ -97,7 +109,8 @@ class SchedulerService:
         since_s = monotonic_s() - _LATELY_S
         self._heard = {name: heard for name, heard in self._heard.items() if heard[0] >= since_s}
 
-    async def _lead(self, lease: Lease) -> None:
+    async def _lead(self, lease: Lease) -> Exception | None:
+        """What the core raised, where that ended the term."""
         most_epoch = lease.epoch + EPOCH_REACH
         if self._highest_epoch > most_epoch:
             _log.warning("a worker claims epoch %d, which no scheduler has had", self._highest_epoch)
@@ -122,6 +135,7 @@ class SchedulerService:
             canonical(
                 _log, "standing by", epoch=term.epoch, reason=term.end_reason or "lease lost, or stopping"
             )
+        return term.failure
 
     async def _keep(self, lease: Lease) -> None:
         """Renew until the lease is taken, or nothing has been heard of it for its whole time to live."""

@@ -32,15 +32,15 @@ def up_detached(
             return 0
         raise running_already(run)
     log_path = run.path / "supervisor.log"
+    search = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # relative paths stay what they are
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", module, *argv],
-            cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(search)},
         )
     try:
         ready = _await_ready(run, process, log_path, console)

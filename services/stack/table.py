@@ -24,6 +24,7 @@ from services.stack.supervisor import ChildSpec
 from shared import subjects
 from shared.config import ENV_CONFIG_FILE, ENV_PREFIX, SHARED_SETTINGS
 from shared.errors import ConfigError
+from shared.plugins import PLUGIN_SETTINGS, absolute, is_file
 
 ROOT = Path(__file__).resolve().parents[2]
 """Of the repository: where `python -m services.…` works."""
@@ -131,7 +132,8 @@ def kvasir_table(
                 | (_own_port(config, operator_ports[instance]) if front else {})
                 | access.environment(instance)
                 | _crew_env(crew, access)
-                | _override_env(overrides, service, instance),
+                | _override_env(overrides, service, instance)
+                | _file_env(config_file, overrides, environ, service, instance),
                 ready=HttpProbe(operator_ports[instance], page)
                 if front
                 else StatusProbe(roll, service, crew),
@@ -305,9 +307,30 @@ def _in_file(config_file: Path | None, section: str, setting: str) -> Any:
     """What the file says, or None; one that cannot be read is for the services to complain about."""
     try:
         content: Any = yaml.safe_load(config_file.read_bytes()) if config_file is not None else None
-        return content[section].get(setting)
-    except (OSError, yaml.YAMLError, LookupError, TypeError, AttributeError):
+        for key in (section, *setting.split(".")):
+            content = content.get(key)
+        return content
+    except (OSError, yaml.YAMLError, AttributeError):
         return None
+
+
+def _file_env(
+    config_file: Path | None,
+    overrides: Sequence[tuple[str, str, str]],
+    environ: Mapping[str, str],
+    service: str,
+    instance: str,
+) -> dict[str, str]:
+    """The file that this service's policy is in, by its absolute path: services run in a folder of their own.
+    A relative path starts at the current directory."""
+    setting = PLUGIN_SETTINGS.get(service)
+    if setting is None:
+        return {}
+    name = f"{ENV_PREFIX}{service}__{setting.replace('.', '__')}".upper()
+    variables = {**environ, **_override_env(overrides, service, instance)}
+    said = [value for variable, value in variables.items() if variable.upper() == name and value]
+    found = (said or [_in_file(config_file, service, setting)])[-1]
+    return {name: absolute(found)} if isinstance(found, str) and is_file(found) else {}
 
 
 def _override_env(overrides: Sequence[tuple[str, str, str]], service: str, instance: str) -> dict[str, str]:

@@ -39,6 +39,8 @@ def _troubles(children: Sequence[Mapping[str, Any]], answers: Sequence[ServiceSt
         elif name.rpartition("-")[0] in subjects.SERVICES and name not in heard:
             yield f"{name} does not answer"
     for answer in answers:
+        if trouble := answer.details.get("trouble"):
+            yield f"{answer.instance}: {trouble}"
         still_s = answer.details.get("standstill_s", 0.0)
         if still_s:
             yield f"work waits and nothing has moved for {still_s:.0f} s"

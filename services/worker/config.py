@@ -8,6 +8,7 @@ from pydantic import Field, SecretStr, model_validator
 from services.worker.core.costs import find_cost
 from services.worker.cores import check_cores
 from services.worker.engine.settings import VLLM_BLOCK_TOKENS, SimulatedConfig, VllmConfig
+from services.worker.kv.core.eviction import order_maker
 from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv_events import KvEventsConfig
 from services.worker.peers.lending.core.settings import LendingConfig
@@ -112,6 +113,7 @@ class WorkerConfig(ModelServiceConfig):
         super().check()
         check_model(self.model)
         find_cost(self.simulated.cost)
+        order_maker(self.prefix_cache.eviction)
         for name, cores in (("cores", self.cores), ("engine_cores", self.engine_cores)):
             check_cores(cores, name)
         if "ucx" in self.bulk.transports and find_spec("ucxx") is None:

@@ -254,6 +254,12 @@ class WorkerLost(Message, frozen=True, kw_only=True):
     refs: tuple[SequenceRef, ...]
 
 
+class SequencesGivenUp(Message, frozen=True, kw_only=True):
+    """Scheduler → gateways: these attempts will not be answered; submit them again to learn why."""
+
+    refs: tuple[SequenceRef, ...]
+
+
 class GatewayReported(Message, frozen=True, kw_only=True):
     """A gateway's heartbeat. Nobody reads sequences of a silent gateway or of an earlier incarnation."""
 

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from services.scheduler.policy import find_policy
-from services.scheduler.policy.contract import PolicySettings, QueueOrder, WorkerShape
-from services.scheduler.policy.options import passing_share
+from services.scheduler.policy.contract import PASSING_SHARE, PolicySettings, QueueOrder, WorkerShape
 from sim.case import Case, Machine, run_case
 from sim.predictors import find_predictor
 from sim.requests import SimRequest
@@ -87,6 +86,6 @@ def test_nobody_waits_longer_than_the_share_that_may_pass_makes_first_come_first
         )
         return max(record.queue_s for record in run_case(case).records)
 
-    bound_s = longest_wait_s("vllm", "none") / (1 - passing_share({}))
+    bound_s = longest_wait_s("vllm", "none") / (1 - PASSING_SHARE)
     assert longest_wait_s("kvasir", "oracle") <= bound_s
     assert longest_wait_s("kvasir", "oracle", ("passing_share", 0.95)) > bound_s

@@ -12,7 +12,6 @@ from services.scheduler.policy.contract import (
     PolicyFactory,
     PolicySettings,
     WorkerShape,
-    queue_order,
 )
 from services.scheduler.policy.fleet_queue import FleetQueue
 from sim.books import Held
@@ -127,7 +126,6 @@ def witnessed(policy: str, plans: list[PlannedBatch]) -> PolicyFactory:
     def made(shape: WorkerShape, settings: PolicySettings) -> BatchPolicy:
         return cast(BatchPolicy, Witness(factory(shape, settings), plans))
 
-    made.queue_order = queue_order(factory)  # type: ignore[attr-defined]
     return made
 
 

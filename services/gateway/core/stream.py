@@ -30,6 +30,7 @@ from shared.errors import (
     InternalError,
     KvasirError,
     Overloaded,
+    PolicyFailed,
     RoleMissing,
 )
 from shared.liveness import Start
@@ -210,7 +211,7 @@ class Stream:
         if isinstance(error, Overloaded | RoleMissing | ForeignSequence):
             is_final = not self.accepted
         else:
-            is_final = isinstance(error, CallerError)
+            is_final = isinstance(error, CallerError | PolicyFailed)
         if is_final:
             return self._fail(error)
         if isinstance(error, InternalError) and self._faults.on_internal_error():

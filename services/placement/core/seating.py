@@ -135,6 +135,8 @@ def _seat_one(
         return SeatChoice(item, crowd.worker_id, sum(cached(item, crowd.worker_id)), ())
     rooms = [one.room(cached(item, one.worker_id)) for one in able]
     chosen = policy.choose(item.size_tokens, rooms)
+    if chosen not in {room.worker_id for room in rooms}:
+        raise ValueError(f"{chosen!r} is none of the workers that it may choose")
     expected = next(sum(room.cached_tokens) for room in rooms if room.worker_id == chosen)
     costs: list[tuple[str, float]] = []
     if isinstance(policy, CostedPolicy):

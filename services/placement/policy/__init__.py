@@ -1,4 +1,7 @@
-"""Placement policies, by name. The entry-point group `kvasir.placement.policies` adds others from outside.
+"""Placement policies by name: those that ship, those that installed packages add, and classes in files.
+
+A package declares an entry point in the group `kvasir.placement.policies`, whose value is called without
+arguments; `my_file.py:MyPlacement` names a class in a file (`shared/plugins.py`).
 
 Two kinds. A `PlacementPolicy` picks one of the workers that can take a sequence; which those are is not
 its business (`services.placement.core.fleet`). A `PackingPolicy` keeps the books itself, decides which
@@ -6,7 +9,6 @@ worker is in use at all, and moves sequences.
 """
 
 from collections.abc import Callable
-from importlib.metadata import entry_points
 
 from services.placement.policy.contract import PackingPolicy, PlacementPolicy
 from services.placement.policy.dispatch import DispatchPolicy, LoadBalance
@@ -14,8 +16,9 @@ from services.placement.policy.fit import BestFit, PrefixAware, WorstFit
 from services.placement.policy.mell import Mell
 from services.placement.policy.mell.settings import EAGER
 from shared.errors import ConfigError
+from shared.plugins import PluginKind
 
-ENTRY_POINT_GROUP = "kvasir.placement.policies"
+KIND = PluginKind("kvasir.placement.policies", "placement policy", "policy", ("choose",))
 POLICIES: dict[str, Callable[[], PlacementPolicy]] = {
     "best_fit": BestFit,
     "prefix_aware": PrefixAware,
@@ -43,17 +46,5 @@ def create_packing(name: str, capacity_blocks: int) -> PackingPolicy:
 
 def create(name: str) -> PlacementPolicy:
     """A new policy called `name`, ours before others'. Raises ConfigError listing the names that exist."""
-    if name in POLICIES:
-        return POLICIES[name]()
-    outside = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
-    if name not in outside:
-        names = ", ".join(sorted({*POLICIES, *outside, *LIVE_PACKINGS}))
-        raise ConfigError(f"no placement policy {name!r}; there are {names}", param="policy")
-    point = outside[name]
-    try:
-        policy: PlacementPolicy = point.load()()
-    except (ImportError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"placement policy {name!r} ({point.value}) cannot be made: {error}", param="policy"
-        ) from error
-    return policy
+    factory = KIND.find(name, POLICIES, LIVE_PACKINGS)
+    return KIND.made(name, factory)

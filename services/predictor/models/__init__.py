@@ -1,12 +1,12 @@
-"""Length models, by name: those that ship, and any that an installed package adds.
+"""Length models by name: those that ship, those that installed packages add, and classes in files.
 
-A model is plain data and arithmetic: no event loop, bus or clock. A third party declares an entry point in
-the group `kvasir.predictor.models`, whose value is a `length_model.ModelFactory`. What a model needs beside
-numpy (torch, transformers, peft) is imported when it is chosen.
+A model is plain data and arithmetic: no event loop, bus or clock. A package declares an entry point in the
+group `kvasir.predictor.models`, whose value is a `length_model.ModelFactory`; `my_file.py:MyModel` names a
+class in a file (`shared/plugins.py`). What a model needs beside numpy (torch, transformers, peft) is imported
+when it is chosen.
 """
 
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 
 from services.predictor.core.histogram import HistogramModel
 from services.predictor.core.length_model import (
@@ -17,6 +17,7 @@ from services.predictor.core.length_model import (
     PredictedLength,
 )
 from shared.errors import ConfigError
+from shared.plugins import PluginKind
 
 
 class ConstantModel:
@@ -41,7 +42,7 @@ class ConstantModel:
         """Nothing to learn."""
 
 
-ENTRY_POINT_GROUP = "kvasir.predictor.models"
+KIND = PluginKind("kvasir.predictor.models", "length model", "model", ("predict", "observe"))
 
 
 def _constant(_: ModelSettings) -> LengthModel:
@@ -73,32 +74,26 @@ FIXED = ("constant", "lm_head")
 """Those that learn nothing while they serve."""
 
 
-def _installed() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
-
-
 def model_names() -> list[str]:
-    """Every name that `create` knows, sorted."""
-    return sorted({*MODELS, *_installed()})
+    """Every name that `create` knows, sorted; files come on top."""
+    return KIND.names(MODELS)
 
 
 def create(name: str, settings: ModelSettings | None = None) -> LengthModel:
     """A new model called `name`; a built-in name cannot be taken over. Raises ConfigError."""
-    factory = MODELS.get(name)
-    if factory is None:
-        point = _installed().get(name)
-        if point is None:
-            names = ", ".join(model_names())
-            raise ConfigError(f"no length model {name!r}; there are {names}", param="model")
-        try:
-            factory = point.load()
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(
-                f"model {name!r} ({point.value}) cannot be loaded: {error}", param="model"
-            ) from error
-        if not callable(factory):
-            raise ConfigError(f"model {name!r} ({point.value}) is not a factory of models", param="model")
+    factory = find_model(name)
     try:
-        return factory(settings or ModelSettings())
+        if name in MODELS:
+            return factory(settings or ModelSettings())
+        model = KIND.made(name, lambda: factory(settings or ModelSettings()))
     except ImportError as error:
         raise ConfigError(f"model {name!r} needs a package: {error}", param="model") from error
+    missing = [each for each in ("name", "version") if not isinstance(getattr(model, each, None), str)]
+    if missing:
+        raise ConfigError(f"length model {name!r} lacks the text {' and '.join(missing)}", param="model")
+    return model
+
+
+def find_model(name: str) -> ModelFactory:
+    """What makes models of that name. Raises ConfigError."""
+    return KIND.find(name, MODELS)

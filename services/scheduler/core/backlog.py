@@ -5,10 +5,8 @@ from collections.abc import Iterator
 from services.scheduler.core.effects import AskPlacement, NoteTurn
 from services.scheduler.core.rules import Rules
 from services.scheduler.core.sequence import Kind, Phase, Sequence, names_of
-from services.scheduler.policy.contract import QueueOrder
+from services.scheduler.policy.contract import BY_ARRIVAL, QueueRule
 from services.scheduler.policy.fleet_queue import Feed, FleetQueue
-from services.scheduler.policy.options import passing_share
-from services.scheduler.policy.waiting_queue import PassingBudget
 from shared.messages.commands import NOBODY_AHEAD, LengthPrediction, PlacementItem
 from shared.messages.reports import WorkerReported
 from shared.messages.sequence import SequenceKey, SequenceRef
@@ -26,11 +24,9 @@ class Backlog:
     """Who has no worker yet, in the fleet's one queue, and the question to placement about the next of them.
     Bounded by whoever adds to it."""
 
-    def __init__(
-        self, rules: Rules, order: QueueOrder = QueueOrder.ARRIVAL, feed: Feed | None = None
-    ) -> None:
+    def __init__(self, rules: Rules, rule: QueueRule = BY_ARRIVAL, feed: Feed | None = None) -> None:
         self._rules = rules
-        self._queue = FleetQueue(order, PassingBudget(passing_share(rules.settings.options)), feed)
+        self._queue = FleetQueue(rule, feed=feed)
         self._waiting: dict[SequenceKey, Sequence] = {}
         self._question = NO_QUESTION
         self._open: tuple[SequenceRef, ...] | None = None
@@ -52,12 +48,13 @@ class Backlog:
         return self._waiting.get(sequence.key) is sequence
 
     def add(self, sequence: Sequence) -> None:
-        """It waits, and a worker is asked for at once."""
+        """It waits, and a worker is asked for at once. Raises PolicyFailed where the policy's key of one that
+        is new does; then nothing has changed."""
+        sequence.level = sequence.priority
+        self._queue.add(sequence.task(), sequence.tenant, sequence.rank)
         self._waiting[sequence.key] = sequence
         tokens = self._tokens[sequence.key] = sequence.prompt_tokens + sequence.generated_tokens
         self.waiting_tokens += tokens
-        sequence.level = sequence.priority
-        self._queue.add(sequence.task(), sequence.tenant)
         self.poke()
 
     def remove(self, sequence: Sequence) -> None:

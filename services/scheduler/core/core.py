@@ -21,8 +21,8 @@ from services.scheduler.core.rules import Rules
 from services.scheduler.core.sequence import HELD, OVER, Phase, Sequence
 from services.scheduler.core.shadowing import Shadowing
 from services.scheduler.core.worker_pipeline import Sync
-from services.scheduler.policy.contract import PolicyFactory, queue_order
-from shared.errors import InvalidRequest, UnavailableError
+from services.scheduler.policy.contract import PolicyFactory, queue_rule
+from shared.errors import InvalidRequest, PolicyFailed, UnavailableError
 from shared.liveness import Start
 from shared.messages.commands import CancelSequence, LengthPrediction
 from shared.messages.lengths import LengthsRevised
@@ -60,7 +60,7 @@ class SchedulerCore:
         self._most_epoch = most_epoch
         self._commands_since_s = float("inf")
         self._rules = rules
-        self._roster = Roster(rules, rules.queue or queue_order(make_policy))
+        self._roster = Roster(rules, queue_rule(make_policy, rules.settings, rules.queue))
         self._fleet = Fleet(self._roster, make_policy, epoch)
         self._intake = Intake(self._roster)
         self._moves = Moves(self._roster, rules.moves)
@@ -114,8 +114,15 @@ class SchedulerCore:
         return self._standstill.still_s(self._ticked_s)
 
     def on_submit(self, spec: SequenceSpec, now_s: float) -> tuple[Admission, list[Effect]]:
-        """Raises what `Intake.on_submit` raises; then nothing has changed."""
-        admission, effects = self._intake.on_submit(spec, now_s)
+        """Raises what `Intake.on_submit` raises; then nothing has changed. Raises PolicyFailed where the
+        batching policy has no place for it, or fails again and again."""
+        try:
+            if self._roster.find(spec.ref) is None:
+                self._fleet.check_policy()
+            admission, effects = self._intake.on_submit(spec, now_s)
+        except PolicyFailed as error:
+            self._fleet.faults.count(error, now_s)
+            raise
         sequence = self._roster.find(spec.ref)
         target = None if sequence is None else self._moves.pipeline_for(sequence)
         pipeline = target if sequence is None else target or self._roster.pipeline_without_choice(sequence)
@@ -240,6 +247,13 @@ class SchedulerCore:
                 self._place(sequence, worker_id, now_s)
         return self._after(effects, now_s)
 
+    def on_place_failed(self, question: int, error: PolicyFailed, now_s: float) -> list[Effect]:
+        """The placement policy raised: those that it was asked about are given up."""
+        refs = self._roster.backlog.close(question, more=True, now_s=now_s)
+        found = [sequence for ref in refs if (sequence := self._roster.find(ref)) is not None]
+        waiting = [sequence for sequence in found if sequence in self._roster.backlog]
+        return self._after([self._roster.give_up(one, error, now_s) for one in waiting], now_s)
+
     def _place(self, sequence: Sequence, worker_id: str | None, now_s: float) -> None:
         pipeline = self._roster.pipelines.get(worker_id or "")
         in_step = pipeline is not None and pipeline.sync is Sync.IN_STEP
@@ -302,6 +316,7 @@ class SchedulerCore:
         effects += self._moves.advance(now_s)
         for pipeline in self._roster.changed_pipelines():
             effects += pipeline.next_plans(now_s)
+            effects += self._fleet.settle(pipeline, now_s)
         return effects + self._ask_placement(now_s)
 
     def _ask_placement(self, now_s: float) -> list[Effect]:
@@ -347,6 +362,7 @@ class SchedulerCore:
         return {
             "epoch": self.epoch,
             "snapshots": self._fleet.snapshots,
+            "trouble": self._fleet.faults.text(self._ticked_s),
             "standstill_s": round(self.standstill_s, 1),
             "foreseen_wait_s": round(self._roster.backlog.longest_wait_s(), 1),
             **phases,
@@ -376,7 +392,8 @@ class SchedulerCore:
         }
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when roster, backlog, pipelines or a policy disagree."""
+        """Raises AssertionError when roster, backlog, pipelines or a policy disagree, or a policy raised."""
+        assert not self._fleet.faults.text(self._ticked_s), self._fleet.faults.text(self._ticked_s)
         self._roster.check_integrity()
         self._moves.check_integrity()
         self._shadowing.check_integrity()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from services.scheduler.core.sequence import Phase
 from services.scheduler.policy.fleet_queue import TurnTaken
 from services.scheduler.policy.relief import Relief
-from shared.errors import ModelMismatch
+from shared.errors import ModelMismatch, PolicyFailed
 from shared.messages.commands import NOBODY_AHEAD, PlacementItem, WaitingAhead
 from shared.messages.moves import MovePrepared, PullBlocks, SequenceMoved
 from shared.messages.plans import BatchPlan
@@ -128,6 +128,14 @@ class NoteRelief:
 
 
 @dataclass(frozen=True, slots=True)
+class NotePolicyFailed:
+    """The batching policy raised at this worker, or for the queue where there is none; for the log."""
+
+    worker_id: str
+    error: PolicyFailed
+
+
+@dataclass(frozen=True, slots=True)
 class NoteTurn:
     """Whose turn it was where several tenants wait; for the log."""
 
@@ -200,6 +208,7 @@ Effect = (
     | PublishPrepared
     | PublishMoved
     | NoteRelief
+    | NotePolicyFailed
     | NoteTurn
     | NoteStandstill
     | NoteForeign

@@ -9,17 +9,25 @@ again. Pure.
 from collections import Counter
 from collections.abc import Iterable
 
-from services.scheduler.core.effects import AskSnapshot, Effect, PublishWorkerLost, RefuseWorker
+from services.scheduler.core.effects import (
+    AskSnapshot,
+    Effect,
+    NotePolicyFailed,
+    PublishWorkerLost,
+    RefuseWorker,
+)
+from services.scheduler.core.guarded_policy import GuardedPolicy
 from services.scheduler.core.outstanding import Trouble
 from services.scheduler.core.roster import Roster
 from services.scheduler.core.sequence import HELD, Phase, Sequence
 from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline, planned_capacity_blocks
 from services.scheduler.policy.contract import Holding, PolicyFactory, WorkerShape
-from shared.errors import InternalError, ModelMismatch
+from shared.errors import InternalError, ModelMismatch, PolicyFailed
 from shared.liveness import Liveness
 from shared.messages.plans import BatchPlan, WorkerStepped
 from shared.messages.reports import SequenceReport, SequenceState, WorkerLost, WorkerReported
 from shared.messages.sequence import SequenceRef
+from shared.plugins import PluginFaults
 
 _PHASES = {
     SequenceState.WAITING: Phase.WAITING,
@@ -55,9 +63,8 @@ def adopt_snapshot(
         roster.adopt(sequence, pipeline, _PHASES[listed.state], now_s)
         adopted.append((sequence, listed))
     effects += _note_missing(roster, pipeline, {sequence.key for sequence, _ in adopted}, now_s)
-    policy = make_policy(
-        WorkerShape(snapshot.block_tokens, planned_capacity_blocks(snapshot)), roster.rules.settings
-    )
+    shape = WorkerShape(snapshot.block_tokens, planned_capacity_blocks(snapshot))
+    policy = GuardedPolicy(make_policy, shape, roster.rules.settings)
     policy.on_measured(snapshot.prefill_tokens_per_s, snapshot.decode_step_s, now_s)
     for sequence, listed in adopted:
         decoding = listed.state is SequenceState.DECODING
@@ -182,6 +189,9 @@ def mismatch(report: WorkerReported, accepted: Iterable[WorkerReported]) -> Mode
     return None
 
 
+_PATIENT_FAILURES = 3
+"""Of a policy, in a row: then its worker's sequences are given up, and it is tried ever more rarely."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 _STRANGER_HEARTBEATS = 4
 _LOOKED_AT = 16
 """Workers in one tick, at least."""
@@ -197,6 +207,10 @@ class Fleet:
         self.epoch = epoch
         self.commanding = False
         self.snapshots = 0
+        self.faults = PluginFaults()
+        """Of the batching policy."""
+        self._broken: dict[str, PolicyFailed] = {}
+        """By worker, where the policy fails again and again, until it is tried once more."""
         self._make_policy = make_policy
         self._rules = roster.rules
         self._liveness = Liveness(roster.rules.worker_timeout_s)
@@ -245,6 +259,51 @@ class Fleet:
         if any(count >= _STRANGER_HEARTBEATS for count in seen.values()):
             return Trouble("it holds sequences that are not known to be there")
         return None
+
+    def check_policy(self) -> None:
+        """Raises PolicyFailed where the policy fails at every worker."""
+        if self._broken and self._broken.keys() >= self.roster.pipelines.keys():
+            raise next(iter(self._broken.values())).with_traceback(None)
+
+    def settle(self, pipeline: WorkerPipeline, now_s: float) -> list[Effect]:
+        """Where its policy raised: the worker goes on with a fresh one, and what it runs with it. The
+        sequence that the policy was called with is given up, where it was not taken in. A policy that fails
+        without one, and fails again, loses what has not begun, then all."""
+        policy = pipeline.policy
+        if policy is None or policy.failure is None:
+            return []
+        failure = policy.failure
+        effects: list[Effect] = []
+        if self.faults.count(failure, now_s):
+            effects.append(NotePolicyFailed(pipeline.worker_id, failure))
+        lost, pause_s = self._lost_with(pipeline, policy), 0.0
+        if pipeline.policy_failures >= _PATIENT_FAILURES:
+            doublings = min(10, pipeline.policy_failures - _PATIENT_FAILURES)
+            pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**doublings)
+            self._broken[pipeline.worker_id] = failure
+            if self._broken.keys() >= self.roster.pipelines.keys():
+                lost += list(self.roster.backlog)
+        effects += [self.roster.give_up(sequence, failure, now_s) for sequence in lost]
+        asked = self._resync(pipeline, Trouble(failure.message), now_s)
+        if pause_s:
+            pipeline.asked_s = pipeline.ask_again_s = now_s + pause_s
+            return effects
+        return effects + asked
+
+    def _lost_with(self, pipeline: WorkerPipeline, policy: GuardedPolicy) -> list[Sequence]:
+        here = self.roster.of_worker(pipeline.worker_id)
+        if policy.culprit is not None:
+            culprit = next((one for one in here if one.key == policy.culprit), None)
+            if culprit is None:
+                return []
+            culprit.faults += 1
+            is_taken_in = policy.culprit_is_known and culprit.faults <= self._rules.max_faults
+            return [] if is_taken_in else [culprit]
+        pipeline.policy_failures += 1
+        if pipeline.policy_failures >= _PATIENT_FAILURES:
+            return here
+        unbegun = [one for one in here if one.phase not in _WITH_BLOCKS]
+        return unbegun if pipeline.policy_failures == _PATIENT_FAILURES - 1 else []
 
     def on_gone(self, worker_id: str, incarnation: int, now_s: float) -> list[Effect]:
         """That start of it has left the bus: nobody waits for its silence."""
@@ -352,6 +411,7 @@ class Fleet:
     def lose(self, pipeline: WorkerPipeline, now_s: float) -> list[Effect]:
         """The worker is gone, as far as anybody can tell. Gateways resubmit what was sent to it."""
         self.roster.lose(pipeline, now_s)
+        self._broken.pop(pipeline.worker_id, None)
         effects: list[Effect] = []
         refs = []
         for sequence in self.roster.of_worker(pipeline.worker_id):
@@ -397,4 +457,5 @@ class Fleet:
         ):
             return []
         self._liveness.hear(snapshot.worker_id, snapshot.incarnation, now_s)
+        self._broken.pop(snapshot.worker_id, None)
         return adopt_snapshot(self.roster, pipeline, snapshot, self._make_policy, now_s)

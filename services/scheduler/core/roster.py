@@ -12,7 +12,7 @@ from services.scheduler.core.effects import AskPlacement, CancelAtWorker, Effect
 from services.scheduler.core.rules import Rules
 from services.scheduler.core.sequence import HELD, Kind, Phase, Sequence, kinds_of
 from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
-from services.scheduler.policy.contract import QueueOrder
+from services.scheduler.policy.contract import BY_ARRIVAL, QueueRule
 from services.scheduler.policy.fleet_queue import Feed
 from services.scheduler.policy.waiting_queue import Line
 from shared.errors import KvasirError
@@ -46,7 +46,7 @@ _ONE_SIDED = ({"prefill"}, {"decode"})
 class Roster:
     """Sequences by key, pipelines by worker, the backlog between them."""
 
-    def __init__(self, rules: Rules, order: QueueOrder = QueueOrder.ARRIVAL) -> None:
+    def __init__(self, rules: Rules, rule: QueueRule = BY_ARRIVAL) -> None:
         self.rules = rules
         self.sequences: dict[SequenceKey, Sequence] = {}
         self.pipelines: dict[str, WorkerPipeline] = {}
@@ -54,7 +54,7 @@ class Roster:
         self._welcomed = 0
         self.feed = Feed(rules.feed_sequences)
         """Who waits at workers."""
-        self.backlog = Backlog(rules, order, self.feed)
+        self.backlog = Backlog(rules, rule, self.feed)
         self.unready: dict[str, None] = {}
         """Workers that are not in step."""
         self._at: dict[str, dict[SequenceKey, Sequence]] = {}
@@ -236,11 +236,12 @@ class Roster:
         return pipeline if blocks < report.capacity.total_blocks - report.capacity.doomed_blocks else None
 
     def add(self, sequence: Sequence) -> None:
-        """A new sequence without a worker. Whatever attempt was known before has left."""
+        """A new sequence without a worker. Whatever attempt was known before has left. Raises PolicyFailed
+        where the policy has no place for it; then nothing has changed."""
         assert sequence.key not in self.sequences
+        self.backlog.add(sequence)
         self.sequences[sequence.key] = sequence
         self._by_limit.add(sequence)
-        self.backlog.add(sequence)
 
     def adopt(self, sequence: Sequence, pipeline: WorkerPipeline, phase: Phase, now_s: float) -> None:
         """Found at this pipeline's worker: new, queued, already known to be there, or meant for another

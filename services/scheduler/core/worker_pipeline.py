@@ -15,10 +15,11 @@ from itertools import chain
 from math import ceil
 
 from services.scheduler.core.effects import AskPrediction, Effect, NoteRelief, SendPlan
+from services.scheduler.core.guarded_policy import GuardedPolicy
 from services.scheduler.core.outstanding import OutstandingPlans, Progress, SentPlan, Trouble
 from services.scheduler.core.rules import ReliefRules, Rules
 from services.scheduler.core.sequence import Phase, Sequence
-from services.scheduler.policy.contract import BatchPolicy, PlannedBatch, PlannedPreemption
+from services.scheduler.policy.contract import PlannedBatch, PlannedPreemption
 from services.scheduler.policy.fleet_queue import Feed
 from services.scheduler.policy.relief import (
     LADDER,
@@ -29,7 +30,7 @@ from services.scheduler.policy.relief import (
     Victim,
     next_relief,
 )
-from shared.errors import ModelMismatch
+from shared.errors import InternalError, ModelMismatch
 from shared.messages.commands import LengthPrediction
 from shared.messages.plans import BatchPlan, Decode, Preemption, PreemptMode, PrefillChunk, WorkerStepped
 from shared.messages.reports import SequenceState, WorkerReported
@@ -133,8 +134,10 @@ class WorkerPipeline:
     """When the resync began."""
     ask_again_s: float | None = None
     """When to repeat the question for a snapshot; None while it is open."""
-    policy: BatchPolicy | None = None
+    policy: GuardedPolicy | None = None
     """None unless in step."""
+    policy_failures: int = 0
+    """How often its policy has raised since its worker last ran smoothly."""
     refusal: ModelMismatch | None = None
     """Why it is refused."""
     planned_s: float = 0.0
@@ -165,7 +168,7 @@ class WorkerPipeline:
     def outstanding_steps(self) -> int:
         return self._outstanding.steps
 
-    def begin(self, policy: BatchPolicy, snapshot: WorkerReported, now_s: float) -> None:
+    def begin(self, policy: GuardedPolicy, snapshot: WorkerReported, now_s: float) -> None:
         """In step again: plans are numbered from 1, reports go on after the snapshot's."""
         self._clear(now_s, snapshot.stepped_seq)
         self.sync, self.policy, self.report = Sync.IN_STEP, policy, snapshot
@@ -267,9 +270,14 @@ class WorkerPipeline:
             if batch is None:
                 break
             supersedes = cut and bool(batch.prefills) and not batch.preemptions
-            effects += self._send(batch, now_s, supersedes=supersedes)
+            try:
+                effects += self._send(batch, now_s, supersedes=supersedes)
+            except (KeyError, InternalError) as error:  # it names what is not here, or cannot do that now
+                policy.fail("plan", error)
+                break
             effects += self._questions(batch)
-        if policy is not None and self._drops and not len(outstanding):
+        is_able = policy is not None and policy.failure is None
+        if is_able and self._drops and not len(outstanding):
             effects += self._send(PlannedBatch(), now_s)
         if not self._lingering:
             self.changed.pop(self.worker_id, None)
@@ -405,7 +413,7 @@ class WorkerPipeline:
             self._take_back(sent, self.policy, now_s)
         return None
 
-    def _take_back(self, sent: SentPlan, policy: BatchPolicy, now_s: float) -> None:
+    def _take_back(self, sent: SentPlan, policy: GuardedPolicy, now_s: float) -> None:
         """The projected tokens of a plan that was cut short, or put some of its decodes off, but for attempts
         replaced meanwhile."""
         if sent.steps_done >= sent.batch.steps and not sent.passed:
@@ -437,6 +445,7 @@ class WorkerPipeline:
             if sequence is not None and sequence.ref == spec.ref:
                 sequence.confirmed = True
         if self._smooth_reports % _SMOOTH_REPORTS == 0:
+            self.policy_failures = 0
             batch = self._last_batch
             for key in chain((item.key for item in batch.prefills), (item.key for item in batch.decodes)):
                 if key in self.sequences:

@@ -1,12 +1,10 @@
-"""Batching policies by name: those that ship, and any that an installed package adds.
+"""Batching policies by name: those that ship, those that installed packages add, and classes in files.
 
-A third party declares an entry point in the group `kvasir.scheduler.policies`, whose value is a
-`contract.PolicyFactory`; its name then works in the scheduler's configuration like a built-in one.
+A package declares an entry point in the group `kvasir.scheduler.policies`, whose value is a
+`contract.PolicyFactory`. `my_file.py:MyPolicy` names a class in a file (`shared/plugins.py`).
 """
 
-from importlib.metadata import EntryPoint, entry_points
-
-from services.scheduler.policy.contract import PolicyFactory, PolicySettings, WorkerShape
+from services.scheduler.policy.contract import TRIAL_SHAPE, PolicyFactory, PolicySettings
 from services.scheduler.policy.first_come import FastGenPolicy, OrcaPolicy, VllmPolicy
 from services.scheduler.policy.kvasir import KvasirPolicy
 from services.scheduler.policy.research.ecoserve.planner import (
@@ -20,10 +18,25 @@ from services.scheduler.policy.research.fastserve import FastServePolicy
 from services.scheduler.policy.research.multires import MultiResPolicy
 from services.scheduler.policy.research.ranked import SrtfPolicy
 from services.scheduler.policy.research.sync_coupled import SyncCoupledPolicy
-from shared.errors import ConfigError
+from shared.plugins import PluginKind
 
-ENTRY_POINT_GROUP = "kvasir.scheduler.policies"
-_TRIAL_SHAPE = WorkerShape(block_tokens=16, capacity_blocks=4096)
+KIND = PluginKind(
+    "kvasir.scheduler.policies",
+    "batching policy",
+    "policy",
+    (
+        "on_arrival",
+        "on_adopted",
+        "on_ended",
+        "on_short",
+        "on_prefix_hit",
+        "on_resized",
+        "on_measured",
+        "on_predicted",
+        "plan",
+        "check_integrity",
+    ),
+)
 BUILT_IN: dict[str, PolicyFactory] = {
     "ecoserve": EcoServe,
     "ecoserve_d": EcoServeD,
@@ -41,36 +54,19 @@ BUILT_IN: dict[str, PolicyFactory] = {
 }
 
 
-def _installed() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
-
-
 def policy_names() -> list[str]:
-    """Every name that `find_policy` knows, sorted."""
-    return sorted({*BUILT_IN, *_installed()})
+    """Every name that `find_policy` knows, sorted; files come on top."""
+    return KIND.names(BUILT_IN)
 
 
 def find_policy(name: str) -> PolicyFactory:
     """What makes policy objects of that name; a built-in name cannot be taken over. Raises ConfigError."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    point = _installed().get(name)
-    if point is None:
-        raise ConfigError(
-            f"policy {name!r} is not known; write one of: {', '.join(policy_names())}", param="policy"
-        )
-    try:
-        factory: PolicyFactory = point.load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"policy {name!r} ({point.value}) cannot be loaded: {error}", param="policy"
-        ) from error
-    if not callable(factory):
-        raise ConfigError(f"policy {name!r} ({point.value}) is not a factory of policies", param="policy")
-    return factory
+    return KIND.find(name, BUILT_IN)
 
 
 def check_policy(name: str, settings: PolicySettings) -> None:
     """Make one that nobody uses: policies read their options when they are made. Raises ConfigError for a
-    name, or an option, that is not known, and for a value that cannot be used."""
-    find_policy(name)(_TRIAL_SHAPE, settings)
+    name, or an option, that is not known, for a value that cannot be used, and for a class that lacks a
+    method of the contract."""
+    factory = find_policy(name)
+    KIND.made(name, lambda: factory(TRIAL_SHAPE, settings))

@@ -13,13 +13,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
+from math import isnan
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, PolicyFailed
 from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey, ServiceClass
+from shared.plugins import told
 
 Reader = Callable[[object], Any]
 """Makes what is used of a value as it was set. Raises ValueError that says what to write instead."""
@@ -250,17 +252,94 @@ class BatchPolicy(Protocol):
         """Raises AssertionError when the books do not balance."""
 
 
+QueueKey = float | tuple[float, ...]
+QueueKeyOf = Callable[[Task, float], QueueKey]
+
+
+@runtime_checkable
+class QueueingPolicy(BatchPolicy, Protocol):
+    """A policy that also says who is next in the fleet's queue (`policy/fleet_queue.py`)."""
+
+    def queue_key(self, task: Task, work_s: float) -> QueueKey:
+        """Place of a sequence that waits: the smallest key goes first; of equal keys, who came first.
+
+        `work_s`: what the sequence is expected to take of a whole worker, in seconds. Asked when a sequence
+        arrives and when its predicted length changes, of an object that no worker has. Must not depend on
+        anything else that changes. A policy without this method goes by arrival.
+        """
+
+
 class QueueOrder(StrEnum):
-    """In which order those without a worker wait for one (`policy/fleet_queue.py`)."""
+    """An order of the fleet's queue that the configuration sets instead of the policy's."""
 
     ARRIVAL = "arrival"
     WORK = "work"
-    """Least work first, prefill and predicted answer; who has waited longest is passed by a bounded share."""
+    """Least work first, prefill and predicted answer."""
 
 
-def queue_order(factory: "PolicyFactory") -> QueueOrder:
-    """As the policy wants it: its attribute `queue_order`; by arrival where it has none."""
-    return QueueOrder(getattr(factory, "queue_order", QueueOrder.ARRIVAL))
+def by_arrival(task: Task, work_s: float) -> QueueKey:
+    """First come, first served."""
+    return task.arrival_s
+
+
+def by_work(task: Task, work_s: float) -> QueueKey:
+    """Least work first."""
+    return work_s
+
+
+PASSING_SHARE = 0.35
+"""Of the work that starts while somebody older waits, so much may pass them."""
+TRIAL_SHAPE = WorkerShape(block_tokens=16, capacity_blocks=4096)
+"""Of an object that plans for no worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueRule:
+    """In which order sequences wait for a worker."""
+
+    key: QueueKeyOf = by_arrival
+    passing_share: float = 1.0
+    """Of the work that starts while somebody older waits, so much may pass them; 1: the key alone counts."""
+    name: str = "the policy"
+    """Whose key it is, for errors."""
+
+    def place(self, task: Task, work_s: float) -> tuple[float, ...]:
+        """The key, always a tuple. Raises PolicyFailed where that is no number, or raises."""
+        try:
+            found = self.key(task, work_s)
+            place = tuple(map(float, found)) if isinstance(found, tuple) else (float(found),)
+            if any(isnan(each) for each in place):
+                raise ValueError(f"{found!r} is no place in a queue")
+        except Exception as error:  # anything that outside code may raise
+            raise PolicyFailed(f"{self.name} raised {told(error)} in queue_key") from error
+        return place
+
+
+BY_ARRIVAL = QueueRule()
+BY_WORK = QueueRule(by_work, PASSING_SHARE)
+
+
+def queue_rule(
+    make_policy: "PolicyFactory", settings: PolicySettings, order: QueueOrder | None = None
+) -> QueueRule:
+    """As the policy wants it, unless `order` says otherwise. A policy's `passing_share` bounds how much work
+    may pass those that came first."""
+    policy = make_policy(TRIAL_SHAPE, settings)
+    share = float(getattr(policy, "passing_share", PASSING_SHARE if order else 1.0))
+    if order is not None:
+        return QueueRule(by_work if order is QueueOrder.WORK else by_arrival, share)
+    return QueueRule(queue_key_of(policy) or by_arrival, share, policy_name(make_policy))
+
+
+def queue_key_of(policy: BatchPolicy) -> QueueKeyOf | None:
+    """None: it goes by arrival."""
+    found: QueueKeyOf | None = getattr(policy, "queue_key", None)
+    return found
+
+
+def policy_name(make_policy: "PolicyFactory") -> str:
+    """What errors call a policy."""
+    return f"batching policy {getattr(make_policy, '__name__', make_policy)}"
 
 
 PolicyFactory = Callable[[WorkerShape, PolicySettings], BatchPolicy]

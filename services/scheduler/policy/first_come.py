@@ -5,11 +5,11 @@ the token budget, the batch and the free blocks last. With `chunked_prefill` a p
 that is left; without, prompts go whole, and one longer than the budget goes when no other prompt does.
 While nothing waits and nothing prefills, batches reach several steps ahead.
 
-Jobs stand in two lines, those that wait and those that hold something, both in the order of `_rank`: that of
-arrival unless a policy says otherwise. Those that wait may be many: nothing here costs more than the
-logarithm of their number. How many blocks a sequence is given, and when a waiting one may start, is each
-policy's own rule: `_target_blocks`, `_can_start`. Blocks are set aside as jobs enter a batch, and held when
-it is built.
+Jobs stand in two lines, those that wait and those that hold something, both in the order of the policy's
+`queue_key`, as in the fleet's queue: by arrival where it has none. Those that wait may be
+many: nothing here costs more than the logarithm of their number. How many blocks a sequence is given, and
+when a waiting one may start, is each policy's own rule: `_target_blocks`, `_can_start`. Blocks are set aside
+as jobs enter a batch, and held when it is built.
 
     4 free blocks, a decodes and needs one, b waits with a prompt of 3 blocks → a is served, b starts.
     0 free blocks, a needs one, c came last → c is preempted, and a takes one of its blocks; nobody starts.
@@ -23,15 +23,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from services.scheduler.policy.batch_builder import BatchBuilder, Job, JobStage, JobTable
 from services.scheduler.policy.contract import (
     Holding,
     PlannedBatch,
     PolicySettings,
+    QueueRule,
     Task,
     WorkerShape,
+    queue_key_of,
     read_options,
 )
+from services.scheduler.policy.lengths import LengthEstimates, WorkerSpeeds
+from services.scheduler.policy.options import TwoQueueOptions
 from services.scheduler.policy.waiting_queue import Line
 from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey
@@ -44,6 +50,11 @@ class FirstComePolicy(ABC):
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         self._settings = settings
         self._table = JobTable(shape)
+        key = queue_key_of(self)
+        self._rule = None if key is None else QueueRule(key)
+        """None: by arrival."""
+        self._speeds = WorkerSpeeds()
+        self._lengths = LengthEstimates(TwoQueueOptions(pad=0.0), block_tokens=1)
         self._waiting: Line[Job] = Line(self._rank)
         self._running: list[Job] = []
         """All that hold something at the worker, in order: prefilling, decoding or complete."""
@@ -53,12 +64,14 @@ class FirstComePolicy(ABC):
     def on_arrival(self, task: Task, now_s: float) -> None:
         job = self._table.add(task)
         if job is not None:
+            self._rank_anew(job)
             self._enqueue(job)
 
     def on_adopted(self, task: Task, holding: Holding, now_s: float) -> None:
         job = self._table.add(task, holding)
         if job is None:
             return
+        self._rank_anew(job)
         if job.stage is JobStage.READY:
             job.stage = JobStage.DECODING
         if job.stage is JobStage.WAITING:
@@ -94,15 +107,24 @@ class FirstComePolicy(ABC):
     def on_resized(self, capacity_blocks: int, now_s: float) -> None:
         self._table.capacity_blocks = capacity_blocks
 
-    def on_measured(  # noqa: B027  (a policy that goes by speeds extends it)
-        self, prefill_tokens_per_s: float, decode_step_s: float, now_s: float
-    ) -> None:
-        """Speeds change nothing here."""
+    def on_measured(self, prefill_tokens_per_s: float, decode_step_s: float, now_s: float) -> None:
+        """Speeds hold for those that come."""
+        self._speeds.on_measured(prefill_tokens_per_s, decode_step_s)
 
-    def on_predicted(  # noqa: B027  (a policy that goes by lengths extends it)
-        self, key: SequenceKey, prediction: LengthPrediction, now_s: float
-    ) -> None:
-        """Predictions change nothing here."""
+    def on_predicted(self, key: SequenceKey, prediction: LengthPrediction, now_s: float) -> None:
+        """Predictions change the order alone."""
+        job = self._table.jobs.get(key)
+        if job is None or self._rule is None:
+            return
+        waits = job.stage is JobStage.WAITING
+        if waits:
+            self._dequeue(job)
+        job.prediction = prediction
+        self._rank_anew(job)
+        if waits:
+            self._enqueue(job)
+        else:
+            self._sort_running()
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the books do not balance, or a job is not in exactly one line."""
@@ -121,7 +143,17 @@ class FirstComePolicy(ABC):
 
     def _rank(self, job: Job) -> Any:
         """Who comes first: unique to each job, and constant while it waits."""
-        return job.task.order
+        return job.task.order if self._rule is None else job.rank
+
+    def _rank_anew(self, job: Job) -> None:
+        """Its place by the policy's key, as in the fleet's queue."""
+        if self._rule is None:
+            return
+        task = structs.replace(job.task, prediction=job.prediction)
+        rest_tokens = self._lengths.rest_tokens(job.prediction, job.generated_tokens, task.max_tokens)
+        memory_tokens = self._table.capacity_blocks * self._table.block_tokens
+        work_s = self._speeds.occupied_s(job.prefill_tokens, rest_tokens, memory_tokens)
+        job.rank = (task.priority, self._rule.place(task, work_s), *task.order[1:])
 
     def _enqueue(self, job: Job) -> None:
         """Joins those that wait. A policy with an index of its own extends this and `_dequeue`."""

@@ -3,11 +3,11 @@
 First comes whose turn it is (`policy/tenants.py`): the tenant that was served least. What follows is the
 order within a tenant; where all are one tenant's, it is the order of all.
 
-By arrival it is first come, first served. By work the one goes first that will take least of a worker, with a
-bound on what that costs the others: of the work that starts while somebody older waits, only a share may pass
-him (`PassingBudget`). Once that is used up the oldest goes next, and nobody else. So nobody waits more than
-1 / (1 - share) times as long as if all went by arrival, at the same throughput; a start more, at most. The
-same budget bounds the order within a worker (`policy/kvasir.py`).
+The policy's `queue_key` is the order (`contract.QueueingPolicy`); by arrival where it has none. A policy may
+bound what its order costs the others (`passing_share`): of the work that starts while somebody older waits,
+only a share may pass them (`PassingBudget`). Once that is used up the oldest goes next, and nobody else. So
+nobody waits more than 1 / (1 - share) times as long as if all went by arrival, at the same throughput; a
+start more, at most. The same budget bounds the order within a worker (`policy/kvasir.py`).
 
 Within a tenant a request's priority counts before all that: the lower goes first, and who is oldest is the
 oldest of the lowest. At a worker, where several tenants have any, it is turns that count.
@@ -29,13 +29,14 @@ from typing import Any
 
 from msgspec import structs
 
-from services.scheduler.policy.contract import QueueOrder, Task, level_of, turn_at
+from services.scheduler.policy.contract import QueueRule, Task, level_of, turn_at
 from services.scheduler.policy.foreseen_wait import ForeseenWait
 from services.scheduler.policy.lengths import LengthEstimates, WorkerSpeeds
 from services.scheduler.policy.options import TwoQueueOptions
 from services.scheduler.policy.tenants import MOST_ACCOUNTS, TenantTurns
 from services.scheduler.policy.waiting_queue import Line, PassingBudget
 from shared.average import averaged
+from shared.errors import PolicyFailed
 from shared.messages.commands import Crowd, LengthPrediction, WaitingAhead
 from shared.messages.sequence import NOBODY, SequenceKey, Tenant
 from shared.messages.values import as_count
@@ -44,6 +45,8 @@ FEED_SEQUENCES = 4
 """So many may wait at a worker that has no memory for them yet, so that it never runs dry."""
 Rank = tuple[Any, ...]
 NO_RANK: Rank = (inf,)
+_RANK_PARTS = 4
+"""Priority, the policy's key, arrival, name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,13 +106,13 @@ class FleetQueue:
     """See above. Of one model's workers, whose speeds and memory are averaged."""
 
     def __init__(
-        self, order: QueueOrder, budget: PassingBudget | None = None, feed: "Feed | None" = None
+        self, rule: QueueRule, budget: PassingBudget | None = None, feed: "Feed | None" = None
     ) -> None:
         """`budget`: as each tenant's is when it is new. `feed`: who waits at workers."""
-        self._order = order
+        self._rule = rule
         if feed is not None:
             feed.on_left = self._begin
-        self._budget = budget or PassingBudget()
+        self._budget = budget or PassingBudget(rule.passing_share)
         self._lengths = LengthEstimates(TwoQueueOptions(pad=0.0), block_tokens=1)
         self._speeds = WorkerSpeeds()
         self._memory_tokens: float | None = None
@@ -134,13 +137,19 @@ class FleetQueue:
         lines = (lines.by_arrival for lines in self._lines.values())
         return (waiting.task for waiting in heapq.merge(*lines, key=_arrival))
 
-    def add(self, task: Task, tenant: Tenant = NOBODY) -> None:
-        """Raises ValueError for one that waits already."""
+    def add(self, task: Task, tenant: Tenant = NOBODY, known: Rank | None = None) -> None:
+        """`known`: its rank before, which holds where the policy's key fails. Raises ValueError for one that
+        waits already, and PolicyFailed where the key fails; then nothing has changed."""
         if task.key in self._waiting:
             raise ValueError(f"{task.key} waits already")
         work_s = self.work_s(task)
-        by_work = self._order is QueueOrder.WORK
-        rank = (task.priority, work_s, *task.order[1:]) if by_work else task.order
+        try:
+            place = self._rule.place(task, work_s)
+        except PolicyFailed:
+            if known is None or len(known) < _RANK_PARTS:
+                raise
+            place = known[1]
+        rank = (task.priority, place, *task.order[1:])
         waiting = self._waiting[task.key] = _Waiting(task, tenant, work_s, rank)
         lines = self._lines_of(tenant.name)
         lines.by_rank.add(waiting)
@@ -159,7 +168,7 @@ class FleetQueue:
         waiting = self._waiting.get(key)
         if waiting is not None:
             self.remove(key)
-            self.add(structs.replace(waiting.task, prediction=prediction), waiting.tenant)
+            self.add(structs.replace(waiting.task, prediction=prediction), waiting.tenant, waiting.rank)
         elif key in self._charged:
             charged = self._charged[key]
             task = structs.replace(charged.task, prediction=prediction)

@@ -26,7 +26,7 @@ from services.scheduler.policy.contract import (
     CLASS_LEVELS,
     PlannedBatch,
     PolicySettings,
-    QueueOrder,
+    Task,
     WorkerShape,
     least_priority,
     level_of,
@@ -59,8 +59,6 @@ class KvasirPolicy(TwoQueuePolicy):
     Nothing is set aside ahead: between two plans each job owns what it holds.
     """
 
-    queue_order = QueueOrder.WORK
-
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         options = two_queue_options("kvasir", settings.options, _DEFAULTS, OPTIONS)
         super().__init__(
@@ -71,10 +69,15 @@ class KvasirPolicy(TwoQueuePolicy):
             WaitingQueue(self._work_rank, (0.0,)),
             WaitingQueue(self._work_rank, (0.0,)),
         )
-        self._passing = PassingBudget(options.passing_share)
+        self.passing_share = options.passing_share
+        self._passing = PassingBudget(self.passing_share)
         self._aged: set[SequenceKey] = set()
         """Started when nobody could pass them any more: last to give up what they hold."""
         self._profile: UsageProfile | None = None
+
+    def queue_key(self, task: Task, work_s: float) -> float:
+        """Least work first."""
+        return work_s
 
     def _work_rank(self, job: Job) -> tuple[Any, ...]:
         return (self._work_s(job), *job.task.order)

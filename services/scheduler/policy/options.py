@@ -6,10 +6,8 @@ Source: papers/003 §2.3 (padding, reserve), §3.3 (slack ranges), §3.4 (buffer
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 
-from services.scheduler.policy.contract import Reader, read_options
+from services.scheduler.policy.contract import PASSING_SHARE, Reader, read_options
 
-PASSING_SHARE = 0.35
-"""Of the work that starts while somebody older waits, so much may pass him."""
 LENGTHS = ("mean", "p50", "p80", "p90", "p95")
 """Which of a prediction's figures is padded and allocated; `mean` is its `rl_tokens`."""
 
@@ -101,10 +99,3 @@ def two_queue_options(
         field.name: field.default for field in fields(TwoQueueOptions) if names is None or field.name in names
     }
     return TwoQueueOptions(**read_options(policy, options, {**usual, **(defaults or {})}, _READERS))
-
-
-def passing_share(options: Mapping[str, object]) -> float:
-    """Of a policy's options, for the fleet's queue, which keeps to the same bound as the policy does within a
-    worker. Raises ConfigError."""
-    known = {name: value for name, value in options.items() if name == "passing_share"}
-    return two_queue_options("scheduler", known).passing_share

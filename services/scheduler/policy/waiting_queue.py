@@ -19,7 +19,8 @@ from typing import Any, Generic, TypeVar
 from sortedcontainers import SortedDict, SortedKeyList
 
 from services.scheduler.policy.batch_builder import Job, arrival_rank
-from services.scheduler.policy.options import PASSING_SHARE, TwoQueueOptions
+from services.scheduler.policy.contract import PASSING_SHARE
+from services.scheduler.policy.options import TwoQueueOptions
 from shared.average import averaged
 
 T = TypeVar("T")
@@ -85,14 +86,16 @@ class PassingBudget:
     """
 
     def __init__(self, share: float = PASSING_SHARE) -> None:
-        self._earned = share / (1 - share)
+        """From 1 on any amount may pass."""
+        self._is_bounded = share < 1
+        self._earned = share / (1 - share) if self._is_bounded else 0.0
         """By each second of work that starts in the order of arrival."""
         self._spent_s = self._mean_s = 0.0
         self._starts = 0
 
     @property
     def may_pass(self) -> bool:
-        return self._spent_s <= _PASSING_STARTS * self._mean_s
+        return not self._is_bounded or self._spent_s <= _PASSING_STARTS * self._mean_s
 
     def start(self, work_s: float, *, passes: bool) -> None:
         """So much work starts; `passes`: somebody older waits."""

@@ -73,6 +73,8 @@ class CacheFigures:
     """Copied there since the start."""
     lost_peer_blocks: int
     """Of these, those that were lost with the grant, or with the creditor."""
+    trouble: str = ""
+    """What an eviction order from outside raised last."""
 
     def details(self) -> dict[str, Any]:
         """What `python -m services status` shows."""
@@ -98,6 +100,7 @@ class CacheFigures:
             "sent_blocks": self.sent_blocks,
             "lost_peer_blocks": self.lost_peer_blocks,
             "prefix_tiers": rows,
+            **({"trouble": self.trouble} if self.trouble else {}),
         }
 
 
@@ -141,6 +144,7 @@ def read_figures(store: KvStore) -> CacheFigures:
         peer_blocks=store.cache.peers.used_blocks,
         sent_blocks=counts["sent"],
         lost_peer_blocks=counts["lost_peer"],
+        trouble=store.cache.trouble,
     )
 
 

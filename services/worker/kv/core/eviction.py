@@ -1,6 +1,8 @@
 """Which copy goes when a tier is full: orders of eviction, by name.
 
-An order ranks nodes by what is known of them; the lowest goes first. Ranks are taken when a node becomes
+An order ranks nodes by what is known of them; the lowest goes first. An installed package adds orders with
+entry points in the group `kvasir.worker.evictions`, `my_file.py:MyOrder` names one in a file
+(`shared/plugins.py`): a subclass of `EvictionOrder` with a `rank`. Ranks are taken when a node becomes
 evictable; a node that is used in between is ranked again. Pure. Source: papers/002 §IV-B for the first three;
 `frequent` is ours: in conversations most blocks are never wanted again, and those that were wanted twice are
 wanted a third time after about as long.
@@ -17,7 +19,7 @@ from services.worker.kv.core.block_pool import RowPool, RowShare
 from services.worker.kv.core.radix_tree import Node, Tier
 from shared.average import averaged
 from shared.blocks import BlockHash
-from shared.errors import ConfigError
+from shared.plugins import PluginKind, told
 
 _LEAST_WEIGHT = 0.0005
 """Of one use in the mean gap; the first uses weigh more."""
@@ -96,6 +98,10 @@ class EvictionOrder(ABC):
     def __init__(self, history: ReuseHistory, seed: int = 0) -> None:
         self._history = history
         self._random = random.Random(seed)
+        self.faults = 0
+        """Nodes that `rank` raised for."""
+        self.fault = ""
+        """What it raised last."""
         self._heaps: dict[str, list[_Entry]] = {}
         """By tenant."""
         self._entry: dict[Node, int] = {}
@@ -118,7 +124,7 @@ class EvictionOrder(ABC):
         self._entry[node] = self._count
         self._wanted[tenant] = max(self._wanted.get(tenant, 0), node.used)
         heap = self._heaps.setdefault(tenant, [])
-        heapq.heappush(heap, (group, self._rank(node), self._count, node))
+        heapq.heappush(heap, (group, self._ranked(node), self._count, node))
         if len(heap) > 4 * self._owned[tenant] + 64:
             heap[:] = [item for item in heap if self._entry.get(item[3]) == item[2]]
             heapq.heapify(heap)
@@ -173,7 +179,7 @@ class EvictionOrder(ABC):
                 gone[above] += 1
                 if gone[above] == above.kids[Tier.DEVICE]:
                     self._count += 1
-                    heapq.heappush(heaps[tenant], (0, self._rank(above), self._count, above))
+                    heapq.heappush(heaps[tenant], (0, self._ranked(above), self._count, above))
             owned[tenant] = len(heaps[tenant])
             if not owned[tenant]:
                 del owned[tenant]
@@ -186,28 +192,39 @@ class EvictionOrder(ABC):
         return node
 
     @abstractmethod
-    def _rank(self, node: Node) -> EvictionRank:
-        """Of equal nodes the deepest goes first: without its beginning a prefix is worth nothing."""
+    def rank(self, node: Node) -> EvictionRank | float:
+        """Place of `node`: the lowest goes first. Of equal nodes the deepest should go first: without its
+        beginning a prefix is worth nothing."""
+
+    def _ranked(self, node: Node) -> EvictionRank:
+        """`rank`, or the place by last use where an order from outside raises: that costs hits, no answer."""
+        try:
+            found = self.rank(node)
+            return tuple(map(float, found)) if isinstance(found, tuple) else (float(found),)
+        except Exception as error:  # anything that outside code may raise
+            self.faults += 1
+            self.fault = f"eviction order {type(self).__name__} raised {told(error)} in rank"
+            return (float(node.used), -float(node.depth))
 
 
 class Lru(EvictionOrder):
     """Least recently used."""
 
-    def _rank(self, node: Node) -> EvictionRank:
+    def rank(self, node: Node) -> EvictionRank:
         return (node.used, -node.depth)
 
 
 class Fifo(EvictionOrder):
     """First stored, first out; being used changes nothing."""
 
-    def _rank(self, node: Node) -> EvictionRank:
+    def rank(self, node: Node) -> EvictionRank:
         return (node.inserted, -node.depth)
 
 
 class Random(EvictionOrder):
     """Whichever; for comparison."""
 
-    def _rank(self, node: Node) -> EvictionRank:
+    def rank(self, node: Node) -> EvictionRank:
         return (self._random.random(),)
 
 
@@ -221,7 +238,7 @@ class Frequent(EvictionOrder):
     is tuned to a trace or to the size of a tier. Without uses of old blocks it is `lru`.
     """
 
-    def _rank(self, node: Node) -> EvictionRank:
+    def rank(self, node: Node) -> EvictionRank:
         doublings = min(_MOST_DOUBLINGS, math.log2(1 + node.hits))
         return (node.used + self._history.mean_gap * doublings, -node.depth)
 
@@ -230,12 +247,18 @@ OrderMaker = Callable[[Tier, ReuseHistory], EvictionOrder]
 ORDERS: dict[str, type[EvictionOrder]] = {"fifo": Fifo, "frequent": Frequent, "lru": Lru, "random": Random}
 
 
+KIND = PluginKind(
+    "kvasir.worker.evictions",
+    "eviction order",
+    "eviction",
+    ("rank", "add", "discard", "first", "preview", "pop"),
+)
+
+
 def order_maker(name: str, seed: int = 0) -> OrderMaker:
     """Makes the order of that name for each tier. Raises ConfigError for a name that is not known."""
-    if name not in ORDERS:
-        known = ", ".join(ORDERS)
-        raise ConfigError(f"eviction order {name!r} is not known; write one of: {known}", param="eviction")
-    kind = ORDERS[name]
+    kind = KIND.find(name, ORDERS)
+    KIND.made(name, lambda: kind(ReuseHistory(), seed))
     return lambda tier, history: kind(history, seed + tier)
 
 

@@ -75,6 +75,11 @@ class PrefixCache(LowerTiers):
         self._tickets = 0
 
     @property
+    def trouble(self) -> str:
+        """What an eviction order from outside raised last; empty where none did."""
+        return self._books.trouble
+
+    @property
     def ids(self) -> int:
         """All own ids are below this."""
         return self._pool.ids

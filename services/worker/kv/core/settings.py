@@ -1,8 +1,8 @@
 """Settings of a worker's prefix cache."""
 
-from typing import Literal
-
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from services.worker.kv.core.eviction import ORDERS
 
 
 class PrefixCacheConfig(BaseModel):
@@ -11,8 +11,10 @@ class PrefixCacheConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     enabled: bool = Field(default=True, description="keep the KV of finished sequences for those that follow")
-    eviction: Literal["frequent", "lru", "fifo", "random"] = Field(
-        default="frequent", description="which block goes first when a tier is full"
+    eviction: str = Field(
+        default="frequent",
+        description=f"which block goes first when a tier is full: {', '.join(ORDERS)}, the name of an "
+        "installed order, or FILE.py:CLASS",
     )
     seed: int = Field(default=0, description="of the order `random`")
     host_mb: int = Field(default=256, ge=0, description="memory for blocks that left the device, in MiB")

@@ -108,8 +108,8 @@ def test_blocks_that_two_share_are_not_capacity_twice() -> None:
     shared = snapshot("worker-0", listed("a"), listed("b"))
     capacity = Capacity(total_blocks=100, free_blocks=90, evictable_blocks=8)
     adopt_snapshot(desk.roster, pipeline, msgspec.structs.replace(shared, capacity=capacity), VllmPolicy, 1.0)
-    assert isinstance(pipeline.policy, VllmPolicy)
-    assert pipeline.policy._table.capacity_blocks == 100
+    assert pipeline.policy is not None and isinstance(pipeline.policy.inner, VllmPolicy)
+    assert pipeline.policy.inner._table.capacity_blocks == 100
 
 
 def test_a_queued_attempt_that_lives_there_leaves_the_backlog() -> None:

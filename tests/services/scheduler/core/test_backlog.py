@@ -4,7 +4,7 @@ import pytest
 
 from services.scheduler.core.backlog import Backlog
 from services.scheduler.core.rules import Rules
-from services.scheduler.policy.contract import PolicySettings, QueueOrder
+from services.scheduler.policy.contract import QueueRule, by_work
 from shared.messages.commands import LengthPrediction
 from tests.services.scheduler.core.builders import sequence
 from tests.shared.messages.builders import worker_report
@@ -79,8 +79,7 @@ def _told(tokens: int) -> LengthPrediction:
 
 def _starts(passing_share: float) -> list[str]:
     """Three long answers, then sixty short ones, one by one."""
-    settings = PolicySettings(options={"passing_share": passing_share})
-    backlog = Backlog(Rules(settings=settings, placement_batch=1), QueueOrder.WORK)
+    backlog = Backlog(Rules(placement_batch=1), QueueRule(by_work, passing_share))
     backlog.on_reported(worker_report(prefill_tokens_per_s=1e9, decode_step_s=1.0))
     names = [*(f"long-{n}" for n in range(3)), *(f"short-{n:02}" for n in range(60))]
     waiting = [sequence(name, float(at), generated=1) for at, name in enumerate(names)]

@@ -5,11 +5,18 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.policy.contract import QueueOrder, Task, queue_order
+from services.scheduler.policy.contract import (
+    BY_WORK,
+    PASSING_SHARE,
+    PolicySettings,
+    QueueRule,
+    Task,
+    queue_rule,
+)
+from services.scheduler.policy.first_come import VllmPolicy
 from services.scheduler.policy.fleet_queue import FEED_SEQUENCES, Feed, FleetQueue
 from services.scheduler.policy.kvasir import KvasirPolicy
 from services.scheduler.policy.lengths import WorkerSpeeds
-from services.scheduler.policy.options import PASSING_SHARE
 from services.scheduler.policy.waiting_queue import PassingBudget
 from shared.messages.sequence import NOBODY, SequenceKey, Tenant
 from tests.shared.messages.builders import predicted
@@ -21,8 +28,8 @@ def task(name: str, arrival_s: float, answer: int, prompt: int = 10) -> Task:
     return Task((name, 0), prompt, 4000, arrival_s, prediction=predicted(answer))
 
 
-def queue(*tasks: Task, order: QueueOrder = QueueOrder.WORK) -> FleetQueue:
-    made = FleetQueue(order)
+def queue(*tasks: Task, rule: QueueRule = BY_WORK) -> FleetQueue:
+    made = FleetQueue(rule)
     made.on_measured(1000.0, 0.01, MEMORY_TOKENS)
     for one in tasks:
         made.add(one)
@@ -36,11 +43,11 @@ def names(keys: list[SequenceKey]) -> str:
 
 def test_by_arrival_or_by_work_as_the_policy_wants_it() -> None:
     tasks = [task("l", 0.0, 300), task("s", 1.0, 10), task("m", 2.0, 100)]
-    assert names(queue(*tasks, order=QueueOrder.ARRIVAL).next(3)) == "lsm"
-    assert names(queue(*tasks).next(3)) == "sml"
-    assert names(queue(*tasks).next(2)) == "sm"
-    assert queue_order(KvasirPolicy) is QueueOrder.WORK
-    assert queue_order(partial(KvasirPolicy)) is QueueOrder.ARRIVAL
+    assert names(queue(*tasks, rule=queue_rule(VllmPolicy, PolicySettings())).next(3)) == "lsm"
+    of_kvasir = queue_rule(partial(KvasirPolicy), PolicySettings())
+    assert of_kvasir.passing_share == PASSING_SHARE
+    assert names(queue(*tasks, rule=of_kvasir).next(3)) == "sml"
+    assert names(queue(*tasks, rule=of_kvasir).next(2)) == "sm"
 
 
 def test_a_late_prediction_changes_the_place_of_one_that_waits() -> None:
@@ -69,7 +76,7 @@ def test_nobody_waits_for_more_than_the_bound(answers: list[int], share: float) 
     """Work that passes the oldest is at most share / (1 - share) of what starts in the order of arrival, and
     a few starts more."""
     budget = PassingBudget(share)
-    made = FleetQueue(QueueOrder.WORK, budget)
+    made = FleetQueue(BY_WORK, budget)
     made.on_measured(1000.0, 0.01, MEMORY_TOKENS)
     speeds = WorkerSpeeds()
     speeds.on_measured(1000.0, 0.01)

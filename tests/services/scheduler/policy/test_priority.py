@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.policy import BUILT_IN
-from services.scheduler.policy.contract import PolicySettings, QueueOrder, Task
+from services.scheduler.policy.contract import BY_WORK, PolicySettings, QueueRule, Task
 from services.scheduler.policy.fleet_queue import FleetQueue
 from tests.services.scheduler.policy.batch_rig import rig, truth
 from tests.shared.messages.builders import predicted
@@ -51,7 +51,7 @@ def test_one_that_came_last_passes_all_that_wait(name: str, sizes: list[tuple[in
     assert bench.started.index(("urgent", 0)) <= before
 
 
-@pytest.mark.parametrize("order", list(QueueOrder))
+@pytest.mark.parametrize("rule", [BY_WORK, QueueRule()])
 @settings(deadline=None)
 @given(
     waiting=st.lists(
@@ -59,11 +59,11 @@ def test_one_that_came_last_passes_all_that_wait(name: str, sizes: list[tuple[in
     )
 )
 def test_the_fleets_queue_goes_by_priority_first(
-    order: QueueOrder, waiting: list[tuple[int, int, int]]
+    rule: QueueRule, waiting: list[tuple[int, int, int]]
 ) -> None:
     """Whatever work they are, and however much may pass; ranks, which are compared with those of workers,
     say the same."""
-    queue = FleetQueue(order)
+    queue = FleetQueue(rule)
     for number, (priority, prompt, answer) in enumerate(waiting):
         queue.add(Task((f"r{number}", 0), prompt, 500, float(number), priority=priority))
         queue.on_predicted((f"r{number}", 0), predicted(answer))

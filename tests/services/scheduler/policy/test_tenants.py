@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.scheduler.policy.contract import (
-    QueueOrder,
+    BY_WORK,
     Task,
     level_of,
     priority_in,
@@ -25,7 +25,7 @@ def task(name: str, answer: int = 50, priority: int = 0, arrival_s: float = 0.0)
 
 
 def queue_of(*waiting: tuple[Tenant, Task]) -> FleetQueue:
-    made = FleetQueue(QueueOrder.WORK)
+    made = FleetQueue(BY_WORK)
     made.on_measured(1000.0, 0.01, 1000)
     for tenant, one in waiting:
         made.add(one, tenant)
@@ -186,7 +186,7 @@ def test_a_priority_counts_among_ones_own_and_lets_nobody_pass_others() -> None:
 def test_who_comes_passes_what_waits_at_workers() -> None:
     feed = Feed(places=2)
     feed.join("w")
-    queue = FleetQueue(QueueOrder.WORK, feed=feed)
+    queue = FleetQueue(BY_WORK, feed=feed)
     queue.on_measured(1000.0, 0.01, 1000)
     queue.add(task("c", answer=900), Tenant(name="c"))
     for number in range(6):
