@@ -12,7 +12,7 @@ from services.scheduler.policy.contract import PolicySettings, QueueOrder, Worke
 from services.scheduler.policy.fleet_queue import FEED_SEQUENCES
 from services.worker.core.costs import find_cost
 from shared.errors import ConfigError
-from sim.predictors import find_predictor
+from sim.predictors import UNTRAINED, find_predictor
 from sim.requests import ServedRecord, SimRequest
 from sim.routers import find_router
 from sim.setup import Outcome, Setup
@@ -33,6 +33,8 @@ class Machine:
     token_budget: int = 1024
     max_batch_sequences: int = 256
     max_steps: int = 16
+    cache_blocks: int = 0
+    """Blocks of prompts that each worker keeps, of the trace's own size; 0: none."""
 
     @property
     def shape(self) -> WorkerShape:
@@ -58,6 +60,8 @@ class Case:
     """The policy's own."""
     workers: int = 1
     placement: str = "least_work"
+    eviction: str = "frequent"
+    """Where the machine keeps blocks of prompts."""
     queue: QueueOrder | None = None
     """Overrides the policy's."""
     places: int = FEED_SEQUENCES
@@ -96,7 +100,7 @@ def run_case(
     WedgeError for a policy's faults."""
     requests = requests_of(case)
     _check_sizes(requests, case.machine)
-    is_trained = case.predictor in ("histogram", "histogram_online", "learned")
+    is_trained = case.predictor not in UNTRAINED
     train = training_requests(case.source, count=TRAINING_REQUESTS, seed=case.seed) if is_trained else []
     setup = Setup(
         policy=case.policy,
@@ -110,6 +114,8 @@ def run_case(
         places=case.places,
         outstanding_steps=case.outstanding_steps,
         prediction_delay_s=case.prediction_delay_s,
+        cache_blocks=case.machine.cache_blocks,
+        eviction=case.eviction,
         is_checked=is_checked,
     )
     return Simulation(setup, requests, on_end).run()

@@ -14,9 +14,11 @@ from random import Random
 from typing import Protocol
 
 from services.predictor.core.histogram import HistogramModel
-from services.predictor.core.length_model import LengthSample
+from services.predictor.core.length_model import LengthModel, LengthSample
+from services.predictor.models import KIND, create
 from shared.errors import ConfigError
 from shared.messages.commands import LengthPrediction
+from shared.plugins import is_file
 from sim.requests import SimRequest
 
 _Z80, _Z90, _Z95 = 0.8416, 1.2816, 1.6449
@@ -200,6 +202,28 @@ class Learned(NoPredictor):
         return self._models[nearest].predict(replace(request, prompt_tokens=1), generated_tokens)
 
 
+class FromOutside(NoPredictor):
+    """A length model of the live predictor, which learns from `train` and from answers that are over. It sees
+    prompts of the right length, whose token ids are all 0."""
+
+    def __init__(self, model: LengthModel, train: Iterable[SimRequest]) -> None:
+        super().__init__(name=model.name)
+        self._model = model
+        for request in train:
+            self.observe(request)
+
+    def predict(self, request: SimRequest, generated_tokens: int) -> LengthPrediction | None:
+        told = self._model.predict(
+            _blank(request), max_tokens=request.max_tokens, generated_tokens=generated_tokens
+        )
+        lengths = (told.rl_tokens, told.p50_tokens, told.p80_tokens, told.p90_tokens, told.p95_tokens)
+        return prediction(request, generated_tokens, self.name, *lengths)
+
+    def observe(self, request: SimRequest) -> None:
+        is_cut = request.output_tokens >= request.max_tokens
+        self._model.observe(LengthSample(_blank(request), request.output_tokens, censored=is_cut))
+
+
 def _blank(request: SimRequest) -> bytes:
     """A prompt of that length: the histogram looks at nothing else."""
     return bytes(array("I").itemsize * request.prompt_tokens)
@@ -221,9 +245,18 @@ PREDICTORS: dict[str, Callable[[int, Iterable[SimRequest]], SimPredictor]] = {
 }
 
 
+UNTRAINED = frozenset(PREDICTORS) - {"histogram", "histogram_online", "learned"}
+"""Those that learn from no answers."""
+
+
 def find_predictor(name: str, *, seed: int = 0, train: Iterable[SimRequest] = ()) -> SimPredictor:
-    """The predictor called `name`; `train` is what the histograms learn from. Raises ConfigError."""
-    if name not in PREDICTORS:
-        names = ", ".join(sorted(PREDICTORS))
-        raise ConfigError(f"no simulated predictor {name!r}; there are {names}", param="predictor")
-    return PREDICTORS[name](seed, train)
+    """The predictor called `name`, those from outside included; `train` is what it learns from. Raises
+    ConfigError."""
+    if name in PREDICTORS:
+        return PREDICTORS[name](seed, train)
+    if not is_file(name) and name not in KIND.names():
+        names = ", ".join(sorted({*PREDICTORS, *KIND.names()}))
+        raise ConfigError(
+            f"no simulated predictor {name!r}; there are {names}, and FILE.py:CLASS", param="predictor"
+        )
+    return FromOutside(create(name), train)

@@ -1,26 +1,96 @@
-"""Which blocks of prompts each simulated worker keeps: the least recently used leave, and placement is told.
+"""Which blocks of prompts each simulated worker keeps, by an order of eviction; placement is told.
 
 A prompt's blocks are there once it is computed; a prefix is found as far as all of its blocks are. Placement
 knows what its live index knows (`services/placement/core/prefix_index.py`): what workers have said, and what
 was placed a moment ago. Knows nothing of time but what it is given.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from services.placement.core.prefix_index import CachedTokens, PrefixIndex
+from services.worker.kv.core.eviction import ReuseHistory, order_maker
+from services.worker.kv.core.radix_tree import Node, Tier
 from shared.blocks import BlockHash
 from shared.messages.prefixes import PrefixChain, WorkerPrefixes
+
+
+class _Kept:
+    """The blocks that one worker keeps, as a tree: only what nothing hangs on may go."""
+
+    def __init__(self, eviction: str) -> None:
+        self.nodes: dict[BlockHash, Node] = {}
+        self._history = ReuseHistory()
+        self._order = order_maker(eviction)(Tier.DEVICE, self._history)
+        self._requests = 0
+
+    def find(self, names: Sequence[BlockHash]) -> int:
+        """Blocks from the first on that are here; a request uses them."""
+        self._requests += 1
+        count = 0
+        for name in names:
+            if name not in self.nodes:
+                break
+            self._use(self.nodes[name])
+            count += 1
+        return count
+
+    def keep(self, names: Sequence[BlockHash], most: int) -> tuple[list[BlockHash], list[BlockHash]]:
+        """They were computed; what came, and what had to go."""
+        above: Node | None = None
+        added, removed = [], []
+        for name in names:
+            node = self.nodes.get(name)
+            if node is None:
+                node = self.nodes[name] = self._insert(name, above)
+                added.append(name)
+            node.used = self._requests
+            above = node
+        for name in names:
+            self._offer(self.nodes[name])
+        while len(self.nodes) > most and (gone := self._order.pop()) is not None:
+            removed.append(gone.name)
+            self._drop(gone)
+        return added, removed
+
+    def _insert(self, name: BlockHash, above: Node | None) -> Node:
+        node = Node(name, above)
+        self._history.on_stored(node, self._requests)
+        if above is not None:
+            above.kids[Tier.DEVICE] += 1
+            self._order.discard(above)
+        return node
+
+    def _use(self, node: Node) -> None:
+        self._history.on_used(node.used, self._requests)
+        if not node.hits:
+            self._history.on_returned()
+        node.used = self._requests
+        node.hits += 1
+        self._offer(node)
+
+    def _offer(self, node: Node) -> None:
+        if not node.kids[Tier.DEVICE]:
+            self._order.add(node)
+
+    def _drop(self, node: Node) -> None:
+        del self.nodes[node.name]
+        self._history.on_dropped(node)
+        if node.parent is not None:
+            node.parent.kids[Tier.DEVICE] -= 1
+            self._offer(node.parent)
 
 
 class SimPrefixes:
     """Of all workers, each with room for `most_blocks` blocks of `block_tokens` tokens."""
 
-    def __init__(self, workers: Sequence[str], most_blocks: int, block_tokens: int) -> None:
+    def __init__(
+        self, workers: Sequence[str], most_blocks: int, block_tokens: int, eviction: str = "lru"
+    ) -> None:
+        """`eviction`: the order in which blocks leave, by name. Raises ConfigError for an unknown one."""
         self.block_tokens = block_tokens
         self.index = PrefixIndex()
         self._most_blocks = most_blocks
-        self._kept: dict[str, OrderedDict[BlockHash, None]] = {name: OrderedDict() for name in workers}
+        self._kept = {name: _Kept(eviction) for name in workers}
         self._said = dict.fromkeys(workers, 0)
         for name in workers:
             self.index.on_worker(name, 1)
@@ -37,26 +107,11 @@ class SimPrefixes:
 
     def find(self, worker: str, names: Sequence[BlockHash]) -> int:
         """Tokens of the prompt that are there; they are used now."""
-        kept, count = self._kept[worker], 0
-        for name in names:
-            if name not in kept:
-                break
-            count += 1
-        for name in reversed(names[:count]):
-            kept.move_to_end(name)
-        return count * self.block_tokens
+        return self._kept[worker].find(names) * self.block_tokens
 
     def keep(self, worker: str, names: Sequence[BlockHash]) -> None:
         """A prompt was computed there; its beginning is the last to leave."""
-        kept = self._kept[worker]
-        added = [name for name in names if name not in kept]
-        for name in reversed(names):
-            kept[name] = None
-            kept.move_to_end(name)
-        removed = []
-        while len(kept) > self._most_blocks:
-            removed.append(kept.popitem(last=False)[0])
-        self._say(worker, added, removed)
+        self._say(worker, *self._kept[worker].keep(names, self._most_blocks))
 
     def _chains(self, names: Sequence[BlockHash]) -> tuple[PrefixChain, ...]:
         return (PrefixChain(block_tokens=self.block_tokens, names=b"".join(names)),)

@@ -40,6 +40,8 @@ class Setup:
     cache_blocks: int = 0
     """Each worker keeps so many blocks of prompts, of the trace's own size; 0: none."""
     cache_block_tokens: int = 512
+    eviction: str = "lru"
+    """Which of them goes first, by name (`services/worker/kv/core/eviction.py`)."""
     step_ends_s: Sequence[Sequence[float]] = ()
     """By worker, when the steps of a run that is replayed ended (`sim/replay.py`)."""
     placed: Mapping[SequenceKey, int] = field(default_factory=dict)

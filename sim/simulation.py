@@ -80,7 +80,9 @@ class Simulation:
             self._feed.join(name)
         self._prefixes: SimPrefixes | None = None
         if setup.cache_blocks:
-            self._prefixes = SimPrefixes(self._names, setup.cache_blocks, setup.cache_block_tokens)
+            self._prefixes = SimPrefixes(
+                self._names, setup.cache_blocks, setup.cache_block_tokens, setup.eviction
+            )
         for index, worker in enumerate(self._workers):
             worker.on_begin = partial(self._find_prefix, index)
             if setup.found_tokens and not setup.cache_blocks:

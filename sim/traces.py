@@ -4,21 +4,24 @@ CSV `arrival_s,prompt_tokens,output_tokens[,predicted_tokens]` (our own), Azure'
 `TIMESTAMP,ContextTokens,GeneratedTokens`, `num_prefill_tokens,num_decode_tokens` (Vidur, Sarathi),
 `in_llama,out_llama` (Alpaca lengths), `output_token_length,predicted_length` (LMSYS-Chat-1M's answers, each
 with the class that a language model put its prompt into; no prompts); JSONL
-`timestamp,input_length,output_length` (Mooncake, milliseconds). A folder of texts is cut into chunks, as
-papers/003 §2.1 does with BookCorpus. Knows no workload by name.
+`timestamp,input_length,output_length[,hash_ids]` (Mooncake, milliseconds; blocks of prompts by name). A
+folder of texts is cut into chunks, as papers/003 §2.1 does with BookCorpus. Knows no workload by name.
 """
 
 import csv
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from shared.blocks import HASH_BYTES, BlockHash
 from shared.errors import ConfigError
 
+BLOCK_TOKENS = 512
+"""Of the blocks that Mooncake's traces name."""
 CHARACTERS_PER_TOKEN = 4.0
 """Of English prose, roughly, with the vocabularies of 2022."""
 
@@ -32,6 +35,8 @@ class TraceRow:
     arrival_s: float | None = None
     predicted_tokens: int | None = None
     """Or the number of a class of lengths."""
+    names: tuple[BlockHash, ...] = ()
+    """Of the prompt's whole blocks of `BLOCK_TOKENS`, where the trace has them."""
 
 
 RequestRow = Mapping[str, Any]
@@ -66,7 +71,10 @@ def _classes(row: RequestRow) -> TraceRow:
 
 
 def _mooncake(row: RequestRow) -> TraceRow:
-    return TraceRow(int(row["input_length"]), int(row["output_length"]), float(row["timestamp"]) / 1000.0)
+    tokens = int(row["input_length"])
+    whole = list(row.get("hash_ids") or ())[: tokens // BLOCK_TOKENS]
+    names = tuple(int(name).to_bytes(HASH_BYTES, "big") for name in whole)
+    return TraceRow(tokens, int(row["output_length"]), float(row["timestamp"]) / 1000.0, names=names)
 
 
 FORMATS: dict[str, tuple[set[str], Callable[[RequestRow], TraceRow]]] = {
@@ -119,12 +127,9 @@ def _parse(rows: Iterable[RequestRow], name: str) -> list[TraceRow]:
 def _from_first_arrival(rows: list[TraceRow]) -> list[TraceRow]:
     arrivals = [row.arrival_s for row in rows if row.arrival_s is not None]
     if len(arrivals) < len(rows):
-        return [TraceRow(r.prompt_tokens, r.output_tokens, None, r.predicted_tokens) for r in rows]
+        return [replace(row, arrival_s=None) for row in rows]
     first_s = min(arrivals)
-    return [
-        TraceRow(row.prompt_tokens, row.output_tokens, at_s - first_s, row.predicted_tokens)
-        for row, at_s in zip(rows, arrivals, strict=True)
-    ]
+    return [replace(row, arrival_s=at_s - first_s) for row, at_s in zip(rows, arrivals, strict=True)]
 
 
 def chunk_texts(folder: Path, chunk_tokens: int = 2048, least_tokens: int = 18) -> list[TraceRow]:

@@ -235,7 +235,8 @@ def _pick(source: Source, count: int, random: Random, *, is_training: bool = Fal
 
 def _request(index: int, arrival_s: float, row: TraceRow, max_tokens: int) -> SimRequest:
     output_tokens = min(row.output_tokens, max_tokens)
-    return SimRequest(index, arrival_s, row.prompt_tokens, output_tokens, max_tokens, row.predicted_tokens)
+    prompt_tokens, told = row.prompt_tokens, row.predicted_tokens
+    return SimRequest(index, arrival_s, prompt_tokens, output_tokens, max_tokens, told, names=row.names)
 
 
 def poisson_requests(source: Source, *, count: int, rate_per_s: float, seed: int) -> list[SimRequest]:

@@ -78,6 +78,20 @@ def _rounds(draw: Random, rounds: int, stretch: int) -> list[int]:
     return chosen[:rounds]
 
 
+_STUDENT_T = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Two-sided 95 % quantiles for 2, 3, … values."""
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Holds the mean with 95 %, if values are drawn from a normal law. Raises ValueError for fewer than 2."""
+    if len(values) < 2:
+        raise ValueError("one value has no interval")
+    t = _STUDENT_T[min(len(values) - 2, len(_STUDENT_T) - 1)]
+    reach = t * statistics.stdev(values) / math.sqrt(len(values))
+    middle = statistics.fmean(values)
+    return middle - reach, middle + reach
+
+
 def geometric_mean(values: Iterable[float]) -> float:
     """How ratios of different workloads are combined into one."""
     return math.exp(statistics.fmean(math.log(value) for value in values))

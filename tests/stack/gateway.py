@@ -11,7 +11,7 @@ from services.gateway.core.stream import Stream
 from shared.messages.commands import CancelSequence
 from shared.messages.moves import MovePrepared
 from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerReported
-from shared.messages.sequence import Sampling, SequenceKey, SequenceSpec, pack_tokens
+from shared.messages.sequence import Sampling, SequenceKey, SequenceRef, SequenceSpec, pack_tokens
 from shared.messages.tokens import AcknowledgeEnds, ExtendSequence, FetchTokens, TokenFrame
 from tests.stack.actors import END_TOKEN, MODEL, Wanted
 from tests.virtual_net import Process
@@ -131,6 +131,11 @@ class Gateway(Process):
         if self.view.on_announced(event, self.world.now_s):
             for key, stream in self.streams.items():
                 self.apply(key, stream.submit(self.world.now_s))
+
+    def on_given_up(self, ref: SequenceRef) -> None:
+        stream = self.streams[ref.key]
+        if stream.attempt == ref.attempt:
+            self.apply(ref.key, stream.submit(self.world.now_s))
 
     def on_prepared(self, prepared: MovePrepared) -> None:
         stream = self.streams[prepared.ref.key]

@@ -1,5 +1,5 @@
-"""`python -m bench experiment FILE.yaml`: a grid of policies, predictors, placements, traces, rates and
-seeds.
+"""`python -m bench experiment FILE.yaml`: a grid of policies, predictors, placements, eviction orders,
+traces, rates and seeds.
 
 One run directory per cell below `--out` (resolved cell, figures, one JSONL row per request), a summary as CSV
 and Markdown, pictures of latency against rate. A cell that is there already is not run again, so an
@@ -20,9 +20,17 @@ from bench.kit.context import Context
 from bench.kit.outcome import Outcome, Table
 from bench.kit.plots import draw_knees
 from bench.kit.provenance import ROOT
-from bench.simulated.experiment.cells import CellAnswer, CellQuestion, answer_live, answer_simulated
+from bench.kit.turns import order_of
+from bench.simulated.experiment.cells import (
+    CellAnswer,
+    CellQuestion,
+    answer_live,
+    answer_simulated,
+    over_turns,
+)
 from bench.simulated.experiment.grid import AXES, Experiment, GridCell, read_experiment
 from bench.simulated.experiment.report import LIMIT, closing, reports, tables
+from shared.plugins import label
 from sim.sweep import sweep
 
 _SUMMARY = {
@@ -57,7 +65,7 @@ def run(context: Context) -> Outcome:
     if context.arguments.dry_run:
         return _plan(experiment, done)
     context.say(f"{len(experiment.cells)} cells, {len(done)} of them there already, in {_shown(folder)}/")
-    with context.progress(experiment.mode, len(todo)) as bar:
+    with context.progress(experiment.mode, len(todo) * experiment.turns) as bar:
         done |= _run_cells(experiment, todo, folder, context.arguments.processes, bar.advance)
     results = [(cell, done[cell]) for cell in experiment.cells]
     _summarize(folder, results)
@@ -98,7 +106,7 @@ def _run_cells(
     experiment: Experiment, todo: Sequence[GridCell], folder: Path, processes: int | None, advance: Any
 ) -> dict[GridCell, Figures]:
     if experiment.mode == "live":
-        return {cell: _run_live(experiment, cell, folder, advance) for cell in todo}
+        return _run_live(experiment, todo, folder, advance)
     questions = [CellQuestion(experiment, cell) for cell in todo]
     done: dict[GridCell, Figures] = {}
 
@@ -110,12 +118,33 @@ def _run_cells(
     return done
 
 
-def _run_live(experiment: Experiment, cell: GridCell, folder: Path, advance: Any) -> Figures:
-    place = folder / experiment.folder(cell)
+def _run_live(
+    experiment: Experiment, todo: Sequence[GridCell], folder: Path, advance: Any
+) -> dict[GridCell, Figures]:
+    """All cells in turn, `experiment.turns` times; a turn that is there already is not run again."""
+    found: dict[GridCell, list[CellAnswer]] = {cell: [] for cell in todo}
+    for turn in range(experiment.turns):
+        for at in order_of(turn, len(todo)):
+            cell = todo[at]
+            place = folder / experiment.folder(cell) / f"turn-{turn}"
+            found[cell].append(_turn(experiment, cell, place))
+            advance(1)
+    done = {}
+    for cell, answers in found.items():
+        rows = [{"turn": turn, **row} for turn, answer in enumerate(answers) for row in answer.rows]
+        whole = CellAnswer(over_turns([answer.figures for answer in answers]), rows)
+        done[cell] = _write(folder, experiment, cell, whole)
+    return done
+
+
+def _turn(experiment: Experiment, cell: GridCell, place: Path) -> CellAnswer:
+    file = place / "turn.json"
+    if file.exists():
+        return CellAnswer(**json.loads(file.read_text()))
     place.mkdir(parents=True, exist_ok=True)
-    figures = _write(folder, experiment, cell, answer_live(experiment, cell, place))
-    advance(1)
-    return figures
+    answer = answer_live(experiment, cell, place)
+    file.write_text(json.dumps(asdict(answer)))
+    return answer
 
 
 def _write(folder: Path, experiment: Experiment, cell: GridCell, answer: CellAnswer) -> Figures:
@@ -173,15 +202,11 @@ def _draw(folder: Path, results: Sequence[tuple[GridCell, Figures]]) -> None:
     for report in reports(results):
         if len(report.rates) == 1:
             continue
-        placements = len({side[2] for side in report.sides}) > 1
-        curves = {
-            (f"{policy} {placement}" if placements else policy, predictor): report.curve(side)
-            for side in report.ranked()
-            for policy, predictor, placement in [side]
-        }
+        names = {side: report.short_name(side) for side in report.ranked()}
+        curves = {(names[side], label(side[1])): report.curve(side) for side in names}
         knees: dict[str, tuple[str, float]] = {}
-        for side in report.ranked():
-            knee, name = report.knee(side), f"{side[0]} {side[2]}" if placements else side[0]
+        for side, name in names.items():
+            knee = report.knee(side)
             if knee is not None and isfinite(knee):
                 knees.setdefault(name, (f"{name} {knee:.2g}/s", knee))
         name = Path(report.trace).stem

@@ -5,6 +5,7 @@ time to the first token, job completion time, SLO attainment. SLOs of a live cel
 speeds at low load only if the file gives them; here they are left out.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -12,10 +13,11 @@ from typing import Any
 
 from bench.kit.datasets import data_folder
 from bench.kit.stacks import start_stack
-from bench.kit.stats import percentile
+from bench.kit.stats import mean_interval, percentile
 from bench.live.chats import LiveRun, chat_bodies, run_load
 from bench.simulated.ecoserve.measures import measure_reference
 from bench.simulated.experiment.grid import Experiment, GridCell
+from shared.plugins import absolute
 from sim.case import Case, run_case
 from sim.requests import ServedRecord
 from sim.summary import summarize
@@ -57,6 +59,7 @@ def answer_simulated(question: CellQuestion) -> CellAnswer:
         options=tuple(sorted(experiment.options.get(cell.policy, {}).items())),
         workers=experiment.workers,
         placement=cell.placement,
+        eviction=cell.eviction,
     )
     peer = Case(case.source, "vllm", "none", case.machine, requests=min(500, case.requests), seed=cell.seed)
     level = measure_reference(peer).level
@@ -79,11 +82,12 @@ def _row(record: ServedRecord) -> dict[str, Any]:
 
 
 def answer_live(experiment: Experiment, cell: GridCell, folder: Path) -> CellAnswer:
-    """A stack of its own per cell. Live traces are chats for Tiny Chat: `trace` only names the cell."""
+    """One turn, with a stack of its own. Requests are chats for Tiny Chat."""
     settings = {
-        "scheduler.policy": cell.policy,
-        "predictor.model": cell.predictor,
-        "placement.policy": cell.placement,
+        "scheduler.policy": absolute(cell.policy),
+        "predictor.model": absolute(cell.predictor),
+        "placement.policy": absolute(cell.placement),
+        "worker.prefix_cache.eviction": absolute(cell.eviction),
         **experiment.settings,
     }
     if cell.policy in experiment.options:
@@ -92,6 +96,18 @@ def answer_live(experiment: Experiment, cell: GridCell, folder: Path) -> CellAns
     with start_stack(folder.resolve() / "stack", settings, workers=experiment.workers) as stack:
         run = run_load(stack, bodies, cell.rate, cell.seed, experiment.max_tokens)
     return CellAnswer(_live_figures(run), _live_rows(run))
+
+
+def over_turns(turns: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means of the turns' figures, with the interval of each mean as NAME_low and NAME_high; failures are
+    added up."""
+    figures: dict[str, float] = {"turns": float(len(turns))}
+    for name in set.intersection(*(set(turn) for turn in turns)):
+        values = [turn[name] for turn in turns]
+        figures[name] = sum(values) if name in ("requests", "failures") else fmean(values)
+        if name in ("normalized_s", "ttft_s_p50", "jct_s"):
+            figures[f"{name}_low"], figures[f"{name}_high"] = mean_interval(values)
+    return figures
 
 
 def _live_rows(run: LiveRun) -> list[dict[str, Any]]:

@@ -1,13 +1,14 @@
 """An experiment's file: a grid over what can be swapped, read from YAML, checked before anything runs.
 
-Every list in `grid` is an axis; a cell is one choice of each. A cell's folder is named after its choices
-and a digest of everything that determines its result, so that a changed file never takes over an old
-result.
+Every list in `grid` is an axis; a cell is one choice of each. What stands for a policy, a predictor, a
+placement or an eviction order may be the name of an installed one, or `FILE.py:CLASS`. A cell's folder is
+named after its choices and a digest of everything that determines its result, those files included, so that a
+changed file never takes over an old result.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
@@ -15,19 +16,30 @@ from typing import Any
 
 import yaml
 
-from services.placement.policy import POLICIES as PLACEMENTS
+from services.placement.policy import LIVE_PACKINGS
+from services.placement.policy import create as create_placement
+from services.predictor.models import find_model
 from services.scheduler.policy import check_policy, find_policy
 from services.scheduler.policy.contract import PolicySettings
+from services.worker.kv.core.eviction import order_maker
 from shared.errors import ConfigError
+from shared.plugins import absolute, is_file, label
 from sim.case import Machine
-from sim.predictors import PREDICTORS
+from sim.predictors import find_predictor
+from sim.routers import find_router
 
-AXES = ("policy", "predictor", "placement", "trace", "rate", "seed")
-SIMULATED_PLACEMENTS = ("least_work", "round_robin", *PLACEMENTS)
+PARTS = ("policy", "predictor", "placement", "eviction")
+"""Axes of what can be swapped."""
+AXES = (*PARTS, "trace", "rate", "seed")
+LIVE_TRACE = "chats"
+"""Live requests are chats of the model that ships."""
+LEAST_TURNS = 3
+"""Of a live cell: with fewer there is no interval."""
 _DEFAULTS: dict[str, list[Any]] = {
     "policy": ["vllm"],
     "predictor": ["histogram"],
     "placement": ["best_fit"],
+    "eviction": ["frequent"],
     "trace": ["sharegpt"],
     "rate": [1.0],
     "seed": [0],
@@ -43,6 +55,7 @@ _TOP = {
     "settings",
     "slo_scale",
     "max_tokens",
+    "turns",
 }
 
 
@@ -53,6 +66,7 @@ class GridCell:
     policy: str
     predictor: str
     placement: str
+    eviction: str
     trace: str
     rate: float
     seed: int
@@ -80,9 +94,12 @@ class Experiment:
     slo_scale: float
     max_tokens: int
     """Of every live request."""
+    turns: int = 1
+    """How often each live cell is run, in turn with the others."""
 
     def folder(self, cell: GridCell) -> str:
         """Name of the cell's run directory."""
+        files = [name for part in PARTS if is_file(name := getattr(cell, part))]
         fixed = {
             "mode": self.mode,
             "requests": self.requests,
@@ -92,11 +109,13 @@ class Experiment:
             "settings": dict(self.settings),
             "slo_scale": self.slo_scale,
             "max_tokens": self.max_tokens,
+            "turns": self.turns,
+            "files": [Path(absolute(name).rpartition(":")[0]).read_text() for name in files],
         }
         whole = json.dumps([cell.choices(), fixed], sort_keys=True, default=str)
         digest = hashlib.sha256(whole.encode()).hexdigest()[:8]
-        trace = Path(cell.trace).stem
-        return f"{cell.policy}-{cell.predictor}-{cell.placement}-{trace}-{cell.rate:g}-s{cell.seed}-{digest}"
+        parts = "-".join(label(getattr(cell, part)).replace(":", ".") for part in PARTS)
+        return f"{parts}-{Path(cell.trace).stem}-{cell.rate:g}-s{cell.seed}-{digest}"
 
 
 def read_experiment(path: Path) -> Experiment:
@@ -111,18 +130,29 @@ def read_experiment(path: Path) -> Experiment:
     mode = content.get("mode", "simulator")
     if mode not in ("simulator", "live"):
         raise ConfigError(f"mode {mode!r}; write simulator or live", param="mode")
+    machine = _machine(content.get("machine") or {})
     return Experiment(
         name=str(content.get("name", path.stem)),
         mode=mode,
-        cells=_cells(content.get("grid") or {}, mode),
+        cells=_cells(content.get("grid") or {}, mode, machine),
         requests=_whole(content, "requests", 500),
         workers=_whole(content, "workers", 1),
-        machine=_machine(content.get("machine") or {}),
+        machine=machine,
         options=_options(content.get("options") or {}),
         settings=content.get("settings") or {},
         slo_scale=float(content.get("slo_scale", 2.0)),
         max_tokens=_whole(content, "max_tokens", 256),
+        turns=_turns(content, mode),
     )
+
+
+def _turns(content: Mapping[str, Any], mode: str) -> int:
+    if mode == "simulator" and "turns" in content:
+        raise ConfigError("turns is for mode: live; a simulation gives the same each time", param="turns")
+    turns = _whole(content, "turns", LEAST_TURNS if mode == "live" else 1)
+    if mode == "live" and turns < LEAST_TURNS:
+        raise ConfigError(f"turns is {turns}; write at least {LEAST_TURNS}", param="turns")
+    return turns
 
 
 def _refuse_unknown(given: Mapping[str, Any], known: set[str], what: str) -> None:
@@ -156,20 +186,27 @@ def _options(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     return given
 
 
-def _cells(grid: Mapping[str, Any], mode: str) -> tuple[GridCell, ...]:
+def _cells(grid: Mapping[str, Any], mode: str, machine: Machine) -> tuple[GridCell, ...]:
     _refuse_unknown(grid, set(AXES), "axis")
     axes = {axis: grid.get(axis, _DEFAULTS[axis]) for axis in AXES}
+    if mode == "live":
+        axes["trace"] = grid.get("trace", [LIVE_TRACE])
+        if axes["trace"] != [LIVE_TRACE]:
+            text = f"live requests are {LIVE_TRACE} of Tiny Chat: leave grid.trace out"
+            raise ConfigError(text, param="trace")
+    elif "eviction" in grid and not machine.cache_blocks:
+        text = "the simulator evicts only where machine.cache_blocks says how many blocks a worker keeps"
+        raise ConfigError(text, param="eviction")
     by_trace = axes["rate"] if isinstance(axes["rate"], Mapping) else None
     if by_trace is not None:
         axes["rate"] = _of_all_traces(by_trace, axes["trace"])
     for axis, values in axes.items():
         if not isinstance(values, list) or not values:
             raise ConfigError(f"grid.{axis} is {values!r}; write a list", param=axis)
-    for policy in axes["policy"]:
-        find_policy(policy)
-    _check_names("placement", axes["placement"], SIMULATED_PLACEMENTS if mode == "simulator" else PLACEMENTS)
-    if mode == "simulator":
-        _check_names("predictor", axes["predictor"], PREDICTORS)
+    find = _SIMULATED if mode == "simulator" else _LIVE
+    for part in PARTS:
+        for name in axes[part]:
+            find[part](str(name))
     for rate in axes["rate"]:
         if isinstance(rate, bool) or not isinstance(rate, int | float) or rate <= 0:
             raise ConfigError(f"rate {rate!r}; write requests per second above 0", param="rate")
@@ -192,7 +229,20 @@ def _of_all_traces(rates: Mapping[str, Any], traces: Any) -> list[Any]:
     return list(dict.fromkeys(rate for values in rates.values() for rate in values))
 
 
-def _check_names(axis: str, names: list[str], known: Any) -> None:
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"{axis} {name!r} is not known; write one of: {', '.join(known)}", param=axis)
+def _find_live_placement(name: str) -> None:
+    if name not in LIVE_PACKINGS:
+        create_placement(name)
+
+
+_SIMULATED: Mapping[str, Callable[[str], object]] = {
+    "policy": find_policy,
+    "predictor": find_predictor,
+    "placement": find_router,
+    "eviction": order_maker,
+}
+"""By part: raises ConfigError for a name that is not known."""
+_LIVE: Mapping[str, Callable[[str], object]] = {
+    **_SIMULATED,
+    "predictor": find_model,
+    "placement": _find_live_placement,
+}

@@ -1,8 +1,9 @@
 """What came out of an experiment, for a person: who goes furthest, how latency grows, one sentence.
 
-A side is a policy with a predictor and a placement. Its knee on a trace is the rate at which its mean
-normalized latency passes the limit, `LIMIT` times the least that any side has there; between two measured
-rates the logarithm of the latency is taken to be linear. Pure.
+A side is a policy with a predictor, a placement and an eviction order. Its knee on a trace is the rate at
+which its mean normalized latency passes the limit, `LIMIT` times the least that any side has there; between
+two measured rates the logarithm of the latency is taken to be linear. Where cells have intervals (live ones
+do, and several seeds), sides whose intervals overlap share a place. Pure.
 """
 
 import math
@@ -12,7 +13,9 @@ from pathlib import Path
 from statistics import fmean
 
 from bench.kit.outcome import Table
-from bench.simulated.experiment.grid import GridCell
+from bench.kit.stats import mean_interval
+from bench.simulated.experiment.grid import LEAST_TURNS, GridCell
+from shared.plugins import label
 
 LIMIT = 3.0
 """Times the least normalized latency of a trace."""
@@ -21,8 +24,8 @@ _MOST_RATES = 6
 
 Figures = Mapping[str, float]
 Results = Sequence[tuple[GridCell, Figures]]
-Side = tuple[str, str, str]
-"""Policy, predictor, placement."""
+Side = tuple[str, str, str, str]
+"""Policy, predictor, placement, eviction."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,38 @@ class TraceReport:
         """In requests a second; infinite where no rate was too much, None where the lowest was."""
         return knee_of(self.curve(side), self.limit_s)
 
+    def span(self, side: Side) -> tuple[float, float]:
+        """Of what sides are ranked by, the less the better: where it is measured, its interval."""
+        by_rate = self.sides[side]
+        if len(self.rates) == 1:
+            figures = by_rate[self.rates[0]]
+            found = figures["normalized_s"]
+            return figures.get("normalized_s_low", found), figures.get("normalized_s_high", found)
+        ends = []
+        for end in ("normalized_s_low", "normalized_s_high"):
+            bound = {rate: figures.get(end, figures["normalized_s"]) for rate, figures in by_rate.items()}
+            curve = sorted(bound.items())
+            ends.append(-(knee_of(curve, self.limit_s) or 0.0))
+        return min(ends), max(ends)
+
+    def is_better(self, one: Side, other: Side) -> bool:
+        """Whether it is ahead, and their intervals do not overlap."""
+        ranked = self.ranked()
+        (_, end), (start, _) = self.span(one), self.span(other)
+        is_measured = any("normalized_s_low" in figures for figures in self.sides[one].values())
+        return ranked.index(one) < ranked.index(other) and (end < start or not is_measured)
+
+    def places(self) -> list[tuple[int, Side]]:
+        """The sides in order, each with one more than how many are better: those that cannot be told apart
+        share a place."""
+        ranked = self.ranked()
+        return [(1 + sum(self.is_better(other, side) for other in ranked), side) for side in ranked]
+
+    def short_name(self, side: Side) -> str:
+        """The policy, and what else differs but the predictor."""
+        differing = [at for at in (2, 3) if len({each[at] for each in self.sides}) > 1]
+        return " ".join(label(side[at]) for at in (0, *differing))
+
     def ranked(self) -> list[Side]:
         """Those first that go furthest; among equals the ones that are faster at the highest rate."""
         last = self.rates[-1]
@@ -56,9 +91,6 @@ class TraceReport:
 
         return sorted(self.sides, key=key)
 
-    def best(self, policy: str) -> Side:
-        return next(side for side in self.ranked() if side[0] == policy)
-
 
 def reports(results: Results) -> list[TraceReport]:
     """In order of the traces' names. Cells without an answer at all are left out."""
@@ -67,7 +99,7 @@ def reports(results: Results) -> list[TraceReport]:
         gathered: dict[Side, dict[float, list[Figures]]] = {}
         for cell, figures in results:
             if cell.trace == trace and "normalized_s" in figures:
-                side = (cell.policy, cell.predictor, cell.placement)
+                side = (cell.policy, cell.predictor, cell.placement, cell.eviction)
                 gathered.setdefault(side, {}).setdefault(cell.rate, []).append(figures)
         sides = {
             side: {rate: _mean(several) for rate, several in by_rate.items()}
@@ -81,7 +113,11 @@ def reports(results: Results) -> list[TraceReport]:
 
 def _mean(several: Sequence[Figures]) -> Figures:
     names = set.intersection(*(set(figures) for figures in several))
-    return {name: fmean(figures[name] for figures in several) for name in names}
+    means = {name: fmean(figures[name] for figures in several) for name in names}
+    if len(several) >= LEAST_TURNS and "normalized_s_low" not in means:  # seeds of a simulation
+        low, high = mean_interval([figures["normalized_s"] for figures in several])
+        means |= {"normalized_s_low": low, "normalized_s_high": high}
+    return means
 
 
 def knee_of(curve: Sequence[tuple[float, float]], limit: float) -> float | None:
@@ -112,10 +148,10 @@ def _ranking(report: TraceReport) -> Table:
     names = _names(report)
     has_knees = len(report.rates) > 1
     rows = []
-    for place, side in enumerate(report.ranked(), start=1):
+    for place, side in report.places():
         figures = report.sides[side].get(at, {})
         knee = [_knee_text(report, side)] if has_knees else []
-        rows.append((place, *(side[index] for index in names.values()), *knee, *_compared(figures)))
+        rows.append((place, *(label(side[index]) for index in names.values()), *knee, *_compared(figures)))
     limit = f"within {report.limit_s:.3g} s a token ({LIMIT:g} × the least)"
     head = f"{_stem(report.trace)}: who goes furthest {limit}" if has_knees else _stem(report.trace)
     columns = ["#", *names, *(["to /s"] if has_knees else []), f"s/token at {at:g}/s", "TTFT s", "SLO"]
@@ -124,7 +160,10 @@ def _ranking(report: TraceReport) -> Table:
 
 def _compared(figures: Figures) -> tuple[str, ...]:
     shown = ("normalized_s", "ttft_s_p50", "slo", "failures")
-    return tuple(f"{figures[name]:.3g}" if name in figures else "" for name in shown)
+    told = [f"{figures[name]:.3g}" if name in figures else "" for name in shown]
+    if "normalized_s_high" in figures:
+        told[0] += f" ±{figures['normalized_s_high'] - figures['normalized_s']:.2g}"
+    return tuple(told)
 
 
 def _by_rate(report: TraceReport) -> Table:
@@ -134,13 +173,13 @@ def _by_rate(report: TraceReport) -> Table:
     for side in report.ranked():
         by_rate = report.sides[side]
         cells = (f"{by_rate[rate]['normalized_s']:.3g}" if rate in by_rate else "" for rate in rates)
-        rows.append((*(side[index] for index in names.values()), *cells))
+        rows.append((*(label(side[index]) for index in names.values()), *cells))
     return Table(f"{_stem(report.trace)}: s/token by requests/s", (*names, *(f"{r:g}" for r in rates)), rows)
 
 
 def _names(report: TraceReport) -> dict[str, int]:
     """The parts of a side that differ, and which of them it is."""
-    parts = {"policy": 0, "predictor": 1, "placement": 2}
+    parts = {"policy": 0, "predictor": 1, "placement": 2, "eviction": 3}
     return {
         name: index
         for name, index in parts.items()
@@ -184,26 +223,39 @@ def closing(results: Results) -> str:
 
 def _outcome_of(report: TraceReport) -> str:
     first = report.ranked()[0]
-    others = [report.best(policy) for policy in dict.fromkeys(side[0] for side in report.ranked())]
-    rest = [side for side in others if side[0] != first[0]]
-    where = f"on {_stem(report.trace)}"
+    others = [side for side in report.ranked()[1:] if _is_told(report, first, side)]
+    worse = [side for side in others if report.is_better(first, side)]
+    alike = [side for side in others if side not in worse]
+    where, unclear = f"on {_stem(report.trace)}", ""
+    if alike:
+        unclear = f"; the intervals of {_listed(_called(report, side) for side in alike)} overlap with it"
     if len(report.rates) == 1:
         latency_s = report.sides[first][report.rates[0]]["normalized_s"]
-        return (
-            f"{where} {_called(report, first)} is fastest with {latency_s:.3g} s a token{_than(report, rest)}"
-        )
+        verb = "is fastest with" if worse or not others else "takes"
+        took = f"{verb} {latency_s:.3g} s a token"
+        return f"{where} {_called(report, first)} {took}{_than(report, worse)}{unclear}"
     knee = report.knee(first)
     if knee is None:
         return f"{where} the lowest rate was too much for every policy: try lower ones"
     if math.isinf(knee):
-        return f"{where} the highest rate, {report.rates[-1]:g}/s, was not too much for {first[0]}: try more"
-    further = _times(report, knee, rest)
-    return f"{where} {_called(report, first)} goes furthest, to {knee:.3g} requests/s{further}"
+        name = report.short_name(first)
+        return f"{where} the highest rate, {report.rates[-1]:g}/s, was not too much for {name}: try more"
+    verb = "goes furthest, to" if worse or not others else "goes to"
+    further = _times(report, knee, worse)
+    return f"{where} {_called(report, first)} {verb} {knee:.3g} requests/s{further}{unclear}"
+
+
+def _is_told(report: TraceReport, first: Side, side: Side) -> bool:
+    """Of each policy, placement and eviction order the best, but not of the first itself."""
+    name = report.short_name(side)
+    best = next(other for other in report.ranked() if report.short_name(other) == name)
+    return side == best and name != report.short_name(first)
 
 
 def _called(report: TraceReport, side: Side) -> str:
-    """A policy, with its predictor where there are several."""
-    return f"{side[0]} with {side[1]}" if "predictor" in _names(report) else side[0]
+    """Its name, with its predictor where there are several."""
+    name = report.short_name(side)
+    return f"{name} with {label(side[1])}" if "predictor" in _names(report) else name
 
 
 def _than(report: TraceReport, rest: Sequence[Side]) -> str:
@@ -211,7 +263,7 @@ def _than(report: TraceReport, rest: Sequence[Side]) -> str:
         return ""
     rate = report.rates[0]
     return ", before " + _listed(
-        f"{side[0]} ({report.sides[side][rate]['normalized_s']:.3g})" for side in rest
+        f"{report.short_name(side)} ({report.sides[side][rate]['normalized_s']:.3g})" for side in rest
     )
 
 
@@ -219,8 +271,8 @@ def _times(report: TraceReport, knee: float, rest: Sequence[Side]) -> str:
     """How much further than each other policy at its best."""
     said = []
     for side in rest:
-        other = report.knee(side)
-        said.append(f"{side[0]} (below the lowest)" if other is None else f"{knee / other:.2f} × {side[0]}")
+        other, name = report.knee(side), report.short_name(side)
+        said.append(f"{name} (below the lowest)" if other is None else f"{knee / other:.2f} × {name}")
     return f", {_listed(said)}" if said else ""
 
 

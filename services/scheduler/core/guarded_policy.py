@@ -40,7 +40,9 @@ class GuardedPolicy:
 
     def fail(self, method: str, error: Exception, culprit: SequenceKey | None = None) -> None:
         """It raised `error`, or what it decided cannot be done."""
-        self.failure = PolicyFailed(f"{self._name} raised {told(error)} in {method}")
+        is_told = isinstance(error, PolicyFailed)
+        text = str(error) if is_told else f"{self._name} raised {told(error)} in {method}"
+        self.failure = PolicyFailed(text)
         self.culprit = culprit
         self.culprit_is_known = method not in ("on_arrival", "on_adopted")
 

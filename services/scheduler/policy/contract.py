@@ -337,7 +337,7 @@ def queue_key_of(policy: BatchPolicy) -> QueueKeyOf | None:
     return found
 
 
-def policy_name(make_policy: "PolicyFactory") -> str:
+def policy_name(make_policy: object) -> str:
     """What errors call a policy."""
     return f"batching policy {getattr(make_policy, '__name__', make_policy)}"
 

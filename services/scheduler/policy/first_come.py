@@ -33,6 +33,7 @@ from services.scheduler.policy.contract import (
     QueueRule,
     Task,
     WorkerShape,
+    policy_name,
     queue_key_of,
     read_options,
 )
@@ -51,7 +52,7 @@ class FirstComePolicy(ABC):
         self._settings = settings
         self._table = JobTable(shape)
         key = queue_key_of(self)
-        self._rule = None if key is None else QueueRule(key)
+        self._rule = None if key is None else QueueRule(key, name=policy_name(type(self)))
         """None: by arrival."""
         self._speeds = WorkerSpeeds()
         self._lengths = LengthEstimates(TwoQueueOptions(pad=0.0), block_tokens=1)

@@ -23,7 +23,7 @@ def results(**latencies: tuple[float, ...]) -> list[tuple[GridCell, dict[str, fl
     for name, curve in latencies.items():
         policy, _, predictor = name.partition("__")
         for rate, latency_s in zip(RATES, curve, strict=False):
-            cell = GridCell(policy, predictor or "none", "best_fit", "alpaca", rate, 0)
+            cell = GridCell(policy, predictor or "none", "best_fit", "frequent", "alpaca", rate, 0)
             made.append((cell, {"normalized_s": latency_s, "ttft_s_p50": 1.0, "failures": 0.0, "slo": 0.5}))
     return made
 
