@@ -18,7 +18,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from traceback import extract_tb
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shared.errors import ConfigError, PolicyFailed
 
@@ -79,6 +79,7 @@ class PluginKind:
         that the error lists. Raises ConfigError."""
         if name in built_in:
             return built_in[name]
+        found: Factory[T]
         if is_file(name):
             found = self._in_file(name)
         else:
@@ -145,7 +146,7 @@ class PluginKind:
             raise self._error(f"{path} cannot be loaded: {told(error)}") from error
         return module
 
-    def _check(self, name: str, found: object) -> None:
+    def _check(self, name: str, found: Any) -> None:
         if not callable(found):
             raise self._error(f"{name!r} is neither a class nor a function that makes one")
         if inspect.isclass(found):

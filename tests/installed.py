@@ -24,3 +24,30 @@ def install(
     (info / "entry_points.txt").write_text(f"[{group}]\n{''.join(lines)}")
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(sys.modules, module, raising=False)
+
+
+EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+KINDS = {
+    "policy": f"{EXAMPLES}/longest_first.py:LongestFirst",
+    "placement": f"{EXAMPLES}/fewest_sequences.py:FewestSequences",
+    "predictor": f"{EXAMPLES}/half_of_limit.py:HalfOfLimit",
+    "eviction": f"{EXAMPLES}/least_found.py:LeastFound",
+}
+"""The examples of the docs, by file name."""
+_GROUPS = {
+    "policy": "kvasir.scheduler.policies",
+    "placement": "kvasir.placement.policies",
+    "predictor": "kvasir.predictor.models",
+    "eviction": "kvasir.worker.evictions",
+}
+
+
+def install_examples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A distribution for each example; their names, by kind."""
+    names = {}
+    for kind, example in KINDS.items():
+        file, _, what = example.partition(":")
+        module, names[kind] = f"installed_{Path(file).stem}", Path(file).stem.replace("_", "-")
+        source = Path(file).read_text()
+        install(folder, monkeypatch, module, source, _GROUPS[kind], {names[kind]: what})
+    return names

@@ -45,8 +45,8 @@ def raising(methods: str, calls: range | float) -> PolicyFactory:
 
 def served(method: str, calls: range | float, *, within_s: float = 20.0) -> World:
     """All requests ended; a quarter of them began while the others ran."""
-    wanted = [Wanted(20 + number, 60 + number, 90) for number in range(REQUESTS)]
-    world = World(wanted=wanted, workers=2, kv_blocks=128, policy=raising(method, calls), pace=EVEN)
+    wanted = [Wanted(20 + number, 180 + number, 250) for number in range(REQUESTS)]
+    world = World(wanted=wanted, workers=2, kv_blocks=256, policy=raising(method, calls), pace=EVEN)
     world.is_checked = False  # the check says that a policy raised
     for number in range(REQUESTS):
         world.after(1.0 + 0.05 * number, lambda key=(f"r{number}", 0): world.submit(key))

@@ -11,9 +11,16 @@ import pytest
 from bench.cli import main
 from bench.kit.load import Answer
 from bench.live.chats import LiveRun
-from bench.simulated.experiment.cells import CellQuestion, _live_figures, answer_simulated, source_of
+from bench.simulated.experiment.cells import (
+    CellQuestion,
+    _live_figures,
+    answer_simulated,
+    over_turns,
+    source_of,
+)
 from bench.simulated.experiment.grid import read_experiment
 from shared.errors import ConfigError
+from tests.installed import EXAMPLES, KINDS, install_examples
 
 SIMULATED = """
 name: small
@@ -28,7 +35,7 @@ workers: 2
 """
 LIVE = """
 mode: live
-grid: {policy: [vllm], predictor: [histogram], placement: [best_fit], rate: [4]}
+grid: {policy: [POLICY], predictor: [PREDICTOR], placement: [PLACEMENT], eviction: [EVICTION], rate: [4]}
 requests: 4
 max_tokens: 24
 settings: {worker.kv_blocks: 256}
@@ -67,12 +74,89 @@ def test_a_dry_run_runs_nothing_and_a_second_run_only_what_is_missing(tmp_path: 
 
 @pytest.mark.stack
 def test_a_live_cell_starts_a_stack_of_its_own(tmp_path: Path) -> None:
-    result = experiment(tmp_path, LIVE)
+    text = LIVE
+    for kind, name in KINDS.items():
+        text = text.replace(kind.upper(), f'"{name}"')
+    result = experiment(tmp_path, text)
     assert result["failures"] == 0
     row = next(csv.DictReader((tmp_path / "cells" / "summary.csv").read_text().splitlines()))
     assert float(row["tokens_per_s"]) > 0
-    assert float(row["requests"]) == 4
-    assert row["policy"] == "vllm"
+    assert (float(row["requests"]), float(row["turns"])) == (12, 3)
+    assert float(row["normalized_s_low"]) < float(row["normalized_s"]) < float(row["normalized_s_high"])
+    assert row["trace"] == "chats", "what was sent"
+    for kind, name in KINDS.items():
+        assert row[kind] == name
+
+
+def test_an_interval_holds_the_mean_of_the_turns() -> None:
+    figures = over_turns([{"normalized_s": each, "failures": 1.0} for each in (1.0, 2.0, 3.0)])
+    assert (figures["normalized_s"], figures["failures"], figures["turns"]) == (2.0, 3.0, 3.0)
+    assert figures["normalized_s_low"] == pytest.approx(2 - 4.303 / 3**0.5)
+
+
+def mooncake(at: int) -> str:
+    """A request of that trace: three whole blocks, the first shared by a third of all."""
+    names = [at % 3, 10 + at % 5, at + 99]
+    row = {"timestamp": 900 * at, "input_length": 1600, "output_length": 8, "hash_ids": names}
+    return json.dumps(row) + "\n"
+
+
+@pytest.mark.parametrize("is_installed", [False, True], ids=["by file", "by entry point"])
+def test_what_comes_from_outside_is_an_axis_of_a_simulation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_installed: bool
+) -> None:
+    names = install_examples(tmp_path, monkeypatch) if is_installed else KINDS
+    (tmp_path / "trace.jsonl").write_text("".join(map(mooncake, range(40))))
+    text = f"""
+grid:
+  policy: [vllm, "{names["policy"]}"]
+  predictor: [oracle, "{names["predictor"]}"]
+  placement: [least_work, "{names["placement"]}"]
+  eviction: [lru, "{names["eviction"]}"]
+  trace: ["{tmp_path}/trace.jsonl"]
+  rate: [2]
+requests: 40
+workers: 2
+machine: {{cache_blocks: 6, capacity_blocks: 200}}
+"""
+    assert experiment(tmp_path, text)["figures"] == {"cells": 16, "cells_run": 16}
+    rows = list(csv.DictReader((tmp_path / "cells" / "summary.csv").read_text().splitlines()))
+    for kind, name in names.items():
+        assert sum(row[kind] == name for row in rows) == 8
+    ours = {row["normalized_s"] for row in rows if row["eviction"] == names["eviction"]}
+    assert ours.isdisjoint(row["normalized_s"] for row in rows if row["eviction"] == "lru"), (
+        "it evicts otherwise"
+    )
+    if not is_installed:
+        cells = set((tmp_path / "cells").glob("longest_first.py.LongestFirst-*"))
+        assert len(cells) == 8, "named after what they are"
+
+
+def test_the_key_of_a_policy_is_the_order_of_its_queue(tmp_path: Path) -> None:
+    """More than a worker serves: the shortest first have a far shorter median wait than the longest first.
+    Before, both waited as long, whatever the policy said."""
+    file = tmp_path / "orders.py"
+    source = (EXAMPLES / "longest_first.py").read_text()
+    file.write_text(source.replace("LongestFirst", "ShortestFirst").replace("-work_s", "work_s"))
+    (tmp_path / "e.yaml").write_text(f"""
+grid: {{policy: ["{file}:ShortestFirst", vllm, "{KINDS["policy"]}"], predictor: [oracle], rate: [6]}}
+requests: 300
+""")
+    read = read_experiment(tmp_path / "e.yaml")
+    shortest, first_come, longest = (
+        answer_simulated(CellQuestion(read, cell)).figures["ttft_s_p50"] for cell in read.cells
+    )
+    assert 5 * shortest < first_come < longest / 1.5
+
+
+def test_a_changed_file_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    text = f'grid: {{policy: ["{file}:LongestFirst"]}}'
+    file.write_text((EXAMPLES / "longest_first.py").read_text())
+    first = read_experiment(write(tmp_path, text))
+    before = first.folder(first.cells[0])
+    file.write_text(file.read_text() + "\n# changed\n")
+    assert first.folder(first.cells[0]) != before
 
 
 def test_a_file_that_is_wrong_is_a_wrong_flag(tmp_path: Path) -> None:
@@ -187,6 +271,11 @@ def test_a_folder_belongs_to_everything_that_determines_the_result(tmp_path: Pat
         ("{fastgen:", "{nobody:", "nobody"),
         ("requests: 40", "requests: many", "whole number"),
         ("name: two", "mode: dreamt", "simulator or live"),
+        ("name: two", "mode: live", "leave grid.trace out"),
+        ("name: two", "turns: 5", "gives the same each time"),
+        ("name: two\ngrid:", "mode: live\nturns: 2\ngrid:", "leave grid.trace out|at least 3"),
+        ("rate: [1, 2.5]", "eviction: [lru]", "machine.cache_blocks"),
+        ("rate: [1, 2.5]", "placement: [nowhere.py:Mine]", "there is no file"),
         ("name: two", "mode: live\nname: [", "cannot be read"),
         ("{capacity_blocks: 100}", "{blocks: 100}", "machine setting"),
     ],

@@ -86,3 +86,19 @@ def test_tables_fit_80_columns_and_the_sentence_is_last(tmp_path: Path) -> None:
     assert " ".join(rest.split()).endswith("× vllm.")
     _draw(tmp_path, cells)
     assert (tmp_path / "latency_alpaca.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sides_whose_intervals_overlap_share_a_place() -> None:
+    """Nobody is called the fastest who may not be."""
+    cells = results(a=(1.0,), b=(1.1,), c=(2.0,))
+    reach = {"a": 0.2, "b": 0.2, "c": 0.1}
+    for cell, figures in cells:
+        for end, sign in (("low", -1), ("high", 1)):
+            figures[f"normalized_s_{end}"] = figures["normalized_s"] + sign * reach[cell.policy]
+    (ranking,) = tables(cells)
+    assert [row[:2] for row in ranking.rows] == [(1, "a"), (1, "b"), (3, "c")]
+    assert ranking.rows[0][2] == "1 ±0.2"
+    said = closing(cells)
+    assert (
+        said == "On alpaca a is fastest with 1 s a token, before c (2); the intervals of b overlap with it."
+    )

@@ -39,7 +39,7 @@ def test_everything_that_is_wrong_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as raised:
         check_settings(specs, ROOT)
     lines = raised.value.message.split("\nerror: ")
-    starts = ["scheduler-0: policy 'nope'", "placement-0: order", "predictor-0: no length model"]
+    starts = ["scheduler-0: batching policy 'nope'", "placement-0: order", "predictor-0: length model 'nope'"]
     starts += ["worker-0: kv_blocks", "worker-1: device"]
     assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * 5
 

@@ -16,14 +16,7 @@ from itertools import islice
 from typing import Any
 
 from services.scheduler.policy.batch_builder import BatchBuilder, Job, JobStage
-from services.scheduler.policy.contract import (
-    PASSING_SHARE,
-    PlannedBatch,
-    PolicySettings,
-    Task,
-    WorkerShape,
-    read_options,
-)
+from services.scheduler.policy.contract import PlannedBatch, PolicySettings, WorkerShape, read_options
 from services.scheduler.policy.first_come import MaximumPolicy
 from services.scheduler.policy.research.foresight import Foreseeing
 from shared.messages.commands import LengthPrediction
@@ -114,12 +107,6 @@ class SrtfPolicy(Foreseeing, RankedPolicy):
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         read_options("srtf", settings.options, {})
         super().__init__(shape, settings)
-
-    passing_share = PASSING_SHARE
-
-    def queue_key(self, task: Task, work_s: float) -> float:
-        """Least work first."""
-        return work_s
 
     def on_predicted(self, key: SequenceKey, prediction: LengthPrediction, now_s: float) -> None:
         super().on_predicted(key, prediction, now_s)

@@ -5,6 +5,8 @@ Best fit, and policies by name.
 The index by size, against a sorted list.
 """
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from services.placement.policy.contract import Room
 from services.placement.policy.fit import BestFit, WorstFit
 from services.placement.policy.size_index import SizeIndex
 from shared.errors import ConfigError
+from tests.installed import install
 
 
 def test_most_room_then_fewest_sequences_then_lowest_id() -> None:
@@ -34,40 +37,25 @@ def test_least_room_then_lowest_id() -> None:
     assert BestFit().choose(10, ROOMS) == "w0"
 
 
+PACKAGE = """
 class Elsewhere:
-    """What a third party would install."""
-
-    def choose(self, size_tokens: int, rooms: list[Room]) -> str:
+    def choose(self, size_tokens, rooms):
         return rooms[-1].worker_id
+"""
 
 
-def test_policies_are_found_by_name_ours_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Point:
-        name = "elsewhere"
-
-        def load(self) -> type[Elsewhere]:
-            return Elsewhere
-
-    monkeypatch.setattr(
-        policy, "entry_points", lambda group: [Point()] if group == policy.ENTRY_POINT_GROUP else []
-    )
+def test_policies_are_found_by_name_ours_and_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = {"elsewhere": "Elsewhere", "broken": "Missing"}
+    install(tmp_path, monkeypatch, "kvasir_elsewhere", PACKAGE, policy.KIND.group, points)
     assert isinstance(policy.create("best_fit"), BestFit)
     assert policy.create("elsewhere").choose(1, ROOMS) == "w0"
+    assert policy.create(f"{tmp_path}/kvasir_elsewhere.py:Elsewhere").choose(1, ROOMS) == "w0"
     with pytest.raises(
-        ConfigError, match="best_fit, elsewhere, load_balance, mell, mell_eager, prefix_aware, worst_fit"
+        ConfigError,
+        match="best_fit, broken, elsewhere, load_balance, mell, mell_eager, prefix_aware, worst_fit",
     ):
         policy.create("nonsense")
-
-
-def test_one_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Point:
-        name, value = "broken", "elsewhere:Missing"
-
-        def load(self) -> type[Elsewhere]:
-            raise ImportError("no module named elsewhere")
-
-    monkeypatch.setattr(policy, "entry_points", lambda group: [Point()])
-    with pytest.raises(ConfigError, match=r"broken.*elsewhere:Missing.*no module"):
+    with pytest.raises(ConfigError, match=r"broken.*kvasir_elsewhere:Missing.*has no attribute 'Missing'"):
         policy.create("broken")
 
 
