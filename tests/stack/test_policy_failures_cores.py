@@ -1,14 +1,19 @@
 """A batching policy that raises: requests go on, or fail at once with its name. On virtual time."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import Any
 
 import pytest
 
+from services.scheduler.core.effects import Effect as SchedulerEffect
+from services.scheduler.core.effects import SequenceLeft
+from services.scheduler.core.sequence import Phase
 from services.scheduler.policy.contract import BY_ARRIVAL, PolicyFactory
 from services.scheduler.policy.first_come import VllmPolicy
 from shared.errors import PolicyFailed
+from shared.messages.sequence import FinishReason
 from tests.stack.actors import Wanted
 from tests.stack.world import EVEN, World
 
@@ -16,6 +21,16 @@ REQUESTS = 8
 ABOUT_ONE = ("on_arrival", "queue_key")
 """Their sequence is new: it alone is refused."""
 EVENTS = ("on_ended", "on_predicted", "on_short", "on_measured", "plan", *ABOUT_ONE)
+
+
+class TellingWorld(World):
+    """The gateway hears which sequences were given up."""
+
+    def _carry_out_plan(self, effect: SchedulerEffect) -> None:
+        super()._carry_out_plan(effect)
+        match effect:
+            case SequenceLeft(ref, Phase.DROPPED, FinishReason.ERROR):
+                self.send(self.scheduler.name, self.gateway, lambda: self.gateway.on_given_up(ref))
 
 
 class Fallible(VllmPolicy):
@@ -46,10 +61,10 @@ def raising(methods: str, calls: range | float) -> PolicyFactory:
 def served(method: str, calls: range | float, *, within_s: float = 20.0) -> World:
     """All requests ended; a quarter of them began while the others ran."""
     wanted = [Wanted(20 + number, 180 + number, 250) for number in range(REQUESTS)]
-    world = World(wanted=wanted, workers=2, kv_blocks=256, policy=raising(method, calls), pace=EVEN)
+    world = TellingWorld(wanted=wanted, workers=2, kv_blocks=256, policy=raising(method, calls), pace=EVEN)
     world.is_checked = False  # the check says that a policy raised
     for number in range(REQUESTS):
-        world.after(1.0 + 0.05 * number, lambda key=(f"r{number}", 0): world.submit(key))
+        world.after(1.0 + 0.05 * number, partial(world.submit, (f"r{number}", 0)))
     world.until(lambda: world.is_over, limit_s=within_s)
     return world
 

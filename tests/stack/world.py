@@ -27,12 +27,10 @@ from services.scheduler.core.effects import (
     PublishPrepared,
     PublishWorkerLost,
     SendPlan,
-    SequenceLeft,
     StepDown,
 )
 from services.scheduler.core.effects import Effect as SchedulerEffect
 from services.scheduler.core.rules import Rules
-from services.scheduler.core.sequence import Phase
 from services.scheduler.policy.contract import PolicyFactory
 from services.scheduler.policy.first_come import VllmPolicy
 from services.worker.core.plans import StepWork
@@ -55,7 +53,7 @@ from shared.messages.moves import (
 )
 from shared.messages.plans import BatchPlan
 from shared.messages.reports import SchedulerAnnounced, WorkerReported
-from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, SequenceSpec
+from shared.messages.sequence import SequenceKey, SequenceRef, SequenceSpec
 from shared.messages.tokens import FetchTokens
 from tests.shared.messages.builders import predicted
 from tests.stack.actors import (
@@ -277,8 +275,6 @@ class World(VirtualNet):
                 )
             case PublishPrepared(prepared):
                 self.send(self.scheduler.name, self.gateway, lambda: self.gateway.on_prepared(prepared))
-            case SequenceLeft(ref, Phase.DROPPED, FinishReason.ERROR):
-                self.send(self.scheduler.name, self.gateway, lambda: self.gateway.on_given_up(ref))
             case PublishMoved(moved):
                 self.moved.append(moved)
             case AskPlacement(question, items, excluded, withdrawn):

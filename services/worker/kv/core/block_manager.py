@@ -60,13 +60,6 @@ class Inventory:
         self.end_copy: Callable[[Node], None] = lambda node: None
         """Called with a block that leaves the device while the host gets a copy: that is over on return."""
 
-    @property
-    def trouble(self) -> str:
-        """What an order raised last; empty where none did."""
-        failed = [order for order in (*self._orders, self._saved) if order.fault]
-        times = sum(order.faults for order in failed)
-        return f"{failed[0].fault}; {times} blocks are ordered by their last use instead" if failed else ""
-
     def node_of(self, block: int) -> Node | None:
         """The named block that lies there on the device."""
         return self._published.get(block)

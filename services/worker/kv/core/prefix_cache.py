@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from services.worker.kv.core.arrivals import Awaited, Hit
 from services.worker.kv.core.block_manager import Inventory
 from services.worker.kv.core.block_pool import BlockPool
-from services.worker.kv.core.eviction import OrderMaker, order_maker
+from services.worker.kv.core.eviction import EvictionOrder, OrderMaker, ReuseHistory, order_maker
 from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.lower_tiers import LowerTiers
 from services.worker.kv.core.peer_keeping import PeerKeeping
@@ -62,7 +62,13 @@ class PrefixCache(LowerTiers):
     ) -> None:
         """`orders` instead of `tiers.eviction`: for experiments. Raises ConfigError for an unknown order."""
         make = orders or order_maker(tiers.eviction, tiers.seed)
-        books = Inventory(pool, tiers.host_blocks, tiers.disk_blocks, make, tiers.peer_blocks)
+        self._made: list[EvictionOrder] = []
+
+        def kept(tier: Tier, history: ReuseHistory) -> EvictionOrder:
+            self._made.append(make(tier, history))
+            return self._made[-1]
+
+        books = Inventory(pool, tiers.host_blocks, tiers.disk_blocks, kept, tiers.peer_blocks)
         super().__init__(books, mover, gate, min(tiers.kept_blocks, tiers.host_blocks))
         self._pool = pool
         self.on_moved_block = books.on_moved_block
@@ -77,7 +83,9 @@ class PrefixCache(LowerTiers):
     @property
     def trouble(self) -> str:
         """What an eviction order from outside raised last; empty where none did."""
-        return self._books.trouble
+        failed = [order for order in self._made if order.fault]
+        times = sum(order.faults for order in failed)
+        return f"{failed[0].fault}; {times} blocks are ordered by their last use instead" if failed else ""
 
     @property
     def ids(self) -> int:

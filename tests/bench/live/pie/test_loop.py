@@ -82,8 +82,8 @@ def test_the_scheduler_follows_the_capacity_and_no_block_is_lost(
         loop.run(5.0, until=lambda steps=steps: loop.steps >= steps or len(loop.answers) == REQUESTS)  # type: ignore[misc]
         loop.beat()
         policy = loop._scheduler._roster.pipelines["worker-0"].policy
-        assert isinstance(policy, VllmPolicy)
-        assert policy._table.capacity_blocks == pie.capacity_blocks
+        assert policy is not None and isinstance(policy.inner, VllmPolicy)
+        assert policy.inner._table.capacity_blocks == pie.capacity_blocks
         loop.check_integrity()
         pie.kv.residency.check_integrity()
         seen.add(pie.capacity_blocks)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.scheduler.core.effects import CancelAtWorker, SequenceLeft, WantKvAtWorker
+from services.scheduler.core.guarded_policy import GuardedPolicy
 from services.scheduler.core.long_waits import Claim, is_deprived, wanted, who_may_borrow
 from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import Rules
@@ -26,7 +27,7 @@ def roster_with_pipeline() -> tuple[Roster, WorkerPipeline]:
     report = worker_report(block_tokens=4, max_context_tokens=80, total_blocks=20, free_blocks=20)
     pipeline = roster.welcome(report, 1, 0.0)
     assert roster.closed_workers() == ("worker-0",)
-    pipeline.begin(VllmPolicy(WorkerShape(4, 20), roster.rules.settings), report, 0.0)
+    pipeline.begin(GuardedPolicy(VllmPolicy, WorkerShape(4, 20), roster.rules.settings), report, 0.0)
     return roster, pipeline
 
 
