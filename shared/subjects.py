@@ -27,7 +27,7 @@ ANY_LEDGER_CANDIDATES = f"{PREFIX}.cmd.ledger.candidates.*"
 
 SCHEDULER_ANNOUNCED = f"{PREFIX}.evt.scheduler.announced"
 SCHEDULER_WORKER_LOST = f"{PREFIX}.evt.scheduler.lost"
-SCHEDULER_GAVE_UP = f"{PREFIX}.evt.scheduler.gave_up"
+SCHEDULER_ABANDONED = f"{PREFIX}.evt.scheduler.abandoned"
 SCHEDULER_PREPARED = f"{PREFIX}.evt.scheduler.prepared"
 """Another worker is ready for a sequence: its gateway may hand it over."""
 SCHEDULER_MOVED = f"{PREFIX}.evt.scheduler.moved"
@@ -232,7 +232,7 @@ def _gateway(me: str) -> Permissions:
             ANY_WORKER_REPORTED,
             SCHEDULER_ANNOUNCED,
             SCHEDULER_WORKER_LOST,
-            SCHEDULER_GAVE_UP,
+            SCHEDULER_ABANDONED,
             SCHEDULER_PREPARED,
         ),
     )
@@ -248,7 +248,7 @@ def _scheduler(me: str) -> Permissions:
             worker_fetch.by(me),
             SCHEDULER_ANNOUNCED,
             SCHEDULER_WORKER_LOST,
-            SCHEDULER_GAVE_UP,
+            SCHEDULER_ABANDONED,
             SCHEDULER_PREPARED,
             SCHEDULER_MOVED,
             *_LEASE_PUBLISH,

@@ -57,7 +57,7 @@ HANDLERS = (
     Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_worker_reported", sender="worker_id"),
     Listener(subjects.SCHEDULER_ANNOUNCED, SchedulerAnnounced, "on_scheduler_announced"),
     Listener(subjects.SCHEDULER_WORKER_LOST, WorkerLost, "on_worker_lost"),
-    Listener(subjects.SCHEDULER_GAVE_UP, SequencesGivenUp, "on_given_up"),
+    Listener(subjects.SCHEDULER_ABANDONED, SequencesGivenUp, "on_given_up"),
     Listener(subjects.SCHEDULER_PREPARED, MovePrepared, "on_prepared"),
     *status_handlers("gateway"),
 )

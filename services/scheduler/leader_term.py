@@ -397,7 +397,7 @@ class Term:
         self._waited_s += max(0.0, left.queued_s)
         self._hits.count(left)
         if left.phase is Phase.DROPPED and left.finish_reason is FinishReason.ERROR:
-            self._post(subjects.SCHEDULER_GAVE_UP, SequencesGivenUp(refs=(left.ref,)))
+            self._post(subjects.SCHEDULER_ABANDONED, SequencesGivenUp(refs=(left.ref,)))
         canonical(
             _log,
             "sequence",

@@ -8,7 +8,7 @@ import pytest
 
 from services.predictor.batching import Batcher
 from services.predictor.core.length_model import LengthQuery, LengthSample, PredictedLength
-from shared.errors import InternalError, NoResponder, Overloaded
+from shared.errors import NoResponder, Overloaded, PolicyFailed
 from tests.patience import PATIENCE_S
 from tests.tasks import running
 
@@ -95,7 +95,7 @@ async def test_a_model_that_fails_is_an_error_of_that_batch_only() -> None:
     batcher = Batcher(model)
     async with running(batcher.run()):
         model.fails = True
-        with pytest.raises(InternalError, match="broken"):
+        with pytest.raises(PolicyFailed, match="RuntimeError: broken"):
             await batcher.predict(query(1))
         model.fails = False
         assert (await batcher.predict(query(2))).p50_tokens == 2
