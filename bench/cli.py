@@ -14,6 +14,7 @@ from bench.kit.context import Context
 from bench.kit.outcome import Outcome, as_json, document
 from bench.kit.provenance import ROOT
 from bench.registry import BENCHES, Bench, find, names
+from shared.command_line import Parser, hint
 from shared.errors import ConfigError, KvasirError
 
 _RUNS = ROOT / "runs" / "bench"
@@ -36,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         bench = find(words[0])
     except KeyError:
-        print(f"error: no bench {words[0]!r}; there are: {', '.join(names())}, data, record", file=sys.stderr)
+        known = (*names(), "data", "record")
+        print(f"error: no bench {words[0]!r}{hint(words[0], known)}", file=sys.stderr)
         return 2
     return _carry_out(bench, words[1:])
 
@@ -70,7 +72,7 @@ def _carry_out(bench: Bench, words: Sequence[str]) -> int:
 
 
 def _parser(bench: Bench) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"python -m bench {bench.name}", description=bench.description)
+    parser = Parser(prog=f"python -m bench {bench.name}", description=bench.description)
     common = parser.add_argument_group("common")
     common.add_argument("--quick", action="store_true", help="end within a minute, on less data")
     common.add_argument("--json", metavar="FILE", help="write the result here; - is standard output")

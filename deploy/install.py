@@ -42,7 +42,7 @@ class Failed(Exception):
 
 def main(words: list[str] | None = None) -> int:
     """Exit code: 0 done, 1 failed, 130 interrupted."""
-    parser = argparse.ArgumentParser(description="Set up .venv with what Kvasir needs.")
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Set up .venv with what Kvasir needs.")
     parser.add_argument("--dev", action="store_true", help="also what tests, checks and pictures need")
     parser.add_argument("--torch", choices=("cpu", "cuda"), help="which build [the one there is, else cpu]")
     arguments = parser.parse_args(words)

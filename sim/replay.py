@@ -11,7 +11,6 @@ where it was first.
     python -m sim.replay FILE --request ID --policy ecoserve   what that would have made of a request
 """
 
-import argparse
 import json
 import sys
 from bisect import bisect_right
@@ -26,6 +25,7 @@ from typing import Any
 from services.scheduler.policy.contract import PolicySettings, QueueOrder, WorkerShape
 from services.scheduler.policy.fleet_queue import FEED_SEQUENCES
 from services.worker.core.costs.linear import LEAST_STEPS, LinearCost, MeasuredStep, fit_linear
+from shared.command_line import Parser
 from shared.errors import ConfigError
 from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey
@@ -355,7 +355,7 @@ def _share(part: int, whole: int) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line of the module; JSON. Returns 0, 2 for what cannot be replayed."""
-    parser = argparse.ArgumentParser(prog="python -m sim.replay")
+    parser = Parser(prog="python -m sim.replay")
     parser.add_argument("recording", type=Path)
     parser.add_argument("--request", help="what else would have become of this one")
     parser.add_argument("--policy", action="append", default=[], help="instead of its own; repeatable")

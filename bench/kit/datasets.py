@@ -4,7 +4,6 @@
 user's cache. Every bench works without any of them; `python -m bench data` downloads what is missing.
 """
 
-import argparse
 import csv
 import hashlib
 import os
@@ -19,6 +18,7 @@ from rich.console import Console
 
 from bench.kit.outcome import as_json
 from bench.kit.provenance import ROOT
+from shared.command_line import Parser
 from shared.errors import InternalError, KvasirError, UnavailableError
 
 _CONNECT_S, _DEADLINE_S = 5.0, 60.0
@@ -127,7 +127,7 @@ def _fetch(source: Source, part: Path, transport: httpx.BaseTransport | None) ->
 
 def main(argv: Sequence[str]) -> int:
     """The exit code: 0, also when something is missing; 1 when a file is not what it should be."""
-    parser = argparse.ArgumentParser(prog="python -m bench data", description=__doc__)
+    parser = Parser(prog="python -m bench data", description=__doc__)
     parser.add_argument("--list", action="store_true", help="list only, download nothing")
     parser.add_argument("--json", action="store_true", help="for programs")
     arguments = parser.parse_args(argv)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.kit.provenance import ROOT
+from shared.command_line import Parser
 from shared.errors import ConfigError
 
 PAGES = ROOT / "docs" / "benchmarks"
@@ -20,7 +21,7 @@ PAGES = ROOT / "docs" / "benchmarks"
 
 def main(argv: Sequence[str]) -> int:
     """The exit code: 0, or 2 for a file that is no result of a bench that has a page."""
-    parser = argparse.ArgumentParser(prog="python -m bench record", description=__doc__)
+    parser = Parser(prog="python -m bench record", description=__doc__)
     parser.add_argument("results", nargs="+", type=Path, help="result.json of runs")
     parser.add_argument("--label", help="of the block, for a single result")
     parser.add_argument("--pages", type=Path, default=PAGES, help=argparse.SUPPRESS)

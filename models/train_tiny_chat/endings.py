@@ -107,7 +107,7 @@ def train_round(trainer: Trainer, packer: RowPacker, steps: int, factor: float) 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("models/tiny_chat"))
     parser.add_argument("--rounds", type=int, default=2)

@@ -45,7 +45,7 @@ def pick(chats: list[Chat], per_kind: int) -> list[Chat]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("models/tiny_chat"))
     parser.add_argument("--per-kind", type=int, default=PER_KIND)
     parser.add_argument("--samples", type=int, default=2, help="texts printed for each kind")

@@ -56,7 +56,7 @@ def export_model(model: TinyLlama, tokenizer: Tokenizer, out: Path) -> None:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("models/tiny_chat"))
     args = parser.parse_args()

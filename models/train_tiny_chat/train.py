@@ -168,7 +168,7 @@ def run(trainer: Trainer, budget_s: float, checkpoints: Path) -> None:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument(
         "--minutes", type=float, default=75.0, help="training time, without building the corpus"
     )

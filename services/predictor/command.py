@@ -18,6 +18,7 @@ from services.predictor.core.length_model import LengthSample, ModelSettings
 from services.predictor.core.report import LengthReport, evaluate, held_out_of
 from services.predictor.models import create, model_names
 from services.predictor.samples import load_tokenizer, read_samples
+from shared.command_line import Parser
 from shared.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m services.predictor", description=__doc__)
+    parser = Parser(prog="python -m services.predictor", description=__doc__)
     commands = parser.add_subparsers(required=True)
     training = commands.add_parser("train", help="make the next version of the regressor (or of lm_head)")
     training.set_defaults(run=_train)

@@ -17,6 +17,7 @@ from services.stack.obstructions import Obstructed
 from services.stack.rundir import DEFAULT_RUN_DIR, RunDirectory
 from services.stack.table import ROOT, TableMaker, kvasir_table, parse_override
 from shared import log
+from shared.command_line import Parser
 from shared.config import load
 from shared.errors import ConfigError, KvasirError
 from shared.messages.sequence import ServiceClass
@@ -70,10 +71,10 @@ def main(argv: Sequence[str] | None = None, program: Program = Program()) -> int
         return 130
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(Parser):
     """Reports a wrong command line in one line that begins with `error: `, with exit code 2."""
 
-    def error(self, message: str) -> NoReturn:
+    def complain(self, message: str) -> NoReturn:
         print(f"error: {message}; see `{self.prog} --help`", file=sys.stderr)
         raise SystemExit(2)
 

@@ -9,16 +9,17 @@ Whatever cannot work is a `ConfigError` that names the setting.
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource, SettingsError
 
 from shared import subjects
+from shared.command_line import hint
 from shared.config.models import ENV_PREFIX, BusConfig, ServiceConfig, TracesConfig
 from shared.errors import ConfigError
 
@@ -60,19 +61,44 @@ def _shown(path: str, value: object) -> str:
 def _settings_of(model: type[BaseModel], path: Sequence[str]) -> tuple[str, ...]:
     for name in path:
         field = model.model_fields.get(name)
-        inner = field.annotation if field else None
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+        inner = _inner_model(field.annotation) if field else None
+        if inner is None:
             return ()
         model = inner
     return tuple(model.model_fields)
 
 
-def hint(name: str, known: Sequence[str]) -> str:
-    """The name that was probably meant, else all there are."""
-    close = get_close_matches(name, known, n=1)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; there are: {', '.join(sorted(known))}" if known else ""
+def check_setting(
+    model: type[BaseModel], names: Sequence[str], as_typed: Callable[[Sequence[str]], str]
+) -> None:
+    """Raises ConfigError where there is no setting of that name, or it is below a plain value; `as_typed`
+    writes names as whoever set it did."""
+    for depth, name in enumerate(names, 1):
+        so_far = as_typed(names[:depth])
+        if name not in model.model_fields:
+            close = get_close_matches(name, model.model_fields, n=1)
+            meant = f"; did you mean {as_typed([*names[: depth - 1], *close])}?" if close else ""
+            known = "" if close else hint(name, tuple(model.model_fields))
+            raise ConfigError(f"{so_far} is no setting{meant}{known}", param=name)
+        annotation = model.model_fields[name].annotation
+        inner = _inner_model(annotation)
+        if inner is None:
+            if depth < len(names) and not _takes_keys(annotation):
+                text = f"{as_typed(names)}: nothing is below {so_far}, which is one value: set it itself"
+                raise ConfigError(text, param=".".join(names[:depth]))
+            return
+        model = inner
+
+
+def _inner_model(annotation: Any) -> type[BaseModel] | None:
+    found = [each for each in (annotation, *get_args(annotation)) if isinstance(each, type)]
+    return next((each for each in found if issubclass(each, BaseModel)), None)
+
+
+def _takes_keys(annotation: Any) -> bool:
+    """Whether any key may stand below it."""
+    each = (annotation, *get_args(annotation))
+    return any(one is Any or get_origin(one) in (dict, Mapping) or one is dict for one in each)
 
 
 ENV_CONFIG_FILE = "KVASIR_CONFIG"
@@ -164,7 +190,7 @@ def _from_environment(
     config_type: type[ServiceConfig], section: str, environ: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     own_prefix = f"{ENV_PREFIX}{section.upper()}__"
-    _refuse_unknown_variables(config_type, own_prefix, environ)
+    _refuse_unknown_variables(config_type, section, environ)
     layers: list[dict[str, Any]] = []
     for settings_type, prefix in ((_SharedSettings, ENV_PREFIX), (config_type, own_prefix)):
         source = EnvSettingsSource(
@@ -183,19 +209,34 @@ def _from_environment(
 
 
 def _refuse_unknown_variables(
-    config_type: type[ServiceConfig], own_prefix: str, environ: Mapping[str, str]
+    config_type: type[ServiceConfig], section: str, environ: Mapping[str, str]
 ) -> None:
+    """Raises ConfigError for what is nobody's: a section, a setting, a key below a plain value."""
+    known = (*_SECTIONS, *SHARED_SETTINGS, section)
     for name in environ:
-        for prefix, settings_type in ((own_prefix, config_type), (f"{ENV_PREFIX}BUS__", BusConfig)):
-            if name.upper().startswith(prefix):
-                setting = name[len(prefix) :].lower().split("__")[0]
-                known = tuple(settings_type.model_fields)
-                if setting not in known:
-                    raise ConfigError(f"{name} is no setting{hint(setting, known)}", param=setting)
+        first, *names = name.upper().removeprefix(ENV_PREFIX).lower().split("__")
+        if not name.upper().startswith(ENV_PREFIX) or not names:
+            continue
+        if first not in known:
+            close = get_close_matches(first, known, n=1)
+            meant = f"; did you mean {_as_variable([*close, *names])}?" if close else hint(first, known)
+            raise ConfigError(f"{name}: no section {first.upper()}{meant}", param=first)
+        if first in SHARED_SETTINGS:
+            check_setting(ServiceConfig, [first, *names], _as_variable)
+        elif first == section:
+            check_setting(config_type, names, lambda path: _as_variable([section, *path]))
+
+
+def _as_variable(names: Sequence[str]) -> str:
+    return ENV_PREFIX + "__".join(names).upper()
 
 
 def _from_flags(config_type: type[ServiceConfig], section: str, argv: list[str]) -> dict[str, Any]:
     words = [_with_underscores(word) for word in argv]
+    for typed, word in zip(argv, words, strict=True):
+        if typed.startswith("--") and typed not in ("--", "--help"):
+            names = word[2:].partition("=")[0].split(".")
+            check_setting(config_type, names, lambda path: _as_flag(path, typed))
     try:
         source: CliSettingsSource[Any] = CliSettingsSource(
             config_type,
@@ -222,6 +263,12 @@ class _BriefHelp(argparse.RawDescriptionHelpFormatter):
         prefix: str | None = None,
     ) -> None:
         super().add_usage(usage, [], [], prefix)
+
+
+def _as_flag(names: Sequence[str], typed: str) -> str:
+    """With hyphens where the one typed has some."""
+    flag = "--" + ".".join(names)
+    return flag.replace("_", "-") if "-" in typed[2:].partition("=")[0] else flag
 
 
 def _with_underscores(word: str) -> str:

@@ -45,7 +45,7 @@ for process in map(int, filter(str.isdigit, os.listdir("/proc"))):
 
 def main() -> int:
     """0 when everything held, 2 when this machine cannot run it."""
-    parser = argparse.ArgumentParser(prog="python -m tests.compose")
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m tests.compose")
     parser.add_argument("--base", help="image to build on; default: the Dockerfile's")
     parser.add_argument("--host-network", action="store_true", help="for a Docker that cannot make networks")
     arguments = parser.parse_args()

@@ -20,7 +20,7 @@ _MOST_GROUPS = 8
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="tests.simulation", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="tests.simulation", description=__doc__)
     parser.add_argument("--schedules", type=int, default=100, help="how many, from --first on")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="one schedule, with what happens in it")

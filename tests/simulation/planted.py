@@ -54,7 +54,7 @@ def find(name: str, schedules: int, processes: int, first: int = 0) -> Found | N
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="tests.simulation.planted", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="tests.simulation.planted", description=__doc__)
     parser.add_argument("--bug", action="append", choices=names())
     parser.add_argument("--schedules", type=int, default=10_000)
     parser.add_argument("--processes", type=int, default=2)

@@ -1,0 +1,43 @@
+"""The parser of every command line: no abbreviated flags, and the name that was probably meant."""
+
+import argparse
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
+
+
+def hint(name: str, known: Sequence[str]) -> str:
+    """The name that was probably meant, else all there are."""
+    close = get_close_matches(name, known, n=1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; there are: {', '.join(sorted(known))}" if known else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes no abbreviated flag: `--worker` would mean `--workers` until there is another one like it."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "allow_abbrev": False})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Suggests a flag in the place of one that there is not, as only the command's own parser can."""
+        found, rest = super().parse_known_args(args, namespace)
+        for word in rest:
+            if close := get_close_matches(word.partition("=")[0], self._option_string_actions, n=1):
+                self.error(f"unrecognized argument {word}; did you mean {close[0]}?")
+        return found, rest
+
+    def error(self, message: str) -> Any:
+        if found := _CHOICE.search(message):
+            names = [name.strip("' ") for name in found[2].split(",")]
+            if close := get_close_matches(found[1], names, n=1):
+                message = f"{message[: found.start()]}{found[1]!r} is unknown; did you mean {close[0]!r}?"
+        self.complain(message)
+
+    def complain(self, message: str) -> Any:
+        """Ends the process with exit code 2."""
+        super().error(message)
