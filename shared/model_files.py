@@ -59,13 +59,13 @@ def check_model(model: str) -> None:
     config = folder / "config.json"
     if not config.is_file():
         raise ConfigError(f"{folder} holds no model: it has no config.json", param="model")
-    _read_json(config)
+    read_json(config)
     weights = [path for pattern in _WEIGHTS for path in sorted(folder.glob(pattern))]
     if not weights:
         raise ConfigError(f"{folder} has no weights: no model.safetensors", param="model")
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        named = set(_read_json(index).get("weight_map", {}).values())
+        named = set(read_json(index).get("weight_map", {}).values())
         missing = sorted(name for name in named if not (folder / str(name)).is_file())
         if missing:
             raise ConfigError(f"{folder} lacks {', '.join(missing)}: download it again", param="model")
@@ -112,7 +112,10 @@ def _data_bytes(path: Path, header: bytes) -> int:
         raise ConfigError(f"{path} is no safetensors file: download it again", param="model") from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty where there is no file. Raises ConfigError for what is no JSON."""
+    if not path.is_file():
+        return {}
     try:
         content = json.loads(path.read_text("utf-8"))
     except OSError as error:

@@ -28,6 +28,8 @@ ANY_LEDGER_CANDIDATES = f"{PREFIX}.cmd.ledger.candidates.*"
 SCHEDULER_ANNOUNCED = f"{PREFIX}.evt.scheduler.announced"
 SCHEDULER_WORKER_LOST = f"{PREFIX}.evt.scheduler.lost"
 SCHEDULER_ABANDONED = f"{PREFIX}.evt.scheduler.abandoned"
+STACK_VERDICT = f"{PREFIX}.evt.stack.verdict"
+"""What is wrong with the stack, as its supervisor sees it."""
 SCHEDULER_PREPARED = f"{PREFIX}.evt.scheduler.prepared"
 """Another worker is ready for a sequence: its gateway may hand it over."""
 SCHEDULER_MOVED = f"{PREFIX}.evt.scheduler.moved"
@@ -234,6 +236,7 @@ def _gateway(me: str) -> Permissions:
             SCHEDULER_WORKER_LOST,
             SCHEDULER_ABANDONED,
             SCHEDULER_PREPARED,
+            STACK_VERDICT,
         ),
     )
 
@@ -351,6 +354,7 @@ def permissions_of(user: str) -> Permissions:
             publish=(
                 *_SEEN,
                 "$SRV.>",
+                STACK_VERDICT,
             ),
             subscribe=(f"{inbox_prefix(OPERATOR)}.>", PLACEMENT_WANTED),
             may_answer=False,

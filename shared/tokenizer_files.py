@@ -4,7 +4,6 @@ The gateway writes prompts with it, and a worker needs it where an answer has to
 torch; without transformers, too, where the folder has a tokenizer.json.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from shared.errors import ConfigError
 from shared.log import get_logger
-from shared.model_files import revision_advice, source_of
+from shared.model_files import read_json, revision_advice, source_of
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FILES = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -77,20 +76,13 @@ def model_folder(model: str) -> Path:
     return folder
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from error
-    return content if isinstance(content, dict) else {}
-
-
 def _load_tokenizer(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if path.is_file():
-        return Tokenizer.from_file(str(path))
+        try:
+            return Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigError(f"{path} is no tokenizer: {error}: download it again", param="model") from None
     try:
         from transformers import AutoTokenizer  # seconds, needed only for older formats
 

@@ -126,6 +126,9 @@ def read_recording(path: Path) -> RecordedRun:
         raise ConfigError(
             f"{path} is no recording that can be replayed; `services record --out FILE` makes one"
         )
+    models = sorted({each["model"] for each in head["setup"]["workers"] if "model" in each})
+    if len(models) > 1:
+        raise ConfigError(f"{path} is of {len(models)} models ({', '.join(models)}): record a stack of one")
     return recorded_run(head["setup"], events)
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from services.gateway.core.quotas import Quota
+from services.gateway.text.templates import check_template
 from shared.config import ModelServiceConfig
 from shared.errors import ConfigError
 from shared.messages.sequence import ServiceClass, Tenant
@@ -200,6 +201,9 @@ class GatewayConfig(ModelServiceConfig):
         """Raises ConfigError, also for names that are there twice and for an alias of nothing."""
         super().check()
         self.check_keys()
+        for host, setting in ((self.host, "host"), (self.operator_host, "operator_host")):
+            if host.startswith("["):
+                raise ConfigError(f"{setting} {host}: write an IPv6 address without brackets", param=setting)
         if self.served_name in self.models:
             raise ConfigError(f"two models are called {self.served_name!r}", param="models")
         served = {self.served_name, *self.models}
@@ -211,6 +215,10 @@ class GatewayConfig(ModelServiceConfig):
                 raise ConfigError(f"{alias!r} is to be {name!r}, which is none of {known}", param="aliases")
             if alias in served:
                 raise ConfigError(f"{alias!r} is a model already", param="aliases")
+
+    def check_start(self) -> None:
+        for model in (self.model, *self.models.values()):
+            check_template(model)
 
     def check_keys(self) -> None:
         """Raises ConfigError for one that is there twice."""

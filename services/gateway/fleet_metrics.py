@@ -9,19 +9,25 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from services.gateway.core.fleet_picture import debt_rows, worker_row
-from services.gateway.core.peers import SchedulerView, WorkerTable
+from services.gateway.sessions import Sessions
 from shared.clock import Clock
 
 
 class FleetMetrics:
     """`collect` is for `shared.metrics.collected`."""
 
-    def __init__(self, workers: WorkerTable, scheduler: SchedulerView, now_s: Clock) -> None:
-        self._workers = workers
-        self._scheduler = scheduler
+    def __init__(self, sessions: Sessions, now_s: Clock) -> None:
+        self._workers = sessions.workers
+        self._scheduler = sessions.scheduler
+        self._stack = sessions.stack
         self._now_s = now_s
 
     def collect(self) -> Iterator[Metric]:
+        wrong = self._stack.troubles(self._now_s())
+        if wrong is not None:
+            text = "1 where nothing is wrong with the stack, as its supervisor sees it"
+            yield GaugeMetricFamily("kvasir_stack_well", text, value=int(not wrong))
+            yield GaugeMetricFamily("kvasir_stack_troubles", "Of what is wrong with it", value=len(wrong))
         now_s, reports = self._now_s(), self._workers.reports()
         rows = [worker_row(report, self._workers.unheard_s(report.worker_id, now_s)) for report in reports]
         yield _by(rows, "blocks", "place", "kvasir_worker_kv_blocks", "KV of a worker, in its blocks")

@@ -41,6 +41,7 @@ from shared.messages.reports import (
     SchedulerAnnounced,
     SequencesGivenUp,
     ServiceStatus,
+    StackVerdict,
     WorkerLost,
     WorkerReported,
 )
@@ -59,6 +60,7 @@ HANDLERS = (
     Listener(subjects.SCHEDULER_WORKER_LOST, WorkerLost, "on_worker_lost"),
     Listener(subjects.SCHEDULER_ABANDONED, SequencesGivenUp, "on_given_up"),
     Listener(subjects.SCHEDULER_PREPARED, MovePrepared, "on_prepared"),
+    Listener(subjects.STACK_VERDICT, StackVerdict, "on_verdict"),
     *status_handlers("gateway"),
 )
 
@@ -101,6 +103,9 @@ class Gateway:
 
     def on_prepared(self, event: MovePrepared) -> None:
         self._sessions.on_prepared(event, self._now_s())
+
+    def on_verdict(self, event: StackVerdict) -> None:
+        self._sessions.stack.on_verdict(event, self._now_s())
 
     async def status(self, _: Empty) -> ServiceStatus:
         """For `python -m services status`."""
@@ -205,7 +210,7 @@ async def run(config: GatewayConfig) -> None:
             colleagues = Colleagues(bus, monotonic_s)
             watch = Watch(sessions, colleagues, now_s)
             metrics.collected("vllm", sessions.figures.collect)
-            metrics.collected("fleet", FleetMetrics(sessions.workers, sessions.scheduler, now_s).collect)
+            metrics.collected("fleet", FleetMetrics(sessions, now_s).collect)
             for loop in (sessions.dispatch.outbox.run(), gateway.report(), gateway.tick(), watch.run()):
                 tasks.create_task(loop)
             admins = config.admin_key_sha256

@@ -14,7 +14,7 @@ from typing import Any
 
 from services.gateway.config import GatewayConfig
 from services.gateway.core.effects import StreamEffects, disown, is_for_an_heir
-from services.gateway.core.peers import SchedulerView, WorkerTable
+from services.gateway.core.peers import SchedulerView, StackView, WorkerTable
 from services.gateway.core.retries import StreamTiming
 from services.gateway.core.stream import Stream, StreamPhase
 from services.gateway.counters import Counters
@@ -72,6 +72,7 @@ class Sessions:
         self._timing = StreamTiming(frame_timeout_s=config.frame_timeout_s, give_up_s=config.give_up_s)
         self.counters = Counters()
         self.workers = WorkerTable((config.served_name, *config.models), config.worker_timeout_s)
+        self.stack = StackView()
         self.scheduler = SchedulerView(config.scheduler_timeout_s)
         self.figures = VllmMetrics((config.served_name, *config.models), self.workers, self.scheduler)
         self.dispatch = Dispatch(config, bus, tasks, now_s, self.counters, self.apply)
@@ -107,6 +108,10 @@ class Sessions:
             self.workers.absence(self._config.served_name): self.workers.serving > 0,
         }
         return [reason for reason, holds in checks.items() if not holds]
+
+    def troubles(self) -> tuple[str, ...] | None:
+        """What is wrong with the stack; None where no supervisor says anything of it."""
+        return self.stack.troubles(self._now_s())
 
     def open(
         self,

@@ -63,7 +63,8 @@ def named(text: str) -> tuple[str, str]:
     if equals and not model:
         raise ConfigError(f"--model {text!r}: write NAME=FOLDER_OR_HUB_ID", param="model")
     model = resolved(model)
-    model = str(Path(model).expanduser().resolve()) if Path(model).expanduser().is_dir() else model
+    if Path(model).expanduser().is_dir():
+        model = str(Path(model).expanduser().absolute())  # a link keeps its own name
     return name or name_of(model), model
 
 

@@ -80,7 +80,7 @@ server_name: "kvasir"
 max_payload: {config.nats_max_payload_bytes}
 max_connections: {config.nats_max_connections}
 jetstream {{
-  store_dir: {json.dumps(str(store))}
+  store_dir: {_quoted(store)}
   max_memory_store: {config.nats_max_memory_store_bytes}
   max_file_store: {config.nats_max_file_store_bytes}
 }}
@@ -112,14 +112,14 @@ def write_config(path: Path, config: StackConfig, access: BusAccess, store: Path
 def replace_users(path: Path, access: BusAccess) -> None:
     """As `write_config` wrote it, with the users of now; nats-server reads it again on SIGHUP. Raises
     ConfigError when it would not."""
-    before, _, rest = path.read_text().partition(_USERS_BEGIN)
+    before, _, rest = path.read_text("utf-8").partition(_USERS_BEGIN)
     users = users_text(access.credentials.nats_passwords)
     _write_checked(path, f"{before}{_USERS_BEGIN}{users}{_USERS_END}{rest.partition(_USERS_END)[2]}")
 
 
 def _write_checked(path: Path, text: str) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
     checked = subprocess.run(
         [binary(), "-c", str(path), "-t"],
@@ -133,10 +133,15 @@ def _write_checked(path: Path, text: str) -> None:
         raise ConfigError(f"nats-server does not accept {path}: {said}")
 
 
+def _quoted(path: Path) -> str:
+    """As nats-server reads it: letters beyond ASCII as they are, since it knows no escape for them."""
+    return json.dumps(str(path), ensure_ascii=False)
+
+
 def _tls_text(access: BusAccess) -> str:
     if access.certificate is None:
         return ""
-    cert, key = (json.dumps(str(path)) for path in (access.certificate.cert, access.certificate.key))
+    cert, key = (_quoted(path) for path in (access.certificate.cert, access.certificate.key))
     return f"tls {{ cert_file: {cert}, key_file: {key}, handshake_first: true, timeout: 5 }}\n"
 
 

@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +22,7 @@ from services.stack.display import command_line
 from services.stack.rundir import RunDirectory
 from services.stack.supervisor import ChildSpec
 from shared import subjects
-from shared.config import ServiceConfig, load
+from shared.config import SHARED_SETTINGS, ServiceConfig, check_setting, load
 from shared.errors import ConfigError, KvasirError
 
 _FIRST_PORT, _SHARES, _PORTS_OF_SHARE = 12_000, 64, 320
@@ -171,14 +171,43 @@ def check_settings(specs: Iterable[ChildSpec], root: Path) -> None:
             service = _service_of(spec)
             if service is None:
                 continue
-            settings = import_module(f"{_PREFIX}{service}.config")
-            config_type: type[ServiceConfig] = getattr(settings, f"{service.capitalize()}Config")
             try:
-                load(config_type, service, ["--instance", spec.name], spec.env).check()
+                config = load(_config_type(service), service, ["--instance", spec.name], spec.env)
+                config.check()
+                config.check_start()
             except ConfigError as error:
                 problems.setdefault(error.message, []).append(spec.name)
     if problems:
         raise ConfigError("\nerror: ".join(f"{_whose(them)}{text}" for text, them in problems.items()))
+
+
+def check_override(section: str, setting: str) -> None:
+    """Of `--set SECTION.SETTING`, whose section there is. Raises ConfigError where that is no setting."""
+    names = setting.split(".") if setting else []
+    if section in SHARED_SETTINGS:
+        check_setting(ServiceConfig, [section, *names], lambda path: f"--set {'.'.join(path)}")
+    else:
+        service = section if section in subjects.SERVICES else subjects.service_of(section)
+        check_setting(_config_type(service), names, lambda path: f"--set {'.'.join([section, *path])}")
+
+
+def gateway_hosts(env: Mapping[str, str]) -> tuple[str, str]:
+    """Where clients and the operator reach a gateway with this environment from this machine."""
+    try:
+        config = load(_config_type("gateway"), "gateway", [], env)
+    except ConfigError:  # which `check_settings` reports with all others
+        return "127.0.0.1", "127.0.0.1"
+    anywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+    hosts = (str(getattr(config, name)) for name in ("host", "operator_host"))
+    first, second = (anywhere.get(host, host) for host in hosts)
+    return first, second
+
+
+def _config_type(service: str) -> type[ServiceConfig]:
+    found: type[ServiceConfig] = getattr(
+        import_module(f"{_PREFIX}{service}.config"), f"{service.capitalize()}Config"
+    )
+    return found
 
 
 def _service_of(spec: ChildSpec) -> str | None:

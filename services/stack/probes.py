@@ -70,10 +70,11 @@ class HttpProbe:
 
     port: int
     path: str
+    host: str = "127.0.0.1"
 
     async def obstacle(self, age_s: float) -> str | None:
         try:
-            status, body = await http_get(self.port, self.path)
+            status, body = await http_get(self.port, self.path, host=self.host)
         except (OSError, TimeoutError, ValueError):
             return f"no answer on port {self.port} yet"
         return None if status == 200 else _reason(body) or f"{self.path} answers {status}"
@@ -87,12 +88,21 @@ def _reason(body: str) -> str:
         return " ".join(body.split())[:100]
 
 
-async def http_get(port: int, path: str, headers: tuple[str, ...] = ()) -> tuple[int, str]:
-    """Status and body of a GET on loopback. Raises OSError, TimeoutError, ValueError (not HTTP)."""
+async def http_get(
+    port: int, path: str, headers: tuple[str, ...] = (), *, host: str = "127.0.0.1"
+) -> tuple[int, str]:
+    """Status and body of a GET on this machine. Raises OSError, TimeoutError, ValueError (not HTTP)."""
     async with asyncio.timeout(_DEADLINE_S):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        reader, writer = await asyncio.open_connection(host, port)
         try:
-            lines = (f"GET {path} HTTP/1.0", f"Host: 127.0.0.1:{port}", "Connection: close", *headers, "", "")
+            lines = (
+                f"GET {path} HTTP/1.0",
+                f"Host: {authority(host, port)}",
+                "Connection: close",
+                *headers,
+                "",
+                "",
+            )
             writer.write("\r\n".join(lines).encode())
             answer = await _read_all(reader)
         finally:
@@ -104,6 +114,11 @@ async def http_get(port: int, path: str, headers: tuple[str, ...] = ()) -> tuple
     if len(words) < 2 or not words[0].startswith(b"HTTP/"):
         raise ValueError(f"no HTTP answer on port {port}")
     return int(words[1]), body.decode("utf-8", "replace")
+
+
+def authority(host: str, port: int) -> str:
+    """Both as they stand in a URL."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 async def _read_all(reader: asyncio.StreamReader) -> bytes:

@@ -60,16 +60,17 @@ def recording(run: RunDirectory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def _setup(found: Sequence[ServiceStatus]) -> dict[str, Any]:
     """What a replay has to know besides what happened."""
     told = {name: [each.details for each in found if each.service == name] for name in subjects.SERVICES}
-    leader = next((each for each in told["scheduler"] if each["role"] == "leader"), None)
-    placed = next((each["policy"] for each in told["placement"]), "worst_fit")
+    leader = next((each for each in told["scheduler"] if each.get("role") == "leader"), {})
+    placed = next((each.get("policy") for each in told["placement"]), None) or "worst_fit"
     return {
-        "rules": {} if leader is None else leader["rules"],
+        "rules": leader.get("rules", {}),
         "placement": placed,
         "workers": [
             {
                 "worker": each.instance,
                 "block_tokens": each.details["block_tokens"],
                 "total_blocks": each.details["total_blocks"],
+                "model": each.details["model"],
             }
             for each in found
             if each.service == "worker"

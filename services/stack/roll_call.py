@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shared import subjects
 from shared.config import BusConfig
 from shared.errors import BusUnavailable, DeadlineExceeded, InvalidMessage, KvasirError, NoResponder
-from shared.messages.base import Empty
+from shared.messages.base import Empty, Message
 from shared.messages.recordings import Recorded, TellRecorded
 from shared.messages.reports import ServiceStatus
 
@@ -78,6 +78,10 @@ class RollCall:
     async def listen(self, handlers: "Sequence[Handler]", target: object) -> None:
         """Over the same connection. Raises KvasirError when the bus cannot be reached."""
         await (await self._connected()).attach(handlers, target)
+
+    async def announce(self, subject: str, message: Message) -> None:
+        """Over the same connection. Raises KvasirError when the bus cannot be reached."""
+        await (await self._connected()).publish(subject, message)
 
     async def close(self) -> None:
         """May be called again; later questions raise BusUnavailable."""

@@ -23,7 +23,7 @@ from services.stack.display import command_line, say
 from services.stack.roll_call import RollCall
 from services.stack.rundir import RunDirectory
 from services.stack.supervisor import ChildState
-from services.stack.verdict import used_share, verdict
+from services.stack.verdict import instances_of, troubles, used_share, verdict
 from shared import subjects
 from shared.errors import ConfigError, KvasirError
 from shared.messages.reports import ServiceStatus
@@ -48,7 +48,7 @@ async def status(run: RunDirectory, console: Console, *, as_json: bool, names: S
         console.print(json.dumps({"running": False}) if as_json else message, highlight=False, markup=False)
         return 1
     problem, answers = None, []
-    there = [name for child in state["children"] for name in _instances(child)]
+    there = [name for child in state["children"] for name in instances_of(child)]
     _refuse_unknown([name for name in names if name != ALL], there)
     try:
         expected = Counter(name.rpartition("-")[0] for name in there)
@@ -57,7 +57,9 @@ async def status(run: RunDirectory, console: Console, *, as_json: bool, names: S
         problem = error.message
     if as_json:
         services = [msgspec.to_builtins(answer) for answer in answers]
+        wrong = [problem] if problem else troubles(state["children"], answers, time.time())
         whole = {"running": True, "stack": state, "services": services, "problem": problem}
+        whole |= {"well": not wrong, "troubles": wrong}
         say(console, json.dumps(whole, indent=1))
     else:
         if ALL in names:
@@ -91,14 +93,13 @@ def _show_summary(
     console: Console, state: Mapping[str, Any], answers: Sequence[ServiceStatus], run: RunDirectory
 ) -> None:
     since_s = max(0.0, time.time() - state.get("started_unix_s", time.time()))
-    head = (
-        f"{state.get('phase')}, since {_ago(since_s)}: {state.get('url')}, model {state.get('model') or '?'}"
-    )
-    say(console, head)
+    model = next((answer.details["model"] for answer in answers if answer.service == "gateway"), "")
+    model = model or state.get("model") or "?"
+    say(console, f"{state.get('phase')}, since {_ago(since_s)}: {state.get('url')}, model {model}")
     if "operator_url" in state:
         say(console, f"health and metrics: {state['operator_url']}")
     rows = process_rows(state, answers)
-    for line in verdict([{"name": row.name, "state": row.state} for row in rows], answers):
+    for line in verdict(state.get("children", []), answers, time.time()):
         say(console, line)
     shown = sorted(rows, key=lambda row: row.urgency)[:_MOST_ROWS]
     width = max(len(row.name) for row in shown)
@@ -118,11 +119,6 @@ def _show_details(console: Console, answers: Sequence[ServiceStatus]) -> None:
             for name, rows in answer.details.items():
                 if _is_table(rows):
                     _print_rows(console, f"{answer.instance}: {name}", rows)
-
-
-def _instances(child: Mapping[str, Any]) -> list[str]:
-    """Who is in that process."""
-    return [str(name) for name in child.get("instances") or [child["name"]]]
 
 
 @dataclass(frozen=True)
@@ -150,7 +146,7 @@ def process_rows(state: Mapping[str, Any], answers: Sequence[ServiceStatus]) -> 
     return [
         _process_row(name, child, said.get(name))
         for child in state.get("children", [])
-        for name in _instances(child)
+        for name in instances_of(child)
     ]
 
 

@@ -7,6 +7,7 @@ change.
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -72,6 +73,9 @@ class Backoff:
         return min(self.longest_s, self.first_s * 2.0 ** min(self.failures - 1, 30))
 
 
+_KEPT_CRASHES = 64
+
+
 @dataclass
 class Child:
     """A child over all its processes: it stays the same when its process is started again."""
@@ -82,6 +86,8 @@ class Child:
     process: ChildProcess | None = None
     restarts: int = 0
     last_exit: str | None = None
+    crashed_unix_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_CRASHES))
+    """When it ended without being told to, the latest last."""
     obstacle: str | None = None
     took_s: float | None = None
     """From the start of the present process to its being ready."""
@@ -110,6 +116,7 @@ class Child:
             "restarts": self.restarts,
             "renewals": self.renewals,
             "last_exit": self.last_exit,
+            "crashed_unix_s": [round(at_s, 3) for at_s in self.crashed_unix_s],
             "took_s": round(self.took_s, 2) if self.took_s is not None else None,
             "started_unix_s": round(self.started_unix_s, 3),
         }
@@ -312,6 +319,7 @@ class Supervisor:
             lived_s = time.monotonic() - began_s
             delay_s = child.backoff.on_exit(lived_s)
             child.restarts += 1
+            child.crashed_unix_s.append(time.time())
             self._complain(child, status, lived_s, delay_s)
             self._set(child, ChildState.BACKING_OFF)
             with contextlib.suppress(TimeoutError):

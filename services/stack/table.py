@@ -15,13 +15,14 @@ from services.stack import nats_server
 from services.stack.access import BusAccess
 from services.stack.config import StackConfig
 from services.stack.models import named
-from services.stack.obstructions import free_port
+from services.stack.obstructions import check_override, free_port, gateway_hosts
 from services.stack.probes import HttpProbe, TcpProbe, UnixProbe
 from services.stack.process import ProgramLauncher, SeedLauncher, socket_fits
 from services.stack.roll_call import RollCall, StatusProbe
 from services.stack.rundir import RunDirectory
 from services.stack.supervisor import ChildSpec
 from shared import subjects
+from shared.command_line import hint
 from shared.config import ENV_CONFIG_FILE, ENV_PREFIX, SHARED_SETTINGS
 from shared.errors import ConfigError
 from shared.plugins import PLUGIN_SETTINGS, absolute, is_file
@@ -90,12 +91,13 @@ def kvasir_table(
     for section, setting, _ in overrides:
         known = {*subjects.SERVICES, *instances, *SHARED_SETTINGS}
         if section not in known:
-            raise ConfigError(f"--set {section}.…: no such section; there are {', '.join(sorted(known))}")
+            raise ConfigError(f"--set {section}.{setting}: no section {section!r}{hint(section, [*known])}")
         if setting == "served_name":
             raise ConfigError("gateway and workers call the model the same: write --served-name NAME")
         if setting in ("port", "operator_port"):
             flag = f"--{setting.replace('_', '-')}"
             raise ConfigError(f"the stack looks for the gateway where it starts it: write {flag} PORT")
+        check_override(section, setting)
     engines = {
         name: _engine_of(name, config, config_file, overrides, environ)
         for name, service in instances.items()
@@ -123,18 +125,21 @@ def kvasir_table(
         is_apart = engines.get(instance) == "vllm"
         python = _vllm_python(config) if is_apart else sys.executable
         is_forked = preload and not is_apart
+        env = (
+            shared_env
+            | _own_model(config, instance)
+            | (_own_port(config, operator_ports[instance]) if front else {})
+            | access.environment(instance)
+            | _crew_env(crew, access)
+            | _override_env(overrides, service, instance)
+            | _file_env(config_file, overrides, environ, service, instance)
+        )
         table.append(
             ChildSpec(
                 name=instance,
                 argv=(python, "-m", module, *arguments),
-                env=shared_env
-                | _own_model(config, instance)
-                | (_own_port(config, operator_ports[instance]) if front else {})
-                | access.environment(instance)
-                | _crew_env(crew, access)
-                | _override_env(overrides, service, instance)
-                | _file_env(config_file, overrides, environ, service, instance),
-                ready=HttpProbe(operator_ports[instance], page)
+                env=env,
+                ready=HttpProbe(operator_ports[instance], page, gateway_hosts(env)[1])
                 if front
                 else StatusProbe(roll, service, crew),
                 launcher=SeedLauncher(seed, instance, module, arguments) if is_forked else ProgramLauncher(),

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,19 +20,30 @@ from services.stack.config import StackConfig
 from services.stack.display import StartDisplay, ready_text, say
 from services.stack.down import end_leftovers
 from services.stack.logs import reason
-from services.stack.obstructions import check_settings, choose_nats_port, choose_port, running_already
-from services.stack.probes import http_get
+from services.stack.obstructions import (
+    check_settings,
+    choose_nats_port,
+    choose_port,
+    gateway_hosts,
+    running_already,
+)
+from services.stack.probes import authority, http_get
 from services.stack.roll_call import RollCall
 from services.stack.rolling import SIGNAL as ROLL_SIGNAL
 from services.stack.rolling import Roller
 from services.stack.rundir import RunDirectory
 from services.stack.supervisor import ChildState, StartFailed, Supervisor, tail
 from services.stack.table import ROOT, TableMaker, is_scaled, kvasir_table, workers_by_model
+from services.stack.verdict import troubles
 from shared.errors import KvasirError
 from shared.messages.moves import WorkersWanted
-from shared.subjects import OPERATOR, PLACEMENT_WANTED
+from shared.messages.reports import StackVerdict
+from shared.subjects import OPERATOR, PLACEMENT_WANTED, STACK_VERDICT
 
 _TRIM_INTERVAL_S = 10.0
+_JUDGE_S = 4.0
+_TOLD = 16
+"""Troubles that gateways are told at most."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -66,12 +78,10 @@ class _Stack:
         self._run = options.run
         config = options.config
         self._port = choose_port(config.port)
-        self._url = f"http://127.0.0.1:{self._port}"
         # Asked for and not listened on yet: two of them would be one.
         asked = {self._port, config.nats_port or 0}
         operator_port = choose_port(config.operator_port, "--operator-port", asked)
         config = config.model_copy(update={"operator_port": operator_port})
-        self._operator_url = f"http://127.0.0.1:{config.operator_port}"
         self._access = BusAccess.to_local(
             choose_nats_port(config.nats_port, self._say),
             self._run.credentials(*config.instances),
@@ -89,6 +99,10 @@ class _Stack:
             roll=self._roll,
         )
         check_settings(specs, ROOT)
+        env = next((spec.env for spec in specs if spec.name.startswith("gateway-")), {})
+        self._host, operator_host = gateway_hosts(env)
+        self._url = f"http://{authority(self._host, self._port)}"
+        self._operator_url = f"http://{authority(operator_host, operator_port)}"
         self._run.rotate_logs()
         self._phase = "starting"
         self._began_s, self._began_unix_s = time.monotonic(), time.time()
@@ -124,6 +138,7 @@ class _Stack:
         self._set_phase("ready")  # only now: `up --detach` shows what was said until then
         beside = [asyncio.create_task(self._trim_logs())]
         beside.append(asyncio.create_task(self._roller.run(self._write_state)))
+        beside.append(asyncio.create_task(self._judge()))
         options = self._options
         if is_scaled(options.config_file, options.overrides, os.environ):
             beside.append(asyncio.create_task(self._follow_placement()))
@@ -150,6 +165,21 @@ class _Stack:
             groups = workers_by_model(self._options.config)
             await self._roll.listen(handlers, WorkerScaling(self._supervisor, groups))
 
+    async def _judge(self) -> None:
+        """Tell the gateways what is wrong with the stack, again and again."""
+        expected = Counter(
+            name.rpartition("-")[0]
+            for child in self._supervisor.children.values()
+            for name in child.spec.instances
+        )
+        while True:
+            with contextlib.suppress(KvasirError):
+                answers = await self._roll.ask_all(expected, deadline_s=_JUDGE_S / 4)
+                rows = [child.row() for child in self._supervisor.children.values()]
+                found = troubles(rows, answers, time.time())
+                await self._roll.announce(STACK_VERDICT, StackVerdict(troubles=tuple(found[:_TOLD])))
+            await asyncio.sleep(_JUDGE_S)
+
     async def _trim_logs(self) -> None:
         while True:
             await asyncio.sleep(_TRIM_INTERVAL_S)
@@ -159,7 +189,9 @@ class _Stack:
     async def _served_model(self) -> str:
         key = self._access.credentials.api_key
         try:
-            _, body = await http_get(self._port, "/v1/models", (f"Authorization: Bearer {key}",))
+            _, body = await http_get(
+                self._port, "/v1/models", (f"Authorization: Bearer {key}",), host=self._host
+            )
             return str(json.loads(body)["data"][0]["id"])
         except (OSError, TimeoutError, ValueError, LookupError, TypeError):
             return "unknown"

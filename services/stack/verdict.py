@@ -1,6 +1,6 @@
 """A stack in three lines: is it well, what does it do, what is short. From what its services say. Pure."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from services.stack.supervisor import ChildState
@@ -9,38 +9,74 @@ from shared.messages.reports import ServiceStatus
 
 _FULL, _SPARSE = 0.9, 0.75
 """Of a worker's KV in use: above this it is short of memory; below that it has room."""
+_RECENT_S = 300.0
+"""A crash counts for so long."""
 _NAMED = 3
 _WIDTH = 80
 
 
-def verdict(children: Sequence[Mapping[str, Any]], answers: Sequence[ServiceStatus]) -> list[str]:
-    """Three lines that fit 80 columns. `children` are the supervisor's rows, one an instance."""
+def verdict(
+    children: Sequence[Mapping[str, Any]], answers: Sequence[ServiceStatus], now_unix_s: float
+) -> list[str]:
+    """Return three lines that fit 80 columns. `children` are the supervisor's rows, one per process."""
     by_service: dict[str, list[ServiceStatus]] = {}
     for answer in answers:
         by_service.setdefault(answer.service, []).append(answer)
-    troubles = list(_troubles(children, answers))
+    found = troubles(children, answers, now_unix_s)
     workers = by_service.get("worker", [])
-    well = f"yes: all {len(children)} processes ready, {_count(len(workers), 'worker')} answering"
+    count = sum(len(instances_of(child)) for child in children)
+    well = f"yes: all {count} processes ready, {_count(len(workers), 'worker')} answering"
     return [
-        _cut("well", "no: " + _named(troubles) if troubles else well),
+        _cut("well", "no: " + _named(found) if found else well),
         _cut("does", _does(by_service)),
         _cut("short of", _named(list(_shortages(by_service))) or "nothing"),
     ]
 
 
-def _troubles(children: Sequence[Mapping[str, Any]], answers: Sequence[ServiceStatus]) -> Iterator[str]:
+def troubles(
+    children: Sequence[Mapping[str, Any]], answers: Sequence[ServiceStatus], now_unix_s: float
+) -> list[str]:
+    """Return what is wrong with the stack, the most pressing first; nothing where it is well.
+
+    This is the one place where that is decided: `status` prints it, and the supervisor sends it to the
+    gateways, which show it at /ready, on the live page and in metrics."""
     heard = {answer.instance for answer in answers}
-    for child in children:
-        name, state = str(child["name"]), child["state"]
-        if state == ChildState.PARKED:
-            continue
+    processes = [trouble for child in children for trouble in _of_process(child, heard)]
+    crashes = [trouble for child in children for trouble in _crashes(child, now_unix_s)]
+    return [*processes, *_reported(answers), *crashes]
+
+
+def instances_of(child: Mapping[str, Any]) -> list[str]:
+    """Names of the instances in that process."""
+    return [str(name) for name in child.get("instances") or [child["name"]]]
+
+
+def _of_process(child: Mapping[str, Any], heard: Collection[str]) -> Iterator[str]:
+    state = child["state"]
+    if state == ChildState.PARKED:
+        return
+    for name in instances_of(child):
         if state != ChildState.READY:
             yield f"{name} is {state}"
         elif name.rpartition("-")[0] in subjects.SERVICES and name not in heard:
             yield f"{name} does not answer"
+
+
+def _crashes(child: Mapping[str, Any], now_unix_s: float) -> Iterator[str]:
+    """Of the last minutes: a process that is ready again may have taken answers with it."""
+    recent = [at_s for at_s in child.get("crashed_unix_s", ()) if now_unix_s - at_s < _RECENT_S]
+    if recent:
+        often = "" if len(recent) == 1 else f" {len(recent)} times in {_RECENT_S / 60:.0f} min, the last"
+        ago_s = max(0.0, now_unix_s - recent[-1])
+        yield f"{child['name']} crashed{often} {ago_s:.0f} s ago ({child.get('last_exit')})"
+
+
+def _reported(answers: Sequence[ServiceStatus]) -> Iterator[str]:
+    """What instances say is wrong with themselves: `trouble` in the details of any service."""
     for answer in answers:
-        if trouble := answer.details.get("trouble"):
-            yield f"{answer.instance}: {trouble}"
+        for name in ("trouble", "unready"):
+            if said := answer.details.get(name):
+                yield f"{answer.instance}: {said}"
         still_s = answer.details.get("standstill_s", 0.0)
         if still_s:
             yield f"work waits and nothing has moved for {still_s:.0f} s"

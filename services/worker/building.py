@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from services.worker.engine.grammar_masks import GrammarMasks
 from services.worker.engine.loading import load
 from services.worker.peers.attention.staging import HALVES
 from services.worker.peers.lending.core.settings import LendingConfig
+from services.worker.pie.core.sizes import most_fifo_layers, spare_blocks
 from shared.errors import ConfigError
 from shared.grammars import Grammars
 from shared.log import canonical, get_logger
@@ -44,13 +46,15 @@ def build(config: WorkerConfig) -> TorchEngine:
     model = load(config.model, dtype=dtype, device=config.device)
     block_bytes = model.block_bytes(config.block_tokens)
     kv_blocks = kv_capacity(config, block_bytes, lambda: free_bytes(config.device))
-    kv_blocks -= staged_blocks(config.lending, len(model.layers))
-    if kv_blocks < 1:
+    least = least_blocks(config, len(model.layers))
+    if kv_blocks < least:
         raise ConfigError(
-            f"there is no room for a block of KV, which takes {block_bytes} bytes: raise kv_bytes, kv_blocks "
-            "or kv_memory_fraction",
-            param="kv_bytes" if config.kv_bytes else "kv_memory_fraction",
+            f"{kv_blocks} blocks of KV are too few: a request to this model needs {least}; set "
+            f"worker.kv_blocks={least} or more, or kv_bytes={least * block_bytes}, or raise "
+            "kv_memory_fraction",
+            param="kv_blocks",
         )
+    kv_blocks -= staged_blocks(config.lending, len(model.layers))
     engine = TorchEngine(
         model,
         kv_blocks=kv_blocks,
@@ -100,6 +104,14 @@ def free_bytes(device: str) -> int:
         with contextlib.suppress(OSError, ValueError):  # Not this version; or "max", which is no number.
             available = min(available, int(limit.read_text()) - int(used.read_text()))
     return max(0, available)
+
+
+def least_blocks(config: WorkerConfig, layers: int) -> int:
+    """Blocks with which any request that fits can be computed: what is staged, what Pie's highest level makes
+    buffers of, and the two that a step writes to at the border of a block."""
+    highest = most_fifo_layers(layers) if config.pie.enabled is not False else 0
+    own = next(count for count in itertools.count(2) if count - spare_blocks(layers, highest, count) >= 2)
+    return own + staged_blocks(config.lending, layers)
 
 
 def staged_blocks(config: LendingConfig, layers: int) -> int:

@@ -15,6 +15,7 @@ from services.worker.peers.lending.core.settings import LendingConfig
 from services.worker.peers.migration.settings import TransferConfig
 from services.worker.peers.transport.settings import BulkConfig
 from services.worker.pie.settings import PieSettings
+from services.worker.prerequisites import check_cuda, check_disk
 from shared.config import ModelServiceConfig
 from shared.errors import ConfigError
 from shared.model_files import check_model
@@ -120,6 +121,12 @@ class WorkerConfig(ModelServiceConfig):
             raise ConfigError(
                 "the bulk transport ucx needs ucxx: run `make setup-ucx`", param="bulk.transports"
             )
+
+    def check_start(self) -> None:
+        if self.prefix_cache.enabled:
+            check_disk(self.prefix_cache, self.instance)
+        if self.engine == "native" and self.device != "cpu":
+            check_cuda()
 
     @model_validator(mode="before")
     @classmethod

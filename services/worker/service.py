@@ -287,6 +287,7 @@ class Worker:
                 "decode_step_ms": round(report.decode_step_s * 1e3, 2),
                 "engine_s": round(self._runner.occupancy.engine_s, 4),
                 "between_steps_s": round(self._runner.occupancy.between_s, 4),
+                "trouble": self._trouble(),
                 "failed_commands": self._door.failed_commands,
                 "foreign_commands": self._foreign_commands,
                 **self._neighbours.details(),
@@ -297,6 +298,12 @@ class Worker:
                 **expansion_of(self._engine),
             },
         )
+
+    def _trouble(self) -> str:
+        """What was asked for and is missing; empty where nothing is."""
+        lacks_disk = self._store is not None and self._store.disk is None
+        is_wanted = self._config.prefix_cache.disk_mb > 0
+        return "its disk tier is missing: see its log" if is_wanted and lacks_disk else ""
 
     async def _figures(self) -> CacheFigures | None:
         """Of the prefix cache, which is the engine thread's."""

@@ -1,6 +1,6 @@
 """Configuration: one frozen model per service, read once at start. See `shared.config.loading`."""
 
-from shared.config.loading import ENV_CONFIG_FILE, SHARED_SETTINGS, load
+from shared.config.loading import ENV_CONFIG_FILE, SHARED_SETTINGS, check_setting, load
 from shared.config.models import ENV_PREFIX, BusConfig, ModelServiceConfig, ServiceConfig, TracesConfig
 
 __all__ = [
@@ -11,5 +11,6 @@ __all__ = [
     "ModelServiceConfig",
     "ServiceConfig",
     "TracesConfig",
+    "check_setting",
     "load",
 ]

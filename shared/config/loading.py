@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -236,7 +237,7 @@ def _from_flags(config_type: type[ServiceConfig], section: str, argv: list[str])
     for typed, word in zip(argv, words, strict=True):
         if typed.startswith("--") and typed not in ("--", "--help"):
             names = word[2:].partition("=")[0].split(".")
-            check_setting(config_type, names, lambda path: _as_flag(path, typed))
+            check_setting(config_type, names, partial(_as_flag, typed))
     try:
         source: CliSettingsSource[Any] = CliSettingsSource(
             config_type,
@@ -265,7 +266,7 @@ class _BriefHelp(argparse.RawDescriptionHelpFormatter):
         super().add_usage(usage, [], [], prefix)
 
 
-def _as_flag(names: Sequence[str], typed: str) -> str:
+def _as_flag(typed: str, names: Sequence[str]) -> str:
     """With hyphens where the one typed has some."""
     flag = "--" + ".".join(names)
     return flag.replace("_", "-") if "-" in typed[2:].partition("=")[0] else flag

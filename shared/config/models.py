@@ -98,6 +98,11 @@ class ServiceConfig(BaseSettings):
 
         Raises ConfigError. Does not wait for the network, and imports nothing large."""
 
+    def check_start(self) -> None:
+        """Check what only the start of a stack insists on: a process that is restarted does without it.
+
+        Raises ConfigError."""
+
     @classmethod
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any

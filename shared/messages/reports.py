@@ -260,6 +260,12 @@ class SequencesGivenUp(Message, frozen=True, kw_only=True):
     refs: tuple[SequenceRef, ...]
 
 
+class StackVerdict(Message, frozen=True, kw_only=True):
+    """Supervisor → gateways, repeated: what is wrong with the stack; nothing where it is well."""
+
+    troubles: tuple[Text, ...] = ()
+
+
 class GatewayReported(Message, frozen=True, kw_only=True):
     """A gateway's heartbeat. Nobody reads sequences of a silent gateway or of an earlier incarnation."""
 

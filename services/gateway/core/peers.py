@@ -11,9 +11,13 @@ from shared.messages.reports import (
     STEP_TOKEN_BOUNDS,
     WAIT_BOUNDS_S,
     SchedulerAnnounced,
+    StackVerdict,
     StepsReport,
     WorkerReported,
 )
+
+_VERDICT_S = 15.0
+"""What the supervisor said is believed for so long: some of its turns."""
 
 
 @dataclass(slots=True)
@@ -150,6 +154,21 @@ class WorkerTable:
 def _by_number(report: WorkerReported) -> tuple[str, int, str]:
     stem, _, number = report.worker_id.rpartition("-")
     return (stem, int(number), "") if number.isdecimal() else (stem, -1, number)
+
+
+class StackView:
+    """What the supervisor says is wrong with the stack."""
+
+    def __init__(self) -> None:
+        self._troubles: tuple[str, ...] = ()
+        self._heard_s = float("-inf")
+
+    def on_verdict(self, event: StackVerdict, now_s: float) -> None:
+        self._troubles, self._heard_s = event.troubles, now_s
+
+    def troubles(self, now_s: float) -> tuple[str, ...] | None:
+        """None where no supervisor has said anything lately, as in containers."""
+        return self._troubles if now_s - self._heard_s < _VERDICT_S else None
 
 
 class SchedulerView:

@@ -112,7 +112,7 @@ def make_app(
 def make_operator_app(sessions: Sessions, add_page: AddPage = lambda _: None) -> ASGIApp:
     """What the operator's listener serves, behind an `Edge` of its own."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    _add_probes(app, sessions)
+    _add_probes(app, sessions, tells_troubles=True)
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
@@ -220,7 +220,9 @@ def _add_description(app: FastAPI, models: Models) -> None:
         return Response(page, media_type="text/html")
 
 
-def _add_probes(app: FastAPI, sessions: Sessions) -> None:
+def _add_probes(app: FastAPI, sessions: Sessions, *, tells_troubles: bool = False) -> None:
+    """Ready is what answers requests; what else is wrong with the stack is told to the operator beside it."""
+
     @app.get("/health")
     async def health() -> Response:
         return _json({"status": "ok"})
@@ -234,7 +236,12 @@ def _add_probes(app: FastAPI, sessions: Sessions) -> None:
         reasons = sessions.unready_reasons()
         if reasons:
             raise NoResponder("not ready: " + "; ".join(reasons))
-        return _json({"status": "ready"})
+        wrong = sessions.troubles() if tells_troubles else None
+        return _json(
+            {"status": "ready"}
+            if wrong is None
+            else {"status": "ready", "well": not wrong, "troubles": wrong}
+        )
 
 
 def _add_tokenization(

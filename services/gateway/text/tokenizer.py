@@ -11,52 +11,32 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jinja2
-import jinja2.ext
 import jinja2.meta
-from jinja2 import nodes
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from services.gateway.parts.formats import CallFormat, format_of
+from services.gateway.text.templates import template_environment, template_source
 from shared.clock import monotonic_s
 from shared.errors import ConfigError, InvalidRequest, Overloaded
 from shared.grammars import Grammars
 from shared.log import get_logger
-from shared.tokenizer_files import TokenizerFiles, load_tokenizer, read_json
+from shared.model_files import read_json
+from shared.tokenizer_files import TokenizerFiles, load_tokenizer
 
 _log = get_logger("gateway.tokenizer")
 ChatMessage = Mapping[str, Any]
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks what the assistant wrote, for training; here it is its
-    content.
-    """
-
-    tags = {"generation"}  # noqa: RUF012 - the attribute's type is jinja2's
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class ChatTemplate:
     """One compiled template. `variables` are the special tokens by name (`bos_token`, …)."""
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        environment = template_environment()
         self._template = environment.from_string(source)
         self._variables = dict(variables)
         self.source = source
@@ -112,26 +92,6 @@ def _up_to_cut(text: str) -> str:
         why = "the model's chat template does not write this last message: it cannot be continued"
         raise InvalidRequest(why, param="messages")
     return text[:at] if text.startswith(_CUT, at) else text[:at].rstrip()
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().astimezone().strftime(pattern)
 
 
 T = TypeVar("T")
@@ -266,7 +226,7 @@ class Codec:
 def load_codec(model: str) -> Codec:
     """From a local folder or a hub id. Raises ConfigError naming what is missing."""
     files = load_tokenizer(model)
-    source = _template_source(files.folder, files.config)
+    source = template_source(files.folder, files.config)
     return Codec(
         tokenizer=files.tokenizer,
         template=ChatTemplate(source, files.special) if source else None,
@@ -294,16 +254,6 @@ def _can_keep_forms(files: TokenizerFiles) -> bool:
         _log.warning("structured output will be refused: %s", error)
         return False
     return True
-
-
-def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text("utf-8")
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        found = next((entry.get("template") for entry in found if entry.get("name") == "default"), None)
-    return found if isinstance(found, str) else None
 
 
 SPACE_MARK = "▁"

@@ -172,6 +172,7 @@ class Watch:
                 "policy": scheduler.policy,
                 "scheduler": scheduler.scheduler_id if scheduler.is_present(now_s) else None,
                 "unready": sessions.unready_reasons(),
+                "troubles": sessions.troubles() or (),
             },
             "requests": self._requests(now_s),
             "open_requests": sessions.active,

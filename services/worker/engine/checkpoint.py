@@ -13,8 +13,8 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
-from shared.model_files import source_of
-from shared.tokenizer_files import model_folder, read_json
+from shared.model_files import read_json, source_of
+from shared.tokenizer_files import model_folder
 
 SAYS_NOTHING_OF_KV = frozenset(
     {

@@ -4,7 +4,10 @@ Keeps from coming back: 15 s of starting processes that end with "exit code 2" a
 that are told one at a time.
 """
 
+import shutil
+import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -71,3 +74,41 @@ def test_up_starts_no_process_where_a_setting_is_wrong(
     assert len(err.splitlines()) == 1 and "starting" not in out
     assert not list((tmp_path / "run" / "logs").iterdir())
     assert time.monotonic() - began_s < 30
+
+
+def test_a_disk_tier_that_was_asked_for_can_be_opened(tmp_path: Path) -> None:
+    """Before anything starts; a worker that is restarted later goes on without it, and says so."""
+    (tmp_path / "file").touch()
+    tier = {"prefix_cache__disk_mb": "8", "prefix_cache__disk_path": str(tmp_path / "file")}
+    with pytest.raises(ConfigError, match=r"worker-0: the disk tier .*disk_path, or leave out disk_mb"):
+        check_settings([child("worker-0", **tier)], ROOT)
+    there = {**tier, "prefix_cache__disk_path": str(tmp_path / "there")}
+    check_settings([child("worker-0", **there)], ROOT)
+    assert not list((tmp_path / "there").iterdir()), "it only looks"
+    with pytest.raises(ConfigError, match=r"has room for \d+ MB of 999999999"):
+        check_settings([child("worker-0", **{**there, "prefix_cache__disk_mb": "999999999"})], ROOT)
+
+
+@pytest.mark.parametrize(("cuda", "is_refused"), [("None", True), ("'12.8'", False)])
+def test_a_gpu_needs_a_torch_that_was_built_for_it(
+    cuda: str, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    version = f"__version__ = '2.13.0+cpu'\ncuda: Optional[str] = {cuda}\nhip: Optional[str] = None\n"
+    (tmp_path / "torch" / "version.py").write_text(version)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    said: AbstractContextManager[object] = nullcontext()
+    if is_refused:
+        said = pytest.raises(ConfigError, match=r"torch 2\.13\.0\+cpu is built without CUDA.*TORCH=cuda")
+    with said:
+        check_settings([child("worker-0", device="cuda")], ROOT)
+
+
+def test_a_broken_chat_template_is_found_before_anything_starts(tmp_path: Path) -> None:
+    model = tmp_path / "broken"
+    shutil.copytree(ROOT / "models" / "tiny_chat", model)
+    (model / "chat_template.jinja").write_text("{% for message in messages %}\n{{ message.content")
+    with pytest.raises(ConfigError, match=r"the chat template of .*/broken cannot be used: .*line 2"):
+        check_settings([child("gateway-0", model=str(model))], ROOT)

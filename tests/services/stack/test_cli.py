@@ -11,6 +11,8 @@ import services
 from services.stack.cli import main
 from shared.release import VERSION
 
+UP = ["up", "--port=0", "--nats-port=0"]
+
 
 def test_wrong_settings_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     where = ["--run-dir", str(tmp_path)]
@@ -59,6 +61,21 @@ def test_help_is_not_an_error(capfd: pytest.CaptureFixture[str]) -> None:
         (["up", "--port", "many"], "port: Input should be a valid integer"),
         (["up", "--set", "nonsense"], "--set 'nonsense': write it as section.setting=value"),
         (["nonsense"], "invalid choice: 'nonsense'"),
+        (["statsu"], "'statsu' is unknown; did you mean 'status'?"),
+        (["up", "--worker", "3"], "unrecognized argument --worker; did you mean --workers?"),
+        (["status", "--jsn"], "unrecognized argument --jsn; did you mean --json?"),
+        (
+            ["up", "--nats-port=0", "--set", "woker.kv_blocks=64"],
+            "--set woker.kv_blocks: no section 'woker'; did you mean",
+        ),
+        (
+            ["up", "--nats-port=0", "--set", "worker.kv_block=64"],
+            "--set worker.kv_block is no setting; did you mean --set w",
+        ),
+        (
+            ["up", "--nats-port=0", "--set", "gateway.stored_responses.enabled=true"],
+            "nothing is below --set gateway.stored_responses, which is one value",
+        ),
         (["up", "--run-dir", "/proc/kvasir"], "the run directory /proc/kvasir cannot be written: "),
         (["up", "--detach", "--run-dir", "/proc/kvasir"], "the run directory /proc/kvasir cannot be written"),
         (["logs", "--run-dir", "/nowhere"], "/nowhere has no logs"),

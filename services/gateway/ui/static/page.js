@@ -89,7 +89,7 @@ function show(picture) {
   rows(byId("request-rows"), picture.requests, (row) => [requestButton(row.id), row.worker ?? "queued",
     row.prompt_tokens, `${row.tokens}/${row.max_tokens}`, seconds(row.age_s)], "none; send one below");
   showDebts(byId("debt-rows"), picture.debts);
-  const problem = picture.fleet.unready.join("; ") || (picture.fleet.scheduler ? "" : "no scheduler is heard of");
+  const problem = [...picture.fleet.unready, ...picture.fleet.troubles].join("; ") || (picture.fleet.scheduler ? "" : "no scheduler is heard of");
   state(problem ? "bad" : "good", problem || `live: ${picture.fleet.scheduler}, ${picture.fleet.policy}`);
 }
 

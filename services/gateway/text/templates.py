@@ -1,0 +1,87 @@
+"""Where a model's chat template is found, and what templates are compiled with: a sandbox set up as in
+transformers. Imports little: a broken template is found before a stack starts."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from shared.errors import ConfigError
+from shared.model_files import HubId, read_json, source_of
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}` marks what the assistant wrote, for training; here it is its
+    content.
+    """
+
+    tags = {"generation"}  # noqa: RUF012 - the attribute's type is jinja2's
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def template_environment() -> jinja2.Environment:
+    """A sandbox with the filters and functions that templates expect."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def template_source(folder: Path, config: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text("utf-8")
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        found = next((entry.get("template") for entry in found if entry.get("name") == "default"), None)
+    return found if isinstance(found, str) else None
+
+
+def check_template(model: str) -> None:
+    """Compile the chat template of a model folder. Raises ConfigError where that fails."""
+    folder = source_of(model)
+    if isinstance(folder, HubId):
+        return
+    try:
+        source = template_source(folder, read_json(folder / "tokenizer_config.json"))
+        if source is not None:
+            template_environment().from_string(source)
+    except (jinja2.TemplateSyntaxError, UnicodeDecodeError) as error:
+        line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        raise ConfigError(
+            f"the chat template of {folder} cannot be used: {error}{line}: correct chat_template.jinja, or "
+            "chat_template in tokenizer_config.json",
+            param="model",
+        ) from None
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().astimezone().strftime(pattern)
