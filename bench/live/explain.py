@@ -106,7 +106,15 @@ def mixed(context: Context, count: int) -> tuple[dict[str, float], int]:
         "preempted_requests": float(sum(account["facts"]["preemptions"] > 0 for account in accounts)),
         "recorder_cost_counted": noted_s / cpu_s,
     }
-    return figures, sum(not answer.ok for answer in answers)
+    refused, failed = counted(answers)
+    return figures | {"refused_requests": float(refused)}, failed
+
+
+def counted(answers: Sequence[Answer]) -> tuple[int, int]:
+    """Return how many were refused, as one that is longer than what is left of the fleet has to be, and how
+    many failed."""
+    refused = sum(answer.error.startswith("status 4") for answer in answers)
+    return refused, sum(not answer.ok for answer in answers) - refused
 
 
 # --- what is planted

@@ -97,6 +97,8 @@ async def _instance(config: BusConfig, service: str, instance: str) -> str:
         raise NoResponder(f"{instance} does not answer on the bus") from None
     finally:
         await bus.close()
+    if loading := status.details.get("loading"):
+        raise NoResponder(f"{instance} loads its model: {loading}")
     return json.dumps(status.details)
 
 

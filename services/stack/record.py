@@ -73,7 +73,7 @@ def _setup(found: Sequence[ServiceStatus]) -> dict[str, Any]:
                 "model": each.details["model"],
             }
             for each in found
-            if each.service == "worker"
+            if each.service == "worker" and "block_tokens" in each.details
         ],
     }
 

@@ -121,4 +121,6 @@ class StatusProbe:
             return "does not answer on the bus yet"
         except KvasirError as error:
             return error.message
-        return None if answer.uptime_s <= age_s else "does not answer on the bus yet"
+        if answer.uptime_s > age_s:
+            return "does not answer on the bus yet"
+        return answer.details.get("loading") or None

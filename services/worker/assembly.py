@@ -27,6 +27,7 @@ from services.worker.peers.engine_calls import BorrowedReader
 from services.worker.peers.migration.service import Transfers
 from services.worker.peers.registry import Registry
 from services.worker.peers.transport.settings import make_transports
+from services.worker.progress import Progress
 from shared.bus import Bus
 from shared.clock import Clock
 
@@ -185,11 +186,12 @@ def core_of(
     )
 
 
-def make_engine(config: WorkerConfig) -> Engine:
+def make_engine(config: WorkerConfig, progress: Progress | None = None) -> Engine:
     """The configured engine, warm and timed: the first request finds nothing left to set up.
 
     Raises ConfigError.
     """
+    progress = progress or Progress()
     if config.engine == "simulated":
         from services.worker.engine.simulated import SimulatedEngine
 
@@ -199,13 +201,15 @@ def make_engine(config: WorkerConfig) -> Engine:
         os.environ["OMP_NUM_THREADS"] = str(config.threads)  # read when torch is loaded, and never again
         from services.worker.building_vllm import build_vllm
 
+        progress.at("vLLM loads the model")
         return build_vllm(config)
+    progress.at("imports torch")
     from services.worker.building import build  # torch takes seconds
 
-    return build(config)
+    return build(config, progress)
 
 
-def make_bound_engine(config: WorkerConfig) -> Engine:
+def make_bound_engine(config: WorkerConfig, progress: Progress) -> Engine:
     """On the engine's cores, so that compute threads started on the way are there, too."""
     bind_to(config.engine_cores, "engine_cores")
-    return make_engine(config)
+    return make_engine(config, progress)

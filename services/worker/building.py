@@ -12,11 +12,13 @@ import torch
 from services.worker.config import WorkerConfig
 from services.worker.engine.checkpoint import checkpoint_digest, stored_dtype
 from services.worker.engine.engine import TorchEngine, decode_cost, prefill_tokens_per_s, warm_up
+from services.worker.engine.fetching import fetch
 from services.worker.engine.grammar_masks import GrammarMasks
 from services.worker.engine.loading import load
 from services.worker.peers.attention.staging import HALVES
 from services.worker.peers.lending.core.settings import LendingConfig
 from services.worker.pie.core.sizes import most_fifo_layers, spare_blocks
+from services.worker.progress import Progress
 from shared.errors import ConfigError
 from shared.grammars import Grammars
 from shared.log import canonical, get_logger
@@ -36,14 +38,17 @@ _CONTROL_GROUPS = (
 """What it may have and has, of version 2 and 1, as seen inside a container."""
 
 
-def build(config: WorkerConfig) -> TorchEngine:
+def build(config: WorkerConfig, progress: Progress | None = None) -> TorchEngine:
     """The engine of a model, warm and timed: the first request finds nothing left to set up.
 
     Raises ConfigError.
     """
     torch.set_num_threads(config.threads)
     dtype = stored_dtype(config.model) if config.dtype == "auto" else config.dtype
-    model = load(config.model, dtype=dtype, device=config.device)
+    progress = progress or Progress()
+    fetch(config.model, progress)
+    progress.at("reads the weights")
+    model = load(config.model, dtype=dtype, device=config.device, progress=progress)
     block_bytes = model.block_bytes(config.block_tokens)
     kv_blocks = kv_capacity(config, block_bytes, lambda: free_bytes(config.device))
     least = least_blocks(config, len(model.layers))
@@ -55,6 +60,7 @@ def build(config: WorkerConfig) -> TorchEngine:
             param="kv_blocks",
         )
     kv_blocks -= staged_blocks(config.lending, len(model.layers))
+    progress.at("compiles and sets up the engine")
     engine = TorchEngine(
         model,
         kv_blocks=kv_blocks,
@@ -68,6 +74,7 @@ def build(config: WorkerConfig) -> TorchEngine:
         states_every=config.states_every,
     )
     engine.weights = checkpoint_digest(config.model, str(model.dtype))  # the same for other kinds of engines
+    progress.at("warms up")
     warm_up(engine)
     engine.prefill_tokens_per_s = prefill_tokens_per_s(engine, kv_blocks)
     if engine.pie is not None and config.pie.enabled == "auto":

@@ -35,6 +35,7 @@ from services.worker.kv.core.stored_events import Event
 from services.worker.kv.figures import CacheFigures, CacheMetrics, read_figures
 from services.worker.kv_events import KvEventPublisher
 from services.worker.neighbourhood import Neighbourhood, extended
+from services.worker.progress import Loading, Progress
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler, Listener, fenced, recorder_handlers, status_handlers, status_of
 from shared.clock import Clock, monotonic_s
@@ -400,7 +401,11 @@ async def run(config: WorkerConfig) -> None:
 async def _serve(config: WorkerConfig) -> None:
     bus = await Bus.connect(config.bus, service="worker", instance=config.instance)
     try:
-        engine = await asyncio.to_thread(make_bound_engine, config)
+        progress = Progress()
+        loading = Loading(bus, progress)
+        await loading.listen()
+        engine = await asyncio.to_thread(make_bound_engine, config, progress)
+        await loading.close()
         worker = Worker(bus, config, engine)
         canonical(_log, "worker serving", model=config.model, kv_blocks=engine.kv_blocks, dtype=config.dtype)
         await worker.serve()

