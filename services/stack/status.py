@@ -93,13 +93,15 @@ def _show_summary(
     console: Console, state: Mapping[str, Any], answers: Sequence[ServiceStatus], run: RunDirectory
 ) -> None:
     since_s = max(0.0, time.time() - state.get("started_unix_s", time.time()))
-    model = next((answer.details["model"] for answer in answers if answer.service == "gateway"), "")
+    model = next((answer.details.get("model") for answer in answers if answer.service == "gateway"), "")
     model = model or state.get("model") or "?"
+    rows = process_rows(state, answers)
+    well, *rest = verdict(state.get("children", []), answers, time.time())
+    say(console, well)
     say(console, f"{state.get('phase')}, since {_ago(since_s)}: {state.get('url')}, model {model}")
     if "operator_url" in state:
         say(console, f"health and metrics: {state['operator_url']}")
-    rows = process_rows(state, answers)
-    for line in verdict(state.get("children", []), answers, time.time()):
+    for line in rest:
         say(console, line)
     shown = sorted(rows, key=lambda row: row.urgency)[:_MOST_ROWS]
     width = max(len(row.name) for row in shown)

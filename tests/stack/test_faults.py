@@ -5,8 +5,10 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
+from tests.patience import STACK_PATIENCE_S
 from tests.stack.client import Answer, Question, assert_same
 from tests.stack.prompts import long_questions
 from tests.stack.running import RunningStack, running_stack
@@ -95,3 +97,20 @@ async def test_clients_that_leave_free_their_blocks(victim: RunningStack) -> Non
         if all(unused) and not any(row["sequences"] for row in workers):
             return
     raise AssertionError(workers)
+
+
+async def test_a_crash_is_one_verdict_everywhere(victim: RunningStack) -> None:
+    """`status`, /ready and metrics say the same of a stack whose worker has just crashed and is back."""
+    before = victim.child("worker-1")["restarts"]
+    victim.signal("worker-1", signal.SIGKILL)
+    await asyncio.to_thread(victim.until_restarted, "worker-1", restarts=before + 1)
+    operator = victim.operator_url
+    async with asyncio.timeout(STACK_PATIENCE_S), httpx.AsyncClient(trust_env=False) as client:
+        while True:
+            said = (await client.get(f"{operator}/ready")).json()
+            if any(trouble.startswith("worker-1 crashed") for trouble in said.get("troubles", ())):
+                break
+            await asyncio.sleep(0.5)
+        assert (said["status"], said["well"]) == ("ready", False)
+        assert "\nkvasir_stack_well 0.0" in (await client.get(f"{operator}/metrics")).text
+    assert victim.command("status").stdout.startswith("well: no: ")

@@ -14,6 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from shared.errors import ConfigError
+from sim.replay import read_recording
 from tests.conformance.schemas import violations
 from tests.patience import STACK_PATIENCE_S
 from tests.stack.running import TINY_CHAT, RunningStack, running_stack
@@ -154,3 +156,12 @@ def until_parked(stack: RunningStack) -> None:
             return
         assert time.monotonic() < deadline_s, (parked, stack.details("placement-0"))
         time.sleep(0.2)
+
+
+def test_both_are_named_and_recorded(both: RunningStack, tmp_path: Path) -> None:
+    """With two models `record` was a KeyError, and `status` named the first."""
+    path = tmp_path / "recording.jsonl"
+    assert both.command("record", "--out", str(path)).returncode == 0
+    with pytest.raises(ConfigError, match=r"of 2 models \(other, tiny_chat\)"):
+        read_recording(path)
+    assert "model tiny_chat, other" in both.command("status").stdout

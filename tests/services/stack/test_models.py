@@ -64,3 +64,9 @@ def test_the_hubs_files_are_taken_as_they_come(home: Path) -> None:
     assert models.named("somebody/other@v2") == ("other", "somebody/other@v2")
     with pytest.raises(ConfigError):
         models.named("mine=")
+
+
+def test_a_link_keeps_its_own_name(tmp_path: Path) -> None:
+    """It is served as what the operator called it, not as what it points to."""
+    (tmp_path / "mine").symlink_to(TINY_CHAT)
+    assert models.named(str(tmp_path / "mine")) == ("mine", str(tmp_path / "mine"))

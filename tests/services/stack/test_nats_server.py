@@ -44,7 +44,7 @@ async def connect(config: BusConfig, user: str) -> Bus:
 
 
 def test_the_file_is_checked_and_private(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / 'a "run"')
+    run = RunDirectory(tmp_path / 'a "rün"')
     run.create()
     path, store = run.path / "nats.conf", run.path / "nats"
     access = BusAccess.to_local(4222, run.credentials(), None)

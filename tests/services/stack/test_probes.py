@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from services.stack.obstructions import gateway_hosts
 from services.stack.probes import AliveProbe, HttpProbe, TcpProbe, http_get
 
 
@@ -66,3 +67,24 @@ async def test_get_sends_its_headers() -> None:
         assert await http_get(port, "/v1/models", ("Authorization: Bearer x",)) == (200, "body")
     assert b"GET /v1/models HTTP/1.0\r\n" in asked[0]
     assert b"\r\nAuthorization: Bearer x\r\n" in asked[0]
+
+
+async def test_an_address_of_version_6_is_asked_there() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + head)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "::1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        assert await HttpProbe(port, "/ready", "::1").obstacle(0.0) is None
+        assert f"Host: [::1]:{port}\r\n" in (await http_get(port, "/", host="::1"))[1]
+
+
+@pytest.mark.parametrize(
+    ("host", "reached"),
+    [("::1", "::1"), ("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("10.0.0.7", "10.0.0.7")],
+)
+def test_a_gateway_is_reached_where_it_listens(host: str, reached: str) -> None:
+    environ = {"KVASIR_GATEWAY__HOST": host, "KVASIR_GATEWAY__OPERATOR_HOST": host}
+    assert gateway_hosts(environ) == (reached, reached)

@@ -20,6 +20,7 @@ from services.predictor.service import HANDLERS, Predictor
 from services.stack.roll_call import RollCall, StatusProbe
 from services.stack.rundir import DEFAULT_RUN_DIR, RunDirectory
 from services.stack.status import _print_rows, _show_summary, process_rows, status
+from services.worker.progress import Loading, Progress
 from shared import subjects
 from shared.bus import status_handlers
 from shared.config import BusConfig
@@ -196,3 +197,17 @@ async def test_who_answers_is_ready_unless_it_is_the_one_before(
     await roll.close()
     with pytest.raises(BusUnavailable):
         await roll.ask("predictor", deadline_s=0.1)
+
+
+async def test_a_worker_that_loads_says_how_far_it_is(bus_config: BusConfig, connect_bus: ConnectBus) -> None:
+    """Instead of "does not answer on the bus yet" for as long as a download takes."""
+    roll, progress = RollCall(bus_config), Progress()
+    bus = await connect_bus("worker", "worker-0")
+    loading = Loading(bus, progress)
+    await loading.listen()
+    progress.at("reads the weights: 40 %")
+    probe = StatusProbe(roll, "worker", ("worker-0",))
+    assert await probe.obstacle(9e9) == "reads the weights: 40 %"
+    await loading.close()
+    assert await probe.obstacle(9e9) == "does not answer on the bus yet"
+    await roll.close()

@@ -1,12 +1,19 @@
 """How much KV a worker has: as settings say, or a part of what is free."""
 
+import json
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from services.worker import building
-from services.worker.building import free_bytes, kv_capacity
+from services.worker.building import build, free_bytes, kv_capacity
 from services.worker.config import WorkerConfig
+from services.worker.engine.contract import Row
+from services.worker.progress import Progress
+from shared.errors import ConfigError
 
 MIB = 1 << 20
 
@@ -42,3 +49,47 @@ def test_a_control_group_has_less_than_its_machine(tmp_path: Path, monkeypatch: 
     assert free_bytes("cpu") == 4 * MIB
     used.write_text(f"{70 * MIB}\n")
     assert free_bytes("cpu") == 0
+
+
+@pytest.mark.parametrize("settings", [{"kv_blocks": 2}, {"kv_bytes": 3 * 131072}, {"kv_blocks": 3}])
+def test_too_few_blocks_are_refused_with_the_least_that_work(settings: dict[str, int]) -> None:
+    """Two blocks were accepted, and the first chat ended the worker."""
+    with pytest.raises(ConfigError, match=r"a request to this model needs 4; set worker\.kv_blocks=4"):
+        build(WorkerConfig(**settings))
+
+
+def test_the_least_blocks_compute_a_prompt_that_fills_them() -> None:
+    engine = build(WorkerConfig(kv_blocks=4))
+    blocks = engine.make_pool().allocate(4)
+    engine.step([Row([1] * (4 * engine.block_tokens), 0, blocks, None)])
+
+
+def test_an_architecture_that_is_not_supported_is_said_in_one_sentence(tmp_path: Path) -> None:
+    """Not transformers' advice to install another transformers."""
+    shutil.copytree("models/tiny_chat", tmp_path / "odd")
+    config = tmp_path / "odd" / "config.json"
+    odd = {**json.loads(config.read_text()), "model_type": "odd", "architectures": ["OddForCausalLM"]}
+    config.write_text(json.dumps(odd))
+    with pytest.raises(
+        ConfigError, match="has the architecture OddForCausalLM, which Kvasir cannot"
+    ) as raised:
+        build(WorkerConfig(model=str(tmp_path / "odd")))
+    assert "pip install" not in raised.value.message
+
+
+def test_loading_says_how_far_it_is(tmp_path: Path) -> None:
+    class Told(Progress):
+        def at(self, step: str | Callable[[], str]) -> None:
+            super().at(step)
+            steps.append(self.text)
+
+    steps: list[str] = []
+    build(WorkerConfig(kv_blocks=64), Told())
+    shares = [step for step in steps if "%" in step]
+    assert steps[0] == "reads the weights" and shares[0] == "reads the weights: 0 %" and len(shares) > 3
+    assert steps[-2:] == ["compiles and sets up the engine", "warms up"]
+    progress = Progress()
+    (tmp_path / "blobs").mkdir()
+    with progress.downloading("org/name", tmp_path, 4_000_000):
+        (tmp_path / "blobs" / "part.incomplete").write_bytes(bytes(1_000_000))
+        assert re.match(r"downloads org/name: 1 MB of 4, \d+\.\d MB/s, \d+ s left$", progress.text)
