@@ -70,13 +70,14 @@ class Loading:
         self._bus = bus
         self._progress = progress
         self._began_s = monotonic_s()
+        self._handlers = status_handlers("worker")
 
     async def status(self, _: Empty) -> ServiceStatus:
         details = {"loading": self._progress.text}
         return status_of(self._bus, "worker", monotonic_s() - self._began_s, details)
 
     async def listen(self) -> None:
-        await self._bus.attach(status_handlers("worker"), self)
+        await self._bus.attach(self._handlers, self)
 
     async def close(self) -> None:
-        await self._bus.detach(status_handlers("worker"), self)
+        await self._bus.detach(self._handlers, self)
