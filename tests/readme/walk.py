@@ -222,10 +222,7 @@ def _has_docker(environment: dict[str, str]) -> bool:
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        parser=argparse.ArgumentParser(
-            allow_abbrev=False,
-            description="Carry out what README.md and docs/recipes.md say, in a clean clone.",
-        )
+        allow_abbrev=False, description="Carry out what README.md and docs/recipes.md say, in a clean clone."
     )
     parser.add_argument("--into", type=Path, help="clone into this new folder [a temporary one]")
     parser.add_argument(
