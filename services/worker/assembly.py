@@ -16,6 +16,7 @@ from services.worker.core.steps import StepCore
 from services.worker.cores import bind_to
 from services.worker.engine.contract import AttendingEngine, Engine, SharingEngine
 from services.worker.engine.native.sums import checksums
+from services.worker.engine.progress import Progress
 from services.worker.engine_thread import Runner
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.borrowed_pool import ExtendedPool, Pool
@@ -27,7 +28,6 @@ from services.worker.peers.engine_calls import BorrowedReader
 from services.worker.peers.migration.service import Transfers
 from services.worker.peers.registry import Registry
 from services.worker.peers.transport.settings import make_transports
-from services.worker.progress import Progress
 from shared.bus import Bus
 from shared.clock import Clock
 

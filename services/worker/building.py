@@ -15,10 +15,10 @@ from services.worker.engine.engine import TorchEngine, decode_cost, prefill_toke
 from services.worker.engine.fetching import fetch
 from services.worker.engine.grammar_masks import GrammarMasks
 from services.worker.engine.loading import load
+from services.worker.engine.progress import Progress
 from services.worker.peers.attention.staging import HALVES
 from services.worker.peers.lending.core.settings import LendingConfig
 from services.worker.pie.core.sizes import most_fifo_layers, spare_blocks
-from services.worker.progress import Progress
 from shared.errors import ConfigError
 from shared.grammars import Grammars
 from shared.log import canonical, get_logger

@@ -30,12 +30,13 @@ from services.worker.cores import bind_to
 from services.worker.door import Command, Door
 from services.worker.egress import Courier, Heartbeat, Outbox
 from services.worker.engine.contract import ConstrainedEngine, Engine
+from services.worker.engine.progress import Progress
 from services.worker.engine_thread import Runner
 from services.worker.kv.core.stored_events import Event
 from services.worker.kv.figures import CacheFigures, CacheMetrics, read_figures
 from services.worker.kv_events import KvEventPublisher
+from services.worker.loading import Loading
 from services.worker.neighbourhood import Neighbourhood, extended
-from services.worker.progress import Loading, Progress
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler, Listener, fenced, recorder_handlers, status_handlers, status_of
 from shared.clock import Clock, monotonic_s

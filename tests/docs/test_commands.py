@@ -42,7 +42,7 @@ def test_lines_are_read_as_a_shell_reads_them() -> None:
 
 
 @pytest.mark.parametrize(("name", "words"), BENCHES)
-def test_a_bench_takes_the_flags_that_a_page_gives_it(name: str, words: str) -> None:
+def test_a_bench_takes_the_flags_that_a_page_gives_it(name: str, words: str, tmp_path: Path) -> None:
     if name in ("record", "data"):
         return
     parser = ArgumentParser(exit_on_error=False)
@@ -50,7 +50,10 @@ def test_a_bench_takes_the_flags_that_a_page_gives_it(name: str, words: str) -> 
         parser.add_argument(flag)
     parser.add_argument("--quick", action="store_true")
     find(name).load().add_arguments(parser)
-    given = [PLACEHOLDERS.get(word, word) for word in shlex.split(words)]
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    examples = {**PLACEHOLDERS, "FILE": str(file)}
+    given = [examples.get(word, word) for word in shlex.split(words)]
     parser.parse_args([word for word in given if word not in ("A", "B", "N", "NAME")] or given)
 
 

@@ -3,7 +3,7 @@
 import contextlib
 from pathlib import Path
 
-from services.worker.progress import Progress
+from services.worker.engine.progress import Progress
 from shared.errors import ConfigError
 from shared.model_files import HubId, source_of
 

@@ -21,7 +21,7 @@ from transformers.utils import logging as _logging
 
 from services.worker.engine.attention import LayerProbe, LayerShape
 from services.worker.engine.checkpoint import canonical
-from services.worker.progress import Progress
+from services.worker.engine.progress import Progress
 from shared.errors import ConfigError
 from shared.model_files import HubId, check_model, read_json, source_of
 from shared.tokenizer_files import model_folder

@@ -11,6 +11,5 @@ def test_what_is_refused_has_not_failed() -> None:
     for error in errors:
         answer = Answer(sent_s=0.0)
         answer.error = error
-        answer.finished = "length" if not error else None
         answers.append(answer)
     assert counted(answers) == (1, 2)

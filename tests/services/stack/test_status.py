@@ -20,7 +20,8 @@ from services.predictor.service import HANDLERS, Predictor
 from services.stack.roll_call import RollCall, StatusProbe
 from services.stack.rundir import DEFAULT_RUN_DIR, RunDirectory
 from services.stack.status import _print_rows, _show_summary, process_rows, status
-from services.worker.progress import Loading, Progress
+from services.worker.engine.progress import Progress
+from services.worker.loading import Loading
 from shared import subjects
 from shared.bus import status_handlers
 from shared.config import BusConfig

@@ -12,7 +12,7 @@ from services.worker import building
 from services.worker.building import build, free_bytes, kv_capacity
 from services.worker.config import WorkerConfig
 from services.worker.engine.contract import Row
-from services.worker.progress import Progress
+from services.worker.engine.progress import Progress
 from shared.errors import ConfigError
 
 MIB = 1 << 20
@@ -55,7 +55,7 @@ def test_a_control_group_has_less_than_its_machine(tmp_path: Path, monkeypatch: 
 def test_too_few_blocks_are_refused_with_the_least_that_work(settings: dict[str, int]) -> None:
     """Two blocks were accepted, and the first chat ended the worker."""
     with pytest.raises(ConfigError, match=r"a request to this model needs 4; set worker\.kv_blocks=4"):
-        build(WorkerConfig(**settings))
+        build(WorkerConfig.model_validate(settings))
 
 
 def test_the_least_blocks_compute_a_prompt_that_fills_them() -> None:

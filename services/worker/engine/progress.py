@@ -1,18 +1,12 @@
-"""How far a worker is that loads its model: what `up` shows until it is ready.
+"""How far the loading of a model is: what `up` shows until the worker is ready.
 
-`Progress` is written by the thread that loads and read by the event loop; `Loading` answers the questions on
-the bus meanwhile.
+The thread that loads writes it; the event loop reads it.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from shared.bus import Bus, status_handlers, status_of
-from shared.clock import monotonic_s
-from shared.messages.base import Empty
-from shared.messages.reports import ServiceStatus
 
 _MEGA = 1e6
 
@@ -61,23 +55,3 @@ def _size_of(folder: Path) -> int:
         except OSError:  # renamed meanwhile
             continue
     return total
-
-
-class Loading:
-    """A worker on the bus that has no engine yet."""
-
-    def __init__(self, bus: Bus, progress: Progress) -> None:
-        self._bus = bus
-        self._progress = progress
-        self._began_s = monotonic_s()
-        self._handlers = status_handlers("worker")
-
-    async def status(self, _: Empty) -> ServiceStatus:
-        details = {"loading": self._progress.text}
-        return status_of(self._bus, "worker", monotonic_s() - self._began_s, details)
-
-    async def listen(self) -> None:
-        await self._bus.attach(self._handlers, self)
-
-    async def close(self) -> None:
-        await self._bus.detach(self._handlers, self)
