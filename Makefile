@@ -64,8 +64,13 @@ slow: .venv/.dev ## the tests that take minutes, and those of numerics with seve
 dashboards: .venv/.dev .prometheus/usr/bin/prometheus ## a real Prometheus reads a stack: every panel of vLLM's dashboards and of ours has data
 	$(BIN)/python -m pytest tests/stack/test_prometheus.py $(ARGS)
 
-clients: .venv/.runtime .venv-clients/.installed .venv-aider/.installed ## chat with a stack through clients of other people, in their own venvs
-	.venv-clients/bin/python -m pytest -c tests/clients/pytest.ini --confcutdir=tests/clients tests/clients $(ARGS)
+# Locked versions, or with CLIENTS=newest the newest ones of everything.
+CLIENTS ?= locked
+NEWEST := $(if $(filter newest,$(CLIENTS)),-newest)
+
+clients: .venv/.runtime .venv-clients$(NEWEST)/.installed .venv-aider$(NEWEST)/.installed .npm-clients$(NEWEST)/.installed ## chat with a stack through clients of other people (CLIENTS=newest: not the locked versions)
+	KVASIR_CLIENTS=$(CLIENTS) .venv-clients$(NEWEST)/bin/python -m pytest -c tests/clients/pytest.ini \
+	  --confcutdir=tests/clients tests/clients $(ARGS)
 
 lm-eval: .venv/.runtime .venv-lm-eval/.installed ## lm-eval-harness scores a task through a stack and by itself: the same figures
 	.venv-lm-eval/bin/python -m pytest -c tests/clients/pytest.ini --confcutdir=tests/lm_eval tests/lm_eval $(ARGS)
@@ -138,6 +143,7 @@ format: .venv/.dev ## write the format that `make lint` asks for
 FORCE:
 
 PIP_BY_HASH := -m pip install --quiet --disable-pip-version-check --require-hashes
+PIP_NEWEST := -m pip install --quiet --disable-pip-version-check --upgrade
 
 # Debian's package, unpacked and not installed. Where apt is not, a Prometheus on the path is what the tests take.
 .prometheus/usr/bin/prometheus:
@@ -161,6 +167,27 @@ PIP_BY_HASH := -m pip install --quiet --disable-pip-version-check --require-hash
 	$(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/python $(PIP_BY_HASH) -r deploy/locks/clients.txt
 	@touch $@
+
+.venv-clients-newest/.installed: requirements-clients.txt FORCE
+	$(PYTHON) -m venv .venv-clients-newest
+	.venv-clients-newest/bin/python $(PIP_NEWEST) -r requirements-clients.txt
+
+.venv-aider-newest/.installed: requirements-aider.txt FORCE
+	$(PYTHON) -m venv .venv-aider-newest
+	.venv-aider-newest/bin/python $(PIP_NEWEST) -r requirements-aider.txt
+
+# No package's install script runs but these two, which put the binary of a package for this platform in its place.
+# Not `npm ci`: it refuses a lock without the packages of other platforms, which not every registry has.
+NPM_INSTALL = npm install --prefix $(@D) --ignore-scripts --no-audit --no-fund --loglevel=error
+NPM_BINARIES = npm rebuild --prefix $(@D) --loglevel=error @anthropic-ai/claude-code opencode-ai
+NPM_NAMES = $(shell sed -n 's/^    "\(.*\)": .*/\1@latest/p' deploy/clients/package.json)
+WITH_NPM = command -v npm >/dev/null || { echo "make clients: without npm, the clients that are npm packages are left out"; exit 0; }
+
+.npm-clients/.installed: deploy/clients/package.json deploy/clients/package-lock.json
+	@$(WITH_NPM); mkdir -p $(@D) && cp $^ $(@D) && $(NPM_INSTALL) && $(NPM_BINARIES) && touch $@
+
+.npm-clients-newest/.installed: deploy/clients/package.json FORCE
+	@$(WITH_NPM); mkdir -p $(@D) && cp $< $(@D) && $(NPM_INSTALL) $(NPM_NAMES) && $(NPM_BINARIES)
 
 .venv-docs/.installed: deploy/locks/docs.txt
 	$(PYTHON) -m venv .venv-docs

@@ -4,6 +4,7 @@ Every package in deploy/requirements/ has a lock, every pin has hashes, the buil
 registry can exchange the base image under the same tag.
 """
 
+import json
 import re
 from pathlib import Path
 
@@ -59,15 +60,26 @@ def test_the_gpu_image_gets_what_the_cpu_environment_has() -> None:
 
 
 def test_what_make_installs_it_installs_by_hash() -> None:
-    """Peers and clients too, in environments of their own. uv, which writes the locks, is in none."""
+    """Peers and clients too, in environments of their own. No lock has uv, which writes the locks, or the
+    newest versions of clients."""
     makefile = (ROOT / "Makefile").read_text()
     installs = [
         line for line in makefile.splitlines() if "-m pip install" in line or "$(PIP_BY_HASH)" in line
     ]
     assert len(installs) > 5
     without = [line for line in installs if "--require-hashes" not in line and "$(PIP_BY_HASH)" not in line]
-    assert [line.split()[-1] for line in without] == ["uv"]
+    assert [line.split()[-1] for line in without] == ["--upgrade", "uv"]
     assert set(re.findall(r"-r (\S+)", "\n".join(installs))) <= {f"deploy/locks/{name}.txt" for name in NAMES}
+
+
+def test_clients_from_npm_are_locked_by_hash() -> None:
+    folder = ROOT / "deploy" / "clients"
+    lock, package = (json.loads((folder / f"package{end}.json").read_text()) for end in ("-lock", ""))
+    ours = lock["packages"].pop("")
+    assert ours["dependencies"] == package["dependencies"]
+    found = lock["packages"]
+    assert {f"node_modules/{name}" for name in package["dependencies"]} <= set(found)
+    assert not [name for name, entry in found.items() if not re.match("sha512-", entry.get("integrity", ""))]
 
 
 def test_both_builds_of_torch_are_of_one_version() -> None:
