@@ -32,10 +32,12 @@ TOOL_SERVERS = {
         "~/.claude/settings.json": json.dumps({"permissions": {"allow": ["mcp__sky__weather"]}}),
     },
     "Codex": {"~/.codex/config.toml": f"[mcp_servers.sky]\ncommand = {MCP[0]!r}\nargs = {MCP[1:]}\n"},
-    "opencode": {"opencode.json": json.dumps({"mcp": {"sky": {"type": "local", "command": MCP}}})},
+    "opencode": {
+        "~/.config/opencode/opencode.json": json.dumps({"mcp": {"sky": {"type": "local", "command": MCP}}})
+    },
     "Cline": {"~/.cline/data/settings/cline_mcp_settings.json": json.dumps({"mcpServers": {"sky": _SERVER}})},
     "Continue": {"~/.continue/config.yaml": f"mcpServers: [{json.dumps({'name': 'sky', **_SERVER})}]\n"},
-    "qwen-code": {".qwen/settings.json": json.dumps({"mcpServers": {"sky": {**_SERVER, "trust": True}}})},
+    "qwen-code": {"~/.qwen/settings.json": json.dumps({"mcpServers": {"sky": {**_SERVER, "trust": True}}})},
 }
 """Files that tell each agent of the tool, added to what the page has."""
 _BLOCK = re.compile(r"(?:`(\S+)`:\n\n)?^```(\w+)\n(.*?)^```", re.M | re.S)
@@ -57,14 +59,14 @@ def long_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def _can_seal() -> None:
-    if shutil.which("npm") is None or not NPM.is_dir():
-        pytest.skip("the command-line clients are npm packages, and Node.js with npm is not here")
     if subprocess.run([*SEAL, "true"], capture_output=True, timeout=20, check=False).returncode:
         pytest.skip("clients are kept on 127.0.0.1 by a network namespace, and this machine makes none")
 
 
 def _typed(section: str, link: Between, key: str, home: Path) -> str:
     """Write the section's files, type its commands in a directory of `home`; what they print."""
+    if section != "aider" and not (NPM.is_dir() and shutil.which("node")):
+        pytest.skip("this client is an npm package, and Node.js with npm was not here at set-up")
     work = home / "work"
     work.mkdir()
     (work / "node_modules").symlink_to(NPM)
@@ -74,8 +76,9 @@ def _typed(section: str, link: Between, key: str, home: Path) -> str:
     for name, text in [*files, *TOOL_SERVERS.get(section, {}).items()]:
         path = home / name[2:] if name.startswith("~/") else work / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write(text)
+        before = path.read_text() if path.exists() else ""
+        is_json = before and path.suffix == ".json"
+        path.write_text(json.dumps(json.loads(before) | json.loads(text)) if is_json else before + text)
     script = "".join(text for _, language, text in blocks if language == "sh")
     folders = (NPM / ".bin", AIDER, os.environ["PATH"])
     environment = {"HOME": str(home), "KEY": key, "PATH": ":".join(map(str, folders)), "DO_NOT_TRACK": "1"}
@@ -94,8 +97,8 @@ def test_an_agent_calls_a_tool_and_goes_on(section: str, long_stack: Serving, tm
     assert [each.forced for each in link.passed if each.forced], said
     told = [each.body for each in link.passed if ANSWER in each.body]
     assert told, f"the model is not told what the tool says: {said}"
-    later = re.search(r'"(Is that .*)"', PAGE.read_text().split(f"## {section}\n")[1].split("\n## ")[0])
-    assert later is None or any(later[1] in body for body in told), said
+    if section != "Cline":  # which goes on by the id of a session only
+        assert any("Is that warm?" in body for body in told), said
 
 
 @pytest.mark.usefixtures("_can_seal")
