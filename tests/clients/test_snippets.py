@@ -24,6 +24,7 @@ NPM = ROOT / f".npm-clients{SUFFIX}" / "node_modules"
 AIDER = ROOT / f".venv-aider{SUFFIX}" / "bin"
 LIMIT_S = 540
 """Of one snippet: two conversations of some 30,000 tokens, on a machine that does other things as well."""
+pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 MCP = [sys.executable, str(ROOT / "tests" / "clients" / "weather_mcp.py")]
 _SERVER = {"command": MCP[0], "args": MCP[1:]}
 TOOL_SERVERS = {
@@ -86,7 +87,6 @@ def _typed(section: str, link: Between, key: str, home: Path) -> str:
 
 
 @pytest.mark.usefixtures("_can_seal")
-@pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize("section", TOOL_SERVERS)
 def test_an_agent_calls_a_tool_and_goes_on(section: str, long_stack: Serving, tmp_path: Path) -> None:
     """Claude Code and Codex could not even begin: a field or a role of theirs was refused."""
