@@ -34,7 +34,7 @@ BELOW: dict[tuple[Element, Element], float] = {
     (("policy", "ecoserve_sdo"), LENDS): 0.65,
     (("placement", "load_balance"), LENDS): 0.7,
 }
-"""Pairs of which less is left, as docs/lending.md says."""
+"""Pairs that keep less of their throughput (docs/lending.md)."""
 LEAST = 0.8
 PROMPT_S = 0.4
 LONG_ENOUGH_S = 60.0
