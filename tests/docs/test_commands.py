@@ -38,7 +38,7 @@ def test_lines_are_read_as_a_shell_reads_them() -> None:
     (curl,) = blocks_of("docs/structured-output.md")
     assert len(curl.lines) == 1 and curl.lines[0].endswith("}}}}'")
     lines = [line for block in blocks_of("docs/tenants.md") for line in block.lines]
-    assert lines[1] == "python -m services keys list"
+    assert lines[1] == "./kvasir keys list"
 
 
 @pytest.mark.parametrize(("name", "words"), BENCHES)
