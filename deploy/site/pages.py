@@ -36,6 +36,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Memory": ("prefix-cache", "pie", "lending", "distattention", "migration", "bulk"),
     "The fleet": ("routing", "roles", "tenants", "gateways", "shadows", "vllm"),
     "Operating": (
+        "models",
         "containers",
         "upgrades",
         "live-page",
