@@ -1,11 +1,10 @@
-"""Placement policies by name: those that ship, those that installed packages add, and classes in files.
+"""Placement policies by name: built-in ones, those of installed packages, and classes in files.
 
-A package declares an entry point in the group `kvasir.placement.policies`, whose value is called without
-arguments; `my_file.py:MyPlacement` names a class in a file (`shared/plugins.py`).
+A package declares an entry point in the group `kvasir.placement.policies`, called without arguments.
+`my_file.py:MyPlacement` names a class in a file (`shared/plugins.py`).
 
-Two kinds. A `PlacementPolicy` picks one of the workers that can take a sequence; which those are is not
-its business (`services.placement.core.fleet`). A `PackingPolicy` keeps the books itself, decides which
-worker is in use at all, and moves sequences.
+A `PlacementPolicy` picks one of the workers with room, which `services.placement.core.fleet` finds. A
+`PackingPolicy` tracks every sequence itself, decides which workers are in use, and moves sequences.
 """
 
 from collections.abc import Callable
@@ -25,7 +24,7 @@ POLICIES: dict[str, Callable[[], PlacementPolicy]] = {
     "worst_fit": WorstFit,
 }
 LIVE_PACKINGS = ("mell", "mell_eager", "load_balance")
-"""Those that the service drives; the names of the others are policies of the first kind there."""
+"""Packing policies that the service can run. It runs `best_fit` and `worst_fit` as `PlacementPolicy` only."""
 PACKINGS: dict[str, Callable[[int], PackingPolicy]] = {
     "mell": Mell,
     "mell_eager": lambda capacity_blocks: Mell(capacity_blocks, EAGER),
@@ -36,7 +35,7 @@ PACKINGS: dict[str, Callable[[int], PackingPolicy]] = {
 
 
 def create_packing(name: str, capacity_blocks: int) -> PackingPolicy:
-    """A new packing policy for workers of that capacity. Raises ConfigError listing the names that exist."""
+    """Return a new packing policy for workers of that capacity. Raises ConfigError (unknown name)."""
     if name not in PACKINGS:
         raise ConfigError(
             f"no packing policy {name!r}; there are {', '.join(sorted(PACKINGS))}", param="policy"
@@ -45,6 +44,6 @@ def create_packing(name: str, capacity_blocks: int) -> PackingPolicy:
 
 
 def create(name: str) -> PlacementPolicy:
-    """A new policy called `name`, ours before others'. Raises ConfigError listing the names that exist."""
+    """Return a new policy; built-in names take precedence. Raises ConfigError (unknown name)."""
     factory = KIND.find(name, POLICIES, LIVE_PACKINGS)
     return KIND.made(name, factory)

@@ -1,6 +1,6 @@
-"""How few workers any packing needs, and what MELL's packing promises (design §3, papers/000 §VII).
+"""Lower bound on workers for any packing, and checks of MELL's guarantees (design §3, papers/000 §VII).
 
-For tests and benches: both look at all items and are not cheap. It knows MELL's model, and none of its rules.
+For tests and benchmarks only: both functions scan all items.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from services.placement.policy.mell.settings import class_of
 
 
 def lower_bound(sizes: Iterable[int], capacity: int) -> int:
-    """max(ceil(ΣS/C), #L + ceil(max(0, #M − #L)/2)): no packing of these sizes uses fewer workers."""
+    """Return max(ceil(ΣS/C), #L + ceil(max(0, #M − #L)/2)): no packing of `sizes` uses fewer workers."""
     total = larges = mediums = 0
     for size in sizes:
         total += size
@@ -21,7 +21,8 @@ def lower_bound(sizes: Iterable[int], capacity: int) -> int:
 
 
 def exceptions(cluster: Cluster, headroom: int = 0) -> dict[str, int]:
-    """By property of Theorem 1, how many GPUs break it; an S or M "fits" when it leaves `headroom` blocks."""
+    """Return the number of GPUs that violate each property of Theorem 1. S and M must leave `headroom`
+    blocks."""
     gpus = list(cluster.active.values())
     middles = [
         item.size
@@ -43,12 +44,12 @@ def exceptions(cluster: Cluster, headroom: int = 0) -> dict[str, int]:
 
 
 def _is_complete_medium(gpu: Gpu) -> bool:
-    """Two M; or one with two S, which weigh more (7/6) and fill more (5/6): Theorem 2 holds as well."""
+    """Return whether it holds two M, or one M and two S: those weigh 7/6 and fill 5/6, so Theorem 2 holds."""
     return len(gpu.held[MEDIUM]) >= 2 or len(gpu.held[SMALL]) >= 2
 
 
 def _with_room_for_tiny(gpus: list[Gpu], capacity: int) -> int:
-    """L- and M-GPUs below three quarters, while there are T-GPUs."""
+    """Return the number of L- and M-GPUs below three quarters full, 0 if there are no T-GPUs."""
     if not any(gpu.category == TINY for gpu in gpus):
         return 0
     return sum(gpu.category in (LARGE, MEDIUM) and 4 * gpu.used < 3 * capacity for gpu in gpus)

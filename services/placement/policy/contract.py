@@ -1,8 +1,7 @@
-"""What a packing policy is told and answers: where sequences go, and which of them move.
+"""Interfaces of placement policies and packing policies, and the types they exchange.
 
-Placement by packing keeps books of its own: it hears of every arrival, growth and end, and returns effects.
-Sizes are blocks of one size on all workers: what the scheduler has allocated. How a move is done (KV or
-tokens) is left open; it is decided over all moves of an epoch.
+A packing policy receives every arrival, growth and end, and returns placements and moves. Sizes are allocated
+blocks of the same size on all workers. The policy does not choose between KV and token moves.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -15,40 +14,42 @@ from shared.errors import InvalidRequest
 
 @dataclass(frozen=True)
 class Room:
-    """What one worker offers at the moment of a decision."""
+    """One worker's memory, load and measured speeds at the moment of a decision."""
 
     worker_id: str
     free_tokens: int
-    """Unallocated and not spoken for."""
+    """Neither allocated nor reserved."""
     total_tokens: int
     sequences: int
-    """Live or on their way there."""
+    """Number of running and reserved sequences."""
     cached_tokens: tuple[int, int, int] = (0, 0, 0)
-    """Of the prompt's beginning, in its prefix cache: on the device, on the host, on disk."""
+    """Tokens of the prompt's prefix in the worker's cache: on the device, on the host, on disk."""
     pending_tokens: int = 0
-    """Of prompts that are there or on their way, and not computed; plain ones (`core/speeds.py`)."""
+    """Prompt tokens there or reserved that are not computed, as plain tokens (`core/speeds.py`)."""
     prefill_tokens_per_s: float = 0.0
-    """Of tokens that nothing precedes."""
+    """Prefill speed of tokens at the beginning of a sequence."""
     decode_step_s: float = 0.0
-    """As it measured them; 0: it has not."""
+    """Measured time of a decode step; 0 if not measured."""
     preceding_share: float = 0.0
-    """What each token before it adds to one of a prompt, as a share of what it costs without any."""
+    """Extra cost of a prompt token per preceding token, as a share of its cost without any."""
 
 
 class PlacementPolicy(Protocol):
-    """Chooses among workers that have room for a sequence. Deterministic: the same rooms, the same choice."""
+    """Chooses among workers with room for a sequence. Deterministic: the same rooms give the same choice."""
 
     def choose(self, size_tokens: int, rooms: Sequence[Room]) -> str:
-        """The worker for a sequence of `size_tokens`, one of `rooms`: not empty, all fit."""
+        """Return the id of one of `rooms` for `size_tokens`. `rooms` is not empty, and the sequence fits in
+        all."""
         ...
 
 
 @runtime_checkable
 class CostedPolicy(PlacementPolicy, Protocol):
-    """One that can say what each choice would cost; then it also chooses where nobody has room."""
+    """A policy that can estimate the cost of each choice. It also chooses when no worker has room."""
 
     def costs_s(self, size_tokens: int, rooms: Sequence[Room]) -> list[float]:
-        """In seconds, until the prompt is computed there and what that keeps others from; one for each."""
+        """Return seconds per room: time until the prompt is computed there, plus the delay to other
+        sequences."""
         ...
 
 
@@ -56,7 +57,7 @@ RequestKey = Hashable
 
 
 class Action(Enum):
-    """What may happen to a request. Within an epoch actions take effect in this order."""
+    """Kind of operation on a request. Within an epoch, operations take effect in this order."""
 
     END = 0
     GROW = 1
@@ -65,7 +66,7 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One action on one request. `blocks` is its new total; an end has none."""
+    """One action on one request. `blocks` is its new total, 0 for an end."""
 
     action: Action
     request: RequestKey
@@ -74,7 +75,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class PackedMove:
-    """A request that runs on `source` is to go on running on `target`."""
+    """Move of a running request from `source` to `target`."""
 
     request: RequestKey
     source: str
@@ -84,47 +85,46 @@ class PackedMove:
 
 @dataclass(slots=True)
 class PackingEffects:
-    """What an operation, or an epoch of them, has changed: who goes where, and which workers begin or end."""
+    """Result of one operation or one epoch: placements, moves, and workers activated or terminated."""
 
     placed: dict[RequestKey, str] = field(default_factory=dict)
-    """Arrivals, and the worker of each."""
+    """Worker of each placed arrival."""
     moves: list[PackedMove] = field(default_factory=list)
     waiting: list[RequestKey] = field(default_factory=list)
-    """Arrivals without a place: no worker has room and none can be started. They are not kept here."""
+    """Arrivals for which no worker has room and none is idle. The policy forgets them."""
     displaced: list[RequestKey] = field(default_factory=list)
-    """Ran, outgrew their worker, and no other has room: to be preempted, and allocated again later."""
+    """Running requests that no worker has room for: to be preempted and allocated again later."""
     activated: list[str] = field(default_factory=list)
     terminated: list[str] = field(default_factory=list)
-    """Workers that serve nothing any more."""
+    """Workers that became empty."""
     item_moves: int = 0
-    """`moves`, but requests that moved together as one bundle count once."""
+    """Number of moves, counting requests that moved together in one bundle once."""
     recomputes: int = 0
-    """Of `moves`, those that cannot be migrations, as the policy has none: they start again elsewhere."""
+    """Number of `moves` that restart by recomputation, because the policy cannot migrate."""
 
 
 class PackingPolicy(Protocol):
-    """Says on which worker every request is to be, and moves requests to keep it so.
-
-    Deterministic: the same operations give the same effects. No worker is ever over its capacity.
-    """
+    """Assigns every request to a worker and moves requests to keep the packing tight. Deterministic: the same
+    operations give the same effects. No worker ever exceeds its capacity."""
 
     @property
     def active_workers(self) -> int:
-        """That hold at least one request."""
+        """Number of workers that hold at least one request."""
         ...
 
     def add_worker(self, worker_id: str, host: str = "", switch: str = "") -> None:
-        """One more that can be activated, and where it stands. Raises ValueError for one that is known."""
+        """Add an idle worker and its location. Raises ValueError if it is already known."""
         ...
 
     def remove_worker(self, worker_id: str) -> list[RequestKey]:
-        """It is gone, and with it its requests, which are returned. Raises KeyError."""
+        """Remove a lost worker and return its requests, now forgotten. Raises KeyError."""
         ...
 
     def allocate(self, request: RequestKey, blocks: int) -> PackingEffects: ...
 
     def adopt(self, request: RequestKey, blocks: int, worker_id: str) -> PackingEffects:
-        """It runs there already and stays, if need be at the expense of others; displaced: it cannot be."""
+        """Register a request found running on a worker, evicting others if needed. `displaced`: it cannot
+        stay."""
         ...
 
     def grow(self, request: RequestKey, blocks: int) -> PackingEffects: ...
@@ -132,18 +132,18 @@ class PackingPolicy(Protocol):
     def end(self, request: RequestKey) -> PackingEffects: ...
 
     def apply(self, operations: Iterable[Operation]) -> PackingEffects:
-        """An epoch: ends, then growths, then arrivals, and the net moves of all."""
+        """Apply ends, then growths, then arrivals, and return the net effects."""
         ...
 
     def worker_of(self, request: RequestKey) -> str | None: ...
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books contradict themselves."""
+        """Raise AssertionError if the policy's state is inconsistent."""
         ...
 
 
 def check_blocks(request: RequestKey, blocks: int, capacity_blocks: int) -> None:
-    """Raises InvalidRequest for a size that no worker can hold: such a request has to borrow (design §4)."""
+    """Raise InvalidRequest if no worker can hold that many blocks; such a request must borrow (design §4)."""
     if not 1 <= blocks <= capacity_blocks:
         raise InvalidRequest(
             f"request {request} needs {blocks} blocks of a worker that has {capacity_blocks}; "

@@ -1,14 +1,14 @@
-"""MELL's rivals over time: best fit, worst fit, and load balancing by migration (papers/000 §VIII).
+"""MELL's baselines: best fit, worst fit, and load balancing by migration (papers/000 §VIII).
 
-In best fit and worst fit ("BF" and "WF") each request stays where it was sent. What happens to a running
-request that outgrows its worker the paper does not say. Here the youngest on that worker is evicted and
-starts again elsewhere, recomputed (*redispatch*). The other reading, *reserve*, needs nothing from this
-policy: its caller allocates a request's greatest length at once.
+In best fit ("BF") and worst fit ("WF") a request stays where it was placed. The paper does not define what
+happens when a running request outgrows its worker. Here the youngest request on that worker is evicted and
+recomputed elsewhere (*redispatch*). For the other reading, *reserve*, the caller allocates a request's
+maximum length at once.
 
-Load balancing ("LB") is Llumnix's: arrivals go to the roomiest worker. Once an epoch the most loaded worker
-is paired with the least loaded, by free blocks per request, and gives it its shortest request, as long as
-that makes the two more equal. What outgrows its worker sends the shortest requests away. It never empties a
-worker on purpose.
+Load balancing ("LB") is Llumnix's: an arrival goes to the worker with the most free memory. Once an epoch the
+most loaded workers are paired with the least loaded, by free blocks per request. Each gives its shortest
+request if that makes the pair more even. On overflow the shortest requests migrate. LB never empties a worker
+on purpose.
 """
 
 from collections import deque
@@ -28,7 +28,7 @@ from services.placement.policy.size_index import SizeIndex
 
 @dataclass(eq=False, slots=True)
 class Bin:
-    """One active worker: its requests, the youngest last, in blocks."""
+    """One active worker and the blocks of its requests, youngest last."""
 
     worker_id: str
     free: int
@@ -36,7 +36,7 @@ class Bin:
 
 
 class DispatchPolicy:
-    """A packing policy that never migrates: best fit with `is_tight`, else worst fit."""
+    """Packing policy without migration: best fit with `is_tight`, else worst fit."""
 
     def __init__(self, capacity_blocks: int, *, is_tight: bool) -> None:
         self.capacity_blocks = capacity_blocks
@@ -71,13 +71,14 @@ class DispatchPolicy:
         return home.worker_id if home is not None else None
 
     def allocate(self, request: RequestKey, blocks: int) -> PackingEffects:
-        """Raises InvalidRequest for what no worker can hold, ValueError for a request that is here."""
+        """Place a request. Raises InvalidRequest if no worker can hold it, ValueError if it is already
+        placed."""
         self._allocate(request, blocks)
         return self._close()
 
     def adopt(self, request: RequestKey, blocks: int, worker_id: str) -> PackingEffects:
-        """Only where there is room: nobody leaves for it. Raises as `allocate` does, and KeyError for a
-        worker that is not known."""
+        """Register a running request if it fits; others stay. Raises as `allocate`, and KeyError (unknown
+        worker)."""
         check_blocks(request, blocks, self.capacity_blocks)
         if request in self.homes:
             raise ValueError(f"request {request} is placed already")
@@ -95,12 +96,12 @@ class DispatchPolicy:
         return self._close()
 
     def grow(self, request: RequestKey, blocks: int) -> PackingEffects:
-        """`blocks` is its new total. Raises InvalidRequest (nothing has changed) and KeyError."""
+        """Set a request's size to `blocks`. Raises InvalidRequest (nothing changes) and KeyError."""
         self._grow(request, blocks)
         return self._close()
 
     def end(self, request: RequestKey) -> PackingEffects:
-        """Raises KeyError."""
+        """Remove a request. Raises KeyError."""
         self._end(request)
         return self._close()
 
@@ -116,7 +117,7 @@ class DispatchPolicy:
         return self._close()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books contradict themselves."""
+        """Raise AssertionError if the policy's state is inconsistent."""
         assert not set(self.bins) & set(self.idle), "idle and active"
         for one in self.bins.values():
             assert one.requests, "an active worker without requests"
@@ -148,7 +149,7 @@ class DispatchPolicy:
         self._overflow(home, request, blocks)
 
     def _overflow(self, home: Bin, request: RequestKey, blocks: int) -> None:
-        """The youngest start again elsewhere until it fits, be it the one that grows."""
+        """Restart the youngest requests elsewhere, the growing one included, until the rest fits."""
         while True:
             youngest = next(reversed(home.requests))
             leaves = youngest == request
@@ -197,7 +198,7 @@ class DispatchPolicy:
         self._index(home)
 
     def _take(self, request: RequestKey) -> Bin:
-        """A worker left without requests is terminated when the operation closes."""
+        """Remove a request from its worker. An empty worker is terminated when the operation closes."""
         home = self.homes.pop(request)
         self._unindex(home)
         home.free += home.requests.pop(request)
@@ -228,7 +229,7 @@ class DispatchPolicy:
         self._by_free.remove(one.free, one)
 
     def _rebalance(self) -> None:
-        """Once an epoch; nothing, without migration."""
+        """Hook called once an epoch; does nothing without migration."""
 
     def _close(self) -> PackingEffects:
         effects = self._effects
@@ -242,10 +243,8 @@ class DispatchPolicy:
 
 
 class LoadBalance(DispatchPolicy):
-    """Pairs the fullest worker with the emptiest once an epoch.
-
-    Only workers with less than `relief_share` of their capacity free per request give any away; 1: all do.
-    """
+    """Packing policy that migrates from the most loaded to the least loaded workers once an epoch. Only
+    workers with less than `relief_share` of their capacity free per request give any away."""
 
     def __init__(self, capacity_blocks: int, *, relief_share: float = 1.0) -> None:
         super().__init__(capacity_blocks, is_tight=False)
@@ -261,7 +260,7 @@ class LoadBalance(DispatchPolicy):
         self._by_freeness.remove(_freeness(one), one)
 
     def _overflow(self, home: Bin, request: RequestKey, blocks: int) -> None:
-        """The shortest migrate until it fits; the one that grows is counted at its new size."""
+        """Migrate the shortest requests until the rest fits. The growing one counts at its new size."""
         while blocks - home.requests[request] > home.free:
             sizes = home.requests | {request: blocks}
             shortest = min(sizes, key=sizes.__getitem__)

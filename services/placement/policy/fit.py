@@ -1,11 +1,10 @@
-"""One worker for one sequence: by what its prompt costs there, or by free memory alone. They never migrate.
+"""Placement policies without migration: prefix-aware, best fit and worst fit.
 
-Prefix aware: the seconds until the prompt is computed there (what is not cached of it, after the prompts that
-wait there already), those until there is memory for it, and a share of what each would slow down the other,
-as if it had to be computed: what the worker holds slows this one's answer, and its prompt those that are
-there, each of them. Tokens in a lower tier save less than those on the device. Source: `algorithms.md` §5;
-the form of the cost is that of Dynamo's KV router. Worst fit spreads load and leaves everyone room to grow,
-best fit fills workers up: baselines of papers/000 §VI.
+The prefix-aware cost is an estimate in seconds. It adds the time to compute the uncached prompt after pending
+prompts, the time until memory is free, and a share of mutual slowdown. The worker's load slows the new
+answer, and the new prompt slows each running sequence. Cached tokens in lower tiers save less. Source:
+`algorithms.md` §5; the cost has the form of Dynamo's KV router. Worst fit spreads load and leaves room to
+grow; best fit fills workers. Both are baselines of papers/000 §VI.
 """
 
 from collections.abc import Sequence
@@ -13,18 +12,18 @@ from collections.abc import Sequence
 from services.placement.policy.contract import Room
 
 SAVED = (1.0, 0.9, 0.6)
-"""Of a token's computation, when it is found in that tier: loading takes time as well."""
+"""Share of a token's computation saved by a cache hit, by tier: loading takes time as well."""
 LOAD_WEIGHT = 0.125
 _PREFILL_TOKENS_PER_S = 4000.0
 _STEP_S = 0.025
-"""Of a worker that has measured nothing, where no other has."""
+"""Assumed decode step if no worker measured one."""
 _ANSWER_STEPS = 200
-"""In which as much memory becomes free as is held."""
+"""Assumed number of decode steps in which a worker frees as much memory as it holds."""
 
 
 class PrefixAware:
-    """The worker with the least cost; then the most of the prompt, the largest share of free memory, the
-    fewest sequences, the lowest id. Implements `contract.CostedPolicy`."""
+    """Chooses the lowest cost; implements `contract.CostedPolicy`. Ties: longest cached prefix, largest share
+    of free memory, fewest sequences, lowest id."""
 
     def __init__(self, load_weight: float = LOAD_WEIGHT) -> None:
         self._load_weight = load_weight
@@ -38,7 +37,8 @@ class PrefixAware:
         return min(costs, key=order)[1].worker_id
 
     def costs_s(self, size_tokens: int, rooms: Sequence[Room]) -> list[float]:
-        """A worker that has measured nothing counts as the fastest that has."""
+        """Return the cost per room, in seconds. A worker without measurements counts as the fastest measured
+        one."""
         rate = max(room.prefill_tokens_per_s for room in rooms) or _PREFILL_TOKENS_PER_S
         steps = [room.decode_step_s for room in rooms if room.decode_step_s > 0]
         step_s = min(steps, default=_STEP_S)
@@ -49,7 +49,7 @@ class PrefixAware:
         found = zip(room.cached_tokens, SAVED, strict=True)
         saved = min(size_tokens, sum(tokens * share for tokens, share in found))
         held_tokens = max(0, room.total_tokens - room.free_tokens)
-        # Where something of it is cached, that is not computed, and the rest attends to it all the same.
+        # Cached tokens are not computed, but the others still attend to them.
         tokens = size_tokens - saved + room.pending_tokens
         tokens += self._load_weight * (held_tokens + room.sequences * size_tokens)
         tokens += room.preceding_share * (size_tokens**2 - saved**2) / 2
@@ -58,19 +58,19 @@ class PrefixAware:
 
 
 def _spread(room: Room) -> tuple[float, int, str]:
-    """By share: of two idle workers the one that is a little larger would get all until it is as full."""
+    """Return a sort key by free share: by free tokens a slightly larger idle worker would get all."""
     return (-room.free_tokens / max(1, room.total_tokens), room.sequences, room.worker_id)
 
 
 class BestFit:
-    """The worker with the least free memory that still takes the sequence; then the lowest id."""
+    """Chooses the worker with the least free memory, then the lowest id."""
 
     def choose(self, size_tokens: int, rooms: Sequence[Room]) -> str:
         return min(rooms, key=lambda room: (room.free_tokens, room.worker_id)).worker_id
 
 
 class WorstFit:
-    """The worker with the most free memory; then the fewest sequences, then the lowest id."""
+    """Chooses the worker with the most free memory, then the fewest sequences, then the lowest id."""
 
     def choose(self, size_tokens: int, rooms: Sequence[Room]) -> str:
         return min(rooms, key=lambda room: (-room.free_tokens, room.sequences, room.worker_id)).worker_id

@@ -1,8 +1,7 @@
-"""Things by an integer size: the next larger or smaller one in constant time.
+"""Index by integer size that finds the next larger or smaller entry in constant time.
 
-One bucket per size and one bit per bucket; a lookup is a shift and a `bit_length` on an integer of as many
-bits as the largest size, so sizes are to be counted in blocks, not bytes. Order within a bucket is that of
-arrival: deterministic. It does not know what it indexes.
+One bucket per size and one bit per bucket. A lookup is a shift and a `bit_length` on an integer with one bit
+per possible size. Count sizes in blocks, not bytes. Within a bucket, entries keep insertion order.
 """
 
 from collections.abc import Hashable, Iterator
@@ -24,7 +23,7 @@ class SizeIndex(Generic[T]):
         return self._mask != 0
 
     def __iter__(self) -> Iterator[tuple[int, T]]:
-        """(size, thing), ascending by size."""
+        """Yield (size, thing), ascending by size."""
         for size in sorted(self._buckets):
             for thing in self._buckets[size]:
                 yield size, thing
@@ -38,7 +37,7 @@ class SizeIndex(Generic[T]):
             bucket[thing] = None
 
     def remove(self, size: int, thing: T) -> None:
-        """Raises KeyError when it is not there under that size."""
+        """Remove an entry. Raises KeyError if `thing` is not indexed under that size."""
         bucket = self._buckets[size]
         del bucket[thing]
         if not bucket:
@@ -46,15 +45,15 @@ class SizeIndex(Generic[T]):
             self._mask &= ~(1 << size)
 
     def smallest(self) -> int:
-        """-1 when empty."""
+        """Return the smallest size, -1 if empty."""
         return (self._mask & -self._mask).bit_length() - 1
 
     def largest(self) -> int:
-        """-1 when empty."""
+        """Return the largest size, -1 if empty."""
         return self._mask.bit_length() - 1
 
     def ascending(self, least: int, limit: int) -> list[T]:
-        """At most `limit` things of at least that size, the smallest first."""
+        """Return up to `limit` things of size at least `least`, smallest first."""
         found: list[T] = []
         size = max(0, least)
         rest = self._mask >> size
@@ -69,7 +68,7 @@ class SizeIndex(Generic[T]):
         return found
 
     def descending(self, most: int, limit: int) -> list[T]:
-        """At most `limit` things of at most that size, the largest first."""
+        """Return up to `limit` things of size at most `most`, largest first."""
         found: list[T] = []
         rest = self._mask
         if rest.bit_length() > most + 1:

@@ -1,7 +1,6 @@
-"""MELL: requests on as few workers as their memory needs, by a bounded number of moves (papers/000 §VI).
+"""MELL packs requests on as few workers as possible, with a bounded number of moves (papers/000 §VI).
 
-A pure core. It follows design §3 where the paper is silent or breaks its own properties. It does not know how
-a move is done, nor anything of a request but its size.
+Pure. Where the paper is silent or violates its own properties, it follows design §3.
 """
 
 from collections.abc import Iterable
@@ -14,11 +13,11 @@ from services.placement.policy.mell.settings import MellSettings, SizeClass
 
 
 class Mell:
-    """The packing policy. All workers have `capacity_blocks`.
+    """The MELL packing policy for workers of `capacity_blocks` each.
 
-    An operation costs as much as the few GPUs it touches hold. An example with C = 100: a request of 60 (L)
-    opens GPU a, one of 40 (M) joins it, one of 30 (S) opens GPU b. When the first grows to 70, the M has to
-    leave: it goes to b, where 70 are free. When the L ends, a is empty and is terminated.
+    The cost of an operation depends on the items of the few GPUs it touches. An example with C = 100: a
+    request of 60 (L) opens GPU a, one of 40 (M) joins it, one of 30 (S) opens GPU b. When the first grows to
+    70, the M is evicted and moves to b, where 70 are free. When the L ends, a is empty and is terminated.
     """
 
     def __init__(self, capacity_blocks: int, settings: MellSettings | None = None) -> None:
@@ -35,20 +34,20 @@ class Mell:
         return len(self.cluster.active)
 
     def add_worker(self, worker_id: str, host: str = "", switch: str = "") -> None:
-        """One more that can be activated. Raises ValueError for one that is known."""
+        """Add an idle worker and its location. Raises ValueError if it is already known."""
         if worker_id in self.cluster.active or worker_id in self.cluster.idle:
             raise ValueError(f"worker {worker_id} is there already")
         self.cluster.idle.append(worker_id)
         self._placing.locations[worker_id] = (host, switch)
 
     def remove_worker(self, worker_id: str) -> list[RequestKey]:
-        """It is gone, and with it its requests, which are returned. Raises KeyError."""
+        """Remove a lost worker and return its requests, now forgotten. Raises KeyError."""
         lost = self.cluster.remove_worker(worker_id)
         del self._placing.locations[worker_id]
         return lost
 
     def categories(self) -> dict[str, str]:
-        """Active workers, each by the class of its largest item: T, S, M or L."""
+        """Return the class of each active worker's largest item: T, S, M or L."""
         found = {worker: gpu.category for worker, gpu in self.cluster.active.items()}
         return {worker: category.name[0] for worker, category in found.items() if category is not None}
 
@@ -57,26 +56,25 @@ class Mell:
         return item.gpu.worker_id if item is not None and item.gpu is not None else None
 
     def allocate(self, request: RequestKey, blocks: int) -> PackingEffects:
-        """Raises InvalidRequest for what no worker can hold, ValueError for a request that is here."""
+        """Place a request. Raises InvalidRequest if no worker can hold it, ValueError if it is already
+        placed."""
         self._allocate(request, blocks)
         return self._close(1)
 
     def grow(self, request: RequestKey, blocks: int) -> PackingEffects:
-        """`blocks` is its new total. Raises InvalidRequest (nothing has changed) and KeyError."""
+        """Set a request's size to `blocks`. Raises InvalidRequest (nothing changes) and KeyError."""
         gpu = self._grow(request, blocks)
         self._relieve(gpu)
         return self._close(1)
 
     def end(self, request: RequestKey) -> PackingEffects:
-        """Raises KeyError."""
+        """Remove a request. Raises KeyError."""
         self._end(request)
         return self._close(1, can_empty=True)
 
     def apply(self, operations: Iterable[Operation]) -> PackingEffects:
-        """An epoch: ends, growths, arrivals, and the repairs only once, after all of them.
-
-        Raises as the single operations do; nothing has changed then.
-        """
+        """Apply ends, growths and arrivals of one epoch, then run repairs once. Raises the errors of the
+        single operations; then nothing has changed."""
         ordered = sorted(operations, key=lambda operation: operation.action.value)
         self._check(ordered)
         grown: dict[Gpu, None] = {}
@@ -93,8 +91,8 @@ class Mell:
         return self._close(max(1, len(ordered)), can_empty=True)
 
     def migrate(self, request: RequestKey, target: str | None = None) -> PackingEffects:
-        """Away from where it is: to `target`, an active worker, whatever has to leave it for that (so an
-        aborted move is taken back) and without repairs, else to wherever it fits. Raises KeyError."""
+        """Move a request to `target`, or to any worker with room. Raises KeyError. `target` must be active;
+        other items are evicted if needed, and no repairs run. This reverts an aborted move."""
         item = self.cluster.homes[request]
         if target is None:
             self._placing.evict(item)
@@ -109,10 +107,8 @@ class Mell:
         return self._close(0)
 
     def adopt(self, request: RequestKey, blocks: int, worker_id: str) -> PackingEffects:
-        """It was found running there, unbeknown: it stays, and whatever has to leaves for that.
-
-        No repairs. Raises InvalidRequest, ValueError for a request that is here, KeyError for that worker.
-        """
+        """Register a request found running on a worker, and evict others if it does not fit. Runs no repairs.
+        Raises InvalidRequest, ValueError if the request is already placed, KeyError for an unknown worker."""
         check_blocks(request, blocks, self.capacity_blocks)
         if request in self.cluster.homes:
             raise ValueError(f"request {request} is placed already")
@@ -160,7 +156,7 @@ class Mell:
         self._journal.ended(request)
 
     def _relieve(self, gpu: Gpu, kept: RequestKey | None = None) -> None:
-        """Overflow: T-items leave, then S and M, then L, the youngest of each first, until the rest fits."""
+        """Evict items until the rest fits: T first, then S and M, then L, the youngest of each first."""
         while gpu.used > self.capacity_blocks:
             item = self._leaver(gpu, kept)
             if not self._placing.evict(item):
@@ -175,7 +171,7 @@ class Mell:
         raise AssertionError(f"one item alone is over the capacity of {gpu.worker_id}")
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books contradict themselves."""
+        """Raise AssertionError if the policy's state is inconsistent."""
         self.cluster.check_integrity()
         assert self._journal.steps == 0, "an operation was not closed"
 

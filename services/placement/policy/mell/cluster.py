@@ -1,7 +1,6 @@
-"""MELL's model of the workers: items on GPUs, and the indexes that make every question constant-time.
+"""MELL's model of the workers: items on GPUs, with indexes that make every query constant-time.
 
-An item is one request, or a bundle of requests too small to stand alone (`bundles.py` says which). It knows
-capacity and classes, and no rule about where anything should go.
+An item is one request, or a bundle of small requests (`placing.py`). The placement rules are elsewhere.
 """
 
 from collections import deque
@@ -23,7 +22,7 @@ _COMPANION_CLASSES = (SMALL, MEDIUM)
 
 @dataclass(eq=False, slots=True)
 class Item:
-    """What is placed and moved as one: a request, or a bundle of small ones."""
+    """Unit of placement and moves: one request or a bundle of small ones."""
 
     members: dict[RequestKey, int]
     """Blocks by request."""
@@ -32,7 +31,7 @@ class Item:
     is_bundle: bool
     gpu: "Gpu | None" = None
     exposed_size: int = -1
-    """Under which it is among the companions; -1: it is not."""
+    """Size under which `companions` indexes it; -1: not indexed."""
 
 
 def _shelves() -> tuple[dict[Item, None], ...]:
@@ -41,30 +40,30 @@ def _shelves() -> tuple[dict[Item, None], ...]:
 
 @dataclass(eq=False, slots=True)
 class Gpu:
-    """One active worker: the items it holds, and the figures under which the cluster has indexed it."""
+    """One active worker: its items, and the values under which the cluster has indexed it."""
 
     worker_id: str
     serial: int
-    """Counts activations: the larger, the later."""
+    """Number of the activation; later ones are larger."""
     held: tuple[dict[Item, None], ...] = field(default_factory=_shelves)
-    """By class; the youngest last."""
+    """Items by size class, youngest last."""
     used: int = 0
     requests: int = 0
     category: SizeClass | None = None
-    """None while it holds nothing."""
+    """Class of its largest item; None while it is empty."""
     free: int = 0
-    """As indexed: never negative."""
+    """Free blocks as indexed; never negative."""
     companion_room: int = -1
-    """Of an L-GPU without S or M: what it could take beside its L. -1: it is none."""
+    """Blocks free beside the L of an L-GPU without S or M; -1 for any other GPU."""
     open_class: SizeClass | None = None
-    """M or S, while its items weigh less than a whole GPU."""
+    """M or S while the items of such a GPU weigh less than a whole GPU."""
 
     def items(self) -> list[Item]:
-        """The largest class first."""
+        """Return all items, largest class first."""
         return [item for shelf in reversed(self.held) for item in shelf]
 
     def check_integrity(self, capacity: int) -> None:
-        """Raises AssertionError."""
+        """Raise AssertionError if its figures do not match its items."""
         items = self.items()
         assert items, "an active worker without requests"
         assert self.used == sum(item.size for item in items) <= capacity, "over capacity"
@@ -81,10 +80,8 @@ class Gpu:
 
 
 class Cluster:
-    """All workers, idle and active, where every request is, and indexes over both.
-
-    Indexes are kept by `put`, `take` and `resize`: nothing else may change an item's place or size.
-    """
+    """All workers, the item of every request, and indexes over both. Only `put`, `take` and `resize` may
+    change an item's place or size: they update the indexes."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -92,29 +89,29 @@ class Cluster:
         self.active: dict[str, Gpu] = {}
         self.homes: dict[RequestKey, Item] = {}
         self.by_free: tuple[SizeIndex[Gpu], ...] = tuple(SizeIndex() for _ in SizeClass)
-        """GPUs of each category by free blocks."""
+        """GPUs of each category, indexed by free blocks."""
         self.loners: SizeIndex[Gpu] = SizeIndex()
-        """L-GPUs without S or M, by `companion_room`."""
+        """L-GPUs without S or M, indexed by `companion_room`."""
         self.companions: SizeIndex[Item] = SizeIndex()
-        """S and M on M- and S-GPUs."""
+        """S and M items on M- and S-GPUs, indexed by size."""
         self.open: dict[SizeClass, dict[Gpu, None]] = {SMALL: {}, MEDIUM: {}}
         self.vacated: dict[Gpu, None] = {}
-        """Hold nothing, and are still active until `retire`."""
+        """Empty GPUs that stay active until `retire`."""
         self.activated: dict[str, None] = {}
         self.terminated: dict[str, None] = {}
-        """Since somebody last cleared them."""
+        """Workers terminated since the journal last cleared this."""
         self.used = 0
-        """Blocks, of all."""
+        """Blocks in use on all workers."""
         self._serial = 0
 
     def activate(self) -> Gpu | None:
-        """A GPU that holds nothing: one just emptied, else an idle worker. None when there is none."""
+        """Return an empty GPU: a vacated one, else an idle worker's. None if there is none."""
         if self.vacated:
             return next(iter(self.vacated))
         return self._start(self.idle.popleft()) if self.idle else None
 
     def opened(self, worker_id: str) -> Gpu:
-        """This worker's GPU, activated if it was idle. Raises KeyError for one that is not known."""
+        """Return the worker's GPU, activated if it was idle. Raises KeyError for an unknown worker."""
         gpu = self.active.get(worker_id)
         if gpu is not None:
             return gpu
@@ -132,7 +129,7 @@ class Cluster:
         return gpu
 
     def retire(self) -> None:
-        """GPUs that hold nothing become idle workers again."""
+        """Return empty GPUs to the idle workers."""
         for gpu in self.vacated:
             del self.active[gpu.worker_id]
             self.idle.appendleft(gpu.worker_id)
@@ -141,7 +138,7 @@ class Cluster:
         self.vacated.clear()
 
     def put(self, item: Item, gpu: Gpu) -> None:
-        """May exceed the capacity: the caller makes room before the operation ends."""
+        """Put an item on a GPU. It may exceed the capacity until the caller makes room."""
         item.gpu = gpu
         gpu.held[item.size_class][item] = None
         gpu.used += item.size
@@ -151,7 +148,7 @@ class Cluster:
         self._expose(item, gpu.category != LARGE)
 
     def take(self, item: Item) -> Gpu:
-        """Off its GPU, which is returned."""
+        """Take an item off its GPU and return that GPU."""
         gpu = item.gpu
         assert gpu is not None
         self._expose(item, False)
@@ -164,7 +161,7 @@ class Cluster:
         return gpu
 
     def resize(self, item: Item, size: int) -> None:
-        """Grown or shrunk where it is; its class follows."""
+        """Change an item's size in place and update its class."""
         gpu = item.gpu
         assert gpu is not None
         size_class = TINY if item.is_bundle else class_of(size, self.capacity)
@@ -179,7 +176,7 @@ class Cluster:
         self._expose(item, gpu.category != LARGE)
 
     def _expose(self, item: Item, is_exposed: bool) -> None:
-        """S and M that are beside no L can become an L's companion."""
+        """Index an S or M item as a possible companion of an L, or remove it from that index."""
         size = item.size if is_exposed and item.size_class in _COMPANION_CLASSES else -1
         if size == item.exposed_size:
             return
@@ -190,7 +187,7 @@ class Cluster:
         item.exposed_size = size
 
     def _refresh(self, gpu: Gpu) -> None:
-        """Brings the GPU's indexes up to date after its items changed."""
+        """Update the GPU's indexes after a change of its items."""
         tiny, small, medium, large = gpu.held
         category = LARGE if large else MEDIUM if medium else SMALL if small else TINY if tiny else None
         free = max(0, self.capacity - gpu.used)
@@ -243,7 +240,7 @@ class Cluster:
             gpu.open_class = open_class
 
     def remove_worker(self, worker_id: str) -> list[RequestKey]:
-        """It is gone; its requests are forgotten and returned. Raises KeyError."""
+        """Remove a worker, forget its requests and return them. Raises KeyError."""
         if worker_id in self.idle:
             self.idle.remove(worker_id)
             return []
@@ -258,7 +255,7 @@ class Cluster:
         return lost
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books contradict themselves."""
+        """Raise AssertionError if items and indexes are inconsistent."""
         assert not set(self.active) & set(self.idle), "idle and active"
         assert not self.vacated, "an active worker without requests"
         for gpu in self.active.values():

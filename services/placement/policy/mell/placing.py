@@ -1,10 +1,10 @@
-"""Where an item goes: MELL's *allocate*, and the choice of a target by priority (papers/000 figure 10).
+"""MELL's *allocate*: chooses the GPU for an item by priority (papers/000 figure 10).
 
-Looser than the paper in one place: T-items go to any GPU with room, S-GPUs and fuller M-GPUs included; the
-paper skips those, and breaks its own property 5.
+One rule is looser than the paper: T-items may use any GPU with room, S-GPUs and fuller M-GPUs included. The
+paper skips those and violates its own property 5.
 
-Requests of at most C/8 go together as items of at most C/4 (papers/000 §VI-C, "multi-items"): `Bundles`. What
-an operation, or an epoch of them, has changed is in the `Journal` (the operation buffer of §VI-C).
+Requests of at most C/8 are bundled into items of at most C/4 (`Bundles`; papers/000 §VI-C, "multi-items").
+The `Journal` collects the changes of an operation or epoch (the operation buffer of §VI-C).
 """
 
 from services.placement.policy.contract import PackedMove, PackingEffects, RequestKey
@@ -13,20 +13,20 @@ from services.placement.policy.mell.settings import MellSettings, SizeClass, cla
 
 
 class Bundles:
-    """Puts requests on GPUs and takes them off; small ones in bundles, the others as items of their own."""
+    """Puts requests on GPUs and removes them: small ones in bundles, others as single items."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._capacity = cluster.capacity
 
     def item_for(self, request: RequestKey, blocks: int) -> Item:
-        """A new item, on no GPU yet."""
+        """Return a new item that is on no GPU yet."""
         is_bundle = is_crumb(blocks, self._capacity)
         size_class = SizeClass.TINY if is_bundle else class_of(blocks, self._capacity)
         return Item({request: blocks}, blocks, size_class, is_bundle)
 
     def put(self, item: Item, gpu: Gpu) -> None:
-        """On that GPU, joined with a bundle there that has room for all of it."""
+        """Put an item on a GPU; a bundle joins another bundle there with room for all of it."""
         host = self._roomy(gpu, item) if item.is_bundle else None
         if host is None:
             self._cluster.put(item, gpu)
@@ -39,7 +39,7 @@ class Bundles:
             self._cluster.homes[request] = host
 
     def grow(self, request: RequestKey, blocks: int) -> Item:
-        """Its item afterwards: another one when it left its bundle or the bundle was split."""
+        """Return the request's item after growth. It differs if the request left its bundle."""
         cluster = self._cluster
         item = cluster.homes[request]
         if not item.is_bundle:
@@ -57,7 +57,7 @@ class Bundles:
         return cluster.homes[request]
 
     def remove(self, request: RequestKey) -> Gpu:
-        """Off its GPU, which is returned. Raises KeyError for a request that is not there."""
+        """Take a request off its GPU and return that GPU. Raises KeyError if it is not placed."""
         cluster = self._cluster
         item = cluster.homes.pop(request)
         gpu = item.gpu
@@ -73,7 +73,7 @@ class Bundles:
         return gpu
 
     def _join(self, item: Item, gpu: Gpu) -> None:
-        """A bundle that has become under-full joins another that is, or has room."""
+        """Merge an under-full bundle into another one on the GPU with room for it."""
         if self._roomy(gpu, item) is not None:
             self._cluster.take(item)
             self.put(item, gpu)
@@ -86,7 +86,7 @@ class Bundles:
 
 
 class Journal:
-    """Collects changes from the first one to `close`, and tells their net effects then."""
+    """Collects changes until `close` and returns their net effects."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -94,10 +94,10 @@ class Journal:
         self._arrived: dict[RequestKey, None] = {}
         self._effects = PackingEffects()
         self.steps = 0
-        """Moves of items so far, before any are composed or dropped."""
+        """Item moves so far, before any are combined or dropped."""
 
     def moved(self, item: Item, source: Gpu) -> None:
-        """`item` was taken off `source` and is about to be put elsewhere."""
+        """Record that `item` was taken off `source` to be put elsewhere."""
         for request in item.members:
             if request not in self._arrived:
                 self._origins.setdefault(request, source.worker_id)
@@ -114,7 +114,7 @@ class Journal:
         self._effects.waiting.append(request)
 
     def displaced(self, request: RequestKey) -> None:
-        """It has to leave its worker and there is no other; an arrival of the same epoch just waits."""
+        """Record a request that fits nowhere. An arrival of the same epoch counts as waiting."""
         if request in self._arrived:
             del self._arrived[request]
             self._effects.waiting.append(request)
@@ -123,7 +123,7 @@ class Journal:
             self._effects.displaced.append(request)
 
     def close(self) -> PackingEffects:
-        """The net effects; the journal is empty afterwards."""
+        """Return the net effects and clear the journal."""
         effects, cluster = self._effects, self._cluster
         homes = cluster.homes
         items: set[tuple[str, int]] = set()
@@ -145,7 +145,7 @@ class Journal:
 
 
 class Placing:
-    """Finds a GPU for an item, makes room for one, and moves items from one to another."""
+    """Finds a GPU for an item, makes room for one, and moves items between GPUs."""
 
     def __init__(self, cluster: Cluster, bundles: Bundles, journal: Journal, settings: MellSettings) -> None:
         self._cluster = cluster
@@ -154,10 +154,10 @@ class Placing:
         self._settings = settings
         self.headroom = int(settings.headroom_share * cluster.capacity)
         self.locations: dict[str, tuple[str, str]] = {}
-        """(host, switch) of a worker."""
+        """(host, switch) by worker."""
 
     def place(self, item: Item, source: Gpu | None = None) -> bool:
-        """Puts an item that is on no GPU somewhere else than `source`. False: there is no room."""
+        """Put an unplaced item on any GPU but `source`. Returns False if there is no room."""
         if item.size_class in (SMALL, MEDIUM):
             target = self._for_middle(item, source)
         else:
@@ -170,13 +170,13 @@ class Placing:
         return True
 
     def relocate(self, item: Item, target: Gpu) -> None:
-        """A move: `target` has room."""
+        """Move an item to `target`, which must have room."""
         source = self._cluster.take(item)
         self._journal.moved(item, source)
         self._bundles.put(item, target)
 
     def evict(self, item: Item) -> bool:
-        """Moves it to wherever there is room; it stays, and False is returned, when there is none."""
+        """Move an item to any other GPU with room. Returns False, and leaves it, if there is none."""
         source = self._cluster.take(item)
         if not self.place(item, source):
             self._bundles.put(item, source)
@@ -185,7 +185,7 @@ class Placing:
         return True
 
     def make_room(self, gpu: Gpu, blocks: int) -> bool:
-        """Evicts T-items until `blocks` are free: the smallest that suffices, else the largest."""
+        """Evict T-items until `blocks` are free: the smallest that suffices, else the largest."""
         capacity = self._cluster.capacity
         while gpu.used + blocks > capacity:
             if not self._could_free(gpu, blocks):
@@ -198,7 +198,7 @@ class Placing:
         return True
 
     def roomiest(self, blocks: int, source: Gpu | None) -> Gpu | None:
-        """That of the highest priority among the GPUs with most free memory of each category."""
+        """Return the highest-priority GPU among the ones with most free memory of each category."""
         best, least = None, 0.0
         capacity, candidates = self._cluster.capacity, self._settings.candidates
         for by_free in self._cluster.by_free:
@@ -212,7 +212,7 @@ class Placing:
         return best
 
     def _for_middle(self, item: Item, source: Gpu | None) -> Gpu | None:
-        """S and M: beside an L, else where there is room, else on an open GPU that T-items leave."""
+        """Return a GPU for an S or M: beside an L, else one with room, else one freed of T-items."""
         cluster, blocks = self._cluster, item.size
         for gpu in cluster.loners.descending(cluster.capacity, 2):
             wanted = blocks + self.headroom
@@ -230,12 +230,12 @@ class Placing:
         return None
 
     def _could_free(self, gpu: Gpu, blocks: int) -> bool:
-        """Whether there would be room without its T-items."""
+        """Return whether `blocks` would fit without the T-items."""
         tiny = sum(item.size for item in gpu.held[TINY])
         return gpu.used - tiny + blocks <= self._cluster.capacity
 
     def _demerit(self, gpu: Gpu, source: Gpu | None) -> float:
-        """The lower, the higher its priority."""
+        """Return the penalty of a target; the lowest wins."""
         settings = self._settings
         crowd = (
             settings.requests_weight * gpu.requests - settings.free_weight * gpu.free / self._cluster.capacity
@@ -243,7 +243,7 @@ class Placing:
         return crowd + settings.distance_weight * self._distance(gpu, source)
 
     def _distance(self, gpu: Gpu, source: Gpu | None) -> int:
-        """0 same host, or not known; 1 same switch; 2 elsewhere."""
+        """Return 0 for the same host or no source, 1 for the same switch, else 2."""
         if source is None:
             return 0
         here, there = self.locations[source.worker_id], self.locations[gpu.worker_id]
@@ -253,5 +253,5 @@ class Placing:
 
 
 def item_size(item: Item) -> int:
-    """To compare by."""
+    """Return the item's size, as a sort key."""
     return item.size

@@ -1,12 +1,12 @@
-"""Restores Theorem 1's properties and empties GPUs (papers/000 §VII), within a number of moves.
+"""Restores the properties of Theorem 1 and empties GPUs, within a move budget (papers/000 §VII).
 
-The paper refills a GPU from "the most recently activated" of a category because that is its incomplete one.
-Here incomplete GPUs are known, so nothing moves while there is no second one of a kind.
+The paper refills a GPU from "the most recently activated" one of a category, because that one is incomplete.
+Here incomplete GPUs are tracked, so nothing moves until a category has two.
 
-It is lazy. The properties exist so that GPUs stay within 4/3 of any packing, which holds by volume alone
-while more than 3/4 of the active memory is in use; repairing them all the same tripled the moves and saved
-3 % of the GPUs. So: nothing above `dense_share`, GPUs are emptied below it, properties restored below
-`repair_share`. What does not fit into the moves left waits for the next operation.
+Repairs are lazy. The properties keep the GPU count within 4/3 of any packing. Above 3/4 utilization, volume
+alone guarantees that; eager repairs tripled the moves and saved 3 % of the GPUs. GPUs are emptied only below
+`dense_share`, and properties restored below `repair_share`. Work beyond the budget waits for the next
+operation.
 """
 
 from services.placement.policy.mell.cluster import LARGE, MEDIUM, SMALL, TINY, Cluster, Gpu, Item
@@ -14,11 +14,11 @@ from services.placement.policy.mell.placing import Journal, Placing, item_size
 from services.placement.policy.mell.settings import MellSettings, SizeClass
 
 _STEP_MOVES = 5
-"""The most that one step takes: an S or M, and the T-items before it."""
+"""Maximum moves of one step: an S or M, and the T-items evicted for it."""
 
 
 class Repairs:
-    """Restores the properties of Theorem 1, one rule for each; a rule stops where nothing is wrong."""
+    """Restores the properties of Theorem 1, one rule each, until none is violated."""
 
     def __init__(self, cluster: Cluster, placing: Placing, journal: Journal, settings: MellSettings) -> None:
         self._cluster = cluster
@@ -27,7 +27,7 @@ class Repairs:
         self._settings = settings
 
     def run(self, budget: int, *, can_empty: bool) -> None:
-        """At most `budget` moves in all since the journal was opened. `can_empty`: something has ended."""
+        """Repair with at most `budget` moves since the journal opened. `can_empty`: a request ended."""
         while (
             can_empty
             and not self._is_dense(self._settings.dense_share)
@@ -50,7 +50,7 @@ class Repairs:
         return cluster.used >= share * cluster.capacity * active
 
     def _fill_loner(self) -> bool:
-        """Property 4: an L-GPU without S or M gets one, of the incomplete GPUs first."""
+        """Property 4: give an L-GPU without S or M one of them, preferably from an incomplete GPU."""
         cluster, headroom = self._cluster, self._placing.headroom
         room = cluster.loners.largest() - headroom
         if not cluster.companions or room < cluster.companions.smallest():
@@ -69,7 +69,7 @@ class Repairs:
         return True
 
     def _join_open(self, size_class: SizeClass) -> bool:
-        """Properties 1 and 2: of two incomplete M- (or S-) GPUs, the lighter gives to the other."""
+        """Properties 1 and 2: of two incomplete M- (or S-) GPUs, the lighter gives an item to the other."""
         opened = list(self._cluster.open[size_class])
         if len(opened) < 2:
             return False
@@ -84,7 +84,7 @@ class Repairs:
         return True
 
     def _join_tiny(self) -> bool:
-        """Property 3: of two T-GPUs below three quarters, the emptier gives to the other."""
+        """Property 3: of two T-GPUs below three quarters, the emptier gives an item to the other."""
         capacity = self._cluster.capacity
         emptiest = self._cluster.by_free[TINY].descending(capacity, 2)
         if len(emptiest) < 2 or 4 * emptiest[1].free <= capacity:
@@ -97,7 +97,7 @@ class Repairs:
         return True
 
     def _spread_tiny(self) -> bool:
-        """Property 5: while there are T-GPUs, L-, M- and S-GPUs below three quarters take of the emptiest."""
+        """Property 5: move T-items from the emptiest T-GPU to an L-, M- or S-GPU below three quarters."""
         by_free, capacity = self._cluster.by_free, self._cluster.capacity
         category = max((LARGE, MEDIUM, SMALL), key=lambda one: by_free[one].largest())
         free = by_free[category].largest()
@@ -110,7 +110,7 @@ class Repairs:
         return True
 
     def _evacuate(self, budget: int) -> bool:
-        """Empties one of the emptiest GPUs when few moves do it and all find room to grow elsewhere."""
+        """Empty one of the emptiest GPUs if few moves suffice and all items keep room to grow."""
         capacity, most = self._cluster.capacity, min(budget, self._settings.evacuation_items)
         emptiest = [gpu for by_free in self._cluster.by_free for gpu in by_free.descending(capacity, 2)]
         for giver in sorted(emptiest, key=lambda gpu: gpu.used)[: self._settings.candidates]:
@@ -123,7 +123,7 @@ class Repairs:
         return False
 
     def _targets(self, giver: Gpu, items: list[Item]) -> list[tuple[Item, Gpu]]:
-        """The roomiest GPU for each of them, the largest first; empty when one finds none."""
+        """Return the roomiest GPU per item, largest item first; empty if one finds none."""
         left = {
             gpu: gpu.free
             for index in self._cluster.by_free
@@ -141,5 +141,5 @@ class Repairs:
 
 
 def _weight_and_use(gpu: Gpu) -> tuple[int, int]:
-    """The lightest first: it is emptied by the fewest moves."""
+    """Return a sort key, lightest first: that GPU is emptied by the fewest moves."""
     return 2 * len(gpu.held[SMALL]) + 3 * len(gpu.held[MEDIUM]), gpu.used
