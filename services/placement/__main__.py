@@ -1,4 +1,4 @@
-"""`python -m services.placement`: placement alone, against a NATS server that runs already."""
+"""`python -m services.placement`: run placement alone against a running NATS server."""
 
 from services.placement.config import PlacementConfig
 from services.placement.service import run

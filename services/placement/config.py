@@ -1,4 +1,4 @@
-"""Placement's settings."""
+"""Settings of placement."""
 
 from pydantic import Field
 
@@ -78,13 +78,13 @@ class PlacementConfig(ServiceConfig):
             create(self.policy)
 
     def packing(self) -> PackingRules:
-        """For `packer`."""
+        """Return the settings of `packer`."""
         return PackingRules(
             share=self.packing_share, most_sequences=self.packing_sequences, patience_s=self.reservation_s
         )
 
     def scaling(self) -> ScalingRules:
-        """For `scaling`."""
+        """Return the settings of `scaling`."""
         return ScalingRules(
             least=self.min_workers,
             most=self.max_workers,

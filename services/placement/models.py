@@ -1,4 +1,4 @@
-"""Several models in one fleet: the workers of each are placed on, packed and moved among by themselves."""
+"""One `Placement` per model of the fleet: each places, packs and moves among its own workers."""
 
 import asyncio
 from collections.abc import Callable
@@ -21,17 +21,17 @@ _log = get_logger("placement")
 
 
 class PlacementModels:
-    """The handlers: each message goes to the `Placement` of its model, which begins with the first worker
-    that serves it. A worker of a model beyond `MOST_MODELS` is not used."""
+    """Message handlers that pass each message to the `Placement` of its model. A model's placement starts
+    with its first worker. Workers of models beyond `MOST_MODELS` are not used."""
 
     def __init__(self, bus: Bus, make: Callable[[str], Placement], tasks: asyncio.TaskGroup) -> None:
-        """What `make` gives for the name of a model is watched by `tasks`."""
+        """`make` creates the placement of a model by name; `tasks` runs its `watch`."""
         self._bus = bus
         self._make = make
         self._tasks = tasks
         self._models: dict[str, Placement] = {}
         self._model_of: dict[str, str] = {}
-        """By worker."""
+        """Model name by worker."""
         self._started_s = monotonic_s()
 
     def on_reported(self, report: WorkerReported) -> None:
@@ -50,7 +50,7 @@ class PlacementModels:
             placement.on_stepped(stepped)
 
     def on_gone(self, instance: str, incarnation: int) -> None:
-        """It has left the bus."""
+        """Drop a worker that left the bus."""
         if (placement := self._of_worker(instance)) is not None:
             placement.on_gone(instance, incarnation)
 
@@ -66,7 +66,8 @@ class PlacementModels:
             placement.keeping.on_moved(moved)
 
     async def place(self, asked: PlaceSequences) -> Placements:
-        """See `Placement.place`. Raises InvalidRequest for items of no model where there are several."""
+        """See `Placement.place`. Raises InvalidRequest if several models are served and the request names
+        none."""
         name = asked.model
         if not name and len(self._models) == 1:
             (name,) = self._models
@@ -78,8 +79,7 @@ class PlacementModels:
         return await placement.place(asked)
 
     async def status(self, asked: Empty) -> ServiceStatus:
-        """Of one model, what its placement says; of several the sums, each model's own, and the workers of
-        all."""
+        """Return the status of the only model, or sums with one row per model and all workers."""
         if not self._models:
             return await self._make("").status(asked)
         told = {name: await placement.status(asked) for name, placement in self._models.items()}

@@ -1,9 +1,7 @@
-"""Placement among the workers of one model: answers `PlaceSequences` from their heartbeats and what they say
-of their caches.
+"""Placement for one model: answers `PlaceSequences` from worker heartbeats and prefix-cache events.
 
-Soft state: one round of heartbeats after a restart rebuilds it, and a question to each worker what it has
-cached. It knows no request beyond its size and what its blocks are called. Under a packing policy (`mell`)
-`relocation` moves sequences, too.
+All state is soft. After a restart, one round of heartbeats and one prefix query per worker rebuild it. Under
+a packing policy (`mell`), `relocation` also moves sequences.
 """
 
 import asyncio
@@ -36,8 +34,7 @@ _log = get_logger("placement")
 
 
 class Placement:
-    """The handlers: heartbeats into the fleet, and each question answered by the policy, from who has
-    room."""
+    """Message handlers of one model: feed heartbeats to the fleet and let the policy answer each request."""
 
     def __init__(
         self,
@@ -47,7 +44,7 @@ class Placement:
         clock: Clock = monotonic_s,
         model: str = "",
     ) -> None:
-        """Among the workers of `model`. Without `policy`, `config.policy` names a packing policy."""
+        """Serve the workers of `model`. Without `policy`, `config.policy` names a packing policy."""
         self._bus = bus
         self._policy = policy
         self._policy_name = config.policy
@@ -78,7 +75,7 @@ class Placement:
             self.relocation.packer.on_stepped(stepped)
 
     def on_gone(self, worker_id: str, incarnation: int) -> None:
-        """It has left the bus: nothing is placed there."""
+        """Drop a worker that left the bus."""
         if self.fleet.on_gone(worker_id, incarnation):
             canonical(_log, "worker dropped", worker=worker_id)
 
@@ -87,7 +84,7 @@ class Placement:
         self._missed.set()
 
     async def place(self, asked: PlaceSequences) -> Placements:
-        """A worker id per item, in order; None says wait. Raises PolicyFailed where the policy raises."""
+        """Return one worker id per item; None means wait. Raises PolicyFailed if the policy raises."""
         excluded = frozenset(asked.excluded_workers)
         self.fleet.on_withdrawn(asked.withdrawn)
         if self.relocation is not None:
@@ -116,7 +113,7 @@ class Placement:
         return Placements(worker_ids=worker_ids, expected_tokens=self._note_choices(asked.items))
 
     def _note_choices(self, items: tuple[PlacementItem, ...]) -> tuple[int, ...]:
-        """What each item is expected to find; a line in the log for each that got a worker."""
+        """Log each routed item and return the expected cached tokens per item, 0 if it waits."""
         expected: dict[SequenceRef, int] = {}
         for choice in self.fleet.take_choices():
             expected[choice.item.ref] = choice.expected_tokens
@@ -132,7 +129,7 @@ class Placement:
         return tuple(expected.get(item.ref, 0) for item in items)
 
     async def watch(self) -> None:
-        """Until cancelled: drops workers that fell silent, asks those whose news had a gap."""
+        """Drop silent workers and query workers with a gap in their prefix events, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._tick())
             tasks.create_task(self._catch_up())
@@ -158,7 +155,7 @@ class Placement:
                     await self._ask(worker_id, question)
 
     async def _ask(self, worker_id: str, question: FindPrefixes) -> None:
-        """One worker at a time; one that does not answer is asked again later."""
+        """Ask one worker for its cached prefixes. A worker that fails to answer is asked again later."""
         subject = subjects.worker_prefixes(worker_id)
         try:
             answer = await self._bus.request(subject, question, WorkerPrefixes, deadline_s=_ANSWER_DEADLINE_S)
@@ -171,7 +168,7 @@ class Placement:
         self.fleet.prefixes.on_answer(answer)
 
     async def status(self, _: Empty) -> ServiceStatus:
-        """What `python -m services status` shows."""
+        """Return what `python -m services status` shows."""
         workers = sorted(self.fleet.workers.values(), key=lambda worker: worker.worker_id)
         return status_of(
             self._bus,

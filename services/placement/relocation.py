@@ -1,7 +1,6 @@
-"""The moves of a packing policy, carried out: orders to the scheduler, outcomes back, workers that are spare.
+"""Carries out a packing policy: orders its moves, applies their outcomes, and parks spare workers.
 
-A loop around `packer` and `scaling`, which decide. Nothing here is lost for good: an order that nobody
-answered is refused as far as the books go, and comes again.
+`packer` and `scaling` decide. An order that gets no reply counts as refused and is repeated later.
 """
 
 import asyncio
@@ -27,17 +26,17 @@ from shared.messages.moves import MoveSequences, MovesTaken, SequenceMove, Seque
 HANDLERS: tuple[Handler, ...] = (Listener(subjects.SCHEDULER_MOVED, SequenceMoved, "on_moved"),)
 _ANSWER_DEADLINE_S = 1.0
 _MOST_ORDERS = 64
-"""In one message."""
+"""Maximum number of orders in one message."""
 _log = get_logger("placement.relocation")
 
 
 class Relocation:
-    """Runs a packing policy, epoch by epoch: the service has one while its policy is of that kind."""
+    """Epoch loop of a packing policy; exists only while the configured policy is one."""
 
     def __init__(
         self, bus: Bus, config: PlacementConfig, fleet: FleetCapacity, clock: Clock, model: str = ""
     ) -> None:
-        """Of the workers of `model`."""
+        """Serve the workers of `model`."""
         self._bus = bus
         self._config = config
         self._fleet = fleet
@@ -52,7 +51,7 @@ class Relocation:
         self.packer.on_moved(moved, self._clock())
 
     async def run(self) -> None:
-        """Epoch after epoch, until cancelled."""
+        """Run one epoch every `epoch_s` seconds until cancelled."""
         while True:
             await asyncio.sleep(self._config.epoch_s)
             if self._bus.connected:
@@ -67,7 +66,8 @@ class Relocation:
             await self._scale()
 
     def _divided(self, wanted: tuple[SequenceMove, ...]) -> tuple[SequenceMove, ...]:
-        """Those of this epoch, by KV or by tokens; the others are wanted again in the next."""
+        """Return the moves to start in this epoch, each by KV or by tokens. The policy requests the others
+        again."""
         homes = {
             (key, resident.attempt): (worker.worker_id, resident.tokens)
             for worker in self._fleet.workers.values()
@@ -123,7 +123,7 @@ class Relocation:
             _log.warning("how many workers are wanted was not sent: %s", error)
 
     def details(self) -> dict[str, Any]:
-        """For `status`."""
+        """Return the fields for `status`."""
         counts = self.packer.counts
         return {
             "packed_blocks": self.packer.capacity_blocks,

@@ -1,8 +1,7 @@
-"""Roles, carried out: looked at every second, told to the scheduler, and hand-overs ordered from it.
+"""Applies roles: re-evaluates them every second, publishes them, and orders hand-overs from the scheduler.
 
-A loop around `core/roles.py` and `core/hand_overs.py`, which decide. Every choice is a line in the log and an
-event in the recorder, with the seconds that each alternative would have cost. Nothing here is lost for good:
-an order that nobody answered is taken as refused, and comes again.
+`core/roles.py` and `core/hand_overs.py` decide. Each decision is logged and recorded with the estimated
+seconds of every alternative. An order that gets no reply counts as refused and is repeated later.
 """
 
 import asyncio
@@ -31,12 +30,12 @@ _ORDER_S = 0.05
 _TELL_S = 0.5
 _ANSWER_DEADLINE_S = 1.0
 _STEP_TOKENS = 512
-"""Of prompts in one step, where the scheduler does not say."""
+"""Prompt tokens per step, if the scheduler reports none."""
 _log = get_logger("placement.roles")
 
 
 class RoleKeeping:
-    """Of the workers of one model."""
+    """Role and hand-over loops for the workers of one model."""
 
     def __init__(self, bus: Bus, fleet: FleetCapacity, clock: Clock, model: str) -> None:
         self._bus = bus
@@ -51,7 +50,7 @@ class RoleKeeping:
         self.ordered = self.handed_over = self.failed = 0
 
     def on_asked(self, asked: PlaceSequences) -> None:
-        """What the scheduler says beside its question."""
+        """Record the step size and the waiting prompt tokens that the scheduler sends with its request."""
         self._step_tokens = asked.step_tokens or self._step_tokens
         if not asked.are_placed:
             self._waiting_tokens = asked.waiting_tokens
@@ -62,7 +61,7 @@ class RoleKeeping:
         self.failed += bool(moved.reason)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run the three loops until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._look())
             tasks.create_task(self._tell())
@@ -156,7 +155,7 @@ class RoleKeeping:
         self._bus.recorder.note("hand-over", one.ref.request_id, **ref, **fields)
 
     def details(self) -> dict[str, Any]:
-        """For `status`."""
+        """Return the fields for `status`."""
         return {
             "role_changes": self._roles.changes,
             "hand_overs": self.handed_over,

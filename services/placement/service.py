@@ -1,4 +1,4 @@
-"""Placement on the bus: who serves which model, and `placing` for each of them."""
+"""Placement on the bus: subscriptions, and one `Placement` per served model."""
 
 import asyncio
 
@@ -27,7 +27,7 @@ _log = get_logger("placement")
 
 
 async def run(config: PlacementConfig) -> None:
-    """Serves until cancelled. Raises ConfigError (unknown policy) and BusUnavailable (no NATS at start)."""
+    """Serve until cancelled. Raises ConfigError (unknown policy) and BusUnavailable (no NATS at start)."""
     is_packing = config.policy in LIVE_PACKINGS
 
     def make(model: str) -> Placement:

@@ -1,9 +1,8 @@
-"""Drives a packing policy from what is heard: who runs where, who grew, who ended; orders what differs.
+"""Feeds worker reports to a packing policy and orders the moves that it wants.
 
-The policy's books say where every sequence should be, heartbeats where it is. An order to move is the
-difference between the two, so that detours, returns and sequences that ended compose by themselves, and a
-move that failed is written into the books as it is. Soft state: one round of heartbeats rebuilds it.
-It knows no bus and no clock. Source: papers/000 §VI-C; `algorithms.md` §3.
+The policy's state says where every sequence should be, heartbeats where it is; moves are the difference. So
+detours, returns and ended sequences need no special case, and a failed move is simply recorded. State is
+soft: one round of heartbeats rebuilds it. Source: papers/000 §VI-C; `algorithms.md` §3.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,58 +19,58 @@ from shared.messages.sequence import SequenceKey, SequenceRef
 
 @dataclass(frozen=True, slots=True)
 class PackingRules:
-    """How much of a worker is packed, and how long a sequence is waited for or left alone."""
+    """Packed share of a worker, and timeouts of sequences and moves."""
 
     share: float = 0.85
-    """Of a worker's blocks that are packed; the rest is for growth between epochs and for moves."""
+    """Share of a worker's blocks that is packed; the rest is for growth between epochs and for moves."""
     most_sequences: int = 64
-    """On one worker: each counts as at least so small a share of it."""
+    """Maximum sequences per worker: each counts as at least that fraction of its capacity."""
     patience_s: float = 5.0
-    """A placed sequence is waited for."""
+    """How long a placed sequence counts before a heartbeat lists it."""
     move_patience_s: float = 30.0
-    """A move that nobody reported on is forgotten."""
+    """How long a move counts as under way without a report."""
     calm_s: float = 3.0
-    """A sequence that was moved, or whose move failed, is left alone for so long."""
+    """How long a sequence is not moved again after a move or a failed one."""
 
     def capacity(self, total_blocks: int) -> int:
-        """Of a worker of so many, that are packed."""
+        """Return how many of a worker's blocks are packed."""
         return max(1, int(self.share * total_blocks))
 
 
 @dataclass(slots=True)
 class PackedSequence:
-    """A sequence in the packer's books: its size there, and where it was seen last."""
+    """A sequence as the packer knows it: its size, and where it was last seen."""
 
     ref: SequenceRef
     blocks: int
     heard_s: float
     worker_id: str | None = None
-    """Where it was seen last; None: placed, and not seen yet."""
+    """Worker where it was last seen; None: placed, not seen yet."""
     moving_s: float | None = None
     calm_until_s: float = float("-inf")
 
 
 @dataclass(slots=True)
 class PackingCounts:
-    """How many moves there were since the start, for `status`."""
+    """Counters of moves since the start, for `status`."""
 
     ordered: int = 0
     moved: int = 0
     failed: int = 0
     strays: int = 0
-    """Seen running where the books had no room for them."""
+    """Sequences running where the policy has no room for them."""
 
 
 GROWTH_BLOCKS = 1
-"""Counted beside what a sequence has, for what it generates until the next epoch."""
+"""Blocks added to a sequence's size for its growth until the next epoch."""
 _JUST_NOW_S = 1.0
 
 
 class Packer:
-    """Keeps a packing policy's books true to what workers report, and turns the difference into moves.
+    """Syncs a packing policy with what workers report, and turns the difference into moves.
 
-    `make` builds the policy for a capacity in blocks, which is the least of all workers': books know workers
-    of one size. When that changes, they begin anew, and the next epoch finds every sequence again.
+    `make` builds the policy for the smallest capacity of all workers, in blocks. When that changes, a new
+    policy starts, and the next epoch finds every sequence again.
     """
 
     def __init__(self, make: Callable[[int], PackingPolicy], rules: PackingRules | None = None) -> None:
@@ -87,13 +86,13 @@ class Packer:
 
     @property
     def capacity_blocks(self) -> int:
-        """Of each worker, as it is packed; 0 before the first is heard of."""
+        """Packed blocks of each worker; 0 before the first heartbeat."""
         return self._capacity
 
     def place(
         self, items: Iterable[PlacementItem], excluded: frozenset[str], fleet: FleetCapacity, now_s: float
     ) -> tuple[str | None, ...]:
-        """A worker for each item, or None: wait. Once one waits, so do all after it."""
+        """Return a worker per item; None means wait. Once an item waits, so do all after it."""
         self.sync(fleet, now_s)
         answers: list[str | None] = []
         self._wanting, self._asked_s = 0, now_s
@@ -105,7 +104,7 @@ class Packer:
         return tuple(answers)
 
     def wanting(self, now_s: float) -> int:
-        """Sequences that found no worker, when it was asked last; if that was just now."""
+        """Return how many sequences found no worker in the last request; 0 if that was over a second ago."""
         return self._wanting if now_s - self._asked_s <= _JUST_NOW_S else 0
 
     def _place(
@@ -141,7 +140,7 @@ class Packer:
     def _elsewhere(
         self, key: SequenceKey, blocks: int, excluded: frozenset[str], fleet: FleetCapacity
     ) -> str | None:
-        """The policy knows of no exclusions: an idle worker instead, or else the one with the most room."""
+        """Replace an excluded worker, which the policy cannot know: by an idle one, else the emptiest."""
         policy = self._policy
         if policy is None:
             return None
@@ -158,7 +157,7 @@ class Packer:
         return policy.worker_of(key)
 
     def sync(self, fleet: FleetCapacity, now_s: float) -> None:
-        """Workers that came, went or began anew."""
+        """Apply workers that joined, left or restarted."""
         heard = self._roster.heard(fleet)
         capacity = min(
             (self.rules.capacity(fleet.workers[name].total_blocks) for name in heard), default=self._capacity
@@ -174,7 +173,7 @@ class Packer:
                 self._policy.add_worker(name, fleet.workers[name].host)
 
     def _begin_anew(self, capacity: int) -> None:
-        """Another capacity: other classes. The next epoch finds everything again."""
+        """Start a new policy for another capacity. The next epoch finds every sequence again."""
         self._capacity, self._policy = capacity, self._make(capacity)
         self._roster.present.clear()
         self._known.clear()
@@ -186,7 +185,7 @@ class Packer:
                 self._known.pop(key, None)  # type: ignore[call-overload]
 
     def on_stepped(self, stepped: WorkerStepped) -> None:
-        """What ended gives its place up at once, be it that no heartbeat has shown it yet."""
+        """Release ended sequences, even those that no heartbeat listed yet."""
         attempts = {end.ref.key: end.ref.attempt for end in stepped.ended}
         over = [
             key for key in attempts if key in self._known and self._known[key].ref.attempt <= attempts[key]
@@ -195,7 +194,7 @@ class Packer:
             self._end(self._policy, over)
 
     def on_withdrawn(self, refs: Iterable[SequenceRef]) -> None:
-        """What left before its start gives its place up; what was seen at a worker is followed there."""
+        """Release sequences withdrawn before their start, unless a heartbeat has listed them."""
         attempts = {ref.key: ref.attempt for ref in refs}
         left = [
             key
@@ -208,7 +207,7 @@ class Packer:
             self._end(self._policy, left)
 
     def on_epoch(self, fleet: FleetCapacity, now_s: float) -> tuple[SequenceMove, ...]:
-        """Brings the books up to date and says which moves they want."""
+        """Sync the policy with the fleet and return the moves it wants."""
         self.sync(fleet, now_s)
         policy = self._policy
         if policy is None:
@@ -227,8 +226,7 @@ class Packer:
     def _follow(
         self, policy: PackingPolicy, seen: dict[SequenceKey, tuple[str, Resident]], now_s: float
     ) -> None:
-        """Where they are now. One that is elsewhere than the books say, and not because of a move of ours,
-        stays there."""
+        """Record where sequences run. One that moved without our order stays where it is."""
         for key, (worker_id, resident) in seen.items():
             known = self._known.get(key)
             if known is None or resident.attempt < known.ref.attempt:
@@ -277,7 +275,7 @@ class Packer:
             self._known[key] = PackedSequence(ref, blocks, now_s, worker_id)
 
     def _note(self, effects: PackingEffects) -> None:
-        """Displaced ones run on where they are, beyond the books, until a later epoch finds room."""
+        """Forget displaced sequences. They keep running until a later epoch finds room for them."""
         self.counts.strays += len(effects.displaced)
         for key in (*effects.displaced, *effects.waiting):
             self._known.pop(key, None)  # type: ignore[call-overload]
@@ -295,18 +293,18 @@ class Packer:
             yield SequenceMove(ref=known.ref, target=home)
 
     def on_postponed(self, order: SequenceMove) -> None:
-        """There is no way for it in this epoch: it comes again."""
+        """Cancel a move for this epoch. The next epoch orders it again."""
         known = self._known.get(order.ref.key)
         if known is not None:
             known.moving_s = None
             self.counts.ordered -= 1
 
     def on_refused(self, order: SequenceMove, now_s: float) -> None:
-        """The scheduler did not begin it."""
+        """Record that the scheduler refused a move."""
         self._on_failed(order.ref, now_s)
 
     def on_moved(self, moved: SequenceMoved, now_s: float) -> None:
-        """A move is over, be it one of ours or not."""
+        """Record the outcome of a move, whoever ordered it."""
         if moved.reason:
             self._on_failed(moved.ref, now_s)
             return
@@ -326,7 +324,7 @@ class Packer:
         self._take_back(self._policy, ref.key, known)
 
     def _take_back(self, policy: PackingPolicy, key: SequenceKey, known: PackedSequence) -> None:
-        """The books follow the world."""
+        """Set the policy's state to where the sequence actually runs."""
         if known.worker_id is None or known.worker_id not in self._roster.present:
             return
         policy.end(key)
@@ -340,7 +338,7 @@ class Packer:
             self._policy.end(key)
 
     def idle_workers(self, fleet: FleetCapacity) -> list[str]:
-        """That serve nothing, by the books and by their own word."""
+        """Return workers without sequences, both in the policy and in their heartbeats."""
         used = {self._policy.worker_of(key) for key in self._known} if self._policy else set()
         return sorted(
             name
@@ -349,17 +347,17 @@ class Packer:
         )
 
     def retire(self, worker_id: str, fleet: FleetCapacity) -> None:
-        """It gets nothing more in this incarnation: it is about to be stopped."""
+        """Stop using a worker in this incarnation, because it is about to be stopped."""
         self._roster.retire(worker_id, fleet)
         if worker_id in self._roster.present:
             self._drop_worker(worker_id)
 
     def unretire(self, worker_id: str) -> None:
-        """It was not stopped after all."""
+        """Use a retired worker again."""
         self._roster.unretire(worker_id)
 
     def state_of(self, worker_id: str) -> str:
-        """For people: the class of its largest item, idle, draining, retired."""
+        """Return a worker's state for `status`: the class of its largest item, idle, draining or retired."""
         categories = getattr(self._policy, "categories", None)
         used = [key for key in self._known if self._policy and self._policy.worker_of(key) == worker_id]
         if used and worker_id in self._roster.present:
@@ -368,7 +366,7 @@ class Packer:
         return self._roster.state_of(worker_id, has_residents=residents)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books contradict themselves."""
+        """Raise AssertionError if the packer's state and the policy's are inconsistent."""
         if self._policy is None:
             assert not self._known and not self._roster.present
             return
@@ -382,19 +380,17 @@ class Packer:
 
 
 class WorkerRoster:
-    """Which workers a packer counts on, each in one incarnation, and which get nothing more.
-
-    A worker that begins anew under its old id is another worker: it is empty, and no longer retired.
-    """
+    """Workers that the packer uses, each in one incarnation, and retired ones. A restarted worker counts as a
+    new one: it is empty and not retired."""
 
     def __init__(self) -> None:
         self.present: dict[str, int] = {}
-        """In the books, with their incarnation."""
+        """Incarnation of each worker that the policy knows."""
         self._retired: dict[str, int] = {}
-        """Incarnations of workers that get nothing more."""
+        """Incarnation of each retired worker."""
 
     def heard(self, fleet: FleetCapacity) -> dict[str, int]:
-        """The incarnation of each that may get something."""
+        """Return the incarnation of each worker that is not retired."""
         return {
             name: worker.incarnation
             for name, worker in fleet.workers.items()
@@ -402,7 +398,7 @@ class WorkerRoster:
         }
 
     def seen(self, fleet: FleetCapacity) -> dict[SequenceKey, tuple[str, Resident]]:
-        """Where the highest attempt of each sequence is; a rehearsal is nobody's."""
+        """Return the worker and resident of each sequence's highest attempt, rehearsals of moves excluded."""
         seen: dict[SequenceKey, tuple[str, Resident]] = {}
         for worker in fleet.workers.values():
             if self.present.get(worker.worker_id) != worker.incarnation:
@@ -415,23 +411,24 @@ class WorkerRoster:
         return seen
 
     def retire(self, worker_id: str, fleet: FleetCapacity) -> None:
-        """It gets nothing more in this incarnation."""
+        """Stop using a worker in this incarnation."""
         worker = fleet.workers.get(worker_id)
         if worker is not None:
             self._retired[worker_id] = worker.incarnation
 
     def unretire(self, worker_id: str) -> None:
-        """It was not stopped after all."""
+        """Use a retired worker again."""
         self._retired.pop(worker_id, None)
 
     def state_of(self, worker_id: str, *, has_residents: bool) -> str:
-        """For people: of one that the books have nothing for."""
+        """Return the state, for `status`, of a worker that holds no sequence in the policy."""
         if worker_id not in self.present:
             return "retired" if worker_id in self._retired else "unknown"
         return "draining" if has_residents else "idle"
 
     def emptiest(self, homes: Iterable[tuple[object, int]], most_blocks: int) -> list[str]:
-        """Workers that `homes`, sequences' workers and blocks, fill to at most so much, emptiest first."""
+        """Return workers filled to at most `most_blocks`, emptiest first. `homes`: (worker, blocks) per
+        sequence."""
         used = dict.fromkeys(self.present, 0)
         for home, blocks in homes:
             if home in used:

@@ -1,9 +1,9 @@
-"""Which worker holds how much of a prompt: each worker's prefix cache, as its news tell it.
+"""Tracks the prefix cache of each worker from its events, to find how much of a prompt it holds.
 
-News are numbered. After a gap, or from a worker that is new here, what was missed is asked for; until the
-answer is there, later news wait. A prompt that was just placed counts as stored for a while, so that those
-with the same beginning follow it before it is computed. All of it is a guess: a wrong one costs a
-recomputation, never a wrong answer. Pure. Source: `algorithms.md` §5, for several workers.
+Events are numbered. After a gap, or for a new worker, the missing part is requested, and later events wait.
+Blocks of a prompt just placed count as stored for a while, so that similar prompts follow it. The index may
+be wrong: an error costs a recomputation, never a wrong answer. Pure. Source: `algorithms.md` §5, for several
+workers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,37 +16,34 @@ TIERS = 3
 _MOST_WAITING_NEWS = 64
 _MOST_EXPECTED_BLOCKS = 16_384
 _MOST_STORED_BLOCKS = 262_144
-"""Of one worker; what comes on top is not looked at."""
+"""Maximum stored blocks per worker; further ones are ignored."""
 
 CachedTokens = tuple[int, int, int]
-"""Of a prompt's beginning, by the nearest tier they lie in."""
+"""Cached tokens of a prompt's prefix, by tier, nearest first."""
 NOTHING: CachedTokens = (0, 0, 0)
 
 
 @dataclass
 class KnownPrefixes:
-    """What is known of one worker's prefix cache, for one incarnation of it."""
+    """Known prefix-cache content of one incarnation of a worker."""
 
     incarnation: int
-    """0: no news yet."""
+    """0 before the first event."""
     seq: int = 0
-    """Of the last news taken in; 0: nothing is known."""
+    """Number of the last applied event; 0: nothing is known."""
     tiers: dict[BlockHash, int] = field(default_factory=dict)
     expected: dict[BlockHash, float] = field(default_factory=dict)
-    """Blocks of prompts that were placed there, until when they count; the oldest first."""
+    """Blocks of prompts placed there, with the time until which they count; oldest first."""
     waiting: dict[int, WorkerPrefixes] = field(default_factory=dict)
-    """News after a gap, by number."""
+    """Events after a gap, by number."""
     is_new: bool = False
-    """Heard of, and nothing known of what it has."""
+    """Whether its content has never been received."""
     ask_s: float = 0.0
-    """When to ask (again) for what is missing."""
+    """Earliest time of the next request for missing events."""
 
 
 class PrefixIndex:
-    """Every worker's prefix cache, as far as it is known; bounded for each.
-
-    Whoever sees a worker go calls `forget`.
-    """
+    """Known prefix caches of all workers, bounded per worker. Call `forget` when a worker is lost."""
 
     def __init__(self, *, retry_s: float = 0.5, expect_s: float = 5.0) -> None:
         self._retry_s = retry_s
@@ -57,20 +54,19 @@ class PrefixIndex:
         return len(self._shelves)
 
     def blocks(self, worker_id: str) -> int:
-        """Known to be stored there."""
+        """Return the number of blocks known to be stored on a worker."""
         shelf = self._shelves.get(worker_id)
         return 0 if shelf is None else len(shelf.tiers)
 
     def on_worker(self, worker_id: str, incarnation: int) -> None:
-        """It shares blocks; unless it is known, what it has is asked for."""
+        """Register a worker that caches prefixes. Its content is requested unless it is known."""
         shelf = self._shelves.get(worker_id)
         if shelf is None or incarnation != shelf.incarnation:
             expected = shelf.expected if shelf is not None and shelf.incarnation == 0 else {}
             self._shelves[worker_id] = KnownPrefixes(incarnation, expected=expected, is_new=True)
 
     def on_news(self, news: WorkerPrefixes) -> None:
-        """An event. What is older than known is ignored, and what comes from another start of the worker than
-        its heartbeats."""
+        """Apply an event. Older ones, and those of another incarnation than the heartbeats', are ignored."""
         shelf = self._shelves.get(news.worker_id)
         if shelf is None or shelf.incarnation == 0:
             self.on_worker(news.worker_id, news.incarnation)
@@ -84,14 +80,14 @@ class PrefixIndex:
         _catch_up(shelf)
 
     def on_answer(self, news: WorkerPrefixes) -> None:
-        """What `questions` asked for: it covers everything up to its number."""
+        """Apply the answer to a request of `questions`. It covers all events up to its number."""
         shelf = self._shelves.get(news.worker_id)
         if shelf is not None and news.incarnation == shelf.incarnation and news.seq >= shelf.seq:
             _apply(shelf, news)
             _catch_up(shelf)
 
     def questions(self, now_s: float) -> Iterator[tuple[str, FindPrefixes]]:
-        """What to ask whom now; asked again after a while if no answer comes."""
+        """Yield (worker, request) for missing events. A request is repeated if no answer comes."""
         for worker_id, shelf in self._shelves.items():
             if (shelf.waiting or shelf.is_new) and now_s >= shelf.ask_s:
                 shelf.ask_s = now_s + self._retry_s
@@ -101,7 +97,7 @@ class PrefixIndex:
         self._shelves.pop(worker_id, None)
 
     def expect(self, worker_id: str, chains: Sequence[PrefixChain], now_s: float) -> None:
-        """A prompt was placed there: its blocks will be stored soon."""
+        """Count the blocks of a prompt placed on a worker as stored soon."""
         shelf = self._shelves.setdefault(worker_id, KnownPrefixes(0))
         for chain in chains:
             for name in names_of(chain):
@@ -111,7 +107,7 @@ class PrefixIndex:
             del shelf.expected[next(iter(shelf.expected))]
 
     def on_tick(self, now_s: float) -> None:
-        """Forgets what was expected and did not come."""
+        """Drop expected blocks that were not stored in time."""
         for shelf in self._shelves.values():
             while shelf.expected:
                 oldest = next(iter(shelf.expected))
@@ -120,14 +116,14 @@ class PrefixIndex:
                 del shelf.expected[oldest]
 
     def cached(self, worker_id: str, chains: Sequence[PrefixChain], now_s: float) -> CachedTokens:
-        """How much of the prompt that is so called begins there already."""
+        """Return the cached tokens of a prompt's prefix on a worker, for its best chain."""
         shelf = self._shelves.get(worker_id)
         if shelf is None:
             return NOTHING
         return max((_match(shelf, chain, now_s) for chain in chains), key=sum, default=NOTHING)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a bound or an order is broken."""
+        """Raise AssertionError if a bound or an order is violated."""
         for shelf in self._shelves.values():
             assert len(shelf.tiers) <= _MOST_STORED_BLOCKS
             assert len(shelf.waiting) <= _MOST_WAITING_NEWS
@@ -138,7 +134,7 @@ class PrefixIndex:
 
 
 def names_of(chain: PrefixChain) -> Iterator[BlockHash]:
-    """One by one, no more than are allowed."""
+    """Return the block hashes of a chain, at most `MOST_CHAIN_BLOCKS`."""
     most = min(len(chain.names) // HASH_BYTES, MOST_CHAIN_BLOCKS) * HASH_BYTES
     return (chain.names[at : at + HASH_BYTES] for at in range(0, most, HASH_BYTES))
 
@@ -168,7 +164,7 @@ def _apply(shelf: KnownPrefixes, news: WorkerPrefixes) -> None:
 
 
 def _catch_up(shelf: KnownPrefixes) -> None:
-    """Takes in what waited and is next now."""
+    """Apply waiting events that are next in sequence."""
     for seq in sorted(shelf.waiting):
         if seq > shelf.seq + 1:
             return

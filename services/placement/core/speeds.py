@@ -1,31 +1,29 @@
-"""How fast workers are, from what they measure: a line through what steps took, and what attention to the
-tokens before adds to one of a prompt. Pure.
+"""Estimates worker speeds from their measurements, by linear regression on the preceding tokens. Pure.
 
-A worker that has just computed the end of a prompt of 100,000 tokens measures a sixth of the speed that it
-has for the next short one. So its speed is taken for tokens that nothing precedes, and what precedes is
-counted: in *plain* tokens, each as dear as one that nothing precedes.
+A worker at the end of a prompt of 100,000 tokens measures a sixth of its speed for the next short prompt. So
+speed is defined for tokens without predecessors, and preceding tokens are counted as extra *plain* tokens. A
+plain token costs as much as one without predecessors.
 """
 
 from dataclasses import dataclass, field
 
 _FITTED, _PROMPTS_FITTED, _OWN_FITTED = 0.97, 0.995, 0.95
-"""What a measurement of decoding steps, of prompts' tokens at all workers, or of those at one, counts for
-after the next one."""
+"""Decay per measurement: of decode steps, of prompt tokens at all workers, and at one worker."""
 _LEAST_SPREAD = 0.5
-"""Of what precedes prompt tokens: where prompts are much alike, other differences would be laid to it."""
+"""Minimum relative spread of contexts in the fit of prompt tokens: below it, noise looks like a slope."""
 _LEAST_ALONE = 0.1
-"""Of what a prompt token was measured to take, that is not laid to those before it, at the least."""
+"""Minimum share of a prompt token's time that is not attributed to the tokens before it."""
 _MOST_WORKERS = 4096
 
 
 @dataclass(slots=True)
 class LineFit:
-    """What something takes without any tokens of context, and what each of these adds: least squares over
-    what workers measured, each counting for `fades` as much as the next."""
+    """Least-squares line: time without context, and time per token of context. Each measurement counts
+    `fades` as much as the next one."""
 
     fades: float = _FITTED
     least_spread: float = 0.02
-    """Standard deviation of contexts over their mean, below which they tell nothing."""
+    """Minimum standard deviation of contexts, relative to their mean, for a slope."""
     _n: float = 0.0
     _x: float = 0.0
     _y: float = 0.0
@@ -38,17 +36,17 @@ class LineFit:
         self._xx, self._xy = self._xx * fades + x * x, self._xy * fades + x * y
 
     def at_none(self, slope: float) -> float:
-        """What it took, less so much for each token of context. Raises ZeroDivisionError before the first
-        measurement."""
+        """Return the mean time minus `slope` per token of context. Raises ZeroDivisionError without
+        measurements."""
         return (self._y - slope * self._x) / self._n
 
     @property
     def mean(self) -> float:
-        """What it took, on average. Raises ZeroDivisionError before the first measurement."""
+        """Mean measured time. Raises ZeroDivisionError without measurements."""
         return self._y / self._n
 
     def read(self) -> tuple[float, float] | None:
-        """Seconds, and seconds per token of context; None: nothing was measured."""
+        """Return seconds, and seconds per token of context; None without measurements."""
         if self._n < 1.0:
             return None
         mean_x, mean_y = self._x / self._n, self._y / self._n
@@ -62,7 +60,7 @@ class LineFit:
 
 @dataclass(slots=True)
 class PromptSpeeds:
-    """What each token before it adds to a prompt token. Workers are taken to be alike in that."""
+    """Time that each preceding token adds to a prompt token, taken to be the same for all workers."""
 
     preceding_token_s: float = 0.0
     _fit: LineFit = field(default_factory=lambda: LineFit(_PROMPTS_FITTED, _LEAST_SPREAD))
@@ -70,8 +68,7 @@ class PromptSpeeds:
     _latest: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def on_measured(self, worker_id: str, tokens_per_s: float, context_tokens: float) -> None:
-        """So many prompt tokens a second, each of them preceded by so many on average. The same again says
-        nothing."""
+        """Record a prefill speed and its mean number of preceding tokens. A repeated report is ignored."""
         found = (tokens_per_s, context_tokens)
         if tokens_per_s <= 0 or self._latest.get(worker_id) == found:
             return
@@ -86,16 +83,16 @@ class PromptSpeeds:
         self.preceding_token_s = 0.0 if fit is None else fit[1]
 
     def forget(self, worker_id: str) -> None:
-        """It is gone."""
+        """Drop the measurements of a lost worker."""
         self._of.pop(worker_id, None)
         self._latest.pop(worker_id, None)
 
     def without(self, each_s: float, context_tokens: float) -> float:
-        """Of what a prompt token takes after so many, what it would take after none."""
+        """Return the time of a prompt token without the share of its `context_tokens` predecessors."""
         return max(_LEAST_ALONE * each_s, each_s - self.preceding_token_s * context_tokens)
 
     def alone(self, worker_id: str) -> float:
-        """Prompt tokens a second at that worker where nothing precedes them; 0: it has measured nothing."""
+        """Return a worker's plain prompt tokens per second; 0 without measurements."""
         own = self._of.get(worker_id)
         if own is None:
             return 0.0
@@ -103,6 +100,6 @@ class PromptSpeeds:
 
 
 def plain_tokens(first: int, end: int, preceding_share: float) -> float:
-    """The tokens [first, end) of a prompt as so many that nothing precedes; `preceding_share`: what each one
-    before adds, as a share of what such a token costs."""
+    """Return the cost of tokens [first, end) of a prompt, in plain tokens. `preceding_share`: cost added by
+    each preceding token, as a share of a plain token's."""
     return (end - first) * (1.0 + preceding_share * (first + end) / 2)
