@@ -106,6 +106,6 @@ def _merged(details: dict[str, dict[str, Any]]) -> dict[str, Any]:
         for name, value in own.items():
             if isinstance(value, int):
                 found[name] = found.get(name, 0) + value
-            elif isinstance(value, str):  # a setting, and so of all alike
+            elif isinstance(value, str):  # a setting, equal for all models
                 found[name] = value
     return found

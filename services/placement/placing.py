@@ -104,7 +104,7 @@ class Placement:
                     asked.ahead,
                     are_placed=asked.are_placed,
                 )
-            except Exception as error:  # anything that a policy from outside may raise
+            except Exception as error:  # a plug-in policy may raise anything
                 name = f"placement policy {self._policy_name}"
                 raise self._faults.note(name, "choose", error, monotonic_s()) from error
         waits = sum(worker_id is None for worker_id in worker_ids)

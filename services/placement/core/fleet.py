@@ -1,8 +1,7 @@
-"""Which worker has room: its last heartbeat, less what it owes its sequences, less what was placed since.
+"""Tracks the room of each worker: its last heartbeat, less memory owed to residents, less reservations.
 
-Soft state: one round of heartbeats rebuilds it; a reservation ends when a heartbeat lists its sequence, when
-a step report says it ended, when the scheduler says it left before, or after `reservation_s`. It knows no bus
-and no clock; `now_s` is passed in.
+State is soft: one round of heartbeats rebuilds it. A reservation ends when a heartbeat lists its sequence, a
+step report ends it, the scheduler withdraws it, or `reservation_s` passes. Pure; `now_s` is passed in.
 """
 
 from collections import deque
@@ -25,37 +24,37 @@ from shared.messages.sequence import SequenceKey, SequenceRef
 
 @dataclass(frozen=True)
 class Reservation:
-    """What a sequence was promised on a worker until a heartbeat of that worker shows the sequence itself."""
+    """Blocks reserved for a sequence until a heartbeat lists it."""
 
     attempt: int
     blocks: int
     placed_s: float
     pending_tokens: float = 0.0
-    """Of its prompt, those that are not expected to be cached, as plain ones (`core/speeds.py`)."""
+    """Prompt tokens not expected to be cached, as plain tokens (`core/speeds.py`)."""
     expected_tokens: int = 0
     tokens: int = 0
-    """All of its prompt, and what there is of its answer."""
+    """Tokens of prompt and answer so far."""
 
 
 @dataclass(frozen=True)
 class Resident:
-    """A live sequence in a heartbeat: the blocks it has, and those that its tokens need at least."""
+    """A live sequence of a heartbeat: its allocated blocks, and the blocks that its tokens need."""
 
     attempt: int
     allocated_blocks: int
     needed_blocks: int
     tokens: int = 0
-    """Prompt and answer so far."""
+    """Tokens of prompt and answer so far."""
     pending_tokens: int = 0
-    """Of those, not computed yet, where it does not decode."""
+    """Tokens of these not computed yet; 0 while it decodes."""
     expected_tokens: int = 0
-    """Where it was not begun: of its prompt, that are expected to be cached."""
+    """Prompt tokens expected to be cached, until it starts."""
     is_read: bool = True
-    """A gateway waits for it; else it is a rehearsal of a move."""
+    """Whether a gateway waits for it; else it is a rehearsal of a move."""
     decodes: bool = False
 
     def plain_tokens(self, preceding_share: float) -> float:
-        """Of its prompt, what is likely to be computed yet."""
+        """Return the prompt tokens that are probably not computed, as plain tokens."""
         pending = self.pending_tokens
         if not pending:
             return 0.0
@@ -65,7 +64,7 @@ class Resident:
 
 @dataclass
 class WorkerRoom:
-    """One worker: its last heartbeat, in its own blocks, and what was promised on it since."""
+    """One worker: its last heartbeat, in its own blocks, and reservations since."""
 
     worker_id: str
     incarnation: int
@@ -86,8 +85,8 @@ class WorkerRoom:
     reported_s: float = 0.0
 
     def pending_tokens(self, now_s: float, preceding_share: float = 0.0, rate: float = 0.0) -> int:
-        """Of prompts that are there or were promised a place, what is not likely to be computed by now, as
-        plain tokens at that rate; 0: as it was measured."""
+        """Return prompt tokens, resident or reserved, that are probably not computed by now, in plain tokens.
+        `rate`: prefill tokens per second; 0: the measured rate."""
         rate = rate or self.prefill_tokens_per_s or _PREFILL_TOKENS_PER_S
         known = sum(resident.plain_tokens(preceding_share) for resident in self.residents.values())
         pending = max(0.0, known - rate * (now_s - self.reported_s))
@@ -97,31 +96,31 @@ class WorkerRoom:
 
     @property
     def free_blocks(self) -> int:
-        """Plannable and spoken for by nobody; negative when residents wait for memory themselves."""
+        """Plannable blocks not reserved; negative if residents wait for memory."""
         owed = sum(max(0, r.needed_blocks - r.allocated_blocks) for r in self.residents.values())
         return self.plannable_blocks - owed - sum(r.blocks for r in self.reservations.values())
 
     @property
     def sequences(self) -> int:
-        """Live, or on their way."""
+        """Number of resident and reserved sequences."""
         return len(self.residents) + len(self.reservations)
 
     def blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
 
     def admits(self, item: PlacementItem) -> bool:
-        """Whether it could ever hold the whole answer."""
+        """Return whether the whole answer could ever fit."""
         return item.limit_tokens <= self.max_context_tokens
 
 
 _PREFILL_TOKENS_PER_S = 4000.0
-"""Of a worker that has not measured it."""
+"""Assumed prefill speed of a worker without measurement."""
 _MOST_CHOICES = 256
-"""Kept until they are taken."""
+"""Maximum number of choices kept for `take_choices`."""
 
 
 class FleetCapacity:
-    """Every worker that was heard within `silence_s`, with its room, and which of them an item goes to."""
+    """The workers heard within `silence_s`, with their room; places items on them."""
 
     def __init__(
         self,
@@ -131,7 +130,7 @@ class FleetCapacity:
         order: PlacementRank = ORDERS["policy"],
         roles: FleetRoles | None = None,
     ) -> None:
-        """`roles`: without, every worker does all."""
+        """Without `roles`, every worker does both."""
         self.reservation_s = reservation_s
         self.workers: dict[str, WorkerRoom] = {}
         self._rank = order
@@ -142,13 +141,13 @@ class FleetCapacity:
         self._choices: deque[SeatChoice] = deque(maxlen=_MOST_CHOICES)
 
     def take_choices(self) -> list[SeatChoice]:
-        """Those since the last call, and why they were made."""
+        """Return the choices since the last call."""
         choices = list(self._choices)
         self._choices.clear()
         return choices
 
     def on_reported(self, report: WorkerReported, now_s: float) -> None:
-        """Takes a heartbeat in. An older one is ignored; a new incarnation starts without reservations."""
+        """Apply a heartbeat. An older one is ignored; a new incarnation starts without reservations."""
         if not self.liveness.hear(report.worker_id, report.incarnation, now_s):
             return
         known = self.workers.get(report.worker_id)
@@ -173,7 +172,7 @@ class FleetCapacity:
             self.roles.on_workers(self.workers)
 
     def on_stepped(self, stepped: WorkerStepped) -> None:
-        """Frees what ended sequences held, ahead of the next heartbeat."""
+        """Free the blocks of ended sequences before the next heartbeat."""
         worker = self.workers.get(stepped.worker_id)
         if worker is None or stepped.incarnation != worker.incarnation:
             return
@@ -186,12 +185,12 @@ class FleetCapacity:
             resident = worker.residents.get(key)
             if stepped.seq > worker.stepped_seq and resident is not None and resident.attempt <= attempt:
                 del worker.residents[key]
-                # Blocks of a common prefix count in everyone that has them.
+                # Shared prefix blocks count in every sequence that has them.
                 free = worker.plannable_blocks + resident.allocated_blocks
                 worker.plannable_blocks = min(free, worker.total_blocks)
 
     def on_withdrawn(self, refs: Iterable[SequenceRef]) -> None:
-        """They left before their start: what was promised to these attempts, and lower ones, is free."""
+        """Release reservations of withdrawn sequences, for these attempts and lower ones."""
         for ref in refs:
             for worker in self.workers.values():
                 reserved = worker.reservations.get(ref.key)
@@ -199,7 +198,7 @@ class FleetCapacity:
                     del worker.reservations[ref.key]
 
     def on_tick(self, now_s: float) -> list[str]:
-        """Drops silent workers and expired reservations; returns the ids of the workers dropped."""
+        """Drop silent workers and expired reservations; return the ids of the dropped workers."""
         silent = self.liveness.silent(now_s)
         for worker_id in silent:
             self._drop(worker_id)
@@ -211,7 +210,7 @@ class FleetCapacity:
         return silent
 
     def on_gone(self, worker_id: str, incarnation: int) -> bool:
-        """That start of it has left the bus. Whether it counted until now."""
+        """Drop a worker whose incarnation left the bus. Return whether it was known."""
         worker = self.workers.get(worker_id)
         if worker is None or worker.incarnation != incarnation:
             return False
@@ -235,9 +234,11 @@ class FleetCapacity:
         *,
         are_placed: bool = False,
     ) -> tuple[str | None, ...]:
-        """A worker for each item, or None: wait (`seat`), taken by `order`. Where `ahead` has places an item
-        may go to a worker without memory for it, to wait there. `are_placed`: they are there already,
-        whatever that worker's role is; all others are excluded."""
+        """Return a worker per item, or None: wait (`seat`). Items are taken by `order`.
+
+        `ahead` allows items to wait at workers without memory for them. `are_placed`: the items are already
+        on a worker, whatever its role; all other workers are excluded.
+        """
         self.on_tick(now_s)
         self._release(items)
         if not are_placed:
@@ -301,7 +302,8 @@ class FleetCapacity:
         }
 
     def _opening(self, worker: WorkerRoom, crowd: Crowd | None, places: int, now_s: float) -> Opening:
-        """What waits there counts as the scheduler says, or as it was promised: whichever is more."""
+        """Return a worker's opening. Its waiting tokens are the scheduler's count or the reservations, if
+        larger."""
         rate, preceding_share = self._rate(worker)
         promised = sum(reservation.blocks for reservation in worker.reservations.values())
         waiting = worker.blocks(crowd.tokens) if crowd is not None else 0
@@ -320,18 +322,18 @@ class FleetCapacity:
         )
 
     def _rate(self, worker: WorkerRoom) -> tuple[float, float]:
-        """Tokens a second of prompts where nothing precedes them; what each that does adds, as a share."""
+        """Return plain prompt tokens per second, and the share that each preceding token adds."""
         rate = self.speeds.alone(worker.worker_id)
         return rate, self.speeds.preceding_token_s * rate
 
     def _release(self, items: tuple[PlacementItem, ...]) -> None:
-        """They are asked for again: an earlier answer did not arrive or no longer holds."""
+        """Release reservations of items that are requested again: the earlier answer was lost or is void."""
         for worker in self.workers.values():
             for item in items:
                 worker.reservations.pop(item.ref.key, None)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books contradict themselves."""
+        """Raise AssertionError if the state is inconsistent."""
         self.prefixes.check_integrity()
         assert self.workers.keys() == set(self.liveness)
         homes: set[SequenceKey] = set()

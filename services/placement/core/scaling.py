@@ -1,9 +1,8 @@
-"""How many workers should run: fewer when some have long served nothing, one more when arrivals found none.
+"""Decides how many workers should run: fewer if some stay idle, one more if arrivals find none.
 
-Says what is wanted, again and again; whoever runs workers (`services/stack/scaling.py`, or an orchestrator)
-makes it so, or does not. A worker is parked, which means it gets nothing more, before anybody may stop it.
-Pure.
-Source: papers/000 §VI ("terminate", "activate"); `algorithms.md` §3.
+It only publishes the target; `services/stack/scaling.py` or an orchestrator starts and stops workers. A
+worker is parked, so that it gets no work, before it may be stopped. Pure. Source: papers/000 §VI
+("terminate", "activate"); `algorithms.md` §3.
 """
 
 from collections.abc import Iterable
@@ -12,20 +11,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ScalingRules:
-    """Between which numbers workers are scaled, and how fast. `most` 0: as many as there are."""
+    """Limits and pace of scaling. `most` 0: as many as there are."""
 
     least: int = 1
     most: int = 0
     spare: int = 0
-    """Idle workers that stay, so that the next arrival need not wait for a start."""
+    """Number of idle workers to keep, so that an arrival need not wait for a start."""
     linger_s: float = 30.0
-    """So long a worker must have served nothing."""
+    """Idle time before a worker is parked."""
     start_s: float = 30.0
-    """So long one start is waited for before another is asked for."""
+    """How long to wait for one start before requesting another."""
 
 
 class Scaling:
-    """Decides from epoch to epoch how many workers should run (`wanted`) and which need not (`parked`)."""
+    """Decides each epoch how many workers should run (`wanted`) and which are parked (`parked`)."""
 
     def __init__(self, rules: ScalingRules) -> None:
         self.rules = rules
@@ -39,11 +38,8 @@ class Scaling:
     def on_epoch(
         self, running: Iterable[str], idle: Iterable[str], wanting: int, now_s: float
     ) -> tuple[list[str], list[str]]:
-        """Which workers to park now, and which parked ones to take back because somebody waits.
-
-        `running`: all that are heard of; `idle`: of those not parked, the ones that serve nothing; `wanting`:
-        sequences that find no worker.
-        """
+        """Return the workers to park now, and parked ones to use again because sequences wait. `running`: all
+        known workers; `idle`: unparked ones without sequences; `wanting`: sequences without a worker."""
         heard = set(running)
         self.parked &= heard
         used = heard - self.parked
@@ -61,7 +57,7 @@ class Scaling:
         return self._fewer(used, now_s), []
 
     def _more(self, used: set[str], now_s: float) -> list[str]:
-        """One that is parked and still runs, else one that has to be started; one at a time."""
+        """Use a parked worker again if one still runs, else request a start; one at a time."""
         if self.parked and self._within(len(used) + 1) > len(used):
             name = min(self.parked)
             self.parked.discard(name)
@@ -74,7 +70,7 @@ class Scaling:
         return []
 
     def _fewer(self, used: set[str], now_s: float) -> list[str]:
-        """Those idle for long, the last by name first, down to the least and the spare ones."""
+        """Park workers idle for `linger_s`, last by name first, down to the minimum and the spare ones."""
         rules = self.rules
         ripe = [name for name, since_s in self._idle_since_s.items() if now_s - since_s >= rules.linger_s]
         dispensable = min(len(self._idle_since_s) - rules.spare, len(used) - max(1, rules.least))
@@ -92,6 +88,6 @@ class Scaling:
         return max(self.rules.least, min(count, most))
 
     def check_integrity(self) -> None:
-        """Raises AssertionError."""
+        """Raise AssertionError if the state is inconsistent."""
         assert not self.parked & self._idle_since_s.keys()
         assert self.wanted >= 0

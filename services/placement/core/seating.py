@@ -1,7 +1,7 @@
-"""Which worker each of some waiting sequences goes to: the rule that live placement and simulator share.
+"""Assigns waiting sequences to workers: the rule shared by live placement and the simulator.
 
-Where some workers have room the policy chooses among them; where none has, among those that let one more wait
-there. Workers are told apart by what is left of them while one question is answered (`Opening`). Pure.
+The policy chooses among workers with room, or else among workers that let one more sequence wait. An
+`Opening` tracks each worker's remaining capacity during one request. Pure.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,46 +13,46 @@ from services.placement.policy.contract import CostedPolicy, PlacementPolicy, Ro
 from shared.messages.commands import PlacementItem
 
 GROWTH_BLOCKS = 1
-"""Left free beside a sequence that joins others, so that its first decode does not preempt one of them."""
+"""Blocks left free beside a sequence that joins others, so that its first decode preempts none."""
 
 PASSED_S = 5.0
-"""So long those that need less may pass a sequence that finds no room."""
+"""How long smaller sequences may pass one that finds no room."""
 
 
 @dataclass
 class Opening:
-    """What is left of a worker while one question is answered: summed up once, then counted down per item."""
+    """Remaining capacity of a worker during one request, reduced with each placed item."""
 
     worker_id: str
     block_tokens: int
     total_blocks: int
     most_tokens: int
-    """Of one sequence, prompt and longest answer."""
+    """Maximum tokens of one sequence, prompt and answer."""
     free_blocks: int
     sequences: int
     places: int = 0
-    """So many may go there although it has no memory for them yet, and wait there."""
+    """Number of sequences that may wait there without memory for them."""
     pending_tokens: float = 0.0
-    """Plain ones, as the speed is (`core/speeds.py`)."""
+    """Plain tokens, as in the speed (`core/speeds.py`)."""
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
     preceding_share: float = 0.0
 
     def admits(self, item: PlacementItem) -> bool:
-        """Whether it could ever hold the whole answer."""
+        """Return whether the whole answer could ever fit."""
         return item.limit_tokens <= self.most_tokens
 
     def fits(self, item: PlacementItem) -> bool:
-        """Whether it has room now. An empty worker takes whatever it admits."""
+        """Return whether it has room now. An empty worker takes whatever it admits."""
         has_room = not self.sequences or self._blocks(item) + GROWTH_BLOCKS <= self.free_blocks
         return has_room and self.admits(item)
 
     def takes(self, item: PlacementItem) -> bool:
-        """Whether it has room, or lets one more wait there."""
+        """Return whether it has room, or lets one more wait."""
         return self.fits(item) or (self.places > 0 and self.admits(item))
 
     def reserve(self, item: PlacementItem, cached_tokens: int = 0) -> None:
-        """It goes there."""
+        """Deduct a placed item."""
         first = min(cached_tokens, item.size_tokens)
         self.pending_tokens += plain_tokens(first, item.size_tokens, self.preceding_share)
         self.free_blocks -= self._blocks(item)
@@ -78,15 +78,14 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class SeatChoice:
-    """Why a sequence goes where it goes."""
+    """The choice of a worker for one sequence, with its costs."""
 
     item: PlacementItem
     worker_id: str
     expected_tokens: int
-    """Of its prompt, that are expected to be found there."""
+    """Prompt tokens expected in the worker's cache."""
     costs_s: tuple[tuple[str, float], ...]
-    """What each worker that could have taken it would have cost, as the policy reckons, the least first; none
-    where it does not."""
+    """Estimated cost of each possible worker, lowest first; empty if the policy gives none."""
 
 
 def seat(
@@ -96,13 +95,12 @@ def seat(
     cached: Callable[[PlacementItem, str], CachedTokens] = lambda *_: NOTHING,
     note: Callable[[SeatChoice], None] = lambda choice: None,
 ) -> list[str | None]:
-    """A worker for each item, or None: it waits. Taken one after the other.
+    """Return a worker per item, or None: it waits. Items are handled one after the other.
 
-    Where some have room the policy chooses among them; where none has, among those that let it wait there,
-    if it knows what that costs; else it goes to the least crowded of those. Those that find a place pass one
-    that finds none, until that has waited for `PASSED_S`: then all after it wait as well. An item larger than
-    every worker waits alone: room for it can only come with another worker. `cached`: what a worker has of an
-    item. `note` hears of each choice.
+    The policy chooses among workers with room. If none has room, a `CostedPolicy` chooses among workers that
+    let it wait; otherwise the least crowded one is used. Placed items pass one that finds no room until that
+    one has waited `PASSED_S`: then all after it wait. An item larger than every worker blocks nobody.
+    `cached` returns a worker's cached tokens of an item; `note` is called with each choice.
     """
     openings = list(openings)
     answers: list[str | None] = []
@@ -146,4 +144,4 @@ def _seat_one(
 
 
 _SHOWN_COSTS = 8
-"""Of workers that could have taken a sequence."""
+"""Maximum number of costs kept per choice."""

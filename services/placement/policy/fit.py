@@ -49,7 +49,7 @@ class PrefixAware:
         found = zip(room.cached_tokens, SAVED, strict=True)
         saved = min(size_tokens, sum(tokens * share for tokens, share in found))
         held_tokens = max(0, room.total_tokens - room.free_tokens)
-        # Cached tokens are not computed, but the others still attend to them.
+        # Cached tokens are not computed, but the other tokens still attend to them.
         tokens = size_tokens - saved + room.pending_tokens
         tokens += self._load_weight * (held_tokens + room.sequences * size_tokens)
         tokens += room.preceding_share * (size_tokens**2 - saved**2) / 2
