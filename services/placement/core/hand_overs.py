@@ -1,10 +1,10 @@
-"""Which answers are to leave the workers that computed their prompts, and where they go on.
+"""Selects answers to move off the workers that computed their prompts, and their targets.
 
-Of every worker with the role `prefill`: who decodes there, and whose prompt is being computed, so that its KV
-is on its way before it is over. Heartbeats tell, and before them that it is the only prompt there. Each goes
-where it is over first, of those workers that may decode, have room for it beside what is on its way, and can
-take its KV (`FleetRoles.hand_over`). One that was refused, or failed, is left alone for a moment. Pure; the
-moves themselves are the scheduler's (docs/migration.md).
+Candidates are the sequences of `prefill` workers that decode, or whose prompt is being computed: their KV
+transfer starts early. Heartbeats show that a prompt has started; before that, a worker's only prompt is
+assumed to. Each goes to the decoding worker where it finishes first (`FleetRoles.hand_over`). The target must
+have room and be able to take its KV. After a refusal or failure a sequence is skipped briefly. Pure; the
+scheduler carries out the moves (docs/migration.md).
 """
 
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ from shared.messages.sequence import SequenceKey, SequenceRef
 _FORGET_S = 30.0
 _LEFT_ALONE_S = 0.5
 _BEGINS_S = 0.03
-"""A worker that has no other prompt begins one within so long."""
+"""Time within which a worker without other prompts starts one."""
 _MOST_UNDER_WAY = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One that is to be handed over, or not, and why."""
+    """A decision on one sequence, to hand it over or not, with the estimated costs."""
 
     ref: SequenceRef
     source: str
@@ -42,7 +42,7 @@ class _UnderWay:
 
 
 def load_of(worker: WorkerRoom, now_s: float) -> WorkerLoad:
-    """As roles see it."""
+    """Return a worker's load, as roles use it."""
     decoding = [resident for resident in worker.residents.values() if resident.decodes]
     return WorkerLoad(
         worker_id=worker.worker_id,
@@ -62,8 +62,8 @@ def _ref(key: SequenceKey, attempt: int) -> SequenceRef:
 
 
 def _only_prompt(worker: WorkerRoom, now_s: float) -> tuple[SequenceRef, int] | None:
-    """One that waited there when it was heard of last, or went there a moment ago, and has been begun by now,
-    as there is no other prompt; with its tokens. None: there is no such one."""
+    """Return the worker's only prompt and its tokens if it has started by now, else None. It has if the last
+    heartbeat lists it, or if it was placed `_BEGINS_S` ago."""
     prompts = [key for key, resident in worker.residents.items() if not resident.decodes]
     if len(prompts) + len(worker.reservations) != 1:
         return None
@@ -75,7 +75,7 @@ def _only_prompt(worker: WorkerRoom, now_s: float) -> tuple[SequenceRef, int] | 
 
 
 def _link_tokens_per_s(worker: WorkerRoom, source: str = "") -> float:
-    """That it fetches from there; not measured: the median of what it fetches from others."""
+    """Return the fetch rate from `source`; if not measured, the median over other sources."""
     costs = worker.move_costs
     if not costs.block_bytes:
         return 1.0
@@ -86,27 +86,27 @@ def _link_tokens_per_s(worker: WorkerRoom, source: str = "") -> float:
 
 
 class HandOvers:
-    """Those under way, and the next. Tell it `on_over` of every one that ended or that nobody took."""
+    """Hand-overs under way. Call `on_over` for every one that ended or was refused."""
 
     def __init__(self, fleet: FleetCapacity, roles: FleetRoles) -> None:
         self._fleet = fleet
         self._roles = roles
         self._under_way: dict[SequenceKey, _UnderWay] = {}
         self._left_alone: dict[SequenceRef, float] = {}
-        """Until when."""
+        """Time until which a sequence is skipped."""
 
     def __len__(self) -> int:
         return len(self._under_way)
 
     def on_over(self, ref: SequenceRef, failed: bool, now_s: float) -> None:
-        """It has moved, or will not."""
+        """Record that a hand-over ended; a failed one is skipped for a while."""
         self._under_way.pop(ref.key, None)
         if failed:
             self._left_alone[ref] = now_s + _LEFT_ALONE_S
 
     def next(self, now_s: float) -> list[Wanted]:
-        """What to order now; those that stay where they are for want of anything better are among them,
-        now and then, with no target."""
+        """Return the decisions to act on now. A sequence that should stay is included at intervals, without
+        target."""
         self._forget(now_s)
         found = []
         for worker, ref, tokens in self._leaving(now_s):
@@ -126,8 +126,7 @@ class HandOvers:
         return found
 
     def _leaving(self, now_s: float) -> Iterator[tuple[WorkerRoom, SequenceRef, int]]:
-        """Of prefill workers: who decodes, and whose prompt has been begun; the former first. With the tokens
-        of each."""
+        """Yield (worker, sequence, tokens) on prefill workers: decoding ones first, then started prompts."""
         names = self._fleet.workers
         workers = [names[name] for name in names if self._roles.role_of(name) is Role.PREFILL]
         for begun_only in (False, True):

@@ -1,11 +1,9 @@
-"""How each of an epoch's moves is made, from what workers measured: by KV or by tokens (papers/000 §V).
+"""Chooses how each move of an epoch is made, by KV or by tokens, from worker measurements (papers/000 §V).
 
-A worker reports how fast it fetches from each other one, how fast it prefills, how busy it is, and what it
-has waiting. From these come the boundaries of `divide`: bytes that a link carries and tokens that a target
-computes within an epoch, less what earlier moves still take. What fits neither waits, but a way that nothing
-uses takes one move of any size: else a large one would wait for ever. Workers measure a link when they fetch
-over it; before, one that nobody measured is taken for as fast as the target's others, or for a slow one.
-Pure; knows no bus.
+Workers report fetch rates per peer, prefill speed, utilization and waiting prompts. These give the budgets of
+`divide`: bytes per link and prefill tokens per target within an epoch, less moves under way. A move that
+exceeds both waits, but a target without other moves takes one of any size, so large moves never starve. An
+unmeasured link counts as the median of the target's other links, or as a slow one. Pure.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +18,7 @@ from shared.messages.sequence import SequenceRef
 
 
 class Mode(StrEnum):
-    """How a running sequence gets to its new worker, or that it does not in this epoch."""
+    """How a running sequence moves in this epoch, if at all."""
 
     KV = "kv"
     TOKENS = "tokens"
@@ -29,8 +27,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """One move with its weight both ways: bytes over the link from source to target, or tokens to
-    compute there."""
+    """One move with its cost both ways: bytes over the link, or tokens to compute on the target."""
 
     name: str
     source: str
@@ -41,18 +38,18 @@ class Migration:
 
 @dataclass(frozen=True, slots=True)
 class Boundaries:
-    """What links can carry and workers compute for moves within one epoch; what is not listed has no room."""
+    """Budget of links and prefilling workers for moves within one epoch; missing entries have none."""
 
     link_bytes: Mapping[tuple[str, str], int]
     prefill_tokens: Mapping[str, int]
 
 
 def divide(migrations: Iterable[Migration], boundaries: Boundaries) -> dict[str, Mode]:
-    """The mode of each, by name: what takes the smaller share of its boundary, of what still fits.
+    """Return the mode of each move by name: the fitting one that takes the smaller share of its budget.
 
     An example: a link carries 100 bytes an epoch, the target computes 50 tokens. A move of 80 bytes or 20
-    tokens goes by tokens (40 % against 80 %), one of 60 bytes or 40 tokens by KV, as 30 tokens are left, and
-    a third of 50 bytes or 35 tokens later.
+    tokens goes by tokens (40 % against 80 %). One of 60 bytes or 40 tokens goes by KV, as 30 tokens are left.
+    A third of 50 bytes or 35 tokens waits.
     """
     links, workers = dict(boundaries.link_bytes), dict(boundaries.prefill_tokens)
     modes: dict[str, Mode] = {}
@@ -82,30 +79,30 @@ def _share(amount: int, boundary: int) -> float:
 
 ModeChoice = Literal["adaptive", "kv", "tokens"]
 LEAST_IDLE_SHARE = 0.1
-"""Of a busy worker's time that a rehearsal gets in any case."""
+"""Minimum share of a busy worker's time for rehearsals."""
 _FORGET_S = 30.0
 UNMEASURED_BYTES_PER_S = 100e6
-"""About what a gigabit carries."""
+"""About the rate of a gigabit link."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoveCosts:
-    """What a worker has measured of itself that moves from it or to it depend on."""
+    """A worker's measurements that determine the cost of moves from it or to it."""
 
     block_tokens: int = 0
     block_bytes: int = 0
-    """0: its blocks cannot be fetched."""
+    """0 if its blocks cannot be fetched."""
     fingerprint: bytes = b""
     link_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
-    """By the worker they come from."""
+    """Fetch rate by source worker."""
     prefill_tokens_per_s: float = 0.0
     busy_share: float = 0.0
     waiting_tokens: int = 0
-    """Of prompts there that are not computed yet."""
+    """Tokens of prompts there that are not computed yet."""
 
     @classmethod
     def of(cls, report: WorkerReported) -> "MoveCosts":
-        """From its heartbeat."""
+        """Return the values of a heartbeat."""
         unfinished = (SequenceState.WAITING, SequenceState.PREFILLING)
         return cls(
             block_tokens=report.block_tokens,
@@ -122,14 +119,14 @@ class MoveCosts:
         )
 
     def prefill_tokens(self, epoch_s: float) -> int:
-        """That it could compute for others within an epoch."""
+        """Return the tokens that it can compute for moves within an epoch."""
         idle_share = max(LEAST_IDLE_SHARE, 1.0 - self.busy_share)
         return max(0, int(self.prefill_tokens_per_s * epoch_s * idle_share) - self.waiting_tokens)
 
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A move that was ordered and is not over: it still takes its part of a boundary."""
+    """A move that was ordered and still uses its part of a budget."""
 
     migration: Migration
     mode: MoveMode
@@ -138,19 +135,17 @@ class _UnderWay:
 
 @dataclass(frozen=True, slots=True)
 class WantedMove:
-    """A move that the packing policy wants, before it is known how and when."""
+    """A move that the packing policy wants, before its mode and time are chosen."""
 
     order: SequenceMove
     source: str
     tokens: int
-    """Prompt and answer so far."""
+    """Tokens of prompt and answer so far."""
 
 
 class MoveModes:
-    """Chooses the mode of each wanted move, epoch by epoch, within what is left of links and workers.
-
-    Tell it `on_over` of every move that ended, or that nobody took: until then it counts as under way.
-    """
+    """Chooses the mode of each wanted move, epoch by epoch, within the remaining budgets. Call `on_over` for
+    every move that ended or was refused: until then it counts as under way."""
 
     def __init__(self, choice: ModeChoice, epoch_s: float) -> None:
         self._choice = choice
@@ -161,7 +156,7 @@ class MoveModes:
     def divide(
         self, wanted_moves: Iterable[WantedMove], costs: Mapping[str, MoveCosts], now_s: float
     ) -> tuple[list[SequenceMove], list[SequenceMove]]:
-        """The orders to give now, each with its mode, and those for the next epoch."""
+        """Return the moves to order now, each with its mode, and the ones for the next epoch."""
         self._forget(now_s)
         listed = {str(wanted.order.ref): wanted for wanted in wanted_moves}
         migrations = {name: self._migration(name, wanted, costs) for name, wanted in listed.items()}
@@ -182,7 +177,7 @@ class MoveModes:
         return now, later
 
     def on_over(self, ref: SequenceRef) -> None:
-        """It has moved, or will not."""
+        """Release the budget of a move that ended or was refused."""
         self._under_way.pop(ref, None)
 
     def _forget(self, now_s: float) -> None:
@@ -202,7 +197,7 @@ class MoveModes:
         )
 
     def _boundaries(self, migrations: Iterable[Migration], costs: Mapping[str, MoveCosts]) -> Boundaries:
-        """Less what is under way."""
+        """Return the budgets of an epoch, less moves under way."""
         links: dict[tuple[str, str], int] = {}
         prefill: dict[str, int] = {}
         for one in migrations:
@@ -226,7 +221,7 @@ class MoveModes:
         return int(measured * self._epoch_s)
 
     def _mode(self, one: Migration, mode: Mode, costs: Mapping[str, MoveCosts]) -> MoveMode | None:
-        """None: later."""
+        """Return the mode of a move, or None to postpone it."""
         if self._choice != "adaptive":
             return MoveMode(self._choice)
         if mode is not Mode.LATER:
@@ -236,7 +231,7 @@ class MoveModes:
         return self._cheaper(one, costs)
 
     def _cheaper(self, one: Migration, costs: Mapping[str, MoveCosts]) -> MoveMode:
-        """Whichever would be over first, were it alone; by tokens where nothing was measured."""
+        """Return the mode that would finish first without other moves; tokens if nothing was measured."""
         link = self._link_bytes(one.source, one.target, costs)
         tokens = costs.get(one.target, MoveCosts()).prefill_tokens(self._epoch_s)
         by_link = one.kv_bytes / link if link else float("inf")

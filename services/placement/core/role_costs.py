@@ -1,16 +1,15 @@
-"""What a request takes where so many workers compute prompts and so many write answers, in seconds.
+"""Estimates the time of a request for a split of workers into prefill and decode, in seconds.
 
-A step with prompts in it takes a decoding step and the time of its prompt tokens; who writes an answer there
-gets one token of it. A worker that only writes answers takes decoding steps, which grow with the context it
-holds. From what workers measured and what arrives follow the wait for a worker, the time of a prompt, and
-the time of each token, here and there, and where memory or computation would not do.
+A step with prompt tokens takes a decode step plus the time of those tokens, and yields one token per answer.
+On decode workers a step grows with the context held. The model derives queueing time, prompt time and token
+time per role from measured speeds and the arrival rate, and checks memory and compute limits.
 
-    8 workers, prompts of 2,000 tokens and answers of 30, 12 a second, steps of 1,024 prompt tokens in 0.17 s:
-    all of them doing both, three steps in four have a prompt in them, and a token takes 0.08 s; six of them
-    for prompts are busy for the same share, and a token takes 0.03 s at the other two.
+    8 workers; 12 requests a second, with prompts of 2,000 tokens and answers of 30; 1,024 prompt tokens a
+    step, in 0.17 s. With all in both roles, three steps in four contain a prompt, and a token takes 0.08 s.
+    With six for prefill, those six are as busy, and a token takes 0.03 s on the other two.
 
-Waits are those of one line before several servers (Sakasegawa's approximation of M/G/k); who is served first
-is not looked at. Pure. What it leaves out is in docs/roles.md.
+Queueing time is that of one M/G/k queue (Sakasegawa's approximation), whatever the service order. Pure.
+docs/roles.md lists what the model omits.
 """
 
 from dataclasses import dataclass
@@ -18,77 +17,78 @@ from math import exp, inf, sqrt
 
 _MOST_BUSY = 0.97
 _LINK_BUSY = 0.85
-"""Beyond, answers stay where they are rather than wait."""
+"""Link utilization above which answers stay where they are."""
 _HORIZON_S = 30.0
-"""What comes in so long is worked off, or waits: an overload is not taken to last for ever."""
+"""Duration of an overload: after this it is assumed to end."""
 _PATIENCE = 4.0
 _IMPATIENT = 0.1
-"""Of each second beyond that, so much counts: else nothing would tell one overload from a worse one."""
+"""Weight of each second beyond `_PATIENCE`: above 0, so that a worse overload costs more."""
 _ROUNDS = 12
 _USED_SHARE = 0.9
-"""Of memory that sequences can use."""
+"""Share of memory that sequences can use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Of a worker, averaged over those there are."""
+    """Speeds of a worker, averaged over the fleet."""
 
     prompt_tokens_per_s: float
-    """Beside a decoding step's own time, and without any that precede them."""
+    """Plain prompt tokens per second, excluding the time of a decode step."""
     step_s: float
-    """A decoding step without any context."""
+    """Time of a decode step without context."""
     context_token_s: float
-    """What each token of context adds to it."""
+    """Time that each token of context adds to it."""
     memory_tokens: int
     step_tokens: int
-    """Prompt tokens of one step at most."""
+    """Maximum prompt tokens per step."""
     link_tokens_per_s: float = inf
-    """Tokens whose KV one worker can take in."""
+    """Tokens whose KV one worker can receive per second."""
     preceding_token_s: float = 0.0
-    """What attention to each token before it adds to one of a prompt."""
+    """Time that each preceding token adds to a prompt token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What arrives."""
+    """Arrival rate and mean sizes of requests."""
 
     requests_per_s: float
     prompt_tokens: float
-    """To be computed, the mean."""
+    """Mean tokens to compute per prompt."""
     prompt_variation: float
-    """Of the time they take: variance over the square of the mean."""
+    """Squared coefficient of variation of the prompt time."""
     answer_tokens: float
     context_tokens: float
-    """Prompt and half of the answer, cached or not."""
+    """Mean tokens of the prompt and half of the answer, cached or not."""
     waiting_tokens: float = 0.0
-    """Of prompts that no worker has begun."""
+    """Tokens of prompts that no worker has started."""
     preceding_tokens: float = 0.0
-    """Before each token that is computed of a prompt, summed up; the mean."""
+    """Preceding tokens, summed over the computed tokens of a prompt; the mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleSeconds:
-    """Of a mean request under one split."""
+    """Estimated times of a mean request under one split."""
 
     first_token_s: float
     token_s: float
-    """Between two tokens of the answer."""
+    """Time between two tokens of the answer."""
     handed_over_share: float
     request_s: float
-    """All of it."""
+    """Total time."""
     felt_s: float
-    """The same, where what takes longer than `_PATIENCE` times as long as alone counts hardly more."""
+    """Total time, with anything beyond `_PATIENCE` times the unloaded time at a low weight."""
 
 
 def request_s(speeds: Speeds, demand: Demand, workers: int, decoders: int, hand_over_s: float) -> RoleSeconds:
-    """With `decoders` of `workers` for answers alone; 0: all do both. `hand_over_s`: beside the link's."""
+    """Return the times with `decoders` of `workers` for decode only; 0: all do both. `hand_over_s`: time of a
+    hand-over, excluding the link."""
     share, token_there_s = _decoded(speeds, demand, decoders)
     share = min(share, _link_share(speeds, demand, decoders))
     waits, prompt_s, token_here_s = _prompts(speeds, demand, workers - decoders, 1.0 - share)
     rest = max(0.0, demand.answer_tokens - 1.0)
     stays_s = goes_s = rest * token_here_s
     if share > 0:
-        # While its KV waits for the link, an answer goes on where it is.
+        # While its KV waits for the link, an answer continues on its source.
         late_s = _link_s(speeds, demand, decoders, share) + hand_over_s
         late = min(rest, late_s / token_here_s)
         goes_s = late * token_here_s + (rest - late) * token_there_s
@@ -102,14 +102,14 @@ def request_s(speeds: Speeds, demand: Demand, workers: int, decoders: int, hand_
 
 @dataclass(frozen=True, slots=True)
 class _Waits:
-    """For a worker: so many do, and then for an exponentially distributed time."""
+    """Queueing time: a `share` of requests waits, for an exponentially distributed time."""
 
     share: float
     mean_s: float
-    """Of all, also those that do not."""
+    """Mean over all requests, those without a wait included."""
 
     def felt_s(self, then_s: float, most_s: float) -> float:
-        """The mean of the wait and what follows, where what is beyond `most_s` counts little."""
+        """Return the mean of the wait and what follows, with time beyond `most_s` at a low weight."""
         whole_s = self.mean_s + then_s
         left_s = most_s - then_s
         if left_s <= 0 or self.mean_s <= 0:
@@ -119,26 +119,26 @@ class _Waits:
 
 
 def _alone_s(speeds: Speeds, demand: Demand) -> float:
-    """A mean request at a worker that has no other."""
+    """Return the time of a mean request on an idle worker."""
     prompt_s = _computed_s(speeds, demand) + speeds.step_s
     return prompt_s + demand.answer_tokens * (speeds.step_s + speeds.context_token_s * demand.context_tokens)
 
 
 def _computed_s(speeds: Speeds, demand: Demand) -> float:
-    """Of a mean prompt, beside a step's own time."""
+    """Return the compute time of a mean prompt, excluding decode steps."""
     alone_s = demand.prompt_tokens / speeds.prompt_tokens_per_s
     return alone_s + demand.preceding_tokens * speeds.preceding_token_s
 
 
 def _link_share(speeds: Speeds, demand: Demand, decoders: int) -> float:
-    """Of the answers, those whose KV the links carry."""
+    """Return the share of answers whose KV the links can carry."""
     sent_s = demand.context_tokens / speeds.link_tokens_per_s
     busy = demand.requests_per_s * sent_s / max(1, decoders)
     return min(1.0, _LINK_BUSY / busy) if busy > 0 else 1.0
 
 
 def _link_s(speeds: Speeds, demand: Demand, decoders: int, share: float) -> float:
-    """From the first token until the KV is there: the line before a worker's link, and the last chunk."""
+    """Return the time from the first token until the KV has arrived: the link's queue and the last chunk."""
     sent_s = demand.context_tokens / speeds.link_tokens_per_s
     busy = share * demand.requests_per_s * sent_s / decoders
     last_s = sent_s / max(1.0, demand.prompt_tokens / speeds.step_tokens)
@@ -146,7 +146,7 @@ def _link_s(speeds: Speeds, demand: Demand, decoders: int, share: float) -> floa
 
 
 def _decoded(speeds: Speeds, demand: Demand, decoders: int) -> tuple[float, float]:
-    """The share of answers that so many workers can write, and how long a token takes there."""
+    """Return the share of answers that `decoders` workers can write, and their time per token."""
     if decoders < 1:
         return 0.0, 0.0
     tokens_per_s = demand.requests_per_s * demand.answer_tokens / decoders
@@ -164,8 +164,8 @@ def _decoded(speeds: Speeds, demand: Demand, decoders: int) -> tuple[float, floa
 def _prompts(
     speeds: Speeds, demand: Demand, workers: int, decoded_share: float
 ) -> tuple[_Waits, float, float]:
-    """The wait for a worker, the time of a prompt, and that of a token there, at each of so many workers that
-    compute all prompts and write that share of the answers."""
+    """Return queueing time, prompt time and token time on `workers` that compute all prompts. They also write
+    `decoded_share` of the answers."""
     per_worker = demand.requests_per_s / workers
     prompt_steps = max(1.0, demand.prompt_tokens / speeds.step_tokens)
     chunk_s = _computed_s(speeds, demand) / prompt_steps
@@ -182,7 +182,7 @@ def _prompts(
     if decoded_share > 0 and each * token_s > speeds.memory_tokens * _USED_SHARE:
         busy = max(busy, each * token_s / (speeds.memory_tokens * _USED_SHARE))
     prompt_s = prompt_steps * mixed_s
-    # Where prompts vary more than exponentially the mean one is rare, and routes lead around it.
+    # If prompts vary more than exponentially, the mean one is rare and routing avoids it.
     typical_s = prompt_s / max(1.0, demand.prompt_variation)
     token_s = _beside_prompts_s(token_s, step_s, mixed_s, busy, typical_s, demand.answer_tokens)
     wait_s = _wait_s(min(busy, _MOST_BUSY), workers, prompt_s, demand.prompt_variation)
@@ -196,8 +196,8 @@ def _prompts(
 def _beside_prompts_s(
     mean_s: float, step_s: float, mixed_s: float, busy: float, prompt_s: float, answer_tokens: float
 ) -> float:
-    """A token's time, given that prompts come in a row: an answer that is short beside such a row is written
-    during it, or is not, and most of the time there is one. `mean_s`: of an answer that outlasts many."""
+    """Return the time per token beside prompts, which arrive in runs. A short answer falls within a run or
+    between two. `mean_s`: time per token of an answer that outlasts many runs."""
     busy = min(busy, _MOST_BUSY)
     row_s = prompt_s / (1.0 - busy)
     short = row_s / (row_s + answer_tokens * mean_s)
@@ -205,6 +205,6 @@ def _beside_prompts_s(
 
 
 def _wait_s(busy: float, workers: int, service_s: float, variation: float) -> float:
-    """In one line before so many servers, each busy for that share of the time."""
+    """Return the mean queueing time of one queue for `workers` servers of utilization `busy`."""
     together = float(busy ** (sqrt(2 * (workers + 1)) - 1))
     return service_s * (1.0 + variation) / 2 * together / (workers * (1.0 - busy))

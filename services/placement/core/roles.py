@@ -1,13 +1,11 @@
-"""Which workers compute prompts, which write answers, which do both; and where an answer is handed over to.
+"""Assigns the roles prefill, decode or both to workers, and chooses where an answer is handed over to.
 
-A prompt goes to a worker that is no `decode` one; once it is computed at a `prefill` one its KV goes to one
-that may decode, and the answer with it. Roles are fixed, as many of each as are listed, or chosen by what a
-request would take under each split (`core/role_costs.py`), from what workers measured and what arrives, anew
-every few seconds: another one than the present one where that saves a twentieth, and `both` for all where no
-split does. Nobody who runs has to wait for a change: only who comes next goes elsewhere.
+A prompt goes to a worker whose role is not `decode`. From a `prefill` worker, its KV and answer move to one
+that may decode. Roles are a fixed list, or adaptive: re-evaluated every few seconds by the estimated request
+time of each split (`core/role_costs.py`). A new split must save a twentieth; if no split helps, all do both.
+A change affects new requests only.
 
-Soft state: after a restart all do both until enough was measured. Pure; `now_s` is passed in. Simulator and
-placement run this very object.
+State is soft: after a restart all do both until enough is measured. Pure. The simulator uses the same object.
 """
 
 from collections import OrderedDict, deque
@@ -24,12 +22,12 @@ from shared.messages.sequence import SequenceKey
 
 
 class Role(StrEnum):
-    """What a worker is given to do."""
+    """The work that a worker gets."""
 
     PREFILL = "prefill"
-    """Prompts; their answers go on elsewhere."""
+    """Computes prompts; their answers continue elsewhere."""
     DECODE = "decode"
-    """Answers whose prompts were computed elsewhere."""
+    """Writes answers whose prompts were computed elsewhere."""
     BOTH = "both"
 
     @property
@@ -45,7 +43,7 @@ BOTH, ADAPTIVE = "both", "adaptive"
 
 
 def read_roles(choice: str | Sequence[str]) -> tuple[Role, ...] | None:
-    """A fixed list; None: adaptive; empty: all do both. Raises ConfigError for a role that does not exist."""
+    """Return the fixed roles; None: adaptive; empty: all do both. Raises ConfigError for an unknown role."""
     if choice == ADAPTIVE:
         return None
     if choice == BOTH:
@@ -62,76 +60,75 @@ def read_roles(choice: str | Sequence[str]) -> tuple[Role, ...] | None:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """What a worker says of itself."""
+    """Load and measurements of one worker."""
 
     worker_id: str
     memory_tokens: int
     context_tokens: int
-    """Of sequences that decode there."""
+    """Context tokens of decoding sequences."""
     decoding: int
     pending_tokens: int
-    """Of prompts there, not computed."""
+    """Prompt tokens there that are not computed."""
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
-    """0: not measured."""
+    """0 if not measured."""
     link_tokens_per_s: float = inf
-    """Whose KV it takes in from others."""
+    """Tokens per second whose KV it receives from others."""
     prefill_context_tokens: float = 0.0
-    """That preceded a prompt token in its sequence, on average, when its speed was measured."""
+    """Mean number of tokens preceding a prompt token when its speed was measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """A worker that an answer could go on at."""
+    """A worker where an answer could continue."""
 
     load: WorkerLoad
     wait_s: float
-    """Until its link is free."""
+    """Time until its link is free."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """Where an answer goes on, and what each choice would cost, in seconds until it is over."""
+    """Chosen target of an answer, with the estimated seconds to its end for each option."""
 
     worker_id: str | None
-    """None: where it is."""
+    """None: it stays."""
     stays_s: float
     costs_s: tuple[tuple[str, float], ...]
-    """The least first."""
+    """Cost per worker, lowest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleChoice:
-    """Why roles are as they are: for the log."""
+    """A change of roles and its reasons, for the log."""
 
     roles: Mapping[str, Role]
     costs_s: Mapping[str, float]
-    """Of a mean request under each split: `both`, or how many for prompts + how many for answers."""
+    """Time of a mean request per split: `both`, or prefill + decode workers."""
     chosen: str
     before: str
 
 
 SEEN_S = 30.0
-"""What arrived so long ago counts, and no less than the last `LEAST_SEEN`."""
+"""Window of arrivals that count, but never fewer than the last `LEAST_SEEN`."""
 LEAST_SEEN = 128
-"""Requests, but for the first: half of them have to come before anything is changed."""
+"""Minimum requests in the window. Half of them must arrive before the first change."""
 _MOST_SEEN = 4096
 LEAVES_BOTH = 0.08
-"""Of a request's time that a split has to save against `both` for all."""
+"""Share of a request's time that a split must save against `both` for all."""
 CHANGES = 0.05
-"""Of that, that one split has to save against another, or `both` against a split."""
+"""Share that one split must save against another, or `both` against a split."""
 EVEN = 0.2
-"""Of the fastest split's time, that another may take longer which leaves fewer answers beside prompts; half
-of that, to be taken for it."""
+"""Allowed slowdown against the fastest split if fewer answers run beside prompts; half for a new split."""
 _FEWER = 0.05
-"""Of all answers."""
+"""Minimum difference in the share of answers handed over."""
 _MOST_OPEN = 65_536
 _ANSWER_TOKENS = 100.0
 _STEP_S = 0.025
-"""Where nothing was measured."""
+"""Decode step if nothing was measured."""
 _RATE_FADES = 0.995
 _PATIENCE = 3
-"""So many looks in a row have to find the present roles worse."""
+"""Consecutive epochs in which the present roles must be worse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,20 +139,20 @@ class _Arrival:
 
     @property
     def preceding_tokens(self) -> float:
-        """Of each token that is computed, those before it; summed up."""
+        """Preceding tokens, summed over the computed tokens."""
         cached_tokens = self.context_tokens - self.computed_tokens
         return (self.context_tokens**2 - cached_tokens**2) / 2
 
 
 class DemandMeter:
-    """What arrives, as of late."""
+    """Measures recent arrivals and answers."""
 
     def __init__(self) -> None:
         self._arrivals: deque[_Arrival] = deque(maxlen=_MOST_SEEN)
         self._answers: deque[int] = deque(maxlen=8 * LEAST_SEEN)
 
     def on_placed(self, computed_tokens: int, context_tokens: int, now_s: float) -> None:
-        """A prompt, of which so much has to be computed."""
+        """Record a prompt and how many of its tokens must be computed."""
         self._arrivals.append(_Arrival(now_s, computed_tokens, context_tokens))
 
     def on_ended(self, answer_tokens: int) -> None:
@@ -163,12 +160,12 @@ class DemandMeter:
 
     @property
     def answer_tokens(self) -> float:
-        """The mean; 0 where none was seen."""
+        """Mean answer length; 0 if none was seen."""
         return sum(self._answers) / len(self._answers) if self._answers else 0.0
 
     def read(self, waiting_tokens: int, preceding_share: float, now_s: float) -> Demand | None:
-        """None: not enough was seen. `preceding_share`: what a prompt token costs for each one before it, as
-        a share of what it costs alone."""
+        """Return the demand, or None if too little was seen. `preceding_share`: cost that each preceding
+        token adds to a prompt token, as a share of its cost alone."""
         arrivals = self._arrivals
         while len(arrivals) > LEAST_SEEN and arrivals[0].at_s < now_s - SEEN_S:
             arrivals.popleft()
@@ -192,11 +189,11 @@ class DemandMeter:
 
 
 class FleetRoles:
-    """The roles of one model's workers. Tell it what arrives and what ends; `on_epoch` changes roles."""
+    """Roles of one model's workers. Report arrivals and ends to it; `on_epoch` changes roles."""
 
     def __init__(self, fixed: tuple[Role, ...] | None = (), hand_over_s: float = 0.05) -> None:
-        """`fixed`: as many workers get each of these as are listed, in the order in which they are heard of,
-        the others do both; None: adaptive. `hand_over_s`: what a hand-over takes until one was measured."""
+        """`fixed`: roles given to workers in the order they appear, further ones do both; None: adaptive.
+        `hand_over_s`: time of a hand-over until one is measured."""
         self._fixed = fixed
         self._hand_over_s = hand_over_s
         self._roles: dict[str, Role] = {}
@@ -209,11 +206,11 @@ class FleetRoles:
         self._worse = 0
         self.changes = 0
         self.seconds: Mapping[str, RoleSeconds] = {}
-        """Of each split, as of the last epoch."""
+        """Estimate per split, from the last epoch."""
 
     @property
     def is_on(self) -> bool:
-        """Whether there can be any other role than `both`."""
+        """Whether any role other than `both` is possible."""
         return self._fixed is None or any(role is not Role.BOTH for role in self._fixed)
 
     @property
@@ -224,7 +221,7 @@ class FleetRoles:
         return self._roles.get(worker_id, Role.BOTH)
 
     def shortage(self) -> str:
-        """Why nothing can be served; empty: it can."""
+        """Return why no request can be served; empty if some can."""
         roles = set(self._roles.values())
         if roles and not any(role.may_prefill for role in roles):
             return "no worker may compute prompts: all that are there have the role decode"
@@ -233,8 +230,8 @@ class FleetRoles:
         return ""
 
     def on_workers(self, worker_ids: Iterable[str]) -> None:
-        """Those that are there now: who is gone leaves its role, who is new gets one that is free.
-        Adaptive ones never leave nobody for prompts, or nobody for answers."""
+        """Update the set of workers: lost ones free their role, new ones take a free one. If adaptive roles
+        would leave no worker for prompts, or none for answers, all do both."""
         there = set(worker_ids)
         for gone in self._roles.keys() - there:
             del self._roles[gone]
@@ -248,7 +245,7 @@ class FleetRoles:
             self._roles = dict.fromkeys(self._roles, Role.BOTH)
 
     def on_placed(self, key: SequenceKey, prompt_tokens: int, expected_tokens: int, now_s: float) -> None:
-        """It goes to a worker, which is expected to have so much of its prompt cached. Again is ignored."""
+        """Record a placed prompt with its expected cached tokens. A repeat is ignored."""
         if key not in self._open:
             self._open[key] = None
             self.demand.on_placed(max(1, prompt_tokens - expected_tokens), prompt_tokens, now_s)
@@ -261,17 +258,17 @@ class FleetRoles:
             self.demand.on_ended(answer_tokens)
 
     def on_handed_over(self, took_s: float) -> None:
-        """A reader waited so long for it, beyond a step."""
+        """Record the measured delay of a hand-over, beyond one step."""
         self._hand_over_s = averaged(self._hand_over_s, took_s, 0.1)
 
     def on_epoch(
         self, loads: Sequence[WorkerLoad], waiting_tokens: int, step_tokens: int, now_s: float
     ) -> RoleChoice | None:
-        """Every second or so. Returns what was changed and why; None: nothing. `step_tokens`: of prompts, in
-        one step, at most."""
+        """Re-evaluate roles, about once a second, and return the change, or None. `step_tokens`: maximum
+        prompt tokens per step."""
         self.on_workers(load.worker_id for load in loads)
         if not loads:
-            return None  # Nobody is heard: what was measured stays.
+            return None  # Keep what was measured.
         self._step_tokens = step_tokens
         speeds = self._measure(loads, step_tokens)
         if not self.is_adaptive or speeds is None or len(loads) < 2:
@@ -304,8 +301,8 @@ class FleetRoles:
         )
 
     def hand_over(self, tokens: int, source: WorkerLoad, landings: Sequence[Landing]) -> HandOver:
-        """For one whose prompt is computed, or about to be, at `source`; `landings` have room for it. It goes
-        where it is over first; where roles are fixed, also if it would be earlier where it is."""
+        """Choose where a sequence of `source` continues; `landings` are workers with room for it. It goes
+        where it finishes first. With fixed roles it leaves whenever there is a landing."""
         answer = self.demand.answer_tokens or _ANSWER_TOKENS
         prompt_s = 0.0
         if source.pending_tokens > 0 and self._prompt_rate:
@@ -335,7 +332,7 @@ class FleetRoles:
         return fit[0] + fit[1] * context_tokens
 
     def _decoders(self, workers: int) -> int | None:
-        """As roles are; None: as no split has them, since workers came or went."""
+        """Return the number of decode workers; None if roles are mixed because workers joined or left."""
         count = sum(role is Role.DECODE for role in self._roles.values())
         both = sum(role is Role.BOTH for role in self._roles.values())
         if both == workers:
@@ -355,12 +352,12 @@ class FleetRoles:
             if load.prefill_tokens_per_s > 0 and self.role_of(load.worker_id).may_prefill:
                 each_s = 1.0 / load.prefill_tokens_per_s
                 if self.role_of(load.worker_id) is Role.PREFILL:
-                    # Nothing decodes beside it: what it measures has a step's own time in it.
+                    # Nothing decodes beside it: its measurement includes a step's own time.
                     each_s = max(0.2 * each_s, each_s - step_s / step_tokens)
                 measured.append((each_s, load.prefill_context_tokens))
                 self._prompts.on_measured(load.worker_id, 1.0 / each_s, load.prefill_context_tokens)
         if measured:
-            # Steps with few prompt tokens measure less than full ones do: what counts is the best of late.
+            # Steps with few prompt tokens measure low speeds: use the best recent value.
             rate = sum(1.0 / self._prompts.without(*each) for each in measured) / len(measured)
             self._prompt_rate = max((self._prompt_rate or 0.0) * _RATE_FADES, rate)
         if self._prompt_rate is None:
@@ -378,7 +375,7 @@ class FleetRoles:
         )
 
     def _assign(self, loads: Sequence[WorkerLoad], decoders: int) -> None:
-        """So many for answers, with as few changes as that takes; 0: all do both."""
+        """Assign `decoders` workers to decode with as few changes as possible; 0: all do both."""
         if decoders == 0:
             self._roles = {load.worker_id: Role.BOTH for load in loads}
             return
@@ -398,13 +395,13 @@ class FleetRoles:
         }
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when adaptive roles leave nobody for prompts, or nobody for answers."""
+        """Raise AssertionError if adaptive roles leave no worker for prompts, or none for answers."""
         if self.is_adaptive and self._roles:
             assert not self.shortage() or len(self._roles) == 1
 
 
 def _pays(before: RoleSeconds, after: RoleSeconds) -> bool:
-    """Whether to change from one split to another: a gain of some size, or fewer answers beside prompts."""
+    """Return whether a new split pays: a sufficient gain, or fewer answers beside prompts."""
     if before.handed_over_share > 0 and after.handed_over_share > before.handed_over_share + _FEWER:
         return True
     gain = CHANGES if before.handed_over_share > 0 else LEAVES_BOTH
@@ -412,9 +409,8 @@ def _pays(before: RoleSeconds, after: RoleSeconds) -> bool:
 
 
 def _evenest(found: Mapping[int, RoleSeconds], now: int | None) -> int:
-    """The number of workers for answers under which requests are the fastest; of those that are nearly so,
-    and faster than without any, the one that leaves the fewest answers beside prompts. The present one may be
-    as much slower again before another is taken."""
+    """Return the number of decode workers to use: near the fastest split, with fewest answers beside prompts.
+    Only splits faster than none count. The present split may be slower than a new one."""
     least = min(found, key=lambda decoders: (found[decoders].felt_s, decoders))
 
     def is_near(decoders: int) -> bool:
