@@ -1,6 +1,6 @@
-"""`python -m services.predictor`: the predictor alone, against a NATS server that runs already.
+"""`python -m services.predictor`: run the predictor alone against a running NATS server.
 
-With `train` or `evaluate` as the first word: that command, and no bus.
+With `train` or `evaluate` as the first argument it runs that command, without a bus.
 """
 
 import sys

@@ -1,9 +1,8 @@
-"""Turns concurrent questions into one call of the model, in a thread of its own.
+"""Batches concurrent predictions into one call of the model, in a thread of its own.
 
-While a call runs, questions pile up and make the next one; a question that finds nobody waiting goes alone
-and at once. Everything that touches the model (questions, what it learns, a new version) happens in that one
-thread, in order. Bounded: beyond `queue_limit` a question is refused, and the oldest lesson is forgotten.
-Knows no bus.
+Requests that arrive during a call form the next batch; a request that finds none waiting runs at once. All
+access to the model (predictions, samples, new versions) happens in that thread, in order. Queues are bounded:
+beyond `queue_limit` a request is refused and the oldest sample dropped.
 """
 
 import asyncio
@@ -28,16 +27,14 @@ Answer = asyncio.Future[PredictedLength]
 
 @dataclass
 class Batcher:
-    """The one way to a model: questions, lessons and changes queue up here, and a thread works them off.
-
-    `run` has to be running for anything to be answered.
-    """
+    """Only access to a model: queues predictions, samples and changes for its thread. `run` must be running
+    for anything to be answered."""
 
     model: LengthModel
     batch_limit: int = 64
     queue_limit: int = 2048
     batches: int = 0
-    """Calls of the model so far."""
+    """Number of model calls so far."""
     faults: PluginFaults = field(default_factory=PluginFaults)
     _questions: deque[tuple[LengthQuery, Answer]] = field(default_factory=deque)
     _lessons: deque[LengthSample] = field(init=False)
@@ -49,7 +46,7 @@ class Batcher:
         self._lessons = deque(maxlen=self.queue_limit)
 
     async def predict(self, query: LengthQuery) -> PredictedLength:
-        """Raises Overloaded, PolicyFailed when the model fails, and NoResponder at the end."""
+        """Return a prediction. Raises Overloaded, PolicyFailed (the model failed), NoResponder (shutdown)."""
         if self._is_over:
             raise _ending()
         if len(self._questions) >= self.queue_limit:
@@ -60,17 +57,17 @@ class Batcher:
         return await answer
 
     def observe(self, sample: LengthSample) -> None:
-        """The model learns it before it answers the next question."""
+        """Queue a sample; the model learns it before the next prediction."""
         self._lessons.append(sample)
         self._work.set()
 
     def call(self, change: Callable[[], None]) -> None:
-        """`change` may touch the model: it is called between two batches."""
+        """Call `change`, which may modify the model, between two batches."""
         self._orders.append(change)
         self._work.set()
 
     async def run(self) -> None:
-        """Until cancelled; open questions then fail."""
+        """Process the queues until cancelled; open requests then fail."""
         loop = asyncio.get_running_loop()
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="model")
         try:
@@ -129,7 +126,7 @@ class Batcher:
 
 
 def _give_up(answers: Iterable[Answer]) -> None:
-    """Whoever asked was not cancelled: it is told."""
+    """Fail open requests, whose callers were not cancelled."""
     for answer in answers:
         if not answer.done():
             answer.set_exception(_ending())

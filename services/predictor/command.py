@@ -1,8 +1,8 @@
-"""`python -m services.predictor train` and `evaluate`: on a file of prompts and lengths, without a bus.
+"""`python -m services.predictor train` and `evaluate`: train and test on a file, without a bus.
 
-`train` makes the next version in a directory, which a predictor with that `state_dir` goes on with at its
-next start; it tells how good it is on the last rows, which it did not see. The background learner runs the
-same command with `--only-if-better`.
+`train` writes the next version to a directory and reports its accuracy on the last rows, which it did not
+train on. A predictor with that `state_dir` loads it at its next start. The background learner runs the same
+command with `--only-if-better`.
 """
 
 import argparse
@@ -28,7 +28,7 @@ _BACKGROUND_NICENESS = 10
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 done, 1 could not be done."""
+    """Run the command and return the exit code: 0 success, 1 failure."""
     arguments = _parser().parse_args(argv)
     try:
         run: Callable[[argparse.Namespace], None] = arguments.run
@@ -124,7 +124,7 @@ def _train_lm_head(
 
 
 def _patience(arguments: argparse.Namespace) -> Callable[[], bool]:
-    """True once the deadline is over, or whoever asked for it in the background is gone."""
+    """Return a check that is true after the deadline, or once the parent of a background run has exited."""
     end_s = time.monotonic() + arguments.deadline_s
     if arguments.background is not None:
         os.nice(_BACKGROUND_NICENESS)

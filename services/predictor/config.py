@@ -1,4 +1,4 @@
-"""The predictor's settings."""
+"""Settings of the predictor."""
 
 from pathlib import Path
 from typing import Literal
@@ -11,7 +11,7 @@ from services.predictor.models import create, find_model
 from shared.config import ServiceConfig
 
 _SLOW_TO_IMPORT = ("regressor", "lm_head")
-"""They want torch; what is wrong with their files they say themselves."""
+"""Models that import torch. They check their files themselves."""
 
 
 class PredictorConfig(ServiceConfig):

@@ -1,9 +1,8 @@
-"""Learning in the background: what was served, in a file; now and then a training in a process of its own.
+"""Background training: keeps served answers on disk and trains in a child process.
 
-The latest answers are kept, on disk too, so that a restart goes on with them. After every `every_samples` new
-ones a child process, at low priority and with a deadline, trains on the older of them and judges old and new
-on the latest; a version that is better is taken up between two predictions, any other outcome changes
-nothing. No prediction ever waits for any of this. Knows no bus.
+After every `every_samples` new answers a child process with low priority and a deadline trains on the older
+ones. It compares old and new version on the latest. A better version replaces the old one between two
+predictions; any other outcome changes nothing. Predictions never wait for this.
 """
 
 import asyncio
@@ -35,7 +34,7 @@ _log = get_logger("predictor")
 
 @dataclass(frozen=True)
 class LearningRules:
-    """When the learner trains, on how many answers, and how long a training may take."""
+    """When the learner trains, on how many answers, and for how long at most."""
 
     every_samples: int = 1000
     min_samples: int = 300
@@ -45,10 +44,8 @@ class LearningRules:
 
 @dataclass
 class Learner:
-    """Keeps finished answers on disk and has a regressor trained on them, in a process of its own.
-
-    The model is touched through the batcher only, so never in the middle of a prediction.
-    """
+    """Keeps finished answers on disk and trains a regressor on them in a child process. It accesses the model
+    through the batcher only, so never during a prediction."""
 
     model: "RegressorModel"
     batcher: Batcher
@@ -73,7 +70,7 @@ class Learner:
             self._due.set()
 
     async def run(self) -> None:
-        """Until cancelled; then what was seen is written down, and a training under way is ended."""
+        """Train when due, until cancelled; then save the history and stop a running training."""
         try:
             while True:
                 await self._due.wait()
@@ -86,7 +83,7 @@ class Learner:
                     write_samples(self.directory / SAMPLES_FILE, self._history)
 
     def summary(self) -> dict[str, Any]:
-        """For the status."""
+        """Return the fields for `status`."""
         shown: dict[str, Any] = {
             "learned_from": len(self._history),
             "trainings": self.trainings,
@@ -101,7 +98,7 @@ class Learner:
         return shown
 
     def _remembered(self) -> list[LengthSample]:
-        """Of an earlier run; a file that cannot be read is as good as none."""
+        """Return the history of an earlier run. An unreadable file is ignored."""
         self.directory.mkdir(parents=True, exist_ok=True)
         try:
             return read_samples(self.directory / SAMPLES_FILE)
@@ -129,7 +126,7 @@ class Learner:
             self.is_training = False
 
     async def _train(self) -> dict[str, Any]:
-        """The child's verdict. Raises TimeoutError, OSError, ValueError."""
+        """Run one training and return its verdict. Raises TimeoutError, OSError, ValueError."""
         command = [sys.executable, "-m", "services.predictor", "train", "--json", "--only-if-better"]
         command += ["--data", str((self.directory / SAMPLES_FILE).resolve())]
         command += ["--out", str(self.directory.resolve()), "--background", str(os.getpid())]

@@ -1,8 +1,7 @@
-"""The shell around `core/rest_learner.py`: hidden states in, revised lengths out, what was learned on disk.
+"""Runs `core/rest_learner.py`: takes hidden states, queues revised lengths, and saves the heads.
 
-Heads are touched in the model's thread only (`batching.Batcher.call`), one learner per served model. Where
-states come faster than they are worked off, the newest are dropped: a prediction that comes late is worth
-nothing. Knows no bus; what is to be told goes to a queue.
+Heads are used in the model's thread only (`batching.Batcher.call`), one learner per served model. If states
+arrive faster than they are processed, the newest are dropped, because a late prediction is useless.
 """
 
 import asyncio
@@ -24,30 +23,30 @@ from shared.messages.lengths import AnswerState, RevisedLength, WorkerObserved
 from shared.messages.sequence import SequenceKey
 
 MOST_PENDING = 32
-"""Messages of states that wait for the thread, and revisions that wait to be sent."""
+"""Maximum messages waiting for the thread, and maximum revisions waiting to be sent."""
 MOST_MODELS = 8
 SAVE_EVERY = 500
-"""Answers."""
+"""Answers between two saves."""
 _FP16_BYTES = 2
 
 _log = get_logger("predictor")
 
 
 class Reviser:
-    """`observe` and `finish` belong to the event loop; `revised` is emptied by whoever publishes."""
+    """Revises lengths from hidden states. Call it from the event loop; the publisher drains `revised`."""
 
     def __init__(self, batcher: Batcher, kind: str, directory: Path | None = None) -> None:
-        """`kind`: a name of `rest_heads.HEADS`. With a `directory` heads outlive the process."""
+        """`kind`: a name of `rest_heads.HEADS`. With a `directory`, heads persist across restarts."""
         self._batcher, self._kind, self._directory = batcher, kind, directory
         self._learners: dict[tuple[str, int], RestLearner] = {}
         self._pending = 0
         self._loop = asyncio.get_running_loop()
         self.revised: asyncio.Queue[tuple[RevisedLength, ...]] = asyncio.Queue(MOST_PENDING)
         self.dropped = 0
-        """Messages of states, and of revisions, for want of time."""
+        """Number of dropped messages of states and revisions."""
 
     def observe(self, event: WorkerObserved) -> None:
-        """States of answers under way at one worker."""
+        """Queue hidden states of running answers from one worker."""
         if self._pending >= MOST_PENDING:
             self.dropped += 1
             return
@@ -55,20 +54,20 @@ class Reviser:
         self._batcher.call(partial(self._observe, event))
 
     def finish(self, key: SequenceKey, output_tokens: int, *, censored: bool) -> None:
-        """An answer is over, whole, or `censored` by its limit."""
+        """Learn from a finished answer, complete or `censored` by its limit."""
         self._batcher.call(partial(self._finish, key, output_tokens, censored=censored))
 
     def forget(self, key: SequenceKey) -> None:
-        """It ended for another reason."""
+        """Drop an answer that ended for another reason."""
         self._batcher.call(partial(self._forget, key))
 
     def save(self) -> None:
-        """Write down what was learned; in the model's thread, or when that has ended."""
+        """Save all heads. Call it in the model's thread, or after that has ended."""
         for (model, width), learner in self._learners.items():
             self._save(model, width, learner)
 
     def summary(self) -> dict[str, Any]:
-        """For the status."""
+        """Return the fields for `status`."""
         shown = {f"revised {model}": learner.summary() for (model, _), learner in self._learners.items()}
         return {**shown, **({"states_dropped": self.dropped} if self.dropped else {})}
 
@@ -106,7 +105,7 @@ class Reviser:
             learner.forget(key)
 
     def _learner(self, model: str, width: int) -> RestLearner | None:
-        """None where there are enough others."""
+        """Return the learner of a model and state width; None beyond `MOST_MODELS`."""
         learner = self._learners.get((model, width))
         if learner is None and len(self._learners) < MOST_MODELS:
             learner = self._learners[model, width] = RestLearner(self._kind, width)
@@ -120,7 +119,7 @@ class Reviser:
         return self._directory / f"rest-{name}.npz"
 
     def _load(self, model: str, width: int, learner: RestLearner) -> None:
-        """A file that cannot be read is as good as none."""
+        """Load a saved head. An unreadable file is ignored."""
         path = self._file(model, width)
         if path is None or not path.exists():
             return
@@ -131,7 +130,7 @@ class Reviser:
             _log.warning("%s is left alone, and a new head begins: %s", path.name, error)
 
     def _save(self, model: str, width: int, learner: RestLearner) -> None:
-        """Whole or not at all."""
+        """Save a head atomically."""
         path = self._file(model, width)
         if path is None:
             return
@@ -148,7 +147,7 @@ class Reviser:
 
 
 def _told(learner: RestLearner, states: list[AnswerState]) -> tuple[RevisedLength, ...]:
-    """Predictions of answers that go on; none while the head is not worth it."""
+    """Return predictions of running answers; none while the head is worse than the histogram."""
     packed: Float32s = np.stack([np.frombuffer(one.state, np.float16) for one in states]).astype(np.float32)
     counts = [(one.prompt_tokens, one.generated_tokens, max(1, one.max_tokens)) for one in states]
     told = learner.observe([one.ref.key for one in states], counts, packed)

@@ -1,8 +1,8 @@
-"""Prompts and answer lengths as JSONL: what the predictor is trained on, and what it writes down of its own.
+"""Reads and writes prompts and answer lengths as JSONL: training data and the predictor's own history.
 
-A row has the prompt, as `prompt_ids` (token ids) or as `prompt` (text, then a tokenizer is needed), and the
-answer: `length` (tokens), or `response_ids`, or `response` (text); `censored` says that it was cut by its
-limit. Alpaca's columns are understood too (`instruction`, `input`, `output`). Knows no model.
+A row has the prompt as `prompt_ids` (token ids) or `prompt` (text, which needs a tokenizer). The answer is
+`length` (tokens), `response_ids` or `response` (text); `censored` marks one cut by its limit. Alpaca's
+columns (`instruction`, `input`, `output`) are understood too.
 """
 
 import json
@@ -19,7 +19,7 @@ from shared.messages.sequence import pack_tokens, unpack_tokens
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Under a name of its own first, then renamed over `path`. Raises OSError."""
+    """Write a file atomically: to a temporary name, then renamed over `path`. Raises OSError."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with unfinished.open("wb") as file:
@@ -32,7 +32,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """From a `tokenizer.json`, or the directory that has one. Raises ConfigError."""
+    """Load a `tokenizer.json`, or the one in a directory. Raises ConfigError."""
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
         return Tokenizer.from_file(str(file))
@@ -41,8 +41,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def read_samples(path: Path, tokenizer: Tokenizer | None = None) -> list[LengthSample]:
-    """Every row, in order. Raises ConfigError (no such file), and InvalidRequest naming a row it cannot
-    use."""
+    """Return all rows in order. Raises ConfigError (no such file), InvalidRequest (names an unusable row)."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -51,12 +50,12 @@ def read_samples(path: Path, tokenizer: Tokenizer | None = None) -> list[LengthS
 
 
 def write_samples(path: Path, samples: Iterable[LengthSample]) -> None:
-    """Whole or not at all."""
+    """Write samples to a file atomically. Raises OSError."""
     write_whole(path, "".join(row_of(sample) for sample in samples).encode())
 
 
 def row_of(sample: LengthSample) -> str:
-    """One line of JSONL."""
+    """Return a sample as one line of JSONL."""
     row: dict[str, Any] = {"prompt_ids": unpack_tokens(sample.prompt), "length": sample.output_tokens}
     if sample.censored:
         row["censored"] = True

@@ -1,7 +1,6 @@
-"""Several served models: how long the answers of one are says nothing of another's, nor do its token ids.
+"""One length model per served model, because answer lengths and token ids differ between models.
 
-Each has a length model of its own, and what that learned on disk; those that learn nothing while they serve
-are shared.
+Each has its own state on disk. Length models that do not learn while serving are shared.
 """
 
 import asyncio
@@ -22,21 +21,21 @@ from shared.clock import monotonic_s
 from shared.log import canonical, get_logger
 
 MOST_MODELS = 16
-"""Beyond, answers count for nobody's model but the common one."""
+"""Maximum named models; further ones use the common length model."""
 _REGRESSOR = "services.predictor.models.regressor"
 _log = get_logger("predictor")
 
 
 @dataclass
 class ServedLengths:
-    """Of one served model: what predicts and learns, and how good that was."""
+    """Length model of one served model, its learner and its accuracy."""
 
     batcher: Batcher
     learner: Learner | None = None
     audit: PredictionAudit = field(default_factory=PredictionAudit)
 
     def summary(self) -> dict[str, Any]:
-        """For the status."""
+        """Return the fields for `status`."""
         return {
             "model_version": self.batcher.model.version,
             **self.audit.summary(),
@@ -45,23 +44,21 @@ class ServedLengths:
 
 
 class ServedModels:
-    """`ServedLengths` by the name of the served model; each begins with the first message that names it.
-
-    `run` has to be running for anything to be answered.
-    """
+    """`ServedLengths` by name of the served model, created with the first message that names it. `run` must
+    be running for anything to be answered."""
 
     def __init__(self, config: PredictorConfig) -> None:
-        """Raises ConfigError for an unknown length model."""
+        """Create the common model. Raises ConfigError for an unknown length model."""
         self._config = config
         self._tasks: asyncio.TaskGroup | None = None
         self._is_over = False
-        """Nothing begins any more."""
+        """Whether `run` has ended, so that no model is added."""
         self.common = self._made(config.state_dir)
-        """Of those that name no model; its thread is the reviser's, too."""
+        """For requests that name no model; the reviser shares its thread."""
         self._named: dict[str, ServedLengths] = {}
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run batchers and learners until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             for lengths in {id(one.batcher): one for one in (self.common, *self._named.values())}.values():
@@ -72,7 +69,7 @@ class ServedModels:
                 self._is_over = True
 
     def of(self, name: str) -> ServedLengths:
-        """Without a name: of the one model that there is, else the common one."""
+        """Return the lengths of a served model; without a name the only one, else the common one."""
         if not name and len(self._named) == 1:
             (only,) = self._named.values()
             return only
@@ -90,7 +87,7 @@ class ServedModels:
         return made
 
     def summary(self) -> dict[str, Any]:
-        """For the status: of one model what there is to say, of several a table and what adds up."""
+        """Return the fields for `status`: those of the only model, or sums with a row per model."""
         named = self._named or {"": self.common}
         batchers = {id(one.batcher): one.batcher for one in (self.common, *named.values())}
         shown = {name: one.summary() for name, one in named.items()}
@@ -103,7 +100,7 @@ class ServedModels:
         }
 
     def _made(self, directory: Path | None) -> ServedLengths:
-        """It begins with what was trained for it, else with what `train` left for all."""
+        """Create a length model from its own trained version, else from the one in `state_dir`."""
         config = self._config
         settings = config.model_settings()
         model = create(config.model, replace(settings, state_dir=directory))
@@ -121,7 +118,7 @@ class ServedModels:
 
 
 def learner_for(config: PredictorConfig, batcher: Batcher, directory: Path | None) -> Learner | None:
-    """Only a regressor learns in the background, and only where it may keep something."""
+    """Return a learner for a regressor with a directory, else None."""
     if directory is None or not config.learn or _REGRESSOR not in sys.modules:
         return None  # Nobody has made one: importing it would cost seconds, for torch.
     from services.predictor.models.regressor import RegressorModel
@@ -132,7 +129,7 @@ def learner_for(config: PredictorConfig, batcher: Batcher, directory: Path | Non
 
 
 def folder_of(name: str) -> str:
-    """Readable, and another one for another name."""
+    """Return a readable folder name, unique per model name."""
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:40]
     return f"{readable}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
 

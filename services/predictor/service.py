@@ -1,8 +1,7 @@
-"""The predictor on the bus: answers `PredictLength`, learns from `SequenceFinished`; where workers hand it
-hidden states of answers under way (`WorkerObserved`), it tells the scheduler what becomes of them.
+"""The predictor on the bus: answers `PredictLength` and learns from `SequenceFinished`.
 
-It owns nothing that must survive: a restart begins with the latest trained version, or the prior. It knows no
-scheduler, no worker.
+If workers send hidden states of running answers (`WorkerObserved`), it publishes revised lengths. State is
+soft: a restart begins with the latest trained version, or the prior.
 """
 
 import asyncio
@@ -33,7 +32,7 @@ _log = get_logger("predictor")
 
 
 class Predictor:
-    """The handlers: predictions asked of a served model's lengths, finished answers given to them."""
+    """Message handlers: predict with the length model of the served model, and train it."""
 
     def __init__(
         self,
@@ -49,7 +48,7 @@ class Predictor:
         self._started_s = clock()
 
     async def predict(self, asked: PredictLength) -> LengthPrediction:
-        """Raises InvalidRequest when `max_tokens` leaves room for no answer, and Overloaded."""
+        """Predict an answer's length. Raises InvalidRequest (`max_tokens` below 1) and Overloaded."""
         if asked.max_tokens < 1:
             raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
         lengths = self._served.of(asked.model)
@@ -68,7 +67,7 @@ class Predictor:
         )
 
     def learn(self, finished: SequenceFinished) -> None:
-        """Whole answers, and those cut by their limit, teach; the rest ended for other reasons."""
+        """Learn from an answer that ended by itself or at its limit; ignore other ends."""
         teaches = finished.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         if not teaches or finished.output_tokens < 1:
             if self._reviser is not None:
@@ -85,12 +84,12 @@ class Predictor:
         lengths.audit.on_finished(finished.ref.key, finished.output_tokens, censored=censored)
 
     def observe(self, event: WorkerObserved) -> None:
-        """Hidden states of answers under way."""
+        """Pass hidden states of running answers to the reviser."""
         if self._reviser is not None:
             self._reviser.observe(event)
 
     async def tell(self) -> None:
-        """Publish what the reviser has to say, for ever. Whoever misses it goes on with what was said."""
+        """Publish revised lengths until cancelled. A lost message costs only accuracy."""
         me = self._bus.instance
         while self._reviser is not None:
             lengths = await self._reviser.revised.get()
@@ -100,7 +99,7 @@ class Predictor:
                     await self._bus.publish(subjects.predictor_revised(me), message)
 
     async def status(self, _: Empty) -> ServiceStatus:
-        """What `python -m services status` shows."""
+        """Return what `python -m services status` shows."""
         return status_of(
             self._bus,
             "predictor",
@@ -113,7 +112,7 @@ class Predictor:
 
 
 async def run(config: PredictorConfig) -> None:
-    """Serves until cancelled. Raises ConfigError (unknown model) and BusUnavailable (no NATS at start)."""
+    """Serve until cancelled. Raises ConfigError (unknown model) and BusUnavailable (no NATS at start)."""
     served = ServedModels(config)
     common = served.common.batcher
     reviser = None if config.rest_head == "none" else Reviser(common, config.rest_head, config.state_dir)

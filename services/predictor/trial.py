@@ -1,7 +1,7 @@
-"""Old against new on the latest answers: trains on all but those, and keeps the new version only if better.
+"""Trains on all but the latest answers, and keeps the new version only if it beats the old on those.
 
-What the background learner runs in a process of its own, and `train` in the foreground. Blocking; knows no
-bus. A file of its own because it brings torch, which `evaluate` does without for most models.
+The background learner runs this in a child process, and `train` in the foreground. Blocking. A file of its
+own, because it imports torch, which `evaluate` rarely needs.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,17 +19,17 @@ from services.predictor.models.versions import Trained
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a training: how good the new version is, and the one before it, on the same answers."""
+    """Result of a training: accuracy of the old and the new version on the same answers."""
 
     path: Path | None
-    """The new version; None where it was not better."""
+    """The new version; None if it was not better."""
     old: LengthReport | None
     old_version: str
     new: LengthReport | None
 
     @property
     def is_better(self) -> bool:
-        """Nothing to compare with counts as better."""
+        """Whether the new version has the smaller error, or there is nothing to compare."""
         if self.new is None or self.old is None:
             return True
         return self.new.mae_tokens < self.old.mae_tokens
@@ -45,10 +45,8 @@ def hold_trial(
     should_stop: Callable[[], bool] = lambda: False,
     progress: TrainingProgress = lambda done, total, mae: None,
 ) -> Verdict:
-    """The old one is the latest version in `directory`, or a histogram of the same training samples.
-
-    Raises InvalidRequest (too few samples), TimeoutError (stopped before anything was done), OSError.
-    """
+    """Train a version and compare it with the latest in `directory`, or with a histogram of the same data.
+    Raises InvalidRequest (too few samples), TimeoutError (stopped before a member was trained), OSError."""
     learned, latest = list(samples[: len(samples) - held_out]), list(samples[len(samples) - held_out :])
     current = versions.latest(directory)
     old: LengthModel = RegressorModel(current)

@@ -1,9 +1,8 @@
-"""Length models by name: those that ship, those that installed packages add, and classes in files.
+"""Length models by name: built-in ones, those of installed packages, and classes in files.
 
-A model is plain data and arithmetic: no event loop, bus or clock. A package declares an entry point in the
-group `kvasir.predictor.models`, whose value is a `length_model.ModelFactory`; `my_file.py:MyModel` names a
-class in a file (`shared/plugins.py`). What a model needs beside numpy (torch, transformers, peft) is imported
-when it is chosen.
+A model is pure computation: no event loop, bus or clock. A package declares an entry point in the group
+`kvasir.predictor.models` with a `length_model.ModelFactory`. `my_file.py:MyModel` names a class in a file
+(`shared/plugins.py`). Packages such as torch, transformers and peft are imported when a model needs them.
 """
 
 from importlib import import_module
@@ -21,7 +20,7 @@ from shared.plugins import PluginKind
 
 
 class ConstantModel:
-    """Predicts `length_tokens` for every prompt; an answer that is longer already gets one token more."""
+    """Predicts `length_tokens` for every prompt, or one more token if the answer is longer already."""
 
     name = "constant"
 
@@ -39,7 +38,7 @@ class ConstantModel:
         )
 
     def observe(self, sample: LengthSample) -> None:
-        """Nothing to learn."""
+        """Does nothing: the model does not learn."""
 
 
 KIND = PluginKind("kvasir.predictor.models", "length model", "model", ("predict", "observe"))
@@ -71,16 +70,16 @@ MODELS: dict[str, ModelFactory] = {
 
 
 FIXED = ("constant", "lm_head")
-"""Those that learn nothing while they serve."""
+"""Models that do not learn while serving."""
 
 
 def model_names() -> list[str]:
-    """Every name that `create` knows, sorted; files come on top."""
+    """Return the names that `create` knows, sorted; files are accepted as well."""
     return KIND.names(MODELS)
 
 
 def create(name: str, settings: ModelSettings | None = None) -> LengthModel:
-    """A new model called `name`; a built-in name cannot be taken over. Raises ConfigError."""
+    """Return a new model; built-in names take precedence. Raises ConfigError."""
     factory = find_model(name)
     try:
         if name in MODELS:
@@ -95,5 +94,5 @@ def create(name: str, settings: ModelSettings | None = None) -> LengthModel:
 
 
 def find_model(name: str) -> ModelFactory:
-    """What makes models of that name. Raises ConfigError."""
+    """Return the factory of that name. Raises ConfigError."""
     return KIND.find(name, MODELS)

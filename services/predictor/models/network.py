@@ -1,7 +1,7 @@
-"""The regressor's network: hashed token sequences summed up, a hidden layer, quantiles of the log length.
+"""Network of the regressor: summed embeddings of hashed n-grams, a hidden layer, quantiles of the log length.
 
-An ensemble of members, each with embeddings of its own; the prediction is the mean of theirs. A correction
-for each quantile, measured on answers that a member had not seen, makes the quantiles hold what they say.
+An ensemble averages members with separate embeddings. A correction per quantile, measured on answers a member
+did not train on, calibrates the quantiles.
 """
 
 import numpy as np
@@ -14,12 +14,11 @@ from services.predictor.core.features import BUCKETS, DENSE, Features
 WIDTH = 32
 HIDDEN = 64
 _LOG_LIMIT = 14.0
-"""No length above e^14 ≈ 1.2 million tokens is ever predicted."""
+"""Logarithm of the longest prediction, e^14 ≈ 1.2 million tokens."""
 
 
 class Member(nn.Module):
-    """One network of the ensemble. Its output is the logarithm of the length at `LEVELS`, [prompts,
-    len(LEVELS)]."""
+    """One network of the ensemble. Returns log lengths at `LEVELS`, [prompts, len(LEVELS)]."""
 
     def __init__(self, dropout: float = 0.3) -> None:
         super().__init__()
@@ -38,10 +37,7 @@ class Member(nn.Module):
 
 
 class Ensemble(nn.Module):
-    """The mean of its members, corrected by quantile: lengths in tokens at `LEVELS`, [prompts, len(LEVELS)].
-
-    They never fall from one level to the next.
-    """
+    """Corrected mean of the members: lengths in tokens at `LEVELS`, [prompts, len(LEVELS)], ascending."""
 
     correction: Tensor
 
@@ -57,14 +53,14 @@ class Ensemble(nn.Module):
 
 
 def lengths_of(network: Ensemble, features: Features) -> Floats:
-    """Quantiles in tokens, [prompts, len(LEVELS)]."""
+    """Return quantiles in tokens, [prompts, len(LEVELS)]."""
     with torch.inference_mode():
         lengths: Floats = network(*tensors_of(features)).numpy().astype(np.float64)
     return lengths
 
 
 def tensors_of(features: Features) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `Member.forward` takes them."""
+    """Return the features as the arguments of `Member.forward`."""
     return (
         torch.from_numpy(features.buckets),
         torch.from_numpy(features.offsets),

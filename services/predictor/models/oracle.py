@@ -1,9 +1,8 @@
-"""`oracle`: the true length, from a trace, for experiments that ask what perfect prediction would be worth.
+"""`oracle`: the true length, from a trace, for experiments on the value of perfect prediction.
 
-A trace is JSONL as in `samples.py`; a prompt is found by its token ids. It also remembers what it saw end
-(answers of a greedy model repeat): a first pass over a workload teaches it the second. Several lengths of one
-prompt are told in turn. A prompt it does not know is answered by the histogram. Source: papers/003 §4
-(Oracle).
+A trace is JSONL as in `samples.py`; prompts are looked up by token ids. It also remembers finished answers,
+so a first pass over a workload with a greedy model teaches the second. Several lengths of one prompt are
+returned in turn. For an unknown prompt the histogram answers. Source: papers/003 §4 (Oracle).
 """
 
 from collections import OrderedDict
@@ -18,7 +17,7 @@ _MOST_PROMPTS = 200_000
 
 
 class OracleModel:
-    """Knows true lengths by prompt; of 200,000 prompts, the least recently seen are forgotten first."""
+    """True lengths by prompt, for up to 200,000 prompts; the least recently seen are dropped first."""
 
     name = "oracle"
 
@@ -32,7 +31,7 @@ class OracleModel:
 
     @classmethod
     def from_settings(cls, settings: ModelSettings) -> "OracleModel":
-        """Raises ConfigError or InvalidRequest for a trace that cannot be read."""
+        """Load the trace. Raises ConfigError or InvalidRequest if it cannot be read."""
         if settings.trace is None:
             return cls()
         tokenizer = None if settings.tokenizer is None else load_tokenizer(settings.tokenizer)
@@ -58,7 +57,8 @@ class OracleModel:
         self._remember(sample, is_first_pass=False)
 
     def _remember(self, sample: LengthSample, *, is_first_pass: bool) -> None:
-        """A trace may hold a prompt twice; while serving, the last answer is the one to expect."""
+        """Remember a length. A trace may repeat a prompt; while serving, the last answer replaces earlier
+        ones."""
         if sample.censored:
             return
         key = _key(sample.prompt)

@@ -1,8 +1,8 @@
-"""`regressor`: a small network on token ids, trained here, that predicts quantiles of the length.
+"""`regressor`: a small network on token ids that predicts quantiles of the length.
 
-Until there is a trained version the histogram answers, which learns from every finished answer meanwhile. A
-version is swapped in whole by `adopt`, between two calls. Who trains and decides is `learning.py`. One thread
-of one core: a batch of 32 prompts takes a few milliseconds. Source: papers/003 §2.3, `algorithms.md` §2.
+Until a version is trained, a histogram answers and learns from every finished answer. `adopt` replaces the
+version between two calls; `learning.py` decides when. Uses one thread: 32 prompts take a few milliseconds.
+Source: papers/003 §2.3, `algorithms.md` §2.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from services.predictor.models.versions import Trained
 
 
 class RegressorModel:
-    """Predicts with the trained version in use; as long as there is none, with a histogram."""
+    """Predicts with the trained version, or with a histogram while there is none."""
 
     name = "regressor"
 
@@ -29,7 +29,7 @@ class RegressorModel:
 
     @classmethod
     def from_settings(cls, settings: ModelSettings) -> "RegressorModel":
-        """Goes on with the latest version in `state_dir`. From here on torch computes on one thread."""
+        """Load the latest version in `state_dir`. Limits torch to one thread from here on."""
         torch.set_num_threads(1)
         return cls(None if settings.state_dir is None else versions.latest(settings.state_dir))
 
@@ -42,14 +42,14 @@ class RegressorModel:
         return self._trained
 
     def adopt(self, trained: Trained) -> None:
-        """From the next call on this version answers."""
+        """Use this version from the next call on."""
         self._trained = trained
 
     def predict(self, prompt: bytes, *, max_tokens: int, generated_tokens: int = 0) -> PredictedLength:
         return self.predict_batch([LengthQuery(prompt, max_tokens, generated_tokens)])[0]
 
     def predict_batch(self, queries: Sequence[LengthQuery]) -> list[PredictedLength]:
-        """One call of the network for all of them."""
+        """Return one prediction per query, in one call of the network."""
         trained = self._trained
         if trained is None:
             return [
@@ -64,5 +64,5 @@ class RegressorModel:
         return predict_from(lengths, queries)
 
     def observe(self, sample: LengthSample) -> None:
-        """Only the histogram learns at once."""
+        """Update the histogram; the network learns in training only."""
         self._histogram.observe(sample)

@@ -1,7 +1,7 @@
-"""Trained versions on disk: one file each, numbered, written whole or not at all.
+"""Trained versions on disk: one numbered file each, written atomically.
 
-A file holds the network and, beside it, what it was trained on and how good it was. Reading takes the newest
-that is whole: one that was damaged is passed over. Knows no learner and no bus.
+A file holds the network, its training data size and its accuracy. Readers take the newest intact file and
+skip damaged ones.
 """
 
 import json
@@ -21,12 +21,12 @@ from shared.errors import ConfigError
 
 _NAME = re.compile(r"regressor-(\d{6})\.safetensors")
 _LAYOUT = f"{BUCKETS}/{LONGEST_GRAM}/{HEAD_GRAMS}/{DENSE}/{WIDTH}/{HIDDEN}"
-"""Of features and network: a file with another one cannot be used."""
+"""Layout of features and network; a file with another one cannot be loaded."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained network, its number, and how good it was when it was made."""
+    """A trained network, its number, and its accuracy when it was made."""
 
     network: Ensemble
     number: int
@@ -38,7 +38,7 @@ class Trained:
 
 
 def paths(directory: Path) -> list[Path]:
-    """Of all versions there, the newest last."""
+    """Return the files of all versions in a directory, newest last."""
     if not directory.is_dir():
         return []
     return sorted(path for path in directory.iterdir() if _NAME.fullmatch(path.name))
@@ -52,7 +52,7 @@ def number_of(path: Path) -> int:
 
 
 def write(directory: Path, network: Ensemble, report: Mapping[str, Any], *, keep: int = 5) -> Path:
-    """The next version. All but the last `keep` are removed."""
+    """Write the next version and remove all but the last `keep`. Returns its path."""
     directory.mkdir(parents=True, exist_ok=True)
     there = paths(directory)
     path = directory / f"regressor-{number_of(there[-1]) + 1 if there else 1:06}.safetensors"
@@ -65,7 +65,7 @@ def write(directory: Path, network: Ensemble, report: Mapping[str, Any], *, keep
 
 
 def read(path: Path) -> Trained:
-    """Raises ConfigError for a file that is damaged or of another layout."""
+    """Load a version. Raises ConfigError if it is damaged or of another layout."""
     try:
         with safe_open(path, "pt") as file:
             about = file.metadata() or {}
@@ -83,7 +83,7 @@ def read(path: Path) -> Trained:
 
 
 def latest(directory: Path) -> Trained | None:
-    """The newest that can be read."""
+    """Return the newest version that can be read, or None."""
     for path in reversed(paths(directory)):
         try:
             return read(path)
