@@ -27,8 +27,7 @@ Answer = asyncio.Future[PredictedLength]
 
 @dataclass
 class Batcher:
-    """Only access to a model: queues predictions, samples and changes for its thread. `run` must be running
-    for anything to be answered."""
+    """Queues predictions, samples and changes for the model's thread. `run` must be running."""
 
     model: LengthModel
     batch_limit: int = 64

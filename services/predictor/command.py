@@ -80,7 +80,7 @@ def _train(arguments: argparse.Namespace) -> None:
     if arguments.model == "lm_head":
         _train_lm_head(arguments, samples, held_out, should_stop)
         return
-    import torch  # not before it is clear that somebody wants this
+    import torch  # slow to import: after the checks
 
     from services.predictor.models.training import TrainingPlan
     from services.predictor.trial import hold_trial

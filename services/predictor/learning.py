@@ -21,7 +21,7 @@ from services.predictor.samples import read_samples, write_samples
 from shared.errors import KvasirError
 from shared.log import canonical, get_logger
 
-if TYPE_CHECKING:  # both import torch, which the other models do without
+if TYPE_CHECKING:  # imports torch, which the other models do not need
     from services.predictor.models.regressor import RegressorModel
 
 _ROOT = Path(__file__).parents[2]

@@ -44,8 +44,7 @@ class ServedLengths:
 
 
 class ServedModels:
-    """`ServedLengths` by name of the served model, created with the first message that names it. `run` must
-    be running for anything to be answered."""
+    """`ServedLengths` by served model, created when a message first names it. `run` must be running."""
 
     def __init__(self, config: PredictorConfig) -> None:
         """Create the common model. Raises ConfigError for an unknown length model."""
@@ -111,7 +110,7 @@ class ServedModels:
 
     def _start(self, lengths: ServedLengths) -> None:
         if self._tasks is None:
-            return  # `run` will
+            return  # `run` starts it.
         self._tasks.create_task(lengths.batcher.run())
         if lengths.learner is not None:
             self._tasks.create_task(lengths.learner.run())
@@ -120,7 +119,7 @@ class ServedModels:
 def learner_for(config: PredictorConfig, batcher: Batcher, directory: Path | None) -> Learner | None:
     """Return a learner for a regressor with a directory, else None."""
     if directory is None or not config.learn or _REGRESSOR not in sys.modules:
-        return None  # Nobody has made one: importing it would cost seconds, for torch.
+        return None  # There is no regressor; importing it would load torch, which takes seconds.
     from services.predictor.models.regressor import RegressorModel
 
     if not isinstance(batcher.model, RegressorModel):

@@ -1,8 +1,7 @@
-"""Answer lengths in bins, and from the probability of each bin to a prediction, given what is there already.
+"""Length distributions over bins, and predictions from them given the tokens generated so far.
 
-Bins are single tokens up to 64, then 32 to each doubling. A distribution may also be given by a few of its
-quantiles, as a network predicts them. Pure arithmetic; knows no model.
-Source: `algorithms.md` §2, residual(g) = E[RL − g | RL > g].
+Bins are single tokens up to 64, then 32 per doubling. A distribution may also be given by quantiles, as a
+network predicts them. Pure. Source: `algorithms.md` §2, residual(g) = E[RL − g | RL > g].
 """
 
 import math
@@ -33,17 +32,17 @@ COUNT = len(UPPER)
 
 
 def bin_of(tokens: int) -> int:
-    """Index of the bin that holds `tokens`; below 1 counts as 1, beyond the last edge as the last bin."""
+    """Return the index of the bin of `tokens`, clamped to the first and the last bin."""
     return min(int(np.searchsorted(UPPER, max(1, tokens))), COUNT - 1)
 
 
 Floats = npt.NDArray[np.float64]
 _GONE = 1e-12
-"""A survival below this is none: nothing is known beyond that length."""
+"""Survival probability that counts as zero."""
 
 
 def longer_than(mass: Floats, floor_tokens: int) -> Floats:
-    """`mass` given a length above `floor_tokens`; a bin that the floor cuts keeps its share above it."""
+    """Return `mass` given a length above `floor_tokens`; a partly excluded bin keeps its share."""
     width = UPPER - LOWER + 1
     above = np.clip(UPPER - floor_tokens, 0, width) / width
     kept: Floats = mass * above
@@ -56,7 +55,7 @@ def longer_than(mass: Floats, floor_tokens: int) -> Floats:
 
 
 def summarize(mass: Floats, *, max_tokens: int, generated_tokens: int = 0) -> PredictedLength:
-    """`mass` [COUNT] sums to 1. Every value is in (generated, max_tokens]."""
+    """Return the prediction of `mass` [COUNT], which sums to 1; values are in (generated, max_tokens]."""
     floor = max(0, generated_tokens)
     if floor >= max_tokens:
         return PredictedLength(max_tokens, max_tokens, max_tokens, max_tokens, max_tokens)
@@ -81,11 +80,11 @@ _MEDIAN, _P80, _P90, _P95 = (LEVELS.index(level) for level in (0.5, 0.8, 0.9, 0.
 _SHARES = np.diff((0.0, *LEVELS, 1.0))
 _LOG_UPPER = np.log(UPPER + 0.5)
 _NARROWEST = 1e-6
-"""No piece of a distribution is narrower than this, in logarithms."""
+"""Minimum width of a piece of a distribution, in log length."""
 
 
 def predict_from(lengths_tokens: Floats, queries: Sequence[LengthQuery]) -> list[PredictedLength]:
-    """`lengths_tokens` is [queries, len(LEVELS)]; without an answer so far quantiles are told as is."""
+    """Return predictions from quantiles [queries, len(LEVELS)], kept as they are if nothing was generated."""
     ascending = np.maximum.accumulate(np.maximum(lengths_tokens, 1.0), axis=1)
     knots = _knots(ascending)
     limits = np.array([max(1, query.max_tokens) for query in queries], dtype=np.float64)
@@ -108,7 +107,7 @@ def predict_from(lengths_tokens: Floats, queries: Sequence[LengthQuery]) -> list
 
 
 def _knots(ascending: Floats) -> Floats:
-    """Logarithms of where the pieces begin and end, strictly rising: [queries, len(LEVELS) + 2]."""
+    """Return the log bounds of the pieces, strictly ascending, [queries, len(LEVELS) + 2]."""
     logs = np.log(ascending)
     end = 2 * logs[:, _P95] - logs[:, _P80] + 0.05
     knots = np.concatenate([np.zeros((len(logs), 1)), logs, end[:, None]], axis=1)
@@ -117,7 +116,7 @@ def _knots(ascending: Floats) -> Floats:
 
 
 def _expected(knots: Floats, limits: Floats) -> Floats:
-    """Mean of min(length, limit), [queries]; that of a whole piece [a, b] is (b − a) / ln(b / a)."""
+    """Return the mean of min(length, limit), [queries]; a whole piece [a, b] has mean (b − a) / ln(b / a)."""
     caps = np.log(limits)[:, None]
     low, high = knots[:, :-1], knots[:, 1:]
     cut_low, cut_high = np.minimum(low, caps), np.minimum(high, caps)

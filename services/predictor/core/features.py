@@ -1,9 +1,8 @@
-"""What a prompt looks like to the regressor: which token sequences occur in it, hashed, and how long it is.
+"""Features of a prompt for the regressor: hashed n-grams of token ids, and its length.
 
-One to four consecutive tokens, pairs with a gap, and the beginning of the prompt up to its first tokens, each
-hashed to one of `BUCKETS`; every bucket counts once. Only token ids are looked at, so any tokenizer will do,
-but a trained model belongs to the tokenizer it was trained with. Of a long prompt, the head and the tail.
-Pure arithmetic.
+N-grams are one to four consecutive tokens, pairs with a gap, and prefixes of up to `HEAD_GRAMS` tokens. Each
+is hashed to one of `BUCKETS`; every bucket counts once. Any tokenizer will do, but a trained model belongs to
+the tokenizer it was trained with. Of a long prompt, only head and tail are used. Pure.
 """
 
 from collections.abc import Sequence
@@ -28,20 +27,20 @@ _SHIFT = np.uint64(29)
 
 @dataclass(frozen=True)
 class Features:
-    """What the network sees of a batch of prompts, laid out as `torch.nn.EmbeddingBag` takes it."""
+    """Features of a batch of prompts, in the layout of `torch.nn.EmbeddingBag`."""
 
     buckets: npt.NDArray[np.int64]
-    """[all]: those of the first prompt, then of the second, and so on."""
+    """[all]: buckets of all prompts, concatenated."""
     offsets: npt.NDArray[np.int64]
-    """[prompts]: where each begins."""
+    """[prompts]: where each prompt's buckets begin."""
     weights: npt.NDArray[np.float32]
-    """[all]: 1 / √(buckets of the prompt)."""
+    """[all]: 1 / √(number of buckets of the prompt)."""
     dense: npt.NDArray[np.float32]
-    """[prompts, DENSE]: the length of the prompt, three ways, and 1."""
+    """[prompts, DENSE]: three transforms of the prompt's length, and 1."""
 
 
 def features_of(prompts: Sequence[bytes]) -> Features:
-    """`prompts` are packed token ids (`pack_tokens`)."""
+    """Return the features of prompts given as packed token ids (`pack_tokens`)."""
     if not prompts:
         none = np.zeros(0, np.int64)
         return Features(none, none, none.astype(np.float32), np.zeros((0, DENSE), np.float32))
@@ -84,7 +83,7 @@ def _salted(count: int, salt: int) -> Codes:
 
 
 _Found = tuple[npt.NDArray[np.int64], Codes]
-"""(row of the prompt, hash) of each occurrence"""
+"""Row of the prompt and hash, for each occurrence."""
 
 
 def _grams(flat: Codes, rows: npt.NDArray[np.int64]) -> list[_Found]:
@@ -113,5 +112,5 @@ def _heads(flat: Codes, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int
 
 
 def _placed(rows: npt.NDArray[np.int64], codes: Codes) -> npt.NDArray[np.int64]:
-    """Row and bucket in one number."""
+    """Return row and bucket combined in one number."""
     return rows * BUCKETS + (codes % np.uint64(BUCKETS)).astype(np.int64)

@@ -1,10 +1,9 @@
-"""Counts of answer lengths by prompt length: the baseline that every other length model has to beat.
+"""Histogram of answer lengths by prompt length: the baseline for all other length models.
 
-Each prompt-length bucket keeps decayed counts of ended and of censored answers per length bin, and estimates
-the chance of ending in each bin the product-limit way (Kaplan and Meier 1958), so that answers cut by their
-limit push the tail up instead of piling up at the limit. A bucket with few samples leans on all prompts
-together, and those on a log-normal prior. It looks at nothing of the prompt but its length. Source:
-papers/003 §2.3, `algorithms.md` §2.
+Each bucket of prompt lengths keeps decayed counts of ended and censored answers per length bin. It estimates
+the probability of each bin with the product-limit method (Kaplan and Meier 1958). So answers cut by their
+limit raise the tail, instead of piling up at the limit. A bucket with few samples falls back on all prompts
+together, and those on a log-normal prior. Source: papers/003 §2.3, `algorithms.md` §2.
 """
 
 import math
@@ -18,10 +17,8 @@ from shared.messages.sequence import TOKEN_BYTES
 
 
 class LengthCounts:
-    """How many answers to prompts of one length bucket ended in each bin, and how many were cut there.
-
-    Both are [distribution.COUNT] and decay with every answer, so that the latest count most.
-    """
+    """Decayed counts of ended and censored answers per length bin, each [distribution.COUNT]. Both decay with
+    every answer, so the latest count most."""
 
     def __init__(self, window_samples: int) -> None:
         self.ended: Floats = np.zeros(distribution.COUNT)
@@ -34,7 +31,7 @@ class LengthCounts:
         (self.censored if censored else self.ended)[distribution.bin_of(output_tokens)] += 1.0
 
     def mass(self, prior: Floats, prior_samples: float) -> Floats:
-        """Probability of each length bin, [COUNT], with `prior` counting as `prior_samples` answers."""
+        """Return the probability of each bin, [COUNT]; `prior` counts as `prior_samples` answers."""
         ended = self.ended + prior * prior_samples
         at_risk = np.cumsum((ended + self.censored)[::-1])[::-1]
         hazard = np.divide(ended, at_risk, out=np.zeros_like(ended), where=at_risk > 0)
@@ -45,7 +42,7 @@ class LengthCounts:
 
 
 def log_normal_mass(median_tokens: float, sigma: float) -> Floats:
-    """Probability of each bin under a log-normal law, [distribution.COUNT], summing to 1."""
+    """Return the probability of each bin under a log-normal law, [distribution.COUNT], summing to 1."""
     z = (np.log(distribution.UPPER + 0.5) - math.log(median_tokens)) / (sigma * math.sqrt(2.0))
     below = np.array([0.5 * (1.0 + math.erf(value)) for value in z])
     below[-1] = 1.0
@@ -54,10 +51,7 @@ def log_normal_mass(median_tokens: float, sigma: float) -> Floats:
 
 
 class HistogramModel:
-    """Predicts from counts of earlier answers to prompts of about the same length.
-
-    Memory is fixed: prompt buckets × length bins.
-    """
+    """Predicts from earlier answers to prompts of similar length. Memory is fixed: prompt buckets × bins."""
 
     name = "histogram"
 
@@ -70,7 +64,7 @@ class HistogramModel:
         prior_sigma: float = 1.0,
         longest_prompt_tokens: int = 1 << 20,
     ) -> None:
-        """After `window_samples` more an answer counts 1/e; the prior counts as `prior_samples` answers."""
+        """An answer's weight decays to 1/e in `window_samples` answers; the prior weighs `prior_samples`."""
         self._prior_samples = prior_samples
         self._prior = log_normal_mass(prior_median_tokens, prior_sigma)
         self._everything = LengthCounts(window_samples)

@@ -1,8 +1,7 @@
-"""What every length model can do. Source: papers/003 (EcoServe) §2.3; `algorithms.md` §2.
+"""Interface of length models. Source: papers/003 (EcoServe) §2.3; `algorithms.md` §2.
 
-A length is the number of tokens of a whole answer, the end token included. An answer cut by its limit says
-only that the true length is larger: it is a *censored* sample, and a model that took it for a length would
-learn its own caps.
+A length is the number of tokens of a complete answer, including the end token. An answer cut by its limit is
+a *censored* sample: its true length is larger. A model that took it for a length would learn its own limits.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,18 +12,18 @@ from typing import Protocol, runtime_checkable
 
 @dataclass(frozen=True)
 class LengthSample:
-    """One finished answer, to learn from or to be judged by."""
+    """One finished answer, for training or evaluation."""
 
     prompt: bytes
-    """Token ids, packed (`shared.messages.sequence.pack_tokens`)."""
+    """Packed token ids (`shared.messages.sequence.pack_tokens`)."""
     output_tokens: int
     censored: bool
-    """Cut by its limit: the true length is above `output_tokens`."""
+    """Whether it was cut by its limit: the true length is above `output_tokens`."""
 
 
 @dataclass(frozen=True)
 class LengthQuery:
-    """How long will the answer to `prompt` be, which is longer than `generated_tokens` already?"""
+    """A request for the length of the answer to `prompt`, known to exceed `generated_tokens`."""
 
     prompt: bytes
     max_tokens: int
@@ -33,10 +32,10 @@ class LengthQuery:
 
 @dataclass(frozen=True)
 class PredictedLength:
-    """What a model says of an answer: its whole length in tokens, each value in (generated, max_tokens]."""
+    """Prediction of an answer's whole length in tokens, each value in (generated, max_tokens]."""
 
     rl_tokens: int
-    """Expected length; given g > 0 generated tokens, g + E[RL − g | RL > g], rounded up."""
+    """Expected length, rounded up: g + E[RL − g | RL > g] for g generated tokens."""
     p50_tokens: int
     p80_tokens: int
     p90_tokens: int
@@ -50,37 +49,37 @@ class LengthModel(Protocol):
 
     @property
     def version(self) -> str:
-        """Changes with every update, so that a prediction can be traced to what the model knew."""
+        """Version that changes with every update, to trace a prediction to the model's state."""
         ...
 
     def predict(self, prompt: bytes, *, max_tokens: int, generated_tokens: int = 0) -> PredictedLength:
-        """The length of the answer to `prompt`, which is known to be longer than `generated_tokens`."""
+        """Return the length of the answer to `prompt`, known to exceed `generated_tokens`."""
         ...
 
     def observe(self, sample: LengthSample) -> None:
-        """Learns from one finished answer."""
+        """Learn from one finished answer."""
         ...
 
 
 @runtime_checkable
 class BatchModel(LengthModel, Protocol):
-    """A model for which many questions cost little more than one."""
+    """A length model that predicts many queries at little more than the cost of one."""
 
     def predict_batch(self, queries: Sequence[LengthQuery]) -> list[PredictedLength]:
-        """One answer for each, in order."""
+        """Return one prediction per query, in order."""
         ...
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What a model may need when it is made; each takes what it knows."""
+    """Inputs for creating a model; each model uses what it needs."""
 
     state_dir: Path | None = None
-    """Where trained versions are kept; None: nothing survives."""
+    """Directory of trained versions; None: nothing is saved."""
     trace: Path | None = None
     """`oracle`: JSONL of prompts and true lengths."""
     tokenizer: Path | None = None
-    """`tokenizer.json` of the model that is served: to read prompts given as text."""
+    """`tokenizer.json` of the served model, to read prompts given as text."""
     base_model: Path | None = None
     """`lm_head`: directory of a Hugging Face causal language model."""
 
@@ -89,7 +88,7 @@ ModelFactory = Callable[[ModelSettings], LengthModel]
 
 
 def predict_all(model: LengthModel, queries: Sequence[LengthQuery]) -> list[PredictedLength]:
-    """In one call where the model can, else one by one."""
+    """Return one prediction per query, in one call if the model supports that."""
     if isinstance(model, BatchModel):
         return model.predict_batch(queries)
     return [

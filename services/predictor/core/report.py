@@ -1,9 +1,8 @@
-"""How good predictions were, in the figures that everybody quotes. Pure arithmetic; knows no
-particular model.
+"""Accuracy metrics of length predictions. Pure.
 
-The median is held against the length (MAE, shares within 50 and 100 tokens); the expected length, padded as a
-scheduler pads it, says who would have got too little memory and how much too much; each quantile's share of
-answers at or below it says whether it holds what it promises. Source: papers/003 §2.3, `algorithms.md` §2.
+The median is compared with the length: MAE, shares within 50 and 100 tokens. The expected length, padded as a
+scheduler pads it, shows under- and over-allocation. The share of answers at or below each quantile shows its
+calibration. Source: papers/003 §2.3, `algorithms.md` §2.
 """
 
 import math
@@ -22,10 +21,7 @@ from shared.messages.sequence import SequenceKey
 
 
 class PredictionAudit:
-    """Holds predictions against what became of them.
-
-    Remembers predictions until their answer is over, and the last ones that were; both are bounded.
-    """
+    """Compares predictions with finished answers. Open and scored predictions are both bounded."""
 
     def __init__(self, *, waiting_limit: int = 10_000, window: int = 1_000) -> None:
         self._waiting_limit = waiting_limit
@@ -35,21 +31,21 @@ class PredictionAudit:
         self.finished = 0
 
     def on_predicted(self, key: SequenceKey, predicted: PredictedLength) -> None:
-        """Remembers the first prediction of a sequence, the one made before anything was generated."""
+        """Remember a sequence's first prediction, made before anything was generated."""
         self.predictions += 1
         self._predicted.setdefault(key, predicted)
         while len(self._predicted) > self._waiting_limit:
             self._predicted.popitem(last=False)
 
     def on_finished(self, key: SequenceKey, output_tokens: int, *, censored: bool) -> None:
-        """Scores the prediction. A censored answer has no true length to compare with."""
+        """Score a prediction. A censored answer has no true length to compare with."""
         self.finished += 1
         predicted = self._predicted.pop(key, None)
         if predicted is not None and not censored:
             self._scored.append((predicted, output_tokens))
 
     def summary(self) -> dict[str, float | int]:
-        """Counts, and over the window what `report.py` says."""
+        """Return counts and the metrics over the window."""
         report = score(self._scored)
         counts: dict[str, float | int] = {
             "predictions": self.predictions,
@@ -59,43 +55,43 @@ class PredictionAudit:
         return counts if report is None else counts | report.as_dict()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a bound is broken."""
+        """Raise AssertionError if a bound is violated."""
         assert len(self._predicted) <= self._waiting_limit
         assert len(self._scored) <= self.finished
 
 
 PADDING = 0.15
-"""EcoServe's, 0.10–0.20."""
+"""EcoServe's, which uses 0.10–0.20."""
 _CHUNK = 256
 _NO_LIMIT_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True)
 class LengthReport:
-    """How far predictions were off, over a number of whole answers."""
+    """Errors of predictions over a number of complete answers."""
 
     scored: int
     mae_tokens: float
     within_50_share: float
     within_100_share: float
     under_share: float
-    """Of answers longer than the padded prediction."""
+    """Share of answers longer than the padded prediction."""
     over_share: float
-    """Of answers that needed less than the padded prediction."""
+    """Share of answers shorter than the padded prediction."""
     over_tokens: float
-    """What those left unused, on average over all answers."""
+    """Their unused tokens, averaged over all answers."""
     below_p50_share: float
     below_p80_share: float
     below_p90_share: float
     below_p95_share: float
 
     def as_dict(self) -> dict[str, float | int]:
-        """Rounded, for people."""
+        """Return the metrics rounded to three digits."""
         return {name: round(value, 3) for name, value in asdict(self).items()}
 
 
 def score(pairs: Iterable[tuple[PredictedLength, int]], *, padding: float = PADDING) -> LengthReport | None:
-    """Of (prediction, true length in tokens); None when there is none."""
+    """Return the metrics of (prediction, true length in tokens) pairs, or None without any."""
     scored = list(pairs)
     count = len(scored)
     if not count:
@@ -122,12 +118,12 @@ def score(pairs: Iterable[tuple[PredictedLength, int]], *, padding: float = PADD
 
 
 def held_out_of(samples: int) -> int:
-    """How many of the latest samples judge: a tenth, between 20 and 1,000, never more than a third."""
+    """Return the number of latest samples to test on: a tenth, from 20 to 1,000, at most a third."""
     return min(max(20, samples // 10), 1000, samples // 3)
 
 
 def evaluate(model: LengthModel, samples: Sequence[LengthSample]) -> LengthReport | None:
-    """Over those that were not cut by their limit. The model learns nothing."""
+    """Return the metrics over answers not cut by their limit. The model does not learn."""
     whole = [sample for sample in samples if not sample.censored]
     pairs = []
     for start in range(0, len(whole), _CHUNK):

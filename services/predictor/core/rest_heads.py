@@ -1,11 +1,11 @@
-"""How much of an answer is still to come, read off a hidden state: small heads, trained while serving.
+"""Heads that predict the remaining length of an answer from a hidden state, trained while serving.
 
-`DistributionHead` tells the chance of each length class of the rest (TRAIL, arXiv 2410.01035), `RankHead`
-only whose rest is longer (learning to rank with the list's likelihood, arXiv 2408.15792) and takes lengths
-from what had about the same score before. Both are one hidden layer in numpy, trained by Adam on what is
-given to `learn`. An answer cut by its limit says only that the rest was longer.
+`DistributionHead` predicts the probability of each class of remaining lengths (TRAIL, arXiv 2410.01035).
+`RankHead` only ranks answers by remaining length (learning to rank with a list likelihood, arXiv 2408.15792),
+and takes lengths from earlier answers of similar score. Both have one hidden layer in numpy, trained with
+Adam. An answer cut by its limit is a lower bound of the remaining length.
 
-Deterministic for a seed. Knows neither sequences nor when to learn (`core/rest_learner.py`).
+Deterministic for a seed. `core/rest_learner.py` decides when to learn.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,39 +23,39 @@ QUANTILES = (0.5, 0.8, 0.9, 0.95)
 UPPER = np.array(
     [1, 2, 3, *[size << octave for octave in range(16) for size in (4, 6)][:-1]], dtype=np.float64
 )
-"""Upper edges of the classes of rests, in tokens: two to an octave, up to 131,072."""
+"""Upper edges of the classes of remaining tokens: two per octave, up to 131,072."""
 LOWER = np.concatenate([[0.0], UPPER[:-1]])
 _HIDDEN = 64
 
 
 def class_of(rests: Counts) -> Counts:
-    """Index of each rest's class."""
+    """Return the class index of each remaining length."""
     found: Counts = np.minimum(np.searchsorted(UPPER, rests), len(UPPER) - 1)
     return found
 
 
 class Head(Protocol):
-    """Told of features `[rows, width]`, answers with rests in tokens."""
+    """Maps features `[rows, width]` to remaining lengths in tokens."""
 
     def learn(self, features: Float32s, rests: Counts, censored: Flags) -> None:
-        """One step of training on so many rows."""
+        """Train one step on a batch of rows."""
         ...
 
     def predict(self, features: Float32s) -> npt.NDArray[np.float64]:
-        """`[rows, 5]`: expected rest, then its `QUANTILES`; each at least 1."""
+        """Return `[rows, 5]`: expected remaining length, then its `QUANTILES`; each at least 1."""
         ...
 
     def weights(self) -> Weights:
-        """All that it has learned, by name."""
+        """Return the trained weights by name."""
         ...
 
     def restore(self, weights: Weights) -> None:
-        """What `weights` gave. Raises ValueError or KeyError for those of another shape."""
+        """Load the result of `weights`. Raises ValueError or KeyError for another shape."""
         ...
 
 
 class Network:
-    """One hidden layer and Adam: features, standardised by their running mean and spread, to outputs."""
+    """One hidden layer, trained with Adam; features are standardized by running mean and spread."""
 
     def __init__(self, width: int, outputs: int, seed: int = 0, rate: float = 2e-3) -> None:
         random = np.random.default_rng(seed)
@@ -74,7 +74,7 @@ class Network:
         self._steps = 0
 
     def forward(self, features: Float32s) -> tuple[Float32s, Float32s, Float32s]:
-        """Standardised features, hidden layer and outputs."""
+        """Return standardized features, hidden layer and outputs."""
         parts = self._parts
         spread = np.sqrt(np.maximum(parts["square"] - parts["mean"] ** 2, 1e-6))
         inputs: Float32s = np.clip((features - parts["mean"]) / spread, -8.0, 8.0)
@@ -83,13 +83,13 @@ class Network:
         return inputs, hidden, outputs
 
     def see(self, features: Float32s) -> None:
-        """Features that come: their mean and spread."""
+        """Update mean and spread with a batch of features."""
         weight = max(0.01, 1.0 / (self._steps + 1))
         for name, value in (("mean", features.mean(0)), ("square", (features**2).mean(0))):
             self._parts[name] += weight * (value - self._parts[name])
 
     def step(self, inputs: Float32s, hidden: Float32s, gradient: Float32s) -> None:
-        """Down the loss whose derivative by the outputs is `gradient`."""
+        """Update the weights; `gradient` is the loss gradient at the outputs."""
         parts = self._parts
         back = (gradient @ parts["out"].T) * (1 - hidden**2)
         gradients = {
@@ -109,7 +109,7 @@ class Network:
         return {**self._parts, "steps": np.array(self._steps)}
 
     def restore(self, weights: Weights) -> None:
-        """Raises KeyError or ValueError; then nothing has changed."""
+        """Load weights. Raises KeyError or ValueError; then nothing has changed."""
         found = {name: np.asarray(weights[name], np.float32) for name in self._parts}
         if any(
             found[name].shape != part.shape or not np.isfinite(found[name]).all()
@@ -121,13 +121,13 @@ class Network:
 
 
 class DistributionHead:
-    """A chance for each class of rests."""
+    """Head that predicts a probability for each class of remaining lengths."""
 
     def __init__(self, width: int, seed: int = 0) -> None:
         self._network = Network(width, len(UPPER), seed)
 
     def learn(self, features: Float32s, rests: Counts, censored: Flags) -> None:
-        """Towards the class that it was; of a censored rest, towards all that are no shorter."""
+        """Train towards the true class, or for a censored row towards all classes at or above its own."""
         self._network.see(features)
         inputs, hidden, outputs = self._network.forward(features)
         chances = _softmax(outputs)
@@ -140,7 +140,7 @@ class DistributionHead:
         self._network.step(inputs, hidden, ((chances - wanted) / len(features)).astype(np.float32))
 
     def chances(self, features: Float32s) -> npt.NDArray[np.float64]:
-        """Of each class, `[rows, classes]`."""
+        """Return the probability of each class, `[rows, classes]`."""
         return _softmax(self._network.forward(features)[2])
 
     def predict(self, features: Float32s) -> npt.NDArray[np.float64]:
@@ -163,21 +163,21 @@ class DistributionHead:
 
 
 _LIST = 24
-"""Rows that are put in order together."""
+"""Rows ranked together as one list."""
 _MEMORY = 1024
 _NEAREST = 48
 
 
 class RankHead:
-    """A score that is higher where more is to come; lengths are those of the nearest scores before."""
+    """Head whose score grows with the remaining length; lengths are those of the nearest earlier scores."""
 
     def __init__(self, width: int, seed: int = 0) -> None:
         self._network = Network(width, 1, seed)
         self._memory = np.zeros((0, 2))
-        """Latest scores and rests, `[rows, 2]`."""
+        """Latest scores and remaining lengths, `[rows, 2]`."""
 
     def learn(self, features: Float32s, rests: Counts, censored: Flags) -> None:
-        """The likelihood of the right order, list by list; censored rests count as they are."""
+        """Train on the likelihood of the true order of each list; censored rows count as complete."""
         self._network.see(features)
         inputs, hidden, outputs = self._network.forward(features)
         gradient = np.zeros_like(outputs)
@@ -190,7 +190,7 @@ class RankHead:
         self._memory = np.concatenate([self._memory, latest])[-_MEMORY:]
 
     def scores(self, features: Float32s) -> Float32s:
-        """`[rows]`."""
+        """Return scores, `[rows]`."""
         found: Float32s = self._network.forward(features)[2][:, 0]
         return found
 
@@ -228,7 +228,7 @@ def _softmax(outputs: Float32s) -> npt.NDArray[np.float64]:
 
 
 def _order_gradient(scores: Float32s) -> Float32s:
-    """Of minus the log-likelihood that they come in this order, first the highest, by each score."""
+    """Return the gradient, by each score, of the negative log-likelihood of this descending order."""
     raised = np.exp(scores.astype(np.float64) - scores.max())
     left = np.maximum(np.cumsum(raised[::-1])[::-1], 1e-300)
     gradient: Float32s = (raised * np.cumsum(1.0 / left) - 1.0).astype(np.float32)

@@ -1,10 +1,9 @@
-"""Lengths learned while answering: keeps what was seen of answers under way, teaches a head when they end.
+"""Learns remaining lengths: keeps the states of running answers and trains a head when they end.
 
-Every state seen is predicted at once, so that each prediction is judged later by an answer that the head had
-not learned from. As long as the head is no better than the lengths of answers to such prompts given what is
-there already (the histogram), it stays silent. Bounded: answers that never end are forgotten, oldest first.
-
-Pure and deterministic; one object per served model. Source: TRAIL, arXiv 2410.01035.
+Every state is predicted at once, so each prediction is later judged by an answer that the head had not
+learned from. While the head is no better than the histogram given the tokens so far, its predictions are not
+sent. Bounded: the oldest running answers are dropped. Pure and deterministic; one object per served model.
+Source: TRAIL, arXiv 2410.01035.
 """
 
 from collections import OrderedDict
@@ -21,36 +20,36 @@ from shared.average import averaged
 from shared.messages.sequence import TOKEN_BYTES, SequenceKey
 
 EXTRA = 3
-"""Features beside the state: tokens so far, of the prompt, and at most."""
+"""Features beside the state: tokens of prompt, answer so far, and limit."""
 _BATCH = 96
 _BUFFER_BYTES = 32 << 20
 _MOST_ROWS = 8192
 _MOST_ANSWERS = 4096
 _MOST_SEEN = 64
-"""States of one answer; of more the latest."""
+"""Maximum states kept per answer, the latest."""
 _ENOUGH = 64
-"""Answers before anything is told."""
+"""Minimum answers before predictions are sent."""
 _OFTEN, _SELDOM = 2000, 4
-"""After so many answers one in so many is a step of training."""
+"""After `_OFTEN` answers, only one in `_SELDOM` triggers a training step."""
 _UNJUDGED = 32
-"""Answers before anything is judged."""
+"""Minimum answers before predictions are judged."""
 _ERROR_WEIGHT = 1 / 128
 
 
 @dataclass(slots=True)
 class Seen:
-    """One answer under way: at so many tokens, with these features, so long was predicted."""
+    """States of one running answer: token counts, features and predictions."""
 
     prompt_tokens: int
     max_tokens: int
     generated: list[int] = field(default_factory=list)
     features: list[Float32s] = field(default_factory=list)
     told: list[float] = field(default_factory=list)
-    """Medians of the rest."""
+    """Predicted medians of the remaining length."""
 
 
 class RestLearner:
-    """See above. `kind`: a name of `rest_heads.HEADS`; `width` of states."""
+    """Trains a head of `kind`, a name of `rest_heads.HEADS`, on states of `width` values."""
 
     def __init__(self, kind: str, width: int, seed: int = 0) -> None:
         self._width = width
@@ -67,22 +66,20 @@ class RestLearner:
         self._errors: dict[str, float | None] = {"head": None, "base": None}
 
     def __len__(self) -> int:
-        """Answers under way."""
+        """Return the number of running answers."""
         return len(self._under_way)
 
     @property
     def is_better(self) -> bool:
-        """Whether what it says is worth telling."""
+        """Whether its predictions are better than the histogram's."""
         head, base = self._errors["head"], self._errors["base"]
         return self.answers >= _ENOUGH and head is not None and base is not None and head < base
 
     def observe(
         self, keys: list[SequenceKey], counts: list[tuple[int, int, int]], states: Float32s
     ) -> list[PredictedLength]:
-        """States `[rows, width]` of answers with so many tokens of (prompt, answer so far, answer at most).
-
-        Returns each answer's whole length as it is expected now.
-        """
+        """Record states `[rows, width]` and return the expected whole length of each answer. `counts`: tokens
+        of prompt, answer so far and limit."""
         features = _features(counts, states)
         rests = self._head.predict(features)
         told = []
@@ -101,7 +98,7 @@ class RestLearner:
         return told
 
     def finish(self, key: SequenceKey, output_tokens: int, *, censored: bool) -> None:
-        """The answer is over: the head learns; `censored`: it was cut by its limit."""
+        """Train on a finished answer; `censored`: it was cut by its limit."""
         seen = self._under_way.pop(key, None)
         if seen is None:
             return
@@ -123,11 +120,11 @@ class RestLearner:
             self._train()
 
     def forget(self, key: SequenceKey) -> None:
-        """It ended for a reason that says nothing about its length."""
+        """Drop an answer whose end says nothing about its length."""
         self._under_way.pop(key, None)
 
     def _judge(self, seen: Seen, rows: list[int], output_tokens: int) -> None:
-        """What was told while it was written, and what the histogram would have said, of one state."""
+        """Score the head and the histogram on one random state of a finished answer."""
         index = rows[int(self._random.integers(len(rows)))]
         generated = seen.generated[index]
         base = self._base.predict(
@@ -147,7 +144,7 @@ class RestLearner:
         self._head.learn(features, self._rests[chosen], self._censored[chosen])
 
     def summary(self) -> dict[str, Any]:
-        """For people."""
+        """Return the fields for `status`."""
         shown: dict[str, Any] = {"answers": self.answers, "under_way": len(self), "is_told": self.is_better}
         for name, error in self._errors.items():
             if error is not None:
@@ -155,12 +152,12 @@ class RestLearner:
         return shown
 
     def weights(self) -> Weights:
-        """To be kept across restarts; what is under way is not."""
+        """Return what is kept across restarts; running answers are not."""
         errors = [np.nan if error is None else error for error in self._errors.values()]
         return {**self._head.weights(), "answers": np.array(self.answers), "errors": np.array(errors)}
 
     def restore(self, weights: Weights) -> None:
-        """Raises KeyError or ValueError for those of another model."""
+        """Load the result of `weights`. Raises KeyError or ValueError for another model's."""
         answers, errors = int(weights["answers"]), np.asarray(weights["errors"], np.float64)
         if errors.shape != (2,):
             raise ValueError("errors of something else")
@@ -171,7 +168,7 @@ class RestLearner:
 
 
 def _features(counts: list[tuple[int, int, int]], states: Float32s) -> Float32s:
-    """`[rows, width + EXTRA]`; what is not finite is 0."""
+    """Return features `[rows, width + EXTRA]`; non-finite values become 0."""
     sizes = np.log1p(np.array(counts, np.float32).reshape(len(counts), EXTRA))
     found = np.nan_to_num(np.concatenate([states, sizes], axis=1), nan=0.0, posinf=0.0, neginf=0.0)
     features: Float32s = np.clip(found, -6e4, 6e4).astype(np.float32)
@@ -179,7 +176,7 @@ def _features(counts: list[tuple[int, int, int]], states: Float32s) -> Float32s:
 
 
 def _whole(rest: npt.NDArray[np.float64], generated: int, most: int) -> PredictedLength:
-    """Of the whole answer, in (generated, most]."""
+    """Return the prediction of the whole answer, in (generated, most]."""
     floor = min(generated + 1, most)
     tokens = [int(min(max(floor, generated + np.ceil(value)), most)) for value in rest]
     quantiles = np.maximum.accumulate(tokens[1:]).tolist()

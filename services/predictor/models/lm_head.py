@@ -1,10 +1,10 @@
-"""`lm_head`: a Hugging Face causal language model, LoRA-tuned to say how long the answer will be.
+"""`lm_head`: a Hugging Face causal language model, tuned with LoRA to predict the length of its answer.
 
-The paper's way (papers/003 §2.3), in one forward pass: after the prompt the model is to emit one token that
-names a bin of lengths. Which token names which bin is arbitrary (the bins take the first ids that are left),
-and their logits at the last position, softmaxed over the bins alone, are the distribution. Prompts are token
-ids, so the base model has to share the tokenizer of the model that is served: best that model itself. Needs
-`transformers` and `peft`; slower by far than the regressor. It does not learn while it serves.
+The method of papers/003 §2.3 in one forward pass: after the prompt, the model predicts one token that names a
+bin of lengths. The choice of tokens is arbitrary: bins use the first ids above the special tokens. A softmax
+over their logits at the last position is the distribution. Prompts are token ids, so the base model must
+share the served model's tokenizer, and is best that model itself. Needs `transformers` and `peft`, is much
+slower than the regressor, and does not learn while serving.
 """
 
 import json
@@ -29,16 +29,16 @@ from shared.messages.sequence import unpack_tokens
 CLASSES = 32
 MIN_SAMPLES = 50
 _LONGEST_TOKENS = 8192
-"""Of an answer: what is longer counts as this."""
+"""Longest answer; longer ones count as this."""
 _PROMPT_TOKENS = 256
-"""The end of a prompt that is looked at."""
+"""Number of tokens read from the end of a prompt."""
 _FIRST_LABEL = 16
-"""Ids below are special tokens in most vocabularies."""
+"""First token id used for a bin: lower ids are special tokens in most vocabularies."""
 _ABOUT = "lm_head.json"
 
 
 def class_edges() -> Floats:
-    """Upper edges of the bins of lengths, geometric: [CLASSES]."""
+    """Return the upper edges of the length bins, geometric, [CLASSES]."""
     edges: Floats = np.ceil(np.geomspace(4.0, _LONGEST_TOKENS, CLASSES))
     return edges
 
@@ -55,7 +55,7 @@ class LmHeadModel:
 
     @classmethod
     def from_settings(cls, settings: ModelSettings) -> "LmHeadModel":
-        """Raises ConfigError where base model or adapter are not there."""
+        """Load base model and adapter. Raises ConfigError if either is missing."""
         if settings.base_model is None or settings.state_dir is None:
             raise ConfigError(
                 "lm_head needs base_model and state_dir (with a trained adapter)", param="model"
@@ -80,7 +80,7 @@ class LmHeadModel:
         return self.predict_batch([LengthQuery(prompt, max_tokens, generated_tokens)])[0]
 
     def predict_batch(self, queries: Sequence[LengthQuery]) -> list[PredictedLength]:
-        """One forward pass for all of them."""
+        """Return one prediction per query, in one forward pass."""
         if not queries:
             return []
         with torch.inference_mode():
@@ -92,7 +92,7 @@ class LmHeadModel:
         ]
 
     def observe(self, sample: LengthSample) -> None:
-        """It learns in `train_lm_head` only."""
+        """Does nothing: the model learns in `train_lm_head` only."""
 
 
 def train_lm_head(
@@ -106,7 +106,7 @@ def train_lm_head(
     learning_rate: float = 2e-3,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """A new adapter in `directory`, which `LmHeadModel` then loads. Cross-entropy over the bins.
+    """Train a new adapter in `directory`, which `LmHeadModel` loads; the loss is cross-entropy over the bins.
 
     Answers cut by their limit are left out. Raises InvalidRequest (too few samples), ConfigError (no base
     model), TimeoutError (stopped).
@@ -144,8 +144,7 @@ def _base(path: Path) -> Any:
 
 
 def _save(model: Any, directory: Path, samples: int) -> None:
-    """The adapter under a name of its own, then the note that points to it: no reader sees half of it."""
-
+    """Save the adapter, then the file that points to it, so that no reader sees a partial one."""
     directory.mkdir(parents=True, exist_ok=True)
     number = 1 + max((int(path.name.split("-")[1]) for path in directory.glob("adapter-*")), default=0)
     adapter = f"adapter-{number}"
@@ -155,7 +154,7 @@ def _save(model: Any, directory: Path, samples: int) -> None:
 
 
 def _class_logits(model: Any, prompts: Sequence[bytes]) -> Tensor:
-    """Logits of the tokens that name the bins, at the end of each prompt: [prompts, CLASSES]."""
+    """Return the logits of the bin tokens at the end of each prompt, [prompts, CLASSES]."""
     tokens = [unpack_tokens(prompt)[-_PROMPT_TOKENS:] or [0] for prompt in prompts]
     width = max(map(len, tokens))
     ids = torch.zeros(len(tokens), width, dtype=torch.long)
@@ -172,7 +171,7 @@ def _class_logits(model: Any, prompts: Sequence[bytes]) -> Tensor:
 
 
 def _spread() -> Floats:
-    """How a bin of lengths is spread over the finer ones, evenly in logarithms: [CLASSES, COUNT]."""
+    """Return how each bin spreads over the finer bins, evenly in log length, [CLASSES, COUNT]."""
     edges = class_edges()
     upper = np.log(distribution.UPPER + 0.5)
     spread = np.zeros((CLASSES, distribution.COUNT))

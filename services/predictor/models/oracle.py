@@ -57,8 +57,7 @@ class OracleModel:
         self._remember(sample, is_first_pass=False)
 
     def _remember(self, sample: LengthSample, *, is_first_pass: bool) -> None:
-        """Remember a length. A trace may repeat a prompt; while serving, the last answer replaces earlier
-        ones."""
+        """Remember a length. A trace may repeat a prompt; while serving, the last answer replaces others."""
         if sample.censored:
             return
         key = _key(sample.prompt)

@@ -1,8 +1,8 @@
-"""Trains the regressor's network on finished answers: pinball loss in tokens, for each quantile.
+"""Trains the regressor's network on finished answers with the pinball loss in tokens per quantile.
 
-Each member of the ensemble leaves out a tenth of the samples: by it the best epoch is chosen, and how far the
-quantiles are off is measured. An answer cut by its limit pulls a quantile up to where it was cut, and never
-down. Deterministic for a seed on one thread. Source: `algorithms.md` §2; Koenker and Bassett 1978.
+Each ensemble member leaves out a tenth of the samples to select the best epoch and to calibrate the
+quantiles. An answer cut by its limit only raises a quantile, up to the cut. Deterministic for a seed on one
+thread. Source: `algorithms.md` §2; Koenker and Bassett 1978.
 """
 
 import copy
@@ -31,21 +31,21 @@ _WARM_SHARE = 0.1
 
 Rows = npt.NDArray[np.int64]
 TrainingProgress = Callable[[int, int, float], None]
-"""(epochs done, epochs in all, MAE in tokens on what was left out)"""
+"""Arguments: epochs done, total epochs, MAE in tokens on the left-out samples."""
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """How to train. The defaults were chosen inside the first 10,000 Alpaca prompts."""
+    """Training hyperparameters. The defaults were tuned on the first 10,000 Alpaca prompts."""
 
     members: int = 5
     epochs: int = 5
     min_steps: int = 300
-    """More epochs where there are few samples, up to four times as many."""
+    """Minimum optimizer steps: few samples get more epochs, up to four times as many."""
     batch: int = 64
     learning_rate: float = 3e-3
     keep_share: float = 0.5
-    """Of each prompt's features, in every batch anew."""
+    """Share of each prompt's features kept, redrawn for every batch."""
     seed: int = 0
 
     def epochs_for(self, samples: int) -> int:
@@ -55,8 +55,7 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class _Data:
-    """Samples as arrays: what the network sees, how many features each has, its length, whether it was
-    cut."""
+    """Samples as arrays: features, number of features, length, and whether it was cut."""
 
     features: Features
     counts: Rows
@@ -74,11 +73,8 @@ def train(
     should_stop: Callable[[], bool] = lambda: False,
     progress: TrainingProgress = lambda done, total, mae: None,
 ) -> Ensemble:
-    """An ensemble of those members that were done before `should_stop`.
-
-    Raises InvalidRequest where there are fewer than `MIN_SAMPLES`, and TimeoutError where not one member was
-    done.
-    """
+    """Train an ensemble and return the members finished before `should_stop`. Raises InvalidRequest (fewer
+    than `MIN_SAMPLES`), TimeoutError (no member was finished)."""
     if len(samples) < MIN_SAMPLES:
         raise InvalidRequest(
             f"{len(samples)} samples; a regressor needs at least {MIN_SAMPLES}", param="data"
@@ -145,7 +141,7 @@ def _data_of(samples: Sequence[LengthSample]) -> _Data:
 def _batch_of(
     data: _Data, rows: Rows, keep: Callable[[int], npt.NDArray[np.bool_]] | None
 ) -> tuple[Tensor, ...]:
-    """Those rows as `Member.forward` takes them; with `keep`, some of their features only."""
+    """Return rows as the arguments of `Member.forward`; with `keep`, with a random part of their features."""
     counts = data.counts[rows]
     owners = np.repeat(np.arange(len(rows)), counts)
     within = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -170,7 +166,7 @@ def _train_member(
     should_stop: Callable[[], bool],
     report: Callable[[int, float], None],
 ) -> Member | None:
-    """None when it was stopped."""
+    """Train one member. Returns None if it was stopped."""
     torch.manual_seed(plan.seed * 1000 + number)
     rng = np.random.default_rng((plan.seed, number))
     member = Member()
@@ -203,14 +199,14 @@ def _train_member(
 
 
 def _pace(done: float) -> float:
-    """Share of the learning rate: up over the first tenth, then down to 0 along a cosine."""
+    """Return the learning-rate factor: a warm-up over the first tenth, then a cosine to 0."""
     if done < _WARM_SHARE:
         return (done + 0.01) / (_WARM_SHARE + 0.01)
     return 0.5 * (1 + math.cos(math.pi * (done - _WARM_SHARE) / (1 - _WARM_SHARE)))
 
 
 def _start_from_quantiles(member: Member, lengths: npt.NDArray[np.float32]) -> None:
-    """So that the first guess is the histogram of everything."""
+    """Set the output bias to the quantiles of all lengths, as the first prediction."""
     with torch.no_grad():
         logs = np.log(np.quantile(lengths, LEVELS))
         member.output.bias.copy_(torch.from_numpy(logs.astype(np.float32)))
@@ -238,14 +234,14 @@ def _logs(member: Member, data: _Data, rows: Rows) -> npt.NDArray[np.float64]:
 
 
 def _mae(member: Member, data: _Data, rows: Rows) -> float:
-    """Of the median, over whole answers (all, where none is whole)."""
+    """Return the MAE of the median over complete answers, or over all if none is complete."""
     whole = rows[~data.censored[rows]] if not data.censored[rows].all() else rows
     median = np.exp(_logs(member, data, whole)[:, _MEDIAN])
     return float(np.abs(median - data.lengths[whole]).mean())
 
 
 def _log_residuals(member: Member, data: _Data, rows: Rows) -> npt.NDArray[np.float64]:
-    """log(length / quantile) of whole answers, [answers, len(LEVELS)]."""
+    """Return log(length / quantile) of complete answers, [answers, len(LEVELS)]."""
     whole = rows[~data.censored[rows]]
     if not len(whole):
         return np.zeros((0, len(LEVELS)))
@@ -255,7 +251,7 @@ def _log_residuals(member: Member, data: _Data, rows: Rows) -> npt.NDArray[np.fl
 
 
 def _correction(residuals: npt.NDArray[np.float64]) -> Tensor:
-    """Added to the log quantiles: then the share below is the level. The median stays: it is trained most."""
+    """Return what to add to the log quantiles so that they hold. The median is 0: it is trained most."""
     shift = np.zeros(len(LEVELS), dtype=np.float32)
     if len(residuals) >= MIN_SAMPLES:
         for index, level in enumerate(LEVELS):
