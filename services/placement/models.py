@@ -66,8 +66,7 @@ class PlacementModels:
             placement.keeping.on_moved(moved)
 
     async def place(self, asked: PlaceSequences) -> Placements:
-        """See `Placement.place`. Raises InvalidRequest if several models are served and the request names
-        none."""
+        """See `Placement.place`. Raises InvalidRequest if the request has to name one of several models."""
         name = asked.model
         if not name and len(self._models) == 1:
             (name,) = self._models

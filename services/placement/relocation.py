@@ -66,8 +66,7 @@ class Relocation:
             await self._scale()
 
     def _divided(self, wanted: tuple[SequenceMove, ...]) -> tuple[SequenceMove, ...]:
-        """Return the moves to start in this epoch, each by KV or by tokens. The policy requests the others
-        again."""
+        """Return this epoch's moves, each by KV or by tokens. The policy requests the others again."""
         homes = {
             (key, resident.attempt): (worker.worker_id, resident.tokens)
             for worker in self._fleet.workers.values()

@@ -1,4 +1,4 @@
-"""Tracks the room of each worker: its last heartbeat, less memory owed to residents, less reservations.
+"""Tracks the free memory of each worker from its last heartbeat and the reservations since.
 
 State is soft: one round of heartbeats rebuilds it. A reservation ends when a heartbeat lists its sequence, a
 step report ends it, the scheduler withdraws it, or `reservation_s` passes. Pure; `now_s` is passed in.
@@ -302,8 +302,8 @@ class FleetCapacity:
         }
 
     def _opening(self, worker: WorkerRoom, crowd: Crowd | None, places: int, now_s: float) -> Opening:
-        """Return a worker's opening. Its waiting tokens are the scheduler's count or the reservations, if
-        larger."""
+        """Return a worker's opening. Tokens waiting there count as the scheduler says, or as reserved, if
+        more."""
         rate, preceding_share = self._rate(worker)
         promised = sum(reservation.blocks for reservation in worker.reservations.values())
         waiting = worker.blocks(crowd.tokens) if crowd is not None else 0

@@ -105,8 +105,7 @@ class HandOvers:
             self._left_alone[ref] = now_s + _LEFT_ALONE_S
 
     def next(self, now_s: float) -> list[Wanted]:
-        """Return the decisions to act on now. A sequence that should stay is included at intervals, without
-        target."""
+        """Return the decisions to act on now, at intervals also those to stay (without target)."""
         self._forget(now_s)
         found = []
         for worker, ref, tokens in self._leaving(now_s):

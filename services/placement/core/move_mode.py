@@ -135,7 +135,7 @@ class _UnderWay:
 
 @dataclass(frozen=True, slots=True)
 class WantedMove:
-    """A move that the packing policy wants, before its mode and time are chosen."""
+    """A move requested by the packing policy, before its mode and time are chosen."""
 
     order: SequenceMove
     source: str

@@ -1,4 +1,4 @@
-"""Feeds worker reports to a packing policy and orders the moves that it wants.
+"""Feeds worker reports to a packing policy and orders the resulting moves.
 
 The policy's state says where every sequence should be, heartbeats where it is; moves are the difference. So
 detours, returns and ended sequences need no special case, and a failed move is simply recorded. State is
@@ -207,7 +207,7 @@ class Packer:
             self._end(self._policy, left)
 
     def on_epoch(self, fleet: FleetCapacity, now_s: float) -> tuple[SequenceMove, ...]:
-        """Sync the policy with the fleet and return the moves it wants."""
+        """Sync the policy with the fleet and return the moves to order."""
         self.sync(fleet, now_s)
         policy = self._policy
         if policy is None:
@@ -304,7 +304,7 @@ class Packer:
         self._on_failed(order.ref, now_s)
 
     def on_moved(self, moved: SequenceMoved, now_s: float) -> None:
-        """Record the outcome of a move, whoever ordered it."""
+        """Record the outcome of a move, also of one that others ordered."""
         if moved.reason:
             self._on_failed(moved.ref, now_s)
             return
@@ -380,8 +380,8 @@ class Packer:
 
 
 class WorkerRoster:
-    """Workers that the packer uses, each in one incarnation, and retired ones. A restarted worker counts as a
-    new one: it is empty and not retired."""
+    """Workers in use, each in one incarnation, and retired ones. A restarted worker is new and not retired.
+    """
 
     def __init__(self) -> None:
         self.present: dict[str, int] = {}
@@ -427,8 +427,7 @@ class WorkerRoster:
         return "draining" if has_residents else "idle"
 
     def emptiest(self, homes: Iterable[tuple[object, int]], most_blocks: int) -> list[str]:
-        """Return workers filled to at most `most_blocks`, emptiest first. `homes`: (worker, blocks) per
-        sequence."""
+        """Return workers with at most `most_blocks` in use by `homes` (worker, blocks), emptiest first."""
         used = dict.fromkeys(self.present, 0)
         for home, blocks in homes:
             if home in used:

@@ -36,13 +36,12 @@ class LineFit:
         self._xx, self._xy = self._xx * fades + x * x, self._xy * fades + x * y
 
     def at_none(self, slope: float) -> float:
-        """Return the mean time minus `slope` per token of context. Raises ZeroDivisionError without
-        measurements."""
+        """Return the mean time less `slope` per token of context. Raises ZeroDivisionError if empty."""
         return (self._y - slope * self._x) / self._n
 
     @property
     def mean(self) -> float:
-        """Mean measured time. Raises ZeroDivisionError without measurements."""
+        """Mean measured time. Raises ZeroDivisionError if empty."""
         return self._y / self._n
 
     def read(self) -> tuple[float, float] | None:

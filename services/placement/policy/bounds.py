@@ -21,8 +21,7 @@ def lower_bound(sizes: Iterable[int], capacity: int) -> int:
 
 
 def exceptions(cluster: Cluster, headroom: int = 0) -> dict[str, int]:
-    """Return the number of GPUs that violate each property of Theorem 1. S and M must leave `headroom`
-    blocks."""
+    """Return the GPUs that violate each property of Theorem 1. S and M must leave `headroom` blocks."""
     gpus = list(cluster.active.values())
     middles = [
         item.size

@@ -38,8 +38,7 @@ class PlacementPolicy(Protocol):
     """Chooses among workers with room for a sequence. Deterministic: the same rooms give the same choice."""
 
     def choose(self, size_tokens: int, rooms: Sequence[Room]) -> str:
-        """Return the id of one of `rooms` for `size_tokens`. `rooms` is not empty, and the sequence fits in
-        all."""
+        """Return the id of one of `rooms`, which is not empty; `size_tokens` fits in each."""
         ...
 
 
@@ -48,8 +47,7 @@ class CostedPolicy(PlacementPolicy, Protocol):
     """A policy that can estimate the cost of each choice. It also chooses when no worker has room."""
 
     def costs_s(self, size_tokens: int, rooms: Sequence[Room]) -> list[float]:
-        """Return seconds per room: time until the prompt is computed there, plus the delay to other
-        sequences."""
+        """Return the cost per room in seconds: until the prompt is computed, plus the delay to others."""
         ...
 
 
@@ -123,8 +121,7 @@ class PackingPolicy(Protocol):
     def allocate(self, request: RequestKey, blocks: int) -> PackingEffects: ...
 
     def adopt(self, request: RequestKey, blocks: int, worker_id: str) -> PackingEffects:
-        """Register a request found running on a worker, evicting others if needed. `displaced`: it cannot
-        stay."""
+        """Register a request found running, evicting others if needed. `displaced`: it cannot stay."""
         ...
 
     def grow(self, request: RequestKey, blocks: int) -> PackingEffects: ...

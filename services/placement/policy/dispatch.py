@@ -71,14 +71,12 @@ class DispatchPolicy:
         return home.worker_id if home is not None else None
 
     def allocate(self, request: RequestKey, blocks: int) -> PackingEffects:
-        """Place a request. Raises InvalidRequest if no worker can hold it, ValueError if it is already
-        placed."""
+        """Place a request. Raises InvalidRequest (larger than a worker), ValueError (already placed)."""
         self._allocate(request, blocks)
         return self._close()
 
     def adopt(self, request: RequestKey, blocks: int, worker_id: str) -> PackingEffects:
-        """Register a running request if it fits; others stay. Raises as `allocate`, and KeyError (unknown
-        worker)."""
+        """Register a running request if it fits. Raises as `allocate`, and KeyError (unknown worker)."""
         check_blocks(request, blocks, self.capacity_blocks)
         if request in self.homes:
             raise ValueError(f"request {request} is placed already")

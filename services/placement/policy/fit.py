@@ -37,8 +37,7 @@ class PrefixAware:
         return min(costs, key=order)[1].worker_id
 
     def costs_s(self, size_tokens: int, rooms: Sequence[Room]) -> list[float]:
-        """Return the cost per room, in seconds. A worker without measurements counts as the fastest measured
-        one."""
+        """Return the cost per room, in seconds. Workers without measurements count as the fastest one."""
         rate = max(room.prefill_tokens_per_s for room in rooms) or _PREFILL_TOKENS_PER_S
         steps = [room.decode_step_s for room in rooms if room.decode_step_s > 0]
         step_s = min(steps, default=_STEP_S)

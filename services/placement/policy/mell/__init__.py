@@ -16,8 +16,8 @@ class Mell:
     """The MELL packing policy for workers of `capacity_blocks` each.
 
     The cost of an operation depends on the items of the few GPUs it touches. An example with C = 100: a
-    request of 60 (L) opens GPU a, one of 40 (M) joins it, one of 30 (S) opens GPU b. When the first grows to
-    70, the M is evicted and moves to b, where 70 are free. When the L ends, a is empty and is terminated.
+    request of 60 (L) opens GPU a. One of 40 (M) joins it, and one of 30 (S) opens GPU b. When the first grows
+    to 70, the M is evicted and moves to b, where 70 are free. When the L ends, a is empty and is terminated.
     """
 
     def __init__(self, capacity_blocks: int, settings: MellSettings | None = None) -> None:
@@ -56,8 +56,7 @@ class Mell:
         return item.gpu.worker_id if item is not None and item.gpu is not None else None
 
     def allocate(self, request: RequestKey, blocks: int) -> PackingEffects:
-        """Place a request. Raises InvalidRequest if no worker can hold it, ValueError if it is already
-        placed."""
+        """Place a request. Raises InvalidRequest (larger than a worker), ValueError (already placed)."""
         self._allocate(request, blocks)
         return self._close(1)
 
@@ -73,8 +72,8 @@ class Mell:
         return self._close(1, can_empty=True)
 
     def apply(self, operations: Iterable[Operation]) -> PackingEffects:
-        """Apply ends, growths and arrivals of one epoch, then run repairs once. Raises the errors of the
-        single operations; then nothing has changed."""
+        """Apply an epoch's ends, growths and arrivals, then repair once. An error leaves the state unchanged.
+        """
         ordered = sorted(operations, key=lambda operation: operation.action.value)
         self._check(ordered)
         grown: dict[Gpu, None] = {}
