@@ -380,8 +380,7 @@ class Packer:
 
 
 class WorkerRoster:
-    """Workers in use, each in one incarnation, and retired ones. A restarted worker is new and not retired.
-    """
+    """Workers in use, each in one incarnation, and retired ones. A restarted worker is a new one."""
 
     def __init__(self) -> None:
         self.present: dict[str, int] = {}
