@@ -72,7 +72,7 @@ class Mell:
         return self._close(1, can_empty=True)
 
     def apply(self, operations: Iterable[Operation]) -> PackingEffects:
-        """Apply an epoch's ends, growths and arrivals, then repair once. An error leaves the state unchanged."""
+        """Apply an epoch's ends, growths and arrivals, then repair once. On error nothing has changed."""
         ordered = sorted(operations, key=lambda operation: operation.action.value)
         self._check(ordered)
         grown: dict[Gpu, None] = {}
