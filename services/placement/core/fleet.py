@@ -96,7 +96,7 @@ class WorkerRoom:
 
     @property
     def free_blocks(self) -> int:
-        """Plannable blocks not reserved; negative if residents wait for memory."""
+        """Plannable blocks less reservations and the blocks residents lack; negative if memory is short."""
         owed = sum(max(0, r.needed_blocks - r.allocated_blocks) for r in self.residents.values())
         return self.plannable_blocks - owed - sum(r.blocks for r in self.reservations.values())
 
