@@ -1,7 +1,4 @@
-"""Carries out what streams ask for: submissions and fetches as tasks, everything smaller through the outbox.
-
-Knows the bus; decides nothing.
-"""
+"""Carries out effects of streams: submissions and fetches as tasks, small messages through the outbox."""
 
 import asyncio
 from collections import deque
@@ -35,7 +32,7 @@ MAX_MESSAGES = 10_000
 
 
 class NoticeOutbox:
-    """Filled from handlers that must not wait, emptied by `run`."""
+    """Queue of small messages, filled by handlers that must not wait and emptied by `run`."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -53,7 +50,7 @@ class NoticeOutbox:
         self._filled.set()
 
     def acknowledge(self, worker_id: str, ref: SequenceRef) -> None:
-        """Ends seen between two sends travel together, one message per worker."""
+        """Queue an acknowledgement; one message per worker carries all that are pending."""
         refs = self._ended.setdefault(worker_id, {})
         if len(refs) < MAX_MESSAGES:
             refs[ref] = None
@@ -66,7 +63,7 @@ class NoticeOutbox:
             await self.flush()
 
     async def flush(self) -> None:
-        """Send what is there now."""
+        """Send all pending messages."""
         self._filled.clear()
         while self._messages:
             await self._send(*self._messages.popleft())
@@ -85,16 +82,16 @@ class NoticeOutbox:
 
 MAX_AT_ONCE = 256
 _FORGET_S = 10.0
-"""For a worker to end its step and empty its prefix cache."""
+"""Seconds for a worker to end its step and empty its prefix cache."""
 _COMMAND = "command of a sequence"
-"""Fenced: one sequence's affair ends no other's, and its own stream gives up in time."""
+"""Label of a fenced task: an error affects one sequence, whose stream times out by itself."""
 _logger = log.get_logger("gateway.dispatch")
 
 Apply = Callable[[OpenChoice, StreamEffects], None]
 
 
 class Dispatch:
-    """`apply` is called with what a stream answers to the outcome of a command."""
+    """Sends commands; passes the effects of their outcome to `apply`."""
 
     def __init__(
         self,
@@ -114,10 +111,10 @@ class Dispatch:
         self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
         self.outbox = NoticeOutbox(bus)
         self.heartbeats = 0
-        """Sent."""
+        """Number of heartbeats sent."""
 
     def carry_out(self, sequence: OpenChoice, effect: StreamEffect) -> None:
-        """Begin it; never waits."""
+        """Start an effect; never waits."""
         if isinstance(effect, Submit):
             self._tasks.create_task(self._submit(sequence, effect), context=sequence.context)
         elif isinstance(effect, Fetch):
@@ -132,7 +129,7 @@ class Dispatch:
             self.tell(effect)
 
     def tell(self, effect: Acknowledge | Cancel) -> None:
-        """What needs no sequence: said once, and again when a heartbeat shows that it was not heard."""
+        """Send an acknowledgement or a cancellation. A heartbeat that shows it was lost triggers another."""
         if isinstance(effect, Acknowledge):
             self.outbox.acknowledge(effect.worker_id, effect.ref)
             return
@@ -144,9 +141,9 @@ class Dispatch:
             self.outbox.put(subjects.scheduler_cancel(me), command)
 
     async def forget_prefixes(self, workers: Sequence[str]) -> dict[str, int]:
-        """Have these workers empty their prefix caches; how many blocks each has forgotten.
+        """Empty the workers' prefix caches; return the number of blocks each dropped.
 
-        Raises UnavailableError naming the first that did not say so.
+        Raises UnavailableError naming the first worker that did not confirm.
         """
         me = self._bus.instance
 
@@ -194,7 +191,7 @@ class Dispatch:
             self._apply(sequence, effects)
 
     def _note(self, kind: str, ref: SequenceRef, **fields: Any) -> None:
-        """For whoever asks later why it took so long."""
+        """Write to the flight recorder."""
         self._bus.recorder.note(kind, ref.request_id, choice=ref.choice, attempt=ref.attempt, **fields)
 
     async def _fetch(self, sequence: OpenChoice, effect: Fetch) -> None:
@@ -217,7 +214,7 @@ class Dispatch:
 
 
 def _known(error: Exception) -> KvasirError:
-    """One of ours; anything else is logged with its traceback and becomes an InternalError."""
+    """Return the error if typed; otherwise log its traceback and return an InternalError."""
     if isinstance(error, KvasirError):
         return error
     _logger.error("a command failed in an unforeseen way", exc_info=error)

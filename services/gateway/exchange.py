@@ -1,4 +1,4 @@
-"""One HTTP request: its sequences, its deadline, and the event that wakes whoever writes its answer."""
+"""One HTTP request: its sequences, its deadline and its wake-up event."""
 
 import asyncio
 import math
@@ -21,16 +21,16 @@ HEADER = "X-Request-Timeout"
 
 @dataclass(frozen=True, slots=True)
 class Legacy:
-    """Of a request that outlives its gateway."""
+    """State that lets a request outlive its gateway."""
 
     heir_key: bytes = b""
-    """What another gateway takes it over with."""
+    """Secret that another gateway takes the request over with."""
     so_far: tuple[AnswerSoFar, ...] = ()
-    """What is there already of each sequence; none: nothing is."""
+    """Answer so far of each sequence; may be empty."""
     waited_s: float = 0.0
-    """Since it was accepted, elsewhere."""
+    """Seconds since another gateway accepted the request."""
     is_resumed: bool = False
-    """Another gateway had begun it: it is not refused for overload."""
+    """Another gateway began the request, so overload does not refuse it."""
 
 
 NO_LEGACY = Legacy()
@@ -38,24 +38,24 @@ NO_LEGACY = Legacy()
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """How long a client waits for its whole answer, from its headers on. Without `timeout_s`: for ever."""
+    """Time limit for the whole answer, counted from the request's headers; none without `timeout_s`."""
 
     began_s: float = 0.0
     timeout_s: float | None = None
 
     def remaining_s(self) -> float | None:
-        """Never below 0; None when there is no deadline."""
+        """Seconds left, at least 0; None without a deadline."""
         if self.timeout_s is None:
             return None
         return max(0.0, self.began_s + self.timeout_s - monotonic_s())
 
     def error(self) -> DeadlineExceeded:
-        """What the client is told."""
+        """Return the error for the client."""
         return DeadlineExceeded(f"the answer was not complete within the {self.timeout_s:g} s asked for")
 
     @asynccontextmanager
     async def enforced(self) -> AsyncIterator[None]:
-        """Ends what runs inside when the time is over. Raises DeadlineExceeded."""
+        """Cancel the block at the deadline and raise DeadlineExceeded."""
         try:
             async with asyncio.timeout(self.remaining_s()) as limit:
                 yield
@@ -69,9 +69,9 @@ NONE = Deadline()
 
 
 def deadline_of(header: str | None, default_s: float | None, longest_s: float, began_s: float) -> Deadline:
-    """From `X-Request-Timeout`, else from the configuration.
+    """Return the deadline from `X-Request-Timeout`, else from the configuration.
 
-    Raises InvalidRequest for what is no number of seconds above 0 and up to `longest_s`.
+    Raises InvalidRequest unless the header is a number of seconds above 0 and up to `longest_s`.
     """
     if header is None:
         return Deadline(began_s, default_s)
@@ -90,7 +90,7 @@ _logger = log.get_logger("gateway.exchange")
 
 @dataclass(slots=True, eq=False)
 class OpenChoice:
-    """A stream together with what it takes to submit it again."""
+    """A stream and the data to submit it again."""
 
     stream: Stream
     prompt: bytes
@@ -98,30 +98,30 @@ class OpenChoice:
     exchange: "Exchange"
     accepted_s: float
     context: Context
-    """Of the request that began it, so that its trace goes along with every submission."""
+    """Context of the original request, so that its trace follows every submission."""
     cache_salt: bytes = b""
     model: str = ""
     priority: int = 0
     tenant: Tenant = NOBODY
     figures: ModelFigures | None = None
-    """Of its model, once it has tokens."""
+    """Metrics of its model, once it has tokens."""
     heard_s: float = 0.0
-    """When tokens of it came last."""
+    """Time of its last tokens."""
     heir_digest: bytes = b""
-    """Who may take it over from this gateway; empty: nobody."""
+    """Digest of the key for a takeover; empty: no takeover."""
     is_resumed: bool = False
-    """Another gateway had begun it."""
+    """Another gateway began it."""
 
     _told: tuple[int, StreamPhase, bool] = (0, StreamPhase.OPEN, False)
 
     def has_news(self) -> bool:
-        """Since it was last asked: tokens, an end, or being accepted."""
+        """Whether tokens, phase or acceptance have changed since the last call."""
         now = (len(self.stream.tokens), self.stream.phase, self.stream.accepted)
         told, self._told = self._told, now
         return told != now
 
     def spec(self, gateway_id: str, gateway_incarnation: int, now_s: float) -> SequenceSpec:
-        """Everything needed to compute it, or to go on with it."""
+        """Return the message with all that a worker needs to start or continue the sequence."""
         return SequenceSpec(
             ref=self.stream.ref,
             gateway_id=gateway_id,
@@ -145,23 +145,20 @@ class OpenChoice:
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """The sequences of one request.
-
-    `changed` is set whenever one of them, or the client's presence, changes.
-    """
+    """The sequences of one request. `changed` is set on news of one, a disconnect or a failure."""
 
     sequences: list[OpenChoice] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     is_gone: bool = False
-    """The client has closed the connection."""
+    """The client closed the connection."""
     deadline: Deadline = field(default_factory=Deadline)
     failure: KvasirError | None = None
-    """Of the request as a whole."""
+    """Failure of the request as a whole."""
     on_news: Callable[[], bool] | None = None
-    """Called at once when a sequence has news; True when nobody needs to be woken for it."""
+    """Called on news of a sequence; returns True when no task needs to be woken."""
 
     def notify(self) -> None:
-        """A sequence has news. Never raises: what `on_news` raises is the failure of this request alone."""
+        """Signal news of a sequence. Never raises: an error in `on_news` fails only this request."""
         try:
             if self.on_news is not None and self.on_news():
                 return
@@ -171,26 +168,26 @@ class Exchange:
         self.changed.set()
 
     def leave(self) -> None:
-        """The client is gone."""
+        """Note that the client has disconnected."""
         self.is_gone = True
         self.changed.set()
 
     def fail(self, error: KvasirError) -> None:
-        """It ends here, with this error."""
+        """End the request with this error."""
         self.failure = error
         self.changed.set()
 
     async def wait(self) -> None:
-        """Until something changed since the last wait. Raises as `check` does.
+        """Wait for a change since the last wait. Raises as `check` does.
 
-        Ends in any case: a stream that nobody answers for fails by itself.
+        Always returns: a stream without a worker fails by itself.
         """
         await self.changed.wait()
         self.changed.clear()
         self.check()
 
     def check(self) -> None:
-        """Raises ClientGone, DeadlineExceeded once it has expired, or the failure of a sequence."""
+        """Raise ClientGone, the request's failure (such as DeadlineExceeded), or a sequence's failure."""
         if self.is_gone:
             raise ClientGone
         if self.failure is not None:
@@ -201,9 +198,9 @@ class Exchange:
 
 
 async def admitted(exchange: Exchange, timeout_s: float) -> None:
-    """Returns when every sequence is in a scheduler's hands. Nothing has been sent to the client before.
+    """Wait until the scheduler has accepted every sequence, before anything is sent to the client.
 
-    Raises what refused one of them, ClientGone, or NoResponder when no scheduler answered in time.
+    Raises a sequence's refusal, ClientGone, or NoResponder at the timeout.
     """
     try:
         async with asyncio.timeout(timeout_s):

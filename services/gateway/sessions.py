@@ -1,7 +1,7 @@
-"""Every request this gateway has accepted and not answered yet.
+"""The sequences that this gateway has accepted and not finished.
 
-Where the HTTP side opens and closes exchanges and the bus side delivers what happened to them. Knows no HTTP;
-what streams ask for goes to `dispatch`.
+The HTTP side opens and closes exchanges here; the bus side delivers events. `dispatch` carries out the
+effects.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ _logger = log.get_logger("gateway.sessions")
 
 
 class Sessions:
-    """One per process. Commands run as tasks of the group it is given."""
+    """Registry of this process's open sequences."""
 
     def __init__(self, config: GatewayConfig, bus: Bus, tasks: asyncio.TaskGroup, now_s: Clock) -> None:
         self._config = config
@@ -67,7 +67,7 @@ class Sessions:
         self._worker_seen = asyncio.Event()
         self._is_draining = self._is_ended = False
         self.output_tokens = 0
-        """Received since the start."""
+        """Tokens received since the start."""
         self._secret = token_bytes(32)
         self._timing = StreamTiming(frame_timeout_s=config.frame_timeout_s, give_up_s=config.give_up_s)
         self.counters = Counters()
@@ -79,17 +79,18 @@ class Sessions:
 
     @property
     def active(self) -> int:
-        """Sequences in progress."""
+        """Number of sequences in progress."""
         return len(self._open)
 
     def latest(self, count: int) -> list[OpenChoice]:
-        """Sequences in progress, those that came last; the newest first."""
+        """Return the `count` newest sequences in progress, newest first."""
         return list(islice(reversed(self._open.values()), count))
 
     # --- for the HTTP side
 
     async def context_tokens(self, timeout_s: float, model: str) -> int:
-        """Longest prompt + answer of the model. Raises NoResponder when no worker of it shows up in time."""
+        """Return the model's context length in tokens. Raises NoResponder when no worker appears within
+        `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while (limit := self.workers.context_tokens(model)) is None:
@@ -100,7 +101,7 @@ class Sessions:
         return limit
 
     def unready_reasons(self) -> list[str]:
-        """What is missing before a request can be answered; empty when nothing is."""
+        """Return why requests cannot be answered yet; empty when ready."""
         checks = {
             "the server is shutting down": not self._is_draining,
             "not connected to the bus": self._bus.connected,
@@ -110,7 +111,7 @@ class Sessions:
         return [reason for reason, holds in checks.items() if not holds]
 
     def troubles(self) -> tuple[str, ...] | None:
-        """What is wrong with the stack; None where no supervisor says anything of it."""
+        """Return the supervisor's list of problems with the stack; None without a supervisor."""
         return self.stack.troubles(self._now_s())
 
     def open(
@@ -123,10 +124,10 @@ class Sessions:
         tenant: Tenant = NOBODY,
         legacy: Legacy = NO_LEGACY,
     ) -> Exchange:
-        """Submit the job's sequences to workers of `model`, with what there is of them. Raises Overloaded
-        when that would be too many at once, ShuttingDown.
+        """Submit the job's sequences to workers of `model`; `legacy` holds tokens from a former gateway.
 
-        Stored prefixes are shared among requests of one `salt`.
+        Requests with the same `salt` share cached prefixes. Raises Overloaded at the sequence limit, and
+        ShuttingDown.
         """
         if self._is_ended:
             raise ShuttingDown
@@ -165,7 +166,7 @@ class Sessions:
         return exchange
 
     def _is_full(self, more: int, tenant: Tenant) -> bool:
-        """Whether so many more of this tenant's are too many."""
+        """Whether `more` sequences would exceed the limit or the tenant's share of it."""
         limit = self._config.max_active_sequences
         if len(self._open) + more <= limit:
             return False
@@ -173,7 +174,7 @@ class Sessions:
         return is_beyond_share(counts, tenant.name, limit - more + 1)
 
     def answers(self, exchange: Exchange, job: AdmittedRequest, codec: Codec) -> list[ChoiceText]:
-        """A reader for each sequence, in order; `codec` is the model's."""
+        """Return one text reader per sequence, in order; `codec` is the model's."""
         return [
             ChoiceText(
                 index,
@@ -187,22 +188,22 @@ class Sessions:
         ]
 
     def finish(self, sequence: OpenChoice, output_tokens: int) -> None:
-        """A stop string has ended this one: cancel the rest. If it was still running, this is its end."""
+        """End a sequence whose stop string is complete; cancel it if it still runs."""
         if sequence.stream.is_open:
             self.apply(sequence, sequence.stream.cancel())
             self._tell_finished(sequence, output_tokens, FinishReason.STOP)
 
     def close(self, exchange: Exchange) -> None:
-        """Nobody reads any more: cancel what is still running."""
+        """Cancel the exchange's running sequences."""
         for sequence in exchange.sequences:
             self.apply(sequence, sequence.stream.cancel())
 
     def note_blocked(self, request_id: str, for_s: float) -> None:
-        """A write of its answer has waited for the client so long, until now."""
+        """Record that a write has waited `for_s` seconds for the client."""
         self._bus.recorder.note("reader slow", request_id, for_s=for_s)
 
     def beat(self) -> None:
-        """A heartbeat: this gateway is here."""
+        """Publish a heartbeat."""
         me = self._bus
         event = GatewayReported(
             gateway_id=me.instance, incarnation=me.incarnation, active=self.active, protocol=PROTOCOL
@@ -211,11 +212,11 @@ class Sessions:
         self.dispatch.heartbeats += 1
 
     def drain(self) -> None:
-        """This process is about to end: not ready for more; what runs goes on."""
+        """Report not ready from now on; running requests continue."""
         self._is_draining = True
 
     def end(self) -> None:
-        """What still runs ends now, with ShuttingDown, and nothing begins any more."""
+        """Fail every running request with ShuttingDown and accept no more."""
         self._is_draining = self._is_ended = True
         left = {id(sequence.exchange): sequence.exchange for sequence in self._open.values()}
         if left:
@@ -226,7 +227,7 @@ class Sessions:
     # --- for the bus side
 
     def on_delta(self, delta: TokenDelta, worker: Start, now_s: float) -> None:
-        """Tokens of one sequence."""
+        """Deliver tokens to their sequence."""
         sequence = self._open.get((delta.request_id, delta.choice))
         if sequence is None or not sequence.stream.reads(delta.attempt):
             self.counters.stale_deltas.inc()
@@ -234,13 +235,13 @@ class Sessions:
         self.output_tokens += len(delta.tokens)
         before = len(sequence.stream.tokens)
         self.apply(sequence, sequence.stream.on_delta(delta, worker, now_s))
-        if new := len(sequence.stream.tokens) - before:  # a frame may come twice
+        if new := len(sequence.stream.tokens) - before:  # a frame may arrive twice
             self._count(sequence, new, now_s)
         if new and not before:
             self._note("first tokens", sequence, worker=worker[0], cached_tokens=delta.cached_tokens)
 
     def on_worker_reported(self, report: WorkerReported, now_s: float) -> None:
-        """A heartbeat: signs of life, gaps, and sequences that nobody waits for."""
+        """Update the worker's liveness, and check its listed sequences for gaps and orphans."""
         worker = (report.worker_id, report.incarnation)
         ended_run = self.workers.on_report(report, now_s)
         self._worker_seen.set()
@@ -251,7 +252,7 @@ class Sessions:
                 self._on_listed(listed, worker, now_s)
 
     def on_scheduler_announced(self, event: SchedulerAnnounced, now_s: float) -> None:
-        """A new scheduler knows nothing: give it everything that runs, under the attempts it runs under."""
+        """Resubmit every open sequence, under its current attempt, to a new scheduler."""
         if self.scheduler.on_announced(event, now_s):
             found = {"scheduler": event.scheduler_id, "epoch": event.epoch, "resubmitted": len(self._open)}
             log.canonical(_logger, "scheduler announced", **found)
@@ -259,20 +260,21 @@ class Sessions:
                 self.apply(sequence, sequence.stream.submit(now_s))
 
     def on_worker_lost(self, event: WorkerLost, now_s: float) -> None:
-        """The scheduler has given a worker up; it says which attempts it had sent it."""
+        """Hand over the sequences of a worker that the scheduler declared lost."""
         worker = (event.worker_id, event.incarnation)
         self.workers.on_lost(worker)
         self.lose(worker, {ref.key: ref.attempt for ref in event.refs}, now_s)
 
     def on_given_up(self, event: SequencesGivenUp, now_s: float) -> None:
-        """The scheduler has given these attempts up: submitted again, they are refused with the reason."""
+        """Resubmit attempts that the scheduler gave up, so that it refuses them with a reason."""
         for ref in event.refs:
             sequence = self._open.get(ref.key)
             if sequence is not None and sequence.stream.attempt == ref.attempt:
                 self.apply(sequence, sequence.stream.submit(now_s))
 
     def on_prepared(self, event: MovePrepared, now_s: float) -> None:
-        """The scheduler has another worker ready for one of our sequences, or of another gateway's."""
+        """Hand a sequence over to the worker that the scheduler prepared. The event may concern another
+        gateway."""
         sequence = self._open.get(event.ref.key)
         if sequence is not None:
             self.apply(
@@ -280,7 +282,8 @@ class Sessions:
             )
 
     def lose(self, worker: Start, attempts: Mapping[SequenceKey, int], now_s: float) -> None:
-        """That run of a worker is over; `attempts` are those its scheduler says it had sent it."""
+        """Hand over the sequences of one run of a worker; `attempts` lists those its scheduler had sent
+        it."""
         handed_over = 0
         for key, sequence in list(self._open.items()):
             effects = sequence.stream.on_worker_lost(worker, attempts.get(key), now_s)
@@ -291,12 +294,12 @@ class Sessions:
         )
 
     def on_absence(self, now_s: float) -> None:
-        """This process was stopped, or off the bus, for longer than others wait for a gateway."""
+        """Hand over unserved sequences after this process was stopped or off the bus for too long."""
         for sequence in list(self._open.values()):
             self.apply(sequence, sequence.stream.on_absence(now_s))
 
     def on_tick(self, now_s: float) -> None:
-        """To be called about ten times a second."""
+        """Advance every timeout. Call about ten times a second."""
         for worker in self.workers.on_tick(now_s):
             self.lose(worker, {}, now_s)
         for sequence in list(self._open.values()):
@@ -306,7 +309,7 @@ class Sessions:
         self.counters.workers.set(self.workers.serving)
 
     def apply(self, sequence: OpenChoice, effects: StreamEffects) -> None:
-        """Carry the effects out, retire the sequence if it is over, wake its reader if there is news."""
+        """Carry out the effects, retire a finished sequence, and wake the reader on news."""
         for effect in effects:
             self.dispatch.carry_out(sequence, effect)
         if not sequence.stream.is_open and self._open.pop(sequence.stream.key, None) is not None:
@@ -324,7 +327,7 @@ class Sessions:
             self.apply(sequence, sequence.stream.on_report(listed, worker, now_s))
 
     def _count(self, sequence: OpenChoice, tokens: int, now_s: float) -> None:
-        """A frame has tokens of it."""
+        """Update the model's token and inter-token metrics."""
         figures, before_s = sequence.figures, sequence.heard_s
         sequence.heard_s = now_s
         if figures is None:

@@ -1,11 +1,9 @@
-"""One sequence as the gateway that owns it sees it: which tokens count, and what to do when none come.
+"""State machine of one sequence: which tokens count, and how to recover missing ones. Pure.
 
-Pure. A `Stream` is told what happened (`on_x(event, now_s)`) and answers with effects for its shell to carry
-out. It accepts a delta only of the current attempt, from the one worker that serves that attempt (the first
-that proves that it was given it, by the capability that goes along with the submission), and only where it
-joins what is held; whatever else happens it asks again, fetches, or hands the sequence over under a higher
-attempt. It never waits without a reason to wake: every open stream reacts to `on_tick`. Knows neither
-text nor HTTP.
+Each `on_x(event, now_s)` returns effects for the shell to carry out. A stream accepts deltas only of the
+current attempt, from one worker, and only where they join the held tokens. That worker is the first to prove,
+with the submission's capability, that it was given the attempt. Otherwise the stream resubmits, fetches, or
+hands the sequence over under a higher attempt. Every open stream reacts to `on_tick`.
 """
 
 from collections.abc import Sequence
@@ -39,51 +37,52 @@ from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, pro
 from shared.messages.tokens import TokenDelta, TokenLogprobs
 
 FRESH_S = 0.003
-"""A good moment to change over: the target is not further behind the source than that."""
+"""Largest lag, in seconds, of the target behind the source for an early changeover."""
 MOST_FRAMES = 8
-"""Of the target; then any moment is good enough."""
+"""Number of frames from the target after which the changeover no longer waits."""
 LEFT_TOKENS = 32
-"""At least so many are to follow where tokens may come late."""
+"""Least number of remaining tokens for a hand-over with overlap."""
 OVERLAP_S = 1.0
-"""A target that has said nothing by then is waited for without its source."""
+"""Seconds after which the source is stopped even if the target is silent."""
 
 
 @dataclass(slots=True)
 class Handover:
-    """The attempt before a prepared hand-over, read on until the next one has caught up (docs/migration.md).
+    """The previous attempt, still read until the next attempt catches up (docs/migration.md).
 
-    Sampling depends on seed and index, so both workers compute the same answer; what they say of one index is
+    Sampling depends on seed and index, so both workers compute the same answer; tokens of one index are
     compared. A stream has at most one overlap.
     """
 
     ref: SequenceRef
-    """The former attempt."""
+    """The previous attempt."""
     server: Start
     target: str
     open_tokens: int
-    """The target takes so many more after the submission."""
+    """Number of tokens the target accepts after the submission."""
     until_s: float
     heard_s: float = 0.0
-    """When its last token came."""
+    """Time of the source's last token."""
     frames: int = 0
-    """Of the target so far."""
+    """Number of frames received from the target."""
     is_leaving: bool = False
-    """Its worker has been told to stop; what it said before still counts."""
+    """The source was told to stop; its earlier tokens still count."""
 
     def leave(self) -> tuple[Cancel, ...]:
-        """Tells its worker to stop, once."""
+        """Tell the source to stop, once."""
         if self.is_leaving:
             return ()
         self.is_leaving = True
         return (Cancel(self.ref, self.server[0], is_final=False),)
 
     def open_for(self, left_tokens: int) -> int:
-        """None near the answer's limit: a plan that leaves room for them would seem to reach it."""
+        """Return how many tokens may follow the submission; 0 near the answer's limit."""
         is_open = not self.is_leaving and left_tokens >= self.open_tokens + LEFT_TOKENS
         return self.open_tokens if is_open else 0
 
     def on_target(self, end: int, held: int, now_s: float) -> tuple[Cancel, ...]:
-        """The target has said its token before `end`, and `held` were there: is it time to change over?"""
+        """Process the target's tokens up to index `end`, with `held` tokens there; stop the source if it is
+        time."""
         self.frames += 1
         is_level = end == held and now_s - self.heard_s <= FRESH_S
         return self.leave() if end > held or is_level or self.frames >= MOST_FRAMES else ()
@@ -91,8 +90,9 @@ class Handover:
     def on_source(
         self, delta: TokenDelta, worker: Start, tokens: list[int], ref: SequenceRef, now_s: float
     ) -> tuple[StreamEffects, FinishReason | None]:
-        """The former attempt goes on. What it adds to `tokens` is appended and, while the target (its attempt
-        is `ref`) waits for it, passed on. Also how the former attempt ended, if it did.
+        """Append the source's new tokens to `tokens` and forward them to the target, whose attempt is `ref`.
+
+        Also return the source's finish reason, if it ended.
         """
         held = len(tokens)
         if worker != self.server or delta.first_index > held:
@@ -108,7 +108,7 @@ class Handover:
 
 
 def agrees(delta: TokenDelta, tokens: Sequence[int]) -> bool:
-    """Whether it says of every index that is held already what `tokens` say."""
+    """Whether the delta matches `tokens` at every index that both have."""
     first, both = delta.first_index, min(delta.first_index + len(delta.tokens), len(tokens))
     return delta.tokens[: max(0, both - first)] == tuple(tokens[first:both])
 
@@ -124,15 +124,16 @@ class StreamPhase(StrEnum):
 
 
 class Stream:
-    """The gateway's record of one sequence. `tokens` is the answer so far and only ever grows."""
+    """Record of one sequence. `tokens` is the answer so far; it only grows."""
 
     def __init__(self, key: SequenceKey, timing: StreamTiming, now_s: float, secret: bytes = b"") -> None:
-        """`secret` is what capabilities are made from; without one whoever speaks first serves an attempt."""
+        """`secret` derives the capabilities. Without it, the first worker to send tokens serves an
+        attempt."""
         self.key = key
         self._secret = secret
         self.tokens: list[int] = []
         self.logprobs: dict[int, TokenLogprobs] = {}
-        """By index in the answer, until its reader takes them."""
+        """By answer index, until the reader takes them."""
         self.attempt = 1
         self.phase = StreamPhase.OPEN
         self.finish_reason: FinishReason | None = None
@@ -147,7 +148,7 @@ class Stream:
         self._missing = GapFetch(timing)
         self._faults = Faults(timing)
         self._before: Handover | None = None
-        """Of a hand-over that was prepared, until the new attempt has said something new."""
+        """A prepared hand-over, until the new attempt sends a new token."""
 
     @property
     def is_open(self) -> bool:
@@ -159,13 +160,14 @@ class Stream:
 
     @property
     def capability(self) -> bytes:
-        """Of the current attempt: for whom the scheduler gives it to, and nobody else to guess."""
+        """Proof of assignment for the current attempt; only workers the scheduler assigns it to receive
+        it."""
         if not self._secret:
             return b""
         return blake2b(str(self.ref).encode(), key=self._secret, digest_size=16).digest()
 
     def open_tokens(self, max_tokens: int) -> int:
-        """That may follow a submission made now, from the former worker."""
+        """Number of tokens from the previous worker that may follow a submission made now."""
         return 0 if self._before is None else self._before.open_for(max_tokens - len(self.tokens))
 
     def reads(self, attempt: int) -> bool:
@@ -173,8 +175,8 @@ class Stream:
         return attempt == self.attempt or (self._before is not None and attempt == self._before.ref.attempt)
 
     def take_over(self, tokens: Sequence[int], reason: FinishReason | None, cached_tokens: int) -> None:
-        """What another gateway had of the answer; to be called before anything else. An end that is no answer
-        is none: it goes on."""
+        """Adopt another gateway's partial answer, before any other call. A reason outside ANSWERS does not
+        end it."""
         self.tokens.extend(tokens)
         self.cached_tokens = cached_tokens
         if reason in ANSWERS:
@@ -184,13 +186,13 @@ class Stream:
     # --- the scheduler
 
     def submit(self, now_s: float) -> StreamEffects:
-        """Submit (again) under the current attempt: at the start, and to a new scheduler."""
+        """Submit the current attempt, at the start or again."""
         if not self.is_open:
             return ()
         return (Submit(self.attempt, self._submission.begin()),)
 
     def on_submitted(self, serial: int, now_s: float) -> StreamEffects:
-        """The scheduler knows the attempt."""
+        """Note that the scheduler has accepted the attempt."""
         if not self.is_open or serial != self._submission.serial:
             return ()
         self._submission.on_known()
@@ -199,11 +201,9 @@ class Stream:
         return ()
 
     def on_submit_failed(self, serial: int, error: KvasirError, now_s: float) -> StreamEffects:
-        """Refusals end a stream, and so do repeated errors of the scheduler; anything else is tried again.
+        """End the stream on a refusal or repeated internal errors; otherwise retry.
 
-        Overload, or a role that no worker has, ends only one that is not accepted yet; so does another
-        gateway under its name, who took that from heartbeats and has to give way when the worker says whose
-        it is.
+        Overloaded, RoleMissing and ForeignSequence end only a stream that was never accepted.
         """
         if not self.is_open or serial != self._submission.serial:
             return ()
@@ -222,7 +222,7 @@ class Stream:
     # --- workers
 
     def on_delta(self, delta: TokenDelta, worker: Start, now_s: float) -> StreamEffects:
-        """Tokens from a frame or a fetch."""
+        """Process tokens from a frame or a fetch."""
         if self._before is not None and self.is_open and delta.attempt == self._before.ref.attempt:
             return self._on_late(self._before, delta, worker, now_s)
         if not self.is_open or delta.attempt != self.attempt or not self._is_proven(worker, delta.proof):
@@ -240,7 +240,7 @@ class Stream:
         return (*left, *self._join(delta, worker, now_s))
 
     def _join(self, delta: TokenDelta, worker: Start, now_s: float) -> StreamEffects:
-        """A delta of the current attempt that agrees with what is held."""
+        """Append a delta of the current attempt that agrees with the held tokens."""
         end = delta.first_index + len(delta.tokens)
         held = len(self.tokens)
         if delta.first_index > held:
@@ -257,7 +257,7 @@ class Stream:
         return ()
 
     def _on_late(self, before: Handover, delta: TokenDelta, worker: Start, now_s: float) -> StreamEffects:
-        """The former attempt goes on while the new one gets ready."""
+        """Process tokens of the previous attempt during an overlap."""
         effects, reason = before.on_source(delta, worker, self.tokens, self.ref, now_s)
         if reason is not None:
             self._before = None
@@ -267,7 +267,7 @@ class Stream:
         return (*effects, Cancel(self.ref, before.target))
 
     def on_report(self, report: SequenceReport, worker: Start, now_s: float) -> StreamEffects:
-        """A worker's heartbeat lists this sequence."""
+        """Process a heartbeat that lists this sequence."""
         if self.is_open and self._before is not None and report.ref == self._before.ref:
             return ()
         if not self.is_open or report.ref.attempt < self.attempt:
@@ -285,7 +285,7 @@ class Stream:
     def on_fetched(
         self, ref: SequenceRef, delta: TokenDelta | None, worker: Start, now_s: float
     ) -> StreamEffects:
-        """The worker's answer to a fetch; None when it does not hold the attempt."""
+        """Process the reply to a fetch; None when the worker does not hold the attempt."""
         if not self.is_open or ref.attempt != self.attempt:
             return ()
         self._missing.forget()
@@ -294,13 +294,14 @@ class Stream:
         return self.on_delta(delta, worker, now_s)
 
     def on_fetch_failed(self, ref: SequenceRef, now_s: float) -> StreamEffects:
-        """No answer to a fetch. Repeated: the worker counts as lost for this sequence."""
+        """Process a failed fetch. Repeated failures hand the sequence over."""
         if not self.is_open or ref.attempt != self.attempt:
             return ()
         return self._hand_over("fetch_failed", now_s) if self._missing.on_failed(now_s) else ()
 
     def on_worker_lost(self, worker: Start, lost_attempt: int | None, now_s: float) -> StreamEffects:
-        """That run of a worker is over; `lost_attempt` is what its scheduler had sent it, if it says so."""
+        """Hand over if that run of a worker served this; `lost_attempt` is the attempt its scheduler had sent
+        it."""
         if not self.is_open:
             return ()
         if self._before is not None and self._before.server == worker:
@@ -312,8 +313,10 @@ class Stream:
     def on_prepared(
         self, ref: SequenceRef, now_s: float, target: str = "", open_tokens: int = 0
     ) -> StreamEffects:
-        """Another worker has all that is needed to go on: hand over what is held by now. With `open_tokens`
-        the old one is read until the new one has something new to say."""
+        """Hand over to a worker that is prepared.
+
+        With `open_tokens`, keep reading the old worker until the new one sends a new token.
+        """
         if not self.is_open or ref.attempt != self.attempt:
             return ()
         server = self.server
@@ -326,7 +329,7 @@ class Stream:
     # --- time and the client
 
     def on_tick(self, now_s: float) -> StreamEffects:
-        """To be called about ten times a second."""
+        """Advance the timeouts. Call about ten times a second."""
         if not self.is_open:
             return ()
         error = self._signs.error(now_s)
@@ -346,15 +349,16 @@ class Stream:
         return ()
 
     def on_absence(self, now_s: float) -> StreamEffects:
-        """Nobody heard of this gateway for so long that they may have ended what it has waiting."""
+        """Hand over if unserved: this gateway was silent so long that waiting sequences may have been
+        ended."""
         return self._hand_over("absence", now_s) if self.is_open and self.server is None else ()
 
     def on_inherited(self, now_s: float) -> StreamEffects:
-        """Another gateway took this one for gone, and had workers forget what they hold of it."""
+        """Hand over: another gateway took this one for dead and made workers forget the sequence."""
         return self._hand_over("inherited", now_s) if self.is_open else ()
 
     def cancel(self) -> StreamEffects:
-        """Nobody wants the rest: the client left, or a stop string was completed."""
+        """Cancel the rest: the client left, or a stop string is complete."""
         if not self.is_open:
             return ()
         self.phase = StreamPhase.CANCELLED
@@ -362,7 +366,7 @@ class Stream:
         return (*left, Cancel(self.ref, self.server[0] if self.server else target))
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the record contradicts itself."""
+        """Raise AssertionError when the record contradicts itself."""
         assert self.attempt >= 1
         assert (self.phase is StreamPhase.ENDED) == (self.finish_reason is not None)
         assert self.finish_reason is None or self.finish_reason in ANSWERS
@@ -374,11 +378,11 @@ class Stream:
     # --- inside
 
     def _is_proven(self, worker: Start, proof: bytes) -> bool:
-        """Whether it serves the attempt, or shows that it was given it."""
+        """Whether the worker serves the attempt, or proves that it was given it."""
         return self.server == worker or compare_digest(proof, proof_of(self.capability, *worker))
 
     def _is_served_by(self, worker: Start, now_s: float) -> bool:
-        """Binds the attempt to the first worker that shows it; two could differ in a near tie."""
+        """Bind the attempt to the first worker that proves it; two workers could differ in a near tie."""
         if self.server is not None and self.server != worker:
             return False
         self.server = worker
@@ -392,12 +396,12 @@ class Stream:
         return (Fetch(self.server, self.ref, len(self.tokens)),)
 
     def _leave_former(self) -> tuple[StreamEffects, str | None]:
-        """Reads the former attempt no more; also which worker was to take over from it."""
+        """Stop reading the previous attempt; also return its target worker."""
         before, self._before = self._before, None
         return ((), None) if before is None else (before.leave(), before.target)
 
     def _hand_over(self, cause: str, now_s: float) -> StreamEffects:
-        """Raise the attempt: whatever lower ones still say is stale from here on."""
+        """Raise the attempt; later messages of lower attempts are stale."""
         left, _ = self._leave_former()
         if self.server is not None and cause != "worker_lost":
             left = (*left, Cancel(self.ref, self.server[0], is_final=False))

@@ -1,4 +1,4 @@
-"""Bodies of requests: received whole, within a size and a time, and inflated where the client packed them."""
+"""Reads request bodies within size and time limits, and decompresses them."""
 
 import asyncio
 import zlib
@@ -14,11 +14,11 @@ from shared.errors import InvalidRequest
 
 _RAW, _GZIP_OR_ZLIB = -zlib.MAX_WBITS, zlib.MAX_WBITS | 32
 _ENCODINGS = {"": False, "identity": False, "gzip": True, "x-gzip": True, "deflate": True}
-"""Whether a body of that encoding is inflated."""
+"""Supported encodings; True: the body is compressed."""
 
 
 class BodyReader:
-    """One per process."""
+    """Reads request bodies."""
 
     def __init__(self, config: GatewayConfig, threads: TokenizerThreads) -> None:
         self._max_bytes = config.max_body_bytes
@@ -26,10 +26,10 @@ class BodyReader:
         self._threads = threads
 
     async def read(self, request: Request) -> bytes:
-        """The whole body.
+        """Return the whole body.
 
-        Raises HttpError 413 over the cap, packed or not, 408 past the deadline and 415 for an encoding that
-        is not read; InvalidRequest for a body that cannot be inflated; ClientGone on a lost connection.
+        Raises HttpError 413 above the size limit (packed or unpacked), 408 past the deadline, 415 for an
+        unknown encoding. Raises InvalidRequest for a corrupt body and ClientGone on a disconnect.
         """
         encoding = request.headers.get("content-encoding", "").strip().lower()
         if encoding not in _ENCODINGS:
@@ -39,7 +39,7 @@ class BodyReader:
         body = await self._received(request)
         if not _ENCODINGS[encoding]:
             return body
-        # On the thread that reads bodies, one after the other: what is inflated and waits is bounded there.
+        # The single reader thread bounds how many inflated bodies wait.
         return await self._threads.read(
             lambda: inflated(body, self._max_bytes), max(len(body), AT_ONCE_BYTES + 1)
         )
@@ -57,9 +57,9 @@ class BodyReader:
 
 
 def inflated(body: bytes, max_bytes: int) -> bytes:
-    """What was packed with gzip or deflate (zlib's format, or raw). Never more than `max_bytes` are made.
+    """Decompress gzip or deflate (zlib or raw), up to `max_bytes`.
 
-    Raises HttpError 413 where it is longer, InvalidRequest where it is cut off or something else.
+    Raises HttpError 413 for a longer result, InvalidRequest for truncated or other data.
     """
     failure: zlib.error | None = None
     for bits in (_GZIP_OR_ZLIB, _RAW):

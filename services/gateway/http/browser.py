@@ -1,6 +1,6 @@
-"""What browsers and load balancers want besides: CORS, HEAD, and a description of the API to read.
+"""CORS, HEAD, and the API description.
 
-`/openapi.json` is made from the schemas that requests are checked with; `/docs` shows it without scripts.
+`/openapi.json` is generated from the request schemas; `/docs` shows it without scripts.
 """
 
 import html
@@ -23,7 +23,7 @@ _PREFLIGHT_S = 600
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Pages of these origins may call it; without any it is left as it is."""
+    """Let pages of these origins call the app; without origins return it unchanged."""
     if not origins:
         return app
     return CORSMiddleware(
@@ -37,7 +37,7 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 class HeadAsGet:
-    """A HEAD is answered as a GET; the server leaves the body out."""
+    """Answers HEAD as GET; the server omits the body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -94,7 +94,7 @@ _OF_GETS: Mapping[str, tuple[int, ...]] = {
 
 
 def description(version: str, served: Sequence[str]) -> dict[str, Any]:
-    """The API in OpenAPI 3.1, of a server whose models have these names."""
+    """Return the OpenAPI 3.1 description; `served` holds the model names."""
     schemas: dict[str, Any] = {"Error": _ERROR, "MessagesError": _MESSAGES_ERROR}
     paths: dict[str, Any] = {}
     for path, (summary, models) in POSTS.items():
@@ -166,7 +166,7 @@ _MESSAGES_ERROR: dict[str, Any] = {
 
 
 def _add(model: type[BaseModel], schemas: dict[str, Any], served: Sequence[str]) -> str:
-    """Its schema among the others; a reference to it."""
+    """Add the model's schema to `schemas`; return a reference to it."""
     found = model.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas |= found.pop("$defs", {})
     for name, each in found.get("properties", {}).items():
@@ -188,7 +188,7 @@ def _responses(kinds: Sequence[str], statuses: Mapping[int, str], error: str) ->
 
 
 def page(version: str, served: Sequence[str]) -> bytes:
-    """The description for people."""
+    """Return the description as HTML."""
     described = description(version, served)
     parts = [
         f"<h1>Kvasir {html.escape(version)}</h1><p>As OpenAPI: <a href=openapi.json>openapi.json</a></p>"
@@ -227,5 +227,5 @@ _PAGE = (
 
 
 def written(version: str, served: Sequence[str]) -> tuple[bytes, bytes]:
-    """`/openapi.json` and `/docs`."""
+    """Return the bodies of `/openapi.json` and `/docs`."""
     return orjson.dumps(description(version, served)), page(version, served)

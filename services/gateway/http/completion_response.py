@@ -1,8 +1,7 @@
-"""The answer to one completion request: wait for admission, then stream it or send it whole.
+"""The response to one completion request, streamed or whole.
 
-An ASGI response. It watches the connection from the start, so that a client who leaves frees its blocks at
-once. What goes wrong before the headers are out is a plain HTTP error, after it an error event. A stream of
-events sends comments while there is nothing to say. Knows nothing of the bus.
+It watches the connection from the start, so that a disconnect frees the blocks at once. An error before the
+headers is a plain HTTP error; after them, an error event. An idle event stream sends comments.
 """
 
 import asyncio
@@ -38,7 +37,7 @@ from shared.errors import InternalError, KvasirError, UnavailableError
 from shared.messages.sequence import FinishReason
 
 KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment: parsers skip it, proxies and clients see that the connection lives."""
+"""An SSE comment: parsers skip it, and proxies see a live connection."""
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -47,11 +46,11 @@ HEADERS = [
 
 
 BLOCKED_S = 0.005
-"""A write that took longer waited for its reader."""
+"""Seconds above which a write counts as blocked by the reader."""
 
 
 class EventStream:
-    """Begins with the first thing written, or when nothing was for `keep_alive_s`."""
+    """An SSE response. The headers go out with the first write, or after `keep_alive_s`."""
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class EventStream:
         writer: DirectWriter | None = None,
         on_blocked: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """`on_blocked` is told for how long a write has waited for its reader."""
+        """`on_blocked` receives the seconds that a write waited for the reader."""
         self._on_blocked = on_blocked
         self._send = send
         self._writer = writer
@@ -69,10 +68,10 @@ class EventStream:
         self._loop = asyncio.get_running_loop()
         self._wrote_s = self._loop.time()
         self.has_begun = False
-        """The headers are out: from here on an error can only be an event."""
+        """The headers are sent; later errors are events."""
 
     async def begin(self) -> None:
-        """Send the headers, unless they are out."""
+        """Send the headers, once."""
         if not self.has_begun:
             self.has_begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
@@ -92,7 +91,7 @@ class EventStream:
 
     @property
     def can_push(self) -> bool:
-        """Whether `push` may be called: the headers are out, and the client keeps up."""
+        """Whether `push` may be called: the headers are sent, and the client keeps up."""
         writer = self._writer
         return writer is not None and self.has_begun and not self._is_writing and writer.is_open
 
@@ -104,10 +103,7 @@ class EventStream:
         self._wrote_s = self._loop.time()
 
     async def wait(self, exchange: Exchange) -> None:
-        """Until something changed; writes a comment whenever nothing was written for too long.
-
-        Raises what `Exchange.wait` raises.
-        """
+        """Wait for a change of the exchange, sending keep-alive comments. Raises as `Exchange.wait` does."""
         while True:
             try:
                 async with asyncio.timeout_at(self._wrote_s + self._keep_alive_s):
@@ -121,7 +117,7 @@ SALT_BYTES = 16
 
 
 def salt_of(tenant: str, cache_salt: str) -> bytes:
-    """Of a request: `tenant` is the digest of its key, `cache_salt` what it asks for."""
+    """Return the prefix-cache salt: `tenant` is the key's digest, `cache_salt` the request's field."""
     digest = blake2b(digest_size=SALT_BYTES)
     for part in (tenant, cache_salt):
         encoded = part.encode("utf-8", "surrogatepass")
@@ -135,20 +131,20 @@ JSON_HEADERS = [(b"content-type", b"application/json")]
 
 @dataclass(frozen=True, slots=True)
 class Lasting:
-    """Of an answer that is written for whoever asks for it again, here or at another gateway: what is written
-    depends on its tokens alone."""
+    """Parameters of an answer that can be read again, here or at another gateway; its pieces depend only on
+    tokens."""
 
     request_id: str
-    """What its sequences are called."""
+    """Id of its sequences."""
     legacy: Legacy
     on_open: Callable[[Exchange], None]
-    """Gets its sequences."""
+    """Called with the opened exchange."""
     before_first: Awaitable[None]
-    """Nothing is written until then."""
+    """Awaited before the first write."""
 
 
 class CompletionResponse(Response):
-    """Made by the route once the job is accepted; does everything else when it is called."""
+    """ASGI response to an admitted job; runs it when called."""
 
     def __init__(
         self,
@@ -170,17 +166,17 @@ class CompletionResponse(Response):
         self._served = served
         self._config = served.config
         self._readers: dict[int, PartReader] = {}
-        """By choice, where answers are taken apart."""
+        """By choice; empty when answers are not parsed."""
         self._calling: set[int] = set()
         """Choices that call a function."""
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended it before it was complete, though its headers were out."""
+        """Error that ended the answer after its headers were sent."""
         return self._record.error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises KvasirError as long as nothing has been sent."""
+        """Run the job and send the answer. Raises KvasirError only before the headers are sent."""
         salt = salt_of(self._record.tenant, self._job.cache_salt)
         exchange = self._sessions.open(
             self._job,
@@ -218,7 +214,7 @@ class CompletionResponse(Response):
             self._record.is_gone = True
         except KvasirError as error:
             if not isinstance(error, UnavailableError):
-                self._writer.failed(error)  # a response in the background is asked for later
+                self._writer.failed(error)  # a background response is read later
             raise
         finally:
             exchange.on_news = None
@@ -277,9 +273,7 @@ class CompletionResponse(Response):
         await out.write(tail, is_last=True)
 
     def _push(self, exchange: Exchange, answers: list[ChoiceText], out: EventStream, begun: set[int]) -> bool:
-        """Write what has just arrived without waking a task for it; False when there is more to it than
-        that.
-        """
+        """Write new tokens without waking a task; False when a task must continue."""
         if not out.can_push or not all(answer.stream.is_open for answer in answers):
             return False
         if events := self._events(exchange, answers, begun):
@@ -304,7 +298,7 @@ class CompletionResponse(Response):
         return b"".join(events)
 
     def _parts(self, piece: TextPiece, answer: ChoiceText) -> list[AnswerPart]:
-        """What a piece is made of."""
+        """Return the parts of a piece of text."""
         reader = self._readers.get(answer.index)
         if reader is None:
             return [Content(piece.text)] if piece.text else []
@@ -321,7 +315,7 @@ class CompletionResponse(Response):
         return None if reason is None else str(reason)
 
     def _read(self, exchange: Exchange, answers: list[ChoiceText]) -> list[tuple[TextPiece, ChoiceText]]:
-        """What has become readable; the rest of a choice that a stop string has ended is cancelled."""
+        """Return new pieces; cancel the rest of a choice that a stop string ended."""
         pieces: list[tuple[TextPiece, ChoiceText]] = []
         for answer, sequence in zip(answers, exchange.sequences, strict=True):
             for piece in self._new_pieces(answer):
@@ -339,7 +333,7 @@ class CompletionResponse(Response):
         return () if piece is None else (piece,)
 
     def _logprobs(self, tokens: Sequence[PlacedToken]) -> dict[str, Any] | None:
-        """As this kind of answer has them; None when they are not asked for."""
+        """Return log-probabilities in the API's format; None if not requested."""
         if (top := self._job.top_logprobs) is None:
             return None
         write = chat_logprobs if self._job.kind == "chat" else text_logprobs
@@ -366,7 +360,7 @@ def _pending(answers: list[ChoiceText]) -> bool:
 
 
 async def _watch(receive: Receive, exchange: Exchange) -> None:
-    """Until the client is gone; what it sends before that does not matter any more."""
+    """Wait for the client to disconnect, ignoring other messages."""
     while (await receive())["type"] != "http.disconnect":
         pass
     exchange.leave()

@@ -1,14 +1,12 @@
-"""One HTTP connection: uvicorn's, with the bounds it lacks on what a client may send and how long it takes.
+"""uvicorn's HTTP connection with limits on size, time and number.
 
-A head has a size and a time; a body's framing (chunk headers, trailers) has a size; a reader has to read. A
-connection ends with an answer that was complete before its request: what still arrives is thrown away, within
-bounds, and never parsed. Whatever is refused here is refused in the same error format as everywhere. Knows
-nothing of routes.
+A request's head has a size and a time limit, body framing (chunk headers, trailers) a size limit, and writes
+a timeout. If an answer completes before its request, the connection closes; remaining bytes are discarded
+unparsed, up to a limit. Errors here have the common error format.
 
-A connection is *engaged* while a request whose key was accepted is answered on it. Everything else is idle:
-nothing sent yet, half a head, kept for a next request, answered before its request was complete. Idle
-connections need no key, so they give way, the longest idle one first: whoever fills the server with them
-displaces himself.
+A connection is *engaged* while it answers a request with a valid key; otherwise it is idle. Idle connections
+need no key, so the longest idle one is closed to make room. A client that floods the server displaces its own
+connections.
 """
 
 import asyncio
@@ -30,18 +28,18 @@ from services.gateway.errors import HttpError, ShuttingDown, body_of, headers_of
 from shared.errors import KvasirError
 
 DIRECT_WRITER: Final = "kvasir.direct_writer"
-"""Where an application finds the `DirectWriter` in the ASGI scope, if there is one."""
+"""Key of the `DirectWriter` in the ASGI scope, where there is one."""
 
 
 class DirectWriter:
-    """Writes pieces of one response's body without `send`, which would wake a task for each."""
+    """Writes body chunks without `send`, which would wake a task for each."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
 
     @property
     def is_open(self) -> bool:
-        """Whether a chunk would go out now: the response has begun, its reader is there and keeps up."""
+        """Whether a chunk can be written now: the response has begun and the client keeps up."""
         cycle = self._cycle
         return not (
             cycle.disconnected
@@ -51,22 +49,22 @@ class DirectWriter:
         )
 
     def write(self, piece: bytes) -> None:
-        """One chunk, not empty (an empty one would end the body); the response must be open."""
+        """Write one chunk to an open response. It must not be empty: an empty chunk ends the body."""
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
 
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
-"""A body over the cap is read on and thrown away this far: a client reads no answer while it still writes."""
+"""Bytes of an oversized body to discard, since most clients read no answer while they write."""
 
 
 C = TypeVar("C", bound=Hashable)
 
 IPV6_PREFIX_BITS = 64
-"""What one subscriber is given: its addresses count as one."""
+"""Prefix length of one subscriber's network, which counts as one address."""
 
 
 class ConnectionTable(Generic[C]):
-    """The open connections of one listener, at most `limit`, and `limit_per_address` from one address."""
+    """A listener's open connections: at most `limit`, and `limit_per_address` per address."""
 
     def __init__(self, limit: int, limit_per_address: int) -> None:
         self._limit = limit
@@ -82,9 +80,9 @@ class ConnectionTable(Generic[C]):
         return len(self._address_of)
 
     def arrive(self, connection: C, address: str) -> C | None:
-        """Takes a new connection in, idle; what it returns has left the table for it and is to be closed.
+        """Add an idle connection; return the one it displaces, which the caller closes.
 
-        Raises HttpError (429 for the address, 503 for the server) where every other one is engaged.
+        Raises HttpError when all are engaged: 429 for the address, 503 for the server.
         """
         displaced = None
         if self._counts.get(address, 0) >= self._limit_per_address:
@@ -109,7 +107,7 @@ class ConnectionTable(Generic[C]):
         return displaced
 
     def engage(self, connection: C) -> None:
-        """From now on it does not give way. Harmless for one that has left."""
+        """Protect the connection from displacement. No effect after `leave`."""
         self._idle.pop(connection, None)
         address = self._address_of.get(connection)
         if address in self._idle_at:
@@ -118,14 +116,14 @@ class ConnectionTable(Generic[C]):
                 del self._idle_at[address]
 
     def disengage(self, connection: C) -> None:
-        """It is idle from now on. Harmless for one that has left."""
+        """Mark the connection idle. No effect after `leave`."""
         if connection in self._address_of:
             self.engage(connection)
             self._idle[connection] = None
             self._idle_at.setdefault(self._address_of[connection], OrderedDict())[connection] = None
 
     def leave(self, connection: C) -> None:
-        """It is closed. Harmless for one that has left."""
+        """Remove the connection. No effect if it is absent."""
         self.engage(connection)
         address = self._address_of.pop(connection, None)
         if address is not None:
@@ -135,7 +133,7 @@ class ConnectionTable(Generic[C]):
 
 
 def address_key(host: str | None) -> str:
-    """What counts as one address: an IPv4 address, or the network of an IPv6 one."""
+    """Return the IPv4 address, or the network of an IPv6 address."""
     try:
         address = ipaddress.ip_address((host or "").partition("%")[0])
     except ValueError:
@@ -149,9 +147,9 @@ def address_key(host: str | None) -> str:
 
 END_OF_HEADERS = b"\r\n\r\n"
 UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
-"""Offered to every server by some clients (h2c); left in, the parser takes the body for another protocol."""
+"""Some clients offer h2c on every request; the parser would then misread the body."""
 ENGAGE: Final = "kvasir.engage"
-"""Where an application finds, in the ASGI scope, what to call once it has accepted a request's key."""
+"""Key, in the ASGI scope, of the function to call once a request's key is accepted."""
 
 
 class ServerConfig(uvicorn.Config):
@@ -177,15 +175,15 @@ class BoundedProtocol(HttpToolsProtocol):
     _write_timer: asyncio.TimerHandle | None = None
     _linger_timer: asyncio.TimerHandle | None = None
     _head = b""
-    """Of headers that have not arrived in full."""
+    """Part of an incomplete head."""
     _in_head = False
-    """The parser has a part of a head: one that followed a request in the same packet."""
+    """The parser holds part of a head that followed a request in the same packet."""
     _in_message = False
     _framing_bytes = 0
-    """That have arrived since the last byte of a body, or the end of the last head."""
+    """Bytes since the last body byte, or since the end of the last head."""
     _discarded_bytes = 0
     _fault: str | None = None
-    """What is wrong with the request, where the parser does not say it."""
+    """Description of a fault that the parser does not report."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -200,13 +198,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._expect_headers()
 
     def data_received(self, data: bytes) -> None:
-        """Hands the parser whole headers, then the body as it comes."""
+        """Pass the parser complete heads, then body bytes as they arrive."""
         if self._linger_timer is not None:
             self._discard(data)
             return
         if not (self._in_message or self._in_head):
             if not self._head and not (data := data.lstrip(b"\r\n")):
-                return  # an empty line before a request is to be ignored, and holds no connection
+                return  # ignore an empty line before a request; it does not keep the connection
             self._head += data
             self._expect_headers()
             end = self._head.find(END_OF_HEADERS)
@@ -230,7 +228,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_message:
             self._fault = "trailers are not taken: send these fields as headers"
-            raise ValueError(self._fault)  # the parser stops, and `send_400_response` is called
+            raise ValueError(self._fault)  # stops the parser, which calls `send_400_response`
         super().on_header(name, value)
 
     def on_message_begin(self) -> None:
@@ -277,7 +275,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def shutdown(self) -> None:
-        """No further request; one that has not arrived in full is refused, one that has is answered."""
+        """Accept no more requests: refuse an incomplete one, finish a complete one."""
         if self._linger_timer is not None:
             self.transport.abort()
         elif self._in_message:
@@ -294,8 +292,10 @@ class BoundedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, framed)  # type: ignore[arg-type]  # uvicorn's types for the same
 
     def _sender(self, cycle: RequestResponseCycle) -> Send:
-        """`cycle.send`, with a body that ends with its connection for HTTP/1.0, which knows no chunks, and
-        with a connection that ends where the request is still arriving when its answer begins.
+        """Return `cycle.send`, adapted to two cases.
+
+        HTTP/1.0 has no chunks, so the body ends with the connection. An answer that begins before its request
+        is complete also ends the connection.
         """
         ends_early = is_unchunked = False
 
@@ -313,14 +313,14 @@ class BoundedProtocol(HttpToolsProtocol):
                 cycle.expected_content_length = len(message.get("body", b""))
             await cycle.send(message)  # type: ignore[arg-type]  # uvicorn's types for the same
             if ends_early:
-                cycle.keep_alive = True  # announced; but the end is `_linger`'s, or the answer might be lost
+                cycle.keep_alive = True  # `_linger` closes instead, or the answer could be lost
                 if cycle.response_complete:
                     self._linger()
 
         return send
 
     def _is_answering(self) -> bool:
-        """Something of an answer is out, or must go out first."""
+        """Whether part of an answer is sent, or earlier answers are pending."""
         cycle = self.cycle
         begun = cycle is not None and cycle.response_started and not cycle.response_complete
         return begun or bool(self.pipeline)
@@ -339,7 +339,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _headers_late(self) -> None:
         self._headers_timer = None
         if self.cycle is not None and not self.cycle.response_complete:
-            self._expect_headers()  # an answer is under way, which bytes behind its request do not end
+            self._expect_headers()  # an answer in progress is not ended by bytes after its request
             return
         timeout_s = self.config.limits.receive_timeout_s
         text = f"the request's headers did not arrive within {timeout_s:g} s"
@@ -356,7 +356,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._write_timer = None
 
     def _refuse(self, error: KvasirError) -> None:
-        """Answer on the bare connection and end it; where an answer is under way, only end it."""
+        """Send an error and close; if an answer is in progress, only close."""
         self._headers_arrived()
         if self.transport.is_closing() or self._linger_timer is not None:
             return
@@ -364,7 +364,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
             return
         if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True  # for the application this client is gone
+            self.cycle.disconnected = True  # the application sees a disconnect
             self.cycle.message_event.set()
         self._write(error)
         self._linger()
@@ -378,9 +378,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
 
     def _linger(self) -> None:
-        """All is said: half close, and read on for a while. Closed while the client still writes, the
-        connection would be reset, and the answer lost on its way.
-        """
+        """Half-close and discard input for a while: closing at once would reset the connection and lose the
+        answer."""
         if self.transport.is_closing() or self._linger_timer is not None:
             return
         self._unset_keepalive_if_required()

@@ -1,6 +1,6 @@
-"""The outermost ASGI layer: request ids, keys, and one error format for whatever goes wrong inside.
+"""Outermost ASGI layer: request ids, API keys, error responses, and one log line per request.
 
-Everything needs a key that is not open on purpose. One canonical log line per request. Knows no routes.
+Every path needs a key unless it is listed as open.
 """
 
 import asyncio
@@ -36,18 +36,18 @@ _ECHOED = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def new_request_id() -> str:
-    """128 random bits; a client's own id is never used for anything but echoing."""
+    """Return an id of 128 random bits. A client's own id is only echoed."""
     return f"req_{secrets.token_hex(16)}"
 
 
 def echoed_id(client_id: str | None) -> str | None:
-    """The client's X-Request-Id when it is fit to be sent back."""
+    """Return the client's X-Request-Id if it is safe to send back."""
     return client_id if client_id is not None and _ECHOED.fullmatch(client_id) else None
 
 
 @dataclass
 class RequestRecord:
-    """Filled while the request is served, logged once at its end."""
+    """Data about one request, logged at its end."""
 
     method: str
     path: str
@@ -55,38 +55,38 @@ class RequestRecord:
     request_id: str = field(default_factory=new_request_id)
     began_s: float = field(default_factory=monotonic_s)
     accepted_s: float | None = None
-    """When the whole request had arrived and was found valid."""
+    """Time at which the request was complete and valid."""
     first_token_s: float | None = None
-    """From then to the first token of the answer."""
+    """Seconds from `accepted_s` to the first token."""
     tenant: str = ""
-    """Digest of its key."""
+    """Digest of the request's key."""
     owner: Tenant = NOBODY
-    """What is known of the key's holder."""
+    """Tenant that holds the key."""
     trace_id: str | None = None
     is_lasting: bool = False
-    """Its answer goes on without it, and is counted when it ends."""
+    """The answer outlives this request and is counted when it ends."""
     status: int | None = None
     error: BaseException | None = None
     is_gone: bool = False
     stream: bool | None = None
     prompt_tokens: int | None = None
     ignored: Sequence[str] = ()
-    """Names of what it asks for and does not get."""
+    """Names of request fields that had no effect."""
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     model: str = ""
-    """That was asked."""
+    """Model name in the request."""
     figures: ModelFigures | None = None
-    """Its."""
+    """Metrics of that model."""
     sampling: Sampling | None = None
-    """Of the first choice."""
+    """Sampling of the first choice."""
     choices: int = 1
     most_tokens: int = 0
     finish_reasons: dict[str, int] = field(default_factory=dict)
     handovers: dict[str, int] = field(default_factory=dict)
 
     def note_accepted(self, job: AdmittedRequest) -> None:
-        """The request is valid and tokenized."""
+        """Record the parameters of a valid, tokenized request."""
         self.accepted_s = monotonic_s()
         self.stream = job.stream
         self.prompt_tokens = job.prompt_tokens
@@ -96,7 +96,7 @@ class RequestRecord:
         self.ignored = job.ignored
 
     def note_answers(self, answers: Sequence[ChoiceText]) -> None:
-        """The answer is over, whichever way."""
+        """Record the token counts and finish reasons of ended answers."""
         self.completion_tokens = sum(answer.completion_tokens for answer in answers)
         self.cached_tokens = sum(answer.stream.cached_tokens for answer in answers)
         for answer in answers:
@@ -106,7 +106,7 @@ class RequestRecord:
                 self.handovers[cause] = self.handovers.get(cause, 0) + count
 
     def count(self, took_s: float) -> None:
-        """Its answer is over, so long after the request was accepted."""
+        """Update the model's metrics; `took_s` counts from acceptance."""
         if self.figures is not None:
             self.figures.on_request(
                 took_s=took_s,
@@ -120,7 +120,7 @@ class RequestRecord:
             )
 
     def account(self, now_s: float) -> dict[str, object]:
-        """For the flight recorder: when it began and was accepted, seconds before `now_s`."""
+        """Return the flight recorder's fields; times are seconds before `now_s`."""
         accepted_s = self.began_s if self.accepted_s is None else self.accepted_s
         return {
             "took_s": now_s - self.began_s,
@@ -136,7 +136,7 @@ class RequestRecord:
         }
 
     def fields(self, now_s: float) -> dict[str, object]:
-        """Everything known, by name; None is not."""
+        """Return the fields of the log line; None means unknown."""
         code = self.error.code if isinstance(self.error, KvasirError) else None
         return {
             "request_id": self.request_id,
@@ -164,31 +164,31 @@ class RequestRecord:
 
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/openapi.json", "/docs"})
-"""Probes, and what the API is: no key needed, nothing secret in the answer."""
+"""Paths that need no key: probes and the API description."""
 OPERATOR_PATHS = OPEN_PATHS | {"/metrics", "/reset_prefix_cache"}
-"""The same on the operator's listener."""
+"""The same for the operator's listener."""
 
 
 class KeyRing:
-    """The accepted keys. Without any, nobody gets in."""
+    """The accepted keys. An empty ring accepts none."""
 
     def __init__(self, tenants: Mapping[str, Tenant]) -> None:
-        """By the digests of their keys."""
+        """`tenants` maps key digests to tenants."""
         self._tenants = dict(tenants)
 
     def __len__(self) -> int:
         return len(self._tenants)
 
     def replace(self, tenants: Mapping[str, Tenant]) -> None:
-        """Others from now on; what runs goes on."""
+        """Replace the keys; running requests continue."""
         self._tenants = dict(tenants)
 
     def owner(self, digest: str) -> Tenant:
-        """Whose key `check` has found. Raises KeyError for another."""
+        """Return the tenant of a digest that `check` returned. Raises KeyError for others."""
         return self._tenants[digest]
 
     def check(self, authorization: str | None) -> str:
-        """The digest, in hex, of the key in `Authorization: Bearer …`. Raises Unauthorized."""
+        """Return the hex digest of the key in `Authorization: Bearer …`. Raises Unauthorized."""
         scheme, _, key = (authorization or "").partition(" ")
         key = key.strip()
         if scheme.lower() != "bearer" or not key:
@@ -202,27 +202,27 @@ class KeyRing:
 
 _logger = log.get_logger("gateway.request")
 IGNORED_HEADER = b"x-kvasir-ignored"
-"""Names of what the request asked for and did not get."""
+"""Lists request fields that had no effect."""
 RECORD = "kvasir.record"
-"""Where routes find the `RequestRecord` in the ASGI scope."""
+"""Key of the `RequestRecord` in the ASGI scope."""
 CLIENT_GONE_STATUS = 499
 COUNTED = ("/v1/", "/tokenize", "/detokenize")
-"""POSTs that a key's quota counts."""
+"""POST paths that count against a key's quota."""
 LABELLED = ("/v1/", "/tokenize", "/detokenize")
-"""Paths that metrics tell apart, unless they turn out to lead nowhere."""
+"""Paths that get their own metric label, unless the answer is 401 or 404."""
 
 
 MESSAGES = "/v1/messages"
-"""Anthropic's API, with errors and a header for the key of its own."""
+"""Anthropic's API has its own error format and key header."""
 
 
 def refusal(error: KvasirError, path: str, headers: Mapping[str, str] | None = None) -> Response:
-    """The whole response, as the API at that path has it."""
+    """Return the error response in the format of the path's API."""
     return error_response(error, headers, error_body(error) if path.startswith(MESSAGES) else None)
 
 
 class Edge:
-    """Wraps the application."""
+    """ASGI middleware around the application."""
 
     def __init__(
         self,
@@ -234,8 +234,7 @@ class Edge:
         recorder: Recorder | None = None,
         quotas: Quotas | None = None,
     ) -> None:
-        """No key is wanted for `open_paths`, and for what begins with `open_below`. `quotas` count what is
-        computed."""
+        """`open_paths`, and paths below `open_below`, need no key. `quotas` limit use per key."""
         self._quotas = quotas
         self._app = app
         self._keys = keys
@@ -285,7 +284,7 @@ class Edge:
 
     @contextmanager
     def _counted(self, scope: Scope) -> Iterator[None]:
-        """Raises RateLimited where its key has asked for enough."""
+        """Count the request against the key's quota. Raises RateLimited at the limit."""
         record: RequestRecord = scope[RECORD]
         quotas = self._quotas
         if quotas is None or scope["method"] != "POST" or not scope["path"].startswith(COUNTED):
@@ -313,7 +312,7 @@ class Edge:
             if record.path.startswith(below):
                 route = f"{below}{{id}}"
         self._count(record, route)
-        # "Not ready yet" is an answer to a probe, which asks twenty times a second while a stack starts.
+        # Skip "not ready": probes ask twenty times a second while a stack starts.
         is_probed = self._is_open(record.path)
         if not is_probed or not isinstance(record.error, UnavailableError | None):
             now_s = monotonic_s()
@@ -336,7 +335,7 @@ class Edge:
 
 
 def _key(scope: Scope) -> str | None:
-    """As `Authorization` has it, or `x-api-key`, which comes first on Anthropic's API."""
+    """Return the `Authorization` value or `x-api-key`; the latter wins on Anthropic's API."""
     own = [f"Bearer {value.decode('latin-1')}" for name, value in scope["headers"] if name == b"x-api-key"]
     if own and scope["path"].startswith(MESSAGES):
         return own[0]
@@ -345,7 +344,7 @@ def _key(scope: Scope) -> str | None:
 
 
 def _authorization(scope: Scope) -> str | None:
-    """The one header of that name. Raises HttpError for two: a proxy may have looked at the other one."""
+    """Return the Authorization header. Raises HttpError for two: a proxy may have checked the other."""
     values = [value for name, value in scope["headers"] if name == b"authorization"]
     if len(values) > 1:
         text = "there are several Authorization headers: send one"
@@ -354,7 +353,7 @@ def _authorization(scope: Scope) -> str | None:
 
 
 def _stamped(record: RequestRecord, send: Send) -> Send:
-    """`send`, with the ids in the headers; notes the status."""
+    """Wrap `send` to add the ids as headers and note the status."""
 
     async def stamped(message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -1,6 +1,6 @@
-"""From a request body to a job: validated, tokenized and within the limits, or refused.
+"""Turns request bodies into jobs: validates, tokenizes and checks limits.
 
-Knows the model's codec and the configured limits; nothing of HTTP connections or of the bus.
+Independent of HTTP connections and the bus.
 """
 
 import secrets
@@ -40,9 +40,9 @@ def sampling_of(
     grammar: str = "",
     forced: Sequence[int] = (),
 ) -> Sampling:
-    """What a sampler could trip over is moved to where it means the same.
+    """Return the request's sampling parameters, with edge values replaced by safe equivalents.
 
-    Raises InvalidRequest for a `min_tokens` above `max_tokens` and for tokens the model does not have.
+    Raises InvalidRequest for `min_tokens` above `max_tokens` and for unknown tokens.
     """
     temperature = 1.0 if request.temperature is None else float(request.temperature)
     top_p = 1.0 if request.top_p is None else float(request.top_p)
@@ -88,7 +88,7 @@ def _logit_bias(request: schemas.CompletionFields, codec: Codec) -> tuple[tuple[
 
 
 def bad_word_tokens(words: Sequence[str], codec: Codec) -> tuple[tuple[int, ...], ...]:
-    """As vLLM has it: each word as it begins a text, and as it follows a space."""
+    """Return the tokens of each word, at the start of a text and after a space, as vLLM does."""
     runs = (
         codec.encode_text(text, add_special_tokens=False) for word in words for text in (word, f" {word}")
     )
@@ -102,56 +102,56 @@ def _checked(tokens: Sequence[int], codec: Codec, param: str) -> tuple[int, ...]
 
 
 def _end_token_ids(request: schemas.CompletionFields, codec: Codec) -> tuple[int, ...]:
-    """The model's, unless they are ignored, and the client's own in any case."""
+    """Return the client's stop tokens, and the model's end tokens unless `ignore_eos`."""
     own = _checked(request.stop_token_ids or (), codec, "stop_token_ids")
     return tuple(dict.fromkeys((*(() if request.ignore_eos else codec.end_token_ids), *own)))
 
 
 def _own_stop_tokens(request: schemas.CompletionFields, codec: Codec) -> frozenset[int]:
-    """Those of the client that are not the model's end tokens already."""
+    """Return the client's stop tokens that are not end tokens of the model."""
     ends = () if request.ignore_eos else codec.end_token_ids
     return frozenset(request.stop_token_ids or ()).difference(ends)
 
 
 DEFAULT_TEXT_MAX_TOKENS = 16
-"""What OpenAI's /v1/completions answers with when no limit is given."""
+"""OpenAI's default for /v1/completions."""
 SEED_MASK = 2**63 - 1
 
 STRUCTURED_FIELDS = ("response_format", "structured_outputs", *GUIDED)
 
 ContextLimit = Callable[[], Awaitable[int]]
-"""Longest prompt + answer in tokens, once it is known: no worker may have been heard of yet."""
+"""Returns the context length in tokens, once a worker has reported it."""
 
 
 @dataclass(frozen=True)
 class AdmittedRequest:
-    """What is to be generated: for each prompt, `n` choices under one sampling."""
+    """A validated job: for each prompt, `n` choices with one sampling."""
 
     kind: ReplyKind
     prompts: tuple[tuple[int, ...], ...]
     samplings: tuple[Sampling, ...]
-    """One per prompt; they differ in what the context leaves to the answer."""
+    """One per prompt; they differ in `max_tokens`."""
     n: int
     rules: TextRules
     stream: bool
     include_usage: bool
     continuous_usage: bool = False
-    """With `include_usage`: in every chunk."""
+    """Send usage in every chunk; needs `include_usage`."""
     answer_logprobs: int | None = None
     cache_salt: str = ""
-    """From the client: what it wants to share stored prefixes within."""
+    """From the client: requests with the same salt share cached prefixes."""
     priority: int = 0
-    """Lower ones are served first."""
+    """Lower values are served first."""
     reader: Callable[[], PartReader] | None = None
-    """Takes an answer apart; None: all of it is content."""
+    """Makes a parser for each answer; None: all text is content."""
     given: tuple[Given, ...] = ()
-    """Of each prompt, the end that is not in `prompts`: the answer is made to begin with it."""
+    """For each prompt, its tail that is not in `prompts`: the worker is forced to generate it."""
     prompt_logprobs: int | None = None
-    """How many of the likeliest tokens are wanted for each token of a prompt."""
+    """Number of top tokens to return per prompt token."""
     client_id: str | None = None
-    """What the client wants the answer to be called."""
+    """The client's id for the answer."""
     ignored: tuple[str, ...] = ()
-    """Names of what it asks for and does not get."""
+    """Names of request fields that had no effect."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -159,27 +159,27 @@ class AdmittedRequest:
 
     @property
     def whole_prompts(self) -> tuple[tuple[int, ...], ...]:
-        """Each with the end that the answer is made to begin with."""
+        """Each prompt including its forced tail."""
         given = self.given or (Given(),) * len(self.prompts)
         return tuple(each.prompt or prompt for prompt, each in zip(self.prompts, given, strict=True))
 
     @property
     def top_logprobs(self) -> int | None:
-        """How many of the likeliest tokens go with each token; None: no log-probabilities."""
+        """Number of top tokens to return per token; None: no log-probabilities."""
         return self.answer_logprobs
 
 
 class _Prompt(NamedTuple):
     tokens: list[int]
     is_thinking: bool
-    """It ends inside of what the model thinks."""
+    """The prompt ends inside the model's reasoning."""
     begun: str
-    """Of the message that the answer continues: what the prompt has of it."""
+    """Beginning of the continued message, as the prompt has it."""
 
 
 @dataclass(frozen=True)
 class _Chat:
-    """A body that was read."""
+    """A parsed chat body."""
 
     request: schemas.ChatRequest
     messages: list[dict[str, Any]]
@@ -191,16 +191,16 @@ NO_TOOLS = Tools()
 
 
 def names_of(config: GatewayConfig) -> tuple[str, ...]:
-    """What clients may call the model that is configured: its name first."""
+    """Return the configured model's names: its own, then its aliases."""
     own = config.served_name
     return (own, *(alias for alias, name in config.aliases.items() if name == own))
 
 
 class Acceptance:
-    """Turns bodies into jobs; reads and tokenizes in threads of its own, a bounded number at a time."""
+    """Turns bodies into jobs, in a bounded thread pool."""
 
     def __init__(self, config: GatewayConfig, codec: Codec) -> None:
-        """For the model that `config` names, and the aliases that it has of it."""
+        """For the model that `config` names, and its aliases."""
         self._config = config
         self.names = names_of(config)
         self.codec = codec
@@ -208,13 +208,13 @@ class Acceptance:
         self.checks = GrammarChecks(codec.forms_folder)
 
     def ignored(self) -> Ignored:
-        """Where what one request asks for and does not get is noted."""
+        """Return a new record of one request's ignored fields."""
         return Ignored(is_strict=self._config.unknown_fields == "refuse")
 
     async def chat(self, body: bytes, context: ContextLimit, key: str = "") -> AdmittedRequest:
-        """A job of one prompt; `key` is the client's.
+        """Return a job of one prompt; `key` is the client's.
 
-        Raises InvalidRequest and its kinds, UnavailableError and its kinds, or what `context` raises.
+        Raises InvalidRequest, UnavailableError and their subclasses, or what `context` raises.
         """
         read = partial(parse_chat, body, self._config.max_messages)
         return await self.chat_of(read, len(body), context, self.ignored(), key)
@@ -227,11 +227,11 @@ class Acceptance:
         ignored: Ignored,
         key: str = "",
     ) -> AdmittedRequest:
-        """As `chat`, of a body that `read` makes of one of another API."""
+        """Like `chat`, for a body that `read` converts from another API."""
         return await self.asked(lambda: self._chat(read(), ignored), size_bytes, context, key)
 
     async def count(self, read: Callable[[], Mapping[str, Any]], size_bytes: int, ignored: Ignored) -> int:
-        """Tokens of that chat's prompt. Raises as `chat` does."""
+        """Return the number of tokens in the chat's prompt. Raises as `chat` does."""
         chat = await self.threads.read(lambda: self._chat(read(), ignored), size_bytes)
         prompt = await self.threads.encode(lambda: self._prompt(chat, ""), size_bytes)
         return len(prompt.tokens)
@@ -253,7 +253,7 @@ class Acceptance:
         return replace(job, reader=reader, rules=rules, ignored=chat.ignored)
 
     async def text(self, body: bytes, context: ContextLimit, key: str = "") -> AdmittedRequest:
-        """A job of one or several prompts. Raises as `chat` does."""
+        """Return a job of one or several prompts. Raises as `chat` does."""
         ignored = self.ignored()
         request = await self.threads.read(lambda: self._text(body, ignored), len(body))
         prompts = await self.threads.encode(lambda: self._prompts(request), len(body))
@@ -264,14 +264,15 @@ class Acceptance:
     async def _grammar(
         self, request: schemas.CompletionRequest, key: str, size_bytes: int, tools: Tools = NO_TOOLS
     ) -> str:
-        """What the answer is to keep to; empty: nothing. Raises InvalidRequest, UnavailableError."""
+        """Return the answer's grammar; empty: none. Raises InvalidRequest, UnavailableError."""
         written = await self.threads.encode(lambda: self._written(request, tools), size_bytes)
         return "" if written is None else await self.checks.check(*written[:2], key, written[2])
 
     def _written(
         self, request: schemas.CompletionRequest, tools: Tools
     ) -> tuple[str, str, list[tuple[str, str]]] | None:
-        """A grammar, the path of what it is made of, and its parts with theirs. Raises InvalidRequest."""
+        """Return a grammar, the field it comes from, and its parts with their fields. Raises
+        InvalidRequest."""
         form, param = grammar_of({name: getattr(request, name) for name in STRUCTURED_FIELDS})
         writer, added = self.codec.call_format, self.codec.added_tokens
         parts = [(param, form)] if form else []
@@ -305,7 +306,7 @@ class Acceptance:
         variables = dict(chat.request.chat_template_kwargs or {})
         if chat.request.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", chat.request.reasoning_effort)
-        if grammar and self.codec.chat_template.thinks:  # what it thinks would not be in its form
+        if grammar and self.codec.chat_template.thinks:  # reasoning would violate the grammar
             variables.setdefault("enable_thinking", False)
         continues = bool(chat.request.continue_final_message)
         text = chat_text(
@@ -322,7 +323,7 @@ class Acceptance:
         return _Prompt(self.codec.encode_rendered(text), is_thinking, begun)
 
     def _reader(self, tools: Tools, prompt: _Prompt, *, is_held: bool) -> Callable[[], PartReader] | None:
-        """`is_held`: to a grammar, which has no room for thoughts."""
+        """With `is_held` a grammar constrains the answer, which leaves no room for reasoning."""
         writer, is_thinking = self.codec.call_format, prompt.is_thinking
         if writer is HARMONY:
             return lambda: HarmonyReader(prompt.begun)
@@ -343,7 +344,7 @@ class Acceptance:
 
     @property
     def pools_mean(self) -> bool:
-        """Whether an embedding is the mean of all tokens' states."""
+        """Whether an embedding is the mean over all tokens."""
         wanted = self._config.embedding_pooling
         return wanted == "mean" or (wanted == "auto" and self.codec.pools_mean)
 
@@ -352,7 +353,7 @@ class Acceptance:
         self.checks.close()
 
     def check_fields(self, request: schemas.NamesModel, ignored: Ignored) -> None:
-        """Raises ModelNotFound, UnsupportedFeature and InvalidRequest for fields that this server has not."""
+        """Raise ModelNotFound, UnsupportedFeature or InvalidRequest for fields that are not supported."""
         if request.model not in self.names:
             raise unknown_model(request.model, self.names)
         fields.settle(request, ignored)
@@ -374,7 +375,7 @@ class Acceptance:
         return [self.encode(prompt, "prompt", adds_special=adds_special) for prompt in request.prompts]
 
     def encode(self, prompt: str | list[int], param: str, *, adds_special: bool = True) -> list[int]:
-        """Tokens of a text or of tokens. Raises InvalidRequest for tokens that the model does not have."""
+        """Return the prompt's tokens. Raises InvalidRequest for unknown ids."""
         if isinstance(prompt, str):
             return self.codec.encode_text(prompt, add_special_tokens=adds_special)
         if any(not 0 <= token < self.codec.vocab_size for token in prompt):
@@ -430,7 +431,7 @@ class Acceptance:
     def _truncated(
         self, request: schemas.CompletionFields, prompt: Sequence[int], limit: int | None, context_tokens: int
     ) -> Sequence[int]:
-        """The prompt's end, where that is asked for; -1: as much as fits."""
+        """Return the last `truncate_prompt_tokens` tokens of the prompt; -1: as many as fit."""
         most = request.truncate_prompt_tokens
         if most == 0:
             raise InvalidRequest(
@@ -443,8 +444,8 @@ class Acceptance:
     def _given(
         self, request: schemas.CompletionRequest, prompt: Sequence[int], limit: int | None, at: int
     ) -> Given:
-        """How much of the prompt is gone through token by token: all but its first for log-probabilities, its
-        last where nothing is to follow it."""
+        """Return how many of the prompt's last tokens are forced: all but the first for log-probabilities,
+        one for `max_tokens: 0`."""
         echoes = isinstance(request, schemas.TextRequest) and bool(request.echo)
         wants_all = request.prompt_logprobs is not None or (echoes and request.logprobs_wanted is not None)
         if limit == 0 and len(prompt) < 2:
@@ -458,7 +459,7 @@ class Acceptance:
         return Given(count, tuple(prompt) if count or echoes else (), text)
 
     def limit(self, param: str, prompt_tokens: int, limit: int | None, context_tokens: int) -> int:
-        """Longest answer. Raises ContextOverflow, in the words that clients look for."""
+        """Return the answer's token limit. Raises ContextOverflow, worded as clients expect."""
         if prompt_tokens == 0:
             raise InvalidRequest("the prompt has no tokens", param=param)
         left = context_tokens - prompt_tokens
