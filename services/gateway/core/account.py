@@ -1,8 +1,8 @@
-"""Where the time of one request went: a sweep over its wall time, each moment given to one cause.
+"""Assigns the wall time of one request to causes. Pure.
 
-Made from what every service remembers of it (`shared.recorder`), by the wall clock. Causes overlap (a plan is
-under way while a step runs), so each has a rank: computing wins over waiting, and what explains most closely
-over what surrounds it. Only what a record shows is given a cause; the rest is `unexplained`. Pure.
+The input is the flight recorders of all services (`shared.recorder`). Causes overlap (a plan is in flight
+while a step runs), so the highest rank wins: computing before waiting, specific before general. Time without
+a recorded cause is `unexplained`.
 """
 
 from collections import defaultdict
@@ -17,7 +17,7 @@ from services.gateway.core.stream import OVERLAP_S
 
 
 class Cause(StrEnum):
-    """What a moment went to. The order is the rank: of several at a moment, the first is it."""
+    """A cause of elapsed time. Order is rank: the first of overlapping causes wins."""
 
     READER = "the client read slowly"
     LENDERS = "waiting for blocks at other workers"
@@ -46,7 +46,7 @@ UNEXPLAINED = "unexplained"
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """An event of some instance, by the wall clock."""
+    """An event of some instance, in wall-clock time."""
 
     at_s: float
     service: str
@@ -62,7 +62,7 @@ class Happened:
 
 @dataclass(frozen=True, slots=True)
 class TimePart:
-    """A stretch of the request's wall time, in seconds since 1970."""
+    """A part of the request's wall time, in Unix seconds."""
 
     begin_s: float
     end_s: float
@@ -71,7 +71,7 @@ class TimePart:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One step of a worker that the request was part of."""
+    """One step of a worker that included the request."""
 
     begin_s: float
     end_s: float
@@ -80,13 +80,13 @@ class _Step:
     """Choices and attempts of the request."""
     is_prefill: bool
     busy_s: float
-    """That the engine had computed before it, since its start."""
+    """Seconds that the engine had computed before this step."""
     heard_s: float
-    """When its plan reached the worker."""
+    """Time at which the plan reached the worker."""
     plan: tuple[int, int]
     rows: int
     remote_s: float = 0.0
-    """Of it, waiting for blocks that other workers lend."""
+    """Part of the step spent waiting for borrowed blocks."""
 
 
 @dataclass(slots=True)
@@ -101,13 +101,13 @@ class AnswerAccount:
 
     @property
     def accounted_share(self) -> float:
-        """Of the wall time, what has a cause; 1 for a request that took none."""
+        """Share of the wall time that has a cause; 1 for an empty time."""
         unexplained_s = self.seconds().get(UNEXPLAINED, 0.0)
         whole_s = self.end_s - self.begin_s
         return 1.0 - unexplained_s / whole_s if whole_s > 0 else 1.0
 
     def seconds(self) -> dict[str, float]:
-        """By cause, the longest first."""
+        """Return the seconds by cause, longest first."""
         sums: dict[str, float] = defaultdict(float)
         for part in self.parts:
             sums[part.cause] += part.end_s - part.begin_s
@@ -115,9 +115,9 @@ class AnswerAccount:
 
 
 def account_of(events: Sequence[Happened], now_s: float) -> AnswerAccount | None:
-    """Of one request's events, whoever said them, in any order. None where no gateway's are among them.
+    """Return the account of one request's events, in any order; None without a gateway's events.
 
-    One that is not over is accounted for until `now_s`.
+    An unfinished request is accounted up to `now_s`.
     """
     events = sorted(events, key=lambda event: event.at_s)
     whole = _last(events, "gateway", "request")
@@ -142,8 +142,8 @@ TimeClaim = tuple[float, float, Cause]
 
 
 def sweep(claims: Sequence[TimeClaim], begin_s: float, end_s: float) -> list[TimePart]:
-    """Cuts the time from `begin_s` to `end_s` at every claim's ends; each piece goes to the first in rank of
-    those that claim it. Neighbouring pieces of a cause are one."""
+    """Split the time at every claim's ends; each piece gets the highest-ranked claim. Equal neighbours
+    merge."""
     ordered = sorted(
         (max(first, begin_s), min(last, end_s), RANK[cause], cause)
         for first, last, cause in claims
@@ -215,8 +215,10 @@ def _of_steps(events: Sequence[Happened], steps: Sequence[_Step]) -> Iterator[Ti
 
 
 def _of_queue(events: Sequence[Happened], steps: Sequence[_Step], end_s: float) -> Iterator[TimeClaim]:
-    """From each submission to its place, from there to the first plan that computes it, and to its first
-    step, which may be of a later plan where the sequence was put off."""
+    """Claim the time from submission to placement, to the first plan, and to the first step.
+
+    The first step may belong to a later plan if the sequence was deferred.
+    """
     places = _of(events, "scheduler", "placed")
     plans = _of(events, "scheduler", "plan")
     for submitted in _of(events, "scheduler", "submitted"):
@@ -234,8 +236,10 @@ def _of_queue(events: Sequence[Happened], steps: Sequence[_Step], end_s: float) 
 
 
 def _of_handovers(events: Sequence[Happened], steps: Sequence[_Step], end_s: float) -> Iterator[TimeClaim]:
-    """What lies between the last that is known of one attempt and the first step of the next. A worker that
-    was lost took its record along; that it was sent plans is known."""
+    """Claim the time between the last record of one attempt and the first step of the next.
+
+    A lost worker's record is missing, but the plans sent to it are known.
+    """
     plans = _of(events, "scheduler", "plan")
     complete = _last(events, "gateway", "tokens complete")
     over_s = end_s if complete is None else complete.at_s
@@ -259,8 +263,10 @@ def _of_handovers(events: Sequence[Happened], steps: Sequence[_Step], end_s: flo
 def _handovers(
     events: Sequence[Happened],
 ) -> Iterator[tuple[tuple[int, int], Happened | None, list[str]]]:
-    """Each choice's attempts in order: which, what submitted the next one, and why there was one. None: it is
-    the last. An attempt is submitted again where nothing was heard of it, and is still the same."""
+    """Yield each choice's attempts in order: choice and attempt, the next submission, its causes.
+
+    The next submission is None for the last attempt. A resubmission of the same attempt does not count.
+    """
     by_choice: dict[int, dict[int, Happened]] = defaultdict(dict)
     for submit in _of(events, "gateway", "submit"):
         by_choice[int(submit.fields.get("choice", 0))].setdefault(submit.attempt, submit)
@@ -274,18 +280,18 @@ def _handovers(
 
 
 def _refs(batch: Happened) -> set[tuple[int, int]]:
-    """Choices and attempts of the request, in a step or a plan."""
+    """Return the request's choices and attempts in a step or a plan."""
     return {(choice, attempt) for choice, attempt, *_ in (*batch.fields["chunks"], *batch.fields["own"])}
 
 
 def _attempts(batch: Happened) -> set[int]:
-    """Of the request, in a step or a plan."""
+    """Return the request's attempts in a step or a plan."""
     return {attempt for _, attempt in _refs(batch)}
 
 
 def _given_up(events: Sequence[Happened]) -> dict[tuple[int, int], float]:
-    """By choice and attempt: since when nobody takes its tokens, as another attempt was submitted instead.
-    Where it moved, the source is read on for a while."""
+    """Return when each superseded attempt stopped counting. After a move, the source is read for OVERLAP_S
+    more."""
     return {
         ref: following.at_s + ("moved" in fresh) * OVERLAP_S
         for ref, following, fresh in _handovers(events)
@@ -296,7 +302,7 @@ def _given_up(events: Sequence[Happened]) -> dict[tuple[int, int], float]:
 # --- reading events
 
 _SLACK_S = 0.002
-"""By which the clocks of two services on one machine, as they tell them, may differ."""
+"""Tolerated difference between the clocks of two services on one machine."""
 
 
 def _of(events: Sequence[Happened], service: str, kind: str) -> list[Happened]:
@@ -308,8 +314,10 @@ def _last(events: Sequence[Happened], service: str, kind: str) -> Happened | Non
 
 
 def _steps(events: Sequence[Happened]) -> list[_Step]:
-    """Those whose tokens were awaited when they ended. One that a frozen worker ends when it goes on again,
-    after the request went on elsewhere, computed nothing of the answer: that time is the loss's."""
+    """Return the steps that were still awaited when they ended.
+
+    A step that a frozen worker ends after the request moved on computed nothing for it.
+    """
     given_up, found = _given_up(events), []
     for event in _of(events, "worker", "step"):
         said = event.fields
@@ -334,7 +342,7 @@ def _steps(events: Sequence[Happened]) -> list[_Step]:
 
 
 def _plans(events: Sequence[Happened]) -> dict[tuple[str, int, int], float]:
-    """When each plan was sent, by worker, epoch and number."""
+    """Return the time at which each plan was sent, by worker, epoch and number."""
     return {
         (event.fields["worker"], event.fields["epoch"], event.fields["plan"]): event.at_s
         for event in _of(events, "scheduler", "plan")
@@ -354,7 +362,7 @@ def _between(
 
 
 def _facts(events: Sequence[Happened], steps: Sequence[_Step], whole: Happened | None) -> dict[str, Any]:
-    """What a person wants to know beside the times."""
+    """Return additional facts for people."""
     submitted = next(iter(_of(events, "scheduler", "submitted")), None)
     predicted = next(iter(_of(events, "scheduler", "predicted")), None)
     complete = _last(events, "gateway", "tokens complete")

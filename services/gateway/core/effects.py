@@ -1,4 +1,4 @@
-"""What a stream asks its shell to do. Pure data."""
+"""Effects that a stream asks its shell to carry out. Pure data."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from shared.messages.sequence import SequenceRef
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Send the scheduler the prompt and the tokens held, under `attempt`; report back with `serial`."""
+    """Send the scheduler the prompt and held tokens as `attempt`; report the result with `serial`."""
 
     attempt: int
     serial: int
@@ -17,7 +17,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Ask the worker for the tokens from `first_index` on."""
+    """Fetch the tokens from `first_index` on from the worker."""
 
     worker: Start
     ref: SequenceRef
@@ -26,7 +26,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledge:
-    """Tell the worker that it may forget this end."""
+    """Tell the worker that this end was seen and can be forgotten."""
 
     worker_id: str
     ref: SequenceRef
@@ -34,19 +34,17 @@ class Acknowledge:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Tell the worker, where one is known, to end this attempt and lower ones; the scheduler too if that
-    is all.
-    """
+    """End this and lower attempts at the worker, if known; also at the scheduler if `is_final`."""
 
     ref: SequenceRef
     worker_id: str | None
     is_final: bool = True
-    """False when a higher attempt goes on: the scheduler learns that from its submission."""
+    """False when a higher attempt follows: its submission informs the scheduler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extend:
-    """Tell the worker that takes the sequence over what the former one has computed since."""
+    """Send the target of a hand-over the tokens that the source has computed since."""
 
     worker_id: str
     ref: SequenceRef
@@ -59,14 +57,12 @@ StreamEffects = tuple[StreamEffect, ...]
 
 
 def is_for_an_heir(report: SequenceReport, incarnation: int) -> bool:
-    """Whether it is of an earlier start of this gateway, and waits for another one to take it over."""
+    """Whether the sequence is of an earlier run of this gateway and awaits a takeover."""
     return report.heir_of not in (0, incarnation)
 
 
 def disown(report: SequenceReport, worker: Start, *, goes_on: bool) -> Acknowledge | Cancel:
-    """What to tell a worker that lists a sequence, or (`goes_on`) a stale attempt of one, that nobody
-    waits for.
-    """
+    """Return the reply to a worker that lists an orphan sequence, or a stale attempt (`goes_on`)."""
     if report.state is SequenceState.ENDED:
         return Acknowledge(worker[0], report.ref)
     return Cancel(report.ref, worker[0], is_final=not goes_on)

@@ -1,6 +1,6 @@
-"""The fleet as its heartbeats describe it, in rows for the live page and for metrics: one source for both.
+"""Rows about the fleet, made from heartbeats, for the live page and for metrics. Pure.
 
-Pure. Blocks are each worker's own; tokens compare between workers.
+Block sizes differ between workers; compare them in tokens.
 """
 
 from collections import Counter
@@ -13,8 +13,10 @@ NO_CACHE = CacheReport()
 
 
 def worker_row(report: WorkerReported, heard_s: float) -> dict[str, Any]:
-    """One worker. `blocks` are by place and add up: used + evictable + free are the device's, borrowed ones
-    among them; lent ones are outside."""
+    """Return a worker's row.
+
+    used + evictable + free blocks are the device's total, borrowed ones included and lent ones not.
+    """
     capacity, cache = report.capacity, report.cache or NO_CACHE
     states = Counter(str(sequence.state) for sequence in report.sequences)
     free, evictable = capacity.free_blocks, capacity.evictable_blocks
@@ -55,7 +57,7 @@ def worker_row(report: WorkerReported, heard_s: float) -> dict[str, Any]:
 
 
 def debt_rows(reports: Iterable[WorkerReported]) -> list[dict[str, Any]]:
-    """Who holds whose blocks, as the creditors say it; host memory included."""
+    """Return the lent blocks by creditor and debtor, host memory included."""
     rows = []
     for report in reports:
         debtors = {**report.lent_to_blocks, **report.host_lent_to_blocks}
@@ -68,7 +70,7 @@ def debt_rows(reports: Iterable[WorkerReported]) -> list[dict[str, Any]]:
 
 
 def totals_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """All workers together, in tokens where blocks may differ in size."""
+    """Return the sums over all workers, in tokens where block sizes may differ."""
 
     def tokens(place: str) -> int:
         return sum(row["blocks"][place] * row["block_tokens"] for row in rows)
@@ -87,7 +89,7 @@ def totals_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def batch_rows(sequences: Iterable[SequenceReport]) -> list[dict[str, Any]]:
-    """What one worker holds, the longest in memory first."""
+    """Return a worker's sequences, those with most blocks first."""
     rows = [
         {
             "request": sequence.ref.request_id,

@@ -1,7 +1,4 @@
-"""What the gateway knows of the others from their heartbeats.
-
-Pure: no bus, no clock; `now_s` is passed in.
-"""
+"""State of workers, supervisor and scheduler, from their heartbeats. Pure; `now_s` is passed in."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -17,12 +14,12 @@ from shared.messages.reports import (
 )
 
 _VERDICT_S = 15.0
-"""What the supervisor said is believed for so long: some of its turns."""
+"""Seconds that the supervisor's report is valid; several of its rounds."""
 
 
 @dataclass(slots=True)
 class WorkerView:
-    """One worker as its last heartbeat described it."""
+    """A worker's last heartbeat."""
 
     start: Start
     model: str
@@ -31,7 +28,7 @@ class WorkerView:
 
 
 class StepSums:
-    """What the steps of all workers of a model were like, of all their starts that were heard of."""
+    """Sums of step statistics over all workers of a model, across restarts."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -41,7 +38,7 @@ class StepSums:
         self.by_inference = [0] * (len(WAIT_BOUNDS_S) + 1)
 
     def add(self, now: StepsReport, before: StepsReport) -> None:
-        """What came between two reports of one start of one worker."""
+        """Add the difference between two reports of one run of a worker."""
         self.tokens += max(0, now.tokens - before.tokens)
         self.prefill_s += max(0.0, now.prefill_s - before.prefill_s)
         self.inference_s += max(0.0, now.inference_s - before.inference_s)
@@ -51,13 +48,13 @@ class StepSums:
 
 
 def _add(sums: list[int], now: Sequence[int], before: Sequence[int]) -> None:
-    """Counts only rise; one that the sender's version does not have is 0."""
+    """Add increases of counters; a counter that the sender lacks is 0."""
     for at, count in enumerate(now[: len(sums)]):
         sums[at] += max(0, count - (before[at] if at < len(before) else 0))
 
 
 class WorkerTable:
-    """The workers heard of lately, and the context that each of `models` can be offered."""
+    """The live workers, and the context length of each of `models`."""
 
     def __init__(self, models: Collection[str], timeout_s: float) -> None:
         self._models = frozenset(models)
@@ -67,10 +64,10 @@ class WorkerTable:
         self.steps = {model: StepSums() for model in models}
         """By model."""
         self._counted: dict[str, tuple[Start, StepsReport]] = {}
-        """What `steps` has of each worker, also of those that are silent: they may come back."""
+        """Last report counted in `steps`, by worker; silent workers may come back."""
 
     def on_report(self, report: WorkerReported, now_s: float) -> Start | None:
-        """Takes a heartbeat in. Returns the run of that worker which this one's start has ended, if any."""
+        """Process a heartbeat; return the worker's previous run if this one replaces it."""
         start = (report.worker_id, report.incarnation)
         if not self._liveness.hear(report.worker_id, report.incarnation, now_s):
             return None
@@ -84,7 +81,7 @@ class WorkerTable:
         return known.start if known is not None and known.start != start else None
 
     def on_lost(self, start: Start) -> None:
-        """The scheduler has given that run up. Another heartbeat of it brings it back."""
+        """Remove a run that the scheduler gave up; a later heartbeat restores it."""
         known = self._workers.get(start[0])
         if known is not None and known.start == start:
             del self._workers[start[0]]
@@ -92,7 +89,7 @@ class WorkerTable:
             self._remember(known.model)
 
     def on_tick(self, now_s: float) -> list[Start]:
-        """The workers that have been silent too long; they are forgotten."""
+        """Remove and return the workers that have become silent."""
         lost = [self._workers.pop(worker_id) for worker_id in self._liveness.silent(now_s)]
         for model in {view.model for view in lost}:
             self._remember(model)
@@ -100,32 +97,30 @@ class WorkerTable:
 
     @property
     def serving(self) -> int:
-        """How many workers serve any of the models."""
+        """Number of workers that serve any of the models."""
         return sum(view.model in self._models for view in self._workers.values())
 
     def absence(self, model: str) -> str:
-        """Why nobody serves the model, in words; to be asked when nobody does."""
+        """Return the error text for a model without workers."""
         others = sorted({(view.start[0], view.model) for view in self._workers.values()})
         told = ", ".join(f"{worker_id} serves {model!r}" for worker_id, model in others)
         advice = f"; {told}: give gateway and workers the same served_name" if told else ""
         return f"no worker serves {model!r}{advice}"
 
     def context_tokens(self, model: str) -> int | None:
-        """Longest prompt + answer any worker of the model can hold, or could when last one was there; None
-        before the first.
-        """
+        """Return the longest context of the model's workers, or the last known; None before the first."""
         return self._most_context(model) or self._last_context_tokens.get(model)
 
     def reports(self) -> list[WorkerReported]:
-        """The latest of each worker, in the order of their names' numbers."""
+        """Return the latest report of each worker, ordered by number."""
         return sorted((view.report for view in self._workers.values()), key=_by_number)
 
     def unheard_s(self, worker_id: str, now_s: float) -> float:
-        """Since a worker's latest heartbeat."""
+        """Return the seconds since the worker's last heartbeat."""
         return self._liveness.unheard_s(worker_id, now_s)
 
     def rows(self, now_s: float) -> list[dict[str, object]]:
-        """For people to read."""
+        """Return readable rows, one per worker."""
         return [
             {
                 "worker": view.start[0],
@@ -137,7 +132,7 @@ class WorkerTable:
         ]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the table contradicts itself."""
+        """Raise AssertionError when the table contradicts itself."""
         assert all(view.start[0] == worker_id for worker_id, view in self._workers.items())
         assert self._workers.keys() == set(self._liveness)
         assert self.serving <= len(self._workers)
@@ -157,7 +152,7 @@ def _by_number(report: WorkerReported) -> tuple[str, int, str]:
 
 
 class StackView:
-    """What the supervisor says is wrong with the stack."""
+    """Problems with the stack, as the supervisor reports them."""
 
     def __init__(self) -> None:
         self._troubles: tuple[str, ...] = ()
@@ -167,12 +162,12 @@ class StackView:
         self._troubles, self._heard_s = event.troubles, now_s
 
     def troubles(self, now_s: float) -> tuple[str, ...] | None:
-        """None where no supervisor has said anything lately, as in containers."""
+        """Return the problems; None without a recent report, as in containers."""
         return self._troubles if now_s - self._heard_s < _VERDICT_S else None
 
 
 class SchedulerView:
-    """The scheduler in charge, as far as is known here."""
+    """The current scheduler's announcements."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -182,24 +177,24 @@ class SchedulerView:
         self.scheduler_id: str | None = None
         self.policy = ""
         self.queued = 0
-        """Sequences without a worker, as it said last; and those that a worker has."""
+        """Sequences without a worker in the last announcement; `running` have one."""
         self.running = 0
         self.queued_by_model: dict[str, int] = {}
         self.preemptions = 0
-        """In its term."""
+        """In the current term."""
         self.preemptions_total = 0
-        """In all terms heard of, as what follows."""
+        """Over all terms, as are `waits` and `waited_s`."""
         self.waits = [0] * (len(WAIT_BOUNDS_S) + 1)
-        """How long sequences waited for their first plan, counted by `WAIT_BOUNDS_S`."""
+        """Histogram of the wait for the first plan, by `WAIT_BOUNDS_S`."""
         self.waited_s = 0.0
         self._counted: SchedulerAnnounced | None = None
         self.hit_tokens: dict[str, int] = {}
-        """Of prompts, in its term: placed, expected to be cached, found, and wrongly expected."""
+        """Prompt tokens in the current term: placed, expected in cache, found, and wrongly expected."""
 
     def on_announced(self, event: SchedulerAnnounced, now_s: float) -> bool:
-        """True when this is another scheduler than before: what is running has to be submitted to it.
+        """Process an announcement; return True for a new scheduler, which needs all running sequences.
 
-        One of an earlier epoch is not listened to for as long as the later one is heard of.
+        An earlier epoch is ignored while the later scheduler is present.
         """
         if event.epoch < self._epoch and self.is_present(now_s):
             return False
@@ -218,7 +213,7 @@ class SchedulerView:
         return is_new
 
     def _count(self, event: SchedulerAnnounced) -> None:
-        """Adds what came since the last announcement of the same term."""
+        """Add the increase since the last announcement of the same term."""
         before = self._counted
         if before is None or before.incarnation != event.incarnation:
             before = SchedulerAnnounced(
@@ -230,5 +225,5 @@ class SchedulerView:
         _add(self.waits, event.waits, before.waits)
 
     def is_present(self, now_s: float) -> bool:
-        """Heard of lately."""
+        """Whether the scheduler was heard of recently."""
         return self._heard_s is not None and now_s - self._heard_s <= self._timeout_s

@@ -1,8 +1,7 @@
-"""How much each API key may ask for: requests at once, requests a minute, tokens a minute. Pure.
+"""Limits per API key: concurrent requests, requests per minute, tokens per minute. Pure.
 
-Rates are token buckets that hold a minute's worth. Tokens of prompt and answer are taken out when an answer
-ends, so a bucket may be overdrawn by what was under way; who has overdrawn it waits until there is something
-in it again. Each gateway counts for itself.
+Rates are token buckets that hold one minute's worth. Tokens are deducted when an answer ends, so a bucket can
+go negative; the key then waits until it is positive again. Each gateway counts by itself.
 """
 
 from collections.abc import Mapping
@@ -12,18 +11,18 @@ from shared.errors import Overloaded
 
 _MINUTE_S = 60.0
 _BUSY_RETRY_S = 1.0
-"""Nobody knows when an answer ends."""
+"""An answer's end cannot be predicted."""
 
 
 class RateLimited(Overloaded):
-    """This key has asked for as much as it may; others have not."""
+    """The key has reached its quota."""
 
     code = "rate_limit_exceeded"
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Of one key; None: as much as there is."""
+    """Limits of one key; None: unlimited."""
 
     max_concurrent: int | None = None
     requests_per_minute: float | None = None
@@ -34,7 +33,7 @@ UNLIMITED = Quota()
 
 
 class Bucket:
-    """Filled at an even rate, up to what a minute brings."""
+    """Token bucket that fills at a steady rate, up to one minute's worth."""
 
     def __init__(self, per_minute: float, now_s: float) -> None:
         self.per_minute = per_minute
@@ -47,7 +46,7 @@ class Bucket:
         self._filled_s = max(now_s, self._filled_s)
 
     def wait_s(self) -> float:
-        """Until there is one in it, or as much as it holds; 0: there is."""
+        """Return the seconds until the level reaches 1, or the bucket's size if smaller."""
         return max(0.0, min(1.0, self.per_minute) - self.level) * _MINUTE_S / self.per_minute
 
 
@@ -60,14 +59,14 @@ class _Account:
 
 
 class Quotas:
-    """Of all keys, by digest."""
+    """Quotas and usage of all keys, by digest."""
 
     def __init__(self, quotas: Mapping[str, Quota]) -> None:
         self._quotas = dict(quotas)
         self._accounts: dict[str, _Account] = {}
 
     def replace(self, quotas: Mapping[str, Quota]) -> None:
-        """From now on; what a key has used stays used, where its quota is the same."""
+        """Replace the quotas; a key whose quota is unchanged keeps its usage."""
         self._quotas = dict(quotas)
         for key, account in list(self._accounts.items()):
             quota = self._quotas.get(key)
@@ -77,7 +76,7 @@ class Quotas:
                 self._accounts[key] = _Account(quota, account.active)
 
     def begin(self, key: str, now_s: float) -> None:
-        """One request more. Raises RateLimited, which says when to ask again; then nothing is counted."""
+        """Count a request. Raises RateLimited, with the time to wait, and then counts nothing."""
         account = self._account(key, now_s)
         quota = account.quota
         if quota.max_concurrent is not None and account.active >= quota.max_concurrent:
@@ -92,7 +91,7 @@ class Quotas:
         account.active += 1
 
     def end(self, key: str, tokens: int, now_s: float) -> None:
-        """Of a request that had begun, with its tokens."""
+        """End a request and deduct its tokens."""
         account = self._account(key, now_s)
         account.active -= 1
         if account.tokens is not None:
@@ -101,7 +100,7 @@ class Quotas:
             del self._accounts[key]
 
     def active(self, key: str) -> int:
-        """Requests under way."""
+        """Return the key's number of requests in progress."""
         account = self._accounts.get(key)
         return 0 if account is None else account.active
 

@@ -1,6 +1,6 @@
-"""What a stream waits for, and when it asks again: its submission, missing tokens, signs of life. Pure.
+"""Timers and retries of a stream: its submission, missing tokens and signs of life. Pure.
 
-A `Stream` owns one of each and decides what follows; these count, and know when something is due.
+A `Stream` owns one of each and decides; these count, and report what is due.
 """
 
 from dataclasses import dataclass
@@ -11,29 +11,29 @@ from shared.messages.sequence import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class StreamTiming:
-    """How long a stream waits for what, in seconds of the shell's clock."""
+    """Timeouts and retry limits of a stream."""
 
     frame_timeout_s: float = 3.0
-    """No sign of life for this long: audit by submitting again under the same attempt."""
+    """Silence after which the stream audits: it resubmits the same attempt."""
     fetch_grace_s: float = 0.25
-    """A heartbeat may overtake the frames it counts by this much."""
+    """Time by which a heartbeat may overtake the frames it counts."""
     retry_s: float = 0.2
-    """Between tries of a submission or fetch that failed."""
+    """Delay before the first retry of a submission or fetch."""
     give_up_s: float = 60.0
-    """No sign of life from anyone for this long: the stream fails."""
+    """Silence of all parties after which the stream fails."""
     max_internal_errors: int = 3
-    """Of the scheduler, or of the engines that tried it."""
+    """Limit of errors by the scheduler or engines."""
     max_kv_losses: int = 5
-    """Of KV that other workers lent, in a row without a new token."""
+    """Limit of lost loans of KV in a row, without a new token."""
 
 
 MAX_RETRY_S = 1.0
-"""Tries of a submission come ever more rarely up to this: thousands of streams may wait for a scheduler."""
+"""Longest delay between submissions: thousands of streams may wait for a scheduler."""
 _MOST_DOUBLINGS = 10
 
 
 class Submission:
-    """A stream's latest submission to the scheduler; answers to earlier ones mean nothing."""
+    """A stream's latest submission; replies to earlier ones are ignored."""
 
     def __init__(self, timing: StreamTiming) -> None:
         self._timing = timing
@@ -44,21 +44,21 @@ class Submission:
 
     @property
     def is_settled(self) -> bool:
-        """Neither under way nor to be tried again."""
+        """Whether it is neither in flight nor due for a retry."""
         return not self._is_under_way and self._again_at_s is None
 
     def begin(self) -> int:
-        """A new one goes out; its serial."""
+        """Start a submission; return its serial."""
         self.serial += 1
         self._is_under_way, self._again_at_s = True, None
         return self.serial
 
     def on_known(self) -> None:
-        """The scheduler has it."""
+        """Note that the scheduler has accepted it."""
         self._is_under_way, self._failures = False, 0
 
     def on_refused(self) -> None:
-        """It failed; whether it is tried again (`again_later`) is the stream's to decide."""
+        """Note a failure; the stream decides about a retry (`again_later`)."""
         self._is_under_way = False
 
     def again_later(self, now_s: float) -> None:
@@ -66,16 +66,16 @@ class Submission:
         self._failures = min(self._failures + 1, _MOST_DOUBLINGS)
 
     def is_due(self, now_s: float) -> bool:
-        """To be tried again now."""
+        """Whether a retry is due."""
         return self._again_at_s is not None and now_s >= self._again_at_s
 
     def check_integrity(self) -> None:
-        """AssertionError where one is under way and to be tried again."""
+        """Raise AssertionError if a submission is both in flight and due for a retry."""
         assert not (self._is_under_way and self._again_at_s is not None)
 
 
 class Faults:
-    """How often a stream's attempts failed. Losses of lent KV count as long as no token comes in between."""
+    """Failure counts of a stream's attempts. A new token resets the count of KV losses."""
 
     def __init__(self, timing: StreamTiming) -> None:
         self._timing = timing
@@ -84,12 +84,12 @@ class Faults:
         self._tokens_at_loss = -1
 
     def on_internal_error(self) -> bool:
-        """Of the scheduler, or of an engine; true when that was one too many."""
+        """Count an error of the scheduler or an engine; return whether the limit is reached."""
         self._internal_errors += 1
         return self._internal_errors >= self._timing.max_internal_errors
 
     def on_end(self, reason: FinishReason, tokens: int) -> KvasirError | None:
-        """An attempt ended without an answer, with so many tokens held; the error to end the stream with."""
+        """Count an end without an answer; return the stream's error if the limit is reached."""
         if reason is FinishReason.KV_LOST:
             has_gone_on = tokens > self._tokens_at_loss
             self._kv_losses = 1 if has_gone_on else self._kv_losses + 1
@@ -106,11 +106,11 @@ class Faults:
 
 
 MAX_AUDIT_FACTOR = 4
-"""Audits come ever more rarely, up to so many times `frame_timeout_s` apart."""
+"""The audit interval doubles up to this multiple of `frame_timeout_s`."""
 
 
 class SignsOfLife:
-    """When a stream was last heard of: by anyone, and by the worker that serves it; what silence asks for."""
+    """Last signs of life, by anyone and by the serving worker."""
 
     def __init__(self, timing: StreamTiming, now_s: float) -> None:
         self._timing = timing
@@ -125,39 +125,39 @@ class SignsOfLife:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """The next audit comes as early as the first."""
+        """Reset the audit interval."""
         self._audit_s = self._timing.frame_timeout_s
 
     def error(self, now_s: float) -> DeadlineExceeded | None:
-        """What the stream fails with, when nobody has answered for so long."""
+        """Return the stream's error if no one has answered within `give_up_s`."""
         waited_s = self._timing.give_up_s
         if now_s - self._anyone_s < waited_s:
             return None
         return DeadlineExceeded(f"no worker or scheduler answered for {waited_s:g} s")
 
     def is_worker_silent(self, now_s: float) -> bool:
-        """For so long that the sequence is handed over."""
+        """Whether the worker is silent so long that the sequence must be handed over."""
         return now_s - self._worker_s >= 2 * self._timing.frame_timeout_s
 
     def is_audit_due(self, now_s: float) -> bool:
-        """Whether to submit again, to see that anybody knows the sequence; asked for rarely as it goes on."""
+        """Whether to audit by resubmitting; True lengthens the interval."""
         if now_s - self._anyone_s < self._audit_s:
             return False
         self._audit_s = min(2 * self._audit_s, MAX_AUDIT_FACTOR * self._timing.frame_timeout_s)
         return True
 
     def check_integrity(self) -> None:
-        """AssertionError where audits are further apart than allowed."""
+        """Raise AssertionError if the audit interval is above its limit."""
         assert self._audit_s <= MAX_AUDIT_FACTOR * self._timing.frame_timeout_s
 
 
 MAX_FETCH_FAILURES = 5
-"""In a row; then the worker counts as lost for this sequence."""
+"""Number of failures in a row after which the worker counts as lost for this sequence."""
 
 
 @dataclass(slots=True)
 class _Behind:
-    """The worker is known to hold `tokens` (and an end?) that we lack."""
+    """Number of tokens, and an end, that the worker is known to have."""
 
     tokens: int
     ended: bool
@@ -165,10 +165,9 @@ class _Behind:
 
 
 class GapFetch:
-    """Tokens that the worker of the current attempt is known to have and the stream has not, and their fetch.
+    """Tokens that the worker has and the stream lacks, and their fetch.
 
-    Learned from a gap between frames, or from a heartbeat that lists more than came. One fetch is under way
-    at a time.
+    Learned from a gap between frames or from a heartbeat. At most one fetch is in flight.
     """
 
     def __init__(self, timing: StreamTiming) -> None:
@@ -182,20 +181,20 @@ class GapFetch:
         return self._behind is not None
 
     def forget(self) -> None:
-        """Nothing is missing, and nothing is under way: an answer came, or another worker takes over."""
+        """Reset: the fetch succeeded, or another worker takes over."""
         self._behind, self._fetching, self._failures = None, False, 0
 
     def on_gap(self, tokens: int, *, ended: bool, now_s: float) -> None:
-        """A frame ends at so many tokens and does not join what is held: to be fetched at once."""
+        """Note a gap before a frame that ends at `tokens`; fetch at once."""
         self._behind = _Behind(tokens, ended, now_s)
 
     def on_listed(self, tokens: int, *, ended: bool, now_s: float) -> None:
-        """A heartbeat has so many; its frames may still be on their way."""
+        """Note a heartbeat that lists `tokens`; fetch after a delay, as frames may be in flight."""
         if self._behind is None:
             self._behind = _Behind(tokens, ended, now_s + self._timing.fetch_grace_s)
 
     def begin_fetch(self, held_tokens: int, now_s: float) -> bool:
-        """Whether to fetch now what follows the tokens held; it is under way then."""
+        """Return whether to fetch the tokens after `held_tokens` now, and mark the fetch as in flight."""
         behind = self._behind
         if behind is None or self._fetching:
             return False
@@ -206,7 +205,7 @@ class GapFetch:
         return self._fetching
 
     def on_failed(self, now_s: float) -> bool:
-        """A fetch had no answer; true when that was one too many."""
+        """Count a failed fetch; return whether the limit is reached."""
         self._fetching = False
         self._failures += 1
         if self._behind is not None:
@@ -214,5 +213,5 @@ class GapFetch:
         return self._failures >= MAX_FETCH_FAILURES
 
     def check_integrity(self) -> None:
-        """AssertionError where something is fetched that nobody lacks."""
+        """Raise AssertionError if a fetch is in flight while nothing is missing."""
         assert not self._fetching or self._behind is not None

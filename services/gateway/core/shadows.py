@@ -1,7 +1,6 @@
-"""Requests of other gateways, kept here so that their answers can be taken over. Pure; bounded in bytes.
+"""Copies of other gateways' requests, kept for a takeover. Pure; bounded in bytes.
 
-A gateway tells one other of each request that is to outlive it. When that gateway is gone, what was not
-complete is taken over at once, and the rest when somebody asks for it.
+When a gateway is gone, its unfinished answers are taken over at once, the others when a client asks for them.
 """
 
 from collections import OrderedDict
@@ -12,28 +11,28 @@ from shared.messages.shadows import Shadow
 
 
 def size_bytes(shadow: Shadow) -> int:
-    """About what one takes."""
+    """Return the approximate memory use of a shadow."""
     return 1024 + len(shadow.body) + sum(map(len, shadow.prompts))
 
 
 @dataclass(slots=True)
 class Shadowed:
-    """One of them."""
+    """One copied request."""
 
     owner: Start
     shadow: Shadow
     told_s: float
-    """When; its times are of that moment."""
+    """Time of receipt; the shadow's times refer to it."""
     ended_s: float | None = None
     is_orphan: bool = False
     """Its owner is gone."""
 
 
 class RequestShadows:
-    """By request, and by the names that clients may ask for."""
+    """Shadows by request, and by the names that clients use."""
 
     def __init__(self, most_bytes: int, keep_s: float) -> None:
-        """One that has ended is kept for `keep_s`."""
+        """Ended shadows are kept for `keep_s`."""
         self._most_bytes = most_bytes
         self._keep_s = keep_s
         self._of: OrderedDict[str, Shadowed] = OrderedDict()
@@ -44,7 +43,7 @@ class RequestShadows:
         return len(self._of)
 
     def put(self, owner: Start, shadow: Shadow, now_s: float) -> None:
-        """The oldest give way where there are too many."""
+        """Add or replace a shadow; evict the oldest ones above the size limit."""
         self._forget(shadow.request_id)
         for name in shadow.names:
             if (former := self._by_name.get(name)) is not None:
@@ -56,30 +55,30 @@ class RequestShadows:
             self._forget(next(iter(self._of)))
 
     def end(self, owner: Start, request_id: str, now_s: float) -> None:
-        """Its answer is complete; only its owner may say so, as of what follows."""
+        """Mark the answer complete; only its owner can."""
         known = self._of.get(request_id)
         if known is not None and known.owner == owner:
             known.ended_s = now_s
 
     def drop(self, owner: Start, request_id: str) -> None:
-        """Nobody can ask for it any more."""
+        """Remove a shadow; only its owner can."""
         known = self._of.get(request_id)
         if known is not None and known.owner == owner:
             self._forget(request_id)
 
     def find(self, name: bytes) -> Shadowed | None:
-        """What a client asks for by that name."""
+        """Return the shadow of that name."""
         request_id = self._by_name.get(name)
         return None if request_id is None else self._of.get(request_id)
 
     def take(self, request_id: str) -> Shadowed | None:
-        """It is somebody's again, and no shadow any more."""
+        """Remove and return a shadow."""
         known = self._of.get(request_id)
         self._forget(request_id)
         return known
 
     def on_gone(self, owner: Start) -> list[Shadowed]:
-        """Takes what its owner, who is gone, had not completed; the rest has none from now on."""
+        """Remove and return a gone owner's unfinished shadows; the finished ones become orphans."""
         left = [known for known in self._of.values() if known.owner == owner and known.ended_s is None]
         for known in left:
             self._forget(known.shadow.request_id)
@@ -93,7 +92,7 @@ class RequestShadows:
                 self._forget(known.shadow.request_id)
 
     def check_integrity(self) -> None:
-        """AssertionError where the tables contradict each other."""
+        """Raise AssertionError when the tables contradict each other."""
         assert self.bytes == sum(size_bytes(known.shadow) for known in self._of.values()) <= self._most_bytes
         assert {name for known in self._of.values() for name in known.shadow.names} == set(self._by_name)
         assert all(name in self._of[request].shadow.names for name, request in self._by_name.items())

@@ -1,4 +1,4 @@
-"""Turns at a few places: keys alternate, and no key has more than one place at a time."""
+"""Fair queue for a few places: keys alternate, and a key has at most one place at a time."""
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable
@@ -11,17 +11,18 @@ MOST_WAITING, MOST_WAITING_OF_A_KEY = 512, 64
 
 
 class Turns(Generic[Item]):
-    """A bounded queue per key: a key that fills it, or holds its place for long, delays only itself."""
+    """A bounded queue per key: a key that fills its queue, or holds its place for long, delays only
+    itself."""
 
     def __init__(self, places: Iterable[int]) -> None:
         self._free = list(places)
         self._taken: dict[str, int] = {}
         """Place by key."""
         self._waiting: OrderedDict[str, deque[Item]] = OrderedDict()
-        """By key; the key that was served last comes last."""
+        """By key; the key served last comes last."""
 
     def ask(self, key: str, item: Item) -> None:
-        """Raises Overloaded where too much waits."""
+        """Queue an item. Raises Overloaded when a queue is full."""
         waiting = self._waiting.setdefault(key, deque())
         if len(waiting) >= MOST_WAITING_OF_A_KEY or sum(map(len, self._waiting.values())) >= MOST_WAITING:
             self._forget(key)
@@ -29,7 +30,7 @@ class Turns(Generic[Item]):
         waiting.append(item)
 
     def begin(self) -> tuple[str, int, Item] | None:
-        """The key, place and item that are next; None while every place or every waiting key is busy."""
+        """Return the next key, place and item; None while all places or all waiting keys are busy."""
         key = next((key for key in self._waiting if key not in self._taken), None)
         if key is None or not self._free:
             return None
@@ -39,7 +40,7 @@ class Turns(Generic[Item]):
         return key, place, item
 
     def end(self, key: str) -> None:
-        """Its place is free again."""
+        """Free the key's place."""
         self._free.append(self._taken.pop(key))
         if key in self._waiting:
             self._waiting.move_to_end(key)

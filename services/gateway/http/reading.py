@@ -1,4 +1,4 @@
-"""From the path and the body of a request to what answers it, also when it was another gateway's before."""
+"""Turns a path and a body into a response, also for requests that another gateway had read before."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +22,7 @@ from shared.messages.shadows import Shadow
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A request that can be answered."""
+    """A request that was read and admitted."""
 
     served: ServedModel
     job: AdmittedRequest
@@ -32,7 +32,7 @@ class Reading:
 
 
 class RequestReader:
-    """One per process."""
+    """Reads requests and makes their responses."""
 
     def __init__(
         self, sessions: Sessions, models: Models, config: GatewayConfig, store: ResponseStore | None
@@ -45,7 +45,8 @@ class RequestReader:
     async def read(
         self, path: str, body: bytes, record: RequestRecord, as_before: Shadow | None = None
     ) -> Reading:
-        """`as_before`: another gateway has read it, and began to answer. Raises as admission does."""
+        """Read and admit a request; `as_before` is the other gateway's copy of one it had begun. Raises as
+        admission does."""
         served = self._models.of(body)
         limit = partial(self._sessions.context_tokens, self._config.admit_timeout_s, served.name)
         naming = Naming(record, served.config, self._store)
@@ -68,13 +69,14 @@ class RequestReader:
     def answer(
         self, reading: Reading, record: RequestRecord, deadline: Deadline, lasting: Lasting | None = None
     ) -> CompletionResponse:
-        """What answers it."""
+        """Return the response to the request."""
         return CompletionResponse(
             self._sessions, reading.job, reading.writer, record, deadline, reading.served, lasting
         )
 
     async def read_again(self, shadow: Shadow) -> MakeAnswer:
-        """For a request that another gateway had. Raises as admission does."""
+        """Read a request of another gateway again; return the maker of its response. Raises as admission
+        does."""
         record = RequestRecord("POST", shadow.path, tenant=shadow.key, owner=shadow.tenant)
         record.request_id = shadow.request_id
         deadline = Deadline(monotonic_s(), shadow.deadline_in_s)
@@ -94,7 +96,7 @@ def shadow_of(
     is_asked_for: bool,
     is_background: bool = False,
 ) -> Shadow:
-    """What another gateway needs to give this answer."""
+    """Return what another gateway needs to take this answer over."""
     return Shadow(
         request_id=record.request_id,
         names=names,

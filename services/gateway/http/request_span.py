@@ -1,6 +1,6 @@
-"""One span for each request, by OpenTelemetry's conventions for generative AI.
+"""One span per request, by OpenTelemetry's conventions for generative AI; it never holds texts.
 
-Texts are never in it. What becomes of the request elsewhere is below it (docs/traces.md).
+Spans of other services are its children (docs/traces.md).
 """
 
 from typing import TYPE_CHECKING
@@ -21,11 +21,11 @@ OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
 }
-"""`gen_ai.operation.name` of what asks a model; nothing else has a span."""
+"""`gen_ai.operation.name` by path; other paths have no span."""
 
 
 def begin(record: "RequestRecord") -> Span | None:
-    """None for what asks no model, and where nobody traces it."""
+    """Begin a span; None for paths without one and while tracing is off."""
     operation = OPERATIONS.get(record.path)
     if operation is None or record.method != "POST":
         return None
@@ -40,7 +40,7 @@ def begin(record: "RequestRecord") -> Span | None:
 
 
 def end(span: Span, record: "RequestRecord") -> None:
-    """It is answered, whichever way."""
+    """End the span with the record's attributes."""
     now_s = monotonic_s()
     attributes: dict[str, str | bool | int | float | list[str]] = {}
     if record.status is not None:
@@ -64,7 +64,7 @@ def end(span: Span, record: "RequestRecord") -> None:
 
 
 def _asked(record: "RequestRecord") -> dict[str, bool | int | float]:
-    """How it was to be sampled; defaults included, as they are what held."""
+    """Return the sampling attributes, defaults included."""
     sampling = record.sampling
     if sampling is None:
         return {}
@@ -84,7 +84,7 @@ def _asked(record: "RequestRecord") -> dict[str, bool | int | float]:
 
 
 def _given(record: "RequestRecord") -> dict[str, int | float | list[str]]:
-    """What came of it, as far as it came."""
+    """Return usage, finish reasons and time to first token, as far as known."""
     given: dict[str, int | float | list[str]] = {}
     if record.prompt_tokens is not None:
         given["gen_ai.usage.input_tokens"] = record.prompt_tokens

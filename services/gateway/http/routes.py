@@ -1,7 +1,4 @@
-"""The HTTP routes.
-
-Each reads its request, asks the service, and answers; errors are raised, never written here.
-"""
+"""The HTTP routes. Handlers raise errors; error responses are written elsewhere."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
@@ -43,7 +40,7 @@ RESPONSES = "/v1/responses"
 
 
 def key_of(request: Request) -> str | None:
-    """What its client calls the request. Raises InvalidRequest for what is no such name."""
+    """Return the request's Idempotency-Key, if any. Raises InvalidRequest for a malformed one."""
     key = request.headers.get(KEY_HEADER)
     if key is not None and not (0 < len(key) <= MOST_KEY_CHARS and key.isascii() and key.isprintable()):
         text = f"{KEY_HEADER} should be 1 to {MOST_KEY_CHARS} printable ASCII characters"
@@ -55,7 +52,7 @@ RouteHandler = Callable[[Request], Awaitable[Response]]
 
 
 class Shortcut:
-    """Wraps the application: a POST to one of the paths goes to its handler, everything else on."""
+    """ASGI wrapper that sends POSTs to the given paths straight to their handlers, past the router."""
 
     def __init__(self, app: ASGIApp, posts: Mapping[str, RouteHandler]) -> None:
         self._app = app
@@ -84,8 +81,8 @@ def make_app(
     store: ResponseStore | None = None,
     add_page: AddPage = lambda _: None,
 ) -> ASGIApp:
-    """The application behind `Edge`; without `store` no response is kept for long. `add_page` adds the live
-    page."""
+    """Return the application behind `Edge`. Without `store`, responses are not stored. `add_page` adds the
+    live page."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     reader = RequestReader(sessions, models, config, store)
     bodies = BodyReader(config, models.first.acceptance.threads)
@@ -110,7 +107,7 @@ def make_app(
 
 
 def make_operator_app(sessions: Sessions, add_page: AddPage = lambda _: None) -> ASGIApp:
-    """What the operator's listener serves, behind an `Edge` of its own."""
+    """Return the operator listener's application; it has an `Edge` of its own."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     _add_probes(app, sessions, tells_troubles=True)
 
@@ -200,7 +197,7 @@ def _add_models(app: FastAPI, sessions: Sessions, models: Models) -> None:
     @app.get("/v1/models")
     async def every_model() -> Response:
         data = [entry(models.find(name), name) for name in models.names]
-        # Codex looks for `models`; an entry would replace Codex's own instructions to the model.
+        # Codex reads `models`; an entry would replace its own instructions to the model.
         return _json({"object": "list", "data": data, "models": []})
 
     @app.get("/v1/models/{model_id:path}")
@@ -221,7 +218,7 @@ def _add_description(app: FastAPI, models: Models) -> None:
 
 
 def _add_probes(app: FastAPI, sessions: Sessions, *, tells_troubles: bool = False) -> None:
-    """Ready is what answers requests; what else is wrong with the stack is told to the operator beside it."""
+    """Add the probes. With `tells_troubles`, /ready also lists the stack's problems."""
 
     @app.get("/health")
     async def health() -> Response:

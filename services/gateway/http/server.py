@@ -1,4 +1,4 @@
-"""The gateway's listeners: uvicorn with bounded connections. Knows nothing of routes."""
+"""The gateway's listeners: uvicorn with bounded connections."""
 
 import contextlib
 import math
@@ -15,12 +15,12 @@ from shared.errors import ConfigError
 
 BACKLOG = 2048
 SPARE_DESCRIPTORS = 256
-"""Left to everything but clients' connections: the bus, logs, the operator's listener."""
+"""File descriptors kept for all but client connections: the bus, logs, the operator's listener."""
 OPERATOR_CONNECTIONS = 64
 
 
 class Server(uvicorn.Server):
-    """Leaves signals to the process that runs it."""
+    """A uvicorn server that leaves signals to its process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -28,8 +28,8 @@ class Server(uvicorn.Server):
 
 
 def bind(host: str, port: int, setting: str, *, is_shared: bool = False) -> socket.socket:
-    """The listening address, on which others may listen, too, where it `is_shared`. Raises ConfigError naming
-    the `setting` to change when it cannot be had."""
+    """Bind the listening socket; `is_shared` lets other processes share the port. Raises ConfigError naming
+    `setting` on failure."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -46,19 +46,20 @@ def bind(host: str, port: int, setting: str, *, is_shared: bool = False) -> sock
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where it is reached."""
+    """Return the listener's URL."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def make_server(app: ASGIApp, config: GatewayConfig) -> Server:
-    """For clients. To be run with `serve(sockets=[listener])`, and ended with `should_exit = True`."""
+    """Return the server for clients. Run it with `serve(sockets=[listener])`; end it with `should_exit =
+    True`."""
     limit = min(config.max_connections, _descriptors() - SPARE_DESCRIPTORS)
     return _server(app, config, max(1, limit), config.max_connections_per_address)
 
 
 def make_operator_server(app: ASGIApp, config: GatewayConfig) -> Server:
-    """For the operator: connections of its own, which no client takes away. To be run as the other."""
+    """Return the operator's server, whose connections clients cannot use up. Run it like the other."""
     return _server(app, config, OPERATOR_CONNECTIONS, OPERATOR_CONNECTIONS)
 
 
@@ -82,7 +83,7 @@ def _server(app: ASGIApp, config: GatewayConfig, limit: int, limit_per_address: 
 
 
 def _descriptors() -> int:
-    """How many this process may have, with the limit raised to what the system allows."""
+    """Raise the descriptor limit to the hard limit; return it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard

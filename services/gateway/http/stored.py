@@ -1,4 +1,4 @@
-"""Routes of responses that were stored, or are made in the background: found, listed, cancelled, deleted."""
+"""Routes of stored and background responses: get, list, cancel, delete."""
 
 from typing import Any
 
@@ -27,17 +27,15 @@ _head = msgspec.json.Decoder(_Head).decode
 
 
 class StoredResponses:
-    """What clients are told of them. `key` is the digest of an API key."""
+    """Stored responses as clients see them. `key` is the digest of an API key."""
 
     def __init__(self, store: ResponseStore, desk: LastingDesk) -> None:
         self._store = store
         self._desk = desk
 
     async def find(self, key: str, name: str) -> StoredResponse:
-        """As it is now: one that was being made, and that no gateway makes any more, has failed.
-
-        Raises HttpError 404.
-        """
+        """Return the response. One in progress that no gateway works on becomes failed. Raises HttpError
+        404."""
         found = await self._store.find(key, name)
         if not _is_open(found) or await self._desk.is_made(name_of(key, "response", name)):
             return found
@@ -45,8 +43,10 @@ class StoredResponses:
         return await self._ended(key, name, {"status": "failed", "error": error})
 
     async def cancel(self, key: str, name: str) -> StoredResponse:
-        """One in the background ends; one that has ended stays as it is. Raises HttpError 404, InvalidRequest
-        for one that was not made in the background, UnavailableError."""
+        """Cancel a background response; an ended one is unchanged.
+
+        Raises HttpError 404, InvalidRequest for one not in the background, UnavailableError.
+        """
         found = await self.find(key, name)
         if not _head(found.body).background:
             text = "only a response that was asked for with background: true can be cancelled"
@@ -57,13 +57,13 @@ class StoredResponses:
         return await self._ended(key, name, {"status": "cancelled"})
 
     async def delete(self, key: str, name: str) -> None:
-        """Of one that is being made no more is made. Raises HttpError 404, UnavailableError."""
+        """Cancel the response if it is in progress, and delete it. Raises HttpError 404, UnavailableError."""
         if _is_open(await self._store.find(key, name)):
             await self._desk.cancel(name_of(key, "response", name))
         await self._store.delete(key, name)
 
     async def _ended(self, key: str, name: str, how: dict[str, Any]) -> StoredResponse:
-        """Unless it has come to its own end meanwhile."""
+        """Store the given status unless the response has ended by itself."""
         found = await self._store.find(key, name)
         if not _is_open(found):
             return found
@@ -77,7 +77,7 @@ def _is_open(found: StoredResponse) -> bool:
 
 
 def add_stored(app: FastAPI, store: ResponseStore | None, desk: LastingDesk) -> None:
-    """Adds the routes; without `store` only events of responses under way are found."""
+    """Add the routes. Without `store`, they find only events of responses in progress."""
     responses = None if store is None else StoredResponses(store, desk)
 
     def of(name: str) -> StoredResponses:
@@ -116,7 +116,7 @@ def add_stored(app: FastAPI, store: ResponseStore | None, desk: LastingDesk) -> 
 
 
 def after_of(text: str | None) -> int:
-    """Number of the last event that a client has. Raises InvalidRequest."""
+    """Return the number of the last event that the client has; -1 for none. Raises InvalidRequest."""
     if text is None:
         return -1
     if not (text.isdecimal() and len(text) < 10):

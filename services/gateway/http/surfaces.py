@@ -1,7 +1,4 @@
-"""The APIs in which answers are asked for and given, each a reader of requests and a writer of answers.
-
-Behind them all is the same: a chat or a prompt is admitted, sequences run, their text is taken apart.
-"""
+"""The APIs, each a request reader and an answer writer around the same job."""
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -40,23 +37,23 @@ RESPONSES_WORDS = {
     "messages": "input",
     "response_format": "text.format",
 }
-"""What these two APIs call a chat's fields."""
+"""Names that these two APIs give to a chat's fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """What an answer is called."""
+    """Id and creation time of an answer."""
 
     record: RequestRecord
     config: GatewayConfig
     store: ResponseStore | None = None
     answer_id: str | None = None
-    """And when it was made, as another gateway has said before; None: that is said now."""
+    """Set, with `created_s`, when another gateway has already announced them."""
     created_s: int | None = None
 
     @property
     def created(self) -> int:
-        """Seconds since 1970."""
+        """Unix time, in seconds."""
         return int(unix_s()) if self.created_s is None else self.created_s
 
     def id(self, job: AdmittedRequest) -> str:
@@ -125,7 +122,7 @@ async def _responses(
 
 
 async def _before(request: ResponseRequest, store: ResponseStore | None, key: str) -> list[Any]:
-    """The conversation that the request goes on with."""
+    """Return the items of the request's previous response."""
     name = request.previous_response_id
     if name is None or store is None:
         return []
@@ -137,7 +134,7 @@ async def _before(request: ResponseRequest, store: ResponseStore | None, key: st
 
 @contextmanager
 def _named_as(words: Mapping[str, str]) -> Iterator[None]:
-    """Errors about the chat that a request became name the fields that its client has sent."""
+    """Rename fields in InvalidRequest errors to those of the client's API."""
     try:
         yield
     except InvalidRequest as error:

@@ -1,9 +1,9 @@
-"""Answers that outlast their connection, and their gateway.
+"""Answers that outlive their connection and their gateway.
 
-A request that its client has named (`Idempotency-Key`), or whose answer can be asked for by its id, is
-written into a transcript, and connections read that. Another gateway is told of it before its first byte goes
-out. When this one is gone, that one goes on; when a client asks a gateway that does not have the answer,
-whoever has it hands it over. One request has one answer: docs/gateways.md.
+Covers requests with an `Idempotency-Key` and answers that can be read by id. One task writes the answer into
+a transcript; connections read that. Before the first byte is sent, another gateway (the heir) gets a copy of
+the request. It continues when this gateway is gone. A gateway that lacks an answer claims it from the one
+that has it (docs/gateways.md).
 """
 
 import asyncio
@@ -36,15 +36,14 @@ from shared.messages.shadows import AnswerSoFar, ClaimAnswer, ClaimedAnswer, Sha
 
 _logger = log.get_logger("gateway.lasting")
 _CLAIM_S = 8.0
-"""For another gateway to give an answer away, or to be known to be gone."""
+"""Seconds for another gateway to hand over an answer, or to be declared gone."""
 _AGAIN_S = 0.1
 _YOUNG_S = 0.5
-"""A gateway that has just started has not heard of the others yet: it waits before it takes a name for
-new."""
+"""Seconds that a new gateway waits for heartbeats of others before it treats a name as new."""
 _RETRY_S = 0.5
 _RETELL_S = 0.5
 _MOST_GONE = 64
-"""Gateways that are remembered after they left."""
+"""Number of departed gateways to remember."""
 
 HANDLERS = (
     Endpoint(subjects.gateway_shadow.to, TellShadows, "on_told", sender="sender"),
@@ -54,7 +53,7 @@ HANDLERS = (
 
 
 def name_of(tenant: str, kind: str, name: str) -> bytes:
-    """What `tenant` (the digest of a key) calls a request; nobody else can ask for it."""
+    """Return the digest that identifies a request by its tenant's key digest and name."""
     digest = blake2b(digest_size=24)
     for part in (tenant, kind, name):
         digest.update(len(part).to_bytes(4, "little"))
@@ -63,65 +62,65 @@ def name_of(tenant: str, kind: str, name: str) -> bytes:
 
 
 def fingerprint_of(path: str, body: bytes) -> bytes:
-    """Of what was asked."""
+    """Return the digest of a path and body."""
     return blake2b(body, key=path.encode()[:64], digest_size=24).digest()
 
 
 class AnswerMoved(UnavailableError):
-    """Its client has asked another gateway for it."""
+    """The answer moved to another gateway, which a client asked for it."""
 
     code = "answer_moved"
 
 
 MakeAnswer = Callable[[Lasting], CompletionResponse]
 Reread = Callable[[Shadow], Awaitable[MakeAnswer]]
-"""What it takes to answer a request of another gateway. Raises as admission does."""
+"""Reads a request of another gateway again. Raises as admission does."""
 
 
 @dataclass(eq=False)
 class Kept:
-    """One such answer."""
+    """One lasting answer."""
 
     shadow: Shadow
     began_s: float
-    """Here; the shadow's times are of that moment."""
+    """Local start; the shadow's times refer to it."""
     transcript: Transcript = field(default_factory=Transcript)
     exchange: Exchange | None = None
     readers: int = 0
     left_s: float = 0.0
-    """Since when nobody reads it, or since it ended."""
+    """Time since which it has no reader, or at which it ended."""
     is_wanted: bool = True
     """A client may come back for it."""
     is_counted: bool = False
-    """Among its key's requests, until it ends."""
+    """It counts against its key's quota until it ends."""
     told: Start | None = None
-    """Who would take it over."""
+    """The heir that has a copy."""
     abandoned: asyncio.Event = field(default_factory=asyncio.Event)
 
     def open(self, exchange: Exchange) -> None:
-        """These are its sequences."""
+        """Attach the opened exchange."""
         self.exchange = exchange
 
     async def receive(self) -> Message:
-        """Its client's side, as ASGI has it: there until nobody wants it any more."""
+        """ASGI `receive` of the writing task: reports a disconnect once the answer is abandoned."""
         await self.abandoned.wait()
         return {"type": "http.disconnect"}
 
     @property
     def is_in_background(self) -> bool:
-        """Nobody has to read it for it to go on."""
+        """Whether it continues without readers."""
         return self.shadow.is_background and not self.transcript.is_over
 
     @property
     def tokens(self) -> int:
-        """Of prompts and answers; none of what did not begin."""
+        """Number of prompt and answer tokens; 0 if it never began."""
         if self.exchange is None:
             return 0
         prompts = sum(len(prompt) // TOKEN_BYTES for prompt in self.shadow.prompts)
         return prompts + sum(len(each.stream.tokens) for each in self.exchange.sequences)
 
     def so_far(self) -> tuple[AnswerSoFar, ...]:
-        """None where log-probabilities would be missing."""
+        """Return the answer so far; empty when log-probabilities are requested, as they would be missing."""
         if self.exchange is None or any(s.top_logprobs is not None for s in self.shadow.samplings):
             return ()
         return tuple(
@@ -135,7 +134,7 @@ class Kept:
 
 
 class LastingDesk:
-    """One per process."""
+    """All lasting answers of this gateway."""
 
     def __init__(
         self,
@@ -145,7 +144,7 @@ class LastingDesk:
         now_s: Clock,
         on_over: Callable[[str, int], None] = lambda key, tokens: None,
     ) -> None:
-        """`on_over` is told of answers that began here and end: whose, and their tokens."""
+        """`on_over` receives the key and token count of each answer that began here and ended."""
         self._on_over = on_over
         self._config = config
         self._peers = peers
@@ -157,10 +156,10 @@ class LastingDesk:
         self._turns: dict[bytes, asyncio.Lock] = {}
         self._waiting: Counter[bytes] = Counter()
         self._news: dict[Start, tuple[list[str], list[str]]] = {}
-        """Requests that ended, and that nobody can ask for any more: for who shadows them."""
+        """Ended and dropped request ids to report, by heir."""
         self._is_telling_again = False
         self._inherited: dict[Start, list[Shadowed]] = {}
-        """From whom: should that gateway be heard again, it is to know."""
+        """Answers taken over, by former gateway, to tell it about if it returns."""
         self.reread: Reread | None = None
         self._taken_over = metrics.counter(
             "kvasir_gateway_takeovers_total", "Answers of other gateways that this one goes on with", ("why",)
@@ -177,7 +176,7 @@ class LastingDesk:
 
     @asynccontextmanager
     async def turn(self, name: bytes) -> AsyncIterator[None]:
-        """Of those that ask for one name one at a time looks for it, and begins it."""
+        """Hold the lock of a name while finding or beginning its answer."""
         self._waiting[name] += 1
         try:
             async with self._turns.setdefault(name, asyncio.Lock()):
@@ -188,9 +187,10 @@ class LastingDesk:
                 del self._waiting[name], self._turns[name]
 
     async def find(self, name: bytes, fingerprint: bytes | None = None) -> Kept | None:
-        """What a client asks for by that name, here from now on; None where no gateway knows it.
+        """Return the answer of that name, moved here if another gateway had it; None if unknown.
 
-        Raises HttpError 422 for another request under that name, UnavailableError while nobody can say.
+        Raises HttpError 422 if the name belongs to another request, UnavailableError if its gateway does not
+        reply.
         """
         kept = await self._found(name)
         if kept is not None and fingerprint is not None and kept.shadow.fingerprint != fingerprint:
@@ -199,7 +199,7 @@ class LastingDesk:
         return kept
 
     async def is_made(self, name: bytes) -> bool:
-        """Whether a gateway is making the answer called so; that of a gateway that is gone goes on here."""
+        """Whether a gateway is producing the named answer. An orphaned one continues here."""
         async with self.turn(name):
             kept = self._by_name.get(name)
             if kept is None:
@@ -212,9 +212,9 @@ class LastingDesk:
         return not kept.transcript.is_over
 
     async def cancel(self, name: bytes) -> None:
-        """End the answer called so, wherever it is made. Nothing is written of it any more on return.
+        """End the named answer on any gateway; nothing writes to it after the return.
 
-        Raises UnavailableError when it does not end in time.
+        Raises UnavailableError at the timeout.
         """
         async with self.turn(name):
             kept = await self.find(name)
@@ -245,14 +245,14 @@ class LastingDesk:
             await asyncio.sleep(_AGAIN_S)
 
     def begin(self, shadow: Shadow, make: MakeAnswer) -> Kept:
-        """A new answer is written from now on."""
+        """Begin a new answer."""
         kept = self._keep(shadow)
         kept.is_counted = True
         self._start(self._write(kept, make, ()))
         return kept
 
     def leave(self, kept: Kept, *, is_complete: bool) -> None:
-        """A reader is gone."""
+        """Note that a reader has left."""
         kept.readers -= 1
         if kept.readers:
             return
@@ -270,7 +270,7 @@ class LastingDesk:
         return Empty()
 
     async def on_claim(self, claim: ClaimAnswer) -> ClaimedAnswer:
-        """Another gateway's client asks: what is here goes there."""
+        """Hand an answer to the gateway whose client asks for it."""
         kept = self._by_name.get(claim.name)
         if kept is None:
             return self._peers.on_claim(claim.name)
@@ -295,12 +295,12 @@ class LastingDesk:
             self._peers.greet()
 
     def on_gone(self, instance: str, incarnation: int) -> None:
-        """It has left the bus."""
+        """Take over from a gateway that has left the bus."""
         if self._peers.on_gone((instance, incarnation)):
             self._inherit((instance, incarnation))
 
     def on_tick(self) -> None:
-        """To be called about ten times a second."""
+        """Advance the timeouts. Call about ten times a second."""
         now_s = self._now_s()
         for start in self._peers.silent():
             self._inherit(start)
@@ -318,7 +318,7 @@ class LastingDesk:
     # --- inside
 
     def _start(self, work: Coroutine[Any, Any, object]) -> None:
-        """A task; what it fails with is its own affair."""
+        """Start a fenced task, whose error affects nothing else."""
 
         async def alone() -> None:
             with fenced("an answer that lasts"):
@@ -335,7 +335,7 @@ class LastingDesk:
         return kept
 
     def _forget(self, kept: Kept, *, is_over: bool = True) -> None:
-        """Nobody finds it here any more; who reads it reads on. Unless it `is_over`, its heir keeps it."""
+        """Remove from the tables; current readers continue. Unless `is_over`, the heir keeps its copy."""
         if self._kept.pop(kept.shadow.request_id, None) is None:
             return
         for name in kept.shadow.names:
@@ -345,7 +345,7 @@ class LastingDesk:
             self._news.setdefault(kept.told, ([], []))[1].append(kept.shadow.request_id)
 
     def _drop(self, kept: Kept, failure: KvasirError | None = None) -> None:
-        """It ends, for its readers with that failure."""
+        """End the answer; its readers get `failure`."""
         self._forget(kept)
         if failure is not None and kept.exchange is not None and kept.readers:
             kept.exchange.fail(failure)
@@ -369,7 +369,7 @@ class LastingDesk:
         return self._peers.as_of_now(_known(kept))
 
     async def _write(self, kept: Kept, make: MakeAnswer, so_far: Sequence[AnswerSoFar]) -> None:
-        """Until its end; one that was taken over is tried again while the fleet has no room for it."""
+        """Write the answer to its end. One taken over is retried while the fleet has no room."""
         shadow, transcript = kept.shadow, kept.transcript
         until_s = monotonic_s() + self._config.resume_s
         for number in count():
@@ -393,7 +393,7 @@ class LastingDesk:
     async def _written(
         self, kept: Kept, make: MakeAnswer, so_far: Sequence[AnswerSoFar], request_id: str
     ) -> BaseException | None:
-        """What ended it before it was complete."""
+        """Write the answer once; return the error that cut it short, if any."""
         telling = asyncio.ensure_future(self.shadow(kept))
         shadow = kept.shadow
         waited_s, is_resumed = max(0.0, shadow.waited_s), shadow.takeovers > 0
@@ -408,7 +408,7 @@ class LastingDesk:
         return answer.failure
 
     async def _tell_again(self) -> None:
-        """Of answers whose shadow is gone with who kept it; one after the other, and not all the time."""
+        """Send a copy of each answer that has lost its heir to a new one, one at a time."""
         try:
             for kept in list(self._kept.values()):
                 is_told = kept.told is not None and self._peers.is_present(kept.told)
@@ -423,7 +423,7 @@ class LastingDesk:
             self._is_telling_again = False
 
     async def shadow(self, kept: Kept) -> None:
-        """Another gateway knows of it on return, if there is one that answers."""
+        """Send a copy to the heir, if there is one."""
         if kept.told is None and (heir := self._peers.heir) is not None:
             kept.told = heir
             await self._tell(kept)
@@ -435,7 +435,7 @@ class LastingDesk:
             kept.told = None
 
     def _inherit(self, start: Start) -> None:
-        """That gateway is gone: what it had not completed goes on here."""
+        """Take over the unfinished answers of a gateway that is gone."""
         left = self._peers.shadows.on_gone(start)
         if left:
             log.canonical(_logger, "takes over", gateway=start[0], answers=len(left))
@@ -446,7 +446,8 @@ class LastingDesk:
             self._start(self._go_on(kept))
 
     def _on_inherited(self, shadow: Shadow) -> None:
-        """Another gateway, which took this one for gone, has the same answer: who reads it here reads on."""
+        """Resume readers here after another gateway took over by mistake and made workers forget the
+        sequences."""
         origin = origin_of(shadow.request_id)
         for kept in list(self._kept.values()):
             is_same = origin_of(kept.shadow.request_id) == origin
@@ -460,7 +461,7 @@ class LastingDesk:
             self._start(self._answer(mine, found.get(shadow.request_id, ())))
 
     def _take_over(self, known: Shadowed, why: str, so_far: Sequence[AnswerSoFar] | None) -> Kept:
-        """One that is handed over; without `so_far` workers are asked for it."""
+        """Take over one answer; without `so_far` ask the workers for it."""
         kept = self._keep(self._peers.inherited(known))
         self._taken_over.labels(why).inc()
         self._start(self._collected(kept, known.shadow, so_far))
@@ -472,7 +473,7 @@ class LastingDesk:
         await self._answer(kept, so_far)
 
     async def _answer(self, kept: Kept, so_far: Sequence[AnswerSoFar]) -> None:
-        """Read the request again, and write its answer."""
+        """Read the request again and write its answer."""
         try:
             if self.reread is None:
                 raise UnavailableError("this gateway does not answer yet")
@@ -486,5 +487,5 @@ class LastingDesk:
 
 
 def _known(kept: Kept) -> Shadowed:
-    """As others' answers are."""
+    """Return it in the form of another gateway's answer."""
     return Shadowed(("", 0), kept.shadow, kept.began_s)

@@ -1,4 +1,4 @@
-"""Connections that read an answer of the desk."""
+"""Connections that read a lasting answer."""
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -9,10 +9,10 @@ from services.gateway.lasting.desk import Kept, LastingDesk
 
 
 class Following(Response):
-    """One connection that reads an answer."""
+    """Response that reads one lasting answer."""
 
     def __init__(self, desk: LastingDesk, kept: Kept, record: RequestRecord, after: int = -1) -> None:
-        """`after`: events of a response up to this number are left out."""
+        """Events up to the number `after` are skipped."""
         super().__init__()
         self._desk = desk
         self._kept = kept
@@ -32,6 +32,6 @@ class Following(Response):
 
 
 async def _gone(receive: Receive) -> None:
-    """Until the client is."""
+    """Wait for the client to disconnect."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,7 +1,7 @@
-"""The other gateways: who there is, what they keep of ours and we of theirs, and what workers have of it.
+"""The other gateways: liveness, exchanged shadows, and tokens that workers hold.
 
-Everything asked of others has a deadline, and none of it is needed to answer: what is not to be had is
-computed again, and is the same.
+Every request to others has a timeout. None is needed for an answer: what cannot be fetched is computed again,
+with the same result.
 """
 
 import asyncio
@@ -28,22 +28,23 @@ from shared.messages.tokens import FetchedTokens, FetchTokens
 
 _logger = log.get_logger("gateway.peers")
 _SILENCE_S = 6.0
-"""Of a gateway that did not leave the bus; workers wait longer before they end what is its."""
+"""Seconds without a heartbeat after which a gateway counts as gone. Workers wait longer before they end its
+sequences."""
 _TELL_S = 0.5
 _COLLECT_S = 1.5
-"""For workers to say what they keep: their heartbeats come more often."""
+"""Seconds for workers to list their sequences; more than a heartbeat period."""
 _LOOK_S = 0.05
 _AT_ONCE = 64
 _ANSWERS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 def origin_of(request_id: str) -> str:
-    """What a request was called by the gateway that accepted it."""
+    """Return the id that the accepting gateway gave to the request."""
     return request_id.partition("~")[0]
 
 
 class Peers:
-    """One per process."""
+    """This gateway's view of the other gateways."""
 
     def __init__(self, config: GatewayConfig, bus: Bus, sessions: Sessions, now_s: Clock) -> None:
         self._config = config
@@ -52,14 +53,14 @@ class Peers:
         self._now_s = now_s
         self._alive = Liveness(_SILENCE_S)
         self._greeted: dict[str, int] = {}
-        """The start of each that was heard last."""
+        """Last incarnation heard, by gateway."""
         self.shadows = RequestShadows(config.resume_mb * 1024 * 1024, config.resume_s)
         self._at_once = asyncio.Semaphore(_AT_ONCE)
 
     # --- who there is
 
     def on_reported(self, event: GatewayReported) -> Start | None:
-        """A heartbeat of another gateway; the start of it which is over by that, if any."""
+        """Process a heartbeat; return the incarnation that it ends, if any."""
         self._greeted[event.gateway_id] = event.incarnation
         known = self._alive.present(event.gateway_id)
         if not self._alive.hear(event.gateway_id, event.incarnation, self._now_s()):
@@ -74,22 +75,22 @@ class Peers:
         return gateway_id == self._bus.instance
 
     def is_known(self, gateway_id: str, incarnation: int) -> bool:
-        """Whether this was the last start of it that was heard."""
+        """Whether this was the last incarnation heard."""
         return self._greeted.get(gateway_id) == incarnation
 
     def greet(self) -> None:
-        """Who has just come is to know that this one is here."""
+        """Publish a heartbeat for a gateway that has just started."""
         self._sessions.beat()
 
     def on_gone(self, start: Start) -> bool:
-        """It has left the bus; whether that was news."""
+        """Note that a gateway has left the bus; return whether that is news."""
         if self._alive.present(start[0]) != start[1]:
             return False
         self._alive.forget(start[0])
         return True
 
     def silent(self) -> list[Start]:
-        """Who has not been heard for too long, once."""
+        """Return the gateways that have become silent, each once."""
         starts = {name: self._alive.present(name) or 0 for name in self._alive}
         return [(name, starts[name]) for name in self._alive.silent(self._now_s())]
 
@@ -98,7 +99,7 @@ class Peers:
 
     @property
     def heir(self) -> Start | None:
-        """Who would take over from this one: the next in the order of names."""
+        """Gateway that would take over from this one: the next by name."""
         names = sorted(self._alive)
         if not names:
             return None
@@ -108,7 +109,7 @@ class Peers:
     # --- shadows
 
     async def tell(self, heir: Start, message: TellShadows) -> bool:
-        """Whether it knows now."""
+        """Send shadows to the heir; return whether it confirmed."""
         subject = subjects.gateway_shadow(heir[0], self._bus.instance)
         try:
             await self._bus.request(subject, message, Empty, deadline_s=_TELL_S)
@@ -120,7 +121,7 @@ class Peers:
     def shadows_of(
         self, *taken: Shadow, ended: Sequence[str] = (), dropped: Sequence[str] = ()
     ) -> TellShadows:
-        """What to tell."""
+        """Return the message that reports new, ended and dropped shadows."""
         return TellShadows(
             sender=self._bus.instance,
             incarnation=self._bus.incarnation,
@@ -130,7 +131,7 @@ class Peers:
         )
 
     def on_told(self, message: TellShadows) -> None:
-        """Another gateway's answers begin, are complete, or are nobody's concern any more."""
+        """Update the shadows from another gateway's report."""
         owner, now_s = (message.sender, message.incarnation), self._now_s()
         for shadow in message.taken:
             self.shadows.put(owner, shadow, now_s)
@@ -140,7 +141,7 @@ class Peers:
             self.shadows.drop(owner, request_id)
 
     def inherited(self, known: Shadowed) -> Shadow:
-        """As ours from now on: under a name and a key of its own, and of this moment."""
+        """Return the shadow as this gateway's own: new id and heir key, times as of now."""
         shadow = self.as_of_now(known)
         return replace(
             shadow,
@@ -150,7 +151,7 @@ class Peers:
         )
 
     def resume(self, exchange: Exchange) -> None:
-        """It was taken over though this gateway is here: what is read here goes on under new attempts."""
+        """Continue under new attempts, after a takeover while this gateway was alive."""
         now_s = self._now_s()
         for sequence in exchange.sequences:
             self._sessions.apply(sequence, sequence.stream.on_inherited(now_s))
@@ -158,8 +159,10 @@ class Peers:
     # --- answers that others have
 
     async def claim(self, name: bytes, *, only_asks: bool = False) -> tuple[ClaimedAnswer | None, bool]:
-        """The answer called so, which is ours from now on; or whether some other gateway has it that could
-        not be asked, or keeps it since this one `only_asks`."""
+        """Return the named answer, moved here, and whether another gateway keeps it.
+
+        That is so when its owner did not reply, or still produces it and `only_asks` is set.
+        """
         names = list(self._alive)
         answers = await asyncio.gather(*(self._claim(peer, name, only_asks) for peer in names))
         of = dict(zip(names, answers, strict=True))
@@ -187,7 +190,7 @@ class Peers:
             return None
 
     def on_claim(self, name: bytes) -> ClaimedAnswer:
-        """Of a shadow that is kept here: given away where its owner is gone."""
+        """Reply about a shadow kept here: give it away if its owner is gone."""
         known = self.shadows.find(name)
         if known is None:
             return ClaimedAnswer()
@@ -197,7 +200,7 @@ class Peers:
         return ClaimedAnswer(shadow=self.as_of_now(known))
 
     def as_of_now(self, known: Shadowed) -> Shadow:
-        """With its times."""
+        """Return the shadow with its times moved to now."""
         since_s = max(0.0, self._now_s() - known.told_s)
         left_s = known.shadow.deadline_in_s
         return replace(
@@ -209,9 +212,9 @@ class Peers:
     # --- what workers keep
 
     async def collect(self, shadows: Sequence[Shadow]) -> dict[str, tuple[AnswerSoFar, ...]]:
-        """What there is of each, by request; of what no worker has, nothing. The workers stop there.
+        """Return the tokens that workers hold of each request, and cancel them there.
 
-        Answers with log-probabilities are computed anew: workers have only some of these.
+        Skips answers with log-probabilities, since workers hold only some of these.
         """
         wanted = {
             key: shadow
@@ -266,7 +269,7 @@ class Peers:
 def _listed(
     reports: Iterable[WorkerReported], wanted: dict[SequenceKey, Shadow]
 ) -> list[tuple[SequenceRef, str]]:
-    """Of each that is wanted, the highest attempt that a worker has."""
+    """Return the highest attempt that a worker lists of each wanted sequence."""
     found: dict[SequenceKey, tuple[SequenceRef, str]] = {}
     for report in reports:
         for listed in report.sequences:

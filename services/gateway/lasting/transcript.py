@@ -1,6 +1,6 @@
-"""What an answer has said so far, for whoever reads it: from its beginning or an event on, and as it goes on.
+"""Record of an answer: one task writes it as an ASGI application; any number of connections read it.
 
-One task writes it, as an ASGI application to its client; any number of connections read. Bytes only.
+A reader starts at the beginning or after an event, and follows to the end.
 """
 
 import asyncio
@@ -18,15 +18,15 @@ _END = b"\n\n"
 
 
 class EventsAfter:
-    """Leaves out the events of a response up to a number."""
+    """Drops a response's events up to a number."""
 
     def __init__(self, number: int) -> None:
-        """-1 leaves none out."""
+        """-1 drops none."""
         self._number = number
         self._rest = b""
 
     def feed(self, piece: bytes) -> bytes:
-        """What of this, and of what was not whole before, is to be sent."""
+        """Return the events to send; an incomplete last event is held."""
         if self._number < 0:
             return piece
         *events, self._rest = (self._rest + piece).split(_END)
@@ -39,13 +39,13 @@ class EventsAfter:
 
 
 class Transcript:
-    """See above."""
+    """The bytes of one answer, readable while they are written."""
 
     def __init__(self) -> None:
         self.body = bytearray()
         self.is_over = False
         self.failure: Exception | None = None
-        """Instead of an answer."""
+        """Error in place of an answer."""
         self._start: MutableMapping[str, Any] | None = None
         self._news = asyncio.Event()
 
@@ -55,14 +55,14 @@ class Transcript:
 
     @property
     def is_stream(self) -> bool:
-        """Of events; False also before it has begun."""
+        """Whether the answer consists of events; False before it begins."""
         start = self._start or {}
         return any(
             name == b"content-type" and b"event-stream" in value for name, value in start.get("headers", ())
         )
 
     async def send(self, message: Message) -> None:
-        """For whoever writes it."""
+        """ASGI `send` of the writing task."""
         if message["type"] == "http.response.start":
             self._start = message
         else:
@@ -71,20 +71,20 @@ class Transcript:
         self._tell()
 
     def end(self, failure: Exception | None = None) -> None:
-        """Nothing more is written; before it has begun, `failure` is what its readers get."""
+        """End the answer. If it has not begun, readers get `failure`."""
         self.failure = failure
         self.is_over = True
         self._tell()
 
     async def ended(self) -> None:
-        """Returns once nothing more is written."""
+        """Wait for the end."""
         while not self.is_over:
             await self._news.wait()
 
     async def read(self, send: Send, until_gone: Awaitable[None], after: int = -1) -> bool:
-        """Sends all of it, and what comes; False when its reader was gone before that.
+        """Send the answer up to its end; return False if the reader disconnects first.
 
-        Raises what it failed with before it began, and HttpError for events of an answer that has none.
+        Raises the failure of an answer that never began, and HttpError for `after` without events.
         """
         gone = asyncio.ensure_future(until_gone)
         events, at, has_begun = EventsAfter(after), 0, False
@@ -126,4 +126,4 @@ class Transcript:
 
 
 Author = Callable[[Transcript], Awaitable[None]]
-"""Writes one."""
+"""Writes one answer."""

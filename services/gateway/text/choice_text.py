@@ -1,6 +1,6 @@
-"""One choice as text: tokens in, pieces of text out, cut at a stop string. Knows no HTTP and no clock.
+"""Turns one choice's tokens into pieces of text, cut at a stop string.
 
-Text goes out as soon as no stop string can begin in it, and log-probabilities with the piece that ends their
+Text is released once no stop string can begin in it. Log-probabilities go with the piece that completes their
 token.
 """
 
@@ -20,35 +20,35 @@ from shared.messages.values import MOST_COUNT
 
 @dataclass(frozen=True, slots=True)
 class PlacedToken:
-    """A token of the shown answer."""
+    """A token of the answer and its place in the text."""
 
     token: int
     logprobs: TokenLogprobs | None
-    """None: of the first token of a prompt."""
+    """None for a prompt's first token."""
     offset: int
-    """Characters of the answer before the first one of this token."""
+    """Number of characters before this token."""
 
 
 class Alignment:
-    """Which tokens of one answer have been shown with their whole text.
+    """Tracks which tokens of an answer have been shown in full.
 
-    Tokens that are parts of one character share its place; a token that shows nothing shares the next one's.
+    Tokens that share one character have the same offset; a token without text takes the next token's.
     """
 
     def __init__(self, chars: int = 0) -> None:
-        """`chars`: so many come before the first token."""
+        """`chars` is the offset of the first token."""
         self._unplaced: list[tuple[int, TokenLogprobs]] = []
         self._placed: deque[tuple[PlacedToken, int]] = deque()
-        """With the offset of the character after it."""
+        """With the offset after the token."""
         self._read_chars = self._shown_chars = chars
 
     def on_token(self, token: int, logprobs: TokenLogprobs | None) -> None:
-        """The next token; one without log-probabilities will not be listed."""
+        """Add the next token; one without log-probabilities is not listed."""
         if logprobs is not None:
             self._unplaced.append((token, logprobs))
 
     def on_text(self, chars: int) -> None:
-        """So many characters came of the tokens since the last call."""
+        """Note that the tokens since the last call decoded to `chars` characters."""
         if chars == 0:
             return
         start, self._read_chars = self._read_chars, self._read_chars + chars
@@ -57,7 +57,7 @@ class Alignment:
         self._unplaced.clear()
 
     def on_shown(self, chars: int) -> tuple[PlacedToken, ...]:
-        """So many characters more are shown. Returns the tokens they complete."""
+        """Note `chars` more shown characters; return the tokens they complete."""
         self._shown_chars += chars
         shown = []
         while self._placed and self._placed[0][1] <= self._shown_chars:
@@ -65,7 +65,7 @@ class Alignment:
         return tuple(shown)
 
     def on_end(self, *, is_cut: bool) -> tuple[PlacedToken, ...]:
-        """Nothing more is shown. Returns what is left: after a cut, only tokens that were shown in part."""
+        """Return the remaining tokens; after a cut, only those shown in part."""
         rest = [placed for placed, _ in self._placed if not is_cut or placed.offset < self._shown_chars]
         if not is_cut:
             rest += [PlacedToken(token, logprobs, self._read_chars) for token, logprobs in self._unplaced]
@@ -74,7 +74,7 @@ class Alignment:
         return tuple(rest)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the counts contradict each other."""
+        """Raise AssertionError when the counts contradict each other."""
         assert 0 <= self._shown_chars <= self._read_chars
         ends = [end for _, end in self._placed]
         assert ends == sorted(ends)
@@ -83,8 +83,9 @@ class Alignment:
 
 
 class StopMatcher:
-    """Cuts a growing text before the first occurrence of any of `stops`; holds back only what may become
-    one. With `includes` it cuts after it.
+    """Cuts a growing text before the first stop string, or after it with `includes`.
+
+    Holds back only text that may become a stop string.
     """
 
     def __init__(self, stops: Sequence[str], *, includes: bool = False) -> None:
@@ -94,8 +95,9 @@ class StopMatcher:
         self.matched: str | None = None
 
     def feed(self, text: str, *, is_early: bool = False) -> str:
-        """What may be shown of the text so far and has not been; `matched` is set once a stop string is
-        complete. One that a text which `is_early` completes does not count.
+        """Return the text that can be shown now; set `matched` when a stop string is complete.
+
+        With `is_early`, stop strings that this text completes do not count.
         """
         if self.matched is not None:
             return ""
@@ -112,12 +114,12 @@ class StopMatcher:
         return window[: len(window) - keep]
 
     def flush(self) -> str:
-        """What was held back, when the answer ended without completing a stop string."""
+        """Return the held text, when the answer ended without a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _undecided(self, window: str) -> int:
-        """Length of the longest end of `window` that is a beginning of a stop string."""
+        """Return the length of the longest suffix of `window` that begins a stop string."""
         longest = min(len(window), max(len(stop) for stop in self._stops) - 1)
         for length in range(longest, 0, -1):
             tail = window[-length:]
@@ -127,7 +129,7 @@ class StopMatcher:
 
 
 class Detokenizer:
-    """Incremental decoding of one sequence. State is rebuilt by feeding the tokens again."""
+    """Incremental decoder of one sequence."""
 
     def __init__(self, tokenizer: Tokenizer, *, shows_special: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -137,70 +139,69 @@ class Detokenizer:
         self._shown_chars = 0
 
     def feed(self, token: int) -> str:
-        """The text this token completes; empty inside a character."""
+        """Return the text that this token completes; empty inside a character."""
         self._tokens.append(token)
         piece = self._stream.step(self._tokenizer, token) or ""
         self._shown_chars += len(piece)
         return piece
 
     def flush(self) -> str:
-        """What an answer that ended inside a character still shows: replacement characters."""
+        """Return the replacement characters for an incomplete last character."""
         rest = decode(self._tokenizer, self._tokens, shows_special=self._shows_special)[self._shown_chars :]
         self._shown_chars += len(rest)
         return rest
 
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int], *, shows_special: bool = False) -> str:
-    """All tokens at once, special ones left out unless they are to be shown."""
+    """Decode all tokens at once, without special tokens unless `shows_special`."""
     text: str = tokenizer.decode(list(tokens), skip_special_tokens=not shows_special)
     return text
 
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """New text of one choice; `finish_reason` is set on its last piece."""
+    """New text of one choice; the last piece has a `finish_reason`."""
 
     text: str
     finish_reason: FinishReason | None
     tokens: tuple[PlacedToken, ...] = ()
-    """With log-probabilities, if they are asked for: those whose text ends in this piece."""
+    """Tokens that end in this piece, if log-probabilities are requested."""
     ids: tuple[int, ...] = ()
-    """Ids, if they are asked for, of all tokens read since the piece before."""
+    """All tokens read since the previous piece, if ids are requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextRules:
-    """How the tokens of an answer become its text."""
+    """Options for turning tokens into text."""
 
     stops: tuple[str, ...] = ()
     includes_stop: bool = False
-    """The stop string, or the token of the client's that ended the answer, belongs to the text."""
+    """Keep the stop string, or the client's stop token, in the text."""
     shows_special: bool = False
     with_logprobs: bool = False
     with_ids: bool = False
     min_tokens: int = 0
-    """A stop string that is complete within so many tokens does not end the answer."""
+    """Stop strings complete within this many tokens are ignored."""
     stop_token_ids: frozenset[int] = frozenset()
-    """The client's own, of those that end an answer."""
+    """The client's own stop tokens."""
     sums_hidden: bool = False
-    """Hidden states of all tokens, where the request embeds; else the latest token's."""
+    """For embeddings: sum the hidden states of all tokens instead of keeping the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A prompt, or its end, that an answer was made to begin with: for its log-probabilities, or to be
-    shown."""
+    """Prompt tokens that the worker generates as forced, for log-probabilities or to be echoed."""
 
     tokens: int = 0
-    """At the beginning of what comes from the worker."""
+    """Number of forced tokens at the beginning of the worker's output."""
     prompt: tuple[int, ...] = ()
     """The whole prompt."""
     text: str | None = None
-    """Of the prompt, where the answer is to begin with it."""
+    """The prompt's text, if the answer is to begin with it."""
 
 
 class PromptEcho:
-    """What is known of a prompt's tokens: of all but the first, once the worker has gone through them."""
+    """Log-probabilities of a prompt's tokens; the first has none."""
 
     def __init__(self, tokenizer: Tokenizer, given: Given) -> None:
         self._given = given
@@ -208,7 +209,7 @@ class PromptEcho:
         self.logprobs: list[TokenLogprobs | None] = [None]
 
     def placed(self) -> tuple[PlacedToken, ...]:
-        """Each token of the prompt at its place in the text."""
+        """Return each prompt token with its place in the text."""
         detokenizer, found, offset = Detokenizer(self._tokenizer), [], 0
         for token, logprobs in zip(self._given.prompt, self.logprobs, strict=False):
             found.append(PlacedToken(token, logprobs, offset))
@@ -217,10 +218,7 @@ class PromptEcho:
 
 
 class ChoiceText:
-    """Reads a stream's tokens as they come.
-
-    What is not read yet stays in the stream: a slow reader costs nothing.
-    """
+    """Reads a stream's tokens as they arrive. Unread tokens stay in the stream."""
 
     def __init__(
         self,
@@ -235,10 +233,10 @@ class ChoiceText:
         self.stream = stream
         self.finish_reason: FinishReason | None = None
         self.completion_tokens = 0
-        """Tokens read, up to and including the one that ended the answer."""
+        """Number of tokens read, including the one that ended the answer."""
         self.echo = PromptEcho(tokenizer, given)
         self.hidden = b""
-        """The latest token's hidden state, or the sum of all, where the request embeds: packed fp32."""
+        """For embeddings: the last token's hidden state, or the sum of all, as packed fp32."""
         self._rules = rules
         self._given = given
         self._read_tokens = 0
@@ -259,16 +257,16 @@ class ChoiceText:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """All tokens of the answer that were read."""
+        """All tokens of the answer read so far."""
         return tuple(self.stream.tokens[self._given.tokens : self._read_tokens])
 
     @property
     def is_cut(self) -> bool:
-        """A stop string was completed: the rest of the sequence is not wanted."""
+        """A stop string is complete; the rest of the sequence is not needed."""
         return self._stops.matched is not None
 
     def read_each(self) -> Iterator[TextPiece]:
-        """As `read`, one token after the other: pieces that depend on tokens alone, not on how they came."""
+        """Like `read`, one token at a time: the pieces do not depend on how tokens arrived."""
         while True:
             read_tokens = self._read_tokens
             if (piece := self.read(most_tokens=1)) is not None:
@@ -277,8 +275,7 @@ class ChoiceText:
                 return
 
     def read(self, most_tokens: int = MOST_COUNT) -> TextPiece | None:
-        """What the tokens that arrived since the last call show, or the first of them; None when nothing can
-        be shown yet."""
+        """Return the text of the new tokens, at most `most_tokens`; None when nothing can be shown yet."""
         if self.finish_reason is not None:
             return None
         text = "".join(self._texts(self._read_tokens + most_tokens))
@@ -324,7 +321,7 @@ class ChoiceText:
         return texts
 
     def _feed(self, text: str) -> str:
-        """What may be shown after this."""
+        """Return the text that can be shown after this."""
         if self._alignment is not None:
             self._alignment.on_text(len(text))
         return self._stops.feed(text, is_early=self.completion_tokens <= self._rules.min_tokens)

@@ -1,5 +1,7 @@
-"""Where a model's chat template is found, and what templates are compiled with: a sandbox set up as in
-transformers. Imports little: a broken template is found before a stack starts."""
+"""Finds a model's chat template and compiles it in a sandbox set up as in transformers.
+
+Has few imports, so that a broken template is found before a stack starts.
+"""
 
 import json
 from datetime import datetime
@@ -17,9 +19,8 @@ from shared.model_files import HubId, read_json, source_of
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks what the assistant wrote, for training; here it is its
-    content.
-    """
+    """Renders the content of `{% generation %}…{% endgeneration %}`, which marks assistant text for
+    training."""
 
     tags = {"generation"}  # noqa: RUF012 - the attribute's type is jinja2's
 
@@ -29,7 +30,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def template_environment() -> jinja2.Environment:
-    """A sandbox with the filters and functions that templates expect."""
+    """Return a sandbox with the filters and functions that templates expect."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
@@ -50,7 +51,7 @@ def template_source(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def check_template(model: str) -> None:
-    """Compile the chat template of a model folder. Raises ConfigError where that fails."""
+    """Compile a model folder's chat template. Raises ConfigError if that fails."""
     folder = source_of(model)
     if isinstance(folder, HubId):
         return

@@ -1,8 +1,7 @@
-"""A model's tokenizer and chat template, read from a folder as Hugging Face lays it out, without torch.
+"""A model's tokenizer and chat template, read from a Hugging Face folder without torch.
 
-`Codec` turns chats and texts into token ids and says which ids end an answer; `Vocabulary` says what a single
-id stands for. Templates are Jinja in a sandbox, set up as in transformers, so that prompts are equal. Knows
-nothing of requests or limits.
+`Codec` encodes chats and texts; `Vocabulary` returns the bytes of single tokens. Templates are sandboxed
+Jinja, set up as in transformers, so that prompts are equal.
 """
 
 import asyncio
@@ -33,7 +32,7 @@ ChatMessage = Mapping[str, Any]
 
 
 class ChatTemplate:
-    """One compiled template. `variables` are the special tokens by name (`bos_token`, …)."""
+    """One compiled template. `variables` holds the special tokens by name (`bos_token`, …)."""
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         environment = template_environment()
@@ -42,7 +41,7 @@ class ChatTemplate:
         self.source = source
         names = jinja2.meta.find_undeclared_variables(environment.parse(source))
         self.knows_functions = "tools" in names
-        """It describes functions to the model, and writes calls and results as the model was taught."""
+        """The template handles function descriptions, calls and results."""
         self.thinks = "</think>" in source
 
     def render(
@@ -54,10 +53,10 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text, ready for the answer unless `add_generation_prompt` is off.
+        """Return the prompt text, ready for the answer unless `add_generation_prompt` is off.
 
-        With `continues_last` it ends where the content of the last message does, as in transformers.
-        `variables` are the template's own besides these. Raises InvalidRequest when it refuses the messages.
+        With `continues_last` it ends with the last message's content, as in transformers. `variables` are the
+        template's additional ones. Raises InvalidRequest when the template refuses the messages.
         """
         if continues_last:
             last = {**messages[-1], "content": f"{messages[-1]['content']}{_CUT}"}
@@ -83,7 +82,7 @@ class ChatTemplate:
 
 
 _CUT = "\ue0c5cut\ue0c5 "
-"""Marks where the last message ends. Its space shows whether the template trims contents."""
+"""Marks where the last message ends. The trailing space shows whether the template trims contents."""
 
 
 def _up_to_cut(text: str) -> str:
@@ -100,13 +99,11 @@ MAX_WAITING_BYTES = 128 * 1024 * 1024
 
 
 class TokenizerThreads:
-    """One thread that reads, `count` that encode, and a bound on how much waits for them, in requests and in
-    bytes.
+    """One reader thread and `count` encoder threads, with limits on waiting requests and bytes.
 
-    Reading (JSON, validation) holds the interpreter lock, for hundredths of a second where a body is large.
-    Two threads that do would hand it to each other, past the event loop. So there is one, and before its next
-    body it rests for as long as the last one took: the event loop, which takes the lock several times to
-    bring a token on its way, would otherwise wait for a body each time. Encoding releases it.
+    Reading (JSON, validation) holds the interpreter lock, up to hundredths of a second for a large body. Two
+    readers would pass the lock to each other and starve the event loop. The one reader therefore rests after
+    each body for as long as the body took. Encoding releases the lock.
     """
 
     def __init__(self, count: int, max_waiting: int) -> None:
@@ -118,18 +115,17 @@ class TokenizerThreads:
         self._rested_s = 0.0
 
     async def read(self, work: Callable[[], T], size_bytes: int) -> T:
-        """The result of `work`. Raises Overloaded when too much waits, or what `work` raises.
+        """Return the result of `work`. Raises Overloaded when too much is waiting, or what `work` raises.
 
-        `size_bytes` is of the request's body: nothing in it, be it text, tokens, messages or names of fields,
-        can cost more than it is long. Little is done at once, in less time than it takes to wake a thread and
-        be woken by it.
+        `size_bytes`, the body's length, bounds the cost. Small bodies run inline: waking a thread takes
+        longer.
         """
         if size_bytes <= AT_ONCE_BYTES:
             return work()
         return await self._run(self._reader, lambda: self._after_a_rest(work), size_bytes)
 
     async def encode(self, work: Callable[[], T], size_bytes: int) -> T:
-        """As `read`."""
+        """Like `read`, on an encoder thread."""
         return work() if size_bytes <= AT_ONCE_BYTES else await self._run(self._encoders, work, size_bytes)
 
     async def _run(self, threads: ThreadPoolExecutor, work: Callable[[], T], size_bytes: int) -> T:
@@ -145,7 +141,7 @@ class TokenizerThreads:
             self._waiting_bytes -= size_bytes
 
     def _after_a_rest(self, work: Callable[[], T]) -> T:
-        """On the reader's thread."""
+        """Runs on the reader thread, after a pause as long as the last body took."""
         time.sleep(max(0.0, self._rested_s - monotonic_s()))
         began_s = time.thread_time()
         try:
@@ -160,44 +156,44 @@ class TokenizerThreads:
 
 @dataclass(frozen=True)
 class Codec:
-    """Thread-safe. Encoding a long text takes long: call it off the event loop."""
+    """A model's tokenizer and template. Thread-safe; encode long texts off the event loop."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
     end_token_ids: tuple[int, ...]
     vocab_size: int
-    """Ids in a prompt given as tokens are below this."""
+    """Upper bound, exclusive, of token ids in a prompt."""
     forms_folder: Path | None = None
-    """From which checkers of forms load the tokenizer; None: answers cannot be kept to one."""
+    """Folder of the tokenizer that grammar checkers load; None: no structured output."""
     pools_mean: bool = False
-    """The model's folder says that an embedding is the mean of all tokens' states."""
+    """The model's folder asks for embeddings that are the mean over all tokens."""
     hidden_size: int = 0
-    """Numbers in an embedding; 0: the folder does not say."""
+    """Length of an embedding; 0: unknown."""
 
     @cached_property
     def added_tokens(self) -> Mapping[str, int]:
-        """Ids of the tokens that stand for a text as a whole, by their text."""
+        """Ids of added tokens by their text."""
         return {each.content: token for token, each in self.tokenizer.get_added_tokens_decoder().items()}
 
     @cached_property
     def special_tokens(self) -> frozenset[str]:
-        """Of those, the ones that are left out of an answer's text."""
+        """Added tokens that are left out of an answer's text."""
         added = self.tokenizer.get_added_tokens_decoder().values()
         return frozenset(each.content for each in added if each.special)
 
     @cached_property
     def call_format(self) -> CallFormat:
-        """How this model calls functions."""
+        """The model's format of function calls."""
         return format_of(self.template.source if self.template is not None else "")
 
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a plain prompt, with the special tokens the tokenizer adds to one."""
+        """Return the ids of a plain prompt, with the tokenizer's special tokens."""
         return self._encode(text, add_special_tokens=add_special_tokens)
 
     def encode_chat(
         self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
     ) -> list[int]:
-        """Ids of a chat up to where the answer begins: equal to transformers' `apply_chat_template`.
+        """Return the ids of a chat up to the answer, equal to transformers' `apply_chat_template`.
 
         Raises InvalidRequest when the model has no template or the template refuses the messages.
         """
@@ -207,24 +203,24 @@ class Codec:
 
     @property
     def chat_template(self) -> ChatTemplate:
-        """Raises InvalidRequest when the model has none."""
+        """The template. Raises InvalidRequest when the model has none."""
         if self.template is None:
             raise InvalidRequest("this model has no chat template: use /v1/completions", param="messages")
         return self.template
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Ids of what a template has written."""
+        """Return the ids of rendered template text."""
         return self._encode(text, add_special_tokens=False)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """A batch of one: unlike `encode`, it releases the interpreter lock, and it computes no offsets."""
+        """Encode as a batch of one, which releases the interpreter lock and computes no offsets."""
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
 
 def load_codec(model: str) -> Codec:
-    """From a local folder or a hub id. Raises ConfigError naming what is missing."""
+    """Load from a local folder or a hub id. Raises ConfigError naming what is missing."""
     files = load_tokenizer(model)
     source = template_source(files.folder, files.config)
     return Codec(
@@ -243,7 +239,7 @@ def _hidden_size(config: dict[str, Any]) -> int:
 
 
 def _pools_mean(folder: Path) -> bool:
-    """As sentence-transformers writes it."""
+    """Whether sentence-transformers' configuration asks for mean pooling."""
     return bool(read_json(folder / "1_Pooling" / "config.json").get("pooling_mode_mean_tokens", False))
 
 
@@ -257,15 +253,15 @@ def _can_keep_forms(files: TokenizerFiles) -> bool:
 
 
 SPACE_MARK = "▁"
-"""What sentencepiece writes for a space."""
+"""sentencepiece's mark for a space."""
 
 
 class Vocabulary:
-    """The bytes of each token, and a text for people. Remembers every id it was asked for.
+    """Bytes and display text of each token, cached.
 
-    The bytes of an answer's tokens, joined, are the bytes of its text (special tokens aside), also where a
-    character spans tokens. Knows the two ways tokenizers keep bytes (byte-level alphabets, byte fallback);
-    for any other a token's bytes are those of its decoded text.
+    The joined bytes of an answer's tokens are the bytes of its text (special tokens aside), even where a
+    character spans tokens. Supports byte-level alphabets and byte fallback; for other tokenizers, the bytes
+    are those of the decoded text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -277,11 +273,11 @@ class Vocabulary:
         self._known: dict[int, tuple[str, bytes]] = {}
 
     def text(self, token: int) -> str:
-        """Its text; bytes that are no whole characters are written as `\\xe2`, as OpenAI does."""
+        """Return the token's text; incomplete characters are escaped as `\\xe2`, as OpenAI does."""
         return self._look_up(token)[0]
 
     def bytes_of(self, token: int) -> bytes:
-        """Its UTF-8 bytes, possibly a part of a character; none for an id the tokenizer does not know."""
+        """Return the token's UTF-8 bytes, possibly part of a character; empty for an unknown id."""
         return self._look_up(token)[1]
 
     def _look_up(self, token: int) -> tuple[str, bytes]:
@@ -311,7 +307,7 @@ class Vocabulary:
 
 
 def _decoder_kinds(tokenizer: Tokenizer) -> frozenset[str]:
-    """Names of the steps of its decoder."""
+    """Return the names of the decoder's steps."""
     if tokenizer.decoder is None:
         return frozenset()
     state: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
@@ -320,9 +316,8 @@ def _decoder_kinds(tokenizer: Tokenizer) -> frozenset[str]:
 
 @cache
 def byte_alphabet() -> dict[str, int]:
-    """The 256 characters of GPT-2's byte-level alphabet: printable bytes are themselves, the rest follow
-    U+0100 on.
-    """
+    """Return the 256 characters of GPT-2's byte-level alphabet: printable bytes map to themselves, others to
+    U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
