@@ -20,7 +20,7 @@ ModelName = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 
 
 _SHOWN = 8
-"""Digits of a digest that a person is shown."""
+"""Digits of a digest in names for people."""
 KeyName = Annotated[str, StringConstraints(pattern=re.compile(r"^[A-Za-z0-9_-]{1,64}$"))]
 
 
@@ -39,7 +39,7 @@ class KeyConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _names_exist(cls, options: object) -> object:
-        """A message that lists what there is."""
+        """Reject unknown options and classes with a message that lists the known ones."""
         if not isinstance(options, Mapping):
             return options
         names = ("class", "max_concurrent", "requests_per_minute", "sha256", "tokens_per_minute", "weight")
@@ -52,11 +52,11 @@ class KeyConfig(BaseModel):
         return options
 
     def tenant(self, name: str) -> Tenant:
-        """As requests with it carry it."""
+        """Return the tenant of requests with this key."""
         return Tenant(name=name, service_class=self.service_class, weight=self.weight)
 
     def quota(self) -> Quota:
-        """How much its holder may ask for."""
+        """Return the key's quota."""
         return Quota(self.max_concurrent, self.requests_per_minute, self.tokens_per_minute)
 
 
@@ -198,7 +198,7 @@ class GatewayConfig(ModelServiceConfig):
     report_interval_s: float = Field(0.5, gt=0, description="between the gateway's own heartbeats")
 
     def check(self) -> None:
-        """Raises ConfigError, also for names that are there twice and for an alias of nothing."""
+        """Raise ConfigError, also for duplicate names and for an alias of an unknown model."""
         super().check()
         self.check_keys()
         for host, setting in ((self.host, "host"), (self.operator_host, "operator_host")):
@@ -221,19 +221,19 @@ class GatewayConfig(ModelServiceConfig):
             check_template(model)
 
     def check_keys(self) -> None:
-        """Raises ConfigError for one that is there twice."""
+        """Raise ConfigError for a duplicate key."""
         named = [key.sha256 for key in self.keys.values()]
         if len({*named, *self.api_key_sha256}) < len(named) + len(set(self.api_key_sha256)):
             raise ConfigError("a key is there twice: each has one tenant", param="keys")
 
     def tenants(self) -> dict[str, Tenant]:
-        """By the digest of the key. One that is given no name is told apart by its digest's beginning."""
+        """Return the tenants by key digest. An unnamed key is named by its digest's beginning."""
         digests = (*self.api_key_sha256, *self.admin_key_sha256)
         unnamed = {digest: Tenant(name=f"key-{digest[:_SHOWN]}") for digest in digests}
         return unnamed | {key.sha256: key.tenant(name) for name, key in self.keys.items()}
 
     def of_models(self) -> list["GatewayConfig"]:
-        """One for each model, with its `served_name` and `model`, the gateway's own first."""
+        """Return one configuration per model, with its `served_name` and `model`; the gateway's own first."""
         served = {self.served_name: self.model, **self.models}
         return [
             self.model_copy(update={"served_name": name, "model": model}) for name, model in served.items()

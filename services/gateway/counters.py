@@ -1,4 +1,4 @@
-"""The gateway's metrics. Labels are few; those that come from clients are bounded in number and form."""
+"""The gateway's metrics. Labels that come from clients are bounded in number and form."""
 
 import re
 
@@ -9,7 +9,7 @@ _LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Counters:
-    """One set per process."""
+    """The counters, gauges and histograms of this process."""
 
     def __init__(self) -> None:
         self.requests = metrics.counter("kvasir_gateway_requests_total", "HTTP requests", ("route", "status"))
@@ -45,7 +45,8 @@ class Counters:
         self._ignored_names: set[str] = set()
 
     def count_ignored(self, name: str) -> None:
-        """Count one request that asked for `name`. The first names have a label each, the rest share one."""
+        """Count a request with an ignored field. Each of the first names has its own label; the rest share
+        one."""
         if name not in self._ignored_names:
             if len(self._ignored_names) == MOST_IGNORED_NAMES or not _LABEL.fullmatch(name):
                 name = "other"

@@ -1,7 +1,4 @@
-"""Errors as OpenAI clients read them: `{"error": {message, type, param, code}}`, and the status each one has.
-
-Knows nothing of where an error came from.
-"""
+"""Errors in OpenAI's format, `{"error": {message, type, param, code}}`, with their HTTP status."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -32,11 +29,11 @@ DEFAULT_RETRY_AFTER_S = 1.0
 INVALID = "invalid_request_error"
 RATE_LIMIT, SERVER = "rate_limit_error", "server_error"
 MAX_SHOWN_CHARS = 1000
-"""Of any text in an error body or a log line: parts of it may come from the client."""
+"""Longest text in an error body or a log line, since clients can supply parts of it."""
 
 
 class HttpError(CallerError):
-    """A request refused for its HTTP form: `status` says how."""
+    """A request refused at the HTTP level, with the given status."""
 
     code = "invalid_http_request"
 
@@ -45,11 +42,11 @@ class HttpError(CallerError):
         self.status = status
         self.error_code = error_code
         self.closes = closes
-        """The rest of the body is not read, so the connection cannot be used again."""
+        """The rest of the body is not read, so the connection must close."""
 
 
 class ShuttingDown(UnavailableError):
-    """This process ends before the answer does."""
+    """The process ends before the answer does."""
 
     code = "shutting_down"
 
@@ -58,7 +55,7 @@ class ShuttingDown(UnavailableError):
 
 
 class UnsupportedFeature(InvalidRequest):
-    """The request asks for something this server does not do; `param` names it."""
+    """The request needs a feature that this server does not have; `param` names it."""
 
     code = "unsupported_parameter"
 
@@ -76,7 +73,7 @@ _KINDS: tuple[tuple[type[KvasirError], int, str], ...] = (
 
 
 def status_of(error: KvasirError) -> tuple[int, str]:
-    """HTTP status and OpenAI error type. What is nobody's fault outside is a 500."""
+    """Return the HTTP status and OpenAI error type; 500 for internal errors."""
     if isinstance(error, HttpError):
         return error.status, {429: RATE_LIMIT, 503: SERVER}.get(error.status, INVALID)
     for kind, status, type_name in _KINDS:
@@ -86,18 +83,18 @@ def status_of(error: KvasirError) -> tuple[int, str]:
 
 
 def shown(text: str, limit: int = MAX_SHOWN_CHARS) -> str:
-    """`text`, cut to `limit` characters where it is longer; what a client sent is never shown in full."""
+    """Return `text`, cut to `limit` characters. Use it for text from clients."""
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
 
 
 def unknown_model(name: str, served: Sequence[str]) -> UnknownModel:
-    """The error for a model that is none of those served here."""
+    """Return the error for a model that is not served."""
     known = ", ".join(map(repr, served))
     return UnknownModel(f"the model {shown(name, 100)!r} does not exist; there is {known}", param="model")
 
 
 def code_of(error: KvasirError) -> str | None:
-    """A stable string where clients can act on it, else None."""
+    """Return a stable code that clients can act on, or None."""
     if isinstance(error, HttpError):
         return error.error_code
     if type(error) is InvalidRequest:
@@ -108,7 +105,7 @@ def code_of(error: KvasirError) -> str | None:
 
 
 def body_of(error: KvasirError) -> dict[str, dict[str, str | None]]:
-    """The error object. Our own faults keep their text to the log."""
+    """Return the error object. The text of internal errors stays in the log."""
     status, type_name = status_of(error)
     message = error.message if status != 500 else "the server failed to answer; its log has the reason"
     param = None if error.param is None else shown(error.param, 200)
@@ -116,15 +113,13 @@ def body_of(error: KvasirError) -> dict[str, dict[str, str | None]]:
 
 
 def headers_of(error: KvasirError) -> dict[str, str]:
-    """Retry-After in whole seconds where asking again helps; Connection: close where the body was not
-    read.
-    """
+    """Return Retry-After (whole seconds) if a retry helps, and Connection: close if the body was not read."""
     status, _ = status_of(error)
     headers = {}
     if status in (429, 503):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s or DEFAULT_RETRY_AFTER_S)))
     if isinstance(error, PolicyFailed):
-        headers = {"x-should-retry": "false"}  # clients' libraries would hide the reason for seconds
+        headers = {"x-should-retry": "false"}  # client libraries would retry and hide the reason
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, HttpError) and error.closes:
@@ -135,7 +130,7 @@ def headers_of(error: KvasirError) -> dict[str, str]:
 def error_response(
     error: KvasirError, headers: Mapping[str, str] | None = None, body: Mapping[str, object] | None = None
 ) -> Response:
-    """The whole response; `body` instead of OpenAI's."""
+    """Return the error response; `body` replaces OpenAI's format."""
     return Response(
         orjson.dumps(body if body is not None else body_of(error)),
         status_code=status_of(error)[0],

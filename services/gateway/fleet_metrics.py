@@ -1,6 +1,7 @@
-"""What the fleet's heartbeats say, as metrics of the gateway: computed when somebody reads them.
+"""Metrics of the whole fleet, computed from heartbeats when they are scraped.
 
-From the same rows as the live page, so that both agree. Labels are workers' names, which operators choose."""
+They use the rows of the live page, so both agree. Labels are worker names, which operators choose.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from shared.clock import Clock
 
 
 class FleetMetrics:
-    """`collect` is for `shared.metrics.collected`."""
+    """Collector for `shared.metrics.collected`."""
 
     def __init__(self, sessions: Sessions, now_s: Clock) -> None:
         self._workers = sessions.workers

@@ -1,5 +1,4 @@
-"""The accepted keys and what they may, as configured and as the file of keys says, which is read anew when it
-changes."""
+"""The accepted API keys and quotas, from the configuration and from the key file."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +18,7 @@ _Stamp = tuple[int, int, int] | None
 
 
 class KeyWatch:
-    """Keeps a key ring and quotas up to date. A file that cannot be read changes nothing, and is complained
-    of once."""
+    """Keeps a key ring and quotas up to date. An unreadable file changes nothing and is logged once."""
 
     def __init__(self, config: GatewayConfig) -> None:
         """Raises ConfigError."""
@@ -32,11 +30,11 @@ class KeyWatch:
         self.quotas = Quotas(quotas)
 
     def on_over(self, key: str, tokens: int) -> None:
-        """An answer ended that was counted among that key's requests."""
+        """Deduct the tokens of a lasting answer that ended from its key's quota."""
         self.quotas.end(key, tokens, monotonic_s())
 
     def on_tick(self) -> None:
-        """To be called now and then: looks whether the file has changed."""
+        """Reload the file if it has changed. Call about twice a second."""
         stamp = self._look()
         if stamp == self._stamp:
             return

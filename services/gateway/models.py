@@ -1,7 +1,6 @@
-"""The models that are served: each with its tokenizer, its template and its names.
+"""The served models, each with its tokenizer, template and names.
 
-Which one a request is for, `model` in its body says. It is looked for before the body is read, as what reads
-it belongs to a model.
+The request's `model` field is read before the rest of the body, since the parser belongs to a model.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,7 @@ from services.gateway.text.tokenizer import Codec, Vocabulary
 
 
 class ServedModel:
-    """One of them."""
+    """One served model."""
 
     def __init__(self, config: GatewayConfig, codec: Codec) -> None:
         """`config` is the gateway's, with this model's `served_name` and `model`."""
@@ -38,10 +37,10 @@ _read = msgspec.json.Decoder(_Named).decode
 
 
 class Models:
-    """In the order in which they are configured; the first is that of requests that need not name one."""
+    """The served models in configured order; the first is the default."""
 
     def __init__(self, served: Mapping[str, ServedModel]) -> None:
-        """By name; at least one."""
+        """`served` maps names to models; at least one."""
         self._served = dict(served)
         self._by_name = {name: model for model in served.values() for name in model.names}
         self.first = next(iter(self._served.values()))
@@ -51,19 +50,19 @@ class Models:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that clients may say: the models' own, then aliases."""
+        """All accepted names: the models' own, then aliases."""
         return (*self._served, *(name for name in self._by_name if name not in self._served))
 
     def find(self, name: str) -> ServedModel:
-        """Raises UnknownModel."""
+        """Return the model of that name. Raises UnknownModel."""
         found = self._by_name.get(name)
         if found is None:
             raise unknown_model(name, self.names)
         return found
 
     def of(self, body: bytes) -> ServedModel:
-        """The one that a request names; the first where it names none, or cannot be read, which that one's
-        reader will say. Raises UnknownModel."""
+        """Return the model that the body names, or the first if it names none or is malformed. Raises
+        UnknownModel."""
         if len(self._served) == 1:
             return self.first
         try:

@@ -1,7 +1,4 @@
-"""The gateway as a process: its table of handlers on the bus, its heartbeat, and the HTTP server beside them.
-
-Turns messages into events of `Sessions`; decides nothing itself.
-"""
+"""The gateway process: bus handlers, heartbeat and HTTP servers."""
 
 import asyncio
 import socket
@@ -50,7 +47,7 @@ from shared.messages.tokens import TokenFrame
 TICK_S = 0.1
 SHUTDOWN_MARGIN_S = 2.0
 _LOOK_S = 0.5
-"""At the file of keys."""
+"""Seconds between checks of the key file."""
 _logger = log.get_logger("gateway")
 
 HANDLERS = (
@@ -66,7 +63,7 @@ HANDLERS = (
 
 
 class Gateway:
-    """The handlers.
+    """Bus handlers.
 
     All but `status` are plain functions: they run in the bus's read loop and must be quick.
     """
@@ -83,7 +80,7 @@ class Gateway:
         self._began_s = monotonic_s()
 
     def on_frame(self, frame: TokenFrame) -> None:
-        """One call per worker and step."""
+        """Deliver a frame; workers send one per step."""
         now_s = self._now_s()
         worker = (frame.worker_id, frame.incarnation)
         for delta in frame.deltas:
@@ -108,7 +105,7 @@ class Gateway:
         self._sessions.stack.on_verdict(event, self._now_s())
 
     async def status(self, _: Empty) -> ServiceStatus:
-        """For `python -m services status`."""
+        """Reply to `python -m services status`."""
         now_s = self._now_s()
         scheduler = self._sessions.scheduler
         details: dict[str, Any] = {
@@ -129,13 +126,13 @@ class Gateway:
         )
 
     async def report(self) -> None:
-        """Heartbeats, until cancelled."""
+        """Send heartbeats until cancelled."""
         while True:
             self._sessions.beat()
             await asyncio.sleep(self._config.report_interval_s)
 
     async def tick(self) -> None:
-        """Deadlines, until cancelled."""
+        """Advance the sessions' timeouts until cancelled."""
         present_s = monotonic_s()
         while True:
             await asyncio.sleep(TICK_S)
@@ -150,7 +147,7 @@ class Gateway:
 
 
 async def tend(desk: LastingDesk) -> None:
-    """Deadlines of answers that last, until cancelled."""
+    """Advance the timeouts of lasting answers until cancelled."""
     while True:
         await asyncio.sleep(TICK_S)
         with fenced("gateway desk"):
@@ -158,7 +155,7 @@ async def tend(desk: LastingDesk) -> None:
 
 
 async def watch_keys(watched: KeyWatch) -> None:
-    """Until cancelled."""
+    """Reload changed keys until cancelled."""
     while True:
         await asyncio.sleep(_LOOK_S)
         with fenced("gateway keys"):
@@ -166,7 +163,7 @@ async def watch_keys(watched: KeyWatch) -> None:
 
 
 def _store_of(config: GatewayConfig) -> ResponseStore | None:
-    """Raises ConfigError."""
+    """Open the configured store, if any. Raises ConfigError."""
     if not config.stored_responses:
         return None
     most_bytes = config.stored_responses_mb * 1024 * 1024
@@ -175,9 +172,7 @@ def _store_of(config: GatewayConfig) -> ResponseStore | None:
 
 
 async def run(config: GatewayConfig) -> None:
-    """Serve until cancelled; then let running answers go on for `shutdown_grace_s`, and end what is left
-    with an error.
-    """
+    """Serve until cancelled. Then let running answers continue for `shutdown_grace_s`, and fail the rest."""
     loaded = {
         each.served_name: ServedModel(each, await asyncio.to_thread(load_codec, each.model))
         for each in config.of_models()
@@ -248,7 +243,7 @@ async def run(config: GatewayConfig) -> None:
 
 @asynccontextmanager
 async def _beside(server: Server, listener: socket.socket) -> AsyncIterator[None]:
-    """The server runs as long as what is inside does."""
+    """Run the server for the duration of the block."""
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="operator's http")
     try:
         yield
@@ -260,7 +255,7 @@ async def _beside(server: Server, listener: socket.socket) -> AsyncIterator[None
 async def _serve(
     server: Server, listener: socket.socket, sessions: Sessions, config: GatewayConfig, watch: Watch
 ) -> None:
-    """Returns never; ends when cancelled, or raises when the server ends by itself."""
+    """Serve until cancelled. Raises if the server ends by itself."""
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     try:
         await asyncio.wait({serving})
@@ -277,7 +272,7 @@ async def _serve(
 
 
 async def _ending(server: Server, serving: "asyncio.Task[None]", timeout_s: float) -> None:
-    """No new connections; returns when the open ones have ended, or after `timeout_s`."""
+    """Stop accepting connections; return once the open ones end, or at the timeout."""
     server.should_exit = True
     with suppress(asyncio.CancelledError):
         await asyncio.wait({serving}, timeout=timeout_s)

@@ -1,8 +1,8 @@
-"""What dashboards, autoscalers and endpoint pickers read of vLLM, of this fleet, under vLLM's names.
+"""Metrics of this fleet under vLLM's names, for dashboards, autoscalers and endpoint pickers.
 
-One series for each model (`engine="0"`): to its readers the fleet is one server. Requests are counted where
-they end, at this gateway; sequences, KV and preemptions are the fleet's, by heartbeats. docs/metrics.md says
-what each name means here. All of it happens on the event loop's thread, so that nothing needs a lock.
+One series per model (`engine="0"`): readers see the fleet as one server. Requests are counted at this
+gateway; sequences, KV and preemptions come from heartbeats. docs/metrics.md defines each name. All runs on
+the event loop's thread, without locks.
 """
 
 from bisect import bisect_left
@@ -104,7 +104,7 @@ _COUNTERS: Final = {
 
 
 class VllmHistogram:
-    """Counts in buckets; an observation costs a search and two additions."""
+    """Histogram; an observation costs a search and two additions."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
@@ -117,7 +117,7 @@ class VllmHistogram:
 
     @property
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """As Prometheus has them: at most so much, how many; and the sum of all."""
+        """Return the cumulative buckets, as Prometheus expects them, and the sum."""
         return _cumulated(self.bounds, self._counts), self._sum
 
 
@@ -127,16 +127,16 @@ def _cumulated(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str
 
 
 class ModelFigures:
-    """Of one model."""
+    """Counts and histograms of one model."""
 
     def __init__(self) -> None:
         self.histograms = {name: VllmHistogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
-        """Answers by why they ended, as vLLM calls it."""
+        """Answers by vLLM's finish reason."""
 
     def on_gap(self, gap_s: float) -> None:
-        """Between two frames of one answer."""
+        """Observe the time between two frames of one answer."""
         self.histograms["inter_token_latency_seconds"].observe(gap_s)
         self.histograms["time_per_output_token_seconds"].observe(gap_s)
 
@@ -152,7 +152,7 @@ class ModelFigures:
         most_tokens: int,
         reasons: Iterable[str],
     ) -> None:
-        """A request is over; times are from its acceptance."""
+        """Observe an ended request; times count from its acceptance."""
         seen = {
             "e2e_request_latency_seconds": took_s,
             "request_prompt_tokens": prompt_tokens,
@@ -175,7 +175,7 @@ class ModelFigures:
 
 
 class VllmMetrics:
-    """Of all models of a gateway; `collect` is for `shared.metrics.collected`."""
+    """Metrics of all models; a collector for `shared.metrics.collected`."""
 
     def __init__(self, models: Sequence[str], workers: WorkerTable, scheduler: SchedulerView) -> None:
         self._models = {name: ModelFigures() for name in models}
@@ -183,7 +183,7 @@ class VllmMetrics:
         self._scheduler = scheduler
 
     def of(self, model: str) -> ModelFigures:
-        """Raises KeyError for one that is not served."""
+        """Return the model's figures. Raises KeyError for an unknown model."""
         return self._models[model]
 
     def collect(self) -> Iterator[Metric]:
@@ -209,7 +209,7 @@ class VllmMetrics:
         yield from self._of_fleet()
 
     def _of_steps(self) -> Iterator[Metric]:
-        """What workers count of their steps."""
+        """Yield the metrics of workers' steps."""
         iterations = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step", labels=_LABELS)
         prefills = HistogramMetricFamily(
             "vllm:request_prefill_time_seconds",
@@ -259,7 +259,7 @@ class VllmMetrics:
         yield from self._of_scheduler()
 
     def _of_scheduler(self) -> Iterator[Metric]:
-        """What the scheduler counts, for the first model: it does not tell models apart there."""
+        """Yield the scheduler's metrics, under the first model: they are not split by model."""
         model = next(iter(self._models))
         preempted = CounterMetricFamily("vllm:num_preemptions", "Sequences preempted", labels=_LABELS)
         preempted.add_metric([model, "0"], self._scheduler.preemptions_total)

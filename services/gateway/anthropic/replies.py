@@ -1,4 +1,4 @@
-"""Answers in the shapes of Anthropic's Messages API: whole, or as its named events."""
+"""Answers in the format of Anthropic's Messages API, whole or as events."""
 
 import json
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ _KINDS = {
 
 
 def error_body(error: KvasirError) -> dict[str, Any]:
-    """The error as this API has it."""
+    """Return the error in this API's format."""
     kind = _KINDS.get(status_of(error)[0], "api_error")
     about = body_of(error)["error"]
     message, param = about["message"] or "", about["param"] or ""
-    if param not in message:  # a field of its own has the name in OpenAI's errors only
+    if param not in message:  # Anthropic's errors have no separate field for the name
         message = f"{param}: {message}"
     if isinstance(error, ContextOverflow) and error.tokens is not None:
         message = _too_long(*error.tokens)
@@ -38,7 +38,7 @@ def error_body(error: KvasirError) -> dict[str, Any]:
 
 
 def _too_long(prompt: int, answer: int, context: int) -> str:
-    """The words that Claude Code looks for: it compacts the chat, or asks again with fewer `max_tokens`."""
+    """Return the message that Claude Code matches to compact the chat or lower `max_tokens`."""
     if prompt >= context:
         return f"prompt is too long: {prompt} tokens > {context} maximum"
     return (
@@ -49,14 +49,14 @@ def _too_long(prompt: int, answer: int, context: int) -> str:
 
 @dataclass(slots=True)
 class MessageWriter:
-    """Of one answer."""
+    """Writer of one answer."""
 
     id: str
     model: str
     prompt_tokens: int
     _block: int = -1
     _kind: str = ""
-    """Of the block that is open; empty: none is."""
+    """Kind of the open block; empty: none."""
     _stop: dict[str, Any] = field(default_factory=lambda: {"stop_reason": None, "stop_sequence": None})
 
     def begin(self, index: int) -> bytes:
@@ -70,7 +70,7 @@ class MessageWriter:
         reason: str | None,
         details: PieceDetails = NO_DETAILS,
     ) -> bytes:
-        """A piece of the answer, and its end."""
+        """Return the events of a piece."""
         events = [self._part(part) for part in parts]
         if reason is not None:
             self._stop = _stop(reason, details.stop)
@@ -118,7 +118,7 @@ class MessageWriter:
         return self._delta({"type": "input_json_delta", "partial_json": part.text})
 
     def _open(self, kind: str, block: dict[str, Any]) -> bytes:
-        """Unless a block of that kind is open; every call has its own."""
+        """Open a block unless one of that kind is open; each call has its own."""
         if self._kind == kind and kind != "tool_use":
             return b""
         closed = self._close()
@@ -154,8 +154,7 @@ def _usage(usage: Usage) -> dict[str, int]:
 
 
 def _input(arguments: str) -> Any:
-    """The arguments as an object, each number with the digits that it has; what a model wrote wrong is kept
-    as it is."""
+    """Return the arguments as an object with its numbers' exact digits; keep invalid JSON as text."""
     text = arguments or "{}"
     try:
         found = json.loads(text, parse_int=str, parse_float=str, parse_constant=_refuse)

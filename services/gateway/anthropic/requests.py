@@ -1,6 +1,6 @@
-"""Requests of Anthropic's Messages API as chats: `POST /v1/messages` and `/v1/messages/count_tokens`.
+"""Converts requests of Anthropic's Messages API to chats (`/v1/messages`, `/v1/messages/count_tokens`).
 
-What both APIs have is carried over; the rest is refused by name, or has no effect here.
+Fields without an equivalent are refused by name or have no effect.
 """
 
 import json
@@ -43,7 +43,7 @@ class MessagesRequest(BaseModel):
 def parse_messages(
     body: bytes, max_messages: int, ignored: Ignored, *, counts: bool = False
 ) -> dict[str, Any]:
-    """The chat that a body asks for, as `/v1/chat/completions` takes it; `counts`: only to be counted.
+    """Return the body as a chat for `/v1/chat/completions`; with `counts`, only for token counting.
 
     Raises InvalidRequest and UnsupportedFeature naming the field.
     """
@@ -76,7 +76,7 @@ def parse_messages(
     for message in request.messages:
         ignored.others(message, ("role", "content"), "messages", ECHOED)
     last = chat["messages"][-1]
-    if last["role"] == "assistant":  # its last message is prefill: the answer goes on where it ends
+    if last["role"] == "assistant":  # prefill: the answer continues it
         if last.get("tool_calls"):
             where = f"messages[{len(request.messages) - 1}]"
             raise InvalidRequest(f"{where} has tool_use without a tool_result after it", param=where)
@@ -129,7 +129,7 @@ def _form(request: MessagesRequest, ignored: Ignored) -> dict[str, Any]:
 
 
 def _messages(message: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
-    """One message is several where it has results of tools."""
+    """Return the chat messages; tool results become separate ones."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system", "developer"):
         text = f"{path}.role should be user, assistant or system"
@@ -172,7 +172,7 @@ def _messages(message: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
 
 
 def _text(value: Any, path: str) -> str:
-    """A text, or the texts of blocks."""
+    """Return a text, or the joined texts of blocks."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(

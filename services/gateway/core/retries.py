@@ -11,14 +11,14 @@ from shared.messages.sequence import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class StreamTiming:
-    """Timeouts and retry limits of a stream."""
+    """Timeouts (seconds) and retry limits of a stream."""
 
     frame_timeout_s: float = 3.0
     """Silence after which the stream audits: it resubmits the same attempt."""
     fetch_grace_s: float = 0.25
     """Time by which a heartbeat may overtake the frames it counts."""
     retry_s: float = 0.2
-    """Delay before the first retry of a submission or fetch."""
+    """Delay before a retry of a fetch, and before the first retry of a submission."""
     give_up_s: float = 60.0
     """Silence of all parties after which the stream fails."""
     max_internal_errors: int = 3

@@ -1,14 +1,14 @@
-"""The process in which grammars are compiled and followed before anything else sees them.
+"""Process that compiles and tests grammars before any other part uses them.
 
     python -m services.gateway.forms.checker FOLDER DESCRIPTOR...
 
-It loads the tokenizer in FOLDER once and forks a child for each socket. A child that crashes, or is ended by
-a limit on its memory or processor time, is replaced by the next fork within milliseconds. The process ends
-when its sockets close. Why: docs/decisions/0063.
+It loads the tokenizer in FOLDER once and forks a child per socket. A child that crashes or exceeds its memory
+or CPU limit is replaced by a new fork within milliseconds. The process ends when its sockets close. See
+docs/decisions/0063.
 
-A question is a length (4 bytes, big-endian) and a grammar in UTF-8. The reply is a length and one of `GOOD`
-with the grammar as it is to be followed, `REFUSED` with the reason, and `DIED` with what ended the child.
-Each socket begins with a reply: it is ready.
+A request is a length (4 bytes, big-endian) and a grammar in UTF-8. The reply is a length and one of: `GOOD`
+with the grammar to use, `REFUSED` with the reason, `DIED` with the cause. The first reply on each socket
+reports that it is ready.
 """
 
 import json
@@ -27,16 +27,16 @@ from shared.tokenizer_files import load_tokenizer
 
 GOOD, REFUSED, DIED = b"+", b"-", b"!"
 MOST_CPU_S = 0.2
-"""Processor time of one grammar. What has fewer symbols than the library's limit takes some 20 ms."""
+"""CPU seconds per grammar. One within the library's size limit takes about 0.02 s."""
 _MOST_EXTRA_BYTES = 512 * 1024 * 1024
-"""Address space of a child beyond what it has at its start."""
+"""Address space of a child beyond its size at the start."""
 _MOST_REASON_CHARS = 4000
 _NICENESS = 5
-"""The event loop of the gateway goes first."""
+"""The gateway's event loop goes first."""
 
 
 def main(folder: str, descriptors: list[int]) -> None:
-    """Runs until every socket is closed."""
+    """Serve until every socket is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(_NICENESS)
     grammars = Grammars(load_tokenizer(folder))
@@ -65,7 +65,7 @@ def _fork(grammars: Grammars, served: socket.socket, sockets: list[socket.socket
             if each is not served:
                 each.close()
         _limit_memory()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a client that repeats itself would fill the log
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # repeated requests would fill the log
         _serve(grammars, served)
         os._exit(0)
     except OSError:
@@ -79,7 +79,7 @@ def _serve(grammars: Grammars, served: socket.socket) -> None:
         question = _receive(served, int.from_bytes(length))
         if question is None:
             return
-        signal.setitimer(signal.ITIMER_PROF, MOST_CPU_S)  # SIGPROF ends a process, in native code, too
+        signal.setitimer(signal.ITIMER_PROF, MOST_CPU_S)  # SIGPROF ends the process even in native code
         try:
             grammar = translated(question.decode())
             grammars.check(grammar)
@@ -91,7 +91,7 @@ def _serve(grammars: Grammars, served: socket.socket) -> None:
 
 
 def translated(grammar: str) -> str:
-    """With what a client wrote in the library's own syntax. Raises InvalidRequest."""
+    """Translate a client's grammar to the library's syntax. Raises InvalidRequest."""
     if WRITTEN not in grammar:
         return grammar
     whole = json.loads(grammar)
@@ -99,7 +99,7 @@ def translated(grammar: str) -> str:
         if WRITTEN in each:
             try:
                 each["lark_grammar"] = any_to_lark(each.pop(WRITTEN))
-            except Exception as error:  # of a translator that raises whatever it trips over
+            except Exception as error:  # the translator raises many types
                 raise InvalidRequest(str(error)) from None
     return json.dumps(whole, ensure_ascii=False)
 

@@ -1,7 +1,7 @@
-"""Whether a grammar can be followed, asked of processes that may die for it (`checker.py`).
+"""Checks grammars in processes that may crash (`checker.py`).
 
-Verdicts are remembered, the bad ones, too: a grammar that ended a checker is never tried again. Nothing runs
-until the first grammar comes.
+Verdicts are cached; a grammar that killed a checker is never tried again. The process starts with the first
+grammar.
 """
 
 import asyncio
@@ -27,18 +27,17 @@ from shared.log import get_logger
 _log = get_logger("gateway.forms")
 _ROOT = Path(__file__).parents[3]
 CHECKERS = 4
-"""Grammars that are checked at once, of as many keys."""
+"""Number of grammars checked concurrently, each of another key."""
 _MOST_KNOWN, _MOST_DEADLY = 256, 4096
-"""Verdicts that are remembered, and digests of grammars that ended a checker."""
+"""Number of cached verdicts, and of digests of grammars that killed a checker."""
 _START_S = 30.0
-"""For the process to load the tokenizer."""
+"""Seconds for the process to load the tokenizer."""
 _REPLY_S = 10.0
-"""For one verdict. A checker has 0.2 s of processor time: this is for one that hangs without using
-any."""
+"""Seconds for one verdict. CPU time is limited to 0.2 s; this is for a checker that hangs idle."""
 _KILL_S = 1.0
-"""For a killed process to be gone, which takes milliseconds."""
+"""Seconds for a killed process to exit, which takes milliseconds."""
 _MOST_LOOKS = 48
-"""Parts of a refused schema that are checked alone to find the one at fault."""
+"""Parts of a refused schema to check separately for the culprit."""
 DANGEROUS = (
     "the form takes too much time or memory, or ends the process that follows it: "
     "make its bounds, repetitions and alternatives smaller"
@@ -46,44 +45,43 @@ DANGEROUS = (
 
 
 class Verdict(NamedTuple):
-    """Of one grammar."""
+    """Result for one grammar."""
 
     grammar: str
-    """As it is to be followed."""
+    """The grammar to use."""
     reason: str = ""
-    """Why it is refused; empty: it is not."""
+    """Why it is refused; empty: it is accepted."""
 
 
 class GrammarChecks:
-    """For one model. Belongs to one event loop."""
+    """Grammar checks for one model, on one event loop."""
 
     def __init__(self, folder: Path | None) -> None:
-        """`folder` has the tokenizer; None: answers of this model cannot be kept to a form."""
+        """`folder` holds the tokenizer; None: the model has no structured output."""
         self._folder = folder
         self._known: OrderedDict[bytes, Verdict] = OrderedDict()
         """By digest."""
         self._deadly: OrderedDict[bytes, None] = OrderedDict()
-        """Kept for longer: others' grammars must not push out what costs most to find again."""
+        """Kept apart: other grammars must not evict the verdicts that are costliest to find."""
         self._asked: dict[tuple[str, bytes], asyncio.Future[Verdict]] = {}
-        """What waits for its verdict, by key and digest."""
+        """Pending verdicts, by key and digest."""
         self._turns: Turns[tuple[bytes, str]] = Turns(range(CHECKERS))
         self._tasks: set[asyncio.Task[None]] = set()
         self._process: Popen[bytes] | None = None
         self._sockets: list[socket.socket] = []
         self._busy: set[int] = set()
-        """Places whose checker has a question."""
+        """Places whose checker is working."""
         self._starting = asyncio.Lock()
         self._is_closed = False
 
     async def check(
         self, grammar: str, param: str, key: str = "", suspects: Sequence[tuple[str, str]] = ()
     ) -> str:
-        """The grammar as it is to be followed.
+        """Return the grammar to use.
 
-        `key` is the client's: keys do not wait for each other's grammars. `suspects` are the parts that the
-        grammar is made of, each with its path; the first one that is at fault is named.
-        Raises InvalidRequest naming `param` or a suspect's path, UnsupportedFeature for a model without,
-        Overloaded, UnavailableError.
+        Keys do not wait for each other's grammars. `suspects` are the grammar's parts with their paths; the
+        error names the first refused one. Raises InvalidRequest naming `param` or a suspect's path,
+        UnsupportedFeature without `folder`, Overloaded, UnavailableError.
         """
         if self._folder is None:
             raise UnsupportedFeature("this model's answers cannot be kept to a form", param=param)
@@ -97,7 +95,7 @@ class GrammarChecks:
         raise InvalidRequest(f"{param} is not supported{where}: {explained(reason)}", param=param)
 
     async def _place_of(self, reason: str, form: str, key: str) -> str:
-        """Where in a schema the smallest part is that is refused for the same reason."""
+        """Return the location of the smallest schema part that is refused for the same reason."""
         schema = json.loads(form)["grammars"][0].get("json_schema", {})
         around = {name: schema[name] for name in ("$schema", "$defs", "definitions") if name in schema}
         where: list[str] = []
@@ -112,7 +110,7 @@ class GrammarChecks:
         return f" at {shown('.'.join(where), 200)}" if where else ""
 
     async def verdict(self, grammar: str, key: str) -> Verdict:
-        """Raises Overloaded, UnavailableError."""
+        """Return the grammar's verdict. Raises Overloaded, UnavailableError."""
         if len(grammar) > MOST_GRAMMAR_CHARS:
             return Verdict("", f"it has {len(grammar)} characters; at most {MOST_GRAMMAR_CHARS} are taken")
         digest = blake2b(grammar.encode(), digest_size=16).digest()
@@ -143,14 +141,14 @@ class GrammarChecks:
             asked.set_result(known)
         except UnavailableError as error:
             asked.set_exception(error)
-            asked.exception()  # its client may be gone
+            asked.exception()  # the client may be gone
         finally:
-            asked.cancel()  # unless it has a result
+            asked.cancel()  # no effect on a finished future
             self._turns.end(key)
             self._begin()
 
     async def _ask(self, place: int, grammar: str) -> Verdict:
-        """Raises UnavailableError."""
+        """Ask the checker at `place`. Raises UnavailableError."""
         process, sockets = await self._running()
         near, question = sockets[place], grammar.encode()
         self._busy.add(place)
@@ -175,7 +173,7 @@ class GrammarChecks:
         return Verdict(grammar if text == grammar else text)
 
     async def _running(self) -> tuple[Popen[bytes], list[socket.socket]]:
-        """Starts the process unless it runs. Raises UnavailableError."""
+        """Start the process if needed; return it. Raises UnavailableError."""
         async with self._starting:
             if self._process is None:
                 try:
@@ -190,7 +188,7 @@ class GrammarChecks:
             return self._process, self._sockets
 
     def _start(self) -> tuple[Popen[bytes], list[socket.socket]]:
-        """The process, and a socket to each checker. Raises OSError."""
+        """Start the process; return it and a socket to each checker. Raises OSError."""
         pairs = [socket.socketpair() for _ in range(CHECKERS)]
         theirs = [far.fileno() for _, far in pairs]
         command = [sys.executable, "-m", "services.gateway.forms.checker", str(self._folder)]
@@ -221,12 +219,12 @@ class GrammarChecks:
             self._known.popitem(last=False)
 
     def _stop(self, process: Popen[bytes]) -> None:
-        """The next grammar starts another one."""
+        """Kill the process; the next grammar starts another."""
         if process is not self._process:
             return
         for place, near in enumerate(self._sockets):
             with suppress(OSError):
-                near.shutdown(socket.SHUT_RDWR)  # who reads from it is woken, and closes it
+                near.shutdown(socket.SHUT_RDWR)  # wakes a reader, which closes it
             if place not in self._busy:
                 near.close()
         self._process, self._sockets = None, []

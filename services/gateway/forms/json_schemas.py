@@ -1,8 +1,7 @@
-"""JSON schemas before the grammar library sees them: rewritten, or refused by name, where it would be wrong.
+"""Rewrites JSON schemas for the grammar library, or refuses what it would get wrong.
 
-The library computes with doubles and 64-bit integers, and does not look at where it loses digits. So bounds
-are drawn in to what it keeps, which no answer notices but one at the very bound, and constants that it would
-change are refused. A `format` that it does not know is an annotation.
+The library uses doubles and 64-bit integers and loses digits silently. Bounds are therefore narrowed to exact
+values, and constants that would change are refused. Unknown `format` values are annotations.
 """
 
 import json
@@ -17,32 +16,32 @@ from shared.errors import InvalidRequest
 
 Schema = Mapping[str, Any]
 EXACT = 2**53
-"""Up to here a double has every integer."""
+"""Largest range in which a double holds every integer."""
 LARGEST = 2**63 - 1024
-"""The largest double below 2**63; beyond it the library's integers overflow."""
+"""Largest double below 2**63; beyond it the library's integers overflow."""
 _FAR = 10**17
-"""A bound beyond it needs one on the other side of it."""
+"""A bound beyond this needs one on the other side."""
 _SMALLEST = Fraction(1, 10**50)
-"""Bounds nearer to 0 are drawn in: each digit is a level of nesting."""
+"""Bounds nearer to 0 are narrowed: each digit is a level of nesting."""
 _MOST_MULTIPLE = 1024
-"""The library needs a state for each remainder."""
+"""The library needs a state per remainder."""
 _OUT_OF_REACH = 10**7
-"""No answer is so long: a `maxLength` or `maxItems` from here on says nothing."""
+"""No answer is this long, so a `maxLength` or `maxItems` from here on has no effect."""
 _REPEATED = re.compile(r"(?<!\\)\{0*[1-9][0-9]{6}")
-"""A repetition whose least count no answer reaches: it would end at a limit of the library, half written."""
+"""A minimum repetition beyond any answer: the library would stop in the middle."""
 _FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
 _MOST_CHARS = {"email": 64, "uri": 128, "hostname": 64, "date-time": 40, "time": 32, "duration": 32}
-"""Of formats that have no bound of their own: a weak model finds no end in them."""
+"""For formats without a limit, which a weak model may never end."""
 _MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
-"""Definitions first: what is wrong in one is found there, not where it is used."""
+"""Definitions come first, so that an error is reported there and not at its use."""
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SCHEMAS = ("items", "additionalProperties", "unevaluatedItems", "if", "then", "else", "contains")
 
 
 def prepared(schema: Schema, path: str) -> dict[str, Any]:
-    """The schema as the library is to read it. Raises InvalidRequest naming `path`."""
+    """Return the schema for the library. Raises InvalidRequest naming `path`."""
     try:
         return _prepared(schema, "")
     except _Refused as refused:
@@ -53,7 +52,7 @@ def prepared(schema: Schema, path: str) -> dict[str, Any]:
 
 
 def parts(schema: Schema) -> Iterator[tuple[str, Schema]]:
-    """Its subschemas, each with where it is: `properties.name`, `anyOf[0]`."""
+    """Yield the subschemas with their locations: `properties.name`, `anyOf[0]`."""
     for name in _MAPS:
         if isinstance(schema.get(name), dict):
             yield from (
@@ -121,9 +120,9 @@ def _mend_format(done: dict[str, Any]) -> None:
 
 
 def _mend_bounds(done: dict[str, Any], where: str) -> None:
-    """Bounds that a double does not have become the next one inside; exclusive ones inclusive."""
+    """Move bounds that are not doubles to the next one inside; make exclusive ones inclusive."""
     for side, exclusive, sign in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
-        is_old = done.get(exclusive) is True  # of draft 4: `minimum` itself is exclusive
+        is_old = done.get(exclusive) is True  # draft 4: `minimum` itself is exclusive
         for name in (side, exclusive):
             value = done.get(name)
             if not _is_number(value) or not (abs(value) >= EXACT or 0 < abs(value) < _SMALLEST):
@@ -147,7 +146,7 @@ def _mend_bounds(done: dict[str, Any], where: str) -> None:
 
 
 def _inner(value: Any, sign: int, *, is_exclusive: bool) -> int | float:
-    """The bound itself or, where a double does not have it, the next one on the side of what it allows."""
+    """Return the bound, or the next double on its allowed side."""
     if abs(value) < 1:
         return sign * float(_SMALLEST) if sign * value > 0 else 0
     if sign * value < -LARGEST:
@@ -156,7 +155,7 @@ def _inner(value: Any, sign: int, *, is_exclusive: bool) -> int | float:
     if sign * found < sign * value or is_exclusive:
         found = nextafter(found, sign * inf)
     if sign * found > LARGEST:
-        return sign * LARGEST + sign  # nothing is within
+        return sign * LARGEST + sign  # no value is inside
     return int(found)
 
 
@@ -164,7 +163,7 @@ def _check_multiple(value: Any, where: str) -> None:
     if not _is_number(value):
         return
     digits = abs(value)
-    while digits % 1 and digits <= _MOST_MULTIPLE:  # as the library does it, in doubles
+    while digits % 1 and digits <= _MOST_MULTIPLE:  # as the library does, in doubles
         digits *= 10
     if not 0 < digits <= _MOST_MULTIPLE:
         reason = f"multipleOf {_written(value)} has too many steps: at most {_MOST_MULTIPLE}, or three digits"
@@ -237,7 +236,7 @@ _SAID: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
 
 
 def explained(reason: str) -> str:
-    """What the library says, as a sentence with what to write instead, without the grammar's text."""
+    """Return the library's reason as a sentence with advice, without the grammar's text."""
     for pattern, said in _SAID:
         found = re.search(pattern, reason)
         if found is not None:

@@ -57,7 +57,7 @@ class Peers:
         self.shadows = RequestShadows(config.resume_mb * 1024 * 1024, config.resume_s)
         self._at_once = asyncio.Semaphore(_AT_ONCE)
 
-    # --- who there is
+    # --- liveness
 
     def on_reported(self, event: GatewayReported) -> Start | None:
         """Process a heartbeat; return the incarnation that it ends, if any."""
@@ -156,7 +156,7 @@ class Peers:
         for sequence in exchange.sequences:
             self._sessions.apply(sequence, sequence.stream.on_inherited(now_s))
 
-    # --- answers that others have
+    # --- answers at other gateways
 
     async def claim(self, name: bytes, *, only_asks: bool = False) -> tuple[ClaimedAnswer | None, bool]:
         """Return the named answer, moved here, and whether another gateway keeps it.
@@ -209,7 +209,7 @@ class Peers:
             deadline_in_s=None if left_s is None else left_s - since_s,
         )
 
-    # --- what workers keep
+    # --- tokens at workers
 
     async def collect(self, shadows: Sequence[Shadow]) -> dict[str, tuple[AnswerSoFar, ...]]:
         """Return the tokens that workers hold of each request, and cancel them there.

@@ -1,9 +1,9 @@
-"""POST /v1/embeddings: the served model's last hidden state of each text, of length one.
+"""POST /v1/embeddings: the model's last hidden state of each text, normalized to length one.
 
-A text is a sequence like any other, of one token, which nobody reads: it is batched, finds stored prefixes
-and survives its worker as they do. Pooling is the last token's, as decoders that were trained to embed have
-it, or the mean of all tokens'. For that the sequence begins with the first token and is made to go on with
-the others, one in a step, as for log-probabilities of a prompt: slow, and whole wherever it goes on.
+Each text is a sequence that generates one token, so batching, prefix caching and failover apply. Pooling
+takes the last token, as decoders trained for embeddings do, or the mean over all tokens. For the mean, all
+but the first token are forced, one per step, as for prompt log-probabilities: slow, but it survives a
+hand-over.
 """
 
 import base64
@@ -31,15 +31,15 @@ from shared.errors import InvalidRequest, KvasirError
 from shared.messages.sequence import Sampling, pack_tokens
 
 MAX_INPUTS = 2048
-"""As in OpenAI's API."""
+"""OpenAI's limit."""
 
 
 async def admit_embeddings(
     acceptance: Acceptance, body: bytes, context: ContextLimit
 ) -> tuple[AdmittedRequest, EmbeddingRequest]:
-    """A job of one sequence for each text, and the request.
+    """Return a job of one sequence per text, and the request.
 
-    Raises InvalidRequest and its kinds, Overloaded, or what `context` raises.
+    Raises InvalidRequest (or a subclass), Overloaded, or what `context` raises.
     """
     ignored = acceptance.ignored()
     request = await acceptance.threads.read(lambda: _checked(acceptance, body, ignored), len(body))
@@ -70,7 +70,8 @@ async def admit_embeddings(
 
 
 def _sampling(forced: Sequence[int]) -> Sampling:
-    """Of a sequence whose states are wanted: at the prompt's end, and at each of the tokens after it."""
+    """Return the sampling of a sequence that reports hidden states, one per forced token and one for the
+    prompt."""
     return Sampling(
         seed=0,
         max_tokens=1 + len(forced),
@@ -94,7 +95,7 @@ def _checked(acceptance: Acceptance, body: bytes, ignored: Ignored) -> Embedding
 
 
 def _check_dimensions(wanted: int | None, most: int) -> None:
-    """`most` 0: not known yet. Raises InvalidRequest."""
+    """Raise InvalidRequest above `most`; 0 means unknown."""
     if most and (wanted or 0) > most:
         raise InvalidRequest(f"dimensions is from 1 to {most}, which this model has", param="dimensions")
 
@@ -105,7 +106,7 @@ def _prompts(acceptance: Acceptance, request: EmbeddingRequest) -> list[list[int
 
 
 class EmbeddingWriter:
-    """An `AnswerWriter` for vectors, which are never streamed."""
+    """`AnswerWriter` for embeddings, which are never streamed."""
 
     def __init__(self, model: str, request: EmbeddingRequest) -> None:
         self._model = model
@@ -131,7 +132,7 @@ class EmbeddingWriter:
         return error_event(error) + DONE
 
     def whole(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
-        """Raises UnsupportedFeature where the workers give no hidden states."""
+        """Return the body. Raises UnsupportedFeature if the workers report no hidden states."""
         data = [
             {"object": "embedding", "index": choice.index, "embedding": self._vector(choice.hidden)}
             for choice in choices
@@ -151,7 +152,7 @@ class EmbeddingWriter:
 
 
 def unit(hidden: bytes) -> "np.ndarray[Any, np.dtype[np.float32]]":
-    """Packed fp32 as a vector of length one; zeros stay zeros."""
+    """Return packed fp32 as a vector of length one; zeros stay zeros."""
     vector = np.frombuffer(hidden, dtype="<f4").astype(np.float64)
     length = float(np.linalg.norm(vector))
     return (vector / (length or 1.0)).astype("<f4")

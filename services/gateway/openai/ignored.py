@@ -1,8 +1,7 @@
-"""Names of what a request asks for and does not get.
+"""Request fields that have no effect.
 
-Vendors add fields every month, and their own clients send them. A field that this server does not know has no
-effect, on every API alike; the answer's `x-kvasir-ignored` header and a metric name it. With
-`gateway.unknown_fields: refuse` the request is refused instead.
+Vendors and their clients add fields every month. An unknown field has no effect; the `x-kvasir-ignored`
+header and a metric name it. With `gateway.unknown_fields: refuse` the request is refused.
 """
 
 import difflib
@@ -13,24 +12,24 @@ from services.gateway.errors import UnsupportedFeature, shown
 from shared.errors import InvalidRequest
 
 MOST_IGNORED = 32
-"""Names kept for one request."""
+"""Limit of names per request."""
 
 
 class Ignored:
-    """Names of what one request asks for and does not get."""
+    """Names of one request's fields and tools that have no effect."""
 
     def __init__(self, *, is_strict: bool = False) -> None:
-        """`is_strict`: what this server does not know is refused instead."""
+        """With `is_strict`, unknown fields are refused."""
         self._is_strict = is_strict
         self._names: dict[str, None] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Each once, in the order of the request."""
+        """Unique names in the request's order."""
         return tuple(self._names)
 
     def note(self, name: str) -> None:
-        """Add what has no effect, which is never refused."""
+        """Add a name; never refuses."""
         if len(self._names) < MOST_IGNORED:
             self._names[name[:64]] = None
 
@@ -41,10 +40,10 @@ class Ignored:
         path: str = "",
         without_effect: Collection[str] = (),
     ) -> None:
-        """Note those of the object at `path` that are not `known`, unless their values ask for nothing.
+        """Note fields of the object at `path` that are not `known`, unless their value is empty.
 
-        Raises InvalidRequest naming the field, and the one that may be meant, where this is strict and the
-        field is not one `without_effect` either.
+        If strict, raises InvalidRequest for fields that are not in `without_effect` either; it suggests a
+        known name.
         """
         for name, value in (fields or {}).items():
             if name in known or _asks_for_nothing(value) or (value is False and name in without_effect):
@@ -57,7 +56,7 @@ class Ignored:
             self.note(where)
 
     def tool(self, kind: Any, path: str) -> None:
-        """Note a tool that is no function. Raises UnsupportedFeature where this is strict."""
+        """Note a tool that is not a function. Raises UnsupportedFeature if strict."""
         if self._is_strict:
             text = f"tools of type {shown(repr(kind), 100)} are not supported: only functions are"
             raise UnsupportedFeature(text, param=f"{path}.type")

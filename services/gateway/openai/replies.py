@@ -1,8 +1,4 @@
-"""Bodies of successful answers, as OpenAI's schema has them.
-
-Optional fields are left out; required ones may be null. Knows texts and counts; nothing of sequences or of
-how an answer came about.
-"""
+"""Bodies of successful answers in OpenAI's format. Optional fields are omitted; required ones may be null."""
 
 import math
 from collections.abc import Sequence
@@ -20,11 +16,11 @@ from shared.errors import KvasirError
 from shared.messages.tokens import TokenLogprobs
 
 LOWEST = -9999.0
-"""What OpenAI and vLLM write for a token that is next to impossible."""
+"""Value that OpenAI and vLLM use for a nearly impossible token."""
 
 
 def chat_logprobs(placed: Sequence[PlacedToken], vocabulary: Vocabulary, top: int) -> dict[str, Any]:
-    """`choices[].logprobs` of a chat: each token with its `top` likeliest alternatives."""
+    """Return a chat's `choices[].logprobs`: each token with its `top` likeliest alternatives."""
     content = []
     for item in placed:
         if item.logprobs is None:
@@ -36,7 +32,8 @@ def chat_logprobs(placed: Sequence[PlacedToken], vocabulary: Vocabulary, top: in
 
 
 def text_logprobs(placed: Sequence[PlacedToken], vocabulary: Vocabulary, top: int) -> dict[str, Any]:
-    """`choices[].logprobs` of a completion: parallel lists; the chosen token is always in `top_logprobs`."""
+    """Return a completion's `choices[].logprobs`: parallel lists; `top_logprobs` includes the chosen
+    token."""
     return {
         "tokens": [vocabulary.text(item.token) for item in placed],
         "token_logprobs": [item.logprobs and finite(item.logprobs.chosen) for item in placed],
@@ -46,7 +43,7 @@ def text_logprobs(placed: Sequence[PlacedToken], vocabulary: Vocabulary, top: in
 
 
 def finite(value: float) -> float:
-    """`value`, or `LOWEST` where it is lower, infinite or no number."""
+    """Return `value`, or `LOWEST` if it is lower or not finite."""
     return max(value, LOWEST) if math.isfinite(value) else LOWEST
 
 
@@ -58,7 +55,7 @@ def _entry(token: int, value: float, vocabulary: Vocabulary) -> dict[str, Any]:
 def prompt_logprobs(
     prompt: Sequence[int], logprobs: Sequence[TokenLogprobs | None], vocabulary: Vocabulary, top: int
 ) -> list[dict[str, Any] | None]:
-    """`prompt_logprobs` as in vLLM: by id, the token's own and the likeliest; the first token has none."""
+    """Return vLLM's `prompt_logprobs`: by id, the token's own and the likeliest; None for the first token."""
     return [
         None if found is None else _by_id(token, found, vocabulary, top)
         for token, found in zip(prompt, logprobs, strict=False)
@@ -76,7 +73,8 @@ def _by_id(token: int, found: TokenLogprobs, vocabulary: Vocabulary, top: int) -
 
 
 def _by_text(item: PlacedToken, vocabulary: Vocabulary, top: int) -> dict[str, float] | None:
-    """By text, the likeliest first. Of two ids with one text the likelier counts, or the chosen one."""
+    """Return log-probabilities by text, likeliest first. Of ids with one text, the chosen or likelier one
+    counts."""
     if item.logprobs is None:
         return None
     found: dict[str, float] = {}
@@ -93,24 +91,24 @@ ReplyKind = Literal["chat", "text", "embedding"]
 
 @dataclass(frozen=True, slots=True)
 class PieceDetails:
-    """What comes with a piece of a choice, besides what it says."""
+    """Details of a piece besides its parts."""
 
     logprobs: dict[str, Any] | None = None
     stop: str | int | None = None
-    """The stop string, or the client's stop token, that the choice ended at."""
+    """The stop string, or the client's stop token, that ended the choice."""
     token_ids: Sequence[int] | None = None
     completion_tokens: int = 0
-    """Of the choice, up to and with this piece."""
+    """Of the choice, including this piece."""
 
 
 NO_DETAILS = PieceDetails()
 
 
 class AnswerWriter(Protocol):
-    """Writes one answer in the shapes of one API."""
+    """Writes one answer in the format of one API."""
 
     def begin(self, index: int) -> bytes:
-        """Before the first piece of a choice."""
+        """Return the bytes before a choice's first piece."""
         ...
 
     def piece(
@@ -120,27 +118,25 @@ class AnswerWriter(Protocol):
         reason: str | None,
         details: PieceDetails = NO_DETAILS,
     ) -> bytes:
-        """The next piece of a choice; the last one has the reason."""
+        """Return the choice's next piece; the last one has a reason."""
         ...
 
     def end(self, usage: "Usage", *, include_usage: bool) -> bytes:
-        """After all choices."""
+        """Return the bytes after all choices."""
         ...
 
     def failed(self, error: KvasirError) -> bytes:
-        """Instead of that, when the answer is not complete."""
+        """Return the bytes that end an incomplete answer."""
         ...
 
     def whole(self, choices: "Sequence[FinishedChoice]", usage: "Usage") -> bytes:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request; `completion_tokens` counts each choice up to and including what ended
-    it.
-    """
+    """Token counts of one request; `completion_tokens` includes the tokens that ended the choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -163,27 +159,27 @@ class FinishedChoice:
     logprobs: dict[str, Any] | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     stop: str | int | None = None
-    """As of the last piece."""
+    """See `PieceDetails`."""
     hidden: bytes = b""
-    """Of requests that embed: the model's last hidden state, packed fp32."""
+    """For embeddings: the model's last hidden state, as packed fp32."""
     token_ids: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What a client wants besides the answer; `prompts` are by choice."""
+    """Additional data that the client requested; `prompts` are by choice."""
 
     prompts: Sequence[Sequence[int]] = ()
     include_usage: bool = False
     continuous_usage: bool = False
-    """With it, in every event."""
+    """Usage in every event; needs `include_usage`."""
     token_ids: bool = False
 
     def prompt_ids(self, index: int) -> dict[str, Any]:
         return {"prompt_token_ids": self.prompts[index]} if self.token_ids else {}
 
     def usage(self, index: int, completion_tokens: int) -> dict[str, Any]:
-        """As an event has it that is not the last."""
+        """Return the usage field of an event before the last."""
         if not self.include_usage:
             return {}
         if not self.continuous_usage:
@@ -193,7 +189,7 @@ class Extras:
 
 @dataclass(frozen=True, slots=True)
 class Letterhead:
-    """What all bodies of one answer share."""
+    """Fields that all bodies of one answer share."""
 
     kind: ReplyKind
     id: str
@@ -201,10 +197,10 @@ class Letterhead:
     model: str
     extras: Extras = Extras()
     _frames: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, compare=False, repr=False)
-    """What stands before and after the text of a piece, by choice: most events differ in nothing else."""
+    """Bytes before and after a piece's text, by choice: most events differ only in the text."""
 
     def begin(self, index: int) -> bytes:
-        """The first delta of a chat choice; a text choice has none, but for the prompt's tokens."""
+        """Return a chat choice's first delta; a text choice has one only for prompt ids."""
         ids, usage = self.extras.prompt_ids(index), self.extras.usage(index, 0)
         if self.kind == "text":
             choice = {"index": index, "text": "", "logprobs": None, "finish_reason": None, **ids}
@@ -214,7 +210,7 @@ class Letterhead:
     def text_event(
         self, index: int, text: str, finish_reason: str | None, details: PieceDetails = NO_DETAILS
     ) -> bytes:
-        """A piece of one choice; the last one carries the reason."""
+        """Return the event of a choice's text; the last one has a reason."""
         is_plain = details.logprobs is None and details.token_ids is None
         if text and finish_reason is None and is_plain and not self.extras.continuous_usage:
             before, after = self._frames.get(index) or self._frame(index)
@@ -242,7 +238,7 @@ class Letterhead:
         reason: str | None,
         details: PieceDetails = NO_DETAILS,
     ) -> bytes:
-        """One event for each part of a piece, and at most one for a piece of a text."""
+        """Return one event per part, but at most one for text alone."""
         if self.kind == "text" or all(isinstance(part, Content) for part in parts):
             text = "".join(part.text for part in parts if isinstance(part, Content))
             return self.text_event(index, text, reason, details)
@@ -262,12 +258,12 @@ class Letterhead:
         return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
 
     def call_id(self, choice: int, call: int) -> str:
-        """Of a call in that choice."""
+        """Return the id of a choice's call."""
         digest = blake2b(f"{self.id}/{choice}/{call}".encode(), digest_size=12).hexdigest()
         return f"call_{digest}"
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
-        """An event around an empty text: nothing after that is an empty string, too."""
+        """Return the bytes around an event's text; no other empty string follows the text."""
         if self.kind == "text":
             choice = {"index": index, "text": "", "logprobs": None, "finish_reason": None}
         else:
@@ -277,14 +273,14 @@ class Letterhead:
         return before, after
 
     def end(self, usage: Usage, *, include_usage: bool) -> bytes:
-        """What `stream_options.include_usage` asks for, and the end of the stream."""
+        """Return the usage event, if requested, and the end of the stream."""
         return (self._event([], usage=usage.body()) if include_usage else b"") + DONE
 
     def failed(self, error: KvasirError) -> bytes:
         return error_event(error) + DONE
 
     def whole(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         ids = self.extras.prompt_ids(0) if self.kind == "chat" else {}
         bodies = [self._choice(choice) for choice in choices]
         return orjson.dumps(self._body("", bodies, usage=usage.body(), **ids))
@@ -325,12 +321,12 @@ class Letterhead:
 
 
 def error_event(error: KvasirError) -> bytes:
-    """What a stream that has begun ends with when its answer is not complete; `DONE` follows it, too."""
+    """Return the last event before `DONE` of a stream that failed."""
     return b"data: " + orjson.dumps(body_of(error)) + b"\n\n"
 
 
 def model_body(name: str, created: int, max_model_len: int | None) -> dict[str, Any]:
-    """One entry of /v1/models."""
+    """Return an entry of /v1/models."""
     body: dict[str, Any] = {"id": name, "object": "model", "created": created, "owned_by": "kvasir"}
     return body if max_model_len is None else body | {"max_model_len": max_model_len}
 

@@ -1,4 +1,4 @@
-"""The items that a response was made of, as `/v1/responses/{id}/input_items` lists them. Pure."""
+"""The items of a response's conversation, as `/v1/responses/{id}/input_items` lists them. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,10 +10,10 @@ _MOST_LISTED = 100
 
 
 def listed(name: str, items: Sequence[Mapping[str, Any]], wanted: Mapping[str, str]) -> dict[str, Any]:
-    """A page of the conversation up to the response `name`. `wanted` are the query's `limit` (1 to 100, else
-    20), `order` (`asc`, else `desc`) and `after`, an item's id.
+    """Return a page of the conversation up to the response `name`.
 
-    Raises InvalidRequest.
+    `wanted` holds the query: `limit` (1 to 100, default 20), `order` (`asc`, default `desc`) and `after`, an
+    item's id. Raises InvalidRequest.
     """
     limit, order = wanted.get("limit", "20"), wanted.get("order", "desc")
     if not (limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= _MOST_LISTED):
@@ -35,7 +35,7 @@ def listed(name: str, items: Sequence[Mapping[str, Any]], wanted: Mapping[str, s
 
 
 def _resource(name: str, item: Mapping[str, Any], at: int) -> dict[str, Any]:
-    """With what an item of the input may leave out: an id, and the parts of a text."""
+    """Return the item with its optional id and text parts filled in."""
     kind = item.get("type", "message")
     own = f"{_PREFIXES.get(kind, 'item')}_{name.removeprefix('resp_')}_in{at}"
     found = {**item, "id": item.get("id") or own, "type": kind}

@@ -1,4 +1,4 @@
-"""Answers in the shapes of OpenAI's Responses API: one object of items, or its named and numbered events."""
+"""Answers in the format of OpenAI's Responses API: one object, or named and numbered events."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,28 +17,28 @@ _FAILED = "server_error"
 
 @dataclass(slots=True)
 class ResponseWriter:
-    """Of one answer."""
+    """Writer of one answer."""
 
     id: str
     created: int
     request: ResponseRequest
     keep: Callable[[bytes, list[Any]], None] | None = None
-    """Stores a complete answer's body, and its items."""
+    """Stores a complete answer's body and items."""
     _number: int = 0
     _items: list[dict[str, Any]] = field(default_factory=list)
-    """Those that are complete."""
+    """Complete items."""
     _open: dict[str, Any] | None = None
-    """The one that is being written."""
+    """Item in progress."""
     _reason: str = "stop"
     _spaces: dict[str, dict[str, str]] = field(init=False)
-    """Namespaces of functions, by the names that the model has for them."""
+    """Namespace and name of functions, by the model's name for them."""
 
     def __post_init__(self) -> None:
         self._spaces = in_namespaces(self.request.tools or ())
 
     def begin_in_background(self) -> bytes | None:
-        """What a client is told at once of a response in the background, which can be asked for from now on;
-        None where it waits for its answer."""
+        """Return the immediate reply to a background request, and store its state; None for other
+        requests."""
         if not self.request.background:
             return None
         self._kept(self._body("in_progress", []))
@@ -56,7 +56,7 @@ class ResponseWriter:
         reason: str | None,
         details: PieceDetails = NO_DETAILS,
     ) -> bytes:
-        """A piece of the answer, and its end."""
+        """Return the events of a piece."""
         events = [self._part(part, details.logprobs) for part in parts]
         if reason is not None:
             self._reason = reason
@@ -74,7 +74,7 @@ class ResponseWriter:
             **self._body("failed", self._items),
             "error": {"code": _FAILED, "message": _message_of(error)},
         }
-        if self.request.background and not isinstance(error, UnavailableError):  # that may go on elsewhere
+        if self.request.background and not isinstance(error, UnavailableError):  # it may continue elsewhere
             self._kept(body)
         return self._event("response.failed", response=body)
 
@@ -93,7 +93,7 @@ class ResponseWriter:
         return self._kept(self._body(status, self._items, usage))
 
     def _kept(self, body: dict[str, Any]) -> bytes:
-        """As bytes; stored, if it is to be."""
+        """Serialize the body, and store it if required."""
         written = orjson.dumps(body)
         if self.keep is not None:
             self.keep(written, self._items)
@@ -137,7 +137,7 @@ class ResponseWriter:
         return self._item_event("response.function_call_arguments.delta", delta=text)
 
     def _begin_item(self, kind: str, fields: dict[str, Any]) -> bytes:
-        """Unless one of that kind is open; every call has its own."""
+        """Begin an item unless one of that kind is open; each call has its own."""
         if self._open is not None and self._open["type"] == kind:
             return b""
         closed = self._close()

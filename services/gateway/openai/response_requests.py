@@ -1,4 +1,4 @@
-"""Requests of OpenAI's Responses API as chats; the conversation before may be one that was stored."""
+"""Converts requests of OpenAI's Responses API to chats; earlier turns may come from the store."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -50,7 +50,7 @@ class ResponseRequest(BaseModel):
 def parse_response(
     body: bytes, max_messages: int, ignored: Ignored, *, can_store: bool = False
 ) -> ResponseRequest:
-    """Raises InvalidRequest and UnsupportedFeature naming the field."""
+    """Return the parsed request. Raises InvalidRequest and UnsupportedFeature naming the field."""
     content = parse_object(body, max(MAX_ENTRIES, 8 * max_messages))
     request = validated(ResponseRequest, content)
     for name, value in (request.model_extra or {}).items():
@@ -65,7 +65,7 @@ def parse_response(
 
 
 def _refuse_stored(request: ResponseRequest) -> None:
-    """Where nothing is stored: that is said, instead of an answer that nobody finds again."""
+    """Refuse fields that need the store, when there is none."""
     where = "gateway.stored_responses names no file"
     if request.store:
         text = f"store is not supported by this server ({where}): leave it out"
@@ -81,7 +81,7 @@ def _refuse_stored(request: ResponseRequest) -> None:
 
 
 def conversation_of(request: ResponseRequest, before: list[Any], max_messages: int) -> list[Any]:
-    """The items before, and those that the request adds. Raises InvalidRequest."""
+    """Return the earlier items and the request's own. Raises InvalidRequest."""
     items = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
     if not isinstance(items, list) or not items or len(before) + len(items) > max_messages:
         text = f"input should be a text or a list of 1 to {max_messages} items, those before among them"
@@ -90,7 +90,7 @@ def conversation_of(request: ResponseRequest, before: list[Any], max_messages: i
 
 
 def chat_of(request: ResponseRequest, items: list[Any], ignored: Ignored) -> dict[str, Any]:
-    """The chat that it asks for, as `/v1/chat/completions` takes it, about the whole conversation.
+    """Return the whole conversation as a chat for `/v1/chat/completions`.
 
     Raises InvalidRequest and UnsupportedFeature naming the field.
     """
@@ -117,7 +117,7 @@ def chat_of(request: ResponseRequest, items: list[Any], ignored: Ignored) -> dic
 
 
 def _tool(tool: Any) -> Any:
-    """As chats have it; what is no function stays as it is."""
+    """Return a function in the chat format; other tools are unchanged."""
     if isinstance(tool, dict) and tool.get("type") == "namespace" and isinstance(tool.get("tools"), list):
         return {**tool, "tools": [_tool(each) for each in tool["tools"]]}
     if not isinstance(tool, dict) or tool.get("type") != "function":
@@ -126,7 +126,7 @@ def _tool(tool: Any) -> Any:
 
 
 def in_namespaces(tools: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
-    """The `namespace` and `name` of each function of a namespace, by its full name."""
+    """Return the `namespace` and `name` of each namespaced function, by its full name."""
     spaces = [
         tool for tool in tools if tool.get("type") == "namespace" and isinstance(tool.get("tools"), list)
     ]
@@ -168,7 +168,7 @@ def _messages(request: ResponseRequest, items: list[Any]) -> list[dict[str, Any]
 
 
 def _add(item: Mapping[str, Any], path: str, messages: list[dict[str, Any]]) -> None:
-    """An item of the input becomes a message, or a part of the one before."""
+    """Append the item as a message, or to the last message."""
     kind = item.get("type", "message")
     if kind == "message":
         if item.get("role") not in _ROLES:
@@ -193,12 +193,12 @@ def _add(item: Mapping[str, Any], path: str, messages: list[dict[str, Any]]) -> 
 
 
 def _called(item: Mapping[str, Any]) -> Any:
-    """Name of the function that an item is about, as the model knows it."""
+    """Return the item's function name as the model knows it."""
     return full_name(item.get("namespace"), item.get("name"))
 
 
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The last message, if it is the assistant's, else a new one of its."""
+    """Return the last message if it is the assistant's, else append a new one."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]

@@ -1,8 +1,8 @@
-"""Answers of the Responses API that are kept, each with the conversation that it ends: one SQLite file.
+"""SQLite store of Responses API answers, each with its conversation. Off unless a file is configured.
 
-Off unless a file is named. Every key has answers of its own, bounded in bytes and age: the oldest leave. The
-file is read and written on one thread, one thing after the other, so that whoever asks finds what was put
-before; several gateways of one machine may share it. Why SQLite: docs/decisions/0028.
+Each key has its own answers, bounded in bytes and age; the oldest are evicted. One thread does all reads and
+writes in order, so a read sees earlier writes. Several gateways of one machine may share the file. See
+docs/decisions/0028.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from shared.errors import ConfigError
 
 _log = getLogger("kvasir.gateway.responses")
 _BUSY_S = 5.0
-"""For another gateway to let go of the file."""
+"""Seconds to wait for another gateway's lock on the file."""
 _DAY_S = 86_400.0
 T = TypeVar("T")
 
@@ -44,28 +44,28 @@ WHERE total > ?)
 
 
 class StoredResponse(NamedTuple):
-    """One that is kept."""
+    """One stored answer."""
 
     body: bytes
-    """As it was answered."""
+    """Body of the answer."""
     items: list[Any]
-    """The conversation up to and with it, as `input` takes it."""
+    """Conversation including the answer, in the form of `input`."""
 
 
 def not_found(name: str, why: str = "it was never stored, was deleted, or has grown too old") -> HttpError:
-    """The error for a response that is not there."""
+    """Return the error for a missing response."""
     return HttpError(
         404, f"there is no response {shown(name, 100)!r}: {why}", error_code="response_not_found"
     )
 
 
 class ResponseStore:
-    """See above. `key` is the digest of an API key."""
+    """Store of responses. `key` is the digest of an API key."""
 
     def __init__(
         self, path: Path, *, most_bytes: int, most_days: float, now_s: Callable[[], float] = unix_s
     ) -> None:
-        """`most_bytes` is for each key. Raises ConfigError for a file that cannot be used."""
+        """`most_bytes` is the limit per key. Raises ConfigError for an unusable file."""
         self._most_bytes = most_bytes
         self._most_age_s = most_days * _DAY_S
         self._now_s = now_s
@@ -78,19 +78,19 @@ class ResponseStore:
             raise ConfigError(f"{path} cannot keep responses: {error}", param="stored_responses") from error
 
     def put(self, key: str, name: str, body: bytes, items: list[Any]) -> None:
-        """Returns at once; what goes wrong is logged."""
+        """Store in the background; errors are logged."""
         self._thread.submit(self._put, key, name, body, items)
 
     async def find(self, key: str, name: str) -> StoredResponse:
-        """Raises HttpError 404 when that key has none of that name."""
+        """Return the key's response. Raises HttpError 404 if it has none of that name."""
         return await self._on_thread(lambda: self._find(key, name))
 
     async def delete(self, key: str, name: str) -> None:
-        """Raises as `find`."""
+        """Delete the response. Raises as `find` does."""
         await self._on_thread(lambda: self._delete(key, name))
 
     def close(self) -> None:
-        """After what was put."""
+        """Close after pending writes."""
         self._thread.shutdown(wait=True)
         self._file.close()
 

@@ -1,6 +1,6 @@
-"""Request bodies as OpenAI's clients send them: JSON, types and ranges.
+"""OpenAI's request bodies: JSON, types and ranges.
 
-Fields that these have not are kept in `model_extra`; `fields.py` says what becomes of them.
+Unknown fields stay in `model_extra`; `fields.py` handles them.
 """
 
 import re
@@ -15,22 +15,21 @@ from services.gateway.openai.tools import template_calls
 from shared.errors import InvalidRequest
 
 MAX_FIELDS = 1024
-"""On the outermost level of a body; OpenAI's API has some forty."""
+"""Limit of top-level fields; OpenAI's API has about forty."""
 MAX_ENTRIES = 32_768
-"""Objects, lists and named fields in a whole body. Four megabytes can hold a million, and while those are
-made and thrown away, for half a second, no other thread of the process gets the interpreter."""
+"""Limit of objects, lists and named fields in a body. Four megabytes can hold a million, which would block
+the interpreter for 0.5 s."""
 MAX_VALUES = 524_288
-"""One after the other, in lists and objects: four prompts of 131,072 token ids. Two million numbers held the
+"""Limit of values in lists and objects: four prompts of 131,072 token ids. Two million numbers block the
 interpreter for 0.7 s."""
 ENTRIES_PER_MESSAGE = 8
 _MOST_QUOTES = 131_072
 
 
 def parse_object(body: bytes, max_entries: int = MAX_ENTRIES) -> dict[str, Any]:
-    """The JSON object in `body`.
+    """Return the JSON object in `body`.
 
-    Raises InvalidRequest for anything else (no UTF-8, no JSON, an array), and for a body of more entries, or
-    of more than `MAX_VALUES`.
+    Raises InvalidRequest for anything else, and above `max_entries` or `MAX_VALUES`.
     """
     if _has_more(body, b"{[:", max_entries):
         text = "objects, lists and named fields in one request"
@@ -49,10 +48,10 @@ def parse_object(body: bytes, max_entries: int = MAX_ENTRIES) -> dict[str, Any]:
 
 
 def parse_chat(body: bytes, max_messages: int) -> dict[str, Any]:
-    """`parse_object` of a body with `messages`, of which an empty one costs as much to render as a long one.
+    """Like `parse_object`, for a body with `messages`.
 
-    Raises InvalidRequest for more than `max_messages`, each part of a content counted as one, before anything
-    looks at them.
+    Raises InvalidRequest above `max_messages`; each content part counts as one. Even an empty message takes
+    as long to render as a long one.
     """
     content = parse_object(body, max(MAX_ENTRIES, ENTRIES_PER_MESSAGE * max_messages))
     messages = content.get("messages")
@@ -66,10 +65,10 @@ def parse_chat(body: bytes, max_messages: int) -> dict[str, Any]:
 
 
 def _has_more(body: bytes, signs: bytes, limit: int) -> bool:
-    """Whether `signs` occur more often than `limit` times outside texts.
+    """Whether `signs` occur more than `limit` times outside strings.
 
-    Counted on the bytes, in a few milliseconds, before anything is made of them. Never too few up to where a
-    body stops being JSON, which is as far as a parser comes; of a body of very many texts, their content too.
+    Counts on the raw bytes within milliseconds. Never undercounts up to the first invalid JSON, where a
+    parser stops. May count inside strings if there are very many.
     """
     if len(body) <= limit or _count(body, signs) <= limit:
         return False
@@ -82,7 +81,7 @@ def _count(data: bytes, signs: bytes) -> int:
 
 
 MAX_STOPS = 32
-"""OpenAI allows four; Anthropic names no limit."""
+"""OpenAI allows four; Anthropic has no limit."""
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 128
 MAX_TOKEN_CHOICES = 1024
@@ -90,7 +89,7 @@ MAX_BAD_WORDS = 128
 MAX_CACHE_SALT_CHARS = 1024
 MOST_PRIORITY = 2**31 - 1
 MAX_REPETITION_PENALTY = 100.0
-"""And its inverse is the least: beyond, logits in half precision become infinite."""
+"""Its inverse is the minimum: beyond, half-precision logits overflow."""
 _UNION_BRANCH = re.compile(r"(str|int|float|bool|(list|dict)\[.*\]|constrained-.*|function-.*)")
 
 _TokenId = Annotated[int, Field(ge=0)]
@@ -117,9 +116,9 @@ def _is_tokens(value: Any) -> bool:
 
 
 def texts_or_tokens(value: Any) -> list[Any]:
-    """As a list of texts, or of lists of tokens.
+    """Return the value as a list of texts or of token lists.
 
-    By hand: a union of lists would collect an error for each of a million tokens in each wrong branch.
+    A pydantic union would collect an error per token in each wrong branch.
     """
     prompts = [value] if isinstance(value, str) or _is_tokens(value) else value
     if not isinstance(prompts, list) or not prompts:
@@ -139,7 +138,7 @@ class StreamOptions(BaseModel):
 
 
 class NamesModel(BaseModel):
-    """What says which model is to do it. None is the same as absent, as in OpenAI's schema."""
+    """A request that names a model. None means absent, as in OpenAI's schema."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow", protected_namespaces=())
 
@@ -147,7 +146,7 @@ class NamesModel(BaseModel):
 
 
 class CompletionFields(NamesModel):
-    """What both endpoints have."""
+    """Fields of both completion endpoints."""
 
     max_tokens: int | None = Field(None, ge=0)
     n: int | None = Field(None, ge=1, le=128)
@@ -221,7 +220,7 @@ class ChatRequest(CompletionFields):
 
     @property
     def logprobs_wanted(self) -> int | None:
-        """How many of the likeliest tokens are asked for with each token; None: no log-probabilities."""
+        """Number of top tokens to return per token; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -229,7 +228,7 @@ class TextRequest(CompletionFields):
     """POST /v1/completions. Each prompt is a text or a list of token ids."""
 
     prompt: Annotated[Any, PlainValidator(texts_or_tokens)]
-    """A list of texts or of lists of token ids, whichever of the four forms the client used."""
+    """A list of texts or of token lists, in any of the client's four forms."""
     best_of: int | None = Field(None, ge=0, le=20)
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool | None = None
@@ -242,7 +241,7 @@ class TextRequest(CompletionFields):
 
     @property
     def logprobs_wanted(self) -> int | None:
-        """As that of a chat."""
+        """As in `ChatRequest`."""
         return self.logprobs
 
 
@@ -267,10 +266,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def parse(schema: type[R], body: Mapping[str, Any]) -> R:
-    """The request in `body`.
-
-    Raises InvalidRequest whose `param` is the path of the first field that is wrong.
-    """
+    """Return the parsed request. Raises InvalidRequest with the path of the first wrong field as `param`."""
     request = validated(schema, body)
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options goes with stream: true only", param="stream_options")
@@ -282,14 +278,14 @@ def parse(schema: type[R], body: Mapping[str, Any]) -> R:
 
 
 def check_continued(continues: bool | None, adds_prompt: bool | None) -> None:
-    """Raises InvalidRequest for a last message that is to be continued, and followed by a new one."""
+    """Raise InvalidRequest if the last message is both continued and followed by a prompt for a new one."""
     if continues and adds_prompt:
         text = "continue_final_message goes with add_generation_prompt: false only"
         raise InvalidRequest(text, param="continue_final_message")
 
 
 def validated(schema: type[M], body: Mapping[str, Any]) -> M:
-    """`body` as a `schema`. Raises as `parse` does."""
+    """Return `body` as a `schema`. Raises as `parse` does."""
     try:
         return schema.model_validate(body)
     except ValidationError as error:
@@ -300,9 +296,9 @@ def validated(schema: type[M], body: Mapping[str, Any]) -> M:
 
 
 def template_messages(messages: list[RequestMessage]) -> list[dict[str, Any]]:
-    """Messages as templates take them: texts only, parts joined by newlines, `developer` called `system`.
+    """Return messages for templates: text only, parts joined by newlines, `developer` renamed to `system`.
 
-    Raises UnsupportedFeature for audio and parts that are not text.
+    Raises UnsupportedFeature for audio and other non-text parts.
     """
     return [_template_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
 
@@ -345,7 +341,7 @@ def _text(content: str | list[dict[str, Any]] | None, path: str) -> str:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """`messages[0].content`, without pydantic's names for the branches of a union."""
+    """Return the path, as in `messages[0].content`, without pydantic's names of union branches."""
     path = ""
     for part in location:
         if isinstance(part, int):

@@ -1,6 +1,6 @@
-"""What form an answer is to have: `response_format`, `structured_outputs`, `guided_*`, as one grammar.
+"""Structured output: turns `response_format`, `structured_outputs` and `guided_*` into one grammar.
 
-OpenAI's and vLLM's fields. Whether a grammar can be followed is checked elsewhere, by who compiles it.
+These are OpenAI's and vLLM's fields. `forms/checks.py` checks the grammar.
 """
 
 import json
@@ -20,15 +20,15 @@ _OF_OBJECTS = frozenset({"properties", "required", "additionalProperties", "patt
 _OF_NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 _OF_NUMBERS |= {"multipleOf", "enum", "const"}
 LARGEST_NUMBER = 2**53 - 1
-"""The last integer that every reader of JSON keeps exactly; a weak model would write digits for ever."""
+"""Last integer that every JSON reader keeps exactly. Without a bound a weak model writes digits endlessly."""
 GrammarWriter = Callable[[Any, str], str]
-"""From what a field holds, and the field's path, to a grammar. Raises InvalidRequest."""
+"""Turns a field's value and path into a grammar. Raises InvalidRequest."""
 
 
 def grammar_of(fields: Mapping[str, Any]) -> tuple[str, str]:
-    """The grammar that a request asks for, and the path of the field that does; both empty: none does.
+    """Return the request's grammar and the path of its field; both empty if there is none.
 
-    Raises InvalidRequest for what is malformed or asked for twice, UnsupportedFeature for unknown kinds.
+    Raises InvalidRequest for malformed or repeated requests, UnsupportedFeature for unknown kinds.
     """
     found: list[tuple[str, str]] = []
     response_format = fields.get("response_format")
@@ -112,7 +112,7 @@ def _of_choice(value: Any, path: str) -> str:
 
 
 def _of_grammar(value: Any, path: str) -> str:
-    """In Lark's syntax, or in llama.cpp's GBNF, which begins with `root ::=`."""
+    """Accepts Lark's syntax, and llama.cpp's GBNF, which begins with `root ::=`."""
     if not isinstance(value, str) or not value:
         raise InvalidRequest(f"{path} should be a grammar in Lark's syntax or GBNF", param=path)
     return written_grammar(value)
@@ -131,17 +131,17 @@ KINDS: Mapping[str, GrammarWriter] = {
     "grammar": _of_grammar,
     "json_object": _of_any_object,
 }
-"""Of `structured_outputs`."""
+"""Kinds of `structured_outputs`."""
 GUIDED: Mapping[str, GrammarWriter] = {f"guided_{kind}": write for kind, write in KINDS.items()}
-"""The same under their older names."""
+"""The same kinds under their older names."""
 
 
 def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema with what it leaves open closed: properties that it does not name, numbers without end.
+    """Close what the schema leaves open: unnamed properties and unbounded numbers.
 
-    What the result describes is described by `schema`, too, and a model that has said all it was asked for
-    ends there. Left as it is where keywords combine subschemas that may count on each other's properties.
-    Raises InvalidRequest for one of several hundred levels.
+    The result accepts a subset, so that a model ends once it has written what was requested. Schemas that
+    combine subschemas are unchanged, since those may rely on each other's properties. Raises InvalidRequest
+    for nesting of several hundred levels.
     """
     try:
         return schema if _combines(schema) else _closed(schema)

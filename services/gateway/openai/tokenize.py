@@ -1,6 +1,6 @@
-"""POST /tokenize and POST /detokenize, in vLLM's shapes: a text or a chat to token ids, and ids to a text.
+"""POST /tokenize and /detokenize in vLLM's format: a text or chat to ids, and ids to text.
 
-Knows the codec; nothing of sequences. Special tokens are shown in a text made from ids.
+Text made from ids includes special tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from services.gateway.text.tokenizer import Codec, TokenizerThreads, Vocabulary
 from shared.errors import InvalidRequest
 
 MAX_DETOKENIZED_TOKENS = 131_072
-"""At once: decoding holds the interpreter lock, a tenth of a second for so many."""
+"""Limit per request: decoding this many holds the interpreter lock for 0.1 s."""
 
 
 class _Fields(BaseModel):
@@ -29,7 +29,7 @@ class _Fields(BaseModel):
 
 
 class TokenizeText(_Fields):
-    """What /v1/completions would make of `prompt`."""
+    """Tokenizes `prompt` as /v1/completions does."""
 
     prompt: str
     add_special_tokens: bool = True
@@ -37,7 +37,7 @@ class TokenizeText(_Fields):
 
 
 class TokenizeChat(_Fields):
-    """What /v1/chat/completions would make of `messages`."""
+    """Tokenizes `messages` as /v1/chat/completions does."""
 
     messages: Annotated[list[schemas.RequestMessage], FailFast()] = Field(min_length=1)
     add_generation_prompt: bool | None = None
@@ -55,7 +55,7 @@ class DetokenizeTokens(_Fields):
 
 
 class Tokenization:
-    """Serves one model, by any of its names or without."""
+    """Tokenization for one model, under any of its names or none."""
 
     def __init__(
         self,
@@ -72,15 +72,13 @@ class Tokenization:
         self._max_messages = max_messages
 
     async def tokenize(self, body: bytes, max_model_len: int) -> bytes:
-        """`{count, max_model_len, tokens, token_strs}` as JSON.
-
-        Raises InvalidRequest and its kinds, Overloaded.
-        """
+        """Return `{count, max_model_len, tokens, token_strs}` as JSON. Raises InvalidRequest (or a subclass),
+        Overloaded."""
         fields = await self._threads.read(lambda: parse_chat(body, self._max_messages), len(body))
         return await self._threads.encode(lambda: self._tokenized(fields, max_model_len), len(body))
 
     async def detokenize(self, body: bytes) -> bytes:
-        """`{prompt}` as JSON. Raises as `tokenize` does."""
+        """Return `{prompt}` as JSON. Raises as `tokenize` does."""
         return await self._threads.read(lambda: self._detokenized(body), len(body))
 
     def _tokenized(self, fields: Mapping[str, Any], max_model_len: int) -> bytes:

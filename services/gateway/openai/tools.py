@@ -1,7 +1,7 @@
-"""`tools` and `tool_choice` of a request, and calls and their results in a chat's history.
+"""`tools` and `tool_choice` of a request, and calls and results in the chat history.
 
-What a template takes is what transformers gives it: calls with their arguments as objects. A model whose
-template knows no functions is told of them in a system message, and reads calls and results as text.
+Templates receive what transformers passes: calls with arguments as objects. If the template does not support
+functions, a system message describes them, and calls and results become text.
 """
 
 import json
@@ -21,7 +21,7 @@ from shared.errors import InvalidRequest
 
 MOST_TOOLS = 128
 MOST_NAME_CHARS = 256
-"""OpenAI allows 64 in a function's name, Anthropic 128; a namespace's name comes before it."""
+"""OpenAI allows 64 characters, Anthropic 128; a namespace prefix is added."""
 _NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MOST_NAME_CHARS}}}")
 _FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict"})
 _WITHOUT_EFFECT = frozenset({"cache_control", "defer_loading", "output_schema", "allowed_callers"})
@@ -31,15 +31,15 @@ TemplateMessage = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What an answer may or must call."""
+    """Functions that an answer may or must call."""
 
     functions: tuple[Function, ...] = ()
-    """Those that may be called; all of them where one must be."""
+    """The callable ones."""
     described: tuple[Mapping[str, Any], ...] = ()
-    """As the request has them, for the template."""
+    """As in the request, for the template."""
     mode: ToolMode = "none"
     is_parallel: bool = True
-    """More than one call in an answer."""
+    """More than one call per answer is allowed."""
 
     @property
     def is_any(self) -> bool:
@@ -47,7 +47,7 @@ class Tools:
 
 
 def tools_of(tools: Any, choice: Any, parallel: Any, ignored: Ignored) -> Tools:
-    """The functions among `tools`; what else is there goes to `ignored`.
+    """Return the functions among `tools`; other tools go to `ignored`.
 
     Raises InvalidRequest and UnsupportedFeature naming the field.
     """
@@ -78,7 +78,7 @@ def tools_of(tools: Any, choice: Any, parallel: Any, ignored: Ignored) -> Tools:
 
 
 def full_name(namespace: Any, name: Any) -> Any:
-    """Name by which a model calls a function of a namespace; without a namespace, `name` itself."""
+    """Return the model's name for a namespaced function; without a namespace, `name` itself."""
     if not isinstance(namespace, str) or not namespace or not isinstance(name, str):
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
@@ -87,7 +87,7 @@ def full_name(namespace: Any, name: Any) -> Any:
 def _flat(
     tools: Sequence[Any], path: str, ignored: Ignored, namespace: Any = None
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The functions, by their paths, those of namespaces under their full names."""
+    """Yield the functions with their paths, namespaced ones under their full names."""
     for at, tool in enumerate(tools):
         where = f"{path}[{at}]"
         if not isinstance(tool, dict):
@@ -125,7 +125,7 @@ def _function(tool: Mapping[str, Any], path: str) -> Function:
 
 
 def _arguments(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Always an object; without parameters an empty one."""
+    """Return the schema as an object; empty without parameters."""
     if not parameters.get("properties") and not {"$ref", "anyOf", "allOf", "oneOf"} & parameters.keys():
         others = parameters.get("additionalProperties") or False
         return {**parameters, "type": "object", "additionalProperties": others}
@@ -139,7 +139,7 @@ def _described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _choice(choice: Any) -> tuple[ToolMode, Sequence[str]]:
-    """The mode, and the functions that it is about; none: all."""
+    """Return the mode and the chosen functions; empty: all."""
     if choice in (None, "auto"):
         return "auto", ()
     if choice in ("none", "required"):
@@ -157,7 +157,7 @@ def _choice(choice: Any) -> tuple[ToolMode, Sequence[str]]:
 
 
 def template_calls(calls: Any, path: str) -> list[dict[str, Any]]:
-    """`tool_calls` of a message as templates take them. Raises InvalidRequest."""
+    """Return a message's `tool_calls` for templates. Raises InvalidRequest."""
     if not isinstance(calls, list):
         raise InvalidRequest(f"{path} should be a list", param=path)
     return [_template_call(call, f"{path}[{at}]") for at, call in enumerate(calls)]
@@ -172,7 +172,7 @@ def _template_call(call: Any, path: str) -> dict[str, Any]:
         try:
             arguments = json.loads(arguments or "{}")
         except ValueError:
-            arguments = {"arguments": arguments}  # what a model wrote wrong it may read again
+            arguments = {"arguments": arguments}  # the model's invalid JSON is shown to it again
     return {
         "id": str(call.get("id") or "call_0"),
         "type": "function",
@@ -189,7 +189,7 @@ def chat_text(
     add_generation_prompt: bool = True,
     continues_last: bool = False,
 ) -> str:
-    """The prompt as the model's template writes it. Raises InvalidRequest."""
+    """Return the prompt as the model's template renders it. Raises InvalidRequest."""
     if continues_last and messages[-1].get("tool_calls"):
         raise InvalidRequest("a last message that calls functions cannot be continued", param="messages")
     template, described = codec.chat_template, tools.described
@@ -213,8 +213,10 @@ def chat_text(
 
 
 def system_first(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
-    """For a template that takes one system message, and roles that alternate: the system messages at the
-    beginning are one, later ones are the user's, and successive messages of the user are one."""
+    """Adapt the messages to templates with one system message and alternating roles.
+
+    Leading system messages are joined, later ones become the user's, and successive user messages are joined.
+    """
     joined: list[TemplateMessage] = []
     for message in messages:
         role = message["role"]
@@ -228,7 +230,7 @@ def system_first(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
 
 
 def with_short_ids(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
-    """Mistral's templates want ids of nine letters and digits."""
+    """Shorten call ids to nine letters and digits, as Mistral's templates require."""
     return [_with_short_ids(message) for message in messages]
 
 
@@ -247,7 +249,7 @@ def _short(call_id: str) -> str:
 
 
 def in_words(messages: Sequence[TemplateMessage], tools: Tools) -> list[TemplateMessage]:
-    """For a template that knows no functions: what they are, calls and results, as text."""
+    """Describe functions, calls and results as text, for templates that do not support them."""
     said = [_in_words(message) for message in messages]
     if not tools.is_any:
         return said

@@ -1,6 +1,6 @@
-"""A call of a function as a JSON object whose text is still coming: `{"name": …, "arguments": {…}}`. Pure.
+"""Incremental parser of a function call as JSON: `{"name": …, "arguments": {…}}`. Pure.
 
-The arguments go on as they come, as text. Whatever order the members have; Llama calls them `parameters`.
+Arguments are passed on as they arrive. Members may have any order; Llama's name is `parameters`.
 """
 
 import json
@@ -12,33 +12,33 @@ _SPACES = " \t\r\n"
 
 
 class CallScanner:
-    """One object, from its `{` on. `rest` is what follows it, once it `is_over` or `is_broken`."""
+    """Parses one object from its `{` on. `rest` is the text after it, once `is_over` or `is_broken`."""
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.is_over = False
         self.is_broken = False
-        """It is no such object; nothing of it has been handed out."""
+        """The text is not such an object; no part was returned."""
         self.rest = ""
         self.raw = ""
-        """All that it has read."""
+        """All text read."""
         self._depth = 0
         self._in_string = self._escapes = False
         self._key: str | None = None
         self._buffer = ""
-        """Of the key or value that is being read."""
+        """Current key or value."""
         self._name: str | None = None
         self._arguments: str | None = None
-        """Held until the name is known, or because they are a JSON text inside a string."""
+        """Held until the name is known, or when they are JSON inside a string."""
         self._has_streamed = False
 
     @property
     def has_begun(self) -> bool:
-        """The call was handed out."""
+        """Whether the call's name has been returned."""
         return self._name is not None
 
     def feed(self, text: str) -> list[AnswerPart]:
-        """What the text makes known. After `is_over` or `is_broken` it must not be called again."""
+        """Return the parts that the text completes. Do not call after `is_over` or `is_broken`."""
         parts: list[AnswerPart] = []
         begun = 0
         for at, char in enumerate(text):
@@ -56,7 +56,7 @@ class CallScanner:
         return parts
 
     def _read(self, char: str, parts: list[AnswerPart]) -> bool:
-        """False once the object is over, or is none."""
+        """Read one character; return False at the end of the object or of a broken one."""
         if self._in_string:
             self._buffer += char
             if self._escapes:
@@ -106,7 +106,7 @@ class CallScanner:
                     parts.append(CallArguments(self.index, whole))
 
     def _stream(self, parts: list[AnswerPart]) -> None:
-        """What there is of the arguments."""
+        """Append the arguments read so far."""
         if self._key not in _ARGUMENTS or self._name is None:
             return
         self._has_streamed = self._has_streamed or self._buffer.startswith(("{", "["))

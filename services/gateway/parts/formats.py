@@ -1,7 +1,7 @@
-"""The format in which a model calls functions: how to read it, and a grammar that it is held to.
+"""Formats of function calls: a reader and a grammar for each.
 
-Which one a model was taught shows in its chat template. Models whose template knows no functions are told
-about them in words, and get Hermes' format. Knows no requests.
+The chat template shows which format a model was trained on. Models without one get Hermes' format, described
+in text.
 """
 
 import json
@@ -14,41 +14,41 @@ from services.gateway.parts.readers import HarmonyReader, NamedReader, TaggedRea
 from shared.grammars import FORM, around, inline_json, lark_grammar
 
 MOST_CALLS = 8
-"""In one answer that has to call functions."""
+"""Largest number of calls in an answer that must call functions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """What a model may call."""
+    """A function that the model may call."""
 
     name: str
     description: str
     parameters: Mapping[str, Any]
-    """A JSON schema of an object."""
+    """JSON schema of an object."""
     path: str = ""
-    """Where the request has it."""
+    """Location in the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """One way to write calls."""
+    """One format of calls."""
 
     name: str
     reader: Callable[[], PartReader]
     marks: tuple[str, ...]
-    """Of these, those that the tokenizer has as special tokens must not be left out of an answer's text."""
+    """If the tokenizer has these as special tokens, the answer's text must include them."""
     begin: tuple[str, ...]
-    """Before each call: texts and marks."""
+    """Text before each call."""
     call: Callable[[str], tuple[tuple[str, ...], tuple[str, ...]]]
-    """What stands before and after the arguments of a function of that name."""
+    """Returns the text before and after the arguments of the named function."""
     end: tuple[str, ...] = ()
     between: tuple[str, ...] | None = ()
-    """None: there is never more than one call."""
+    """None: at most one call."""
     opening: tuple[str, ...] = ()
     closing: tuple[str, ...] = ()
-    """Around all calls."""
+    """`opening` and `closing` surround all calls."""
     before_form: tuple[str, ...] = ()
-    """Before an answer that is held to a form and calls nothing."""
+    """Text before an answer that has a grammar and no calls."""
 
     def grammar(
         self,
@@ -59,9 +59,9 @@ class CallFormat:
         form: str = "",
         is_free: bool = False,
     ) -> str:
-        """Of one to `most_calls` calls of `functions`; with `form`, or of what that describes.
+        """Return a grammar of 1 to `most_calls` calls, or alternatively of what `form` describes.
 
-        `special`: ids of special tokens by their text.
+        `special` maps the text of special tokens to ids.
         """
         begin, end = self._terms(self.begin, special), self._terms(self.end, special)
         rules = []
@@ -81,7 +81,7 @@ class CallFormat:
         return around(f"{lark}\nreply: {self._terms(self.before_form, special)} @{FORM}", form)
 
     def form(self, form: str, special: Mapping[str, int]) -> str:
-        """The form as this model writes an answer."""
+        """Return the grammar of a whole answer whose content is `form`."""
         if not self.before_form:
             return form
         return around(f"start: {self._terms(self.before_form, special)} @{FORM}", form)
@@ -141,7 +141,7 @@ HARMONY = CallFormat(
 
 
 def format_of(template: str) -> CallFormat:
-    """By the marks in a chat template's source."""
+    """Return the format whose marks the template contains."""
     if "<|channel|>" in template and "<|message|>" in template:
         return HARMONY
     if "[TOOL_CALLS]" in template:

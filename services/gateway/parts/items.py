@@ -1,6 +1,6 @@
-"""What an answer is made of: text, reasoning, calls of functions. Pure.
+"""Parts of an answer: text, reasoning, function calls. Pure.
 
-Every format of a model's answers is read into these, and every API writes them out.
+Readers turn each model's format into these; each API writes them.
 """
 
 from collections.abc import Iterable
@@ -10,21 +10,21 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A piece of what is said to the user."""
+    """A piece of text for the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """A piece of what the model thinks before it answers."""
+    """A piece of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """The answer calls a function; its arguments follow. Calls are counted from 0."""
+    """Start of a function call; its arguments follow. Calls are numbered from 0."""
 
     index: int
     name: str
@@ -42,13 +42,12 @@ AnswerPart = Content | Reasoning | CallBegun | CallArguments
 
 
 class PartReader(Protocol):
-    """Reads one answer, piece by piece; what may be the beginning of a mark waits."""
+    """Parses one answer incrementally; text that may begin a mark is held."""
 
     def feed(self, text: str) -> list[AnswerPart]: ...
 
     def end(self, *, is_cut: bool = False) -> list[AnswerPart]:
-        """Return what waited: as the text it looks like, unless the answer `is_cut` by its limit or a stop
-        string. Then the beginning of a mark, or of a call without a name, is dropped."""
+        """Return the held text. If the answer `is_cut`, drop an incomplete mark or a call without a name."""
         ...
 
 
@@ -60,7 +59,7 @@ class ToolCallItem:
 
 @dataclass(slots=True)
 class AnswerMessage:
-    """The parts of one answer put together."""
+    """One answer, assembled from its parts."""
 
     content: str = ""
     reasoning: str = ""
@@ -79,15 +78,15 @@ class AnswerMessage:
 
 
 class AnswerMarks:
-    """Finds marks in a growing text and holds back what may become one."""
+    """Finds marks in a growing text; holds text that may become one."""
 
     def __init__(self) -> None:
         self._held = ""
 
     def split(self, text: str, marks: tuple[str, ...]) -> tuple[str, str | None]:
-        """What comes before the first of `marks`, and which one that is; the text after it stays here.
+        """Return the text before the first of `marks`, and that mark; hold the text after it.
 
-        None: no mark so far; the end of the text that may be the beginning of one stays here.
+        The mark is None if there is none yet; text that may begin one is held.
         """
         window, self._held = self._held + text, ""
         found = [(at, mark) for mark in marks if (at := window.find(mark)) >= 0]
@@ -100,11 +99,11 @@ class AnswerMarks:
         return window[: len(window) - keep], None
 
     def hold(self, text: str) -> None:
-        """Hold it back until `take`, or until more makes a mark of it."""
+        """Hold the text until `take` or `split`."""
         self._held += text
 
     def take(self) -> str:
-        """What is held back; nothing from then on."""
+        """Return and clear the held text."""
         held, self._held = self._held, ""
         return held
 

@@ -1,6 +1,6 @@
-"""Reads answers in the formats that models were taught to call functions in. Pure.
+"""Parsers for the formats that models use for reasoning and function calls. Pure.
 
-A call that turns out to be none is shown as the text it is. Of an answer that was cut, no part of a mark is.
+An invalid call is shown as text. A cut answer shows no partial mark.
 """
 
 from services.gateway.parts.call_scanner import CallScanner
@@ -19,25 +19,25 @@ _CALL = '{"name":'
 
 
 class ThinkingReader:
-    """Reasoning up to `</think>`; `inner` reads what follows.
+    """Reasoning up to `</think>`, then `inner`.
 
-    Of an answer that neither begins with `<think>` nor follows one in the prompt, all goes to `inner`.
+    Without `<think>` at the start of the answer or the end of the prompt, `inner` reads everything.
     """
 
     def __init__(self, inner: PartReader, *, is_open: bool) -> None:
-        """`is_open`: the prompt ends with the mark that opens the reasoning."""
+        """With `is_open`, the prompt ends inside the reasoning."""
         self._inner = inner
         self._marks = AnswerMarks()
         self._state = "thinking" if is_open else "beginning"
         self._seen = ""
         self._space = ""
-        """At the end of the reasoning so far, or before the answer."""
+        """Held space: at the end of the reasoning, or before the answer."""
 
     def feed(self, text: str) -> list[AnswerPart]:
         if self._state == "beginning":
             self._seen += text
             begun = self._seen.lstrip()
-            if THINK.startswith(begun):  # nothing yet, too
+            if THINK.startswith(begun):  # also for no text yet
                 return [] if begun != THINK else self._open("")
             text, self._seen = self._seen, ""
             if not begun.startswith(THINK):
@@ -70,7 +70,7 @@ class ThinkingReader:
         return parts
 
     def _reasoning(self, text: str) -> list[AnswerPart]:
-        """Without the line breaks around it."""
+        """Return the reasoning without surrounding line breaks."""
         text = self._space + text
         if not self._seen:
             text = text.lstrip("\n")
@@ -89,7 +89,7 @@ class ThinkingReader:
 
 
 class PlainReader:
-    """All is content."""
+    """Treats all text as content."""
 
     def feed(self, text: str) -> list[AnswerPart]:
         return [Content(text)] if text else []
@@ -100,12 +100,11 @@ class PlainReader:
 
 class TaggedReader:
     """Calls after a mark: Hermes' and Qwen's `<tool_call>…</tool_call>`, Llama's `<|python_tag|>` or a bare
-    object, Mistral's `[TOOL_CALLS]` with a list.
-    """
+    object, Mistral's `[TOOL_CALLS]` with a list."""
 
     def __init__(self, begin: str, ends: tuple[str, ...], *, bare: bool = False) -> None:
-        """`begin` opens a call, `ends` are skipped between calls. `bare`: an answer that begins with `{` is
-        one."""
+        """`begin` opens a call; `ends` are skipped between calls. `bare`: an answer that begins with `{` is a
+        call."""
         self._begin = begin
         self._skipped = (*ends, "[", "]", ",", ";", " ", "\n", "\r", "\t")
         self._bare = bare
@@ -114,7 +113,7 @@ class TaggedReader:
         self._opening = ""
         self._calls = 0
         self._is_between = False
-        """After a mark or a call: only another call, or what closes this one, is expected."""
+        """After a mark or a call, where only another call or a closing mark is expected."""
         self._has_text = False
         self._space = ""
 
@@ -130,7 +129,7 @@ class TaggedReader:
         return parts
 
     def end(self, *, is_cut: bool = False) -> list[AnswerPart]:
-        """A call that is not complete stays what has been said of it."""
+        """Return held text; an incomplete call stays as sent."""
         rest = "" if is_cut else self._marks.take()
         scanner, self._scanner = self._scanner, None
         if scanner is not None and not scanner.has_begun:
@@ -155,7 +154,7 @@ class TaggedReader:
         return self._marks.take()
 
     def _next(self, text: str, parts: list[AnswerPart]) -> str:
-        """Between calls: the next one, what may be skipped, or text again."""
+        """Read between calls: the next call, skipped marks, or text."""
         rest = self._marks.take() + text
         while rest:
             skipped = next((mark for mark in (*self._skipped, self._begin) if rest.startswith(mark)), None)
@@ -185,7 +184,7 @@ class TaggedReader:
         return scanner.rest
 
     def _content(self, text: str) -> list[AnswerPart]:
-        """Spaces before a call are no content, so they wait for what follows."""
+        """Return content, holding trailing space: before a call, it is dropped."""
         text = self._space + text
         self._space = text[len(text.rstrip()) :]
         text = text.rstrip()
@@ -194,12 +193,12 @@ class TaggedReader:
 
 
 def _begins_call(text: str) -> bool:
-    """Whether a bare object, as far as it came, looks like a call and not like an answer in JSON."""
+    """Whether a partial bare object looks like a call rather than a JSON answer."""
     return text.lstrip().startswith(_CALL) or _CALL.startswith(text.strip())
 
 
 class NamedReader:
-    """Mistral's newer form: `[TOOL_CALLS]name[ARGS]{…}`, again and again."""
+    """Mistral's newer format: repeated `[TOOL_CALLS]name[ARGS]{…}`."""
 
     BEGIN, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 
@@ -241,13 +240,13 @@ class NamedReader:
 
 
 class HarmonyReader:
-    """gpt-oss: messages in channels. `analysis` is reasoning, `final` content, one to a function a call."""
+    """gpt-oss channels: `analysis` is reasoning, `final` is content, a message to a function is a call."""
 
     START = "<|start|>"
     _MARKS = ("<|channel|>", "<|message|>", "<|end|>", START, "<|call|>", "<|return|>", "<|constrain|>")
 
     def __init__(self, begun: str = "") -> None:
-        """`begun`: what the prompt has of the message that the answer continues."""
+        """`begun` is the beginning of the continued message, as the prompt has it."""
         self._marks = AnswerMarks()
         self._header = ""
         self._in_message = False

@@ -1,7 +1,7 @@
-"""Questions to the other services on behalf of people: how each is (`status`), and what it remembers.
+"""Queries to the other services for people: their `status` and flight recorders.
 
-Who there is, is found by a scatter now and then; what each says of itself it is asked under its own subject,
-where no other instance can answer for it. Nothing is asked unless somebody wants to know.
+A scatter finds the instances every few seconds. Each is then queried on its own subject, where no other
+instance can reply. Queries run only on demand.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _MOST_EVENTS = 500
 
 
 class Colleagues:
-    """Every instance on the bus, this one included."""
+    """All instances on the bus, including this one."""
 
     def __init__(self, bus: Bus, clock: Clock) -> None:
         self._bus = bus
@@ -35,13 +35,14 @@ class Colleagues:
         """Instance to service."""
         self._told: dict[str, ServiceStatus] = {}
         self._heard: dict[str, tuple[int, int | None]] = {}
-        """Of a recorder: incarnation, and the event heard last."""
+        """Incarnation and last event received, by recorder."""
         self._at_once = asyncio.Semaphore(_AT_ONCE)
 
     async def ask(self) -> None:
-        """How everybody is; workers, whose heartbeats say most of it, only every few seconds, or a large
-        fleet's answers would hold up the queue's. Who does not answer is left as it was, and forgotten when
-        it is found no more."""
+        """Query every instance; workers only every few seconds, since heartbeats carry most of their state.
+
+        An instance that does not reply keeps its last status until it is no longer found.
+        """
         await self.find()
         with_workers = self._clock() - self._workers_s >= _FIND_S
         if with_workers:
@@ -56,7 +57,7 @@ class Colleagues:
                 self._told[answer.instance] = answer
 
     async def find(self) -> None:
-        """Who is there, every few seconds."""
+        """Find the instances, every few seconds."""
         if self._clock() - self._found_s < _FIND_S:
             return
         self._found_s = self._clock()
@@ -66,12 +67,12 @@ class Colleagues:
         self._heard = {name: heard for name, heard in self._heard.items() if name in self._names}
 
     def details(self, instance: str) -> dict[str, Any]:
-        """All that it said last; empty where it has said nothing yet."""
+        """Return the instance's last details; empty if unknown."""
         told = self._told.get(instance)
         return {} if told is None else told.details
 
     def picture(self) -> dict[str, Any]:
-        """What the page shows of those that send no heartbeats here."""
+        """Return the live page's part about instances without heartbeats here."""
         shown: dict[str, Any] = {"services": []}
         for name, told in sorted(self._told.items()):
             if told.service != "worker":
@@ -83,7 +84,7 @@ class Colleagues:
         return shown
 
     async def news(self, kinds: Sequence[str]) -> list[RecordedEvent]:
-        """Events of schedulers since the last call, by the wall clock; at the first, the latest there are."""
+        """Return schedulers' events since the last call, in wall-clock order; at first, the latest ones."""
         found: list[RecordedEvent] = []
         for name, service in self._names.items():
             if service != "scheduler":
@@ -99,7 +100,7 @@ class Colleagues:
         return sorted(found, key=lambda event: event.at_s)
 
     async def remembered(self, request_id: str) -> list[Recorded]:
-        """What every instance knows of a request; those that do not answer are left out."""
+        """Return all records of a request; instances that do not reply are left out."""
         await self.find()
         question = TellRecorded(request_id=request_id)
         told = await asyncio.gather(
@@ -108,7 +109,7 @@ class Colleagues:
         return [each for each in told if each is not None]
 
     async def everybodys(self, kinds: Sequence[str]) -> list[Recorded]:
-        """The latest events of these kinds, of all requests, that schedulers and gateways remember."""
+        """Return the latest events of these kinds, of all requests, from schedulers and gateways."""
         await self.find()
         question = TellRecorded(kinds=tuple(kinds))
         told = await asyncio.gather(
@@ -144,7 +145,7 @@ class Colleagues:
 
 
 def by_wall_clock(told: Recorded) -> list[RecordedEvent]:
-    """The events, `at_s` in seconds since 1970."""
+    """Return the events with `at_s` in Unix seconds."""
     ahead_s = told.unix_s - told.now_s
     return [structs.replace(event, at_s=event.at_s + ahead_s) for event in told.events]
 

@@ -1,6 +1,6 @@
-"""One request as all services remember it, and where its time went: what `/ui/requests/{id}` answers.
+"""One request's events from all services and its time account: the body of `/ui/requests/{id}`.
 
-`python -m services explain` asks for the same and prints `sentence` and `causes`.
+`python -m services explain` prints its `sentence` and `causes`.
 """
 
 from collections import Counter
@@ -11,14 +11,16 @@ from services.gateway.core.account import UNEXPLAINED, AnswerAccount, Cause, Hap
 from shared.messages.recordings import Recorded
 
 _NAMED = 3
-"""Of those that went first, as many are named."""
+"""Number of requests ahead that are named."""
 
 
 def explained(
     request_id: str, told: Sequence[Recorded], others: Sequence[Recorded], now_s: float
 ) -> dict[str, Any]:
-    """Its events in the order of the wall clock with who said them; its account, where there is one. `others`
-    are placements and requests of everybody, for who was before it."""
+    """Return the request's events in wall-clock order, and its account if known.
+
+    `others` are all placements and requests, to find those ahead in the queue.
+    """
     events = sorted(happened(told), key=lambda event: event.at_s)
     account = account_of(events, now_s)
     shown = [
@@ -32,7 +34,7 @@ def explained(
 
 
 def happened(told: Sequence[Recorded]) -> list[Happened]:
-    """By the wall clock, as each instance tells it beside its own."""
+    """Return the events in wall-clock time, by each instance's offset."""
     found = []
     for each in told:
         ahead_s = each.unix_s - each.now_s
@@ -90,7 +92,7 @@ def _sentence(account: AnswerAccount, causes: Sequence[dict[str, Any]]) -> str:
 
 
 def _notes(account: AnswerAccount, events: Sequence[Happened], others: Sequence[Happened]) -> dict[str, str]:
-    """What is to be said of single causes."""
+    """Return notes on single causes."""
     facts = account.facts
     found = ", ".join(f"{count} on {tier}" for tier, count in facts["found_blocks"].items() if count)
     shared = f"{facts['rows']} sequences a step on average, {facts['most_rows']} at the most"
@@ -111,7 +113,7 @@ def _notes(account: AnswerAccount, events: Sequence[Happened], others: Sequence[
 
 
 def _before(events: Sequence[Happened], others: Sequence[Happened]) -> str:
-    """Who got a worker while this one waited for its own, and whose requests they are."""
+    """Return which requests got a worker while this one waited, and their keys."""
     submitted = next((e for e in events if e.service == "scheduler" and e.kind == "submitted"), None)
     if submitted is None:
         return ""

@@ -1,8 +1,7 @@
-"""The live page over HTTP: its files, which anybody may have, and what it shows, which is the admin's.
+"""HTTP routes of the live page: public files, and data for admins.
 
-On the gateway's own listener data want an admin key (`gateway.admin_key_sha256`); on the operator's, which is
-for whoever is on this machine, they want no key, and a `Host` that is an address or localhost, so that no
-page of another name in a browser can read them.
+On the gateway's listener, data needs an admin key (`gateway.admin_key_sha256`). The operator's listener needs
+no key but a `Host` that is an address or localhost, so that web pages of other names cannot read it.
 """
 
 import asyncio
@@ -31,7 +30,7 @@ _TYPES = {
 }
 _FILES: Final = {f"/ui/{path.relative_to(_STATIC)}": path for path in sorted(_STATIC.rglob("*.*"))}
 PAGE_PATHS: Final = frozenset({"/ui", "/ui/", *_FILES})
-"""Open to everybody: nothing in them is secret."""
+"""Need no key: the files hold nothing secret."""
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -45,7 +44,7 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 def add_page(
     app: FastAPI, watch: Watch, colleagues: Colleagues, admin_key_sha256: Collection[str] | None
 ) -> None:
-    """`admin_key_sha256` None: this is the operator's listener."""
+    """Add the routes. `admin_key_sha256` is None on the operator's listener."""
 
     def check(request: Request) -> None:
         if admin_key_sha256 is None:
@@ -98,7 +97,7 @@ async def _pictures(watch: Watch) -> AsyncIterator[bytes]:
 
 
 def _check_host(host: str) -> None:
-    """Raises HttpError for a name that somebody else's DNS could have made of this machine's address."""
+    """Raise HttpError for a name, which foreign DNS could point at this machine."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
     if name == "localhost":
         return

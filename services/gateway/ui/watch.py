@@ -1,8 +1,8 @@
-"""What the live page is told: one picture of everything, a few times a second, for as long as somebody looks.
+"""Pictures of the fleet for the live page, a few times a second while it has viewers.
 
-Workers' heartbeats are here anyway; other services are asked only while there is a viewer. Each viewer has a
-queue of a few pictures: one who does not keep up misses some and is then told everything anew (`whole`), so
-nobody's slowness costs memory, or anybody else's time. History is kept always: a point a second, ten minutes.
+Workers' state comes from heartbeats; other services are queried only for viewers. Each viewer has a short
+queue. A slow viewer misses pictures and then gets a complete one (`whole`), so it costs no memory and delays
+no one. History is always kept: one point a second for ten minutes.
 """
 
 import asyncio
@@ -23,17 +23,17 @@ PICTURE_S = 0.3
 ASK_S = 1.0
 SAMPLE_S = 1.0
 HISTORY = 600
-"""Points."""
+"""Number of points."""
 MOST_VIEWERS = 32
 QUEUED_PICTURES = 4
 RECENT = 200
-"""Events that a fresh viewer is shown."""
+"""Number of events for a new viewer."""
 SHOWN_REQUESTS = 60
 EVENT_KINDS = ("relief", "move begun", "moved", "worker lost", "preempted")
 
 
 class Viewer:
-    """One page's queue. `next` waits for a picture; None: there will be no more."""
+    """One page's queue. `next` returns the next picture, or None at the end."""
 
     def __init__(self) -> None:
         self._pictures: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUED_PICTURES)
@@ -41,7 +41,8 @@ class Viewer:
         self.missed = 0
 
     def offer(self, picture: bytes, *, is_whole: bool = False) -> None:
-        """Never waits. Where the queue is full, what is in it is dropped, and so are parts until a whole."""
+        """Queue a picture, without waiting. A full queue is cleared; it then takes no part before a whole
+        picture."""
         if self._pictures.full():
             self._drop()
         if is_whole or not self.needs_whole:
@@ -49,7 +50,7 @@ class Viewer:
             self._pictures.put_nowait(picture)
 
     def end(self) -> None:
-        """There will be no more."""
+        """End the stream."""
         if self._pictures.full():
             self._drop()
         self._pictures.put_nowait(None)
@@ -65,7 +66,7 @@ class Viewer:
 
 
 class Watch:
-    """Of one gateway. `run` until cancelled; viewers come and go."""
+    """The viewers of one gateway, and the history."""
 
     def __init__(self, sessions: Sessions, colleagues: Colleagues, now_s: Clock) -> None:
         self._sessions = sessions
@@ -81,7 +82,7 @@ class Watch:
         self._sampled: tuple[float, float, float, float] | None = None
 
     def join(self) -> Viewer:
-        """Raises Overloaded when too many look already."""
+        """Add a viewer. Raises Overloaded at the limit."""
         if len(self._viewers) >= MOST_VIEWERS:
             raise Overloaded(f"{MOST_VIEWERS} pages look already: close one", retry_after_s=10.0)
         viewer = Viewer()
@@ -95,13 +96,13 @@ class Watch:
         self._viewers.discard(viewer)
 
     def close(self) -> None:
-        """The process is about to end, and so do all streams."""
+        """End all streams before shutdown."""
         self._is_closed = True
         for viewer in self._viewers:
             viewer.end()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._sample())
             tasks.create_task(self._ask())
@@ -154,7 +155,7 @@ class Watch:
         return self._history[-1] if self._history else None
 
     def picture(self) -> dict[str, Any]:
-        """Everything as of now, but history and events."""
+        """Return the current picture without history and events."""
         sessions, now_s = self._sessions, self._now_s()
         reports = sessions.workers.reports()
         rows = [worker_row(each, sessions.workers.unheard_s(each.worker_id, now_s)) for each in reports]
@@ -180,7 +181,7 @@ class Watch:
         }
 
     def worker(self, worker_id: str) -> dict[str, Any] | None:
-        """One worker with its batch and all that it says of itself; None for one that is not heard of."""
+        """Return one worker with its batch and details; None if unknown."""
         for report in self._sessions.workers.reports():
             if report.worker_id == worker_id:
                 row = worker_row(report, self._sessions.workers.unheard_s(worker_id, self._now_s()))
