@@ -45,7 +45,7 @@ class Counters:
         self._ignored_names: set[str] = set()
 
     def count_ignored(self, name: str) -> None:
-        """Count a request with an ignored field. Each of the first names has its own label; the rest share
+        """Count a request with an ignored field. The first names have their own labels; the rest share
         one."""
         if name not in self._ignored_names:
             if len(self._ignored_names) == MOST_IGNORED_NAMES or not _LABEL.fullmatch(name):

@@ -61,7 +61,7 @@ class Models:
         return found
 
     def of(self, body: bytes) -> ServedModel:
-        """Return the model that the body names, or the first if it names none or is malformed. Raises
+        """Return the model that the body names; if it names none or is malformed, the first. Raises
         UnknownModel."""
         if len(self._served) == 1:
             return self.first

@@ -63,10 +63,7 @@ HANDLERS = (
 
 
 class Gateway:
-    """Bus handlers.
-
-    All but `status` are plain functions: they run in the bus's read loop and must be quick.
-    """
+    """Bus handlers. All but `status` run in the bus's read loop and must be quick."""
 
     def __init__(
         self, config: GatewayConfig, bus: Bus, sessions: Sessions, now_s: Clock, url: str, operator_url: str

@@ -89,8 +89,7 @@ class Sessions:
     # --- for the HTTP side
 
     async def context_tokens(self, timeout_s: float, model: str) -> int:
-        """Return the model's context length in tokens. Raises NoResponder when no worker appears within
-        `timeout_s`."""
+        """Return the context length in tokens. Raises NoResponder when no worker appears in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 while (limit := self.workers.context_tokens(model)) is None:
@@ -273,8 +272,7 @@ class Sessions:
                 self.apply(sequence, sequence.stream.submit(now_s))
 
     def on_prepared(self, event: MovePrepared, now_s: float) -> None:
-        """Hand a sequence over to the worker that the scheduler prepared. The event may concern another
-        gateway."""
+        """Hand a sequence over to a prepared worker. The event may concern another gateway."""
         sequence = self._open.get(event.ref.key)
         if sequence is not None:
             self.apply(
@@ -282,8 +280,7 @@ class Sessions:
             )
 
     def lose(self, worker: Start, attempts: Mapping[SequenceKey, int], now_s: float) -> None:
-        """Hand over the sequences of one run of a worker; `attempts` lists those its scheduler had sent
-        it."""
+        """Hand over the sequences of a worker's run; `attempts` lists those its scheduler had sent it."""
         handed_over = 0
         for key, sequence in list(self._open.items()):
             effects = sequence.stream.on_worker_lost(worker, attempts.get(key), now_s)

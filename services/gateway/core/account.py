@@ -142,8 +142,7 @@ TimeClaim = tuple[float, float, Cause]
 
 
 def sweep(claims: Sequence[TimeClaim], begin_s: float, end_s: float) -> list[TimePart]:
-    """Split the time at every claim's ends; each piece gets the highest-ranked claim. Equal neighbours
-    merge."""
+    """Split the time where claims begin or end; each piece gets the highest-ranked claim."""
     ordered = sorted(
         (max(first, begin_s), min(last, end_s), RANK[cause], cause)
         for first, last, cause in claims
@@ -290,8 +289,7 @@ def _attempts(batch: Happened) -> set[int]:
 
 
 def _given_up(events: Sequence[Happened]) -> dict[tuple[int, int], float]:
-    """Return when each superseded attempt stopped counting. After a move, the source is read for OVERLAP_S
-    more."""
+    """Return when each superseded attempt stopped counting: OVERLAP_S later after a move."""
     return {
         ref: following.at_s + ("moved" in fresh) * OVERLAP_S
         for ref, following, fresh in _handovers(events)

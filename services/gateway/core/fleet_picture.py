@@ -13,10 +13,7 @@ NO_CACHE = CacheReport()
 
 
 def worker_row(report: WorkerReported, heard_s: float) -> dict[str, Any]:
-    """Return a worker's row.
-
-    used + evictable + free blocks are the device's total, borrowed ones included and lent ones not.
-    """
+    """Return a worker's row. Used, evictable and free blocks add up to the device's; lent ones are extra."""
     capacity, cache = report.capacity, report.cache or NO_CACHE
     states = Counter(str(sequence.state) for sequence in report.sequences)
     free, evictable = capacity.free_blocks, capacity.evictable_blocks

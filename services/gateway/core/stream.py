@@ -81,8 +81,7 @@ class Handover:
         return self.open_tokens if is_open else 0
 
     def on_target(self, end: int, held: int, now_s: float) -> tuple[Cancel, ...]:
-        """Process the target's tokens up to index `end`, with `held` tokens there; stop the source if it is
-        time."""
+        """Process the target's tokens up to index `end`, with `held` held; stop the source if it is time."""
         self.frames += 1
         is_level = end == held and now_s - self.heard_s <= FRESH_S
         return self.leave() if end > held or is_level or self.frames >= MOST_FRAMES else ()
@@ -127,8 +126,7 @@ class Stream:
     """Record of one sequence. `tokens` is the answer so far; it only grows."""
 
     def __init__(self, key: SequenceKey, timing: StreamTiming, now_s: float, secret: bytes = b"") -> None:
-        """`secret` derives the capabilities. Without it, the first worker to send tokens serves an
-        attempt."""
+        """`secret` derives the capabilities. Without it, the first worker to send tokens is accepted."""
         self.key = key
         self._secret = secret
         self.tokens: list[int] = []
@@ -160,8 +158,7 @@ class Stream:
 
     @property
     def capability(self) -> bytes:
-        """Proof of assignment for the current attempt; only workers the scheduler assigns it to receive
-        it."""
+        """Proof of assignment for the current attempt, sent only to the worker the scheduler chooses."""
         if not self._secret:
             return b""
         return blake2b(str(self.ref).encode(), key=self._secret, digest_size=16).digest()
@@ -175,8 +172,7 @@ class Stream:
         return attempt == self.attempt or (self._before is not None and attempt == self._before.ref.attempt)
 
     def take_over(self, tokens: Sequence[int], reason: FinishReason | None, cached_tokens: int) -> None:
-        """Adopt another gateway's partial answer, before any other call. A reason outside ANSWERS does not
-        end it."""
+        """Adopt another gateway's partial answer. Call first. A reason outside ANSWERS does not end it."""
         self.tokens.extend(tokens)
         self.cached_tokens = cached_tokens
         if reason in ANSWERS:
@@ -300,8 +296,7 @@ class Stream:
         return self._hand_over("fetch_failed", now_s) if self._missing.on_failed(now_s) else ()
 
     def on_worker_lost(self, worker: Start, lost_attempt: int | None, now_s: float) -> StreamEffects:
-        """Hand over if that run of a worker served this; `lost_attempt` is the attempt its scheduler had sent
-        it."""
+        """Hand over if that run served this; `lost_attempt` is the attempt its scheduler had sent it."""
         if not self.is_open:
             return ()
         if self._before is not None and self._before.server == worker:
@@ -349,8 +344,7 @@ class Stream:
         return ()
 
     def on_absence(self, now_s: float) -> StreamEffects:
-        """Hand over if unserved: this gateway was silent so long that waiting sequences may have been
-        ended."""
+        """Hand over if unserved: this gateway was silent so long that others may have ended the sequence."""
         return self._hand_over("absence", now_s) if self.is_open and self.server is None else ()
 
     def on_inherited(self, now_s: float) -> StreamEffects:

@@ -11,8 +11,7 @@ MOST_WAITING, MOST_WAITING_OF_A_KEY = 512, 64
 
 
 class Turns(Generic[Item]):
-    """A bounded queue per key: a key that fills its queue, or holds its place for long, delays only
-    itself."""
+    """A bounded queue per key: a key that floods its queue or holds its place delays only itself."""
 
     def __init__(self, places: Iterable[int]) -> None:
         self._free = list(places)

@@ -1,7 +1,4 @@
-"""CORS, HEAD, and the API description.
-
-`/openapi.json` is generated from the request schemas; `/docs` shows it without scripts.
-"""
+"""CORS, HEAD, and the API description, generated from the request schemas."""
 
 import html
 from collections.abc import Mapping, Sequence

@@ -131,8 +131,7 @@ JSON_HEADERS = [(b"content-type", b"application/json")]
 
 @dataclass(frozen=True, slots=True)
 class Lasting:
-    """Parameters of an answer that can be read again, here or at another gateway; its pieces depend only on
-    tokens."""
+    """Parameters of an answer that can be read again at any gateway; its pieces depend only on tokens."""
 
     request_id: str
     """Id of its sequences."""

@@ -378,8 +378,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
 
     def _linger(self) -> None:
-        """Half-close and discard input for a while: closing at once would reset the connection and lose the
-        answer."""
+        """Half-close and discard input for a while: a reset would lose the answer on its way."""
         if self.transport.is_closing() or self._linger_timer is not None:
             return
         self._unset_keepalive_if_required()

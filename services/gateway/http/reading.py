@@ -45,8 +45,7 @@ class RequestReader:
     async def read(
         self, path: str, body: bytes, record: RequestRecord, as_before: Shadow | None = None
     ) -> Reading:
-        """Read and admit a request; `as_before` is the other gateway's copy of one it had begun. Raises as
-        admission does."""
+        """Read and admit a request; `as_before` is another gateway's copy. Raises as admission does."""
         served = self._models.of(body)
         limit = partial(self._sessions.context_tokens, self._config.admit_timeout_s, served.name)
         naming = Naming(record, served.config, self._store)
@@ -75,8 +74,7 @@ class RequestReader:
         )
 
     async def read_again(self, shadow: Shadow) -> MakeAnswer:
-        """Read a request of another gateway again; return the maker of its response. Raises as admission
-        does."""
+        """Read another gateway's request; return the maker of its response. Raises as admission does."""
         record = RequestRecord("POST", shadow.path, tenant=shadow.key, owner=shadow.tenant)
         record.request_id = shadow.request_id
         deadline = Deadline(monotonic_s(), shadow.deadline_in_s)

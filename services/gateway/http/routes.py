@@ -81,8 +81,7 @@ def make_app(
     store: ResponseStore | None = None,
     add_page: AddPage = lambda _: None,
 ) -> ASGIApp:
-    """Return the application behind `Edge`. Without `store`, responses are not stored. `add_page` adds the
-    live page."""
+    """Return the application behind `Edge`. Without `store`, no response is stored."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     reader = RequestReader(sessions, models, config, store)
     bodies = BodyReader(config, models.first.acceptance.threads)

@@ -28,8 +28,7 @@ class Server(uvicorn.Server):
 
 
 def bind(host: str, port: int, setting: str, *, is_shared: bool = False) -> socket.socket:
-    """Bind the listening socket; `is_shared` lets other processes share the port. Raises ConfigError naming
-    `setting` on failure."""
+    """Bind a socket; `is_shared` shares the port. Raises ConfigError naming `setting` on failure."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -52,8 +51,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 def make_server(app: ASGIApp, config: GatewayConfig) -> Server:
-    """Return the server for clients. Run it with `serve(sockets=[listener])`; end it with `should_exit =
-    True`."""
+    """Return the clients' server. Run `serve(sockets=[listener])`; end it with `should_exit = True`."""
     limit = min(config.max_connections, _descriptors() - SPARE_DESCRIPTORS)
     return _server(app, config, max(1, limit), config.max_connections_per_address)
 

@@ -34,8 +34,7 @@ class StoredResponses:
         self._desk = desk
 
     async def find(self, key: str, name: str) -> StoredResponse:
-        """Return the response. One in progress that no gateway works on becomes failed. Raises HttpError
-        404."""
+        """Return the response. One that no gateway works on any more becomes failed. Raises HttpError 404."""
         found = await self._store.find(key, name)
         if not _is_open(found) or await self._desk.is_made(name_of(key, "response", name)):
             return found

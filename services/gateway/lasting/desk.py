@@ -212,10 +212,7 @@ class LastingDesk:
         return not kept.transcript.is_over
 
     async def cancel(self, name: bytes) -> None:
-        """End the named answer on any gateway; nothing writes to it after the return.
-
-        Raises UnavailableError at the timeout.
-        """
+        """End the named answer on any gateway before returning. Raises UnavailableError at the timeout."""
         async with self.turn(name):
             kept = await self.find(name)
         if kept is None:
@@ -446,8 +443,7 @@ class LastingDesk:
             self._start(self._go_on(kept))
 
     def _on_inherited(self, shadow: Shadow) -> None:
-        """Resume readers here after another gateway took over by mistake and made workers forget the
-        sequences."""
+        """Resume readers here after another gateway took over and made workers forget the sequences."""
         origin = origin_of(shadow.request_id)
         for kept in list(self._kept.values()):
             is_same = origin_of(kept.shadow.request_id) == origin

@@ -28,8 +28,7 @@ from shared.messages.tokens import FetchedTokens, FetchTokens
 
 _logger = log.get_logger("gateway.peers")
 _SILENCE_S = 6.0
-"""Seconds without a heartbeat after which a gateway counts as gone. Workers wait longer before they end its
-sequences."""
+"""Seconds of silence after which a gateway counts as gone. Workers wait longer."""
 _TELL_S = 0.5
 _COLLECT_S = 1.5
 """Seconds for workers to list their sequences; more than a heartbeat period."""

@@ -1,7 +1,4 @@
-"""Turns request bodies into jobs: validates, tokenizes and checks limits.
-
-Independent of HTTP connections and the bus.
-"""
+"""Turns request bodies into jobs: validates, tokenizes and checks limits."""
 
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -271,8 +268,7 @@ class Acceptance:
     def _written(
         self, request: schemas.CompletionRequest, tools: Tools
     ) -> tuple[str, str, list[tuple[str, str]]] | None:
-        """Return a grammar, the field it comes from, and its parts with their fields. Raises
-        InvalidRequest."""
+        """Return a grammar, its field, and its parts with their fields. Raises InvalidRequest."""
         form, param = grammar_of({name: getattr(request, name) for name in STRUCTURED_FIELDS})
         writer, added = self.codec.call_format, self.codec.added_tokens
         parts = [(param, form)] if form else []
@@ -444,8 +440,8 @@ class Acceptance:
     def _given(
         self, request: schemas.CompletionRequest, prompt: Sequence[int], limit: int | None, at: int
     ) -> Given:
-        """Return how many of the prompt's last tokens are forced: all but the first for log-probabilities,
-        one for `max_tokens: 0`."""
+        """Return the forced end of the prompt: all but the first token for log-probabilities, one for
+        `max_tokens: 0`."""
         echoes = isinstance(request, schemas.TextRequest) and bool(request.echo)
         wants_all = request.prompt_logprobs is not None or (echoes and request.logprobs_wanted is not None)
         if limit == 0 and len(prompt) < 2:

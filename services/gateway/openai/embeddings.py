@@ -70,8 +70,7 @@ async def admit_embeddings(
 
 
 def _sampling(forced: Sequence[int]) -> Sampling:
-    """Return the sampling of a sequence that reports hidden states, one per forced token and one for the
-    prompt."""
+    """Return the sampling of a sequence that reports its hidden states."""
     return Sampling(
         seed=0,
         max_tokens=1 + len(forced),

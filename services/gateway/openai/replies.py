@@ -32,7 +32,7 @@ def chat_logprobs(placed: Sequence[PlacedToken], vocabulary: Vocabulary, top: in
 
 
 def text_logprobs(placed: Sequence[PlacedToken], vocabulary: Vocabulary, top: int) -> dict[str, Any]:
-    """Return a completion's `choices[].logprobs`: parallel lists; `top_logprobs` includes the chosen
+    """Return a completion's `choices[].logprobs` as parallel lists; `top_logprobs` includes the chosen
     token."""
     return {
         "tokens": [vocabulary.text(item.token) for item in placed],
@@ -73,7 +73,7 @@ def _by_id(token: int, found: TokenLogprobs, vocabulary: Vocabulary, top: int) -
 
 
 def _by_text(item: PlacedToken, vocabulary: Vocabulary, top: int) -> dict[str, float] | None:
-    """Return log-probabilities by text, likeliest first. Of ids with one text, the chosen or likelier one
+    """Return log-probabilities by text, likeliest first. If ids share a text, the chosen or likelier one
     counts."""
     if item.logprobs is None:
         return None

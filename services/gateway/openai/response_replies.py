@@ -37,8 +37,7 @@ class ResponseWriter:
         self._spaces = in_namespaces(self.request.tools or ())
 
     def begin_in_background(self) -> bytes | None:
-        """Return the immediate reply to a background request, and store its state; None for other
-        requests."""
+        """Return the immediate reply to a background request, and store its state; otherwise None."""
         if not self.request.background:
             return None
         self._kept(self._body("in_progress", []))

@@ -1,7 +1,4 @@
-"""OpenAI's request bodies: JSON, types and ranges.
-
-Unknown fields stay in `model_extra`; `fields.py` handles them.
-"""
+"""OpenAI's request bodies: JSON, types and ranges. Unknown fields stay in `model_extra`."""
 
 import re
 from collections.abc import Mapping
@@ -17,20 +14,16 @@ from shared.errors import InvalidRequest
 MAX_FIELDS = 1024
 """Limit of top-level fields; OpenAI's API has about forty."""
 MAX_ENTRIES = 32_768
-"""Limit of objects, lists and named fields in a body. Four megabytes can hold a million, which would block
-the interpreter for 0.5 s."""
+"""Limit of objects, lists and named fields in a body. A million would block the interpreter for 0.5 s."""
 MAX_VALUES = 524_288
-"""Limit of values in lists and objects: four prompts of 131,072 token ids. Two million numbers block the
-interpreter for 0.7 s."""
+"""Limit of values in lists and objects: four prompts of 131,072 token ids. Two million would block for 0.7
+s."""
 ENTRIES_PER_MESSAGE = 8
 _MOST_QUOTES = 131_072
 
 
 def parse_object(body: bytes, max_entries: int = MAX_ENTRIES) -> dict[str, Any]:
-    """Return the JSON object in `body`.
-
-    Raises InvalidRequest for anything else, and above `max_entries` or `MAX_VALUES`.
-    """
+    """Return the JSON object in `body`. Raises InvalidRequest for other data, or above a limit."""
     if _has_more(body, b"{[:", max_entries):
         text = "objects, lists and named fields in one request"
         raise InvalidRequest(f"the body has more than {max_entries} {text}: send fewer")

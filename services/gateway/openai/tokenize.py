@@ -72,8 +72,7 @@ class Tokenization:
         self._max_messages = max_messages
 
     async def tokenize(self, body: bytes, max_model_len: int) -> bytes:
-        """Return `{count, max_model_len, tokens, token_strs}` as JSON. Raises InvalidRequest (or a subclass),
-        Overloaded."""
+        """Return `{count, max_model_len, tokens, token_strs}` as JSON. Raises InvalidRequest, Overloaded."""
         fields = await self._threads.read(lambda: parse_chat(body, self._max_messages), len(body))
         return await self._threads.encode(lambda: self._tokenized(fields, max_model_len), len(body))
 

@@ -1,7 +1,4 @@
-"""Parts of an answer: text, reasoning, function calls. Pure.
-
-Readers turn each model's format into these; each API writes them.
-"""
+"""Parts of an answer: text, reasoning and function calls. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

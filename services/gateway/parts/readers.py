@@ -103,8 +103,7 @@ class TaggedReader:
     object, Mistral's `[TOOL_CALLS]` with a list."""
 
     def __init__(self, begin: str, ends: tuple[str, ...], *, bare: bool = False) -> None:
-        """`begin` opens a call; `ends` are skipped between calls. `bare`: an answer that begins with `{` is a
-        call."""
+        """`begin` opens a call; `ends` are skipped between calls. `bare`: an initial `{` opens one, too."""
         self._begin = begin
         self._skipped = (*ends, "[", "]", ",", ";", " ", "\n", "\r", "\t")
         self._bare = bare

@@ -19,8 +19,7 @@ from shared.model_files import HubId, read_json, source_of
 
 
 class _Generation(jinja2.ext.Extension):
-    """Renders the content of `{% generation %}…{% endgeneration %}`, which marks assistant text for
-    training."""
+    """Renders the content of `{% generation %}…{% endgeneration %}`, a mark of assistant text."""
 
     tags = {"generation"}  # noqa: RUF012 - the attribute's type is jinja2's
 

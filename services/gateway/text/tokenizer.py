@@ -316,8 +316,7 @@ def _decoder_kinds(tokenizer: Tokenizer) -> frozenset[str]:
 
 @cache
 def byte_alphabet() -> dict[str, int]:
-    """Return the 256 characters of GPT-2's byte-level alphabet: printable bytes map to themselves, others to
-    U+0100 on."""
+    """Return GPT-2's byte-level alphabet: printable bytes map to themselves, others to U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}

@@ -41,8 +41,7 @@ class Viewer:
         self.missed = 0
 
     def offer(self, picture: bytes, *, is_whole: bool = False) -> None:
-        """Queue a picture, without waiting. A full queue is cleared; it then takes no part before a whole
-        picture."""
+        """Queue a picture, without waiting. A full queue is cleared until the next whole picture."""
         if self._pictures.full():
             self._drop()
         if is_whole or not self.needs_whole:
