@@ -8,19 +8,18 @@ import asyncio
 import json
 import socket
 import sys
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
-from services.gateway.core.turns import Turns
 from services.gateway.errors import UnsupportedFeature, shown
 from services.gateway.forms.checker import DIED, REFUSED
 from services.gateway.forms.json_schemas import explained, parts
-from shared.errors import InvalidRequest, UnavailableError
+from shared.errors import InvalidRequest, Overloaded, UnavailableError
 from shared.grammars import MOST_GRAMMAR_CHARS, json_grammar
 from shared.log import get_logger
 
@@ -36,6 +35,9 @@ _REPLY_S = 10.0
 """Seconds for one verdict. CPU time is limited to 0.2 s; this is for a checker that hangs idle."""
 _KILL_S = 1.0
 """Seconds for a killed process to exit, which takes milliseconds."""
+_Item = TypeVar("_Item")
+MOST_WAITING, MOST_WAITING_OF_A_KEY = 512, 64
+"""Number of grammars that wait for a checker, and of those of one key."""
 _MOST_LOOKS = 48
 """Parts of a refused schema to check separately for the culprit."""
 DANGEROUS = (
@@ -44,7 +46,49 @@ DANGEROUS = (
 )
 
 
-class Verdict(NamedTuple):
+class CheckQueue(Generic[_Item]):
+    """Fair queue for a few places: keys alternate, and a key has at most one place at a time.
+
+    The queue of a key is bounded, so a key that floods it delays only itself.
+    """
+
+    def __init__(self, places: Iterable[int]) -> None:
+        self._free = list(places)
+        self._taken: dict[str, int] = {}
+        """Place by key."""
+        self._waiting: OrderedDict[str, deque[_Item]] = OrderedDict()
+        """By key; the key served last comes last."""
+
+    def ask(self, key: str, item: _Item) -> None:
+        """Queue an item. Raises Overloaded when a queue is full."""
+        waiting = self._waiting.setdefault(key, deque())
+        if len(waiting) >= MOST_WAITING_OF_A_KEY or sum(map(len, self._waiting.values())) >= MOST_WAITING:
+            self._forget(key)
+            raise Overloaded("too many forms of answers wait to be checked: try again", retry_after_s=1.0)
+        waiting.append(item)
+
+    def begin(self) -> tuple[str, int, _Item] | None:
+        """Return the next key, place and item; None while all places or all waiting keys are busy."""
+        key = next((key for key in self._waiting if key not in self._taken), None)
+        if key is None or not self._free:
+            return None
+        item = self._waiting[key].popleft()
+        self._forget(key)
+        place = self._taken[key] = self._free.pop()
+        return key, place, item
+
+    def end(self, key: str) -> None:
+        """Free the key's place."""
+        self._free.append(self._taken.pop(key))
+        if key in self._waiting:
+            self._waiting.move_to_end(key)
+
+    def _forget(self, key: str) -> None:
+        if not self._waiting[key]:
+            del self._waiting[key]
+
+
+class FormVerdict(NamedTuple):
     """Result for one grammar."""
 
     grammar: str
@@ -59,13 +103,13 @@ class GrammarChecks:
     def __init__(self, folder: Path | None) -> None:
         """`folder` holds the tokenizer; None: the model has no structured output."""
         self._folder = folder
-        self._known: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._known: OrderedDict[bytes, FormVerdict] = OrderedDict()
         """By digest."""
         self._deadly: OrderedDict[bytes, None] = OrderedDict()
         """Kept apart: other grammars must not evict the verdicts that are costliest to find."""
-        self._asked: dict[tuple[str, bytes], asyncio.Future[Verdict]] = {}
+        self._asked: dict[tuple[str, bytes], asyncio.Future[FormVerdict]] = {}
         """Pending verdicts, by key and digest."""
-        self._turns: Turns[tuple[bytes, str]] = Turns(range(CHECKERS))
+        self._turns: CheckQueue[tuple[bytes, str]] = CheckQueue(range(CHECKERS))
         self._tasks: set[asyncio.Task[None]] = set()
         self._process: Popen[bytes] | None = None
         self._sockets: list[socket.socket] = []
@@ -109,10 +153,12 @@ class GrammarChecks:
                 left = parts(at[1])
         return f" at {shown('.'.join(where), 200)}" if where else ""
 
-    async def verdict(self, grammar: str, key: str) -> Verdict:
+    async def verdict(self, grammar: str, key: str) -> FormVerdict:
         """Return the grammar's verdict. Raises Overloaded, UnavailableError."""
         if len(grammar) > MOST_GRAMMAR_CHARS:
-            return Verdict("", f"it has {len(grammar)} characters; at most {MOST_GRAMMAR_CHARS} are taken")
+            return FormVerdict(
+                "", f"it has {len(grammar)} characters; at most {MOST_GRAMMAR_CHARS} are taken"
+            )
         digest = blake2b(grammar.encode(), digest_size=16).digest()
         if (known := self._recalled(digest)) is not None:
             return known
@@ -147,7 +193,7 @@ class GrammarChecks:
             self._turns.end(key)
             self._begin()
 
-    async def _ask(self, place: int, grammar: str) -> Verdict:
+    async def _ask(self, place: int, grammar: str) -> FormVerdict:
         """Ask the checker at `place`. Raises UnavailableError."""
         process, sockets = await self._running()
         near, question = sockets[place], grammar.encode()
@@ -167,10 +213,10 @@ class GrammarChecks:
         kind, text = reply[:1], reply[1:].decode()
         if kind == DIED:
             _log.warning("a grammar ended its checker: %s; it is refused from now on", text)
-            return Verdict("", DANGEROUS)
+            return FormVerdict("", DANGEROUS)
         if kind == REFUSED:
-            return Verdict("", text)
-        return Verdict(grammar if text == grammar else text)
+            return FormVerdict("", text)
+        return FormVerdict(grammar if text == grammar else text)
 
     async def _running(self) -> tuple[Popen[bytes], list[socket.socket]]:
         """Start the process if needed; return it. Raises UnavailableError."""
@@ -201,14 +247,14 @@ class GrammarChecks:
             near.setblocking(False)
         return process, [near for near, _ in pairs]
 
-    def _recalled(self, digest: bytes) -> Verdict | None:
+    def _recalled(self, digest: bytes) -> FormVerdict | None:
         if digest in self._deadly:
-            return Verdict("", DANGEROUS)
+            return FormVerdict("", DANGEROUS)
         if digest in self._known:
             self._known.move_to_end(digest)
         return self._known.get(digest)
 
-    def _remember(self, digest: bytes, verdict: Verdict) -> None:
+    def _remember(self, digest: bytes, verdict: FormVerdict) -> None:
         if verdict.reason == DANGEROUS:
             self._deadly[digest] = None
             if len(self._deadly) > _MOST_DEADLY:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from services.gateway.http.middleware import RECORD, RequestRecord
 from services.gateway.lasting.desk import LastingDesk, name_of
 from services.gateway.lasting.following import Following
-from services.gateway.openai.response_items import listed
+from services.gateway.openai.response_replies import listed_items
 from services.gateway.openai.response_store import ResponseStore, StoredResponse, not_found
 from shared.errors import InvalidRequest
 
@@ -102,7 +102,7 @@ def add_stored(app: FastAPI, store: ResponseStore | None, desk: LastingDesk) -> 
         found = await of(name).find(request.scope[RECORD].tenant, name)
         said = len(orjson.loads(found.body)["output"])
         items = found.items[: len(found.items) - said]
-        return _written(orjson.dumps(listed(name, items, request.query_params)))
+        return _written(orjson.dumps(listed_items(name, items, request.query_params)))
 
     @app.post("/v1/responses/{name}/cancel")
     async def cancel(name: str, request: Request) -> Response:

@@ -2,11 +2,11 @@
 
 import pytest
 
-from services.gateway.core.turns import MOST_WAITING_OF_A_KEY, Turns
+from services.gateway.forms.checks import MOST_WAITING_OF_A_KEY, CheckQueue
 from shared.errors import Overloaded
 
 
-def begun(turns: Turns[int]) -> list[tuple[str, int]]:
+def begun(turns: CheckQueue[int]) -> list[tuple[str, int]]:
     found = []
     while (turn := turns.begin()) is not None:
         found.append((turn[0], turn[2]))
@@ -14,7 +14,7 @@ def begun(turns: Turns[int]) -> list[tuple[str, int]]:
 
 
 def test_a_key_has_one_place_and_waits_for_itself_alone() -> None:
-    turns = Turns[int](range(2))
+    turns = CheckQueue[int](range(2))
     for item in (1, 2, 3):
         turns.ask("a", item)
     assert begun(turns) == [("a", 1)], "one place stays free for others"
@@ -29,7 +29,7 @@ def test_a_key_has_one_place_and_waits_for_itself_alone() -> None:
 
 
 def test_what_waits_is_bounded() -> None:
-    turns = Turns[int](())
+    turns = CheckQueue[int](())
     for item in range(MOST_WAITING_OF_A_KEY):
         turns.ask("a", item)
     with pytest.raises(Overloaded):
