@@ -1,10 +1,10 @@
-"""Every subject on the bus, the only place where one is built, and who may use which.
+"""All subjects on the bus and the permissions to use them. No other module builds a subject.
 
 `kvasir.v1.cmd.<service>.<verb>[.<id>[.<sender>]]`, `kvasir.v1.evt.<service>.<past participle>[.<sender>]` and
 `kvasir.v1.tok.<gateway id>.<worker id>`.
-Ids are configured by the operator and checked here; no string that a client sent ever enters a subject.
-Every instance is a NATS user of its own. Where a message says who sends it, the subject ends in that name:
-the server lets nobody else publish there, and the receiver compares the two (`sender` of a handler).
+Ids come from the operator and are checked here; subjects never contain client input. Every instance is a NATS
+user of its own. If a message names its sender, the subject ends in that name. The server lets no other user
+publish there, and the receiver compares the two (`sender` of a handler).
 """
 
 import re
@@ -16,7 +16,7 @@ _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 SERVICES = ("gateway", "scheduler", "predictor", "placement", "ledger", "worker")
 OPERATOR = "operator"
-"""Who asks every service for its status: the supervisor, `services status`, `nats micro ls`."""
+"""User that queries every service's status: the supervisor, `services status`, `nats micro ls`."""
 
 ANY_SCHEDULER_SUBMIT = f"{PREFIX}.cmd.scheduler.submit.*"
 ANY_SCHEDULER_CANCEL = f"{PREFIX}.cmd.scheduler.cancel.*"
@@ -29,15 +29,15 @@ SCHEDULER_ANNOUNCED = f"{PREFIX}.evt.scheduler.announced"
 SCHEDULER_WORKER_LOST = f"{PREFIX}.evt.scheduler.lost"
 SCHEDULER_ABANDONED = f"{PREFIX}.evt.scheduler.abandoned"
 STACK_VERDICT = f"{PREFIX}.evt.stack.verdict"
-"""What is wrong with the stack, as its supervisor sees it."""
+"""Faults of the stack, published by its supervisor."""
 SCHEDULER_PREPARED = f"{PREFIX}.evt.scheduler.prepared"
-"""Another worker is ready for a sequence: its gateway may hand it over."""
+"""A migration target is ready; the gateway may switch the sequence to it."""
 SCHEDULER_MOVED = f"{PREFIX}.evt.scheduler.moved"
-"""A migration is over, whichever way."""
+"""A migration ended, successfully or not."""
 PLACEMENT_WANTED = f"{PREFIX}.evt.placement.wanted"
-"""How many workers should run, and which need not."""
+"""Desired number of workers, and workers that may stop."""
 PLACEMENT_ROLES = f"{PREFIX}.evt.placement.roles"
-"""Which workers compute prompts, which write answers."""
+"""Roles of workers: prefill, decode or both."""
 GATEWAY_FINISHED = f"{PREFIX}.evt.gateway.finished"
 ANY_GATEWAY_REPORTED = f"{PREFIX}.evt.gateway.reported.*"
 ANY_WORKER_REPORTED = f"{PREFIX}.evt.worker.reported.*"
@@ -47,23 +47,23 @@ ANY_WORKER_OBSERVED = f"{PREFIX}.evt.worker.observed.*"
 ANY_PREDICTOR_REVISED = f"{PREFIX}.evt.predictor.revised.*"
 BUS_CONNECTED = f"{PREFIX}.evt.bus.connected"
 BUS_DISCONNECTED = f"{PREFIX}.evt.bus.disconnected"
-"""From nats-server, in JSON: a connection has begun, or ended."""
+"""Sent by nats-server, in JSON: a connection began or ended."""
 LEDGER_OFFERED = f"{PREFIX}.evt.ledger.offered"
 LEDGER_ANNOUNCED = f"{PREFIX}.evt.ledger.announced"
 
 LEASE_BUCKET = "kvasir_leases"
-"""JetStream key-value bucket; the key is the name of the role, the value its holder."""
+"""JetStream key-value bucket; maps each role to its holder."""
 
 
 def checked_id(value: str) -> str:
-    """`value` when it can be one token of a subject. Raises ValueError naming the rule otherwise."""
+    """Return `value` if it is a valid subject token. Raise ValueError naming the rule otherwise."""
     if not _ID.fullmatch(value):
         raise ValueError(f"{value!r} is no instance id: 1 to 64 of A-Z a-z 0-9 _ -")
     return value
 
 
 def service_of(user: str) -> str:
-    """Whose instance it is: `worker` of `worker-0`. Raises ValueError naming the rule."""
+    """Return the service of an instance: `worker` for `worker-0`. Raise ValueError naming the rule."""
     service, _, rest = checked_id(user).partition("-")
     if service not in SERVICES or not rest:
         raise ValueError(f"{user!r} is no instance: SERVICE-ID, with one of {', '.join(SERVICES)}")
@@ -72,7 +72,7 @@ def service_of(user: str) -> str:
 
 @dataclass(frozen=True)
 class Named:
-    """Subjects that end in the name of one instance: `<stem>.<instance>`."""
+    """Subjects that end in an instance's name: `<stem>.<instance>`."""
 
     stem: str
 
@@ -90,109 +90,109 @@ class Signed:
         return f"{self.stem}.{checked_id(receiver)}.{checked_id(sender)}"
 
     def to(self, receiver: str) -> str:
-        """What the receiver subscribes to."""
+        """Subject that the receiver subscribes to."""
         return f"{self.stem}.{checked_id(receiver)}.*"
 
     def by(self, sender: str) -> str:
-        """What the sender may publish."""
+        """Subject that the sender may publish to."""
         return f"{self.stem}.*.{checked_id(sender)}"
 
 
 tokens = Signed(f"{PREFIX}.tok")
 """From a worker to a gateway."""
 worker_dial = Signed(f"{PREFIX}.cmd.worker.dial")
-"""To a worker that is about to be dialled on the bulk plane, from who will dial."""
+"""Worker → worker: a bulk-plane connection is about to be opened to the receiver."""
 worker_borrow = Signed(f"{PREFIX}.cmd.worker.borrow")
-"""To the creditor, from a worker that is short of KV."""
+"""Debtor → creditor: borrow KV blocks."""
 worker_renew = Signed(f"{PREFIX}.cmd.worker.renew")
-"""To the creditor, from its debtor."""
+"""Debtor → creditor: renew leases."""
 worker_repay = Signed(f"{PREFIX}.cmd.worker.repay")
-"""To the creditor, from its debtor."""
+"""Debtor → creditor: return blocks."""
 worker_cancel = Signed(f"{PREFIX}.cmd.worker.cancel")
-"""From a sequence's gateway, or from a scheduler; so is what follows."""
+"""From the sequence's gateway or a scheduler; likewise `worker_fetch`."""
 worker_fetch = Signed(f"{PREFIX}.cmd.worker.fetch")
 worker_extend = Signed(f"{PREFIX}.cmd.worker.extend")
-"""To the worker that takes a sequence over, from its gateway."""
+"""Gateway → migration target: tokens computed by the source since."""
 worker_acknowledge = Signed(f"{PREFIX}.cmd.worker.acknowledge")
 worker_forget = Signed(f"{PREFIX}.cmd.worker.forget")
-"""To a worker that is to empty its prefix cache, from a gateway, for its operator."""
+"""Gateway → worker, for the operator: empty the prefix cache."""
 
 gateway_shadow = Signed(f"{PREFIX}.cmd.gateway.shadow")
-"""From a gateway to the one that would take its answers over."""
+"""From a gateway to the one that would take over its answers."""
 gateway_claim = Signed(f"{PREFIX}.cmd.gateway.claim")
-"""From a gateway whose client asks for an answer that another may have."""
+"""From a gateway whose client asks for an answer that another gateway may hold."""
 
 scheduler_submit = Named(f"{PREFIX}.cmd.scheduler.submit")
-"""From that gateway."""
+"""Sent by that gateway."""
 scheduler_cancel = Named(f"{PREFIX}.cmd.scheduler.cancel")
-"""From that gateway."""
+"""Sent by that gateway."""
 ledger_candidates = Named(f"{PREFIX}.cmd.ledger.candidates")
-"""From that worker."""
+"""Sent by that worker."""
 worker_plan = Named(f"{PREFIX}.cmd.worker.plan")
 worker_snapshot = Named(f"{PREFIX}.cmd.worker.snapshot")
 worker_prefixes = Named(f"{PREFIX}.cmd.worker.prefixes")
 worker_want = Named(f"{PREFIX}.cmd.worker.want")
-"""From the scheduler: a sequence waits there that needs more KV than the worker has."""
+"""Scheduler → worker: a waiting sequence needs more KV than the worker has."""
 worker_pull = Named(f"{PREFIX}.cmd.worker.pull")
-"""To the target of a migration: fetch blocks from its source."""
+"""Scheduler → migration target: fetch blocks from the source."""
 worker_settle = Named(f"{PREFIX}.cmd.worker.settle")
-"""To a worker in a cycle of debts, from the ledger."""
+"""Ledger → worker in a cycle of debts."""
 worker_reported = Named(f"{PREFIX}.evt.worker.reported")
 worker_stepped = Named(f"{PREFIX}.evt.worker.stepped")
 worker_cached = Named(f"{PREFIX}.evt.worker.cached")
-"""What came into its prefix cache and what left it."""
+"""Changes of its prefix cache."""
 worker_observed = Named(f"{PREFIX}.evt.worker.observed")
-"""Hidden states of answers under way."""
+"""Hidden states of running sequences."""
 predictor_revised = Named(f"{PREFIX}.evt.predictor.revised")
-"""How long such answers will become."""
+"""Revised length predictions of those sequences."""
 gateway_reported = Named(f"{PREFIX}.evt.gateway.reported")
 
 
 def status(service: str) -> str:
-    """Scatter-gather: every instance of the service answers."""
+    """Return the subject on which every instance of the service replies."""
     return f"{PREFIX}.cmd.{checked_id(service)}.status"
 
 
 def instance_status(service: str, instance: str) -> str:
-    """That instance answers; it may ask, for its own health check, and the operator."""
+    """Return the subject on which that instance replies to the operator and to its own health check."""
     return f"{status(service)}.{checked_id(instance)}"
 
 
 def recorded(service: str, instance: str) -> str:
-    """That instance says what it remembers of the last while (`shared.recorder`), to the operator and to
-    gateways."""
+    """Return the subject on which that instance returns its recorded events (`shared.recorder`) to the
+    operator and to gateways."""
     return f"{PREFIX}.cmd.{checked_id(service)}.recorded.{checked_id(instance)}"
 
 
 _SEEN = tuple(
     f"{PREFIX}.cmd.{service}.{verb}" for service in SERVICES for verb in ("status", "status.*", "recorded.*")
 )
-"""What the live page and `services explain` ask."""
+"""Queries of the live page and of `services explain`."""
 
 
 def inbox_prefix(user: str) -> str:
-    """Where the answers to a user's own questions arrive; nobody else may listen there."""
+    """Return the prefix of a user's reply subjects; no other user may subscribe there."""
     return f"{_INBOX}{checked_id(user)}"
 
 
 def is_inbox(subject: str) -> bool:
-    """Whether answers arrive there. nats-py tells of refused subjects in small letters."""
+    """Return True for a reply subject. nats-py reports refused subjects in lower case."""
     return subject.upper().startswith(_INBOX)
 
 
 def micro_name(service: str) -> str:
-    """The service's name in NATS micro discovery."""
+    """Return the service's name in NATS micro discovery."""
     return f"kvasir-{checked_id(service)}"
 
 
 @dataclass(frozen=True)
 class Permissions:
-    """What one NATS user may do, as patterns with the wildcards of NATS; all else is refused."""
+    """Permissions of one NATS user, as patterns with NATS wildcards; everything else is refused."""
 
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
     may_answer: bool = True
-    """Once, to the reply subject of each message that reaches it, and to no other inbox."""
+    """True to allow one reply to each received message, and to no other inbox."""
 
 
 _LEASE_STREAM = f"KV_{LEASE_BUCKET}"
@@ -347,8 +347,8 @@ _TABLE = {
 
 
 def permissions_of(user: str) -> Permissions:
-    """What nats-server enforces: for an instance, such as `worker-0`, or the operator. Raises ValueError for
-    a name that is neither."""
+    """Return the permissions of an instance such as `worker-0`, or of the operator. Raise ValueError for any
+    other name."""
     if user == OPERATOR:
         return Permissions(
             publish=(

@@ -1,7 +1,7 @@
-"""The bus: typed commands and events over NATS, with the failures of nats-py fenced in.
+"""The bus: typed commands and events over NATS.
 
-A handler table names subjects, message types and methods; `Bus.attach` serves it. What goes wrong is always
-one of `shared.errors`. Knows no service and no message by name.
+A handler table lists subjects, message types and methods; `Bus.attach` serves it. All failures are raised as
+`shared.errors`. This package knows no service and no message by name.
 """
 
 from shared.bus.connection import Bus

@@ -1,8 +1,8 @@
-"""What the server lets this user publish and subscribe to, as far as it has said.
+"""Permissions of this bus user, as learnt from the server's refusals.
 
-NATS answers a publication with silence and a refused one with an error some time later. So the first
-publication to a subject waits for one round trip, within which a refusal arrives; later ones do not. After a
-refusal, and on a new connection, the next one waits again. nats-py spells refused subjects in lower case.
+NATS does not confirm a publication, and reports a refused one later. The first publication to a subject
+therefore waits one round trip, in which a refusal would arrive. Later ones do not wait, until a refusal or a
+new connection. nats-py spells refused subjects in lower case.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from shared.bus.link import Link
 from shared.errors import PermissionRefused
 
 _VERDICT_S = 1.0
-"""A server that is silent for longer is frozen; the publication is not held up for it."""
+"""Timeout for a frozen server; the publication then counts as sent."""
 
 _MAX_CLEARED = 4096
 
@@ -23,7 +23,7 @@ class _Trial:
 
 
 class Clearance:
-    """Asks the server by doing; remembers what it did not refuse."""
+    """Learns permissions by publishing and subscribing."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -32,7 +32,7 @@ class Clearance:
         self._subscriptions: set[str] = set()
 
     async def publish(self, subject: str, data: bytes) -> None:
-        """Raises PermissionRefused, and what `Link.send` raises."""
+        """Publish, after a check if needed. Raise PermissionRefused, or the errors of `Link.send`."""
         if subject in self._cleared:
             await self._link.send(subject, data)
             return
@@ -51,11 +51,11 @@ class Clearance:
             self._cleared.add(subject)
 
     def begin_subscribing(self, subjects: set[str]) -> None:
-        """Forget what was said about these before."""
+        """Forget earlier refusals of these subjects."""
         self._subscriptions -= {subject.lower() for subject in subjects}
 
     def check_subscribed(self, subjects: set[str]) -> None:
-        """After a round trip: raises PermissionRefused if one of these was refused."""
+        """Raise PermissionRefused if one of these was refused. Call it after a round trip."""
         refused = sorted(subject for subject in subjects if subject.lower() in self._subscriptions)
         if refused:
             raise PermissionRefused(
@@ -63,7 +63,7 @@ class Clearance:
             )
 
     def on_refused(self, verb: str, subject: str) -> None:
-        """The server refused to "publish" or a "subscription"."""
+        """Record a refusal; `verb` is "publish" or "subscription"."""
         if verb != "publish":
             self._subscriptions.add(subject)
             return
@@ -72,10 +72,10 @@ class Clearance:
             trial.refused |= trial.subject.lower() == subject
 
     def forget(self) -> None:
-        """A new connection: the server, or its permissions, may be others."""
+        """Start over on a new connection, whose permissions may differ."""
         self._cleared.clear()
 
 
 def publish_refused(subject: str) -> PermissionRefused:
-    """The error for a publication or a question."""
+    """Return the error for a refused publication or request."""
     return PermissionRefused(f"the bus user may not publish to {subject}: allow it in NATS")

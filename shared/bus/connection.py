@@ -1,7 +1,7 @@
-"""`Bus`: what a service sees of NATS.
+"""`Bus`: a service's connection to NATS.
 
-Publish, request, gather, serve a handler table, hold a lease. Every failure is one of `shared.errors`; every
-wait has the caller's deadline. Commands carry W3C trace context, events do not.
+Publish, request, gather, serve a handler table, hold a lease. All failures are `shared.errors`; every wait
+takes a deadline. Commands carry W3C trace context, events do not.
 """
 
 import asyncio
@@ -42,16 +42,16 @@ from shared.subjects import checked_id, inbox_prefix, micro_name
 
 _log = logging.getLogger("kvasir.bus")
 _HEADER_BYTES = 256
-"""Reserved for trace context, which counts against the server's payload limit."""
+"""Room for trace context, which counts towards the server's payload limit."""
 
 _PEERS_RECONNECT_S = 2.0
-"""After a reconnection, nobody serving a subject may only mean that its server has not reconnected yet."""
+"""After a reconnection, a peer may be missing for this long because it has not reconnected yet."""
 
 R = TypeVar("R", bound=msgspec.Struct)
 
 
 class Bus:
-    """One process's connection to the others. Make it with `connect`, end it with `close`."""
+    """Bus connection of one process. Create it with `connect`, end it with `close`."""
 
     def __init__(
         self, config: BusConfig, service: str, instance: str, registry: CollectorRegistry | None
@@ -64,7 +64,7 @@ class Bus:
         self._counters = BusCounters(registry)
         prefix = inbox_prefix(config.user or instance)
         self.departures = Departures()
-        """Of others; empty until `watch_departures`."""
+        """Other instances that left; empty until `watch_departures`."""
         name = connection_name(instance, self.incarnation)
         self._link = Link(config, name=name, inbox_prefix=prefix, counters=self._counters)
         self._clearance = Clearance(self._link)
@@ -72,7 +72,7 @@ class Bus:
         self._served: list[ServedEndpoint | ServedListener] = []
         self._micro: Service | None = None
         self._roles: set[str] = set()
-        """It has stood for."""
+        """Roles that this process has tried to acquire."""
         self._closed = False
         self._link.on_open = self._on_open
         self._link.on_lost = self._on_lost
@@ -83,8 +83,8 @@ class Bus:
     async def connect(
         cls, config: BusConfig, *, service: str, instance: str, registry: CollectorRegistry | None = None
     ) -> "Bus":
-        """Raises BusUnavailable after `config.connect_timeout_s`, and PermissionRefused when the user may not
-        have that inbox. Afterwards the bus reconnects for ever."""
+        """Open a connection; the bus then reconnects indefinitely. Raise BusUnavailable after
+        `config.connect_timeout_s`, or PermissionRefused if the user may not use this inbox."""
         bus = cls(config, service, instance, registry)
         await bus._link.open()
         try:
@@ -100,14 +100,14 @@ class Bus:
 
     @property
     def reconnections(self) -> int:
-        """So often the connection was lost and regained."""
+        """Number of times the connection was lost and regained."""
         return self._link.reconnections
 
     async def attach(self, handlers: Sequence[Handler], target: object) -> None:
-        """Serve the table with `target`'s methods. When it returns, the server knows.
+        """Serve the table with `target`'s methods. Return once the server knows the subscriptions.
 
-        Raises PermissionRefused when the bus user may not subscribe to a subject (then none of the table is
-        served), BusUnavailable without a connection.
+        Raise PermissionRefused if the bus user may not subscribe to a subject; none of the table is then
+        served. Raise BusUnavailable without a connection.
         """
         fresh = [self._bind(handler, target) for handler in handlers]
         subjects = {served.subject for served in fresh}
@@ -129,8 +129,8 @@ class Bus:
             raise self._counted(error) from None
 
     async def detach(self, handlers: Sequence[Handler], target: object | None = None) -> None:
-        """Stop serving these handlers (of `target` only, if given); running ones may finish within
-        `drain_timeout_s`."""
+        """Stop serving these handlers, only those of `target` if given. Running calls get `drain_timeout_s`
+        to finish."""
         leaving = [
             served
             for served in self._served
@@ -140,21 +140,21 @@ class Bus:
         await asyncio.gather(*(served.stop(self.config.drain_timeout_s) for served in leaving))
 
     async def publish(self, subject: str, message: msgspec.Struct) -> None:
-        """Send an event. While disconnected it is buffered, up to `outbound_buffer_bytes`.
+        """Send an event. While disconnected, buffer it, up to `outbound_buffer_bytes`.
 
-        Raises MessageTooLarge (nothing was sent), PermissionRefused (by the server; nobody got it) and
-        BusUnavailable (closed, or the buffer is full).
+        Raise MessageTooLarge, PermissionRefused (the server refused it), or BusUnavailable (closed, or the
+        buffer is full). The message is then not delivered.
         """
         data = self._encoded(subject, message, 0)
         await self._clearance.publish(subject, data)
         self._counters.sent(type(message)).inc()
 
     async def request(self, subject: str, message: msgspec.Struct, reply: type[R], *, deadline_s: float) -> R:
-        """Carry out a command and return its reply.
+        """Send a command and return its reply.
 
-        Raises DeadlineExceeded, NoResponder, BusUnavailable (no connection, or lost while waiting: the
-        command may have been carried out), MessageTooLarge, PermissionRefused, or the `KvasirError` that the
-        peer raised.
+        Raise DeadlineExceeded, NoResponder, MessageTooLarge, PermissionRefused, or the peer's `KvasirError`.
+        Raise BusUnavailable if there is no connection, or if it is lost while waiting; the command may then
+        have run.
         """
         try:
             data = self._encoded(subject, message, _HEADER_BYTES)
@@ -182,10 +182,9 @@ class Bus:
         deadline_s: float,
         expected: int | None = None,
     ) -> list[R]:
-        """What every instance answers within the deadline, or the first `expected` of them; errors are left
-        out.
+        """Return the replies of all instances within the deadline, or the first `expected`; skip errors.
 
-        Raises BusUnavailable, MessageTooLarge and PermissionRefused; nobody there is an empty list.
+        Raise BusUnavailable, MessageTooLarge or PermissionRefused. Without any responder the list is empty.
         """
         data = self._encoded(subject, message, _HEADER_BYTES)
         answers = Gathering(reply, expected, self._counted)
@@ -204,7 +203,7 @@ class Bus:
         return answers.replies
 
     async def express(self) -> Express:
-        """A connection for one thread; see `shared.bus.express`. Raises BusUnavailable."""
+        """Open a connection for one thread (`shared.bus.express`). Raise BusUnavailable."""
         opening = asyncio.get_running_loop().run_in_executor(
             None, Express.connect, self.config, self.instance, self._counters
         )
@@ -215,7 +214,7 @@ class Bus:
             raise
 
     async def acquire_lease(self, role: str, *, ttl_s: float) -> Lease:
-        """Wait, for as long as it takes, until this instance holds the role; see `shared.bus.lease`."""
+        """Wait without limit until this instance holds the role (`shared.bus.lease`)."""
         is_new = role not in self._roles
         self._roles.add(role)
         return await acquire(
@@ -229,8 +228,8 @@ class Bus:
         )
 
     async def watch_departures(self, on_gone: OnGone) -> None:
-        """Calls `on_gone` for each start of any instance that leaves the bus from now on, where nats-server
-        tells. Raises BusUnavailable without a connection."""
+        """Call `on_gone` for each instance run that leaves the bus, if nats-server announces departures.
+        Raise BusUnavailable without a connection."""
         self.departures.watch(on_gone)
         try:
             await self.attach(Departures.HANDLERS, self.departures)
@@ -238,8 +237,7 @@ class Bus:
             _log.warning("who leaves the bus is known by silence only: %s", error.message)
 
     async def close(self) -> None:
-        """Stop serving, let running handlers finish within `drain_timeout_s`, disconnect. May be called
-        again."""
+        """Stop serving, let running handlers finish within `drain_timeout_s`, and disconnect. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -289,7 +287,7 @@ class Bus:
         return data
 
     async def _on_open(self) -> None:
-        """Everything subscribed, on a client that knows nothing yet."""
+        """Subscribe everything on a new client."""
         self._micro = None
         self._clearance.forget()
         inbox = await self._link.client.subscribe(self._inbox.subject, cb=self._inbox.on_message)

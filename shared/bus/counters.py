@@ -1,4 +1,4 @@
-"""What the bus counts. Children of labelled metrics are looked up once, so that the hot path only adds."""
+"""Metrics of the bus. Labelled children are looked up once to keep the hot path short."""
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
@@ -6,7 +6,7 @@ from shared import metrics
 
 
 class BusCounters:
-    """Metrics of one process's bus; several buses on one registry share them."""
+    """Bus metrics of one process; several buses on one registry share them."""
 
     def __init__(self, registry: CollectorRegistry | None) -> None:
         self._messages = metrics.counter(
@@ -36,26 +36,26 @@ class BusCounters:
         self._sent: dict[type, Counter] = {}
 
     def received(self, kind: type) -> Counter:
-        """Messages of that kind that arrived."""
+        """Counter of received messages of that kind."""
         return self._received.get(kind) or self._received.setdefault(
             kind, self._messages.labels("in", kind.__name__)
         )
 
     def sent(self, kind: type) -> Counter:
-        """Messages of that kind that were sent."""
+        """Counter of sent messages of that kind."""
         return self._sent.get(kind) or self._sent.setdefault(
             kind, self._messages.labels("out", kind.__name__)
         )
 
     def handler_seconds(self, kind: type) -> Histogram:
-        """Time spent in asynchronous handlers of that kind of message."""
+        """Time in asynchronous handlers for that kind."""
         child: Histogram = self._seconds.labels(kind.__name__)
         return child
 
     def error(self, side: str, code: str) -> None:
-        """One error; `side` is handler, caller or connection."""
+        """Count an error; `side` is handler, caller or connection."""
         self._errors.labels(side, code).inc()
 
     def dropped(self, kind: str) -> None:
-        """One message lost to a slow consumer."""
+        """Count a message dropped by a slow consumer."""
         self._slow.labels(kind).inc()

@@ -1,11 +1,10 @@
-"""Who has left the bus, as nats-server tells: a process that dies is known within a moment, not by silence.
+"""Detect processes that left the bus from nats-server's announcements, sooner than by their silence.
 
-The server announces each connection that begins or ends (`$SYS.ACCOUNT.….CONNECT`, `DISCONNECT`); the stack's
-configuration hands both to its account as `evt.bus.…`. The main connection of a bus is named after instance
-and incarnation, so the end of the last one of that name is the end of this start, unless it is back
-within `GRACE_S`: a live process reconnects sooner. Of a start that is known to listen somewhere nobody waits
-so long: where its port refuses a connection, it has ended. What this does not see is a process that is
-frozen, or a server that does not tell: then silence counts. Being wrong costs a resubmission.
+The server announces every connection's begin and end (`$SYS.ACCOUNT.….CONNECT`, `DISCONNECT`). The stack's
+configuration maps both to `evt.bus.…`. A bus names its main connection after instance and incarnation. The
+run is gone when its last connection ends and none returns within `GRACE_S`; live processes reconnect sooner.
+If the run has a known TCP port, a refused connection there proves its end at once. Frozen processes and
+servers without announcements are left to heartbeat timeouts. A wrong verdict costs a resubmission.
 """
 
 import asyncio
@@ -21,24 +20,24 @@ from shared.log import canonical, get_logger
 
 GRACE_S = 0.15
 _KNOCK_AGAIN_S = 0.03
-"""A port may be closed a little later than the connection."""
+"""The port may close a little later than the connection."""
 _MOST_KNOWN = 4096
 _MOST_SERVERS = 64
 _MOST_DIGITS = 19
-"""Of an incarnation: it is below 2^62."""
+"""Digits of an incarnation, which is below 2^62."""
 _log = get_logger("bus")
 
 OnGone = Callable[[str, int], None]
-"""Gets the instance and the incarnation of a start that is gone."""
+"""Called with the instance and incarnation that left."""
 
 
 def connection_name(instance: str, incarnation: int) -> str:
-    """Of a bus's main connection; others of the process have other names."""
+    """Return the name of a bus's main connection; other connections of the process are named differently."""
     return f"{subjects.checked_id(instance)}/{incarnation}"
 
 
 class BusClient(msgspec.Struct, frozen=True):
-    """A connection, as nats-server describes it."""
+    """A connection, as described by nats-server."""
 
     id: int = 0
     user: str = ""
@@ -46,7 +45,8 @@ class BusClient(msgspec.Struct, frozen=True):
 
     @property
     def start(self) -> Start | None:
-        """Whose it is; None: no main connection of anybody. Its user is what nats-server has checked."""
+        """Run that owns the connection, or None if it is not a main connection. nats-server has checked the
+        user."""
         instance, separator, incarnation = self.name.rpartition("/")
         if (
             not instance
@@ -60,21 +60,21 @@ class BusClient(msgspec.Struct, frozen=True):
 
 
 class BusServer(msgspec.Struct, frozen=True):
-    """Who announces. A server that was started again has its name, and another id."""
+    """The announcing server. A restart keeps its name and changes its id."""
 
     name: str = ""
     id: str = ""
 
 
 class BusAdvisory(msgspec.Struct, frozen=True):
-    """That a connection began, or ended. JSON."""
+    """JSON announcement that a connection began or ended."""
 
     client: BusClient
     server: BusServer = BusServer()
 
 
 class Departures:
-    """One process's view."""
+    """Departures from the bus as seen by one process."""
 
     HANDLERS: tuple[Handler, ...] = (
         Listener(subjects.BUS_CONNECTED, BusAdvisory, "on_connected", is_json=True),
@@ -83,29 +83,29 @@ class Departures:
 
     def __init__(self) -> None:
         self._connections: OrderedDict[Start, set[int]] = OrderedDict()
-        """Of starts that are there, as far as was heard."""
+        """Open connections of each known run."""
         self._servers: OrderedDict[str, str] = OrderedDict()
-        """The id under which each was last heard of."""
+        """Last known id by server name."""
         self._leaving: dict[Start, asyncio.TimerHandle] = {}
         self._doors: OrderedDict[str, tuple[int, str]] = OrderedDict()
-        """By instance: the incarnation that listens, and where."""
+        """Incarnation and TCP address by instance."""
         self._knocking: set[asyncio.Task[None]] = set()
         self._gone: OrderedDict[Start, None] = OrderedDict()
         self._watchers: list[OnGone] = []
 
     def watch(self, on_gone: OnGone) -> None:
-        """Called once for each start that has gone."""
+        """Add a callback that is called once for each run that leaves."""
         self._watchers.append(on_gone)
 
     def on_listening(self, instance: str, incarnation: int, address: str) -> None:
-        """That start says that it accepts TCP connections at `address`, a host:port; "": nowhere."""
+        """Record that a run accepts TCP connections at `address`, a host:port; "": nowhere."""
         self._doors[instance] = incarnation, address
         self._doors.move_to_end(instance)
         if len(self._doors) > _MOST_KNOWN:
             self._doors.popitem(last=False)
 
     def is_gone(self, instance: str, incarnation: int) -> bool:
-        """Whether that start has left, and lately."""
+        """Return True if the run left recently."""
         return (instance, incarnation) in self._gone
 
     def on_connected(self, event: BusAdvisory) -> None:
@@ -141,7 +141,7 @@ class Departures:
             knocking.add_done_callback(self._knocking.discard)
 
     def _meet(self, server: BusServer) -> None:
-        """One that was started again has told nobody which connections ended with it: none of those count."""
+        """Forget all connections after a server restart, because their ends were not announced."""
         before = self._servers.setdefault(server.name, server.id)
         self._servers[server.name] = server.id
         if len(self._servers) > _MOST_SERVERS:
@@ -150,7 +150,7 @@ class Departures:
             self._connections.clear()
 
     def close(self) -> None:
-        """Nobody is called any more."""
+        """Cancel all pending checks; no callback follows."""
         for knocking in self._knocking:
             knocking.cancel()
         for leaving in self._leaving.values():
@@ -158,7 +158,7 @@ class Departures:
         self._leaving.clear()
 
     async def _knock(self, start: Start, host: str, port: int) -> None:
-        """Until it is refused: then the start has ended. Anything else says nothing."""
+        """Dial until the port refuses a connection, which proves that the run has ended."""
         while start in self._leaving:
             if not await _refuses(host, port):
                 await asyncio.sleep(_KNOCK_AGAIN_S)
@@ -177,7 +177,7 @@ class Departures:
 
 
 async def _refuses(host: str, port: int) -> bool:
-    """Whether nobody listens there, as the system of that machine says."""
+    """Return True if the machine refuses connections to that port."""
     try:
         async with asyncio.timeout(GRACE_S):
             _, writer = await asyncio.open_connection(host, port)

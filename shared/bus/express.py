@@ -1,10 +1,8 @@
-"""A connection of its own for one thread that publishes often: no event loop between it and the server.
+"""Publish-only connection for one thread, without an event loop between it and the server.
 
-An event loop shares its interpreter with the other threads of its process. A thread that computes, and hands
-every message to the loop, pays with a wake-up each, and waits for the interpreter while the loop, on a busy
-core, does not get to run. This speaks just enough of NATS' client protocol to publish (CONNECT, PUB, PING and
-PONG), never blocks, and never insists: what cannot go this way is refused, and its sender has the bus. Knows
-subjects only as strings; no TLS.
+Sending through the event loop costs a compute thread a wake-up per message. On a busy core it also waits for
+the interpreter lock. This client speaks only CONNECT, PUB, PING and PONG, without TLS, and never blocks. A
+message that it refuses must be sent over the bus.
 """
 
 import json
@@ -29,8 +27,8 @@ _DEFAULT_PORT = 4222
 
 
 class Express:
-    """One connection. `connect` may be called anywhere; all else belongs to one thread, but `close`, which
-    may be called when that thread has ended."""
+    """One connection. `connect` may run anywhere; all other calls belong to one thread. `close` may also
+    follow that thread's end."""
 
     def __init__(
         self, connection: socket.socket, config: BusConfig, limit_bytes: int, counters: BusCounters
@@ -47,7 +45,7 @@ class Express:
 
     @classmethod
     def connect(cls, config: BusConfig, name: str, counters: BusCounters) -> "Express":
-        """Blocks, for `config.connect_timeout_s` at most. Raises BusUnavailable, too where the bus is
+        """Connect, blocking up to `config.connect_timeout_s`. Raise BusUnavailable, also if the bus is
         encrypted."""
         address = urlsplit(config.url)
         if address.scheme != "nats" or config.tls_ca is not None:
@@ -66,11 +64,11 @@ class Express:
 
     @property
     def is_up(self) -> bool:
-        """Once it is not, it never is again: make another."""
+        """False for good once the connection is lost; open another."""
         return self._is_up
 
     def publish(self, messages: Sequence[tuple[str, msgspec.Struct]]) -> bool:
-        """Send all of them, in order, or none and return False."""
+        """Send all messages in order and return True, or send none and return False."""
         if not self._is_up:
             return False
         pieces: list[bytes] = []
@@ -86,7 +84,7 @@ class Express:
         return True
 
     def attend(self) -> None:
-        """Answer the server, and find out whether it is still there; a few times a second."""
+        """Answer the server's pings and detect a lost connection. Call it a few times a second."""
         while self._is_up:
             try:
                 data = self._socket.recv(_READ_BYTES)
@@ -114,7 +112,7 @@ class Express:
             self._give_up(line.decode("utf-8", "replace"))
 
     def _send(self, data: bytes) -> bool:
-        """What the socket does not take now goes first the next time, up to a bound."""
+        """Send what the socket accepts; keep the rest for the next call, up to a bound."""
         if not self._is_up:
             return False
         data = self._unsent + data if self._unsent else data
@@ -138,13 +136,13 @@ class Express:
 
 
 def close_unwanted(opening: "Future[Express]") -> None:
-    """Nobody waits any more for the connection that this future brings."""
+    """Close the connection of a future that nobody awaits any more."""
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close()
 
 
 def _introduce(connection: socket.socket, config: BusConfig, name: str) -> int:
-    """INFO, CONNECT, PING, PONG. Returns the longest message that may be sent, in bytes."""
+    """Run the handshake (INFO, CONNECT, PING, PONG). Return the maximum message size in bytes."""
     lines = connection.makefile("rb")
     try:
         greeting = lines.readline()

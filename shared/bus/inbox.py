@@ -1,7 +1,6 @@
-"""Replies to what this process asked: one wildcard subscription, one token per question.
+"""Replies to this process's requests: one wildcard subscription, one token per request.
 
-Unlike nats-py's own, waiting questions fail at once when the connection is lost or the server refuses the
-subject.
+Unlike in nats-py, pending requests fail at once if the connection is lost or the server refuses the subject.
 """
 
 import asyncio
@@ -22,12 +21,12 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 def is_unserved(msg: Msg) -> bool:
-    """The server's own answer when nobody subscribes to the subject."""
+    """Return True for the server's notice that the subject has no subscriber."""
     return not msg.data and msg.headers is not None and msg.headers.get("Status") == "503"
 
 
 def reply_in(msg: Msg, reply: type[R]) -> R:
-    """Raises the error that the peer raised, or InvalidMessage."""
+    """Decode the reply. Raise the peer's error, or InvalidMessage."""
     if msg.headers is not None and ERROR_HEADER in msg.headers:
         raise from_wire(decode(msg.data, dict[str, Any]))
     message: R = decode(msg.data, reply)
@@ -35,7 +34,7 @@ def reply_in(msg: Msg, reply: type[R]) -> R:
 
 
 class Gathering(Generic[R]):
-    """The answers to one question to many. `done` is set when no more are wanted or possible."""
+    """Collects the replies to one scattered request. `done` is set when it needs, or can get, no more."""
 
     def __init__(
         self, reply: type[R], expected: int | None, on_error: Callable[[KvasirError], object]
@@ -57,7 +56,7 @@ class Gathering(Generic[R]):
             self.done.set_result(None)
 
     def on_failure(self, error: KvasirError) -> None:
-        """A refusal is the caller's to know; a lost connection ends the gathering with what there is."""
+        """Raise a refusal to the caller; after a lost connection, end with the replies so far."""
         if self.done.done():
             return
         if isinstance(error, PermissionRefused):
@@ -74,7 +73,7 @@ class _Waiting:
 
 
 class Inbox:
-    """The open questions of one bus."""
+    """Pending requests of one bus."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = f"{prefix}.{NUID().next().decode()}."
@@ -83,19 +82,19 @@ class Inbox:
 
     @property
     def subject(self) -> str:
-        """What to subscribe to, with `on_message` as the callback."""
+        """Subject to subscribe to, with `on_message` as the callback."""
         return f"{self._prefix}*"
 
     def open(
         self, subject: str, on_reply: Callable[[Msg], None], on_failure: Callable[[KvasirError], None]
     ) -> str:
-        """The reply subject of a new question about `subject`; pass it to `close` when done."""
+        """Return the reply subject for a new request to `subject`; pass it to `close` when done."""
         token = str(next(self._tokens))
         self._waiting[token] = _Waiting(subject, on_reply, on_failure)
         return self._prefix + token
 
     def open_one(self, subject: str) -> tuple[str, asyncio.Future[Msg]]:
-        """Like `open`, for a question with one answer."""
+        """Like `open`, for a request with one reply."""
         answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
 
         def on_reply(msg: Msg) -> None:
@@ -105,26 +104,26 @@ class Inbox:
         def on_failure(error: KvasirError) -> None:
             if not answer.done():
                 answer.set_exception(error)
-                answer.exception()  # nobody may be waiting any more; that is no warning's business
+                answer.exception()  # avoid asyncio's warning if the caller has gone
 
         return self.open(subject, on_reply, on_failure), answer
 
     def close(self, reply_subject: str) -> None:
-        """Forget the question; a late answer is ignored."""
+        """Forget the request; late replies are ignored."""
         self._waiting.pop(reply_subject.removeprefix(self._prefix), None)
 
     async def on_message(self, msg: Msg) -> None:
-        """As nats-py wants its callbacks."""
+        """Callback for nats-py."""
         self.take(msg)
 
     def take(self, msg: Msg) -> None:
-        """A reply."""
+        """Dispatch a reply."""
         waiting = self._waiting.get(msg.subject.removeprefix(self._prefix))
         if waiting is not None:
             waiting.on_reply(msg)
 
     def fail(self, error: KvasirError, subject: str | None = None) -> None:
-        """Every open question (about `subject`, if one is named) ends with this error."""
+        """Fail every pending request (to `subject`, if given) with this error."""
         for waiting in list(self._waiting.values()):
             if subject is None or waiting.subject.lower() == subject.lower():
                 waiting.on_failure(error)

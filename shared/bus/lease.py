@@ -1,9 +1,8 @@
-"""A lease on a role, in a file-backed JetStream key-value bucket, by compare-and-set.
+"""Leases on roles, stored in a file-backed JetStream key-value bucket, with compare-and-set.
 
-The key is the role, the value its holder. A holder is silent when the key's revision has not moved for
-`ttl_s` on the *observer's* monotonic clock; clocks are never compared, and time during which the observer
-itself could not see counts for nothing. The revision at acquisition is the lease's epoch: it only ever grows,
-also over restarts of the server.
+The key is the role, the value its holder. A lease expires when its key's revision does not change for `ttl_s`
+on the *observer's* monotonic clock. Clocks are never compared, and time in which the observer was blind does
+not count. The revision at acquisition is the lease's epoch; it only grows, even across server restarts.
 """
 
 import asyncio
@@ -31,7 +30,7 @@ T = TypeVar("T")
 
 
 class LeaseHolder(Message, frozen=True, kw_only=True):
-    """The value under a role. An empty instance: the role was given back."""
+    """Value stored under a role. An empty instance means that the role was released."""
 
     instance: OptionalId
     incarnation: Number
@@ -44,17 +43,18 @@ class _Entry:
 
 
 class LeaseStore:
-    """The bucket, with nats-py's errors turned into ours. Knows nothing of time."""
+    """The bucket, with nats-py's errors translated."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
 
     async def read(self, role: str) -> _Entry | None:
-        """None when nobody ever held the role."""
+        """Return the entry, or None if the role was never held."""
         return await self._call(self._read(role))
 
     async def write(self, role: str, holder: LeaseHolder, *, last: int) -> int | None:
-        """The new revision; None when the key's revision is not `last` (0: the key does not exist)."""
+        """Return the new revision, or None if the key's revision is not `last` (0: the key does not
+        exist)."""
         return await self._call(self._write(role, encode(holder), last))
 
     async def _read(self, role: str) -> _Entry | None:
@@ -73,8 +73,8 @@ class LeaseStore:
             return None
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Raises BusUnavailable (also when the connection is lost meanwhile), DeadlineExceeded, and
-        PermissionRefused when leases are not for this user."""
+        """Run `work`. Raise BusUnavailable (also if the connection is lost), DeadlineExceeded, or
+        PermissionRefused if this user may not use leases."""
         try:
             return await self._link.unless_lost(work, publishes=("$JS.API.", "$KV."))
         except (nats.errors.NoRespondersError, nats.js.errors.ServiceUnavailableError) as error:
@@ -85,7 +85,7 @@ class LeaseStore:
             raise BusUnavailable(f"JetStream: {error}") from error
 
     async def _bucket(self) -> KeyValue:
-        """Made if it is not there: idempotent, and right also after the server lost its store."""
+        """Return the bucket, creating it if missing. Works also after the server lost its store."""
         context = self._link.client.jetstream(timeout=_CALL_TIMEOUT_S)
         try:
             return await context.key_value(subjects.LEASE_BUCKET)
@@ -96,7 +96,7 @@ class LeaseStore:
 
 
 class Lease:
-    """A role that is held. `epoch` is fixed at acquisition."""
+    """A role held by this process. `epoch` is fixed at acquisition."""
 
     def __init__(self, store: LeaseStore, role: str, holder: LeaseHolder, revision: int) -> None:
         self.role = role
@@ -106,15 +106,15 @@ class Lease:
         self._store = store
 
     async def renew(self) -> None:
-        """Show that the holder lives; call it several times per `ttl_s`.
+        """Renew the lease; call it several times per `ttl_s`.
 
-        Raises NotLeader when another took the role, BusUnavailable or DeadlineExceeded when that cannot be
-        told now.
+        Raise NotLeader if another instance took the role. Raise BusUnavailable or DeadlineExceeded if the
+        store does not answer.
         """
         revision = await self._store.write(self.role, self.holder, last=self._revision)
         if revision is None:
             entry = await self._store.read(self.role)
-            if entry is not None and entry.holder == self.holder:  # an earlier answer was lost, not the lease
+            if entry is not None and entry.holder == self.holder:  # only the earlier reply was lost
                 revision = await self._store.write(self.role, self.holder, last=entry.revision)
             if revision is None:
                 taker = entry.holder.instance if entry else ""
@@ -122,7 +122,7 @@ class Lease:
         self._revision = revision
 
     async def release(self) -> None:
-        """Give the role back, so that a standby need not wait. Never raises a `KvasirError`."""
+        """Release the role, so that a standby can take it at once. Never raise a `KvasirError`."""
         try:
             await self._store.write(self.role, LeaseHolder(instance="", incarnation=0), last=self._revision)
         except KvasirError as error:
@@ -130,10 +130,10 @@ class Lease:
 
 
 class Silence:
-    """For how long an observer has seen a revision stand still. Knows no clock.
+    """Time for which an observer has seen an unchanged revision. Reads no clock.
 
-    What the observer slept through (a long gap between two looks) counts for little. A lost connection,
-    during which the holder could not renew either, starts the count again.
+    A long gap between two observations counts only up to `longest_gap_s`. A lost connection restarts the
+    count, because the holder could not renew either.
     """
 
     def __init__(self, longest_gap_s: float) -> None:
@@ -143,7 +143,7 @@ class Silence:
         self.lasting_s = 0.0
 
     def observe(self, revision: int, reconnections: int, now_s: float) -> None:
-        """A look at the key: its revision, and how often the connection was lost so far."""
+        """Record the key's revision and the number of reconnections at `now_s`."""
         seen = (revision, reconnections)
         if seen == self._seen:
             self.lasting_s += min(now_s - self._looked_s, self._longest_gap_s)
@@ -162,12 +162,11 @@ async def acquire(
     is_new: bool = True,
     is_gone: Callable[[str, int], bool] = lambda instance, incarnation: False,
 ) -> Lease:
-    """Wait until the role is this instance's.
+    """Wait until this instance holds the role, without limit; cancel to stop.
 
-    At once when it is free, given back, or, for a process that `is_new` (it has not stood for the role yet),
-    held by an earlier start of the same instance, or by a start that `is_gone` from the bus; otherwise after
-    `ttl_s` without a renewal. Waits for ever,
-    as a standby must; cancel to stop. Raises PermissionRefused when leases are not for this user.
+    A free, released or departed (`is_gone`) holder's role is taken at once. So is that of an earlier run of
+    the same instance, if `is_new`: this process has not held the role yet. Otherwise the lease must go
+    `ttl_s` without renewal. Raise PermissionRefused if this user may not use leases.
     """
     store = LeaseStore(link)
     holder = LeaseHolder(instance=instance, incarnation=incarnation)
@@ -193,9 +192,9 @@ async def acquire(
 
 
 def _is_takeable(held_by: LeaseHolder, wanted_by: LeaseHolder, *, is_new: bool) -> bool:
-    """Without waiting: given back, held by this process, or by another start of the same instance.
+    """Return True if the role is released, held by this process, or by an earlier run of this instance.
 
-    That is an earlier one if this process has just started; to one that was frozen, it is a later one.
+    For a process that was frozen, the other run is a later one; `is_new` is then False.
     """
     if not held_by.instance or held_by == wanted_by:
         return True
@@ -203,7 +202,7 @@ def _is_takeable(held_by: LeaseHolder, wanted_by: LeaseHolder, *, is_new: bool) 
 
 
 def _holder_in(value: bytes) -> LeaseHolder:
-    """A value that is no holder's belongs to nobody we know: it has to fall silent."""
+    """Decode a holder. An invalid value counts as an unknown holder, whose lease must expire."""
     try:
         return decode(value, LeaseHolder)
     except InvalidMessage:

@@ -1,7 +1,7 @@
-"""The connection to nats-server: made within a deadline, then kept for ever.
+"""Connection to nats-server: opened within a deadline, then kept open indefinitely.
 
-nats-py reconnects by itself except after some server errors (credentials refused, protocol errors), when it
-closes for good; the link then dials anew. Knows subjects only as strings, and no message.
+nats-py reconnects by itself, but closes for good after some server errors (refused credentials, protocol
+errors). The link then dials again.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ from shared.errors import BusUnavailable, ConfigError, PermissionRefused
 from shared.subjects import is_inbox
 
 TURN_S = 0.004
-"""So long at most are messages worked off one after the other; then whatever else is due has its turn."""
+"""Maximum time to process messages in a row before yielding to the event loop."""
 
 
 class FairClient(Client):
-    """A client that does not hold the event loop for all that its socket has.
+    """NATS client that yields to the event loop while it reads.
 
-    nats-py reads without a pause as long as there is something, and a process that was not run for a second
-    has a second's messages: a gateway's tokens took 0.17 s, in which no request was read.
+    nats-py reads as long as its socket has data. After a stall of one second, that blocked a gateway's new
+    requests for 0.17 s.
     """
 
     _turn_began_s = 0.0
@@ -45,7 +45,7 @@ class FairClient(Client):
 
 
 class EncryptedClient(FairClient):
-    """A client that sends its password to nobody who would take it in the clear, as nats-py does."""
+    """NATS client that never sends its password unencrypted; nats-py does if the server offers no TLS."""
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         if initial_connection and not info.get("tls_required"):
@@ -54,7 +54,7 @@ class EncryptedClient(FairClient):
 
 
 def tls_options(config: BusConfig) -> dict[str, Any]:
-    """For nats-py; empty without TLS. Raises ConfigError naming the file that cannot be used."""
+    """Return TLS options for nats-py, empty without TLS. Raise ConfigError naming an unusable file."""
     if not config.url.startswith(("tls://", "wss://")) and config.tls_ca is None:
         return {}
     try:
@@ -76,11 +76,11 @@ def tls_options(config: BusConfig) -> dict[str, Any]:
 
 
 BACKOFF_S = (0.05, 0.5)
-"""First and longest mean wait between two attempts to reconnect."""
+"""Initial and maximum mean delay between reconnection attempts."""
 
 
 async def abandon(client: Client, connecting: asyncio.Task[None]) -> None:
-    """End a connection attempt, however often nats-py swallows the cancellation."""
+    """End a connection attempt. nats-py may swallow several cancellations."""
     while not connecting.done():
         connecting.cancel()
         await asyncio.wait({connecting}, timeout=0.1)
@@ -88,8 +88,8 @@ async def abandon(client: Client, connecting: asyncio.Task[None]) -> None:
 
 
 def next_attempt(client: Client, servers: list[Any], _info: dict[str, Any]) -> tuple[Any, float]:
-    """nats-py's choice of server: the first, after a jittered wait that doubles with its failures."""
-    if client._transport is not None:  # nats-py forgets the socket of an attempt that was refused
+    """Choose the first server, after a jittered delay that doubles per failure. A callback for nats-py."""
+    if client._transport is not None:  # nats-py leaks the socket of a refused attempt
         client._transport.close()  # type: ignore[no-untyped-call]
     server = servers[0]
     first_s, longest_s = BACKOFF_S
@@ -101,13 +101,13 @@ _log = logging.getLogger("kvasir.bus")
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
 _LOG_EVERY_S = 5.0
 _ANSWERS_S = 120.0
-"""For so long after a reconnection, answers may be due to questions of before."""
+"""Time after a reconnection in which replies to requests from before it may be refused."""
 
 
 @contextmanager
 def heeded_cancellation() -> Iterator[None]:
-    """nats-py swallows a cancellation that hits it while it flushes, as does Python 3.11's `wait_for` when
-    what it waits for comes at the same moment: here it arrives still, once the body is through."""
+    """Re-raise a cancellation that the body swallowed. nats-py swallows one while flushing, and so does
+    `wait_for` of Python 3.11 if its result arrives at the same moment."""
     task = asyncio.current_task()
     before = task.cancelling() if task else 0
     yield
@@ -120,8 +120,7 @@ Hook = Callable[[], Awaitable[None]]
 
 
 class Link:
-    """One process's connection. `on_open` subscribes everything on a new client; the other hooks only
-    inform."""
+    """Connection of one process. `on_open` subscribes everything on a new client; other hooks only inform."""
 
     def __init__(self, config: BusConfig, name: str, inbox_prefix: str, counters: BusCounters) -> None:
         self._config = config
@@ -159,26 +158,25 @@ class Link:
         return min(self._config.max_payload_bytes, self.client.max_payload)
 
     async def open(self) -> None:
-        """Raises BusUnavailable when there is no connection after `connect_timeout_s`."""
+        """Connect. Raise BusUnavailable after `connect_timeout_s`."""
         self._client = await self._dial()
         await self.on_open()
         self._mark(up=True)
 
     async def wait_connected(self) -> None:
-        """Until connected; bound it with the caller's deadline. Raises BusUnavailable when the bus is
-        closed."""
+        """Wait until connected; the caller sets the deadline. Raise BusUnavailable if the bus is closed."""
         while not self.connected:
             if self._closing:
                 raise BusUnavailable("the bus is closed")
             if self._up.is_set():
-                await asyncio.sleep(0.01)  # nats-py knows of the loss already, and is about to say so
+                await asyncio.sleep(0.01)  # nats-py has noticed the loss and is about to report it
             else:
                 await self._up.wait()
 
     async def send(
         self, subject: str, data: bytes, reply: str = "", headers: dict[str, Any] | None = None
     ) -> None:
-        """Raises BusUnavailable when the bus is closed, or disconnected for so long that its buffer is
+        """Send, or buffer while disconnected. Raise BusUnavailable if the bus is closed or its buffer is
         full."""
         try:
             with heeded_cancellation():
@@ -189,16 +187,16 @@ class Link:
             raise BusUnavailable("the bus is closed") from None
 
     async def barrier(self) -> None:
-        """Until the server has handled all that was sent.
+        """Wait until the server has processed all sent messages.
 
-        nats-py's own flush overtakes what it still buffers.
+        nats-py's own flush overtakes buffered messages.
         """
         with heeded_cancellation():
             await self.client._flush_pending(force_flush=True)
             await self.client.flush()
 
     async def close(self, deadline_s: float) -> None:
-        """Flush what is unsent if that is possible in time, then disconnect."""
+        """Flush unsent messages within the deadline if possible, then disconnect."""
         self._closing = True
         client = self._client
         for task in self._tasks:
@@ -220,10 +218,10 @@ class Link:
         self._mark(up=False)
 
     async def unless_lost(self, work: Coroutine[Any, Any, T], *, publishes: tuple[str, ...] = ()) -> T:
-        """The result of `work`, which publishes to subjects that begin with one of `publishes`.
+        """Return the result of `work`, which publishes to subjects with these prefixes.
 
-        Raises BusUnavailable at once when the connection is, or gets, lost, and PermissionRefused when the
-        server refuses such a subject meanwhile.
+        Raise BusUnavailable as soon as the connection is lost, and PermissionRefused if the server refuses
+        such a subject.
         """
         if not self.connected:
             work.close()
@@ -231,16 +229,15 @@ class Link:
         return await self._waits.result(work, publishes)
 
     async def settle(self, limit_s: float) -> bool:
-        """Like `barrier`, but with a bound; False when it was not reached in time or the connection was
-        lost."""
+        """Like `barrier`, but return False after `limit_s` or a lost connection."""
         return await self._waits.is_done_within(self.barrier(), limit_s)
 
     def regained_within(self, window_s: float) -> bool:
-        """Whether the last reconnection is less than `window_s` ago."""
+        """Return True if the last reconnection is less than `window_s` ago."""
         return time.monotonic() - self._regained_s < window_s
 
     async def _dial(self) -> Client:
-        """A connected client. Raises BusUnavailable after `connect_timeout_s`."""
+        """Return a connected client. Raise BusUnavailable after `connect_timeout_s`."""
         client = EncryptedClient() if self._tls else FairClient()
         connecting = asyncio.get_running_loop().create_task(
             client.connect(self._config.url, **self._options(client))
@@ -348,7 +345,7 @@ class Link:
         elif violation := _VIOLATION.search(str(error)):
             verb, subject = violation.groups()
             if verb.lower() == "publish" and is_inbox(subject) and self.regained_within(_ANSWERS_S):
-                return  # the leave to answer went with the connection that the question came on
+                return  # permission to reply ended with the request's connection
             self._counters.error("connection", PermissionRefused.code)
             self._log_rarely("permission", "the bus user may not use a subject: %s %s", verb, subject)
             if verb.lower() == "publish":

@@ -1,4 +1,4 @@
-"""Running a service's main coroutine: event loop, signals, exit code."""
+"""Run a service's main coroutine: event loop, signals, exit code."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ Main = Callable[[], Coroutine[Any, Any, None]]
 
 
 def run_main(service: str, config_type: type[C], run: Callable[[C], Coroutine[Any, Any, None]]) -> None:
-    """All of a `__main__`: read the configuration, set up logging, run until a signal. Ends in SystemExit."""
+    """Entry point of a service: load configuration, set up logging, run until a signal. Raise SystemExit."""
     try:
         config = load(config_type, section=service)
         config.check()
@@ -38,11 +38,11 @@ def run_main(service: str, config_type: type[C], run: Callable[[C], Coroutine[An
 
 
 def run_service(main: Main) -> None:
-    """Run `main()` on uvloop. SIGTERM or SIGINT cancels it once, and that is a clean end (exit code 0).
+    """Run `main()` on uvloop until it ends. SIGTERM or SIGINT cancels it, with exit code 0.
 
-    A `KvasirError` that ends it is logged in one line, anything else with its traceback; both are exit code
-    1, a ConfigError or a PermissionRefused is 2. A process that has not ended 10 s after the signal, or after
-    the end of `main`, is made to: stubborn tasks and busy threads do not keep it (exit code 1).
+    A `KvasirError` is logged in one line, other exceptions with a traceback. Both exit with 1, but
+    ConfigError and PermissionRefused with 2. The process is killed (exit code 1) if it is still alive 10 s
+    after the signal or after the end of `main`.
     """
     watchdog = threading.Timer(_STOP_DEADLINE_S, _give_up)
     watchdog.daemon = True
@@ -55,9 +55,9 @@ def run_service(main: Main) -> None:
 
 @contextmanager
 def fenced(what: str) -> Iterator[None]:
-    """One turn of a loop that serves everybody: what it raises is logged and counted, and the loop goes on.
+    """Run one iteration of a service loop: log and count exceptions, so that the loop continues.
 
-    What is raised on purpose is logged in one line; the rest is some value of a peer nobody thought of.
+    A `KvasirError` is logged in one line, other exceptions with a traceback.
     """
     try:
         yield

@@ -1,8 +1,7 @@
-"""Serving a handler table: decoding, the error boundary, replies.
+"""Serve a handler table: decode, call, reply, and contain errors.
 
-Nothing a handler raises gets past here: not to nats-py, which would drop the subscription at a
-`CancelledError`, and not to the caller, who gets a `KvasirError` with its type and never the text of a
-foreign exception.
+No exception of a handler leaves this module. nats-py would drop the subscription at a `CancelledError`. The
+caller gets a typed `KvasirError`, never the text of another exception.
 """
 
 import asyncio
@@ -45,7 +44,7 @@ from shared.subjects import checked_id, instance_status, recorded, status
 
 
 def handle_inline(subscription: Subscription, handle: Callable[[Msg], None]) -> None:
-    """Let `handle` take each message of a fresh subscription; it must not raise."""
+    """Call `handle` directly for each message of a new subscription; it must not raise."""
 
     def take(msg: Msg) -> None:
         subscription._pending_size -= len(msg.data)
@@ -55,14 +54,15 @@ def handle_inline(subscription: Subscription, handle: Callable[[Msg], None]) -> 
 
 
 Subject = str | Callable[[str], str]
-"""A subject, or a function of `shared.subjects` that is called with the instance id."""
+"""A subject, or a function of `shared.subjects` that takes the instance id."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A command with a reply, served as a NATS micro endpoint: one instance of the service answers.
+    """A command with a reply, served as a NATS micro endpoint by one instance of the service.
 
-    `async def method(self, message) -> Message`; a `KvasirError` it raises reaches the caller with its type.
+    The method is `async def method(self, message) -> Message`. Its `KvasirError` reaches the caller with its
+    type.
     """
 
     subject: Subject
@@ -70,15 +70,15 @@ class Endpoint:
     method: str
     concurrency: int = 64
     pending_limit: int = 1024
-    """Requests that may wait for a lane; one more is answered `Overloaded`."""
+    """Maximum number of waiting requests; further ones are refused with `Overloaded`."""
     sender: str | None = None
-    """The field of the request that says who sends it (`spec.gateway_id`). The subject has to end in the same
-    name, which NATS has checked."""
+    """Request field that names the sender (`spec.gateway_id`). It must equal the end of the subject, which
+    NATS has checked."""
 
 
 @dataclass(frozen=True)
 class Gatherable:
-    """Like `Endpoint`, but every instance answers."""
+    """Like `Endpoint`, but every instance replies."""
 
     subject: Subject
     request: type[Message]
@@ -91,41 +91,41 @@ class Gatherable:
 class Listener:
     """An event, or a command without a reply: `async def` or `def method(self, message) -> None`.
 
-    A plain `def` runs inside the read loop, the cheapest way: it must be quick. What an `async def` cannot
-    keep up with is dropped beyond `pending_limit`, counted and logged.
+    A plain `def` runs inside the read loop; it is cheapest and must be quick. For an `async def`, messages
+    beyond `pending_limit` are dropped, counted and logged.
     """
 
     subject: Subject
     message: type[Any]
     method: str
     concurrency: int = 1
-    """1 is strictly in order."""
+    """1: strictly in order."""
     queue: str | None = None
-    """With a name, only one subscriber of that name gets each message."""
+    """Name of a queue group, of which one member gets each message."""
     pending_limit: int = 16_384
     sender: str | None = None
-    """As of an `Endpoint`."""
+    """As in `Endpoint`."""
     is_json: bool = False
-    """Of what nats-server itself says."""
+    """For messages of nats-server itself."""
 
 
 Handler = Endpoint | Gatherable | Listener
 
 
 def subject_for(subject: Subject, instance: str) -> str:
-    """The subject a handler of this instance serves."""
+    """Return the subject that a handler of this instance serves."""
     return subject if isinstance(subject, str) else subject(checked_id(instance))
 
 
 def status_handlers(service: str) -> tuple[Handler, ...]:
-    """`async def status(self, _: Empty)`: for the operator, who asks every instance at once, and for this
-    instance's own health check."""
+    """Handlers for `async def status(self, _: Empty)`: queried by the operator and by the own health
+    check."""
     own = Endpoint(partial(instance_status, service), Empty, "status")
     return (Gatherable(status(service), Empty, "status"), own)
 
 
 def status_of(bus: "Speaker", service: str, uptime_s: float, details: dict[str, Any]) -> ServiceStatus:
-    """What an instance answers; to be called in its event loop."""
+    """Build an instance's status reply. Call it in the event loop."""
     return ServiceStatus(
         service=service,
         instance=bus.instance,
@@ -139,7 +139,7 @@ def status_of(bus: "Speaker", service: str, uptime_s: float, details: dict[str, 
 
 
 class Speaker(Protocol):
-    """An instance on the bus."""
+    """Identity of an instance on the bus."""
 
     @property
     def instance(self) -> str: ...
@@ -149,13 +149,13 @@ class Speaker(Protocol):
 
 
 def recorder_handlers(service: str) -> tuple[Handler, ...]:
-    """For `Bus.recorder`: what this instance remembers, for the operator and for gateways."""
+    """Handlers that serve `Bus.recorder` to the operator and to gateways."""
     own = Endpoint(partial(recorded, service), TellRecorded, "tell", concurrency=2, pending_limit=32)
     return (own,)
 
 
 def sender_check(field: str | None) -> Callable[[str, Any], None]:
-    """Raises InvalidMessage for a message on a subject that does not end in what its `field` says."""
+    """Return a check that raises InvalidMessage unless the subject ends in the value of `field`."""
     if field is None:
         return lambda subject, message: None
     named = attrgetter(field)
@@ -171,7 +171,7 @@ T = TypeVar("T")
 
 
 class Lanes(Generic[T]):
-    """Runs `work(item)` for each item offered: at most `concurrency` at once, started in order of arrival."""
+    """Run `work(item)` for each offered item, at most `concurrency` at once, started in order."""
 
     def __init__(self, work: Callable[[T], Awaitable[None]], concurrency: int, pending_limit: int) -> None:
         self._work = work
@@ -179,8 +179,8 @@ class Lanes(Generic[T]):
         self._pending_limit = pending_limit
         self._pending: deque[T] = deque()
         self._running = 0
-        """Lanes that will still look at what waits. A lane's task leaves `_tasks` a turn of the loop after it
-        has looked for the last time: what came in between would wait for a lane that is gone."""
+        """Number of lanes that will check the queue again. A finished lane's task stays in `_tasks` for one
+        more turn of the loop, so its size cannot serve."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -188,7 +188,7 @@ class Lanes(Generic[T]):
         return len(self._pending)
 
     def offer(self, item: T) -> bool:
-        """False, and the item is not taken, when `pending_limit` items wait already."""
+        """Take an item; return False if `pending_limit` items are already waiting."""
         if self._running < self._concurrency:
             self._running += 1
             task = asyncio.get_running_loop().create_task(self._lane(item))
@@ -201,7 +201,8 @@ class Lanes(Generic[T]):
         return True
 
     async def stop(self, deadline_s: float) -> None:
-        """Let what runs and waits finish within the deadline, then cancel it. Offer nothing afterwards."""
+        """Let running and waiting work finish within the deadline, then cancel it. Offer nothing
+        afterwards."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=deadline_s)
         self._pending.clear()
@@ -224,7 +225,7 @@ _MAX_ERROR_CHARS = 2000
 
 
 class ServedListener:
-    """One `Listener` on one connection."""
+    """A `Listener` on one connection."""
 
     def __init__(
         self, spec: Listener, target: object, instance: str, counters: BusCounters, link: Link
@@ -292,7 +293,7 @@ class ServedListener:
 
 
 class ServedEndpoint:
-    """One `Endpoint` or `Gatherable` on one connection, as a NATS micro endpoint."""
+    """An `Endpoint` or `Gatherable` on one connection, as a NATS micro endpoint."""
 
     def __init__(
         self,
@@ -335,7 +336,7 @@ class ServedEndpoint:
             handle_inline(subscription, self._on_inline)
 
     async def stop(self, deadline_s: float) -> None:
-        """nats-py can add an endpoint to a service but not take one away, hence the private names."""
+        """Stop serving. nats-py cannot remove an endpoint from a service, hence the private names."""
         if self._endpoint is not None and self._service is not None:
             if self._endpoint in self._service._endpoints:
                 self._service._endpoints.remove(self._endpoint)
@@ -344,7 +345,7 @@ class ServedEndpoint:
         await self._refusals.stop(deadline_s)
 
     async def _on_request(self, request: Request) -> None:
-        """As nats-py wants its handlers."""
+        """Callback for nats-py."""
         self._on_inline(request._msg)
 
     def _on_inline(self, msg: Msg) -> None:
@@ -378,7 +379,7 @@ class ServedEndpoint:
             self._took(time.perf_counter() - started_s)
 
     def _took(self, handler_s: float) -> None:
-        """For `$SRV.STATS`; nats-py's own measurement is passed by."""
+        """Record the time for `$SRV.STATS`, in place of nats-py's own measurement."""
         self._seconds.observe(handler_s)
         if self._endpoint is not None:
             endpoint = self._endpoint
@@ -412,7 +413,7 @@ class ServedEndpoint:
 
 
 def _report(error: BaseException, subject: str, counters: BusCounters) -> None:
-    """Count the error; log it with a traceback unless it was raised on purpose."""
+    """Count the error; log it, with a traceback unless it is a `KvasirError`."""
     if isinstance(error, KvasirError):
         counters.error("handler", error.code)
         if not isinstance(error, UnavailableError):
@@ -423,23 +424,21 @@ def _report(error: BaseException, subject: str, counters: BusCounters) -> None:
 
 
 def _status_of(error: BaseException) -> str:
-    """The number that NATS micro tools show."""
+    """Return the status code shown by NATS micro tools."""
     if isinstance(error, CallerError):
         return "400"
     return "503" if isinstance(error, UnavailableError) else "500"
 
 
 def _is_cancelled() -> bool:
-    """Whether this task is really being cancelled, and not only inside a handler that raised
-    CancelledError."""
+    """Return True if this task is being cancelled, not just its handler raising CancelledError."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 async def _drain(subscription: Subscription | None, link: Link, deadline_s: float) -> None:
-    """Unsubscribe; what the server had sent by then still reaches its callback, unless the connection is
-    gone.
-    """
+    """Unsubscribe. Messages sent by the server until then are still delivered, unless the connection is
+    lost."""
     if subscription is None or subscription._closed:
         return
     try:

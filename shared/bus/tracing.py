@@ -1,6 +1,6 @@
-"""W3C trace context in message headers: on commands only, never on token frames or step reports.
+"""W3C trace context in the headers of commands; token frames and step reports carry none.
 
-A command that comes with one gets a span where it is served, below its sender's (`shared.spans`).
+A command that carries a context is served in a child span of its sender (`shared.spans`).
 """
 
 import contextvars
@@ -18,21 +18,21 @@ _propagator = TraceContextTextMapPropagator()
 
 
 def inject() -> dict[str, str] | None:
-    """Headers that carry the current span; None when there is none."""
+    """Return headers for the current span, or None without one."""
     headers: dict[str, str] = {}
     _propagator.inject(headers)
     return headers or None
 
 
 def attach(headers: Mapping[str, str] | None) -> Token[context.Context] | None:
-    """Make the trace in these headers current; hand the result to `detach`."""
+    """Make the trace of these headers current; pass the result to `detach`."""
     if not headers or "traceparent" not in headers:
         return None
     return context.attach(_propagator.extract(headers))
 
 
 def enter(span: Span | None) -> Token[context.Context] | None:
-    """Make a span current, where there is one; hand the result to `detach`."""
+    """Make a span current, if there is one; pass the result to `detach`."""
     return None if span is None else context.attach(trace.set_span_in_context(span))
 
 
@@ -43,7 +43,7 @@ def detach(token: Token[context.Context] | None) -> None:
 
 
 def in_context(within: context.Context) -> contextvars.Context:
-    """For a task that runs in that trace, whatever is current here."""
+    """Return a context for running a task in that trace instead of the current one."""
     copied = contextvars.copy_context()
     copied.run(context.attach, within)
     return copied
@@ -51,7 +51,7 @@ def in_context(within: context.Context) -> contextvars.Context:
 
 @contextmanager
 def served(headers: Mapping[str, str] | None, command: str, subject: str) -> Iterator[None]:
-    """A command is carried out in the trace that it came with, in a span of its own where spans are on."""
+    """Run the body in the command's trace, in a span of its own if tracing is on."""
     outer = attach(headers)
     span = None
     if outer is not None and spans.is_on():
@@ -72,6 +72,6 @@ def served(headers: Mapping[str, str] | None, command: str, subject: str) -> Ite
 
 
 def trace_id() -> str | None:
-    """The current trace's id as 32 hex digits; None outside a trace."""
+    """Return the current trace id as 32 hex digits, or None outside a trace."""
     span = trace.get_current_span().get_span_context()
     return f"{span.trace_id:032x}" if span.is_valid else None

@@ -1,7 +1,6 @@
-"""Work that waits for the server: it ends when the connection is lost or the server refuses it, not at its
-timeout.
+"""Pending calls to the server that fail at once when the connection is lost or the server refuses them.
 
-Knows no NATS; the link says what happened.
+Independent of NATS; the link reports these events.
 """
 
 import asyncio
@@ -27,14 +26,14 @@ class _Wait:
 
 
 class Waits:
-    """The waiting tasks of one connection."""
+    """Pending tasks of one connection."""
 
     def __init__(self) -> None:
-        self._waiting: dict[_Wait, None] = {}  # In order: whoever waits longest is told first.
+        self._waiting: dict[_Wait, None] = {}  # ordered: the oldest wait fails first
 
     async def result(self, work: Coroutine[Any, Any, T], publishes: tuple[str, ...] = ()) -> T:
-        """What `work` returns or raises, or the error it was failed with. `publishes` are the beginnings of
-        the subjects that it publishes to."""
+        """Return or raise the outcome of `work`, or raise the error that it was failed with. `publishes`
+        lists prefixes of the subjects that it publishes to."""
         wait = self._start(work, publishes)
         try:
             await asyncio.wait({wait.task})
@@ -46,18 +45,19 @@ class Waits:
             wait.task.cancel()
 
     async def is_done_within(self, work: Coroutine[Any, Any, Any], limit_s: float) -> bool:
-        """Whether `work` ends well in time. Unfinished work goes on: cancelling may harm what it waits in."""
+        """Return True if `work` succeeds in time. Late work is not cancelled, which could break what it
+        awaits."""
         task = self._start(work, ()).task
         await asyncio.wait({task}, timeout=limit_s)
         return task.done() and not task.cancelled() and task.exception() is None
 
     def fail_all(self, error: KvasirError) -> None:
-        """The connection is lost."""
+        """Fail all waits, because the connection is lost."""
         for wait in self._waiting:
             wait.fail(error)
 
     def fail_publishers(self, subject: str, error: KvasirError) -> None:
-        """The server refused to publish to `subject`, which it spells in lower case."""
+        """Fail the waits that publish to `subject`, which is in lower case."""
         for wait in self._waiting:
             if any(subject.startswith(beginning.lower()) for beginning in wait.publishes):
                 wait.fail(error)
@@ -69,7 +69,7 @@ class Waits:
         def forget(task: asyncio.Task[Any]) -> None:
             self._waiting.pop(wait, None)
             if not task.cancelled():
-                task.exception()  # seen, also when nobody waits any more
+                task.exception()  # avoid asyncio's warning if nobody awaits the task
 
         wait.task.add_done_callback(forget)
         return wait

@@ -1,7 +1,7 @@
-"""What every message on the bus is: a frozen struct, encoded as a MessagePack map.
+"""Base class and codec of all bus messages: frozen structs encoded as MessagePack maps.
 
-Fields may be added when they have a default; unknown fields are ignored by readers; nothing is renamed or
-removed within one version of the subject prefix. Token frames alone are arrays, only ever appended to.
+Within one version of the subject prefix, fields are never renamed or removed. A new field needs a default,
+and readers ignore unknown fields. Token frames are arrays, so their new fields go at the end.
 """
 
 from typing import Any, TypeVar
@@ -17,34 +17,36 @@ _decoders: dict[type[Any], msgspec.msgpack.Decoder[Any]] = {}
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Base of every control message and event."""
+    """Base of all control messages and events, which are encoded as maps."""
 
 
 class Empty(Message, frozen=True, kw_only=True):
-    """A reply that says only that the command was carried out, or a question without parameters."""
+    """A message without fields: a plain acknowledgement, or a query without parameters."""
 
 
 def decode_json(data: bytes | memoryview, message_type: type[M]) -> M:
-    """What others say in JSON. Raises InvalidMessage, whatever the bytes are."""
+    """Decode JSON from other programs. Raise InvalidMessage for any malformed input."""
     try:
         return msgspec.json.decode(data, type=message_type)
-    except Exception as error:  # as of `decode`
+    except Exception as error:  # as in `decode`
         raise InvalidMessage(f"not a {getattr(message_type, '__name__', message_type)}: {error}") from error
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """MessagePack bytes of one message."""
+    """Return the message as MessagePack bytes."""
     return _encoder.encode(message)
 
 
 def decode(data: bytes | memoryview, message_type: type[M]) -> M:
-    """The message in `data`. Raises InvalidMessage, whatever the bytes are."""
+    """Decode one message. Raise InvalidMessage for any malformed input."""
     decoder = _decoders.get(message_type)
     if decoder is None:
         decoder = _decoders[message_type] = msgspec.msgpack.Decoder(message_type)
     try:
         result: M = decoder.decode(data)
-    except Exception as error:  # msgspec's own, UnicodeDecodeError, RecursionError: all the sender's doing
+    except (
+        Exception
+    ) as error:  # msgspec errors, UnicodeDecodeError, RecursionError: malformed input causes them all
         name = getattr(message_type, "__name__", str(message_type))
         raise InvalidMessage(f"not a {name}: {error}") from error
     return result

@@ -1,4 +1,5 @@
-"""Control commands and their replies. An error is never a field of a reply: see `shared.errors.to_wire`."""
+"""Control commands and their replies. Errors travel separately (`shared.errors.to_wire`), never as a
+field."""
 
 from shared.messages.base import Message
 from shared.messages.lending import KvTier
@@ -8,7 +9,7 @@ from shared.messages.values import Count, Digest, Epoch, Id, Number, OptionalId,
 
 
 class SubmitSequence(Message, frozen=True, kw_only=True):
-    """Gateway → scheduler. Idempotent: a known attempt is left where it is; a higher one replaces it."""
+    """Gateway → scheduler. Idempotent: a known attempt is left as it is; a higher attempt replaces it."""
 
     spec: SequenceSpec
 
@@ -18,49 +19,50 @@ class SubmitReply(Message, frozen=True, kw_only=True):
     incarnation: Number
     epoch: Epoch
     known: bool = False
-    """The attempt was known already (running, queued, or adopted from a worker)."""
+    """True if the scheduler already had the attempt: queued, running, or adopted from a worker."""
     worker_id: Id | None = None
 
 
 class CancelSequence(Message, frozen=True, kw_only=True):
-    """Gateway → scheduler and worker. Ends this attempt and every lower one.
+    """Gateway → scheduler or worker: end this attempt and all lower ones.
 
-    Leaves a tombstone, because it may overtake the start. Obeyed for the sequences of one gateway only.
+    The receiver keeps a tombstone, because the message may arrive before the sequence. A gateway can only
+    cancel its own sequences.
     """
 
     ref: SequenceRef
     sender: Id
-    """That gateway, or a scheduler."""
+    """Id of the gateway or scheduler that sends the message."""
     gateway_id: OptionalId = ""
-    """Where a scheduler sends it: whose sequence it is; empty: whosever is held under that name."""
+    """Set by a scheduler: gateway that owns the sequence; empty: any gateway."""
     reason: FinishReason = FinishReason.CANCELLED
     heir_key: Digest = b""
-    """As of `FetchTokens`."""
+    """As in `FetchTokens`."""
 
 
 class TakeSnapshot(Message, frozen=True, kw_only=True):
-    """Scheduler → worker: give up all plans at the next step boundary and answer with a `WorkerReported`."""
+    """Scheduler → worker: drop all plans at the next step boundary and reply with `WorkerReported`."""
 
     epoch: Epoch
 
 
 class PredictLength(Message, frozen=True, kw_only=True):
-    """Scheduler → predictor."""
+    """Scheduler → predictor. The reply is a `LengthPrediction`."""
 
     ref: SequenceRef
     prompt: bytes
     max_tokens: Count
     generated_tokens: Count = 0
-    """When above 0, the length is conditioned on the answer being longer than this."""
+    """If above 0, the prediction assumes that the answer is longer than this."""
     model: Text = ""
-    """Whose answer it is; empty: that of the one model that there is."""
+    """Model that writes the answer; empty: the stack serves only one."""
 
     def __post_init__(self) -> None:
         check_packed(self.prompt)
 
 
 class LengthPrediction(Message, frozen=True, kw_only=True):
-    """Whole response length in tokens (`rl_tokens`, with quantiles), capped at `max_tokens`."""
+    """Predicted length of the whole answer in tokens, with quantiles, capped at `max_tokens`."""
 
     rl_tokens: Count
     p50_tokens: Count
@@ -69,105 +71,110 @@ class LengthPrediction(Message, frozen=True, kw_only=True):
     p95_tokens: Count
     model_version: Text
     is_calibrated: bool = False
-    """Made by what learns from how answers ended while it serves: to be taken as it is."""
+    """True if the predictor learns from finished answers online; the scheduler then does not correct its
+    predictions."""
 
 
 class PlacementItem(Message, frozen=True, kw_only=True):
     ref: SequenceRef
     size_tokens: Count
-    """What is allocated to it, or will be when it starts: prompt + generated so far."""
+    """Current or initial allocation: prompt + generated tokens so far."""
     limit_tokens: Count
-    """Prompt + maximum answer: what it may grow to."""
+    """Upper limit of the allocation: prompt + maximum answer."""
     prefixes: tuple[PrefixChain, ...] = ()
-    """What its prompt's blocks are called, once for each kind of worker there is; none: not known."""
+    """Block hashes of the prompt, one chain per kind of worker; empty: unknown."""
     waited_s: Seconds = 0.0
-    """Since the gateway accepted the request."""
+    """Seconds since the gateway accepted the request."""
     priority: Priority = 0
 
 
 class Crowd(Message, frozen=True, kw_only=True):
-    """What waits at one worker, having been placed there and not started."""
+    """Sequences that are placed at one worker but have not started."""
 
     worker_id: Id
     places: Count
-    """So many more may wait there."""
+    """Number of additional sequences that may wait there."""
     tokens: Count
-    """Prompts of those that do."""
+    """Total prompt tokens of the waiting sequences."""
 
 
 class WaitingAhead(Message, frozen=True, kw_only=True):
-    """How many sequences may be placed where there is no memory for them yet, so that no worker runs dry."""
+    """Limits on placing sequences ahead of free memory, so that no worker runs out of work."""
 
     places: Count = 0
-    """At each worker that is not named; 0: none, a place takes memory that is free now."""
+    """Limit for each worker that `crowds` does not list; 0: place only where memory is free now."""
     crowds: tuple[Crowd, ...] = ()
-    """Workers where somebody waits."""
+    """Workers with waiting sequences."""
     only: tuple[Id, ...] = ()
-    """No other worker takes anybody; none named: any may."""
+    """If set, only these workers accept sequences."""
     closed: tuple[Id, ...] = ()
-    """These take nobody: as many wait there as may."""
+    """Workers whose queue is full."""
 
 
 NOBODY_AHEAD = WaitingAhead()
 
 
 class PlaceSequences(Message, frozen=True, kw_only=True):
-    """Scheduler → placement, in order of precedence."""
+    """Scheduler → placement. Items are in order of precedence."""
 
     items: tuple[PlacementItem, ...]
     excluded_workers: tuple[Id, ...] = ()
-    """Workers the scheduler knows to be gone or not in step yet."""
+    """Workers that the scheduler considers lost or not yet in sync."""
     withdrawn: tuple[SequenceRef, ...] = ()
-    """Asked for before, and left before a worker began with them: no place is to be kept for them."""
+    """Sequences from earlier calls that left before a worker started them; their reservations can go."""
     ahead: WaitingAhead = NOBODY_AHEAD
     model: Text = ""
-    """All items are for workers that serve it; empty: for the one model that there is."""
+    """Model that the items need; empty: the stack serves only one."""
     are_placed: bool = False
-    """They have their worker, all others are excluded: it is for the books."""
+    """True if the items already have a worker and all other workers are excluded; placement only records
+    them."""
     waiting_tokens: Number = 0
-    """Of prompts that have no worker, those of the items among them."""
+    """Prompt tokens of all sequences without a worker, these items included."""
     step_tokens: Count = 0
-    """So many prompt tokens are computed in one step at most; 0: not said."""
+    """Maximum number of prompt tokens computed in one step; 0: unknown."""
 
 
 class Placements(Message, frozen=True, kw_only=True):
-    """One worker id per item, in order; None says wait."""
+    """One worker id per item, in order; None means the item has to wait."""
 
     worker_ids: tuple[Id | None, ...]
     expected_tokens: tuple[Count, ...] = ()
-    """Of each item's prompt, that its worker is expected to have cached."""
+    """Prompt tokens of each item that its worker is expected to have cached."""
 
 
 class WantKv(Message, frozen=True, kw_only=True):
-    """Scheduler → worker: have room for one sequence of so many tokens, if need be by borrowing; and whether
-    to borrow for less than that. Repeated while it holds; forgotten by a worker that hears it no more."""
+    """Scheduler → worker: make room for one sequence of `tokens` tokens, borrowing KV if needed.
+
+    Repeated while the need lasts; it expires when repetitions stop.
+    """
 
     tokens: Count
-    """0: none is too long for the worker."""
+    """Size of that sequence in tokens; 0: every waiting sequence fits the worker."""
     may_borrow_ahead: bool = True
-    """Also where little is free and nobody is too long; False: the ladder found something cheaper."""
+    """True if the worker may also borrow when it merely runs low; False: the scheduler has a cheaper
+    remedy."""
 
 
 class FindCreditors(Message, frozen=True, kw_only=True):
-    """Worker → ledger: who could lend this many tokens' worth of KV?"""
+    """Worker → ledger: find workers that could lend KV for `tokens` tokens."""
 
     debtor_id: Id
     tokens: Count
     refused_by: tuple[Id, ...] = ()
     refused_host_by: tuple[Id, ...] = ()
-    """As to their host memory."""
+    """Workers that refused to lend host memory."""
     for_cache: bool = False
-    """Of their host memory alone, and none that prefix caches have already."""
+    """True to borrow only host memory that no prefix cache uses."""
 
 
 class CreditorCandidate(Message, frozen=True, kw_only=True):
     worker_id: Id
     free_tokens: Count
-    """Of that tier."""
+    """Free tokens in `tier`."""
     distance: Count
-    """0 same host, 1 elsewhere."""
+    """0: same host; 1: another host."""
     tier: KvTier = KvTier.DEVICE
-    """What to ask for."""
+    """Tier to borrow from."""
 
 
 class CreditorCandidates(Message, frozen=True, kw_only=True):

@@ -1,9 +1,9 @@
-"""What workers say to each other about lent KV, and the ledger to workers about debts that cancel out.
+"""Messages about lent KV: between workers, and from the ledger that settles cycles of debt.
 
-A *grant* is a set of blocks that a creditor holds for one debtor under a lease. Its generation rises whenever
-the set changes; whoever reads, writes or queries lent blocks names both, and is refused where a block has
-left the grant since. Blocks are the creditor's own, of its `block_tokens`. No KV travels here: that is the
-bulk plane's. Source: papers/001 §4.3–4.5; `algorithms.md` §4.
+A *grant* is a set of blocks that a creditor holds for one debtor under a lease. Every change of the set
+raises the grant's generation. Accesses name both, and fail if a block has since left the grant. Block ids and
+`block_tokens` are the creditor's. KV data itself travels over the bulk plane. Source: papers/001 §4.3–4.5;
+`algorithms.md` §4.
 """
 
 from enum import StrEnum
@@ -13,63 +13,63 @@ from shared.messages.values import Count, Digest, Id, Number, OptionalId, Second
 
 
 class AskTicket(Message, frozen=True, kw_only=True):
-    """Who wants to dial."""
+    """Worker → worker: request a ticket for a bulk-plane connection."""
 
     worker_id: Id
     incarnation: Number
 
 
 class BulkTicket(Message, frozen=True, kw_only=True):
-    """Where to dial, and with what."""
+    """Addresses and credentials for a bulk-plane connection."""
 
     incarnation: Number
-    """Of the worker that answers."""
+    """Incarnation of the worker that replies."""
     addresses: dict[Id, Text]
-    """By transport."""
+    """Address per transport."""
     host: Text = ""
-    """Workers of equal host may use what works on one host only."""
+    """Host name; workers on the same host may use host-local transports."""
     ticket: bytes
 
 
 MOST_GRANT_BLOCKS = 65_536
-"""Block ids in one grant: 0.3 MB."""
+"""Maximum number of block ids in one grant: 0.3 MB."""
 
 
 class KvTier(StrEnum):
-    """Where at the creditor lent blocks are."""
+    """Memory tier of the creditor that holds lent blocks."""
 
     DEVICE = "device"
     HOST = "host"
 
 
 class Refusal(StrEnum):
-    """Why a creditor lends nothing now."""
+    """Reason why a creditor lends nothing now."""
 
     NOTHING_FREE = "nothing_free"
-    """Its own memory is in use, or the rest is kept for itself."""
+    """Its memory is in use or reserved for its own sequences."""
     AT_CAP = "at_cap"
-    """It has lent as much as it may."""
+    """It has reached its lending limit."""
     NOT_LENDING = "not_lending"
-    """Switched off, or frozen by a settlement."""
+    """Lending is switched off, or frozen by a settlement."""
     OTHER_KV = "other_kv"
-    """Its blocks do not fit the debtor's: another model, layout or dtype."""
+    """Its blocks do not match the debtor's: different model, layout or dtype."""
 
 
 class BorrowBlocks(Message, frozen=True, kw_only=True):
-    """Debtor → creditor. Asking again with the same `request` gets the same grant, not a second one."""
+    """Debtor → creditor. Idempotent: a repeated `request` number returns the same grant."""
 
     debtor_id: Id
     debtor_incarnation: Number
     request: Number
-    """Counts what this incarnation of the debtor asked of anybody, from 1."""
+    """Number of this borrow request within the debtor's incarnation, from 1."""
     blocks: Count
     least_blocks: Count = 1
-    """A grant of fewer is of no use."""
+    """Smallest useful grant."""
     tier: KvTier = KvTier.DEVICE
     fingerprint: Digest = b""
-    """What must agree for KV to be exchanged (`shared.blocks`); refused where it is empty."""
+    """Fingerprint that must match to exchange KV (`shared.blocks`); an empty one is refused."""
     for_cache: bool = False
-    """Nothing but cached KV is to be there: the creditor may end the grant at any time."""
+    """True if the blocks will hold only cached KV; the creditor may then end the grant at any time."""
 
 
 class Grant(Message, frozen=True, kw_only=True):
@@ -78,33 +78,34 @@ class Grant(Message, frozen=True, kw_only=True):
     creditor_id: Id
     creditor_incarnation: Number
     grant_id: Number
-    """Unique within that incarnation of the creditor."""
+    """Unique within the creditor's incarnation."""
     generation: Number
     tier: KvTier = KvTier.DEVICE
     blocks: tuple[Count, ...]
-    """Physical numbers at the creditor."""
+    """Physical block ids at the creditor."""
     lease_s: Seconds
-    """From the debtor's sending of what this answers; the creditor waits a while longer."""
+    """Lease length, counted from when the debtor sent its request; the creditor adds a margin."""
     attends: bool = True
-    """The creditor computes attention over them; else they are only written and fetched."""
+    """True if the creditor computes attention over the blocks; False: it only stores them."""
 
 
 class BorrowReply(Message, frozen=True, kw_only=True):
-    """Creditor → debtor: a grant of all, of a part, or none and why."""
+    """Creditor → debtor: a full or partial grant, or the reason for refusing."""
 
     grant: Grant | None = None
     refusal: Refusal | None = None
 
 
 class HeldGrant(Message, frozen=True, kw_only=True):
-    """One grant as its debtor knows it."""
+    """A grant and its generation, as the debtor knows them."""
 
     grant_id: Number
     generation: Number
 
 
 class RenewLeases(Message, frozen=True, kw_only=True):
-    """Debtor → creditor, several times within a lease: these are still in use. Others run on to their end."""
+    """Debtor → creditor, several times per lease: renew the leases of grants still in use. Other leases
+    expire."""
 
     debtor_id: Id
     debtor_incarnation: Number
@@ -113,18 +114,18 @@ class RenewLeases(Message, frozen=True, kw_only=True):
 
 
 class LeasesRenewed(Message, frozen=True, kw_only=True):
-    """Creditor → debtor."""
+    """Creditor → debtor: reply to `RenewLeases`."""
 
     creditor_incarnation: Number
     lease_s: Seconds
     held: tuple[HeldGrant, ...] = ()
-    """Renewed, with their generation now. One that was asked for and is missing has ended: its KV is lost."""
+    """Renewed grants with their current generation. A grant missing here has ended, and its KV is lost."""
     wanted_back_blocks: Count = 0
-    """The creditor is short by so many blocks of what it has lent to this debtor."""
+    """Number of lent blocks that the creditor needs back from this debtor."""
 
 
 class ReturnBlocks(Message, frozen=True, kw_only=True):
-    """Debtor → creditor: these blocks of a grant are not needed any more. Again is harmless."""
+    """Debtor → creditor: return blocks of a grant that are no longer needed. Idempotent."""
 
     debtor_id: Id
     debtor_incarnation: Number
@@ -134,68 +135,68 @@ class ReturnBlocks(Message, frozen=True, kw_only=True):
 
 
 class BlocksReturned(Message, frozen=True, kw_only=True):
-    """Creditor → debtor: they are free again; what is left of the grant has this generation."""
+    """Creditor → debtor: the blocks are free; the remaining grant has this generation."""
 
     generation: Number
 
 
 class SettlePhase(StrEnum):
-    """What a settlement asks of each worker of a cycle, in this order."""
+    """Steps of a settlement, in the order that every worker of the cycle runs them."""
 
     FREEZE = "freeze"
-    """Set so many lent and borrowed blocks apart: not to be allocated, returned or recalled otherwise."""
+    """Reserve the lent and borrowed blocks: they cannot be allocated, returned or recalled otherwise."""
     COPY = "copy"
-    """Copy the next set-apart borrowed blocks home, into bounce buffers."""
+    """Copy the next reserved borrowed blocks into local bounce buffers."""
     COMMIT = "commit"
-    """Use the copies from now on, and return the originals to the creditor."""
+    """Switch to the copies, and return the originals to the creditor."""
     UNFREEZE = "unfreeze"
-    """Over, or given up: copies that were not committed are dropped."""
+    """End or abort the settlement; uncommitted copies are dropped."""
 
 
 class Settle(Message, frozen=True, kw_only=True):
-    """Ledger → worker: one step of a settlement. The same step again gets the same answer."""
+    """Ledger → worker: run one step of a settlement. Idempotent."""
 
     settlement: Text
-    """Unique: the ledger's instance, incarnation and a count."""
+    """Unique id: ledger instance, incarnation and a counter."""
     phase: SettlePhase
     round: Count = 0
-    """Of copy and commit, from 0: each moves what the bounce buffers hold."""
+    """Round of copy and commit, from 0; each moves as many blocks as the bounce buffers hold."""
     creditor_id: OptionalId = ""
-    """Whom this worker owes (freeze)."""
+    """Worker that this worker owes (freeze)."""
     debtor_id: OptionalId = ""
-    """Who owes this worker (freeze)."""
+    """Worker that owes this worker (freeze)."""
     blocks: Count = 0
-    """To settle in all (freeze), or in this round (copy, commit), of the worker's own size."""
+    """Blocks to settle in total (freeze) or in this round (copy, commit), in the worker's own block size."""
     valid_for_s: Seconds = 5.0
-    """A worker that hears nothing for so long gives the settlement up by itself."""
+    """The worker aborts the settlement after this long without a message."""
 
 
 class Settled(Message, frozen=True, kw_only=True):
-    """Worker → ledger: how many blocks the step is good for; 0: this worker cannot take part."""
+    """Worker → ledger: number of blocks that the step covers; 0: this worker cannot take part."""
 
     settlement: Text
     phase: SettlePhase
     round: Count = 0
     blocks: Count = 0
     bounce_blocks: Count = 0
-    """Free to copy into (freeze)."""
+    """Free bounce buffers in blocks (freeze)."""
 
 
 class CreditorOffered(Message, frozen=True, kw_only=True):
-    """Ledger → every ledger: a debtor was pointed to a creditor; both it and refusals spread by this."""
+    """Ledger → every ledger: a creditor was suggested to a debtor. Also shares the refusals."""
 
     ledger_id: Id
     debtor_id: Id
     creditor_id: OptionalId = ""
     tokens: Count = 0
     tier: KvTier = KvTier.DEVICE
-    """Of what was pointed out."""
+    """Tier of the suggested memory."""
     refused_by: tuple[Id, ...] = ()
     refused_host_by: tuple[Id, ...] = ()
 
 
 class LedgerAnnounced(Message, frozen=True, kw_only=True):
-    """Ledger → every ledger, itself included, at a fixed interval: it is there and would settle debts."""
+    """Ledger → every ledger, itself included, at a fixed interval: it is alive and can settle debts."""
 
     ledger_id: Id
     incarnation: Number

@@ -1,6 +1,6 @@
-"""Lengths learned while answers are written: hidden states to who predicts, new predictions to who plans.
+"""Answer lengths predicted mid-answer: hidden states to the predictor, revised predictions to the scheduler.
 
-Neither is waited for by anybody, and either may be lost: the prediction before stays.
+Nothing waits for these messages. If one is lost, the previous prediction stays in use.
 """
 
 from typing import Annotated
@@ -14,13 +14,13 @@ from shared.messages.values import Count, Id, Number, PositiveCount, Text
 
 MOST_STATE_BYTES = 32_768
 MOST_STATES = 1024
-"""In one message."""
+"""Maximum number of states in one message."""
 State = Annotated[bytes, Meta(max_length=MOST_STATE_BYTES)]
-"""fp16, `[width]` of a middle layer."""
+"""Hidden state of a middle layer: fp16, shape `[width]`."""
 
 
 class AnswerState(Message, frozen=True, kw_only=True):
-    """What a model has in mind in the middle of an answer that goes on."""
+    """Hidden state of the model in the middle of an unfinished answer."""
 
     ref: SequenceRef
     prompt_tokens: PositiveCount
@@ -30,17 +30,17 @@ class AnswerState(Message, frozen=True, kw_only=True):
 
 
 class WorkerObserved(Message, frozen=True, kw_only=True):
-    """Worker → predictor."""
+    """Worker → predictor: hidden states of running sequences."""
 
     worker_id: Id
     incarnation: Number
     model: Text
-    """States of different models have nothing to do with each other."""
+    """Model that the states belong to; states of different models are not comparable."""
     states: Annotated[tuple[AnswerState, ...], Meta(max_length=MOST_STATES)]
 
 
 class RevisedLength(Message, frozen=True, kw_only=True):
-    """Of an answer that had so many tokens, and goes on."""
+    """Revised prediction for an unfinished answer of `generated_tokens` tokens."""
 
     ref: SequenceRef
     generated_tokens: Count
@@ -48,7 +48,7 @@ class RevisedLength(Message, frozen=True, kw_only=True):
 
 
 class LengthsRevised(Message, frozen=True, kw_only=True):
-    """Predictor → scheduler."""
+    """Predictor → scheduler: revised predictions."""
 
     predictor_id: Id
     lengths: Annotated[tuple[RevisedLength, ...], Meta(max_length=MOST_STATES)]

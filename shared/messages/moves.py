@@ -1,4 +1,4 @@
-"""Migrations: who asks for them, who prepares them, how each ended; and how many workers should run.
+"""Migration commands, progress and results; and the number and roles of workers that should run.
 
 See docs/migration.md.
 """
@@ -13,16 +13,16 @@ from shared.messages.values import Count, Digest, Id, Number, Seconds, Text
 
 
 class MoveMode(StrEnum):
-    """What travels so that the target need not begin from nothing."""
+    """Data that is sent so that the target does not start from nothing."""
 
     TOKENS = "tokens"
-    """Token ids; the target computes their KV again while the source goes on."""
+    """Token ids; the target recomputes their KV while the source continues."""
     KV = "kv"
-    """Whole blocks of KV, over the bulk plane, while the source goes on."""
+    """Whole KV blocks, over the bulk plane, while the source continues."""
 
 
 class SequenceMove(Message, frozen=True, kw_only=True):
-    """One sequence is to go on on another worker."""
+    """One sequence and the worker that it should migrate to."""
 
     ref: SequenceRef
     target: Id
@@ -30,102 +30,102 @@ class SequenceMove(Message, frozen=True, kw_only=True):
 
 
 class MoveSequences(Message, frozen=True, kw_only=True):
-    """Placement, or an operator → scheduler."""
+    """Placement or an operator → scheduler: migrate these sequences."""
 
     moves: tuple[SequenceMove, ...]
 
 
 class MovesTaken(Message, frozen=True, kw_only=True):
-    """The answer: for each move why it was not begun; empty: it was."""
+    """Reply: one entry per move; empty if it was started, else the reason why not."""
 
     refusals: tuple[Text, ...]
 
 
 class MovePrepared(Message, frozen=True, kw_only=True):
-    """Scheduler → gateways: the target has the sequence's KV; the owner may raise the attempt now."""
+    """Scheduler → gateways: the target has the sequence's KV; the gateway may now raise the attempt."""
 
     ref: SequenceRef
     target: Id
     open_tokens: Count = 0
-    """The owner may go on reading the old worker until the target has caught up, and send the target so many
-    more tokens after the submission."""
+    """Tokens that the gateway may still read from the old worker, and send to the target after submitting."""
 
 
 class SequenceMoved(Message, frozen=True, kw_only=True):
-    """Scheduler → whoever asked: a move is over. It failed when it has a `reason`; nothing was lost then."""
+    """Scheduler → requester: a migration ended. It failed if `reason` is set; the sequence then stayed
+    put."""
 
     ref: SequenceRef
-    """The attempt that was to move."""
+    """Attempt that was to migrate."""
     source: Id
     target: Id
     mode: MoveMode = MoveMode.TOKENS
     reason: Text = ""
     rounds: Count = 0
-    """Rehearsals at the target, or times that blocks were fetched."""
+    """Number of rehearsals at the target, or of block fetches."""
     rehearsed_tokens: Count = 0
-    """Prompt and answer so far, at the last one."""
+    """Prompt and answer tokens covered by the last rehearsal."""
     moved_bytes: Number = 0
-    """Of KV that was fetched."""
+    """Bytes of KV fetched."""
     late_bytes: Number = 0
-    """Of these, what was fetched once the answer had begun."""
+    """Part of `moved_bytes` that was fetched after the answer had begun."""
     late_s: Seconds = 0.0
-    """That this took on the link."""
+    """Seconds that `late_bytes` took on the link."""
     fallback: Text = ""
-    """Why KV was not fetched, or not all of it: the rest was computed from tokens."""
+    """Reason why some or all KV was recomputed from tokens instead of fetched."""
     prepare_s: Seconds = 0.0
-    """From the order to the gateway being told."""
+    """Seconds from the command to the gateway's notification."""
     switch_s: Seconds = 0.0
-    """From then until the target ran the sequence."""
+    """Seconds from the notification until the target ran the sequence."""
 
 
 class PullBlocks(Message, frozen=True, kw_only=True):
-    """Scheduler → target of a migration: fetch from its source the blocks of these tokens that are missing
-    here, and keep them in the prefix cache. Again is harmless."""
+    """Scheduler → migration target: fetch missing KV blocks from the source into the prefix cache.
+    Idempotent."""
 
     source: Id
     source_incarnation: Number
     tokens: bytes
-    """Packed: prompt and answer so far, those at the source whose KV is computed."""
+    """Packed tokens of prompt and answer whose KV the source has computed."""
     cache_salt: Digest = b""
     valid_for_s: Seconds = 10.0
-    """What is not there by then is not fetched any more."""
+    """Time limit; blocks that have not arrived by then are not fetched."""
     is_shadow: bool = False
-    """The sequence stays where it is: these are for the case that its worker dies. They are kept on the host
-    as far as there is room for such, and fetched when nothing else is."""
+    """True for a backup copy in case the source dies. It is kept in spare host memory and has lowest
+    priority."""
 
     def __post_init__(self) -> None:
         check_packed(self.tokens)
 
 
 class BlocksPulled(Message, frozen=True, kw_only=True):
-    """The answer: how much of it is there now, whether it was fetched or known before."""
+    """Reply: how much of the sequence the target holds, fetched now or known before."""
 
     held_tokens: Count
-    """From the beginning, in whole blocks."""
+    """Tokens held from the beginning, in whole blocks."""
     fetched_blocks: Count = 0
     fetched_bytes: Number = 0
     took_s: Seconds = 0.0
-    """On the link."""
+    """Seconds spent on the link."""
     is_cut_short: bool = False
-    """Its time was over before all was there: what is missing may come with the next order."""
+    """True if the time limit ended the fetch early; a repeated command continues it."""
 
 
 class WorkersWanted(Message, frozen=True, kw_only=True):
-    """Placement → whoever runs workers, repeated: what should be, not what to do."""
+    """Placement → autoscaler, repeated: the desired state of the fleet."""
 
     wanted: Count
-    """How many workers of `model` should run."""
+    """Number of workers of `model` that should run."""
     parked: tuple[Id, ...] = ()
-    """Workers that get nothing any more; they may be stopped."""
+    """Workers that receive no new work and may be stopped."""
     model: Text = ""
-    """Of which this says something, and of no other; empty: of the one model that there is."""
+    """The only model that this message is about; empty: the stack serves only one."""
 
 
 class WorkerRoles(Message, frozen=True, kw_only=True):
-    """Placement → scheduler, repeated: what each worker of `model` is given to do."""
+    """Placement → scheduler, repeated: the role of each worker of `model`."""
 
     model: Text = ""
     roles: dict[Id, Text] = msgspec.field(default_factory=dict)
-    """By worker: `prefill`, `decode` or `both`."""
+    """Role by worker id: `prefill`, `decode` or `both`."""
     shortage: Text = ""
-    """Why nothing new can be served: nobody may compute prompts, or write answers; empty: it can."""
+    """Reason why no new request can be served (no worker for prefill or for decode); empty: none."""

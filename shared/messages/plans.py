@@ -1,7 +1,7 @@
-"""What the scheduler tells a worker to run, and what the worker reports after each step.
+"""Batch plans from the scheduler, and the worker's report after each step.
 
-A plan states intent. The worker applies each item only where it is valid (attempt alive, chunk starts where
-the computation stands, blocks free), skips the rest and reports what it skipped.
+The worker applies each item of a plan only if it is valid: the attempt is alive, the chunk starts at the next
+uncomputed token, and blocks are free. It skips all other items and reports them.
 """
 
 from enum import StrEnum
@@ -12,13 +12,13 @@ from shared.messages.values import Count, Epoch, Id, Number, PositiveCount, Seco
 
 
 class PreemptMode(StrEnum):
-    """What becomes of a preempted sequence's KV."""
+    """What happens to the KV of a preempted sequence."""
 
     RECOMPUTE = "recompute"
-    """Freed; the sequence is prefilled again from its tokens."""
+    """The blocks are freed; the sequence is prefilled again from its tokens."""
     SWAP = "swap"
-    """Freed, and its whole blocks are kept on the worker's host until it comes back; it is prefilled as
-    ever, and finds them. A worker that cannot keep them recomputes."""
+    """The blocks are freed, and whole blocks are kept on the host. The later prefill finds them there. A
+    worker without room for them recomputes."""
 
 
 class PrefillChunk(Message, frozen=True, kw_only=True, gc=False):
@@ -28,56 +28,57 @@ class PrefillChunk(Message, frozen=True, kw_only=True, gc=False):
     first_token: Count
     end_token: Count
     allocated_blocks: Count
-    """The sequence's total allocation once the item is applied."""
+    """Total allocation of the sequence after this item."""
 
 
 class Decode(Message, frozen=True, kw_only=True, gc=False):
-    """One token in each of the plan's steps, as long as the allocation lasts."""
+    """Compute one token in each step of the plan, as long as the allocation lasts."""
 
     ref: SequenceRef
     allocated_blocks: Count
-    """The sequence's total allocation once the item is applied."""
+    """Total allocation of the sequence after this item."""
 
 
 class Preemption(Message, frozen=True, kw_only=True):
-    """Take the blocks of a running sequence; applied before anything else in the plan."""
+    """Take the blocks of a running sequence; applied before all other items of the plan."""
 
     ref: SequenceRef
     mode: PreemptMode = PreemptMode.RECOMPUTE
 
 
 class BatchPlan(Message, frozen=True, kw_only=True):
-    """Up to `steps` iterations of one worker without asking again. Applied in the order of the fields."""
+    """Up to `steps` steps that one worker runs without further commands. Applied in the order of the
+    fields."""
 
     epoch: Epoch
-    """Of the scheduler; a worker refuses a plan older than the highest it has seen."""
+    """Epoch of the scheduler; a worker refuses plans of an older epoch than the highest it has seen."""
     seq: Number
-    """Counts the plans sent to this worker within one epoch, from 1."""
+    """Number of the plan within this worker and epoch, from 1."""
     steps: PositiveCount = 1
     report_at: Count = 0
-    """0: every step is reported. Else only the step of this number, the last one, and those in which a
-    sequence ended, an item was skipped or a stored prefix was found."""
+    """Number of the step to report; 0: report every step. The last step is always reported. So is any step
+    that ends a sequence, skips an item or hits the prefix cache."""
     valid_for_s: Seconds = 5.0
-    """On the worker's monotonic clock, from receipt; an expired plan is not run and reported as such."""
+    """Lifetime from receipt, on the worker's monotonic clock; an expired plan is reported and not run."""
     supersedes: bool = False
-    """Drop what remains of earlier plans at the next step boundary."""
+    """True to drop the rest of earlier plans at the next step boundary."""
     drops: tuple[SequenceRef, ...] = ()
-    """Forget these attempts (a later one lives elsewhere)."""
+    """Attempts to forget, because a later one runs elsewhere."""
     preemptions: tuple[Preemption, ...] = ()
     starts: tuple[SequenceSpec, ...] = ()
-    """Sequences the worker does not hold yet; an already held equal attempt is left as it is."""
+    """Sequences new to the worker; if it already holds the same attempt, nothing changes."""
     prefills: tuple[PrefillChunk, ...] = ()
     """Run in the plan's first step only."""
     decodes: tuple[Decode, ...] = ()
 
 
 class SkipReason(StrEnum):
-    """Why a worker did not apply an item."""
+    """Reason why a worker did not apply an item."""
 
     UNKNOWN = "unknown"
-    """The attempt is not held (ended, cancelled, or never arrived)."""
+    """The worker does not hold the attempt: it ended, was cancelled, or never arrived."""
     MISALIGNED = "misaligned"
-    """The chunk does not start where the computation stands, or the sequence is not at a decode."""
+    """The chunk does not start at the next uncomputed token, or the sequence is not decoding."""
     NO_BLOCKS = "no_blocks"
     EXHAUSTED = "exhausted"
     """The allocation has no slot for the next token."""
@@ -89,35 +90,35 @@ class SkippedItem(Message, frozen=True, kw_only=True):
 
 
 class PrefixHit(Message, frozen=True, kw_only=True):
-    """The beginning of a sequence was found in the worker's prefix cache; the next chunk may start after it.
+    """The worker's prefix cache holds the beginning of a sequence; the next chunk may start after it.
 
-    A chunk that was planned before starts earlier; only what is missing of it is computed.
+    A chunk planned earlier may start before that point; only its missing part is computed.
     """
 
     ref: SequenceRef
     cached_tokens: Count
-    """From the sequence's beginning; never all of it."""
+    """Cached tokens from the sequence's beginning; never all of them."""
     blocks: tuple[Count, Count, Count] = (0, 0, 0)
-    """Found just now on the device, the host, and disk; what else `cached_tokens` covers comes with the next
-    chunk."""
+    """Blocks just found on the device, on the host, and on disk. Any others in `cached_tokens` come with the
+    next chunk."""
     peer_blocks: Count = 0
-    """Found just now in host memory that other workers lend."""
+    """Blocks just found in host memory lent by other workers."""
 
 
 class ShortStart(Message, frozen=True, kw_only=True):
-    """A sequence went on with fewer tokens of its answer than its plan left room for."""
+    """A sequence continued with fewer answer tokens than its plan reserved (`SequenceSpec.open_tokens`)."""
 
     ref: SequenceRef
     missing_tokens: Count
 
 
 class PassedOver(Message, frozen=True, kw_only=True):
-    """A decode of the plan that was put off: its sequence waited for stored blocks, or computed with them
-    what an earlier plan had asked for."""
+    """A postponed decode: its sequence waited for stored blocks, or computed part of an earlier plan with
+    them."""
 
     ref: SequenceRef
     steps: PositiveCount
-    """So many of the plan's."""
+    """Number of the plan's steps that were postponed."""
 
 
 class EndedSequence(Message, frozen=True, kw_only=True):
@@ -127,7 +128,7 @@ class EndedSequence(Message, frozen=True, kw_only=True):
 
 
 class StepOutcome(StrEnum):
-    """What became of the plan a report is about."""
+    """What happened to the reported plan."""
 
     RAN = "ran"
     EXPIRED = "expired"
@@ -136,33 +137,33 @@ class StepOutcome(StrEnum):
 
 
 class WorkerStepped(Message, frozen=True, kw_only=True):
-    """After each step that its plan wants reported, or when a plan is given up. What is not listed went as
+    """Sent after each step to report, and when a plan is dropped. Items that are not listed went as
     planned."""
 
     worker_id: Id
     incarnation: Number
     seq: Number
-    """Counts this worker's `stepped` reports within its incarnation, from 1; a gap calls for a snapshot."""
+    """Number of this report within the worker's incarnation, from 1; after a gap, take a snapshot."""
     epoch: Epoch
     plan_seq: Number
     outcome: StepOutcome = StepOutcome.RAN
     steps_done: Count
-    """Steps of the plan run so far."""
+    """Number of the plan's steps run so far."""
     plan_over: bool
-    """No further step of this plan will run."""
+    """True if no further step of this plan will run."""
     prefilled_tokens: Count = 0
-    """Since the last report, as `decoded_tokens`."""
+    """Tokens prefilled since the last report; likewise `decoded_tokens`."""
     decoded_tokens: Count = 0
     step_s: Seconds = 0.0
-    """Of this step; 0 when none ran."""
+    """Duration of this step; 0 if none ran."""
     context_tokens: Count = 0
-    """Of this step's decodes: tokens that they attended to, their own included."""
+    """Context length summed over this step's decodes, their own tokens included."""
     free_blocks: Count = 0
-    """Those of unused prefixes included: what can be allocated now."""
+    """Blocks that can be allocated now, including those of unused prefixes."""
     ended: tuple[EndedSequence, ...] = ()
     skipped: tuple[SkippedItem, ...] = ()
     shorts: tuple[ShortStart, ...] = ()
     passed: tuple[PassedOver, ...] = ()
-    """In the last report about a plan: of all its steps."""
+    """Set in the last report about a plan; covers all its steps."""
     hits: tuple[PrefixHit, ...] = ()
-    """Since the last report."""
+    """Prefix cache hits since the last report."""

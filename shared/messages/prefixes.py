@@ -1,7 +1,6 @@
-"""Which blocks of prompts lie in which worker's prefix cache: events, the question after a gap, chains.
+"""Contents of workers' prefix caches: updates, the query after a gap, and block-hash chains of prompts.
 
-Names are `shared.blocks.BlockHash`es, packed one after the other. News say how things stand, not what
-happened: taking one in twice changes nothing.
+Names are packed `shared.blocks.BlockHash`es. Updates state the result, so applying one twice changes nothing.
 """
 
 from shared.blocks import HASH_BYTES
@@ -10,38 +9,38 @@ from shared.messages.sequence import check_packed
 from shared.messages.values import Count, Id, Number, PositiveCount
 
 MOST_CHAIN_BLOCKS = 256
-"""Names of one prompt that travel to placement; what comes after them is not weighed."""
+"""Maximum number of names per prompt sent to placement; later blocks are ignored."""
 MOST_NEWS_BLOCKS = 32_768
-"""Names in one message: 0.6 MB."""
+"""Maximum number of names in one message: 0.6 MB."""
 
 
 class PrefixChain(Message, frozen=True, kw_only=True):
-    """A prompt's whole blocks from its beginning on, as workers of one fingerprint name them."""
+    """Hashes of a prompt's leading whole blocks, for workers with the same fingerprint."""
 
     block_tokens: PositiveCount
     names: bytes
-    """Packed, at most `MOST_CHAIN_BLOCKS`."""
+    """Packed names, at most `MOST_CHAIN_BLOCKS`."""
 
     def __post_init__(self) -> None:
         check_packed(self.names, HASH_BYTES)
 
 
 class WorkerPrefixes(Message, frozen=True, kw_only=True):
-    """What changed in a worker's prefix cache, and its answer to `FindPrefixes`."""
+    """Changes in a worker's prefix cache; also the reply to `FindPrefixes`."""
 
     worker_id: Id
     incarnation: Number
     seq: Number
-    """Counts the events of this incarnation, from 1; an answer has that of the last event it covers."""
+    """Number of the event within this incarnation, from 1; in a reply, the last event that it covers."""
     added: bytes = b""
-    """Packed names of blocks that are stored."""
+    """Packed names of stored blocks."""
     tiers: bytes = b""
-    """One byte for each of `added`: the nearest tier that has it (0 device, 1 host, 2 disk, 3
-    host memory that another worker lends)."""
+    """One byte per name in `added`, the fastest tier that holds it: 0 device, 1 host, 2 disk, 3 host memory
+    lent by another worker."""
     removed: bytes = b""
-    """Packed names of blocks that are stored nowhere any more."""
+    """Packed names of blocks that no tier stores any more."""
     full: bool = False
-    """Nothing else is stored, or was left out because it is too much for one message."""
+    """True if this lists the whole cache, up to what fits one message."""
 
     def __post_init__(self) -> None:
         check_packed(self.added, HASH_BYTES)
@@ -51,19 +50,19 @@ class WorkerPrefixes(Message, frozen=True, kw_only=True):
 
 
 class ForgetPrefixes(Message, frozen=True, kw_only=True):
-    """Gateway → worker, for its operator: empty the prefix cache; blocks in use stay."""
+    """Gateway → worker, for the operator: empty the prefix cache. Blocks in use stay."""
 
     sender: Id
 
 
 class PrefixesForgotten(Message, frozen=True, kw_only=True):
-    """How many blocks the cache has forgotten."""
+    """Number of blocks that the cache dropped."""
 
     blocks: Count = 0
 
 
 class FindPrefixes(Message, frozen=True, kw_only=True):
-    """Placement → worker: what changed after event `since_seq`; everything where that is forgotten."""
+    """Placement → worker: changes after event `since_seq`; if that is too old, the whole cache."""
 
     incarnation: Number
     since_seq: Number = 0

@@ -1,4 +1,4 @@
-"""What a service remembers of the last while, and the question for it (`shared.recorder`)."""
+"""Recorded events of a service, and the query for them (`shared.recorder`)."""
 
 from typing import Any
 
@@ -9,39 +9,39 @@ from shared.messages.values import Count, Id, Number, SignedSeconds, Text, UnixS
 
 
 class TellRecorded(Message, frozen=True, kw_only=True):
-    """Which of an instance's events are wanted: those after a number, of one request, of certain kinds."""
+    """Select events of an instance by number, request and kind."""
 
     since_seq: Number | None = None
-    """Only what came after the event of this number; None: the latest, as many as are told."""
+    """Return only events after this number; None: the latest ones."""
     request_id: Text = ""
-    """Only what happened to this request; and of steps and plans how it was part of them. Empty: all."""
+    """Return only events of this request, and its share in steps and plans; empty: all."""
     kinds: tuple[Text, ...] = ()
-    """Empty: all."""
+    """Kinds to return; empty: all."""
     most: Count = 4096
-    """No more than these."""
+    """Maximum number of events."""
 
 
 class RecordedEvent(Message, frozen=True, kw_only=True):
     seq: Number
     at_s: SignedSeconds
-    """On the monotonic clock of the machine that recorded it."""
+    """Time on the monotonic clock of the recording machine."""
     kind: Text
     request_id: Text = ""
-    """Empty: it concerns none, or many, which `fields` name."""
+    """Request of the event; empty: none, or several that `fields` lists."""
     fields: dict[Text, Any] = msgspec.field(default_factory=dict)
 
 
 class Recorded(Message, frozen=True, kw_only=True):
-    """The events, oldest first. They fit one message; `next_seq` says where to go on."""
+    """Recorded events, oldest first, as many as fit one message. Continue from `next_seq`."""
 
     instance: Id
     service: Id
     incarnation: Number
     now_s: SignedSeconds
-    """This moment on the clock of `at_s`, and by the wall clock: so events of several machines compare."""
+    """Current time on the clock of `at_s`. With `unix_s` it aligns events of different machines."""
     unix_s: UnixSeconds
     oldest_seq: Number
-    """What came before is forgotten."""
+    """Number of the oldest event still kept."""
     next_seq: Number
-    """To be asked for with `since_seq` for what comes after these."""
+    """Value of `since_seq` for the next query."""
     events: tuple[RecordedEvent, ...] = ()

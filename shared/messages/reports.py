@@ -1,4 +1,4 @@
-"""Heartbeats: what each publisher says of itself. Together they are the stack's recoverable state."""
+"""Heartbeats and status reports of all services. Together they are enough to rebuild the stack's state."""
 
 from enum import StrEnum
 from typing import Any
@@ -24,37 +24,38 @@ from shared.messages.values import (
 
 
 class Capacity(Message, frozen=True, kw_only=True):
-    """A worker's KV in its own blocks. Lent blocks are outside `total_blocks`, borrowed ones inside."""
+    """KV capacity of a worker, in its own blocks. `total_blocks` includes borrowed blocks and excludes lent
+    ones."""
 
     total_blocks: Count
     free_blocks: Count
     evictable_blocks: Count = 0
-    """Unreferenced prefix blocks."""
+    """Blocks of cached prefixes that no sequence uses."""
     lent_blocks: Count = 0
     borrowed_blocks: Count = 0
     growable_blocks: Count = 0
     doomed_blocks: Count = 0
-    """About to vanish because the pool shrinks."""
+    """Blocks about to disappear because the pool shrinks."""
     borrowed_free_blocks: Count = 0
-    """Of `free_blocks` and `evictable_blocks`: borrowed, so not to be lent on."""
+    """Borrowed part of `free_blocks` and `evictable_blocks`; cannot be lent on."""
     most_lent_blocks: Count = 0
-    """It never lends more than this for sequences, whatever is free; host memory included."""
+    """Lending limit for sequences, host memory included."""
     lendable_blocks: Count | None = None
-    """What it would lend now, within its cap; None: it says nothing of that."""
+    """Blocks that it would lend now, within the limit; None: unknown."""
     host_blocks: Count = 0
-    """Of host memory, kept for others and for nothing else; outside every other figure here."""
+    """Host memory reserved for lending, in blocks; not counted in any other field."""
     host_lent_blocks: Count = 0
-    """Of `host_blocks`."""
+    """Lent part of `host_blocks`."""
     host_lendable_blocks: Count = 0
-    """Of `host_blocks`, what it would lend now."""
+    """Part of `host_blocks` that it would lend now."""
     host_yielding_blocks: Count = 0
-    """Of `host_lent_blocks`, those that other workers' prefix caches have: they give way to sequences."""
+    """Part of `host_lent_blocks` that other workers' prefix caches use; it yields to sequences."""
     is_host_for_caches: bool = False
-    """No sequence of anybody's could use its host memory: it is lent for prefix caches alone."""
+    """True if its host memory can serve only prefix caches, because no sequence could use it."""
 
     @property
     def plannable_blocks(self) -> int:
-        """What a plan may count on being able to allocate now."""
+        """Number of blocks that a plan may allocate now."""
         return max(0, self.free_blocks + self.evictable_blocks - self.doomed_blocks)
 
     @property
@@ -65,10 +66,10 @@ class Capacity(Message, frozen=True, kw_only=True):
 
 
 class SequenceState(StrEnum):
-    """A sequence as its worker sees it."""
+    """State of a sequence at its worker."""
 
     WAITING = "waiting"
-    """Held, nothing computed (new, or preempted for recomputation)."""
+    """Held, nothing computed yet: new, or preempted for recomputation."""
     PREFILLING = "prefilling"
     DECODING = "decoding"
     ENDED = "ended"
@@ -76,16 +77,16 @@ class SequenceState(StrEnum):
 
 
 class SequenceReport(Message, frozen=True, kw_only=True):
-    """One sequence in a heartbeat: enough for a scheduler to adopt it and for a gateway to see gaps."""
+    """One sequence in a heartbeat. Lets a scheduler adopt it, and a gateway detect missing tokens."""
 
     ref: SequenceRef
     gateway_id: OptionalId
-    """Empty: nobody waits for it, it is a rehearsal of a move."""
+    """Empty: rehearsal of a migration, with no reader."""
     state: SequenceState
     prompt_tokens: Count
     generated_tokens: Count
     computed_tokens: Count
-    """Tokens whose KV is present (chunk progress)."""
+    """Tokens whose KV is present."""
     max_tokens: Count
     allocated_blocks: Count
     finish_reason: FinishReason | None = None
@@ -99,130 +100,130 @@ class SequenceReport(Message, frozen=True, kw_only=True):
 
 
 class CacheReport(Message, frozen=True, kw_only=True):
-    """A worker's prefix cache: what lies below the device, and what was found since the worker started."""
+    """Prefix cache of a worker: tiers below the device, and hits since the worker started."""
 
     host_blocks: Count = 0
-    """Of the host tier; `host_used_blocks` of them hold something, as for the disk."""
+    """Size of the host tier; `host_used_blocks` of it are in use. The disk fields are alike."""
     host_used_blocks: Count = 0
     disk_blocks: Count = 0
     disk_used_blocks: Count = 0
     peer_blocks: Count = 0
-    """Of host memory that other workers lend to the cache."""
+    """Host memory that other workers lend to the cache."""
     peer_used_blocks: Count = 0
     device_hits: Number = 0
-    """Blocks of prompts found there first, and used."""
+    """Prompt blocks used whose fastest tier was the device; likewise for the other tiers."""
     host_hits: Number = 0
     disk_hits: Number = 0
     peer_hits: Number = 0
     borrowed_hits: Number = 0
-    """Of `device_hits`, blocks that lie at creditors."""
+    """Part of `device_hits` that lies at creditors."""
     misses: Number = 0
-    """Blocks of prompts that were stored nowhere."""
+    """Prompt blocks that no tier stored."""
 
 
 WAIT_BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
-"""Each counts times up to its bound, and one more count what is longer."""
+"""Upper bounds of histogram buckets in seconds; one more bucket counts longer times."""
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
-"""The same of a step's tokens."""
+"""Upper bounds of histogram buckets for tokens per step."""
 
 
 class StepsReport(Message, frozen=True, kw_only=True):
-    """What a worker's steps were like since it started, counted in buckets."""
+    """Histograms of a worker's steps since it started."""
 
     tokens: Number = 0
-    """Of all steps: prompts' and answers'."""
+    """Prompt and answer tokens of all steps."""
     by_tokens: tuple[Number, ...] = ()
-    """Steps by their tokens, `STEP_TOKEN_BOUNDS`."""
+    """Number of steps by tokens, in the buckets of `STEP_TOKEN_BOUNDS`."""
     prefill_s: Seconds = 0.0
-    """Of sequences that began here: from the plan that brought them to their first token."""
+    """Total seconds from the first plan of a sequence to its first token, for sequences started here."""
     by_prefill: tuple[Number, ...] = ()
-    """These times, by `WAIT_BOUNDS_S`."""
+    """The same times in the buckets of `WAIT_BOUNDS_S`."""
     inference_s: Seconds = 0.0
-    """Of sequences that ended here: from the plan that brought them to their last token."""
+    """Total seconds from the first plan of a sequence to its last token, for sequences ended here."""
     by_inference: tuple[Number, ...] = ()
 
 
 class WorkerReported(Message, frozen=True, kw_only=True):
-    """A worker's heartbeat, and its answer to a snapshot command."""
+    """Heartbeat of a worker; also the reply to `TakeSnapshot`."""
 
     worker_id: Id
     incarnation: Number
     seq: Number
-    """Counts heartbeats and snapshots of this incarnation, from 1."""
+    """Number of the heartbeat or snapshot within this incarnation, from 1."""
     stepped_seq: Number
-    """`seq` of the last `WorkerStepped` this report includes."""
+    """`seq` of the last `WorkerStepped` included here."""
     epoch: Epoch
     """Highest scheduler epoch seen."""
     plan_seq: Number
-    """Last plan of that epoch that has reached it, though a step may still run that began before."""
+    """Last plan of that epoch received; a step of an earlier plan may still be running."""
     model: Text
-    """Name the model is served under."""
+    """Name under which the model is served."""
     block_tokens: PositiveCount
     max_context_tokens: Count
-    """Longest prompt + answer: the model's limit, or the KV capacity when that is smaller."""
+    """Maximum prompt + answer: the model's limit, or the KV capacity if smaller."""
     capacity: Capacity
     sequences: tuple[SequenceReport, ...] = ()
     host: Text = ""
-    """Locality: workers with equal hosts are neighbours."""
+    """Host name; workers with the same host are neighbours."""
     lent_to_blocks: dict[Id, Count] = msgspec.field(default_factory=dict)
-    """Of `capacity.lent_blocks`: what each debtor holds, by worker id."""
+    """`capacity.lent_blocks` by debtor's worker id."""
     borrowed_from_blocks: dict[Id, Count] = msgspec.field(default_factory=dict)
-    """Of `capacity.borrowed_blocks`: what each creditor lends, by worker id."""
+    """`capacity.borrowed_blocks` by creditor's worker id."""
     host_lent_to_blocks: dict[Id, Count] = msgspec.field(default_factory=dict)
-    """`capacity.host_lent_blocks` by debtor."""
+    """`capacity.host_lent_blocks` by debtor's worker id."""
     host_borrowed_from_blocks: dict[Id, Count] = msgspec.field(default_factory=dict)
-    """Of `capacity.borrowed_blocks`, those in creditors' host memory; device and host together are all. And
-    what its prefix cache has there (`cache.peer_blocks`), which `capacity` does not know."""
+    """Blocks in creditors' host memory, by worker id: the host part of `capacity.borrowed_blocks`, plus the
+    prefix cache's `cache.peer_blocks`."""
     prefill_tokens_per_s: Rate = 0.0
-    """Measured, exponentially weighted; 0 before the first measurement."""
+    """Exponentially weighted mean; 0: not measured yet."""
     prefill_context_tokens: Count = 0
-    """That preceded a prompt token of those measurements in its sequence, weighted alike."""
+    """Mean context length before the measured prompt tokens, weighted likewise."""
     decode_step_s: Seconds = 0.0
-    """Measured, exponentially weighted; 0 before the first measurement."""
+    """Exponentially weighted mean; 0: not measured yet."""
     fingerprint: Digest = b""
-    """What must agree for KV to be exchanged (`shared.blocks`); empty: nobody else can use its KV."""
+    """Fingerprint that must match to exchange KV (`shared.blocks`); empty: KV cannot be shared."""
     caches_prefixes: bool = False
-    """Blocks outlive their sequences, under names that begin with the fingerprint."""
+    """True if blocks outlive their sequences, under hashes that begin with the fingerprint."""
     weights: Text = ""
-    """Digest of the model, its configuration and weights, in hex; empty: not known. Workers of one name must
-    have the same."""
+    """Digest of model, configuration and weights in hex; empty: unknown. Workers of one model must agree."""
     kv_block_bytes: Number = 0
-    """Of one block over all layers; 0: its blocks cannot be fetched."""
+    """Bytes of one block over all layers; 0: blocks cannot be fetched."""
     link_bytes_per_s: dict[Id, Rate] = msgspec.field(default_factory=dict)
-    """Measured when it fetched KV from other workers, by their ids."""
+    """Measured throughput of KV fetches, by worker id of the source."""
     host_block_s: Seconds = 0.0
-    """Measured: one block from host memory to the device; 0: there is no host tier."""
+    """Measured seconds to copy one block from host to device; 0: no host tier."""
     swap_room_blocks: Count = 0
-    """More blocks of preempted sequences that it would keep on the host (`PreemptMode.SWAP`)."""
+    """Number of additional swapped-out blocks that fit the host (`PreemptMode.SWAP`)."""
     shadow_room_blocks: Count = 0
-    """More copies of blocks of sequences that run on other workers that it would keep there."""
+    """Number of additional backup blocks of other workers' sequences that fit the host."""
     remote_block_s: Seconds = 0.0
-    """Measured: how much longer a step takes for each block in use that lies at another worker; 0: not
-    known."""
+    """Measured extra step time in seconds per remote block in use; 0: unknown."""
     expand_stall_s: Seconds | None = None
-    """Measured: what a step waits for each layer of KV that Pie has on the host, and would for one more;
-    None where there is no Pie, or no such layer yet."""
+    """Measured stall per step in seconds for each KV layer that Pie keeps on the host. None: no Pie, or no
+    such layer yet."""
     swapped_layers: Count = 0
-    """Of the model's, those whose KV Pie keeps on the host."""
+    """Number of the model's layers whose KV Pie keeps on the host."""
     cache: CacheReport | None = None
-    """None: there is no prefix cache."""
+    """None: no prefix cache."""
     busy_share: Share = 0.0
-    """Of the last while, in which its engine computed."""
+    """Recent share of time in which the engine computed."""
     bulk_addresses: dict[Id, Text] = msgspec.field(default_factory=dict)
-    """Where its bulk plane listens, by transport; who dials asks it for a ticket first (`AskTicket`)."""
+    """Bulk-plane addresses by transport; dialling needs a ticket (`AskTicket`)."""
     steps: StepsReport | None = None
-    """None: nothing was computed yet."""
+    """None: nothing computed yet."""
     protocol: Count = 0
-    """`shared.release.PROTOCOL` of its code."""
+    """`shared.release.PROTOCOL` of the running code."""
 
     @property
     def door(self) -> str:
-        """Where the system refuses connections as soon as the worker has ended: host:port; "": nowhere."""
+        """Return the host:port that refuses connections once the worker process has ended; "" if there is
+        none."""
         return self.bulk_addresses.get("tcp", "")
 
 
 class SchedulerAnnounced(Message, frozen=True, kw_only=True):
-    """At start, then at a fixed interval. A new incarnation asks gateways to resubmit what runs."""
+    """Sent at start, then at a fixed interval. A new incarnation asks gateways to resubmit running
+    requests."""
 
     scheduler_id: Id
     incarnation: Number
@@ -232,22 +233,22 @@ class SchedulerAnnounced(Message, frozen=True, kw_only=True):
     running: Count = 0
     queued_by_model: dict[Text, Count] = msgspec.field(default_factory=dict)
     preemptions: Count = 0
-    """In this term, as what follows."""
+    """Number in this term; likewise the fields below."""
     waits: tuple[Count, ...] = ()
-    """How long sequences waited for their first plan, counted by `WAIT_BOUNDS_S`."""
+    """Waits for the first plan, in the buckets of `WAIT_BOUNDS_S`."""
     waited_s: Seconds = 0.0
-    """All of it together."""
+    """Total seconds of these waits."""
     placed_prompt_tokens: Number = 0
-    """Of sequences that are over, in this term; of these: expected in caches, found, and wrongly expected."""
+    """Prompt tokens of ended sequences. The next three: expected cache hits, actual hits, and the error."""
     hits_expected_tokens: Number = 0
     hits_found_tokens: Number = 0
     hits_error_tokens: Number = 0
     protocol: Count = 0
-    """`shared.release.PROTOCOL` of its code."""
+    """`shared.release.PROTOCOL` of the running code."""
 
 
 class WorkerLost(Message, frozen=True, kw_only=True):
-    """Scheduler → gateways: this worker is silent or was restarted; resubmit these, with a higher attempt."""
+    """Scheduler → gateways: a worker is silent or has restarted; resubmit these with a higher attempt."""
 
     worker_id: Id
     incarnation: Number
@@ -255,29 +256,29 @@ class WorkerLost(Message, frozen=True, kw_only=True):
 
 
 class SequencesGivenUp(Message, frozen=True, kw_only=True):
-    """Scheduler → gateways: these attempts will not be answered; submit them again to learn why."""
+    """Scheduler → gateways: these attempts were dropped; submit them again to learn why."""
 
     refs: tuple[SequenceRef, ...]
 
 
 class StackVerdict(Message, frozen=True, kw_only=True):
-    """Supervisor → gateways, repeated: what is wrong with the stack; nothing where it is well."""
+    """Supervisor → gateways, repeated: faults of the stack; empty: healthy."""
 
     troubles: tuple[Text, ...] = ()
 
 
 class GatewayReported(Message, frozen=True, kw_only=True):
-    """A gateway's heartbeat. Nobody reads sequences of a silent gateway or of an earlier incarnation."""
+    """Heartbeat of a gateway. If it stops or its incarnation changes, its sequences have no reader."""
 
     gateway_id: Id
     incarnation: Number
     active: Count = 0
     protocol: Count = 0
-    """`shared.release.PROTOCOL` of its code."""
+    """`shared.release.PROTOCOL` of the running code."""
 
 
 class SequenceFinished(Message, frozen=True, kw_only=True):
-    """Gateway → whoever learns: a complete answer, once."""
+    """Gateway → predictor: one complete answer, sent once."""
 
     ref: SequenceRef
     prompt: bytes
@@ -285,24 +286,24 @@ class SequenceFinished(Message, frozen=True, kw_only=True):
     finish_reason: FinishReason
     max_tokens: Count
     model: Text = ""
-    """Whose answer it is; empty: that of the one model that there is."""
+    """Model that wrote the answer; empty: the stack serves only one."""
 
     def __post_init__(self) -> None:
         check_packed(self.prompt)
 
 
 class ServiceStatus(Message, frozen=True, kw_only=True):
-    """Answer of every instance to `cmd.<service>.status`."""
+    """Reply of every instance to `cmd.<service>.status`."""
 
     service: Id
     instance: Id
     incarnation: Number
     uptime_s: Seconds
     version: Text = ""
-    """Of its code; empty: older than this field."""
+    """Version of the running code; empty: older than this field."""
     protocol: Count = 0
-    """`shared.release.PROTOCOL` of its code."""
+    """`shared.release.PROTOCOL` of the running code."""
     tasks: Count = 0
-    """That its event loop has."""
+    """Number of tasks on its event loop."""
     details: dict[Text, Any] = msgspec.field(default_factory=dict)
-    """Scalars, and tables as lists of dictionaries, for people to read."""
+    """Scalars, and tables as lists of dictionaries, for display."""

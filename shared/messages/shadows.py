@@ -1,4 +1,4 @@
-"""What gateways tell each other, so that an answer outlives the one that accepted its request."""
+"""Gateway-to-gateway messages that let an answer survive the gateway that accepted its request."""
 
 from typing import Annotated
 
@@ -22,38 +22,38 @@ _MOST_BODY_BYTES = 16 * 1024 * 1024
 
 
 class Shadow(Message, frozen=True, kw_only=True):
-    """A request as the gateway that accepted it took it: with this another one gives the same answer."""
+    """A request as accepted, with all that another gateway needs to produce the same answer."""
 
     request_id: RequestId
-    """What its sequences are called; those of further prompts end in their number."""
+    """Request id of its sequences; those of further prompts append the prompt's index."""
     names: tuple[Digest, ...]
-    """What clients may ask for it by."""
+    """Digests of the names under which clients may ask for it."""
     fingerprint: Digest
-    """Of path and body: another request under the same name is refused."""
+    """Digest of path and body; a different request under the same name is refused."""
     path: Text
     body: Annotated[bytes, Meta(max_length=_MOST_BODY_BYTES)]
     answer_id: Text
     created: Number
-    """Seconds since 1970, as the answer says."""
+    """Unix time reported in the answer."""
     key: Text
-    """Digest of its API key."""
+    """Digest of the API key."""
     tenant: Tenant = NOBODY
     prompts: tuple[bytes, ...]
-    """Packed tokens; and how tokens are chosen, for each."""
+    """Packed tokens of each prompt; `samplings` has one entry per prompt."""
     samplings: tuple[Sampling, ...]
     choices: Choice
-    """Of each prompt."""
+    """Number of choices per prompt."""
     heir_key: Digest
-    """Workers hand what they keep of it to whoever shows this."""
+    """Key that makes workers release the answer to another gateway."""
     is_asked_for: bool = False
-    """By a name that its client gave it: it goes on for a while when nobody reads it."""
+    """True if the client named the request; it then continues for a while without a reader."""
     is_background: bool = False
-    """It goes on until its end, however long nobody reads it."""
+    """True if it runs to completion without a reader."""
     waited_s: SignedSeconds = 0.0
-    """Since it was accepted."""
+    """Seconds since it was accepted."""
     deadline_in_s: SignedSeconds | None = None
     takeovers: Count = 0
-    """So many gateways have had it before."""
+    """Number of earlier takeovers."""
 
     def __post_init__(self) -> None:
         for prompt in self.prompts:
@@ -61,37 +61,37 @@ class Shadow(Message, frozen=True, kw_only=True):
 
     @property
     def keys(self) -> list[SequenceKey]:
-        """Its sequences, prompt by prompt."""
+        """Keys of its sequences, in order of prompts."""
         names = [self.request_id if at == 0 else f"{self.request_id}-{at}" for at in range(len(self.prompts))]
         return [(name, choice) for name in names for choice in range(self.choices)]
 
 
 class TellShadows(Message, frozen=True, kw_only=True):
-    """Gateway → the one that would take its answers over."""
+    """Gateway → the gateway that would take over its answers."""
 
     sender: Id
     incarnation: Number
     taken: tuple[Shadow, ...] = ()
     ended: tuple[RequestId, ...] = ()
-    """Complete; computed again only if somebody asks."""
+    """Complete answers; recomputed only if a client asks."""
     dropped: tuple[RequestId, ...] = ()
-    """Nobody can ask any more."""
+    """Answers that no client can ask for any more."""
 
 
 class ClaimAnswer(Message, frozen=True, kw_only=True):
-    """Gateway → gateway: a client asks me for what is called so; if it is yours, it is mine from now on."""
+    """Gateway → gateway: take over the answer of this name, because its client asked the sender."""
 
     sender: Id
     name: Digest
     only_asks: bool = False
-    """It stays yours: I only want to know whether it is being made."""
+    """True to only query whether the answer exists, without taking over."""
 
 
 class AnswerSoFar(Message, frozen=True, kw_only=True):
-    """Of one sequence."""
+    """Tokens of one sequence so far."""
 
     tokens: bytes = b""
-    """Packed."""
+    """Packed token ids."""
     finish_reason: FinishReason | None = None
     cached_tokens: Count = 0
 
@@ -100,9 +100,10 @@ class AnswerSoFar(Message, frozen=True, kw_only=True):
 
 
 class ClaimedAnswer(Message, frozen=True, kw_only=True):
-    """Without `shadow` it is not known here, or known as that `owner`'s, which lives as far as is known."""
+    """Reply to `ClaimAnswer`. Without `shadow`, the answer is unknown here or belongs to `owner`, believed
+    alive."""
 
     shadow: Shadow | None = None
     so_far: tuple[AnswerSoFar, ...] = ()
-    """By sequence; none: workers may have some of it."""
+    """One entry per sequence; empty: workers may hold some tokens."""
     owner: OptionalId = ""

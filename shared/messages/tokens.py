@@ -1,4 +1,5 @@
-"""Token frames: what a worker sends each gateway after each step. Alone encoded as arrays, append-only."""
+"""Token frames: the tokens that a worker sends to each gateway after a step. Encoded as arrays,
+append-only."""
 
 import msgspec
 
@@ -18,35 +19,35 @@ from shared.messages.values import (
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural logarithms of the model's own probabilities: before penalties, temperature and filters."""
+    """Natural log-probabilities of the raw model: before penalties, temperature and filters."""
 
     chosen: LogProbability
     top: tuple[tuple[TokenId, LogProbability], ...] = ()
     """(token id, log-probability), likeliest first."""
     hidden: HiddenState = b""
-    """Where the request embeds: what the model's head was given here, little-endian fp32."""
+    """Set if the request embeds: input of the model's head at this token, little-endian fp32."""
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of one sequence. A reader holding fewer than `first_index` tokens has missed some."""
+    """New tokens of one sequence. A reader that holds fewer than `first_index` tokens has missed some."""
 
     request_id: RequestId
     choice: Choice
     attempt: Number
     first_index: Count
-    """Index in the answer of the first token of this delta."""
+    """Answer index of the first token."""
     tokens: tuple[TokenId, ...]
     finish_reason: FinishReason | None = None
     cached_tokens: Count = 0
-    """Prompt tokens that were served from the prefix cache."""
+    """Prompt tokens served from the prefix cache."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each of `tokens`, or none at all."""
+    """One entry per token, or empty."""
     proof: Digest = b""
-    """`proof_of` the attempt's capability: with its first tokens, and whenever it is fetched."""
+    """`proof_of` the attempt's capability; sent with the first tokens and with each fetch."""
 
 
 class TokenFrame(msgspec.Struct, frozen=True, array_like=True):
-    """One step's tokens for one gateway."""
+    """Tokens of one step for one gateway."""
 
     worker_id: Id
     incarnation: Number
@@ -54,36 +55,36 @@ class TokenFrame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FetchTokens(Message, frozen=True, kw_only=True):
-    """Gateway → worker: the tokens from `first_index` on, because a frame was missed. A scheduler asks, too.
+    """Gateway or scheduler → worker: resend tokens from `first_index` on, after a missed frame.
 
-    Another gateway's are refused with `ForeignSequence`, unless it shows the key of an heir.
+    Raise `ForeignSequence` for another gateway's sequence, unless `heir_key` is valid.
     """
 
     ref: SequenceRef
     sender: Id
     first_index: Count
     heir_key: Digest = b""
-    """From a gateway that takes the answer over, as its `SequenceSpec.heir_digest` says who may."""
+    """Key of a gateway that takes over the answer; checked against `SequenceSpec.heir_digest`."""
 
 
 class ExtendSequence(Message, frozen=True, kw_only=True):
-    """Gateway → the worker that takes a sequence over: what its former worker has computed since."""
+    """Gateway → migration target: tokens that the source has computed since."""
 
     ref: SequenceRef
-    """The attempt that takes over."""
+    """Attempt at the target."""
     sender: Id
     first_index: Count
     tokens: tuple[TokenId, ...]
 
 
 class FetchedTokens(Message, frozen=True, kw_only=True):
-    """Worker → gateway. `delta` is None when the worker does not hold that attempt."""
+    """Worker → gateway. `delta` is None if the worker does not hold the attempt."""
 
     delta: TokenDelta | None = None
 
 
 class AcknowledgeEnds(Message, frozen=True, kw_only=True):
-    """Gateway → worker: these ends arrived (or nobody wants them); the worker may forget the sequences."""
+    """Gateway → worker: the ends of these sequences arrived or are not needed; the worker may forget them."""
 
     refs: tuple[SequenceRef, ...]
     sender: Id

@@ -1,7 +1,7 @@
-"""What the fields of messages may hold. Every bound is checked when a message is decoded.
+"""Types of message fields, with the bounds that decoding enforces for every sender.
 
-A reader may count on it, whoever the sender is: an id is one token of a subject, a count fits 32 bits, a
-length of time is finite and not negative, and what is added to a number does not leave 64 bits.
+Ids are valid subject tokens, counts fit 32 bits, durations are finite and not negative, and adding to a
+number does not overflow 64 bits.
 """
 
 from typing import Annotated
@@ -15,52 +15,52 @@ MOST_SECONDS = 1e9
 MOST_TEXT_CHARS = 4096
 
 Id = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]
-"""Of an instance, as `shared.subjects.checked_id` has it: it may become part of a subject."""
+"""Instance id (`shared.subjects.checked_id`); valid as a subject token."""
 OptionalId = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{0,64}\Z")]
-"""An id, or empty: nobody."""
+"""An id, or empty for none."""
 RequestId = Annotated[str, Meta(min_length=1, max_length=200)]
-"""Never part of a subject."""
+"""Id of a request; never part of a subject."""
 Text = Annotated[str, Meta(max_length=MOST_TEXT_CHARS)]
-"""For people, or compared as a whole: a model's name, a host, a reason."""
+"""Text for display or equality checks: model name, host, reason."""
 
 Count = Annotated[int, Meta(ge=0, le=MOST_COUNT)]
-"""Of tokens, blocks, sequences, steps."""
+"""Number of tokens, blocks, sequences or steps."""
 PositiveCount = Annotated[int, Meta(ge=1, le=MOST_COUNT)]
 Number = Annotated[int, Meta(ge=0, le=MOST_NUMBER)]
-"""What only ever rises: incarnations, sequence numbers, bytes."""
+"""Value that only rises: incarnation, sequence number, bytes."""
 Epoch = Annotated[int, Meta(ge=0, le=MOST_NUMBER)]
-"""Of a scheduler's term. One far beyond those known is refused, see `EPOCH_REACH`."""
+"""Epoch of a scheduler's term. Values far above the known ones are refused (`EPOCH_REACH`)."""
 Choice = Annotated[int, Meta(ge=0, le=0xFFFF)]
-"""Which of a request's `n` answers."""
+"""Index among a request's `n` answers."""
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Priority = Annotated[int, Meta(ge=-MOST_COUNT, le=MOST_COUNT)]
-"""Of a sequence: the lower, the earlier it is served, among those of its tenant."""
+"""Priority of a sequence within its tenant; lower is served earlier."""
 Weight = Annotated[float, Meta(ge=0.01, le=100)]
-"""Of a tenant: how much more of what there is than one of weight 1 it gets."""
+"""Weight of a tenant: its share of capacity relative to weight 1."""
 
 
 def as_count(number: int) -> int:
-    """What is added up from others' counts, within the bounds of one."""
+    """Limit a sum of counts to the bounds of one."""
     return min(number, MOST_COUNT)
 
 
 Seconds = Annotated[float, Meta(ge=0, le=MOST_SECONDS)]
 SignedSeconds = Annotated[float, Meta(ge=-MOST_SECONDS, le=MOST_SECONDS)]
-"""Until a moment that may be past."""
+"""Seconds until a moment, negative if it has passed."""
 
 
 def as_seconds(length_s: float) -> float:
-    """What is added up from others' lengths of time, within the bounds of one; signed."""
+    """Limit a sum of durations to the bounds of one; signed."""
     return max(-MOST_SECONDS, min(length_s, MOST_SECONDS))
 
 
 UnixSeconds = Annotated[float, Meta(ge=0, le=1e11)]
-"""By the wall clock, since 1970."""
+"""Wall-clock time since 1970."""
 Rate = Annotated[float, Meta(ge=0, le=1e15)]
 """Tokens or bytes per second."""
 Share = Annotated[float, Meta(ge=0, le=1)]
 LogProbability = Annotated[float, Meta(le=1)]
-"""Natural logarithm; minus infinity is one. Rounding may bring it a little above 0."""
+"""Natural log-probability, possibly minus infinity. Rounding may put it slightly above 0."""
 
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Temperature = Annotated[float, Meta(ge=0, le=1e3)]
@@ -73,12 +73,15 @@ LogitBias = Annotated[float, Meta(ge=-1e3, le=1e3)]
 GrammarText = Annotated[str, Meta(max_length=65_536)]
 
 HiddenState = Annotated[bytes, Meta(max_length=4 * 32_768)]
-"""Packed fp32; the widest models have 16,384."""
+"""Packed fp32 hidden state; the widest models have 16,384 values."""
 TraceParent = Annotated[str, Meta(pattern=r"\A(00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?\Z")]
-"""W3C's `traceparent`; empty: not traced."""
+"""W3C `traceparent`; empty: not traced."""
 Digest = Annotated[bytes, Meta(max_length=64)]
-"""A fingerprint, a salt; empty where there is none."""
+"""Fingerprint or salt; empty: none."""
 
 EPOCH_REACH = 2**48
-"""An epoch is the revision of a lease or little more, or milliseconds since 1970 (docs/own-scheduler.md).
-What is further ahead than that is nobody's epoch: whoever obeyed it would refuse all schedulers to come."""
+"""Maximum step from one accepted epoch to the next.
+
+Epochs are lease revisions or Unix milliseconds (docs/own-scheduler.md). Accepting a larger one would lock out
+all future schedulers.
+"""
