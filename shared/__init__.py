@@ -1,4 +1,4 @@
-"""What services have in common. Imported first by all of them, it refuses a Python that cannot run them."""
+"""Code shared by all services. Importing it exits if the Python version or environment cannot run them."""
 
 import sys
 from importlib.util import find_spec

@@ -1,8 +1,9 @@
-"""What a block of KV is called: a hash over its tokens and all before them, chained from a fingerprint.
+"""Block hashes: names of KV blocks, chained from a fingerprint over a block's tokens and all tokens before
+it.
 
-Two blocks of one name hold the same bytes, on whatever worker and tier: the name covers the model (class,
-configuration, weights), the layout and the dtype, the tenant's salt, and all tokens from the beginning of the
-sequence. Knows no tensor and no tier. Source: papers/002 §IV; `algorithms.md` §5.
+Blocks with the same hash hold the same bytes on every worker and tier. The hash covers the model (class,
+configuration, weights), layout, dtype, tenant salt and all tokens from the sequence's beginning. Source:
+papers/002 §IV; `algorithms.md` §5.
 """
 
 from hashlib import blake2b
@@ -15,9 +16,9 @@ HASH_BYTES = 16
 
 
 def fingerprint(*, model: str, dtype: str, layout: str, block_tokens: int) -> bytes:
-    """Names what must agree for KV to be exchanged: 16 bytes, never empty.
+    """Return the 16-byte fingerprint of everything that must match to exchange KV; never empty.
 
-    `model` is a digest of everything that KV is computed by: class, configuration and weights.
+    `model` is a digest of class, configuration and weights.
     """
     digest = blake2b(digest_size=HASH_BYTES)
     for part in (model, dtype, layout, str(block_tokens)):
@@ -28,19 +29,19 @@ def fingerprint(*, model: str, dtype: str, layout: str, block_tokens: int) -> by
 
 
 def root(fingerprint: bytes, salt: bytes = b"") -> BlockHash:
-    """The parent of every first block. Tenants with different salts never share a block."""
+    """Return the parent of every first block. Different salts never share a block."""
     return blake2b(salt, digest_size=HASH_BYTES, key=fingerprint).digest()
 
 
 def child(parent: BlockHash, tokens: bytes) -> BlockHash:
-    """The name of the block whose tokens (packed, `pack_tokens`) follow `parent`."""
+    """Return the hash of the block with these packed tokens that follows `parent`."""
     return blake2b(tokens, digest_size=HASH_BYTES, key=parent).digest()
 
 
 def chain(parent: BlockHash, tokens: bytes, block_tokens: int) -> list[BlockHash]:
-    """Names of the whole blocks of `tokens` (packed), in order; what is left over has no name.
+    """Return the hashes of the whole blocks of packed `tokens`, in order; a partial block has none.
 
-    Raises ValueError when `tokens` is not a whole number of tokens.
+    Raise ValueError unless `tokens` is a whole number of tokens.
     """
     if len(tokens) % TOKEN_BYTES:
         raise ValueError(f"{len(tokens)} bytes are no whole number of tokens")

@@ -1,20 +1,21 @@
-"""Clocks. Decision cores never read one: they are handed `now_s`. Shells read these."""
+"""Clocks. Policy cores take `now_s` as an argument instead of reading a clock."""
 
 import time
 from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds that never go backwards; only differences mean anything."""
+    """Monotonic seconds with an arbitrary origin."""
 
     def __call__(self) -> float: ...
 
 
 def monotonic_s() -> float:
-    """Seconds of CLOCK_MONOTONIC. It runs on while the process is stopped: a woken worker's plans expire."""
+    """Return seconds of CLOCK_MONOTONIC, which runs on while the process is stopped; its plans then
+    expire."""
     return time.monotonic()
 
 
 def unix_s() -> float:
-    """Wall-clock seconds, for stamps people read and for `created` fields only."""
+    """Return wall-clock seconds. Use only for display and `created` fields."""
     return time.time()

@@ -1,4 +1,4 @@
-"""The parser of every command line: no abbreviated flags, and the name that was probably meant."""
+"""Argument parser of all command lines: no abbreviated flags, but suggestions for misspelt names."""
 
 import argparse
 import re
@@ -10,7 +10,7 @@ _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
 
 def hint(name: str, known: Sequence[str]) -> str:
-    """The name that was probably meant, else all there are."""
+    """Suggest the closest known name, else list all of them."""
     close = get_close_matches(name, known, n=1)
     if close:
         return f"; did you mean {close[0]!r}?"
@@ -18,13 +18,13 @@ def hint(name: str, known: Sequence[str]) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes no abbreviated flag: `--worker` would mean `--workers` until there is another one like it."""
+    """Parser without abbreviated flags, whose meaning would change as flags are added."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{**options, "allow_abbrev": False})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Suggests a flag in the place of one that there is not, as only the command's own parser can."""
+        """Report an unknown flag together with the closest known one."""
         found, rest = super().parse_known_args(args, namespace)
         for word in rest:
             if close := get_close_matches(word.partition("=")[0], self._option_string_actions, n=1):
@@ -39,5 +39,5 @@ class Parser(argparse.ArgumentParser):
         self.complain(message)
 
     def complain(self, message: str) -> Any:
-        """Ends the process with exit code 2."""
+        """Print the error and exit with code 2."""
         super().error(message)

@@ -1,39 +1,39 @@
-"""Every error Kvasir raises on purpose.
+"""All error types of Kvasir.
 
 KvasirError
-├── CallerError                 the other side's fault: the same call will fail again
-│   ├── InvalidMessage          bytes that are not the expected message
+├── CallerError                 caller's fault: repeating the call fails again
+│   ├── InvalidMessage          bytes that do not decode to the expected message
 │   ├── InvalidRequest          a well-formed request that cannot be served; `param` names the field
 │   │   ├── ContextOverflow     prompt + answer exceed what any worker can hold
 │   │   └── UnknownModel
 │   ├── Unauthorized
 │   ├── PermissionRefused       this NATS user may not publish or subscribe to that subject
-│   ├── ForeignSequence         another gateway's: nothing of it is told, and nothing done to it
+│   ├── ForeignSequence         the sequence belongs to another gateway
 │   ├── StaleEpoch              a command from a scheduler that has been replaced
-│   ├── ModelMismatch           a worker that serves something else than the others of its stack
+│   ├── ModelMismatch           a worker's model differs from the rest of the stack
 │   └── MessageTooLarge         over the server's payload limit; nothing was sent
-├── UnavailableError            nobody's fault that asking again would not cure; `retry_after_s` says when
-│   ├── DeadlineExceeded        no answer in time
-│   ├── NoResponder             nobody serves that subject now
+├── UnavailableError            temporary: retry, after `retry_after_s` if set
+│   ├── DeadlineExceeded        no reply in time
+│   ├── NoResponder             the subject has no subscriber now
 │   ├── BusUnavailable          not connected to NATS
-│   ├── PeerLost                the link to another worker broke in the middle of something
-│   ├── Overloaded              a queue is at its bound
-│   ├── RoleMissing             no worker has a role that lets it compute prompts, or none that lets it write
-│   ├── CreditorLost            a worker that lends us KV is silent, dead, or lends it no more
-│   ├── CorruptedKv             memory that held KV is not what was written to it
+│   ├── PeerLost                the connection to another worker broke during a transfer
+│   ├── Overloaded              a queue is full
+│   ├── RoleMissing             no worker's role allows prefill, or none allows decode
+│   ├── CreditorLost            a worker that lends KV is silent, dead, or ended the loan
+│   ├── CorruptedKv             stored KV fails its check
 │   └── NotLeader               this instance is a standby
-├── PolicyFailed                a policy raised: the message names it and says what
-├── ConfigError                 a setting that cannot work; says which and what to write instead
-└── InternalError               our own fault
+├── PolicyFailed                a policy raised; the message names both
+├── ConfigError                 an invalid setting; says which, and what to write instead
+└── InternalError               a bug in Kvasir
 
-Each class has a wire code; `to_wire` and `from_wire` carry an error across the bus with its type intact.
+Each class has a wire code. `to_wire` and `from_wire` carry errors across the bus without losing their type.
 """
 
 from typing import Any, ClassVar
 
 
 class KvasirError(Exception):
-    """Base of all. `code` is stable and travels on the wire; the message says what to do."""
+    """Base class. `code` is stable and travels on the wire; the message says what to do."""
 
     code: ClassVar[str] = "kvasir_error"
 
@@ -57,7 +57,7 @@ class InvalidRequest(CallerError):
 
 
 class ContextOverflow(InvalidRequest):
-    """`tokens`: of the prompt, of the answer that was asked for, and of the context, where they are known."""
+    """`tokens`: lengths of the prompt, the requested answer and the context, if known."""
 
     code = "context_length_exceeded"
 
@@ -126,13 +126,13 @@ class Overloaded(UnavailableError):
 
 
 class RoleMissing(UnavailableError):
-    """Of a fleet's workers none may compute prompts, or none may write answers."""
+    """No worker's role allows prefill, or none allows decode."""
 
     code = "role_missing"
 
 
 class CreditorLost(UnavailableError):
-    """`creditor_id` is the worker; what was kept there has to be computed again."""
+    """`creditor_id` is the worker; KV stored there must be recomputed."""
 
     code = "creditor_lost"
 
@@ -149,7 +149,7 @@ class CreditorLost(UnavailableError):
 
 
 class CorruptedKv(UnavailableError):
-    """`block` is the one whose check failed; what was kept in it has to be computed again."""
+    """`block` is the block that failed its check; its KV must be recomputed."""
 
     code = "corrupted_kv"
 
@@ -194,7 +194,8 @@ def _tree(root: type[KvasirError]) -> dict[str, type[KvasirError]]:
 
 
 def to_wire(error: BaseException) -> dict[str, Any]:
-    """A MessagePack-able form. A foreign exception becomes an `InternalError` naming its type only."""
+    """Return the error as a MessagePack map. Other exceptions become an `InternalError` with their type
+    only."""
     if not isinstance(error, KvasirError):
         error = InternalError(f"{type(error).__name__} in the handler; its log has the traceback")
     wire: dict[str, Any] = {"code": error.code, "message": error.message}
@@ -206,9 +207,9 @@ def to_wire(error: BaseException) -> dict[str, Any]:
 
 
 def from_wire(wire: dict[str, Any]) -> KvasirError:
-    """The error `to_wire` wrote; an unknown code (a newer peer) becomes a plain `KvasirError`.
+    """Return the error that `to_wire` encoded; an unknown code becomes a plain `KvasirError`.
 
-    Never raises: of a field that is not what `to_wire` writes, nothing is taken over.
+    Never raise: fields of unexpected type are ignored.
     """
     code, message, param = (wire.get(name) for name in ("code", "message", "param"))
     return _tree(KvasirError).get(code if isinstance(code, str) else "", KvasirError)(
@@ -219,7 +220,7 @@ def from_wire(wire: dict[str, Any]) -> KvasirError:
 
 
 def _retry_after(value: object) -> float | None:
-    """A length of time that somebody could wait."""
+    """Return `value` if it is a valid delay in seconds, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return value if 0 <= value <= _MOST_RETRY_AFTER_S else None

@@ -1,9 +1,9 @@
-"""Grammars that answers keep to: one library and one set of limits for whoever checks or follows them.
+"""Grammars that constrain answers: one library and one set of limits for checking and following them.
 
-A gateway writes a grammar (llguidance's serialized form: JSON Schema, regular expressions, Lark) and checks
-it before anything is done for the request; a worker follows it token by token. What a matcher allows next is
-a function of the tokens so far alone, so an answer that goes on elsewhere goes on inside its grammar. Why
-this library: docs/decisions/0022.
+The gateway writes a grammar in llguidance's serialized form (JSON Schema, regular expressions, Lark) and
+checks it before accepting the request. The worker follows it token by token. A matcher's state depends only
+on the tokens so far, so a sequence resumed elsewhere stays within its grammar. Choice of library:
+docs/decisions/0022.
 """
 
 import json
@@ -18,56 +18,56 @@ from shared.errors import ConfigError, InvalidRequest
 from shared.tokenizer_files import TokenizerFiles
 
 MOST_GRAMMAR_CHARS = 65_536
-"""Of one request: a plan carries the grammars of all that it starts."""
+"""Limit per request; a plan carries the grammars of all sequences that it starts."""
 _WORD_BITS = 32
 _MOST_LEXER_STATES = 20_000
-"""Of about 2 kB each."""
+"""About 2 kB each."""
 _MOST_SYMBOLS = 100_000
-"""What has fewer is compiled within some 20 ms."""
+"""Smaller grammars compile within about 20 ms."""
 
 _MOST_STEP_FUEL, _MOST_STEP_ITEMS = 50_000, 20_000
-"""Of lexer and parser, for one mask: some milliseconds."""
+"""Lexer and parser limits for one mask: a few milliseconds."""
 _FOLLOWED_TOKENS = 16
-"""Each way, by who checks a grammar: what is too large to follow mostly shows at once."""
+"""Number of tokens to follow per choice when checking a grammar; oversized ones mostly fail at once."""
 _WAYS: tuple[Callable[[int], int], ...] = (lambda at: -1, lambda at: 0, lambda at: 7919 * (at + 1))
-"""Which of the tokens that may follow are taken, by place."""
+"""Rules that choose among allowed tokens, by position."""
 FORM = "form"
-"""What a grammar is called inside another."""
+"""Name of a grammar embedded in another one."""
 WRITTEN = "written_grammar"
-"""Key of a grammar in a syntax that is still to be found out."""
+"""Key of a grammar whose syntax is not determined yet."""
 _OPTIONS = "x-guidance"
-"""A schema's key that says how strictly it is read, among others: ours, and not the client's."""
+"""Schema key for parser options; the client's value is dropped."""
 _ON_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""A weak model would write spaces for ever, and no reader misses them."""
+"""Weak models would otherwise emit endless whitespace."""
 
 Words = npt.NDArray[np.uint32]
-"""Bits by token id, the lowest first: `[words_of(vocabulary)]`."""
+"""Bit mask by token id, lowest bit first: `[words_of(vocabulary)]`."""
 
 
 class Matcher(Protocol):
-    """Where one answer stands in its grammar."""
+    """Position of one answer in its grammar."""
 
     def accept(self, token: int) -> bool:
-        """The answer's next token; False when it may not follow: from then on nothing may."""
+        """Consume the next token. Return False if it is not allowed; the matcher is unusable afterwards."""
         ...
 
     def mask(self, words: Words) -> None:
-        """Write which tokens may follow; all bits 0 when none may."""
+        """Write the mask of allowed tokens; all bits 0 if there is none."""
         ...
 
     @property
     def is_terminated(self) -> bool:
-        """Nothing but an end token may follow."""
+        """True if only an end token may follow."""
         ...
 
 
 def words_of(vocabulary: int) -> int:
-    """How many words have a bit for each token."""
+    """Return the number of mask words for a vocabulary."""
     return -(-vocabulary // _WORD_BITS)
 
 
 class GrammarMatcher:
-    """A `Matcher` of llguidance's. Computing lets go of the interpreter lock."""
+    """`Matcher` backed by llguidance. Computing a mask releases the interpreter lock."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
@@ -85,28 +85,27 @@ class GrammarMatcher:
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     def forced(self) -> Sequence[int]:
-        """Tokens that follow whatever the model says; none where it has a choice."""
+        """Return the tokens that must follow; empty if the model has a choice."""
         found: Sequence[int] = self._matcher.compute_ff_tokens()
         return found
 
     @property
     def error(self) -> str:
-        """Why nothing may follow; empty while something may."""
+        """Reason why no token may follow; empty if some may."""
         return self._matcher.get_error().split("<non-verbose/>")[0].strip()
 
     def copy(self) -> "GrammarMatcher":
-        """Another one that stands at the same place."""
+        """Return an independent matcher at the same position."""
         return GrammarMatcher(self._matcher.deep_copy())
 
 
 class Grammars:
-    """Compiles grammars for one vocabulary. Any thread may."""
+    """Compiles grammars for one vocabulary. Thread-safe."""
 
     def __init__(self, files: TokenizerFiles, vocabulary: int | None = None) -> None:
-        """`vocabulary`: logits a row has, where that is not what the folder says.
+        """Set `vocabulary`, the number of logits, if the model folder's value does not apply.
 
-        Raises ConfigError for a tokenizer whose tokens cannot be told as bytes, or a model without an end
-        token, at which no answer in a grammar would end.
+        Raise ConfigError if the tokenizer cannot map tokens to bytes, or if the model has no end token.
         """
         self.vocabulary = vocabulary or files.vocab_size
         if not files.end_token_ids:
@@ -115,11 +114,11 @@ class Grammars:
             self._tokenizer = LLTokenizer(
                 files.tokenizer.to_str(), n_vocab=self.vocabulary, eos_token=list(files.end_token_ids)
             )
-        except Exception as error:  # of a library in Rust, which says anything as a ValueError or worse
+        except Exception as error:  # the Rust library raises ValueError or worse
             raise ConfigError(f"grammars cannot use this tokenizer: {error}", param="model") from error
 
     def compile(self, grammar: str) -> GrammarMatcher:
-        """At the beginning of an answer. Raises InvalidRequest saying what is wrong with it."""
+        """Return a matcher at the start of an answer. Raise InvalidRequest saying what is wrong."""
         if len(grammar) > MOST_GRAMMAR_CHARS:
             raise InvalidRequest(
                 f"the grammar has {len(grammar)} characters; at most {MOST_GRAMMAR_CHARS} are taken"
@@ -137,16 +136,16 @@ class Grammars:
         return matcher
 
     def token_bytes(self) -> list[bytes]:
-        """Of each id; those of an end token or another special one begin with 0xff."""
+        """Return the bytes of each token; special tokens begin with 0xff."""
         return [self._tokenizer.decode_bytes([token]) for token in range(self.vocabulary)]
 
     @property
     def end_token_ids(self) -> Sequence[int]:
-        """Those that end an answer where its grammar lets it."""
+        """Token ids that end an answer where the grammar allows."""
         return self._tokenizer.eos_tokens
 
     def check(self, grammar: str) -> None:
-        """Raises InvalidRequest for what cannot be compiled, allows nothing, or takes too long to follow."""
+        """Raise InvalidRequest if the grammar does not compile, allows nothing, or is too slow to follow."""
         words = np.zeros(words_of(self.vocabulary), dtype=np.uint32)
         begun = self.compile(grammar)
         for choose in _WAYS:
@@ -163,34 +162,34 @@ class Grammars:
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
-    """Of the JSON texts on one line that `schema` describes."""
+    """Return the grammar of single-line JSON texts that match `schema`."""
     return _serialized({"name": FORM, "json_schema": _on_one_line(schema)})
 
 
 def regex_grammar(pattern: str) -> str:
-    """Of texts that the whole pattern matches."""
+    """Return the grammar of texts that the whole pattern matches."""
     (found,) = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"]
     return _serialized({"name": FORM, "lark_grammar": found["lark_grammar"]})
 
 
 def lark_grammar(text: str) -> str:
-    """Of Lark's syntax as llguidance has it."""
+    """Return the grammar of llguidance's Lark syntax."""
     return _serialized({"name": FORM, "lark_grammar": text})
 
 
 def written_grammar(text: str) -> str:
-    """Of what a client wrote, in Lark's syntax or in GBNF. A matcher does not take it: who checks it makes a
-    `lark_grammar` of it."""
+    """Wrap a client's grammar in Lark syntax or GBNF. Matchers do not accept it; its checker converts it with
+    `lark_grammar`."""
     return _serialized({"name": FORM, WRITTEN: text})
 
 
 def around(lark: str, form: str) -> str:
-    """A Lark grammar that may say `@form` for what `form`, a grammar of this module's, describes."""
+    """Return a Lark grammar in which `@form` refers to `form`, another grammar of this module."""
     return _serialized({"lark_grammar": lark}, *json.loads(form)["grammars"])
 
 
 def inline_json(schema: Mapping[str, Any]) -> str:
-    """What stands in a Lark rule for a JSON text that `schema` describes."""
+    """Return a Lark term for JSON texts that match `schema`."""
     return f"%json {json.dumps(_on_one_line(schema))}"
 
 

@@ -1,8 +1,8 @@
-"""The file of API keys that gateways read while they run, and `python -m services keys` writes.
+"""File of API keys, written by `python -m services keys` and read by running gateways.
 
-JSON, by the tenant's name: `{"keys": {"team-a": {"sha256": HEX, "class": "standard", "max_concurrent": 8}}}`.
-It has hashes, not keys; keys are drawn at random, so that a hash is of no use to who reads it. An entry with
-`key` instead of `sha256` is read as well, until `hash_plain` has hashed it.
+JSON, by tenant name: `{"keys": {"team-a": {"sha256": HEX, "class": "standard", "max_concurrent": 8}}}`.
+It stores hashes. Keys are random, so a leaked hash is useless. An entry may have a plain `key` instead of
+`sha256` until `hash_plain` replaces it.
 """
 
 import hashlib
@@ -23,17 +23,18 @@ _PREFIX = "sk-"
 
 
 def digest_of(key: str) -> str:
-    """Of a key, in hex."""
+    """Return the hash of a key in hex."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def read(path: Path) -> Entries:
-    """Every entry with `sha256`, whichever way it is written; none without a file. Raises ConfigError."""
+    """Return all entries, with plain keys hashed; empty without a file. Raise ConfigError."""
     return {name: _hashed(options) for name, options in _read(path).items()}
 
 
 def add(path: Path, name: str, options: dict[str, Any]) -> str:
-    """A new key for a tenant; returned here, and kept nowhere. Raises ConfigError for a name that has one."""
+    """Create a key for a tenant and return it; only its hash is stored. Raise ConfigError if the name is
+    invalid or taken."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r} is no name of a key: 1 to 64 of A-Z a-z 0-9 _ -")
     entries = _read(path)
@@ -46,7 +47,7 @@ def add(path: Path, name: str, options: dict[str, Any]) -> str:
 
 
 def revoke(path: Path, name: str) -> None:
-    """Nobody gets in with it any more. Raises ConfigError for one that is not there."""
+    """Delete a tenant's key. Raise ConfigError if there is none."""
     entries = _read(path)
     if name not in entries:
         known = ", ".join(entries) or "none"
@@ -55,7 +56,7 @@ def revoke(path: Path, name: str) -> None:
 
 
 def hash_plain(path: Path) -> list[str]:
-    """Hashes what was written in plain; whose keys these were."""
+    """Replace plain keys by hashes; return the tenants concerned."""
     entries = _read(path)
     plain = [name for name, options in entries.items() if "key" in options]
     if plain:
@@ -86,7 +87,7 @@ def _read(path: Path) -> Entries:
 
 
 def _write(path: Path, entries: Entries) -> None:
-    """In one step, for its owner only."""
+    """Replace the file atomically, readable only by its owner."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         json.dump({"keys": entries}, file, indent=1)

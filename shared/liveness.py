@@ -1,13 +1,12 @@
-"""Who was heard lately, which start of each is the present one, and that silence counts only while awake.
+"""Detect live and silent instances from heartbeats, and which run of each is current.
 
-Everybody who keeps a table of others from their heartbeats keeps it by these: `Liveness` says whom nobody has
-heard for too long, `Incarnations` which of several starts of one name is listened to, and `AwakeTime` leaves
-out the time in which this process could not have heard anybody. Pure, but for an incarnation's origin.
+`Liveness` finds instances that fell silent, `Incarnations` the current run of each name. `AwakeTime` excludes
+time in which this process could not receive. Pure, except for `new_incarnation`.
 
     workers = Liveness(silence_s=2.0)
     workers.hear("worker-0", 7, 0.0)    True
-    workers.hear("worker-0", 8, 0.5)    True, and 8 is its present start
-    workers.hear("worker-0", 7, 0.6)    False: it was frozen, and woke up
+    workers.hear("worker-0", 8, 0.5)    True, and 8 is its current run
+    workers.hear("worker-0", 7, 0.6)    False: replaced (it was frozen)
     workers.silent(3.0)                 ["worker-0"], once
 """
 
@@ -26,16 +25,16 @@ Start = tuple[str, int]
 
 
 def new_incarnation() -> int:
-    """Of a start: random, positive, below 2^62."""
+    """Return a random incarnation: positive, below 2^62."""
     return secrets.randbelow(2**62 - 1) + 1
 
 
 class AwakeTime:
-    """Seconds in which this process could listen: without those it was stopped, starved, or off the bus.
+    """Seconds in which this process could receive: excludes time when it was stopped, starved, or off the
+    bus.
 
-    It has to be looked at more often than every `longest_gap_s`; a longer gap means that the process was
-    stopped. Time off the bus is left out too, but at most `longest_pause_s` at a stretch: whoever waits has
-    to learn some day.
+    Query it more often than every `longest_gap_s`; a longer gap means that the process was stopped. Time off
+    the bus is excluded up to `longest_pause_s` in a row, so that waits still end.
     """
 
     def __init__(self, longest_gap_s: float = 1.0, longest_pause_s: float = 20.0) -> None:
@@ -46,7 +45,7 @@ class AwakeTime:
         self._paused_s = 0.0
 
     def at(self, now_s: float, *, is_listening: bool = True) -> float:
-        """Begins with the first `now_s` and runs as that does, less what was missed. Never goes back."""
+        """Return the awake time at `now_s`. It starts at the first `now_s` and never decreases."""
         if self._looked_s is None:
             self._looked_s = self._awake_s = now_s
         gap_s = max(0.0, now_s - self._looked_s)
@@ -63,8 +62,7 @@ class AwakeTime:
 
 
 class AwakeClock:
-    """A clock that tells `AwakeTime`. Deadlines measured on it do not expire because nobody was there to see
-    the heartbeats arrive."""
+    """Clock of `AwakeTime`. Its deadlines do not expire while this process cannot receive heartbeats."""
 
     def __init__(self, clock: Callable[[], float], is_listening: Callable[[], bool]) -> None:
         self._clock = clock
@@ -73,7 +71,7 @@ class AwakeClock:
         self()
 
     def __call__(self) -> float:
-        """Seconds."""
+        """Return seconds."""
         return self._time.at(self._clock(), is_listening=self._is_listening())
 
 
@@ -85,21 +83,21 @@ class _Life:
 
 
 class Incarnations:
-    """Which start of each instance is the present one, as one reader has heard them.
+    """Current run of each instance, as one receiver knows it.
 
-    An incarnation is a random number: it says which start of an instance sent a message, and nothing of time,
-    for clocks are set back. A start not heard of before replaces the one before it; what that still sends (it
-    was frozen, and woke up) is not listened to, unless its successor falls silent. So nothing is remembered
-    for ever, and nobody is shut out for good. Bounded: the instance unheard for longest is forgotten.
+    An incarnation identifies a run and carries no order, because clocks can be set back. An unknown
+    incarnation replaces the current one. Messages of a replaced run (frozen, then resumed) are rejected until
+    its successor falls silent, so no run is excluded forever. Bounded: the instance heard least recently is
+    dropped.
     """
 
     def __init__(self, silence_s: float = SILENCE_S) -> None:
-        """After `silence_s` without a word from its successor an earlier start may come back."""
+        """Accept a replaced run again after `silence_s` without a message from its successor."""
         self._silence_s = silence_s
         self._lives: OrderedDict[str, _Life] = OrderedDict()
 
     def hear(self, instance: str, incarnation: int, now_s: float) -> bool:
-        """Something came from this start. Whether it is the present one, perhaps from now on."""
+        """Record a message of this run. Return True if it is, or becomes, the current run."""
         life = self._lives.get(instance)
         if life is None:
             life = self._lives[instance] = _Life(incarnation, now_s)
@@ -118,25 +116,25 @@ class Incarnations:
         return True
 
     def present(self, instance: str) -> int | None:
-        """The present start; None: not heard of."""
+        """Return the current incarnation, or None if unknown."""
         life = self._lives.get(instance)
         return None if life is None else life.incarnation
 
     def is_replaced(self, instance: str, incarnation: int, now_s: float) -> bool:
-        """Whether this start was heard of, and then another one, and that one lately. A start that was never
-        heard of may be newer than all others: whoever was cut off for a while has not heard it."""
+        """Return True if a known later run replaced this one and was heard recently. An unknown run may be
+        the newest, if this receiver was cut off."""
         life = self._lives.get(instance)
         return life is not None and incarnation in life.earlier and now_s - life.heard_s <= self._silence_s
 
 
 class Liveness:
-    """Who is there: everybody that was heard and has not been silent for more than `silence_s` since.
+    """Live instances: all that were heard within the last `silence_s`.
 
-    What belongs to an instance lies in its owner's table, by the same id, and goes when `silent` names it.
+    The owner keeps its data in a table with the same ids and drops the entries that `silent` returns.
     """
 
     def __init__(self, silence_s: float, return_s: float = SILENCE_S) -> None:
-        """`return_s`: see `Incarnations`."""
+        """For `return_s` see `silence_s` of `Incarnations`."""
         self._silence_s = silence_s
         self._starts = Incarnations(return_s)
         self._heard_s: dict[str, float] = {}
@@ -148,35 +146,35 @@ class Liveness:
         return iter(self._heard_s)
 
     def hear(self, instance: str, incarnation: int, now_s: float) -> bool:
-        """It says something. False, and nothing of it counts, where this start of it was replaced."""
+        """Record a message. Return False if this run was replaced; the message must then be ignored."""
         if not self._starts.hear(instance, incarnation, now_s):
             return False
         self._heard_s[instance] = now_s
         return True
 
     def expect(self, instance: str, incarnation: int | None, now_s: float) -> bool:
-        """Somebody says that it is there: it has to show itself from now on. False where that is of a start
-        (None: not known of which) that was replaced."""
+        """Add an instance on another's word, so that it must send a heartbeat in time. Return False if this
+        run was replaced; `incarnation` is None if unknown."""
         if incarnation is not None and self._starts.is_replaced(instance, incarnation, now_s):
             return False
         self._heard_s[instance] = now_s
         return True
 
     def present(self, instance: str) -> int | None:
-        """The start of it that is there; None: none is, or nobody knows which."""
+        """Return the incarnation of a live instance; None if it is not live or unknown."""
         return self._starts.present(instance) if instance in self._heard_s else None
 
     def unheard_s(self, instance: str, now_s: float) -> float:
-        """For how long; 0 for one that is not there."""
+        """Return the time since the last message; 0 for an instance that is not live."""
         return now_s - self._heard_s.get(instance, now_s)
 
     def silent(self, now_s: float) -> list[str]:
-        """Who has fallen silent since the last call; they are there no more until they are heard again."""
+        """Remove and return the instances that fell silent since the last call."""
         gone = [name for name, heard_s in self._heard_s.items() if now_s - heard_s > self._silence_s]
         for name in gone:
             del self._heard_s[name]
         return gone
 
     def forget(self, instance: str) -> None:
-        """It is there no more, whoever found that out; its next word brings it back."""
+        """Remove an instance; its next message adds it again."""
         self._heard_s.pop(instance, None)

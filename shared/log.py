@@ -1,6 +1,6 @@
-"""Logging: lines for people on a terminal, JSON lines everywhere else; the logger root is `kvasir`.
+"""Logging: console lines on a terminal, otherwise JSON lines. The root logger is `kvasir`.
 
-One canonical line per request per service says all there is to say about it. Knows nothing of what is logged.
+Each service logs one canonical line per request.
 """
 
 import logging
@@ -15,14 +15,14 @@ ROOT = "kvasir"
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger `kvasir.<name>`."""
+    """Return the logger `kvasir.<name>`."""
     return logging.getLogger(f"{ROOT}.{name}")
 
 
 def configure(level: str, service: str, instance: str, log_format: LogFormat = "auto") -> None:
-    """Send everything under `kvasir`, and other libraries' warnings, to standard error. May be called again.
+    """Log everything under `kvasir`, and warnings of libraries, to standard error. Idempotent.
 
-    `auto` is console lines when standard error is a terminal, JSON lines otherwise.
+    `auto` selects console lines if standard error is a terminal, else JSON lines.
     """
     if log_format == "auto":
         log_format = "console" if sys.stderr.isatty() else "json"
@@ -36,13 +36,12 @@ def configure(level: str, service: str, instance: str, log_format: LogFormat = "
 
 
 def canonical(logger: logging.Logger, event: str, **fields: Any) -> None:
-    """The one line that says what became of a request (or of a start, a take-over, …). Fields of value None
-    are left out."""
+    """Log the canonical line of a request, a start, a takeover or the like. Omit fields that are None."""
     logger.info(event, extra={"fields": {name: value for name, value in fields.items() if value is not None}})
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, service, instance, event, then the fields."""
+    """One JSON object per line: time, level, logger, service, instance, event, then the fields."""
 
     def __init__(self, service: str, instance: str) -> None:
         super().__init__()
@@ -64,8 +63,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class ConsoleFormatter(logging.Formatter):
-    """`12:00:00.000 INFO  worker-0 event name=value …`, one line whatever the values hold; tracebacks follow
-    it."""
+    """One `12:00:00.000 INFO  worker-0 event name=value …` line per record, followed by any traceback."""
 
     def __init__(self, instance: str) -> None:
         super().__init__()
@@ -83,7 +81,7 @@ class ConsoleFormatter(logging.Formatter):
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """What `canonical` (or `extra={"fields": …}`) added to a record."""
+    """Return the fields added by `canonical` or `extra={"fields": …}`."""
     fields = getattr(record, "fields", None)
     return fields if isinstance(fields, dict) else {}
 

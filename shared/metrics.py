@@ -1,7 +1,6 @@
-"""Prometheus metrics: one registry per process, made on first use and rendered as text.
+"""Prometheus metrics: one registry per process, metrics created on first use.
 
-Labels are always of low cardinality (message kinds, error codes); never an id. Knows nothing of who scrapes
-it.
+Labels have few values (message kinds, error codes); ids are never labels.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +18,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 REGISTRY = CollectorRegistry()
-"""What a process reports unless it is told otherwise."""
+"""Default registry of the process."""
 ProcessCollector(registry=REGISTRY)
 
 _W = TypeVar("_W", bound=MetricWrapperBase)
@@ -29,7 +28,7 @@ _made: WeakKeyDictionary[CollectorRegistry, dict[str, MetricWrapperBase]] = Weak
 def counter(
     name: str, documentation: str, labels: Sequence[str] = (), *, registry: CollectorRegistry | None = None
 ) -> Counter:
-    """The counter of that name; the same object on every call. `name` ends in `_total`."""
+    """Return the counter of that name, creating it once. `name` ends in `_total`."""
     target = registry or REGISTRY
     return _once(target, name, Counter, lambda: Counter(name, documentation, labels, registry=target))
 
@@ -37,7 +36,7 @@ def counter(
 def gauge(
     name: str, documentation: str, labels: Sequence[str] = (), *, registry: CollectorRegistry | None = None
 ) -> Gauge:
-    """The gauge of that name; the same object on every call."""
+    """Return the gauge of that name, creating it once."""
     target = registry or REGISTRY
     return _once(target, name, Gauge, lambda: Gauge(name, documentation, labels, registry=target))
 
@@ -50,8 +49,7 @@ def histogram(
     buckets: Sequence[float] = SECONDS_BUCKETS,
     registry: CollectorRegistry | None = None,
 ) -> Histogram:
-    """The histogram of that name; the same object on every call. `name` ends in its unit, such as
-    `_seconds`."""
+    """Return the histogram of that name, creating it once. `name` ends in its unit, such as `_seconds`."""
     target = registry or REGISTRY
     return _once(
         target,
@@ -62,7 +60,7 @@ def histogram(
 
 
 class _Source:
-    """A collector that asks whoever named himself last."""
+    """Collector that calls the most recently set function."""
 
     def __init__(self) -> None:
         self.collect_now: Callable[[], Iterable[Metric]] = tuple
@@ -77,7 +75,7 @@ _sources: WeakKeyDictionary[CollectorRegistry, dict[str, _Source]] = WeakKeyDict
 def collected(
     name: str, collect: Callable[[], Iterable[Metric]], *, registry: CollectorRegistry | None = None
 ) -> None:
-    """Have `collect` make metrics whenever they are read. A later call under the same `name` takes over."""
+    """Call `collect` whenever metrics are read. A later call with the same `name` replaces it."""
     target = registry or REGISTRY
     known = _sources.setdefault(target, {})
     if name not in known:
@@ -87,8 +85,7 @@ def collected(
 
 
 def keep_own(service: str, *, registry: CollectorRegistry | None = None) -> None:
-    """Forget what the modules of other services have made here (`kvasir_<service>_…`): a process that was
-    forked from one that had loaded them all tells its own alone."""
+    """Remove metrics of other services (`kvasir_<service>_…`) from a process forked after loading them."""
     target = registry or REGISTRY
     made = _made.get(target, {})
     for name in list(made):
@@ -98,12 +95,12 @@ def keep_own(service: str, *, registry: CollectorRegistry | None = None) -> None
 
 
 def render(registry: CollectorRegistry | None = None) -> bytes:
-    """Everything in the registry, in Prometheus' text format (`CONTENT_TYPE`)."""
+    """Return all metrics in Prometheus text format (`CONTENT_TYPE`)."""
     return generate_latest(registry or REGISTRY)
 
 
 def _once(registry: CollectorRegistry, name: str, kind: type[_W], make: Callable[[], _W]) -> _W:
-    """Raises ValueError when the name is taken by another kind of metric."""
+    """Return the cached metric. Raise ValueError if the name belongs to another kind of metric."""
     made = _made.setdefault(registry, {})
     metric = made.get(name)
     if metric is None:

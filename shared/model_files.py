@@ -1,7 +1,7 @@
-"""Where a model comes from, and whether its files are whole: read before anything is started or loaded.
+"""Locate a model and check its files without loading it.
 
-A model is a folder, or a hub id with or without a revision (`org/name`, `org/name@0123abc`). Knows the layout
-of Hugging Face's folders and of safetensors files; loads nothing.
+A model is a folder, or a hub id with an optional revision (`org/name`, `org/name@0123abc`). Knows the layout
+of Hugging Face folders and safetensors files.
 """
 
 import json
@@ -14,7 +14,7 @@ from shared.errors import ConfigError
 
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""Limit of the file format."""
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -30,7 +30,7 @@ class HubId:
 
 
 def source_of(model: str) -> Path | HubId:
-    """The folder, if there is one of that name, else the hub id. Raises ConfigError where it is neither."""
+    """Return the folder if it exists, else the hub id. Raise ConfigError if it is neither."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
@@ -47,12 +47,12 @@ def source_of(model: str) -> Path | HubId:
 
 
 def name_of(model: str) -> str:
-    """What clients call it: the last part of the folder or id."""
+    """Return the model's name for clients: the last part of the folder or id."""
     return PurePath(model if Path(model).expanduser().is_dir() else model.partition("@")[0]).name
 
 
 def check_model(model: str) -> None:
-    """Of a folder: that its configuration can be read and no weights are cut short. Raises ConfigError."""
+    """Check that a folder's configuration is readable and its weights are complete. Raise ConfigError."""
     folder = source_of(model)
     if isinstance(folder, HubId):
         return
@@ -75,7 +75,7 @@ def check_model(model: str) -> None:
 
 
 def revision_advice(hub_id: HubId, commit: str | None) -> str | None:
-    """What to tell the person who named no revision; None where one was named."""
+    """Return advice to pin a revision, or None if one is given."""
     if hub_id.revision is not None:
         return None
     now = f"; now it is {commit}: write {hub_id.name}@{commit} to keep it" if commit else ""
@@ -104,7 +104,7 @@ def _check_safetensors(path: Path) -> None:
 
 
 def _data_bytes(path: Path, header: bytes) -> int:
-    """What a safetensors header says of the length of the data after it."""
+    """Return the data length that a safetensors header declares."""
     try:
         tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
         return max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
@@ -113,7 +113,7 @@ def _data_bytes(path: Path, header: bytes) -> int:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is no file. Raises ConfigError for what is no JSON."""
+    """Return the JSON object in a file; empty without a file. Raise ConfigError for invalid JSON."""
     if not path.is_file():
         return {}
     try:

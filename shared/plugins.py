@@ -1,9 +1,9 @@
-"""Parts of a service that come from outside: from an installed package, or from a file.
+"""Plugins: parts of a service from an installed package or a file.
 
     mine               a name that an installed package declares as an entry point
     my_file.py:Mine    a class in a file; a relative path starts at the current directory
 
-Only configuration names them, never a client: whatever is named here runs with the rights of the service.
+Only configuration can name a plugin, never a client. A plugin runs with the rights of the service.
 """
 
 import inspect
@@ -30,17 +30,17 @@ PLUGIN_SETTINGS = {
     "predictor": "model",
     "worker": "prefix_cache.eviction",
 }
-"""By service, the setting that may name a file."""
+"""Setting that may name a file, by service."""
 _SUFFIX = ".py:"
 
 
 def is_file(name: str) -> bool:
-    """Whether `name` is a file with a class, such as `my_file.py:Mine`."""
+    """Return True if `name` is a class in a file, such as `my_file.py:Mine`."""
     return _SUFFIX in name or name.endswith(".py")
 
 
 def absolute(name: str) -> str:
-    """The same name for a process that runs elsewhere: a relative path starts at the current directory."""
+    """Return the name with an absolute path, valid in any working directory."""
     if not is_file(name):
         return name
     path, class_name = _parts(name)
@@ -48,7 +48,7 @@ def absolute(name: str) -> str:
 
 
 def label(name: str) -> str:
-    """The same name without folders, for a table."""
+    """Return the name without folders, for display."""
     return name if not is_file(name) else f"{_parts(name)[0].name}:{_parts(name)[1]}"
 
 
@@ -62,21 +62,21 @@ class PluginKind:
     """One kind of part that may come from outside."""
 
     group: str
-    """Of entry points."""
+    """Entry-point group."""
     noun: str
-    """What messages call it."""
+    """Noun for error messages."""
     param: str
-    """The setting that names it."""
+    """Setting that names the plugin."""
     methods: tuple[str, ...]
-    """A class has to have these."""
+    """Required methods."""
 
-    def names(self, built_in: Mapping[str, object] = {}) -> list[str]:  # read only
-        """Every name that `find` knows, sorted; files come on top."""
+    def names(self, built_in: Mapping[str, object] = {}) -> list[str]:  # default is never modified
+        """Return all names that `find` accepts besides files, sorted."""
         return sorted({*built_in, *self._installed()})
 
     def find(self, name: str, built_in: Mapping[str, Factory[T]], others: tuple[str, ...] = ()) -> Factory[T]:
-        """What makes objects of that name; nobody can take over a built-in name. `others` are further names
-        that the error lists. Raises ConfigError."""
+        """Return the factory of that name. Built-in names take precedence. `others` are further names for the
+        error message. Raise ConfigError."""
         if name in built_in:
             return built_in[name]
         found: Factory[T]
@@ -88,14 +88,13 @@ class PluginKind:
                 raise self._error(self._unknown(name, sorted({*self.names(built_in), *others})))
             try:
                 found = point.load()
-            except Exception as error:  # whatever its module does when it is imported
+            except Exception as error:  # importing runs arbitrary code
                 raise self._error(f"{name!r} ({point.value}) cannot be loaded: {told(error)}") from error
         self._check(name, found)
         return found
 
     def made(self, name: str, make: Callable[[], T]) -> T:
-        """What `make` returns, an object of that name. Raises ConfigError where it raises or lacks a
-        method."""
+        """Return `make()`. Raise ConfigError if it fails or the result lacks a method."""
         try:
             found = make()
         except ConfigError:
@@ -128,7 +127,7 @@ class PluginKind:
         raise self._error(f"{path} has no class {class_name!r}; its classes are: {there}")
 
     def _module(self, path: Path) -> ModuleType:
-        """The file, run once for each content that it has had."""
+        """Import the file; each version of its content runs once."""
         try:
             source = path.read_bytes()
         except OSError as error:
@@ -162,7 +161,7 @@ class PluginKind:
 
 
 def told(error: BaseException) -> str:
-    """An exception in one line, with the place that raised it."""
+    """Format an exception in one line, with the place that raised it."""
     lines = extract_tb(error.__traceback__)
     where = f" ({Path(lines[-1].filename).name}:{lines[-1].lineno})" if lines else ""
     if isinstance(error, SyntaxError):
@@ -172,32 +171,32 @@ def told(error: BaseException) -> str:
 
 
 _TOLD_S = 60.0
-"""A failure counts as present for so long."""
+"""Time for which a failure counts as recent."""
 _MOST_NOTED = 1000
 
 
 class PluginFaults:
-    """How often a part from outside has raised lately; what `status` says about it."""
+    """Recent failures of a plugin, shown by `status`."""
 
     def __init__(self) -> None:
         self._times_s: deque[float] = deque(maxlen=_MOST_NOTED)
         self._latest = ""
 
     def note(self, what: str, method: str, error: BaseException, now_s: float) -> PolicyFailed:
-        """`what` raised `error` in `method`; the error for those that waited for it."""
+        """Record that `what` raised `error` in `method`; return the error for its callers."""
         failure = PolicyFailed(f"{what} raised {told(error)} in {method}")
         self.count(failure, now_s)
         return failure
 
     def count(self, failure: PolicyFailed, now_s: float) -> bool:
-        """Whether it is the first of its kind within the last minute."""
+        """Record a failure. Return True if it is the first of its kind within a minute."""
         is_new = self.text(now_s) == "" or failure.message != self._latest
         self._times_s.append(now_s)
         self._latest = failure.message
         return is_new
 
     def text(self, now_s: float) -> str:
-        """Empty where nothing has failed within the last minute."""
+        """Describe recent failures; empty if there were none within a minute."""
         while self._times_s and now_s - self._times_s[0] > _TOLD_S:
             self._times_s.popleft()
         count = len(self._times_s)

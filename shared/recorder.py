@@ -1,9 +1,9 @@
-"""The flight recorder: the latest events of one instance, always on, in bounded memory.
+"""Flight recorder: the latest events of one instance, always on, in bounded memory.
 
-A service notes what it decides and what happens to it as it happens; nobody is told until somebody asks
-(`TellRecorded`), for one request (`services explain`), or for everything (`services record`, the live page).
-Noting an event costs about a microsecond: a tuple at the end of a ring, no formatting, no copying. Steps and
-plans have many rows, so they lie in a ring of their own, bounded by rows. Any thread may note.
+A service notes its decisions and events. `TellRecorded` reads them, for one request (`services explain`) or
+for all (`services record`, the live page). A note costs about a microsecond: a tuple appended to a ring,
+without formatting or copying. Steps and plans have many rows, so they use a ring of their own, bounded by
+rows. Any thread may note.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ from shared.messages.recordings import Recorded, RecordedEvent, TellRecorded
 from shared.messages.sequence import SequenceRef
 
 MOST_EVENTS = 16_384
-"""Of one instance. A chat takes about ten at its gateway and ten at the scheduler: minutes under load."""
+"""Per instance. A chat takes about ten at its gateway and ten at the scheduler: minutes under load."""
 MOST_BATCHES, MOST_ROWS = 16_384, 262_144
-"""Steps or plans, and sequences in all of them: half a minute of steps of 64 sequences, about 6 MB."""
+"""Maximum steps and plans, and sequences in them: half a minute of steps with 64 sequences, about 6 MB."""
 _MOST_BYTES = 400_000
-"""Of one answer, which has to fit a message."""
+"""Maximum size of one reply, which must fit a message."""
 
 BatchRow = tuple[SequenceRef, int, int]
-"""Tokens [first, end) of a sequence's prompt and answer."""
+"""A sequence with the range [first, end) of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Batch:
         return len(self.prefills) + len(self.decodes)
 
     def of_request(self, request_id: str) -> dict[str, Any] | None:
-        """How a request was part of it; None when it was not."""
+        """Return a request's share of the batch, or None."""
         chunks = [
             (ref.choice, ref.attempt, first, end)
             for ref, first, end in self.prefills
@@ -55,7 +55,7 @@ class Batch:
         return {**self.totals(), "chunks": chunks, "own": own}
 
     def totals(self) -> dict[str, Any]:
-        """Sizes, without names."""
+        """Return sizes without request ids."""
         return {
             **(self.fields or {}),
             "prefills": len(self.prefills),
@@ -64,7 +64,7 @@ class Batch:
         }
 
     def whole(self) -> dict[str, Any]:
-        """With everybody's name."""
+        """Return everything, with request ids."""
         return {
             **self.totals(),
             "chunks": [(*_names(ref), first, end) for ref, first, end in self.prefills],
@@ -81,7 +81,7 @@ _Filed = tuple[int, float, str, Batch]
 
 
 class Recorder:
-    """Of one instance. Bounds are of this object; what is beyond them, the oldest, is forgotten."""
+    """Recorder of one instance. Beyond its bounds, the oldest events are dropped."""
 
     def __init__(
         self,
@@ -104,19 +104,19 @@ class Recorder:
 
     @property
     def instance(self) -> str:
-        """Whose it is."""
+        """Instance that it records."""
         return self._origin[1]
 
     def note(self, kind: str, request_id: str = "", **fields: Any) -> None:
-        """Something happened now; `fields` hold what msgpack can, and are not changed afterwards."""
+        """Record an event now. `fields` must fit msgpack and must not change afterwards."""
         self._notes.append((next(self._seqs), self._clock(), kind, request_id, fields))
 
     def note_at(self, at_s: float, kind: str, request_id: str = "", **fields: Any) -> None:
-        """The same, of a moment on the recorder's clock."""
+        """Record an event at a time of the recorder's clock."""
         self._notes.append((next(self._seqs), at_s, kind, request_id, fields))
 
     def file(self, at_s: float, kind: str, batch: Batch) -> None:
-        """A step that began, or a plan that was sent, at that moment. One thread files."""
+        """Record a started step or a sent plan. Only one thread may call this."""
         batches = self._batches
         self._rows += batch.rows
         if len(batches) == batches.maxlen or self._rows > self._most_rows:
@@ -129,11 +129,11 @@ class Recorder:
             self._rows -= batches.popleft()[3].rows
 
     async def tell(self, question: TellRecorded) -> Recorded:
-        """Handler of `TellRecorded`. Reads beside the event loop: an answer may take milliseconds."""
+        """Handler of `TellRecorded`. Runs in a thread, because it may take milliseconds."""
         return await asyncio.to_thread(self.recorded, question)
 
     def recorded(self, question: TellRecorded) -> Recorded:
-        """The answer; on any thread."""
+        """Return the recorded events. Thread-safe."""
         service, instance, incarnation = self._origin
         notes, batches = list(self._notes), list(self._batches)
         found = sorted((*_of_notes(notes, question), *_of_batches(batches, question)), key=_seq)
@@ -181,7 +181,7 @@ def _of_batches(batches: Sequence[_Filed], question: TellRecorded) -> Iterator[R
 
 
 def _fitting(events: Sequence[RecordedEvent], *, latest: bool) -> list[RecordedEvent]:
-    """As many as fit one message: the latest of them, or the first."""
+    """Return as many events as fit one message: the latest or the first."""
     kept: list[RecordedEvent] = []
     left_bytes = _MOST_BYTES
     for event in reversed(events) if latest else events:

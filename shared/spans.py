@@ -1,9 +1,8 @@
-"""Spans of requests, for an OpenTelemetry collector, over OTLP; none unless `traces.endpoint` names one.
+"""Request spans for an OpenTelemetry collector, over OTLP; off unless `traces.endpoint` is set.
 
-What a span covers is known where it is over, so most are made then, from moments that were noted. Without an
-endpoint `is_on` is False, nobody calls anything else here, and the SDK is not imported: it is an extra
-(`deploy/locks/traces.txt`). Sending happens on a thread of its own, from a bounded queue; what a collector
-does not take is dropped.
+Most spans are created when they end, from recorded times. If spans are off, `is_on` is False, no other
+function is called, and the SDK is not imported; it is an extra (`deploy/locks/traces.txt`). A thread sends
+spans from a bounded queue, and drops what the collector does not accept.
 """
 
 import threading
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 _SEND_S = 2.0
-"""For one batch, retries included, and for what is left at the end."""
+"""Timeout for one batch, retries included, and for the last batch at exit."""
 _MOST_WAITING, _MOST_AT_ONCE, _EVERY_MS = 8192, 512, 1000
 
 Attributes = Mapping[str, str | bool | int | float | list[str]]
@@ -34,7 +33,7 @@ _tracer: Tracer | None = None
 
 
 def is_on() -> bool:
-    """Whether this process makes spans."""
+    """Return True if this process creates spans."""
     return _tracer is not None
 
 
@@ -46,9 +45,10 @@ def begin(
     began_s: float | None = None,
     attributes: Attributes | None = None,
 ) -> Span | None:
-    """A span that began now, or at a moment of `monotonic_s`, below `parent` (None: below what is current).
+    """Begin a span below `parent` (None: the current span), now or at a time of `monotonic_s`.
 
-    None where nothing is recorded: spans are off, or the request is none of those that are traced."""
+    Return None if spans are off or the request is not sampled.
+    """
     if _tracer is None:
         return None
     start = None if began_s is None else unix_ns(began_s)
@@ -63,8 +63,8 @@ def end(
     error: BaseException | str | None = None,
     attributes: Attributes | None = None,
 ) -> None:
-    """It ended now, or at a moment of `monotonic_s`; `error`: what it ended with, where that is none of the
-    caller's doing."""
+    """End a span, now or at a time of `monotonic_s`. `error` is the cause if it failed, but not through the
+    caller's fault."""
     if attributes:
         span.set_attributes(attributes)
     if error is not None:
@@ -75,22 +75,22 @@ def end(
 
 
 def event(span: Span, name: str, at_s: float | None = None, attributes: Attributes | None = None) -> None:
-    """Something happened to it."""
+    """Add an event to a span."""
     span.add_event(name, attributes, None if at_s is None else unix_ns(at_s))
 
 
 def below(span: Span) -> context.Context:
-    """Where its children begin."""
+    """Return the context for children of a span."""
     return trace.set_span_in_context(span, context.Context())
 
 
 def context_of(traceparent: str) -> context.Context:
-    """Where the children of a span elsewhere begin."""
+    """Return the context for children of a remote span."""
     return _propagator.extract({"traceparent": traceparent}, context.Context())
 
 
 def current_traceparent() -> str:
-    """Of what is current, for messages that name many; empty where spans are off, or there is none."""
+    """Return the current span as text for message fields; empty if spans are off or none is current."""
     if _tracer is None:
         return ""
     span = trace.get_current_span().get_span_context()
@@ -100,14 +100,14 @@ def current_traceparent() -> str:
 
 
 def unix_ns(at_s: float) -> int:
-    """A moment of `monotonic_s`, by the wall clock."""
+    """Convert a time of `monotonic_s` to Unix nanoseconds."""
     return time.time_ns() - int((monotonic_s() - at_s) * 1e9)
 
 
 @contextmanager
 def exported(config: TracesConfig, service: str, instance: str) -> Iterator[None]:
-    """Inside, spans are made where `config` names a collector, and sent to it; what is left when it ends is
-    sent within two seconds. Raises ConfigError where the SDK is not installed."""
+    """Export spans inside the block if `config` names a collector. On exit, send the rest within two seconds.
+    Raise ConfigError if the SDK is not installed."""
     global _tracer
     if not config.endpoint:
         yield
@@ -124,7 +124,7 @@ def exported(config: TracesConfig, service: str, instance: str) -> Iterator[None
 
 
 def check(config: TracesConfig) -> None:
-    """Raises ConfigError where spans are wanted and the SDK is not installed."""
+    """Raise ConfigError if spans are configured and the SDK is not installed."""
     if not config.endpoint:
         return
     try:
@@ -168,7 +168,7 @@ def _provider(config: TracesConfig, service: str, instance: str) -> "tuple[Trace
 
 
 def _traces_url(endpoint: str) -> str:
-    """OTLP's own path below a collector's address."""
+    """Return the collector's OTLP URL."""
     bare = endpoint.rstrip("/")
     return bare if bare.endswith("/v1/traces") else f"{bare}/v1/traces"
 

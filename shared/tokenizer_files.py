@@ -1,7 +1,7 @@
-"""A model's tokenizer as its folder has it: tokenizer.json, and what only the other files say of tokens.
+"""A model's tokenizer: tokenizer.json plus token settings from the folder's other files.
 
-The gateway writes prompts with it, and a worker needs it where an answer has to keep to a grammar. Without
-torch; without transformers, too, where the folder has a tokenizer.json.
+Used by the gateway for prompts, and by workers for grammars. Needs no torch; needs transformers only for a
+folder without tokenizer.json.
 """
 
 from dataclasses import dataclass
@@ -28,14 +28,14 @@ class TokenizerFiles:
     config: dict[str, Any]
     """tokenizer_config.json"""
     special: dict[str, str]
-    """Special tokens by name, as templates see them."""
+    """Special tokens by name, for chat templates."""
     end_token_ids: tuple[int, ...]
     vocab_size: int
-    """Ids are below this."""
+    """Number of token ids."""
 
 
 def load_tokenizer(model: str) -> TokenizerFiles:
-    """From a local folder or a hub id. Raises ConfigError naming what is missing."""
+    """Load from a local folder or a hub id. Raise ConfigError naming what is missing."""
     folder = model_folder(model)
     config = read_json(folder / "tokenizer_config.json")
     tokenizer = _load_tokenizer(folder)
@@ -55,14 +55,14 @@ def load_tokenizer(model: str) -> TokenizerFiles:
 
 
 def model_folder(model: str) -> Path:
-    """The folder itself, or a snapshot of that hub id's small files.
+    """Return the local folder, or a downloaded snapshot of the hub id's small files.
 
-    Raises ConfigError when there is neither.
+    Raise ConfigError if there is neither.
     """
     source = source_of(model)
     if isinstance(source, Path):
         return source
-    from huggingface_hub import snapshot_download  # half a second that a local folder does not need
+    from huggingface_hub import snapshot_download  # takes half a second, not needed for a local folder
 
     try:
         folder = Path(snapshot_download(source.name, revision=source.revision, allow_patterns=list(FILES)))
@@ -70,7 +70,7 @@ def model_folder(model: str) -> Path:
         raise ConfigError(
             f"model {model!r} is neither a folder nor a hub id that can be had: {error}"
         ) from error
-    advice = revision_advice(source, folder.name)  # a snapshot's folder is called as its commit
+    advice = revision_advice(source, folder.name)  # a snapshot's folder is named after its commit
     if advice is not None:
         _log.warning(advice)
     return folder
@@ -84,10 +84,10 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
         except Exception as error:  # the library raises nothing narrower
             raise ConfigError(f"{path} is no tokenizer: {error}: download it again", param="model") from None
     try:
-        from transformers import AutoTokenizer  # seconds, needed only for older formats
+        from transformers import AutoTokenizer  # takes seconds, needed only for older formats
 
         return AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer
-    except Exception as error:  # whatever a converter of an unknown format raises
+    except Exception as error:  # converters of unknown formats may raise anything
         raise ConfigError(f"{folder} has no tokenizer.json and none could be made: {error}") from error
 
 
@@ -98,13 +98,13 @@ def _text_of(token: Any) -> str | None:
 
 
 def _special_tokens(config: dict[str, Any], older: dict[str, Any]) -> dict[str, str]:
-    """Special tokens by name, as templates see them."""
+    """Return special tokens by name, for chat templates."""
     named = {name: _text_of(config.get(name)) or _text_of(older.get(name)) for name in SPECIAL_TOKENS}
     return {name: token for name, token in named.items() if token is not None}
 
 
 def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], special: dict[str, str]) -> None:
-    """Tokens that only tokenizer_config.json knows; those it names as special become so."""
+    """Add tokens that only tokenizer_config.json lists; mark those that it names as special."""
     for entry in config.get("added_tokens_decoder", {}).values():
         if (text := _text_of(entry)) and tokenizer.token_to_id(text) is None:
             flags = {name: entry[name] for name in ("lstrip", "rstrip", "normalized") if name in entry}
@@ -121,9 +121,8 @@ def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], special: d
 def _end_token_ids(
     folder: Path, model_config: dict[str, Any], tokenizer: Tokenizer, special: dict[str, str]
 ) -> tuple[int, ...]:
-    """What `generate` would stop at: generation_config.json, else config.json, else the tokenizer's eos
-    token.
-    """
+    """Return the ids that end generation, from generation_config.json, config.json, or the tokenizer's eos
+    token."""
     generation = read_json(folder / "generation_config.json")
     for found in (generation.get("eos_token_id"), model_config.get("eos_token_id")):
         if isinstance(found, int):

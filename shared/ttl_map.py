@@ -1,5 +1,4 @@
-"""A map whose entries fade: what was cancelled, ended or given up lately. Pure; bounded in time and in
-number."""
+"""Map with expiring entries, bounded in time and number. Pure."""
 
 from typing import Generic, TypeVar
 
@@ -25,7 +24,7 @@ class RecentMap(Generic[K, V]):
             del self._entries[next(iter(self._entries))]
 
     def get(self, key: K, now_s: float | None = None) -> V | None:
-        """The value, if it is recent enough. None: however old it is, unless it was forgotten."""
+        """Return the value unless it has expired. Without `now_s`, ignore its age."""
         entry = self._entries.get(key)
         if entry is None or (now_s is not None and now_s - entry[1] > self._ttl_s):
             return None
@@ -39,7 +38,7 @@ class RecentMap(Generic[K, V]):
         return [(key, value) for key, (value, _) in self._entries.items()]
 
     def expire(self, now_s: float) -> None:
-        """Forget what is too old; entries lie in the order of their age."""
+        """Drop expired entries, which are ordered by age."""
         for key in list(self._entries):
             if now_s - self._entries[key][1] <= self._ttl_s:
                 return

@@ -201,8 +201,7 @@ class Lanes(Generic[T]):
         return True
 
     async def stop(self, deadline_s: float) -> None:
-        """Let running and waiting work finish within the deadline, then cancel it. Offer nothing
-        afterwards."""
+        """Let pending work finish within the deadline, then cancel it. Offer nothing afterwards."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=deadline_s)
         self._pending.clear()

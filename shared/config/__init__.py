@@ -1,4 +1,4 @@
-"""Configuration: one frozen model per service, read once at start. See `shared.config.loading`."""
+"""Configuration: one frozen model per service, read once at start (`shared.config.loading`)."""
 
 from shared.config.loading import ENV_CONFIG_FILE, SHARED_SETTINGS, check_setting, load
 from shared.config.models import ENV_PREFIX, BusConfig, ModelServiceConfig, ServiceConfig, TracesConfig

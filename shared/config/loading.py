@@ -1,9 +1,8 @@
-"""Reading the configuration: defaults < YAML file < environment < flags.
+"""Load the configuration: defaults < YAML file < environment < flags.
 
-In the file each service has its section; beside the sections may stand `bus`, `traces`, `log_level` and
-`log_format`.
-In the environment they are `KVASIR_GATEWAY__PORT` and `KVASIR_BUS__URL`; as flags, `--port` and `--bus.url`.
-Whatever cannot work is a `ConfigError` that names the setting.
+The file has a section per service; `bus`, `traces`, `log_level` and `log_format` may stand beside them.
+Variables are named like `KVASIR_GATEWAY__PORT` and `KVASIR_BUS__URL`; flags like `--port` and `--bus.url`. An
+invalid setting raises ConfigError with its name.
 """
 
 import argparse
@@ -26,14 +25,14 @@ from shared.errors import ConfigError
 
 
 def first_path(error: ValidationError) -> str:
-    """The first setting that is wrong, such as `bus.url`."""
+    """Return the path of the first invalid setting, such as `bus.url`."""
     return ".".join(str(part) for part in error.errors()[0]["loc"])
 
 
 def explain(
     error: ValidationError, config_type: type[BaseModel], section: str, origins: Mapping[str, str]
 ) -> str:
-    """All that is wrong: the setting, what it was given and where, and how to set it. Shows no secret."""
+    """Describe all invalid settings: value, origin, and how to set them. Secrets are not shown."""
     problems: list[str] = []
     for detail in error.errors(include_url=False):
         names = [str(part) for part in detail["loc"]]
@@ -52,7 +51,7 @@ def explain(
 
 
 def _shown(path: str, value: object) -> str:
-    """What was given, unless it is a secret or no scalar."""
+    """Return the given value as text, empty for a secret or a non-scalar."""
     is_secret = any(word in path for word in ("password", "secret", "key", "token"))
     if is_secret or not isinstance(value, str | int | float) or len(str(value)) > 80:
         return ""
@@ -72,8 +71,8 @@ def _settings_of(model: type[BaseModel], path: Sequence[str]) -> tuple[str, ...]
 def check_setting(
     model: type[BaseModel], names: Sequence[str], as_typed: Callable[[Sequence[str]], str]
 ) -> None:
-    """Raises ConfigError where there is no setting of that name, or it is below a plain value; `as_typed`
-    writes names as whoever set it did."""
+    """Raise ConfigError for an unknown setting, or one below a plain value. `as_typed` formats a path as the
+    user wrote it."""
     for depth, name in enumerate(names, 1):
         so_far = as_typed(names[:depth])
         if name not in model.model_fields:
@@ -97,14 +96,14 @@ def _inner_model(annotation: Any) -> type[BaseModel] | None:
 
 
 def _takes_keys(annotation: Any) -> bool:
-    """Whether any key may stand below it."""
+    """Return True if the type is a mapping, which may have any key."""
     each = (annotation, *get_args(annotation))
     return any(one is Any or get_origin(one) in (dict, Mapping) or one is dict for one in each)
 
 
 ENV_CONFIG_FILE = "KVASIR_CONFIG"
 SHARED_SETTINGS = ("bus", "traces", "log_level", "log_format")
-"""What all services have alike."""
+"""Settings that all services have."""
 _SECTIONS = (*subjects.SERVICES, "stack")
 _MAX_YAML_BYTES = 1024 * 1024
 
@@ -125,10 +124,10 @@ def load(
     argv: Sequence[str] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> C:
-    """The configuration of one service; `argv` defaults to the process's arguments.
+    """Return the configuration of one service; `argv` defaults to the process's arguments.
 
-    `--help` lists the settings and exits. Raises ConfigError naming the setting, where the value came from,
-    and what to write instead.
+    `--help` lists the settings and exits. Raise ConfigError naming the setting, its origin, and what to write
+    instead.
     """
     environment = os.environ if environ is None else environ
     file_name, flags = _take_config_flag(list(sys.argv[1:] if argv is None else argv), environment)
@@ -163,7 +162,7 @@ def _take_config_flag(argv: list[str], environ: Mapping[str, str]) -> tuple[str 
 
 
 def _from_yaml(file_name: str | None, section: str) -> list[dict[str, Any]]:
-    """What the file says to all services, then what it says to this one."""
+    """Return the file's settings for all services, then those for this one."""
     if file_name is None:
         return []
     try:
@@ -212,7 +211,7 @@ def _from_environment(
 def _refuse_unknown_variables(
     config_type: type[ServiceConfig], section: str, environ: Mapping[str, str]
 ) -> None:
-    """Raises ConfigError for what is nobody's: a section, a setting, a key below a plain value."""
+    """Raise ConfigError for an unknown section or setting, or for a key below a plain value."""
     known = (*_SECTIONS, *SHARED_SETTINGS, section)
     for name in environ:
         first, *names = name.upper().removeprefix(ENV_PREFIX).lower().split("__")
@@ -254,7 +253,7 @@ def _from_flags(config_type: type[ServiceConfig], section: str, argv: list[str])
 
 
 class _BriefHelp(argparse.RawDescriptionHelpFormatter):
-    """A usage line that is a line: the settings follow below it, one by one."""
+    """Help formatter with a one-line usage."""
 
     def add_usage(
         self,
@@ -267,13 +266,13 @@ class _BriefHelp(argparse.RawDescriptionHelpFormatter):
 
 
 def _as_flag(typed: str, names: Sequence[str]) -> str:
-    """With hyphens where the one typed has some."""
+    """Format a flag, with hyphens if the typed one has some."""
     flag = "--" + ".".join(names)
     return flag.replace("_", "-") if "-" in typed[2:].partition("=")[0] else flag
 
 
 def _with_underscores(word: str) -> str:
-    """`--log-level` is `--log_level`."""
+    """Turn `--log-level` into `--log_level`."""
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")

@@ -1,4 +1,4 @@
-"""The settings that every service has. Knows nothing of where they come from."""
+"""Settings that every service has, independent of their source."""
 
 import re
 from typing import Any, Literal
@@ -13,7 +13,7 @@ ENV_PREFIX = "KVASIR_"
 
 
 class BusConfig(BaseModel):
-    """How to reach NATS."""
+    """Connection to NATS."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -57,7 +57,7 @@ class BusConfig(BaseModel):
 
 
 class TracesConfig(BaseModel):
-    """Spans of requests, for an OpenTelemetry collector."""
+    """Request spans for an OpenTelemetry collector."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -79,7 +79,7 @@ class TracesConfig(BaseModel):
 
 
 class ServiceConfig(BaseSettings):
-    """Base of every service's configuration. Constructed directly it reads neither environment nor files."""
+    """Base of every service's configuration. Direct construction reads neither environment nor files."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=ENV_PREFIX)
 
@@ -94,14 +94,16 @@ class ServiceConfig(BaseSettings):
     traces: TracesConfig = Field(default=TracesConfig(), description="OpenTelemetry")
 
     def check(self) -> None:
-        """What cannot work although each setting by itself may: called before anything is started or loaded.
+        """Check combinations of settings before anything is started or loaded.
 
-        Raises ConfigError. Does not wait for the network, and imports nothing large."""
+        Raise ConfigError. Must not wait for the network or import large packages.
+        """
 
     def check_start(self) -> None:
-        """Check what only the start of a stack insists on: a process that is restarted does without it.
+        """Check what only the start of a stack requires, not the restart of a process.
 
-        Raises ConfigError."""
+        Raise ConfigError.
+        """
 
     @classmethod
     def settings_customise_sources(
@@ -124,9 +126,10 @@ class ServiceConfig(BaseSettings):
 
 
 class ModelServiceConfig(ServiceConfig):
-    """Of a service that knows the model: where it is, and what clients call it.
+    """Base for services that use the model: its location and its name for clients.
 
-    Gateway and workers must agree on the name, so it has one setting and one default for both."""
+    Gateway and workers must agree on the name, so both share these settings and defaults.
+    """
 
     model: str = Field(
         default="models/tiny_chat", description="folder or hub id (ORG/NAME@REVISION) of the model"

@@ -1,5 +1,4 @@
-"""Control commands and their replies. Errors travel separately (`shared.errors.to_wire`), never as a
-field."""
+"""Control commands and their replies. Errors are never reply fields (`shared.errors.to_wire`)."""
 
 from shared.messages.base import Message
 from shared.messages.lending import KvTier
@@ -71,8 +70,7 @@ class LengthPrediction(Message, frozen=True, kw_only=True):
     p95_tokens: Count
     model_version: Text
     is_calibrated: bool = False
-    """True if the predictor learns from finished answers online; the scheduler then does not correct its
-    predictions."""
+    """True for a predictor that learns online; the scheduler then does not correct its predictions."""
 
 
 class PlacementItem(Message, frozen=True, kw_only=True):
@@ -126,8 +124,7 @@ class PlaceSequences(Message, frozen=True, kw_only=True):
     model: Text = ""
     """Model that the items need; empty: the stack serves only one."""
     are_placed: bool = False
-    """True if the items already have a worker and all other workers are excluded; placement only records
-    them."""
+    """True to only record items that already have a worker; all other workers are excluded."""
     waiting_tokens: Number = 0
     """Prompt tokens of all sequences without a worker, these items included."""
     step_tokens: Count = 0
@@ -151,8 +148,7 @@ class WantKv(Message, frozen=True, kw_only=True):
     tokens: Count
     """Size of that sequence in tokens; 0: every waiting sequence fits the worker."""
     may_borrow_ahead: bool = True
-    """True if the worker may also borrow when it merely runs low; False: the scheduler has a cheaper
-    remedy."""
+    """Worker → ledger: find workers that could lend KV."""
 
 
 class FindCreditors(Message, frozen=True, kw_only=True):

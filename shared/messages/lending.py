@@ -104,8 +104,7 @@ class HeldGrant(Message, frozen=True, kw_only=True):
 
 
 class RenewLeases(Message, frozen=True, kw_only=True):
-    """Debtor → creditor, several times per lease: renew the leases of grants still in use. Other leases
-    expire."""
+    """Debtor → creditor, several times per lease: renew the leases of grants in use. Others expire."""
 
     debtor_id: Id
     debtor_incarnation: Number

@@ -51,8 +51,7 @@ class MovePrepared(Message, frozen=True, kw_only=True):
 
 
 class SequenceMoved(Message, frozen=True, kw_only=True):
-    """Scheduler → requester: a migration ended. It failed if `reason` is set; the sequence then stayed
-    put."""
+    """Scheduler → requester: a migration ended. If `reason` is set, it failed and the sequence stayed put."""
 
     ref: SequenceRef
     """Attempt that was to migrate."""

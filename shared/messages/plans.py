@@ -47,8 +47,7 @@ class Preemption(Message, frozen=True, kw_only=True):
 
 
 class BatchPlan(Message, frozen=True, kw_only=True):
-    """Up to `steps` steps that one worker runs without further commands. Applied in the order of the
-    fields."""
+    """Up to `steps` steps of one worker without further commands. Applied in the order of the fields."""
 
     epoch: Epoch
     """Epoch of the scheduler; a worker refuses plans of an older epoch than the highest it has seen."""

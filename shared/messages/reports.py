@@ -24,8 +24,7 @@ from shared.messages.values import (
 
 
 class Capacity(Message, frozen=True, kw_only=True):
-    """KV capacity of a worker, in its own blocks. `total_blocks` includes borrowed blocks and excludes lent
-    ones."""
+    """KV capacity in the worker's own blocks. `total_blocks` includes borrowed blocks, not lent ones."""
 
     total_blocks: Count
     free_blocks: Count
@@ -96,7 +95,7 @@ class SequenceReport(Message, frozen=True, kw_only=True):
     proof: Digest = b""
     """`proof_of` the attempt's capability."""
     heir_of: Number = 0
-    """The start of its gateway, where another gateway may take it over from that; 0: nobody may."""
+    """Incarnation of the gateway that another gateway may take it over from; 0: no takeover allowed."""
 
 
 class CacheReport(Message, frozen=True, kw_only=True):
@@ -216,14 +215,12 @@ class WorkerReported(Message, frozen=True, kw_only=True):
 
     @property
     def door(self) -> str:
-        """Return the host:port that refuses connections once the worker process has ended; "" if there is
-        none."""
+        """Host and port that refuse connections once the worker process has ended; "" if unknown."""
         return self.bulk_addresses.get("tcp", "")
 
 
 class SchedulerAnnounced(Message, frozen=True, kw_only=True):
-    """Sent at start, then at a fixed interval. A new incarnation asks gateways to resubmit running
-    requests."""
+    """Sent at start, then periodically. A new incarnation asks gateways to resubmit running requests."""
 
     scheduler_id: Id
     incarnation: Number

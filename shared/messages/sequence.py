@@ -43,8 +43,7 @@ SequenceKey = tuple[str, int]
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended. Only `STOP` and `LENGTH` are complete answers; others are never reported as
-    such."""
+    """Why a sequence ended. Only `STOP` and `LENGTH` are complete answers."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -151,10 +150,8 @@ NOBODY = Tenant()
 
 
 def is_beyond_share(counts: Mapping[str, int], name: str, limit: int) -> bool:
-    """Return True if tenant `name` may not add one more to `counts`.
-
-    Above `limit`, a tenant below its equal share may still add, up to twice `limit` in total.
-    """
+    """Return True if tenant `name` may not add one more to `counts`. Above `limit`, a tenant below its equal
+    share may still add, up to twice `limit` in total."""
     total = sum(counts.values())
     if total < limit:
         return False

@@ -100,8 +100,7 @@ class AnswerSoFar(Message, frozen=True, kw_only=True):
 
 
 class ClaimedAnswer(Message, frozen=True, kw_only=True):
-    """Reply to `ClaimAnswer`. Without `shadow`, the answer is unknown here or belongs to `owner`, believed
-    alive."""
+    """Reply to `ClaimAnswer`. Without `shadow`, the answer is unknown here or belongs to `owner`."""
 
     shadow: Shadow | None = None
     so_far: tuple[AnswerSoFar, ...] = ()

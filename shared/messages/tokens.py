@@ -1,5 +1,4 @@
-"""Token frames: the tokens that a worker sends to each gateway after a step. Encoded as arrays,
-append-only."""
+"""Token frames: tokens that a worker sends to gateways after a step. Encoded as append-only arrays."""
 
 import msgspec
 

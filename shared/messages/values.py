@@ -80,8 +80,5 @@ Digest = Annotated[bytes, Meta(max_length=64)]
 """Fingerprint or salt; empty: none."""
 
 EPOCH_REACH = 2**48
-"""Maximum step from one accepted epoch to the next.
-
-Epochs are lease revisions or Unix milliseconds (docs/own-scheduler.md). Accepting a larger one would lock out
-all future schedulers.
-"""
+"""Maximum distance of a new epoch from known ones. Epochs are lease revisions or Unix milliseconds
+(docs/own-scheduler.md). Accepting a larger one would lock out all future schedulers."""
