@@ -11,8 +11,7 @@ class Clock(Protocol):
 
 
 def monotonic_s() -> float:
-    """Return seconds of CLOCK_MONOTONIC, which runs on while the process is stopped; its plans then
-    expire."""
+    """Return seconds of CLOCK_MONOTONIC, which also runs while the process is stopped."""
     return time.monotonic()
 
 

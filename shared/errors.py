@@ -194,8 +194,7 @@ def _tree(root: type[KvasirError]) -> dict[str, type[KvasirError]]:
 
 
 def to_wire(error: BaseException) -> dict[str, Any]:
-    """Return the error as a MessagePack map. Other exceptions become an `InternalError` with their type
-    only."""
+    """Return the error as a map. Other exceptions become an `InternalError` naming their type only."""
     if not isinstance(error, KvasirError):
         error = InternalError(f"{type(error).__name__} in the handler; its log has the traceback")
     wire: dict[str, Any] = {"code": error.code, "message": error.message}

@@ -33,8 +33,7 @@ def read(path: Path) -> Entries:
 
 
 def add(path: Path, name: str, options: dict[str, Any]) -> str:
-    """Create a key for a tenant and return it; only its hash is stored. Raise ConfigError if the name is
-    invalid or taken."""
+    """Create a key for a tenant and return it. Raise ConfigError if the name is invalid or taken."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r} is no name of a key: 1 to 64 of A-Z a-z 0-9 _ -")
     entries = _read(path)

@@ -30,8 +30,7 @@ def new_incarnation() -> int:
 
 
 class AwakeTime:
-    """Seconds in which this process could receive: excludes time when it was stopped, starved, or off the
-    bus.
+    """Seconds in which this process could receive: not stopped, starved, or off the bus.
 
     Query it more often than every `longest_gap_s`; a longer gap means that the process was stopped. Time off
     the bus is excluded up to `longest_pause_s` in a row, so that waits still end.

@@ -20,7 +20,7 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 @dataclass(frozen=True, slots=True)
 class HubId:
-    """A model of the hub. Without a revision it is whatever the hub's main branch holds on that day."""
+    """A hub model. Without a revision, it follows the hub's main branch."""
 
     name: str
     revision: str | None

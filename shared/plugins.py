@@ -59,7 +59,7 @@ def _parts(name: str) -> tuple[Path, str]:
 
 @dataclass(frozen=True)
 class PluginKind:
-    """One kind of part that may come from outside."""
+    """One kind of plugin."""
 
     group: str
     """Entry-point group."""

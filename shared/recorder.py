@@ -32,7 +32,7 @@ BatchRow = tuple[SequenceRef, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step that ran, or one plan: who was in it."""
+    """Sequences in one executed step or in one plan."""
 
     prefills: Sequence[BatchRow] = ()
     decodes: Sequence[SequenceRef] = ()

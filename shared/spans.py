@@ -47,8 +47,7 @@ def begin(
 ) -> Span | None:
     """Begin a span below `parent` (None: the current span), now or at a time of `monotonic_s`.
 
-    Return None if spans are off or the request is not sampled.
-    """
+    Return None if spans are off or the request is not sampled."""
     if _tracer is None:
         return None
     start = None if began_s is None else unix_ns(began_s)

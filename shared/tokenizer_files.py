@@ -21,7 +21,7 @@ _log = get_logger("tokenizer")
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What a folder says of a model's tokens."""
+    """A model's tokenizer and token settings."""
 
     folder: Path
     tokenizer: Tokenizer

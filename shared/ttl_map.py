@@ -7,7 +7,7 @@ V = TypeVar("V")
 
 
 class RecentMap(Generic[K, V]):
-    """Each entry is kept `ttl_s` after it was last put, the newest `limit` of them at most."""
+    """Keeps each entry for `ttl_s` after its last `put`, and only the newest `limit` entries."""
 
     def __init__(self, ttl_s: float, limit: int) -> None:
         self._ttl_s = ttl_s
@@ -31,7 +31,7 @@ class RecentMap(Generic[K, V]):
         return entry[0]
 
     def pop(self, key: K) -> None:
-        """Forget it, if it is there."""
+        """Remove the entry if it exists."""
         self._entries.pop(key, None)
 
     def items(self) -> list[tuple[K, V]]:

@@ -1,1 +1,1 @@
-"""The local stack: nats-server, six services and N workers as processes of this machine, and its commands."""
+"""Local stack: nats-server, six services and N workers as processes of one machine, and its commands."""

@@ -1,4 +1,4 @@
-"""How the users of a stack reach its bus: address, passwords, certificate."""
+"""Access of a stack's users to its bus: address, passwords, certificate."""
 
 import os
 from collections.abc import Mapping
@@ -29,14 +29,14 @@ class Certificate:
         return cls(Path(str(paths["cert"])), Path(str(paths["key"])), Path(ca) if ca else None)
 
     def paths(self) -> dict[str, str | None]:
-        """For state.json; the inverse of `from_paths`."""
+        """Return the paths for state.json; inverse of `from_paths`."""
         return {"cert": str(self.cert), "key": str(self.key), "ca": str(self.ca) if self.ca else None}
 
 
 def certificate_for(config: StackConfig, directory: Path) -> Certificate | None:
-    """What the settings ask for: none, the operator's files, or new ones in `directory`.
+    """Return the configured certificate: none, the operator's files, or a new one in `directory`.
 
-    Raises ConfigError.
+    Raise ConfigError.
     """
     cert, key, ca = config.nats_tls_cert, config.nats_tls_key, config.nats_tls_ca
     if cert is None and key is None:
@@ -52,7 +52,7 @@ def certificate_for(config: StackConfig, directory: Path) -> Certificate | None:
 
 
 def _made(directory: Path) -> Certificate:
-    from services.stack.authority import make_certificate  # costs more than all other imports of `up`
+    from services.stack.authority import make_certificate  # slower than all other imports of `up`
 
     make_certificate(directory)
     return Certificate(directory / "server.pem", directory / "server-key.pem", directory / "ca.pem")
@@ -60,7 +60,7 @@ def _made(directory: Path) -> Certificate:
 
 @dataclass(frozen=True)
 class BusAccess:
-    """The address of one nats-server, and how each user gets in. A user is told its own password only."""
+    """Address of a nats-server and its users' credentials. A user receives only its own password."""
 
     url: str
     credentials: Credentials
@@ -68,20 +68,20 @@ class BusAccess:
 
     @classmethod
     def to_local(cls, port: int, credentials: Credentials, certificate: Certificate | None) -> "BusAccess":
-        """The way to a server on this machine."""
+        """Return access to a server on this machine."""
         scheme = "nats" if certificate is None else "tls"
         return cls(f"{scheme}://127.0.0.1:{port}", credentials, certificate)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], credentials: Credentials) -> "BusAccess":
-        """What `state` wrote."""
+        """Restore what `state` returned."""
         certificate = state.get("nats_certificate")
         return cls(
             str(state["nats_url"]), credentials, Certificate.from_paths(certificate) if certificate else None
         )
 
     def state(self) -> dict[str, Any]:
-        """Everything but the secrets, for state.json."""
+        """Return everything but the secrets, for state.json."""
         return {
             "nats_url": self.url,
             "nats_certificate": self.certificate.paths() if self.certificate else None,
@@ -92,7 +92,7 @@ class BusAccess:
         return urlsplit(self.url).port or 4222
 
     def config(self, user: str, **settings: Any) -> BusConfig:
-        """For a bus in this process."""
+        """Return the bus settings for this process."""
         return BusConfig(
             url=self.url,
             user=user,
@@ -103,7 +103,7 @@ class BusAccess:
         )
 
     def environment(self, user: str) -> dict[str, str]:
-        """For a child process."""
+        """Return the bus settings for a child process."""
         settings = {"URL": self.url, "USER": user, "PASSWORD": self.credentials.nats_passwords[user]}
         if self.certificate is not None:
             settings["TLS_HANDSHAKE_FIRST"] = "true"

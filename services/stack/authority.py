@@ -1,7 +1,7 @@
-"""A certificate authority that lives for one signature.
+"""Certificate authority for one signature.
 
-Its key is never stored: it signs one server certificate and is forgotten. Knows nothing of NATS. A file of
-its own because `cryptography` takes longer to import than the rest of `up`, and few stacks want it.
+Its key signs one server certificate and is never stored. A separate module, because `cryptography` is slow to
+import and few stacks need it.
 """
 
 import datetime
@@ -22,8 +22,7 @@ _ADDRESSES = ("127.0.0.1", "::1")
 
 
 def make_certificate(directory: Path, names: Sequence[str] = LOCAL_NAMES) -> None:
-    """A new authority and a server certificate for `names` and this machine's loopback addresses, closed to
-    other users."""
+    """Create an authority and a server certificate for `names` and loopback, readable only by the owner."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     authority_key, server_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     authority = _name("Kvasir local authority")

@@ -1,4 +1,4 @@
-"""`chat`: a conversation on the terminal, over the gateway's HTTP interface like any other client."""
+"""`chat`: talk to the model on the terminal, over the gateway's HTTP API."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from shared.errors import UnavailableError
 
 _CONNECT_S = 5.0
 _SILENCE_S = 120.0
-"""Without a byte for so long, an answer is given up."""
+"""An answer is aborted after this long without data."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class ChatOptions:
 
     run: RunDirectory
     question: str = ""
-    """Ask this once and end; empty: a conversation."""
+    """Single question; empty: interactive."""
     system: str | None = None
     temperature: float | None = None
     max_tokens: int | None = None
 
 
 class ChatFailed(UnavailableError):
-    """The gateway refused, or the answer broke off."""
+    """The gateway refused the request, or the answer broke off."""
 
     code = "chat_failed"
 
@@ -47,7 +47,7 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, question: str) -> Generator[str]:
-        """Streams the answer. A turn that fails or is abandoned leaves no trace. Raises ChatFailed."""
+        """Stream the answer. A failed or abandoned turn is not recorded. Raise ChatFailed."""
         asked = [*self.messages, {"role": "user", "content": question}]
         answer: list[str] = []
         try:
@@ -61,7 +61,7 @@ class Conversation:
         self.messages = [*asked, {"role": "assistant", "content": "".join(answer)}]
 
     def forget(self) -> None:
-        """Back to the system message."""
+        """Reset to the system message."""
         self.messages = [message for message in self.messages if message["role"] == "system"]
 
     def _body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Conversation:
 
 
 def chat(options: ChatOptions, console: Console) -> int:
-    """A conversation until /exit or the end of input, or one answer. Raises ChatFailed without a stack."""
+    """Chat until /exit or end of input, or print one answer. Raise ChatFailed without a stack."""
     state = options.run.read_state()
     if options.run.holder() is None or "url" not in state:
         raise ChatFailed(
@@ -97,7 +97,7 @@ def _converse(conversation: Conversation, console: Console) -> int:
         f"{conversation.model}: /exit ends, /new forgets, Ctrl-C stops an answer", style="dim", markup=False
     )
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  # gives input() its line editing
+        import readline  # noqa: F401  # enables line editing in input()
     while (line := _read_line()) not in (None, "/exit", "/quit"):
         if line == "/new":
             conversation.forget()
@@ -110,7 +110,7 @@ def _converse(conversation: Conversation, console: Console) -> int:
 
 
 def _read_line() -> str | None:
-    """One line, stripped; None at the end of input. Ctrl-C at the prompt ends the program, as everywhere."""
+    """Return one stripped line, or None at end of input. Ctrl-C ends the program."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:
@@ -118,7 +118,7 @@ def _read_line() -> str | None:
 
 
 def _print_answer(conversation: Conversation, question: str) -> None:
-    """Prints as it streams; Ctrl-C ends the answer (the gateway hears of it), not the program."""
+    """Print the answer as it streams. Ctrl-C cancels the answer, not the program."""
     with contextlib.suppress(KeyboardInterrupt), contextlib.closing(conversation.ask(question)) as pieces:
         for piece in pieces:
             sys.stdout.write(piece)
@@ -148,7 +148,7 @@ def _raise_for(response: httpx.Response) -> None:
 
 
 def contents(lines: Iterator[str]) -> Iterator[str]:
-    """The content pieces of an event stream, up to its `[DONE]`. Raises ChatFailed for an error in it."""
+    """Yield the content of an event stream until `[DONE]`. Raise ChatFailed for an error event."""
     for line in lines:
         if not line.startswith("data:"):
             continue

@@ -1,8 +1,8 @@
-"""A recording as Chrome trace events, which Perfetto (ui.perfetto.dev) and chrome://tracing draw.
+"""Convert a recording to Chrome trace events for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-A process for each instance. Workers' steps are slices with a counter of sequences and of free blocks below
-them; requests are asynchronous pairs by their id, with their queueing and their time at each worker inside;
-moves are arrows from source to target. Times are microseconds since the recording's first event. Pure.
+Each instance is a process. A worker's steps are slices, with counters of sequences and free blocks. Requests
+are asynchronous pairs, with their queueing and their time at each worker inside. Moves are arrows from source
+to target. Times are microseconds since the first event. Pure.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,15 +10,15 @@ from typing import Any
 
 TraceEvent = Mapping[str, Any]
 _STEPS, _MOVES = 1, 2
-"""Threads, so called, of a worker."""
+"""Thread ids of a worker."""
 _LEAST_US = 1.0
 
 
 def chrome_trace(events: Sequence[TraceEvent]) -> dict[str, Any]:
-    """The document. `events` are those of a recording, in order: `unix_s`, `instance`, `kind`, fields."""
+    """Return the document. `events` are a recording's, in order: `unix_s`, `instance`, `kind`, fields."""
     moved = [event for event in events if event["kind"] == "moved" and not event["failed"]]
     ends = {str(event[end]) for event in moved for end in ("source", "target")}
-    # A worker that was killed since remembers nothing, and its moves are told by the scheduler all the same.
+    # A killed worker has no events of its own, but the scheduler reports its moves.
     names = sorted({str(event["instance"]) for event in events} | ends)
     pids = {name: number for number, name in enumerate(names, start=1)}
     began_s = events[0]["unix_s"] if events else 0.0
@@ -68,7 +68,7 @@ def _step(event: TraceEvent, at_us: float, pid: int) -> Iterator[dict[str, Any]]
 def _requests(
     events: Sequence[TraceEvent], began_s: float, pids: Mapping[str, int]
 ) -> Iterator[dict[str, Any]]:
-    """Pairs, each with an end: what is not over ends with the recording."""
+    """Yield begin and end events; unfinished requests end with the recording."""
     last_us = (events[-1]["unix_s"] - began_s) * 1e6 if events else 0.0
     of_request: dict[str, list[TraceEvent]] = {}
     for event in events:
@@ -89,7 +89,7 @@ def _requests(
 
 
 def _stays(own: Sequence[TraceEvent], end_s: float) -> Iterator[tuple[str, float, float]]:
-    """Where a request was, attempt by attempt: queued, and then at a worker."""
+    """Yield where each attempt was and when: queued, then at a worker."""
     for submitted in (event for event in own if event["kind"] == "submitted" and not event["known"]):
         mine = (submitted["choice"], submitted["attempt"])
         later = [event for event in own if (event.get("choice"), event.get("attempt")) == mine]

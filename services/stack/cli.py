@@ -39,17 +39,17 @@ _STACK_FLAGS = (
 
 @dataclass(frozen=True)
 class Program:
-    """What these commands run, and the module that runs them. Tests run another program."""
+    """Root module and child table of the commands; tests replace both."""
 
     module: str = "services"
     make_table: TableMaker = kvasir_table
 
 
-def main(argv: Sequence[str] | None = None, program: Program = Program()) -> int:  # frozen
-    """Run one command and return its exit code: 0 done, 1 failed, 2 wrong settings, 3 obstructed."""
+def main(argv: Sequence[str] | None = None, program: Program = Program()) -> int:  # immutable
+    """Run one command. Return its exit code: 0 done, 1 failed, 2 invalid settings, 3 obstructed."""
     words = list(sys.argv[1:] if argv is None else argv)
     arguments = _parser().parse_args(words, argparse.Namespace(program=program, words=words))
-    logging.getLogger(log.ROOT).addHandler(logging.NullHandler())  # the console is for people
+    logging.getLogger(log.ROOT).addHandler(logging.NullHandler())  # no log lines on the console
     console = Console(stderr=False, soft_wrap=True)
     try:
         code: int = arguments.command(arguments, console)
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None, program: Program = Program()) -> int
 
 
 class _Parser(Parser):
-    """Reports a wrong command line in one line that begins with `error: `, with exit code 2."""
+    """Parser that reports errors in one line starting with `error: `, with exit code 2."""
 
     def complain(self, message: str) -> NoReturn:
         print(f"error: {message}; see `{self.prog} --help`", file=sys.stderr)

@@ -1,9 +1,9 @@
-"""`python -m services.stack.compose [FOLDER [INSTANCE …]]`: writes the secrets that docker-compose.yml reads.
+"""`python -m services.stack.compose [FOLDER [INSTANCE …]]`: write the secrets for docker-compose.yml.
 
-One environment file per instance, with its NATS password and no other's; nats-server's configuration with
-the permissions of every user, and its certificate with who signed it; the API key. What exists is kept, so it
-may be run again, also to name more. The folder is closed to other users; what is mounted into containers has
-no lock of its own, since they run as a user that this machine does not know.
+Writes an environment file with the NATS password of each instance, nats-server's configuration and
+certificate, and the API key. Existing secrets are kept, so it can run again, also to add instances. Only the
+owner can open the folder. Files mounted into containers are readable by all, because containers run as
+another user.
 """
 
 import argparse
@@ -25,19 +25,19 @@ from shared.errors import ConfigError
 DEFAULT_FOLDER = ROOT / "deploy" / "secrets"
 NATS_CONFIG, KEY_FILE = "nats.conf", "api_key"
 _HOST = "nats"
-"""The service's name in docker-compose.yml."""
+"""Service name in docker-compose.yml."""
 _URL = f"tls://{_HOST}:4222"
 _GATEWAYS = 2
 OF_PROFILES = ("worker-gpu-0",)
-"""Instances of the compose file that start only where a profile asks for them."""
+"""Instances of the compose file that only a profile starts."""
 _MOUNTED = Certificate(*(Path("/run/secrets", name) for name in ("nats_cert", "nats_key", "nats_ca")))
-"""Where containers have it."""
+"""Paths inside the containers."""
 _STORE = Path("/data/nats")
-"""In the volume of the container nats."""
+"""Inside the volume of the container nats."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0, or 2 when nats-server would not start with the configuration."""
+    """Return exit code 0, or 2 if nats-server rejects the configuration."""
     parser = argparse.ArgumentParser(
         prog="python -m services.stack.compose", description="The secrets that docker-compose.yml reads."
     )
@@ -54,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_secrets(folder: Path, *more: str) -> None:
-    """Everything below `folder`, for the instances of the compose file, those of before and `more`. Raises
-    ConfigError for a name that is no instance's, and when nats-server does not accept its configuration."""
+    """Write all secrets to `folder`, for compose instances, earlier ones and `more`. Raise ConfigError for an
+    invalid instance name or a configuration that nats-server rejects."""
     try:
         config = StackConfig(gateways=_GATEWAYS)
         instances = [*config.instances, *OF_PROFILES, *(name for name in more if subjects.service_of(name))]
@@ -76,7 +76,7 @@ def write_secrets(folder: Path, *more: str) -> None:
 
 
 def _certificate(folder: Path) -> Certificate:
-    """Made once: containers that run trust who signed it."""
+    """Return the certificate, created once because running containers trust its authority."""
     made = Certificate(folder / "server.pem", folder / "server-key.pem", folder / "ca.pem")
     if not all(path.exists() for path in (made.cert, made.key, folder / "ca.pem")):
         from services.stack.authority import LOCAL_NAMES, make_certificate
@@ -88,7 +88,7 @@ def _certificate(folder: Path) -> Certificate:
 
 
 def _write_mounted(path: Path, here: Certificate) -> None:
-    """The configuration as the container reads it."""
+    """Rewrite the configuration with the container's paths."""
     text = path.read_text()
     for local, mounted in ((here.cert, _MOUNTED.cert), (here.key, _MOUNTED.key)):
         text = text.replace(json.dumps(str(local)), json.dumps(str(mounted)))
@@ -97,7 +97,7 @@ def _write_mounted(path: Path, here: Certificate) -> None:
 
 
 def _own(service: str, access: BusAccess) -> dict[str, str]:
-    """The gateway is told what the key hashes to, not the key."""
+    """Return the gateway's variables: the hash of the API key, not the key."""
     if service != "gateway":
         return {}
     return {f"{ENV_PREFIX}GATEWAY__API_KEY_SHA256": json.dumps([access.credentials.api_key_sha256])}

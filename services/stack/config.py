@@ -1,4 +1,4 @@
-"""The stack's settings."""
+"""Settings of the stack."""
 
 from pathlib import Path
 from typing import Literal

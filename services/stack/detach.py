@@ -1,4 +1,4 @@
-"""`up --detach`: start a stack in a session of its own, return when it is ready or has failed."""
+"""`up --detach`: start a stack in its own session, and return when it is ready or has failed."""
 
 import os
 import signal
@@ -22,9 +22,9 @@ _STOP_WAIT_S = 60.0
 def up_detached(
     run: RunDirectory, module: str, argv: Sequence[str], console: Console, *, if_needed: bool = False
 ) -> int:
-    """Runs `python -m <module> <argv>` in the background; 0 when it is ready, else its exit code.
+    """Run `python -m <module> <argv>` in the background. Return 0 once it is ready, else its exit code.
 
-    With `if_needed` a stack that is ready in this run directory is good enough. Raises Obstructed.
+    With `if_needed`, accept a ready stack in this run directory. Raise Obstructed.
     """
     run.create()
     if run.holder() is not None:
@@ -32,7 +32,7 @@ def up_detached(
             return 0
         raise running_already(run)
     log_path = run.path / "supervisor.log"
-    search = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # relative paths stay what they are
+    search = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # keep relative paths valid
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", module, *argv],
@@ -57,7 +57,7 @@ def up_detached(
 
 
 def _show_running(run: RunDirectory, console: Console) -> bool:
-    """False when what runs is not ready."""
+    """Show the running stack; return False if it is not ready."""
     state = run.read_state()
     if state.get("pid") != run.holder() or state.get("phase") != "ready":
         return False
@@ -70,7 +70,7 @@ def _show_running(run: RunDirectory, console: Console) -> bool:
 def _await_ready(
     run: RunDirectory, process: subprocess.Popen[bytes], log_path: Path, console: Console
 ) -> bool:
-    """Shows what the supervisor says. It bounds its own start, so this ends."""
+    """Relay the supervisor's output until ready or ended. The supervisor has its own start timeout."""
     with log_path.open() as log:
         while True:
             ended, state = process.poll() is not None, run.read_state()

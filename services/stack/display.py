@@ -1,5 +1,4 @@
-"""What `up` shows while it starts and when it is ready: a live table on a terminal, a few plain lines
-elsewhere."""
+"""Output of `up`: a live table on a terminal, otherwise plain lines."""
 
 import contextlib
 import shlex
@@ -20,12 +19,11 @@ _ROOT = Path(__file__).resolve().parents[2]
 _REFRESH_S = 0.1
 _PLAIN_EVERY_S = 5.0
 _FEW = 2
-"""That are late: what each is at fits a line."""
+"""Number of late children up to which a line also shows each obstacle."""
 
 
 class StartDisplay:
-    """Shows which children are still awaited. Use it as a context; `tick` may be called as often as one
-    likes."""
+    """Shows the children still awaited. Use it as a context, and call `tick` often."""
 
     def __init__(self, console: Console, children: Iterable[Child]) -> None:
         self._console = console
@@ -54,7 +52,7 @@ class StartDisplay:
         if now_s - self._shown_s < every_s:
             return
         self._shown_s = now_s
-        with contextlib.suppress(OSError):  # nobody looks any more
+        with contextlib.suppress(OSError):  # the terminal is gone
             self._show(now_s)
 
     def _show(self, now_s: float) -> None:
@@ -83,7 +81,7 @@ def _word(child: Child) -> str:
 
 
 def curl_line(url: str, key: str, model: str) -> str:
-    """A command to paste that streams an answer."""
+    """Return a curl command that streams an answer."""
     messages = '[{"role":"user","content":"Tell me about the sea."}]'
     body = f'{{"model":"{model}","stream":true,"messages":{messages}}}'
     return (
@@ -93,12 +91,12 @@ def curl_line(url: str, key: str, model: str) -> str:
 
 
 def say(console: Console, text: str) -> None:
-    """Print `text` as it is: no wrapping, no colours, no markup."""
+    """Print `text` without wrapping, colours or markup."""
     console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 def command_line(words: str, run: RunDirectory, module: str = "services") -> str:
-    """The command with these words as a person would type it here, for this run directory."""
+    """Return the shell command for these words and this run directory."""
     where = "" if run.is_default else f" --run-dir {shlex.quote(str(run.path))}"
     return f"{_program(module)} {words}{where}"
 
@@ -114,12 +112,12 @@ def _program(module: str) -> str:
 
 
 def ready_text(url: str, key: str, model: str, ready_s: float, run: RunDirectory) -> str:
-    """What a person needs next. Not for a log: it has the key in it."""
+    """Return the ready message. It contains the key, so do not log it."""
     return f"ready in {ready_s:.1f} s\n\n{access_text(url, key, model, run)}"
 
 
 def access_text(url: str, key: str, model: str, run: RunDirectory) -> str:
-    """How to use it."""
+    """Return URL, key and usage examples."""
     return f"""\
   URL  {url}
   key  {key}
@@ -132,6 +130,6 @@ def access_text(url: str, key: str, model: str, run: RunDirectory) -> str:
 
 
 def hints_text(run: RunDirectory) -> str:
-    """The commands that one wants next."""
+    """Return the most useful next commands."""
     hints = {"talk to it": "chat", "look inside": "status", "read its logs": "logs", "end it": "down"}
     return "\n".join(f"  {what:15}{command_line(word, run)}" for what, word in hints.items())

@@ -1,7 +1,7 @@
-"""`down`: end the stack of a run directory, wait until it is gone, say what was done.
+"""`down`: stop the stack of a run directory, wait until it is gone, and report.
 
-A killed supervisor may leave something behind: children the kernel did not end, and children of theirs. They
-are recognised by their group (each child leads one) and by when they started, because pids come round again.
+A killed supervisor may leave children, and children of theirs. They are identified by process group and start
+time, because pids are reused.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from services.stack.display import say
 from services.stack.rundir import RunDirectory
 
 _STOP_WAIT_S = 45.0
-"""The supervisor bounds its own end: three stages of its grace period."""
+"""The supervisor stops within three stages of its grace period."""
 _KILL_WAIT_S = 5.0
 _POLL_S = 0.05
 
 
 def down(run: RunDirectory, console: Console) -> int:
-    """0 when nothing runs any more; 1 when something could not be ended. May be called again."""
+    """Return 0 when nothing runs, 1 if something could not be stopped. Idempotent."""
     began_s = time.monotonic()
     pid = run.holder()
     if pid is None:
@@ -70,7 +70,7 @@ _LEFTOVERS_POLL_S = 0.02
 
 
 def end_leftovers(state: Mapping[str, Any]) -> int:
-    """Kills what is left of the children in `state`; returns how many processes that were."""
+    """Kill leftover processes of the children in `state`; return their number."""
     started_s = {row["pid"]: row["started_unix_s"] for row in state.get("children", []) if row.get("pid")}
     found = [p for p in psutil.process_iter() if _is_left(p, started_s)] if started_s else []
     for process in found:
@@ -83,7 +83,7 @@ def end_leftovers(state: Mapping[str, Any]) -> int:
 
 
 def _is_left(process: psutil.Process, started_s: Mapping[int, float]) -> bool:
-    """A child itself, or a later member of its group whose leader is gone or still that child."""
+    """Return True for a child, or for a later member of its group whose leader is gone or that child."""
     try:
         group = os.getpgid(process.pid)
         if group not in started_s or process.status() == psutil.STATUS_ZOMBIE:
@@ -97,7 +97,7 @@ def _is_left(process: psutil.Process, started_s: Mapping[int, float]) -> bool:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether it runs; a process that only waits for its parent to take note does not."""
+    """Return True if the process runs; a zombie does not."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

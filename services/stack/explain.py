@@ -1,4 +1,4 @@
-"""`explain`: where the time of one request went, as the gateway puts it together from what all remember."""
+"""`explain`: show where the time of a request went, as the gateway computes it from recorded events."""
 
 import json
 import subprocess
@@ -33,9 +33,9 @@ def explain(
     as_json: bool = False,
     otherwise: Sequence[str] | None = None,
 ) -> int:
-    """0 when somebody remembers the request, else 1. `otherwise`: policies, or `+1` workers, to replay the
-    recorded run with; none of them: another policy, and one more worker. Raises ConfigError where no stack
-    runs or nothing can be replayed, NoResponder where its gateway does not answer."""
+    """Return 0 if the request is recorded, else 1. `otherwise` lists policies, or `+N` workers, to replay the
+    recorded run with; if empty, another policy and one more worker. Raise ConfigError if no stack runs or the
+    replay fails, NoResponder if the gateway does not reply."""
     pid, state = run.holder(), run.read_state()
     if pid is None or state.get("pid") != pid:
         raise ConfigError(f"nothing runs from {run.path}; `{command_line('up', run)}` starts it")
@@ -52,7 +52,7 @@ def explain(
 
 
 def what_if(run: RunDirectory, request_id: str, otherwise: Sequence[str]) -> dict[str, Any]:
-    """The recorded run, replayed by the simulator, in a process of its own: it is no part of the services."""
+    """Replay the recorded run in the simulator, in a process of its own."""
     head, events = recording(run)
     present = head["setup"]["rules"].get("policy")
     wanted = otherwise or ("kvasir" if present == "ecoserve" else "ecoserve", "+1")
@@ -75,7 +75,7 @@ def what_if(run: RunDirectory, request_id: str, otherwise: Sequence[str]) -> dic
 
 
 def in_words(told: Mapping[str, Any]) -> str:
-    """What other settings would have made of it, in one sentence."""
+    """Describe the replays in one sentence."""
     parts = []
     for each in told["what_if"]:
         more = each["workers"] - told["workers"]

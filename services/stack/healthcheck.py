@@ -1,9 +1,8 @@
-"""`python -m services.stack.healthcheck NAME`: what a container's health check runs inside it.
+"""`python -m services.stack.healthcheck NAME`: health check that runs inside a container.
 
-NAME is `nats` or an instance such as `worker-1`. The gateway is asked for /ready, on the operator's listener,
-which covers the stack behind it; nats-server for its greeting, which needs no password; the others for their
-status, over the bus, as the NATS user that they are themselves. Prints what was answered and exits 0, or the
-reason and exits 1. It knows no container, only this process's environment.
+NAME is `nats` or an instance such as `worker-1`. For the gateway it queries /ready on the operator port, for
+nats-server the greeting, which needs no password. For other services it requests their status over the bus,
+as their own NATS user. It prints the reply and exits 0, or the reason and exits 1.
 """
 
 import asyncio
@@ -30,12 +29,12 @@ _GREETING = b"INFO {"
 
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> int:
-    """Exit code 0, 1 (not well), 2 (asked wrongly)."""
+    """Return exit code 0, 1 (unhealthy) or 2 (usage error)."""
     words = list(sys.argv[1:] if argv is None else argv)
     if len(words) != 1:
         print("usage: python -m services.stack.healthcheck nats|INSTANCE", file=sys.stderr)
         return 2
-    logging.getLogger("kvasir").addHandler(logging.NullHandler())  # one line is all that is kept
+    logging.getLogger("kvasir").addHandler(logging.NullHandler())  # only the printed line is kept
     try:
         print(asyncio.run(answer(words[0], os.environ if environ is None else environ)))
     except ConfigError as error:
@@ -48,8 +47,8 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
 
 
 async def answer(name: str, environ: Mapping[str, str]) -> str:
-    """What `name` says of itself. Raises KvasirError with the reason when it is not well, ConfigError when
-    there is no such name."""
+    """Return the status of `name`. Raise KvasirError with the reason if it is unhealthy, ConfigError for an
+    unknown name."""
     if name == "nats":
         return await _nats(_bus_config(environ))
     try:
@@ -69,8 +68,8 @@ async def _gateway(port: int) -> str:
 
 
 async def _nats(config: BusConfig) -> str:
-    """A server greets whoever connects, before it asks who that is."""
-    from shared.bus.link import tls_options  # as below
+    """Check the greeting, which a server sends before authentication."""
+    from shared.bus.link import tls_options  # imported late, as below
 
     address = urlsplit(config.url)
     encrypted = tls_options(config).get("tls") if config.tls_handshake_first else None
@@ -87,7 +86,7 @@ async def _nats(config: BusConfig) -> str:
 
 
 async def _instance(config: BusConfig, service: str, instance: str) -> str:
-    from shared.bus import Bus  # The other checks need none of what it brings.
+    from shared.bus import Bus  # imported late, because the other checks do not need it
 
     bus = await Bus.connect(config, service=service, instance=instance)
     try:
@@ -103,7 +102,7 @@ async def _instance(config: BusConfig, service: str, instance: str) -> str:
 
 
 def _bus_config(environ: Mapping[str, str]) -> BusConfig:
-    """As the service in this container reaches NATS."""
+    """Return the bus settings of the container's service."""
     bus = load(StackConfig, "stack", argv=(), environ=environ).bus
     return bus.model_copy(update={"connect_timeout_s": _CONNECT_S})
 

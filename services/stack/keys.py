@@ -1,4 +1,4 @@
-"""`keys`: API keys of a stack, added, listed and revoked while it runs; only their hashes are written."""
+"""`keys`: add, list and revoke API keys while the stack runs; only hashes are stored."""
 
 from pathlib import Path
 from typing import Any
@@ -9,24 +9,24 @@ from services.stack.display import say
 from shared import key_file
 
 OPTIONS = ("class", "weight", "max_concurrent", "requests_per_minute", "tokens_per_minute")
-"""Of a key, beside its hash."""
+"""Options of a key besides its hash."""
 
 
 def add(path: Path, name: str, options: dict[str, Any], console: Console) -> int:
-    """Prints the key: this once. Raises ConfigError."""
+    """Create a key and print it, this once. Raise ConfigError."""
     print(key_file.add(path, name, options), file=console.file)
     return 0
 
 
 def revoke(path: Path, name: str, console: Console) -> int:
-    """Raises ConfigError."""
+    """Revoke a key. Raise ConfigError."""
     key_file.revoke(path, name)
     say(console, f"{name} gets in no more")
     return 0
 
 
 def listed(path: Path, console: Console) -> int:
-    """Raises ConfigError."""
+    """Print all keys with their options. Raise ConfigError."""
     for name, options in sorted(key_file.read(path).items()):
         said = "  ".join(f"{option} {options[option]}" for option in OPTIONS if option in options)
         say(console, f"{name:24} {str(options.get('sha256'))[:8]}…  {said}".rstrip())
@@ -34,7 +34,7 @@ def listed(path: Path, console: Console) -> int:
 
 
 def hash_plain(path: Path, console: Console) -> int:
-    """Raises ConfigError."""
+    """Replace plain keys by hashes. Raise ConfigError."""
     names = key_file.hash_plain(path)
     say(console, f"hashed: {', '.join(names)}" if names else "every key was hashed already")
     return 0

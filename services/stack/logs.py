@@ -1,6 +1,6 @@
-"""`logs`: what the stack's processes have logged, oldest first; with `--follow` also what comes.
+"""`logs`: print the logs of the stack's processes, oldest first; with `--follow`, also new lines.
 
-Services log JSON lines (`shared.log`), which are shown as a person reads them; other lines as they are.
+Services log JSON lines (`shared.log`), which are formatted; other lines are printed unchanged.
 """
 
 import heapq
@@ -19,7 +19,7 @@ from services.stack.rundir import RunDirectory
 from shared.errors import ConfigError
 
 _TAIL_BYTES = 256 * 1024
-"""Of each log: what is older is in the file."""
+"""Maximum number of bytes read of each log."""
 _POLL_S = 0.25
 _HIDDEN = {"time", "level", "logger", "service", "instance", "event", "exception"}
 
@@ -27,13 +27,13 @@ _HIDDEN = {"time", "level", "logger", "service", "instance", "event", "exception
 def logs(
     run: RunDirectory, console: Console, names: Sequence[str], *, lines: int = 40, follow: bool = False
 ) -> int:
-    """The last `lines` of the named processes, or of all. Raises ConfigError where there are none."""
+    """Print the last `lines` of the named processes, or of all. Raise ConfigError if there is no log."""
     files = _files(run, names)
     ends: dict[str, int] = {}
     _show(console, files, _news(files, ends, whole_lines=follow)[-lines:])
     while follow:
         time.sleep(_POLL_S)
-        files |= _files(run, names)  # those of a worker that came since
+        files |= _files(run, names)  # picks up new workers
         _show(console, files, _news(files, ends))
     return 0
 
@@ -41,8 +41,8 @@ def logs(
 def _news(
     files: Mapping[str, Path], ends: dict[str, int], *, whole_lines: bool = True
 ) -> list[tuple[str, str, str]]:
-    """When, who and what, of all lines since `ends`, in order; moves `ends` on to where they end. Of a file
-    that is not in `ends`, its tail. With `whole_lines` one that is still being written comes next time."""
+    """Return (time, name, line) for all lines since `ends`, in order, and advance `ends`. For a file not in
+    `ends`, return its tail. With `whole_lines`, leave unfinished lines for the next call."""
     told = []
     for name, path in files.items():
         size = path.stat().st_size if path.exists() else 0
@@ -50,7 +50,7 @@ def _news(
         if start is None:
             data = _tail(path, max(0, size - _TAIL_BYTES), size)
         else:
-            data = _bytes(path, start if size >= start else 0, size)  # else trimmed, or begun anew
+            data = _bytes(path, start if size >= start else 0, size)  # otherwise trimmed or restarted
         if whole_lines:
             data, _, torn = data.rpartition(b"\n")
             size -= len(torn)
@@ -66,7 +66,7 @@ def _show(console: Console, files: Mapping[str, Path], rows: Iterable[tuple[str,
 
 
 def reason(path: Path) -> str | None:
-    """The last error that a service has logged without a traceback, in its words; None without one."""
+    """Return the last error that a service logged without a traceback, or None."""
     size_bytes = path.stat().st_size if path.exists() else 0
     tail = _tail(path, max(0, size_bytes - _TAIL_BYTES), size_bytes).decode("utf-8", "replace")
     for line in reversed(tail.splitlines()):
@@ -95,7 +95,7 @@ def _files(run: RunDirectory, names: Sequence[str]) -> dict[str, Path]:
 
 
 def _tail(path: Path, start: int, end: int) -> bytes:
-    """Between two positions, from the first line that begins there."""
+    """Read between two positions, starting at a whole line."""
     data = _bytes(path, start, end)
     return data.partition(b"\n")[2] if start else data
 
@@ -109,7 +109,7 @@ def _bytes(path: Path, start: int, end: int) -> bytes:
 
 
 def _timed(text: str) -> Iterator[tuple[str, str]]:
-    """Each line with when it was logged, as ISO text; one that does not say follows the one before."""
+    """Yield each line with its time as ISO text; a line without time takes the previous one."""
     at = ""
     for line in text.splitlines():
         at, shown = _shown(line, at)

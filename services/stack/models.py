@@ -1,6 +1,6 @@
-"""`models`: the folders of models that this installation has: listed, pulled into it, removed from it.
+"""`models`: list, pull and remove the local models of this installation.
 
-A model that was pulled is called by its name alone: `up --model NAME`. Knows files; loads nothing.
+A pulled model is selected by name: `up --model NAME`.
 """
 
 import os
@@ -21,7 +21,7 @@ Download = Callable[[HubId, Path], None]
 
 
 def folder() -> Path:
-    """Where they are: `models/` of the repository, or what `KVASIR_MODELS` names."""
+    """Return the model folder: `models/` of the repository, or `KVASIR_MODELS`."""
     return Path(os.environ.get(ENV_FOLDER) or ROOT / "models")
 
 
@@ -35,7 +35,7 @@ class Found:
 
 
 def known() -> list[Found]:
-    """All, by name."""
+    """Return all models, by name."""
     return [_found(path.parent) for path in sorted(folder().glob("*/config.json"))]
 
 
@@ -49,14 +49,14 @@ def _found(path: Path) -> Found:
 
 
 def resolved(model: str) -> str:
-    """`model`, or the folder of the one that has this name."""
+    """Return the folder of the local model with this name, else `model` itself."""
     own = folder() / model
     is_name = "/" not in model and not Path(model).expanduser().is_dir()
     return str(own) if is_name and (own / "config.json").is_file() else model
 
 
 def named(text: str) -> tuple[str, str]:
-    """Name and folder or hub id of what `--model` says: `FOLDER_OR_HUB_ID`, or `NAME=…` before it."""
+    """Return name and folder or hub id for a `--model` value: `[NAME=]FOLDER_OR_HUB_ID`."""
     name, equals, model = text.partition("=")
     if not equals or Path(text).expanduser().is_dir():
         name, model = "", text
@@ -69,8 +69,8 @@ def named(text: str) -> tuple[str, str]:
 
 
 def pull(source: str, name: str | None, download: Download) -> Found:
-    """Copy a folder's model, or download one of the hub, under `name` (its own, unless said). It is there
-    whole, or not at all. Raises ConfigError."""
+    """Copy a model from a folder, or download it from the hub, all or nothing. `name` defaults to the model's
+    own. Raise ConfigError."""
     origin = source_of(source)
     target = folder() / _checked(name or name_of(source))
     if target.exists():
@@ -95,7 +95,7 @@ def pull(source: str, name: str | None, download: Download) -> Found:
 
 
 def remove(name: str) -> Found:
-    """Raises ConfigError for one that is not there, and for the one that ships."""
+    """Delete a model. Raise ConfigError if it is unknown, or the one shipped with Kvasir."""
     target = folder() / _checked(name)
     if not (target / "config.json").is_file():
         there = ", ".join(found.name for found in known())
@@ -108,8 +108,8 @@ def remove(name: str) -> Found:
 
 
 def from_hub(model: HubId, target: Path) -> None:
-    """Raises ConfigError when it cannot be had."""
-    from huggingface_hub import snapshot_download  # a second, for this command alone
+    """Download a model. Raise ConfigError if that fails."""
+    from huggingface_hub import snapshot_download  # takes a second, only needed here
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:

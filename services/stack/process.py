@@ -1,8 +1,7 @@
-"""One child process: how it comes to be, in a session of its own, logging to a file, gone when its parent is.
+"""A child process in its own session, which logs to a file and dies with its parent.
 
-On Linux the kernel kills the child when the supervisor dies, however it dies; elsewhere only an orderly end
-does. It is a program of its own, or forked from the seed, which has done its imports. Knows nothing of what
-the child is for.
+On Linux, the kernel kills the child whenever the supervisor dies; elsewhere, only an orderly stop ends it. A
+child is an executed program, or a fork of the seed, which has already imported its modules.
 """
 
 import asyncio
@@ -21,16 +20,16 @@ from typing import Protocol
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _ARG_START, _ARG_END = 45, 46
-"""Where /proc/self/stat has the bounds of the command line, counted after the name (proc(5))."""
+"""Fields of /proc/self/stat with the bounds of the command line, counted after the name (proc(5))."""
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.05
 _ORPHAN_POLLS, _ORPHAN_POLL_S = 20, 0.01
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-"""Loaded before the first fork: a child must not import anything between fork and exec."""
+"""Loaded before the first fork, because a child must not import between fork and exec."""
 
 
 def die_with_parent(parent_pid: int) -> Callable[[], None]:
-    """For the child, between fork and exec: SIGKILL it when `parent_pid` dies, or has died already."""
+    """Return a function for the child, between fork and exec, that ties its life to `parent_pid`."""
 
     def in_child() -> None:
         if _libc is not None:
@@ -42,7 +41,7 @@ def die_with_parent(parent_pid: int) -> Callable[[], None]:
 
 
 def name_process(name: str, argv: Sequence[str]) -> None:
-    """What `ps` and `top` show of a process that was forked, not executed, where that can be set (Linux)."""
+    """Set what `ps` and `top` show for a forked process, on Linux."""
     if _libc is None:
         return
     _libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
@@ -55,12 +54,12 @@ def name_process(name: str, argv: Sequence[str]) -> None:
 
 
 def become_subreaper() -> bool:
-    """Makes orphaned descendants this process's children; False where the kernel cannot."""
+    """Make orphaned descendants children of this process; return False if unsupported."""
     return _libc is not None and _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
 
 
 class ChildProcess:
-    """A running process. Call `wait` exactly once; it also ends what the child left in its process group."""
+    """A running process. Call `wait` exactly once; it also kills the rest of the process group."""
 
     def __init__(self, pid: int, reap: Callable[[], int]) -> None:
         self.pid = pid
@@ -69,7 +68,7 @@ class ChildProcess:
 
     @classmethod
     def start(cls, argv: Sequence[str], env: Mapping[str, str], cwd: Path, log_path: Path) -> "ChildProcess":
-        """Raises OSError when the program cannot be started."""
+        """Start a program. Raise OSError if it cannot be started."""
         with log_path.open("ab") as log:
             popen = subprocess.Popen(
                 argv,
@@ -85,27 +84,27 @@ class ChildProcess:
 
     @classmethod
     def adopt(cls, pid: int) -> "ChildProcess":
-        """A process forked elsewhere that became a child of this one. Raises ChildProcessError if not."""
+        """Take over a process that became a child of this one. Raise ChildProcessError if it is not."""
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         return cls(pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
     async def wait(self) -> int:
-        """The exit status, negative for a signal, as `subprocess` has it."""
+        """Return the exit status, negative for a signal, as in `subprocess`."""
         await _ended(self.pid)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
+            os.killpg(self.pid, signal.SIGKILL)  # not reaped yet, so the pid is not reused
         self._reaped = True
         status = self._reap()
         await _reap_orphans(self.pid)
         return status
 
     def terminate(self) -> None:
-        """Ask it to end; a stopped one is woken to hear it."""
+        """Send SIGTERM, and SIGCONT in case it is stopped."""
         self._signal(os.kill, signal.SIGTERM)
         self._signal(os.kill, signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it and everything in its process group."""
+        """Kill it and its process group."""
         self._signal(os.killpg, signal.SIGKILL)
         self._signal(os.kill, signal.SIGKILL)
 
@@ -116,7 +115,7 @@ class ChildProcess:
 
 
 async def _ended(pid: int) -> None:
-    """Returns when the child is a zombie; does not reap it."""
+    """Wait until the child is a zombie, without reaping it."""
     try:
         descriptor = os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -133,7 +132,7 @@ async def _ended(pid: int) -> None:
 
 
 async def _reap_orphans(group: int) -> None:
-    """Takes note of the end of what the child left behind, where this process is the one it was left to."""
+    """Reap what the child left behind, if this process is its subreaper."""
     for _ in range(_ORPHAN_POLLS):
         try:
             while os.waitpid(-group, os.WNOHANG)[0]:  # noqa: ASYNC222  # does not wait
@@ -144,7 +143,7 @@ async def _reap_orphans(group: int) -> None:
 
 
 async def _polled(pid: int) -> None:
-    """`_ended` where the kernel has no pidfd."""
+    """`_ended` for kernels without pidfd."""
     over = False
     while not over:
         await asyncio.sleep(_POLL_S)
@@ -152,7 +151,7 @@ async def _polled(pid: int) -> None:
 
 
 def describe_exit(status: int) -> str:
-    """An exit status in words."""
+    """Describe an exit status."""
     if status >= 0:
         return f"exit code {status}"
     try:
@@ -165,22 +164,22 @@ _SEED_DEADLINE_S = 90.0
 _SEED_POLL_S = 0.02
 _ANSWER_DEADLINE_S = 10.0
 _MAX_SOCKET_PATH_BYTES = 100
-"""The kernel's limit is 108."""
+"""Below the kernel's limit of 108."""
 
 
 class Launcher(Protocol):
-    """A way to start one child."""
+    """A way to start a child."""
 
     async def launch(
         self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, log_path: Path
     ) -> ChildProcess:
-        """Raises OSError when that cannot be done."""
+        """Start the child. Raise OSError."""
         ...
 
 
 @dataclass(frozen=True)
 class ProgramLauncher:
-    """Starts `argv` as a program of its own."""
+    """Executes `argv` as a program."""
 
     async def launch(
         self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, log_path: Path
@@ -227,10 +226,10 @@ class SeedLauncher:
         while True:
             try:
                 return await asyncio.open_unix_connection(str(self.socket))
-            except FileNotFoundError:  # still at its imports; one that has died refuses
+            except FileNotFoundError:  # seed is still importing; a dead one refuses
                 await asyncio.sleep(_SEED_POLL_S)
 
 
 def socket_fits(path: Path) -> bool:
-    """Whether the kernel takes so long a name for a socket."""
+    """Return True if the path is short enough for a socket."""
     return len(str(path).encode()) <= _MAX_SOCKET_PATH_BYTES

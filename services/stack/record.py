@@ -1,4 +1,4 @@
-"""`record`: what every instance remembers of the last while, in one file, in the order of the wall clock."""
+"""`record`: write the recent events of all instances to one file, ordered by wall clock."""
 
 import asyncio
 import json
@@ -24,9 +24,9 @@ FORMAT = "kvasir-recording-1"
 
 
 def record(run: RunDirectory, console: Console, out: Path, *, as_trace: bool = False) -> int:
-    """Writes JSON lines, first what it is, then an event each; or Chrome trace events. Returns 0.
+    """Write a head and one event per JSON line, or Chrome trace events. Return 0.
 
-    Raises ConfigError where no stack runs, KvasirError where an instance that answered says nothing more.
+    Raise ConfigError if no stack runs, KvasirError if an instance stops replying.
     """
     head, events = recording(run)
     if as_trace:
@@ -42,7 +42,7 @@ def record(run: RunDirectory, console: Console, out: Path, *, as_trace: bool = F
 
 
 def recording(run: RunDirectory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What it is, and all events by the wall clock. Raises as `record`."""
+    """Return the head and all events by wall clock. Raises as `record`."""
     pid, state = run.holder(), run.read_state()
     if pid is None or state.get("pid") != pid:
         raise ConfigError(f"nothing runs from {run.path}; `{command_line('up', run)}` starts it")
@@ -58,7 +58,7 @@ def recording(run: RunDirectory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def _setup(found: Sequence[ServiceStatus]) -> dict[str, Any]:
-    """What a replay has to know besides what happened."""
+    """Return settings that a replay needs."""
     told = {name: [each.details for each in found if each.service == name] for name in subjects.SERVICES}
     leader = next((each for each in told["scheduler"] if each.get("role") == "leader"), {})
     placed = next((each.get("policy") for each in told["placement"]), None) or "worst_fit"
@@ -79,7 +79,7 @@ def _setup(found: Sequence[ServiceStatus]) -> dict[str, Any]:
 
 
 async def _everybodys(access: BusAccess) -> tuple[list[ServiceStatus], list[dict[str, Any]]]:
-    """Who is there, and all their events in order."""
+    """Return all instances, and their events in order."""
     roll = RollCall(access.config(subjects.OPERATOR))
     events: list[dict[str, Any]] = []
     found: list[ServiceStatus] = []
@@ -94,7 +94,7 @@ async def _everybodys(access: BusAccess) -> tuple[list[ServiceStatus], list[dict
 
 
 async def _remembered(roll: RollCall, service: str, instance: str) -> list[dict[str, Any]]:
-    """All that it has, oldest first; what comes while it is asked is left out."""
+    """Return all events of an instance up to now, oldest first."""
     first = await roll.recorded(service, instance, 0, deadline_s=_DEADLINE_S)
     told, pages, until_s = first, [first], first.now_s
     while told.events and len(pages) < _MOST_PAGES and told.events[-1].at_s < until_s:
@@ -105,7 +105,7 @@ async def _remembered(roll: RollCall, service: str, instance: str) -> list[dict[
 
 
 def written(instance: str, events: Sequence[RecordedEvent], ahead_s: float) -> list[dict[str, Any]]:
-    """As they stand in the file; the wall clock is `ahead_s` ahead of the instance's."""
+    """Convert events to their file form. `ahead_s`: wall clock minus the instance's clock."""
     return [
         {
             "unix_s": event.at_s + ahead_s,

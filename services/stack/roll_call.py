@@ -1,8 +1,8 @@
-"""Who answers on the bus: the status of every instance. One scatter-gather per service finds who there is;
-what each says of itself it is asked under its own subject, where no other instance can answer for it.
+"""Query the status of all instances over the bus.
 
-The supervisor learns from it that a service is up, `status` shows it to people. The bus is imported on first
-use: the supervisor starts its children before it spends time on that.
+A scatter-gather per service finds its instances. Each is then asked on its own subject, where no other
+instance can reply. The supervisor uses it as a probe, and `status` prints it. The bus is imported on first
+use, after the children have been started.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _PROBE_S = 0.3
 
 
 class RollCall:
-    """Asks services for their status, over a connection of its own, which is made at the first question."""
+    """Queries services over its own connection, opened on first use."""
 
     def __init__(self, config: BusConfig) -> None:
         self._config = config
@@ -35,8 +35,8 @@ class RollCall:
     async def ask(
         self, service: str, *, deadline_s: float, expected: int | None = None
     ) -> list[ServiceStatus]:
-        """Every instance's own answer, within the deadline and as long again. Raises KvasirError when the bus
-        cannot be reached."""
+        """Return each instance's own status, within twice the deadline. Raise KvasirError if the bus cannot
+        be reached."""
         bus = await self._connected()
         subject = subjects.status(service)
         found = await bus.gather(subject, Empty(), ServiceStatus, deadline_s=deadline_s, expected=expected)
@@ -45,7 +45,7 @@ class RollCall:
         return [status for status in answers if status is not None]
 
     async def ask_one(self, service: str, instance: str, *, deadline_s: float) -> ServiceStatus:
-        """The instance's own answer. Raises KvasirError: it, or nobody, answers in time."""
+        """Return the instance's own status. Raise KvasirError if it does not reply in time."""
         bus = await self._connected()
         subject = subjects.instance_status(service, instance)
         status = await bus.request(subject, Empty(), ServiceStatus, deadline_s=deadline_s)
@@ -54,15 +54,15 @@ class RollCall:
         return status
 
     async def recorded(self, service: str, instance: str, since_seq: int, *, deadline_s: float) -> Recorded:
-        """What it remembers after that event, as much as fits one message. Raises KvasirError."""
+        """Return its events after `since_seq`, as many as fit one message. Raise KvasirError."""
         bus = await self._connected()
         subject, question = subjects.recorded(service, instance), TellRecorded(since_seq=since_seq)
         return await bus.request(subject, question, Recorded, deadline_s=deadline_s)
 
     async def ask_all(self, expected: Mapping[str, int], *, deadline_s: float) -> list[ServiceStatus]:
-        """Every answer of every service, in the order of `subjects.SERVICES`, then by instance.
+        """Return the status of all instances, in the order of `subjects.SERVICES`, then by instance.
 
-        Does not wait out the deadline for a service that has given as many answers as are `expected` of it.
+        Stop waiting for a service after `expected` replies from it.
         """
         answers = await asyncio.gather(
             *(self.ask(s, deadline_s=deadline_s, expected=expected.get(s)) for s in subjects.SERVICES)
@@ -76,15 +76,15 @@ class RollCall:
             return None
 
     async def listen(self, handlers: "Sequence[Handler]", target: object) -> None:
-        """Over the same connection. Raises KvasirError when the bus cannot be reached."""
+        """Attach handlers on the same connection. Raise KvasirError if the bus cannot be reached."""
         await (await self._connected()).attach(handlers, target)
 
     async def announce(self, subject: str, message: Message) -> None:
-        """Over the same connection. Raises KvasirError when the bus cannot be reached."""
+        """Publish on the same connection. Raise KvasirError if the bus cannot be reached."""
         await (await self._connected()).publish(subject, message)
 
     async def close(self) -> None:
-        """May be called again; later questions raise BusUnavailable."""
+        """Close the connection. Idempotent; later queries raise BusUnavailable."""
         self._closed = True
         if self._bus is not None:
             await self._bus.close()

@@ -1,9 +1,9 @@
-"""`roll`: every process of a stack started anew, one after the other, while it serves; for other code, too.
+"""`roll`: restart all processes one by one while the stack serves, optionally from other code.
 
-The command leaves an order in the run directory and signals the supervisor, which carries it out (`Roller`),
-tells in its state how far it is, and stops at the first process that does not become ready. That one is
-started from the code it had, and so the stack is whole either way. The supervisor itself and nats-server stay
-as they are, unless `nats` is named: they hold no requests.
+The command writes an order to the run directory and signals the supervisor. Its `Roller` carries it out,
+records progress in the state, and stops at the first process that does not become ready. That process
+restarts from its previous code, so the stack stays whole. The supervisor is not restarted; nats-server only
+if named.
 """
 
 import asyncio
@@ -26,17 +26,17 @@ from shared.errors import ConfigError
 
 SIGNAL = signal.SIGUSR1
 _SETTLE_S = 1.5
-"""Between two: the others have heard of it, and a new scheduler commands."""
+"""Pause between restarts, so that peers notice and a new scheduler takes over."""
 _POLL_S = 0.1
 _TAKEN_UP_S = 10.0
 _ORDER = ("predictor", "ledger", "placement", "scheduler", "worker", "gateway")
 _SEED = "seed"
-"""The process that services are forked from: it has their code, and goes first."""
+"""Process from which services are forked. It holds their code, so it goes first."""
 
 
 def rolled_names(children: Sequence[str], names: Sequence[str] = ()) -> list[str]:
-    """In which order they are started anew: of `names`, instances or services; of none named, all but
-    nats-server. Raises ConfigError for one that there is not."""
+    """Return the processes to restart, in order: those in `names`, or all except nats-server. Raise
+    ConfigError for an unknown name."""
     services = {child: child.rpartition("-")[0] or child for child in children}
     unknown = [name for name in names if name not in {*services, *services.values()}]
     if unknown:
@@ -55,21 +55,21 @@ def rolled_names(children: Sequence[str], names: Sequence[str] = ()) -> list[str
 
 
 class Roller:
-    """The supervisor's side: one order at a time."""
+    """Executes orders in the supervisor, one at a time."""
 
     def __init__(self, supervisor: Supervisor, run: RunDirectory, *, ready_s: float, grace_s: float) -> None:
         self._supervisor, self._run = supervisor, run
         self._ready_s, self._grace_s = ready_s, grace_s
         self._ordered = asyncio.Event()
         self.state: dict[str, Any] = {}
-        """Of the last order, for the supervisor's state."""
+        """Progress of the last order, for the supervisor's state."""
 
     def order(self) -> None:
-        """There is one in the run directory. While another is carried out it waits."""
+        """Announce an order in the run directory; it waits for the current one."""
         self._ordered.set()
 
     async def run(self, on_change: Callable[[], None]) -> None:
-        """Until cancelled."""
+        """Execute orders until cancelled."""
         while True:
             await self._ordered.wait()
             self._ordered.clear()
@@ -93,7 +93,7 @@ class Roller:
 
 
 def roll(run: RunDirectory, console: Console, names: Sequence[str], code: Path | None) -> int:
-    """The command: 0 when all have been started anew. Raises ConfigError where that cannot be."""
+    """Run the command; return 0 when all have restarted. Raise ConfigError if that is impossible."""
     folder = (code or ROOT).resolve()
     if not (folder / "services" / "__main__.py").is_file():
         raise ConfigError(f"{folder} has no code of Kvasir: name the folder of a checkout with --code")

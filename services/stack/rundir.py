@@ -1,7 +1,7 @@
-"""The run directory: lock, state, credentials and logs of one stack.
+"""Run directory: lock, state, credentials and logs of one stack.
 
-`lock` is held (flock) for as long as a supervisor lives, so that whether one does is never a guess;
-`state.json` is written by it alone; `credentials.json` is made once and readable by its owner only.
+The supervisor holds `lock` (flock) while it lives, which proves that it runs, and alone writes `state.json`.
+`credentials.json` is created once, readable only by its owner.
 """
 
 import fcntl
@@ -24,7 +24,7 @@ _PROBE_BYTES = 65_536
 _LEAST_FREE_BYTES = 100_000_000
 _ELSEWHERE = "; make room there, or name another folder with --run-dir"
 LOG_LIMIT_BYTES = 64 * 1024 * 1024
-"""Of one log while a stack runs; as much again is kept of what came before."""
+"""Limit of one log while a stack runs; one older part of that size is kept."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ class Credentials:
 
     api_key: str
     nats_passwords: Mapping[str, str]
-    """By NATS user: each instance, and the operator."""
+    """Password by NATS user: each instance, and the operator."""
 
     @property
     def api_key_sha256(self) -> str:
-        """What the gateway gets to know of the key."""
+        """Hash of the API key, for the gateway."""
         return hashlib.sha256(self.api_key.encode()).hexdigest()
 
 
 class RunDirectory:
-    """The folder of one stack: its lock, state, credentials and logs."""
+    """Folder of one stack: lock, state, credentials and logs."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
@@ -57,11 +57,11 @@ class RunDirectory:
 
     @property
     def is_default(self) -> bool:
-        """Whether commands mean it when they are not told another."""
+        """True if commands use it without `--run-dir`."""
         return self.path == DEFAULT_RUN_DIR
 
     def create(self) -> None:
-        """Makes the folder, closed to other users. Raises ConfigError where it cannot be used."""
+        """Create the folder, accessible only by its owner. Raise ConfigError if it is unusable."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.logs.mkdir(exist_ok=True)
@@ -80,7 +80,7 @@ class RunDirectory:
             )
 
     def acquire(self) -> bool:
-        """Takes the lock for the rest of this process's life; False when another process has it."""
+        """Take the lock for the life of this process; return False if another process holds it."""
         descriptor = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -93,13 +93,13 @@ class RunDirectory:
         return True
 
     def release(self) -> None:
-        """Gives the lock back, if it is held."""
+        """Release the lock, if held."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def holder(self) -> int | None:
-        """Pid of the supervisor that runs here now; None when there is none."""
+        """Return the pid of the running supervisor, or None."""
         if not self._lock_file.exists():
             return None
         with self._lock_file.open("r+") as file:
@@ -111,24 +111,24 @@ class RunDirectory:
         return None
 
     def read_state(self) -> dict[str, Any]:
-        """What the last supervisor wrote; empty when there is nothing readable."""
+        """Return the state last written by a supervisor; empty if unreadable."""
         return _read_object(self.state_file)
 
     def write_state(self, state: dict[str, Any]) -> None:
-        """Replaces the state in one step: a reader sees the old or the new one."""
+        """Replace the state atomically."""
         _write_private(self.state_file, json.dumps(state, indent=1))
 
     def write_roll(self, order: dict[str, Any]) -> None:
-        """What the supervisor is to roll."""
+        """Write the order for `roll`."""
         _write_private(self.roll_file, json.dumps(order))
 
     def read_roll(self) -> dict[str, Any]:
-        """Empty when nobody asked for anything readable."""
+        """Return the order for `roll`; empty if unreadable."""
         return _read_object(self.roll_file)
 
     def credentials(self, *instances: str) -> Credentials:
-        """The stack's secrets: of these instances, of all that ever were asked for, and of the operator. What
-        is missing is made and kept. Passwords begin with a letter: NATS parses $ and digits."""
+        """Return the secrets of the operator, of known instances and of these, creating missing ones.
+        Passwords begin with a letter, because NATS parses $ and digits."""
         path = self.credentials_file
         found = _read_object(path)
         key, passwords = found.get("api_key"), found.get("nats_passwords")
@@ -143,7 +143,7 @@ class RunDirectory:
         return credentials
 
     def rotate_logs(self) -> None:
-        """`x.log` becomes `x.log.1`, and so on; the oldest goes."""
+        """Rename `x.log` to `x.log.1` and so on, dropping the oldest."""
         for log in self.logs.glob("*.log"):
             for number in range(_KEPT_LOGS, 0, -1):
                 older = log.with_name(f"{log.name}.{number}")
@@ -152,9 +152,9 @@ class RunDirectory:
                     newer.replace(older)
 
     def trim_logs(self, limit_bytes: int = LOG_LIMIT_BYTES) -> list[str]:
-        """Moves what a log has above the limit to `x.log.1` and empties it in place: its writer appends.
+        """Move logs above the limit to `x.log.1` and empty them in place, since their writers append.
 
-        Returns the names of the logs it trimmed; lines written at that very moment may be lost.
+        Return the names of trimmed logs. Lines written meanwhile may be lost.
         """
         trimmed = []
         for log in self.logs.glob("*.log"):

@@ -1,12 +1,9 @@
-"""The seed: a process that has imported what the services import, and forks one whenever the supervisor asks.
+"""Seed: a process that has imported the services' modules, and forks a service on request.
 
-Imports are most of a service's start; done once, they serve all services and their restarts, and the memory
-is shared. A service forked here becomes the supervisor's own child: the supervisor is a subreaper, and the
-process between the two ends at once. The seed knows nothing of what it imports, but
-that metrics of other services are not the child's.
-
-Protocol, on a Unix socket in the run directory: a line with a JSON object of `name`, `module`, `argv`, `env`
-and `log`; the answer is a line with the new pid.
+Imports take most of a service's start. Here they run once, for all services and restarts, and memory is
+shared. The fork becomes the supervisor's own child: the supervisor is a subreaper, and the intermediate
+process exits at once. Protocol, on a Unix socket in the run directory: a line with a JSON object of `name`,
+`module`, `argv`, `env` and `log`; the reply is a line with the new pid.
 """
 
 import argparse
@@ -31,7 +28,7 @@ _MAX_REQUEST_BYTES = 1 << 20
 
 
 def main() -> None:
-    """Imports, listens, forks, until it is killed."""
+    """Import, listen and fork until killed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("socket", type=Path)
     parser.add_argument("modules", nargs="+", help="imported before the first fork")
@@ -40,14 +37,14 @@ def main() -> None:
     for module in arguments.modules:
         importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # collections in the children leave the shared pages alone
+    gc.freeze()  # garbage collection in children leaves shared pages alone
     with socket.socket(socket.AF_UNIX) as listening:
         unnamed = arguments.socket.with_suffix(".new")
         unnamed.unlink(missing_ok=True)
         listening.bind(str(unnamed))
         unnamed.chmod(0o600)
         listening.listen()
-        unnamed.rename(arguments.socket)  # who finds it there is answered, unless the seed has died
+        unnamed.rename(arguments.socket)  # a client that finds the socket gets a reply, unless the seed died
         while True:
             connection, _ = listening.accept()
             with connection, contextlib.suppress(OSError, ValueError, KeyError):
@@ -69,7 +66,8 @@ def _read(connection: socket.socket) -> dict[str, Any]:
 
 
 def _fork_for(supervisor: int, request: dict[str, Any], sockets: tuple[socket.socket, ...]) -> int:
-    """The pid of a new child of `supervisor`. Returns in the seed only, when the process between is gone."""
+    """Return the pid of a new child of `supervisor`. Return only in the seed, after the intermediate process
+    ended."""
     reading, writing = os.pipe()
     between = os.fork()
     if between == 0:
@@ -91,7 +89,7 @@ def _fork_for(supervisor: int, request: dict[str, Any], sockets: tuple[socket.so
 
 
 def _become(supervisor: int, request: dict[str, Any]) -> None:
-    """Turns this fork into what was asked for; never returns."""
+    """Turn this fork into the requested service; never return."""
     code = 1
     try:
         os.setsid()
@@ -117,7 +115,7 @@ def _become(supervisor: int, request: dict[str, Any]) -> None:
 
 
 def _await_parent(supervisor: int) -> None:
-    """Until the process in between has ended and this one is the supervisor's; then bound to its life."""
+    """Wait until this process is the supervisor's child, then tie its life to it."""
     between = os.getppid()
     while between not in (supervisor, 1) and os.getppid() == between:
         os.sched_yield()
@@ -125,7 +123,7 @@ def _await_parent(supervisor: int) -> None:
 
 
 def _run(module: str) -> int:
-    """Runs a module as `python -m` would; its exit code."""
+    """Run a module like `python -m`; return its exit code."""
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as ended:

@@ -1,8 +1,8 @@
-"""`status`: what the supervisor knows of its children, and what every service says of itself.
+"""`status`: state of the children and self-reported status of the services.
 
-Without names ten lines: a verdict (`verdict.py`) and those whom one wants to see first. `all` are all
-processes, a line each. Of an instance or service that is named, all that it says, as it comes: scalars as one
-row per instance, lists of rows as tables of their own.
+Without names, prints ten lines: a verdict (`verdict.py`) and the most important instances. `all` prints one
+line per process. A named instance or service prints its full status: scalars as one row per instance, lists
+as tables.
 """
 
 import json
@@ -34,14 +34,15 @@ _COLUMN_MARGIN = 3
 _WIDTH = 80
 _WORKER_EXTRAS = {"lent_blocks": "lent", "borrowed_blocks": "borrowed", "pie_fifo_layers": "layers swapped"}
 _MOST_ROWS = 4
-"""With a head, a verdict and a hint they are ten lines."""
+"""Ten lines together with head, verdict and hint."""
 ALL = "all"
 
 
 async def status(run: RunDirectory, console: Console, *, as_json: bool, names: Sequence[str] = ()) -> int:
-    """0 when a stack runs and its bus answers, else 1. `names` are instances or services.
+    """Return 0 if a stack runs and its bus replies, else 1. `names` are instances or services.
 
-    Raises ConfigError for a name that there is not."""
+    Raise ConfigError for an unknown name.
+    """
     pid, state = run.holder(), run.read_state()
     if pid is None or state.get("pid") != pid:
         message = f"nothing runs from {run.path}; `{command_line('up', run)}` starts it"
@@ -132,9 +133,9 @@ class ProcessRow:
     up_s: float
     note: str
     is_odd: bool
-    """It is not ready, does not answer, or was started again."""
+    """Not ready, not replying, or restarted."""
     weight: tuple[float, ...]
-    """The higher, the more there is to see."""
+    """Sort key; higher is more important."""
 
     @property
     def urgency(self) -> tuple[object, ...]:
@@ -143,7 +144,7 @@ class ProcessRow:
 
 
 def process_rows(state: Mapping[str, Any], answers: Sequence[ServiceStatus]) -> list[ProcessRow]:
-    """All instances, in the supervisor's order."""
+    """Return rows for all instances, in the supervisor's order."""
     said = {answer.instance: answer for answer in answers}
     return [
         _process_row(name, child, said.get(name))
@@ -184,7 +185,7 @@ def _as_row(row: ProcessRow) -> dict[str, str]:
 
 
 def _summary(answer: ServiceStatus) -> str:
-    """The few figures that somebody who only looks wants to see."""
+    """Return the key figures of an instance."""
     said = answer.details
     match answer.service:
         case "gateway":
@@ -215,7 +216,7 @@ def _is_table(value: object) -> bool:
 
 
 def _print_rows(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
-    """A table with a line per row, or, where that is too wide for the console, a column per row."""
+    """Print one line per row, or one column per row if that is too wide."""
     headings = list(dict.fromkeys(key for row in rows for key in row))
     lines = [[_cell(row.get(heading)) for heading in headings] for row in rows]
     columns = list(zip(headings, *lines, strict=True))

@@ -1,7 +1,6 @@
-"""Keeps a table of children running: starts them together, restarts what dies, ends them without orphans.
+"""Supervisor: starts child processes together, restarts those that die, and stops all without orphans.
 
-It knows no NATS, no model and no terminal; what happens is told to `say`, and `on_change` is called for each
-change.
+It knows no NATS, model or terminal. It reports through `say`, and calls `on_change` on each change.
 """
 
 import asyncio
@@ -25,48 +24,48 @@ _PROGRAM = ProgramLauncher()
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """What is known of a child before it runs: one line of the child table."""
+    """Description of a child: one row of the child table."""
 
     name: str
-    """Instance id; also the name of its log."""
+    """Instance id; also names its log."""
     argv: tuple[str, ...]
     env: Mapping[str, str]
-    """All of its environment."""
+    """Complete environment."""
     ready: Probe = _ALIVE
     launcher: Launcher = _PROGRAM
     stage: int = 0
     """Higher stages are stopped first; all are started together."""
     instances: tuple[str, ...] = ()
-    """Of services in that process, where they are not just the one that it is named after."""
+    """Service instances in the process, if not just `name`."""
 
 
 class ChildState(StrEnum):
-    """Where a child stands, as `status` shows it."""
+    """State of a child, as shown by `status`."""
 
     STARTING = "starting"
     READY = "ready"
     BACKING_OFF = "backing off"
     PARKED = "parked"
-    """Ended because it is not needed; started again when it is."""
+    """Stopped because it is not needed; restarted on demand."""
     STOPPED = "stopped"
 
 
 @dataclass
 class Backoff:
-    """How long to wait before a child that died is started again.
+    """Delay before a dead child is restarted.
 
-    The wait doubles with every death, from `first_s` to `longest_s`. A child that lived for `stable_s` is
-    believed to be well: its next death counts as the first.
+    It doubles with every death, from `first_s` to `longest_s`. A child that lived for `stable_s` starts over
+    at `first_s`.
     """
 
     first_s: float = 0.1
     longest_s: float = 10.0
     stable_s: float = 10.0
     failures: int = 0
-    """Ends in a row, each within `stable_s` of its start."""
+    """Consecutive deaths within `stable_s` of the start."""
 
     def on_exit(self, lived_s: float) -> float:
-        """Seconds to wait before the next start of a child that lived for `lived_s`."""
+        """Return the delay in seconds after a child that lived for `lived_s`."""
         if lived_s >= self.stable_s:
             self.failures = 0
         self.failures += 1
@@ -78,7 +77,7 @@ _KEPT_CRASHES = 64
 
 @dataclass
 class Child:
-    """A child over all its processes: it stays the same when its process is started again."""
+    """A child across all restarts of its process."""
 
     spec: ChildSpec
     backoff: Backoff
@@ -87,27 +86,27 @@ class Child:
     restarts: int = 0
     last_exit: str | None = None
     crashed_unix_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_CRASHES))
-    """When it ended without being told to, the latest last."""
+    """Times of unexpected deaths, latest last."""
     obstacle: str | None = None
     took_s: float | None = None
-    """From the start of the present process to its being ready."""
+    """Time from the start of the current process until it was ready."""
     started_unix_s: float = field(default_factory=time.time)
-    """For people, and to recognise its process later."""
+    """For display, and to identify the process later."""
     started_s: float = field(default_factory=time.monotonic)
     wanted: asyncio.Event = field(default_factory=asyncio.Event)
-    """Not set: it is to end, and to stay so."""
+    """Cleared: stop it and keep it stopped."""
     code: Path | None = None
-    """The folder that it is started from, where that is not the supervisor's."""
+    """Folder to start it from, if not the supervisor's."""
     is_rolling: bool = False
-    """It is to end, and to be started again at once."""
+    """True while it is stopped for an immediate restart."""
     renewals: int = 0
-    """How often that was so."""
+    """Number of such restarts."""
 
     def __post_init__(self) -> None:
         self.wanted.set()
 
     def row(self) -> dict[str, Any]:
-        """For state.json and the status table."""
+        """Return the row for state.json and the status table."""
         return {
             "name": self.spec.name,
             "instances": list(self.spec.instances or (self.spec.name,)),
@@ -123,17 +122,17 @@ class Child:
 
 
 START_FAILURES = 3
-"""Ends in a row of one child during start-up after which the start is given up."""
+"""Consecutive deaths of one child after which the start is aborted."""
 COMPLAIN_FAILURES = 5
-"""Ends in a row later on after which the reason is shown; the child is still restarted, every `longest_s`."""
+"""Consecutive deaths in a ready stack after which the reason is shown; restarts go on."""
 CONFIG_EXIT_CODE = 2
-"""A service that ends with this has told that its configuration cannot work; asking again would not help."""
+"""Exit code of a service with invalid configuration; a retry is pointless."""
 _PROBE_S = 0.05
 _KILL_WAIT_S = 5.0
 
 
 class StartFailed(KvasirError):
-    """The stack did not become ready; `children` are those to look at."""
+    """The stack did not become ready; `children` are the likely culprits."""
 
     code = "start_failed"
 
@@ -143,7 +142,7 @@ class StartFailed(KvasirError):
 
 
 class Supervisor:
-    """Keeps the children of one table running until it is told to stop."""
+    """Keeps the children of one table running until stopped."""
 
     def __init__(
         self,
@@ -170,13 +169,13 @@ class Supervisor:
         return self._logs / f"{name}.log"
 
     def start(self) -> None:
-        """Starts every child; returns at once."""
+        """Start every child; return at once."""
         for name, child in self.children.items():
             self._keepers[name] = asyncio.create_task(self._keep(child), name=f"keep {name}")
         self._watcher = asyncio.create_task(self._watch(), name="watch readiness")
 
     async def until_ready(self, timeout_s: float, on_tick: Callable[[], None] = lambda: None) -> None:
-        """Returns when all are ready. Raises StartFailed when one keeps dying, or after `timeout_s`."""
+        """Wait until all children are ready. Raise StartFailed if one keeps dying, or after `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         while unready := self._unready():
             self._raise_failures()
@@ -189,7 +188,7 @@ class Supervisor:
         self._starting = False
 
     def park(self, name: str) -> None:
-        """Ends the child, which stays ended until `unpark`. Harmless where it is so already."""
+        """Stop the child until `unpark`. Idempotent."""
         child = self.children[name]
         if child.wanted.is_set():
             child.wanted.clear()
@@ -198,16 +197,15 @@ class Supervisor:
                 child.process.terminate()
 
     def unpark(self, name: str) -> None:
-        """Starts it again."""
+        """Restart a parked child."""
         child = self.children[name]
         if not child.wanted.is_set():
             self._say(f"{name} is needed; starting it")
             child.wanted.set()
 
     async def renew(self, name: str, code: Path, *, ready_s: float, grace_s: float) -> None:
-        """Ends the child and starts it again from folder `code`; returns when it is ready. One that is parked
-        is started from there when it is needed. Raises StartFailed where it is not ready within `ready_s`:
-        then it is started from where it was before."""
+        """Restart the child from folder `code`, and wait until it is ready. A parked child uses that folder
+        when it is needed. Raise StartFailed after `ready_s`, and restart it from the previous folder."""
         child = self.children[name]
         before, child.code = child.code, code
         if await self._renewed(child, ready_s, grace_s):
@@ -218,7 +216,7 @@ class Supervisor:
         raise StartFailed(f"{name} did not become ready from {code}: {why}", [name])
 
     async def _renewed(self, child: Child, ready_s: float, grace_s: float) -> bool:
-        """Whether it became ready in time; parked ones count as ready."""
+        """Return True if it became ready in time; parked children count as ready."""
         if not child.wanted.is_set():
             return True
         process, renewals = child.process, child.renewals
@@ -245,13 +243,14 @@ class Supervisor:
         return True
 
     async def until_broken(self) -> None:
-        """Never returns in order: raises what ended one of the supervisor's own tasks."""
+        """Wait until one of the supervisor's own tasks ends, and raise its error."""
         await asyncio.wait(self._tasks(), return_when=asyncio.FIRST_COMPLETED)
         self._raise_failures()
         raise InternalError("the supervisor lost a task")
 
     async def stop(self, grace_s: float) -> None:
-        """Ends every child, higher stages first: SIGTERM, after `grace_s` SIGKILL. Returns when all have."""
+        """Stop every child, higher stages first: SIGTERM, then SIGKILL after `grace_s`. Return when all
+        ended."""
         self._stopping.set()
         by_stage = sorted(self.children.values(), key=lambda child: -child.spec.stage)
         for _, group in groupby(by_stage, key=lambda child: child.spec.stage):
@@ -261,7 +260,7 @@ class Supervisor:
             await asyncio.wait([self._watcher])
 
     def kill(self) -> None:
-        """Ends every child now."""
+        """Kill every child at once."""
         self._stopping.set()
         for child in self.children.values():
             if child.process is not None:
@@ -281,7 +280,7 @@ class Supervisor:
                 task.result()
 
     async def _watch(self) -> None:
-        """Looks after children that run and are not ready yet."""
+        """Probe running children that are not ready yet."""
         while True:
             starting = [c for c in self.children.values() if c.process and c.state is ChildState.STARTING]
             await asyncio.gather(*(self._probe(child) for child in starting))
@@ -302,7 +301,7 @@ class Supervisor:
         self._on_change()
 
     async def _keep(self, child: Child) -> None:
-        """Runs the child until the supervisor stops; its owner for life."""
+        """Run the child until the supervisor stops."""
         while not self._stopping.is_set():
             began_s = time.monotonic()
             status = await self._run_once(child)
@@ -328,7 +327,7 @@ class Supervisor:
         self._set(child, ChildState.STOPPED)
 
     async def _until_wanted(self, child: Child) -> None:
-        """Or until the supervisor stops."""
+        """Park until the child is needed or the supervisor stops."""
         self._set(child, ChildState.PARKED)
         waiting = [asyncio.ensure_future(event.wait()) for event in (child.wanted, self._stopping)]
         try:
@@ -357,7 +356,7 @@ class Supervisor:
         return status
 
     async def _launched(self, spec: ChildSpec, code: Path) -> ChildProcess | None:
-        """None when the supervisor was told to stop meanwhile. Raises OSError."""
+        """Launch the process; return None if the supervisor stops first. Raise OSError."""
         launching = asyncio.ensure_future(
             spec.launcher.launch(spec.argv, spec.env, code, self.log_path(spec.name))
         )
@@ -399,7 +398,7 @@ class Supervisor:
 
 
 def tail(path: Path, lines: int = 15, max_bytes: int = 16_384) -> str:
-    """The last lines of a log, indented; a note when there are none."""
+    """Return the last lines of a log, indented, or a note if there are none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - max_bytes))

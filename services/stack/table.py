@@ -1,5 +1,4 @@
-"""The child table of Kvasir: nats-server, six services, N workers. The supervisor knows nothing else of
-them."""
+"""Child table of Kvasir: nats-server, six services, N workers."""
 
 import json
 import os
@@ -28,19 +27,19 @@ from shared.errors import ConfigError
 from shared.plugins import PLUGIN_SETTINGS, absolute, is_file
 
 ROOT = Path(__file__).resolve().parents[2]
-"""Of the repository: where `python -m services.…` works."""
+"""Repository root, where `python -m services.…` works."""
 _MODEL_SERVICES = ("GATEWAY", "WORKER")
 _ENGINE_MODULE = "services.worker.building"
-"""With torch and transformers, which workers import when they make an engine."""
+"""Imports torch and transformers; workers need it to build an engine."""
 _ARENAS = 2
-"""Of glibc's allocator in a process. By default each thread may get its own, up to eight per core, and
-each keeps what it once needed: a worker's memory grew for hours (docs/benchmarks/chaos.md)."""
+"""Number of glibc malloc arenas per process. The default is up to eight per core, each of which keeps its
+peak memory. Workers then grew for hours (docs/benchmarks/chaos.md)."""
 _BUS, _BACKEND, _FRONT = 0, 1, 2
-"""Stages: the gateway ends first, so that its answers can still be finished, the bus last."""
+"""Stages: the gateway stops first, so that answers can finish; the bus stops last."""
 
 
 class TableMaker(Protocol):
-    """Makes the child table for a stack; tests put a table of small programs in its place."""
+    """Builds the child table of a stack; tests use small programs instead."""
 
     def __call__(
         self,
@@ -67,7 +66,7 @@ def kvasir_table(
     environ: Mapping[str, str],
     roll: RollCall,
 ) -> list[ChildSpec]:
-    """Every child of a stack. `overrides` are (section or instance, setting, value). Raises ConfigError."""
+    """Return all children. `overrides` are (section or instance, setting, value). Raise ConfigError."""
     _check_models(config)
     nats_server.write_config(run.nats_config, config, access, run.path / "nats")
     shared_env = {
@@ -151,7 +150,7 @@ def kvasir_table(
 
 
 def _operator_ports(config: StackConfig, port: int) -> dict[str, int]:
-    """Of every gateway, the first one's as configured."""
+    """Return the operator port of each gateway; the first is as configured."""
     gateways = [name for name in config.instances if subjects.service_of(name) == "gateway"]
     ports = [config.operator_port]
     while len(ports) < len(gateways):
@@ -160,7 +159,7 @@ def _operator_ports(config: StackConfig, port: int) -> dict[str, int]:
 
 
 def _own_port(config: StackConfig, operator_port: int) -> dict[str, str]:
-    """Of one gateway among several: clients find all of them at one port."""
+    """Return the ports of one of several gateways, which share the client port."""
     return {
         f"{ENV_PREFIX}GATEWAY__OPERATOR_PORT": str(operator_port),
         f"{ENV_PREFIX}GATEWAY__SHARES_PORT": json.dumps(config.gateways > 1),
@@ -174,7 +173,7 @@ def _engine_of(
     overrides: Sequence[tuple[str, str, str]],
     environ: Mapping[str, str],
 ) -> str:
-    """Which engine this worker is going to have, as it will find out itself."""
+    """Return the engine that this worker will use."""
     if config_file is None and environ.get(ENV_CONFIG_FILE):
         config_file = Path(environ[ENV_CONFIG_FILE])
     name = f"{ENV_PREFIX}WORKER__ENGINE"
@@ -184,7 +183,7 @@ def _engine_of(
 
 
 def _vllm_python(config: StackConfig) -> str:
-    """Raises ConfigError where there is none."""
+    """Return vLLM's Python. Raise ConfigError if it is missing."""
     python = ROOT / config.vllm_python
     if not os.access(python, os.X_OK):
         raise ConfigError(
@@ -200,7 +199,7 @@ _CREWS = 4
 
 
 def _workers_together(config: StackConfig, overrides: Sequence[tuple[str, str, str]]) -> int:
-    """How many workers share a process: one, but for simulated ones that are all alike."""
+    """Return the number of workers per process: one, except for identical simulated workers."""
     are_alike = not any(section.startswith("worker-") for section, _, _ in overrides)
     if config.engine != "simulated" or not are_alike or config.more_models:
         return 1
@@ -210,14 +209,14 @@ def _workers_together(config: StackConfig, overrides: Sequence[tuple[str, str, s
 
 
 def _processes(instances: Mapping[str, str], together: int) -> list[tuple[str, ...]]:
-    """Which instances share one, in order."""
+    """Return the groups of instances that share a process, in order."""
     workers = [name for name, service in instances.items() if service == "worker"]
     others = [(name,) for name, service in instances.items() if service != "worker"]
     return [*others, *(tuple(workers[at : at + together]) for at in range(0, len(workers), together))]
 
 
 def _crew_env(crew: Sequence[str], access: BusAccess) -> dict[str, str]:
-    """What a process with several workers has to be told."""
+    """Return additional variables for a process with several workers."""
     if len(crew) == 1:
         return {}
     passwords = {name: access.credentials.nats_passwords[name] for name in crew[1:]}
@@ -228,7 +227,7 @@ def _crew_env(crew: Sequence[str], access: BusAccess) -> dict[str, str]:
 
 
 def parse_override(text: str) -> tuple[str, str, str]:
-    """`section.key.sub=value` as (section, key.sub, value). Raises ConfigError."""
+    """Parse `section.key.sub=value` to (section, key.sub, value). Raise ConfigError."""
     name, equals, value = text.partition("=")
     section, dot, setting = name.strip().partition(".")
     if not equals or not section or (not dot and section not in ("log_level", "log_format")):
@@ -237,7 +236,7 @@ def parse_override(text: str) -> tuple[str, str, str]:
 
 
 def _model_env(config: StackConfig) -> dict[str, str]:
-    """Where it is and what it is called, the same for the gateway and all workers; and who computes it."""
+    """Return location, name and engine of the model, for the gateway and all workers."""
     settings: dict[str, str] = {}
     if config.model is not None:
         settings["SERVED_NAME"], settings["MODEL"] = named(config.model)
@@ -252,7 +251,7 @@ def _model_env(config: StackConfig) -> dict[str, str]:
 
 
 def _check_models(config: StackConfig) -> None:
-    """Raises ConfigError for several models that this stack cannot serve."""
+    """Raise ConfigError for several models that this stack cannot serve."""
     count = 1 + len(config.more_models)
     if count > 1 and config.model is None:
         raise ConfigError("several models: name the first, too", param="model")
@@ -261,7 +260,7 @@ def _check_models(config: StackConfig) -> None:
 
 
 def _own_model(config: StackConfig, instance: str) -> dict[str, str]:
-    """Of the gateway, the further models; of a worker, the one that it serves where there are several."""
+    """Return the further models for a gateway, or a worker's own model if there are several."""
     further = [named(text) for text in config.more_models]
     if not further:
         return {}
@@ -275,13 +274,12 @@ def _own_model(config: StackConfig, instance: str) -> dict[str, str]:
 
 
 def _turn(config: StackConfig, worker: str) -> int:
-    """Workers take models in turn."""
+    """Return the index of the worker's model; workers take the models in turn."""
     return int(worker.rpartition("-")[2]) % (1 + len(config.more_models))
 
 
 def workers_by_model(config: StackConfig) -> dict[str, list[str]]:
-    """Names of the workers of each model, by the name that it is served under; of one model, under whatever
-    name: all of them, under none."""
+    """Return worker names by served model. With one model, the key is empty."""
     workers = [name for name in config.instances if subjects.service_of(name) == "worker"]
     if not config.more_models or config.model is None:
         return {"": workers}
@@ -296,7 +294,7 @@ def workers_by_model(config: StackConfig) -> dict[str, list[str]]:
 def is_scaled(
     config_file: Path | None, overrides: Sequence[tuple[str, str, str]], environ: Mapping[str, str]
 ) -> bool:
-    """Whether placement is configured to say how many workers should run."""
+    """Return True if placement is configured to control the number of workers."""
     variables = {**environ, **_override_env(overrides, "placement", "placement-0")}
     name = f"{ENV_PREFIX}PLACEMENT__SCALE"
     said = [value for variable, value in variables.items() if variable.upper() == name and value]
@@ -305,11 +303,11 @@ def is_scaled(
     try:
         return TypeAdapter(bool).validate_python((said or [_in_file(config_file, "placement", "scale")])[-1])
     except ValidationError:
-        return False  # not said, or nonsense, of which placement itself complains
+        return False  # unset or invalid; placement reports the latter
 
 
 def _in_file(config_file: Path | None, section: str, setting: str) -> Any:
-    """What the file says, or None; one that cannot be read is for the services to complain about."""
+    """Return a setting of the file, or None. Services report unreadable files."""
     try:
         content: Any = yaml.safe_load(config_file.read_bytes()) if config_file is not None else None
         for key in (section, *setting.split(".")):
@@ -326,8 +324,8 @@ def _file_env(
     service: str,
     instance: str,
 ) -> dict[str, str]:
-    """The file that this service's policy is in, by its absolute path: services run in a folder of their own.
-    A relative path starts at the current directory."""
+    """Return the absolute path of this service's policy file, because services run in another folder.
+    Relative paths start at the current directory."""
     setting = PLUGIN_SETTINGS.get(service)
     if setting is None:
         return {}

@@ -1,4 +1,4 @@
-"""`up`: one stack from an empty run directory to ready, and down again when a signal says so."""
+"""`up`: start a stack, supervise it until a signal, and stop it."""
 
 import asyncio
 import contextlib
@@ -43,13 +43,13 @@ from shared.subjects import OPERATOR, PLACEMENT_WANTED, STACK_VERDICT
 _TRIM_INTERVAL_S = 10.0
 _JUDGE_S = 4.0
 _TOLD = 16
-"""Troubles that gateways are told at most."""
+"""Maximum number of faults sent to gateways."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
 class UpOptions:
-    """What the command line asked for of `up`."""
+    """Command-line options of `up`."""
 
     config: StackConfig
     run: RunDirectory
@@ -59,18 +59,18 @@ class UpOptions:
 
 
 async def up(options: UpOptions, console: Console) -> int:
-    """Runs a stack until a signal; returns the exit code. Raises ConfigError, and Obstructed when it cannot
+    """Run a stack until a signal; return the exit code. Raise ConfigError, and Obstructed if it cannot
     start."""
     run = options.run
     run.create()
     if not run.acquire():
         raise running_already(run)
     end_leftovers(run.read_state())
-    return await _Stack(options, console).run()  # the lock is this process's until it ends
+    return await _Stack(options, console).run()  # holds the lock until the process ends
 
 
 class _Stack:
-    """A stack from its start to its end: the supervisor, what is shown of it, and its state on disk."""
+    """A running stack: supervisor, display, and state on disk."""
 
     def __init__(self, options: UpOptions, console: Console) -> None:
         self._options = options
@@ -78,7 +78,7 @@ class _Stack:
         self._run = options.run
         config = options.config
         self._port = choose_port(config.port)
-        # Asked for and not listened on yet: two of them would be one.
+        # Chosen but not bound yet, so it must be excluded here.
         asked = {self._port, config.nats_port or 0}
         operator_port = choose_port(config.operator_port, "--operator-port", asked)
         config = config.model_copy(update={"operator_port": operator_port})
@@ -135,7 +135,7 @@ class _Stack:
         self._ready_s = time.monotonic() - self._began_s
         self._model = await self._served_model()
         self._say(self._ready_text(self._ready_s))
-        self._set_phase("ready")  # only now: `up --detach` shows what was said until then
+        self._set_phase("ready")  # only now, because `up --detach` shows what was said before
         beside = [asyncio.create_task(self._trim_logs())]
         beside.append(asyncio.create_task(self._roller.run(self._write_state)))
         beside.append(asyncio.create_task(self._judge()))
@@ -149,15 +149,15 @@ class _Stack:
                 task.cancel()
 
     def _ready_text(self, ready_s: float) -> str:
-        """The key is shown to a person: what is no terminal is somebody's log."""
+        """Return the ready message. The key is shown only on a terminal, to keep it out of logs."""
         if self._console.is_terminal:
             return ready_text(self._url, self._access.credentials.api_key, self._model, ready_s, self._run)
         return f"ready in {ready_s:.1f} s at {self._url}; the key is in {self._run.credentials_file}"
 
     async def _follow_placement(self) -> None:
-        """Workers are stopped and started as placement wants it: for a stack that is scaled."""
+        """Park and restart workers as placement demands, in a scaled stack."""
         from shared.bus import (
-            Listener,  # which takes longer to import than the rest of a start: see `roll_call`
+            Listener,  # slow to import, see `roll_call`
         )
 
         handlers = (Listener(PLACEMENT_WANTED, WorkersWanted, "on_wanted"),)
@@ -166,7 +166,7 @@ class _Stack:
             await self._roll.listen(handlers, WorkerScaling(self._supervisor, groups))
 
     async def _judge(self) -> None:
-        """Tell the gateways what is wrong with the stack, again and again."""
+        """Periodically send the stack's faults to the gateways."""
         expected = Counter(
             name.rpartition("-")[0]
             for child in self._supervisor.children.values()
@@ -183,7 +183,7 @@ class _Stack:
     async def _trim_logs(self) -> None:
         while True:
             await asyncio.sleep(_TRIM_INTERVAL_S)
-            with contextlib.suppress(OSError):  # a full disk; nothing to be done about it here
+            with contextlib.suppress(OSError):  # disk full; trimmed later
                 self._run.trim_logs()
 
     async def _served_model(self) -> str:
@@ -215,7 +215,7 @@ class _Stack:
             self._say(f"more is in {log}" if why else f"the last lines of {log}:\n{tail(log)}")
 
     def _say(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # its terminal may be gone; its children are to end all the same
+        with contextlib.suppress(OSError):  # without a terminal, the children must still be stopped
             say(self._console, text)
 
     def _set_phase(self, phase: str) -> None:
@@ -225,7 +225,7 @@ class _Stack:
     def _write_state(self) -> None:
         try:
             self._run.write_state(self._state())
-        except OSError as error:  # a full disk ends no stack that runs; `status` is behind for a while
+        except OSError as error:  # a full disk must not end a running stack; `status` lags behind
             self._say(f"the state cannot be written to {self._run.path}: {error.strerror}")
 
     def _state(self) -> dict[str, Any]:
@@ -247,7 +247,7 @@ class _Stack:
 def differences(
     event: WorkersWanted, running: Sequence[str], stopped: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """What to stop and what to start, of one model's workers. The last that runs is never stopped."""
+    """Return the workers of one model to stop and to start. The last running worker is never stopped."""
     parked = [name for name in running if name in event.parked]
     needed = [name for name in running if name not in event.parked]
     able = sorted(name for name in stopped if name not in event.parked)
@@ -258,14 +258,13 @@ def differences(
 
 
 class WorkerScaling:
-    """Makes the number of a model's workers what placement wants: works off the difference each time that it
-    is told.
+    """Adjusts the number of running workers to placement's demand.
 
-    Placement says it again and again, so nothing has to be remembered here.
+    Placement repeats its demand, so nothing is remembered here.
     """
 
     def __init__(self, supervisor: Supervisor, workers_by_model: Mapping[str, Sequence[str]]) -> None:
-        """Under an empty name: of whichever model an event is."""
+        """Set up scaling for worker groups by model; the empty name applies to every model."""
         self._supervisor = supervisor
         self._workers_by_model = workers_by_model
 
@@ -275,7 +274,7 @@ class WorkerScaling:
         children = [child for name, child in self._supervisor.children.items() if name in group]
         running = [child.spec.name for child in children if child.wanted.is_set()]
         parked = [child.spec.name for child in children if child.state is ChildState.PARKED]
-        stopped = [name for name in parked if name not in running]  # a moment ago it was told to start
+        stopped = [name for name in parked if name not in running]  # excludes workers just told to start
         to_stop, to_start = differences(event, running, stopped)
         for worker_id in to_stop:
             self._supervisor.park(worker_id)
@@ -284,14 +283,14 @@ class WorkerScaling:
 
 
 def _raise_file_limit() -> None:
-    """One stream is one descriptor: use what the system allows."""
+    """Raise the descriptor limit to the maximum, because each stream needs a descriptor."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _stop_event(on_again: Callable[[], None]) -> asyncio.Event:
-    """Set by the first signal to stop; a second one calls `on_again`. What was ignored at the start stays
-    ignored."""
+    """Return an event that the first stop signal sets; the second calls `on_again`. Signals ignored at the
+    start stay ignored."""
     stop = asyncio.Event()
 
     def on_signal() -> None:
@@ -306,7 +305,7 @@ def _stop_event(on_again: Callable[[], None]) -> asyncio.Event:
 
 
 async def _first(stop: asyncio.Event, work: Any) -> int:
-    """0 as soon as `stop` is set; raises what `work` raises."""
+    """Return 0 once `stop` is set, or raise what `work` raises."""
     working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""A stack in three lines: is it well, what does it do, what is short. From what its services say. Pure."""
+"""Summary of a stack in three lines: health, work, shortages. Pure."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -8,9 +8,9 @@ from shared import subjects
 from shared.messages.reports import ServiceStatus
 
 _FULL, _SPARSE = 0.9, 0.75
-"""Of a worker's KV in use: above this it is short of memory; below that it has room."""
+"""Share of a worker's KV in use: above the first it is full, below the second it has room."""
 _RECENT_S = 300.0
-"""A crash counts for so long."""
+"""Time for which a crash is reported."""
 _NAMED = 3
 _WIDTH = 80
 
@@ -36,10 +36,11 @@ def verdict(
 def troubles(
     children: Sequence[Mapping[str, Any]], answers: Sequence[ServiceStatus], now_unix_s: float
 ) -> list[str]:
-    """Return what is wrong with the stack, the most pressing first; nothing where it is well.
+    """Return the stack's faults, most urgent first; empty if it is healthy.
 
-    This is the one place where that is decided: `status` prints it, and the supervisor sends it to the
-    gateways, which show it at /ready, on the live page and in metrics."""
+    This is the only place that decides. `status` prints the result; the supervisor sends it to the gateways,
+    which show it at /ready, on the live page and in metrics.
+    """
     heard = {answer.instance for answer in answers}
     processes = [trouble for child in children for trouble in _of_process(child, heard)]
     crashes = [trouble for child in children for trouble in _crashes(child, now_unix_s)]
@@ -47,7 +48,7 @@ def troubles(
 
 
 def instances_of(child: Mapping[str, Any]) -> list[str]:
-    """Names of the instances in that process."""
+    """Return the names of the instances in that process."""
     return [str(name) for name in child.get("instances") or [child["name"]]]
 
 
@@ -63,7 +64,7 @@ def _of_process(child: Mapping[str, Any], heard: Collection[str]) -> Iterator[st
 
 
 def _crashes(child: Mapping[str, Any], now_unix_s: float) -> Iterator[str]:
-    """Of the last minutes: a process that is ready again may have taken answers with it."""
+    """Report recent crashes; the process may be ready again, but its answers were lost."""
     recent = [at_s for at_s in child.get("crashed_unix_s", ()) if now_unix_s - at_s < _RECENT_S]
     if recent:
         often = "" if len(recent) == 1 else f" {len(recent)} times in {_RECENT_S / 60:.0f} min, the last"
@@ -72,7 +73,7 @@ def _crashes(child: Mapping[str, Any], now_unix_s: float) -> Iterator[str]:
 
 
 def _reported(answers: Sequence[ServiceStatus]) -> Iterator[str]:
-    """What instances say is wrong with themselves: `trouble` in the details of any service."""
+    """Report faults from the instances' own status."""
     for answer in answers:
         for name in ("trouble", "unready"):
             if said := answer.details.get(name):
@@ -92,7 +93,7 @@ def _does(by_service: Mapping[str, Sequence[ServiceStatus]]) -> str:
 
 
 def _shortages(by_service: Mapping[str, Sequence[ServiceStatus]]) -> Iterator[str]:
-    """What keeps requests waiting, the most pressing first."""
+    """Report what delays requests, most urgent first."""
     scheduler, workers = _leader(by_service), by_service.get("worker", ())
     shares = {each.instance: used_share(each.details) for each in workers}
     full = [name for name, share in shares.items() if share >= _FULL]
@@ -111,7 +112,7 @@ def _leader(by_service: Mapping[str, Sequence[ServiceStatus]]) -> Mapping[str, A
 
 
 def used_share(said: Mapping[str, Any]) -> float:
-    """Of a worker's KV, what is in use; cached blocks that may go are not."""
+    """Return the share of a worker's KV in use, without evictable blocks."""
     total = said.get("total_blocks", 0)
     idle = said.get("free_blocks", 0) + said.get("evictable_blocks", 0)
     return float(max(0, total - idle) / total) if total else 0.0

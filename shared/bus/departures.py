@@ -45,8 +45,7 @@ class BusClient(msgspec.Struct, frozen=True):
 
     @property
     def start(self) -> Start | None:
-        """Run that owns the connection, or None if it is not a main connection. nats-server has checked the
-        user."""
+        """Run that owns the connection, or None if it is not a main connection."""
         instance, separator, incarnation = self.name.rpartition("/")
         if (
             not instance

@@ -53,8 +53,7 @@ class LeaseStore:
         return await self._call(self._read(role))
 
     async def write(self, role: str, holder: LeaseHolder, *, last: int) -> int | None:
-        """Return the new revision, or None if the key's revision is not `last` (0: the key does not
-        exist)."""
+        """Return the new revision, or None if the current one is not `last` (0: no such key)."""
         return await self._call(self._write(role, encode(holder), last))
 
     async def _read(self, role: str) -> _Entry | None:

@@ -45,8 +45,7 @@ class Waits:
             wait.task.cancel()
 
     async def is_done_within(self, work: Coroutine[Any, Any, Any], limit_s: float) -> bool:
-        """Return True if `work` succeeds in time. Late work is not cancelled, which could break what it
-        awaits."""
+        """Return True if `work` succeeds in time. Late work is not cancelled."""
         task = self._start(work, ()).task
         await asyncio.wait({task}, timeout=limit_s)
         return task.done() and not task.cancelled() and task.exception() is None

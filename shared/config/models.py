@@ -96,14 +96,12 @@ class ServiceConfig(BaseSettings):
     def check(self) -> None:
         """Check combinations of settings before anything is started or loaded.
 
-        Raise ConfigError. Must not wait for the network or import large packages.
-        """
+        Raise ConfigError. Must not wait for the network or import large packages."""
 
     def check_start(self) -> None:
         """Check what only the start of a stack requires, not the restart of a process.
 
-        Raise ConfigError.
-        """
+        Raise ConfigError."""
 
     @classmethod
     def settings_customise_sources(
@@ -128,8 +126,7 @@ class ServiceConfig(BaseSettings):
 class ModelServiceConfig(ServiceConfig):
     """Base for services that use the model: its location and its name for clients.
 
-    Gateway and workers must agree on the name, so both share these settings and defaults.
-    """
+    Gateway and workers must agree on the name, so both share these settings and defaults."""
 
     model: str = Field(
         default="models/tiny_chat", description="folder or hub id (ORG/NAME@REVISION) of the model"

@@ -44,9 +44,7 @@ def decode(data: bytes | memoryview, message_type: type[M]) -> M:
         decoder = _decoders[message_type] = msgspec.msgpack.Decoder(message_type)
     try:
         result: M = decoder.decode(data)
-    except (
-        Exception
-    ) as error:  # msgspec errors, UnicodeDecodeError, RecursionError: malformed input causes them all
+    except Exception as error:  # also UnicodeDecodeError and RecursionError: malformed input
         name = getattr(message_type, "__name__", str(message_type))
         raise InvalidMessage(f"not a {name}: {error}") from error
     return result

@@ -59,7 +59,7 @@ class Capacity(Message, frozen=True, kw_only=True):
 
     @property
     def loanable_blocks(self) -> int:
-        """What it would lend for sequences now, of both tiers."""
+        """Number of blocks that it would lend for sequences now, on device and host."""
         host_blocks = self.host_lendable_blocks + self.host_yielding_blocks
         return (self.lendable_blocks or 0) + (0 if self.is_host_for_caches else host_blocks)
 

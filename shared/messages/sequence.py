@@ -97,8 +97,7 @@ class Sampling(Message, frozen=True, kw_only=True):
     repetition_penalty: RepetitionPenalty = 1.0
     """For tokens in prompt or answer: positive logits are divided by it, negative ones multiplied."""
     top_logprobs: TopLogprobs | None = None
-    """Number of likeliest tokens to report with the chosen one's log-probability; None: no
-    log-probabilities."""
+    """Number of likeliest tokens to return log-probabilities for, besides the chosen one; None: none."""
     grammar: GrammarText = ""
     """Grammar of the answer's text, as written by `shared.grammars`; empty: none."""
     forced: bytes = b""
@@ -169,8 +168,7 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
     """Token ids of the prompt (`pack_tokens`)."""
     sampling: Sampling
     generated: bytes = b""
-    """Token ids of the answer so far, packed; separate from `prompt` so that limits and indices stay
-    valid."""
+    """Token ids of the answer so far, packed. Kept out of `prompt`, so limits and indices stay valid."""
     waited_s: Seconds = 0.0
     """Seconds since the gateway accepted the request, at the time of sending; clocks are not compared."""
     deadline_in_s: SignedSeconds | None = None
@@ -186,8 +184,7 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
     """Within a tenant, lower values run first under every batching policy."""
     tenant: Tenant = NOBODY
     capability: Digest = b""
-    """Secret that authorises workers to send this attempt's tokens, checked by `proof_of`; empty:
-    unchecked."""
+    """`heir_digest_of` the key with which another gateway may take over; empty: no takeover."""
     heir_digest: Digest = b""
     """`heir_digest_of` the key that lets another gateway take over the answer; empty: no takeover."""
     is_resumed: bool = False
