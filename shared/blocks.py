@@ -1,5 +1,4 @@
-"""Block hashes: names of KV blocks, chained from a fingerprint over a block's tokens and all tokens before
-it.
+"""Block hashes: names of KV blocks, chained from a fingerprint over all tokens up to the block's end.
 
 Blocks with the same hash hold the same bytes on every worker and tier. The hash covers the model (class,
 configuration, weights), layout, dtype, tenant salt and all tokens from the sequence's beginning. Source:
@@ -11,7 +10,7 @@ from hashlib import blake2b
 from shared.messages.sequence import TOKEN_BYTES
 
 BlockHash = bytes
-"""16 bytes."""
+"""`HASH_BYTES` long."""
 HASH_BYTES = 16
 
 

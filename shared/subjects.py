@@ -99,7 +99,7 @@ class Signed:
 
 
 tokens = Signed(f"{PREFIX}.tok")
-"""From a worker to a gateway."""
+"""Worker → gateway: token frames."""
 worker_dial = Signed(f"{PREFIX}.cmd.worker.dial")
 """Worker → worker: a bulk-plane connection is about to be opened to the receiver."""
 worker_borrow = Signed(f"{PREFIX}.cmd.worker.borrow")

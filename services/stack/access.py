@@ -17,7 +17,7 @@ from shared.errors import ConfigError
 
 @dataclass(frozen=True)
 class Certificate:
-    """Where the bus's certificate is, as PEM files. Without `ca`, clients trust what their system trusts."""
+    """PEM files of the bus's certificate. Without `ca`, clients trust the system's authorities."""
 
     cert: Path
     key: Path

@@ -21,7 +21,7 @@ _SILENCE_S = 120.0
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """What the command line asked for of a chat."""
+    """Command-line options of `chat`."""
 
     run: RunDirectory
     question: str = ""
@@ -39,7 +39,7 @@ class ChatFailed(UnavailableError):
 
 @dataclass
 class Conversation:
-    """What was said so far, and where to ask on."""
+    """A conversation's messages and its connection."""
 
     client: httpx.Client
     model: str

@@ -11,11 +11,11 @@ SOFT_STATE_SERVICES = ("scheduler", "predictor", "placement", "ledger")
 
 
 class StackConfig(ServiceConfig):
-    """Section `stack`."""
+    """Settings of the section `stack`."""
 
     @property
     def instances(self) -> tuple[str, ...]:
-        """All of a stack, one of your own in a service's place included. Each is a NATS user."""
+        """All instance names, replaced services (`without`) included. Each is a NATS user."""
         workers = (f"worker-{number}" for number in range(self.workers))
         gateways = (f"gateway-{number}" for number in range(self.gateways))
         return (*gateways, *(f"{service}-0" for service in SOFT_STATE_SERVICES), *workers)

@@ -27,7 +27,7 @@ def folder() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One model; `problem` says why it cannot be served, and is empty where it can."""
+    """A local model; `problem` is why it cannot be served, empty if it can."""
 
     name: str
     size_bytes: int

@@ -32,7 +32,7 @@ _turns = itertools.count(secrets.randbelow(_PORTS_OF_SHARE))
 
 @dataclass(frozen=True)
 class PortOwner:
-    """The process that listens on a port; `pid` is None when it belongs to somebody else."""
+    """Process that listens on a port; `pid` is None if it belongs to another user."""
 
     pid: int | None
     command: str
@@ -181,8 +181,7 @@ def check_settings(specs: Iterable[ChildSpec], root: Path) -> None:
 
 
 def check_override(section: str, setting: str) -> None:
-    """Check one `--set SECTION.SETTING` with a valid section. Raise ConfigError if there is no such
-    setting."""
+    """Check one `--set SECTION.SETTING` of a valid section. Raise ConfigError for an unknown setting."""
     names = setting.split(".") if setting else []
     if section in SHARED_SETTINGS:
         check_setting(ServiceConfig, [section, *names], lambda path: f"--set {'.'.join(path)}")

@@ -189,9 +189,9 @@ class ProgramLauncher:
 
 @dataclass(frozen=True)
 class SeedLauncher:
-    """Has the seed, a process that has done the imports, fork a child that runs `python -m module …`.
+    """Asks the seed to fork a child that runs `python -m module …`.
 
-    The seed listens at `socket`. Without one, `argv` is started as a program.
+    The seed listens at `socket` and has imported the modules. Without a seed, `argv` is executed.
     """
 
     socket: Path

@@ -42,7 +42,7 @@ def record(run: RunDirectory, console: Console, out: Path, *, as_trace: bool = F
 
 
 def recording(run: RunDirectory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the head and all events by wall clock. Raises as `record`."""
+    """Return the head and all events by wall clock. Raise the errors of `record`."""
     pid, state = run.holder(), run.read_state()
     if pid is None or state.get("pid") != pid:
         raise ConfigError(f"nothing runs from {run.path}; `{command_line('up', run)}` starts it")

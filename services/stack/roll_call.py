@@ -103,8 +103,7 @@ class RollCall:
 
 @dataclass(frozen=True)
 class StatusProbe:
-    """Ready when all instances of the process answer, and are up for no longer than it: they are not those
-    before."""
+    """Ready when all instances of the process reply, with an uptime no longer than its age."""
 
     roll: RollCall
     service: str

@@ -29,7 +29,7 @@ LOG_LIMIT_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Credentials:
-    """The secrets of one stack: the clients' API key and a password for each user of the bus."""
+    """Secrets of one stack: the API key, and a password for each bus user."""
 
     api_key: str
     nats_passwords: Mapping[str, str]

@@ -1,9 +1,11 @@
 """Seed: a process that has imported the services' modules, and forks a service on request.
 
-Imports take most of a service's start. Here they run once, for all services and restarts, and memory is
+Imports take most of a service's start. Here they run once for all services and restarts, and memory is
 shared. The fork becomes the supervisor's own child: the supervisor is a subreaper, and the intermediate
-process exits at once. Protocol, on a Unix socket in the run directory: a line with a JSON object of `name`,
-`module`, `argv`, `env` and `log`; the reply is a line with the new pid.
+process exits at once.
+
+Protocol, on a Unix socket in the run directory: a line with a JSON object of `name`, `module`, `argv`, `env`
+and `log`. The reply is a line with the new pid.
 """
 
 import argparse
@@ -66,8 +68,7 @@ def _read(connection: socket.socket) -> dict[str, Any]:
 
 
 def _fork_for(supervisor: int, request: dict[str, Any], sockets: tuple[socket.socket, ...]) -> int:
-    """Return the pid of a new child of `supervisor`. Return only in the seed, after the intermediate process
-    ended."""
+    """Return the pid of a new child of `supervisor`, once the intermediate process has ended."""
     reading, writing = os.pipe()
     between = os.fork()
     if between == 0:

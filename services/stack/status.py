@@ -126,7 +126,7 @@ def _show_details(console: Console, answers: Sequence[ServiceStatus]) -> None:
 
 @dataclass(frozen=True)
 class ProcessRow:
-    """One instance: what the supervisor knows of it, and the few figures that it says of itself."""
+    """One instance: the supervisor's data and a few of its own figures."""
 
     name: str
     state: str
@@ -139,7 +139,7 @@ class ProcessRow:
 
     @property
     def urgency(self) -> tuple[object, ...]:
-        """What is odd first, then whoever decides, then the fullest workers, then the others."""
+        """Sort key: problems first, then scheduler, fullest workers, others."""
         return not self.is_odd, tuple(-each for each in self.weight)
 
 

@@ -249,8 +249,7 @@ class Supervisor:
         raise InternalError("the supervisor lost a task")
 
     async def stop(self, grace_s: float) -> None:
-        """Stop every child, higher stages first: SIGTERM, then SIGKILL after `grace_s`. Return when all
-        ended."""
+        """Stop every child, higher stages first: SIGTERM, then SIGKILL after `grace_s`."""
         self._stopping.set()
         by_stage = sorted(self.children.values(), key=lambda child: -child.spec.stage)
         for _, group in groupby(by_stage, key=lambda child: child.spec.stage):

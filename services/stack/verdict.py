@@ -64,7 +64,7 @@ def _of_process(child: Mapping[str, Any], heard: Collection[str]) -> Iterator[st
 
 
 def _crashes(child: Mapping[str, Any], now_unix_s: float) -> Iterator[str]:
-    """Report recent crashes; the process may be ready again, but its answers were lost."""
+    """Report recent crashes. A process that is ready again may have lost answers."""
     recent = [at_s for at_s in child.get("crashed_unix_s", ()) if now_unix_s - at_s < _RECENT_S]
     if recent:
         often = "" if len(recent) == 1 else f" {len(recent)} times in {_RECENT_S / 60:.0f} min, the last"

@@ -1,1 +1,1 @@
-"""Every message that travels on the bus. Import from the module that defines it."""
+"""All messages on the bus. Import each from the module that defines it."""

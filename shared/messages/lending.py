@@ -73,7 +73,7 @@ class BorrowBlocks(Message, frozen=True, kw_only=True):
 
 
 class Grant(Message, frozen=True, kw_only=True):
-    """Blocks lent to one debtor."""
+    """Set of blocks lent to one debtor."""
 
     creditor_id: Id
     creditor_incarnation: Number

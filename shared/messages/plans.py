@@ -1,7 +1,7 @@
 """Batch plans from the scheduler, and the worker's report after each step.
 
-The worker applies each item of a plan only if it is valid: the attempt is alive, the chunk starts at the next
-uncomputed token, and blocks are free. It skips all other items and reports them.
+The worker applies an item only if the attempt is alive, the chunk starts at the next uncomputed token, and
+blocks are free. It skips all other items and reports them.
 """
 
 from enum import StrEnum
@@ -12,7 +12,7 @@ from shared.messages.values import Count, Epoch, Id, Number, PositiveCount, Seco
 
 
 class PreemptMode(StrEnum):
-    """What happens to the KV of a preempted sequence."""
+    """Treatment of the KV of a preempted sequence."""
 
     RECOMPUTE = "recompute"
     """The blocks are freed; the sequence is prefilled again from its tokens."""
@@ -127,7 +127,7 @@ class EndedSequence(Message, frozen=True, kw_only=True):
 
 
 class StepOutcome(StrEnum):
-    """What happened to the reported plan."""
+    """Outcome of the reported plan."""
 
     RAN = "ran"
     EXPIRED = "expired"

@@ -36,7 +36,7 @@ from shared.messages.values import (
 )
 
 TOKEN_BYTES = 4
-"""Size of a packed token id."""
+"""Bytes of a packed token id."""
 
 SequenceKey = tuple[str, int]
 """Key of a sequence across its attempts: (request id, choice)."""
@@ -184,7 +184,7 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
     """Within a tenant, lower values run first under every batching policy."""
     tenant: Tenant = NOBODY
     capability: Digest = b""
-    """`heir_digest_of` the key with which another gateway may take over; empty: no takeover."""
+    """Secret of those who may send this attempt's tokens, shown by `proof_of`; empty: no check."""
     heir_digest: Digest = b""
     """`heir_digest_of` the key that lets another gateway take over the answer; empty: no takeover."""
     is_resumed: bool = False
@@ -229,7 +229,7 @@ def pack_tokens(tokens: Iterable[int]) -> bytes:
 
 
 def unpack_tokens(data: bytes) -> list[int]:
-    """Inverse of `pack_tokens`. Raises ValueError when the length is not a multiple of four."""
+    """Inverse of `pack_tokens`. Raise ValueError if the length is not a multiple of four."""
     tokens = array("I")
     tokens.frombytes(data)
     return tokens.tolist()
