@@ -163,9 +163,10 @@ async def acquire(
 ) -> Lease:
     """Wait until this instance holds the role, without limit; cancel to stop.
 
-    A role is taken at once if it is free or released, or if its holder left the bus (`is_gone`). The same goes
-    for a holder that is an earlier run of this instance, if `is_new`: this process has not tried before.
-    Otherwise the lease must go `ttl_s` without renewal. Raise PermissionRefused if this user may not use leases.
+    A role is taken at once if it is free or released, or if its holder left the bus (`is_gone`). The same
+    goes for a holder that is an earlier run of this instance, if `is_new`: this process has not tried before.
+    Otherwise the lease must go `ttl_s` without renewal. Raise PermissionRefused if this user may not use
+    leases.
     """
     store = LeaseStore(link)
     holder = LeaseHolder(instance=instance, incarnation=incarnation)

@@ -184,7 +184,7 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
     """Within a tenant, lower values run first under every batching policy."""
     tenant: Tenant = NOBODY
     capability: Digest = b""
-    """Secret of those who may send this attempt's tokens, shown by `proof_of`; empty: no check."""
+    """Secret that entitles a worker to send this attempt's tokens (`proof_of`); empty: no check."""
     heir_digest: Digest = b""
     """`heir_digest_of` the key that lets another gateway take over the answer; empty: no takeover."""
     is_resumed: bool = False
