@@ -64,7 +64,7 @@ class BorrowBlocks(Message, frozen=True, kw_only=True):
     """Number of this borrow request within the debtor's incarnation, from 1."""
     blocks: Count
     least_blocks: Count = 1
-    """Smallest useful grant."""
+    """A grant of fewer is of no use."""
     tier: KvTier = KvTier.DEVICE
     fingerprint: Digest = b""
     """Fingerprint that must match to exchange KV (`shared.blocks`); an empty one is refused."""
