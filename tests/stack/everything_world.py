@@ -158,9 +158,10 @@ class EverythingWorld(MixedWorld):
         super().start_worker(name, **says)
         memory, cache, tiers = self.memories[name], self.caches[name], self.tiers[name]
         tiers.read, tiers.write, tiers.content = memory.read, memory.write, memory.rows
-        memory.pool.watch(
-            cache.on_moved_block,
-            lambda block: cache.verify(block, lambda place, name: self.random.random() >= SPOILT),
+        residency = memory.pool.residency
+        residency.on_moved = cache.on_moved_block
+        residency.is_intact = lambda block: cache.verify(
+            block, lambda place, name: self.random.random() >= SPOILT
         )
         memory.growth.watch(
             lambda: cache.total_blocks - cache.free_blocks - cache.evictable_blocks, cache.shed

@@ -147,14 +147,17 @@ def open_store(
     gate = CostGate()
     gate.profile(Tier.HOST, mover.profile(engine.kv_blocks))
     pool = engine.make_pool()
-    if isinstance(pool, GrownPool) and pool.cache_rows < host_blocks:
+    residency = pool.residency if isinstance(pool, GrownPool) else None
+    if residency is not None and residency.cache_rows < host_blocks:
         raise ConfigError(
-            f"the engine has host memory for {pool.cache_rows} blocks of a prefix cache, not {host_blocks}",
+            f"the engine has host memory for {residency.cache_rows} blocks of a prefix cache, not "
+            f"{host_blocks}",
             param="prefix_cache.host_mb",
         )
     cache = PrefixCache(pool, tiers, mover, gate)
-    if isinstance(pool, GrownPool):
-        pool.watch(cache.on_moved_block, lambda block: cache.verify(block, host.is_intact))
+    if residency is not None:
+        residency.on_moved = cache.on_moved_block
+        residency.is_intact = lambda block: cache.verify(block, host.is_intact)
     restored = 0 if disk is None else cache.restore(disk.stored())
     canonical(
         _log,

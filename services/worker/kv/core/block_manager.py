@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.eviction import NEVER, OrderMaker, ReuseHistory, SlotPool, group_of
+from services.worker.kv.core.grown_pool import GrownPool
 from services.worker.kv.core.peer_slots import PeerSlots
 from services.worker.kv.core.radix_tree import Node, PrefixTree, Tier
 from services.worker.kv.core.shadows import Shadows
@@ -23,10 +24,13 @@ class Inventory:
     ) -> None:
         """`peer_blocks`: of other workers' host memory, at most."""
         self.pool = pool
+        self.residency = pool.residency if isinstance(pool, GrownPool) else None
+        """Where blocks in use lie, if they may lie in host memory; None: all are on the device."""
         self.tree = PrefixTree()
         self.history = ReuseHistory()
         self._device = make(Tier.DEVICE, self.history)
-        self.host = SlotPool(host_blocks, make(Tier.HOST, self.history), pool.rows)
+        rows = None if self.residency is None else self.residency.rows
+        self.host = SlotPool(host_blocks, make(Tier.HOST, self.history), rows)
         self.disk = SlotPool(disk_blocks, make(Tier.DISK, self.history))
         self.peers = PeerSlots(peer_blocks, make(Tier.PEER, self.history))
         self._orders = (self._device, self.host.order, self.disk.order, self.peers.order)
@@ -53,8 +57,6 @@ class Inventory:
         self.kept = 0
         """Blocks whose place on the host is sure."""
         self.counts: Counter[str] = Counter()
-        self.on_moved: Callable[[BlockHash], None] = lambda name: None
-        """Called with each block that got or lost a place."""
         self.on_borrowed_free: Callable[[int], None] = lambda block: None
         """Called with each borrowed block that has no name any more."""
         self.end_copy: Callable[[Node], None] = lambda node: None
@@ -109,7 +111,9 @@ class Inventory:
 
     def touch(self, node: Node) -> None:
         """A request wants it."""
-        if not self.make_own(node):
+        if node.is_shadow:
+            self.make_own(node)
+        else:
             self.history.on_used(node.used, self.requests)
             node.used = self.requests
             if not node.hits:
@@ -188,9 +192,13 @@ class Inventory:
         else:
             self.host.give(place)
 
-    def adopt(self, node: Node, row: int) -> bool:
-        """The row that its block has for itself is its copy on the host, when it is sealed. False: there is
-        no slot for it."""
+    def own_row(self, node: Node) -> int | None:
+        """The host row that holds the same as the node's device block, and that only the block owns."""
+        block = node.places[Tier.DEVICE]
+        return None if self.residency is None or block is None else self.residency.saved_row(block)
+
+    def adopt(self, node: Node) -> bool:
+        """Count the block's own row as its copy on the host. False: the host has no slot for it."""
         place = self.host_slot(node)
         if place is None:
             return False
@@ -210,14 +218,13 @@ class Inventory:
 
     def put(self, node: Node, tier: Tier, place: int) -> None:
         """`node` has a copy there from now on."""
-        if tier is not Tier.HOST:
+        if node.is_shadow and tier is not Tier.HOST:
             self.make_own(node)
         self._count(node, -1)
         self.tree.put(node, tier, place)
         self._count(node, 1)
         if tier is Tier.HOST:
             self._give_kept_slot(node)
-        self.on_moved(node.name)
         if tier is Tier.DEVICE:
             self._published[place] = node
         self._share(node)
@@ -233,16 +240,13 @@ class Inventory:
         self.shadows.add(node, now_s)
         self.put(node, Tier.HOST, place)
 
-    def make_own(self, node: Node) -> bool:
-        """A sequence here uses it, or has computed the same: a cached block like others, if it was none.
-        Whether it was a shadow: then it counts as stored now."""
-        if not self.shadows.discard(node):
-            return False
+    def make_own(self, node: Node) -> None:
+        """Turn a shadow into an ordinary cached block, stored now: a sequence here uses it."""
+        self.shadows.discard(node)
         self.history.on_stored(node, self.requests)
         self.counts["shadows_used"] += 1
         self.note_unsaved(node)
         self._rank(node)
-        return True
 
     def note_unsaved(self, node: Node) -> None:
         """It is on the host; what lies below it may want it, too."""
@@ -354,15 +358,16 @@ class Inventory:
             aside = [place for node in self.tree if (place := node.kept_slot) is not None]
             used = [*places, *on_way[tier], *(aside if tier is Tier.HOST else ())]
             shelf.check_integrity(used)
-            if shelf is self.disk or self.pool.rows is None:
+            if shelf is self.disk or self.residency is None:
                 shelf.rows.check_integrity(used)
             else:
-                self.pool.check_rows(used)
+                self.residency.check_rows(used)
         assert self.kept == sum(node.keepers > 0 for node in self.tree)
         for node in self.tree:
             at, is_kept = node.places[Tier.DEVICE], node.places[Tier.HOST] is not None
-            lies_outside = at is not None and at < self.pool.ids and self.pool.is_outside(at)
-            assert node.is_outside == (lies_outside and is_kept)
+            if self.residency is not None:
+                lies_outside = at is not None and at < self.pool.ids and self.residency.is_outside(at)
+                assert node.is_outside == (lies_outside and is_kept)
             assert node.kept_slot is None or (node.keepers and node.places[Tier.HOST] is None)
             for tier, order in zip(Tier, self._orders, strict=True):
                 is_ranked = node.is_loose(tier) and not node.is_shadow
@@ -406,16 +411,17 @@ class Inventory:
     def on_moved_block(self, block: int) -> None:
         """It left or entered the device, and shares its row of host memory with the named block there."""
         node = self._published.get(block)
-        if node is not None:
-            node.is_outside = self.pool.is_outside(block)
+        if node is not None and self.residency is not None:
+            node.is_outside = self.residency.is_outside(block)
             self._rank(node)
 
     def _share(self, node: Node) -> None:
         """What lies on the own device and on the host need not be copied to leave the one for the other."""
         block, row = node.places[Tier.DEVICE], node.places[Tier.HOST]
-        if block is not None and row is not None and block < self.pool.ids:
-            self.pool.share(block, row)
-            node.is_outside = self.pool.is_outside(block)
+        residency = self.residency if self.is_own(node) else None
+        if residency is not None and row is not None and block is not None:
+            residency.share(block, row)
+            node.is_outside = residency.is_outside(block)
 
     def _take(self, node: Node, tier: Tier) -> int:
         if tier is Tier.DEVICE and node.storing:
@@ -425,11 +431,11 @@ class Inventory:
         if tier is Tier.DEVICE:
             node.is_outside = node.is_leaving = False
         self._count(node, 1)
-        self.on_moved(node.name)
         if tier is Tier.HOST:
             self.unsaved.pop(node, None)
             self.unsent.pop(node, None)
-            self.counts["shadows_dropped"] += self.shadows.discard(node)
+            if node.is_shadow:
+                self.counts["shadows_dropped"] += self.shadows.discard(node)
         self._rank_with_parent(node)
         return place
 
@@ -451,7 +457,8 @@ class Inventory:
     def _leave_host(self, node: Node, place: int) -> None:
         """Its copy on the host goes; the row stays the block's that lies there."""
         block, node.is_outside = node.places[Tier.DEVICE], False
-        if block is not None and self.is_own(node) and self.pool.unshare(block):
+        residency = self.residency if self.is_own(node) else None
+        if residency is not None and block is not None and residency.unshare(block):
             self.host.used -= 1
         else:
             self.host.give(place)

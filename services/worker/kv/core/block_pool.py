@@ -1,14 +1,13 @@
-"""Which blocks of the device's KV are free, and which rows of host memory. Pure bookkeeping of ids: no
-tensor, no sequence, no tier.
+"""Free and taken ids: blocks of the device's KV, and rows of host memory. Pure.
 
-A block is `block_tokens` consecutive tokens of one sequence over all layers; a row has room for one.
+A block holds `block_tokens` consecutive tokens of one sequence over all layers; a row has room for one block.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 
 class RowPool:
-    """Rows 0 … total-1 of a worker's host memory, each free or somebody's."""
+    """Rows 0 … total-1 of a worker's host memory, each free or taken."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -19,11 +18,11 @@ class RowPool:
         return len(self._free)
 
     def take(self) -> int | None:
-        """A free row, or None."""
+        """Take a free row; None when there is none."""
         return self._free.pop() if self._free else None
 
     def claim(self, rows: Collection[int]) -> None:
-        """Takes certain rows, each once. Raises ValueError, and takes none, unless all are free."""
+        """Take certain rows, each once. Raises ValueError, and takes none, unless all are free."""
         wanted = set(rows)
         free = [row for row in self._free if row not in wanted]
         if len(wanted) != len(rows) or len(free) + len(wanted) != len(self._free):
@@ -31,19 +30,19 @@ class RowPool:
         self._free = free
 
     def give(self, row: int) -> None:
-        """It is free again."""
+        """Free a row."""
         self._free.append(row)
 
     def check_integrity(self, used: Iterable[int]) -> None:
-        """AssertionError unless `used` and the free ones are each row once."""
+        """Raise AssertionError unless each row is either free or in `used`, once."""
         assert sorted([*used, *self._free]) == list(range(self.total)), "rows lost or used twice"
 
 
 class RowShare:
-    """What one owner has of `rows`: `total` at most, wherever they are."""
+    """One owner's part of `rows`: at most `total` of them, wherever they are."""
 
     def __init__(self, rows: RowPool, total: int) -> None:
-        """Raises ValueError for a total that cannot be."""
+        """Raises ValueError for a negative total."""
         if total < 0:
             raise ValueError(f"{total} rows of host memory")
         self.rows = rows
@@ -55,121 +54,117 @@ class RowShare:
         return self.total - self.used
 
     def take(self) -> int | None:
-        """A free row, or None."""
+        """Take a free row; None when there is none."""
         row = self.rows.take() if self.free > 0 else None
         self.used += row is not None
         return row
 
     def give(self, row: int) -> None:
-        """It is free again."""
+        """Free a row."""
         self.used -= 1
         self.rows.give(row)
 
 
 class BlockPool:
-    """Block ids 0 … total-1, each free or taken. The block freed last is taken first (its memory is warm)."""
+    """Block ids 0 … total-1, each free or taken. The block freed last is taken first: its memory is warm.
 
-    def __init__(self, total_blocks: int, block_tokens: int) -> None:
+    `on_taken` and `on_freed` are called with the blocks, `on_low` when few blocks are left.
+    """
+
+    def __init__(self, total_blocks: int, block_tokens: int, ids: int | None = None) -> None:
+        """With more `ids` than blocks, `total_blocks` of them may be taken at once."""
         if total_blocks < 1 or block_tokens < 1:
             raise ValueError(f"a pool needs blocks and tokens in them, got {total_blocks} of {block_tokens}")
         self.block_tokens = block_tokens
         self.growable_blocks = 0
-        """More, that there could be."""
+        """Number of blocks by which the pool could grow."""
         self.doomed_blocks = 0
-        """Of `total_blocks`, those that are about to go."""
-        self._free = list(range(total_blocks - 1, -1, -1))
-        self._is_free = [True] * total_blocks
+        """Number of `total_blocks` that are about to be removed."""
+        self.ids = total_blocks if ids is None else ids
+        """All ids are below this."""
+        self._barred = self.ids - total_blocks
+        """Number of free ids that may not be taken now."""
+        self._free = list(range(self.ids - 1, -1, -1))
+        self._is_free = [True] * self.ids
         self._withdrawn: set[int] = set()
-
-    @property
-    def ids(self) -> int:
-        """All ids are below this, how many blocks there are at the moment or not."""
-        return len(self._is_free)
+        self.on_taken: list[Callable[[list[int]], None]] = []
+        self.on_freed: list[Callable[[list[int]], None]] = []
+        self.low_blocks = -1
+        """`on_low` is called when no more blocks than these are free after an allocation."""
+        self.on_low: list[Callable[[], None]] = []
 
     @property
     def total_blocks(self) -> int:
-        """Those withdrawn are not counted."""
-        return len(self._is_free) - len(self._withdrawn)
+        """Blocks that may be taken, without withdrawn ones."""
+        return self.ids - self._barred - len(self._withdrawn)
 
     @property
     def withdrawn_blocks(self) -> int:
-        """Lent to another worker."""
+        """Blocks lent to other workers."""
         return len(self._withdrawn)
 
     @property
     def free_blocks(self) -> int:
-        return len(self._free)
+        return len(self._free) - self._barred
 
     @property
     def evictable_blocks(self) -> int:
-        """None: what is taken here is taken until it is given back."""
+        """0: a taken block stays taken until it is released."""
         return 0
 
     def can_allocate(self, blocks: int) -> bool:
-        return blocks <= len(self._free)
+        return blocks <= len(self._free) - self._barred
 
     def allocate(self, blocks: int) -> list[int]:
-        """Ids of that many blocks. Raises ValueError, and takes none, when there are fewer."""
+        """Take that many blocks and return their ids. Raises ValueError, and takes none, if there are fewer."""
         if blocks < 0 or not self.can_allocate(blocks):
             raise ValueError(f"{blocks} blocks asked for, {self.free_blocks} free")
-        taken = [self._free.pop() for _ in range(blocks)]
-        for block in taken:
+        taken: list[int] = []
+        for _ in range(blocks):
+            block = self._free.pop()
             self._is_free[block] = False
+            taken.append(block)
+        for hear in self.on_taken:
+            hear(taken)
+        if len(self._free) - self._barred <= self.low_blocks:
+            for warn in self.on_low:
+                warn()
         return taken
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Give blocks back. Raises ValueError on one that is free already or was never there."""
+        """Free blocks. Raises ValueError on one that is free already or out of range."""
+        blocks = list(blocks)
         for block in blocks:
-            if not 0 <= block < len(self._is_free) or self._is_free[block] or block in self._withdrawn:
+            if not 0 <= block < self.ids or self._is_free[block] or block in self._withdrawn:
                 raise ValueError(f"block {block} is not taken")
             self._is_free[block] = True
             self._free.append(block)
+        for hear in self.on_freed:
+            hear(blocks)
 
     @property
     def lendable_blocks(self) -> int:
-        """More that could be withdrawn, whether they are free or not."""
+        """Number of further blocks that could be withdrawn, free or not."""
         return self.total_blocks
 
-    @property
-    def rows(self) -> RowPool | None:
-        """Of host memory, where blocks may lie while they are in use; None: they never do."""
-        return None
-
-    def is_outside(self, block: int) -> bool:
-        """Whether a taken block lies in a row, and not on the device."""
-        return False
-
-    def saved_row(self, block: int) -> int | None:
-        """The row that has what the block has, unless it is shared."""
-        return None
-
-    def share(self, block: int, row: int) -> None:
-        """That row has what the block has, and is the cache's."""
-
-    def unshare(self, block: int) -> bool:
-        """The cache wants the row that it shares with the block no more. True: the block keeps it."""
-        return False
-
     def withdraw(self, blocks: Iterable[int]) -> list[int]:
-        """These, taken before, leave the pool; where they are in the engine's memory, to stay there. Raises
-        ValueError on one that is free, or has left."""
+        """Remove taken blocks from the pool; return their fixed places in the engine's memory.
+
+        Raises ValueError on a block that is free or withdrawn."""
         blocks = list(blocks)
         for block in blocks:
-            if not 0 <= block < len(self._is_free) or self._is_free[block] or block in self._withdrawn:
+            if not 0 <= block < self.ids or self._is_free[block] or block in self._withdrawn:
                 raise ValueError(f"block {block} is not taken")
             self._withdrawn.add(block)
         return blocks
 
     def readmit(self, places: Iterable[int]) -> None:
-        """What is there comes back, free. Raises ValueError on one that had not left."""
-        for block in places:
-            if block not in self._withdrawn:
-                raise ValueError(f"block {block} was not withdrawn")
-            self._withdrawn.discard(block)
-            self.release([block])
+        """Put withdrawn blocks back, free. Raises ValueError on one that was not withdrawn."""
+        self.release(BlockPool.rejoin(self, places))
 
     def rejoin(self, places: Iterable[int]) -> list[int]:
-        """What is there comes back, taken: its ids. Raises ValueError on one that had not left."""
+        """Put withdrawn blocks back, taken; return their ids. Raises ValueError on one that was not
+        withdrawn."""
         blocks = list(places)
         for block in blocks:
             if block not in self._withdrawn:
@@ -177,12 +172,8 @@ class BlockPool:
             self._withdrawn.discard(block)
         return blocks
 
-    def check_rows(self, shared: Iterable[int]) -> None:
-        """AssertionError unless those the cache has, those that blocks have for themselves, and the free ones
-        are each row once."""
-
     def check_integrity(self, held: Iterable[int]) -> None:
-        """AssertionError unless `held` (all that anybody holds) and the free ones are each block once."""
+        """Raise AssertionError unless each block is either free, withdrawn or in `held`, once."""
         seen = sorted([*held, *self._free, *self._withdrawn])
-        assert seen == list(range(len(self._is_free))), f"blocks lost or held twice: {seen}"
+        assert seen == list(range(self.ids)), f"blocks lost or held twice: {seen}"
         assert all(self._is_free[block] for block in self._free), "a free block is marked as taken"

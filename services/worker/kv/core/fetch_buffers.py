@@ -18,7 +18,8 @@ class FetchBuffers:
 
     def __init__(self, ids: int, layers: int, device_blocks: int) -> None:
         self._layers, self._device_blocks = layers, device_blocks
-        self._spare: list[int] = []
+        self.spare: list[int] = []
+        """The device's blocks that buffers are made of."""
         self._pair: Blocks = np.full(ids, _NONE, dtype=np.int32)
         """By id."""
         self.is_warm = np.zeros(ids, dtype=bool)
@@ -26,26 +27,17 @@ class FetchBuffers:
         self._free: list[int] = []
 
     @property
-    def spare(self) -> list[int]:
-        """The device's blocks that buffers are made of."""
-        return list(self._spare)
-
-    @property
-    def spare_blocks(self) -> int:
-        return len(self._spare)
-
-    @property
     def pairs(self) -> int:
-        """So many blocks can be fetched in one step."""
-        return len(self._spare) * self._layers // 2
+        """Number of blocks that can be fetched in one step."""
+        return len(self.spare) * self._layers // 2
 
     def add(self, slot: int) -> None:
         """Buffers are made of that block of the device, too; to be ended by `renumber`."""
-        self._spare.append(slot)
+        self.spare.append(slot)
 
     def remove(self) -> int:
         """One of the device's blocks less; to be ended by `renumber`."""
-        return self._spare.pop()
+        return self.spare.pop()
 
     def renumber(self) -> None:
         """Their count has changed: those there are keep their blocks."""
@@ -83,7 +75,7 @@ class FetchBuffers:
     def arena(self, pairs: Blocks, parity: int) -> Blocks:
         """Where these are in memory that has the device's blocks layer by layer; two of each, by parity."""
         at = 2 * pairs.astype(np.int64) + parity
-        spare = np.array(self._spare or [0], dtype=np.int64)[at // self._layers]
+        spare = np.array(self.spare or [0], dtype=np.int64)[at // self._layers]
         found: Blocks = (at % self._layers * self._device_blocks + spare).astype(np.int32)
         return found
 

@@ -1,7 +1,7 @@
-"""What placement is told of a prefix cache: which named blocks came, moved or went since it was told last.
+"""Numbered events that tell placement which named blocks a prefix cache gained or lost.
 
-Events are numbered from 1. Of the last ones the names are kept, so that a reader who missed some can be told
-what has become of just those; one who missed more is told everything. Pure; used on the cache's own thread.
+Events are numbered from 1. The names of the latest events are kept: a reader that missed some of them gets
+the present state of those blocks, and one that missed more gets everything. Pure; used on the cache's thread.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ _KEPT_EVENTS = 64
 
 
 class PrefixNews:
-    """Of one incarnation of one worker. `note` is called for every block that gets or loses a place."""
+    """The events of one incarnation of one worker, read from the journal of its tree."""
 
     def __init__(
         self, tree: PrefixTree, worker_id: str, incarnation: int, *, interval_s: float = 0.2
@@ -26,34 +26,26 @@ class PrefixNews:
         self._interval_s = interval_s
         self._seq = 0
         self._told_s = float("-inf")
-        self._changed: dict[BlockHash, None] = {}
-        self._overflowed = False
+        self._seen_moves = 0
         self._events: deque[tuple[BlockHash, ...]] = deque(maxlen=_KEPT_EVENTS)
-        """Names in the last events; the last one is that of `_seq`."""
-
-    def note(self, name: BlockHash) -> None:
-        """Something about this block is different."""
-        if len(self._changed) < MOST_NEWS_BLOCKS:
-            self._changed[name] = None
-        elif name not in self._changed:
-            self._overflowed = True
+        """Names in the latest events, the last of which is number `_seq`."""
 
     def take(self, now_s: float) -> WorkerPrefixes | None:
-        """The next event, when something changed and the last one is `interval_s` ago."""
-        if not self._changed or now_s - self._told_s < self._interval_s:
+        """Return the next event if something changed and the last event is `interval_s` old."""
+        if self._tree.moves == self._seen_moves or now_s - self._told_s < self._interval_s:
             return None
-        names, overflowed = tuple(self._changed), self._overflowed
-        self._changed, self._overflowed = {}, False
+        names = self._tree.moved_since(self._seen_moves)
+        self._seen_moves = self._tree.moves
         self._seq += 1
         self._told_s = now_s
-        if overflowed:
+        if names is None or len(names) > MOST_NEWS_BLOCKS:
             self._events.clear()
             return self._everything()
-        self._events.append(names)
+        self._events.append(tuple(names))
         return self._state_of(names)
 
     def answer(self, question: FindPrefixes) -> WorkerPrefixes:
-        """What changed since then, or everything. An answer to another incarnation's reader is everything."""
+        """Return what changed since that event; everything to a reader of another incarnation."""
         missed = self._seq - question.since_seq
         if question.incarnation != self._incarnation or not 0 <= missed <= len(self._events):
             return self._everything()
@@ -69,7 +61,7 @@ class PrefixNews:
         return self._message(stored, removed=gone)
 
     def _everything(self) -> WorkerPrefixes:
-        """The nearest tier first, and of each what was stored first: no block without its beginning."""
+        """The nearest tier first, and older blocks before newer ones: a block follows its parent."""
         stored: list[Node] = []
         for tier in NEAREST_FIRST:
             stored += [node for node in self._tree if node.stored and node.nearest is tier]

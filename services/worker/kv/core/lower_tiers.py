@@ -82,16 +82,13 @@ class LowerTiers:
         self._books = books
         self._most_kept_blocks = most_kept_blocks
         self._mover = mover
+        self.has_disk = books.disk.total > 0
         self.gate = gate
         self.counts = books.counts
         self._reading: dict[BlockHash, int] = {}
         """Slots of the host that are being read into."""
         self._writing: dict[BlockHash, int] = {}
         """Slots of the disk that are being written to."""
-
-    @property
-    def has_disk(self) -> bool:
-        return self._books.disk.total > 0
 
     @property
     def is_reading(self) -> bool:
@@ -145,23 +142,12 @@ class LowerTiers:
             self._books.unkeep(node)
 
     def tell(self, worker_id: str, incarnation: int) -> PrefixNews:
-        """Notes from now on what gets or loses a place, and first what is stored already."""
-        news = PrefixNews(self._books.tree, worker_id, incarnation)
-        for node in self._books.tree:
-            news.note(node.name)
-        self._books.on_moved = news.note
-        return news
+        """Return the events for placement, from what is stored now on."""
+        return PrefixNews(self._books.tree, worker_id, incarnation)
 
     def tell_outside(self, block_tokens: int) -> StoredEvents:
-        """Notes the same from now on for readers outside."""
-        events, before = StoredEvents(self._books.tree, block_tokens), self._books.on_moved
-
-        def both(name: BlockHash) -> None:
-            before(name)
-            events.on_moved(name)
-
-        self._books.on_moved = both
-        return events
+        """Return the events for external readers."""
+        return StoredEvents(self._books.tree, block_tokens)
 
     def prefetch(
         self, names: Sequence[BlockHash], most_blocks: int, needed: Collection[BlockHash] | None = None

@@ -5,8 +5,10 @@ without a place is no longer in the tree; what hangs below it cannot be reached 
 no bytes, no order of eviction. Source: papers/002 §X (the trie it wished for); `algorithms.md` §5.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from itertools import islice
 
 from shared.blocks import BlockHash
 
@@ -21,6 +23,7 @@ class Tier(IntEnum):
     """Host memory that other workers lend."""
 
 
+_KEPT_MOVES = 65_536
 NEAREST_FIRST = (Tier.DEVICE, Tier.HOST, Tier.PEER, Tier.DISK)
 
 
@@ -100,10 +103,13 @@ class Node:
 
 
 class PrefixTree:
-    """The stored blocks, found by name and as prefixes."""
+    """The stored blocks, found by name and as prefixes, and a journal of the latest moves."""
 
     def __init__(self) -> None:
         self._nodes: dict[BlockHash, Node] = {}
+        self.moves = 0
+        """Number of places that blocks have gained or lost so far."""
+        self._moved: deque[BlockHash] = deque(maxlen=_KEPT_MOVES)
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -113,6 +119,14 @@ class PrefixTree:
 
     def find(self, name: BlockHash) -> Node | None:
         return self._nodes.get(name)
+
+    def moved_since(self, moves: int) -> list[BlockHash] | None:
+        """Names of the blocks moved since `moves` had that value, each once. None: not all are known."""
+        count = self.moves - moves
+        if count > len(self._moved):
+            return None
+        latest = list(islice(reversed(self._moved), count))
+        return list(dict.fromkeys(reversed(latest)))
 
     def match(self, names: Sequence[BlockHash]) -> list[Node]:
         """The nodes of the longest stored prefix of `names`, a chain from the first block on."""
@@ -138,6 +152,7 @@ class PrefixTree:
         if node.places[tier] is not None:
             raise ValueError(f"the block has a place in {tier.name} already")
         node.places[tier] = place
+        self._note(node)
         if node.parent is not None:
             node.parent.kids[tier] += 1
 
@@ -147,9 +162,14 @@ class PrefixTree:
         if place is None:
             raise ValueError(f"the block has no place in {tier.name}")
         node.places[tier] = None
+        self._note(node)
         if node.parent is not None:
             node.parent.kids[tier] -= 1
         return place
+
+    def _note(self, node: Node) -> None:
+        self.moves += 1
+        self._moved.append(node.name)
 
     def forget(self, node: Node) -> None:
         """Remove a node that has neither places nor children. Raises ValueError otherwise."""

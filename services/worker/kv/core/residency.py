@@ -123,7 +123,7 @@ class Residency:
     @property
     def is_plain(self) -> bool:
         """Every id in use is the device's block of that number, and nothing has to be kept track of."""
-        return not self._displaced and not self.spare_blocks
+        return not self._displaced and not self.buffers.spare
 
     @property
     def rows(self) -> RowPool:
@@ -138,7 +138,7 @@ class Residency:
     @property
     def spare_blocks(self) -> int:
         """Of the device, that buffers are made of."""
-        return self.buffers.spare_blocks
+        return len(self.buffers.spare)
 
     @property
     def pinned_blocks(self) -> int:
@@ -224,7 +224,8 @@ class Residency:
                 self._displaced -= 1
                 self._drop_row(block)
                 self._is_saved[block] = self._is_pinned[block] = False
-                self.buffers.forget(block)
+                if self.buffers.spare:
+                    self.buffers.forget(block)
 
     def pin(self, blocks: Sequence[int]) -> list[int]:
         """These stay where they are on the device from now on; where that is. Raises ValueError where there

@@ -62,12 +62,11 @@ class SaveAhead:
             if not self._is_wanted(node):
                 self._next.popleft()
                 continue
-            row = self._books.pool.saved_row(block_of(node))
-            if row is not None:
+            if self._books.own_row(node) is not None:
                 if adopted == _MOST_ADOPTED:
                     break
                 adopted += 1
-                if not self._adopt(node, row):
+                if not self.adopt(node):
                     self._next.clear()
                     break
                 self._next.popleft()
@@ -86,13 +85,9 @@ class SaveAhead:
         return started + self._start(copy)
 
     def adopt(self, node: Node) -> bool:
-        """Whether the host has it now, without a copy: the block's own row of host memory is the cache's from
-        now on, too."""
-        row = self._books.pool.saved_row(block_of(node))
-        return row is not None and self._adopt(node, row)
-
-    def _adopt(self, node: Node, row: int) -> bool:
-        if not self._books.adopt(node, row):
+        """Share the block's own row of host memory with the cache instead of copying; whether it has one."""
+        row = self._books.own_row(node)
+        if row is None or not self._books.adopt(node):
             return False
         self._mover.seal(row, node.name)
         self._books.put(node, Tier.HOST, row)

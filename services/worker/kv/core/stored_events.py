@@ -1,10 +1,9 @@
-"""What a prefix cache gains and loses, as vLLM tells it: `BlockStored`, `BlockRemoved`, `AllBlocksCleared`.
+"""KV events in vLLM's format: `BlockStored`, `BlockRemoved`, `AllBlocksCleared`.
 
-For readers outside who route by what is cached. The structures are those of vLLM 0.32 (a batch is
-an array, an event a map with its `type`): a block is its name (`shared.blocks`), its parent's name,
-its tokens, and a medium. Of blocks whose tokens were never seen here (restored from disk) nothing is told.
-Bounded: where more has changed than is kept between two looks, everything is cleared and told anew. Pure;
-used on the cache's own thread.
+For external routers that route by cached prefixes. The structures are those of vLLM 0.32: a batch is an
+array, and an event is a map with a `type`. A block has a name (`shared.blocks`), its parent's name, tokens
+and a medium. Blocks restored from disk are left out: their tokens are unknown. After too many changes
+between two calls, the events clear everything and list it again. Pure; used on the cache's thread.
 """
 
 from collections.abc import Sequence
@@ -14,15 +13,14 @@ import msgspec
 from services.worker.kv.core.radix_tree import PrefixTree, Tier
 from shared.blocks import BlockHash
 
-_MOST_CHANGED = 65_536
 _MOST_NAMED = 1_048_576
-"""Blocks with tokens, above which those that are not stored are looked for."""
+"""Number of blocks with tokens above which those that are not stored are forgotten."""
 MEDIUMS = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "STORAGE", Tier.PEER: "PEER"}
-"""As vLLM calls them, but for the last, which it has not; a CPU worker's own pool is its device."""
+"""vLLM's names, except `PEER`, which vLLM lacks. A CPU worker's own pool is its device."""
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True, frozen=True):
-    """Blocks that follow one another have got a place."""
+    """Consecutive blocks gained a place."""
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None
@@ -34,21 +32,21 @@ class BlockStored(msgspec.Struct, omit_defaults=True, tag=True, frozen=True):
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True, frozen=True):
-    """Blocks have lost a place."""
+    """Blocks lost a place."""
 
     block_hashes: list[BlockHash]
     medium: str | None
 
 
 class AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag=True, frozen=True):
-    """Nothing that was told before is true any more."""
+    """All earlier events are void."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
-    """`ts`: seconds since 1970."""
+    """One message; `ts` is in seconds since 1970."""
 
     ts: float
     events: list[Event]
@@ -56,39 +54,30 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, frozen=Tru
 
 
 class StoredEvents:
-    """Of one worker. `on_named` hears of a block's tokens, `on_moved` that it gained or lost a place."""
+    """The events of one worker, read from the journal of its tree. `on_named` adds the tokens of a block."""
 
     def __init__(self, tree: PrefixTree, block_tokens: int) -> None:
         self._tree = tree
         self._block_tokens = block_tokens
         self._named: dict[BlockHash, tuple[BlockHash | None, Sequence[int]]] = {}
-        """Parent and tokens: of blocks that are stored, or about to be."""
+        """Parent and tokens of blocks that are stored, or about to be."""
         self._told: dict[BlockHash, frozenset[Tier]] = {}
-        self._changed: dict[BlockHash, None] = {}
-        self._is_lost = True
-        """Readers may know of an earlier start."""
+        self._seen_moves = -1
+        """-1: readers may remember an earlier start of the worker."""
 
     def on_named(self, name: BlockHash, parent: BlockHash | None, tokens: Sequence[int]) -> None:
-        """A block is about to be stored under that name."""
+        """Remember the tokens of a block that is about to be stored."""
         if name not in self._named:
             self._named[name] = (parent, tokens)
 
-    def on_moved(self, name: BlockHash) -> None:
-        """It has another place, or one less."""
-        if len(self._changed) < _MOST_CHANGED:
-            self._changed[name] = None
-        else:
-            self._is_lost = True
-
     def take(self) -> list[Event]:
-        """What has changed since the last call, in the order in which it began to."""
+        """Return the changes since the last call, oldest first."""
         events: list[Event] = []
-        changed: list[BlockHash] = list(self._changed)
-        self._changed = {}
+        changed = self._tree.moved_since(self._seen_moves) if self._seen_moves >= 0 else None
+        self._seen_moves = self._tree.moves
         if len(self._named) > _MOST_NAMED:
             self._forget()
-        if self._is_lost:
-            self._is_lost = False
+        if changed is None:
             self._told = {}
             events.append(AllBlocksCleared())
             changed = [node.name for node in self._tree]
@@ -97,7 +86,7 @@ class StoredEvents:
         return events
 
     def _forget(self) -> None:
-        """Names that were offered and not stored."""
+        """Drop the tokens of blocks that were named but not stored."""
         for name in list(self._named):
             node = self._tree.find(name)
             if (node is None or not node.stored) and name not in self._told:
@@ -128,7 +117,7 @@ class StoredEvents:
         medium: str,
         events: list[Event],
     ) -> None:
-        """An event of its own, or the next block of the last one."""
+        """Append a block to the last event where it follows, else add an event."""
         last = events[-1] if events else None
         if isinstance(last, BlockStored) and last.medium == medium and last.block_hashes[-1] == parent:
             last.block_hashes.append(name)
@@ -137,6 +126,6 @@ class StoredEvents:
             events.append(BlockStored([name], parent, list(tokens), self._block_tokens, None, medium, None))
 
     def check_integrity(self) -> None:
-        """AssertionError when something is told as stored that nobody can name."""
+        """Raise AssertionError if a block was announced whose tokens are unknown."""
         assert self._told.keys() <= self._named.keys()
         assert all(self._told.values())

@@ -1,4 +1,4 @@
-"""News of a cache: a reader who gets them, whichever are lost, ends up with what the cache has."""
+"""Events for placement: a reader ends up with what the cache has, whichever events are lost."""
 
 import random
 
@@ -22,12 +22,11 @@ def name_of(number: int) -> bytes:
 
 
 class Cached:
-    """Books with news of them."""
+    """An inventory and its events."""
 
     def __init__(self, device: int = 8, host: int = 8) -> None:
         self.books = Inventory(BlockPool(device, 1), host, 0, order_maker("lru"))
         self.news = PrefixNews(self.books.tree, "w0", 7, interval_s=0.2)
-        self.books.on_moved = self.news.note
 
     def store(self, number: int, parent: Node | None = None, tier: Tier = Tier.HOST) -> Node:
         node = self.books.tree.find(name_of(number)) or self.books.enter(name_of(number), parent)
@@ -51,7 +50,7 @@ def test_an_event_says_what_is_there_and_what_is_gone() -> None:
     assert cached.news.take(9.0) is None, "nothing changed"
 
 
-def test_who_missed_some_is_told_of_those_and_who_missed_many_of_everything() -> None:
+def test_a_reader_gets_the_events_it_missed_or_everything() -> None:
     cached = Cached(device=100, host=100)
     for number in range(70):
         cached.store(number)
@@ -73,7 +72,7 @@ def test_more_than_one_message_holds_is_told_nearest_first(monkeypatch: pytest.M
     for number in (4, 5):
         cached.store(number, tier=Tier.DEVICE)
     news = cached.news.take(1.0)
-    assert news is not None and news.full, "changes were not remembered one by one"
+    assert news is not None and news.full, "so many changes do not fit into one message"
     assert news.added == name_of(4) + name_of(5) + name_of(1)
 
 
@@ -96,7 +95,7 @@ def test_a_reader_catches_up_whatever_is_lost(seed: int, loss: float) -> None:
         index.check_integrity()
         cached.books.check_integrity([])
     now_s += 1.0
-    cached.news.note(name_of(999))  # a last event shows the reader what it missed
+    cached.store(999)  # The last event shows the reader what it missed.
     last = cached.news.take(now_s)
     assert last is not None
     index.on_news(last)
@@ -116,7 +115,7 @@ def _answer(cached: Cached, index: PrefixIndex, now_s: float) -> None:
 
 
 def _change(cached: Cached, rng: random.Random) -> None:
-    """Something comes or something goes."""
+    """Store or remove a random block."""
     books, tier = cached.books, rng.choice([Tier.DEVICE, Tier.HOST])
     loose = [node for node in books.tree if node.is_loose(tier)]
     if loose and rng.random() < 0.5:

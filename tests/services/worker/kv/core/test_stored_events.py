@@ -1,10 +1,10 @@
-"""Whoever applies the events in order knows what is stored where; of any history of a tree."""
+"""A reader that applies the events in order knows what is stored where, for any history of a tree."""
 
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.kv.core.radix_tree import Node, PrefixTree, Tier
+from services.worker.kv.core.radix_tree import PrefixTree, Tier
 from services.worker.kv.core.stored_events import (
     MEDIUMS,
     AllBlocksCleared,
@@ -57,12 +57,12 @@ def test_a_reader_knows_what_is_stored(history: list[tuple[int, Tier, bool, bool
         if is_gained and (up is None or parent is not None):
             events.on_named(name_of(at), None if up is None else name_of(up), tokens_of(at))
             node = node or tree.add(name_of(at), parent)
-            node.places[tier] = at
-        elif node is not None and not is_gained and not node.children:
-            node.places[tier] = None
+            if node.places[tier] is None:
+                tree.put(node, tier, at)
+        elif node is not None and not is_gained and not node.children and node.places[tier] is not None:
+            tree.take(node, tier)
             if not node.stored:
-                forget(tree, node)
-        events.on_moved(name_of(at))
+                tree.forget(node)
         if is_looked:
             apply(known, events.take())
             events.check_integrity()
@@ -73,28 +73,21 @@ def test_a_reader_knows_what_is_stored(history: list[tuple[int, Tier, bool, bool
     }
 
 
-def forget(tree: PrefixTree, node: Node) -> None:
-    if node.parent is not None:
-        del node.parent.children[node.name]
-    del tree._nodes[node.name]
-
-
-def test_blocks_that_follow_one_another_are_one_event() -> None:
+def test_consecutive_blocks_are_one_event() -> None:
     tree = PrefixTree()
     events = StoredEvents(tree, SIZE)
     parent = None
     for at in (1, 2, 3):
         events.on_named(name_of(at), None if parent is None else parent.name, tokens_of(at))
         parent = tree.add(name_of(at), parent)
-        parent.places[Tier.DEVICE] = at
-        events.on_moved(name_of(at))
+        tree.put(parent, Tier.DEVICE, at)
     names, tokens = [name_of(at) for at in (1, 2, 3)], [token for at in (1, 2, 3) for token in tokens_of(at)]
     stored = BlockStored(names, None, tokens, SIZE, None, "GPU", None)
     assert events.take() == [AllBlocksCleared(), stored]
     assert events.take() == []
 
 
-def test_on_the_wire_they_are_as_vllm_has_them() -> None:
+def test_the_encoding_is_vllms() -> None:
     stored = BlockStored([b"a"], None, [1, 2], 2, None, "CPU", None)
     batch = EventBatch(1.5, [stored, BlockRemoved([b"b"], "GPU"), AllBlocksCleared()], 3)
     fields = {"block_hashes": [b"a"], "parent_block_hash": None, "token_ids": [1, 2], "block_size": 2}
