@@ -201,9 +201,9 @@ class WorkItem(msgspec.Struct, frozen=True, gc=False):
     is_decode: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepWork:
-    """One iteration of the engine: what to compute, for which plan."""
+    """The work of one engine step: what to compute, for which plan."""
 
     queued: QueuedPlan
     items: tuple[WorkItem, ...]
@@ -215,28 +215,25 @@ class StepWork:
     passed: tuple[SequenceRef, ...] = ()
     """Decodes that are put off."""
     waits: bool = False
-    """Somebody whom the plan names is put off."""
+    """A sequence of the plan is put off."""
+    prefilled_tokens: int = 0
+    preceding_tokens: int = 0
+    """Number of tokens before each prompt token in its sequence, summed up."""
+    decoded_tokens: int = 0
+    context_tokens: int = 0
+    """Number of tokens that the decodes attend to."""
+
+    def __post_init__(self) -> None:
+        for item in self.items:
+            first, end = item.first_token, item.end_token
+            if item.is_decode:
+                self.decoded_tokens += 1
+                self.context_tokens += end
+            else:
+                self.prefilled_tokens += end - first
+                self.preceding_tokens += (end * end - first * first) // 2
 
     @property
     def has_news(self) -> bool:
-        """Whether the scheduler should hear of it at once."""
+        """Whether the scheduler needs a report at once."""
         return bool(self.ended or self.skipped or self.hits or self.shorts)
-
-    @property
-    def prefilled_tokens(self) -> int:
-        return sum(item.end_token - item.first_token for item in self.items if not item.is_decode)
-
-    @property
-    def preceding_tokens(self) -> int:
-        """Of each prompt token, those before it in its sequence; summed up."""
-        parts = ((item.first_token, item.end_token) for item in self.items if not item.is_decode)
-        return sum((end * end - first * first) // 2 for first, end in parts)
-
-    @property
-    def decoded_tokens(self) -> int:
-        return sum(item.is_decode for item in self.items)
-
-    @property
-    def context_tokens(self) -> int:
-        """Of its decodes: tokens that they attend to."""
-        return sum(item.end_token for item in self.items if item.is_decode)

@@ -52,7 +52,8 @@ class Prefixes:
         self._expected: deque[list[BlockHash]] = deque(maxlen=lookahead_sequences)
         self._hits: list[PrefixHit] = []
         self._auditor = auditor
-        self._doubted: list[tuple[HeldSequence, int]] = []
+        self.doubted: list[tuple[HeldSequence, int]] = []
+        """Sequences whose computation disagrees with a stored block, and that block."""
         self.events: StoredEvents | None = None
         """What readers outside are told; None: nobody is."""
         self.swaps = 0
@@ -146,10 +147,6 @@ class Prefixes:
             self.cache.publish(sequence.blocks[at], sequence.names[at], parent, sequence.tenant)
         sequence.published_blocks = max(full, sequence.published_blocks)
 
-    def take_doubted(self) -> list[tuple[HeldSequence, int]]:
-        """Since the last call: whose computation disagrees, and with which stored block."""
-        doubted, self._doubted = self._doubted, []
-        return doubted
 
     def end_audit(self, sequence: HeldSequence) -> None:
         """Nothing of it is compared any more."""
@@ -170,7 +167,7 @@ class Prefixes:
         """Whether what is stored is what it has computed: then it goes on with that, and has no copy."""
         stored, computed = sequence.audited[0], sequence.blocks[at]
         if self._auditor is None or not self._auditor.agree(stored, computed):
-            self._doubted.append((sequence, stored))
+            self.doubted.append((sequence, stored))
             return False
         del sequence.audited[0]
         sequence.blocks[at] = stored
@@ -203,8 +200,11 @@ class Prefixes:
     def work_ahead(self) -> None:
         """Between two steps: begin what copies may be in flight, none of which is waited for."""
         self.cache.save_ahead()
+        if self.cache.has_peers:
+            self.cache.peers.send(_SAVED_BLOCKS)
+        if not self.cache.has_disk:
+            return
         self.cache.save(_SAVED_BLOCKS)
-        self.cache.peers.send(_SAVED_BLOCKS)
         needed = {name for names in self._expected for name in names}
         while self._expected:
             names = self._expected[0]

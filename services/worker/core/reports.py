@@ -71,7 +71,14 @@ class StepReports:
             step_s=step_s,
             context_tokens=as_count(work.context_tokens) if step_s else 0,
             free_blocks=self._plannable_blocks,
-            ended=tuple(_ended(sequence) for sequence in ended),
+            ended=tuple(
+                EndedSequence(
+                    ref=sequence.ref,
+                    finish_reason=sequence.finish_reason or FinishReason.ERROR,
+                    generated_tokens=sequence.generated_tokens,
+                )
+                for sequence in ended
+            ),
             skipped=work.skipped,
             hits=work.hits,
             shorts=work.shorts,
@@ -157,13 +164,6 @@ class StepTally:
             by_inference=tuple(self._by_inference),
         )
 
-
-def _ended(sequence: HeldSequence) -> EndedSequence:
-    return EndedSequence(
-        ref=sequence.ref,
-        finish_reason=sequence.finish_reason or FinishReason.ERROR,
-        generated_tokens=sequence.generated_tokens,
-    )
 
 
 WEIGHT = 0.1

@@ -49,6 +49,8 @@ class HeldSequence:
     received_s: float
     deadline_in_s: float | None
     state: SequenceState = SequenceState.WAITING
+    alive: bool = True
+    """`state` is not ENDED."""
     computed_tokens: int = 0
     """Tokens whose KV is present."""
     blocks: BlockTable = field(default_factory=block_table)
@@ -140,9 +142,6 @@ class HeldSequence:
         """It waits for stored blocks, or has yet to compute what plans count on."""
         return self.awaited is not None or self.postponed is not None
 
-    @property
-    def alive(self) -> bool:
-        return self.state is not SequenceState.ENDED
 
     def append(self, sampled: Sampled) -> None:
         """The answer's next token."""
@@ -184,6 +183,7 @@ class HeldSequence:
         if state not in TRANSITIONS[self.state]:
             raise InternalError(f"{self.ref} cannot go from {self.state} to {state}")
         self.state = state
+        self.alive = state is not SequenceState.ENDED
 
     def check_integrity(self) -> None:
         """AssertionError when log-probabilities are kept that nobody wants, or more than tokens."""

@@ -5,6 +5,7 @@ A plan states intent: each item is applied only where it is valid and reported o
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import msgspec
 
@@ -65,6 +66,9 @@ class SequenceTable:
     ) -> None:
         """With `prefixes`, `pool` is its cache, or extends it. `worker`: id and incarnation of this one."""
         self.pool = pool
+        self._own = pool.own if isinstance(pool, ExtendedPool) else pool
+        """The worker's own blocks: `pool` matters only once they are too few."""
+        self._own_ids = pool.own_blocks if isinstance(pool, ExtendedPool) else inf
         self._worker = worker
         self.prefixes = prefixes
         self._block_tokens = pool.block_tokens
@@ -116,8 +120,10 @@ class SequenceTable:
         """What a plan does once, before its first step: drops, preemptions, starts."""
         for ref in plan.drops:
             self.cancel(ref, FinishReason.CANCELLED, now_s)
-        unknown = [preemption.ref for preemption in plan.preemptions if not self._preempt(preemption)]
-        skipped = [SkippedItem(ref=ref, reason=SkipReason.UNKNOWN) for ref in unknown]
+        skipped: list[SkippedItem] = []
+        for preemption in plan.preemptions:
+            if not self._preempt(preemption):
+                skipped.append(SkippedItem(ref=preemption.ref, reason=SkipReason.UNKNOWN))
         for spec in plan.starts:
             reason = self._start(spec, now_s)
             if reason is not None:
@@ -133,7 +139,7 @@ class SequenceTable:
         """
         if sequence is None or not sequence.alive:
             return SkipReason.UNKNOWN
-        if sequence.is_put_off:
+        if self.put_off and sequence.is_put_off:
             return self._join(sequence, item)
         if sequence.open_tokens:
             item = self.late.join(sequence, item)
@@ -146,18 +152,22 @@ class SequenceTable:
             aligned = sequence.may_begin_at(first)
         if not aligned or not first < end <= held_tokens:
             return SkipReason.MISALIGNED
-        if not is_decode:
-            self._share(sequence, item.allocated_blocks)
+        if not is_decode and self.prefixes is not None:
+            self.prefixes.extend(sequence, item.allocated_blocks)
+            if sequence.computed_tokens and sequence.state is SequenceState.WAITING:
+                sequence.move_to(SequenceState.PREFILLING)
             if sequence.awaited is not None and isinstance(item, PrefillChunk):
                 return self._put_off(sequence, item)
             first = sequence.computed_tokens
         held_blocks = len(sequence.blocks)
         if item.allocated_blocks > held_blocks:
             missing = item.allocated_blocks - held_blocks
-            if not self._raise_allocation(sequence, missing):
+            pool = self._pool_with(missing)
+            if pool is None:
                 if not self._will_have(missing):
                     return SkipReason.NO_BLOCKS
                 return PutOff.PUT_OFF if isinstance(item, Decode) else self._put_off(sequence, item)
+            sequence.blocks.extend(pool.allocate(missing))
             held_blocks = item.allocated_blocks
         if held_blocks * self._block_tokens < end:
             return SkipReason.EXHAUSTED
@@ -210,10 +220,11 @@ class SequenceTable:
             self.end(sequence, FinishReason.ERROR, now_s)
             return
         sequence.computed_tokens = item.end_token
-        if sequence.kept and item.end_token >= len(sequence.kept) * self._block_tokens:
-            self._let_be(sequence)
-        if self.prefixes is not None and item.end_token // self._block_tokens > sequence.published_blocks:
-            self.prefixes.publish(sequence)
+        if self.prefixes is not None:
+            if sequence.kept and item.end_token >= len(sequence.kept) * self._block_tokens:
+                self.prefixes.let_be(sequence)
+            if item.end_token // self._block_tokens > sequence.published_blocks:
+                self.prefixes.publish(sequence)
         if sequence.state is SequenceState.WAITING:
             sequence.move_to(SequenceState.PREFILLING)
         if sampled is None:
@@ -226,10 +237,11 @@ class SequenceTable:
             self.end(sequence, reason, now_s)
 
     def settle_audits(self, now_s: float) -> None:
-        """What was found to be stored wrongly is forgotten, and who has it ends, to be computed again."""
-        if self.prefixes is None:
+        """Forget stored blocks that an audit refuted; end the sequences that have them as KV_LOST."""
+        if self.prefixes is None or not self.prefixes.doubted:
             return
-        for sequence, block in self.prefixes.take_doubted():
+        doubted, self.prefixes.doubted = self.prefixes.doubted, []
+        for sequence, block in doubted:
             self.lose_blocks([block], now_s)
             self.prefixes.end_audit(sequence)
             self.prefixes.cache.condemn(block)
@@ -242,7 +254,8 @@ class SequenceTable:
         A rehearsal is forgotten at once: its blocks are stored, or they are not.
         """
         self._free(sequence)
-        self._let_be(sequence)
+        if self.prefixes is not None and sequence.kept:
+            self.prefixes.let_be(sequence)
         sequence.move_to(SequenceState.ENDED)
         sequence.finish_reason = reason
         sequence.ended_s = now_s
@@ -391,43 +404,29 @@ class SequenceTable:
         return False
 
     def _free(self, sequence: HeldSequence) -> None:
-        if self.prefixes is not None:
+        if self.prefixes is not None and sequence.awaited is not None:
             self.prefixes.abandon(sequence)
+        if self.prefixes is not None and sequence.audited:
             self.prefixes.end_audit(sequence)
         self.put_off.pop(sequence.ref.key, None)
-        self.pool.release(sequence.blocks)
+        is_own = max(sequence.blocks, default=0) < self._own_ids
+        (self._own if is_own else self.pool).release(sequence.blocks)
         sequence.forget_blocks()
-
-    def _let_be(self, sequence: HeldSequence) -> None:
-        """Nothing is kept on the host for it any more."""
-        if self.prefixes is not None and sequence.kept:
-            self.prefixes.let_be(sequence)
 
     def _follow(self, moves: Mapping[int, int]) -> None:
         """Blocks were moved: in place, as a step's rows have the same lists."""
         for held in self._held.values():
             held.blocks[:] = block_table(moves.get(block, block) for block in held.blocks)
 
-    def _share(self, sequence: HeldSequence, most_blocks: int) -> None:
-        """What is stored of the next chunk, and of what follows, is not computed."""
-        if self.prefixes is not None:
-            self.prefixes.extend(sequence, most_blocks)
-            if sequence.computed_tokens and sequence.state is SequenceState.WAITING:
-                sequence.move_to(SequenceState.PREFILLING)
-
-    def _raise_allocation(self, sequence: HeldSequence, missing: int) -> bool:
-        if not self.pool.can_allocate(missing):
-            self._end_audits()
-        if not self.pool.can_allocate(missing):
-            return False
-        sequence.blocks.extend(self.pool.allocate(missing))
-        return True
-
-    def _end_audits(self) -> None:
-        """Plans count on blocks that are held only to be compared."""
-        if self.prefixes is not None:
+    def _pool_with(self, blocks: int) -> Pool | None:
+        """A pool that can allocate so many blocks; None: there is none. Ends audits to make room."""
+        for pool in (self._own, self.pool):
+            if pool.can_allocate(blocks):
+                return pool
+        if self.prefixes is not None:  # Plans count on blocks that are held only to be compared.
             for held in self._held.values():
                 self.prefixes.end_audit(held)
+        return self.pool if self.pool.can_allocate(blocks) else None
 
     def _will_have(self, blocks: int) -> bool:
         """Whether so many can be had once all loads have ended: who wanted theirs may be gone."""
@@ -464,25 +463,22 @@ class SequenceTable:
             return SkipReason.UNKNOWN
         if held is not None:
             self.cancel(held.ref, FinishReason.CANCELLED, now_s)
-        if not self._make_room():
+        if len(self._held) >= MAX_SEQUENCES and not self._forget_an_end():
             return SkipReason.NO_BLOCKS
         sequence = HeldSequence.from_spec(spec, self._limits.max_context_tokens, now_s)
         sequence.proof = proof_of(spec.capability, *self._worker)
         self._held[spec.ref.key] = sequence
-        reason = sequence.due_reason() if self._computable(sequence) else FinishReason.ERROR
+        is_inside = 0 < sequence.prompt_tokens < self._limits.max_context_tokens
+        highest = max(max(sequence.tokens, default=-1), sequence.sampling.highest_token)
+        is_computable = is_inside and highest < self._limits.vocabulary
+        reason = sequence.due_reason() if is_computable else FinishReason.ERROR
         if reason is not None:
             self.end(sequence, reason, now_s)
         return None
 
-    def _computable(self, sequence: HeldSequence) -> bool:
-        inside = 0 < sequence.prompt_tokens < self._limits.max_context_tokens
-        highest = max(max(sequence.tokens, default=-1), sequence.sampling.highest_token)
-        return inside and highest < self._limits.vocabulary
 
-    def _make_room(self) -> bool:
-        """Below the bound, if need be by forgetting the oldest end."""
-        if len(self._held) < MAX_SEQUENCES:
-            return True
+    def _forget_an_end(self) -> bool:
+        """Forget the sequence that ended first; False when all are alive."""
         ended = [held for held in self._held.values() if not held.alive]
         if not ended:
             return False

@@ -169,7 +169,7 @@ class TorchEngine:
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
-        if self.pie is None:
+        if self.pie is None or (self.pie.kv.residency.is_plain and not self.pie.watches_steps):
             return self._step_in_order(rows)
         room_blocks = self.pie.kv.residency.room_blocks
         if room_blocks is not None and _written_blocks(rows, self.block_tokens) > room_blocks:

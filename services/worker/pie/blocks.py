@@ -66,6 +66,8 @@ class BlockPie:
         self.kv, self._controller, self._clock = kv, controller, clock
         self._bandwidth_limit = bandwidth_limit
         self._on_demand = on_demand
+        self.watches_steps = not on_demand or fifo_layers > 0
+        """Whether steps have to call `step_begins` and `step_ends`; on demand only while memory is short."""
         self.decode_cost: DecodeCost | None = None
         """None: not measured, so that nothing is foreseen."""
         self._device_blocks = device_blocks
@@ -99,8 +101,13 @@ class BlockPie:
         """The pool whose size follows."""
         pool = self._pool = self.kv.make_pool(self.capacity_blocks, block_tokens)
         pool.growable_blocks = self.expansion().growable_blocks
+        pool.low_blocks = int((1 - _FULL) * self._first_blocks) + 1
+        pool.on_low.append(self._watch_steps)
         self._used = lambda: pool.taken_blocks
         return pool
+
+    def _watch_steps(self) -> None:
+        self.watches_steps = True
 
     def watch(self, used_blocks: Callable[[], int], shed: Callable[[int], None]) -> None:
         """Who has blocks that nobody uses: how many are in use, and who lets go of others."""
@@ -169,6 +176,7 @@ class BlockPie:
             controller.set_level(level)
             _log.info("level %d of blocks outside %s, was %d", level, why, self._wanted)
             self._wanted = level
+            self.watches_steps = True
         if self.is_resizing and self.kv.set_buffers(self._spare(self._wanted), at_once=True):
             self._grant(pool)
 
@@ -179,7 +187,7 @@ class BlockPie:
         if fifo_layers == self._wanted or self.is_resizing or self._pool is None:
             return
         _log.info("level %d of blocks outside, was %d", fifo_layers, self._wanted)
-        self._wanted = fifo_layers
+        self._wanted, self.watches_steps = fifo_layers, True
         if self._blocks(fifo_layers) < self.capacity_blocks:
             self._grant(self._pool)
 
@@ -224,6 +232,8 @@ class BlockPie:
         controller = self._controller
         if controller is None:
             return
+        is_at_rest = not self._wanted and not self.is_resizing and not controller.is_holding
+        self.watches_steps = not (self._on_demand and is_at_rest) or self._is_full(window)
         if self._on_demand and not controller.is_holding:
             paying = self._paying_level(controller)
             if not paying:

@@ -82,7 +82,7 @@ class LowerTiers:
         self._books = books
         self._most_kept_blocks = most_kept_blocks
         self._mover = mover
-        self.has_disk = books.disk.total > 0
+        self.has_disk, self.has_peers = books.disk.total > 0, books.peers.most > 0
         self.gate = gate
         self.counts = books.counts
         self._reading: dict[BlockHash, int] = {}
