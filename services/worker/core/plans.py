@@ -1,7 +1,7 @@
-"""The plans a worker has received and not finished: epoch fencing, order, expiry, supersession. Pure.
+"""The queue of received plans: epoch fencing, order, expiry, supersession. Pure.
 
-The queue knows nothing of sequences: which items of a plan can be applied is decided in
-`services.worker.core.sequences`, and what is left of one iteration of the head is a `StepWork`.
+The queue ignores sequences: `services.worker.core.sequences` decides which items of a plan apply, and the
+work of one step of the head is a `StepWork`.
 """
 
 from collections import Counter, deque
@@ -18,30 +18,30 @@ from shared.messages.sequence import SequenceRef
 from shared.messages.values import EPOCH_REACH
 
 MAX_PLANS = 64
-"""Plans that may wait; a scheduler keeps one or two ahead."""
+"""Maximum number of queued plans; a scheduler sends one or two ahead."""
 
 
 _LONGEST_HOLD_S = 5.0
-"""After so long without anybody who could run a plan expires like others."""
+"""Maximum time that a plan is held while all its sequences wait; then it expires as usual."""
 
 
 @dataclass(slots=True)
 class QueuedPlan:
-    """A plan and how far it has run."""
+    """A plan and its progress."""
 
     plan: BatchPlan
     received_s: float
     steps_done: int = 0
     skips_reported: set[SequenceRef] = field(default_factory=set)
-    """Each item that cannot be applied is reported once per plan."""
+    """Sequences whose skipped items were reported."""
     ended: set[SequenceRef] = field(default_factory=set)
-    """Ended while the plan ran: its later steps pass over them silently."""
+    """Sequences that ended while the plan ran; later steps ignore their items."""
     has_begun: bool = False
-    """It has been applied: only its decodes are left to be looked at."""
+    """Its first step was prepared; only decodes are left."""
     held_s: float | None = None
-    """Since then it waits for somebody in it to have blocks."""
+    """Since when all its sequences wait for blocks."""
     passed: Counter[SequenceRef] = field(default_factory=Counter)
-    """Decodes that were put off, in so many of its steps."""
+    """Number of steps in which each decode was put off."""
 
     @property
     def over(self) -> bool:
@@ -49,23 +49,23 @@ class QueuedPlan:
 
     @property
     def is_queued(self) -> bool:
-        """False for one that stands for no plan: see `PlanQueue.unplanned`."""
+        """False for work without a plan (`PlanQueue.unplanned`)."""
         return self.plan.seq > 0
 
     @property
     def passed_over(self) -> tuple[PassedOver, ...]:
-        """As a report tells it."""
+        """Put-off decodes for a report."""
         return tuple(PassedOver(ref=ref, steps=steps) for ref, steps in self.passed.items())
 
     @property
     def report_is_due(self) -> bool:
-        """After the step that has just run, whatever happened in it."""
+        """Whether the step that just ran is reported even without news."""
         return self.over or self.plan.report_at in (0, self.steps_done)
 
 
 @dataclass(frozen=True, slots=True)
 class GivenUpPlan:
-    """A plan of which no further step will run; `steps_done` ran before."""
+    """A plan that stops after `steps_done` steps."""
 
     epoch: int
     seq: int
@@ -75,25 +75,25 @@ class GivenUpPlan:
 
 
 class PlanQueue:
-    """Plans in order of `seq` within the highest epoch seen; the head is the one that runs.
+    """Plans in order of `seq` within the highest epoch seen; the head runs.
 
-    Numbering starts at 1 in every epoch and after every snapshot. A number that was passed over (its message
-    was lost with a connection) is reported as expired when a later one arrives, so that its sender notices.
+    Numbers start at 1 in every epoch and after every snapshot. A missing number is reported as expired once a
+    later plan arrives, so that the scheduler notices the loss.
     """
 
     def __init__(self) -> None:
         self.epoch = 0
         self.last_seq = 0
-        """Of the plan taken up last in this epoch; 0 when none was since the last snapshot."""
+        """Number of the last plan accepted in this epoch; 0: none since the last snapshot."""
         self._queue: deque[QueuedPlan] = deque()
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def offer(self, plan: BatchPlan, now_s: float) -> list[GivenUpPlan]:
-        """Take a plan up. Returns the plans given up because of it (itself, when it is refused).
+        """Queue a plan. Returns the plans given up because of it; itself when it is refused.
 
-        One of an epoch that cannot be is ignored.
+        A plan with an impossible epoch is ignored.
         """
         if not self.may_follow(plan.epoch):
             return []
@@ -121,11 +121,11 @@ class PlanQueue:
         return given_up
 
     def may_follow(self, epoch: int) -> bool:
-        """False for an epoch so far ahead of the one obeyed now that no scheduler can have come to it."""
+        """False for an epoch so far ahead that no scheduler can have reached it."""
         return not self.epoch or epoch <= self.epoch + 2 * EPOCH_REACH
 
     def head(self, now_s: float) -> tuple[QueuedPlan | None, list[GivenUpPlan]]:
-        """The plan to run a step of, and those that expired before it."""
+        """Return the plan to run next, and the plans that expired before it."""
         expired: list[GivenUpPlan] = []
         while self._queue:
             head = self._queue[0]
@@ -135,12 +135,11 @@ class PlanQueue:
         return None, expired
 
     def unplanned(self, now_s: float) -> QueuedPlan:
-        """A step that no plan asks for: of what earlier ones did."""
+        """Return a step without a plan, for work that earlier plans put off."""
         return QueuedPlan(BatchPlan(epoch=self.epoch, seq=0), now_s, has_begun=True)
 
     def hold_head(self, now_s: float) -> None:
-        """The head, if there is one, has begun, and nobody in it can run yet: its time counts from now on,
-        but not for ever."""
+        """Postpone the head's expiry while none of its sequences can run, up to a limit."""
         head = self._queue[0] if self._queue else None
         if head is None:
             return
@@ -149,20 +148,20 @@ class PlanQueue:
             head.received_s = now_s
 
     def behind(self) -> Iterable[BatchPlan]:
-        """The plans after the head."""
+        """Return the plans after the head."""
         return (queued.plan for queued in islice(self._queue, 1, None))
 
     def finish_head(self) -> None:
-        """The head has run its last step."""
+        """Remove the head after its last step."""
         self._queue.popleft()
 
     def reset(self, epoch: int) -> None:
-        """Give up everything and start numbering anew (a snapshot). `epoch` is at least the present one."""
+        """Drop all plans and restart numbering, for a snapshot. `epoch` is at least the present one."""
         self._queue.clear()
         self._renumber(epoch)
 
     def check_integrity(self) -> None:
-        """AssertionError unless the queue is ordered, of one epoch, within its bound, and unfinished."""
+        """Raise AssertionError unless the queue is ordered, of one epoch, bounded and unfinished."""
         seqs = [queued.plan.seq for queued in self._queue]
         assert seqs == sorted(set(seqs)), f"plans out of order: {seqs}"
         assert all(queued.plan.epoch == self.epoch for queued in self._queue), "a plan of another epoch waits"
@@ -185,14 +184,14 @@ class PlanQueue:
 
 
 class PutOff(Enum):
-    """Instead of a `WorkItem`."""
+    """The result of `prepare` in place of a `WorkItem`."""
 
     PUT_OFF = "put off"
-    """What the item asks for is done once the stored blocks are there that its sequence waits for."""
+    """The item runs once the stored blocks that its sequence waits for arrive."""
 
 
 class WorkItem(msgspec.Struct, frozen=True, gc=False):
-    """Compute tokens [first_token, end_token) of a sequence; `samples` when that is the last it has."""
+    """Tokens [first_token, end_token) of a sequence to compute; `samples` if its last token is among them."""
 
     sequence: HeldSequence
     first_token: int
@@ -209,11 +208,11 @@ class StepWork:
     items: tuple[WorkItem, ...]
     skipped: tuple[SkippedItem, ...]
     ended: tuple[HeldSequence, ...]
-    """Ended since the last report, before this iteration."""
+    """Sequences that ended since the last report, before this step."""
     hits: tuple[PrefixHit, ...] = ()
     shorts: tuple[ShortStart, ...] = ()
     passed: tuple[SequenceRef, ...] = ()
-    """Decodes that are put off."""
+    """Decodes that were put off in this step."""
     waits: bool = False
     """A sequence of the plan is put off."""
     prefilled_tokens: int = 0

@@ -147,7 +147,6 @@ class Prefixes:
             self.cache.publish(sequence.blocks[at], sequence.names[at], parent, sequence.tenant)
         sequence.published_blocks = max(full, sequence.published_blocks)
 
-
     def end_audit(self, sequence: HeldSequence) -> None:
         """Nothing of it is compared any more."""
         if sequence.audited:

@@ -165,7 +165,6 @@ class StepTally:
         )
 
 
-
 WEIGHT = 0.1
 """Of the newest measurement."""
 LEAST_PREFILL_TOKENS = 16

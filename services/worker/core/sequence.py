@@ -1,6 +1,6 @@
-"""A sequence held by this worker: its tokens, how far it is computed, its blocks. No decisions, no tensors.
+"""The state of one sequence held by a worker: its tokens, its progress and its blocks. Pure.
 
-Legal transitions are one table, `TRANSITIONS`; anything else is a bug here and raises.
+`TRANSITIONS` lists the legal transitions; any other is a bug and raises.
 """
 
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
     SequenceState.DECODING: frozenset({SequenceState.WAITING, SequenceState.ENDED}),
     SequenceState.ENDED: frozenset(),
 }
-"""From → to. Back to WAITING is a preemption with recomputation."""
+"""From → to. A preemption leads back to WAITING."""
 
 
 @dataclass(slots=True)
@@ -43,69 +43,68 @@ class HeldSequence:
     prompt_tokens: int
     tokens: list[int]
     limit_tokens: int
-    """Prompt + answer may not exceed this (the answer's limit, or the worker's context)."""
+    """Maximum of prompt and answer: the answer's limit, or the worker's context."""
     waited_s: float
-    """Since the gateway accepted it, at `received_s`."""
+    """Seconds from its acceptance by the gateway to `received_s`."""
     received_s: float
     deadline_in_s: float | None
     state: SequenceState = SequenceState.WAITING
     alive: bool = True
     """`state` is not ENDED."""
     computed_tokens: int = 0
-    """Tokens whose KV is present."""
+    """Number of tokens whose KV is present."""
     blocks: BlockTable = field(default_factory=block_table)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Where wanted: of the last tokens, those sampled in this attempt. The gateway has the others."""
+    """Log-probabilities of the tokens sampled in this attempt, if requested."""
     cache_salt: bytes = b""
     tenant: str = ""
-    """Whose it is: what it leaves in the cache is charged to him."""
+    """The tenant that is charged for the blocks it leaves in the cache."""
     names: list[BlockHash] = field(default_factory=list)
-    """Of its whole blocks, as far as they were asked for."""
+    """Names of its full blocks, as far as they were needed."""
     published_blocks: int = 0
-    """So many of its blocks were offered to the prefix cache, or came from there."""
+    """Number of its blocks that were published to the prefix cache, or came from there."""
     kept: list[Node] = field(default_factory=list)
-    """Its first blocks, while the host keeps them: it was taken off the device and is not back yet."""
+    """Its first blocks that the host keeps while it is preempted."""
     audited: list[int] = field(default_factory=list)
-    """Stored blocks that what it computes itself is compared with: the next ones to become full."""
+    """Stored blocks to compare its own computation with: the next ones to become full."""
     awaited: Awaited | None = None
     """Stored blocks that follow those in `blocks`, on their way to the device."""
     awaited_until_s: float | None = None
-    """Then it goes on without them. None: nobody has looked yet."""
+    """When it stops waiting for them. None: not set yet."""
     computes_rest: bool = False
-    """A load brought less than it was to: it loads nothing any more."""
+    """A load fell short, so it loads nothing more."""
     postponed: PrefillChunk | None = None
-    """What plans count as computed and is not: it waited for stored blocks."""
+    """Work that plans count as computed but that had to wait for stored blocks."""
     promised_tokens: int = 0
-    """A chunk may begin up to here, wherever the computation stands: the scheduler was told that what
-    precedes it is stored."""
+    """A chunk may begin up to here, since the scheduler knows that everything before it is stored."""
     cached_tokens: int = 0
-    """Of the prompt, those not computed for the first token of this attempt, because they were stored."""
+    """Number of prompt tokens that came from the cache before this attempt's first token."""
     sampled: bool = False
     """This attempt has sampled a token."""
     finish_reason: FinishReason | None = None
     ended_s: float = 0.0
     open_tokens: int = 0
-    """So many more may come from its former worker, from its last chunk on."""
+    """Number of late tokens that may still come from its former worker."""
     steps_alone: int = 0
-    """Without one of those, until now."""
+    """Number of consecutive steps without a late token."""
     takes_late: bool = False
-    """It changed workers, and was to take such tokens."""
+    """It changed workers, and may take late tokens."""
     rehearsal: bool = False
-    """Nobody reads it, and nobody acknowledges its end: only its blocks are wanted."""
+    """It runs only to fill the cache: nobody reads it or acknowledges its end."""
     proof: bytes = b""
-    """That this worker was given it, for its gateway."""
+    """Shows the gateway that this worker was given the sequence."""
     is_proven: bool = False
-    """The proof went along with tokens."""
+    """The proof was sent with tokens."""
     heir_digest: bytes = b""
-    """Of the key of those gateways that may take it over; empty: none may."""
+    """Digest of the key of gateways that may take it over; empty: none may."""
     traceparent: str = ""
-    """Of the request's span, for those of what is computed here; empty: nobody traces it."""
+    """Trace context of the request; empty: it is not traced."""
     orphaned_s: float | None = None
-    """Since when its gateway is known to have started anew: it waits for an heir."""
+    """When its gateway was found to have restarted; it then waits for an heir."""
 
     @classmethod
     def from_spec(cls, spec: SequenceSpec, max_context_tokens: int, now_s: float) -> "HeldSequence":
-        """As a plan starts it."""
+        """Return the sequence that a plan starts."""
         tokens = unpack_tokens(spec.prompt + spec.generated)
         prompt_tokens = spec.prompt_tokens
         return cls(
@@ -134,24 +133,23 @@ class HeldSequence:
 
     @property
     def allocated_blocks(self) -> int:
-        """Its own, and those that it waits for."""
+        """Number of its blocks, and of those that it waits for."""
         return len(self.blocks) + (0 if self.awaited is None else len(self.awaited.nodes))
 
     @property
     def is_put_off(self) -> bool:
-        """It waits for stored blocks, or has yet to compute what plans count on."""
+        """Whether it waits for stored blocks, or is behind what plans count as computed."""
         return self.awaited is not None or self.postponed is not None
 
-
     def append(self, sampled: Sampled) -> None:
-        """The answer's next token."""
+        """Append the answer's next token."""
         self.sampled = True
         self.tokens.append(sampled.token)
         if sampled.logprobs is not None:
             self.logprobs.append(sampled.logprobs)
 
     def forget_blocks(self) -> None:
-        """Nothing of it is computed any more. What its blocks were called stays true."""
+        """Drop its blocks and its progress; block names stay valid."""
         self.blocks = block_table()
         self.computed_tokens = self.published_blocks = self.promised_tokens = 0
         self.postponed = self.awaited_until_s = None
@@ -159,15 +157,15 @@ class HeldSequence:
             self.cached_tokens = 0
 
     def may_begin_at(self, first_token: int) -> bool:
-        """Whether a chunk may begin there: where the computation stands, or, once a stored prefix was found,
-        anywhere up to its end; what is missing then is computed along."""
+        """Whether a chunk may begin there: at the computed length or, once a stored prefix was found,
+        anywhere up to its end."""
         if self.state is SequenceState.DECODING:
             return False
         reach = max(self.computed_tokens, self.promised_tokens)
         return first_token == self.computed_tokens or (self.promised_tokens > 0 and first_token <= reach)
 
     def due_reason(self) -> FinishReason | None:
-        """Why the answer is complete as it stands, or None."""
+        """Return why the answer is complete; None while it is not."""
         held_tokens = len(self.tokens)
         if (
             held_tokens > self.prompt_tokens + self.sampling.forced_tokens
@@ -179,24 +177,24 @@ class HeldSequence:
         return None
 
     def move_to(self, state: SequenceState) -> None:
-        """Raises InternalError on a transition that `TRANSITIONS` does not list."""
+        """Change the state. Raises InternalError on a transition that `TRANSITIONS` does not list."""
         if state not in TRANSITIONS[self.state]:
             raise InternalError(f"{self.ref} cannot go from {self.state} to {state}")
         self.state = state
         self.alive = state is not SequenceState.ENDED
 
     def check_integrity(self) -> None:
-        """AssertionError when log-probabilities are kept that nobody wants, or more than tokens."""
+        """Raise AssertionError if more log-probabilities are kept than requested."""
         assert len(self.logprobs) <= (0 if self.sampling.top_logprobs is None else self.generated_tokens)
 
     def take_proof(self) -> bytes:
-        """Once; empty from then on. A gateway that missed it finds it in a heartbeat."""
+        """Return the proof once, then nothing. A gateway that missed it reads it from a heartbeat."""
         proof = b"" if self.is_proven else self.proof
         self.is_proven = True
         return proof
 
     def report(self, now_s: float) -> SequenceReport:
-        """What heartbeats say of it. Times are seconds on the worker's clock, sent as differences only."""
+        """Return its part of the heartbeat. Times are durations in seconds."""
         held_s = now_s - self.received_s
         return SequenceReport(
             ref=self.ref,

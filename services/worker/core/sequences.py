@@ -1,6 +1,6 @@
-"""The sequences a worker holds, and the rules by which items of a plan apply to them. Pure.
+"""The table of sequences that a worker holds, and the rules for applying plan items to them. Pure.
 
-A plan states intent: each item is applied only where it is valid and reported otherwise (`SkipReason`).
+A plan states intent: an item is applied where it is valid and otherwise reported with a `SkipReason`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,16 +34,16 @@ from shared.messages.tokens import ExtendSequence
 from shared.tombstones import Tombstones
 
 MAX_SEQUENCES = 8192
-"""Held at once, ended ones included."""
+"""Maximum number of held sequences, ended ones included."""
 _MOST_BURIED = 65_536
-"""Of each gateway."""
+"""Maximum number of tombstones per gateway."""
 _LONGEST_WAIT_S = 2.0
-"""For stored blocks; then they are computed."""
+"""Maximum wait for stored blocks; after it they are computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceLimits:
-    """What a sequence must keep to, so that it can be computed at all."""
+    """Limits within which the worker can compute a sequence."""
 
     max_context_tokens: int
     vocabulary: int
@@ -52,9 +52,9 @@ class SequenceLimits:
 
 
 class SequenceTable:
-    """Held sequences by (request, choice), their blocks, the tombstones of those that may not return.
+    """Held sequences by (request, choice), their blocks, and tombstones of those that may not return.
 
-    `prefixes` shares blocks between sequences; None: each computes all of its own.
+    `prefixes` shares blocks between sequences; None: each sequence computes all of its blocks.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class SequenceTable:
         prefixes: Prefixes | None = None,
         worker: tuple[str, int] = ("", 0),
     ) -> None:
-        """With `prefixes`, `pool` is its cache, or extends it. `worker`: id and incarnation of this one."""
+        """With `prefixes`, `pool` is its cache or extends it. `worker`: this worker's id and incarnation."""
         self.pool = pool
         self._own = pool.own if isinstance(pool, ExtendedPool) else pool
         """The worker's own blocks: `pool` matters only once they are too few."""
@@ -75,55 +75,56 @@ class SequenceTable:
         self._limits = limits
         self._held: dict[SequenceKey, HeldSequence] = {}
         self._buried = Tombstones(limits.end_retention_s, _MOST_BURIED)
-        """Cancelled, dropped or acknowledged."""
+        """Sequences that were cancelled, dropped or acknowledged."""
         self._gateways = Liveness(limits.gateway_timeout_s)
         self._awake = AwakeTime(longest_gap_s=limits.gateway_timeout_s / 2)
-        """Iterations may be long; what came meanwhile is heard right after them."""
+        """Steps may be long; messages that arrive during one are read right after it."""
         self._unreported: list[HeldSequence] = []
         self.late = Latecomers()
         self.put_off: dict[SequenceKey, HeldSequence] = {}
-        """Those that wait for stored blocks, or have yet to compute what plans count on."""
+        """Sequences that wait for stored blocks, or are behind what plans count as computed."""
         if isinstance(pool, ExtendedPool):
             pool.on_moved = self._follow
 
     def find(self, ref: SequenceRef) -> HeldSequence | None:
-        """The sequence, when exactly this attempt of it is held."""
+        """Return the sequence if exactly this attempt is held."""
         held = self._held.get((ref.request_id, ref.choice))
         return held if held is not None and held.ref.attempt == ref.attempt else None
 
     def check_owner(self, ref: SequenceRef, sender: str, heir_key: bytes = b"") -> None:
-        """Raises ForeignSequence when what is held under that name, whichever attempt, is not its affair."""
+        """Raise ForeignSequence if `sender` may not act on the sequence held under that name."""
         held = self._held.get(ref.key)
         if held is not None and not is_heir(heir_key, held.heir_digest):
             check_owner(sender, ref, held.gateway_id)
 
     def add_late(self, extend: ExtendSequence) -> None:
-        """Tokens that a sequence was started without. Raises InvalidRequest for those that no model has."""
+        """Add tokens that a sequence was started without. Raises InvalidRequest for unknown tokens."""
         vocabulary = self._limits.vocabulary
         if max(extend.tokens, default=0) >= vocabulary:
-            raise InvalidRequest(f"{extend.ref} is sent tokens that are not among the model's {vocabulary}")
+            raise InvalidRequest(f"{extend.ref}: a token is outside the model's vocabulary of {vocabulary}")
         self.late.add(extend.sender, extend.ref, extend.first_index, extend.tokens)
 
     def take_ended(self) -> list[HeldSequence]:
-        """Sequences that ended, or were taken away, since the last call."""
+        """Return the sequences that ended or were cancelled since the last call."""
         ended, self._unreported = self._unreported, []
         return ended
 
     def close_all(self) -> None:
-        """No sequence takes late tokens any more."""
+        """Stop taking late tokens for any sequence."""
         self.late.close_all(self._held.values())
 
     def reports(self, now_s: float) -> tuple[SequenceReport, ...]:
         return tuple(held.report(now_s) for held in self._held.values())
 
     def apply_plan(self, plan: BatchPlan, now_s: float) -> list[SkippedItem]:
-        """What a plan does once, before its first step: drops, preemptions, starts."""
+        """Apply what a plan does once, before its first step: drops, preemptions, starts."""
         for ref in plan.drops:
             self.cancel(ref, FinishReason.CANCELLED, now_s)
-        skipped: list[SkippedItem] = []
-        for preemption in plan.preemptions:
-            if not self._preempt(preemption):
-                skipped.append(SkippedItem(ref=preemption.ref, reason=SkipReason.UNKNOWN))
+        skipped = [
+            SkippedItem(ref=preemption.ref, reason=SkipReason.UNKNOWN)
+            for preemption in plan.preemptions
+            if not self._preempt(preemption)
+        ]
         for spec in plan.starts:
             reason = self._start(spec, now_s)
             if reason is not None:
@@ -133,9 +134,9 @@ class SequenceTable:
     def prepare(
         self, item: PrefillChunk | Decode, sequence: HeldSequence | None
     ) -> WorkItem | SkipReason | PutOff | None:
-        """Allocate for one item and say what to compute, or why it cannot be; None: nothing is left of it.
+        """Allocate blocks for one item; return what to compute or why not. None: nothing is left to do.
 
-        `sequence` is what `find` has for the item. What is put off is done by `resume`.
+        `sequence` is what `find` returns for the item. `resume` does what is put off.
         """
         if sequence is None or not sequence.alive:
             return SkipReason.UNKNOWN
@@ -176,7 +177,7 @@ class SequenceTable:
         return WorkItem(sequence, first, end, end == held_tokens, is_decode)
 
     def resume(self, now_s: float, most_tokens: int) -> list[tuple[SequenceRef, WorkItem | SkipReason]]:
-        """What was put off and can be done now, up to about so many tokens; more of it later."""
+        """Return work that was put off and can run now, up to about `most_tokens`."""
         done: list[tuple[SequenceRef, WorkItem | SkipReason]] = []
         for key, sequence in list(self.put_off.items()):
             if self._waits(sequence, now_s):
@@ -201,17 +202,15 @@ class SequenceTable:
         return done
 
     def give_up_postponed(self) -> None:
-        """Whoever asks anew knows how far each is computed: nothing is computed for the plans before."""
+        """Drop work put off for earlier plans: a snapshot reports how far each sequence is computed."""
         for key, sequence in list(self.put_off.items()):
             sequence.postponed = None
             if sequence.awaited is None:
                 del self.put_off[key]
 
     def commit(self, item: WorkItem, sampled: Sampled | None, now_s: float) -> None:
-        """The item was computed.
-
-        `sampled` is None when it samples no token; `FAILED` ends it with ERROR, `KV_LOST` as that.
-        """
+        """Record that an item was computed. `sampled` is None when it samples no token; `FAILED` ends the
+        sequence with ERROR, and `KV_LOST` with KV_LOST."""
         sequence = item.sequence
         if sampled is not None and sampled.token == KV_LOST.token:
             self.end(sequence, FinishReason.KV_LOST, now_s)
@@ -249,10 +248,8 @@ class SequenceTable:
                 self.prefixes.publish(sequence)
 
     def end(self, sequence: HeldSequence, reason: FinishReason, now_s: float) -> None:
-        """End an alive sequence; kept, without blocks, until acknowledged or for `end_retention_s`.
-
-        A rehearsal is forgotten at once: its blocks are stored, or they are not.
-        """
+        """End an alive sequence. It is kept without blocks until acknowledged, or for `end_retention_s`.
+        A rehearsal is forgotten at once."""
         self._free(sequence)
         if self.prefixes is not None and sequence.kept:
             self.prefixes.let_be(sequence)
@@ -265,7 +262,7 @@ class SequenceTable:
             self._buried.put(sequence.gateway_id, sequence.ref, now_s)
 
     def lose_blocks(self, blocks: Iterable[int], now_s: float) -> None:
-        """The KV of these is gone: sequences that have any of them end, to be computed again."""
+        """Forget blocks whose KV is gone; end the sequences that have any of them as KV_LOST."""
         gone = set(blocks)
         for held in list(self._held.values()):  # a rehearsal is forgotten with its end
             if self.prefixes is not None and not gone.isdisjoint(held.audited):
@@ -283,10 +280,10 @@ class SequenceTable:
         gateway_id: str = "",
         heir_key: bytes = b"",
     ) -> None:
-        """Forget this attempt of that gateway's sequence, or without one of whosever is held, and every lower
-        one, now and for a while to come. Nobody waits for its tokens.
+        """Forget this attempt of a sequence and every lower one, now and if they arrive later.
 
-        Raises ForeignSequence when another gateway's is held under that name, and no heir asks.
+        Without `gateway_id`, the owner is that of the held sequence. Raises ForeignSequence when another
+        gateway owns it and the sender is no heir.
         """
         held = self._held.get(ref.key)
         if held is not None:
@@ -301,9 +298,9 @@ class SequenceTable:
             self._held.pop(ref.key, None)
 
     def acknowledge(self, refs: Iterable[SequenceRef], sender: str, now_s: float) -> None:
-        """Forget ended sequences whose gateway has everything.
+        """Forget ended sequences that their gateway has read to the end.
 
-        Raises ForeignSequence when there were others' among them, which are kept.
+        Raises ForeignSequence if any belongs to another gateway; those are kept.
         """
         others: list[SequenceRef] = []
         for ref in refs:
@@ -319,8 +316,8 @@ class SequenceTable:
             raise foreign(sender, others[0])
 
     def hear_gateway(self, gateway_id: str, incarnation: int, now_s: float) -> None:
-        """A gateway lives. Sequences of its earlier incarnations have no reader and go; where there may be an
-        heir, after a while."""
+        """Note a gateway's heartbeat. Sequences of its earlier incarnations have no reader and are cancelled;
+        those that may have an heir, after a while."""
         if not self._gateways.hear(gateway_id, incarnation, self._awake.at(now_s)):
             return
         for held in self._of_gateway(gateway_id):
@@ -332,7 +329,7 @@ class SequenceTable:
                 held.orphaned_s = now_s
 
     def tick(self, now_s: float) -> None:
-        """Let time pass: ends kept too long are forgotten, sequences whose gateway fell silent end."""
+        """Forget ends that were kept too long; end sequences whose gateway is silent."""
         self._buried.expire(now_s)
         self.late.tick(self._held.values(), now_s)
         for held in list(self._held.values()):
@@ -348,7 +345,7 @@ class SequenceTable:
                 self.cancel(held.ref, FinishReason.GATEWAY_LOST, now_s)
 
     def check_integrity(self) -> None:
-        """AssertionError unless blocks are conserved and every sequence is consistent with its state."""
+        """Raise AssertionError unless blocks are conserved and every sequence is consistent."""
         self.pool.check_integrity(
             [block for held in self._held.values() for block in (*held.blocks, *held.audited)]
         )
@@ -376,7 +373,7 @@ class SequenceTable:
         return PutOff.PUT_OFF
 
     def _join(self, sequence: HeldSequence, item: PrefillChunk | Decode) -> SkipReason | PutOff:
-        """An item for a sequence that is put off: a chunk is added to what it has to compute."""
+        """Handle an item for a sequence that is put off: a chunk is added to what it has to compute."""
         before = sequence.postponed
         if isinstance(item, Decode):
             return SkipReason.MISALIGNED if before is None else PutOff.PUT_OFF
@@ -393,7 +390,7 @@ class SequenceTable:
         return self._put_off(sequence, item)
 
     def _waits(self, sequence: HeldSequence, now_s: float) -> bool:
-        """False from then on when what it waits for is there, or has been waited for long enough."""
+        """Whether the sequence still waits for stored blocks; ends the wait once it is over or too long."""
         if sequence.awaited is None or self.prefixes is None:
             return False
         if sequence.awaited_until_s is None:
@@ -414,7 +411,7 @@ class SequenceTable:
         sequence.forget_blocks()
 
     def _follow(self, moves: Mapping[int, int]) -> None:
-        """Blocks were moved: in place, as a step's rows have the same lists."""
+        """Rename blocks in place, as the rows of a step share the same tables."""
         for held in self._held.values():
             held.blocks[:] = block_table(moves.get(block, block) for block in held.blocks)
 
@@ -429,7 +426,7 @@ class SequenceTable:
         return self.pool if self.pool.can_allocate(blocks) else None
 
     def _will_have(self, blocks: int) -> bool:
-        """Whether so many can be had once all loads have ended: who wanted theirs may be gone."""
+        """Whether so many blocks will be free once all loads have ended."""
         if self.prefixes is None or not self.prefixes.cache.arriving_blocks:
             return False
         awaited = sum(held.allocated_blocks - len(held.blocks) for held in self.put_off.values())
@@ -443,7 +440,7 @@ class SequenceTable:
         if self.prefixes is not None and preemption.mode is PreemptMode.SWAP:
             self.prefixes.keep(sequence)
         if sequence.postponed is not None and sequence.postponed.end_token >= len(sequence.tokens):
-            self.late.miss(sequence, 1)  # plans count on the token that it would have sampled
+            self.late.miss(sequence, 1)  # Plans count on the token that it would have sampled.
         self._free(sequence)
         if sequence.state is not SequenceState.WAITING:
             sequence.move_to(SequenceState.WAITING)
@@ -475,7 +472,6 @@ class SequenceTable:
         if reason is not None:
             self.end(sequence, reason, now_s)
         return None
-
 
     def _forget_an_end(self) -> bool:
         """Forget the sequence that ended first; False when all are alive."""

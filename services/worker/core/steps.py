@@ -1,7 +1,6 @@
-"""One worker's decisions from message to step and back. Pure: computes nothing and sends nothing itself.
+"""The core of one worker: messages in, steps and reports out. Pure: it computes and sends nothing itself.
 
-The caller alternates `begin_step` and `finish_step`, and calls the `on_…` methods in between, never during a
-step.
+The caller alternates `begin_step` and `finish_step`, and calls the `on_…` methods only between steps.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -33,15 +32,15 @@ from shared.messages.values import as_count
 from shared.release import PROTOCOL
 
 _MOST_TOKENS, _LEAST_RESUMED = 512, 64
-"""A step that has as many planned computes fewer of what was put off."""
+"""Token limit of a step that computes put-off work, and the least put-off tokens in it."""
 _MOST_OBSERVED_BYTES = 262_144
-"""Of hidden states in one message; what is beyond them is not sent."""
+"""Maximum size of hidden states in one message; the rest is dropped."""
 _WHOLE = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 
 @dataclass(frozen=True, slots=True)
 class StepEffects:
-    """What a worker's core wants sent, in this order."""
+    """Messages to send, in this order."""
 
     frames: tuple[AddressedFrame, ...] = ()
     stepped: tuple[WorkerStepped, ...] = ()
@@ -59,30 +58,26 @@ def _state_of(sequence: HeldSequence, state: bytes) -> AnswerState:
 
 
 class StepCore:
-    """Plan queue and sequence table of one worker, and the reports about them."""
+    """The plan queue and sequence table of one worker, and the reports about them."""
 
     def __init__(self, identity: Identity, table: SequenceTable, speed: SpeedMeter | None = None) -> None:
-        """`speed` has what was profiled at the start."""
+        """`speed` holds the profile from the start."""
         self._identity = identity
         self._reports = StepReports(identity, table.pool)
         self._table = table
         self._plans = PlanQueue()
         self._speed = speed or SpeedMeter()
         self._tally = StepTally()
-        self._is_held = False
+        self.is_held = False
+        """Whether the last `begin_step` found only sequences that wait for stored blocks."""
 
     @property
     def has_plans(self) -> bool:
         return len(self._plans) > 0
 
     @property
-    def is_held(self) -> bool:
-        """Whether nothing could run when a step was asked for last, because all wait for stored blocks."""
-        return self._is_held
-
-    @property
     def put_off(self) -> Collection[SequenceKey]:
-        """Sequences that wait for stored blocks."""
+        """Keys of sequences that wait for stored blocks."""
         return self._table.put_off.keys()
 
     def on_plan(self, plan: BatchPlan, now_s: float) -> StepEffects:
@@ -91,7 +86,7 @@ class StepCore:
         return StepEffects(stepped=self._reports.of_given_up(self._plans.offer(plan, now_s)))
 
     def on_cancel(self, cancel: CancelSequence, now_s: float) -> StepEffects:
-        """Raises ForeignSequence, as do the next three: then nothing has changed for its gateway."""
+        """Cancel a sequence. Raises ForeignSequence, as the next three methods do."""
         gateway_id = cancel.gateway_id if is_scheduler(cancel.sender) else cancel.sender
         self._table.cancel(cancel.ref, cancel.reason, now_s, gateway_id, cancel.heir_key)
         return StepEffects()
@@ -105,7 +100,7 @@ class StepCore:
         return fetched(self._table.find(fetch.ref), fetch.first_index)
 
     def on_extend(self, extend: ExtendSequence) -> StepEffects:
-        """Raises ForeignSequence, or InvalidRequest for tokens that the model has not."""
+        """Add late tokens. Raises ForeignSequence, or InvalidRequest for unknown tokens."""
         self._table.check_owner(extend.ref, extend.sender)
         self._table.add_late(extend)
         return StepEffects()
@@ -115,8 +110,8 @@ class StepCore:
         return StepEffects()
 
     def on_snapshot(self, snapshot: TakeSnapshot, now_s: float) -> WorkerReported:
-        """Give up all plans and say what is held. Raises StaleEpoch for a scheduler that was replaced,
-        InvalidRequest for an epoch that cannot be."""
+        """Give up all plans and report what is held. Raises StaleEpoch for a replaced scheduler, and
+        InvalidRequest for an impossible epoch."""
         if snapshot.epoch < self._plans.epoch:
             raise StaleEpoch(f"epoch {snapshot.epoch} was replaced by {self._plans.epoch}")
         if not self._plans.may_follow(snapshot.epoch):
@@ -130,12 +125,12 @@ class StepCore:
         return self.report(now_s)
 
     def on_kv_lost(self, blocks: Iterable[int], now_s: float) -> StepEffects:
-        """Blocks that other workers kept are gone; the ends are reported with the next step or tick."""
+        """End sequences whose borrowed blocks are gone; the next step or tick reports them."""
         self._table.lose_blocks(blocks, now_s)
         return StepEffects()
 
     def on_tick(self, now_s: float) -> StepEffects:
-        """Let time pass: expired plans, silent gateways, ends kept too long."""
+        """Handle expired plans, silent gateways and ends kept too long."""
         self._table.tick(now_s)
         _, expired = self._plans.head(now_s)
         shorts = self._table.late.take_shorts()
@@ -145,11 +140,11 @@ class StepCore:
         return StepEffects(stepped=stepped)
 
     def begin_step(self, now_s: float) -> tuple[StepWork | None, StepEffects]:
-        """The next iteration, or None when no plan has anything to compute. A plan of which all wait for
-        stored blocks is held until one has them, or until a later one has somebody else in it."""
+        """Return the next step's work; None when no plan has any. A plan whose sequences all wait for stored
+        blocks is held until one has them, or a later plan has other sequences."""
         frames: list[AddressedFrame] = []
         stepped: list[WorkerStepped] = []
-        self._is_held = False
+        self.is_held = False
         while True:
             queued, expired = self._plans.head(now_s)
             stepped += self._reports.of_given_up(expired)
@@ -165,14 +160,14 @@ class StepCore:
             if is_over or work.has_news:
                 stepped.append(self._reports.of_step(work, work.ended, plan_over=is_over))
             if not is_over:
-                self._is_held = queued.is_queued
+                self.is_held = queued.is_queued
                 self._plans.hold_head(now_s)
                 return None, StepEffects(tuple(frames), tuple(stepped))
 
     def finish_step(
         self, work: StepWork, tokens: Sequence[Sampled | None], now_s: float, step_s: float
     ) -> StepEffects:
-        """The iteration ran. `tokens` holds, per item, the sampled token; None where none was; `FAILED`."""
+        """Record that the step ran. `tokens` has each item's sampled token, or None, or `FAILED`."""
         sampled: list[tuple[HeldSequence, int]] = []
         states: list[AnswerState] = []
         commit = self._table.commit
@@ -184,12 +179,14 @@ class StepCore:
                 sampled.append((item.sequence, item.end_token - item.sequence.prompt_tokens))
                 if token is not None and token.state is not None and item.sequence.alive:
                     states.append(_state_of(item.sequence, token.state))
-        self._table.settle_audits(now_s)
+        prefixes = self._table.prefixes
+        if prefixes is not None and prefixes.doubted:
+            self._table.settle_audits(now_s)
         ended = (*work.ended, *self._table.take_ended())
         queued = work.queued
         if ended:
-            queued.ended.update(sequence.ref for sequence in ended)
             for sequence in ended:
+                queued.ended.add(sequence.ref)
                 if sequence.finish_reason in _WHOLE and not sequence.rehearsal:
                     self._tally.on_last_token(now_s - sequence.received_s)
         queued.steps_done += 1
@@ -199,8 +196,8 @@ class StepCore:
             self._plans.finish_head()
         prefilled_tokens, decoded_tokens = work.prefilled_tokens, work.decoded_tokens
         prefill_s = self._speed.on_step(prefilled_tokens, decoded_tokens, step_s, work.preceding_tokens)
-        if prefill_s and self._table.prefixes is not None:
-            self._table.prefixes.on_prefilled(prefilled_tokens, prefill_s)
+        if prefill_s and prefixes is not None:
+            prefixes.on_prefilled(prefilled_tokens, prefill_s)
         self._reports.on_step(prefilled_tokens, decoded_tokens)
         self._tally.on_step(prefilled_tokens + decoded_tokens)
         frames = self._frames(sampled, ended)
@@ -220,7 +217,7 @@ class StepCore:
         )
 
     def report(self, now_s: float) -> WorkerReported:
-        """A heartbeat, or the answer to a snapshot; whoever sends it numbers it (`seq` is 0 here)."""
+        """Return a heartbeat, or the answer to a snapshot; its sender sets `seq`."""
         pool, prefixes = self._table.pool, self._table.prefixes
         return WorkerReported(
             worker_id=self._identity.worker_id,
@@ -250,17 +247,18 @@ class StepCore:
         )
 
     def check_integrity(self) -> None:
-        """AssertionError unless queue and table are each consistent."""
+        """Raise AssertionError unless queue and table are each consistent."""
         self._plans.check_integrity()
         self._table.check_integrity()
 
     def _prepare(self, queued: QueuedPlan, now_s: float) -> StepWork:
-        """Apply what is valid of the plan's next step. An item is reported as skipped once per plan."""
+        """Apply the valid items of the plan's next step; report each skipped item once per plan."""
         plan, first = queued.plan, not queued.has_begun
         queued.has_begun = True
         skipped = self._table.apply_plan(plan, now_s) if first else []
         ended = self._table.take_ended()
-        queued.ended.update(sequence.ref for sequence in ended)
+        for gone in ended:
+            queued.ended.add(gone.ref)
         items: list[WorkItem] = []
         passed: list[SequenceRef] = []
         seen: set[int] = set()
@@ -301,7 +299,7 @@ class StepCore:
         return StepWork(queued, tuple(items), *told, tuple(passed), waits)
 
     def _may_pass(self) -> bool:
-        """Whether a plan behind the head has somebody in it who is not put off."""
+        """Whether a plan behind the head has a sequence that is not put off."""
         put_off = self._table.put_off
         refs = (
             item.ref
@@ -314,7 +312,7 @@ class StepCore:
     def _frames(
         self, sampled: Sequence[tuple[HeldSequence, int]], ended: Sequence[HeldSequence]
     ) -> tuple[AddressedFrame, ...]:
-        """Tokens sampled in this step, and ends without one; nothing of what was taken away."""
+        """Return frames with this step's tokens and ends, without sequences that were cancelled."""
         changed = list(sampled)
         if ended:
             told = {id(sequence) for sequence, _ in sampled}

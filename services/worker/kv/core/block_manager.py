@@ -144,7 +144,9 @@ class Inventory:
                 break
             self._count(node, 1)
             self._rank(node)
-            if _lacks_beginning(node):
+            above = node.parent
+            is_there = node.places[Tier.DEVICE] is not None
+            if is_there and above is not None and above.places[Tier.DEVICE] is None:
                 self._clear_below(node)
                 self._give(Tier.DEVICE, self._take(node, Tier.DEVICE), node)
             gone = gone if node.stored else node
@@ -497,10 +499,3 @@ class Inventory:
             self.tree.forget(lost)
             self.history.on_dropped(lost)
             self.counts["dropped"] += 1
-
-
-def _lacks_beginning(node: Node) -> bool:
-    """The device has it, and what precedes it no more."""
-    parent = node.parent
-    is_there = node.places[Tier.DEVICE] is not None
-    return is_there and parent is not None and parent.places[Tier.DEVICE] is None

@@ -116,7 +116,7 @@ class BlockPool:
         return blocks <= len(self._free) - self._barred
 
     def allocate(self, blocks: int) -> list[int]:
-        """Take that many blocks and return their ids. Raises ValueError, and takes none, if there are fewer."""
+        """Take that many blocks; return their ids. Raises ValueError, and takes none, if there are fewer."""
         if blocks < 0 or not self.can_allocate(blocks):
             raise ValueError(f"{blocks} blocks asked for, {self.free_blocks} free")
         taken: list[int] = []

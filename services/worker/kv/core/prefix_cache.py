@@ -71,6 +71,9 @@ class PrefixCache(LowerTiers):
         books = Inventory(pool, tiers.host_blocks, tiers.disk_blocks, kept, tiers.peer_blocks)
         super().__init__(books, mover, gate, min(tiers.kept_blocks, tiers.host_blocks))
         self._pool = pool
+        self.ids = pool.ids
+        """All own block ids are below this."""
+        self.block_tokens = pool.block_tokens
         self.on_moved_block = books.on_moved_block
         self._ahead = SaveAhead(books, mover)
         self.shadows = ShadowKeeping(books, tiers.shadow_blocks)
@@ -82,23 +85,14 @@ class PrefixCache(LowerTiers):
 
     @property
     def trouble(self) -> str:
-        """What an eviction order from outside raised last; empty where none did."""
+        """Return the last error of an eviction order from outside; empty: there is none."""
         failed = [order for order in self._made if order.fault]
         times = sum(order.faults for order in failed)
         return f"{failed[0].fault}; {times} blocks are ordered by their last use instead" if failed else ""
 
     @property
-    def ids(self) -> int:
-        """All own ids are below this."""
-        return self._pool.ids
-
-    @property
     def total_blocks(self) -> int:
         return self._pool.total_blocks
-
-    @property
-    def block_tokens(self) -> int:
-        return self._pool.block_tokens
 
     @property
     def free_blocks(self) -> int:

@@ -24,6 +24,7 @@ class Tier(IntEnum):
 
 
 _KEPT_MOVES = 65_536
+_NOWHERE: list[int | None] = [None] * len(Tier)
 NEAREST_FIRST = (Tier.DEVICE, Tier.HOST, Tier.PEER, Tier.DISK)
 
 
@@ -85,7 +86,7 @@ class Node:
 
     @property
     def stored(self) -> bool:
-        return any(place is not None for place in self.places)
+        return self.places != _NOWHERE
 
     @property
     def nearest(self) -> Tier:
@@ -152,7 +153,8 @@ class PrefixTree:
         if node.places[tier] is not None:
             raise ValueError(f"the block has a place in {tier.name} already")
         node.places[tier] = place
-        self._note(node)
+        self.moves += 1
+        self._moved.append(node.name)
         if node.parent is not None:
             node.parent.kids[tier] += 1
 
@@ -162,14 +164,11 @@ class PrefixTree:
         if place is None:
             raise ValueError(f"the block has no place in {tier.name}")
         node.places[tier] = None
-        self._note(node)
+        self.moves += 1
+        self._moved.append(node.name)
         if node.parent is not None:
             node.parent.kids[tier] -= 1
         return place
-
-    def _note(self, node: Node) -> None:
-        self.moves += 1
-        self._moved.append(node.name)
 
     def forget(self, node: Node) -> None:
         """Remove a node that has neither places nor children. Raises ValueError otherwise."""

@@ -180,7 +180,7 @@ def test_tokens_that_another_gateway_sends_ahead_of_a_start_are_not_joined() -> 
 def test_late_tokens_that_the_model_has_not_are_refused_before_they_are_joined() -> None:
     """Keeps one from failing the step of all that run beside it."""
     desk = Desk()
-    with pytest.raises(InvalidRequest, match="not among the model's"):
+    with pytest.raises(InvalidRequest, match="outside the model's vocabulary"):
         desk.core.on_extend(
             ExtendSequence(ref=ref(), sender="gateway-0", first_index=0, tokens=(10, LIMITS.vocabulary))
         )
