@@ -9,9 +9,8 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from services.worker.core.sequence import HeldSequence
-from services.worker.kv.core.arrivals import Hit
 from services.worker.kv.core.block_table import first_borrowed
-from services.worker.kv.core.prefix_cache import PrefixCache
+from services.worker.kv.core.prefix_cache import Hit, PrefixCache
 from services.worker.kv.core.stored_events import StoredEvents
 from shared.blocks import BlockHash, chain, child, root
 from shared.messages.plans import PrefixHit

@@ -1,16 +1,15 @@
-"""What is stored where, who uses it, and what may go: the books of the prefix cache.
+"""The inventory of the prefix cache: which block is stored where, in use, and evictable. Pure.
 
-Blocks and slots are conserved, a used block keeps its beginning, and nothing in use is offered for eviction.
-No bytes are moved and nothing is decided here but which copy goes. Pure.
+Blocks and slots are conserved, a block in use keeps its prefix, and nothing in use is evicted. The inventory
+moves no bytes and decides only which copy to evict.
 """
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from services.worker.kv.core.block_pool import BlockPool
-from services.worker.kv.core.eviction import NEVER, OrderMaker, ReuseHistory, SlotPool, group_of
+from services.worker.kv.core.eviction import NEVER, OrderMaker, PeerSlots, ReuseHistory, SlotPool, group_of
 from services.worker.kv.core.grown_pool import GrownPool
-from services.worker.kv.core.peer_slots import PeerSlots
 from services.worker.kv.core.radix_tree import Node, PrefixTree, Tier
 from services.worker.kv.core.shadows import Shadows
 from shared.blocks import BlockHash
@@ -22,7 +21,7 @@ class Inventory:
     def __init__(
         self, pool: BlockPool, host_blocks: int, disk_blocks: int, make: OrderMaker, peer_blocks: int = 0
     ) -> None:
-        """`peer_blocks`: of other workers' host memory, at most."""
+        """`peer_blocks`: maximum number of blocks in other workers' host memory."""
         self.pool = pool
         self.residency = pool.residency if isinstance(pool, GrownPool) else None
         """Where blocks in use lie, if they may lie in host memory; None: all are on the device."""
@@ -35,44 +34,44 @@ class Inventory:
         self.peers = PeerSlots(peer_blocks, make(Tier.PEER, self.history))
         self._orders = (self._device, self.host.order, self.disk.order, self.peers.order)
         self._saved = make(Tier.DEVICE, self.history)
-        """Of the device's order, those that the host has as well: they can go at once."""
+        """Evictable device blocks that the host has too: they can leave without a copy."""
         self.shadows = Shadows()
-        """On the host, and in none of the orders: they go before all others."""
+        """Shadows on the host. They are in no order and are evicted first."""
         self._published: dict[int, Node] = {}
         self.unsaved: dict[Node, None] = {}
-        """On the host and not on disk yet, oldest first."""
+        """Blocks on the host that are not on disk yet, oldest first."""
         self.unsent: dict[Node, None] = {}
-        """On the host and not at a peer yet, oldest first."""
+        """Blocks on the host that are not at a peer yet, oldest first."""
         self.requests = 0
         self.evictable = 0
-        """Own device blocks that have a name and no user."""
+        """Number of own device blocks that have a name and no user."""
         self.borrowed_idle = 0
-        """Borrowed ones that have: their ids are above all own ones."""
+        """Number of borrowed blocks that have a name and no user; their ids are above all own ids."""
         self.saved = 0
-        """Of these, those that the host has as well."""
+        """Number of evictable blocks that the host has too."""
         self.is_behind = False
-        """A block was to leave the device that the host had not yet. Whoever has looked, clears it."""
+        """A block had to leave the device before its copy to the host. Its reader clears it."""
         self.keeps_unused = True
-        """Blocks that nobody has wanted again are worth a copy on the host."""
+        """Blocks without a second use are worth a copy on the host."""
         self.kept = 0
-        """Blocks whose place on the host is sure."""
+        """Number of blocks whose place on the host is reserved."""
         self.counts: Counter[str] = Counter()
         self.on_borrowed_free: Callable[[int], None] = lambda block: None
-        """Called with each borrowed block that has no name any more."""
+        """Called with each borrowed block that lost its name."""
         self.end_copy: Callable[[Node], None] = lambda node: None
-        """Called with a block that leaves the device while the host gets a copy: that is over on return."""
+        """Called to finish the copy to the host of a block that leaves the device."""
 
     def node_of(self, block: int) -> Node | None:
-        """The named block that lies there on the device."""
+        """Return the named block at this device block id."""
         return self._published.get(block)
 
     def is_own(self, node: Node) -> bool:
-        """Whether its place on the device is this worker's; one that is borrowed cannot be copied from."""
+        """Whether its device block is this worker's own; a borrowed block cannot be copied from."""
         place = node.places[Tier.DEVICE]
         return place is not None and place < self.pool.ids
 
     def own_place(self, node: Node) -> tuple[Tier, int] | None:
-        """The nearest of its places that are this worker's; None: its bytes are elsewhere alone."""
+        """Return its nearest place in this worker; None: its bytes are only elsewhere."""
         for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK):
             place = node.places[tier]
             if place is not None and (tier is not Tier.DEVICE or self.is_own(node)):
@@ -80,7 +79,7 @@ class Inventory:
         return None
 
     def rename(self, node: Node, block: int) -> None:
-        """Its copy on the device is there from now on; the place that it leaves is nobody's."""
+        """Move its device copy to another block id; the old id is nobody's."""
         self._count(node, -1)
         before = self.tree.take(node, Tier.DEVICE)
         del self._published[before]
@@ -91,26 +90,24 @@ class Inventory:
         self._rank(node)
 
     def drop_place(self, node: Node) -> None:
-        """Its copy on the device, which was borrowed, is lost, and so is what hangs on it there and nobody
-        uses. Who uses such a block has its own copy of this one; see `let_go`."""
+        """Drop a lost borrowed copy and all unused copies below it. Users of those have their own copy."""
         self._clear_below(node)
         self.remove(node, Tier.DEVICE)
 
     def idle_borrowed(self) -> list[Node]:
-        """Borrowed blocks that have a name and no user, the one wanted longest ago first, and of equals the
-        deepest."""
+        """Return borrowed blocks with a name and no user, least recently used and deepest first."""
         idle = [node for block, node in self._published.items() if block >= self.pool.ids and not node.busy]
         return sorted(idle, key=lambda node: (node.used, -node.depth))
 
     def enter(self, name: BlockHash, parent: Node | None, tenant: str = "") -> Node:
-        """A new node, to be given a place at once."""
+        """Return a new node, which needs a place at once."""
         node = self.tree.add(name, parent)
         node.tenant = tenant
         self.history.on_stored(node, self.requests)
         return node
 
     def touch(self, node: Node) -> None:
-        """A request wants it."""
+        """Note that a request uses the block."""
         if node.is_shadow:
             self.make_own(node)
         else:
@@ -122,7 +119,7 @@ class Inventory:
         self._rank(node)
 
     def hold(self, node: Node | None) -> None:
-        """One more user; the first also keeps what precedes the block."""
+        """Add a user; the first one also holds the blocks before it."""
         while node is not None:
             if node.busy:
                 node.busy += 1
@@ -134,11 +131,11 @@ class Inventory:
             node = node.parent
 
     def let_go(self, node: Node | None) -> None:
-        """One user less. Raises ValueError when it had none."""
+        """Remove a user. Raises ValueError when it had none."""
         gone = None
         while node is not None:
             if node.busy < 1:
-                raise ValueError("a block was given back that nobody held")
+                raise ValueError("a block without a user was released")
             node.busy -= 1
             if node.busy > 0:
                 break
@@ -155,7 +152,7 @@ class Inventory:
             self._drop_if_gone(gone)
 
     def keep(self, node: Node) -> bool:
-        """One more comes back for it: on the host it has, or will find, a place. False when there is none."""
+        """Reserve its place on the host for a preempted sequence. False when there is no room."""
         if not node.keepers and node.places[Tier.HOST] is None:
             node.kept_slot = self.slot(Tier.HOST)
             if node.kept_slot is None:
@@ -166,7 +163,7 @@ class Inventory:
         return True
 
     def unkeep(self, node: Node) -> None:
-        """One of those less. One that is forgotten since then is not minded."""
+        """Undo one `keep`. A node that was forgotten since then is ignored."""
         if self.tree.find(node.name) is not node or not node.keepers:
             return
         node.keepers -= 1
@@ -176,8 +173,9 @@ class Inventory:
             self._rank(node)
 
     def host_slot(self, node: Node, *, ahead: bool = False) -> int | None:
-        """For a block that leaves the device: its own, else any; `ahead` of that, none of a block that is
-        about to leave as well."""
+        """Return a host slot for a block that leaves the device: its reserved slot, else any.
+
+        `ahead` of eviction, no slot is taken from another block that is about to leave."""
         place, node.kept_slot = node.kept_slot, None
         if place is not None:
             return place
@@ -188,7 +186,7 @@ class Inventory:
         return self.slot(Tier.HOST)
 
     def give_host_slot(self, node: Node, place: int) -> None:
-        """One that `host_slot` gave for `node` was not filled."""
+        """Give back a slot from `host_slot` that was not filled."""
         if node.keepers and node.kept_slot is None and node.places[Tier.HOST] is None:
             node.kept_slot = place
         else:
@@ -209,17 +207,16 @@ class Inventory:
         return True
 
     def set_leaving(self, node: Node, *, is_leaving: bool) -> None:
-        """Whether it is one of the next to leave the device."""
+        """Mark whether it is one of the next to leave the device."""
         node.is_leaving = is_leaving
         self._rank(node)
 
     def leaving(self) -> Iterator[Node]:
-        """What would leave the device, in this order, if nobody wanted anything of it. Nothing may change
-        meanwhile."""
+        """Iterate over blocks in their order of eviction from the device. Nothing may change meanwhile."""
         return self._device.preview()
 
     def put(self, node: Node, tier: Tier, place: int) -> None:
-        """`node` has a copy there from now on."""
+        """Record a copy of `node` in a tier."""
         if node.is_shadow and tier is not Tier.HOST:
             self.make_own(node)
         self._count(node, -1)
@@ -237,7 +234,7 @@ class Inventory:
         self._rank_with_parent(node)
 
     def shadow(self, node: Node, place: int, now_s: float) -> None:
-        """A new node's copy on the host, kept for another worker's sequence."""
+        """Record a new node's copy on the host, kept for another worker's sequence."""
         node.used = NEVER
         self.shadows.add(node, now_s)
         self.put(node, Tier.HOST, place)
@@ -251,7 +248,7 @@ class Inventory:
         self._rank(node)
 
     def note_unsaved(self, node: Node) -> None:
-        """It is on the host; what lies below it may want it, too."""
+        """Queue a block on the host for the tiers below."""
         if node.is_shadow:
             return
         if node.places[Tier.DISK] is None and self.disk.total:
@@ -260,23 +257,24 @@ class Inventory:
             self.unsent[node] = None
 
     def lose_peers(self, places: Collection[int]) -> int:
-        """These slots are lent no more, and what was in them is gone: how many blocks that were."""
+        """Drop slots that are no longer lent; return the number of blocks lost with them."""
         lost = self.peers.drop(places)
         for node in lost:
-            if node.places[Tier.PEER] is not None:  # it may have gone along with another
+            if node.places[Tier.PEER] is not None:  # It may have been dropped with another block.
                 self.remove(node, Tier.PEER)
             if node.places[Tier.HOST] is not None:
                 self.note_unsaved(node)
         return len(lost)
 
     def remove(self, node: Node, tier: Tier) -> None:
-        """Its copy in `tier` goes and the place is free; without a copy anywhere the block is forgotten."""
+        """Remove its copy in `tier`; a block without any copy is forgotten."""
         self._give(tier, self._take(node, tier), node)
         self._drop_if_gone(node)
 
     def pop_device(self) -> Node | None:
-        """A device block that may go, still in its place; None when all are in use. The first of those that
-        are on the host as well where the first of all is not."""
+        """Return the next device block to evict, still in its place; None when all are in use.
+
+        A block that the host has too goes before one that still needs a copy."""
         node = self._device.pop()
         if node is None or node.places[Tier.HOST] is not None or not self.is_worth_a_copy(node):
             return node
@@ -288,18 +286,17 @@ class Inventory:
         return saved
 
     def is_worth_a_copy(self, node: Node) -> bool:
-        """Whether the host is to have it before it leaves the device. What was wanted again will be once
-        more; of what never was, as `keeps_unused` says."""
+        """Whether to copy it to the host before eviction: it was used twice, or `keeps_unused` is set."""
         if not self.host.total or not self.is_own(node):
             return False
         has_below = self.disk.total or self.peers.most
         return self.keeps_unused or bool(node.hits or node.keepers or has_below)
 
     def slot(self, tier: Tier, kept: Collection[BlockHash] = (), *, for_shadow: bool = False) -> int | None:
-        """A slot of a lower tier, if need be one that a copy leaves, but none of `kept`; None when no copy
-        may go. `for_shadow`: no shadow leaves for it, other copies do, but none of what is about to leave the
-        device."""
-        shelf = self._shelf(tier)
+        """Return a slot of a lower tier, evicting a copy outside `kept` if necessary; None: no copy may go.
+
+        `for_shadow`: evict neither a shadow nor a block that is about to leave the device."""
+        shelf = {Tier.HOST: self.host, Tier.DISK: self.disk}.get(tier, self.peers)
         free = shelf.take()
         if free is not None or shelf.total == 0:
             return free
@@ -326,11 +323,10 @@ class Inventory:
         writing: Iterable[int] = (),
         sending: Iterable[int] = (),
     ) -> None:
-        """Raises AssertionError unless blocks and slots are conserved and counts are true.
+        """Raise AssertionError unless blocks and slots are conserved and counts are true.
 
-        `held` names every block that sequences hold, as often as they hold it; `pinned` the nodes that they
-        wait for or that are loaded, likewise. `arriving` are blocks of the device, `storing` slots of the
-        host that are being copied to, `writing` those of the disk, `sending` those of peers.
+        `held` has each block as often as sequences hold it, `pinned` each awaited or loaded node likewise.
+        `arriving`: device blocks being filled; `storing`, `writing`, `sending`: slots of host, disk, peers.
         """
         self.tree.check_integrity()
         held = list(held)
@@ -344,9 +340,7 @@ class Inventory:
         for block, node in self._published.items():
             assert node.places[Tier.DEVICE] == block
             kept = sum(child.busy > 0 for child in node.children.values())
-            assert node.busy == users[block] + pins[node] + kept, (
-                "a block is used by fewer or more than hold it"
-            )
+            assert node.busy == users[block] + pins[node] + kept, "users of a block are miscounted"
         idle = [node for node in self._published.values() if node.busy == 0]
         loose = [node for node in idle if self.is_own(node)]
         assert (self.evictable, self.borrowed_idle) == (len(loose), len(idle) - len(loose))
@@ -380,10 +374,6 @@ class Inventory:
         waiting = [*self.unsaved, *self.unsent]
         assert all(node.places[Tier.HOST] is not None for node in waiting), "nothing to save"
 
-    def _shelf(self, tier: Tier) -> SlotPool | PeerSlots:
-        """Of one of the lower tiers."""
-        return {Tier.HOST: self.host, Tier.DISK: self.disk}.get(tier, self.peers)
-
     def _rank(self, node: Node) -> None:
         for tier, order in zip(Tier, self._orders, strict=True):
             if node.is_loose(tier) and not node.is_shadow:
@@ -396,7 +386,7 @@ class Inventory:
             self.shadows.rank(node)
 
     def _count(self, node: Node, by: int) -> None:
-        """It enters, or leaves, the sums of those that may go."""
+        """Add a block to, or subtract it from, the counts of evictable blocks."""
         if node.busy or node.places[Tier.DEVICE] is None:
             return
         if self.is_own(node):
@@ -411,14 +401,14 @@ class Inventory:
             self._rank(node.parent)
 
     def on_moved_block(self, block: int) -> None:
-        """It left or entered the device, and shares its row of host memory with the named block there."""
+        """Note that a block whose host row is shared left or entered the device."""
         node = self._published.get(block)
         if node is not None and self.residency is not None:
             node.is_outside = self.residency.is_outside(block)
             self._rank(node)
 
     def _share(self, node: Node) -> None:
-        """What lies on the own device and on the host need not be copied to leave the one for the other."""
+        """Share the host row with the device block, so that it can leave the device without a copy."""
         block, row = node.places[Tier.DEVICE], node.places[Tier.HOST]
         residency = self.residency if self.is_own(node) else None
         if residency is not None and row is not None and block is not None:
@@ -457,7 +447,7 @@ class Inventory:
             self.peers.give(place)
 
     def _leave_host(self, node: Node, place: int) -> None:
-        """Its copy on the host goes; the row stays the block's that lies there."""
+        """Free its slot on the host, unless its block in use lies in that row."""
         block, node.is_outside = node.places[Tier.DEVICE], False
         residency = self.residency if self.is_own(node) else None
         if residency is not None and block is not None and residency.unshare(block):
@@ -481,13 +471,13 @@ class Inventory:
         return victim
 
     def _clear_below(self, node: Node) -> None:
-        """What hangs on it, and nobody uses, leaves the device."""
+        """Remove unused device copies below a node."""
         for lost in reversed(self.tree.below(node)):
             if lost.places[Tier.DEVICE] is not None and not lost.busy:
                 self.remove(lost, Tier.DEVICE)
 
     def _drop_if_gone(self, node: Node) -> None:
-        """A block that is stored nowhere takes along what hangs on it."""
+        """Forget a block that is stored nowhere, and everything below it."""
         if node.stored or node.busy:
             return
         for lost in [*reversed(self.tree.below(node)), node]:

@@ -1,11 +1,10 @@
-"""Which copy goes when a tier is full: orders of eviction, by name.
+"""Eviction orders by name, and the slots of the lower tiers. Pure.
 
-An order ranks nodes by what is known of them; the lowest goes first. An installed package adds orders with
-entry points in the group `kvasir.worker.evictions`, `my_file.py:MyOrder` names one in a file
-(`shared/plugins.py`): a subclass of `EvictionOrder` with a `rank`. Ranks are taken when a node becomes
-evictable; a node that is used in between is ranked again. Pure. Source: papers/002 §IV-B for the first three;
-`frequent` is ours: in conversations most blocks are never wanted again, and those that were wanted twice are
-wanted a third time after about as long.
+An order ranks evictable nodes; the lowest rank is evicted first. A node is ranked when it becomes evictable,
+and again after each use. An installed package adds orders with entry points in the group
+`kvasir.worker.evictions`; `my_file.py:MyOrder` names one in a file (`shared/plugins.py`). An order is a
+subclass of `EvictionOrder` with a `rank`. Source: papers/002 §IV-B for `lru`, `fifo` and `random`. `frequent`
+is ours: in conversations most blocks are used once, and blocks used twice are used again after about as long.
 """
 
 import heapq
@@ -13,7 +12,7 @@ import math
 import random
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from services.worker.kv.core.block_pool import RowPool, RowShare
 from services.worker.kv.core.radix_tree import Node, Tier
@@ -22,42 +21,42 @@ from shared.blocks import BlockHash
 from shared.plugins import PluginKind, told
 
 _LEAST_WEIGHT = 0.0005
-"""Of one use in the mean gap; the first uses weigh more."""
+"""Least weight of one use in the mean gap; the first uses weigh more."""
 _FEW_NAMES = 256
-"""Of fewer nobody knows yet how many are wanted again."""
+"""Least number of names for a share of returning blocks."""
 _MOST_NAMES = 4096
-"""Of more those that came first count half."""
+"""Number of names above which older ones count half."""
 NEVER = -1
-"""When a block was last used that nobody here has wanted: it tells nothing of how long blocks wait."""
+"""Last use of a block that no request here has used; it does not count as a gap."""
 
 
 class ReuseHistory:
-    """How long blocks of one cache wait until they are wanted again, those dropped since included."""
+    """Statistics of how long blocks wait for their next use, dropped blocks included."""
 
     def __init__(self, most_ghosts: int = 65536) -> None:
         self._most_ghosts = most_ghosts
         self._ghosts: dict[BlockHash, tuple[int, int]] = {}
-        """Uses and last use of blocks stored nowhere, the one dropped first first."""
+        """Uses and last use of dropped blocks, oldest first."""
         self._uses = 0
         self.mean_gap = 0.0
         self._names = self._returned = 0
 
     @property
     def returning(self) -> float | None:
-        """Of all blocks that were stored, the share that was wanted again; None while they are few."""
+        """Share of stored blocks that were used again; None while they are few."""
         return self._returned / self._names if self._names >= _FEW_NAMES else None
 
     def on_returned(self) -> None:
-        """A block is wanted again for the first time."""
+        """Count a block that is used again for the first time."""
         self._returned += 1
 
     def on_used(self, last: int, now: int) -> None:
-        """A block that was last used then is used again."""
+        """Count another use of a block."""
         self._uses += 1
         self.mean_gap = averaged(self.mean_gap, now - last, max(_LEAST_WEIGHT, 1 / self._uses))
 
     def on_dropped(self, node: Node) -> None:
-        """The block is stored nowhere any more."""
+        """Remember a dropped block."""
         if node.used == NEVER:
             return
         self._ghosts[node.name] = (node.hits, node.used)
@@ -65,7 +64,7 @@ class ReuseHistory:
             del self._ghosts[next(iter(self._ghosts))]
 
     def on_stored(self, node: Node, now: int) -> None:
-        """A new node; it starts with the uses it had when it was dropped, and this one."""
+        """Count a new node, which starts with the uses that it had when it was dropped."""
         node.inserted = node.used = now
         known = self._ghosts.pop(node.name, None)
         if known is not None:
@@ -83,31 +82,31 @@ EvictionRank = tuple[float, ...]
 
 
 _RECENT_REQUESTS = 4096
-"""One that has had nothing stored or found for so many requests has no share."""
+"""A tenant without a use in so many requests has no share."""
 _Entry = tuple[int, EvictionRank, int, Node]
 """Group, rank, number, node."""
 
 
 class EvictionOrder(ABC):
-    """The evictable copies of one tier, lowest rank first. Each node is in it once at most.
+    """The evictable copies of one tier, lowest rank first.
 
-    Where several tenants have some, those go first whose tenant has more than its share: as much as the
-    others that want any. So one that stores much pushes out what is its own.
+    With several tenants, blocks of a tenant above its share go first; recent tenants have equal shares. So a
+    tenant that stores much evicts its own blocks.
     """
 
     def __init__(self, history: ReuseHistory, seed: int = 0) -> None:
         self._history = history
         self._random = random.Random(seed)
         self.faults = 0
-        """Nodes that `rank` raised for."""
+        """Number of nodes for which `rank` raised."""
         self.fault = ""
-        """What it raised last."""
+        """Its last error."""
         self._heaps: dict[str, list[_Entry]] = {}
-        """By tenant."""
+        """Heaps by tenant."""
         self._entry: dict[Node, int] = {}
         self._owned: Counter[str] = Counter()
         self._wanted: dict[str, int] = {}
-        """When a tenant last had something stored or found, on the cache's count of requests."""
+        """Each tenant's last use, on the cache's count of requests."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -117,7 +116,7 @@ class EvictionOrder(ABC):
         return node in self._entry
 
     def add(self, node: Node, group: int = 0) -> None:
-        """`node` may go from now on; a node that is in already is ranked again. Lower groups go first."""
+        """Add a node, or rank it again. Lower groups go first."""
         tenant = node.tenant
         self._count += 1
         self._owned[tenant] += node not in self._entry
@@ -130,7 +129,7 @@ class EvictionOrder(ABC):
             heapq.heapify(heap)
 
     def discard(self, node: Node) -> None:
-        """`node` may not go any more. Nothing happens when it is not in."""
+        """Remove a node if it is in the order."""
         if self._entry.pop(node, None) is not None:
             self._disown(node.tenant)
 
@@ -140,7 +139,7 @@ class EvictionOrder(ABC):
             del self._owned[tenant], self._heaps[tenant], self._wanted[tenant]
 
     def first(self) -> Node | None:
-        """The node that goes first, None when there is none."""
+        """Return the node to evict first; None when there is none."""
         entries = [entry for tenant in self._over_share(self._owned) if (entry := self._top(tenant))]
         return min(entries)[3] if entries else None
 
@@ -151,7 +150,7 @@ class EvictionOrder(ABC):
         return heap[0] if heap else None
 
     def _over_share(self, owned: Mapping[str, int]) -> list[str]:
-        """Tenants that have no less than their share of all that is owned; there is one where any is."""
+        """Return the tenants that have at least their share; one at least if any blocks are owned."""
         if len(owned) < 2:
             return list(owned)
         now = max(self._wanted[tenant] for tenant in owned)
@@ -160,8 +159,9 @@ class EvictionOrder(ABC):
         return [tenant for tenant in owned if owned[tenant] >= share or tenant not in recent]
 
     def preview(self) -> Iterator[Node]:
-        """In the order in which they would go, and after the last child of a node the node itself, if nobody
-        uses it: which nodes would go if nothing came in between. The order must not change meanwhile."""
+        """Iterate over nodes in the order of eviction, each unused node after its last child.
+
+        The order must not change meanwhile."""
         heaps = {
             tenant: [entry for entry in heap if self._entry.get(entry[3]) == entry[2]]
             for tenant, heap in self._heaps.items()
@@ -185,7 +185,7 @@ class EvictionOrder(ABC):
                 del owned[tenant]
 
     def pop(self) -> Node | None:
-        """Takes out the node that goes first, None when there is none."""
+        """Remove and return the node to evict first; None when there is none."""
         node = self.first()
         if node is not None:
             self.discard(node)
@@ -193,36 +193,36 @@ class EvictionOrder(ABC):
 
     @abstractmethod
     def rank(self, node: Node) -> EvictionRank | float:
-        """Place of `node`: the lowest goes first. Of equal nodes the deepest should go first: without its
-        beginning a prefix is worth nothing."""
+        """Return the rank of `node`; the lowest is evicted first. Of equals the deepest should go first:
+        without its beginning a prefix is useless."""
 
     def _ranked(self, node: Node) -> EvictionRank:
-        """`rank`, or the place by last use where an order from outside raises: that costs hits, no answer."""
+        """Return `rank`, or a rank by last use if an order from outside raises, which costs only hits."""
         try:
             found = self.rank(node)
             return tuple(map(float, found)) if isinstance(found, tuple) else (float(found),)
-        except Exception as error:  # anything that outside code may raise
+        except Exception as error:  # Outside code may raise anything.
             self.faults += 1
             self.fault = f"eviction order {type(self).__name__} raised {told(error)} in rank"
             return (float(node.used), -float(node.depth))
 
 
 class Lru(EvictionOrder):
-    """Least recently used."""
+    """Least recently used first."""
 
     def rank(self, node: Node) -> EvictionRank:
         return (node.used, -node.depth)
 
 
 class Fifo(EvictionOrder):
-    """First stored, first out; being used changes nothing."""
+    """First stored first, whatever its uses."""
 
     def rank(self, node: Node) -> EvictionRank:
         return (node.inserted, -node.depth)
 
 
 class Random(EvictionOrder):
-    """Whichever; for comparison."""
+    """Random order, for comparison."""
 
     def rank(self, node: Node) -> EvictionRank:
         return (self._random.random(),)
@@ -232,10 +232,10 @@ _MOST_DOUBLINGS = 3.0
 
 
 class Frequent(EvictionOrder):
-    """Least recently used, but each doubling of its uses counts as if it had been used that much later.
+    """Least recently used first, where each doubling of the uses postpones the last use by the mean gap.
 
-    A doubling is worth the mean gap between two uses, measured over dropped blocks as well, so that nothing
-    is tuned to a trace or to the size of a tier. Without uses of old blocks it is `lru`.
+    The gap is measured over dropped blocks as well, so nothing is tuned to a trace or the size of a tier.
+    Without repeated uses it is `lru`.
     """
 
     def rank(self, node: Node) -> EvictionRank:
@@ -263,8 +263,8 @@ def order_maker(name: str, seed: int = 0) -> OrderMaker:
 
 
 def group_of(node: Node, tier: Tier) -> int:
-    """Copies of what the device has go first, then those that a tier below has as well, then only copies, and
-    last those of what is about to leave the device."""
+    """Return a copy's group: 0 the device has it too, 1 a lower tier does, 2 the only copy, 3 the device is
+    about to drop it."""
     if tier is Tier.HOST and node.is_leaving:
         return 3
     if tier is Tier.DEVICE or node.places[Tier.DEVICE] is not None:
@@ -274,18 +274,83 @@ def group_of(node: Node, tier: Tier) -> int:
 
 
 class SlotPool(RowShare):
-    """Slots of the own host tier or of the disk; `order` has the nodes whose copy here may go."""
+    """Slots of the host or disk tier; `order` has the evictable copies."""
 
     def __init__(self, total: int, order: EvictionOrder, rows: RowPool | None = None) -> None:
-        """Without `rows` that others take from as well: of its own."""
+        """`rows` may be shared with other owners; None: the pool has its own."""
         super().__init__(RowPool(max(0, total)) if rows is None else rows, total)
         self.order = order
 
     def claim(self, places: Collection[int]) -> None:
-        """Takes certain slots, each once. Raises ValueError, and takes none, unless all are free."""
+        """Take certain slots, each once. Raises ValueError, and takes none, unless all are free."""
         self.rows.claim(places)
         self.used += len(places)
 
     def check_integrity(self, used: list[int]) -> None:
-        """Raises AssertionError unless `used` are as many slots as were taken, each once."""
+        """Raise AssertionError unless `used` are as many slots as were taken, each once."""
         assert len(used) == len(set(used)) == self.used, "slots lost or used twice"
+
+
+class PeerSlots:
+    """Up to `most` slots in host memory that other workers lend; `order` has the evictable copies.
+
+    Slots come with grants and go with leases. No number is used twice, so a lost slot is never mistaken."""
+
+    def __init__(self, most: int, order: EvictionOrder) -> None:
+        self.most = max(0, most)
+        self.order = order
+        self._free: dict[int, None] = {}
+        self._used: set[int] = set()
+        self.at: dict[int, Node] = {}
+        """Nodes by slot, without those that are being copied."""
+        self.is_refused = False
+        """The last search for more slots found none."""
+
+    def __contains__(self, place: object) -> bool:
+        return place in self._used or place in self._free
+
+    @property
+    def total(self) -> int:
+        """Number of slots that are lent now."""
+        return len(self._free) + len(self._used)
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def admit(self, places: Iterable[int]) -> None:
+        """Add slots."""
+        self._free.update(dict.fromkeys(places))
+
+    def take(self) -> int | None:
+        """Take a free slot; None when there is none."""
+        if not self._free:
+            return None
+        place = next(iter(self._free))
+        del self._free[place]
+        self._used.add(place)
+        return place
+
+    def give(self, place: int) -> None:
+        """Free a slot, unless it was dropped meanwhile."""
+        if place in self._used:
+            self._used.remove(place)
+            self._free[place] = None
+
+    def drop(self, places: Collection[int]) -> list[Node]:
+        """Remove slots; return the nodes that were stored there."""
+        for place in places:
+            self._free.pop(place, None)
+            self._used.discard(place)
+        return [self.at[place] for place in places if place in self.at]
+
+    def retire(self) -> list[int]:
+        """Remove and return the free slots."""
+        retired, self._free = list(self._free), {}
+        return retired
+
+    def check_integrity(self, used: Collection[int]) -> None:
+        """Raise AssertionError unless `used` are the taken slots, each once."""
+        assert len(used) == len(set(used)) and set(used) == self._used, "slots of peers lost or used twice"
+        assert not self._used.intersection(self._free), "a slot is free and used"
+        assert self.at.keys() <= self._used, "a block lies where nothing is lent"

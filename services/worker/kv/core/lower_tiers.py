@@ -1,7 +1,7 @@
-"""What goes on below the device while sequences run: reads ahead, writes behind, and the restart.
+"""The tiers below the device: prefetches, write-behind, restart and the final flush. Pure.
 
-Nothing waits here and nothing in flight holds anything up: a block that is copied may lose its copies, or be
-forgotten, meanwhile; then the copy is for nothing and its slot is free again. Pure.
+Nothing waits for these copies. A block may lose its copies or be forgotten during one; then the copied bytes
+are dropped and the slot is free again.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -16,12 +16,11 @@ from shared.blocks import BlockHash
 from shared.messages.reports import CacheReport
 
 Write = Callable[[StoredBlock, Tier, int], bool]
-"""Copies a block from a place in a tier to its slot on disk; whether it is there now."""
+"""Copies a block from a tier and place to its slot on disk; returns whether that worked."""
 
 
 def worth_keeping(books: Inventory) -> list[Node]:
-    """The last wanted of the blocks whose bytes are here, as many as disk takes; what precedes a block comes
-    before it."""
+    """Return the most recently used blocks in this worker that fit on disk, parents first."""
     kept: dict[Node, None] = {}
     stored = (node for node in books.tree if books.own_place(node) is not None and not node.is_shadow)
     for node in sorted(stored, key=lambda node: (-node.used, -node.hits, node.depth)):
@@ -37,8 +36,9 @@ def worth_keeping(books: Inventory) -> list[Node]:
 
 
 def flush(books: Inventory, write: Write, may_go_on: Callable[[], bool]) -> tuple[int, int]:
-    """Write what is worth keeping and not on disk. Returns how many blocks were written, and how many were
-    not. Nothing may be in flight."""
+    """Write blocks worth keeping to disk; return the numbers of blocks written and left out.
+
+    Nothing may be in flight."""
     kept = worth_keeping(books)
     missing = [node for node in kept if node.places[Tier.DISK] is None]
     spare = sorted(
@@ -65,18 +65,18 @@ def flush(books: Inventory, write: Write, may_go_on: Callable[[], bool]) -> tupl
 
 
 def _slot(books: Inventory, spare: list[Node]) -> int | None:
-    """A free one, else that of the least of `spare`."""
+    """Return a free disk slot, else the slot of the least of `spare`."""
     place = books.disk.take()
     while place is None and spare:
         victim = spare.pop()
-        if victim.places[Tier.DISK] is not None:  # it may have gone along with another
+        if victim.places[Tier.DISK] is not None:  # It may have been dropped with another block.
             books.remove(victim, Tier.DISK)
         place = books.disk.take()
     return place
 
 
 class LowerTiers:
-    """Host and disk of one prefix cache; `counts` are the cache's."""
+    """The host and disk tiers of one prefix cache; `counts` are the cache's."""
 
     def __init__(self, books: Inventory, mover: BlockMover, gate: CostGate, most_kept_blocks: int) -> None:
         self._books = books
@@ -86,22 +86,22 @@ class LowerTiers:
         self.gate = gate
         self.counts = books.counts
         self._reading: dict[BlockHash, int] = {}
-        """Slots of the host that are being read into."""
+        """Host slots that are being filled from disk."""
         self._writing: dict[BlockHash, int] = {}
-        """Slots of the disk that are being written to."""
+        """Disk slots that are being written."""
 
     @property
     def is_reading(self) -> bool:
-        """Whether reads ahead are in flight."""
+        """Whether prefetches are in flight."""
         return bool(self._reading)
 
     @property
     def kept_blocks(self) -> int:
-        """Kept for sequences that were taken off the device."""
+        """Number of blocks kept for preempted sequences."""
         return self._books.kept
 
     def report(self) -> CacheReport:
-        """For the heartbeat."""
+        """Return the cache's part of the heartbeat."""
         host, disk, counts = self._books.host, self._books.disk, self.counts
         return CacheReport(
             host_blocks=host.total,
@@ -120,12 +120,13 @@ class LowerTiers:
 
     @property
     def keepable_blocks(self) -> int:
-        """More of them."""
+        """Number of further blocks that could be kept."""
         return max(0, self._most_kept_blocks - self._books.kept)
 
     def keep(self, names: Sequence[BlockHash]) -> list[Node]:
-        """These blocks, in use on the device, come back: from now on each has, or will find, a place on the
-        host. As far as there is room; to be ended by `unkeep`."""
+        """Reserve places on the host for device blocks of a preempted sequence, as far as there is room.
+
+        `unkeep` ends it."""
         kept: list[Node] = []
         for name in names:
             node = self._books.tree.find(name)
@@ -137,7 +138,7 @@ class LowerTiers:
         return kept
 
     def unkeep(self, nodes: Iterable[Node]) -> None:
-        """They came back, or never will. Deepest first where one hangs on another."""
+        """End `keep` for blocks that came back or never will."""
         for node in reversed(list(nodes)):
             self._books.unkeep(node)
 
@@ -152,10 +153,10 @@ class LowerTiers:
     def prefetch(
         self, names: Sequence[BlockHash], most_blocks: int, needed: Collection[BlockHash] | None = None
     ) -> int:
-        """Start bringing what of this prefix lies on disk alone to the host; returns how many reads began.
+        """Start to read blocks of this prefix from disk to the host; return the number of reads started.
 
-        Nothing of `needed` goes for it (default: of this prefix). A disk that is slower than computing is
-        left alone.
+        No block of `needed` is evicted for it (default: of this prefix). A disk that is slower than computing
+        is not used.
         """
         if Tier.DISK in self.gate.losing:
             return 0
@@ -173,7 +174,7 @@ class LowerTiers:
         return started
 
     def on_read(self, name: BlockHash, place: int, *, ok: bool) -> None:
-        """A read that `prefetch` began is over."""
+        """Apply the end of a read that `prefetch` started."""
         self._reading.pop(name, None)
         node = self._books.tree.find(name)
         if ok and node is not None and node.places[Tier.HOST] is None:
@@ -184,7 +185,7 @@ class LowerTiers:
             self._lose(node, Tier.DISK)
 
     def save(self, most_blocks: int) -> int:
-        """Start writing what only the host holds to disk, oldest first; returns how many writes began."""
+        """Start to write blocks from the host to disk, oldest first; return the number of writes started."""
         unsaved = self._books.unsaved
         started = 0
         while unsaved and started < most_blocks:
@@ -199,7 +200,7 @@ class LowerTiers:
         return started
 
     def on_written(self, name: BlockHash, place: int, *, ok: bool) -> None:
-        """A write to disk is over."""
+        """Apply the end of a write to disk."""
         self._writing.pop(name, None)
         node = self._books.tree.find(name)
         self.counts["write_failures"] += not ok
@@ -210,10 +211,9 @@ class LowerTiers:
             self._books.disk.give(place)
 
     def restore(self, stored: Iterable[StoredBlock]) -> int:
-        """Take over what a disk tier has from an earlier run; returns how many blocks can be found again.
+        """Add the disk tier's blocks from an earlier run; return the number of blocks added.
 
-        To be called before anything else. What has lost its beginning, or lies in a slot that this cache does
-        not have, is left to be overwritten.
+        Call this first. Blocks without their parent, or in slots out of range, are overwritten later.
         """
         taken: list[int] = []
         for block in sorted(stored, key=lambda block: block.depth):
@@ -228,7 +228,7 @@ class LowerTiers:
         return len(taken)
 
     def flush(self, write: Write, may_go_on: Callable[[], bool]) -> tuple[int, int]:
-        """At the end, with nothing in flight: see `parting.flush`."""
+        """Write blocks worth keeping at the end; see `flush` above."""
         return flush(self._books, write, may_go_on)
 
     def _start_read(self, node: Node, kept: Collection[BlockHash]) -> bool:
@@ -243,7 +243,7 @@ class LowerTiers:
         return True
 
     def _start_write(self, node: Node) -> bool:
-        """False also when making room for it was at its own cost."""
+        """False also when making room for it evicted the block itself."""
         place = self._books.slot(Tier.DISK)
         if place is None:
             return False
@@ -257,7 +257,7 @@ class LowerTiers:
         return True
 
     def _lose(self, node: Node, tier: Tier) -> None:
-        """A copy of a block turned out to be unusable."""
+        """Drop an unusable copy of a block."""
         self.counts["copies_lost"] += 1
         if node.places[tier] is not None:
             self._books.remove(node, tier)

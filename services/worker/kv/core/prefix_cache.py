@@ -1,18 +1,16 @@
-"""The prefix cache of one worker: blocks that outlive their sequences, in up to four tiers.
+"""The prefix cache of one worker: blocks that outlive their sequences, in up to four tiers. Pure.
 
-It stands where a plain block pool would: `allocate` evicts what nobody uses, `release` keeps what has a name.
-A block gets its name when its last token is computed (`publish`) and is shared from then on. Down it goes
-one tier at a time, up straight to the device; a lower copy stays as long as there is room for it. Bytes are
-moved by a `BlockMover` while the engine computes; what fails there is a miss. A load has its blocks of the
-device to itself until it is answered, so who waits for it may give up at any time. Pure.
-Source: papers/002 §IV; `algorithms.md` §5.
+It replaces a plain block pool: `allocate` evicts unused blocks, and `release` keeps named ones. A block is
+named and shared once its last token is computed (`publish`). Blocks move down one tier at a time, and up
+straight to the device; a lower copy stays while there is room. A `BlockMover` copies bytes while the engine
+computes, and a failed copy is a miss. A load owns its device blocks until it is answered, so a waiting
+sequence may give up at any time. Source: papers/002 §IV; `algorithms.md` §5.
 """
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from services.worker.kv.core.arrivals import Awaited, Hit
 from services.worker.kv.core.block_manager import Inventory
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.eviction import EvictionOrder, OrderMaker, ReuseHistory, order_maker
@@ -28,28 +26,65 @@ from shared.blocks import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """How much the lower tiers take, in blocks; 0 is a tier that is not there."""
+    """Sizes of the lower tiers in blocks; 0: there is no such tier."""
 
     host_blocks: int = 0
     disk_blocks: int = 0
     eviction: str = "frequent"
     seed: int = 0
     kept_blocks: int = 0
-    """Of the host's, at most so many for sequences that were taken off the device."""
+    """Maximum number of host blocks for preempted sequences."""
     shadow_blocks: int = 0
-    """Of the host's, at most so many for sequences that run on other workers."""
+    """Maximum number of host blocks for sequences that run on other workers."""
     peer_blocks: int = 0
-    """Of other workers' host memory, at most so many."""
+    """Maximum number of blocks in other workers' host memory."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Awaited:
+    """Consecutive stored blocks, held for a sequence that waits until loads bring them to the device.
+
+    Its owner ends it once by `PrefixCache.collect`, before or after the loads have ended.
+    """
+
+    nodes: tuple[Node, ...]
+    tiers: tuple[Tier, ...]
+    """The tier in which each was found."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no load of these blocks is under way."""
+        return not any(node.arriving for node in self.nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The stored beginning of a prompt: blocks that its sequence now holds."""
+
+    blocks: tuple[int, ...] = ()
+    """Blocks on the device."""
+    loaded: tuple[int, int, int] = (0, 0, 0)
+    """Number of `blocks` found on the device, the host and disk."""
+    awaited: Awaited | None = None
+    """The blocks after these that are being loaded; None: there are none."""
+    from_peers: int = 0
+    """Number of `blocks` found at peers."""
+    ahead: int = 0
+    """Number of stored blocks after all these, beyond those asked for; they are not held."""
+
+    @property
+    def known_blocks(self) -> int:
+        """Number of blocks on the device, or on the way there."""
+        return len(self.blocks) + (0 if self.awaited is None else len(self.awaited.nodes))
 
 
 class PrefixCache(LowerTiers):
-    """Named blocks of one worker. One thread; requests are counted, no clock is read.
+    """The named blocks of one worker, for one thread. It counts requests instead of reading a clock.
 
-    `counts`, in blocks: hits_… (hits_borrowed: of those of the device), misses, evicted_…, dropped,
-    lost_unsaved, copies_lost, write_failures, prefetched, saved_ahead, saved_late (the engine waited for that
-    copy), not_saved (left the device without one, since few like it come back), adopted (Pie had it on the
-    host already); loads_abandoned; shadows_used, shadows_dropped; sent, send_failures, lost_peer (with its
-    creditor).
+    `counts`, in blocks: hits_… (hits_borrowed is part of hits_device), misses, evicted_…, dropped,
+    lost_unsaved, copies_lost, write_failures, prefetched, saved_ahead, saved_late (the engine waited for the
+    copy), not_saved (evicted without a copy), adopted (Pie had it on the host), loads_abandoned,
+    shadows_used, shadows_dropped, sent, send_failures, lost_peer (its creditor left).
     """
 
     def __init__(
@@ -60,7 +95,7 @@ class PrefixCache(LowerTiers):
         gate: CostGate,
         orders: OrderMaker | None = None,
     ) -> None:
-        """`orders` instead of `tiers.eviction`: for experiments. Raises ConfigError for an unknown order."""
+        """`orders` replaces `tiers.eviction` in experiments. Raises ConfigError for an unknown order."""
         make = orders or order_maker(tiers.eviction, tiers.seed)
         self._made: list[EvictionOrder] = []
 
@@ -80,7 +115,7 @@ class PrefixCache(LowerTiers):
         self.peers = PeerKeeping(books, mover, gate)
         self._waits: dict[Awaited, None] = {}
         self._loads: dict[int, list[tuple[Node, Load]]] = {}
-        """By ticket: the blocks it fills are its own until it is answered, whoever still waits for them."""
+        """Loads by ticket. A load owns the blocks that it fills until it is answered."""
         self._tickets = 0
 
     @property
@@ -96,7 +131,7 @@ class PrefixCache(LowerTiers):
 
     @property
     def free_blocks(self) -> int:
-        """Empty; `evictable_blocks` come on top."""
+        """Number of empty blocks, without `evictable_blocks`."""
         return self._pool.free_blocks
 
     @property
@@ -114,7 +149,7 @@ class PrefixCache(LowerTiers):
 
     @property
     def withdrawn_blocks(self) -> int:
-        """Lent to another worker, and not in `total_blocks`."""
+        """Number of blocks lent to other workers, which are not in `total_blocks`."""
         return self._pool.withdrawn_blocks
 
     @property
@@ -122,27 +157,26 @@ class PrefixCache(LowerTiers):
         return self._pool.lendable_blocks
 
     def withdraw(self, blocks: Iterable[int]) -> list[int]:
-        """These, allocated before and without a name, leave the pool: see there. Raises ValueError on
-        others."""
+        """Withdraw allocated blocks without a name from the pool. Raises ValueError on others."""
         blocks = list(blocks)
         if any(self._books.node_of(block) is not None for block in blocks):
             raise ValueError("a block that has a name cannot be withdrawn")
         return self._pool.withdraw(blocks)
 
     def readmit(self, places: Iterable[int]) -> None:
-        """What is there comes back, free. Raises ValueError on one that had not left."""
+        """Put withdrawn blocks back, free. Raises ValueError on one that was not withdrawn."""
         self._pool.readmit(places)
 
     def rejoin(self, places: Iterable[int]) -> list[int]:
-        """What is there comes back, taken and without a name: its ids. Raises ValueError on one that had not
-        left."""
+        """Put withdrawn blocks back, taken and unnamed; return their ids. Raises ValueError on others."""
         return self._pool.rejoin(places)
 
     def can_allocate(self, blocks: int) -> bool:
         return blocks <= self._pool.free_blocks + self.evictable_blocks
 
     def allocate(self, blocks: int) -> list[int]:
-        """Ids of that many blocks, evicting what must go. Raises ValueError, and takes none, if it cannot."""
+        """Take blocks, evicting others if necessary; return ids. Raises ValueError, and takes none, if it
+        cannot."""
         if blocks < 0 or not self.can_allocate(blocks):
             raise ValueError(
                 f"{blocks} asked for, {self.free_blocks} free, {self.evictable_blocks} evictable"
@@ -152,12 +186,12 @@ class PrefixCache(LowerTiers):
         return self._pool.allocate(blocks)
 
     def shed(self, blocks: int) -> None:
-        """Up to so many that nobody uses leave the device."""
+        """Evict up to so many unused blocks from the device."""
         for _ in range(min(blocks, self.evictable_blocks)):
             self._evict_from_device()
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Give blocks back, deepest first where they are named. Raises ValueError on one that is not held."""
+        """Release blocks, the last first. Raises ValueError on one that is not held."""
         for block in reversed(list(blocks)):
             node = self._books.node_of(block)
             if node is None:
@@ -170,9 +204,8 @@ class PrefixCache(LowerTiers):
     ) -> Hit:
         """Hold the longest stored prefix of `names`, at most so many blocks in all.
 
-        What lies deeper than the device is loaded as far as that is worth it, or awaited where it is being
-        loaded already; neither unless it `may_load`. With `first_block` the caller has all before that
-        already, and holds what follows it.
+        With `may_load`, blocks below the device are loaded if that is faster than computing, or awaited if a
+        load is under way. With `first_block`, the caller has all blocks before that one.
         """
         self._books.requests += first_block == 0
         chain = self._books.tree.match(names)
@@ -197,8 +230,8 @@ class PrefixCache(LowerTiers):
         return Hit(blocks, (near, 0, 0), awaited, ahead=ahead)
 
     def collect(self, awaited: Awaited) -> Hit:
-        """Ends a wait: what has come of it, from the first on, is held by who waited; the rest by nobody. Its
-        loads go on where they have not ended."""
+        """End a wait: the waiting sequence holds the blocks that arrived, up to the first that did not.
+        Unfinished loads go on."""
         del self._waits[awaited]
         came = next((at for at, node in enumerate(awaited.nodes) if not _is_near(node)), len(awaited.nodes))
         for node in reversed(awaited.nodes[came:]):
@@ -212,7 +245,7 @@ class PrefixCache(LowerTiers):
         return Hit(blocks, loaded, from_peers=tiers[Tier.PEER])
 
     def on_loaded(self, ticket: int, loaded: Loaded) -> None:
-        """A load has ended: what it brought is on the device, and blocks that it did not fill are free."""
+        """Apply the end of a load: loaded blocks are on the device, and unfilled blocks are free."""
         pairs = self._loads.pop(ticket)
         for at, (node, load) in enumerate(pairs):
             node.arriving = False
@@ -230,22 +263,21 @@ class PrefixCache(LowerTiers):
 
     @property
     def arriving_blocks(self) -> int:
-        """Of the device, that are being loaded into: neither free nor evictable, and no sequence's yet."""
+        """Number of device blocks that loads are filling: neither free, nor evictable, nor held yet."""
         return sum(len(pairs) for pairs in self._loads.values())
 
     def save_ahead(self) -> int:
-        """Start copying to the host what is about to leave the device and is worth it; returns how many
-        copies began."""
+        """Start copying blocks to the host that are about to be evicted; return the number started."""
         returning = self._books.history.returning
         self._books.keeps_unused = self.gate.worth_storing(Tier.HOST, returning)
         return self._ahead.work()
 
     def on_stored(self, ticket: int, *, ok: bool) -> None:
-        """A copy that `save_ahead` began is over."""
+        """Apply the end of a copy that `save_ahead` started."""
         self._ahead.on_stored(ticket, ok=ok)
 
     def known_blocks(self, names: Sequence[BlockHash]) -> int:
-        """How many of these, from the first on, are on the device. Nobody holds them."""
+        """Return the number of leading `names` on the device, without holding them."""
         count = 0
         for node in self._books.tree.match(names):
             if node.places[Tier.DEVICE] is None:
@@ -254,8 +286,8 @@ class PrefixCache(LowerTiers):
         return count
 
     def hold(self, names: Sequence[BlockHash]) -> list[int]:
-        """Consecutive blocks that are on the own device, up to the first that is not; to be given back by
-        `release`. `names` need not begin a sequence."""
+        """Hold consecutive blocks on the own device, up to the first that is missing; undo with `release`.
+        `names` need not begin a sequence."""
         held: list[int] = []
         for name in names:
             node = self._books.tree.find(name)
@@ -266,8 +298,9 @@ class PrefixCache(LowerTiers):
         return held
 
     def publish(self, block: int, name: BlockHash, parent: BlockHash | None, tenant: str = "") -> bool:
-        """A held block is full and has a name, and `tenant` is charged for it. False when it stays private:
-        that name is stored already, or nobody could find it because what precedes it is not."""
+        """Name a full, held block and charge `tenant` for it.
+
+        False when it stays private: the name is on the device already, or its parent is not."""
         tree = self._books.tree
         before = None if parent is None else tree.find(parent)
         if self._books.node_of(block) is not None or (parent is not None and before is None):
@@ -284,18 +317,18 @@ class PrefixCache(LowerTiers):
         self._books.put(node, Tier.DEVICE, block)
         return True
 
-    # --- borrowed blocks: ids from `ids` on, whose bytes are at a creditor's
+    # Borrowed blocks have ids from `ids` on; their bytes are at a creditor.
 
     def on_borrowed_free(self, hear: Callable[[int], None]) -> None:
-        """`hear` is called with each borrowed block that had a name, and has none any more."""
+        """Call `hear` with each borrowed block that loses its name."""
         self._books.on_borrowed_free = hear
 
     def has_name(self, block: int) -> bool:
-        """Whether it is found by others."""
+        """Whether the block is shared under a name."""
         return self._books.node_of(block) is not None
 
     def borrowed(self, names: Sequence[BlockHash]) -> list[int]:
-        """Consecutive blocks that creditors hold, up to the first that is not one; nobody's hold on them."""
+        """Return consecutive blocks held by creditors, up to the first that is not, without holding them."""
         found: list[int] = []
         for name in names:
             node = self._books.tree.find(name)
@@ -315,8 +348,7 @@ class PrefixCache(LowerTiers):
         return node is not None and not node.busy
 
     def forget_borrowed(self, blocks: int, spared: Collection[int] = ()) -> None:
-        """So many that nobody uses, `spared` ones not counted, lose their names, and with them what hangs on
-        them."""
+        """Forget the names of so many unused borrowed blocks outside `spared`, and all blocks below them."""
         for node in self._books.idle_borrowed():
             if blocks < 1:
                 return
@@ -328,22 +360,21 @@ class PrefixCache(LowerTiers):
                     self._take_off(lost)
 
     def lose_borrowed(self, blocks: Iterable[int]) -> None:
-        """Their creditor is gone. No sequence has them any more; a load may hang on them still."""
+        """Drop blocks of a creditor that is gone. No sequence holds them, but loads may."""
         for block in blocks:
             node = self._books.node_of(block)
             if node is not None:
                 self._books.drop_place(node)
 
     def rename(self, moves: Mapping[int, int]) -> None:
-        """What was in a borrowed block is in an own one, which is taken."""
+        """Rename borrowed blocks to taken own blocks that have their contents now."""
         for block, own in moves.items():
             node = self._books.node_of(block)
             if node is not None:
                 self._books.rename(node, own)
 
     def verify(self, block: int, is_intact: Callable[[int, BlockHash], bool]) -> bool:
-        """Whether the copy on the host, by slot and name, of what lies in `block` is as it was. If not, it is
-        lost."""
+        """Whether the host copy of `block` is intact; if not, it is dropped."""
         node = self._books.node_of(block)
         place = None if node is None else node.places[Tier.HOST]
         if node is None or place is None or is_intact(place, node.name):
@@ -352,8 +383,7 @@ class PrefixCache(LowerTiers):
         return False
 
     def condemn(self, block: int) -> None:
-        """What is stored there is wrong: it, and what was computed from it, is forgotten wherever it lies,
-        but for what somebody has or is being copied."""
+        """Forget a wrong block and everything computed from it, except blocks in use or being copied."""
         node = self._books.node_of(block)
         if node is None:
             return
@@ -383,8 +413,8 @@ class PrefixCache(LowerTiers):
         return blocks, slots
 
     def check_integrity(self, held: Iterable[int]) -> None:
-        """AssertionError unless blocks and slots are conserved; `held` are those that sequences hold, as
-        often as they hold them."""
+        """Raise AssertionError unless blocks and slots are conserved; `held` has each block as often as
+        sequences hold it."""
         loads = [pair for pairs in self._loads.values() for pair in pairs]
         awaited = [node for wait in self._waits for node in wait.nodes]
         assert all(node.arriving for node, _ in loads), "a load is on the way to nothing"
@@ -398,7 +428,7 @@ class PrefixCache(LowerTiers):
         )
 
     def _send_for(self, nodes: Sequence[Node]) -> Awaited | None:
-        """Wait for as many of these, in order, as are on the way or worth being loaded; held."""
+        """Hold and await as many leading blocks as are being loaded or worth a load."""
         count = next((at for at, node in enumerate(nodes) if not node.arriving), len(nodes))
         on_way, rest = list(nodes[:count]), list(nodes[count:])
         count = next((at for at, node in enumerate(rest) if node.arriving), len(rest))
@@ -413,7 +443,7 @@ class PrefixCache(LowerTiers):
         return made
 
     def _start_load(self, nodes: Sequence[Node]) -> list[Node]:
-        """Bring as many of these, in order, to the device as is worth it; those that are on the way now."""
+        """Start to load as many leading blocks as are worth it; return those."""
         nodes = nodes[: self.gate.worth_loading([node.nearest for node in nodes])]
         for node in nodes:
             self._books.hold(node)
@@ -442,16 +472,16 @@ class PrefixCache(LowerTiers):
             self.counts["loads_abandoned"] += not loaded.failed
 
     def _evict_from_device(self) -> None:
-        """Frees a block. What nobody has copied yet is copied before: the pool may forget what is free."""
+        """Evict one own block, after a copy to the host if it has none and is worth one."""
         is_own = False
-        while not is_own:  # a borrowed block may hang on the first that is own
+        while not is_own:  # Borrowed blocks may hang on the first own block.
             node = self._books.pop_device()
             assert node is not None, "nothing to evict although blocks were counted as evictable"
             is_own = self._books.is_own(node)
             self._take_off(node)
 
     def _take_off(self, node: Node) -> None:
-        """The device has it no more."""
+        """Remove a block from the device, after its copy to the host."""
         self._ahead.finish(node)
         is_missing = node.places[Tier.HOST] is None and self._books.is_own(node)
         is_worth_it = self._books.is_worth_a_copy(node)

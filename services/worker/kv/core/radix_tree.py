@@ -1,8 +1,7 @@
-"""Which blocks are stored, and where: a tree of named blocks, each with a place in some tiers.
+"""The tree of stored blocks: each node is a named block with a place in some tiers. Pure.
 
-A node's parent is the block before it, so that any stored prefix is found, not only a declared one. A node
-without a place is no longer in the tree; what hangs below it cannot be reached and goes with it. Pure:
-no bytes, no order of eviction. Source: papers/002 §X (the trie it wished for); `algorithms.md` §5.
+A node's parent is the block before it, so any stored prefix is found. A node without a place leaves the tree,
+with everything below it. Source: papers/002 §X; `algorithms.md` §5.
 """
 
 from collections import deque
@@ -14,13 +13,13 @@ from shared.blocks import BlockHash
 
 
 class Tier(IntEnum):
-    """Where a block's bytes can lie. The numbers are told to placement; for the order see `NEAREST_FIRST`."""
+    """A place for a block's bytes. The numbers are part of messages; `NEAREST_FIRST` is the order."""
 
     DEVICE = 0
     HOST = 1
     DISK = 2
     PEER = 3
-    """Host memory that other workers lend."""
+    """Host memory lent by other workers."""
 
 
 _KEPT_MOVES = 65_536
@@ -29,7 +28,7 @@ NEAREST_FIRST = (Tier.DEVICE, Tier.HOST, Tier.PEER, Tier.DISK)
 
 
 class Node:
-    """One stored block. `places[tier]` is its block id or slot there, None where it is not."""
+    """One stored block. `places[tier]` is its block id or slot in a tier; None: it is not there."""
 
     __slots__ = (
         "arriving",
@@ -56,33 +55,33 @@ class Node:
         self.name = name
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1
-        """Blocks before it."""
+        """Number of blocks before it."""
         self.places: list[int | None] = [None] * len(Tier)
         self.children: dict[BlockHash, Node] = {}
         self.kids = [0] * len(Tier)
-        """Children with a place in each tier."""
+        """Number of children with a place in each tier."""
         self.busy = 0
-        """Users of it: who holds its device block, or waits for it, and the load that brings it there."""
+        """Number of users: sequences that hold or await it, its load, and children in use."""
         self.keepers = 0
-        """Sequences taken off the device that come back for it: its copy on the host stays."""
+        """Number of preempted sequences that will use it: its copy on the host stays."""
         self.kept_slot: int | None = None
-        """The slot on the host that is set aside for it, until its bytes have to go there."""
+        """The host slot reserved for it, until it leaves the device."""
         self.arriving = False
-        """It is on its way to the device: the block it goes to is nobody's else, and not its place yet."""
+        """A load brings it to the device; the target block is not its place yet."""
         self.storing = 0
-        """The ticket of its copy that is on its way to the host; 0: none is."""
+        """The ticket of its copy to the host that is under way; 0: none."""
         self.is_leaving = False
-        """One of the next to leave the device: its copy on the host is about to be the only one."""
+        """It is one of the next to leave the device."""
         self.is_outside = False
-        """Its block is in use from its copy on the host, and not on the device: that copy stays."""
+        """Its block in use lies in its host copy and not on the device, so that copy stays."""
         self.is_shadow = False
-        """Kept on the host for another worker's sequence, and used by none here yet."""
+        """It is kept on the host for another worker's sequence and unused here."""
         self.inserted = 0
         self.used = 0
-        """When it was stored and last wanted, on the cache's own count of requests; see `eviction.NEVER`."""
+        """Number of requests counted when it was stored, and when it was last used; see `eviction.NEVER`."""
         self.hits = 0
         self.tenant = ""
-        """Who had it stored: tenants share none."""
+        """The tenant that stored it; tenants share no blocks."""
 
     @property
     def stored(self) -> bool:
@@ -90,15 +89,14 @@ class Node:
 
     @property
     def nearest(self) -> Tier:
-        """The nearest tier it has a place in. Raises ValueError when there is none."""
+        """The nearest tier with a copy. Raises ValueError when there is none."""
         for tier in NEAREST_FIRST:
             if self.places[tier] is not None:
                 return tier
         raise ValueError("the block is stored nowhere")
 
     def is_loose(self, tier: Tier) -> bool:
-        """Whether its copy in `tier` may go: nobody uses it or, on the host, keeps it or has its block there,
-        and no child's copy there hangs on it."""
+        """Whether its copy in `tier` is evictable: unused, not kept, and without a child in that tier."""
         is_wanted = self.busy or (tier is Tier.HOST and (self.keepers or self.is_outside))
         return self.places[tier] is not None and not is_wanted and not self.kids[tier]
 
@@ -130,17 +128,17 @@ class PrefixTree:
         return list(dict.fromkeys(reversed(latest)))
 
     def match(self, names: Sequence[BlockHash]) -> list[Node]:
-        """The nodes of the longest stored prefix of `names`, a chain from the first block on."""
+        """Return the nodes of the longest stored prefix of `names`."""
         found: list[Node] = []
         for name in names:
             node = self._nodes.get(name)
-            if node is None or not node.stored:  # one that somebody waits for may have lost what it had
+            if node is None or not node.stored:  # An awaited block may have lost its copies.
                 break
             found.append(node)
         return found
 
     def add(self, name: BlockHash, parent: Node | None) -> Node:
-        """A new node, to be given a place at once. Raises ValueError for a name that is there."""
+        """Add a node, which needs a place at once. Raises ValueError for a stored name."""
         if name in self._nodes:
             raise ValueError("a block of this name is stored already")
         node = self._nodes[name] = Node(name, parent)
@@ -149,7 +147,7 @@ class PrefixTree:
         return node
 
     def put(self, node: Node, tier: Tier, place: int) -> None:
-        """`node` has a copy in `tier` from now on. Raises ValueError when it has one."""
+        """Record a copy in `tier`. Raises ValueError if there is one."""
         if node.places[tier] is not None:
             raise ValueError(f"the block has a place in {tier.name} already")
         node.places[tier] = place
@@ -159,7 +157,7 @@ class PrefixTree:
             node.parent.kids[tier] += 1
 
     def take(self, node: Node, tier: Tier) -> int:
-        """The copy in `tier` is gone; returns where it was. Raises ValueError when there is none."""
+        """Remove the copy in `tier` and return its place. Raises ValueError if there is none."""
         place = node.places[tier]
         if place is None:
             raise ValueError(f"the block has no place in {tier.name}")
@@ -179,7 +177,7 @@ class PrefixTree:
             del node.parent.children[node.name]
 
     def below(self, node: Node) -> list[Node]:
-        """Everything that hangs on `node`, deepest last, itself not included."""
+        """Return all nodes below `node`, deepest last."""
         found: list[Node] = []
         stack = list(node.children.values())
         while stack:
@@ -189,7 +187,7 @@ class PrefixTree:
         return sorted(found, key=lambda child: child.depth)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when counts, links or places contradict each other."""
+        """Raise AssertionError if counts, links or places contradict each other."""
         for name, node in self._nodes.items():
             assert node.name == name and (node.stored or node.busy), "a node without a copy was left behind"
             assert node.busy >= 0 and node.keepers >= 0

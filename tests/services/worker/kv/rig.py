@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.worker.kv.core.arrivals import Awaited, Hit
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.block_table import block_table, first_borrowed
 from services.worker.kv.core.borrowed_pool import ExtendedPool
 from services.worker.kv.core.load_policy import CostGate
-from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
+from services.worker.kv.core.prefix_cache import Awaited, Hit, PrefixCache, Tiers
 from services.worker.kv.core.radix_tree import Node, Tier
 from services.worker.kv.core.tier_copier import Load, Loaded, Store, StoredBlock
 from shared.blocks import BlockHash, chain, root

@@ -100,6 +100,20 @@ def test_it_rises_where_more_rows_pay_and_memory_is_full_by_twice_as_much_at_mos
     assert worker.growth.capacity_blocks == KV_BLOCKS, "what nobody uses goes back"
 
 
+def test_steps_are_measured_only_while_memory_is_short(worker: AtWork) -> None:
+    worker.growth.decode_cost = ROWS_ARE_ALL
+    worker.held = worker.pool.allocate(KV_BLOCKS // 2)
+    worker.steps(2)
+    assert worker.growth.meter.iterations == 0
+    worker.fill()
+    worker.steps(2)
+    assert worker.growth.meter.iterations == 2 * WINDOW
+    worker.release()
+    worker.held = worker.pool.allocate(1)
+    worker.steps(3)
+    assert worker.growth.meter.iterations == 3 * WINDOW, "the window that finds room is the last"
+
+
 def test_it_rises_for_a_sequence_that_is_too_long_and_goes_back_after_it(worker: AtWork) -> None:
     needed = worker.growth.most_blocks - 5
     worker.growth.demand(needed)

@@ -46,7 +46,7 @@ def test_a_used_block_keeps_its_beginning(books: Inventory) -> None:
 
 def test_what_nobody_holds_cannot_be_let_go(books: Inventory) -> None:
     (node,) = grown(books, Tier.DEVICE, b"a")
-    with pytest.raises(ValueError, match="nobody held"):
+    with pytest.raises(ValueError, match="without a user"):
         books.let_go(node)
 
 

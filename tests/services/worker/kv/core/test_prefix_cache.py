@@ -306,7 +306,7 @@ def test_a_block_is_given_back_once() -> None:
     rig.run(tokens_of(1, 2))
     blocks = rig.held.pop()
     rig.cache.release(blocks)
-    with pytest.raises(ValueError, match="nobody held"):
+    with pytest.raises(ValueError, match="without a user"):
         rig.cache.release(blocks)
     rig.check()
 

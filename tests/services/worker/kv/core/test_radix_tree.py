@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.worker.kv.core import radix_tree
 from services.worker.kv.core.radix_tree import Node, PrefixTree, Tier
 
 PATHS = st.lists(st.text("ab", min_size=1, max_size=6), max_size=12)
@@ -104,3 +105,19 @@ def test_damage_is_noticed() -> None:
     parent.kids[Tier.DEVICE] = 0
     with pytest.raises(AssertionError):
         tree.check_integrity()
+
+
+def test_the_journal_names_each_moved_block_once_or_says_that_it_forgot_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(radix_tree, "_KEPT_MOVES", 3)
+    tree = grown(["ab"])
+    before = tree.moves
+    for name in names("ba"):
+        tree.put(tree.add(name, None), Tier.HOST, 1)
+    assert tree.moved_since(before) == names("ba") and tree.moved_since(tree.moves) == []
+    node = tree.find(names("b")[0])
+    assert node is not None
+    tree.take(node, Tier.HOST)
+    assert tree.moved_since(before) == names("ba")
+    assert tree.moved_since(0) is None
