@@ -1,9 +1,8 @@
-"""A worker's own KV blocks and, behind them, those that it has borrowed. Pure bookkeeping of ids.
+"""A pool of a worker's own KV blocks, extended by blocks borrowed from other workers. Pure.
 
-Own blocks go first: attention over them costs no message. Borrowed ids lie above the own ones, are handed in
-once they can be reached, and may be lost at any time. Where the own pool is a prefix cache, borrowed blocks
-have names as well: they are shared, and stay when their sequence has ended, until they are needed or go home.
-Knows neither creditors nor grants.
+Own blocks are used first, since attention over them costs no message. Borrowed ids lie above the own ids, are
+admitted once they are reachable, and may be lost at any time. With a prefix cache, borrowed blocks have names
+too: they are shared and outlive their sequence. The pool ignores creditors and grants.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +13,7 @@ from shared.messages.reports import Capacity
 
 
 class Pool(Protocol):
-    """What a table of sequences asks of its blocks."""
+    """The blocks of a table of sequences."""
 
     @property
     def block_tokens(self) -> int: ...
@@ -51,38 +50,38 @@ class Pool(Protocol):
 
 
 class OwnPool(Pool, Protocol):
-    """A worker's own blocks, some of which may be withdrawn: lent, or kept to copy into."""
+    """A worker's own blocks; blocks that are lent, or reserved for copies, are withdrawn."""
 
     @property
     def lendable_blocks(self) -> int: ...
 
     def withdraw(self, blocks: Iterable[int]) -> list[int]:
-        """Where they are in the engine's memory, and stay."""
+        """Return their fixed places in the engine's memory."""
         ...
 
     def readmit(self, places: Iterable[int]) -> None:
-        """What was withdrawn comes back, free."""
+        """Put withdrawn blocks back, free."""
         ...
 
     def rejoin(self, places: Iterable[int]) -> list[int]:
-        """What was withdrawn comes back, taken: its ids."""
+        """Put withdrawn blocks back, taken; return their ids."""
         ...
 
 
 class ExtendedPool:
-    """`own` has ids below `own_blocks`, for ever; the borrowed ones come and go."""
+    """The pool `own`, with ids below `own_blocks`, and borrowed blocks, which come and go."""
 
     def __init__(self, own: OwnPool, own_blocks: int) -> None:
         self.own = own
         self.own_blocks = own_blocks
         self.block_tokens = own.block_tokens
         self.on_moved: Callable[[Mapping[int, int]], None] = lambda _: None
-        """Who holds blocks is told that they are called otherwise from now on."""
+        """Called with the new ids of blocks that were renamed."""
         self._free: dict[int, None] = {}
         self._used: set[int] = set()
-        """By sequences, or by the cache."""
+        """Borrowed blocks of sequences or of the cache."""
         self._apart: set[int] = set()
-        """About to come home: nobody gets them anew. Those in use are in `_used`, too."""
+        """Blocks about to come home, which are not given out. Those in use are in `_used` too."""
         self._cache = own if isinstance(own, PrefixCache) else None
         if self._cache is not None:
             self._cache.on_borrowed_free(self._set_free)
@@ -101,7 +100,7 @@ class ExtendedPool:
 
     @property
     def cached_blocks(self) -> int:
-        """Borrowed, with a name, and used by no sequence, nor on the way home."""
+        """Number of borrowed blocks with a name, unused and not on the way home."""
         if self._cache is None:
             return 0
         return self._cache.idle_borrowed_blocks - sum(self._cache.is_idle(block) for block in self._apart)
@@ -124,14 +123,14 @@ class ExtendedPool:
 
     @property
     def borrowed_free_blocks(self) -> int:
-        """No sequence has them."""
+        """Number of borrowed blocks that no sequence has."""
         return len(self._free) + self.cached_blocks
 
     def can_allocate(self, blocks: int) -> bool:
         return blocks <= self.free_blocks + self.evictable_blocks
 
     def allocate(self, blocks: int) -> list[int]:
-        """Own ones as far as there are. Raises ValueError, and takes none, when there are fewer."""
+        """Take blocks, own ones first. Raises ValueError, and takes none, when there are fewer."""
         if blocks < 0 or not self.can_allocate(blocks):
             raise ValueError(f"{blocks} blocks asked for, {self.free_blocks} free")
         of_own = min(blocks, self.own.free_blocks + self.own.evictable_blocks)
@@ -144,7 +143,7 @@ class ExtendedPool:
         return [*own, *taken]
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Borrowed ones that were lost meanwhile are passed over. Raises ValueError on one that is free."""
+        """Release blocks; lost borrowed blocks are ignored. Raises ValueError on one that is free."""
         own: list[int] = []
         for block in blocks:
             if block < self.own_blocks or (self._cache is not None and self._cache.has_name(block)):
@@ -156,15 +155,16 @@ class ExtendedPool:
         self.own.release(own)
 
     def admit(self, blocks: Iterable[int]) -> None:
-        """These are borrowed and can be reached. Raises ValueError for own ids, or those that are here."""
+        """Add reachable borrowed blocks. Raises ValueError for own or known ids."""
         for block in blocks:
             if block < self.own_blocks or block in self._free or block in self._used:
                 raise ValueError(f"block {block} is here already")
             self._free[block] = None
 
     def retire(self, most_blocks: int, *, cached: bool = True) -> list[int]:
-        """Up to so many borrowed blocks that no sequence has leave, those that came last first; those with a
-        name after the others, or, unless `cached`, not at all."""
+        """Remove up to so many unused borrowed blocks, newest first; return them.
+
+        Named blocks go last, or without `cached` not at all."""
         if cached:
             self._clear(most_blocks)
         leaving = list(self._free)[::-1][: max(0, most_blocks)]
@@ -173,15 +173,16 @@ class ExtendedPool:
         return leaving
 
     def lose(self, blocks: Iterable[int]) -> None:
-        """These are gone, whoever uses them. Unknown ones are not minded."""
+        """Remove lost blocks, used or not; unknown ids are ignored."""
         blocks = list(blocks)
         if self._cache is not None:
             self._cache.lose_borrowed(blocks)
         self._drop(blocks)
 
     def set_apart(self, blocks: Iterable[int], most_blocks: int) -> list[int]:
-        """Up to so many of these stay whose they are, or nobody's, until `rejoin` or `come_home`: first those
-        that are used. Unknown ones, and those set apart already, are passed over."""
+        """Reserve up to so many of these until `rejoin` or `come_home`, used ones first; return them.
+
+        They keep their users, but are not given out. Unknown and reserved ids are ignored."""
         known = [block for block in blocks if block not in self._apart]
         used = [block for block in known if block in self._used]
         chosen = [*used, *(block for block in known if block in self._free)][: max(0, most_blocks)]
@@ -191,7 +192,7 @@ class ExtendedPool:
         return chosen
 
     def rejoin(self, blocks: Iterable[int]) -> None:
-        """Ends `set_apart`. Those that were lost meanwhile are passed over."""
+        """End `set_apart`; blocks that were lost meanwhile are ignored."""
         for block in blocks:
             if block in self._apart:
                 self._apart.discard(block)
@@ -199,14 +200,13 @@ class ExtendedPool:
                     self._free[block] = None
 
     def are_used(self, blocks: Iterable[int]) -> list[int]:
-        """Those of them that somebody has."""
+        """Return the blocks among these that are in use."""
         return [block for block in blocks if block in self._used]
 
     def come_home(self, pairs: Iterable[tuple[int, int]]) -> list[int]:
-        """(Set apart, place of an own, withdrawn one): who uses the first has the second from now on, with
-        what is in it.
+        """Replace blocks set apart by own, withdrawn blocks with the same contents.
 
-        The first are borrowed no more. Returns places that are not needed: still withdrawn."""
+        `pairs`: (block set apart, place of the own block). Returns unneeded places, still withdrawn."""
         moves: dict[int, int] = {}
         spare: list[int] = []
         for block, own in pairs:
@@ -223,7 +223,7 @@ class ExtendedPool:
         return spare
 
     def check_integrity(self, held: Iterable[int]) -> None:
-        """AssertionError unless `held` is what is taken, each once."""
+        """Raise AssertionError unless `held` are the taken blocks."""
         mine: list[int] = []
         there: list[int] = []
         cache = self._cache
@@ -241,7 +241,7 @@ class ExtendedPool:
             self._free[block] = None
 
     def _clear(self, blocks: int) -> None:
-        """So many are free, if need be without the names that they had."""
+        """Free so many borrowed blocks, dropping names if necessary."""
         missing = blocks - len(self._free)
         if missing > 0 and self._cache is not None:
             self._cache.forget_borrowed(missing, self._apart)
@@ -254,7 +254,7 @@ class ExtendedPool:
 
 
 def capacity_of(pool: Pool) -> Capacity:
-    """As a heartbeat tells it."""
+    """Return the pool's part of the heartbeat."""
     extended = pool if isinstance(pool, ExtendedPool) else None
     return Capacity(
         total_blocks=pool.total_blocks,

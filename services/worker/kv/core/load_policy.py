@@ -1,9 +1,8 @@
-"""Whether a stored prefix is worth loading: measured bandwidths against measured prefill speed.
+"""The decision to load or recompute a stored prefix, from measured load and prefill speeds. Pure.
 
-Of `n` stored blocks the first `k` are loaded such that load(k) + recompute(n - k) is least; k may be 0. A
-tier whose speed nobody knows yet is tried with a few blocks, and one that lost is tried again now and then,
-so that the gate notices when it recovers. What each tier saved and cost is counted. Pure. Source:
-`algorithms.md` §5.
+Of `n` stored blocks, the first `k` are loaded such that load(k) + recompute(n - k) is least. A tier of
+unknown speed is probed with a few blocks, and a tier that lost is probed again now and then. The savings and
+costs of each tier are counted. Source: `algorithms.md` §5.
 """
 
 from collections.abc import Sequence
@@ -12,50 +11,50 @@ from services.worker.kv.core.radix_tree import Tier
 from shared.average import averaged
 
 PROBE_BLOCKS = 4
-"""Loaded from a tier that has not been measured."""
+"""Number of blocks loaded from a tier of unknown speed."""
 RETRY_LOOKUPS = 256
-"""So many refusals of a tier, then it is probed again."""
+"""Number of refusals before a tier is probed again."""
 _WEIGHT = 0.2
-"""Of the newest measurement."""
+"""Weight of the newest measurement."""
 _PATIENCE = 2.0
-"""A load is abandoned when it takes this many times what recomputing would have taken."""
+"""A load is abandoned after this many times the estimated time to recompute."""
 _LEAST_PATIENCE_S = 0.05
-"""However few blocks: the thread that copies may have to wait for a core."""
+"""Minimum time before a load is abandoned: the copying thread may have to wait for a core."""
 
 
 class CostGate:
-    """Speeds of tiers and of prefill, exponentially weighted, and the decision made from them."""
+    """Smoothed speeds of tiers and prefill, and the decisions made from them."""
 
     def __init__(self) -> None:
         self._block_s: dict[Tier, float] = {}
         self._recompute_block_s: float | None = None
         self._refusals: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self.refused_blocks: dict[Tier, int] = dict.fromkeys(Tier, 0)
-        """Stored there, and computed instead because that was thought to be faster."""
+        """Number of stored blocks that were computed instead, as that was estimated to be faster."""
         self.saved_s: dict[Tier, float] = dict.fromkeys(Tier, 0.0)
-        """What computing the blocks found there would have taken."""
+        """Estimated time to compute the blocks found there."""
         self.spent_s: dict[Tier, float] = dict.fromkeys(Tier, 0.0)
-        """What loading from there took, and what the engine waited for blocks to be copied to there."""
+        """Time of loads from there, and of the engine's waits for copies to there."""
 
     @property
     def losing(self) -> tuple[Tier, ...]:
-        """Tiers that are slower than computing and therefore not used, but for a probe now and then."""
+        """Tiers that are slower than computing, and used only for probes."""
         recompute_s = self._recompute_block_s
         if recompute_s is None:
             return ()
         return tuple(tier for tier, block_s in sorted(self._block_s.items()) if block_s > recompute_s)
 
     def block_s(self, tier: Tier) -> float:
-        """Measured for a block from there; 0 before the first."""
+        """Measured time to load a block from a tier; 0: unknown."""
         return self._block_s.get(tier, 0.0)
 
     def profile(self, tier: Tier, block_s: float) -> None:
-        """What was timed before anybody wanted a block from there; 0: nothing was."""
+        """Set the time measured at the start; 0: unknown."""
         if block_s > 0:
             self._block_s[tier] = block_s
 
     def on_loaded(self, tier: Tier, blocks: int, elapsed_s: float) -> None:
-        """`blocks` came from `tier` in that time; from the device they come at once."""
+        """Count blocks loaded from a tier; blocks on the device take no time."""
         if blocks == 0:
             return
         self.spent_s[tier] += elapsed_s
@@ -66,23 +65,23 @@ class CostGate:
             self._refusals[tier] = 0
 
     def on_wasted(self, tier: Tier, elapsed_s: float, *, abandoned: bool) -> None:
-        """A load from `tier` brought nothing. One that was given up is at best as slow as that a block."""
+        """Count a load without result. An abandoned load is a lower bound of the time per block."""
         self.spent_s[tier] += elapsed_s
         if abandoned:
             self._block_s[tier] = max(elapsed_s, self._block_s.get(tier, 0.0))
             self._refusals[tier] = 0
 
     def on_filled(self, tier: Tier, elapsed_s: float) -> None:
-        """The engine waited so long for blocks to be copied to `tier`."""
+        """Count the engine's wait for copies to a tier."""
         self.spent_s[tier] += elapsed_s
 
     def on_prefilled(self, blocks: float, elapsed_s: float) -> None:
-        """So many blocks of prompts were computed in that time."""
+        """Count computed prompt blocks."""
         if blocks > 0:
             self._recompute_block_s = averaged(self._recompute_block_s, elapsed_s / blocks, _WEIGHT)
 
     def worth_loading(self, tiers: Sequence[Tier]) -> int:
-        """How many of these consecutive blocks, in the tiers they lie in, to load; the rest is computed."""
+        """Return the number of leading blocks to load, given each block's tier; the rest is computed."""
         recompute_s = self._recompute_block_s
         if recompute_s is None:
             return len(tiers)
@@ -100,15 +99,16 @@ class CostGate:
         return best
 
     def worth_storing(self, tier: Tier, returning: float | None) -> bool:
-        """Whether copies to `tier` save more than they take where that share of the blocks is wanted again.
-        A copy back takes as long as one there; where anything is unknown they are worth it."""
+        """Whether copies to `tier` save more time than they take if that share of blocks is used again.
+
+        Assumes that a copy takes equally long in both directions. True while anything is unknown."""
         recompute_s, block_s = self._recompute_block_s, self._block_s.get(tier)
         if returning is None or recompute_s is None or block_s is None:
             return True
         return returning * (recompute_s - block_s) > block_s
 
     def most_s(self, blocks: int) -> float:
-        """When to abandon a load of so many blocks."""
+        """Return the time after which to abandon a load."""
         recompute_s = self._recompute_block_s
         return 1.0 if recompute_s is None else max(_LEAST_PATIENCE_S, _PATIENCE * blocks * recompute_s)
 
@@ -116,7 +116,7 @@ class CostGate:
         return self._refusals[tier] >= RETRY_LOOKUPS
 
     def _cost_s(self, tier: Tier, seen: int) -> float:
-        """Of one more block from `tier` after so many."""
+        """Return the time of one more block from `tier` after so many."""
         known = self._block_s.get(tier)
         if known is None or self._is_due(tier):
             return 0.0 if seen < PROBE_BLOCKS else float("inf")

@@ -1,8 +1,8 @@
-"""Host memory of other workers as a tier of the prefix cache: what is sent there, how much is wanted. Pure.
+"""The peer tier of the prefix cache: host memory lent by other workers. Pure.
 
-It is used once the own host memory fills up: what only that holds is copied to slots that peers lend, oldest
-first, so that it is there still when it has to leave the host. A hit is loaded from there as from disk. What
-a creditor takes along with it is a miss. A tier that is slower than computing is neither filled nor enlarged.
+The tier is used once the own host memory fills up: blocks are copied to peers' slots, oldest first, before
+they leave the host. A hit is loaded as from disk, and a block lost with its creditor is a miss. The tier is
+neither filled nor enlarged while it is slower than computing.
 """
 
 from collections.abc import Collection, Iterable
@@ -14,29 +14,29 @@ from services.worker.kv.core.tier_copier import BlockMover, StoredBlock
 from shared.blocks import BlockHash
 
 _FILLING_SHARE = 8
-"""With less than one slot in so many free, the host fills up."""
+"""The host is filling up when fewer than one slot in so many is free."""
 _ASKED_SHARE = 8
-"""Of what may be borrowed, one in so many at least at a time: what waits for a grant may leave the host."""
+"""Each request asks for at least one in so many of the borrowable blocks."""
 
 
 class PeerKeeping:
-    """Of one cache. One thread: the one that owns it."""
+    """The peer tier of one cache, for the thread that owns it."""
 
     def __init__(self, books: Inventory, mover: BlockMover, gate: CostGate) -> None:
         self._books = books
         self._mover = mover
         self._gate = gate
         self._sending: dict[BlockHash, int] = {}
-        """Slots that are being filled."""
+        """Slots by name of the block that is being sent."""
 
     @property
     def most_blocks(self) -> int:
-        """That may be borrowed; 0: there is no such tier."""
+        """Maximum number of borrowed blocks; 0: there is no such tier."""
         return self._books.peers.most
 
     @property
     def total_blocks(self) -> int:
-        """Lent to this cache now."""
+        """Number of blocks lent to this cache now."""
         return self._books.peers.total
 
     @property
@@ -45,11 +45,11 @@ class PeerKeeping:
 
     @property
     def sending(self) -> Iterable[int]:
-        """Slots that are being filled, those included that were lost meanwhile."""
+        """Slots that are being filled, even if lost meanwhile."""
         return self._sending.values()
 
     def wanted_blocks(self) -> int:
-        """So many more should be borrowed now."""
+        """Return the number of further blocks to borrow now."""
         peers = self._books.peers
         missing = len(self._books.unsent) - peers.free
         if missing <= 0 or not self._is_of_use():
@@ -57,26 +57,25 @@ class PeerKeeping:
         return max(0, min(peers.most - peers.total, max(missing, peers.most // _ASKED_SHARE)))
 
     def admit(self, places: Iterable[int], block_s: float = 0.0) -> None:
-        """These are lent from now on; no number is used twice. `block_s`: what a block was timed to take from
-        there, which counts until one is loaded; 0: nothing was timed."""
+        """Add lent slots; no number is used twice. `block_s`: measured time per block; 0: unknown."""
         self._books.peers.admit(places)
         if not self._gate.block_s(Tier.PEER):
             self._gate.profile(Tier.PEER, block_s)
 
     def searched(self, *, found: bool) -> None:
-        """A search for more is over. Where it brought nothing, new blocks take the place of old ones."""
+        """Note the result of a search for more slots. Without more, new blocks replace old ones."""
         self._books.peers.is_refused = not found
 
     def lose(self, places: Collection[int]) -> None:
-        """These are lent no more, and what was there is gone."""
+        """Drop slots that are no longer lent, and their blocks."""
         self._books.counts["lost_peer"] += self._books.lose_peers(places)
 
     def retire(self) -> list[int]:
-        """Slots that nothing is in, given up: none while more are wanted."""
+        """Give up and return the empty slots; none while more are wanted."""
         return [] if self.wanted_blocks() else self._books.peers.retire()
 
     def send(self, most_blocks: int) -> int:
-        """Start copying what only the own memory holds, oldest first; returns how many copies began."""
+        """Start to copy blocks to peers, oldest first; return the number started."""
         if not self.total_blocks or not self._is_of_use():
             return 0
         unsent = self._books.unsent
@@ -94,7 +93,7 @@ class PeerKeeping:
         return started
 
     def on_sent(self, name: BlockHash, place: int, *, ok: bool) -> None:
-        """A copy that `send` began is over."""
+        """Apply the end of a copy that `send` started."""
         self._sending.pop(name, None)
         node, peers = self._books.tree.find(name), self._books.peers
         self._books.counts["send_failures"] += not ok
@@ -113,7 +112,7 @@ class PeerKeeping:
         return host.free <= host.total // _FILLING_SHARE and Tier.PEER not in self._gate.losing
 
     def _start(self, node: Node) -> bool:
-        """False also when making room for it was at its own cost."""
+        """False also when making room for it evicted the block itself."""
         peers = self._books.peers
         if not peers.free and peers.total < peers.most and not peers.is_refused:
             return False  # more is being asked for

@@ -1,9 +1,8 @@
-"""Copies to the host what is about to leave the device, before it has to: eviction then copies nothing. Pure.
+"""Copies blocks to the host ahead of eviction, so that an eviction copies nothing. Pure.
 
-An eighth of the device is free, or could go at once because the host has it as well or is not to have it
-(`Inventory.is_worth_a_copy`). What is copied may be used, shared and counted as evictable meanwhile; it
-leaves its block only after its copy has ended. Several blocks are one copy: each wakes a thread, and on a GPU
-waits for the device.
+An eighth of the device is kept free or ready to leave: the host has a copy, or a copy is not worth it
+(`Inventory.is_worth_a_copy`). A block may be used, shared and evictable during its copy; its device block is
+free only after the copy. Several blocks share a copy, since each copy wakes a thread.
 """
 
 from collections import deque
@@ -14,45 +13,45 @@ from services.worker.kv.core.radix_tree import Node, Tier
 from services.worker.kv.core.tier_copier import BlockMover, Store
 
 _SHARE = 8
-"""One block in so many."""
+"""One block in so many is kept ready."""
 _MOST_TOGETHER = 8
-"""Blocks of one copy: who needs one of them at once waits for all."""
+"""Maximum number of blocks in a copy; an eviction of one waits for all."""
 _MOST_ADOPTED = 4
-"""Sealed at a time: a checksum each, and the engine waits for it."""
+"""Maximum number of blocks adopted between two steps: each needs a checksum."""
 
 
 class SaveAhead:
-    """Stores of one cache, by ticket. Half of the host at most is taken by what the device still has."""
+    """The copies of one cache, by ticket. At most half of the host holds blocks still on the device."""
 
     def __init__(self, books: Inventory, mover: BlockMover) -> None:
         self._books = books
         self._mover = mover
         self._next: deque[Node] = deque()
-        """Chosen, and not begun."""
+        """Blocks chosen, but not copied yet."""
         self._leaving: list[Node] = []
-        """Those of the last choice."""
+        """Blocks of the last choice."""
         self._open: dict[int, list[tuple[Node, int]]] = {}
-        """The blocks that are copied, and their slots, which are the ticket's until it is answered."""
+        """Blocks being copied and their slots, which belong to the ticket until it is answered."""
         self._storing = self._tickets = 0
         self._unworthy = 0
-        """Of the last choice those that leave without a copy."""
+        """Number of blocks of the last choice that are not worth a copy."""
         self._evicted = 0
-        """When it was made, of all time."""
+        """Count of evictions at the last choice."""
         books.end_copy = self.finish
 
     @property
     def slots(self) -> list[int]:
-        """On the host, that are being filled."""
+        """Host slots that are being filled."""
         return [place for copy in self._open.values() for _, place in copy]
 
     @property
     def ready_blocks(self) -> int:
-        """Of the device, that can be had without a copy, or soon."""
+        """Number of device blocks that are available without a copy, or soon."""
         unworthy = self._unworthy - (self._books.counts["evicted_device"] - self._evicted)
         return self._books.pool.free_blocks + self._books.saved + self._storing + max(0, unworthy)
 
     def work(self) -> int:
-        """Start what copies are missing and may be open; returns how many began."""
+        """Start missing copies; return the number of blocks started."""
         if not self._next and not self._choose():
             return 0
         started = adopted = 0
@@ -94,7 +93,7 @@ class SaveAhead:
         return True
 
     def on_stored(self, ticket: int, *, ok: bool) -> None:
-        """A copy has ended. One that was waited for has been told of already."""
+        """Apply the end of a copy. `finish` may have applied it already."""
         copy = self._open.pop(ticket, [])
         self._storing -= len(copy)
         for node, place in copy:
@@ -105,13 +104,13 @@ class SaveAhead:
                 self._books.give_host_slot(node, place)
 
     def finish(self, node: Node) -> None:
-        """Its copy, if one is under way, is over on return."""
+        """Finish the block's copy, if one is under way."""
         if node.storing:
             ticket = node.storing
             self.on_stored(ticket, ok=self._mover.finish_store(ticket))
 
     def _choose(self) -> bool:
-        """Whether there is something to copy."""
+        """Choose the next blocks to copy; whether there are any."""
         goal = min(self._books.pool.total_blocks // _SHARE, self._books.host.total // 2)
         if not goal or (self.ready_blocks > goal - goal // 4 and not self._books.is_behind):
             return False
@@ -130,12 +129,12 @@ class SaveAhead:
         return bool(self._next)
 
     def _is_wanted(self, node: Node) -> bool:
-        """It is about to leave, and the host has no copy of it."""
+        """Whether it is about to leave the device and still needs a copy."""
         is_there = node.is_leaving and self._books.is_worth_a_copy(node)
         return is_there and node.places[Tier.HOST] is None and not node.storing
 
     def _start(self, copy: list[tuple[Node, int]]) -> int:
-        """How many began: all of them, or none where too many are open, and they are the next again."""
+        """Start a copy; return its number of blocks, or 0 when too many are open: they are retried."""
         if not copy:
             return 0
         self._tickets += 1
@@ -154,7 +153,7 @@ class SaveAhead:
 
 
 def block_of(node: Node) -> int:
-    """Where it is on the device."""
+    """Return its block id on the device."""
     block = node.places[Tier.DEVICE]
     assert block is not None
     return block

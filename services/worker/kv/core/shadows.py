@@ -1,8 +1,7 @@
-"""Copies on the host that are kept for other workers' running sequences, should those workers die.
+"""Shadows: host copies of blocks of sequences that run on other workers, in case those workers die. Pure.
 
-They are ordinary named blocks, found by whoever wants them, but the first to leave: whatever else needs room
-on the host takes theirs, and between themselves only a copy that nobody has renewed for a while gives way.
-One that a sequence here has used is a shadow no more. Pure: no slot, no bytes, no clock.
+Shadows are named blocks that any sequence may use, but they are evicted before all other host copies. A new
+shadow replaces only one that was not renewed for a while. Its first use makes it an ordinary block.
 """
 
 from collections.abc import Collection, Iterable
@@ -15,19 +14,18 @@ from services.worker.kv.core.radix_tree import Node, Tier
 from shared.blocks import BlockHash
 
 STALE_S = 20.0
-"""Not renewed for so long: its sequence has ended, or has another keeper. Renewals come every few seconds."""
+"""Age since the last renewal at which a shadow is stale. Renewals come every few seconds."""
 
 
 class Shadows:
-    """Of one cache: which nodes they are, renewed longest ago first, and which of them may go. Who goes next
-    is found without a look at the others, most of which have to wait for what hangs on them."""
+    """The shadows of one cache, oldest renewal first. Evictable ones are indexed by their renewal."""
 
     def __init__(self) -> None:
         self._renewed: dict[Node, tuple[float, int]] = {}
-        """When each was renewed, and the number of that renewal."""
+        """Time and number of each shadow's renewal."""
         self._renewals = 0
         self._loose: Any = SortedDict()
-        """Those that may go, by the same."""
+        """Evictable shadows by renewal."""
 
     def __len__(self) -> int:
         return len(self._renewed)
@@ -36,17 +34,17 @@ class Shadows:
         return node in self._renewed
 
     def add(self, node: Node, now_s: float) -> None:
-        """A new one."""
+        """Add a shadow."""
         node.is_shadow = True
         self._enter(node, now_s)
 
     def discard(self, node: Node) -> bool:
-        """It is one no more; whether it was."""
+        """Make it an ordinary block; whether it was a shadow."""
         node.is_shadow = False
         return self._leave(node)
 
     def rank(self, node: Node) -> None:
-        """One of them may go now, or may not any more: to be told of each change."""
+        """Update whether a shadow is evictable; call this on each change."""
         renewal = self._renewed[node]
         if node.is_loose(Tier.HOST):
             self._loose[renewal] = node
@@ -54,19 +52,19 @@ class Shadows:
             self._loose.pop(renewal, None)
 
     def renew(self, nodes: Iterable[Node], now_s: float) -> None:
-        """Consecutive blocks whose sequence still runs; others among them are not minded."""
+        """Renew shadows among consecutive blocks of a running sequence."""
         for node in reversed(list(nodes)):  # The deepest is the first that may go.
             if self._leave(node):
                 self._enter(node, now_s)
 
     def stale_blocks(self, now_s: float) -> int:
-        """Those that give way to new ones."""
+        """Return the number of stale shadows."""
         return sum(1 for _ in takewhile(lambda one: one[0] <= now_s - STALE_S, self._renewed.values()))
 
     def victim(
         self, kept: Collection[BlockHash] = (), *, renewed_before_s: float = float("inf")
     ) -> Node | None:
-        """The first that may go, if it was last renewed before then. None: there is none."""
+        """Return the first evictable shadow that was renewed before then; None: there is none."""
         for (renewed_s, _), node in self._loose.items():
             if renewed_s > renewed_before_s:
                 return None
@@ -76,8 +74,8 @@ class Shadows:
         return None
 
     def check_integrity(self, tree: Iterable[Node]) -> None:
-        """AssertionError unless these are the nodes that are marked so, each with a copy on the host and
-        nowhere else, and those that may go are known."""
+        """Raise AssertionError unless these are the marked nodes, each only on the host, and correctly
+        indexed."""
         assert {node for node in tree if node.is_shadow} == set(self._renewed)
         for node in self._renewed:
             places = node.places

@@ -1,4 +1,4 @@
-"""What the prefix cache needs of those who move the bytes. A contract; knows no tensor and no file itself."""
+"""The protocol between the prefix cache and the code that copies blocks between tiers. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,32 +10,32 @@ from shared.blocks import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Bring a stored block to the device."""
+    """A copy of a stored block to the device."""
 
     name: BlockHash
     tier: Tier
-    """Where it is: HOST, PEER or DISK."""
+    """Source: HOST, PEER or DISK."""
     place: int
     block: int
-    """Where it goes on the device."""
+    """Target block on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """How a list of loads went: the first `done` of them hold verified bytes."""
+    """The result of a list of loads: the first `done` hold verified bytes."""
 
     done: int
     elapsed_s: tuple[float, ...] = (0.0,) * len(Tier)
-    """By tier, for those that were done."""
+    """Time by tier of the loads that were done."""
     failed: bool = False
-    """The load after those was torn, corrupt or of another model; False when it was merely abandoned."""
+    """The next load was torn, corrupt or of another model; False: it was abandoned."""
     wasted_s: float = 0.0
-    """Spent on the load after those."""
+    """Time spent on the next load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Keep a device block in a host slot."""
+    """A copy of a device block to a host slot."""
 
     name: BlockHash
     block: int
@@ -44,7 +44,7 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A block that a disk tier holds, as its header says, or one that goes to a slot of a peer's."""
+    """A block in, or for, a slot of the disk or of a peer."""
 
     name: BlockHash
     parent: BlockHash
@@ -54,41 +54,39 @@ class StoredBlock:
 
 
 class BlockMover(Protocol):
-    """Copies between tiers. What `start_…` begins is the mover's until it is answered: it may write to the
-    places that a copy goes to, and reads those that it comes from, whoever has lost interest in it."""
+    """Copies blocks between tiers. Until a copy is answered, its source and target belong to the mover, even
+    if its result is no longer needed."""
 
     def start_load(self, ticket: int, loads: Sequence[Load], most_s: float) -> bool:
-        """In order, each verified, given up `most_s` seconds after it has begun; later answered by
-        `PrefixCache.on_loaded`. False: too many are open."""
+        """Start verified loads in order, abandoned after `most_s` seconds; `PrefixCache.on_loaded` answers.
+        False: too many are open."""
         ...
 
     def start_store(self, ticket: int, stores: Sequence[Store]) -> bool:
-        """Device blocks → host slots, later answered by `PrefixCache.on_stored`. False: too many are open."""
+        """Start copies to host slots; `PrefixCache.on_stored` answers. False: too many are open."""
         ...
 
     def finish_store(self, ticket: int) -> bool:
-        """Returns when that copy has ended, before anything else is copied; whether its bytes are there. Its
-        answer may still come, and means nothing any more."""
+        """Finish that copy ahead of all others; whether it worked. Its later answer has no effect."""
         ...
 
     def store(self, stores: Sequence[Store]) -> float:
-        """Device blocks → host slots at once, the last of several that name one slot. Seconds it took."""
+        """Copy device blocks to host slots now; return the seconds it took. The last of several copies to one
+        slot counts."""
         ...
 
     def seal(self, place: int, name: BlockHash) -> None:
-        """That host slot was filled by somebody else with what is called `name`."""
+        """Take the checksum of a host slot that another part filled with block `name`."""
         ...
 
     def start_write(self, source: int, node: StoredBlock) -> bool:
-        """Host slot → the node's disk slot, later answered by `PrefixCache.on_written`. False: too many are
-        open."""
+        """Start a copy from host to disk; `PrefixCache.on_written` answers. False: too many are open."""
         ...
 
     def start_send(self, source: int, node: StoredBlock) -> bool:
-        """Host slot → the node's slot at a peer, later answered by `PrefixCache.on_sent`. False: too many are
-        open."""
+        """Start a copy from host to a peer; `PeerKeeping.on_sent` answers. False: too many are open."""
         ...
 
     def start_read(self, place: int, target: int, name: BlockHash) -> bool:
-        """Disk slot → host slot, later answered by `PrefixCache.on_read`. False: too many are open."""
+        """Start a copy from disk to host; `PrefixCache.on_read` answers. False: too many are open."""
         ...
