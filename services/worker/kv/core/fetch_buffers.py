@@ -1,9 +1,8 @@
-"""The device's buffers for blocks that a step reads from host memory: which block has which. Pure.
+"""The assignment of device buffers to blocks that a step reads from host memory. Pure.
 
-Some of the device's blocks are *spare*: one of them has the parts of all layers, and a block outside needs
-two buffers of one layer's part, one of which is read while the other is filled. Of 8 layers, 3 spare blocks
-are 12 pairs. A block that the next step reads as well keeps its pair, so that its first layers can be brought
-in ahead.
+*Spare* device blocks serve as buffers. A block outside needs a pair of buffers for one layer: one is read
+while the other is filled. With 8 layers, 3 spare blocks are 12 pairs. A block keeps its pair for the next
+step, so that its first layers can be fetched ahead.
 """
 
 import numpy as np
@@ -14,16 +13,16 @@ _NONE = -1
 
 
 class FetchBuffers:
-    """Pairs of buffers for up to `ids` blocks, in the device's blocks of `layers` parts each."""
+    """Pairs of buffers for `ids` blocks, in spare device blocks of `layers` parts each."""
 
     def __init__(self, ids: int, layers: int, device_blocks: int) -> None:
         self._layers, self._device_blocks = layers, device_blocks
         self.spare: list[int] = []
         """The device's blocks that buffers are made of."""
         self._pair: Blocks = np.full(ids, _NONE, dtype=np.int32)
-        """By id."""
+        """Pair of each id."""
         self.is_warm = np.zeros(ids, dtype=bool)
-        """By id: the last step brought it in, and it is still outside, in the same buffers."""
+        """Whether the last step fetched the id into the same buffers and it is still outside."""
         self._free: list[int] = []
 
     @property
@@ -32,23 +31,22 @@ class FetchBuffers:
         return len(self.spare) * self._layers // 2
 
     def add(self, slot: int) -> None:
-        """Buffers are made of that block of the device, too; to be ended by `renumber`."""
+        """Use a device block for buffers; call `renumber` afterwards."""
         self.spare.append(slot)
 
     def remove(self) -> int:
-        """One of the device's blocks less; to be ended by `renumber`."""
+        """Return a device block no longer used for buffers; call `renumber` afterwards."""
         return self.spare.pop()
 
     def renumber(self) -> None:
-        """Their count has changed: those there are keep their blocks."""
+        """Adapt to a changed number of buffers; remaining pairs keep their blocks."""
         self._pair[self._pair >= self.pairs] = _NONE
         self.is_warm[:] = False
         taken = set(self._pair[self._pair >= 0].tolist())
         self._free = [pair for pair in range(self.pairs) if pair not in taken]
 
     def claim(self, blocks: Blocks) -> None:
-        """Each of these has a pair; others give theirs up as far as is needed. Raises ValueError when there
-        are too few."""
+        """Give each block a pair, taken from other blocks if necessary. Raises ValueError if too few."""
         missing = blocks[self._pair[blocks] < 0]
         if len(missing) > len(self._free):
             idle = self._pair >= 0
@@ -56,12 +54,12 @@ class FetchBuffers:
             for block in np.flatnonzero(idle)[: len(missing) - len(self._free)].tolist():
                 self.forget(block)
         if len(missing) > len(self._free):
-            raise ValueError(f"{len(blocks)} blocks outside are read, and there are {self.pairs} buffers")
+            raise ValueError(f"{len(blocks)} blocks outside are read with only {self.pairs} pairs of buffers")
         for block in missing.tolist():
             self._pair[block] = self._free.pop()
 
     def forget(self, block: int) -> None:
-        """It has none any more."""
+        """Take the block's pair away."""
         pair = int(self._pair[block])
         self.is_warm[block] = False
         if pair >= 0:
@@ -73,13 +71,13 @@ class FetchBuffers:
         return self._pair[blocks]
 
     def arena(self, pairs: Blocks, parity: int) -> Blocks:
-        """Where these are in memory that has the device's blocks layer by layer; two of each, by parity."""
+        """Return the places of the pairs' buffers of one parity in memory ordered by layer."""
         at = 2 * pairs.astype(np.int64) + parity
         spare = np.array(self.spare or [0], dtype=np.int64)[at // self._layers]
         found: Blocks = (at % self._layers * self._device_blocks + spare).astype(np.int32)
         return found
 
     def check_integrity(self) -> None:
-        """AssertionError unless each pair is one block's or free."""
+        """Raise AssertionError unless each pair is free or one block's."""
         taken = self._pair[self._pair >= 0].tolist()
         assert sorted([*taken, *self._free]) == list(range(self.pairs))

@@ -1,21 +1,19 @@
-"""Which of a worker's blocks are on the device, and which in its own host memory while sequences use them.
-Pure.
+"""The residency of blocks in use: on the device, or outside it in the worker's host memory. Pure.
 
-A block's id stays; where it is changes. Ids are more than the device has room for; what is outside has a row
-of the host memory that the prefix cache's host tier lies in as well. A step writes to blocks on the device
-alone, and reads all others wherever they are: what is outside goes through buffers on the device, layer by
-layer, behind the computation (`native/stream.h`):
+A block keeps its id while its place changes. There are more ids than device blocks; a block outside has a row
+of host memory, which the host tier of the prefix cache shares. A step writes only to blocks on the device and
+reads blocks outside through buffers, layer by layer, behind the computation (`native/stream.h`):
 
     device 0 1 2 3, of which 3 is for buffers; ids 0 … 5
     0 1 2 are there, 4 is outside (in row 7); a step reads 0 1 4 and writes 2
     plan → fetch row 7 through a buffer; 0 and 2 where they are
 
 A row that the cache holds for the same block is *shared*: the block may leave the device without a copy, and
-the row is the cache's when the block's id is given back.
+the cache keeps the row when the block is freed.
 
-Who leaves: what was read longest ago, of equals what the host has a copy of. Who comes back: what a step
-fetches anyway, as far as the device has room. Source: papers/004, with some blocks of all layers in place of
-all blocks of some layers; algorithms.md §6.
+The least recently read block leaves first, one with a host copy before one without. Blocks that a step
+fetches stay on the device as far as there is room. Source: papers/004, with some blocks of all layers in
+place of all blocks of some layers; algorithms.md §6.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,44 +28,46 @@ from services.worker.kv.core.fetch_buffers import Blocks, FetchBuffers
 
 _NOWHERE = -1
 _READY_BLOCKS = 8
-"""So many could leave the device at once: copied ahead of need."""
+"""Number of evictable blocks to keep copied to the host in advance."""
 _COLD_STEPS = 16
-"""Not read for so many steps: it makes room for what is read in each."""
+"""Number of steps without a read after which a block makes room for fetched ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What has to be moved for one step. Pairs of arrays have one length."""
+    """The block moves of one step. Paired arrays have one length."""
 
     saved_from: Blocks
-    """The device's blocks copied out before the step: …"""
+    """Device blocks copied out before the step, …"""
     saved_to: Blocks
-    """… rows."""
+    """… to these rows."""
     loaded_from: Blocks
-    """Rows copied in before the step, because it writes to what is in them: …"""
+    """Rows copied in before the step, which writes to their blocks, …"""
     loaded_to: Blocks
+    """… to these device blocks."""
     fetched: Blocks
-    """Ids brought in layer by layer, those the step before had in the same buffers first: …"""
+    """Ids fetched layer by layer, those still in their buffers from the last step first, …"""
     fetched_from: Blocks
     """… from these rows."""
     kept: int
-    """How many those are."""
+    """Number of fetched ids still in their buffers."""
     place: Blocks
-    """Of each fetched: the device's block where it stays, -1: it does not."""
+    """Device block where each fetched one stays; -1: it does not stay."""
     buffer: Blocks
-    """Of each fetched: the number of its pair of buffers."""
+    """Number of the pair of buffers of each fetched block."""
     saves: Blocks
-    """Ids copied out while the step runs: …"""
+    """Ids copied out while the step runs, …"""
     save_from: Blocks
+    """… from these device blocks …"""
     save_to: Blocks
-    """Rows."""
+    """… to these rows."""
 
 
 class Residency:
-    """Of `ids` blocks, at most `device_blocks` on the device; `layers` of them make up a device's block.
+    """The places of `ids` blocks of `layers` layers, at most `device_blocks` of them on the device.
 
-    All calls but `slot_of`, `is_outside` and `on_written` are the engine thread's; `lock` is held while
-    places change.
+    All calls except `slot_of`, `is_outside` and `on_written` come from the engine's thread. `lock` is held
+    while places change.
     """
 
     def __init__(
@@ -79,65 +79,63 @@ class Residency:
         lock: AbstractContextManager[object],
         rows: RowShare | None = None,
     ) -> None:
-        """`move` does at once what a plan wants done now; `lock` is held meanwhile. `rows`: one for each
-        block in use, at most; one for each id where nothing else is said."""
+        """`move` does a plan's immediate copies while `lock` is held. `rows`: host memory for blocks in use;
+        None: one row for each id."""
         self._move = move
         self._rows = rows or RowShare(RowPool(ids), ids)
         self.device_blocks = device_blocks
         self.ids = ids
         self.lock = lock
         self.codes: Blocks = np.full(ids, _NOWHERE, dtype=np.int32)
-        """By id, for the present step: the device's block, or `device_blocks` and more: which of the
-        fetched."""
+        """Place of each id in the present step: a device block, or `device_blocks` + index of the fetch."""
         self._slot: Blocks = np.full(ids, _NOWHERE, dtype=np.int32)
         self._id: Blocks = np.full(device_blocks, _NOWHERE, dtype=np.int32)
-        """By the device's block: who has it."""
+        """Id in each device block."""
         self._is_taken = np.zeros(ids, dtype=bool)
         self._row: Blocks = np.full(ids, _NOWHERE, dtype=np.int32)
-        """Of host memory: each that is outside has one."""
+        """Host row of each id; every block outside has one."""
         self._is_saved = np.zeros(ids, dtype=bool)
-        """Its row has what it has."""
+        """Whether the row has the block's contents."""
         self._is_shared = np.zeros(ids, dtype=bool)
-        """Its row is the cache's."""
+        """Whether the row belongs to the cache."""
         self._is_pinned = np.zeros(ids, dtype=bool)
         self._read: npt.NDArray[np.int64] = np.zeros(ids, dtype=np.int64)
-        """The step that read it last."""
+        """Number of the step that last read the block."""
         self._free = dict.fromkeys(range(device_blocks - 1, -1, -1))
         self.buffers = FetchBuffers(ids, layers, device_blocks)
         self._displaced = 0
-        """Taken ids that are not in the device's block of the same number."""
+        """Number of taken ids that are not in the device block of the same number."""
         self._step = 0
         self._plan: StepPlan | None = None
         self._filled: set[int] = set()
-        """By others than the present step, since it began."""
+        """Blocks filled since the step began, but not by it."""
         self._wanted_ready = _READY_BLOCKS
-        """So many should be free, or be on the host as well."""
+        """Number of device blocks that should be free or have a copy on the host."""
         self.saved_late = 0
-        """Blocks whose copy to the host a step waited for."""
+        """Number of blocks whose copy to the host delayed a step."""
         self.is_intact: Callable[[int], bool] = lambda block: True
-        """Whether the shared row of a block that is about to leave the device is as it was; where it is not,
-        it has been unshared on return."""
+        """Check the shared row of a block that is about to leave the device; unshares a damaged one."""
         self.on_moved: Callable[[int], None] = lambda block: None
-        """Called with each block that leaves or enters the device and whose row is shared."""
+        """Called with each block with a shared row that leaves or enters the device."""
 
     @property
     def is_plain(self) -> bool:
-        """Every id in use is the device's block of that number, and nothing has to be kept track of."""
+        """Whether every id in use is the device block of that number, and there are no buffers."""
         return not self._displaced and not self.buffers.spare
 
     @property
     def rows(self) -> RowPool:
-        """Of host memory, of which others may have some as well."""
+        """The rows of host memory, which may have other owners too."""
         return self._rows.rows
 
     @property
     def cache_rows(self) -> int:
-        """Of `rows`, those that others may have."""
+        """Number of rows for other owners."""
         return self.rows.total - self._rows.total
 
     @property
     def spare_blocks(self) -> int:
-        """Of the device, that buffers are made of."""
+        """Number of device blocks used for buffers."""
         return len(self.buffers.spare)
 
     @property
@@ -146,41 +144,40 @@ class Residency:
 
     @property
     def room_blocks(self) -> int | None:
-        """Blocks that one step may write to; None: as many as there are."""
+        """Number of blocks that a step may write to; None: no limit."""
         if self.is_plain:
             return None
         return self.device_blocks - self.spare_blocks - self.pinned_blocks
 
     def slot_of(self, block: int) -> int | None:
-        """The device's block, None when it is not there. With `lock` held."""
+        """Return the device block of an id, None when it is outside. Hold `lock`."""
         slot = int(self._slot[block])
         return None if slot < 0 else slot
 
     def row_of(self, block: int) -> int:
-        """The row of a block that is not on the device. With `lock` held."""
+        """Return the host row of a block outside. Hold `lock`."""
         return int(self._row[block])
 
     def is_outside(self, block: int) -> bool:
-        """Whether it is taken, and not on the device."""
+        """Whether the block is taken and not on the device."""
         return bool(self._is_taken[block] and self._slot[block] < 0)
 
     def saved_row(self, block: int) -> int | None:
-        """The row that has what the block has, unless it is shared."""
+        """Return the row with the block's contents, unless it is shared."""
         return int(self._row[block]) if self._is_saved[block] and not self._is_shared[block] else None
 
     def share(self, block: int, row: int) -> None:
-        """The cache has there what the block has, perhaps since now: in the row that the block had for
-        itself."""
+        """Share a cache row that has the block's contents; it may be the block's own row so far."""
         with self.lock:
             if self._row[block] != row:
                 self._drop_row(block)
-                self.buffers.forget(block)  # What was read ahead from the row that others may have now.
+                self.buffers.forget(block)  # It was filled from the old row.
             elif not self._is_shared[block]:
                 self._rows.used -= 1
             self._row[block], self._is_saved[block], self._is_shared[block] = row, True, True
 
     def unshare(self, block: int) -> bool:
-        """The cache wants that row no more. True: the block lies there and keeps it."""
+        """End the sharing of a row. True: the block lies there and keeps the row."""
         with self.lock:
             self._is_shared[block] = False
             if self.is_outside(block):
@@ -190,13 +187,12 @@ class Residency:
             return False
 
     def on_written(self, block: int) -> None:
-        """It was filled by somebody else than a step, in its place on the device or else in its row. With
-        `lock` held."""
+        """Note that a block was filled outside a step, on the device or in its row. Hold `lock`."""
         self._is_saved[block] = self._slot[block] < 0
         self._filled.add(block)
 
     def take(self, blocks: Sequence[int]) -> None:
-        """These are in use from now on, with nothing in them: on the device as far as there is room."""
+        """Take empty blocks, on the device as far as there is room."""
         with self.lock:
             for block in blocks:
                 self._is_taken[block], self._is_saved[block] = True, False
@@ -210,13 +206,13 @@ class Residency:
                     self._give_row(block)
 
     def take_new(self, blocks: Sequence[int]) -> list[int]:
-        """`take` for those of them that are not in use: which they are."""
+        """Take those of these blocks that are free; return them."""
         new = [block for block in blocks if not self._is_taken[block]]
         self.take(new)
         return new
 
     def give(self, blocks: Iterable[int]) -> None:
-        """These are free again, and what is in them is forgotten."""
+        """Free blocks and drop their contents."""
         with self.lock:
             for block in blocks:
                 self._is_taken[block] = False
@@ -228,8 +224,7 @@ class Residency:
                     self.buffers.forget(block)
 
     def pin(self, blocks: Sequence[int]) -> list[int]:
-        """These stay where they are on the device from now on; where that is. Raises ValueError where there
-        is no room for them."""
+        """Fix blocks on the device and return their places. Raises ValueError without room for them."""
         with self.lock:
             wanted = np.array(blocks, dtype=np.int32)
             self._move(self._bring(wanted, wanted))
@@ -241,15 +236,15 @@ class Residency:
             return places
 
     def unpin(self, slots: Iterable[int]) -> list[int]:
-        """Who is there; they may be moved again."""
+        """Let blocks at these places move again; return their ids."""
         blocks = [int(self._id[slot]) for slot in slots]
         with self.lock:
             self._is_pinned[blocks] = False
         return blocks
 
     def reserve(self, blocks: int, *, at_once: bool = False) -> bool:
-        """Make buffers of so many of the device's blocks: of free ones, and of those whose copy the host has.
-        Whether there are as many now; what is missing is copied out with the next steps, or `at_once`."""
+        """Turn device blocks into buffers: free ones, and ones with a copy on the host. Whether there are
+        enough now; missing ones are copied out with the next steps, or `at_once`."""
         with self.lock:
             missing = blocks - self.spare_blocks
             if at_once:
@@ -266,7 +261,7 @@ class Residency:
             return missing <= 0
 
     def release(self, blocks: int) -> None:
-        """Keep only so many of the device's blocks as buffers. Nothing may be under way."""
+        """Keep only so many device blocks as buffers. No copy may be under way."""
         with self.lock:
             while self.spare_blocks > blocks:
                 self._free[self.buffers.remove()] = None
@@ -274,9 +269,9 @@ class Residency:
             self._wanted_ready = _READY_BLOCKS
 
     def plan(self, blocks: Blocks, written: Blocks) -> StepPlan:
-        """A step reads `blocks`, its own ids as often as they are in tables, and writes to some of them.
+        """Plan the moves of a step that reads `blocks`, repeated as in its tables, and writes `written`.
 
-        Raises ValueError where the device has no room for what is written, or buffers for what is read.
+        Raises ValueError if the device lacks room for written blocks, or buffers for read ones.
         """
         with self.lock:
             self._step += 1
@@ -286,7 +281,7 @@ class Residency:
             now = self._bring(written[self._slot[written] < 0], written)
             self._is_saved[written] = False
             outside = np.unique(blocks[self._slot[blocks] < 0])
-            self._is_saved[outside] = True  # What was never written is read as its row of host memory is.
+            self._is_saved[outside] = True  # A block never written is read as its row is.
             places = self._places(len(outside), written)
             staying, passing = outside[: len(places)], outside[len(places) :]
             self.buffers.claim(passing)
@@ -314,8 +309,7 @@ class Residency:
             return self._plan
 
     def end(self, saved: int, *, is_complete: bool) -> None:
-        """The step is over; `saved` of its `saves` were copied, and unless it `is_complete` nothing was
-        fetched for certain."""
+        """End a step of which the first `saved` saves were copied; unless `is_complete`, no fetch counts."""
         plan, self._plan = self._plan, None
         if plan is None:
             return
@@ -333,8 +327,8 @@ class Residency:
                     self.buffers.is_warm[block] = is_complete
 
     def check_integrity(self) -> None:
-        """AssertionError unless every block of the device is free, spare, or one block's, and each that is in
-        use is somewhere or has nothing in it."""
+        """Raise AssertionError unless each device block is free, spare or taken, and each taken id has a
+        place."""
         held = [slot for slot in range(self.device_blocks) if self._id[slot] >= 0]
         assert sorted([*held, *self._free, *self.buffers.spare]) == list(range(self.device_blocks))
         for slot in held:
@@ -352,8 +346,7 @@ class Residency:
         self.buffers.check_integrity()
 
     def check_rows(self, shared: Iterable[int]) -> None:
-        """AssertionError unless `shared`, those that blocks have for themselves, and the free ones are each
-        row once."""
+        """Raise AssertionError unless each row is once in `shared`, a block's own, or free."""
         shared = list(shared)
         assert set(self._row[self._is_shared].tolist()) <= set(shared)
         own = self._row[(self._row >= 0) & ~self._is_shared].tolist()
@@ -361,7 +354,7 @@ class Residency:
         self.rows.check_integrity([*shared, *own])
 
     def _bring(self, missing: Blocks, spared: Blocks) -> StepPlan:
-        """Each of `missing` that is not on the device gets a place there; none of `spared` leaves for it."""
+        """Give each missing block a place on the device; none of `spared` leaves for it."""
         missing = missing[self._slot[missing] < 0]
         cleared = self._clear(len(missing) - len(self._free), spared)
         for block in missing.tolist():
@@ -372,7 +365,7 @@ class Residency:
         return replace(cleared, loaded_from=self._row[loaded], loaded_to=self._slot[loaded])
 
     def _clear(self, count: int, spared: Blocks) -> StepPlan:
-        """So many leave the device, none of `spared`: what has to be copied out for it."""
+        """Remove so many blocks from the device, none of `spared`; return the copies to make."""
         victims = self._victims(count, spared)
         for block in victims[self._is_shared[victims]].tolist():
             self._may_leave(block)
@@ -389,17 +382,17 @@ class Residency:
         return StepPlan(late_from, late_to, none, none, none, none, 0, none, none, none, none, none)
 
     def _victims(self, count: int, spared: Blocks) -> Blocks:
-        """Who leaves the device first. Raises ValueError when there are fewer."""
+        """Return the blocks to remove first. Raises ValueError when there are fewer."""
         if count <= 0:
             return np.zeros(0, dtype=np.int32)
         found = self._movable(spared)
         if len(found) < count:
-            raise ValueError(f"{count} blocks more are to be on the device, and {len(found)} may leave it")
+            raise ValueError(f"the device needs {count} more blocks, and only {len(found)} may leave it")
         rank = 2 * self._read[found] + ~self._is_saved[found]
         return found[np.argpartition(rank, count - 1)[:count]]
 
     def _movable(self, spared: Blocks) -> Blocks:
-        """Those on the device that nobody keeps there."""
+        """Return blocks on the device that are neither pinned nor spared."""
         ids = self._id[self._id >= 0]
         is_kept = self._is_pinned.copy()
         is_kept[spared] = True
@@ -407,8 +400,7 @@ class Residency:
         return found
 
     def _places(self, wanted: int, spared: Blocks) -> list[int]:
-        """The device's blocks for up to so many that are fetched: free ones, and what nobody has read lately
-        and the host has, too."""
+        """Return device blocks for up to so many fetched ones: free ones, and cold ones with a host copy."""
         places = [self._free.popitem()[0] for _ in range(min(wanted, len(self._free)))]
         if len(places) < wanted and self._step > _COLD_STEPS:
             found = self._movable(spared)
@@ -420,7 +412,7 @@ class Residency:
         return places
 
     def _next_saves(self, written: Blocks) -> Blocks:
-        """What is copied out meanwhile, so that those who leave next can do so at once."""
+        """Return the blocks to copy out during the step, so that the next to leave need no copy."""
         found = self._movable(written)
         is_saved = self._is_saved[found]
         missing = self._wanted_ready - len(self._free) - int(np.count_nonzero(is_saved))
@@ -434,7 +426,7 @@ class Residency:
         return chosen
 
     def _clear_one(self) -> bool:
-        """Frees one of the device's blocks whose copy the host has, where there is one."""
+        """Free one device block with a copy on the host, if there is one."""
         found = self._movable(np.zeros(0, dtype=np.int32))
         found = found[self._is_saved[found]]
         for block in found[np.argsort(self._read[found])].tolist():
@@ -444,8 +436,7 @@ class Residency:
         return False
 
     def _may_leave(self, block: int) -> bool:
-        """Of one that is saved: whether its row, if it is the cache's, is as it was. If not, it is saved no
-        more."""
+        """Whether a saved block's shared row is intact; a damaged row is no copy any more."""
         return not self._is_shared[block] or self.is_intact(block)
 
     def _settle(self, block: int, slot: int) -> None:
@@ -457,7 +448,7 @@ class Residency:
             self.on_moved(block)
 
     def _leave(self, block: int) -> None:
-        """Its place on the device is free, if it has one."""
+        """Free the block's place on the device, if it has one."""
         slot = int(self._slot[block])
         if slot >= 0:
             self._displaced += slot == block
@@ -468,7 +459,7 @@ class Residency:
                 self.on_moved(block)
 
     def _give_row(self, block: int) -> None:
-        """It has one from now on."""
+        """Give the block a row if it has none."""
         if self._row[block] < 0:
             row = self._rows.take()
             if row is None:
@@ -476,7 +467,7 @@ class Residency:
             self._row[block] = row
 
     def _drop_row(self, block: int) -> None:
-        """It has none any more."""
+        """Take the block's row away."""
         if self._row[block] >= 0 and not self._is_shared[block]:
             self._rows.give(int(self._row[block]))
         self._row[block], self._is_shared[block] = _NOWHERE, False

@@ -1,8 +1,7 @@
-"""Room on the host for copies of other workers' running sequences, within a share of it: who asks gets slots,
-fills them and gives them names, or gives them back. Pure.
+"""Host slots for shadows of other workers' running sequences, within a share of the host. Pure.
 
-    places = keeping.room(2)          two slots, the asker's own until `fill`
-    keeping.fill(places, names, parent, now_s)      as many as have arrived are found by their names now
+places = keeping.room(2)                        two slots, reserved until `fill`
+keeping.fill(places, names, parent, now_s)      filled slots are named, the others are free again
 """
 
 from collections.abc import Sequence
@@ -14,36 +13,37 @@ from shared.blocks import BlockHash
 
 
 class ShadowKeeping:
-    """Of one cache. One thread: the one that owns it."""
+    """The shadow slots of one cache, for the thread that owns it."""
 
     def __init__(self, books: Inventory, most_blocks: int) -> None:
-        """`most_blocks` of the host's at a time, those that are being filled included."""
+        """`most_blocks`: maximum number of host blocks, those being filled included."""
         self._books = books
         self.most_blocks = min(most_blocks, books.host.total)
         self.open_places: dict[int, None] = {}
         """Slots that are being filled."""
         self.kept_in_all = 0
-        """Blocks, since the start."""
+        """Number of shadow blocks stored since the start."""
 
     @property
     def blocks(self) -> int:
-        """That are kept now."""
+        """Number of shadow blocks now."""
         return len(self._books.shadows)
 
     def room_blocks(self, now_s: float) -> int:
-        """More that could be kept; those count whose sequence nobody has named for a while."""
+        """Return the number of further blocks that could be kept, stale ones replaced."""
         used = len(self._books.shadows) + len(self.open_places)
         return max(0, self.most_blocks - used + self._books.shadows.stale_blocks(now_s))
 
     def known(self, names: Sequence[BlockHash], now_s: float) -> int:
-        """How many of these, from the first on, are stored anywhere here. Their sequence still runs."""
+        """Return the number of leading `names` stored here, and renew them."""
         found = self._books.tree.match(names)
         self._books.shadows.renew(found, now_s)
         return len(found)
 
     def room(self, blocks: int, now_s: float, kept: Sequence[BlockHash] = ()) -> list[int]:
-        """Up to so many slots of the host, to be given to `fill` in any case; none of those that hold `kept`.
-        Shadows that are stale leave for it, and within their share cached copies that have waited longest."""
+        """Reserve up to so many host slots, which must be passed to `fill`; no slot of `kept` is taken.
+
+        Stale shadows are evicted for it and, within the share, the oldest cached copies."""
         places: list[int] = []
         shadows, spared = self._books.shadows, set(kept)
         while len(places) < blocks:
@@ -62,9 +62,10 @@ class ShadowKeeping:
     def fill(
         self, places: Sequence[int], names: Sequence[BlockHash], parent: BlockHash | None, now_s: float
     ) -> int:
-        """The first `len(names)` of these slots have the blocks so called, which follow `parent`; the rest is
-        given back, and what cannot be found because its beginning is gone. How many of `names` are stored
-        here now, from the first on."""
+        """Name the first `len(names)` slots, whose blocks follow `parent`, and free the others; return the
+        number of leading `names` stored here now.
+
+        Slots of blocks without their parent are freed too."""
         before, stored = parent, 0
         for at, place in enumerate(places):
             del self.open_places[place]
@@ -76,7 +77,7 @@ class ShadowKeeping:
         return stored
 
     def _put(self, place: int, name: BlockHash, parent: BlockHash | None, now_s: float) -> bool:
-        """Whether the block is stored, there or elsewhere. The slot is free again unless it is there."""
+        """Store a block in its slot, unless it is stored already or unreachable; whether it is stored."""
         books = self._books
         before = None if parent is None else books.tree.find(parent)
         node = books.tree.find(name)
