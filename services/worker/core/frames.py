@@ -1,4 +1,4 @@
-"""What a gateway is told after each step: one token frame per gateway. Pure."""
+"""Token frames: one per gateway after each step. Pure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -7,27 +7,27 @@ from services.worker.core.sequence import HeldSequence
 from shared.messages.tokens import FetchedTokens, TokenDelta, TokenFrame, TokenLogprobs
 
 MOST_LOGPROBS = 65_536
-"""Log-probabilities in one delta, at most 16 bytes each: far below what a message may weigh."""
+"""Maximum number of log-probabilities in a delta, at 16 bytes each well below a message's limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class AddressedFrame:
-    """A frame and the gateway it goes to."""
+    """A frame and its gateway."""
 
     gateway_id: str
     frame: TokenFrame
 
     @property
     def ends(self) -> int:
-        """How many sequences end in it."""
+        """Number of sequences that end in the frame."""
         return sum(delta.finish_reason is not None for delta in self.frame.deltas)
 
 
 def delta_from(sequence: HeldSequence, first_index: int, proof: bytes = b"") -> TokenDelta:
-    """The answer from `first_index` on, with the end reason when it has ended and all of it is here.
+    """Return the answer from `first_index` on, with the end reason if the delta reaches the end.
 
-    It stops short where its log-probabilities would weigh too much, and where earlier tokens (whose
-    log-probabilities another worker gave) give way to our own: the next heartbeat says that there is more.
+    The delta is cut where its log-probabilities get too large, and where tokens of an earlier worker meet our
+    own. The next heartbeat shows that there is more.
     """
     ref = sequence.ref
     if sequence.sampling.top_logprobs is None and first_index == sequence.generated_tokens - 1 >= 0:
@@ -66,7 +66,7 @@ def delta_from(sequence: HeldSequence, first_index: int, proof: bytes = b"") -> 
 def assemble(
     worker_id: str, incarnation: int, changed: Iterable[tuple[HeldSequence, int]]
 ) -> tuple[AddressedFrame, ...]:
-    """One frame per gateway from (sequence, index of its first new token)."""
+    """Return one frame per gateway from pairs (sequence, index of its first new token)."""
     by_gateway: dict[str, list[TokenDelta]] = {}
     for sequence, first_index in changed:
         delta = delta_from(sequence, first_index, sequence.take_proof())
@@ -78,11 +78,11 @@ def assemble(
 
 
 def fetched(sequence: HeldSequence | None, first_index: int) -> FetchedTokens:
-    """Answer to a gateway that missed a frame."""
+    """Return the answer to a gateway that missed a frame."""
     delta = None if sequence is None else delta_from(sequence, first_index, sequence.proof)
     return FetchedTokens(delta=delta)
 
 
 def without_ends(frames: Sequence[AddressedFrame]) -> tuple[AddressedFrame, ...]:
-    """The frames in which nothing ends: what arrives under the fault `fault_drop_final_frames`."""
+    """Return the frames in which no sequence ends, for the fault `fault_drop_final_frames`."""
     return tuple(frame for frame in frames if not frame.ends)

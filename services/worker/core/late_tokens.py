@@ -1,7 +1,7 @@
-"""Tokens that come after their sequence: what its former worker computed while it changed workers. Pure.
+"""Late tokens: tokens that the former worker computed while a sequence moved to this one. Pure.
 
-The gateway, which reads the former worker until this one has caught up, passes them on. They may come before
-the sequence does, and some may never come. docs/migration.md.
+The gateway reads the former worker until this one has caught up, and passes the tokens on. They may arrive
+before the sequence, or never. See docs/migration.md.
 """
 
 from collections import OrderedDict
@@ -15,15 +15,15 @@ from shared.messages.sequence import SequenceRef
 
 MOST_SEQUENCES = 64
 MOST_TOKENS = 64
-"""Of one of them."""
+"""Maximum number of late tokens of a sequence."""
 _STEPS_ALONE = 3
-"""After so many without a late token none is waited for any more."""
+"""Number of steps without a late token after which none is awaited."""
 _LATE_S = 1.0
-"""Nor after so long."""
+"""Maximum time to wait for late tokens."""
 
 
 class LateTokens:
-    """By gateway and attempt; of too many sequences of one gateway the first is forgotten."""
+    """Late tokens by gateway and attempt, with a bound on the sequences of each gateway."""
 
     def __init__(self) -> None:
         self._late: dict[str, OrderedDict[SequenceRef, dict[int, int]]] = {}
@@ -42,7 +42,7 @@ class LateTokens:
             late.popitem(last=False)
 
     def take(self, gateway_id: str, ref: SequenceRef, first_index: int, most: int) -> list[int]:
-        """Those that follow without a gap, at most so many, once; what other gateways say does not count."""
+        """Remove and return consecutive tokens from `first_index` on, at most so many, from that gateway."""
         known = self._late.get(gateway_id, OrderedDict()).get(ref, {})
         found: list[int] = []
         while len(found) < most and first_index + len(found) in known:
@@ -50,7 +50,7 @@ class LateTokens:
         return found
 
     def forget(self, gateway_id: str, ref: SequenceRef) -> None:
-        """It has all that it takes."""
+        """Drop a sequence's tokens: it takes no more."""
         late = self._late.get(gateway_id)
         if late is not None:
             late.pop(ref, None)
@@ -59,7 +59,7 @@ class LateTokens:
 
 
 class Latecomers:
-    """Joins such tokens to the sequences whose plans left room for them, and tells what did not come."""
+    """Joins late tokens to sequences whose plans left room for them, and reports missing ones."""
 
     def __init__(self) -> None:
         self._tokens = LateTokens()
@@ -70,7 +70,7 @@ class Latecomers:
         self._tokens.add(gateway_id, ref, first_index, tokens)
 
     def miss(self, sequence: HeldSequence, tokens: int) -> None:
-        """Plans count on so many that it has not."""
+        """Report tokens that plans count on and that the sequence lacks."""
         self._shorts.append(ShortStart(ref=sequence.ref, missing_tokens=tokens))
 
     def take_shorts(self) -> tuple[ShortStart, ...]:
@@ -79,7 +79,7 @@ class Latecomers:
         return shorts
 
     def join(self, sequence: HeldSequence, item: PrefillChunk | Decode) -> PrefillChunk | Decode:
-        """With the tokens that came since, for which its plan left room, from its last chunk on."""
+        """Append late tokens to a sequence, and return the item extended by them."""
         missing = item.end_token - len(sequence.tokens) if isinstance(item, PrefillChunk) else 0
         if missing < 0:
             return item
@@ -96,19 +96,19 @@ class Latecomers:
         return item
 
     def tick(self, sequences: Iterable[HeldSequence], now_s: float) -> None:
-        """Let time pass: who has waited for long takes no more."""
+        """Stop waiting for late tokens of sequences that waited too long."""
         for held in sequences:
             if held.open_tokens and held.alive and held.sampled and now_s - held.received_s > _LATE_S:
                 self._close(held)
 
     def close_all(self, sequences: Iterable[HeldSequence]) -> None:
-        """Whoever asks anew knows what each has: nothing comes late any more, and nothing is told of it."""
+        """Stop waiting for late tokens without reports: a snapshot tells what each sequence has."""
         for held in sequences:
             self._close(held)
         self._shorts.clear()
 
     def _close(self, sequence: HeldSequence) -> None:
-        """It takes no more late tokens; its scheduler has to know how many did not come."""
+        """Stop taking late tokens for a sequence, and report how many are missing."""
         if sequence.open_tokens:
             self.miss(sequence, sequence.open_tokens)
         sequence.open_tokens = 0

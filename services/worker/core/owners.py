@@ -1,8 +1,7 @@
-"""Who may ask for a sequence, end it, add to it or have it forgotten: its gateway, schedulers, heirs. Pure.
+"""Access to sequences: their gateway, schedulers and heirs may read, end, extend and forget them. Pure.
 
-A sequence belongs to the gateway that its submission names. That the sender of a command is who it says was
-checked before: nats-server lets nobody else publish there (`shared.subjects`). An heir is whoever shows a key
-that only its gateway can have given away.
+A sequence belongs to the gateway that submitted it. nats-server checks senders: each subject accepts only its
+own publisher (`shared.subjects`). An heir proves itself by a key that only the gateway can have shared.
 """
 
 from hmac import compare_digest
@@ -20,17 +19,17 @@ def is_scheduler(sender: str) -> bool:
 
 
 def is_for(sender: str, gateway_id: str) -> bool:
-    """Whether a sequence of that gateway is the sender's affair."""
+    """Whether the sender may act on sequences of that gateway."""
     return sender == gateway_id or is_scheduler(sender)
 
 
 def is_heir(heir_key: bytes, heir_digest: bytes) -> bool:
-    """Whether the key is that of the sequence's heirs."""
+    """Whether the key belongs to the sequence's heirs."""
     return bool(heir_digest) and compare_digest(heir_digest_of(heir_key), heir_digest)
 
 
 def check_owner(sender: str, ref: SequenceRef, gateway_id: str) -> None:
-    """Raises ForeignSequence when a sequence of that gateway is none of the sender's affair."""
+    """Raise ForeignSequence unless the sender may act on sequences of that gateway."""
     if not is_for(sender, gateway_id):
         raise foreign(sender, ref)
 

@@ -1,7 +1,7 @@
-"""What sequences share: names for their blocks, hits when they start, and what is read ahead for them. Pure.
+"""Prefix sharing between sequences: block names, hits, prefetches and audits. Pure.
 
-Stands between the table of sequences and the cache. A chunk gets no more of a stored prefix than the plan has
-allocated blocks for; what follows is promised to the scheduler, so that its next chunk starts after it.
+Stands between the table of sequences and the cache. A chunk uses a stored prefix up to the blocks that the
+plan allocated. The rest is promised to the scheduler, so that its next chunk starts after it.
 """
 
 from collections import deque
@@ -17,26 +17,26 @@ from shared.messages.plans import PrefixHit
 from shared.messages.sequence import TOKEN_BYTES, SequenceSpec, pack_tokens
 
 LOOKAHEAD_SEQUENCES = 64
-"""Sequences that are looked ahead for; of more, those heard of first are forgotten."""
+"""Maximum number of sequences to prefetch for; the oldest are dropped first."""
 _SAVED_BLOCKS = 32
-"""Writes to disk, and to peers, that may begin between two steps."""
+"""Maximum number of writes to disk, and to peers, started between two steps."""
 
 
 class Auditor(Protocol):
-    """Who compares what is stored with what a sequence computes anew, now and then."""
+    """Compares stored blocks with recomputed ones, for a sample of the hits."""
 
     def is_due(self) -> bool:
-        """Whether the next hit is one of those that are computed all the same."""
+        """Whether to recompute the next hit."""
         ...
 
     def agree(self, stored: int, computed: int) -> bool:
-        """Whether two blocks on the device hold the same, but for rounding."""
+        """Whether two device blocks are equal up to rounding."""
         ...
 
 
 class Prefixes:
-    """One worker's. `fingerprint` names what must agree for KV to be exchanged (`shared.blocks`). `auditor`
-    None: what is stored is believed."""
+    """The shared prefixes of one worker. `fingerprint` must agree for KV to be exchanged (`shared.blocks`).
+    Without an `auditor`, stored blocks are trusted."""
 
     def __init__(
         self,
@@ -54,12 +54,12 @@ class Prefixes:
         self.doubted: list[tuple[HeldSequence, int]] = []
         """Sequences whose computation disagrees with a stored block, and that block."""
         self.events: StoredEvents | None = None
-        """What readers outside are told; None: nobody is."""
+        """Events for external readers; None: there are none."""
         self.swaps = 0
-        """That gave up their blocks and had them kept on the host, since the start."""
+        """Number of preemptions so far that kept blocks on the host."""
 
     def expect(self, specs: Iterable[SequenceSpec]) -> None:
-        """These will start soon: what they need of the disk is read ahead, between the steps."""
+        """Prefetch blocks from disk, between steps, for sequences that start soon."""
         if not self.cache.has_disk:
             return
         for spec in specs:
@@ -68,14 +68,13 @@ class Prefixes:
                 self._expected.append(chain(start, spec.prompt, self.cache.block_tokens))
 
     def take_hits(self) -> tuple[PrefixHit, ...]:
-        """Since the last call."""
+        """Return the hits since the last call."""
         hits, self._hits = tuple(self._hits), []
         return hits
 
     def extend(self, sequence: HeldSequence, most_blocks: int) -> None:
-        """Give a sequence what is stored of the tokens that it would compute next, up to so many blocks in
-        all; what is not on the device it awaits. Its last token is always left to be computed: its logits are
-        wanted."""
+        """Give a sequence the stored blocks that come next, up to so many in all; it awaits those that are
+        not on the device. Its last token is always computed, for its logits."""
         size = self.cache.block_tokens
         first, rest = divmod(sequence.computed_tokens, size)
         usable = (len(sequence.tokens) - 1) // size
@@ -96,7 +95,7 @@ class Prefixes:
         )
 
     def collect(self, sequence: HeldSequence) -> None:
-        """It waits no longer: it has what has come by now, and computes the rest."""
+        """End a sequence's wait: it holds the blocks that arrived, and computes the rest."""
         awaited, sequence.awaited, sequence.awaited_until_s = sequence.awaited, None, None
         if awaited is None:
             return
@@ -114,13 +113,13 @@ class Prefixes:
             )
 
     def abandon(self, sequence: HeldSequence) -> None:
-        """Nobody needs what it waits for."""
+        """Release the blocks that a sequence waits for."""
         awaited, sequence.awaited, sequence.awaited_until_s = sequence.awaited, None, None
         if awaited is not None:
             self.cache.release(self.cache.collect(awaited).blocks)
 
     def _take(self, sequence: HeldSequence, hit: Hit) -> None:
-        """These blocks follow those that it has."""
+        """Append the blocks of a hit to a sequence."""
         size = self.cache.block_tokens
         sequence.blocks.extend(hit.blocks)
         sequence.published_blocks = len(sequence.blocks)
@@ -130,8 +129,8 @@ class Prefixes:
             sequence.cached_tokens = min(cached_tokens, sequence.prompt_tokens)
 
     def publish(self, sequence: HeldSequence) -> None:
-        """Blocks that have become full get their names, borrowed ones as well, up to the first that is not
-        what is stored under its name, or cannot be compared with that."""
+        """Name blocks that became full, up to the first that differs from the stored block of that name or
+        cannot be compared with it."""
         full = sequence.computed_tokens // self.cache.block_tokens
         self._name(sequence, full)
         last = min(full, first_borrowed(sequence.blocks, self._own_ids)) if sequence.audited else full
@@ -147,13 +146,13 @@ class Prefixes:
         sequence.published_blocks = max(full, sequence.published_blocks)
 
     def end_audit(self, sequence: HeldSequence) -> None:
-        """Nothing of it is compared any more."""
+        """End the audit of a sequence."""
         if sequence.audited:
             audited, sequence.audited = sequence.audited, []
             self.cache.release(audited)
 
     def _is_audited(self, sequence: HeldSequence, names: list[BlockHash]) -> bool:
-        """Whether it computes what is stored of these all the same: where there is room for both."""
+        """Whether the sequence recomputes these stored blocks; that needs room for both."""
         if self._auditor is None or sequence.takes_late or not self._auditor.is_due():
             return False
         sequence.audited = self.cache.hold(names)
@@ -162,7 +161,7 @@ class Prefixes:
         return bool(sequence.audited)
 
     def _is_confirmed(self, sequence: HeldSequence, at: int) -> bool:
-        """Whether what is stored is what it has computed: then it goes on with that, and has no copy."""
+        """Whether the stored block agrees with the computed one, which it then replaces."""
         stored, computed = sequence.audited[0], sequence.blocks[at]
         if self._auditor is None or not self._auditor.agree(stored, computed):
             self.doubted.append((sequence, stored))
@@ -173,12 +172,11 @@ class Prefixes:
         return True
 
     def keep(self, sequence: HeldSequence) -> None:
-        """It is about to be taken off the device and comes back: what is computed of it by then is kept on
-        the host, as far as there is room; not what is borrowed, and not the unfinished last block."""
+        """Keep a sequence's full, own blocks on the host during a preemption, as far as there is room."""
         full = sequence.computed_tokens // self.cache.block_tokens
         if full < len(sequence.kept):
             return
-        sequence.published_blocks = 0  # others may have had a copy of the same name, and lost it
+        sequence.published_blocks = 0  # Another copy of the same name may be gone by now.
         self.publish(sequence)
         before = sequence.kept
         own = min(full, first_borrowed(sequence.blocks, self._own_ids))
@@ -187,16 +185,16 @@ class Prefixes:
         self.swaps += bool(sequence.kept)
 
     def let_be(self, sequence: HeldSequence) -> None:
-        """It came back, or never will."""
+        """End `keep` for a sequence that came back or never will."""
         kept, sequence.kept = sequence.kept, []
         self.cache.unkeep(kept)
 
     def on_prefilled(self, tokens: int, elapsed_s: float) -> None:
-        """So many tokens of prompts were computed in that time."""
+        """Note the time that prompt tokens took."""
         self.cache.gate.on_prefilled(tokens / self.cache.block_tokens, elapsed_s)
 
     def work_ahead(self) -> None:
-        """Between two steps: begin what copies may be in flight, none of which is waited for."""
+        """Start copies between two steps; nothing waits for them."""
         self.cache.save_ahead()
         if self.cache.has_peers:
             self.cache.peers.send(_SAVED_BLOCKS)
@@ -211,7 +209,7 @@ class Prefixes:
             self._expected.popleft()
 
     def _name(self, sequence: HeldSequence, blocks: int) -> None:
-        """At least so many blocks of it have names."""
+        """Compute the names of its first blocks."""
         names, size = sequence.names, self.cache.block_tokens
         name = names[-1] if names else root(self.fingerprint, sequence.cache_salt)
         for at in range(len(names), blocks):

@@ -1,6 +1,6 @@
-"""What a worker says of its steps, in order and without a gap, and how fast they are. Pure.
+"""Numbered reports of a worker's steps, and measurements of their speed. Pure.
 
-Knows not when a report is due: `services.worker.core.steps` does. Heartbeats are numbered elsewhere.
+`services.worker.core.steps` decides when a report is due. Heartbeats are numbered elsewhere.
 """
 
 from bisect import bisect_left
@@ -19,7 +19,7 @@ from shared.messages.values import as_count, as_seconds
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a worker says of itself in every report."""
+    """A worker's description of itself in every report."""
 
     worker_id: str
     incarnation: int
@@ -27,24 +27,24 @@ class Identity:
     max_context_tokens: int
     host: str
     weights: str = ""
-    """Digest of the model, its configuration and weights."""
+    """Digest of the model's configuration and weights."""
     fingerprint: bytes = b""
-    """What must agree for KV to be exchanged; empty: this engine's cannot be."""
+    """Must agree for KV to be exchanged; empty: this engine cannot exchange KV."""
 
 
 class StepReports:
     """Numbers the reports of one incarnation and counts what was computed since the last one."""
 
     def __init__(self, identity: Identity, pool: Pool) -> None:
-        """Every report tells what is free in `pool`."""
+        """Every report has the free blocks of `pool`."""
         self.last_seq = 0
         self._identity = identity
         self._pool = pool
         self._unreported = [0, 0]
-        """Tokens prefilled and decoded since the last report."""
+        """Numbers of tokens prefilled and decoded since the last report."""
 
     def on_step(self, prefilled_tokens: int, decoded_tokens: int) -> None:
-        """A step ran; a later report tells."""
+        """Count a step for the next report."""
         self._unreported[0] += prefilled_tokens
         self._unreported[1] += decoded_tokens
 
@@ -86,7 +86,7 @@ class StepReports:
         )
 
     def between_steps(self, epoch: int, shorts: tuple[ShortStart, ...]) -> WorkerStepped:
-        """A report between steps, about no plan."""
+        """Return a report between steps, about no plan."""
         self.last_seq += 1
         return WorkerStepped(
             worker_id=self._identity.worker_id,
@@ -127,7 +127,7 @@ class StepReports:
 
 
 class StepTally:
-    """What steps were like since the worker started, for heartbeats."""
+    """Histograms of the steps since the worker started, for heartbeats."""
 
     def __init__(self) -> None:
         self._tokens = 0
@@ -137,17 +137,17 @@ class StepTally:
         self._by_inference = [0] * (len(WAIT_BOUNDS_S) + 1)
 
     def on_step(self, tokens: int) -> None:
-        """A step computed so many tokens of prompts and answers."""
+        """Count a step and its tokens."""
         self._tokens += tokens
         self._by_tokens[bisect_left(STEP_TOKEN_BOUNDS, tokens)] += 1
 
     def on_first_token(self, took_s: float) -> None:
-        """An answer's first token is there, so long after its sequence came."""
+        """Count a first token and the time since its sequence arrived."""
         self._prefill_s += took_s
         self._by_prefill[bisect_left(WAIT_BOUNDS_S, took_s)] += 1
 
     def on_last_token(self, took_s: float) -> None:
-        """An answer is complete, so long after its sequence came to this worker."""
+        """Count a complete answer and the time since its sequence arrived."""
         self._inference_s += took_s
         self._by_inference[bisect_left(WAIT_BOUNDS_S, took_s)] += 1
 
@@ -166,28 +166,28 @@ class StepTally:
 
 
 WEIGHT = 0.1
-"""Of the newest measurement."""
+"""Weight of the newest measurement."""
 LEAST_PREFILL_TOKENS = 16
-"""Steps with fewer prompt tokens say nothing about prefill speed."""
+"""Least number of prompt tokens for a step to count for prefill speed."""
 
 
 class SpeedMeter:
-    """Prefill in tokens/s, a decode step in seconds; 0 before the first measurement of each.
+    """Prefill speed in tokens/s and time of a decode step in seconds; 0 before the first measurement.
 
-    `prefill_tokens_per_s` is what a profile at the start found; 0: there was none.
+    `prefill_tokens_per_s`: the profile from the start; 0: there was none.
     """
 
     def __init__(self, prefill_tokens_per_s: float = 0.0) -> None:
         self.prefill_tokens_per_s = prefill_tokens_per_s
         self.prefill_context_tokens = 0.0
-        """Before a prompt token of these steps in its sequence, on average."""
+        """Mean number of tokens before a prompt token in its sequence."""
         self.decode_step_s = 0.0
 
     def on_step(
         self, prefilled_tokens: int, decoded_tokens: int, step_s: float, preceding_tokens: int = 0
     ) -> float:
-        """Seconds that the step's prompt tokens took; 0 where it says nothing about that. `preceding_tokens`:
-        before each of its prompt tokens, summed up."""
+        """Return the seconds that the step's prompt tokens took; 0: unknown. `preceding_tokens`: number of
+        tokens before each prompt token, summed up."""
         if prefilled_tokens == 0 and decoded_tokens:
             self.decode_step_s = averaged(self.decode_step_s or None, step_s, WEIGHT)
         elif prefilled_tokens >= LEAST_PREFILL_TOKENS and step_s > 0:

@@ -1,4 +1,4 @@
-"""What a sampler is asked for one token, and what it answers. Pure; knows no tensors."""
+"""Requests to the sampler for one token, and its answers. Pure; no tensors."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,17 +10,17 @@ from shared.messages.tokens import TokenLogprobs
 
 
 class SamplePoint(msgspec.Struct, frozen=True, gc=False):
-    """One token to choose: the `index`-th of an answer, counted after those that are forced on it."""
+    """One token to sample: number `index` of an answer, counted after its forced tokens."""
 
     sampling: Sampling
     choice: int
     index: int
     tokens: Sequence[int] = ()
-    """Prompt and answer so far (its last `index`); read only where penalties ask for it."""
+    """Prompt and answer so far (its last `index` tokens); only penalties read it."""
 
     @property
     def forced(self) -> int | None:
-        """The token that it has to be; None: it is the model's to choose."""
+        """The forced token; None: the model chooses."""
         if self.index >= 0:
             return None
         at = len(self.sampling.forced) + self.index * TOKEN_BYTES
@@ -28,15 +28,15 @@ class SamplePoint(msgspec.Struct, frozen=True, gc=False):
 
 
 class Sampled(NamedTuple):
-    """A token and, where the request wants them, its log-probabilities."""
+    """A token and, if requested, its log-probabilities."""
 
     token: int
     logprobs: TokenLogprobs | None = None
     state: bytes | None = None
-    """Now and then, where the engine hands them out: the hidden state before it, fp16 `[width]`."""
+    """The hidden state before it, fp16 `[width]`, from engines that sample such states."""
 
 
 FAILED = Sampled(-1)
-"""In place of a token: the item could not be computed."""
+"""The item could not be computed."""
 KV_LOST = Sampled(-2)
-"""In place of a token: the item needs KV that was on another worker and is gone."""
+"""The item needs KV that was on another worker and is lost."""
