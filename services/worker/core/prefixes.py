@@ -10,8 +10,9 @@ from typing import Protocol
 
 from services.worker.core.sequence import HeldSequence
 from services.worker.kv.core.block_table import first_borrowed
-from services.worker.kv.core.prefix_cache import Hit, PrefixCache
+from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.core.stored_events import StoredEvents
+from services.worker.kv.core.tier_copier import Hit
 from shared.blocks import BlockHash, chain, child, root
 from shared.messages.plans import PrefixHit
 from shared.messages.sequence import TOKEN_BYTES, SequenceSpec, pack_tokens

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from services.worker.core.sampling import Sampled
 from services.worker.kv.core.block_table import BlockTable, block_table
-from services.worker.kv.core.prefix_cache import Awaited
 from services.worker.kv.core.radix_tree import Node
+from services.worker.kv.core.tier_copier import Awaited
 from shared.blocks import BlockHash
 from shared.errors import InternalError
 from shared.messages.plans import PrefillChunk

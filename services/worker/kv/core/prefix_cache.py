@@ -20,7 +20,7 @@ from services.worker.kv.core.peer_keeping import PeerKeeping
 from services.worker.kv.core.radix_tree import Node, Tier
 from services.worker.kv.core.save_ahead import SaveAhead, block_of
 from services.worker.kv.core.shadow_keeping import ShadowKeeping
-from services.worker.kv.core.tier_copier import BlockMover, Load, Loaded, Store
+from services.worker.kv.core.tier_copier import Awaited, BlockMover, Hit, Load, Loaded, Store
 from shared.blocks import BlockHash
 
 
@@ -38,44 +38,6 @@ class Tiers:
     """Maximum number of host blocks for sequences that run on other workers."""
     peer_blocks: int = 0
     """Maximum number of blocks in other workers' host memory."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Awaited:
-    """Consecutive stored blocks, held for a sequence that waits until loads bring them to the device.
-
-    Its owner ends it once by `PrefixCache.collect`, before or after the loads have ended.
-    """
-
-    nodes: tuple[Node, ...]
-    tiers: tuple[Tier, ...]
-    """The tier in which each was found."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no load of these blocks is under way."""
-        return not any(node.arriving for node in self.nodes)
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """The stored beginning of a prompt: blocks that its sequence now holds."""
-
-    blocks: tuple[int, ...] = ()
-    """Blocks on the device."""
-    loaded: tuple[int, int, int] = (0, 0, 0)
-    """Number of `blocks` found on the device, the host and disk."""
-    awaited: Awaited | None = None
-    """The blocks after these that are being loaded; None: there are none."""
-    from_peers: int = 0
-    """Number of `blocks` found at peers."""
-    ahead: int = 0
-    """Number of stored blocks after all these, beyond those asked for; they are not held."""
-
-    @property
-    def known_blocks(self) -> int:
-        """Number of blocks on the device, or on the way there."""
-        return len(self.blocks) + (0 if self.awaited is None else len(self.awaited.nodes))
 
 
 class PrefixCache(LowerTiers):

@@ -1,10 +1,10 @@
-"""The protocol between the prefix cache and the code that copies blocks between tiers. Pure."""
+"""Copies of blocks between tiers: their descriptions, the protocol of the mover, and hits that wait. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.worker.kv.core.radix_tree import Tier
+from services.worker.kv.core.radix_tree import Node, Tier
 from shared.blocks import BlockHash
 
 
@@ -51,6 +51,44 @@ class StoredBlock:
     """Empty for a first block."""
     depth: int
     place: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Awaited:
+    """Consecutive stored blocks, held for a sequence that waits until loads bring them to the device.
+
+    Its owner ends it once by `PrefixCache.collect`, before or after the loads have ended.
+    """
+
+    nodes: tuple[Node, ...]
+    tiers: tuple[Tier, ...]
+    """The tier in which each was found."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no load of these blocks is under way."""
+        return not any(node.arriving for node in self.nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The stored beginning of a prompt: blocks that its sequence now holds."""
+
+    blocks: tuple[int, ...] = ()
+    """Blocks on the device."""
+    loaded: tuple[int, int, int] = (0, 0, 0)
+    """Number of `blocks` found on the device, the host and disk."""
+    awaited: Awaited | None = None
+    """The blocks after these that are being loaded; None: there are none."""
+    from_peers: int = 0
+    """Number of `blocks` found at peers."""
+    ahead: int = 0
+    """Number of stored blocks after all these, beyond those asked for; they are not held."""
+
+    @property
+    def known_blocks(self) -> int:
+        """Number of blocks on the device, or on the way there."""
+        return len(self.blocks) + (0 if self.awaited is None else len(self.awaited.nodes))
 
 
 class BlockMover(Protocol):

@@ -8,9 +8,9 @@ from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.block_table import block_table, first_borrowed
 from services.worker.kv.core.borrowed_pool import ExtendedPool
 from services.worker.kv.core.load_policy import CostGate
-from services.worker.kv.core.prefix_cache import Awaited, Hit, PrefixCache, Tiers
+from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
 from services.worker.kv.core.radix_tree import Node, Tier
-from services.worker.kv.core.tier_copier import Load, Loaded, Store, StoredBlock
+from services.worker.kv.core.tier_copier import Awaited, Hit, Load, Loaded, Store, StoredBlock
 from shared.blocks import BlockHash, chain, root
 
 BLOCK_TOKENS = 2
