@@ -1,7 +1,7 @@
-"""One term of leadership: the core, the bus events it is fed, and the tasks that carry its effects out.
+"""One term of leadership: the cores, the bus events they receive, and the tasks that carry out effects.
 
-Everything published goes through one queue and one task, so that plans leave in the order they were made.
-What the core asks others is in `rpc`.
+All messages go through one queue and one task, so plans leave in order. Questions to other services are in
+`rpc`.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ from shared.release import PROTOCOL, ReleaseWatch
 
 
 class PlanTally:
-    """Metrics are of the process; `describe` is of the one term that the tally belongs to."""
+    """Counts of sent plans: metrics for the process, `describe` for one term."""
 
     def __init__(self) -> None:
         self._counters: dict[str, Counter] = {
@@ -92,7 +92,7 @@ class PlanTally:
         self._counts = dict.fromkeys(self._counters, 0)
 
     def count(self, plan: BatchPlan) -> None:
-        """One plan that is sent."""
+        """Count one sent plan."""
         for name, amount in (
             ("plans", 1),
             ("steps", plan.steps),
@@ -106,11 +106,11 @@ class PlanTally:
 
     @property
     def preemptions(self) -> int:
-        """In this term."""
+        """Number of preemptions in this term."""
         return self._counts["preemptions"]
 
     def describe(self) -> dict[str, Any]:
-        """The counts of this term."""
+        """Return the counts of this term."""
         return dict(self._counts)
 
 
@@ -129,7 +129,7 @@ HANDLERS = (
 
 
 class Term:
-    """Lives from gaining the lease to losing it. `run` returns when the core steps down."""
+    """The scheduler from gaining the lease to losing it. `run` returns when a core steps down."""
 
     def __init__(
         self,
@@ -140,12 +140,13 @@ class Term:
         most_epoch: int,
         present: Mapping[str, tuple[int, str]] | None = None,
     ) -> None:
-        """`present`: incarnation and model of the workers that were heard lately, by name."""
+        """`present`: incarnation and model of recently heard workers, by name."""
         self._config = config
         self._bus = bus
         self._incarnation = new_incarnation()
         self._awake_s = AwakeClock(monotonic_s, lambda: bus.connected)
-        """Plans, questions and silence are timed by it: after a pause of this process nobody is blamed."""
+        """Clock for plans, questions and silence. It skips pauses of this process, so no worker times out for
+        them."""
         self._make_policy = make_policy
         self._present = dict(present or {})
         self._epoch, self._most_epoch, self._began_s = epoch, most_epoch, self._awake_s()
@@ -156,7 +157,7 @@ class Term:
         self._ended = asyncio.Event()
         self.end_reason: str | None = None
         self.failure: Exception | None = None
-        """What the core raised, where that ended the term."""
+        """The core's exception, if that ended the term."""
         self.heard_epoch = 0
         self._tally = PlanTally()
         self._waits = [0] * (len(WAIT_BOUNDS_S) + 1)
@@ -176,7 +177,7 @@ class Term:
         self._lost = metrics.counter("kvasir_scheduler_workers_lost_total", "Workers given up")
 
     def _make_cell(self, model: str) -> Cell:
-        """Its epoch is the term's, or follows the one that its workers obey."""
+        """Return a model's cell, with the term's epoch or one above its workers' epoch."""
         core = SchedulerCore(
             self._config.rules(),
             self._make_policy,
@@ -191,7 +192,7 @@ class Term:
 
     @property
     def epoch(self) -> int:
-        """The latest of any model's."""
+        """The latest epoch of any model."""
         return max((cell.core.epoch for cell in self._cells), default=self._epoch)
 
     @property
@@ -214,7 +215,7 @@ class Term:
         )
 
     async def run(self) -> None:
-        """Until the core steps down, or cancelled."""
+        """Run until a core steps down or the task is cancelled."""
         tasks = [asyncio.create_task(work) for work in (self._send(), self._tick(), self._announce())]
         ended = asyncio.create_task(self._ended.wait())
         try:
@@ -250,7 +251,7 @@ class Term:
         )
 
     async def move(self, command: MoveSequences) -> MovesTaken:
-        """Each move is begun or refused on its own."""
+        """Begin the moves; each is accepted or refused separately."""
         return MovesTaken(refusals=tuple(self._begin_move(order) for order in command.moves))
 
     def _begin_move(self, order: SequenceMove) -> str:
@@ -284,7 +285,7 @@ class Term:
         self._feed(cell.model, cell.core.on_worker_reported, report)
 
     def on_gone(self, instance: str, incarnation: int) -> None:
-        """It has left the bus."""
+        """Report a worker that left the bus."""
         cell = self._cells.of_worker(instance)
         if cell is not None:
             self._feed(cell.model, cell.core.on_worker_gone, (instance, incarnation))
@@ -309,7 +310,7 @@ class Term:
             self._feed(cell.model, cell.core.on_gateway_reported, event)
 
     def _feed(self, model: str, on_event: Callable[..., list[Effect]], *event: Any) -> None:
-        """Hand a model's core an event. A core that fails is not to be trusted any more: the term ends."""
+        """Pass an event to a model's core. A core that raises is no longer trusted: the term ends."""
         cell = self._cells.known(model)
         if cell is None:
             return
@@ -415,8 +416,7 @@ class Term:
         )
 
     def _note_refusal(self, spec: SequenceSpec, error: KvasirError) -> None:
-        """Of what asks for more than there is, what taking it would have cost; where nobody may serve it,
-        there is nothing to compare with."""
+        """Log a refusal for lack of capacity or roles, with the cost of accepting it where known."""
         if not isinstance(error, Overloaded | RoleMissing):
             return
         costs_s: dict[str, float] = {}
@@ -491,7 +491,7 @@ class Term:
 
 
 def _say_lost(lost: WorkerLost) -> None:
-    """One that had nothing to do is not missed: it was parked, as a rule."""
+    """Log the loss; a worker without sequences was usually parked."""
     if lost.refs:
         _log.warning("worker %s is lost, with %d sequences", lost.worker_id, len(lost.refs))
     else:

@@ -1,4 +1,4 @@
-"""Who has no worker yet: the one queue, and the question to placement about the next of them. Pure."""
+"""The sequences that have no worker yet, and the question to placement about the next of them. Pure."""
 
 from collections.abc import Iterator
 
@@ -13,16 +13,16 @@ from shared.messages.sequence import SequenceKey, SequenceRef
 from shared.messages.values import MOST_COUNT, as_count, as_seconds
 
 NO_QUESTION = 0
-"""Questions are numbered from 1."""
+"""Number of a message that asks nothing; questions start at 1."""
 _MOST_TURNS = 256
-"""Kept until they are taken."""
+"""Maximum number of turns kept until they are taken."""
 _MOST_WITHDRAWN = 256
-"""That one question names; placement forgets the others by itself, seconds later."""
+"""Maximum withdrawals in one question; placement forgets others seconds later."""
 
 
 class Backlog:
-    """Who has no worker yet, in the fleet's one queue, and the question to placement about the next of them.
-    Bounded by whoever adds to it."""
+    """Sequences without a worker, in the fleet's queue, and the open question to placement. The caller bounds
+    its length."""
 
     def __init__(self, rules: Rules, rule: QueueRule = BY_ARRIVAL, feed: Feed | None = None) -> None:
         self._rules = rules
@@ -34,22 +34,22 @@ class Backlog:
         self._withdrawn: dict[SequenceRef, None] = {}
         self._tokens: dict[SequenceKey, int] = {}
         self.waiting_tokens = 0
-        """To be computed of all that wait, as of when they came."""
+        """Tokens to compute of all waiting sequences, as of their arrival."""
         self._turns: list[NoteTurn] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """By arrival."""
+        """Iterate by arrival."""
         return (self._waiting[task.key] for task in self._queue)
 
     def __contains__(self, sequence: Sequence) -> bool:
         return self._waiting.get(sequence.key) is sequence
 
     def add(self, sequence: Sequence) -> None:
-        """It waits, and a worker is asked for at once. Raises PolicyFailed where the policy's key of one that
-        is new does; then nothing has changed."""
+        """Add a waiting sequence and allow a question at once. Raises PolicyFailed if the policy cannot rank
+        it; then nothing has changed."""
         sequence.level = sequence.priority
         self._queue.add(sequence.task(), sequence.tenant, sequence.rank)
         self._waiting[sequence.key] = sequence
@@ -58,12 +58,12 @@ class Backlog:
         self.poke()
 
     def remove(self, sequence: Sequence) -> None:
-        """It leaves without a worker. Raises ValueError when it does not wait."""
+        """Remove a sequence that gets no worker. Raises ValueError if it does not wait."""
         self._take(sequence)
         self._queue.remove(sequence.key)
 
     def start(self, sequence: Sequence) -> None:
-        """It goes to a worker. Raises ValueError when it does not wait."""
+        """Remove a sequence that goes to a worker, and rank it. Raises ValueError if it does not wait."""
         self._take(sequence)
         if (turn := self._queue.explain(sequence.key)) is not None and len(self._turns) < _MOST_TURNS:
             self._turns.append(NoteTurn(sequence.ref, turn))
@@ -77,72 +77,72 @@ class Backlog:
         self.waiting_tokens -= self._tokens.pop(sequence.key)
 
     def take_back(self, sequence: Sequence) -> None:
-        """Nothing came of its start."""
+        """Cancel the charge of a start that failed."""
         self._queue.refund(sequence.key)
 
     def settle(self, sequence: Sequence, phase: Phase, answer_tokens: int | None) -> None:
-        """It is over at its worker: its tenant is charged for what it was. What was lost and is begun anew is
-        not charged; of what was cancelled, what was expected."""
+        """Charge the tenant for a finished sequence. A lost or replaced one is free; a cancelled one costs
+        what was expected."""
         if phase in (Phase.LOST, Phase.REPLACED):
             self._queue.refund(sequence.key)
         else:
             self._queue.end(sequence.key, answer_tokens, sequence.cached_tokens)
 
     def on_predicted(self, key: SequenceKey, prediction: LengthPrediction) -> None:
-        """How long its answer will be."""
+        """Update the expected length."""
         self._queue.on_predicted(key, prediction)
 
     def on_reported(self, report: WorkerReported) -> None:
-        """A worker's speeds and memory."""
+        """Record a worker's speeds and memory."""
         memory_tokens = report.capacity.total_blocks * report.block_tokens
         self._queue.on_measured(report.prefill_tokens_per_s, report.decode_step_s, memory_tokens)
 
     def on_tick(self, now_s: float, workers: int) -> None:
-        """To be called often: so many workers take work."""
+        """Update the expected waits; call often. `workers`: number of workers that take work."""
         self._queue.foreseen.on_tick(now_s, workers)
 
     def wait_s(self, sequence: Sequence) -> float | None:
-        """That is foreseen for this one, which is not here; None: nobody can say yet."""
+        """Return the expected wait of a sequence not queued here, None if unknown."""
         return self._queue.wait_s(sequence.task(), sequence.tenant)
 
     def longest_wait_s(self) -> float:
-        """That is foreseen for one behind all others; 0 where nobody can say."""
+        """Return the expected wait at the end of the queue, 0 if unknown."""
         return self._queue.foreseen.longest_s()
 
     def first(self, count: int) -> list[Sequence]:
-        """Who would go next, and after that, at most `count`."""
+        """Return up to `count` sequences that would go next, in order."""
         return [self._waiting[key] for key in self._queue.next(count)]
 
     def work_s(self, sequence: Sequence) -> float:
-        """What one would take of a worker that does not wait here yet."""
+        """Return the expected work of a sequence not queued here, in seconds of a worker."""
         return self._queue.work_s(sequence.task())
 
     def take_turns(self) -> list[NoteTurn]:
-        """Those since the last call in which several tenants waited."""
+        """Return the turns among several tenants since the last call."""
         turns, self._turns = self._turns, []
         return turns
 
     def charged_s(self) -> Iterator[tuple[str, float]]:
-        """What each tenant's counter stands at."""
+        """Return each tenant's service counter, in seconds."""
         return self._queue.turns.charged_s()
 
     def withdraw(self, ref: SequenceRef) -> None:
-        """It was asked for and left before its start: the next question says so."""
+        """Note that a sequence left before its start, for the next question."""
         self._withdrawn[ref] = None
         if len(self._withdrawn) > _MOST_WITHDRAWN:
             del self._withdrawn[next(iter(self._withdrawn))]
 
     def take_withdrawn(self) -> tuple[SequenceRef, ...]:
-        """Since the last call."""
+        """Return the withdrawals since the last call."""
         withdrawn, self._withdrawn = tuple(self._withdrawn), {}
         return withdrawn
 
     def poke(self) -> None:
-        """Something changed: the next question need not wait for the interval."""
+        """Allow the next question at once, without waiting for the interval."""
         self._due_s = float("-inf")
 
     def is_due(self, now_s: float) -> bool:
-        """Whether somebody is to be asked about, and no question is open."""
+        """Return whether a question may be asked."""
         return self._open is None and bool(self._waiting) and now_s >= self._due_s
 
     def ask(
@@ -152,8 +152,8 @@ class Backlog:
         kinds: tuple[Kind, ...] = (),
         feed: Feed | None = None,
     ) -> AskPlacement | None:
-        """The next question, when one is due and none is open. `kinds` of workers name prompts' blocks;
-        `feed` knows who waits at workers."""
+        """Return the next question, or None. `kinds`: worker kinds to name prompt blocks for. `feed`:
+        requests that wait at workers."""
         if not self.is_due(now_s):
             return None
         batch = self.first(self._rules.placement_batch)
@@ -172,7 +172,7 @@ class Backlog:
         )
 
     def close(self, question: int, *, more: bool, now_s: float) -> tuple[SequenceRef, ...]:
-        """The refs that the question was about; empty when it is not the open one. `more`: go on without a
+        """Close the question and return its references; empty if it is not open. `more`: ask again without a
         pause."""
         if question != self._question or self._open is None:
             return ()
@@ -190,7 +190,7 @@ class Backlog:
 
 
 def item_of(sequence: Sequence, kinds: tuple[Kind, ...], now_s: float) -> PlacementItem:
-    """What placement is told of it."""
+    """Return placement's view of a sequence."""
     return PlacementItem(
         ref=sequence.ref,
         size_tokens=as_count(sequence.prompt_tokens + sequence.generated_tokens),

@@ -1,8 +1,7 @@
-"""The scheduler's decisions: one method per event, each returning the effects to carry out, in order.
+"""The scheduler's decisions: one method per event, each returning the effects to carry out in order.
 
-Pure and deterministic: no clock, no bus. Its state is soft: a new core on an empty table finds everything
-again in heartbeats, snapshots and resubmissions. Batches are the policy's affair, workers' placement is
-placement's.
+Pure and deterministic: no clock, no bus. State is soft: a new core rebuilds it from heartbeats, snapshots and
+resubmissions. The policy decides batches; placement picks workers.
 """
 
 from collections import Counter
@@ -35,14 +34,13 @@ from shared.messages.values import EPOCH_REACH
 _EXPIRE_INTERVAL_S = 1.0
 WANT_INTERVAL_S = 0.25
 _SHOWN = 40
-"""Of those that wait, to people."""
+"""Number of waiting sequences in `describe`."""
 LEAST_TERM_S = 10.0
-"""For which a worker's word alone does not end a term."""
+"""Shortest term, in seconds, that a worker's report of a later epoch can end."""
 
 
 class SchedulerCore:
-    """One term of leadership. `epoch` is final once the first round of heartbeats is over
-    (`is_commanding`)."""
+    """Decisions of one term of leadership. `epoch` is final once `is_commanding`."""
 
     def __init__(
         self,
@@ -54,9 +52,9 @@ class SchedulerCore:
         began_s: float | None = None,
         awaited: Iterable[Start] = (),
     ) -> None:
-        """A worker that claims to obey an epoch above `most_epoch` is not believed, and not used. `began_s`:
-        when heartbeats were first listened to, unless that is now. `awaited`: who was there before; once all
-        of them have been heard, or are gone, the round is over."""
+        """`most_epoch`: reports with a later epoch are ignored. `began_s`: when heartbeats were first
+        received, now by default. `awaited`: workers known before; the first round ends early once all have
+        reported or gone."""
         self._most_epoch = most_epoch
         self._commands_since_s = float("inf")
         self._rules = rules
@@ -71,7 +69,7 @@ class SchedulerCore:
         self._round_ends_s = (now_s if began_s is None else began_s) + rules.round_s
         self._awaited = set(awaited)
         self._has_waited_for_all = False
-        """Whoever was there before has been heard."""
+        """Whether every awaited worker has reported or gone."""
         self._ticked_s = now_s
         self._expired_s = now_s
         self._wanted_s = now_s
@@ -87,12 +85,12 @@ class SchedulerCore:
 
     @property
     def is_empty(self) -> bool:
-        """No worker is known, and no sequence."""
+        """Whether no worker and no sequence is known."""
         return not self._roster.pipelines and not self._roster.sequences
 
     @property
     def queued(self) -> int:
-        """Sequences that no worker holds yet."""
+        """Number of sequences that no worker holds yet."""
         return sum(sequence.phase not in HELD for sequence in self._roster.sequences.values())
 
     @property
@@ -100,22 +98,25 @@ class SchedulerCore:
         return sum(sequence.phase in HELD for sequence in self._roster.sequences.values())
 
     def charged_s(self) -> Iterator[tuple[str, float]]:
-        """What each tenant's counter stands at."""
+        """Return each tenant's service counter, in seconds."""
         return self._roster.backlog.charged_s()
 
     def present(self) -> Counter[tuple[str, bool]]:
-        """Sequences by tenant, and whether a worker holds them already."""
+        """Return the number of sequences by tenant and whether a worker holds them."""
         everybody = self._roster.sequences.values()
         return Counter((one.tenant.name, one.phase in HELD) for one in everybody if one.phase not in OVER)
 
     @property
     def standstill_s(self) -> float:
-        """For so long work has waited where nothing moves; 0 where all is well."""
+        """Seconds for which work has waited without progress; 0 if all is well."""
         return self._standstill.still_s(self._ticked_s)
 
     def on_submit(self, spec: SequenceSpec, now_s: float) -> tuple[Admission, list[Effect]]:
-        """Raises what `Intake.on_submit` raises; then nothing has changed. Raises PolicyFailed where the
-        batching policy has no place for it, or fails again and again."""
+        """Queue a sequence, or place it where only one worker is possible.
+
+        Raises the errors of `Intake.on_submit`, and PolicyFailed if the batching policy cannot rank it or
+        keeps failing. Then nothing has changed.
+        """
         try:
             if self._roster.find(spec.ref) is None:
                 self._fleet.check_policy()
@@ -133,39 +134,39 @@ class SchedulerCore:
         return admission, [*self._after(effects, now_s), told]
 
     def refusal_costs_s(self, spec: SequenceSpec, now_s: float) -> dict[str, float]:
-        """What taking one would have cost that was refused as too much: its own wait, where that can be
-        foreseen, or that of all others, had it gone first."""
+        """Return the cost of accepting a refused request: its expected wait if known, and its work, in
+        seconds."""
         sequence, backlog = Sequence.from_spec(spec, now_s), self._roster.backlog
         wait_s = backlog.wait_s(sequence)
         return ({} if wait_s is None else {"wait": wait_s}) | {"first": backlog.work_s(sequence)}
 
     def on_move(self, order: SequenceMove, now_s: float) -> list[Effect]:
-        """Raises InvalidRequest when it cannot be moved there."""
+        """Begin a move. Raises InvalidRequest if it is impossible."""
         if self._deposed:
             raise InvalidRequest("this scheduler was replaced", param="moves")
         return self._after(self._moves.begin(order, now_s), now_s)
 
     def on_tokens(self, ref: SequenceRef, tokens: tuple[int, ...] | None, now_s: float) -> list[Effect]:
-        """The answer to `AskTokens`; None when there was none."""
+        """Apply the answer to `AskTokens`; None if there was none."""
         return self._after(self._moves.on_tokens(ref, tokens, now_s), now_s)
 
     def on_pulled(self, ref: SequenceRef, pulled: BlocksPulled | None, now_s: float) -> list[Effect]:
-        """The answer to `AskPull`; None when there was none."""
+        """Apply the answer to `AskPull`; None if there was none."""
         return self._after(self._moves.on_pulled(ref, pulled, now_s), now_s)
 
     def on_shadow_tokens(
         self, ref: SequenceRef, tokens: tuple[int, ...] | None, now_s: float
     ) -> list[Effect]:
-        """The answer to `AskTokens` for a shadow; None when there was none."""
+        """Apply the answer to a shadow's `AskTokens`; None if there was none."""
         return self._shadowing.on_tokens(ref, tokens, now_s)
 
     def on_shadow_pulled(self, ref: SequenceRef, pulled: BlocksPulled | None, now_s: float) -> list[Effect]:
-        """The answer to `AskPull` for a shadow; None when there was none."""
+        """Apply the answer to a shadow's `AskPull`; None if there was none."""
         return self._shadowing.on_pulled(ref, pulled, now_s)
 
     def on_roles(self, event: WorkerRoles, now_s: float) -> list[Effect]:
-        """What placement lets workers do: where nobody may compute prompts, or write answers, nothing new is
-        taken in."""
+        """Set the roles that placement assigns. Without a worker for prefill or decode, new requests are
+        refused."""
         self._roster.on_roles(event, now_s)
         return []
 
@@ -173,17 +174,18 @@ class SchedulerCore:
         return self._after(self._intake.on_cancel(command, now_s), now_s)
 
     def on_gateway_reported(self, event: GatewayReported, now_s: float) -> list[Effect]:
-        """A heartbeat of an incarnation that was replaced is ignored."""
+        """Apply a gateway's heartbeat; ignore a replaced incarnation."""
         try:
             return self._after(self._intake.on_gateway_reported(event, now_s), now_s)
         except UnavailableError:
             return []
 
     def on_worker_reported(self, report: WorkerReported, now_s: float) -> list[Effect]:
-        """One that obeys a later epoch: this scheduler was replaced, or its lease was lost and begun anew.
+        """Apply a worker's heartbeat.
 
-        The first shows in the lease, too. For the second a term ends, but not one that has just begun: a
-        worker that claims ever later epochs costs the others little.
+        A report of a later epoch means that this scheduler was replaced, or lost and regained its lease. It
+        ends the term, unless the term is new: the lease shows a replacement too, so a faulty worker cannot
+        end every term.
         """
         self._stop_awaiting((report.worker_id, report.incarnation))
         if report.epoch > self._most_epoch:
@@ -197,12 +199,13 @@ class SchedulerCore:
         return self._after(self._fleet.on_reported(report, now_s), now_s)
 
     def on_worker_gone(self, start: Start, now_s: float) -> list[Effect]:
-        """What has left the bus."""
+        """Remove a worker that left the bus."""
         self._stop_awaiting(start)
         return self._after(self._fleet.on_gone(*start, now_s), now_s)
 
     def _stop_awaiting(self, start: Start) -> None:
-        """It was heard, or is gone; a later start is that of one that was there."""
+        """Stop waiting for this worker, which has reported or gone. A later incarnation counts for an earlier
+        one."""
         if self._awaited:
             self._awaited = {one for one in self._awaited if one[0] != start[0] or one[1] > start[1]}
             self._has_waited_for_all = not self._awaited
@@ -217,11 +220,11 @@ class SchedulerCore:
         return self._after(effects, now_s)
 
     def on_plan_unsent(self, worker_id: str, plan: BatchPlan, reason: str, now_s: float) -> list[Effect]:
-        """The plan is too large for the bus. (One that is merely lost on the way is noticed by itself.)"""
+        """Handle a plan that is too large for the bus. (Lost plans are detected from reports.)"""
         return self._after(self._fleet.on_plan_unsent(worker_id, plan, reason, now_s), now_s)
 
     def on_snapshot_failed(self, worker_id: str, now_s: float) -> list[Effect]:
-        """No answer; it is asked again for as long as the worker is heard of."""
+        """Schedule another request for the snapshot."""
         self._fleet.on_snapshot_failed(worker_id, now_s)
         return []
 
@@ -232,8 +235,8 @@ class SchedulerCore:
         now_s: float,
         expected_tokens: tuple[int, ...] = (),
     ) -> list[Effect]:
-        """Placement's answer, one worker or None per item; `worker_ids` is None when there was no answer.
-        `expected_tokens`: of each prompt, that its worker should have cached."""
+        """Apply placement's answer: one worker or None per item; `worker_ids` None if there was no answer.
+        `expected_tokens`: prompt tokens that each worker should have cached."""
         answered = worker_ids or ()
         more = len(self._roster.backlog) > len(answered) and any(answered)
         refs = self._roster.backlog.close(question, more=more, now_s=now_s)
@@ -248,7 +251,7 @@ class SchedulerCore:
         return self._after(effects, now_s)
 
     def on_place_failed(self, question: int, error: PolicyFailed, now_s: float) -> list[Effect]:
-        """The placement policy raised: those that it was asked about are given up."""
+        """Give up the sequences of a question for which the placement policy raised."""
         refs = self._roster.backlog.close(question, more=True, now_s=now_s)
         found = [sequence for ref in refs if (sequence := self._roster.find(ref)) is not None]
         waiting = [sequence for sequence in found if sequence in self._roster.backlog]
@@ -265,8 +268,7 @@ class SchedulerCore:
         return self._after([], now_s)
 
     def on_revised(self, event: LengthsRevised, now_s: float) -> list[Effect]:
-        """What became known while answers were written, without having been asked for. Of other cores'
-        sequences nothing is known here."""
+        """Apply revised predictions; ignore other cores' sequences."""
         here = [revised for revised in event.lengths if self._roster.find(revised.ref) is not None]
         for revised in here:
             self._predict(revised.ref, revised.prediction, now_s)
@@ -283,7 +285,7 @@ class SchedulerCore:
             pipeline.predict(ref.key, prediction, now_s)
 
     def on_tick(self, now_s: float) -> list[Effect]:
-        """To be called every few hundredths of a second while connected, and only then."""
+        """Advance time. Call it every few hundredths of a second, only while connected."""
         self._ticked_s = now_s
         self._roster.on_tick(now_s)
         effects: list[Effect] = []
@@ -308,8 +310,7 @@ class SchedulerCore:
         return self._after(effects, now_s)
 
     def _after(self, effects: list[Effect], now_s: float) -> list[Effect]:
-        """Whatever changed: plan where there is room, and ask for places. What it costs does not grow with
-        the workers to which nothing happened."""
+        """Plan and ask for placement after an event. The cost does not grow with idle workers."""
         if self._deposed:
             return effects
         effects += self._roster.backlog.take_turns()
@@ -334,7 +335,7 @@ class SchedulerCore:
         return [StepDown(epoch, reason)]
 
     def describe(self) -> dict[str, Any]:
-        """For people: counts, and one row per worker."""
+        """Return counts and one row per worker, for people."""
         phases: dict[str, int] = {}
         for sequence in self._roster.sequences.values():
             phases[str(sequence.phase)] = phases.get(str(sequence.phase), 0) + 1
@@ -372,13 +373,13 @@ class SchedulerCore:
         }
 
     def _waiting(self, count: int) -> list[Sequence]:
-        """Who goes next: those that have a worker and wait for it to begin with them, then the others."""
+        """Return up to `count` waiting sequences in order; those already placed come first."""
         everybody = self._roster.sequences.values()
         placed = sorted((one for one in everybody if one.phase is Phase.PLACED), key=lambda one: one.rank)
         return [*placed, *self._roster.backlog.first(count)][:count]
 
     def _in_queue(self, sequence: Sequence) -> dict[str, Any]:
-        """For people, in the order in which they would go."""
+        """Return one row of the queue, for people."""
         prediction = sequence.prediction
         return {
             "request": sequence.ref.request_id,

@@ -1,4 +1,4 @@
-"""What the core wants done. It sends nothing itself; whoever drives it carries these out, in order."""
+"""Effects that the core requests. Its driver carries them out, in order."""
 
 from dataclasses import dataclass
 
@@ -21,19 +21,19 @@ class SendPlan:
 
 @dataclass(frozen=True, slots=True)
 class AskPlacement:
-    """One question is open at a time; answer with `on_placed(question, …)`, None when there was no answer.
+    """Ask for places; one question is open at a time. Answer with `on_placed`, None if there was no reply.
 
-    Number 0 asks nothing: the sequence is placed already, and placement's books should know of it.
+    Question 0 only tells placement where a sequence is.
     """
 
     question: int
     items: tuple[PlacementItem, ...]
     excluded_workers: tuple[str, ...]
     withdrawn: tuple[SequenceRef, ...] = ()
-    """Left before their start since the last question."""
+    """Sequences that left before their start since the last question."""
     ahead: WaitingAhead = NOBODY_AHEAD
     waiting_tokens: int = 0
-    """Of all that wait for a worker."""
+    """Tokens of all sequences that wait for a worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class AskSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class CancelAtWorker:
-    """This attempt of that gateway's sequence, and every lower one."""
+    """Cancel this attempt of the gateway's sequence and all lower ones."""
 
     worker_id: str
     ref: SequenceRef
@@ -68,12 +68,12 @@ class CancelAtWorker:
 
 @dataclass(frozen=True, slots=True)
 class WantKvAtWorker:
-    """A sequence of so many tokens waits there that the worker's KV, as it is, cannot hold; 0: none does."""
+    """Gather KV for a waiting sequence of `tokens` tokens; 0: none waits."""
 
     worker_id: str
     tokens: int
     may_borrow_ahead: bool = True
-    """False: not for what only runs short."""
+    """Whether the worker may borrow before a sequence needs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class PublishWorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class RefuseWorker:
-    """It gets no work as long as it is what it is and the others are what they are. For people to know."""
+    """The worker serves a different model and gets no work; for the log."""
 
     worker_id: str
     error: ModelMismatch
@@ -91,18 +91,18 @@ class RefuseWorker:
 
 @dataclass(frozen=True, slots=True)
 class AskTokens:
-    """Which tokens the answer has by now; answer with `on_tokens`, None when there was no answer."""
+    """Ask which tokens the answer has. Answer with `on_tokens`, None if there was no reply."""
 
     worker_id: str
     ref: SequenceRef
     is_shadow: bool = False
-    """Not for a move: answer with `on_shadow_tokens`."""
+    """For a shadow: answer with `on_shadow_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskPull:
-    """A target is to fetch blocks of a sequence that moves; answer with `on_pulled`, None when there was no
-    answer. Where the order is for a shadow, with `on_shadow_pulled`."""
+    """Order the target to fetch a sequence's blocks. Answer with `on_pulled`, or `on_shadow_pulled` for a
+    shadow; None if there was no reply."""
 
     worker_id: str
     ref: SequenceRef
@@ -121,7 +121,7 @@ class PublishMoved:
 
 @dataclass(frozen=True, slots=True)
 class NoteRelief:
-    """What was decided where memory ran out, and the costs behind it; for the log."""
+    """A decision about short memory and its costs; for the log."""
 
     worker_id: str
     relief: Relief
@@ -129,7 +129,7 @@ class NoteRelief:
 
 @dataclass(frozen=True, slots=True)
 class NotePolicyFailed:
-    """The batching policy raised at this worker, or for the queue where there is none; for the log."""
+    """The batching policy raised; for the log."""
 
     worker_id: str
     error: PolicyFailed
@@ -137,7 +137,7 @@ class NotePolicyFailed:
 
 @dataclass(frozen=True, slots=True)
 class NoteTurn:
-    """Whose turn it was where several tenants wait; for the log."""
+    """Which tenant's turn it was among several; for the log."""
 
     ref: SequenceRef
     turn: TurnTaken
@@ -145,18 +145,18 @@ class NoteTurn:
 
 @dataclass(frozen=True, slots=True)
 class NoteStandstill:
-    """Work waits and nothing moves; for the log."""
+    """Work waits without progress; for the log."""
 
     place: str
-    """A worker, or anywhere."""
+    """A worker id or `ANYWHERE`."""
     waiting: int
-    """Sequences."""
+    """Number of sequences."""
     still_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class NoteForeign:
-    """A gateway would have ended another's sequence; nothing was done. For the log."""
+    """A gateway tried to cancel another's sequence; nothing was done. For the log."""
 
     gateway_id: str
     ref: SequenceRef
@@ -164,17 +164,16 @@ class NoteForeign:
 
 @dataclass(frozen=True, slots=True)
 class StepDown:
-    """A scheduler with a higher epoch is, or was, at work: this core's plans are refused. Drop it and start
-    anew."""
+    """End this term: workers obey a higher epoch and refuse this core's plans."""
 
     epoch: int
-    """The epoch heard."""
+    """The higher epoch."""
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceLeft:
-    """A sequence is over for the scheduler; for the one line it logs about it."""
+    """A finished sequence, for its log line."""
 
     ref: SequenceRef
     phase: Phase
@@ -184,13 +183,13 @@ class SequenceLeft:
     generated_tokens: int | None
     tenant: Tenant
     cached_tokens: int
-    """Of its prompt, as its worker said."""
+    """Prompt tokens from the prefix cache, as the worker reported."""
     expected_tokens: int | None
-    """The same, as placement foresaw it."""
+    """Cached tokens that placement expected."""
     held_s: float
-    """Since its first planned chunk."""
+    """Time since its first planned chunk."""
     queued_s: float
-    """From acceptance to its first planned chunk, or to the end if it never started."""
+    """Time from acceptance to its first planned chunk, or to the end if it never started."""
     total_s: float
 
 

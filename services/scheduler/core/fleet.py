@@ -1,9 +1,8 @@
-"""The workers: heartbeats, loss, and the one way back into step (snapshot, adoption).
+"""The workers: heartbeats, loss, and resync by snapshot.
 
-Start of the scheduler, start or return of a worker, a gap in its reports, a skipped item and a lost plan
-are all the same to it: no plan until the worker has said what it holds. What runs there goes on; attempts
-that were cancelled, replaced, given up or live elsewhere are dropped; starts that never arrived are placed
-again. Pure.
+Every start, return, gap in reports, skipped item or lost plan leads to the same resync: no plan until the
+worker has sent a snapshot. Sequences that run there continue. Attempts that were cancelled, replaced, given
+up or moved elsewhere are dropped. Starts that never arrived are placed again. Pure.
 """
 
 from collections import Counter
@@ -44,8 +43,7 @@ def adopt_snapshot(
     make_policy: PolicyFactory,
     now_s: float,
 ) -> list[Effect]:
-    """Brings `pipeline` into step. Every sequence alive there is either in its new policy or dropped by its
-    next plan."""
+    """Bring `pipeline` into step. Its new policy adopts each live sequence, or its next plan drops it."""
     effects = [effect for listed in snapshot.sequences for effect in roster.note_owner(listed, now_s)]
     effects += _note_ends(roster, snapshot, now_s)
     alive = [listed for listed in snapshot.sequences if listed.state is not SequenceState.ENDED]
@@ -83,7 +81,7 @@ def adopt_snapshot(
 
 
 def _is_stale(roster: Roster, pipeline: WorkerPipeline, listed: SequenceReport, now_s: float) -> bool:
-    """Whether this attempt should not live here (any more)."""
+    """Return whether this attempt must not run here."""
     key, attempt = listed.ref.key, listed.ref.attempt
     given_up = roster.dropped.get((listed.gateway_id, key), now_s)
     ended = roster.ended.get(key, now_s)
@@ -103,7 +101,7 @@ def _is_stale(roster: Roster, pipeline: WorkerPipeline, listed: SequenceReport, 
 
 
 def _from_report(listed: SequenceReport, now_s: float) -> Sequence:
-    """Adopted: its spec comes when its gateway resubmits it, and until then is not needed."""
+    """Return an adopted sequence. It needs no spec until its gateway resubmits it."""
     return Sequence(
         ref=listed.ref,
         gateway_id=listed.gateway_id,
@@ -120,7 +118,7 @@ def _from_report(listed: SequenceReport, now_s: float) -> Sequence:
 
 
 def _note_ends(roster: Roster, snapshot: WorkerReported, now_s: float) -> list[Effect]:
-    """Ends whose report was lost. The worker keeps the tokens for the gateway."""
+    """Apply ends whose report was lost. The worker keeps the tokens for the gateway."""
     effects: list[Effect] = []
     for listed in snapshot.sequences:
         if listed.state is not SequenceState.ENDED:
@@ -146,8 +144,7 @@ def _note_ends(roster: Roster, snapshot: WorkerReported, now_s: float) -> list[E
 def _note_missing(
     roster: Roster, pipeline: WorkerPipeline, found: set[tuple[str, int]], now_s: float
 ) -> list[Effect]:
-    """Held there as far as we knew, but not in the snapshot: over, when it had arrived; else the start was
-    lost."""
+    """Handle held sequences that the snapshot lacks: lost if they had arrived, else to be started again."""
     effects: list[Effect] = []
     for sequence in roster.of_worker(pipeline.worker_id):
         if sequence.phase not in HELD or sequence.key in found:
@@ -160,18 +157,18 @@ def _note_missing(
 
 
 _SHOWN = 8
-"""Digits of a digest that a person is shown."""
+"""Number of digest digits in messages."""
 
 
 def prevailing(reports: Iterable[WorkerReported]) -> WorkerReported | None:
-    """One of those that serve what most serve; of equally many, with the lowest worker id."""
+    """Return a report of the most common model and weights; ties go to the lowest worker id."""
     by_id = sorted(reports, key=lambda report: report.worker_id)
     counts = Counter((report.model, report.weights) for report in by_id)
     return max(by_id, key=lambda report: counts[(report.model, report.weights)], default=None)
 
 
 def mismatch(report: WorkerReported, accepted: Iterable[WorkerReported]) -> ModelMismatch | None:
-    """Why this worker cannot work beside those; None when it can."""
+    """Return why this worker cannot serve beside the accepted ones, or None if it can."""
     for other in accepted:
         if report.model != other.model:
             return ModelMismatch(
@@ -190,17 +187,17 @@ def mismatch(report: WorkerReported, accepted: Iterable[WorkerReported]) -> Mode
 
 
 _PATIENT_FAILURES = 3
-"""Of a policy, in a row: then its worker's sequences are given up, and it is tried ever more rarely."""
+"""Failures of a policy in a row after which its worker's sequences are given up and retries slow down."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 _STRANGER_HEARTBEATS = 4
 _LOOKED_AT = 16
-"""Workers in one tick, at least."""
+"""Least number of workers checked in one tick."""
 _TICKS_IN_ROUND = 50
 
 
 class Fleet:
-    """The workers, each with its pipeline: they come and go with heartbeats. `commanding` is False until a
-    new scheduler has heard one round of those."""
+    """The workers and their pipelines. `commanding` is False until a new scheduler has received one round of
+    heartbeats."""
 
     def __init__(self, roster: Roster, make_policy: PolicyFactory, epoch: int) -> None:
         self.roster = roster
@@ -208,14 +205,14 @@ class Fleet:
         self.commanding = False
         self.snapshots = 0
         self.faults = PluginFaults()
-        """Of the batching policy."""
+        """Failures of the batching policy."""
         self._broken: dict[str, PolicyFailed] = {}
-        """By worker, where the policy fails again and again, until it is tried once more."""
+        """Workers whose policy keeps failing, until the next attempt."""
         self._make_policy = make_policy
         self._rules = roster.rules
         self._liveness = Liveness(roster.rules.worker_timeout_s)
         self._round: list[str] = []
-        """Workers that were not looked at yet in this round."""
+        """Workers still to check in this round."""
 
     def on_reported(self, report: WorkerReported, now_s: float) -> list[Effect]:
         effects: list[Effect] = []
@@ -248,7 +245,7 @@ class Fleet:
         return pipeline.on_heartbeat(report, now_s) or self._strangers(pipeline, report)
 
     def _strangers(self, pipeline: WorkerPipeline, report: WorkerReported) -> Trouble | None:
-        """Sequences that live there unbeknown to us would take blocks that plans count on."""
+        """Return Trouble if the worker repeatedly lists unknown sequences, whose blocks plans count on."""
         seen: dict[SequenceRef, int] = {}
         for listed in report.sequences:
             known = self.roster.find(listed.ref)
@@ -261,14 +258,16 @@ class Fleet:
         return None
 
     def check_policy(self) -> None:
-        """Raises PolicyFailed where the policy fails at every worker."""
+        """Raises PolicyFailed if the policy fails at every worker."""
         if self._broken and self._broken.keys() >= self.roster.pipelines.keys():
             raise next(iter(self._broken.values())).with_traceback(None)
 
     def settle(self, pipeline: WorkerPipeline, now_s: float) -> list[Effect]:
-        """Where its policy raised: the worker goes on with a fresh one, and what it runs with it. The
-        sequence that the policy was called with is given up, where it was not taken in. A policy that fails
-        without one, and fails again, loses what has not begun, then all."""
+        """Recover from a failed policy: the worker continues with a new one after a resync.
+
+        A sequence whose call failed is given up if it was not taken in. If the policy keeps failing in other
+        calls, the sequences without blocks are given up, then all.
+        """
         policy = pipeline.policy
         if policy is None or policy.failure is None:
             return []
@@ -306,7 +305,7 @@ class Fleet:
         return unbegun if pipeline.policy_failures == _PATIENT_FAILURES - 1 else []
 
     def on_gone(self, worker_id: str, incarnation: int, now_s: float) -> list[Effect]:
-        """That start of it has left the bus: nobody waits for its silence."""
+        """Lose a worker whose process left the bus, without waiting for the timeout."""
         pipeline = self.roster.pipelines.get(worker_id)
         if pipeline is None or pipeline.incarnation != incarnation:
             return []
@@ -336,7 +335,7 @@ class Fleet:
         return effects
 
     def command(self, epoch: int, now_s: float) -> list[Effect]:
-        """The first round of heartbeats is over: take every worker over."""
+        """Take over every worker once the first round of heartbeats is over."""
         self.epoch, self.commanding = epoch, True
         effects: list[Effect] = []
         pipelines = list(self.roster.pipelines.values())
@@ -349,7 +348,7 @@ class Fleet:
         return effects
 
     def _admit(self, pipeline: WorkerPipeline, trouble: Trouble, now_s: float) -> list[Effect]:
-        """Into step, unless it serves something else than those that are; then what it holds is lost."""
+        """Resync the worker, or refuse it where its model differs; its sequences are then lost."""
         accepted = [
             other.report
             for other in self.roster.pipelines.values()
@@ -384,8 +383,8 @@ class Fleet:
         return effects
 
     def _due(self, silent: set[str]) -> list[WorkerPipeline]:
-        """Whom this tick looks at: who fell silent, who is not in step, and a part of the others, so that
-        each is looked at once a second, or oftener where there are few."""
+        """Return the pipelines to check in this tick: silent, not in step, and a share of the others. Each is
+        checked at least once in `_TICKS_IN_ROUND` ticks."""
         pipelines, names = self.roster.pipelines, self._round
         if not names:
             names.extend(pipelines)
@@ -395,7 +394,7 @@ class Fleet:
         return [pipelines[name] for name in chosen if name in pipelines]
 
     def on_plan_unsent(self, worker_id: str, plan: BatchPlan, reason: str, now_s: float) -> list[Effect]:
-        """A plan that cannot be sent as it is, now or later: its longest start is to blame."""
+        """Resync after a plan that is too large to send, and blame its longest start."""
         pipeline = self.roster.pipelines.get(worker_id)
         if pipeline is None or pipeline.sync is not Sync.IN_STEP:
             return []
@@ -409,7 +408,7 @@ class Fleet:
             pipeline.ask_again_s = now_s + self._rules.snapshot_retry_s
 
     def lose(self, pipeline: WorkerPipeline, now_s: float) -> list[Effect]:
-        """The worker is gone, as far as anybody can tell. Gateways resubmit what was sent to it."""
+        """Remove a worker that is presumed gone. Gateways resubmit what it held."""
         self.roster.lose(pipeline, now_s)
         self._broken.pop(pipeline.worker_id, None)
         effects: list[Effect] = []
@@ -427,8 +426,8 @@ class Fleet:
         return [*effects, PublishWorkerLost(lost)]
 
     def _resync(self, pipeline: WorkerPipeline, trouble: Trouble, now_s: float) -> list[Effect]:
-        """Stop planning and ask what the worker holds; give up whatever keeps causing this. Who lacks blocks
-        that others have waits for those."""
+        """Stop planning, ask for a snapshot, and give up sequences that repeatedly cause this. A sequence is
+        not blamed for a shortage while others hold blocks."""
         effects: list[Effect] = []
         culprits = [
             sequence
@@ -448,7 +447,7 @@ class Fleet:
         return [*effects, AskSnapshot(pipeline.worker_id, self.epoch, trouble.reason)]
 
     def on_snapshot(self, snapshot: WorkerReported, now_s: float) -> list[Effect]:
-        """The worker said what it holds: in step again, with a policy that knows it."""
+        """Adopt the snapshot, with a new policy."""
         pipeline = self.roster.pipelines.get(snapshot.worker_id)
         if (
             pipeline is None

@@ -1,7 +1,7 @@
-"""A batching policy that may raise: it then decides nothing more, and says what it raised.
+"""A wrapper that contains a batching policy's exceptions.
 
-Nothing that a policy raises passes through the core, whose state would be left half changed. The fleet looks
-at `failure` after each event, and goes on with a fresh object (`core/fleet.py`). Pure.
+Exceptions never reach the core, whose state they would leave half changed. After the first one the policy is
+no longer called; the fleet reads `failure` and replaces the policy (`core/fleet.py`). Pure.
 """
 
 from typing import Any
@@ -23,23 +23,23 @@ from shared.plugins import told
 
 
 class GuardedPolicy:
-    """See above. Fulfils `contract.BatchPolicy`."""
+    """A `contract.BatchPolicy` that records the first exception of the wrapped policy."""
 
     def __init__(self, make_policy: PolicyFactory, shape: WorkerShape, settings: PolicySettings) -> None:
         self.failure: PolicyFailed | None = None
         self.culprit: SequenceKey | None = None
-        """The sequence that the failing call was about; None: about none in particular."""
+        """The sequence of the failing call; None if it concerned no particular one."""
         self.culprit_is_known = False
-        """It was taken in by an earlier call."""
+        """Whether an earlier call added the culprit."""
         self.inner: BatchPolicy | None = None
         self._name = policy_name(make_policy)
         try:
             self.inner = make_policy(shape, settings)
-        except Exception as error:  # anything that outside code may raise
+        except Exception as error:  # outside code may raise anything
             self.fail("__init__", error)
 
     def fail(self, method: str, error: Exception, culprit: SequenceKey | None = None) -> None:
-        """It raised `error`, or what it decided cannot be done."""
+        """Record that `method` raised, or that its result is invalid."""
         is_told = isinstance(error, PolicyFailed)
         text = str(error) if is_told else f"{self._name} raised {told(error)} in {method}"
         self.failure = PolicyFailed(text)
@@ -51,7 +51,7 @@ class GuardedPolicy:
             return None
         try:
             return getattr(self.inner, method)(*arguments)
-        except Exception as error:  # as above
+        except Exception as error:
             self.fail(method, error, culprit)
             return None
 
@@ -80,7 +80,7 @@ class GuardedPolicy:
         self._call("on_predicted", key, key, prediction, now_s)
 
     def plan(self, now_s: float) -> PlannedBatch | None:
-        """None where it raised, too."""
+        """Return the next batch; None also after a failure."""
         batch = self._call("plan", None, now_s)
         if batch is None or isinstance(batch, PlannedBatch):
             return batch
@@ -88,6 +88,6 @@ class GuardedPolicy:
         return None
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the policy's books do not balance."""
+        """Raises AssertionError when the policy's accounts do not balance."""
         if self.inner is not None and self.failure is None:
             self.inner.check_integrity()

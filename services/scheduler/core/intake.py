@@ -1,7 +1,7 @@
-"""What gateways ask for: submissions, cancels, and their own signs of life. Pure.
+"""Requests of gateways: submissions, cancels and heartbeats. Pure.
 
-Submissions are idempotent: an attempt that is known, over or cancelled is left as it is; a higher one
-replaces it. A name belongs to the gateway that had it first.
+Submissions are idempotent: an attempt that is known, finished or cancelled is ignored; a higher one replaces
+it. A key belongs to the first gateway that used it.
 """
 
 from dataclasses import dataclass
@@ -29,14 +29,14 @@ _LONGEST_RETRY_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What a gateway is told of a submission that was taken: whether it was known, and where it runs."""
+    """The answer to an accepted submission: whether it was known, and its worker."""
 
     known: bool
     worker_id: str | None = None
 
 
 class Intake:
-    """Admits sequences into the roster, and ends them when nobody reads them any more."""
+    """Adds sequences to the roster and removes those without a reader."""
 
     def __init__(self, roster: Roster) -> None:
         self.roster = roster
@@ -44,9 +44,12 @@ class Intake:
         self._gateways = Liveness(roster.rules.gateway_timeout_s)
 
     def on_submit(self, spec: SequenceSpec, now_s: float) -> tuple[Admission, list[Effect]]:
-        """Raises ContextOverflow, InvalidRequest, MessageTooLarge, Overloaded, RoleMissing, InternalError
-        when it was given up, ForeignSequence for a name that is another gateway's, or UnavailableError for a
-        start of a gateway that was replaced."""
+        """Add a sequence.
+
+        Raises ContextOverflow, InvalidRequest, MessageTooLarge, Overloaded, RoleMissing, ForeignSequence for
+        another gateway's key, UnavailableError for a replaced gateway, or the error with which it was given
+        up.
+        """
         if self.roster.is_foreign(spec.ref.key, spec.gateway_id, now_s):
             raise ForeignSequence(
                 f"{spec.ref} is another gateway's than {spec.gateway_id}'s: submit yours under another name"
@@ -65,22 +68,21 @@ class Intake:
         return Admission(known=False), [*effects, _question(sequence, spec)]
 
     def _fill_in(self, known: Sequence, spec: SequenceSpec) -> list[Effect]:
-        """What an adopted sequence lacked."""
+        """Add the spec of an adopted sequence."""
         if known.spec is not None or known.ref != spec.ref:
             return []
         known.note_spec(spec)
         return [_question(known, spec)]
 
     def _is_over(self, spec: SequenceSpec, now_s: float) -> bool:
-        """Cancelled (the cancel may have overtaken the submission), or ended with its tokens kept at a
-        worker."""
+        """Return whether the attempt ended, or was cancelled, maybe before its submission arrived."""
         ended = self.roster.ended.get(spec.ref.key, now_s)
         is_cancelled = self.roster.tombstones.covers(spec.gateway_id, spec.ref, now_s)
         return is_cancelled or (ended is not None and spec.ref.attempt <= ended[0])
 
     def _check(self, spec: SequenceSpec, sequence: Sequence, now_s: float) -> None:
         is_resumed = spec.is_resumed or spec.ref.attempt > 1 or bool(spec.generated)
-        if not is_resumed:  # what was accepted waits for lenders to come back: `long_waits`
+        if not is_resumed:  # an accepted sequence waits for workers to grow again: `long_waits`
             self._check_context(spec.prompt_tokens, spec.sampling.max_tokens)
         given_up = self.roster.dropped.get((spec.gateway_id, spec.ref.key), now_s)
         if given_up is not None:
@@ -108,8 +110,8 @@ class Intake:
             self._check_wait(sequence)
 
     def _check_wait(self, sequence: Sequence) -> None:
-        """Raises Overloaded where a longer wait is foreseen than is let stand. Of a request's choices the
-        first is asked about: where each were, those with many would hardly ever get in whole."""
+        """Raises Overloaded if the expected wait is too long. Only a request's first choice is checked, so
+        that requests with many choices get in whole."""
         most_s = self._rules.refuse_wait_s
         if not most_s or sequence.ref.choice:
             return
@@ -122,14 +124,13 @@ class Intake:
             )
 
     def _check_context(self, prompt_tokens: int, max_tokens: int) -> None:
-        """Raises ContextOverflow when no worker known could ever hold prompt and answer."""
+        """Raises ContextOverflow if no known worker can hold prompt and answer."""
         limit = self.roster.longest_context_tokens()
         if limit is not None and prompt_tokens + max_tokens > limit:
             raise beyond(limit, prompt_tokens, max_tokens)
 
     def on_cancel(self, command: CancelSequence, now_s: float) -> list[Effect]:
-        """This attempt of its sender's sequence and every lower one; remembered for a while, for a submission
-        that it overtook."""
+        """Cancel this attempt and all lower ones; remember it for a submission that arrives later."""
         if self.roster.is_foreign(command.ref.key, command.sender, now_s):
             return [NoteForeign(command.sender, command.ref)]
         known = self.roster.sequences.get(command.ref.key)
@@ -149,7 +150,7 @@ class Intake:
         return effects
 
     def watch(self, gateway_id: str, now_s: float) -> None:
-        """Sequences of this gateway were adopted: it has to show itself from now on."""
+        """Expect heartbeats of a gateway whose sequences were adopted."""
         if gateway_id not in self._gateways:
             self._gateways.expect(gateway_id, None, now_s)
 
@@ -164,9 +165,12 @@ class Intake:
         return self._end_all_but(gateway_id, incarnation, now_s)
 
     def _end_all_but(self, gateway_id: str, incarnation: int, now_s: float) -> list[Effect]:
-        """Sequences of earlier incarnations have no reader. What a worker holds and an heir may ask for is
-        that worker's to end. What nobody holds goes without a tombstone: a late word of a start that is gone
-        makes it the present one here, until it is silent, and then the one that lives submits again."""
+        """End sequences of earlier incarnations, which have no reader. Workers end those that an heir may
+        claim.
+
+        Others leave no tombstone: a late message of a replaced gateway must not block the live one's
+        resubmissions.
+        """
         effects: list[Effect] = []
         for sequence in list(self.roster.sequences.values()):
             if sequence.gateway_id != gateway_id or sequence.gateway_incarnation in (0, incarnation):
@@ -178,10 +182,8 @@ class Intake:
         return effects
 
     def _forget_waiting(self, gateway_id: str, now_s: float) -> list[Effect]:
-        """The gateway is silent. It may only be frozen: no tombstone, so that it can submit again.
-
-        What a worker holds is that worker's to end, which listens to gateways itself.
-        """
+        """Drop a silent gateway's waiting sequences. Without a tombstone it can submit again if it was only
+        frozen; workers end the sequences that they hold."""
         return [
             self._forget(sequence, now_s)
             for sequence in list(self.roster.sequences.values())
@@ -199,7 +201,7 @@ def _question(sequence: Sequence, spec: SequenceSpec) -> AskPrediction:
 
 
 def beyond(limit_tokens: int, prompt_tokens: int, max_tokens: int) -> ContextOverflow:
-    """Prompt and longest answer are longer than what any worker known could ever hold."""
+    """Return the error for a sequence longer than any worker can hold."""
     return ContextOverflow(
         f"This model's maximum context length is {limit_tokens} tokens. However, you requested"
         f" {prompt_tokens + max_tokens} tokens ({prompt_tokens} in the messages, {max_tokens} in the"

@@ -1,15 +1,13 @@
-"""What waits for long: sequences that are too large for their worker, and work where nothing moves. Pure.
+"""Long waits: sequences too large for their worker, and work without progress. Pure.
 
-A worker shrinks when it lends, when Pie takes its blocks back, and when somebody who lent to it is gone. Who
-holds nothing there and is too large for what is left would wait as long as that lasts. It has `wait_s` where
-its worker, or in the queue every worker, could not even borrow enough, and else `gather_s` from its turn to
-borrow (`wanted`). Then it goes to another worker that has the room, or its gateway hears that there is none.
+A worker shrinks when it lends, when Pie shrinks its cache, or when a lender is gone. A sequence without KV
+may then be too large for it. If borrowing cannot suffice it waits for `wait_s`, otherwise for `gather_s` from
+its turn to borrow (`wanted`). Then it goes to another worker with room, or it is refused.
 
-No policy, pool or loan should bring about that work waits where nothing moves, and only the scheduler sees
-both: `Standstill` says so, and mends nothing. A worker moves while plans are out or being made for it,
-however slow its steps are; a hung engine is the pipeline's affair (`outstanding`). What needs more than its
-worker's own memory, and what has no worker yet, waits for others with good reason: that counts where nothing
-moves anywhere.
+`Standstill` reports work that waits while nothing moves, which no policy, pool or loan should cause. It only
+reports. A worker moves while it has plans or receives new ones; `outstanding` detects a hung engine.
+Sequences without a worker, or larger than their worker's own memory, wait for others; they count only if no
+worker moves.
 """
 
 from collections import Counter
@@ -31,16 +29,16 @@ from shared.messages.sequence import SequenceKey
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """How many blocks a sequence needs at its worker, and its place among those that want to borrow."""
+    """A sequence's place among those that need to borrow, and the blocks it needs."""
 
     order: tuple[int, float, SequenceKey]
     worker_id: str
     blocks: int
-    """All in all, those that the worker has among them."""
+    """Total blocks it needs, including those the worker has."""
 
 
 def who_may_borrow(claims: Iterable[Claim], capacities: Mapping[str, Capacity]) -> list[Claim]:
-    """At most one for each worker, by priority, then oldest first. The first of all is always among them."""
+    """Return at most one claim per worker, by priority and age; always includes the first."""
     chosen: dict[str, Claim] = {}
     for claim in sorted(claims, key=lambda one: one.order):
         together = {**chosen, claim.worker_id: _larger(claim, chosen.get(claim.worker_id))}
@@ -52,7 +50,7 @@ def who_may_borrow(claims: Iterable[Claim], capacities: Mapping[str, Capacity]) 
 
 
 def wanted(roster: Roster) -> list[WantKvAtWorker]:
-    """Which workers are to gather KV now, for a sequence that is too long for their own."""
+    """Return which workers must gather KV now, for sequences larger than their own."""
     capacities = {report.worker_id: report.capacity for report in roster.reports()}
     claims: list[Claim] = []
     for sequence in roster.longer_than(_least_own_tokens(roster)):
@@ -69,7 +67,7 @@ def wanted(roster: Roster) -> list[WantKvAtWorker]:
 
 
 def _least_own_tokens(roster: Roster) -> int:
-    """What is no longer than that fits into the own KV of any worker, as it is and as it will be."""
+    """Return a length in tokens that fits the own KV of every worker, after pending shrinks."""
     return min((_own_tokens(report) for report in roster.reports()), default=0)
 
 
@@ -80,7 +78,7 @@ def _own_tokens(report: WorkerReported) -> int:
 
 
 def is_deprived(blocks: int, capacity: Capacity) -> bool:
-    """A sequence of so many blocks is larger than the worker's own KV, as far as that stays."""
+    """Return whether a sequence needs more than the worker's own lasting blocks."""
     return blocks > capacity.total_blocks - capacity.doomed_blocks - capacity.borrowed_blocks
 
 
@@ -98,19 +96,19 @@ def _fit(claims: Mapping[str, Claim], capacities: Mapping[str, Capacity]) -> boo
 
 
 class OversizedWatch:
-    """To be asked as often as workers are told what to gather."""
+    """Resolves sequences that no longer fit. Call `on_wants` whenever workers are told to gather."""
 
     def __init__(self, roster: Roster, moves: Moves, rules: OversizedRules) -> None:
         self._roster = roster
         self._moves = moves
         self._rules = rules
         self._since_s: dict[SequenceKey, float] = {}
-        """When the patience with each that is too large began."""
+        """Start of each oversized sequence's patience."""
         self._sent_on: dict[SequenceKey, None] = {}
-        """Those that were to move already."""
+        """Sequences that were already moved once."""
 
     def on_wants(self, wants: list[WantKvAtWorker], now_s: float) -> list[Effect]:
-        """`wants`: what workers are told to gather now."""
+        """Resolve the sequences whose patience is over. `wants`: current orders to gather."""
         gathering = {want.worker_id: want.tokens for want in wants}
         before, self._since_s = self._since_s, {}
         effects: list[Effect] = []
@@ -133,7 +131,7 @@ class OversizedWatch:
         return effects
 
     def _oversized_at(self, sequence: Sequence) -> WorkerPipeline | None:
-        """The pipeline at which it waits without KV, larger than all that the worker has."""
+        """Return the in-step pipeline where the sequence waits and does not fit."""
         if sequence.phase not in (Phase.PLACED, Phase.WAITING):
             return None
         pipeline = self._roster.pipelines.get(sequence.worker_id or "")
@@ -143,14 +141,14 @@ class OversizedWatch:
         return pipeline if is_oversized else None
 
     def _is_beyond_all(self, sequence: Sequence) -> bool:
-        """It waits in the queue and is longer than what any worker could hold."""
+        """Return whether a queued sequence is longer than any worker can hold."""
         longest = self._roster.longest_context_tokens()
         return sequence.phase is Phase.QUEUED and longest is not None and sequence.limit_tokens > longest
 
     def _patience_s(
         self, sequence: Sequence, pipeline: WorkerPipeline, gathering: dict[str, int]
     ) -> float | None:
-        """None: others that are older borrow first."""
+        """Return the time the sequence may wait; None while older ones borrow first."""
         if sequence.limit_tokens > pipeline.report.max_context_tokens:
             return self._rules.wait_s
         is_its_turn = gathering.get(pipeline.worker_id, 0) >= sequence.limit_tokens
@@ -179,7 +177,7 @@ class OversizedWatch:
             try:
                 return self._moves.begin(order, now_s)
             except InvalidRequest:
-                pass  # it cannot be moved: refused below
+                pass  # cannot be moved: give it up below
         tokens = pipeline.report.capacity.total_blocks * pipeline.report.block_tokens
         error = ContextOverflow(
             f"{pipeline.worker_id} shrank to {tokens} tokens, and no other worker has room for the"
@@ -191,7 +189,7 @@ class OversizedWatch:
 
 
 def _holds(report: WorkerReported, sequence: Sequence) -> bool:
-    """Whether the worker's pool, as it is, can hold prompt and longest answer."""
+    """Return whether the worker's pool can hold prompt and longest answer."""
     capacity = report.capacity
     lasting_blocks = capacity.total_blocks - capacity.doomed_blocks
     needed_blocks = -(-(sequence.limit_tokens - 1) // report.block_tokens)
@@ -199,14 +197,14 @@ def _holds(report: WorkerReported, sequence: Sequence) -> bool:
 
 
 STANDSTILL_S = 15.0
-"""As long as a pipeline waits for a plan's next step before it asks what is the matter."""
+"""Seconds; equal to the time a pipeline waits for a plan's next step."""
 _LOOK_S = 1.0
 _REPEAT_S = 60.0
 ANYWHERE = "anywhere"
 
 
 class Standstill:
-    """One term's. Places are worker ids, and `ANYWHERE`."""
+    """Detects standstill in one term. A place is a worker id or `ANYWHERE`."""
 
     def __init__(self, roster: Roster, now_s: float) -> None:
         self._roster = roster
@@ -214,12 +212,12 @@ class Standstill:
         self._since_s: dict[str, float] = {}
 
     def still_s(self, now_s: float) -> float:
-        """For so long something has waited where nothing moved; 0 where that is not long enough to say so."""
+        """Return how long something has waited without progress, or 0 below `STANDSTILL_S`."""
         longest_s = max((now_s - since_s for since_s in self._since_s.values()), default=0.0)
         return longest_s if longest_s >= STANDSTILL_S else 0.0
 
     def on_tick(self, now_s: float) -> list[Effect]:
-        """Says so when it begins, and once a minute."""
+        """Report a standstill when it begins, then once a minute."""
         if now_s - self._looked_s < _LOOK_S:
             return []
         was_still = self.still_s(self._looked_s) > 0
@@ -243,11 +241,11 @@ class Standstill:
         ]
 
     def _has_moved(self, pipeline: WorkerPipeline) -> bool:
-        """Since the last look."""
+        """Return whether the worker has or got plans since the last check."""
         return pipeline.outstanding_steps > 0 or pipeline.planned_s > self._looked_s
 
     def _waiting(self) -> dict[str, int]:
-        """Sequences by where something must move for them."""
+        """Return the number of sequences by the place that must move for them."""
         counts = Counter(self._roster.counts())
         counts[ANYWHERE] = len(self._roster.backlog)
         for sequence in self._roster.longer_than(_least_own_tokens(self._roster)):

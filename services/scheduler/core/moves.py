@@ -1,18 +1,21 @@
-"""Live migration: running sequences go from their workers to others, and their readers notice nothing. Pure.
+"""Live migration: moves running sequences between workers without interrupting their readers. Pure.
 
-A move has three stages. *Asking*: the source says which tokens it has by now. *Rehearsing*: the target
-computes them as a sequence that nobody reads, or *pulling*: it fetches their blocks over the bulk plane; the
-source goes on meanwhile, and what it adds is prepared again until little is missing. *Switching*: the
-gateway, which owns the request, is told and hands it over under a higher attempt, as it does after a failure;
-the target finds the blocks. Until the gateway does so nothing has changed, so a move may be given up at any
-time, and one whose blocks cannot be fetched goes on by tokens. docs/migration.md; papers/000 §V.
+A move has three stages:
+
+- Asking: the source reports the tokens it has.
+- Rehearsing: the target computes them as a sequence without a reader. Or pulling: it fetches their blocks
+  over the bulk plane. The source keeps decoding, so this repeats until little is missing.
+- Switching: the gateway resubmits the request under a higher attempt; the target reuses the blocks.
+
+Nothing changes before the gateway resubmits, so a move may be abandoned at any time. If blocks cannot be
+fetched, the move continues by tokens. docs/migration.md; papers/000 §V.
 
     a runs at w1 with 900 tokens, and w2 rehearses them; by then a has 960, and w2 rehearses the 60 more
     by then a has 964: 4 are few enough → switching; the gateway is told, and submits attempt 2
-    attempt 2 is placed at w2, finds 960 tokens stored, and computes what is missing; attempt 1 is dropped
+    attempt 2 is placed at w2, reuses 960 tokens, and computes the rest; attempt 1 is dropped
 
-One rehearsal more costs the target a prefill of what is missing; one less makes the reader wait for it at the
-switch. So it is repeated while more is missing than the switch may compute, and at most `most_rounds` times.
+Each rehearsal costs the target a prefill of the missing tokens; without it the reader waits for them.
+Rehearsals repeat while more is missing than the switch may compute, at most `most_rounds` times.
 """
 
 from dataclasses import dataclass
@@ -42,7 +45,7 @@ from shared.messages.sequence import (
 )
 
 _MOST_NAME_CHARS = 160
-"""Of a request's id, with room for the number of a rehearsal."""
+"""Longest part of a request id in a rehearsal's name."""
 
 
 class MoveStage(StrEnum):
@@ -54,7 +57,7 @@ class MoveStage(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Move:
-    """One sequence on its way from a source to a target: how far that is, and what it has cost so far."""
+    """Progress and cost of one move."""
 
     ref: SequenceRef
     """The attempt that moves."""
@@ -65,23 +68,23 @@ class Move:
     deadline_s: float
     stage: MoveStage = MoveStage.ASKING
     rounds: int = 0
-    """Rehearsals, or times that blocks were fetched."""
+    """Number of rehearsals or fetches."""
     rehearsal: SequenceRef | None = None
     rehearsed_tokens: int = 0
-    """That the target has, in blocks or on their way there."""
+    """Tokens that the target has, or is receiving."""
     moved_bytes: int = 0
     late_bytes: int = 0
     late_s: float = 0.0
     fallback: str = ""
-    """Why KV is not fetched any more."""
+    """Why the move no longer fetches KV."""
     prepared_s: float = 0.0
     is_open: bool = False
-    """What is fetched is of a prompt that is not computed to its end: it is followed, chunk by chunk."""
+    """Whether the fetch follows a prompt whose prefill is not complete, chunk by chunk."""
     ask_at_s: float | None = None
-    """When the source is asked again: its prompt was not over."""
+    """When to ask the source again, while its prompt is being computed."""
 
     def note_pull(self, pulled: BlocksPulled) -> bool:
-        """What the target fetched. False when that was no step ahead."""
+        """Record a fetch. Return False if it brought no progress."""
         is_ahead = pulled.held_tokens > self.rehearsed_tokens
         self.rehearsed_tokens = max(self.rehearsed_tokens, pulled.held_tokens)
         self.moved_bytes += pulled.fetched_bytes
@@ -91,12 +94,12 @@ class Move:
         return is_ahead
 
     def fall_back(self, reason: str) -> None:
-        """By tokens from now on; what was fetched is found there."""
+        """Continue by tokens; the target still reuses what it fetched."""
         self.mode, self.fallback = MoveMode.TOKENS, reason
         self.rehearsed_tokens = self.rounds = 0
 
     def over(self, reason: str, now_s: float) -> SequenceMoved:
-        """What is said about it at its end; it failed when there is a `reason`."""
+        """Return the final report; a non-empty `reason` means failure."""
         prepared_s = self.prepared_s if self.stage is MoveStage.SWITCHING else now_s
         return SequenceMoved(
             ref=self.ref,
@@ -118,8 +121,8 @@ class Move:
 def rehearsal_of(
     move: Move, spec: SequenceSpec, tokens: tuple[int, ...], epoch: int, number: int
 ) -> SequenceSpec:
-    """Prompt and answer so far, as a sequence of its own, the `number`-th of its scheduler's: no other
-    scheduler's, and no answer that a gateway has taken over, is called the same."""
+    """Return prompt and answer so far as a sequence of its own. The name is unique across schedulers and
+    never equals a gateway's."""
     name = f"{move.ref.request_id[:_MOST_NAME_CHARS]}~{epoch}.{number}"
     ref = SequenceRef(request_id=name, choice=move.ref.choice, attempt=1)
     return SequenceSpec(
@@ -139,7 +142,7 @@ def rehearsal_of(
 def pull_of(
     move: Move, spec: SequenceSpec, tokens: tuple[int, ...], incarnation: int, valid_for_s: float
 ) -> PullBlocks:
-    """All but the newest token, which has no KV yet."""
+    """Return the order to fetch all tokens but the newest, which has no KV yet."""
     packed = spec.prompt + pack_tokens(tokens)
     return PullBlocks(
         source=move.source,
@@ -151,19 +154,18 @@ def pull_of(
 
 
 def owed_tokens(sequence: Sequence) -> int:
-    """What has to be computed of it before it goes on."""
+    """Return the number of tokens to compute before the sequence can decode."""
     return sequence.prompt_tokens + sequence.generated_tokens
 
 
 _FOLLOW_S = 0.01
-"""Between two looks at a prompt that is computed: a few steps' chunks go together."""
+"""Seconds between two fetches that follow a prefill."""
 _FOLLOWS_S = 1.0
-"""So long a resubmission is sent after its move, when the source died before the switch."""
+"""Seconds to wait for a resubmission if the source dies before the switch."""
 
 
 class Moves:
-    """All moves there are, at most one for each sequence. Whoever drives it calls `advance` after every
-    event: what became of sequences and workers meanwhile moves them on, or ends them."""
+    """All moves, at most one per sequence. Call `advance` after every event."""
 
     def __init__(self, roster: Roster, rules: MoveRules) -> None:
         self._roster = roster
@@ -177,7 +179,7 @@ class Moves:
         return len(self._moves)
 
     def begin(self, order: SequenceMove, now_s: float) -> list[Effect]:
-        """Raises InvalidRequest saying why it cannot be."""
+        """Begin a move. Raises InvalidRequest with the reason if it is impossible."""
         sequence = self._roster.find(order.ref)
         refusal = self._refusal(order, sequence)
         if refusal or sequence is None or sequence.worker_id is None:
@@ -193,7 +195,7 @@ class Moves:
         return [AskTokens(move.source, move.ref)]
 
     def on_tokens(self, ref: SequenceRef, tokens: tuple[int, ...] | None, now_s: float) -> list[Effect]:
-        """The source's answer: the answer so far, or None when there was no answer."""
+        """Apply the source's tokens of the answer; None if it did not reply."""
         move = self._moves.get(ref.key)
         if move is None or move.ref != ref or move.stage is not MoveStage.ASKING:
             return []
@@ -212,7 +214,7 @@ class Moves:
         return self._rehearse(move, sequence.spec, tokens, now_s)
 
     def on_pulled(self, ref: SequenceRef, pulled: BlocksPulled | None, now_s: float) -> list[Effect]:
-        """The target's answer; None when it could fetch nothing."""
+        """Apply the target's fetch; None if it fetched nothing."""
         move = self._moves.get(ref.key)
         if move is None or move.ref != ref or move.stage is not MoveStage.PULLING:
             return []
@@ -229,14 +231,14 @@ class Moves:
         return [AskTokens(move.source, move.ref)]
 
     def advance(self, now_s: float) -> list[Effect]:
-        """Whatever became of the sequences and workers concerned."""
+        """Advance or end moves after changes of their sequences and workers."""
         effects: list[Effect] = []
         for move in list(self._moves.values()):
             effects += self._advance(move, now_s)
         return effects
 
     def pipeline_for(self, sequence: Sequence) -> WorkerPipeline | None:
-        """Where a higher attempt of a sequence that moves goes, also when the source died first."""
+        """Return the move's target for a higher attempt, even if the source died first."""
         move = self._moves.get(sequence.key)
         if move is None or sequence.ref.attempt <= move.ref.attempt:
             return None
@@ -248,18 +250,18 @@ class Moves:
         return key in self._moves
 
     def describe(self) -> dict[str, int]:
-        """For people."""
+        """Return counts, for people."""
         return {"moving": len(self._moves), "moved": self.done, "moves_failed": self.failed}
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a move contradicts itself."""
+        """Raises AssertionError when a move is inconsistent."""
         for key, move in self._moves.items():
             assert move.ref.key == key and move.source != move.target
             assert (move.rehearsal is not None) == (move.stage is MoveStage.REHEARSING)
             assert move.rounds <= self._rules.most_rounds
 
     def _refusal(self, order: SequenceMove, sequence: Sequence | None) -> str:
-        """Why not; empty: it can."""
+        """Return why the move is impossible, or ""."""
         pipeline = self._roster.pipelines.get(order.target)
         if sequence is None or sequence.phase not in HELD:
             return f"{order.ref} does not run"
@@ -280,12 +282,12 @@ class Moves:
         return ""
 
     def _can_rehearse(self, move: Move) -> bool:
-        """Only where blocks outlive their sequences; else the target computes everything at the switch."""
+        """Return whether the target keeps blocks of ended sequences, which rehearsals rely on."""
         pipeline = self._roster.pipelines.get(move.target)
         return pipeline is not None and pipeline.report.caches_prefixes
 
     def _obstacle(self, move: Move) -> str:
-        """Why the target cannot fetch blocks of the source; empty: it can."""
+        """Return why the target cannot fetch the source's blocks, or ""."""
         pipelines = self._roster.pipelines
         source, target = pipelines[move.source].report, pipelines[move.target].report
         if source.fingerprint != target.fingerprint:
@@ -295,7 +297,7 @@ class Moves:
         return ""
 
     def _is_close(self, move: Move, size_tokens: int) -> bool:
-        """What is missing can be computed within the switch."""
+        """Return whether the switch can compute the missing tokens."""
         missing_tokens = size_tokens - move.rehearsed_tokens
         if move.mode is MoveMode.KV:
             pipeline = self._roster.pipelines.get(move.target)
@@ -305,7 +307,7 @@ class Moves:
     def _pull(
         self, move: Move, spec: SequenceSpec, tokens: tuple[int, ...], now_s: float, *, is_open: bool
     ) -> list[Effect]:
-        """`is_open`: there is no answer yet; that is no round, as more will come in any case."""
+        """Order a fetch. `is_open`: the prompt is not complete, so the fetch is not a round."""
         target, source = self._roster.pipelines.get(move.target), self._roster.pipelines.get(move.source)
         count = len(spec.prompt) // TOKEN_BYTES + len(tokens)
         if target is None or source is None or not self._fits(target, count, move):
@@ -332,7 +334,7 @@ class Moves:
         return []
 
     def _fits(self, pipeline: WorkerPipeline, tokens: int, move: Move) -> bool:
-        """Beside what it has, what was placed there and not begun, and what else is on its way."""
+        """Return whether the target has room beside its own sequences, unstarted ones, and other moves."""
         size = pipeline.report.block_tokens
         owed = [
             owed_tokens(sequence)
@@ -375,7 +377,7 @@ class Moves:
         return []
 
     def _without_source(self, move: Move, sequence: Sequence | None, now_s: float) -> list[Effect]:
-        """It left the source: its own end, a death, or the switch itself, which takes a moment."""
+        """Handle a sequence that left the source: it ended, its worker died, or the switch is under way."""
         if move.stage is MoveStage.SWITCHING:
             return self._end(move, "it did not arrive", now_s) if now_s > move.deadline_s else []
         if sequence is None and self._roster.ended.get(move.ref.key, now_s) is not None:
@@ -395,7 +397,7 @@ class Moves:
         return [AskTokens(move.source, move.ref)]
 
     def _switch_cold(self, move: Move, sequence: Sequence, now_s: float) -> list[Effect]:
-        """Nothing can be prepared there: the pause is a whole prefill."""
+        """Switch without preparation: the reader waits for a whole prefill."""
         pipeline = self._roster.pipelines[move.target]
         if not self._fits(pipeline, sequence.prompt_tokens + sequence.generated_tokens, move):
             return self._end(move, f"{move.target} has no room", now_s)

@@ -1,14 +1,11 @@
-"""The plans that a worker has, or will have in a moment, and whether its reports match them. Pure.
+"""The plans outstanding at a worker, and whether its reports match them. Pure.
 
-A worker's step reports are numbered; so are plans. Anything that breaks either numbering, a plan given up,
-an item skipped for no reason known here: each is a `Trouble`, which says that projection and worker have
-parted.
+Plans and step reports are numbered. A gap in either, an abandoned plan, or an unexpected skip is a `Trouble`:
+the projection no longer matches the worker. A decodes-only plan may be passed over without a report.
 
-    plans 4 (one step) and 5 (8 decode steps) are out; plan 6 supersedes 5 to let somebody start
+    plans 4 (one step) and 5 (8 decode steps) are out; plan 6 supersedes 5 to start a new sequence
     report 11: plan 4 ran, over      report 12: plan 5 ran 3 steps, superseded → 5 tokens are taken back
-    report 14: 13 is missing → Trouble: nobody knows any more what ran, so a snapshot is asked for
-
-Decodes-only plans may be passed over without a report of their own, as any of their steps may be left out.
+    report 14: 13 is missing → Trouble: it is unknown what ran, so a snapshot is requested
 """
 
 from collections import deque
@@ -24,46 +21,46 @@ from shared.messages.sequence import SequenceRef
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """`culprits` are the sequences that caused it, as far as that can be said."""
+    """A mismatch of plans and reports. `culprits`: sequences that caused it, if known."""
 
     reason: str
     culprits: tuple[SequenceRef, ...] = ()
     is_shortage: bool = False
-    """Of blocks alone: the worker lent some, or gave some back, that its plans counted on."""
+    """Whether only blocks were missing, for example after the worker lent some."""
 
 
 @dataclass(slots=True, eq=False)
 class SentPlan:
-    """A plan that went to the worker and is not known to be over, with the batch that it was made from."""
+    """A sent plan that is not known to be over, and its batch."""
 
     batch: PlannedBatch
     plan: BatchPlan
     sent_s: float
     steps_done: int = 0
     passed: dict[SequenceRef, int] = field(default_factory=dict)
-    """Decodes that were put off, in so many of the steps done; known once it is over."""
+    """Number of steps in which each decode was put off; known once the plan is over."""
 
     def decoded_tokens(self, ref: SequenceRef) -> int:
-        """Of one that decodes in it."""
+        """Return the tokens that a sequence decoded in this plan."""
         return self.steps_done - self.passed.get(ref, 0) if self.passed else self.steps_done
 
     @property
     def can_be_cut(self) -> bool:
-        """Nothing but decodes in it: it may end between any two steps, or never run."""
+        """Whether it only decodes, so that it may end after any step or never run."""
         return self.batch.decodes_only and not self.plan.drops
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What one report says: a plan that ran a step, plans that are over."""
+    """Result of one report: the plan that ran a step and the plans that are over."""
 
     ran: SentPlan | None = None
     over: tuple[SentPlan, ...] = ()
 
 
 class OutstandingPlans:
-    """What is out at one worker, in order, from a snapshot of it to the next trouble. `stepped_seq` is the
-    number of the last step report that the snapshot includes."""
+    """The outstanding plans of one worker, in order, since its last snapshot. `stepped_seq`: last step report
+    in that snapshot."""
 
     def __init__(self, rules: Rules, epoch: int, stepped_seq: int, now_s: float) -> None:
         self._rules = rules
@@ -78,22 +75,22 @@ class OutstandingPlans:
 
     @property
     def steps(self) -> int:
-        """Not reported as run."""
+        """Number of steps not reported as run."""
         return sum(sent.batch.steps - sent.steps_done for sent in self._plans)
 
     @property
     def can_cut(self) -> bool:
-        """Whether what is outstanding is long, and may end between any two steps."""
+        """Whether the outstanding steps are many and may end after any step."""
         return self.steps > self._rules.outstanding_steps and self.is_pliable
 
     @property
     def is_pliable(self) -> bool:
-        """Whether all that is outstanding may end between any two steps."""
+        """Whether all outstanding steps may end after any step."""
         return all(sent.can_be_cut for sent in self._plans)
 
     @property
     def is_cut(self) -> bool:
-        """A superseding plan is out, and how far the plans before it got is not reported yet."""
+        """Whether a superseding plan is out and the end of the plans before it is unknown."""
         return len(self._plans) > 1 and any(sent.plan.supersedes for sent in list(self._plans)[1:])
 
     def add(self, batch: PlannedBatch, plan: BatchPlan, now_s: float) -> None:
@@ -104,7 +101,7 @@ class OutstandingPlans:
     def on_stepped(
         self, event: WorkerStepped, is_over: Callable[[SequenceRef], bool], now_s: float
     ) -> Progress | Trouble:
-        """`is_over` tells whether it is known that a sequence does not run there any more."""
+        """Apply a step report. `is_over` returns whether a sequence is known to no longer run there."""
         if event.seq <= self._stepped_seq:
             return Progress()
         if event.seq != self._stepped_seq + 1:
@@ -116,7 +113,7 @@ class OutstandingPlans:
         superseded = event.outcome is StepOutcome.SUPERSEDED and sent is not None and sent.can_be_cut
         if sent is not None and event.outcome is not StepOutcome.RAN and not superseded:
             return Trouble(f"plan {event.plan_seq} was given up: {event.outcome}")
-        # A chunk that waited for what is stored elsewhere runs, or is skipped, when its plan is over.
+        # A chunk that waits for blocks from elsewhere runs or is skipped at the end of its plan.
         skipped = [item for item in event.skipped if not is_over(item.ref)]
         if skipped:
             reasons = ", ".join(sorted({str(item.reason) for item in skipped}))
@@ -138,7 +135,7 @@ class OutstandingPlans:
         return Progress(sent if event.outcome is StepOutcome.RAN else None, tuple(over))
 
     def on_heartbeat(self, report: WorkerReported, now_s: float) -> Trouble | None:
-        """Compare what the heartbeat counts with what arrived and with what was sent."""
+        """Compare the heartbeat's counters with received reports and sent plans."""
         if report.stepped_seq <= self._stepped_seq:
             self._behind = None
         elif self._behind is None or self._stepped_seq >= self._behind[0]:
@@ -152,7 +149,7 @@ class OutstandingPlans:
         return None
 
     def on_tick(self, now_s: float) -> Trouble | None:
-        """Outstanding plans must move: a worker whose engine hangs still sends heartbeats."""
+        """Return Trouble if plans make no progress; a hung engine still sends heartbeats."""
         patience_s = self._rules.snapshot_patience_s + self._rules.valid_for_s
         if self._plans and now_s - self._progress_s > patience_s:
             return Trouble(f"no step of plan {self._plans[0].plan.seq} in {patience_s:g} s")

@@ -1,9 +1,9 @@
-"""Watches workers whose memory runs out and takes the next rung of the ladder (`policy/relief.py`). Pure.
+"""Watches workers that run out of memory and picks a rung of the relief ladder (`policy/relief.py`). Pure.
 
-Migration is done from here, and borrowing ahead of need is kept from workers for whom something else is
-cheaper; the other rungs belong to whoever has the blocks (the worker evicts, a batching policy preempts), and
-do as they did. What is weighed is what workers report: a rung whose cost nobody measures yet is not offered,
-nor forbidden. Every decision is an effect, with its costs, for the log. `algorithms.md` §7.
+It starts migrations, and limits borrowing in advance where another rung is cheaper. The other rungs stay with
+the worker (eviction) and the batching policy (preemption). Costs come from the workers' reports; a rung
+without a measured cost is neither offered nor forbidden. Every decision is an effect for the log.
+`algorithms.md` §7.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ from shared.messages.reports import SequenceReport, SequenceState, WorkerReporte
 
 
 class PressureWatch:
-    """One decision for each worker in need, at most every `interval_s`."""
+    """Decides for each worker that runs short, at most every `interval_s`."""
 
     def __init__(self, roster: Roster, moves: Moves, rules: ReliefRules) -> None:
         self._roster = roster
@@ -39,13 +39,13 @@ class PressureWatch:
         self._rules = rules
         self._next_s: dict[str, float] = {}
         self._thrifty_until_s: dict[str, float] = {}
-        """By worker that is to borrow nothing ahead of need."""
+        """By worker: time until which it must not borrow in advance."""
         self._gathering: set[str] = set()
-        """Workers that were last told to gather KV for a long sequence."""
+        """Workers last told to gather KV for a long sequence."""
         self.decisions: dict[str, int] = {}
 
     def on_tick(self, now_s: float) -> list[Effect]:
-        """Decides where it is time to."""
+        """Decide for every worker that is due."""
         effects: list[Effect] = []
         if not self._rules.enabled:
             return effects
@@ -55,8 +55,8 @@ class PressureWatch:
         return effects
 
     def with_limits(self, wants: list[WantKvAtWorker], now_s: float) -> list[WantKvAtWorker]:
-        """These, and that others may not borrow for what only runs short. A worker that was to gather, and no
-        longer is, is told so: what it holds for nobody is what the next one waits for."""
+        """Return `wants` plus limits on borrowing in advance. A worker that need no longer gather is told so,
+        to release what it gathered."""
         self._thrifty_until_s = {
             worker_id: until_s
             for worker_id, until_s in self._thrifty_until_s.items()
@@ -76,7 +76,7 @@ class PressureWatch:
             for listed in pipeline.report.sequences
             if listed.state is SequenceState.DECODING and listed.gateway_id
         ]
-        # evictable ones included: they go unasked
+        # includes evictable blocks, which the worker evicts unasked
         plannable_blocks = pipeline.report.capacity.plannable_blocks
         needed_blocks = len(decoding) * self._growth_blocks(pipeline) - plannable_blocks
         if pipeline.sync is not Sync.IN_STEP or needed_blocks <= 0 or len(decoding) < 2:
@@ -104,7 +104,7 @@ class PressureWatch:
         return effects
 
     def _growth_blocks(self, pipeline: WorkerPipeline) -> int:
-        """Of each that decodes, within the time that relief takes to come."""
+        """Return the blocks that one decode needs until relief arrives."""
         step_s, size = pipeline.report.decode_step_s, pipeline.report.block_tokens
         steps = self._rules.ahead_s / step_s if step_s > 0 else 1.0
         return max(1, round(steps / size))
@@ -141,14 +141,15 @@ class PressureWatch:
         )
 
     def _ends_within(self, decoding: list[SequenceReport]) -> Iterator[tuple[int, int]]:
-        """Steps until each of them ends, as far as that was predicted, and the blocks it has."""
+        """Yield steps to the end and blocks of each sequence with a prediction."""
         for listed in decoding:
             sequence = self._roster.find(listed.ref)
             if sequence is not None and sequence.prediction is not None:
                 yield max(1, self._remaining_tokens(listed)), listed.allocated_blocks
 
     def _remaining_tokens(self, listed: SequenceReport) -> int:
-        """Predicted, or as many as it may have. One that outlived its prediction is taken to be half way."""
+        """Return the predicted remaining tokens, or the limit. A sequence past its prediction is assumed to
+        be half done."""
         most = listed.max_tokens - listed.generated_tokens
         sequence = self._roster.find(listed.ref)
         if sequence is None or sequence.prediction is None:
@@ -157,7 +158,7 @@ class PressureWatch:
         return min(most, left if left > 0 else listed.generated_tokens)
 
     def _victim(self, pipeline: WorkerPipeline) -> tuple[Sequence, SequenceReport] | None:
-        """The last to have come, of the highest priority number, of those that can be moved."""
+        """Return the movable sequence of the highest priority number that came last."""
         found = [
             (sequence, listed)
             for listed in pipeline.report.sequences
@@ -177,8 +178,8 @@ class PressureWatch:
         return max(others, key=lambda other: (self._room(other), other.worker_id), default=None)
 
     def _room(self, pipeline: WorkerPipeline) -> int:
-        """Blocks for one more until it ends, beside what those there will grow by; none where somebody waits
-        for blocks."""
+        """Return the blocks for one more sequence beside the predicted growth; 0 if any sequence waits for
+        blocks."""
         here = self._roster.of_worker(pipeline.worker_id)
         if any(sequence.phase in (Phase.PLACED, Phase.WAITING) for sequence in here):
             return 0
@@ -198,13 +199,14 @@ class PressureWatch:
 
 
 def _is_borrowing_dearer(relief: Relief) -> bool:
-    """Than what was chosen. What it costs is not known before somebody has borrowed."""
+    """Return whether borrowing was offered and another rung was chosen. Its cost is unknown before a first
+    loan."""
     is_offered = any(offer.rung is Rung.BORROW for offer in relief.offers)
     return is_offered and relief.chosen is not None and relief.chosen.rung is not Rung.BORROW
 
 
 def _speeds(report: WorkerReported, target: WorkerPipeline | None) -> ReliefSpeeds:
-    """As both workers measured; what nobody measured is 0."""
+    """Return the speeds that both workers measured; 0 if not measured."""
     speeds = speeds_of(report)
     if target is None or not report.kv_block_bytes:
         return speeds

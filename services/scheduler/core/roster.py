@@ -1,7 +1,6 @@
-"""Every sequence the scheduler knows, where it is, and what left lately. The one place where sequences come
-and go.
+"""All sequences the scheduler knows, their workers, and recently finished ones.
 
-Knows workers only as pipelines. Pure.
+Only this module adds and removes sequences. It knows workers only as pipelines. Pure.
 """
 
 from collections import Counter
@@ -28,23 +27,23 @@ def _limit(sequence: Sequence) -> tuple[int, tuple[float, SequenceKey]]:
 
 
 def _features(report: WorkerReported) -> tuple[object, ...]:
-    """What of a worker the others have to know."""
+    """Return the worker's properties that affect other workers."""
     return (report.max_context_tokens, report.fingerprint, report.block_tokens, report.caches_prefixes)
 
 
 _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 _LIMIT = 65_536
-"""Entries of each memory of what is over."""
+"""Maximum entries of each record of finished things."""
 
 
 _TOLD_S = 3.0
-"""For so long what placement says of roles holds."""
+"""Seconds for which a roles message from placement is valid."""
 _ONE_SIDED = ({"prefill"}, {"decode"})
-"""Roles of all workers, where something is missing."""
+"""Worker roles with which no request can be served."""
 
 
 class Roster:
-    """Sequences by key, pipelines by worker, the backlog between them."""
+    """The tables of sequences by key and pipelines by worker, and the backlog between them."""
 
     def __init__(self, rules: Rules, rule: QueueRule = BY_ARRIVAL) -> None:
         self.rules = rules
@@ -53,12 +52,12 @@ class Roster:
         self._changed: dict[str, WorkerPipeline] = {}
         self._welcomed = 0
         self.feed = Feed(rules.feed_sequences)
-        """Who waits at workers."""
+        """Requests that wait at workers."""
         self.backlog = Backlog(rules, rule, self.feed)
         self.unready: dict[str, None] = {}
         """Workers that are not in step."""
         self._at: dict[str, dict[SequenceKey, Sequence]] = {}
-        """Sequences by their workers."""
+        """Sequences by worker."""
         self._by_limit: Line[Sequence] = Line(_limit)
         self._roles = WorkerRoles()
         self._roles_told_s = float("-inf")
@@ -66,30 +65,30 @@ class Roster:
         self.tombstones = Tombstones(rules.tombstone_s, _LIMIT)
         """Cancelled attempts."""
         self.owners: RecentMap[SequenceKey, str] = RecentMap(max(rules.tombstone_s, rules.ended_s), _LIMIT)
-        """Whose a sequence is that some worker had: lately, or as a worker says that is not in step yet."""
+        """Gateway of each sequence that a worker held recently, or that an unsynced worker reports."""
         self.ended: RecentMap[SequenceKey, tuple[int, str]] = RecentMap(rules.ended_s, _LIMIT)
-        """Attempt that ended, and the worker that keeps its tokens."""
+        """Ended attempt and the worker that keeps its tokens."""
         self.dropped: RecentMap[tuple[str, SequenceKey], tuple[int, KvasirError]] = RecentMap(
             rules.tombstone_s, _LIMIT
         )
-        """By gateway and sequence: the attempt that was given up, and why."""
+        """By gateway and sequence: the attempt that was given up, and the error."""
         self.lost_workers: RecentMap[str, int] = RecentMap(rules.tombstone_s, _LIMIT)
-        """Incarnation; until it is heard again."""
+        """Incarnation of each lost worker, until it reports again."""
 
     def find(self, ref: SequenceRef) -> Sequence | None:
-        """The sequence, if this very attempt of it is known."""
+        """Return the sequence if exactly this attempt is known."""
         sequence = self.sequences.get(ref.key)
         return sequence if sequence is not None and sequence.ref.attempt == ref.attempt else None
 
     def is_foreign(self, key: SequenceKey, gateway_id: str, now_s: float) -> bool:
-        """Whether a sequence of that name is known, or was lately, and is another gateway's."""
+        """Return whether the key belongs, or recently belonged, to another gateway."""
         known = self.sequences.get(key)
         owner = self.owners.get(key, now_s) if known is None else known.gateway_id
         return owner not in (None, gateway_id)
 
     def note_owner(self, listed: SequenceReport, now_s: float) -> list[Effect]:
-        """A worker that is not in step holds this. Who submitted another under its name, which can be learnt
-        from heartbeats, before that was known here, has to give way."""
+        """Record the owner of a sequence at an unsynced worker. An unconfirmed sequence that another gateway
+        submitted under the same key is dropped."""
         key = listed.ref.key
         known = self.sequences.get(key)
         if not listed.gateway_id or (known is not None and known.gateway_id == listed.gateway_id):
@@ -108,11 +107,11 @@ class Roster:
         return list(self._at.get(worker_id, {}).values())
 
     def counts(self) -> dict[str, int]:
-        """How many sequences each worker has."""
+        """Return the number of sequences at each worker."""
         return {worker_id: len(here) for worker_id, here in self._at.items() if here}
 
     def longer_than(self, tokens: int) -> list[Sequence]:
-        """Sequences whose prompt and longest answer are longer than that, the longest first."""
+        """Return sequences whose limit exceeds `tokens`, longest first."""
         return list(takewhile(lambda one: one.limit_tokens > tokens, self._by_limit))
 
     def _assign(self, sequence: Sequence, worker_id: str | None) -> None:
@@ -123,7 +122,7 @@ class Roster:
             self._at.setdefault(worker_id, {})[sequence.key] = sequence
 
     def welcome(self, report: WorkerReported, epoch: int, now_s: float) -> WorkerPipeline:
-        """A pipeline for this incarnation of a worker, which has none."""
+        """Create the pipeline of a worker's incarnation."""
         self._welcomed += 1
         self._summary = None
         self.unready[report.worker_id] = None
@@ -144,7 +143,7 @@ class Roster:
         return pipeline
 
     def lose(self, pipeline: WorkerPipeline, now_s: float) -> None:
-        """The pipeline is gone; its sequences are the caller's affair."""
+        """Remove a pipeline; the caller handles its sequences."""
         del self.pipelines[pipeline.worker_id]
         self._changed.pop(pipeline.worker_id, None)
         self.feed.leave(pipeline.worker_id)
@@ -153,12 +152,12 @@ class Roster:
         self.lost_workers.put(pipeline.worker_id, pipeline.incarnation, now_s)
 
     def changed_pipelines(self) -> list[WorkerPipeline]:
-        """Those to which something happened since they planned last, in the order in which they came."""
+        """Return pipelines with events since their last plan, in order of arrival."""
         return sorted(self._changed.values(), key=lambda pipeline: pipeline.number)
 
     def is_full(self, tenant: Tenant, *, resumed: bool) -> bool:
-        """Whether as many sequences wait as may, and this tenant's are no less than its share of them; those
-        that were accepted before have room of their own."""
+        """Return whether the queue is full and this tenant uses at least its share. Resumed requests have
+        twice the limit."""
         limit = self.rules.max_queued * (2 if resumed else 1)
         if len(self.sequences) < limit:
             return False
@@ -166,19 +165,19 @@ class Roster:
         return is_beyond_share(Counter(waiting), tenant.name, limit)
 
     def on_tick(self, now_s: float) -> None:
-        """To be called often."""
+        """Call often."""
         self.backlog.on_tick(now_s, len(self.pipelines) - len(self.unready))
 
     def closed_workers(self) -> tuple[str, ...]:
-        """Workers that nothing can be placed on now, although placement may think so."""
+        """Return workers that cannot take work, which placement may not know yet."""
         return tuple(sorted([*self.unready, *(name for name, _ in self.lost_workers.items())]))
 
     def longest_context_tokens(self) -> int | None:
-        """Of any worker known; None when none is."""
+        """Return the longest context of any worker, or None without workers."""
         return self._summed_up()[0]
 
     def kinds(self) -> tuple[Kind, ...]:
-        """Of workers that share blocks."""
+        """Return the kinds of the workers that share blocks."""
         return self._summed_up()[1]
 
     def _summed_up(self) -> tuple[int | None, tuple[Kind, ...]]:
@@ -189,37 +188,35 @@ class Roster:
         return self._summary
 
     def note_report(self, pipeline: WorkerPipeline, report: WorkerReported) -> None:
-        """The latest of this worker."""
+        """Store the worker's latest report."""
         old, pipeline.report = pipeline.report, report
         self.backlog.on_reported(report)
         if _features(old) != _features(report):
             self._summary = None
 
     def forget_summary(self) -> None:
-        """Who counts has changed."""
+        """Drop the cached summary after the set of usable workers changed."""
         self._summary = None
 
     def reports(self) -> list[WorkerReported]:
-        """The latest of every worker that is not refused."""
+        """Return the latest report of every worker that is not refused."""
         return [pipeline.report for pipeline in self.pipelines.values() if pipeline.sync is not Sync.REFUSED]
 
     def on_roles(self, told: WorkerRoles, now_s: float) -> None:
-        """Placement's word, which it repeats."""
+        """Store placement's roles message, which placement repeats."""
         self._roles, self._roles_told_s = told, now_s
 
     def shortage(self, now_s: float) -> str:
-        """Why nothing new can be served; empty: it can, or what was said is old, or not true of the workers
-        that are here."""
+        """Return why no new request can be served, or "". An old message, or one that does not match the
+        present workers, is ignored."""
         if now_s - self._roles_told_s > _TOLD_S:
             return ""
         roles = {self._roles.roles.get(worker_id) for worker_id in self.pipelines}
         return self._roles.shortage if roles in _ONE_SIDED else ""
 
     def pipeline_without_choice(self, sequence: Sequence) -> WorkerPipeline | None:
-        """The one worker there is, when nothing else waits and it has room for the limits of all there are.
-
-        Then placement could only name that one.
-        """
+        """Return the only worker, if placement could only choose it. Nothing else may wait, and all limits
+        must fit."""
         count, batch = len(self.sequences), self.rules.settings.max_batch_sequences
         if (
             len(self.pipelines) != 1
@@ -236,16 +233,15 @@ class Roster:
         return pipeline if blocks < report.capacity.total_blocks - report.capacity.doomed_blocks else None
 
     def add(self, sequence: Sequence) -> None:
-        """A new sequence without a worker. Whatever attempt was known before has left. Raises PolicyFailed
-        where the policy has no place for it; then nothing has changed."""
+        """Add a new sequence; no attempt of it may be known. Raises PolicyFailed if the policy cannot rank
+        it; then nothing has changed."""
         assert sequence.key not in self.sequences
         self.backlog.add(sequence)
         self.sequences[sequence.key] = sequence
         self._by_limit.add(sequence)
 
     def adopt(self, sequence: Sequence, pipeline: WorkerPipeline, phase: Phase, now_s: float) -> None:
-        """Found at this pipeline's worker: new, queued, already known to be there, or meant for another
-        worker."""
+        """Assign a sequence found at this pipeline's worker, wherever it was before."""
         if sequence.key not in self.sequences:
             self._by_limit.add(sequence)
         known = self.sequences.setdefault(sequence.key, sequence) is sequence
@@ -264,14 +260,14 @@ class Roster:
     def place(
         self, sequence: Sequence, pipeline: WorkerPipeline, now_s: float, *, midway: bool = False
     ) -> None:
-        """From the backlog to a worker's policy. `midway`: as the target of its migration."""
+        """Move a sequence from the backlog to a worker's policy. `midway`: as the target of its migration."""
         self.backlog.start(sequence)
         sequence.move_to(Phase.PLACED)
         self._assign(sequence, pipeline.worker_id)
         pipeline.arrive(sequence, now_s, midway=midway)
 
     def told_of(self, sequence: Sequence, pipeline: WorkerPipeline) -> AskPlacement:
-        """For placement's books: the sequence is at this pipeline's worker. Nobody waits for the answer."""
+        """Return a message that tells placement where the sequence is. It expects no answer."""
         others = tuple(name for name in self.pipelines if name != pipeline.worker_id)
         sequence.is_asked_for = True
         item = item_of(sequence, (), sequence.arrival_s)
@@ -279,7 +275,7 @@ class Roster:
         return AskPlacement(NO_QUESTION, (item,), excluded, self.backlog.take_withdrawn())
 
     def take_back(self, sequence: Sequence, now_s: float) -> None:
-        """From a worker that never heard of it to the backlog."""
+        """Return a sequence to the backlog from a worker that never received it."""
         self._forget_at_pipeline(sequence, now_s)
         sequence.move_to(Phase.QUEUED)
         self._assign(sequence, None)
@@ -297,7 +293,7 @@ class Roster:
         generated_tokens: int | None = None,
         lingers: bool = False,
     ) -> SequenceLeft:
-        """It is over. What a worker still holds of it is dropped there with the next plan, or lingers."""
+        """Remove a finished sequence. Its worker drops it with the next plan, or lets it linger."""
         if sequence.is_asked_for and not sequence.confirmed and phase is not Phase.ENDED:
             self.backlog.withdraw(sequence.ref)
         if phase is Phase.ENDED or sequence.phase in HELD:
@@ -338,8 +334,7 @@ class Roster:
         )
 
     def cancel(self, sequence: Sequence, reason: FinishReason, now_s: float) -> list[Effect]:
-        """End it on behalf of its gateway, at its worker too; whoever sees the attempt again takes it for
-        cancelled."""
+        """Cancel a sequence, also at its worker, and remember the attempt as cancelled."""
         self.tombstones.put(sequence.gateway_id, sequence.ref, now_s)
         held_by = sequence.worker_id if sequence.phase in HELD else None
         effects: list[Effect] = [self.leave(sequence, Phase.CANCELLED, now_s, reason=reason)]
@@ -348,7 +343,7 @@ class Roster:
         return effects
 
     def give_up(self, sequence: Sequence, why: KvasirError, now_s: float) -> SequenceLeft:
-        """It can run nowhere. The gateway learns why when it submits the sequence again."""
+        """Give up a sequence that can run nowhere. The gateway gets the error when it submits again."""
         self.dropped.put((sequence.gateway_id, sequence.key), (sequence.ref.attempt, why), now_s)
         return self.leave(sequence, Phase.DROPPED, now_s, reason=FinishReason.ERROR)
 

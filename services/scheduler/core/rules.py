@@ -1,4 +1,4 @@
-"""The numbers by which the core decides; configuration fills them in."""
+"""Limits and times by which the core decides, set from the configuration."""
 
 from dataclasses import dataclass, field
 
@@ -7,40 +7,40 @@ from services.scheduler.policy.fleet_queue import FEED_SEQUENCES
 from services.scheduler.policy.relief import Rung
 
 PLACEMENT_BATCH = 64
-"""Sequences that one question to placement is about, at most."""
+"""Maximum number of sequences in one question to placement."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoveRules:
-    """Limits of live migrations: how many at once, how often they are prepared, how long they may take."""
+    """Limits of live migrations."""
 
     deadline_s: float = 20.0
-    """From the order to the gateway being told; then the sequence stays where it is."""
+    """Time from the order to the gateway's notice; after that the move fails."""
     switch_s: float = 2.0
-    """The gateway and the target have so long for the switch."""
+    """Time for the gateway and the target to switch."""
     last_tokens: int = 8
-    """That the source may be ahead of a rehearsal at the switch: they are computed in the pause."""
+    """Tokens that the source may be ahead of a rehearsal at the switch; the switch computes them."""
     most_rounds: int = 4
-    """Rehearsals; the last one is followed by the switch, however far the source has got."""
+    """Maximum number of rehearsals; the switch follows the last one in any case."""
     most_at_once: int = 16
     open_tokens: int = 12
-    """Of the source that still count after the gateway was told, and that the target takes up."""
+    """Tokens that the source may still add after the gateway was notified."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReliefRules:
-    """Whether and when the relief ladder is climbed, and which of its rungs are switched off."""
+    """Settings of the relief ladder."""
 
     enabled: bool = False
     switched_off: frozenset[Rung] = frozenset()
     interval_s: float = 0.5
-    """Between two decisions about one worker."""
+    """Time between two decisions about one worker."""
     ahead_s: float = 0.3
-    """Memory counts as short when it lasts no longer than that."""
+    """Memory is short if it lasts no longer than this."""
     hold_s: float = 30.0
-    """For so long a worker borrows nothing ahead of need once another rung was found cheaper."""
+    """Time without borrowing in advance once another rung was cheaper."""
     horizon_steps: int = 100
-    """Blocks are taken to be needed for so long where no end is predicted."""
+    """Assumed steps that blocks are needed where no end is predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,69 +48,69 @@ class ShadowRules:
     """Which running sequences are copied to other workers, and how often."""
 
     from_s: float = 0.0
-    """Those whose computation would take so long again; 0: none."""
+    """Copies sequences that take at least this long to recompute; 0: none."""
     interval_s: float = 0.3
-    """Between two looks at one worker, and two orders for one sequence."""
+    """Time between two checks of one worker, and two orders for one sequence."""
     renew_s: float = 5.0
-    """A keeper hears at least so often of a sequence that it has all of."""
+    """Longest time after which a keeper with a complete copy is contacted again."""
     valid_for_s: float = 2.0
-    """An order is over by then; what is left is the next one's."""
+    """Time limit of an order; the next order fetches the rest."""
     answer_s: float = 15.0
-    """An order of which nobody has said anything for so long is over."""
+    """Time after which an unanswered order is closed."""
     aside_s: float = 5.0
-    """For so long nothing goes where an order failed, or brought nothing."""
+    """Time without orders after a failed or fruitless one."""
     rest: float = 3.0
-    """A worker rests so many times as long as an order took, before it is looked at again."""
+    """Pause of a source after an order, as a multiple of the order's duration."""
 
 
 @dataclass(frozen=True, slots=True)
 class OversizedRules:
-    """Of sequences that are larger than their worker has become."""
+    """Patience with sequences that no longer fit their worker."""
 
     wait_s: float = 10.0
-    """For a worker that could not even borrow enough: so long it may take until it grows again."""
+    """Time for a worker to grow again where borrowing could not suffice."""
     gather_s: float = 60.0
-    """For one that may borrow, from the sequence's turn on."""
+    """Time for a worker that may borrow, from the sequence's turn on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """All times in seconds on one monotonic clock."""
+    """Rules of one core. All times are seconds of one monotonic clock."""
 
     settings: PolicySettings = field(default_factory=PolicySettings)
     outstanding_steps: int = 2
-    """Steps a worker should have left, the running one included, before the next plan is made."""
+    """Minimum steps left at a worker, the running one included, before the next plan."""
     ahead_s: float = 0.008
-    """Where steps are short, so much time ahead instead, in plans that an arrival may cut short."""
+    """Minimum time ahead where steps are short; an arrival may cut such plans."""
     valid_for_s: float = 5.0
     worker_timeout_s: float = 2.0
     gateway_timeout_s: float = 10.0
     round_s: float = 0.6
-    """What a new scheduler waits for heartbeats before its first command."""
+    """Time for which a new scheduler collects heartbeats before its first command."""
     snapshot_patience_s: float = 10.0
-    """A worker that sends heartbeats but answers no snapshot for so long counts as lost."""
+    """Time after which a worker that answers no snapshot counts as lost."""
     snapshot_retry_s: float = 0.1
     placement_interval_s: float = 0.05
     placement_batch: int = PLACEMENT_BATCH
     queue: QueueOrder | None = None
-    """In which order sequences wait for a worker; None: as the batching policy wants it."""
+    """Order in which sequences wait for a worker; None: the batching policy's."""
     feed_sequences: int = FEED_SEQUENCES
-    """So many may wait at a worker without memory for them; 0: a worker is given where memory is free."""
+    """Requests that may wait at a worker without free memory; 0: only free memory is filled."""
     max_queued: int = 4096
-    """Sequences that no worker holds yet; resumed ones may exceed it twofold."""
+    """Sequences that no worker holds yet; resumed ones may use twice the limit."""
     refuse_wait_s: float = 0.0
-    """A new request for which a longer wait is foreseen is refused; 0: never for that."""
+    """A new request with a longer expected wait is refused; 0: never."""
     max_start_bytes: int = 262_144
-    """Token ids of one sequence, packed; more cannot be sent to a worker in one message."""
+    """Packed token ids of one sequence that fit one message to a worker."""
     max_faults: int = 4
     """Resyncs that one sequence may cause before it is given up."""
     tombstone_s: float = 60.0
     ended_s: float = 30.0
-    """How long a resubmission of an ended attempt is answered with `known`."""
+    """Time for which a resubmission of an ended attempt gets the answer `known`."""
     report_grace_s: float = 0.25
-    """A step report may arrive so much later than a heartbeat that counts it."""
+    """Time by which a step report may follow a heartbeat that counts it."""
     plan_grace_s: float = 1.0
-    """A plan that a worker's heartbeat does not know after so long was lost on the way."""
+    """Time after which a plan missing from the worker's heartbeats counts as lost."""
     moves: MoveRules = field(default_factory=MoveRules)
     relief: ReliefRules = field(default_factory=ReliefRules)
     shadows: ShadowRules = field(default_factory=ShadowRules)

@@ -1,8 +1,7 @@
-"""A sequence as the scheduler knows it, and the one table of what may become of it.
+"""A sequence as the scheduler knows it, and the table of its phases.
 
-The scheduler's state is soft: all of it is rebuilt from heartbeats, snapshots and resubmissions. Phases are
-those of the *projection*: a plan that was sent counts as run. Knows nothing of policies, messages in flight
-or time.
+Phases describe the *projection*: a sent plan counts as run. The state is soft: heartbeats, snapshots and
+resubmissions rebuild it. Independent of policies, messages in flight and time.
 """
 
 from collections.abc import Iterable
@@ -21,27 +20,27 @@ from shared.messages.sequence import NOBODY, TOKEN_BYTES, SequenceKey, SequenceR
 
 class Phase(StrEnum):
     QUEUED = "queued"
-    """Accepted; placement has not named a worker."""
+    """Accepted; placement has not chosen a worker."""
     PLACED = "placed"
-    """Its worker's policy has it; the worker has not heard of it."""
+    """In its worker's policy; the worker has not received it."""
     WAITING = "waiting"
     """Held by the worker without KV: preempted, or adopted before its first chunk."""
     PREFILLING = "prefilling"
     DECODING = "decoding"
     ENDED = "ended"
-    """The worker said so; the tokens are the gateway's affair."""
+    """The worker reported the end and gives the tokens to the gateway."""
     CANCELLED = "cancelled"
-    """By its gateway, or because the gateway is gone."""
+    """Cancelled by its gateway, or because the gateway is gone."""
     LOST = "lost"
-    """Its worker is gone, or does not have it any more; the gateway submits it again."""
+    """The worker is gone or no longer has it; the gateway resubmits it."""
     REPLACED = "replaced"
-    """A higher attempt has taken its place."""
+    """Replaced by a higher attempt."""
     DROPPED = "dropped"
     """Given up: it can run on no worker, or it broke every plan it was in."""
 
 
 HELD = frozenset({Phase.WAITING, Phase.PREFILLING, Phase.DECODING})
-"""A start was sent to the worker, or the worker reported it."""
+"""The worker was sent a start, or reported the sequence."""
 OVER = frozenset({Phase.ENDED, Phase.CANCELLED, Phase.LOST, Phase.REPLACED, Phase.DROPPED})
 
 _LEAVE = {
@@ -74,12 +73,11 @@ TRANSITIONS: dict[tuple[Phase, Phase], str] = {
     **{(phase, over): why for phase in sorted(HELD) for over, why in _LEAVE.items()},
     **{(phase, over): why for phase in (Phase.QUEUED, Phase.PLACED) for over, why in _LEAVE.items()},
 }
-"""(from, to) → why. Nothing else is legal; an over sequence never comes back."""
+"""(from, to) → reason. No other transition is legal; a finished sequence never returns."""
 
 
 def mermaid() -> str:
-    """The table as a mermaid state diagram; the ways out of the three held phases are drawn once, from
-    their box."""
+    """Return the table as a mermaid state diagram. Exits that the three held phases share are drawn once."""
     lines = ["stateDiagram-v2", "    [*] --> queued: submitted", "    [*] --> held: found at a worker"]
     lines += ["    state held {", *(f"        {phase}" for phase in sorted(HELD)), "    }"]
     drawn: set[tuple[str, str, str]] = set()
@@ -94,8 +92,7 @@ def mermaid() -> str:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One attempt of one sequence. Without `spec` when it was adopted and its gateway has not resubmitted
-    it yet."""
+    """One attempt of a sequence. An adopted one has no `spec` until its gateway resubmits it."""
 
     ref: SequenceRef
     gateway_id: str
@@ -104,38 +101,38 @@ class Sequence:
     prompt_tokens: int
     max_tokens: int
     generated_tokens: int
-    """When it was handed over: at submission, or in the last snapshot of its worker."""
+    """Answer tokens at submission, or in the worker's last snapshot."""
     arrival_s: float
-    """When the gateway accepted it, on this scheduler's clock."""
+    """Time at which the gateway accepted it, on this scheduler's clock."""
     accepted_s: float
-    """When this scheduler first heard of it."""
+    """Time at which this scheduler first received it."""
     phase: Phase
     deadline_s: float | None = None
     spec: SequenceSpec | None = None
     worker_id: str | None = None
     confirmed: bool = False
-    """The worker is known to have taken the start up."""
+    """Whether the worker is known to have the start."""
     is_asked_for: bool = False
-    """Placement was asked for a place, or told of one: its books may keep that."""
+    """Whether placement knows of it and may reserve a place."""
     prediction: LengthPrediction | None = None
     rank: Rank = NO_RANK
-    """Its place by the policy's order, as of when it got its worker."""
+    """Rank in the policy's order when it got its worker."""
     faults: int = 0
-    """Resyncs it has caused since its worker last ran smoothly."""
+    """Number of resyncs it caused since its worker last ran smoothly."""
     started_s: float | None = None
-    """When its first chunk was planned."""
+    """Time at which its first chunk was planned."""
     priority: int = 0
-    """As `Task.priority`, among its tenant's. Of an adopted one 0, until its gateway says what it is."""
+    """`Task.priority` within its tenant; 0 for an adopted one until its gateway reports."""
     level: int = 0
-    """The same at its worker, among all."""
+    """`Task.priority` at its worker, across tenants."""
     tenant: Tenant = NOBODY
-    """Like the priority."""
+    """Unknown like `priority` for an adopted one."""
     cached_tokens: int = 0
-    """Of what it began with, as its worker said."""
+    """Tokens it reused from the prefix cache, as its worker reported."""
     expected_tokens: int | None = None
-    """The same, as placement foresaw it; None: it was not asked."""
+    """Cached tokens that placement expected; None if placement was not asked."""
     prefixes: tuple[tuple[tuple[bytes, int], ...], tuple[PrefixChain, ...]] | None = None
-    """Names of its prompt's blocks, and the kinds of workers that call them so (`names_of`)."""
+    """Block names of its prompt, and the kinds of workers they are for (`names_of`)."""
 
     @property
     def key(self) -> SequenceKey:
@@ -143,7 +140,7 @@ class Sequence:
 
     @property
     def limit_tokens(self) -> int:
-        """Prompt and longest answer."""
+        """Tokens of the prompt and the longest answer."""
         return self.prompt_tokens + self.max_tokens
 
     @property
@@ -151,20 +148,20 @@ class Sequence:
         return (self.arrival_s, self.ref.key)
 
     def move_to(self, phase: Phase) -> None:
-        """Raises InternalError on a transition that the table does not list."""
+        """Enter a phase. Raises InternalError for a transition that the table does not list."""
         if phase is not self.phase:
             if (self.phase, phase) not in TRANSITIONS:
                 raise InternalError(f"{self.ref} cannot go from {self.phase} to {phase}")
             self.phase = phase
 
     def note_spec(self, spec: SequenceSpec) -> None:
-        """What only its gateway knows."""
+        """Store what only the gateway knows."""
         self.spec, self.gateway_incarnation = spec, spec.gateway_incarnation
         self.priority = self.level = priority_in(spec.tenant.service_class, spec.priority)
         self.tenant = spec.tenant
 
     def task(self, *, is_open: bool = False) -> Task:
-        """What a policy is told of it. `is_open`: with the tokens that may still come before it starts."""
+        """Return the policy's view. `is_open`: include tokens that may still come before the start."""
         open_tokens = self.spec.open_tokens if is_open and self.spec is not None else 0
         return Task(
             self.ref.key,
@@ -179,7 +176,7 @@ class Sequence:
 
     @classmethod
     def from_spec(cls, spec: SequenceSpec, now_s: float) -> "Sequence":
-        """As submitted."""
+        """Return a submitted sequence."""
         sequence = cls(
             ref=spec.ref,
             gateway_id=spec.gateway_id,
@@ -197,20 +194,20 @@ class Sequence:
 
 
 MOST_KINDS = 4
-"""Of workers whose names travel with one prompt."""
+"""Maximum number of worker kinds whose block names travel with one prompt."""
 
 Kind = tuple[bytes, int]
-"""Fingerprint, tokens in a block."""
+"""Fingerprint and tokens per block."""
 
 
 def kinds_of(reports: Iterable[WorkerReported]) -> tuple[Kind, ...]:
-    """Of the workers that share blocks, each once, in an order that does not depend on theirs."""
+    """Return each kind of worker that shares blocks, once, in a stable order."""
     kinds = {(report.fingerprint, report.block_tokens) for report in reports if report.caches_prefixes}
     return tuple(sorted(kinds)[:MOST_KINDS])
 
 
 def names_of(sequence: Sequence, kinds: tuple[Kind, ...]) -> tuple[PrefixChain, ...]:
-    """Computed once for the same kinds; nothing for a sequence whose prompt is not known."""
+    """Return the prompt's block names for each kind, cached; empty if the prompt is unknown."""
     if sequence.spec is None or not kinds:
         return ()
     known = sequence.prefixes

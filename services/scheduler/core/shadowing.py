@@ -1,11 +1,12 @@
-"""Running sequences' blocks are copied to other workers: should theirs die, the next one has the KV. Pure.
+"""Shadow copies: blocks of running sequences on other workers, for the case that their worker dies. Pure.
 
-The same two questions as in a move by KV (`core/moves.py`): which tokens the answer has by now, and the order
-to fetch their blocks; but the sequence stays where it is, the copies lie on the host, and nothing waits.
-One order at a time from a worker and to a worker, then a pause of several times its length. What became of
-the copies nobody has to be told: placement sees them in the keeper's news, as it sees all stored prefixes.
-What a tick costs does not grow with the workers: a few are looked at. Those that follow one in the order in
-which they came keep its copies, so that it is not linked with all others either.
+As in a move by KV (`core/moves.py`), the source reports its tokens and the keeper fetches their blocks. The
+sequence stays where it is, and the copies lie on the host. Each worker has one order at a time as source and
+as keeper; then the source pauses for several times its duration. Placement sees the copies as cached
+prefixes.
+
+A tick checks a few workers, so its cost does not grow with the fleet. The keepers of a worker are a few that
+follow it in order of arrival, which limits its links.
 
     a runs at w1 with 2000 tokens, 1.1 s of prefill → w2 fetches 125 blocks; by then a has 2020 → 1 block more
     w1 dies → a is submitted again, placement finds 2016 tokens at w2, and the rest is computed there
@@ -27,44 +28,44 @@ from shared.messages.sequence import TOKEN_BYTES, SequenceKey, SequenceRef, Sequ
 
 _RUNNING = frozenset({SequenceState.PREFILLING, SequenceState.DECODING})
 _MOST_LOOKS = 8
-"""Workers, in one tick."""
+"""Workers checked in one tick."""
 _MOST_KEEPERS, _MOST_ASIDE = 8, 32
-"""Of one worker's sequences: the first that are able, of so many that follow it."""
+"""Maximum keepers of one worker, and number of following workers searched for them."""
 
 
 @dataclass(slots=True)
 class _Shadow:
-    """What is known of one sequence's copy."""
+    """The copy of one sequence."""
 
     keeper: str
     keeper_incarnation: int
     held_tokens: int = 0
-    """That the keeper said it has, in whole blocks."""
+    """Tokens that the keeper reported, in whole blocks."""
     next_s: float = 0.0
-    """Not looked at before."""
+    """Earliest time of the next order."""
     renewed_s: float = 0.0
-    """When the keeper last heard of it."""
+    """When the keeper was last contacted."""
     is_stuck: bool = False
-    """The last order brought nothing of what is missing."""
+    """Whether the last order fetched none of the missing blocks."""
 
 
 @dataclass(slots=True)
 class Order:
-    """One that is under way."""
+    """A fetch under way."""
 
     ref: SequenceRef
     source: str
     source_incarnation: int
     keeper: str
     blocks: int
-    """That are to be fetched by it."""
+    """Number of blocks to fetch."""
     began_s: float
     has_asked: bool = False
-    """The keeper was told."""
+    """Whether the keeper has the order."""
 
 
 class Shadowing:
-    """Of all workers of one core."""
+    """The shadow copies of one core's workers."""
 
     def __init__(self, roster: Roster, moves: Moves, rules: ShadowRules) -> None:
         self._roster = roster
@@ -73,22 +74,22 @@ class Shadowing:
         self._shadows: dict[SequenceKey, _Shadow] = {}
         self._orders: dict[SequenceRef, Order] = {}
         self._sources: set[str] = set()
-        """Of `_orders`, as are these."""
+        """Sources and keepers of `_orders`."""
         self._keepers: set[str] = set()
         self._ring: list[str] = []
-        """All workers, when the present turn began."""
+        """All workers at the start of the current round."""
         self._next = 0
-        """Of these, whose turn it is."""
+        """Index of the next worker in `_ring`."""
         self._look_s: dict[str, float] = {}
-        """By source: when to look at its sequences again."""
+        """By source: time of the next check."""
         self._aside_s: dict[tuple[int, str], float] = {}
-        """By a source's start and a keeper, between which something failed: until when nothing goes there."""
+        """By source incarnation and keeper: time until which no order follows a failure."""
         self.done = 0
         self.failed = 0
         self.fetched_bytes = 0
 
     def on_tick(self, now_s: float) -> list[Effect]:
-        """Begins what is worth it now."""
+        """Begin the orders that are worthwhile now."""
         effects: list[Effect] = []
         if not self._rules.from_s or len(self._roster.pipelines) < 2:
             return effects
@@ -109,7 +110,7 @@ class Shadowing:
         return effects
 
     def on_tokens(self, ref: SequenceRef, tokens: tuple[int, ...] | None, now_s: float) -> list[Effect]:
-        """The source's answer; None when there was none."""
+        """Apply the source's tokens; None if it did not reply."""
         order, sequence = self._orders.get(ref), self._roster.find(ref)
         if order is None or order.has_asked:
             return []
@@ -117,10 +118,10 @@ class Shadowing:
             self._close(order, now_s)
             return []
         packed = sequence.spec.prompt + pack_tokens(tokens)
-        return [self._pull(order, sequence.spec, packed[:-TOKEN_BYTES])]  # The newest one has no KV yet.
+        return [self._pull(order, sequence.spec, packed[:-TOKEN_BYTES])]  # the newest token has no KV yet
 
     def on_pulled(self, ref: SequenceRef, pulled: BlocksPulled | None, now_s: float) -> list[Effect]:
-        """The keeper's answer; None when it could fetch nothing."""
+        """Apply the keeper's fetch; None if it fetched nothing."""
         order = self._orders.get(ref)
         if order is None:
             return []
@@ -140,7 +141,7 @@ class Shadowing:
         return []
 
     def expire(self, now_s: float) -> None:
-        """Forgets what is over."""
+        """Drop entries that are no longer needed."""
         known = self._roster.sequences
         self._shadows = {key: one for key, one in self._shadows.items() if key in known}
         self._aside_s = {pair: until_s for pair, until_s in self._aside_s.items() if until_s > now_s}
@@ -148,7 +149,7 @@ class Shadowing:
         self._look_s = {name: at_s for name, at_s in self._look_s.items() if name in pipelines}
 
     def describe(self) -> dict[str, int]:
-        """For people."""
+        """Return counts, for people."""
         return {
             "shadowed": sum(shadow.held_tokens > 0 for shadow in self._shadows.values()),
             "shadow_orders": self.done,
@@ -157,7 +158,7 @@ class Shadowing:
         }
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where more is under way than may be."""
+        """Raises AssertionError when a worker has two orders."""
         sources = [order.source for order in self._orders.values()]
         keepers = [order.keeper for order in self._orders.values()]
         assert len(set(sources)) == len(sources), "two orders from one worker"
@@ -166,8 +167,7 @@ class Shadowing:
         assert all(order.source != order.keeper for order in self._orders.values())
 
     def _look(self, pipeline: WorkerPipeline, at: int, now_s: float) -> list[Effect]:
-        """At the sequences of one worker, the ring's `at`: first the one of which most would have to be
-        computed again."""
+        """Check one worker's sequences, at index `at`; those with the most uncopied tokens go first."""
         source = pipeline.report
         if source.worker_id in self._sources:
             return []
@@ -192,7 +192,7 @@ class Shadowing:
     def _missing(
         self, sequence: Sequence, listed: SequenceReport, source: WorkerReported, now_s: float
     ) -> int | None:
-        """Tokens of which there is no copy; None: it is not its turn."""
+        """Return the number of tokens without a copy, or None if the sequence is not due."""
         is_elsewhere = self._moves.is_moving(sequence.key) or sequence.worker_id != source.worker_id
         if is_elsewhere or sequence.ref in self._orders:
             return None
@@ -205,7 +205,7 @@ class Shadowing:
         return missing if is_due and now_s >= shadow.next_s else None
 
     def _shadow_of(self, sequence: Sequence, source: WorkerReported) -> _Shadow | None:
-        """None where its keeper is gone, is another now, or runs it itself."""
+        """Return the copy, or None if its keeper is gone, restarted, or runs the sequence itself."""
         shadow = self._shadows.get(sequence.key)
         if shadow is None:
             return None
@@ -225,7 +225,8 @@ class Shadowing:
         missing_tokens: int,
         now_s: float,
     ) -> Order | None:
-        """None where no keeper can take it now; of `others` one can, if it has none, or one that is full."""
+        """Return the order, or None if no keeper can take it. `others`: candidates if a keeper is missing or
+        full."""
         shadow = self._shadow_of(sequence, source)
         whole_blocks = listed.computed_tokens // source.block_tokens
         blocks, able = missing_tokens // source.block_tokens, others
@@ -247,11 +248,11 @@ class Shadowing:
         return Order(sequence.ref, source.worker_id, source.incarnation, shadow.keeper, blocks, now_s)
 
     def _is_full(self, shadow: _Shadow) -> bool:
-        """Whether its keeper has no room for what is missing, as it says."""
+        """Return whether the keeper reports no room for the missing blocks."""
         return shadow.is_stuck and not self._roster.pipelines[shadow.keeper].report.shadow_room_blocks
 
     def _others(self, source: WorkerReported, at: int, now_s: float) -> list[WorkerReported]:
-        """Who could keep something now: of the few that do for this one, the ring's `at`."""
+        """Return the reports of possible keepers for the worker at index `at`."""
         found: list[WorkerReported] = []
         able = 0
         for further in range(1, min(_MOST_ASIDE + 1, len(self._ring))):
@@ -268,7 +269,7 @@ class Shadowing:
         return found
 
     def _is_open(self, source: WorkerReported, keeper: str, now_s: float) -> bool:
-        """Whether there may be an order from the one to the other."""
+        """Return whether an order from the source to the keeper is allowed."""
         return keeper not in self._keepers and self._aside_s.get((source.incarnation, keeper), now_s) <= now_s
 
     def _begin(self, order: Order, sequence: Sequence, listed: SequenceReport, now_s: float) -> list[Effect]:
@@ -295,7 +296,7 @@ class Shadowing:
         return AskPull(order.keeper, order.ref, pull)
 
     def _close(self, order: Order, now_s: float) -> None:
-        """It is over, one way or the other; its source rests."""
+        """Close an order and let its source rest."""
         del self._orders[order.ref]
         self._sources.discard(order.source)
         self._keepers.discard(order.keeper)

@@ -1,10 +1,9 @@
-"""One worker's pipeline: a policy that decides, the plans it made, and whether they are still in step with
-the worker.
+"""The plan pipeline of one worker: its policy, its outstanding plans, and whether both match the worker.
 
-Plans are made ahead: while fewer than `outstanding_steps` steps are left (of short ones: fewer than last for
-`ahead_s`), the policy is asked for the next batch; only the step with which that comes about is reported. An
-arrival that can start cuts a long plan short. The one cure for any `Trouble` is a resync: no plan until the
-worker's snapshot has been adopted. Pure; knows one worker and nothing of placement.
+Plans are made ahead. The policy is asked for another batch while fewer than `outstanding_steps` steps are
+left. Where steps are short, the outstanding steps must last `ahead_s`. The worker reports only the step that
+reaches that mark. An arrival that can start cuts a long plan short. Any `Trouble` leads to a resync: no plan
+until the worker's snapshot is adopted. Pure; placement is elsewhere.
 """
 
 from collections import Counter
@@ -40,7 +39,7 @@ _OTHERS = frozenset(LADDER) - {Rung.SWAP, Rung.RECOMPUTE}
 
 
 def speeds_of(report: WorkerReported) -> ReliefSpeeds:
-    """As the worker measured them; what it did not is 0."""
+    """Return the worker's measured speeds; 0 for any it did not measure."""
     return ReliefSpeeds(
         prefill_tokens_per_s=report.prefill_tokens_per_s,
         decode_step_s=report.decode_step_s,
@@ -52,16 +51,16 @@ def speeds_of(report: WorkerReported) -> ReliefSpeeds:
 
 @dataclass(slots=True)
 class Preempting:
-    """Of one worker. `counts`: how often, by what became of the KV."""
+    """Chooses the mode of one worker's preemptions. `counts`: preemptions by mode."""
 
     counts: Counter[PreemptMode] = field(default_factory=Counter)
     _swapped_blocks: int = 0
-    """Since the last heartbeat: what that says of the host is before them."""
+    """Blocks swapped since the last heartbeat, which its report of the host does not include."""
 
     def decide(
         self, report: WorkerReported, item: PlannedPreemption, rules: ReliefRules
     ) -> tuple[PreemptMode, Relief | None]:
-        """See `weigh`; `report` is the worker's latest."""
+        """Return `weigh`'s choice for the worker's latest report."""
         mode, relief = weigh(report, item, report.swap_room_blocks - self._swapped_blocks, rules)
         self.counts[mode] += 1
         self._swapped_blocks += item.held_blocks if mode is PreemptMode.SWAP else 0
@@ -74,8 +73,8 @@ class Preempting:
 def weigh(
     report: WorkerReported, item: PlannedPreemption, room_blocks: int, rules: ReliefRules
 ) -> tuple[PreemptMode, Relief | None]:
-    """How `item` gives up its blocks, and why; None where nothing was weighed. `room_blocks`: the host keeps
-    so many more."""
+    """Return how `item` gives up its blocks and why, None if nothing was weighed. `room_blocks`: free blocks
+    in the host tier."""
     if not rules.enabled or item.held_blocks < 1:
         return PreemptMode.RECOMPUTE, None
     whole_blocks = item.computed_tokens // report.block_tokens
@@ -95,23 +94,23 @@ def weigh(
 
 MAX_OUTSTANDING_PLANS = 4
 _LINGER_S = 0.06
-"""So long an attempt runs on that was replaced by one that is to catch up with it."""
+"""Seconds that a replaced attempt continues while its successor catches up."""
 _SMOOTH_REPORTS = 16
-"""So many reports without trouble clear the names of those that caused the last one."""
+"""Number of reports without trouble that clear fault counts."""
 
 
 class Sync(StrEnum):
     UNSYNCED = "unsynced"
-    """Heard of; no snapshot asked yet."""
+    """Known; no snapshot requested yet."""
     ASKED = "asked"
     IN_STEP = "in_step"
     REFUSED = "refused"
-    """It serves something else than the others."""
+    """Serves a different model than the others."""
 
 
 @dataclass(slots=True, eq=False)
 class WorkerPipeline:
-    """One incarnation of one worker. `sequences` is the roster's table; only phases are changed in it."""
+    """One incarnation of one worker. It changes only the phases in `sequences`, the roster's table."""
 
     worker_id: str
     incarnation: int
@@ -119,39 +118,39 @@ class WorkerPipeline:
     rules: Rules
     sequences: Mapping[SequenceKey, Sequence]
     report: WorkerReported
-    """The latest."""
+    """The latest report."""
     since_s: float
     number: int = 0
-    """The larger, the later it came."""
+    """Order of arrival; later is larger."""
     changed: dict[str, "WorkerPipeline"] = field(default_factory=dict)
-    """The roster's: pipelines to which something happened since they planned last."""
+    """The roster's pipelines with events since their last plan."""
     feed: Feed = field(default_factory=Feed)
-    """The roster's: who waits at workers."""
+    """The roster's record of requests that wait at workers."""
     unready: dict[str, None] = field(default_factory=dict)
-    """The roster's: workers that are not in step."""
+    """The roster's workers that are not in step."""
     sync: Sync = Sync.UNSYNCED
     asked_s: float = 0.0
-    """When the resync began."""
+    """Start of the resync."""
     ask_again_s: float | None = None
-    """When to repeat the question for a snapshot; None while it is open."""
+    """When to ask for the snapshot again; None while a request is open."""
     policy: GuardedPolicy | None = None
     """None unless in step."""
     policy_failures: int = 0
-    """How often its policy has raised since its worker last ran smoothly."""
+    """Number of failures of the policy since the worker last ran smoothly."""
     refusal: ModelMismatch | None = None
-    """Why it is refused."""
+    """Why the worker is refused."""
     planned_s: float = 0.0
-    """When something was last planned there."""
+    """Time of the last plan with work."""
     strangers: dict[SequenceRef, int] = field(default_factory=dict)
-    """Alive there by so many heartbeats, yet not known to be there."""
+    """Number of heartbeats that listed each unexpected sequence."""
     preempting: Preempting = field(default_factory=Preempting)
     _outstanding: OutstandingPlans = field(init=False)
     _plan_seq: int = field(default=0, init=False)
     _drops: dict[SequenceRef, None] = field(default_factory=dict, init=False)
     _lingering: dict[SequenceKey, tuple[SequenceRef, float]] = field(default_factory=dict, init=False)
-    """Attempts that were replaced and run on until then: their readers change over meanwhile."""
+    """Replaced attempts and their end times; their readers switch over meanwhile."""
     _decoding: dict[SequenceKey, SequenceRef] = field(default_factory=dict, init=False)
-    """Those that decode here, by the last plan they were in: of these a plan has nothing to look up."""
+    """Decoding sequences by their last plan, a cache that saves lookups."""
     _urgent: bool = field(default=False, init=False)
     _midway: bool = field(default=False, init=False)
     _smooth_reports: int = field(default=0, init=False)
@@ -161,7 +160,7 @@ class WorkerPipeline:
         self._outstanding = OutstandingPlans(self.rules, self.epoch, 0, self.since_s)
 
     def touch(self) -> None:
-        """Something happened that may let it plan."""
+        """Mark the pipeline as ready to plan."""
         self.changed[self.worker_id] = self
 
     @property
@@ -169,21 +168,21 @@ class WorkerPipeline:
         return self._outstanding.steps
 
     def begin(self, policy: GuardedPolicy, snapshot: WorkerReported, now_s: float) -> None:
-        """In step again: plans are numbered from 1, reports go on after the snapshot's."""
+        """Enter step with a snapshot: plans start at 1, reports continue after the snapshot's."""
         self._clear(now_s, snapshot.stepped_seq)
         self.sync, self.policy, self.report = Sync.IN_STEP, policy, snapshot
         self.feed.join(self.worker_id)
         self.unready.pop(self.worker_id, None)
 
     def lose_step(self, now_s: float) -> None:
-        """A snapshot is asked for; the policy's projection is void."""
+        """Await a snapshot and discard the policy."""
         self._clear(now_s, 0)
         if self.sync is not Sync.ASKED:
             self.asked_s = now_s
         self.sync, self.ask_again_s, self.refusal = Sync.ASKED, None, None
 
     def refuse(self, error: ModelMismatch) -> None:
-        """No work for it; a snapshot may be asked for when the others are gone."""
+        """Give the worker no work; a snapshot may follow when the others are gone."""
         self.sync, self.refusal = Sync.REFUSED, error
 
     def _clear(self, now_s: float, stepped_seq: int) -> None:
@@ -199,14 +198,14 @@ class WorkerPipeline:
         self.touch()
 
     def resize(self, report: WorkerReported, now_s: float) -> None:
-        """Follow the pool; what moves with every allocation (free, evictable) is the policy's own account."""
+        """Report a changed capacity to the policy, which tracks free and evictable blocks itself."""
         capacity_blocks = planned_capacity_blocks(report)
         if self.policy is not None and capacity_blocks != planned_capacity_blocks(self.report):
             self.policy.on_resized(capacity_blocks, now_s)
 
     def arrive(self, sequence: Sequence, now_s: float, *, midway: bool = False) -> None:
-        """A sequence that the worker does not hold; a long plan may be cut short for it, and any that may
-        be where a reader waits midway in its answer."""
+        """Give the policy a sequence that the worker does not hold; a long plan may be cut short for it.
+        `midway`: a reader has part of the answer, so any plan that allows it may be cut."""
         if self.policy is not None:
             self._settle(sequence.key, now_s)
             self.policy.on_arrival(sequence.task(is_open=True), now_s)
@@ -216,9 +215,8 @@ class WorkerPipeline:
             self.touch()
 
     def note_waiting(self, sequence: Sequence) -> None:
-        """The policy has it; it has not started, or gave up what it had. What is larger than the worker waits
-        for others' memory, and takes nobody's turn. What the worker lists itself counts there: its tokens
-        are not told a second time."""
+        """Record a sequence that waits at the worker, unless it is too large for the worker alone. Its tokens
+        count 0 where the worker's own report includes them."""
         is_listed = sequence.phase is Phase.WAITING
         tokens = 0 if is_listed else sequence.prompt_tokens + sequence.generated_tokens
         capacity_tokens = planned_capacity_blocks(self.report) * self.report.block_tokens
@@ -226,7 +224,7 @@ class WorkerPipeline:
             self.feed.add(self.worker_id, sequence.key, sequence.rank, tokens)
 
     def end(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
-        """`answer_tokens`: of an answer that ended by itself."""
+        """Remove a sequence. `answer_tokens`: length of an answer that was not stopped from outside."""
         if self.policy is not None:
             self.policy.on_ended(key, now_s, answer_tokens)
             self._decoding.pop(key, None)
@@ -239,7 +237,7 @@ class WorkerPipeline:
             self.touch()
 
     def linger(self, ref: SequenceRef, now_s: float) -> None:
-        """It was replaced, and runs on for a moment; then it ends here and is dropped."""
+        """Let a replaced attempt run for `_LINGER_S`, then end and drop it."""
         if self.policy is not None:
             self._lingering[ref.key] = (ref, now_s + _LINGER_S)
             self.touch()
@@ -251,12 +249,12 @@ class WorkerPipeline:
             self.drop(ref)
 
     def drop(self, ref: SequenceRef) -> None:
-        """The next plan, if need be one with nothing else in it, makes the worker forget this attempt."""
+        """Make the worker forget this attempt with the next plan, which may contain nothing else."""
         self._drops[ref] = None
         self.touch()
 
     def next_plans(self, now_s: float) -> list[Effect]:
-        """Plans until enough steps are outstanding; also what the policy wants predicted."""
+        """Return plans until enough steps are outstanding, and the policy's prediction requests."""
         policy, outstanding = self.policy, self._outstanding
         for key in [key for key, (_, until_s) in self._lingering.items() if now_s >= until_s]:
             self._settle(key, now_s)
@@ -272,7 +270,7 @@ class WorkerPipeline:
             supersedes = cut and bool(batch.prefills) and not batch.preemptions
             try:
                 effects += self._send(batch, now_s, supersedes=supersedes)
-            except (KeyError, InternalError) as error:  # it names what is not here, or cannot do that now
+            except (KeyError, InternalError) as error:  # an unknown key, or a wrong phase
                 policy.fail("plan", error)
                 break
             effects += self._questions(batch)
@@ -284,7 +282,7 @@ class WorkerPipeline:
         return effects
 
     def _steps_ahead(self) -> int:
-        """Steps that should be outstanding. Short ones are over before the next plan could arrive."""
+        """Return how many steps should be outstanding; more where steps are short, to hide a plan's delay."""
         return self._most_steps_ahead() if self._outstanding.is_pliable else self.rules.outstanding_steps
 
     def _most_steps_ahead(self) -> int:
@@ -327,7 +325,7 @@ class WorkerPipeline:
         return [*notes, SendPlan(self.worker_id, plan)]
 
     def _preemptions(self, batch: PlannedBatch) -> tuple[tuple[Preemption, ...], list[Effect]]:
-        """What becomes of each one's KV; what that was weighed against, for the log."""
+        """Return each preemption with its mode, and the log notes of the weighed ones."""
         rules = self.rules.relief
         decided = [(item, *self.preempting.decide(self.report, item, rules)) for item in batch.preemptions]
         notes: list[Effect] = [NoteRelief(self.worker_id, relief) for _, _, relief in decided if relief]
@@ -339,7 +337,7 @@ class WorkerPipeline:
         return self.sequences[key].ref
 
     def _own(self, keys: Iterable[SequenceKey]) -> Iterator[Sequence]:
-        """Those of them whose attempt here is the one that counts."""
+        """Yield the sequences of these keys, leaving out replaced attempts."""
         if not self._lingering:
             return map(self.sequences.__getitem__, keys)
         return (self.sequences[key] for key in keys if key not in self._lingering)
@@ -361,7 +359,7 @@ class WorkerPipeline:
         ]
 
     def _project(self, batch: PlannedBatch, now_s: float) -> None:
-        """The phases that the plan brings about; of decodes: `_decodes`."""
+        """Apply the plan's preemptions and prefills to the phases; `_decodes` applies the decodes."""
         self._last_batch = batch
         for key in chain((item.key for item in batch.preemptions), (item.key for item in batch.prefills)):
             self._decoding.pop(key, None)
@@ -374,7 +372,7 @@ class WorkerPipeline:
             sequence.started_s = now_s if sequence.started_s is None else sequence.started_s
 
     def _decodes(self, batch: PlannedBatch) -> list[Decode]:
-        """As the worker is told them; from now on they decode. Most did before."""
+        """Return the plan's decodes. Most sequences decoded before and need no lookup."""
         known = self._decoding
         return [
             Decode(ref=known.get(item.key) or self._decode(item.key), allocated_blocks=item.allocated_blocks)
@@ -382,7 +380,7 @@ class WorkerPipeline:
         ]
 
     def _decode(self, key: SequenceKey) -> SequenceRef:
-        """It decodes from now on."""
+        """Mark the sequence as decoding and return its reference."""
         if not self._lingering or key not in self._lingering:
             sequence = self.sequences[key]
             if sequence.phase is not Phase.DECODING:
@@ -392,7 +390,7 @@ class WorkerPipeline:
         return ref
 
     def on_stepped(self, event: WorkerStepped, now_s: float) -> Trouble | None:
-        """A report of this incarnation; its ends have been taken note of before."""
+        """Apply a report of this incarnation, whose ends the fleet has already applied."""
         if self.policy is None:
             return None
         self.touch()
@@ -414,8 +412,8 @@ class WorkerPipeline:
         return None
 
     def _take_back(self, sent: SentPlan, policy: GuardedPolicy, now_s: float) -> None:
-        """The projected tokens of a plan that was cut short, or put some of its decodes off, but for attempts
-        replaced meanwhile."""
+        """Subtract the tokens that a plan did not decode from the policy's projection; skip replaced
+        attempts."""
         if sent.steps_done >= sent.batch.steps and not sent.passed:
             return
         known = {} if self._lingering else self._decoding
@@ -426,7 +424,7 @@ class WorkerPipeline:
                 policy.on_short(key, missing, now_s)
 
     def _is_current(self, ref: SequenceRef) -> bool:
-        """Whether that is the attempt which counts."""
+        """Return whether this attempt is the current one."""
         sequence = self.sequences.get(ref.key)
         return sequence is not None and sequence.ref == ref
 
@@ -435,7 +433,7 @@ class WorkerPipeline:
         return sequence is None or sequence.ref.attempt > ref.attempt or sequence.worker_id != self.worker_id
 
     def _note(self, progress: Progress) -> None:
-        """A step ran: what its plan started has arrived; after many, earlier faults are forgotten."""
+        """Record that a plan ran: its starts arrived; after `_SMOOTH_REPORTS`, clear fault counts."""
         sent: SentPlan | None = progress.ran
         if sent is None:
             return
@@ -461,7 +459,7 @@ class WorkerPipeline:
         return None if self.policy is None else self._outstanding.on_tick(now_s)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the pipeline contradicts itself, or its policy does."""
+        """Raises AssertionError when the pipeline or its policy is inconsistent."""
         self._outstanding.check_integrity()
         assert len(self._outstanding) <= MAX_OUTSTANDING_PLANS + 1
         assert (self.policy is not None) == (self.sync is Sync.IN_STEP)
@@ -474,10 +472,11 @@ class WorkerPipeline:
 
 
 def planned_capacity_blocks(report: WorkerReported) -> int:
-    """What plans may hand out altogether, by one report: all that sequences hold and all that they could get.
+    """Return the number of blocks that plans may allocate, by one report: held plus obtainable blocks.
 
-    Less than the pool where the cache keeps blocks for what hangs on them although no sequence has them. They
-    come and go with their users, so each report counts anew. Shared blocks are held more than once."""
+    A shared block is held more than once. The result may be less than the pool: the cache keeps some blocks
+    that no sequence holds, because others depend on them.
+    """
     capacity = report.capacity
     held_blocks = sum(
         listed.allocated_blocks for listed in report.sequences if listed.state is not SequenceState.ENDED

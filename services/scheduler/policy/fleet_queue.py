@@ -1,23 +1,21 @@
-"""The fleet's one queue: who waits for a worker, in the order of the batching policy, and who goes next.
+"""The fleet's queue of requests that wait for a worker, shared by the live scheduler and the simulator.
 
-First comes whose turn it is (`policy/tenants.py`): the tenant that was served least. What follows is the
-order within a tenant; where all are one tenant's, it is the order of all.
+The order, most significant first:
 
-The policy's `queue_key` is the order (`contract.QueueingPolicy`); by arrival where it has none. A policy may
-bound what its order costs the others (`passing_share`): of the work that starts while somebody older waits,
-only a share may pass them (`PassingBudget`). Once that is used up the oldest goes next, and nobody else. So
-nobody waits more than 1 / (1 - share) times as long as if all went by arrival, at the same throughput; a
-start more, at most. The same budget bounds the order within a worker (`policy/kvasir.py`).
+- Tenant: the least served tenant goes first (`policy/tenants.py`).
+- Priority: within a tenant, the lower value goes first. At a worker, turns replace it if several tenants
+  wait.
+- Key: the policy's `queue_key` (`contract.QueueingPolicy`), or arrival.
 
-Within a tenant a request's priority counts before all that: the lower goes first, and who is oldest is the
-oldest of the lowest. At a worker, where several tenants have any, it is turns that count.
+A policy may limit passing with `passing_share` (`PassingBudget`): only that share of started work may pass
+older work. After that, the oldest request is the only next. At equal throughput no request waits longer than
+1 / (1 - share) times its wait in arrival order, plus one start at most. `policy/kvasir.py` uses the same
+budget within a worker.
 
-Only so much of the order is given away as workers need to be fed: a few wait at each (`Feed`), the rest here.
+Only a few requests wait at each worker (`Feed`), enough to keep it busy; the rest wait here.
 
-    a (100 s of work) came first, then b and c (1 s each); one place is free → b goes, c goes, until what has
-    passed a is more than the share of all that has started; then a goes, before any d.
-
-Pure: the live scheduler's backlog and the simulator run this very object.
+    a (100 s of work) came first, then b and c (1 s each); one place is free → b goes, c goes, until the work
+    that has passed a exceeds the share of all started work; then a goes, before any d.
 """
 
 import heapq
@@ -42,7 +40,7 @@ from shared.messages.sequence import NOBODY, SequenceKey, Tenant
 from shared.messages.values import as_count
 
 FEED_SEQUENCES = 4
-"""So many may wait at a worker that has no memory for them yet, so that it never runs dry."""
+"""Number of requests that may wait at a worker without free memory, so that it never idles."""
 Rank = tuple[Any, ...]
 NO_RANK: Rank = (inf,)
 _RANK_PARTS = 4
@@ -51,7 +49,7 @@ _RANK_PARTS = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiting:
-    """One that waits, and its place by order."""
+    """A waiting request and its rank."""
 
     task: Task
     tenant: Tenant
@@ -69,7 +67,7 @@ def _rank(waiting: _Waiting) -> Rank:
 
 @dataclass(slots=True, eq=False)
 class _Lines:
-    """Those of one tenant, and what may pass the oldest of them."""
+    """The waiting requests of one tenant and their passing budget."""
 
     budget: PassingBudget
     by_rank: Line[_Waiting] = field(default_factory=lambda: Line(_rank))
@@ -78,7 +76,7 @@ class _Lines:
 
 @dataclass(frozen=True, slots=True)
 class _Charged:
-    """What a tenant was charged for one that started."""
+    """The charge of a tenant for one started request."""
 
     tenant: Tenant
     task: Task
@@ -87,28 +85,28 @@ class _Charged:
 
 @dataclass(frozen=True, slots=True)
 class TurnTaken:
-    """Whose turn it was, and what the others' would have been."""
+    """The tenant whose turn it was, and the values that decided it."""
 
     tenant: str
     served_s: tuple[tuple[str, float], ...]
-    """Of those that wait, what each was served by its weight, in the order of their turns."""
+    """Weighted service of each waiting tenant, in the order of turns."""
     costs_s: tuple[tuple[str, float], ...]
-    """What each one's next would take of a worker, for so long all others would wait."""
+    """Seconds of a worker that each tenant's next request would take, and the others would wait."""
 
 
 _SHOWN = 8
-"""Tenants that a turn is explained by."""
+"""Number of tenants that explain a turn."""
 _Turn = tuple[int, float, SequenceKey]
-"""Level, the tenant's counter before it was charged, whose."""
+"""Level, the tenant's counter before the charge, key."""
 
 
 class FleetQueue:
-    """See above. Of one model's workers, whose speeds and memory are averaged."""
+    """The queue of one model's workers, whose speeds and memory are averaged."""
 
     def __init__(
         self, rule: QueueRule, budget: PassingBudget | None = None, feed: "Feed | None" = None
     ) -> None:
-        """`budget`: as each tenant's is when it is new. `feed`: who waits at workers."""
+        """`budget`: template for each new tenant. `feed`: the requests that wait at workers."""
         self._rule = rule
         if feed is not None:
             feed.on_left = self._begin
@@ -118,12 +116,12 @@ class FleetQueue:
         self._memory_tokens: float | None = None
         self._waiting: dict[SequenceKey, _Waiting] = {}
         self._lines: dict[str, _Lines] = {}
-        """By tenant."""
+        """By tenant name."""
         self.turns = TenantTurns()
         self.foreseen = ForeseenWait()
         self._charged: dict[SequenceKey, _Charged] = {}
         self._fed: dict[SequenceKey, _Turn] = {}
-        """Of those that went to a worker and have not been begun there."""
+        """Requests that went to a worker and have not started there."""
         self._by_turn: Line[_Turn] = Line(_itself)
 
     def __len__(self) -> int:
@@ -133,13 +131,15 @@ class FleetQueue:
         return key in self._waiting
 
     def __iter__(self) -> Iterator[Task]:
-        """By arrival."""
+        """Iterate over the waiting tasks by arrival."""
         lines = (lines.by_arrival for lines in self._lines.values())
         return (waiting.task for waiting in heapq.merge(*lines, key=_arrival))
 
     def add(self, task: Task, tenant: Tenant = NOBODY, known: Rank | None = None) -> None:
-        """`known`: its rank before, which holds where the policy's key fails. Raises ValueError for one that
-        waits already, and PolicyFailed where the key fails; then nothing has changed."""
+        """Add a waiting task. `known`: its previous rank, used if the policy's key fails.
+
+        Raises ValueError if it waits already, PolicyFailed if the key fails; then nothing has changed.
+        """
         if task.key in self._waiting:
             raise ValueError(f"{task.key} waits already")
         work_s = self.work_s(task)
@@ -158,13 +158,12 @@ class FleetQueue:
         self.turns.join(tenant, self._least_fed_s(level_of(task.priority)))
 
     def remove(self, key: SequenceKey) -> None:
-        """It left without a start. Raises KeyError when it does not wait."""
+        """Remove a request that did not start. Raises KeyError if it does not wait."""
         self.turns.leave(self._take(key).tenant.name)
         self.foreseen.remove(key)
 
     def on_predicted(self, key: SequenceKey, prediction: LengthPrediction) -> None:
-        """Its place changes, or what it is expected to cost if it has started; nothing for one that is not
-        known."""
+        """Update a waiting request's place or a started one's charge; ignore an unknown key."""
         waiting = self._waiting.get(key)
         if waiting is not None:
             self.remove(key)
@@ -175,13 +174,13 @@ class FleetQueue:
             self._recharge(key, replace(charged, task=task), self.work_s(task))
 
     def on_measured(self, prefill_tokens_per_s: float, decode_step_s: float, memory_tokens: int) -> None:
-        """One worker's measured speeds (0: not measured), and its KV. They hold for those that come."""
+        """Record one worker's speeds (0: not measured) and KV memory; they apply to later requests."""
         self._speeds.on_measured(prefill_tokens_per_s, decode_step_s)
         if memory_tokens > 0:
             self._memory_tokens = averaged(self._memory_tokens, memory_tokens, _WEIGHT)
 
     def next(self, count: int) -> list[SequenceKey]:
-        """Who would go next, and after that, at most `count`. Nothing has changed by asking."""
+        """Return up to `count` requests that would go next, in order. Changes nothing."""
         chosen: dict[SequenceKey, None] = {}
         readers: dict[str, _Reader] = {}
         turns = self.turns.order(count)
@@ -195,8 +194,8 @@ class FleetQueue:
         return list(chosen)
 
     def start(self, key: SequenceKey) -> Rank:
-        """It goes to a worker, and its tenant is charged for it; it counts against the tenant's budget if it
-        passes somebody. Returns its place by order. Raises KeyError when it does not wait."""
+        """Start a request at a worker, charge its tenant, and return its rank. Counts against the passing
+        budget if an older request waits. Raises KeyError if it does not wait."""
         rank = self.rank(key)
         waiting = self._waiting[key]
         lines, name = self._lines[waiting.tenant.name], waiting.tenant.name
@@ -209,7 +208,7 @@ class FleetQueue:
         return rank
 
     def explain(self, key: SequenceKey) -> TurnTaken | None:
-        """Why it is the turn of its tenant; None where no other waits. To be asked before it starts."""
+        """Return why this tenant is next, or None if no other tenant waits. Call it before `start`."""
         standing = self.turns.standing(_SHOWN)
         if len(standing) < 2:
             return None
@@ -219,8 +218,8 @@ class FleetQueue:
         return TurnTaken(name, tuple(standing), tuple(nexts.items()))
 
     def end(self, key: SequenceKey, answer_tokens: int | None, cached_tokens: int = 0) -> None:
-        """It is over, with so many tokens of answer and so many of its prompt not computed: its tenant is
-        charged for what it was. None: what was expected is kept. Nothing for one that did not start here."""
+        """Close a request and charge its tenant for the actual work. `answer_tokens` None keeps the expected
+        charge. `cached_tokens`: prompt tokens that were not computed. Ignores an unknown key."""
         charged = self._charged.get(key)
         if charged is not None:
             self.foreseen.rate.end(charged.service_s)
@@ -235,27 +234,26 @@ class FleetQueue:
         self._close(key)
 
     def refund(self, key: SequenceKey) -> None:
-        """It has to be started again, and that is not its tenant's fault."""
+        """Cancel the charge of a request that must start again through no fault of its tenant."""
         if key in self._charged:
             self._recharge(key, self._charged[key], 0.0)
             self._close(key)
 
     def wait_s(self, task: Task, tenant: Tenant) -> float | None:
-        """That is foreseen for this one, which does not wait here; None: nobody can say yet."""
+        """Return the expected wait of a request that is not queued, or None before speeds are measured."""
         if not self._speeds.are_measured:
             return None
         return self.foreseen.wait_s(tenant, task.priority, self.work_s(task))
 
     def _begin(self, key: SequenceKey) -> None:
-        """It waits at a worker no more."""
+        """Note that a request no longer waits at a worker."""
         self.foreseen.remove(key)
         turn = self._fed.pop(key, None)
         if turn is not None:
             self._by_turn.remove(turn)
 
     def _least_fed_s(self, level: int) -> float:
-        """The least counter of a tenant, of a class of that level, when one of these went; infinity where
-        there are none."""
+        """Return the least counter of the level's tenants with requests waiting at workers, or infinity."""
         first = next(self._by_turn.starting_at((level, -inf, ("", -1))), None)
         return inf if first is None or first[0] != level else first[1]
 
@@ -266,7 +264,7 @@ class FleetQueue:
             self.turns.end(charged.tenant.name)
 
     def rank(self, key: SequenceKey) -> Rank:
-        """Its place by order, at a worker. Raises KeyError when it does not wait."""
+        """Return the request's rank at a worker. Raises KeyError if it does not wait."""
         waiting = self._waiting[key]
         rank = waiting.rank
         if not self.turns.are_several:
@@ -288,7 +286,7 @@ class FleetQueue:
         assert set(self._by_turn) == set(self._fed.values())
 
     def work_s(self, task: Task) -> float:
-        """What it is expected to take, in seconds of a whole worker."""
+        """Return the expected work in seconds of a whole worker."""
         rest = self._lengths.rest_tokens(task.prediction, task.generated_tokens, task.max_tokens)
         computed_tokens = task.prompt_tokens + task.generated_tokens
         return self._speeds.occupied_s(computed_tokens, rest, self._memory_tokens)
@@ -305,7 +303,7 @@ class FleetQueue:
         return waiting
 
     def _lines_of(self, name: str) -> _Lines:
-        """Of one that nobody waits for they may be forgotten: it begins anew, like one that comes first."""
+        """Return the tenant's lines. Idle tenants' lines are dropped at `MOST_ACCOUNTS`."""
         lines = self._lines.get(name)
         if lines is None:
             if len(self._lines) >= MOST_ACCOUNTS:
@@ -319,15 +317,14 @@ _WEIGHT = 0.2
 
 
 class _Reader:
-    """One tenant's lines, read from their beginnings; those in `chosen` are left out, be it that they come to
-    it later."""
+    """Reads one tenant's lines in order, skipping requests in `chosen`, which may grow meanwhile."""
 
     def __init__(self, lines: _Lines, chosen: Container[SequenceKey]) -> None:
         self._by_rank, self._by_arrival = _Unread(lines.by_rank, chosen), _Unread(lines.by_arrival, chosen)
         self._budget = lines.budget.copy()
 
     def take(self) -> _Waiting:
-        """The tenant's next; there is one."""
+        """Return the tenant's next request; one must exist."""
         oldest = self._by_arrival.first()
         following = self._by_rank.first() if self._budget.may_pass else oldest
         self._budget.start(following.work_s, passes=following is not oldest)
@@ -335,52 +332,52 @@ class _Reader:
 
 
 class _Unread:
-    """A line, read from its beginning."""
+    """Reads a line from its beginning."""
 
     def __init__(self, line: Line[_Waiting], chosen: Container[SequenceKey]) -> None:
         self._rest, self._chosen = iter(line), chosen
         self._first: _Waiting | None = None
 
     def first(self) -> _Waiting:
-        """The first that is not chosen; there is one."""
+        """Return the first request that is not chosen; one must exist."""
         while self._first is None or self._first.task.key in self._chosen:
             self._first = next(self._rest)
         return self._first
 
 
 _LISTED = 64
-"""Workers that one question names, of each kind."""
+"""Maximum workers of each kind that one question names."""
 _MOST = 4
-"""Times the places: so many may come before all that wait at one worker, and join them."""
+"""Maximum higher-ranked requests at a full worker, as a multiple of its places."""
 
 
 class Feed:
-    """Who waits at each worker that is in step, in its policy, without having started. What an event costs
-    does not grow with the workers."""
+    """Requests that wait at in-step workers and have not started. An event's cost does not grow with the
+    fleet."""
 
     def __init__(self, places: int = FEED_SEQUENCES) -> None:
-        """0 places: as many wait as were placed where memory was free, and no others."""
+        """`places` 0: only requests placed into free memory wait."""
         self._places = places
         self._at: dict[str, dict[SequenceKey, tuple[Rank, int]]] = {}
         self._empty: dict[str, None] = {}
         self._begun: dict[str, None] = {}
-        """Workers where some wait, and more may."""
+        """Workers with waiting requests and free places."""
         self._full: Line[tuple[Rank, str]] = Line(_itself)
-        """By the best that waits there, each once."""
+        """Full workers, each by its best rank."""
         self._best: dict[str, Rank] = {}
-        """Of full workers."""
+        """Best rank of each full worker."""
         self._has_freed = False
         self.on_left: Callable[[SequenceKey], None] = lambda key: None
-        """Called with each that waits no more: it was begun, or is gone."""
+        """Called with each key that starts or leaves."""
 
     def join(self, worker_id: str) -> None:
-        """It is in step, and nobody waits there yet."""
+        """Add an in-step worker with nothing waiting."""
         self.leave(worker_id)
         self._at[worker_id] = {}
         self._file(worker_id)
 
     def leave(self, worker_id: str) -> None:
-        """It is not in step any more, or gone."""
+        """Remove a worker that is gone or out of step."""
         crowd = self._at.pop(worker_id, None)
         if crowd is not None:
             for key in crowd:
@@ -388,13 +385,13 @@ class Feed:
             self._unfile(worker_id)
 
     def add(self, worker_id: str, key: SequenceKey, rank: Rank, tokens: int) -> None:
-        """It waits there from now. Nothing where the worker is not in step."""
+        """Add a request that waits at the worker; ignore a worker that is not in step."""
         if worker_id in self._at:
             self._at[worker_id][key] = (rank, tokens)
             self._file(worker_id)
 
     def discard(self, worker_id: str, key: SequenceKey) -> None:
-        """It started, or it is gone."""
+        """Remove a request that started or left."""
         crowd = self._at.get(worker_id)
         if crowd is not None and crowd.pop(key, None) is not None:
             self.on_left(key)
@@ -402,13 +399,13 @@ class Feed:
             self._has_freed = True
 
     def has_freed(self) -> bool:
-        """Whether a place has become free since this was asked last."""
+        """Return whether a place became free since the last call."""
         has_freed, self._has_freed = self._has_freed, False
         return has_freed
 
     def ahead(self, head: Rank = NO_RANK) -> WaitingAhead | None:
-        """For the question where the queue, whose head is `head`, goes on; None: nowhere. Where as many wait
-        as may, nobody has a place but the head, if it comes before all of them: it would start first."""
+        """Return the places for the queue's next question, or None if there is none. A full worker has a
+        place only for a `head` that outranks every request there."""
         passed = [worker_id for _, worker_id in self._outranked(head)]
         if not (self._empty or self._begun or passed):
             return None
@@ -423,17 +420,17 @@ class Feed:
         return WaitingAhead(places=self._places, crowds=crowds, only=tuple(only), closed=tuple(closed))
 
     def waiting(self, worker_id: str) -> frozenset[SequenceKey]:
-        """Those that wait there."""
+        """Return the keys that wait at the worker."""
         return frozenset(self._at.get(worker_id, ()))
 
     def _outranked(self, head: Rank) -> list[tuple[Rank, str]]:
-        """Full workers at which the head comes before all that wait, the worst off first."""
+        """Return full workers at which the head outranks all waiting requests, worst rank first."""
         found = islice(self._full.downwards_from((NO_RANK, "")), _LISTED)
         return [one for one in found if head < one[0] and len(self._at[one[1]]) < self._most(head, one[0])]
 
     def _most(self, head: Rank, best: Rank) -> int:
-        """So many may wait where the best has that rank: twice as many where it is the head's turn, or its
-        class is better, so that one tenant's cannot close a worker to another's."""
+        """Return the limit for outranking requests at a worker. It doubles for a better class or turn, so
+        that one tenant cannot close a worker to another."""
         return _MOST * self._places * (2 if head[0] < best[0] else 1)
 
     def _crowd(self, worker_id: str) -> Crowd:

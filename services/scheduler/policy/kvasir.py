@@ -1,17 +1,20 @@
-"""`kvasir`: shortest predicted remaining work first, admitted by the profile of usage over time.
+"""`kvasir`, the default policy: shortest predicted remaining work first, admitted by predicted memory use.
 
-A request waits once, as a prompt: it starts when, as predicted, the worker can hold it to its end beside
-all that run; then it prefills and decodes without another wait. Who can still meet the deadline comes
-before who cannot; within either class the least work, prefill included, in seconds of the whole worker. Of
-what starts while somebody older waits only a share may pass him; then the oldest is next, and nobody else.
-A few that do not fit are passed over. An answer that outlives its prediction goes on, predicted anew. When
-blocks run out all the same, the one with the most left to do gives up its own; and where one of a better
-class has no room, those that are served what is left over (`sheddable`).
-Where steps are short, several are planned at once although others wait: as many as nobody is expected to
-end in.
+A request waits once, as a prompt. It starts when the worker is predicted to hold it to its end beside all
+running requests; then it prefills and decodes without another wait. Requests go in order of work, prefill
+included, in seconds of a whole worker. Work that is too late for its deadline counts `_LATE` times.
+
+- Passing: only a share of started work may pass older work. After that, the oldest request is the only next.
+- Fit: a few requests that do not fit are passed over.
+- Outlived prediction: the answer continues and gets a new prediction.
+- No free blocks: the request with the most remaining work is preempted.
+- Classes: `sheddable` requests use only what better classes leave.
+- Short steps: the policy plans several at once, up to the first expected end.
+
+Example:
 
     10 blocks are free; a has the least work but will hold 12 at its end, b has more and will hold 6 → a is
-    asked first and passed over, b starts; a starts once those that run are expected to be gone in time.
+    passed over, b starts; a starts once enough running requests are predicted to end in time.
 
 Source: algorithms.md §1 (Beyond the paper).
 """
@@ -39,24 +42,24 @@ from services.scheduler.policy.waiting_queue import PassingBudget, WaitingQueue
 from shared.messages.sequence import SequenceKey, ServiceClass
 
 _LATE = 4.0
-"""Work that comes too late for its deadline counts so many times."""
+"""Factor for work that is too late for its deadline."""
 _DEFAULTS = {"pad": 0.0, "reserve_ratio": 0.01}
-"""Where they differ from the paper's: nothing is allocated ahead, so nothing has to be padded."""
+"""Defaults that differ from the paper's: nothing is allocated ahead, so no padding is needed."""
 OPTIONS = ("default_tokens", "length", "pad", "passing_share", "reserve_ratio", "slo_scale")
 _UNSEEN_S = 0.02
-"""So long those that wait may have to do without room that an unexpected end has left."""
+"""Longest time, in seconds, for which room from an unexpected end may stay unused."""
 _SHEDDABLE = CLASS_LEVELS[ServiceClass.SHEDDABLE]
 _SHEDDABLE_PRIORITY = least_priority(_SHEDDABLE)
 _LEFT_SHARE = 0.25
-"""Of a decoding step's time: so much longer it may become by prompts of sheddable ones, beside others."""
+"""Share of a decode step's time that prefill of sheddable prompts may add beside better classes."""
 _PASSED_OVER = 16
-"""So many that do not fit let shorter ones of the same class, or others, pass in one plan."""
+"""Number of candidates considered in one plan, including those that do not fit."""
 
 
 class KvasirPolicy(TwoQueuePolicy):
-    """`kvasir`, the default. Implements `contract.BatchPolicy`.
+    """The default `contract.BatchPolicy`.
 
-    Nothing is set aside ahead: between two plans each job owns what it holds.
+    It reserves no blocks in advance: between two plans each job owns exactly what it holds.
     """
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
@@ -72,23 +75,23 @@ class KvasirPolicy(TwoQueuePolicy):
         self.passing_share = options.passing_share
         self._passing = PassingBudget(self.passing_share)
         self._aged: set[SequenceKey] = set()
-        """Started when nobody could pass them any more: last to give up what they hold."""
+        """Sequences that started as the oldest when no passing was allowed; they are preempted last."""
         self._profile: UsageProfile | None = None
 
     def queue_key(self, task: Task, work_s: float) -> float:
-        """Least work first."""
+        """Return `work_s`: least work first."""
         return work_s
 
     def _work_rank(self, job: Job) -> tuple[Any, ...]:
         return (self._work_s(job), *job.task.order)
 
     def _work_s(self, job: Job) -> float:
-        """In seconds of the whole worker."""
+        """Return the job's work in seconds of the whole worker."""
         memory_tokens = self._table.capacity_blocks * self._table.block_tokens
         return self._speeds.occupied_s(job.prefill_tokens, job.rest_tokens, memory_tokens)
 
     def _set_due(self, job: Job) -> None:
-        """The latest start at which the deadline is met."""
+        """Set the latest start that meets the deadline."""
         prefill_tokens = job.prefill_tokens - job.computed_tokens
         job.due_s = job.deadline_s - self._speeds.work_s(prefill_tokens, job.rest_tokens)
 
@@ -120,11 +123,11 @@ class KvasirPolicy(TwoQueuePolicy):
             self._rescue(batch, now_s)
         return self._finish(batch, now_s)
 
-    # What is left over
+    # Sheddable requests
 
     def _shed_for_better(self, batch: BatchBuilder, now_s: float) -> None:
-        """Sheddable ones give up their KV, as many as it takes, where the next prompt is of a better class
-        and finds no room: those with the most left to do first, and nobody where it would not be enough."""
+        """Preempt sheddable sequences, most remaining work first, for a better-class prompt that has no room.
+        Do nothing where preempting all of them would not suffice."""
         job = self._next_prompt()
         if job is None or _level(job) >= _SHEDDABLE:
             return
@@ -144,7 +147,7 @@ class KvasirPolicy(TwoQueuePolicy):
             self._profile = None
 
     def _has_place(self, job: Job) -> bool:
-        """Whether a prompt could start now, were it not for the budget of this step."""
+        """Return whether the prompt could start now, apart from this step's token budget."""
         total, ends = job.prefill_tokens, job.prefill_tokens + job.rest_tokens
         if len(self._running) + len(self._partial) >= self._most_running():
             return False
@@ -152,7 +155,8 @@ class KvasirPolicy(TwoQueuePolicy):
         return self._is_empty or (fits and self._usage().fits(total, ends, 0))
 
     def _chunk_tokens(self, batch: BatchBuilder, job: Job) -> int:
-        """Of a sheddable prompt no more than lets better ones decode at four fifths of their speed."""
+        """Return the chunk size. For a sheddable prompt it leaves better classes four fifths of their decode
+        speed."""
         chunk = batch.chunk_tokens(job)
         is_left_over = self._settings.chunked_prefill and _level(job) >= _SHEDDABLE
         if not is_left_over or all(_level(one) >= _SHEDDABLE for one in batch.decodes.values()):
@@ -161,17 +165,17 @@ class KvasirPolicy(TwoQueuePolicy):
         return min(chunk, max(self._table.block_tokens, int(step_tokens)))
 
     def _held_back(self) -> list[Job]:
-        """Sheddable ones in mid-prompt that go on with what a prompt of a better class leaves of the step."""
+        """Return sheddable jobs in mid-prompt that must go after the next better-class prompt."""
         job = self._next_prompt()
         if job is None or _level(job) >= _SHEDDABLE:
             return []
         return [one for one in self._partial.values() if _level(one) >= _SHEDDABLE]
 
-    # What runs
+    # Running sequences
 
     def _go_on_decoding(self, batch: BatchBuilder, now_s: float) -> None:
-        """A token for each that decodes, as long as there are places. Most need nothing for theirs: of those
-        it costs little to see, as it is done for all of them in each plan."""
+        """Add a decode for each running sequence, up to the batch limit. The inline check is the fast path:
+        most sequences need no new block."""
         most, size, decoding = self._most_running(), self._table.block_tokens, JobStage.DECODING
         decodes, added = batch.decodes, 0
         for key, job in list(self._running.items()):
@@ -185,7 +189,7 @@ class KvasirPolicy(TwoQueuePolicy):
         batch.budget_tokens -= added
 
     def _secure(self, batch: BatchBuilder, job: Job, now_s: float) -> bool:
-        """A block for the next token, if need be of those with the most left to do."""
+        """Return whether the next token has a block, after preempting others if needed."""
         if job.computed_tokens >= job.end_tokens:
             rest = self._lengths.rest_tokens(job.prediction, job.generated_tokens, job.task.max_tokens)
             job.end_tokens = job.computed_tokens + rest
@@ -199,8 +203,8 @@ class KvasirPolicy(TwoQueuePolicy):
         return False
 
     def _make_room(self, batch: BatchBuilder, job: Job, blocks: int, now_s: float) -> bool:
-        """Whether `job` may hold so many; those with the most left to do give up theirs, in the end
-        itself. What is complete is about to be free: that is waited for."""
+        """Return whether `job` may hold `blocks`, after preempting the largest remaining work, `job` itself
+        last. Wait instead where completed sequences will free enough."""
         while blocks - job.held_blocks > self._table.free_blocks:
             releasing = sum(other.held_blocks for other in self._complete.values())
             if blocks - job.held_blocks <= self._table.free_blocks + releasing:
@@ -222,7 +226,7 @@ class KvasirPolicy(TwoQueuePolicy):
         return (not is_spared, job.task.priority, rest, job.task.order)
 
     def _resume(self, batch: BatchBuilder) -> None:
-        """Adopted ones, and all after the worker shrank: those that hold KV come before any prompt."""
+        """Restart sequences that hold KV and do not run, before any prompt starts."""
         if not len(self._ready):
             return
         for job in list(self._ready):
@@ -236,7 +240,7 @@ class KvasirPolicy(TwoQueuePolicy):
         self._start(batch, job)
 
     def _start(self, batch: BatchBuilder, job: Job) -> None:
-        """It decodes from this batch on, and holds no more than the next token needs."""
+        """Start decoding in this batch, with blocks for the next token only."""
         self._take_out(job)
         job.end_tokens = job.computed_tokens + job.rest_tokens
         if self._profile is not None:
@@ -255,14 +259,14 @@ class KvasirPolicy(TwoQueuePolicy):
         return (job.end_tokens - job.computed_tokens for job in jobs)
 
     def _steps_beside_waiting(self) -> int:
-        """Whoever waits has just been found not to fit beside what runs. Short steps in which nobody is
-        expected to end change nothing about that; an arrival that can start cuts them short."""
+        """Return how many steps to plan at once. Waiting prompts were just found not to fit; an arrival that
+        can start cuts the batch short."""
         return int(_UNSEEN_S / self._speeds.decode_step_s)
 
     # Prompts
 
     def _usage(self) -> UsageProfile:
-        """As of this plan. One that prefills counts as if that were over."""
+        """Return this plan's profile. A sequence in prefill counts as if prefill were complete."""
         if self._profile is None:
             table, prefilling = self._table, JobStage.PREFILLING
             growing = []
@@ -279,13 +283,13 @@ class KvasirPolicy(TwoQueuePolicy):
         return self._profile
 
     def _go_on(self, batch: BatchBuilder, job: Job, now_s: float) -> None:
-        """The next chunk of one that has started."""
+        """Add the next chunk of a prompt that has started."""
         chunk = self._chunk_tokens(batch, job)
         if chunk and self._make_room(batch, job, self._table.blocks_for(job.computed_tokens + chunk), now_s):
             self._add_chunk(batch, job, chunk)
 
     def _admit(self, batch: BatchBuilder, now_s: float) -> None:
-        """In order, passing over a few that do not fit; the last prompt is cut to the budget."""
+        """Start prompts in order, passing over those that do not fit; cut the last one to the budget."""
         if self._is_full(batch) or not self._take_turns(batch) or self._next_prompt() is None:
             return
         jobs = list(islice(self._in_order(), _PASSED_OVER))
@@ -304,7 +308,7 @@ class KvasirPolicy(TwoQueuePolicy):
                 self._begin_counted(batch, job)
 
     def _take_turns(self, batch: BatchBuilder) -> bool:
-        """While nobody may be passed any more, the oldest start. False while the oldest has no room."""
+        """Start the oldest prompts while no other may pass. Return False if the oldest has no room."""
         while not self._passing.may_pass and (job := self._oldest_prompt()) is not None:
             self._estimate_rest(job)
             if self._is_full(batch) or not self._begin_counted(batch, job):
@@ -313,13 +317,13 @@ class KvasirPolicy(TwoQueuePolicy):
         return True
 
     def _oldest_prompt(self) -> Job | None:
-        """The one that waits longest, and could end here."""
+        """Return the oldest prompt that fits this worker; put larger ones aside."""
         while (job := self._prompts.oldest()) is not None and self._table.is_oversized(job):
             self._put_aside(job)
         return job
 
     def _begin_counted(self, batch: BatchBuilder, job: Job) -> bool:
-        """`_begin`; what passes somebody older is held against those that come after it."""
+        """Call `_begin` and charge the passing budget if an older prompt waits."""
         work_s, passes = self._work_s(job), self._prompts.oldest() is not job
         has_begun = self._begin(batch, job)
         if has_begun:
@@ -328,17 +332,17 @@ class KvasirPolicy(TwoQueuePolicy):
 
     @property
     def _is_empty(self) -> bool:
-        """Whoever comes first is taken, however long."""
+        """Whether no blocks are held; then the first prompt starts, whatever its length."""
         return self._table.held_blocks == 0
 
     def _is_full(self, batch: BatchBuilder) -> bool:
-        """No further prompt can start now."""
+        """Return whether no further prompt can start in this batch."""
         is_cut = any(end < job.prefill_tokens for job, end in batch.prefills.values())
         busy = len(self._running) + len(self._partial)
         return is_cut or batch.budget_tokens <= 0 or busy >= self._most_running()
 
     def _in_order(self) -> Iterator[Job]:
-        """Within a priority least work first, where work that comes too late counts `_LATE` times."""
+        """Yield prompts by priority, then weighted work."""
         for late, timely in self._prompts.levels():
             yield from merge(timely, late, key=self._weighted_work)
 
@@ -346,7 +350,8 @@ class KvasirPolicy(TwoQueuePolicy):
         return (job.rank[0] * (_LATE if job.slack_class == 0 else 1), *job.rank[1:])
 
     def _begin(self, batch: BatchBuilder, job: Job) -> bool:
-        """Start a prompt, if the profile takes it; alone it is always taken."""
+        """Start a prompt and return True if the profile and the blocks allow it. An empty worker skips the
+        profile."""
         chunk = self._chunk_tokens(batch, job)
         if chunk == 0 or not batch.text_fits(job):
             return False
@@ -363,5 +368,5 @@ class KvasirPolicy(TwoQueuePolicy):
 
 
 def _level(job: Job) -> int:
-    """Of its class: the lower, the better."""
+    """Return the job's class level; lower is better."""
     return level_of(job.task.priority)

@@ -1,13 +1,13 @@
-"""What to do when memory runs out: one rung of one ladder, chosen by measured costs (`algorithms.md` §7).
+"""The relief ladder: picks the cheapest way to free blocks, by measured costs (`algorithms.md` §7).
 
-No paper says how the five mechanisms meet. Each rung names blocks that it could free and what that costs in
-seconds of waiting: by measured bandwidths, speeds and stalls, not by constants. The cheapest per block that
-is needed is taken, one rung at a time; whoever still lacks blocks asks again. The ladder's order breaks ties
-only (costs within `TIE_SHARE` of each other). Every rung can be switched off. Pure: one function, one state.
+No paper covers how these mechanisms combine. Each rung offers a number of blocks and a cost in seconds of
+waiting, from measured bandwidths, speeds and stalls. The rung with the least cost per needed block is taken;
+a caller that still lacks blocks asks again. Costs within `TIE_SHARE` tie, and the ladder's order decides.
+Every rung can be switched off. Pure: one function, one state.
 
     4 blocks are needed. Evict offers 1 for 0.2 ms: 0.2 ms a block. Migrate offers 10 for 6 ms: only 4 of
-    them count, 1.5 ms a block. Recompute offers 10 for 40 ms: 10 ms a block. → Evict. The 3 that still lack
-    are asked for again, and unless there is more to evict by then, migrate is taken.
+    them count, 1.5 ms a block. Recompute offers 10 for 40 ms: 10 ms a block. → Evict. The caller asks again
+    for the other 3, and migrate is taken unless more can be evicted by then.
 """
 
 from collections.abc import Iterator
@@ -16,31 +16,31 @@ from enum import StrEnum
 from math import inf
 
 TIE_SHARE = 0.05
-"""Costs per block as close as this count as equal: the ladder's order decides."""
+"""Relative difference up to which costs per block tie."""
 _TIE_S = 1e-9
 BY_KV, BY_TOKENS = "by KV", "by tokens"
-"""Reasons of an offer to migrate: what travels."""
+"""Reasons of an offer to migrate: what is sent."""
 
 
 class Rung(StrEnum):
-    """What can be done about memory that runs out. The order is the ladder's: it decides between equals."""
+    """Ways to free memory, in the ladder's order, which breaks ties."""
 
     EVICT = "evict"
-    """Unreferenced prefix blocks, down a tier."""
+    """Evict unreferenced prefix blocks to a lower tier."""
     RESERVE = "reserve"
-    """Blocks held back for this."""
+    """Use blocks held in reserve."""
     EXPAND = "expand"
-    """Pie: one more layer on the host."""
+    """Move one more layer to the host (Pie)."""
     BORROW = "borrow"
-    """rBlocks of a neighbour."""
+    """Borrow a neighbour's rBlocks."""
     MIGRATE = "migrate"
-    """A request, to another worker (MELL)."""
+    """Migrate a request to another worker (MELL)."""
     PAUSE = "pause"
-    """Offload-free preemption: it stops and keeps its blocks, so that others' ends free what is needed."""
+    """Stop a request that keeps its blocks, until other requests end (offload-free preemption)."""
     SWAP = "swap"
-    """A request's KV to the host."""
+    """Move a request's KV to the host."""
     RECOMPUTE = "recompute"
-    """A request's KV is dropped, and computed again later."""
+    """Drop a request's KV and compute it again later."""
 
 
 LADDER = tuple(Rung)
@@ -48,91 +48,91 @@ LADDER = tuple(Rung)
 
 @dataclass(frozen=True, slots=True)
 class ReliefSpeeds:
-    """Measured at this worker; 0: not measured, which rules out what depends on it."""
+    """Speeds measured at this worker. 0: not measured, which rules out the rungs that need it."""
 
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
     host_blocks_per_s: float = 0.0
-    """Copied between device and host, either way."""
+    """Between device and host, either way."""
     link_blocks_per_s: float = 0.0
-    """Copied to a neighbour."""
+    """To a neighbour."""
     remote_attention_s: float = 0.0
-    """That a step takes longer for each block that lies at a neighbour."""
+    """Extra time of a step per block at a neighbour."""
     stall_s: float = 0.0
-    """That a step would take longer with one more layer on the host (Pie)."""
+    """Extra time of a step with one more layer on the host (Pie)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """The worker that is best placed to help, as far as is known."""
+    """The known worker that can help best."""
 
     lendable_blocks: int = 0
     room_blocks: int = 0
-    """For a request that moves there; its growth included."""
+    """Blocks for a request that moves there, including its growth."""
     is_linked: bool = False
-    """KV can be sent there; else a request moves by its tokens."""
+    """Whether KV can be sent there; otherwise a request moves by tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """The request that would make way, lowest priority."""
+    """The request of the lowest priority, which would be moved or preempted."""
 
     blocks: int
     tokens: int
-    """Prompt and answer so far."""
+    """Tokens of prompt and answer so far."""
     remaining_tokens: int
-    """Predicted."""
+    """Predicted remaining tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPressure:
-    """One worker's state at the moment somebody needs blocks."""
+    """State of one worker when blocks are needed."""
 
     needed_blocks: int
     block_tokens: int
     running: int
-    """Requests that a longer step makes wait."""
+    """Number of requests that a longer step delays."""
     horizon_steps: int
-    """For how many steps the blocks will be needed."""
+    """Number of steps for which the blocks are needed."""
     speeds: ReliefSpeeds
     evictable_blocks: int = 0
     evictable_hits_per_s: float = 0.0
-    """How often one block of them is asked for again."""
+    """Rate at which one evictable block is requested again."""
     host_tier_blocks: int = 0
-    """Free on the host, for evicted or swapped blocks."""
+    """Free blocks on the host, for eviction or swap."""
     reserve_blocks: int = 0
     growable_blocks: int = 0
-    """By one more step of Pie's expansion."""
+    """Blocks from one more step of Pie's expansion."""
     neighbour: Neighbour = field(default_factory=Neighbour)
     victim: Victim | None = None
     frees_within_steps: int | None = None
-    """When the next request ends, as predicted; None: not known."""
+    """Predicted steps to the next end; None if unknown."""
     frees_blocks: int = 0
-    """That come free with it."""
+    """Blocks that this end frees."""
 
 
 @dataclass(frozen=True, slots=True)
 class RungOffer:
-    """What one rung could do now: how many blocks it would free, and what that costs."""
+    """Blocks that one rung could free now, and the cost."""
 
     rung: Rung
     blocks: int
     cost_s: float
-    """Seconds of waiting that it brings, over all requests concerned."""
+    """Seconds of waiting, summed over the affected requests."""
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Relief:
-    """The decision, with everything it was weighed against: what the log says."""
+    """The decision and all offers, for the log."""
 
     chosen: RungOffer | None
-    """None: nothing is left; what needs the blocks waits."""
+    """None if no rung helps; the caller waits."""
     offers: tuple[RungOffer, ...]
 
     @property
     def reason(self) -> str:
-        """One line: the choice and the costs behind it."""
+        """Return one line with the choice and the costs."""
         listed = ", ".join(
             f"{offer.rung} {offer.blocks} blocks for {offer.cost_s * 1e3:.3g} ms ({offer.reason})"
             for offer in self.offers
@@ -141,7 +141,7 @@ class Relief:
 
 
 def next_relief(pressure: MemoryPressure, switched_off: frozenset[Rung] = frozenset()) -> Relief:
-    """The rung to take now. Raises ValueError when no blocks are needed."""
+    """Return the rung to take now. Raises ValueError if no blocks are needed."""
     if pressure.needed_blocks < 1:
         raise ValueError("nobody needs blocks")
     offers = tuple(
@@ -155,7 +155,7 @@ def next_relief(pressure: MemoryPressure, switched_off: frozenset[Rung] = frozen
 
 
 def _cheapest(offers: tuple[RungOffer, ...], needed: int) -> RungOffer | None:
-    """By cost for each block that is used; the first of the ladder among those as good as equal."""
+    """Return the offer with the least cost per used block; ties go to the ladder's first."""
     if not offers:
         return None
 
@@ -171,7 +171,7 @@ def _offers(rung: Rung, pressure: MemoryPressure) -> Iterator[RungOffer]:
 
 
 def _evict(p: MemoryPressure) -> Iterator[RungOffer]:
-    """A block that is wanted again costs a load from the host, or its recomputation, at that rate."""
+    """Offer eviction. An evicted block that is reused costs a load from the host or a recomputation."""
     blocks = min(p.evictable_blocks, p.needed_blocks)
     load_s = _per(1, p.speeds.host_blocks_per_s) if p.host_tier_blocks >= blocks else inf
     again_s = min(load_s, _per(p.block_tokens, p.speeds.prefill_tokens_per_s))
@@ -188,13 +188,13 @@ def _reserve(p: MemoryPressure) -> Iterator[RungOffer]:
 
 
 def _expand(p: MemoryPressure) -> Iterator[RungOffer]:
-    """Every running request waits for the stall in every step."""
+    """Offer expansion: every running request waits for the stall in each step."""
     cost_s = p.speeds.stall_s * p.horizon_steps * p.running
     yield RungOffer(Rung.EXPAND, p.growable_blocks, cost_s, f"{p.speeds.stall_s * 1e3:.3g} ms a step")
 
 
 def _borrow(p: MemoryPressure) -> Iterator[RungOffer]:
-    """The same for attention over blocks that lie elsewhere."""
+    """Offer borrowing: every running request waits for remote attention in each step."""
     blocks = min(p.neighbour.lendable_blocks, p.needed_blocks)
     if not p.neighbour.is_linked or p.speeds.remote_attention_s <= 0:
         return
@@ -205,8 +205,8 @@ def _borrow(p: MemoryPressure) -> Iterator[RungOffer]:
 
 
 def _migrate(p: MemoryPressure) -> Iterator[RungOffer]:
-    """The victim goes on meanwhile: it waits for the switch, one step; what is computed twice, others wait
-    for."""
+    """Offer migration. The victim waits one step for the switch; other requests wait while the target
+    recomputes."""
     if p.victim is None:
         return
     growth_blocks = -(-p.victim.remaining_tokens // p.block_tokens)
@@ -220,7 +220,7 @@ def _migrate(p: MemoryPressure) -> Iterator[RungOffer]:
 
 
 def _pause(p: MemoryPressure) -> Iterator[RungOffer]:
-    """Frees nothing itself: the blocks come when another ends, and until then those wait that need one."""
+    """Offer a pause: blocks come when another request ends, and requests that need one wait until then."""
     if p.frees_within_steps is None or p.speeds.decode_step_s <= 0:
         return
     waiting = max(1, min(p.running, p.needed_blocks))
@@ -229,7 +229,7 @@ def _pause(p: MemoryPressure) -> Iterator[RungOffer]:
 
 
 def _swap(p: MemoryPressure) -> Iterator[RungOffer]:
-    """Out and in again, and it waits as long as the blocks are needed."""
+    """Offer a swap: two copies, and the victim's wait while the blocks are needed."""
     if p.victim is None or p.victim.blocks > p.host_tier_blocks:
         return
     copies_s = 2 * _per(p.victim.blocks, p.speeds.host_blocks_per_s)
@@ -244,12 +244,12 @@ def _recompute(p: MemoryPressure) -> Iterator[RungOffer]:
 
 
 def _absence_s(p: MemoryPressure) -> float:
-    """Of a request that was taken off: until the blocks are there again."""
+    """Return how long a preempted request waits for its blocks."""
     return p.horizon_steps * p.speeds.decode_step_s
 
 
 def _per(amount: float, speed_per_s: float) -> float:
-    """Infinite where the speed was never measured."""
+    """Return the time; infinite if the speed was never measured."""
     return amount / speed_per_s if speed_per_s > 0 else inf
 
 
