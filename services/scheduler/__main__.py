@@ -1,4 +1,4 @@
-"""`python -m services.scheduler`: runs the scheduler alone."""
+"""Entry point of `python -m services.scheduler`, which runs the scheduler alone."""
 
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.service import run

@@ -1,7 +1,7 @@
-"""Several models in one fleet: a scheduler's core, and its questions, for each.
+"""Several models in one fleet: each has its own core and questions.
 
-Workers of one model share a queue, batches, moves and loans; of another model's they know nothing, so what
-happens to one is nothing to the other. A cell begins with the first worker or sequence of its model.
+Workers of one model share a queue, batches, moves and loans; models do not affect each other. A cell starts
+with the first worker or sequence of its model.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ _RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cell:
-    """One model."""
+    """The core and questions of one model."""
 
     model: str
     core: SchedulerCore
@@ -26,7 +26,7 @@ class Cell:
 
 
 class Cells:
-    """By model. Those that have nobody give way where there would be too many."""
+    """Cells by model. Empty ones are removed when there are too many."""
 
     def __init__(self, make: Callable[[str], Cell]) -> None:
         self._make = make
@@ -41,8 +41,8 @@ class Cells:
         return len(self._cells)
 
     def of_model(self, model: str) -> Cell:
-        """Raises Overloaded where there are too many, UnavailableError for a sequence that names no model
-        where it could be one of several, or none is known yet."""
+        """Return the model's cell, created if needed. Raises Overloaded for too many models, UnavailableError
+        for an empty name unless exactly one model is known."""
         if not model:
             if len(self._cells) != 1:
                 text = "it names no model, and there are several: name it" if self._cells else "no worker yet"
@@ -58,17 +58,17 @@ class Cells:
         return self._cells.get(model)
 
     def of_report(self, worker_id: str, model: str) -> Cell:
-        """Of a worker that has just said what it serves. Raises as `of_model` does."""
+        """Return the cell of a worker's reported model. Raises like `of_model`."""
         cell = self.of_model(model)
         self._model_of[worker_id] = model
         return cell
 
     def of_worker(self, worker_id: str) -> Cell | None:
-        """None for one that was never heard of."""
+        """Return the worker's cell, or None if it never reported."""
         return self._cells.get(self._model_of.get(worker_id, ""))
 
     def describe(self) -> dict[str, Any]:
-        """For people: what the cores say, numbers added up, the workers of all; of one model as it is."""
+        """Return the cores' descriptions for people: numbers added, rows concatenated."""
         found: dict[str, Any] = {"snapshots": 0, "standstill_s": 0.0, "workers": [], "queue": []}
         for cell in self:
             for name, value in cell.core.describe().items():

@@ -17,7 +17,7 @@ _TOLD_SETTINGS = ("chunked_prefill", "max_batch_sequences", "token_budget", "max
 
 
 class SchedulerConfig(ServiceConfig):
-    """Section `scheduler`. Durations in seconds."""
+    """Settings of section `scheduler`. Durations are in seconds."""
 
     policy: str = Field(
         default="kvasir", description=f"batching policy: {', '.join(policy_names())}, or FILE.py:CLASS"
@@ -102,7 +102,7 @@ class SchedulerConfig(ServiceConfig):
     @field_validator("policy_options")
     @classmethod
     def _options_are_typed(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """`--set scheduler.policy_options.pad=0.2` arrives as text: whatever is JSON is taken as that."""
+        """Parse option values that are JSON; `--set scheduler.policy_options.pad=0.2` passes text."""
         typed = dict(options)
         for name, value in options.items():
             if isinstance(value, str):
@@ -120,7 +120,7 @@ class SchedulerConfig(ServiceConfig):
         check_policy(self.policy, self.rules().settings)
 
     def told_rules(self) -> dict[str, Any]:
-        """What batches are made by, for `status` and for whoever replays a recording."""
+        """Return the batching rules for `status` and for replays of a recording."""
         rules = self.rules()
         settings = {name: getattr(rules.settings, name) for name in _TOLD_SETTINGS}
         return {
@@ -134,7 +134,7 @@ class SchedulerConfig(ServiceConfig):
         }
 
     def rules(self) -> Rules:
-        """The same for the core, which knows no configuration."""
+        """Return the core's rules from this configuration."""
         return Rules(
             settings=PolicySettings(
                 chunked_prefill=self.chunked_prefill,

@@ -1,6 +1,6 @@
-"""What a term of the scheduler leaves with its flight recorder: who came, what was decided, who left.
+"""Flight record of a term: submissions, decisions and ends. Kinds of events: docs/explain.md.
 
-Reads commands and effects on their way; changes nothing. The kinds of events are in docs/explain.md.
+It reads commands and effects and changes nothing.
 """
 
 from collections.abc import Mapping
@@ -31,19 +31,19 @@ _log = get_logger("scheduler")
 
 
 class TermRecord:
-    """Writes into the instance's recorder, and makes spans where these are on."""
+    """Writes a term's events into the instance's recorder, and spans where enabled."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self.spans = SequenceSpans() if spans.is_on() else None
 
     def close(self) -> None:
-        """The term is over."""
+        """End the term's spans."""
         if self.spans is not None:
             self.spans.close()
 
     def submitted(self, spec: SequenceSpec, *, known: bool, queued: int) -> None:
-        """A gateway's sequence was taken; `queued` of its model have no worker yet, itself included."""
+        """Record a submission; `queued`: sequences of its model without a worker, itself included."""
         self._recorder.note(
             "submitted",
             spec.ref.request_id,
@@ -60,7 +60,7 @@ class TermRecord:
             self.spans.submitted(spec, known=known)
 
     def refused(self, ref: SequenceRef, code: str, costs_s: dict[str, float]) -> None:
-        """It was not taken, and what taking it would have cost."""
+        """Record a refusal and the cost of accepting it."""
         self._recorder.note("refused", ref.request_id, **_ref(ref), error=code, costs_s=costs_s)
 
     def predicted(self, ref: SequenceRef, prediction: LengthPrediction) -> None:
@@ -87,7 +87,7 @@ class TermRecord:
         )
 
     def carried_out(self, effect: Effect) -> None:
-        """One of the core's effects, on its way out."""
+        """Record one of the core's effects."""
         match effect:
             case SendPlan(worker_id, plan):
                 self._plan(worker_id, plan)
@@ -193,7 +193,7 @@ def _ref(ref: SequenceRef) -> dict[str, int]:
 
 
 def say_turn(note: NoteTurn) -> None:
-    """Its line in the log."""
+    """Log a turn."""
     canonical(
         _log,
         "turn",
@@ -205,7 +205,7 @@ def say_turn(note: NoteTurn) -> None:
 
 
 def say_refused(spec: SequenceSpec, error: KvasirError, costs_s: dict[str, float]) -> None:
-    """Of one that was not taken, and what taking it would have cost."""
+    """Log a refusal and the cost of accepting it."""
     canonical(
         _log,
         "refused",

@@ -1,6 +1,6 @@
-"""The questions of one term: placement, predictions, snapshots, tokens of a sequence that moves.
+"""The questions of one term: placement, predictions, snapshots, tokens and blocks of moving sequences.
 
-Each is a task with a deadline; the core hears the answer, or that there was none. Knows nothing of plans.
+Each question is a task with a deadline; the core receives the answer or its absence.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ from shared.messages.tokens import FetchedTokens, FetchTokens
 _Question = AskPlacement | AskPrediction | AskSnapshot | AskTokens | AskPull
 _log = get_logger("scheduler")
 _MAX_PREDICTIONS = 64
-"""Open at once; beyond that a sequence does without."""
+"""Maximum open predictions; beyond it a sequence gets none."""
 
 
 class Questions:
-    """`ask` begins one; `close` gives up what is open. Answers are fed to the core by `feed`, the term's."""
+    """Open questions. `ask` starts one, `close` cancels all; `feed` passes answers to the core."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Questions:
         model: str,
         record: TermRecord,
     ) -> None:
-        """`core` is that of workers that serve `model`."""
+        """`core` is the one for `model`."""
         self._record = record
         self._config, self._bus, self._core, self._feed, self._model = config, bus, core, feed, model
         self._open: set[asyncio.Task[None]] = set()
@@ -71,7 +71,7 @@ class Questions:
         await asyncio.gather(*self._open, return_exceptions=True)
 
     def _start(self, work: Coroutine[Any, Any, None], *about: SequenceRef) -> None:
-        """Within the span of the first of these that has one."""
+        """Start a task within the span of the first of these sequences that has one."""
         context = None if self._record.spans is None else in_context(self._record.spans.within(about))
         task = asyncio.get_running_loop().create_task(work, context=context)
         self._open.add(task)

@@ -1,7 +1,7 @@
-"""Spans of the sequences of a term: from being taken to being over, and the part of it spent waiting.
+"""Tracing spans of a term's sequences: the whole stay and the wait in the queue.
 
-Both are below the gateway's span of the request, which a sequence's spec names; questions to the predictor
-and to placement are asked within the first one. Only where spans are on.
+Both are children of the gateway's request span, which the spec names. Questions to the predictor and to
+placement run within the first. Used only with tracing enabled.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from shared import spans
 from shared.messages.sequence import SequenceKey, SequenceRef, SequenceSpec
 
 MOST_OPEN = 16_384
-"""Beyond that, what comes has none."""
+"""Maximum open sequences; later ones have no span."""
 
 
 @dataclass(slots=True)
@@ -23,17 +23,17 @@ class _Open:
     attempt: int
     whole: Span
     waiting: Span | None
-    """None: it has been given to a worker."""
+    """None once a worker has it."""
 
 
 class SequenceSpans:
-    """By sequence; a new attempt ends the spans of the one before."""
+    """Spans by sequence; a new attempt ends those of the previous one."""
 
     def __init__(self) -> None:
         self._open: dict[SequenceKey, _Open] = {}
 
     def submitted(self, spec: SequenceSpec, *, known: bool) -> None:
-        """A gateway's sequence was taken; `known`: it has been here, and goes on."""
+        """Open the spans of an accepted sequence; `known`: it was here before and continues."""
         ref = spec.ref
         before = self._open.get(ref.key)
         if before is not None and before.attempt == ref.attempt:
@@ -55,20 +55,20 @@ class SequenceSpans:
             self._open[ref.key] = _Open(ref.attempt, whole, waiting)
 
     def within(self, refs: Iterable[SequenceRef]) -> Context:
-        """Where a question about these is asked: in the span of the first that has one; else in none."""
+        """Return the trace context of the first of these sequences that has a span."""
         for ref in refs:
             if (found := self._open.get(ref.key)) is not None:
                 return spans.below(found.whole)
         return Context()
 
     def event(self, ref: SequenceRef, name: str, fields: Mapping[str, str | int]) -> None:
-        """Something was decided about it, or happened to it."""
+        """Add an event to the sequence's span."""
         found = self._open.get(ref.key)
         if found is not None:
             spans.event(found.whole, name, attributes=fields)
 
     def started(self, ref: SequenceRef, worker_id: str, now_s: float) -> None:
-        """A plan gives it to a worker."""
+        """End the wait of a sequence that a plan starts."""
         found = self._open.get(ref.key)
         if found is None or found.attempt != ref.attempt:
             return
@@ -78,7 +78,7 @@ class SequenceSpans:
         spans.event(found.whole, "started", now_s, {"kvasir.worker": worker_id})
 
     def left(self, left: SequenceLeft) -> None:
-        """It is over for the scheduler."""
+        """End the spans of a finished sequence."""
         found = self._open.get(left.ref.key)
         if found is None or found.attempt != left.ref.attempt:
             return
@@ -95,7 +95,7 @@ class SequenceSpans:
         self._end(left.ref.key, str(left.phase))
 
     def close(self) -> None:
-        """The term is over; what it knew of goes on in the next one's."""
+        """End all spans with the term."""
         for key in list(self._open):
             self._end(key, "the term is over")
 

@@ -1,8 +1,8 @@
-"""The scheduler on the bus: feeds events to the core, carries its effects out, holds the lease.
+"""The scheduler on the bus: acquires the lease and leads one `Term` after another.
 
-An instance without the lease is a standby: it listens to workers' heartbeats (for the highest epoch) and
-answers `status`, nothing else. Leadership is a `Term`; when the lease is lost, or a higher epoch is heard,
-the term ends, its core with it, and the instance stands for the lease again. No state outlives a term.
+An instance without the lease is a standby: it receives heartbeats (for the highest epoch) and answers
+`status`. A term ends when the lease is lost or a higher epoch is reported; then the instance competes again.
+No state outlives a term.
 """
 
 import asyncio
@@ -25,21 +25,21 @@ from shared.plugins import PluginFaults, told
 _log = get_logger("scheduler")
 _ROLE = "scheduler"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _STABLE_S = 0.5, 10.0, 10.0
-"""After a term that failed, twice as long each time, unless it had lasted for `_STABLE_S`."""
+"""Pauses after a failed term; they double unless the term lasted `_STABLE_S`."""
 _LATELY_S = 2.0
-"""Who was heard within this is awaited by a new term; who was not may be gone."""
+"""A new term waits only for workers that reported within this time."""
 _MOST_HEARD = 4096
-"""Then those that were not heard lately are looked for."""
+"""Number of workers after which silent ones are removed."""
 
 HANDLERS = (
     *status_handlers("scheduler"),
     Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_worker_reported", sender="worker_id"),
 )
-"""Served at all times; `leader_term.HANDLERS` are added while leading."""
+"""Served at all times; a leader adds `leader_term.HANDLERS`."""
 
 
 class SchedulerService:
-    """One instance: standby, leader, standby again."""
+    """One instance, standby or leader."""
 
     def __init__(self, config: SchedulerConfig, bus: Bus) -> None:
         self._config = config
@@ -48,10 +48,10 @@ class SchedulerService:
         self._started_s = monotonic_s()
         self._highest_epoch = 0
         self._heard: dict[str, tuple[float, int, str]] = {}
-        """By worker: when last, its incarnation and its model."""
+        """By worker: time of the last report, incarnation, model."""
         self._term: Term | None = None
         self._faults = PluginFaults()
-        """Of terms."""
+        """Failures of terms."""
 
     def on_worker_reported(self, report: WorkerReported) -> None:
         self._highest_epoch = max(self._highest_epoch, report.epoch)
@@ -77,7 +77,7 @@ class SchedulerService:
         )
 
     async def serve(self) -> None:
-        """For ever: wait for the lease, lead until it ends. Cancel to stop."""
+        """Acquire the lease and lead, repeatedly, until cancelled."""
         await self._bus.attach(HANDLERS, self)
         await self._bus.attach(recorder_handlers("scheduler"), self._bus.recorder)
         await self._bus.watch_departures(self._on_gone)
@@ -110,7 +110,7 @@ class SchedulerService:
         self._heard = {name: heard for name, heard in self._heard.items() if heard[0] >= since_s}
 
     async def _lead(self, lease: Lease) -> Exception | None:
-        """What the core raised, where that ended the term."""
+        """Lead one term; return the core's exception if that ended it."""
         most_epoch = lease.epoch + EPOCH_REACH
         if self._highest_epoch > most_epoch:
             _log.warning("a worker claims epoch %d, which no scheduler has had", self._highest_epoch)
@@ -138,7 +138,7 @@ class SchedulerService:
         return term.failure
 
     async def _keep(self, lease: Lease) -> None:
-        """Renew until the lease is taken, or nothing has been heard of it for its whole time to live."""
+        """Renew the lease until it is taken, or until renewals fail for its whole time to live."""
         renewed_s = monotonic_s()
         while True:
             await asyncio.sleep(self._config.lease_ttl_s / 4)

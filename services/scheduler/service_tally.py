@@ -1,7 +1,7 @@
-"""What was served, for metrics and `status`: to each tenant, and of what placement had foreseen.
+"""Service per tenant and accuracy of expected cache hits, for metrics and `status`.
 
-The queue charges by its own account (`policy/tenants.py`); this one is in units that people bill by. Bounded:
-of more tenants than it names, those that come later are counted together.
+Units are those of billing; the queue charges by its own account (`policy/tenants.py`). Beyond a maximum
+number of tenants, later ones are counted together.
 """
 
 from collections import Counter
@@ -18,19 +18,19 @@ _OTHERS = "(others)"
 
 @dataclass(slots=True)
 class Service:
-    """One tenant's, since the term began."""
+    """Service of one tenant since the term began."""
 
     sequences: int = 0
     computed_tokens: int = 0
-    """Of prompts, those not found in a cache."""
+    """Prompt tokens not found in a cache."""
     cached_tokens: int = 0
     generated_tokens: int = 0
     kv_token_s: float = 0.0
-    """Tokens of KV, times the seconds for which they were held."""
+    """KV tokens times the seconds for which they were held."""
 
 
 class ServiceTally:
-    """By tenant."""
+    """Service by tenant."""
 
     def __init__(self) -> None:
         self._services: dict[str, Service] = {}
@@ -41,7 +41,7 @@ class ServiceTally:
         )
 
     def count(self, left: SequenceLeft) -> None:
-        """A sequence is over. One that never started was served nothing."""
+        """Count a finished sequence; one that never started got no service."""
         if left.worker_id is None or left.held_s <= 0:
             return
         name = _row_of(left.tenant.name, self._services)
@@ -62,8 +62,8 @@ class ServiceTally:
     def describe(
         self, charged_s: Iterable[tuple[str, float]], present: Iterable[tuple[tuple[str, bool], int]] = ()
     ) -> list[dict[str, Any]]:
-        """A row for each that was served or is here; `charged_s`: what queues count, lifted; `present`: how
-        many sequences of a name wait (False) or are at a worker (True)."""
+        """Return a row per tenant that was served or is present. `charged_s`: queue counters. `present`:
+        sequences by tenant and whether a worker holds them."""
         counters: dict[str, float] = {}
         for name, counter_s in charged_s:
             counters[name or "-"] = counters.get(name or "-", 0.0) + counter_s
@@ -90,20 +90,20 @@ class ServiceTally:
 
 
 def _row_of(tenant: str, rows: Collection[str]) -> str:
-    """Where a tenant is counted: of its own as long as there is room."""
+    """Return the tenant's row name, a shared one if there are too many rows."""
     name = tenant or "-"
     return _OTHERS if name not in rows and len(rows) >= _MOST_TENANTS else name
 
 
 class HitTally:
-    """What placement expected prompts to find in caches, against what they found."""
+    """Prompt tokens that placement expected in caches, and those found."""
 
     def __init__(self) -> None:
         self.prompt_tokens = self.expected_tokens = self.found_tokens = self.error_tokens = 0
-        """Of sequences that were placed and started."""
+        """Totals over placed sequences that started."""
 
     def count(self, left: SequenceLeft) -> None:
-        """A sequence is over."""
+        """Count a finished sequence."""
         if left.expected_tokens is None or left.worker_id is None or left.held_s <= 0:
             return
         found_tokens = min(left.cached_tokens, left.prompt_tokens)
@@ -114,7 +114,7 @@ class HitTally:
         self.error_tokens += abs(expected_tokens - found_tokens)
 
     def describe(self) -> dict[str, int]:
-        """The counts of this term."""
+        """Return the counts of this term."""
         return {
             "placed_prompt_tokens": self.prompt_tokens,
             "hits_expected_tokens": self.expected_tokens,

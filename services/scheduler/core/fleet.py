@@ -265,8 +265,8 @@ class Fleet:
     def settle(self, pipeline: WorkerPipeline, now_s: float) -> list[Effect]:
         """Recover from a failed policy: the worker continues with a new one after a resync.
 
-        A sequence whose call failed is given up if it was not taken in. If the policy keeps failing in other
-        calls, the sequences without blocks are given up, then all.
+        A sequence whose call failed is given up if it was not taken in, or fails too often. If the policy
+        keeps failing in other calls, the sequences without blocks are given up, then all.
         """
         policy = pipeline.policy
         if policy is None or policy.failure is None:
@@ -384,7 +384,7 @@ class Fleet:
 
     def _due(self, silent: set[str]) -> list[WorkerPipeline]:
         """Return the pipelines to check in this tick: silent, not in step, and a share of the others. Each is
-        checked at least once in `_TICKS_IN_ROUND` ticks."""
+        checked about every `_TICKS_IN_ROUND` ticks, or more often."""
         pipelines, names = self.roster.pipelines, self._round
         if not names:
             names.extend(pipelines)

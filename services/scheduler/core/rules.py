@@ -48,7 +48,7 @@ class ShadowRules:
     """Which running sequences are copied to other workers, and how often."""
 
     from_s: float = 0.0
-    """Copies sequences that take at least this long to recompute; 0: none."""
+    """Recompute time from which a sequence is copied; 0: none is."""
     interval_s: float = 0.3
     """Time between two checks of one worker, and two orders for one sequence."""
     renew_s: float = 5.0

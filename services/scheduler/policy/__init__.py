@@ -1,4 +1,4 @@
-"""Batching policies by name: those that ship, those that installed packages add, and classes in files.
+"""Registry of batching policies: built-in ones, entry points of installed packages, and classes in files.
 
 A package declares an entry point in the group `kvasir.scheduler.policies`, whose value is a
 `contract.PolicyFactory`. `my_file.py:MyPolicy` names a class in a file (`shared/plugins.py`).
@@ -55,18 +55,17 @@ BUILT_IN: dict[str, PolicyFactory] = {
 
 
 def policy_names() -> list[str]:
-    """Every name that `find_policy` knows, sorted; files come on top."""
+    """Return all names that `find_policy` accepts, sorted, apart from files."""
     return KIND.names(BUILT_IN)
 
 
 def find_policy(name: str) -> PolicyFactory:
-    """What makes policy objects of that name; a built-in name cannot be taken over. Raises ConfigError."""
+    """Return the factory of a policy; built-in names cannot be overridden. Raises ConfigError."""
     return KIND.find(name, BUILT_IN)
 
 
 def check_policy(name: str, settings: PolicySettings) -> None:
-    """Make one that nobody uses: policies read their options when they are made. Raises ConfigError for a
-    name, or an option, that is not known, for a value that cannot be used, and for a class that lacks a
-    method of the contract."""
+    """Check a policy's name and options by creating one. Raises ConfigError for an unknown name or option, an
+    unusable value, or a class without all methods of the contract."""
     factory = find_policy(name)
     KIND.made(name, lambda: factory(TRIAL_SHAPE, settings))

@@ -1,16 +1,13 @@
-"""What every policy stands on: the table of one worker's jobs, and one batch of them in the making.
+"""The job table of one worker and the builder of one batch, shared by all policies.
 
-A job is a task together with its projected progress. Blocks are counted three ways. `held_blocks` are there
-physically. `own_blocks` are set aside for the job alone: never less than held, less what is hosted.
-`hosted_blocks` are lent to it out of another job's own (only EcoServe lends). The worker's capacity bounds
-the sum of `own_blocks` and with that, as no block is used by two at once, the sum of `held_blocks`.
+A job is a task and its projected progress. Blocks are counted three ways: `held_blocks` are in use,
+`own_blocks` are reserved for the job, and `hosted_blocks` are lent by another job (EcoServe). Own blocks
+cover held minus hosted ones. The capacity limits the sum of `own_blocks`, and so the sum of `held_blocks`.
 
     capacity 10:  a holds 3, owns 5   b holds 4, owns 2, is hosted 2 by a   → free: 10 − 5 − 2 = 3
 
-A policy keeps its jobs in places of its own (a line, two queues), and asks the `JobTable` to hold, to set
-aside and to clear. It decides who comes next and whether there are blocks; a `BatchBuilder` says how much of
-a prompt this step may compute, counts, and projects what was decided on the table. Both know no order and no
-admission rule.
+A policy keeps jobs in its own lines and decides order and admission. `JobTable` holds, reserves and clears
+blocks. `BatchBuilder` limits chunks, counts the budget, and applies the batch to the table.
 
     budget 16:  decodes of a and b → 14 are left;  b is preempted → 15;  a prompt of 40 is cut to [0, 15)
 """
@@ -38,19 +35,19 @@ from shared.messages.sequence import SequenceKey
 
 class JobStage(StrEnum):
     WAITING = "waiting"
-    """Nothing of it is at the worker."""
+    """Holds nothing at the worker."""
     PREFILLING = "prefilling"
-    """Partly prefilled, or it holds blocks for that."""
+    """Partly prefilled, or holding blocks for prefill."""
     READY = "ready"
-    """Prefilled, and not running: new, adopted, or paused with its KV in place."""
+    """Prefilled and not running: new, adopted, or paused with its KV."""
     DECODING = "decoding"
     COMPLETE = "complete"
-    """Planned to its limit: keeps its blocks until the end is confirmed."""
+    """Planned to its limit; keeps its blocks until the end is confirmed."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One task's projected progress, and what policies that plan by predicted lengths note about it."""
+    """Projected progress of one task, and the notes of policies that plan by predicted length."""
 
     task: Task
     generated_tokens: int
@@ -63,45 +60,45 @@ class Job:
     hosted_blocks: int = 0
     deadline_s: float = inf
     due_s: float = inf
-    """What the slack classes of the queue it waits in count down to."""
+    """Time that the slack classes of its queue count down to."""
     rest_tokens: int = 0
-    """Padded tokens to come, as of when it last entered a queue or was predicted anew."""
+    """Padded remaining tokens, as of its last queueing or prediction."""
     end_tokens: int = 0
-    """Tokens in the cache when it is expected to end; of a running one."""
+    """Tokens of KV at its expected end, for a running job."""
     rank: tuple[Any, ...] = ()
-    """Its place in the queue it waits in; the last parts tell any two jobs apart."""
+    """Sort key in its queue; its last parts make it unique."""
     slack_class: int = 0
     queued_as: int = 0
-    """Number of its stay in a queue: clocked events of earlier stays are void."""
+    """Number of its stay in a queue; it invalidates clock events of earlier stays."""
 
     @property
     def prefill_tokens(self) -> int:
-        """What has to be computed before it decodes: the prompt, and the answer so far."""
+        """Tokens to compute before it decodes: the prompt and the answer so far."""
         return self.task.prompt_tokens + self.generated_tokens
 
     @property
     def missing_tokens(self) -> int:
-        """Of the answer, up to its limit."""
+        """Answer tokens up to the limit."""
         return self.task.max_tokens - self.generated_tokens
 
     @property
     def reserved_blocks(self) -> int:
-        """How far it may grow without asking again."""
+        """Blocks up to which it may grow without asking again."""
         return self.own_blocks + self.hosted_blocks
 
     @property
     def is_prompt(self) -> bool:
-        """Whether its prefill is still to be done, or to be finished."""
+        """Whether its prefill is not complete."""
         return self.stage in (JobStage.WAITING, JobStage.PREFILLING)
 
 
 def arrival_rank(job: Job) -> tuple[Any, ...]:
-    """First come, first served."""
+    """Return the key for first come, first served."""
     return job.task.order
 
 
 class JobTable:
-    """One worker's jobs by key, and the sums of their blocks."""
+    """Jobs of one worker by key, and the sums of their blocks."""
 
     def __init__(self, shape: WorkerShape) -> None:
         self.block_tokens = shape.block_tokens
@@ -109,28 +106,27 @@ class JobTable:
         self.jobs: dict[SequenceKey, Job] = {}
         self.held_blocks = self.own_blocks = 0
         self.changed = True
-        """Something may start that could not before. Whoever has looked, clears it."""
+        """Whether a start may have become possible; the reader clears it."""
 
     @property
     def free_blocks(self) -> int:
-        """Set aside for nobody. Negative after the worker shrank: somebody has to give up blocks."""
+        """Unreserved blocks. Negative after the worker shrank, until jobs give up blocks."""
         return self.capacity_blocks - self.own_blocks
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
 
     def maximum_blocks(self, job: Job) -> int:
-        """Of its longest answer, clamped to what an otherwise empty worker gives: one that was found there
-        may be larger."""
+        """Return the blocks of its longest answer, at most the capacity; an adopted job may exceed that."""
         return min(self.blocks_for(job.task.limit_tokens), self.capacity_blocks)
 
     def is_oversized(self, job: Job) -> bool:
-        """Whether it could never end here, as small as the worker is now."""
+        """Return whether the job cannot end at the worker's present size."""
         return self.blocks_for(job.task.limit_tokens) > self.capacity_blocks
 
     def add(self, task: Task, holding: Holding | None = None) -> Job | None:
-        """A new job, with what it holds already; None when its key is known. The stage says where it stands:
-        what decodes at the worker is READY, or COMPLETE when nothing is missing."""
+        """Add a job with the blocks it holds; return None if the key is known. A decoding job becomes READY,
+        or COMPLETE at its limit."""
         if task.key in self.jobs:
             return None
         job = self.jobs[task.key] = Job(task, task.generated_tokens, task.prediction, task.prediction)
@@ -144,32 +140,32 @@ class JobTable:
         return job
 
     def remove(self, job: Job) -> None:
-        """It has ended: what it held is free."""
+        """Remove an ended job and free its blocks."""
         self.clear(job)
         del self.jobs[job.task.key]
 
     def clear(self, job: Job) -> None:
-        """It holds nothing any more; its tokens are to be computed again."""
+        """Free all blocks of a job; its tokens must be computed again."""
         self.held_blocks -= job.held_blocks
         job.held_blocks = job.computed_tokens = 0
         self.set_own(job, 0)
         job.stage = JobStage.WAITING
 
     def set_own(self, job: Job, blocks: int) -> None:
-        """So many are set aside for it alone from now on."""
+        """Reserve exactly `blocks` for the job."""
         self.own_blocks += blocks - job.own_blocks
         self.changed = self.changed or blocks < job.own_blocks
         job.own_blocks = blocks
 
     def hold(self, job: Job, blocks: int) -> None:
-        """Physically so many from now on; what it is not hosted for is its own."""
+        """Hold exactly `blocks`; what is not hosted becomes its own."""
         self.held_blocks += blocks - job.held_blocks
         job.held_blocks = blocks
         if job.reserved_blocks < blocks:
             self.set_own(job, blocks - job.hosted_blocks)
 
     def finish_chunk(self, job: Job, end_tokens: int) -> None:
-        """A prefill gets to `end_tokens`; the chunk that reaches the end yields the first token."""
+        """Apply a prefill up to `end_tokens`; the last chunk yields the first token."""
         is_last = end_tokens == job.prefill_tokens
         job.computed_tokens = end_tokens
         if is_last:
@@ -179,8 +175,8 @@ class JobTable:
     def finish_decodes(
         self, jobs: Mapping[SequenceKey, Job], steps: int
     ) -> tuple[list[PlannedDecode], list[Job]]:
-        """Each decodes so many tokens more, or to its limit, with the blocks for them: what is planned, and
-        who is at the limit. It goes over all of a worker in each plan: no calls but for what changes."""
+        """Decode up to `steps` tokens per job; return the planned decodes and the jobs at their limit. This
+        is a hot path over all running jobs: it inlines `hold`."""
         planned: list[PlannedDecode] = []
         complete: list[Job] = []
         size = self.block_tokens
@@ -194,7 +190,7 @@ class JobTable:
             job.generated_tokens += tokens
             computed_tokens = job.computed_tokens = job.computed_tokens + tokens
             held_blocks = job.held_blocks
-            if computed_tokens > held_blocks * size:  # As `hold` does it.
+            if computed_tokens > held_blocks * size:  # as in `hold`
                 blocks = -(-computed_tokens // size)
                 self.held_blocks += blocks - held_blocks
                 job.held_blocks = held_blocks = blocks
@@ -206,8 +202,7 @@ class JobTable:
         return planned, complete
 
     def take_back(self, job: Job, missing_tokens: int) -> None:
-        """So many planned tokens were not generated: one that was planned to its limit goes on, and one that
-        has given up what it held has fewer to compute again."""
+        """Subtract planned tokens that were not generated; a complete job may decode again."""
         if job.stage is JobStage.WAITING:
             job.generated_tokens = max(job.task.generated_tokens, job.generated_tokens - missing_tokens)
             return
@@ -217,8 +212,8 @@ class JobTable:
             job.stage = JobStage.DECODING
 
     def note_prefix_hit(self, job: Job, cached_tokens: int) -> None:
-        """The worker has so much of a prefilling one stored. It counts as far as the free blocks reach, as
-        if it were the job's own."""
+        """Record a prefix cache hit of a prefilling job, limited by the free blocks. Cached blocks count as
+        its own."""
         room_blocks = job.held_blocks + max(0, self.free_blocks)
         cached_tokens = min(cached_tokens, job.prefill_tokens - 1, room_blocks * self.block_tokens)
         if cached_tokens > job.computed_tokens:
@@ -226,7 +221,7 @@ class JobTable:
             self.hold(job, max(job.held_blocks, self.blocks_for(cached_tokens)))
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a sum is wrong, or a job's tokens, blocks and stage contradict."""
+        """Raises AssertionError when a sum is wrong, or a job's tokens, blocks and stage are inconsistent."""
         jobs = list(self.jobs.values())
         assert self.held_blocks == sum(job.held_blocks for job in jobs)
         assert self.own_blocks == sum(job.own_blocks for job in jobs)
@@ -244,7 +239,7 @@ class JobTable:
 
 
 class BatchBuilder:
-    """Jobs enter a batch, and may leave it again until it is built; then their tokens count as computed."""
+    """A batch under construction; `build` counts its tokens as computed."""
 
     def __init__(self, table: JobTable, settings: PolicySettings) -> None:
         self._table = table
@@ -252,10 +247,10 @@ class BatchBuilder:
         self.budget_tokens = settings.token_budget
         self.decodes: dict[SequenceKey, Job] = {}
         self.prefills: dict[SequenceKey, tuple[Job, int]] = {}
-        """With the end of the chunk."""
+        """With the end of each chunk."""
         self.preemptions: dict[SequenceKey, PlannedPreemption] = {}
         self.complete: list[Job] = []
-        """Of those that decode, who is at its limit once the batch is built."""
+        """Decoding jobs that reach their limit in the built batch."""
         self._start_tokens = 0
 
     @property
@@ -264,23 +259,22 @@ class BatchBuilder:
 
     @property
     def jobs(self) -> list[Job]:
-        """All that the batch computes."""
+        """All jobs that the batch computes."""
         return [*self.prompts, *self.decodes.values()]
 
     @property
     def prompts(self) -> list[Job]:
-        """Whose prompts it computes."""
+        """The jobs whose prompts the batch computes."""
         return [job for job, _ in self.prefills.values()]
 
     @property
     def has_room(self) -> bool:
-        """More may run than a batch holds: after an adoption, or when a batch that would have ended some was
-        cut."""
+        """Whether another job fits. More may run than a batch holds, after an adoption or a cut batch."""
         return self.sequences < self._settings.max_batch_sequences
 
     def chunk_tokens(self, job: Job) -> int:
-        """Tokens of its prompt that this step may compute; 0 is none. Without chunked prefill prompts go
-        whole, and one longer than the budget goes when no other prompt does."""
+        """Return the prompt tokens that this step may compute, or 0. Without chunked prefill a prompt goes
+        whole; one longer than the budget goes if no other does."""
         rest = job.prefill_tokens - job.computed_tokens
         if not self.has_room:
             return 0
@@ -289,7 +283,7 @@ class BatchBuilder:
         return rest if rest <= self.budget_tokens or not self.prefills else 0
 
     def text_fits(self, job: Job) -> bool:
-        """Whether the plan may carry the text of one more that starts."""
+        """Return whether the plan has room for another job's text."""
         total = self._start_tokens + job.prefill_tokens
         return self._start_tokens == 0 or total <= self._settings.start_tokens
 
@@ -298,14 +292,14 @@ class BatchBuilder:
         self.budget_tokens -= 1
 
     def add_chunk(self, job: Job, chunk_tokens: int) -> None:
-        """The next chunk of its prompt. One that waits starts with it: its text travels in the plan."""
+        """Add the next chunk; a waiting job starts with it, and its text travels in the plan."""
         if job.stage is JobStage.WAITING:
             self._start_tokens += job.prefill_tokens
         self.prefills[job.task.key] = (job, job.computed_tokens + chunk_tokens)
         self.budget_tokens -= chunk_tokens
 
     def preempt(self, job: Job) -> None:
-        """It gives up all it holds, and nothing of it is in this batch. Clearing it is the caller's."""
+        """Add a preemption and remove the job's other items. The caller clears the job."""
         key = job.task.key
         if self.decodes.pop(key, None) is not None:
             self.budget_tokens += 1
@@ -314,16 +308,16 @@ class BatchBuilder:
         self.preemptions[key] = PlannedPreemption(key, job.held_blocks, job.computed_tokens)
 
     def __bool__(self) -> bool:
-        """Whether anything is in it."""
+        """Return whether the batch has any item."""
         return bool(self.decodes or self.prefills or self.preemptions)
 
     @property
     def most_steps(self) -> int:
-        """So many steps until the last of those that decode is at its limit, or a plan is at its own."""
+        """Number of steps until the last decoding job reaches its limit, at most `max_steps`."""
         return min(self._settings.max_steps, max(job.missing_tokens for job in self.decodes.values()))
 
     def steps_that_fit(self, steps: int) -> int:
-        """As many of these steps as the worker has blocks for; at least one."""
+        """Return the largest number of these steps that the capacity allows, at least 1."""
         table = self._table
         most_grown = len(self.decodes) * (table.blocks_for(steps) + 1)
         if table.held_blocks + most_grown <= table.capacity_blocks:
@@ -333,7 +327,7 @@ class BatchBuilder:
         return max(1, steps)
 
     def _held_blocks_after(self, steps: int) -> int:
-        """All that is held, once so many steps have run."""
+        """Return the held blocks after `steps` steps."""
         grown = 0
         for job in self.decodes.values():
             blocks = self._table.blocks_for(job.computed_tokens + min(steps, job.missing_tokens))
@@ -341,7 +335,7 @@ class BatchBuilder:
         return self._table.held_blocks + grown
 
     def build(self, steps: int, questions: Iterable[PlannedQuestion] = ()) -> PlannedBatch:
-        """Project the batch on the job table, and put it into words."""
+        """Apply the batch to the job table and return it as a plan."""
         prefills = [self._prefill(job, end) for job, end in self.prefills.values()]
         decodes, self.complete = self._table.finish_decodes(self.decodes, steps)
         return PlannedBatch(

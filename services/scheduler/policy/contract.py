@@ -198,8 +198,8 @@ class PolicySettings:
     """Tokens computed in one step: decodes and prompt chunks together."""
     max_steps: int = 8
     start_tokens: int = 65_536
-    """Maximum prompt + generated tokens of all sequences that one batch starts; their text travels in the
-    plan."""
+    """Maximum prompt + generated tokens that one batch starts, as their text travels in the plan. A single
+    sequence may exceed it."""
     options: Mapping[str, object] = field(default_factory=dict)
 
 

@@ -1,18 +1,15 @@
-"""Policies that keep their jobs in one order, by arrival or by a rank: how they put a batch together.
+"""Base of the policies with one order, and the policies `vllm`, `orca` and `fastgen`.
 
-Decodes first, oldest first; then prompts that are partly prefilled; then waiting prompts, in order, while
-the token budget, the batch and the free blocks last. With `chunked_prefill` a prompt is cut to the budget
-that is left; without, prompts go whole, and one longer than the budget goes when no other prompt does.
-While nothing waits and nothing prefills, batches reach several steps ahead.
+A batch holds decodes first, oldest first; then partly prefilled prompts; then waiting prompts in order. It
+ends with the token budget, the batch size or the free blocks. `chunked_prefill` cuts prompts to the budget.
+Without it prompts go whole, and one longer than the budget goes if no other prompt does. Several steps are
+planned while nothing waits or prefills.
 
-Jobs stand in two lines, those that wait and those that hold something, both in the order of the policy's
-`queue_key`, as in the fleet's queue: by arrival where it has none. Those that wait may be
-many: nothing here costs more than the logarithm of their number. How many blocks a sequence is given, and
-when a waiting one may start, is each policy's own rule: `_target_blocks`, `_can_start`. Blocks are set aside
-as jobs enter a batch, and held when it is built.
+Jobs stand in two lines, waiting and holding, both by `queue_key` or arrival. Costs are logarithmic in the
+waiting jobs. A subclass decides allocation (`_target_blocks`) and starts (`_can_start`).
 
     4 free blocks, a decodes and needs one, b waits with a prompt of 3 blocks → a is served, b starts.
-    0 free blocks, a needs one, c came last → c is preempted, and a takes one of its blocks; nobody starts.
+    0 free blocks, a needs one, c came last → c is preempted, and a takes one of its blocks; nothing starts.
 
 Source: papers/003 §2, the rivals.
 """
@@ -45,8 +42,7 @@ from shared.messages.sequence import SequenceKey
 
 
 class FirstComePolicy(ABC):
-    """One worker's batches. A subclass says when a waiting sequence may start, and fulfils
-    `contract.BatchPolicy`."""
+    """Batches of one worker in one order. A subclass decides when a waiting job may start."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         self._settings = settings
@@ -58,9 +54,7 @@ class FirstComePolicy(ABC):
         self._lengths = LengthEstimates(TwoQueueOptions(pad=0.0), block_tokens=1)
         self._waiting: Line[Job] = Line(self._rank)
         self._running: list[Job] = []
-        """All that hold something at the worker, in order: prefilling, decoding or complete."""
-
-    # Events
+        """All jobs that hold blocks, in order: prefilling, decoding or complete."""
 
     def on_arrival(self, task: Task, now_s: float) -> None:
         job = self._table.add(task)
@@ -109,11 +103,11 @@ class FirstComePolicy(ABC):
         self._table.capacity_blocks = capacity_blocks
 
     def on_measured(self, prefill_tokens_per_s: float, decode_step_s: float, now_s: float) -> None:
-        """Speeds hold for those that come."""
+        """Record the speeds, which apply to later arrivals."""
         self._speeds.on_measured(prefill_tokens_per_s, decode_step_s)
 
     def on_predicted(self, key: SequenceKey, prediction: LengthPrediction, now_s: float) -> None:
-        """Predictions change the order alone."""
+        """Update the job's rank; predictions have no other effect."""
         job = self._table.jobs.get(key)
         if job is None or self._rule is None:
             return
@@ -128,7 +122,7 @@ class FirstComePolicy(ABC):
             self._sort_running()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books do not balance, or a job is not in exactly one line."""
+        """Raises AssertionError when accounts do not balance or a job is not in exactly one line."""
         self._table.check_integrity()
         jobs = list(self._table.jobs.values())
         lines = [*self._waiting, *self._running]
@@ -140,14 +134,14 @@ class FirstComePolicy(ABC):
             assert (job in self._waiting) == (job.stage is JobStage.WAITING)
             assert job.own_blocks == job.held_blocks and job.stage is not JobStage.READY
 
-    # The two lines
+    # Lines
 
     def _rank(self, job: Job) -> Any:
-        """Who comes first: unique to each job, and constant while it waits."""
+        """Return the sort key, unique per job and constant while it waits."""
         return job.task.order if self._rule is None else job.rank
 
     def _rank_anew(self, job: Job) -> None:
-        """Its place by the policy's key, as in the fleet's queue."""
+        """Set the rank by the policy's key, as in the fleet's queue."""
         if self._rule is None:
             return
         task = structs.replace(job.task, prediction=job.prediction)
@@ -157,25 +151,23 @@ class FirstComePolicy(ABC):
         job.rank = (task.priority, self._rule.place(task, work_s), *task.order[1:])
 
     def _enqueue(self, job: Job) -> None:
-        """Joins those that wait. A policy with an index of its own extends this and `_dequeue`."""
+        """Add a job to the waiting line. A policy with its own index extends this and `_dequeue`."""
         self._waiting.add(job)
 
     def _dequeue(self, job: Job) -> None:
         self._waiting.remove(job)
 
     def _sort_running(self) -> None:
-        """After ranks of running jobs changed."""
+        """Restore the order after ranks of running jobs changed."""
         self._running.sort(key=self._rank)
 
     def _startable(self) -> Iterator[Job]:
-        """Waiting jobs in order, without those that can never fit: they must not hold anybody up."""
+        """Yield waiting jobs in order, except those that can never fit."""
         return (job for job in self._waiting if not self._table.is_oversized(job))
 
     def _releasing_blocks(self) -> int:
-        """What is free as soon as the ends that were planned for are confirmed."""
+        """Return the blocks that complete jobs free once their ends are confirmed."""
         return sum(job.held_blocks for job in self._running if job.stage is JobStage.COMPLETE)
-
-    # A batch
 
     def plan(self, now_s: float) -> PlannedBatch | None:
         """See `contract.BatchPolicy`."""
@@ -185,20 +177,19 @@ class FirstComePolicy(ABC):
         return self._finish(batch)
 
     def _may_admit(self) -> bool:
-        """Whether anybody may start while those that run are as `_begin` left them."""
+        """Return whether waiting jobs may start beside the running ones."""
         return True
 
     def _target_blocks(self, job: Job, tokens: int) -> int:
-        """What `job` should hold before `tokens` of its tokens are in the cache: unless a policy says
-        otherwise, enough for those, and never less."""
+        """Return the blocks `job` should hold for `tokens` tokens of KV; at least enough for them."""
         return self._table.blocks_for(tokens)
 
     @abstractmethod
     def _can_start(self, batch: BatchBuilder, job: Job) -> bool:
-        """Whether the free blocks allow a waiting sequence to start now."""
+        """Return whether the free blocks allow a waiting job to start."""
 
     def _begin(self) -> BatchBuilder:
-        """What runs already, as far as it gets into the next batch."""
+        """Return a batch with the running jobs that fit."""
         batch = BatchBuilder(self._table, self._settings)
         self._shed(batch)
         for job in [job for job in self._running if job.stage is JobStage.DECODING]:
@@ -208,7 +199,7 @@ class FirstComePolicy(ABC):
         return batch
 
     def _shed(self, batch: BatchBuilder) -> None:
-        """Give back what a shrunken worker no longer has, newest first."""
+        """Preempt the newest jobs after the worker shrank."""
         while self._table.free_blocks < 0:
             victim = self._newest()
             if victim is None:
@@ -216,23 +207,24 @@ class FirstComePolicy(ABC):
             self._preempt(batch, victim)
 
     def _add_decode(self, batch: BatchBuilder, job: Job) -> None:
-        """Its next token, unless it was preempted meanwhile or has no room."""
+        """Add the job's next token, unless it was preempted or has no room."""
         may_run = job.stage is JobStage.DECODING and batch.has_room
         if may_run and self._secure(batch, job, job.computed_tokens + 1):
             batch.add_decode(job)
 
     def _add_chunk(self, batch: BatchBuilder, job: Job) -> None:
-        """The next chunk of a partly prefilled prompt, unless it was preempted meanwhile or has no room."""
+        """Add the next chunk of a prompt, unless it was preempted or has no room."""
         chunk = batch.chunk_tokens(job)
         may_run = job.stage is JobStage.PREFILLING and chunk > 0
         if may_run and self._secure(batch, job, job.computed_tokens + chunk):
             batch.add_chunk(job, chunk)
 
     def _secure(self, batch: BatchBuilder, job: Job, tokens: int) -> bool:
-        """Set aside what `job` holds after the batch: its target where that is free, else what `tokens` need.
+        """Reserve the job's target if it is free, else the blocks for `tokens`; return whether that
+        succeeded.
 
-        For the latter newer ones are preempted, or in the end itself (False). While blocks of complete
-        sequences are about to be free it waits for those instead (False).
+        For the latter, newer jobs are preempted, and `job` itself last. Instead of that, it waits where
+        complete jobs will free enough.
         """
         held = job.held_blocks
         target = max(held, self._target_blocks(job, tokens))
@@ -252,14 +244,14 @@ class FirstComePolicy(ABC):
         return next((job for job in reversed(self._running) if job.stage is not JobStage.COMPLETE), None)
 
     def _preempt(self, batch: BatchBuilder, victim: Job) -> None:
-        """All it held is free at once, and its tokens are to be computed again."""
+        """Preempt a job: free its blocks and queue it for recomputation."""
         batch.preempt(victim)
         self._running.remove(victim)
         self._table.clear(victim)
         self._enqueue(victim)
 
     def _admit(self, batch: BatchBuilder) -> None:
-        """Start waiting prompts in order; the first that does not fit now holds back the rest."""
+        """Start waiting prompts in order; the first that does not fit holds back the rest."""
         running = sum(job.stage is not JobStage.COMPLETE for job in self._running)
         for job in self._candidates(batch):
             if running >= self._settings.max_batch_sequences or not self._add_start(batch, job):
@@ -267,7 +259,7 @@ class FirstComePolicy(ABC):
             running += 1
 
     def _add_start(self, batch: BatchBuilder, job: Job) -> bool:
-        """The first chunk of one that waits. False when nobody else may start after it."""
+        """Add the first chunk of a waiting job. Return whether another job may start after it."""
         chunk = batch.chunk_tokens(job)
         if chunk == 0 or not batch.text_fits(job) or not self._can_start(batch, job):
             return False
@@ -276,11 +268,12 @@ class FirstComePolicy(ABC):
         return chunk == job.prefill_tokens
 
     def _candidates(self, batch: BatchBuilder) -> Iterator[Job]:
-        """Who is to start next, as the batch stands when the next one is asked for."""
+        """Yield the next jobs to start; each is chosen by the current state of the batch."""
         return self._startable()
 
     def _finish(self, batch: BatchBuilder) -> PlannedBatch | None:
-        """Those that start leave the waiting line; what was set aside is held. None for an empty batch."""
+        """Apply the batch: starting jobs leave the waiting line, reserved blocks are held. Return None if
+        empty."""
         if not batch:
             return None
         waits = any(True for _ in self._startable())
@@ -295,21 +288,20 @@ class FirstComePolicy(ABC):
 
 
 class VllmPolicy(FirstComePolicy):
-    """`vllm`: blocks for the tokens there are, no more; when they run out, the newest is preempted."""
+    """`vllm`: allocates blocks for existing tokens only; when they run out, the newest job is preempted."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         read_options("vllm", settings.options, {})
         super().__init__(shape, settings)
 
     def _can_start(self, batch: BatchBuilder, job: Job) -> bool:
-        """The headroom is left to those that run, so that a start is not followed by a preemption at
-        once."""
+        """Leaves 1 % headroom for running jobs, so that a start does not cause a preemption at once."""
         headroom_blocks = self._table.capacity_blocks // 100 if batch.decodes or batch.prefills else 0
         return self._table.blocks_for(job.prefill_tokens) <= self._table.free_blocks - headroom_blocks
 
 
 class MaximumPolicy(FirstComePolicy):
-    """Each sequence gets, at its start, the blocks of the longest answer it may give."""
+    """Allocates the blocks of the longest possible answer at the start."""
 
     def _target_blocks(self, job: Job, tokens: int) -> int:
         return max(self._table.blocks_for(tokens), self._table.maximum_blocks(job))
@@ -319,13 +311,13 @@ class MaximumPolicy(FirstComePolicy):
 
 
 class OrcaPolicy(MaximumPolicy):
-    """`orca`: the blocks of the longest answer at the start, in the order of arrival."""
+    """`orca`: allocates the longest answer at the start, in order of arrival."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         read_options("orca", settings.options, {})
         super().__init__(shape, settings)
         self._adopted: set[SequenceKey] = set()
-        """Those that may hold less than their maximum."""
+        """Adopted sequences, which may hold less than their maximum."""
 
     def on_adopted(self, task: Task, holding: Holding, now_s: float) -> None:
         super().on_adopted(task, holding, now_s)
@@ -337,7 +329,7 @@ class OrcaPolicy(MaximumPolicy):
         self._adopted.discard(key)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books do not balance, or what started here could run out."""
+        """Raises AssertionError when accounts do not balance or a started job could run out of blocks."""
         super().check_integrity()
         assert self._adopted <= self._table.jobs.keys()
         for job in self._running:
@@ -345,7 +337,8 @@ class OrcaPolicy(MaximumPolicy):
             assert has_maximum or job.task.key in self._adopted, "started with less than its maximum"
 
     def _may_admit(self) -> bool:
-        """An adopted sequence that needs more blocks than it has comes before all that wait."""
+        """Return False while an adopted sequence holds less than its maximum; it goes before all waiting
+        ones."""
         return not any(
             job.own_blocks < self._table.maximum_blocks(job)
             for job in self._running
@@ -354,7 +347,8 @@ class OrcaPolicy(MaximumPolicy):
 
 
 class FastGenPolicy(FirstComePolicy):
-    """`fastgen`: as `vllm`, but each step computes a fixed number of tokens, with prompts cut to fill it."""
+    """`fastgen`: like `vllm`, but each step computes a fixed number of tokens and prompts are cut to fill
+    it."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         options = read_options("fastgen", settings.options, {"tfs_tokens": settings.token_budget})

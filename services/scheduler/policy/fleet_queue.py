@@ -348,7 +348,7 @@ class _Unread:
 _LISTED = 64
 """Maximum workers of each kind that one question names."""
 _MOST = 4
-"""Maximum higher-ranked requests at a full worker, as a multiple of its places."""
+"""Number of requests, as a multiple of the places, up to which a higher-ranked one may join a full worker."""
 
 
 class Feed:
@@ -429,8 +429,8 @@ class Feed:
         return [one for one in found if head < one[0] and len(self._at[one[1]]) < self._most(head, one[0])]
 
     def _most(self, head: Rank, best: Rank) -> int:
-        """Return the limit for outranking requests at a worker. It doubles for a better class or turn, so
-        that one tenant cannot close a worker to another."""
+        """Return the number of waiting requests that closes a worker to a higher-ranked one. It doubles for a
+        better class or turn, so that one tenant cannot close a worker to another."""
         return _MOST * self._places * (2 if head[0] < best[0] else 1)
 
     def _crowd(self, worker_id: str) -> Crowd:

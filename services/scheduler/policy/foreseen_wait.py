@@ -1,20 +1,17 @@
-"""How long one that comes now would wait for a worker: the work that goes before it, over the rate at which
-work gets done.
+"""Expected wait of a new request: the work that goes before it, divided by the rate of completed work.
 
-Both are counted in the queue's own seconds of a whole worker, from predicted lengths and measured speeds. So
-what all predictions are wrong by is in both, and cancels.
+Both are in seconds of a whole worker, from predicted lengths and measured speeds, so a common prediction
+error cancels.
 
-- Before it go: of its own tenant all that wait, but for those with a higher priority number; of the other
-  tenants of its class as much as turns give them meanwhile, by weight, and no more than they have; of better
-  classes all; of worse ones nothing. Who floods sees a long wait, and the others do not.
-- The rate is what ended, for each second in which somebody waited, by worker. Of a fleet that was never full
-  nothing was measured: then a worker does a second's work in a second. While nobody waits, what was measured
-  is forgotten: a stall of an hour ago refuses nobody now.
+- Work before it: its own tenant's waiting work up to its priority, and that of better classes. Other tenants
+  of its class add their share by weight. A tenant that floods the queue sees a long wait; others do not.
+- Rate: work that ended per second with requests waiting, by worker. It starts at 1, and returns to 1 while
+  nothing waits, so an old stall refuses no new request.
 
-    two workers, 40 s of work wait, all of one tenant → its next one waits 20 s; another's first one, of 2 s,
-    waits for no more than 2 s of that work: 1 s
+    two workers, 40 s of work wait, all of one tenant → its next request waits 20 s; another's first one, of
+    2 s, waits for no more than 2 s of that work: 1 s
 
-Source: generalized processor sharing (Parekh and Gallager 1993), which turns by service come close to. Pure.
+Source: generalized processor sharing (Parekh and Gallager 1993), which turns by service approximate. Pure.
 """
 
 from collections import Counter
@@ -25,45 +22,45 @@ from services.scheduler.policy.contract import CLASS_LEVELS
 from shared.messages.sequence import SequenceKey, Tenant
 
 _PRIOR_S = 1.0
-"""Of one worker's time, for which a rate that nobody has measured counts at first."""
+"""Worker seconds that the initial rate counts for."""
 _MEMORY_S = 30.0
-"""Of full workers' time: what was measured longer ago counts for less than 1/e."""
+"""Time constant of forgetting, in seconds of full workers."""
 _LEAST = 1e-6
 _FULL_AFTER_S = 1.0
-"""Somebody has waited all that time: then the workers are full."""
+"""Seconds of waiting after which workers count as full."""
 _LONGEST_TICK_S = 1.0
-"""More is a time in which nobody looked."""
+"""Longest time that one tick counts."""
 
 
 class DrainRate:
-    """Seconds of work that one worker gets done in a second, while somebody waits all the time."""
+    """Measures the seconds of work that one worker completes per second while requests wait."""
 
     def __init__(self) -> None:
         self._done_s = self._full_s = _PRIOR_S
-        """Work, and full workers' time, that count."""
+        """Weighted completed work and full worker time."""
         self._counted_s = _PRIOR_S
-        """The latter, as of the last end."""
+        """Full worker time at the last end."""
         self._ended_s = 0.0
         """Work that ended since the last tick."""
         self._quiet_s = 0.0
-        """Since something ended: until then nothing is forgotten, as long answers may end together."""
+        """Time since the last end; nothing is forgotten meanwhile, because long answers may end together."""
         self._since_s: float | None = None
-        """When the wait began that goes on."""
+        """Start of the present wait."""
         self._is_open = False
-        """Something has ended since the workers are full: before, work was begun and could not have ended."""
+        """Whether a sequence has ended since the workers are full; measurement starts there."""
         self._ticked_s: float | None = None
 
     @property
     def per_worker(self) -> float:
-        """Above 0."""
+        """Completed work per second, above 0."""
         return max(_LEAST, self._done_s / self._full_s)
 
     def end(self, work_s: float) -> None:
-        """One is over, that was taken to be so much work when it started."""
+        """Count the end of a sequence whose expected work was `work_s`."""
         self._ended_s += max(0.0, work_s)
 
     def on_tick(self, now_s: float, workers: int, *, is_waited: bool) -> None:
-        """To be called often; `is_waited`: somebody waits now."""
+        """Advance time; call often. `is_waited`: requests wait now."""
         passed_s = 0.0 if self._ticked_s is None else min(now_s - self._ticked_s, _LONGEST_TICK_S)
         self._ticked_s = now_s
         ended_s, self._ended_s = self._ended_s, 0.0
@@ -88,7 +85,7 @@ class DrainRate:
             self._quiet_s = 0.0
 
     def _forget(self, passed_s: float) -> None:
-        """Nobody waits: what was measured goes back to what is taken of a fleet that was never full."""
+        """Return slowly to the initial rate while nothing waits."""
         kept = exp(-passed_s / _MEMORY_S)
         self._done_s = _PRIOR_S + (self._done_s - _PRIOR_S) * kept
         self._full_s = _PRIOR_S + (self._full_s - _PRIOR_S) * kept
@@ -97,7 +94,7 @@ class DrainRate:
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """Of one tenant: seconds of work by priority, and how many."""
+    """Waiting work of one tenant: seconds and number by priority."""
 
     tenant: Tenant
     work_s: dict[int, float] = field(default_factory=dict)
@@ -110,7 +107,7 @@ class _Waiting:
     def remove(self, priority: int, work_s: float) -> None:
         self.count[priority] -= 1
         self.work_s[priority] -= work_s
-        if not self.count[priority]:  # what rounding has left goes with the last
+        if not self.count[priority]:  # the last one also removes rounding errors
             del self.count[priority], self.work_s[priority]
 
     def up_to(self, priority: int) -> float:
@@ -121,21 +118,20 @@ class _Waiting:
 
 
 class ForeseenWait:
-    """Those that wait, in the queue or at a worker that has not begun them, and what is foreseen for one
-    more."""
+    """Waiting requests, in the queue or unstarted at workers, and the expected wait of a new one."""
 
     def __init__(self) -> None:
         self.rate = DrainRate()
         self._workers = 0
         self._waiting: dict[str, _Waiting] = {}
-        """By tenant that has any."""
+        """By tenant with waiting requests."""
         self._entries: dict[SequenceKey, tuple[str, int, float]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def add(self, key: SequenceKey, tenant: Tenant, priority: int, work_s: float) -> None:
-        """It waits. Raises ValueError for one that does already."""
+        """Add a waiting request. Raises ValueError if it waits already."""
         if key in self._entries:
             raise ValueError(f"{key} waits already")
         known = self._waiting.setdefault(tenant.name, _Waiting(tenant))
@@ -144,7 +140,7 @@ class ForeseenWait:
         self._entries[key] = (tenant.name, priority, work_s)
 
     def remove(self, key: SequenceKey) -> None:
-        """It does not wait any more; nothing for one that did not."""
+        """Remove a request; ignore an unknown key."""
         entry = self._entries.pop(key, None)
         if entry is None:
             return
@@ -155,12 +151,12 @@ class ForeseenWait:
             del self._waiting[name]
 
     def on_tick(self, now_s: float, workers: int) -> None:
-        """To be called often: so many workers take work."""
+        """Advance time; call often. `workers`: number of workers that take work."""
         self._workers = workers
         self.rate.on_tick(now_s, workers, is_waited=bool(self._entries))
 
     def wait_s(self, tenant: Tenant, priority: int, work_s: float) -> float | None:
-        """For one more of that tenant, of `work_s`. None: no worker is there, nobody can say."""
+        """Return the expected wait of a new request with `work_s` of work, None without workers."""
         if not self._entries:
             return 0.0
         if not self._workers:
@@ -177,7 +173,7 @@ class ForeseenWait:
         return max(0.0, before_s) / (self.rate.per_worker * self._workers)
 
     def longest_s(self) -> float:
-        """For one more behind all that wait; 0 where nobody can say."""
+        """Return the expected wait behind all waiting requests, 0 without workers."""
         before_s = sum(known.all_s() for known in self._waiting.values())
         return before_s / (self.rate.per_worker * self._workers) if self._workers else 0.0
 

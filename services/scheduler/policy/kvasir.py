@@ -1,8 +1,8 @@
 """`kvasir`, the default policy: shortest predicted remaining work first, admitted by predicted memory use.
 
 A request waits once, as a prompt. It starts when the worker is predicted to hold it to its end beside all
-running requests; then it prefills and decodes without another wait. Requests go in order of work, prefill
-included, in seconds of a whole worker. Work that is too late for its deadline counts `_LATE` times.
+running requests; then it prefills and decodes without another wait. Within a priority the least work, in
+seconds of a whole worker, goes first. Work that is too late for its deadline counts `_LATE` times.
 
 - Passing: only a share of started work may pass older work. After that, the oldest request is the only next.
 - Fit: a few requests that do not fit are passed over.
@@ -10,8 +10,6 @@ included, in seconds of a whole worker. Work that is too late for its deadline c
 - No free blocks: the request with the most remaining work is preempted.
 - Classes: `sheddable` requests use only what better classes leave.
 - Short steps: the policy plans several at once, up to the first expected end.
-
-Example:
 
     10 blocks are free; a has the least work but will hold 12 at its end, b has more and will hold 6 → a is
     passed over, b starts; a starts once enough running requests are predicted to end in time.

@@ -1,12 +1,11 @@
-"""How long: the rest of an answer, from its predicted length, and work in seconds at measured speeds.
+"""Remaining answer lengths from predictions, and work in seconds at measured speeds.
 
-Padding raises the expected *remaining* length. An answer that outlives its prediction is expected to go on
-for E[RL − g | RL > g], read off the prediction's quantiles; one that outlives those too, for a quarter of
-what it has. Whatever a predictor says (0, less than there is, more than the limit, nothing), the result is
-between one token and what the limit leaves.
+Padding raises the expected *remaining* length. An answer that outlives its prediction is expected to continue
+for E[RL − g | RL > g], from the prediction's quantiles. Beyond them it is expected to grow by a quarter. Any
+prediction, valid or not, gives a result from one token to the limit's remainder.
 
-Source: papers/003 §2.3 (padding), §3.2.2 (under-prediction); algorithms.md §1, where the paper's
-"predicted − generated" is replaced, because it is 0 just then.
+Source: papers/003 §2.3 (padding), §3.2.2 (under-prediction); algorithms.md §1. The latter replaces the
+paper's "predicted − generated", which is 0 at that point.
 """
 
 from math import ceil
@@ -18,14 +17,14 @@ from shared.messages.commands import LengthPrediction
 
 _WEIGHT = 1 / 256
 _ENOUGH = 32
-"""Answers before anything is corrected."""
+"""Number of answers before predictions are corrected."""
 _MOST = 4.0
 _NEAR = 0.15
-"""A smaller error is none."""
+"""Smaller relative errors are ignored."""
 
 
 class Calibration:
-    """How wrong predictions were at one worker, as a factor for those to come: a running ratio."""
+    """Ratio of actual to predicted lengths at one worker, as a running average."""
 
     def __init__(self) -> None:
         self._answers = 0
@@ -34,7 +33,7 @@ class Calibration:
         self._unpredicted_tokens = 0.0
 
     def learn(self, predicted_tokens: int | None, actual_tokens: int) -> None:
-        """An answer is over, of so many tokens as it really had. None: nobody had predicted it."""
+        """Record the final length of an answer. `predicted_tokens`: None if there was no prediction."""
         if predicted_tokens is None:
             self._unpredicted += 1
             weight = max(_WEIGHT, 1 / self._unpredicted)
@@ -47,26 +46,26 @@ class Calibration:
 
     @property
     def factor(self) -> float:
-        """What predictions are to be multiplied by: between 1/4 and 4."""
+        """Factor to multiply predictions by, from 1/4 to 4."""
         if self._answers < _ENOUGH or self._predicted_tokens <= 0:
             return 1.0
         factor = self._actual_tokens / self._predicted_tokens
         return 1.0 if abs(factor - 1) < _NEAR else min(_MOST, max(1 / _MOST, factor))
 
     def default_tokens(self, configured_tokens: int) -> int:
-        """For one that nobody has predicted."""
+        """Return the assumed length of an answer without a prediction."""
         if self._unpredicted < _ENOUGH:
             return configured_tokens
         return max(1, round(self._unpredicted_tokens))
 
 
 _TAIL = 0.25
-"""An answer beyond everything predicted goes on for this share of its length."""
+"""Share of its length by which an answer beyond its prediction grows."""
 
 
 def expected_rest_tokens(prediction: LengthPrediction, generated_tokens: float) -> float:
-    """E[RL − g | RL > g], with mass spread evenly between the quantiles, and 5 % above the last up to
-    1.25 × it."""
+    """Return E[RL − g | RL > g]. Mass is uniform between quantiles, with 5 % between the last and 1.25 ×
+    it."""
     edges = [0.0]
     for tokens in (
         prediction.p50_tokens,
@@ -92,13 +91,13 @@ class LengthEstimates:
     def __init__(
         self, options: TwoQueueOptions, block_tokens: int, calibration: Calibration | None = None
     ) -> None:
-        """Without a calibration predictions are taken as they are."""
+        """`calibration`: None leaves predictions uncorrected."""
         self._options = options
         self._calibration = calibration
         self._block_tokens = block_tokens
 
     def whole_tokens(self, prediction: LengthPrediction | None, max_tokens: int) -> int:
-        """The whole answer as predicted, not padded."""
+        """Return the predicted length of the whole answer, not padded."""
         if prediction is None:
             tokens = self._options.default_tokens
             if self._calibration is not None:
@@ -108,14 +107,14 @@ class LengthEstimates:
         return max(1, min(max_tokens, tokens))
 
     def learn(self, prediction: LengthPrediction | None, generated_tokens: int) -> None:
-        """An answer is over; `prediction` is the first there was."""
+        """Record the final length of an answer; `prediction` is its first one."""
         is_news = prediction is None or not prediction.is_calibrated
         if self._calibration is not None and is_news:
             raw = None if prediction is None else self._raw_tokens(prediction)
             self._calibration.learn(raw, generated_tokens)
 
     def _factor(self, prediction: LengthPrediction) -> float:
-        """What a prediction is multiplied by; one that was corrected by who made it is taken as it is."""
+        """Return the factor for a prediction; 1 if its predictor calibrated it."""
         if self._calibration is None or prediction.is_calibrated:
             return 1.0
         return self._calibration.factor
@@ -126,7 +125,7 @@ class LengthEstimates:
         return max(1, int(tokens))
 
     def rest_tokens(self, prediction: LengthPrediction | None, generated_tokens: int, max_tokens: int) -> int:
-        """Padded tokens still to come: at least a block's, unless the limit is nearer."""
+        """Return the padded remaining tokens: at least one block's, at most the limit's remainder."""
         rest: float = self.whole_tokens(prediction, max_tokens) - generated_tokens
         if rest <= 0:
             factor = 1.0 if prediction is None else self._factor(prediction)
@@ -146,7 +145,7 @@ _MEMORY_TOKENS = 16_384
 
 
 class WorkerSpeeds:
-    """A worker's speeds, smoothed; a modest accelerator's until it has measured some."""
+    """Smoothed speeds of a worker; those of a modest accelerator until measured."""
 
     def __init__(self) -> None:
         self._prefill_tokens_per_s: float | None = None
@@ -154,7 +153,7 @@ class WorkerSpeeds:
 
     @property
     def are_measured(self) -> bool:
-        """Both of them."""
+        """Whether both speeds are measured."""
         return bool(self._prefill_tokens_per_s and self._decode_step_s)
 
     @property
@@ -166,7 +165,7 @@ class WorkerSpeeds:
         return self._decode_step_s or _STEP_S
 
     def on_measured(self, prefill_tokens_per_s: float, decode_step_s: float) -> None:
-        """0 is no measurement."""
+        """Record measured speeds; 0 means not measured."""
         if prefill_tokens_per_s > 0:
             self._prefill_tokens_per_s = averaged(
                 self._prefill_tokens_per_s, prefill_tokens_per_s, _SPEED_WEIGHT
@@ -175,21 +174,20 @@ class WorkerSpeeds:
             self._decode_step_s = averaged(self._decode_step_s, decode_step_s, _SPEED_WEIGHT)
 
     def work_s(self, prefill_tokens: int, decode_tokens: int) -> float:
-        """What so much takes with nobody else there."""
+        """Return the seconds that this work takes on an idle worker."""
         return prefill_tokens / self.prefill_tokens_per_s + decode_tokens * self.decode_step_s
 
     def occupied_s(
         self, prefill_tokens: int, decode_tokens: int, memory_tokens: float | None, cached_tokens: int = 0
     ) -> float:
-        """How much of a worker that takes from others, in seconds of the whole worker: the time of its
-        prefill, but for what is cached, and the share of the KV (`memory_tokens` in all) that its tokens hold
-        while it decodes."""
+        """Return the share of the worker used, in seconds of the whole worker. Prefill counts its time
+        without cached tokens; decode counts its share of the KV (`memory_tokens` in total)."""
         held_share = (prefill_tokens + decode_tokens / 2) / (memory_tokens or _MEMORY_TOKENS)
         computed_s = (prefill_tokens - cached_tokens) / self.prefill_tokens_per_s
         return computed_s + held_share * decode_tokens * self.decode_step_s
 
     def deadline_s(self, task: Task, answer_tokens: int, slo_scale: float) -> float:
-        """On the clock of `task.arrival_s`; the task's own deadline where it has one."""
+        """Return the task's deadline, or one from its expected work, on the clock of `task.arrival_s`."""
         if task.deadline_s is not None:
             return task.deadline_s
         return task.arrival_s + slo_scale * self.work_s(task.prompt_tokens, answer_tokens)

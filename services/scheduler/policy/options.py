@@ -1,4 +1,4 @@
-"""What `kvasir` and the EcoServe family let be set: `PolicySettings.options`, with ranges and defaults.
+"""Options of `kvasir` and the EcoServe family: `PolicySettings.options`, with ranges and defaults.
 
 Source: papers/003 §2.3 (padding, reserve), §3.3 (slack ranges), §3.4 (buffer), §4 (SLO scale, figure 12).
 """
@@ -9,33 +9,33 @@ from dataclasses import dataclass, fields
 from services.scheduler.policy.contract import PASSING_SHARE, Reader, read_options
 
 LENGTHS = ("mean", "p50", "p80", "p90", "p95")
-"""Which of a prediction's figures is padded and allocated; `mean` is its `rl_tokens`."""
+"""Figure of a prediction that is padded and allocated; `mean` is `rl_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TwoQueueOptions:
-    """Parameters of a policy with two queues (`two_queues.py`), at one worker."""
+    """Parameters of a policy with two queues (`two_queues.py`)."""
 
     pad: float = 0.15
-    """Share that a predicted length is raised by."""
+    """Share by which predicted lengths are raised."""
     length: str = "mean"
     reserve_ratio: float = 0.03
     """Share of the capacity kept for prompts and for answers longer than predicted."""
     buffer: float = 0.15
-    """β: share of a slot that a hosted sequence has to leave before its host arrives."""
+    """β: share of a slot that a hosted sequence must leave before its host arrives."""
     slo_scale: float = 2.0
-    """A deadline is so many times what the request takes on its own."""
+    """Deadline as a multiple of the request's own duration."""
     tfs_tokens: int = 0
-    """Target forward size: tokens in one step that saturate the device; 0 is the token budget."""
+    """Target forward size: tokens per step that saturate the device; 0: the token budget."""
     aging_s: float = 10.0
-    """One overdue by more than this has a share of the admissions."""
+    """Lateness in seconds after which a job gets a share of the admissions."""
     aging_share: float = 0.25
     default_tokens: int = 512
-    """Answer length taken for a sequence that nobody has predicted (yet)."""
+    """Assumed answer length without a prediction."""
     slack_edges_s: tuple[float, ...] = (0.2, 0.5, 2.0)
     """Bounds between the slack classes, ascending."""
     passing_share: float = PASSING_SHARE
-    """`kvasir`: of the work that starts while somebody older waits, so much may pass him."""
+    """`kvasir`: share of started work that may pass older waiting work."""
 
 
 def _number(low: float, high: float) -> Reader:
@@ -93,8 +93,8 @@ def two_queue_options(
     defaults: Mapping[str, float] | None = None,
     names: Collection[str] | None = None,
 ) -> TwoQueueOptions:
-    """The named options over their defaults, or over the policy's own; `names`: those that the policy goes
-    by. Raises ConfigError, which names the option and what to write."""
+    """Return the options over the policy's defaults; `names`: those that the policy uses. Raises ConfigError
+    with the option's name and valid values."""
     usual = {
         field.name: field.default for field in fields(TwoQueueOptions) if names is None or field.name in names
     }

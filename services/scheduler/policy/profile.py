@@ -1,7 +1,7 @@
-"""Usage over time: how many blocks those that run will hold at every moment to come, as predicted.
+"""Predicted block usage over time of the running sequences.
 
-A sequence may start if at every completion there will be enough for all that still run: who ends early fits
-beside who needs the blocks later. Time is counted in decode steps, in buckets.
+A sequence may start if the blocks suffice at every predicted completion. So one that ends early fits beside
+one that needs the blocks later. Time is in decode steps, in buckets.
 
     8 blocks of 4 tokens: a grows from 4 to 16 tokens, b from 4 to 8 → 4 and 2 blocks at their ends. c, which
     grows to 16 too, fits: when a and c hold 4 each, b is gone.
@@ -25,10 +25,9 @@ _INDICES = np.arange(MAX_BUCKETS, dtype=np.int64)
 
 
 def bucket_tokens(rests: Sequence[int], kv_tokens: int) -> int:
-    """How long buckets are best, when those that run have so many tokens to go in a KV of that size: a power
-    of two. In a bucket each counts with up to that many tokens more than it has now; all of that is no more
-    than a sixteenth of the KV, where buckets of 4 tokens allow it and the longest needs no more than there
-    are."""
+    """Return the best bucket width, a power of two, for the remaining tokens of the running sequences. A
+    bucket overcounts each by up to its width; together at most a sixteenth of the KV, if the bucket count
+    allows."""
     longest = max(rests, default=0)
     width = BUCKET_TOKENS
     while (
@@ -41,10 +40,9 @@ def bucket_tokens(rests: Sequence[int], kv_tokens: int) -> int:
 
 
 class UsageProfile:
-    """One worker's blocks over the steps to come, as of one moment; those that start are added.
+    """Block usage of one worker from now on; started sequences are added.
 
-    While all at their ends fit together nothing has to be known of when: the arrays are made when somebody
-    would not.
+    If all fit together at their ends, no time is needed; arrays are built only otherwise.
     """
 
     def __init__(
@@ -55,8 +53,8 @@ class UsageProfile:
         block_tokens: int,
         kv_tokens: int | None = None,
     ) -> None:
-        """`growing`: (tokens now, tokens at the end, blocks held) of each that runs. `kv_tokens`: of the
-        whole worker, where buckets are to be as short as that makes them (`bucket_tokens`)."""
+        """`growing`: (tokens now, tokens at the end, blocks held) of each running sequence. `kv_tokens`:
+        capacity for `bucket_tokens`, None for the default width."""
         self._kv_tokens = kv_tokens
         self._bucket_tokens = BUCKET_TOKENS
         self._block_tokens = block_tokens
@@ -64,12 +62,12 @@ class UsageProfile:
         self._growing = growing
         self._constant_blocks = constant_blocks
         self._ceiling_blocks = constant_blocks
-        """All at their ends, together."""
+        """Blocks if all sequences were at their ends together."""
         for _, end, held in growing:
             blocks = -(-end // block_tokens)
             self._ceiling_blocks += blocks if blocks > held else held
         self._started: list[tuple[int, int, int]] | None = []
-        """Those that the arrays have not; None once there are arrays."""
+        """Sequences not yet in the arrays; None once arrays exist."""
         self._peak_blocks = constant_blocks
         self._usage: _Blocks = _NOTHING
 
@@ -78,7 +76,7 @@ class UsageProfile:
         return blocks if blocks > held_blocks else held_blocks
 
     def _make(self) -> None:
-        """Where somebody may not fit."""
+        """Build the arrays."""
         if self._started is None:
             return
         started, self._started = self._started, None
@@ -96,12 +94,12 @@ class UsageProfile:
 
     @property
     def free_blocks(self) -> int:
-        """What may be taken for good without anybody ever missing it; negative when there is too little."""
+        """Number of blocks that may be taken for good; negative if there are too few."""
         self._make()
         return self._limit_blocks - self._peak_blocks
 
     def _reach(self, steps: int) -> None:
-        """As many buckets as that takes."""
+        """Extend the arrays to cover `steps`."""
         buckets = min(MAX_BUCKETS, max(1, -(-steps // self._bucket_tokens)))
         missing = buckets - len(self._usage)
         if missing > 0:
@@ -113,8 +111,8 @@ class UsageProfile:
         return np.where(starts < np.maximum(end - now, 1), np.maximum(blocks, held), 0)
 
     def which_fit(self, candidates: Sequence[tuple[int, int, int]]) -> list[bool]:
-        """For each of (tokens now, tokens at the end, blocks held, which so far count for good): whether it
-        alone may run to its end."""
+        """Return for each candidate whether it alone may run to its end. A candidate is (tokens now, tokens
+        at the end, blocks held)."""
         most_blocks = max(self._most(end, held) for _, end, held in candidates)
         if self._ceiling_blocks + most_blocks <= self._limit_blocks:
             return [True] * len(candidates)
@@ -129,13 +127,13 @@ class UsageProfile:
         return fits
 
     def fits(self, now_tokens: int, end_tokens: int, held_blocks: int) -> bool:
-        """`which_fit` for one."""
+        """Return `which_fit` for one candidate."""
         if self._ceiling_blocks + self._most(end_tokens, held_blocks) - held_blocks <= self._limit_blocks:
             return True
         return self.room_beside(now_tokens, end_tokens, held_blocks) >= 0
 
     def room_beside(self, now_tokens: int, end_tokens: int, held_blocks: int) -> int:
-        """Blocks that may be taken for good, and this one still fits; negative when it does not."""
+        """Return the blocks that may be taken for good beside this candidate; negative if it does not fit."""
         self._make()
         demand: _Blocks = self._demand(now_tokens, end_tokens, held_blocks)
         peak = int((self._usage + demand).max())
@@ -144,7 +142,7 @@ class UsageProfile:
         return self._limit_blocks - peak + held_blocks
 
     def start(self, now_tokens: int, end_tokens: int, held_blocks: int) -> None:
-        """It runs from now; what it held was taken for good so far."""
+        """Add a sequence that starts; its held blocks were counted as constant until now."""
         self._ceiling_blocks += self._most(end_tokens, held_blocks) - held_blocks
         if self._started is None:
             self._add(now_tokens, end_tokens, held_blocks)

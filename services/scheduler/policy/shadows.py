@@ -1,8 +1,7 @@
-"""Whether a running sequence is worth a copy of its KV at another worker, and at which. Pure.
+"""Whether a running sequence needs a copy of its KV at another worker, and at which. Pure.
 
-A worker that dies costs each of its readers the computation of prompt and answer so far. A copy of the whole
-blocks elsewhere costs a transfer now and memory there. It pays where computing again would be felt, and where
-the link is faster than the computation; where links and speeds were not measured, the first is assumed.
+If a worker dies, its sequences must be recomputed. A copy costs a transfer now and memory. It is worthwhile
+if the recomputation would take long and the link is faster. Unmeasured links are assumed to be faster.
 """
 
 from collections.abc import Iterable
@@ -11,8 +10,7 @@ from shared.messages.reports import WorkerReported
 
 
 def can_keep(source: WorkerReported, keeper: WorkerReported, limit_tokens: int) -> bool:
-    """Whether blocks of `source` mean anything at `keeper`, and a sequence of so many tokens could go on
-    there."""
+    """Return whether `keeper` can use blocks of `source` and run a sequence of `limit_tokens`."""
     is_kin = bool(source.fingerprint) and source.fingerprint == keeper.fingerprint
     is_linked = source.kv_block_bytes > 0 and keeper.kv_block_bytes > 0
     shares = source.caches_prefixes and keeper.caches_prefixes
@@ -20,13 +18,13 @@ def can_keep(source: WorkerReported, keeper: WorkerReported, limit_tokens: int) 
 
 
 def recompute_s(tokens: int, report: WorkerReported) -> float:
-    """What so many tokens take to be computed there again; 0: nobody has measured that."""
+    """Return the seconds to recompute `tokens` there; 0 if not measured."""
     return tokens / report.prefill_tokens_per_s if report.prefill_tokens_per_s > 0 else 0.0
 
 
 def is_worth(missing_tokens: int, source: WorkerReported, keeper: WorkerReported) -> bool:
-    """Whether these come to `keeper` sooner than it would compute them; to hear that none are missing costs
-    nothing."""
+    """Return whether the transfer to `keeper` is faster than computing there; also True if nothing is
+    missing."""
     bytes_per_s = keeper.link_bytes_per_s.get(source.worker_id)
     if bytes_per_s is None or not missing_tokens:
         return True
@@ -37,10 +35,9 @@ def is_worth(missing_tokens: int, source: WorkerReported, keeper: WorkerReported
 def choose_keeper(
     tokens: int, limit_tokens: int, source: WorkerReported, others: Iterable[WorkerReported]
 ) -> str | None:
-    """The worker that is to keep a copy of so many tokens; None: nobody can, or it is worth it nowhere.
+    """Return the worker that should keep a copy of `tokens` tokens, or None.
 
-    One with room for all of the copy before one with less, and one that has memory free for the sequence
-    itself before one that has not: it is where the sequence goes on.
+    Workers with room for the whole copy come first, then those with free memory to run the sequence.
     """
     blocks = -(-tokens // source.block_tokens)
 

@@ -1,18 +1,16 @@
-"""Whose turn it is: what each tenant was served is counted; who was served least, for its weight, is next.
+"""Turns of tenants: the tenant with the least service for its weight is next.
 
-Virtual counters (VTC, arXiv 2401.00588). Service is work in seconds of a whole worker: prompt tokens
-computed, and KV held while answers are written. A tenant is charged what is expected when one of its
-sequences starts, and the difference when that is over. One that nobody waited for is lifted, when somebody
-does again, to the least counter of those that wait: what it did not use is not saved up. Better classes go
-first.
+Virtual counters (VTC, arXiv 2401.00588). Service is work in seconds of a whole worker: computed prompt
+tokens, and KV held during decode. A tenant pays the expected cost when a sequence starts, and the difference
+when it ends. A tenant that returns is lifted to the least waiting counter, so unused service is not saved.
+Better classes go first. Sequences that wait at a worker are not served yet, so a returning tenant is not
+lifted above them.
 
-What waits at a worker has not been served yet: who comes is lifted no further than that, and so passes it.
+    a floods, b submits now and then → b starts at a's counter, and a's has risen by b's next request: b is
+    next each time it submits, until it has had as much as a
 
-    a floods, b asks now and then → b's counter is a's when it comes, and a's has risen when it comes again: b
-    is next each time it asks, until it has had as much as a
-
-Between two tenants of one class that both wait all the time, what they were charged for their weights never
-differs by more than twice the largest charge. Pure.
+For two tenants of one class that always wait, weighted charges differ by at most twice the largest charge.
+Pure.
 """
 
 import heapq
@@ -25,25 +23,25 @@ from services.scheduler.policy.waiting_queue import Line
 from shared.messages.sequence import ServiceClass, Tenant
 
 MOST_ACCOUNTS = 4096
-"""Of tenants that nobody waits for, and that nothing is owed to: of more, those begun first are forgotten."""
+"""Maximum number of accounts; beyond it, the oldest idle account is dropped."""
 
 
 @dataclass(slots=True, eq=False)
 class TenantAccount:
-    """One tenant's."""
+    """Service account of one tenant."""
 
     tenant: Tenant
     counter_s: float = 0.0
-    """What it was served, by its weight, lifted as above."""
+    """Weighted service in seconds, lifted as described above."""
     waiting: int = 0
     running: int = 0
-    """Sequences at workers."""
+    """Number of sequences at workers."""
     started: int = 0
-    """When one of its sequences last went to a worker, on the queue's count of starts."""
+    """Number of the queue's start at which this tenant was last served."""
 
     @property
     def place(self) -> tuple[int, float, int, str]:
-        """Among those that wait; of equals the one served longest ago."""
+        """Sort key among waiting tenants; ties go to the one served longest ago."""
         tenant = self.tenant
         return (CLASS_LEVELS[tenant.service_class], self.counter_s, self.started, tenant.name)
 
@@ -53,24 +51,24 @@ def _place(account: TenantAccount) -> tuple[int, float, int, str]:
 
 
 class TenantTurns:
-    """See above."""
+    """Accounts of all tenants and the order of those that wait."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, TenantAccount] = {}
         self._waiting: Line[TenantAccount] = Line(_place)
         self._present: set[str] = set()
         self._floors: dict[ServiceClass, float] = {}
-        """The least counter of those that wait or waited last, by class."""
+        """Least waiting counter of each class, now or when one last waited."""
         self._starts = 0
 
     @property
     def are_several(self) -> bool:
-        """Whether there is more than one to be fair to: that had anything, be it long ago."""
+        """Whether more than one tenant is known, present or past."""
         return len(self._accounts) > 1
 
     def join(self, tenant: Tenant, unserved_s: float = float("inf")) -> None:
-        """One more of its sequences waits. `unserved_s`: the least counter at which one went to a worker that
-        has not been begun there."""
+        """Add a waiting sequence. `unserved_s`: least counter at which an unstarted sequence went to a
+        worker."""
         account = self._accounts.get(tenant.name)
         if account is None:
             self._forget_oldest()
@@ -86,7 +84,7 @@ class TenantTurns:
         self._waiting.add(account)
 
     def leave(self, name: str) -> None:
-        """One less waits. Raises KeyError where none did."""
+        """Remove a waiting sequence. Raises KeyError if the tenant has none."""
         account = self._accounts[name]
         if not account.waiting:
             raise KeyError(name)
@@ -97,7 +95,7 @@ class TenantTurns:
         self._note(account)
 
     def start(self, name: str, service_s: float) -> None:
-        """One of those that wait goes to a worker, and is charged so much. Raises KeyError where none did."""
+        """Start a waiting sequence and charge `service_s`. Raises KeyError if the tenant has none."""
         self.leave(name)
         self._starts += 1
         account = self._accounts[name]
@@ -106,28 +104,28 @@ class TenantTurns:
         self._charge(account, service_s, started=self._starts)
 
     def end(self, name: str) -> None:
-        """One of those that went to a worker is over."""
+        """Count the end of a started sequence."""
         account = self._accounts.get(name)
         if account is not None:
             account.running = max(0, account.running - 1)
             self._note(account)
 
     def correct(self, name: str, service_s: float) -> None:
-        """It was charged so much too little; negative: too much."""
+        """Add to the tenant's charge; negative: a refund."""
         account = self._accounts.get(name)
         if account is not None:
             self._charge(account, service_s, started=account.started)
 
     def order(self, count: int) -> "Turns":
-        """Whose turns come next, for at most so many starts. Nothing changes by asking."""
+        """Return the order of the next turns, for at most `count` starts. Changes nothing."""
         return Turns(self._waiting, count, self._starts)
 
     def standing(self, count: int) -> list[tuple[str, float]]:
-        """Of those that wait, the first so many to have a turn, and what each one's counter stands at."""
+        """Return the first `count` waiting tenants by turn, with their counters."""
         return [(one.tenant.name, one.counter_s) for one in islice(self._waiting, count)]
 
     def counter_s(self, name: str) -> float:
-        """Raises KeyError for one that is not known."""
+        """Return a tenant's counter. Raises KeyError for an unknown tenant."""
         return self._accounts[name].counter_s
 
     def _note(self, account: TenantAccount) -> None:
@@ -137,7 +135,7 @@ class TenantTurns:
             self._present.discard(account.tenant.name)
 
     def charged_s(self) -> Iterator[tuple[str, float]]:
-        """Each tenant, and what its counter stands at."""
+        """Return every tenant with its counter."""
         return ((name, account.counter_s) for name, account in self._accounts.items())
 
     def _charge(self, account: TenantAccount, service_s: float, *, started: int) -> None:
@@ -150,7 +148,7 @@ class TenantTurns:
             self._lift_floor(account)
 
     def _lift_floor(self, account: TenantAccount) -> None:
-        """To the least counter of those of its class that wait; if none does, to its own."""
+        """Raise the class's floor to the least waiting counter, or to the account's own if none waits."""
         service_class = account.tenant.service_class
         level = CLASS_LEVELS[service_class]
         first = next(self._waiting.starting_at((level, float("-inf"), 0, "")), account)
@@ -174,20 +172,21 @@ class TenantTurns:
 
 
 class Turns:
-    """The turns to come, one after the other."""
+    """A simulation of the turns to come."""
 
     def __init__(self, waiting: Line[TenantAccount], count: int, starts: int) -> None:
-        """Of `count` turns nobody has one but the first `count` of those that wait. `starts`: until now."""
+        """Only the first `count` waiting tenants can have one of `count` turns. `starts`: number of starts so
+        far."""
         first = islice(waiting, count)
         self._heap = [(account.place, account.waiting, account.tenant) for account in first]
         self._starts = starts
 
     def next(self) -> str | None:
-        """Whose turn it is; None where nobody waits."""
+        """Return the tenant whose turn it is, or None if none waits."""
         return self._heap[0][0][3] if self._heap else None
 
     def start(self, service_s: float) -> None:
-        """Whose turn it is starts one, and is charged so much."""
+        """Charge the tenant whose turn it is for one start."""
         (level, counter_s, _, name), waiting, tenant = self._heap[0]
         self._starts += 1
         if waiting > 1:

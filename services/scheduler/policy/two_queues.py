@@ -1,14 +1,12 @@
-"""What policies with two queues have in common: prompts wait in one, prefilled jobs in the other.
+"""Base of the policies with two queues: one for prompts, one for prefilled ("ready") jobs.
 
-`TwoQueuePolicy` takes the events of `contract.BatchPolicy`, keeps every job of the table in one place, and
-keeps predicted lengths and deadlines beside it. A policy says in which order jobs start, what may start, and
-what is set aside (`plan`, `_start_pinned`). What was adopted with KV joins the ready queue like a paused
-one, so that its reservation is made anew by the policy's rule.
+`TwoQueuePolicy` handles the events of `contract.BatchPolicy`, job places, predicted lengths and deadlines. A
+subclass decides what starts and what is reserved (`plan`, `_start_pinned`). A sequence adopted with KV joins
+the ready queue like a paused one.
 
-Here too is what is done where nothing moves, or where a worker shrank: the newest holders give up their KV.
-If nothing runs and nothing can start, the oldest unfinished holder is pinned until it ends, and others are
-evicted, half-prefilled prompts included. What is evicted keeps its tokens and is prefilled again, so every
-answer grows monotonically and the pinned one always ends.
+If nothing runs and nothing can start, the oldest unfinished holder is pinned until it ends. Other holders are
+evicted, newest first, and prefilled again later with all their tokens; so every answer grows and the pinned
+job ends.
 
     8 blocks, a and b hold 4 each and need a fifth → a is pinned, b is evicted; a ends; b is prefilled again
 
@@ -37,7 +35,7 @@ from shared.messages.sequence import SequenceKey
 
 
 class TwoQueuePolicy(ABC):
-    """One worker's batches, but for `plan`. A subclass fulfils `contract.BatchPolicy`."""
+    """Handles the events of one worker; a subclass adds `plan` and satisfies `contract.BatchPolicy`."""
 
     def __init__(
         self,
@@ -55,14 +53,14 @@ class TwoQueuePolicy(ABC):
         self._speeds = WorkerSpeeds()
         self._prompts = prompts
         self._oversized: dict[SequenceKey, Job] = {}
-        """Prompts that could never end here as small as the worker is now."""
+        """Prompts that cannot end at the worker's present size."""
         self._partial: dict[SequenceKey, Job] = {}
-        """Partly prefilled; more than one only after an adoption."""
+        """Partly prefilled jobs; more than one only after an adoption."""
         self._ready = ready
         self._running: dict[SequenceKey, Job] = {}
         self._complete: dict[SequenceKey, Job] = {}
         self._questions: dict[SequenceKey, int] = {}
-        """Whose length is to be predicted anew, with the tokens it has."""
+        """Sequences to predict again, with their generated tokens."""
         self._pinned: SequenceKey | None = None
 
     @abstractmethod
@@ -71,9 +69,7 @@ class TwoQueuePolicy(ABC):
 
     @abstractmethod
     def _start_pinned(self, batch: BatchBuilder, job: Job, needed_blocks: int) -> None:
-        """A ready job runs from this batch on; `needed_blocks` more than its own are free."""
-
-    # Events
+        """Start a ready job in this batch; `needed_blocks` beyond its own are free."""
 
     def on_arrival(self, task: Task, now_s: float) -> None:
         job = self._table.add(task)
@@ -122,7 +118,7 @@ class TwoQueuePolicy(ABC):
             self._table.note_prefix_hit(self._partial[key], cached_tokens)
 
     def on_resized(self, capacity_blocks: int, now_s: float) -> None:
-        """Where less is left than is set aside, whatever runs asks for its reservation anew."""
+        """Set the capacity. If more is reserved than is left, every running job must reserve again."""
         self._table.capacity_blocks = capacity_blocks
         self._table.changed = True
         for job in [job for job in self._oversized.values() if not self._table.is_oversized(job)]:
@@ -138,7 +134,7 @@ class TwoQueuePolicy(ABC):
         self._speeds.on_measured(prefill_tokens_per_s, decode_step_s)
 
     def on_predicted(self, key: SequenceKey, prediction: LengthPrediction, now_s: float) -> None:
-        """The deadline follows the first prediction; where it waits, and when it ends, follow each."""
+        """Update place and expected end; only the first prediction sets the deadline."""
         job = self._table.jobs.get(key)
         if job is None:
             return
@@ -160,9 +156,11 @@ class TwoQueuePolicy(ABC):
             self._table.changed = True
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books do not balance, or a job is not in exactly one place. Where
-        less is left than is held (while a load that was given up still writes, its blocks are nobody's), one
-        that came short may run with what it holds; nothing is promised beyond that."""
+        """Raises AssertionError when accounts do not balance or a job is not in exactly one place.
+
+        After a shrink more may be held than the capacity; jobs may run with what they hold, without further
+        reservations.
+        """
         table = self._table
         table.check_integrity()
         promises_more = table.own_blocks > max(table.capacity_blocks, table.held_blocks)
@@ -178,11 +176,11 @@ class TwoQueuePolicy(ABC):
             assert (key in self._running) == (job.stage is JobStage.DECODING)
             assert (key in self._complete) == (job.stage is JobStage.COMPLETE)
 
-    # What is expected
+    # Expectations
 
     @property
     def _reserve_blocks(self) -> int:
-        """Kept for prompts and for answers longer than predicted."""
+        """Blocks kept for prompts and for answers longer than predicted."""
         return ceil(self._options.reserve_ratio * self._table.capacity_blocks)
 
     def _fix_deadline(self, job: Job) -> None:
@@ -193,10 +191,10 @@ class TwoQueuePolicy(ABC):
         job.rest_tokens = self._lengths.rest_tokens(job.prediction, job.generated_tokens, job.task.max_tokens)
 
     def _set_due(self, job: Job) -> None:
-        """What the slack classes count down to."""
+        """Set the time that the slack classes count down to."""
         job.due_s = job.deadline_s
 
-    # From place to place
+    # Places
 
     def _queue_prompt(self, job: Job, now_s: float) -> None:
         self._estimate_rest(job)
@@ -217,13 +215,13 @@ class TwoQueuePolicy(ABC):
         self._table.changed = True
 
     def _put_complete(self, job: Job) -> None:
-        """Planned to its limit: what it will not need is free."""
+        """Move a job that is planned to its limit, and free its unused blocks."""
         self._take_out(job)
         self._give_back_unused(job)
         self._complete[job.task.key] = job
 
     def _take_out(self, job: Job) -> None:
-        """From where it stands; its blocks are untouched. Most of those that are asked for run."""
+        """Remove the job from its place; its blocks stay. The common case, a running job, comes first."""
         key = job.task.key
         if self._running.pop(key, None) is not None:
             return
@@ -236,28 +234,27 @@ class TwoQueuePolicy(ABC):
                 place.pop(key, None)
 
     def _pause(self, job: Job, now_s: float) -> None:
-        """Keeps its KV, gives back the rest, and asks how long it will go on."""
+        """Return the job to the ready queue with its KV, without reservation, and ask for a new
+        prediction."""
         self._take_out(job)
         self._give_back_unused(job)
         self._questions[job.task.key] = job.generated_tokens
         self._queue_ready(job, now_s)
 
     def _give_back_unused(self, job: Job) -> None:
-        """It needs no more than it holds."""
+        """Drop the reservation beyond the held blocks."""
         self._table.set_own(job, job.held_blocks)
 
     def _part(self, job: Job) -> None:
-        """Before it gives up everything: nothing of it may still depend on others, or they on it."""
+        """Release dependencies between this job and others before its blocks are freed."""
         self._give_back_unused(job)
 
-    # A batch
-
     def _most_running(self) -> int:
-        """All that run get a token in each step."""
+        """Limit of running jobs, so that each gets a token in every step."""
         return min(self._settings.max_batch_sequences, self._settings.token_budget)
 
     def _add_chunk(self, batch: BatchBuilder, job: Job, chunk_tokens: int) -> None:
-        """The next chunk of a prompt; its blocks are held from now on."""
+        """Add the next chunk of a prompt and hold its blocks."""
         batch.add_chunk(job, chunk_tokens)
         if job.stage is JobStage.WAITING:
             self._prompts.remove(job)
@@ -267,24 +264,24 @@ class TwoQueuePolicy(ABC):
         self._table.hold(job, max(job.held_blocks, blocks))
 
     def _next_prompt(self) -> Job | None:
-        """The first that waits; those too large for the worker as it is now are put aside."""
+        """Return the first waiting prompt, after setting oversized ones aside."""
         while (job := self._prompts.first()) is not None and self._table.is_oversized(job):
             self._put_aside(job)
         return job
 
     def _overdue_prompt(self) -> Job | None:
-        """The oldest prompt that is long overdue and could end here."""
+        """Return the oldest overdue prompt, after setting oversized ones aside."""
         while (job := self._prompts.oldest_overdue()) is not None and self._table.is_oversized(job):
             self._put_aside(job)
         return job
 
     def _put_aside(self, job: Job) -> None:
-        """A waiting prompt that could never end here must not hold anybody up."""
+        """Set aside a prompt that cannot end here, so that it blocks no other."""
         self._prompts.remove(job)
         self._oversized[job.task.key] = job
 
     def _evict(self, batch: BatchBuilder, job: Job, now_s: float) -> None:
-        """It gives up all it holds; its tokens are to be computed again."""
+        """Preempt the job and queue it for recomputation."""
         batch.preempt(job)
         self._take_out(job)
         self._part(job)
@@ -292,7 +289,7 @@ class TwoQueuePolicy(ABC):
         self._queue_prompt(job, now_s)
 
     def _finish(self, batch: BatchBuilder, now_s: float) -> PlannedBatch | None:
-        """Project the batch, and put every job of it where it stands after it; None for an empty one."""
+        """Apply the batch to the projection and move its jobs; return None for an empty batch."""
         if not batch:
             return None
         questions = [PlannedQuestion(key, tokens) for key, tokens in self._questions.items()]
@@ -309,11 +306,11 @@ class TwoQueuePolicy(ABC):
         return planned
 
     def _prefilled(self, job: Job, now_s: float) -> None:
-        """Its prefill is over: it waits until it may decode (papers/003 §3.2.1)."""
+        """Queue a job whose prefill is complete until it may decode (papers/003 §3.2.1)."""
         self._queue_ready(job, now_s)
 
     def _steps(self, batch: BatchBuilder) -> int:
-        """The most steps in which nothing can change, nobody outgrows its room and the blocks last."""
+        """Return the longest number of steps in which no job changes state or needs a decision."""
         if batch.prefills or batch.preemptions or self._partial or len(self._ready):
             return 1
         waits = self._next_prompt() is not None
@@ -337,18 +334,18 @@ class TwoQueuePolicy(ABC):
         return batch.steps_that_fit(min(steps, most))
 
     def _steps_beside_waiting(self) -> int:
-        """How far a plan may reach while prompts wait that did not fit."""
+        """Return the step limit while prompts wait that do not fit."""
         return 1
 
     def _rooms(self, jobs: Iterable[Job]) -> Iterator[int]:
-        """Of each: tokens until it has to ask for blocks, or is looked at again."""
+        """Yield the tokens until each job needs blocks or a new check."""
         size = self._table.block_tokens
         return (job.reserved_blocks * size - job.computed_tokens for job in jobs)
 
-    # Where nothing moves
+    # Recovery
 
     def _shed(self, batch: BatchBuilder, now_s: float) -> None:
-        """Give back what a shrunken worker no longer has, newest first."""
+        """Evict holders, newest first, after the worker shrank."""
         if self._table.free_blocks < 0:
             for victim in self._holders()[::-1]:
                 if self._table.free_blocks >= 0:
@@ -356,12 +353,11 @@ class TwoQueuePolicy(ABC):
                 self._evict(batch, victim, now_s)
 
     def _holders(self) -> list[Job]:
-        """Who holds KV and does not run, oldest first."""
+        """Return the jobs that hold KV and do not run, oldest first."""
         return sorted(chain(self._partial.values(), self._ready), key=arrival_rank)
 
     def _rescue(self, batch: BatchBuilder, now_s: float) -> None:
-        """Nothing runs and nothing can start: the oldest holder is pinned until it ends, and others give
-        up what they hold, newest first, as far as it takes."""
+        """Pin the oldest holder where nothing can run, and evict others, newest first, as needed."""
         holders = self._holders()
         if not holders:
             return
@@ -383,12 +379,12 @@ class TwoQueuePolicy(ABC):
             self._prefill_pinned(batch, pinned)
 
     def _needed_blocks(self, job: Job) -> int:
-        """To do anything at all."""
+        """Return the blocks the job needs to make any progress."""
         whole = job.is_prompt and not self._settings.chunked_prefill
         return self._table.blocks_for(job.prefill_tokens if whole else job.computed_tokens + 1)
 
     def _prefill_pinned(self, batch: BatchBuilder, job: Job) -> None:
-        """As much of its prompt as the free blocks take."""
+        """Prefill as much of the prompt as the free blocks hold."""
         blocks = job.held_blocks + self._table.free_blocks
         room = blocks * self._table.block_tokens - job.computed_tokens
         batch.budget_tokens = self._settings.token_budget

@@ -1,10 +1,7 @@
-"""Waiting in order: a line, and a queue in levels of priority, slack classes (buckets by time left) within
-each level, and a rank within each class.
+"""Waiting queues: a sorted line, and a queue by priority, slack class (time left) and rank.
 
-The clock moves jobs from class to class, each at a time known when it enters: a heap of those times, never a
-re-sort. What a job is ranked by within its class does not change while it waits.
-
-What stands in a line must keep its key while it stands there; whoever changes a key takes the item out first.
+The clock moves jobs between slack classes at times known on entry, kept in a heap. Ranks do not change while
+a job waits. An item's key must not change while it is in a line; remove the item first.
 
 Source: papers/003 §3.3 (Ordering); algorithms.md §1 (migration, aging).
 """
@@ -27,7 +24,7 @@ T = TypeVar("T")
 
 
 class Line(Generic[T]):
-    """A sorted collection of items in the order of `key`, which has to tell any two of them apart."""
+    """A collection sorted by `key`, which must be unique per item."""
 
     def __init__(self, key: Callable[[T], Any], items: Iterable[T] = ()) -> None:
         self._key = key
@@ -46,7 +43,7 @@ class Line(Generic[T]):
         self._items.add(item)
 
     def remove(self, item: T) -> None:
-        """Raises ValueError when `item` does not stand here (under its present key)."""
+        """Remove an item. Raises ValueError if it is not in the line under its present key."""
         self._items.remove(item)
 
     def discard(self, item: T) -> None:
@@ -59,37 +56,38 @@ class Line(Generic[T]):
         return self._items[-1] if self._items else None
 
     def starting_at(self, key: Any) -> Iterator[T]:
-        """Items whose key is at least `key`, lowest first. The line must not change meanwhile."""
+        """Iterate over items with a key of at least `key`, lowest first. The line must not change
+        meanwhile."""
         return iter(self._items.irange_key(min_key=key))
 
     def downwards_from(self, key: Any) -> Iterator[T]:
-        """Items whose key is at most `key`, highest first. The line must not change meanwhile."""
+        """Iterate over items with a key of at most `key`, highest first. The line must not change
+        meanwhile."""
         return iter(self._items.irange_key(max_key=key, reverse=True))
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when an item's key changed while it stood here."""
+        """Raises AssertionError when an item's key changed."""
         keys = [self._key(item) for item in self._items]
         assert keys == sorted(keys), "out of order"
 
 
 _PASSING_STARTS = 8
-"""So many of average work may pass before any started in the order of arrival."""
+"""Number of average jobs that may pass before the first start in order of arrival."""
 _MEAN_WEIGHT = 1 / 64
 
 
 class PassingBudget:
-    """How much work may still pass whoever has waited longest: a bound on what any order costs anybody.
+    """Limit on work that passes older work, which bounds the cost of any order.
 
-    Share 0.35: for every second of work that starts in the order of arrival 0.54 s may pass. So nobody waits
-    more than 1 / (1 - 0.35) times as long as first come, first served would have him wait, and a few starts
-    more.
+    Share 0.35: each second of work started in order of arrival allows 0.54 s to pass. Then no job waits
+    longer than 1 / (1 - 0.35) times its wait in order of arrival, plus a few starts.
     """
 
     def __init__(self, share: float = PASSING_SHARE) -> None:
-        """From 1 on any amount may pass."""
+        """`share`: at least 1 means no limit."""
         self._is_bounded = share < 1
         self._earned = share / (1 - share) if self._is_bounded else 0.0
-        """By each second of work that starts in the order of arrival."""
+        """Seconds that may pass per second of work started in order of arrival."""
         self._spent_s = self._mean_s = 0.0
         self._starts = 0
 
@@ -98,13 +96,13 @@ class PassingBudget:
         return not self._is_bounded or self._spent_s <= _PASSING_STARTS * self._mean_s
 
     def start(self, work_s: float, *, passes: bool) -> None:
-        """So much work starts; `passes`: somebody older waits."""
+        """Count a start; `passes`: an older job waits."""
         self._starts += 1
         self._mean_s = averaged(self._mean_s, work_s, max(_MEAN_WEIGHT, 1 / self._starts))
         self._spent_s = max(0.0, self._spent_s + (work_s if passes else -self._earned * work_s))
 
     def copy(self) -> "PassingBudget":
-        """For trying what would be."""
+        """Return a copy for a trial."""
         return copy(self)
 
 
@@ -112,30 +110,30 @@ _STARVING = 4
 
 
 class AgingTurns:
-    """Whose turn it is in one queue: the next by order, or, for a fixed share, the oldest overdue one.
+    """Turns of one queue: by order, or, for a fixed share, the oldest overdue job.
 
-    Share 0.25: after three admissions by order one by age is due. Turns that nobody takes are not saved up.
+    Share 0.25: one admission by age is due after three by order. Unused turns are not saved.
     """
 
     def __init__(self, options: TwoQueueOptions) -> None:
         self._aging_s = options.aging_s
         self._others = max(0.0, 1 / options.aging_share - 1)
-        """Admissions by order for each one by age."""
+        """Admissions by order per admission by age."""
         self._since = 0.0
 
     def count(self) -> None:
-        """One was admitted by order."""
+        """Count an admission by order."""
         self._since = min(self._since + 1, 2 * self._others)
 
     def is_due(self) -> bool:
         return self._since >= self._others
 
     def take(self) -> None:
-        """One was admitted by age."""
+        """Count an admission by age."""
         self._since = max(0.0, self._since - self._others)
 
     def is_starving(self, job: Job, now_s: float) -> bool:
-        """Nobody may pass it any more."""
+        """Return whether the job is so late that no other may pass it."""
         return now_s > job.deadline_s + _STARVING * self._aging_s
 
 
@@ -149,16 +147,16 @@ _MOST_MOVES = 32
 
 
 class WaitingQueue:
-    """Jobs of one kind. With no edges there is one class in each level, and nobody is ever overdue."""
+    """Jobs of one kind. Without edges each level has one class, and no job is ever overdue."""
 
     def __init__(self, rank: QueueRank, edges_s: tuple[float, ...] = (), *, aging_s: float = inf) -> None:
-        """`edges_s` ascending: time left below edges_s[0] is class 0, the most urgent."""
+        """`edges_s`, ascending: class 0, the most urgent, has less than edges_s[0] left."""
         self._by_arrival: Line[Job] = Line(arrival_rank)
         self._rank = rank
         self._edges_s = edges_s
         self._aging_s = aging_s
         self._levels: Any = SortedDict()
-        """By priority, where anybody waits: a line for each slack class."""
+        """By priority: a line for each slack class."""
         self._overdue: Line[Job] = Line(arrival_rank)
         self._clocked: list[tuple[float, int, Job]] = []
         self._jobs: dict[int, Job] = {}
@@ -172,18 +170,17 @@ class WaitingQueue:
         return self._jobs.get(job.queued_as) is job
 
     def __iter__(self) -> Iterator[Job]:
-        """In order. The queue must not change meanwhile."""
+        """Iterate in order. The queue must not change meanwhile."""
         for line in self.classes():
             yield from line
 
     def levels(self) -> Iterator[tuple[Line[Job], ...]]:
-        """Lowest priority first: the slack classes of each, most urgent first. The queue must not change
-        meanwhile."""
+        """Yield the slack classes of each priority, lowest first, most urgent first. The queue must not
+        change meanwhile."""
         return iter(self._levels.values())
 
     def classes(self) -> Iterator[Line[Job]]:
-        """Those of the lowest priority first; most urgent first within. Those that wait may leave meanwhile,
-        nobody may join."""
+        """Yield all classes in order. Jobs may leave meanwhile, none may join."""
         return chain.from_iterable(list(self._levels.values()))
 
     def first(self) -> Job | None:
@@ -193,11 +190,11 @@ class WaitingQueue:
         return next(line.first() for line in level if len(line))
 
     def oldest(self) -> Job | None:
-        """Who came first."""
+        """Return the job that arrived first."""
         return self._by_arrival.first()
 
     def oldest_overdue(self) -> Job | None:
-        """Of those that are overdue by more than `aging_s`, where nobody of a lower priority waits."""
+        """Return the oldest job overdue by more than `aging_s`, unless a lower priority waits."""
         job, oldest = self._overdue.first(), self.oldest()
         is_next = job is not None and oldest is not None and job.task.priority == oldest.task.priority
         return job if is_next else None
@@ -218,7 +215,7 @@ class WaitingQueue:
         self._wind(job)
 
     def _classes_of(self, job: Job) -> tuple[Line[Job], ...]:
-        """Those of its priority."""
+        """Return the classes of the job's priority."""
         priority = job.task.priority
         if priority not in self._levels:
             self._levels[priority] = tuple(Line(_rank_of) for _ in range(len(self._edges_s) + 1))
@@ -226,7 +223,7 @@ class WaitingQueue:
         return level
 
     def remove(self, job: Job) -> None:
-        """KeyError when it does not wait here."""
+        """Remove a job. Raises KeyError if it does not wait here."""
         del self._jobs[job.queued_as]
         level = self._classes_of(job)
         level[job.slack_class].remove(job)
@@ -239,8 +236,7 @@ class WaitingQueue:
             heapify(self._clocked)
 
     def advance(self, now_s: float) -> None:
-        """The time is `now_s`; a clock that goes back changes nothing. What is due beyond a bound of moves
-        is moved by later calls."""
+        """Advance the clock, which never goes back. Moves beyond a limit are left to later calls."""
         self._now_s = max(self._now_s, now_s)
         moves = 0
         while self._clocked and self._clocked[0][0] <= self._now_s and moves < _MOST_MOVES:
@@ -254,7 +250,7 @@ class WaitingQueue:
                 self._wind(job)
 
     def _wind(self, job: Job) -> None:
-        """The next time at which the clock changes anything about `job`."""
+        """Schedule the next time at which the job's class changes."""
         if job.due_s == inf or (not self._edges_s and self._aging_s == inf):
             return
         if job.slack_class > 0:
@@ -270,7 +266,7 @@ class WaitingQueue:
             heappush(self._clocked, (when_s, job.queued_as, job))
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a job is in no class, two, or the wrong place of one."""
+        """Raises AssertionError when a job is not in exactly one class, or in the wrong place."""
         assert sum(len(line) for line in self.classes()) == len(self._jobs)
         assert all(any(map(len, level)) for level in self.levels()), "a level where nobody waits"
         wound = {stay for _, stay, _ in self._clocked}
@@ -287,5 +283,5 @@ class WaitingQueue:
 
 
 def _after(now_s: float) -> float:
-    """A little later than now: rounding must not stop the clock."""
+    """Return a slightly later time, so that rounding cannot stop the clock."""
     return now_s + max(1e-9, abs(now_s) * 1e-12)

@@ -1,12 +1,9 @@
 """`fastserve`: a multi-level feedback queue, with blocks for the longest answer.
 
-Five levels; the quantum of each is twice that of the one above it. A sequence joins the highest level whose
-quantum covers its first iteration (skip-join: a long prompt does not start at the top), and goes one level
-down when it has generated as many tokens as its level's quantum. Within a level: in the order of joining. One
-that was not served for `starve_s` returns to the top level. Lengths are not predicted. How a batch is filled
-by rank, and what becomes of those that lose their place, is in `ranked.py`: they pause with their blocks, or,
-where blocks are short, are computed again. (FastServe itself moves their KV to the host; a plan has no such
-mode.)
+Each level's quantum is twice that of the level above. A sequence joins the highest level whose quantum covers
+its first iteration (skip-join), and drops a level after generating a quantum of tokens. Within a level, order
+of joining counts. After `starve_s` without service it returns to the top. Lengths are not predicted.
+`ranked.py` fills batches and preempts; FastServe's own swap to the host has no equivalent in a plan.
 
 Options: `levels`, `quantum_steps` (of the top level), `starve_s`. Source: FastServe (arXiv 2305.05920) §4 as
 papers/003 §2 uses it, with max-allocation; algorithms.md §1.
@@ -33,18 +30,18 @@ _DEFAULTS = {"levels": 5, "quantum_steps": 8, "starve_s": 10.0}
 
 @dataclass(slots=True)
 class _Turn:
-    """Where a sequence stands in the levels."""
+    """A sequence's place in the levels."""
 
     level: int
     joined: int
-    """Counts joins to any level: smaller comes first within one."""
+    """Counter of joins to any level; lower goes first within one."""
     served_s: float
     tokens: int = 0
-    """Generated at this level."""
+    """Tokens generated at this level."""
 
 
 class FastServePolicy(RankedPolicy):
-    """`fastserve`: ranked by level, and within a level by when it was joined."""
+    """`fastserve`: ranked by level, then by time of joining."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         options = read_options("fastserve", settings.options, _DEFAULTS)
@@ -56,7 +53,7 @@ class FastServePolicy(RankedPolicy):
         self._step_prefill_tokens = float(settings.token_budget)
         """Prompt tokens that take as long as one decode step."""
         self._neglected: Line[Job] = Line(self._neglect)
-        """Those that wait below the top level, the longest unserved first."""
+        """Waiting sequences below the top level, longest unserved first."""
         super().__init__(shape, settings)
 
     def on_arrival(self, task: Task, now_s: float) -> None:
@@ -90,7 +87,7 @@ class FastServePolicy(RankedPolicy):
         return batch
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books do not balance."""
+        """Raises AssertionError when the accounts do not balance."""
         super().check_integrity()
         assert self._turns.keys() == self._table.jobs.keys()
         assert all(0 <= turn.level < self._levels for turn in self._turns.values())
@@ -127,7 +124,7 @@ class FastServePolicy(RankedPolicy):
         return _Turn(level, self._joins, now_s)
 
     def _serve(self, key: SequenceKey, tokens: int, now_s: float) -> None:
-        """Only tokens of the answer count: whoever has to be computed again keeps its place meanwhile."""
+        """Count service. Only answer tokens use the quantum, so a recomputation keeps its place."""
         turn = self._turns[key]
         turn.served_s = now_s
         turn.tokens += tokens
@@ -135,7 +132,7 @@ class FastServePolicy(RankedPolicy):
             self._turns[key] = self._join(turn.level + 1, now_s)
 
     def _raise_starved(self, now_s: float) -> None:
-        """Back to the top, behind those that are there."""
+        """Move starved sequences to the end of the top level."""
         job = self._neglected.first()
         while job is not None and self._is_starved(job, now_s):
             self._dequeue(job)

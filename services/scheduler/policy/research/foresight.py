@@ -1,8 +1,7 @@
-"""Predicted answer lengths as a policy uses them: always above what is there already, never above the limit.
+"""Predicted answer lengths for policies: always above the current length, never above the limit.
 
-Without a prediction an answer counts as long as it may get. One that outgrew its prediction counts as one
-token longer than it is, and its length is asked for anew, once for each prediction. `Foreseeing` is what a
-policy that goes by them does with every event. Knows no order and no admission rule.
+Without a prediction the limit counts. An answer that outgrew its prediction counts as one token longer than
+it is, and a new prediction is requested once. `Foreseeing` adds this to a policy's events.
 """
 
 from collections.abc import Iterable
@@ -24,14 +23,14 @@ from shared.messages.sequence import SequenceKey
 
 
 class Foresight:
-    """The latest prediction of each sequence of one worker."""
+    """Latest prediction of each sequence of one worker."""
 
     def __init__(self) -> None:
         self._length_tokens: dict[SequenceKey, int] = {}
         self._asked: set[SequenceKey] = set()
 
     def note_task(self, task: Task) -> None:
-        """What the task brought along."""
+        """Record the task's own prediction."""
         if task.prediction is not None:
             self.note(task.key, task.prediction)
 
@@ -44,7 +43,7 @@ class Foresight:
         self._asked.discard(key)
 
     def length_tokens(self, job: Job) -> int:
-        """Of the whole answer; at least one token more than there is, unless it is at its limit."""
+        """Return the whole answer's length: above the current one, at most the limit."""
         limit = job.task.max_tokens
         predicted = self._length_tokens.get(job.task.key, limit)
         return min(max(predicted, job.generated_tokens + 1), limit)
@@ -53,7 +52,7 @@ class Foresight:
         return self.length_tokens(job) - job.generated_tokens
 
     def questions(self, jobs: Iterable[Job]) -> tuple[PlannedQuestion, ...]:
-        """About those that reached their predicted length and are not over."""
+        """Return questions about answers that reached their predicted length."""
         asked = []
         for job in jobs:
             key = job.task.key
@@ -65,12 +64,12 @@ class Foresight:
         return tuple(asked)
 
     def check_integrity(self, known: Iterable[SequenceKey]) -> None:
-        """Raises AssertionError when it remembers sequences that are gone."""
+        """Raises AssertionError when it remembers removed sequences."""
         assert self._asked <= self._length_tokens.keys() <= set(known)
 
 
 class Foreseeing(FirstComePolicy):
-    """A policy in one order that notes predicted lengths, and asks about outgrown ones."""
+    """A policy in one order that tracks predicted lengths and asks about outgrown ones."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         self._foresight = Foresight()
@@ -91,7 +90,7 @@ class Foreseeing(FirstComePolicy):
         self._foresight.forget(key)
 
     def on_predicted(self, key: SequenceKey, prediction: LengthPrediction, now_s: float) -> None:
-        """Whoever waits is ranked anew; whoever runs keeps what it was given."""
+        """Update the prediction; waiting jobs are ranked again, running ones keep their allocation."""
         job = self._table.jobs.get(key)
         if job is None:
             return
@@ -103,12 +102,12 @@ class Foreseeing(FirstComePolicy):
             self._enqueue(job)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books do not balance."""
+        """Raises AssertionError when the accounts do not balance."""
         super().check_integrity()
         self._foresight.check_integrity(self._table.jobs)
 
     def plan(self, now_s: float) -> PlannedBatch | None:
-        """With what is asked about the answers that the batch goes on with."""
+        """Return the next batch with questions about outgrown predictions."""
         batch = super().plan(now_s)
         if batch is None:
             return None
@@ -117,10 +116,10 @@ class Foreseeing(FirstComePolicy):
 
 
 class ExactPolicy(Foreseeing):
-    """Prompt and predicted answer are allocated at once. A subclass says who is next (`_candidates`)."""
+    """Allocates prompt and predicted answer at once. A subclass defines the order (`_candidates`)."""
 
     def on_resized(self, capacity_blocks: int, now_s: float) -> None:
-        """Demands are clamped to the capacity, who can ever fit changes: all that wait are sorted anew."""
+        """Set the capacity and re-sort waiting jobs, whose clamped demands changed."""
         waiting = list(self._waiting)
         for job in waiting:
             self._dequeue(job)
@@ -129,7 +128,7 @@ class ExactPolicy(Foreseeing):
             self._enqueue(job)
 
     def _exact_blocks(self, job: Job) -> int:
-        """What prompt and predicted answer occupy, clamped to what an otherwise empty worker gives."""
+        """Return the blocks of prompt and predicted answer, at most the capacity."""
         tokens = job.task.prompt_tokens + self._foresight.length_tokens(job) - 1
         return min(
             max(self._table.blocks_for(tokens), self._table.blocks_for(job.prefill_tokens)),

@@ -1,15 +1,14 @@
-"""`multires`: whoever's demand comes closest to what is free, in compute and in KV at once.
+"""`multires`: starts the sequence whose demand is closest to the free resources, in compute and KV.
 
-The demand of a sequence is (tokens of its prompt that this step may compute, blocks of prompt and predicted
-answer); what is free is (the budget left, the blocks left). Both are measured as shares of the whole, and the
-one with the least Euclidean distance that fits starts; then again, until nobody fits. The paper compares
-with every request that waits, O(n) for each start. Here those that wait stand in rows of nearly equal prompts
-(a quarter of an octave), each in the order of blocks; the closest of a row is the largest that fits, so that
-one start costs one search in each row (some 50), and the choice is exact in blocks and, in tokens, up to the
-width of a row. Ties: the earlier arrival.
+A demand is (prompt tokens this step may compute, blocks of prompt and predicted answer), as shares of the
+free budget and blocks. The fitting sequence with the least Euclidean distance starts, repeatedly. The paper
+compares all waiting requests, O(n) per start. Here they stand in rows of similar prompt length (a quarter
+octave), by blocks; the closest of a row is the largest that fits. One start costs a search in each of some 50
+rows; tokens are exact to a row's width. Ties go to the earlier arrival.
 
-Nothing ages: a demand that never fits best waits. What has no prediction counts as long as it may get.
-Source: papers/003 §2.1 (MultiRes), algorithms.md §1; allocation and the rest are in `foresight.py`.
+There is no aging: a demand that is never closest waits. Without a prediction the limit counts.
+
+Source: papers/003 §2.1 (MultiRes), algorithms.md §1; `foresight.py` allocates.
 """
 
 from collections.abc import Iterator
@@ -26,18 +25,18 @@ _ROWS_PER_OCTAVE = 4
 
 
 class MultiResPolicy(ExactPolicy):
-    """`multires`: who waits stands in rows of like prompts; the closest of all rows starts."""
+    """`multires`: waiting sequences stand in rows; the closest of all rows starts."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         read_options("multires", settings.options, {})
         self._rows: dict[tuple[int, int], Line[SequenceKey]] = {}
-        """Those that wait and can ever fit, by priority and the logarithm of their prompt."""
+        """Waiting sequences that can fit, by priority and the logarithm of their prompt."""
         self._places: dict[SequenceKey, tuple[Any, ...]] = {}
-        """(row, negative of the blocks asked for, arrival, key) of each of them."""
+        """(row, negative block demand, arrival, key) of each of them."""
         super().__init__(shape, settings)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books do not balance."""
+        """Raises AssertionError when the accounts do not balance."""
         super().check_integrity()
         startable = {job.task.key for job in self._startable()}
         assert self._places.keys() == startable
@@ -89,7 +88,7 @@ class MultiResPolicy(ExactPolicy):
         return best
 
     def _distance(self, batch: BatchBuilder, job: Job) -> float:
-        """Squared, in shares of the token budget and of the capacity; infinite where it does not fit."""
+        """Return the squared distance in shares of budget and capacity; infinite if it does not fit."""
         tokens = batch.chunk_tokens(job)
         if tokens == 0:
             return inf

@@ -1,14 +1,12 @@
-"""What preemptive policies have in common: at every step those of highest rank run, whoever ran before.
+"""Base of the preemptive policies: each step runs the sequences of highest rank.
 
-Each sequence gets the blocks of its longest possible answer at once (max-allocation), so nothing that started
-here runs out. The batch is filled by rank from those that run and those that wait. One that runs and is not
-among the first pauses and keeps its blocks; where the first that waits lacks blocks, those of lower rank give
-up theirs, lowest first, and are computed again later; none does where even all of them would not be enough.
-Within the budget decodes go first, then prompts by rank.
+Each sequence gets the blocks of its longest answer at its start (max-allocation), so it never runs out. A
+running sequence that loses its place pauses with its blocks. If the first waiting one lacks blocks, lower
+ranks are preempted, lowest first, unless all of them would not suffice. Within the budget, decodes go first,
+then prompts.
 
-A rank is `_rank`: constant while a sequence waits, and such that whoever is first stays so until it gained a
-token, but for those that arrive. Then every plan brings the first one closer to its end, and nothing wedges.
-Sequences found at the worker with less than their maximum are served before anybody starts. Source:
+`_rank` is constant while a sequence waits. The first stays first until it gains a token, apart from arrivals,
+so every plan makes progress. Adopted sequences below their maximum are served before any start. Source:
 papers/003 §2 (its FastServe and SRTF); algorithms.md §1.
 """
 
@@ -24,7 +22,7 @@ from shared.messages.sequence import SequenceKey
 
 
 class RankedPolicy(MaximumPolicy):
-    """Those of highest rank run. A subclass has a `_rank`, and fulfils `contract.BatchPolicy`."""
+    """Runs the highest ranks. A subclass defines `_rank` and satisfies `contract.BatchPolicy`."""
 
     def plan(self, now_s: float) -> PlannedBatch | None:
         batch = BatchBuilder(self._table, self._settings)
@@ -46,7 +44,7 @@ class RankedPolicy(MaximumPolicy):
         return planned
 
     def _fill(self, batch: BatchBuilder) -> None:
-        """Places of those that could not start after all go to decodes, by rank."""
+        """Fill places that failed starts left with decodes, by rank."""
         for job in list(self._running):
             if batch.budget_tokens > 0 and job.task.key not in batch.decodes:
                 self._add_decode(batch, job)
@@ -60,7 +58,7 @@ class RankedPolicy(MaximumPolicy):
         self._sort_running()
 
     def _choose(self, batch: BatchBuilder) -> list[Job]:
-        """Who is in the batch, by rank, as many as it holds. Makes room for the first that starts."""
+        """Return the batch's jobs by rank, after making room for the first start."""
         limit = self._settings.max_batch_sequences
         running = [job for job in self._running if job.stage is not JobStage.COMPLETE]
         waiting: list[Job] = []
@@ -86,7 +84,8 @@ class RankedPolicy(MaximumPolicy):
         return chosen
 
     def _make_room(self, batch: BatchBuilder, missing_blocks: int, outranked: list[Job]) -> bool:
-        """Take blocks from `outranked`, the last first. It waits (False) for blocks about to be free."""
+        """Preempt from the end of `outranked` and return True; return False if that cannot suffice, or if
+        blocks are about to be free."""
         if missing_blocks <= self._releasing_blocks():
             return False
         if missing_blocks > sum(job.held_blocks for job in outranked):
@@ -102,7 +101,7 @@ class RankedPolicy(MaximumPolicy):
 
 
 class SrtfPolicy(Foreseeing, RankedPolicy):
-    """`srtf`: whoever has the shortest predicted remaining time runs first, and may preempt."""
+    """`srtf`: the shortest predicted remaining time runs first and may preempt."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         read_options("srtf", settings.options, {})

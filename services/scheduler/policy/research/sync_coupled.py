@@ -1,14 +1,13 @@
-"""`sync_coupled`: those of equal predicted length start together, prompt and answer as one allocation.
+"""`sync_coupled`: starts sequences of equal predicted length together, prompt and answer in one allocation.
 
-Sequences that wait are grouped by their predicted length, in bins of 32 tokens. The group of the earliest
-arrival is next: as many of its members start as the free blocks take, in the order of arrival, and nobody of
-another group before they all have. So a group's members end at about the same time, and the scheduler decides
-once for all of them. A group that does not fit is split; what is left of it waits where its earliest arrival
-stands. Prefill and decode are not decoupled: whatever a member's prompt leaves of the step's budget, only
-further prompts that fit with their whole answers can fill.
+Waiting sequences are grouped by predicted length, in bins of `group_tokens` (32). The group of the earliest
+arrival goes first, as many members as fit, and no other group before it is done. Its members end at about the
+same time, so the scheduler decides once for all. The rest of a split group keeps the place of its earliest
+arrival. Prefill and decode are coupled: only prompts that fit with their whole answers may fill a step's
+budget.
 
-Option `group_tokens`: the width of a group. What has no prediction counts as long as it may get. Source:
-papers/003 §2.2 (SyncCoupled), algorithms.md §1; allocation and the rest are in `foresight.py`.
+Without a prediction the limit counts. Source: papers/003 §2.2 (SyncCoupled), algorithms.md §1; `foresight.py`
+allocates.
 """
 
 from collections.abc import Iterator
@@ -23,23 +22,23 @@ from shared.messages.sequence import SequenceKey
 
 
 class SyncCoupledPolicy(ExactPolicy):
-    """`sync_coupled`: who waits stands in groups of like predicted length; one group starts at a time."""
+    """`sync_coupled`: waiting sequences stand in groups by predicted length; one group starts at a time."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         options = read_options("sync_coupled", settings.options, {"group_tokens": 32})
         self._group_tokens = int(options["group_tokens"])
         self._groups: dict[tuple[int, int], Line[Job]] = {}
-        """Those that wait and can ever fit, by priority and predicted length."""
+        """Waiting sequences that can fit, by priority and predicted length."""
         self._numbers: dict[SequenceKey, tuple[int, int]] = {}
-        """In which group each of them is."""
+        """Group of each of them."""
         self._heads: Line[tuple[int, int]] = Line(self._head_order)
-        """The groups by their earliest arrival."""
+        """Groups by their earliest arrival."""
         self._chosen: list[SequenceKey] = []
-        """Members of the latest group that are still to start, in order."""
+        """Members of the latest group that have not started, in order."""
         super().__init__(shape, settings)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books do not balance."""
+        """Raises AssertionError when the accounts do not balance."""
         super().check_integrity()
         startable = {job.task.key for job in self._startable()}
         assert self._numbers.keys() == startable >= set(self._chosen)
@@ -79,8 +78,8 @@ class SyncCoupledPolicy(ExactPolicy):
             del self._groups[number]
 
     def _candidates(self, batch: BatchBuilder) -> Iterator[Job]:
-        """What is left of the latest group, unless somebody of a lower priority came; then group after group;
-        the first that does not fit ends it."""
+        """Yield the rest of the latest group, then further groups, until one does not fit. A lower priority
+        interrupts the group."""
         head = self._heads.first()
         if self._chosen and head is not None and head[0] < self._numbers[self._chosen[0]][0]:
             self._chosen.clear()
@@ -97,7 +96,7 @@ class SyncCoupledPolicy(ExactPolicy):
                 return
 
     def _fitting(self, batch: BatchBuilder, group: list[Job]) -> list[Job]:
-        """The first of them, as many as what is free and the batch take."""
+        """Return the first members that fit the free blocks and the batch."""
         free_blocks = self._table.free_blocks
         running = sum(job.missing_tokens > 0 for job in self._running)
         starting = sum(self._table.jobs[key].stage is JobStage.WAITING for key in batch.prefills)

@@ -1,10 +1,9 @@
-"""When a generation may start and go on, and how many blocks are set aside for it: the two rules there are.
+"""The two admission rules: when a generation may start or continue, and how many blocks it reserves.
 
-`ExactAdmission`: at its start a generation gets all the blocks that its predicted end needs (papers/003
-§3.2.2). `ProfileAdmission`: a generation starts if, as predicted, there will be enough at every completion
-(`policy/profile.py`); blocks are taken as they are needed, out of one pool. An answer that outlives its
-prediction is predicted anew and goes on where the profile allows it; else it takes a block's worth of the
-reserve; else it pauses and keeps its KV (algorithms.md §1, Beyond the paper: `ecoserve_profile`).
+`ExactAdmission` reserves all blocks up to the predicted end at the start (papers/003 §3.2.2).
+`ProfileAdmission` starts a generation if blocks suffice at every predicted completion (`policy/profile.py`),
+and takes blocks as needed. An answer that outlives its prediction gets a new one. If the profile or the
+reserve has no block for it, it pauses with its KV (algorithms.md §1, Beyond the paper: `ecoserve_profile`).
 
     16 blocks of 4 tokens are free; 44 tokens more are predicted for a, then 24 for b → exact: a owns 11, b
     has to wait for the sixth block. Profile: b ends when a is half-way, so both run at once.
@@ -21,47 +20,47 @@ from shared.messages.sequence import SequenceKey
 
 
 class AdmissionRule(ABC):
-    """One worker's rule. It reads the job table; whoever asks acts on it."""
+    """Admission rule of one worker. It reads the job table; the caller acts on it."""
 
     @abstractmethod
     def begin_plan(self) -> None:
-        """What was found out for the plan before may be wrong by now."""
+        """Discard what was computed for the previous plan."""
 
     @abstractmethod
     def goes_on(self, job: Job) -> bool:
-        """Whether a running job may take a further token, as far as its predicted end is concerned."""
+        """Return whether a running job's predicted end allows another token."""
 
     @abstractmethod
     def fits(self, job: Job) -> bool:
-        """Whether a ready job may start now."""
+        """Return whether a ready job may start now."""
 
     @abstractmethod
     def start_blocks(self, job: Job) -> int:
-        """What is set aside for it when it starts, in all."""
+        """Return the total blocks to reserve at a job's start."""
 
     @abstractmethod
     def pinned_blocks(self, job: Job, needed_blocks: int) -> int:
-        """The same for a pinned one. It starts with what is there, and needs so many beyond its own."""
+        """Return the total blocks to reserve for a pinned job, which needs `needed_blocks` beyond its own."""
 
     @abstractmethod
     def note_start(self, job: Job) -> None:
-        """It runs from now."""
+        """Record that a job started."""
 
     @abstractmethod
     def leaves_room(self, blocks: int) -> bool:
-        """Whether a prompt may take so many blocks."""
+        """Return whether a prompt may take `blocks` blocks."""
 
     @abstractmethod
     def note_prompt(self, blocks: int) -> None:
-        """A prompt has taken so many blocks."""
+        """Record that a prompt took `blocks` blocks."""
 
     @abstractmethod
     def room_tokens(self, job: Job) -> int:
-        """Tokens until a running job has to ask again."""
+        """Return the tokens until a running job must ask again."""
 
 
 class ExactAdmission(AdmissionRule):
-    """Each generation owns, from its start, what its predicted end needs."""
+    """Each generation reserves the blocks up to its predicted end at its start."""
 
     def __init__(self, table: JobTable, ready: WaitingQueue, reserve_blocks: Callable[[], int]) -> None:
         self._table = table
@@ -69,17 +68,18 @@ class ExactAdmission(AdmissionRule):
         self._reserve_blocks = reserve_blocks
 
     def begin_plan(self) -> None:
-        """Nothing is remembered."""
+        """Do nothing: there is no state."""
 
     def goes_on(self, job: Job) -> bool:
         return True
 
     def fits(self, job: Job) -> bool:
-        """Into what is free, less the reserve."""
+        """Return whether the job fits the free blocks minus the reserve."""
         return self._lacking_blocks(job) <= max(0, self._table.free_blocks - self._reserve_blocks())
 
     def start_blocks(self, job: Job) -> int:
-        """Clamped to what an otherwise empty worker gives, and never less than the next token needs."""
+        """Return the blocks up to the predicted end, at most an empty worker's and at least the next
+        token's."""
         target = self._table.blocks_for(job.computed_tokens + job.rest_tokens)
         clamped = min(target, self._table.capacity_blocks - self._reserve_blocks())
         return max(clamped, job.held_blocks, self._table.blocks_for(job.computed_tokens + 1))
@@ -89,17 +89,17 @@ class ExactAdmission(AdmissionRule):
         return job.own_blocks + max(needed_blocks, lacking)
 
     def note_start(self, job: Job) -> None:
-        """Its blocks say it."""
+        """Do nothing: the blocks record it."""
 
     def leaves_room(self, blocks: int) -> bool:
-        """The head generation's allocation still fits beside them, or no generation waits."""
+        """Return whether the first ready generation would still fit."""
         head = self._ready.first()
         if head is None:
             return blocks <= self._table.free_blocks
         return self._lacking_blocks(head) <= self._table.free_blocks - blocks
 
     def note_prompt(self, blocks: int) -> None:
-        """The free blocks say it."""
+        """Do nothing: the free blocks record it."""
 
     def room_tokens(self, job: Job) -> int:
         return job.reserved_blocks * self._table.block_tokens - job.computed_tokens
@@ -109,7 +109,7 @@ class ExactAdmission(AdmissionRule):
 
 
 class ProfileAdmission(AdmissionRule):
-    """Each generation owns what it holds; the profile of those that run says who may join them."""
+    """Each generation reserves what it holds; the profile of the running ones admits others."""
 
     def __init__(
         self,
@@ -130,13 +130,13 @@ class ProfileAdmission(AdmissionRule):
         self._questions = questions
         self._profile: UsageProfile | None = None
         self._prompt_room_blocks: int | None = None
-        """What prompts may take, once generations have been admitted."""
+        """Blocks that prompts may take in this plan."""
 
     def begin_plan(self) -> None:
         self._profile = self._prompt_room_blocks = None
 
     def goes_on(self, job: Job) -> bool:
-        """A longer end is needed for one that has reached its own."""
+        """Return whether the job may continue; one at its predicted end gets a new end."""
         if job.computed_tokens < job.end_tokens:
             return True
         rest = self._lengths.rest_tokens(job.prediction, job.generated_tokens, job.task.max_tokens)
@@ -153,7 +153,7 @@ class ProfileAdmission(AdmissionRule):
         return self._usage().fits(job.computed_tokens, job.computed_tokens + job.rest_tokens, job.held_blocks)
 
     def start_blocks(self, job: Job) -> int:
-        """Nothing beyond the next token."""
+        """Return the blocks up to the next token."""
         return self._table.blocks_for(job.computed_tokens + 1)
 
     def pinned_blocks(self, job: Job, needed_blocks: int) -> int:
@@ -164,7 +164,8 @@ class ProfileAdmission(AdmissionRule):
             self._profile.start(job.computed_tokens, job.end_tokens, job.held_blocks)
 
     def leaves_room(self, blocks: int) -> bool:
-        """A prompt may use the reserve; those that run must never miss what it takes."""
+        """Return whether a prompt may take the blocks. It may use the reserve, but no block that running jobs
+        will need."""
         if self._prompt_room_blocks is None:
             usage, head = self._usage(), self._ready.first()
             room = usage.free_blocks
@@ -182,7 +183,7 @@ class ProfileAdmission(AdmissionRule):
         return job.end_tokens - job.computed_tokens
 
     def _usage(self) -> UsageProfile:
-        """As of this plan, up to date with whatever it has started."""
+        """Return this plan's profile, including its starts."""
         if self._profile is None:
             self._profile = self._make_profile(self._table.capacity_blocks - self._reserve_blocks())
         return self._profile

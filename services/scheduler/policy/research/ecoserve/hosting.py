@@ -1,20 +1,19 @@
-"""KVC pipelining: what a running job will need last is lent to others that will be gone by then.
+"""KVC pipelining: lends the last blocks of running jobs to others that end before those are needed.
 
-A host's new blocks (those it starts with beyond what it holds) are halved: the right half is a slot, the
-left half's second quarter another, and so on; the same inside every guest (Russian dolls), to level 3: one,
-two and four slots. A slot can take a guest that ends before its host has filled everything to the left of
-it, less a buffer of β of the host's length halved as often. With paged blocks no block has a place of its
-own: positions are accounting, and whoever needs a block next gets any free one.
+A host's new blocks are those beyond what it holds at its start. Their right half is a slot, the left half's
+second quarter another, and so on. The same holds inside each guest (Russian dolls), to level 3: one, two and
+four slots. A slot takes a guest that ends before its host fills everything left of it. A buffer of β of the
+host's length, halved as often, is subtracted. Positions are only accounting: with paged blocks any free block
+serves.
 
     A host holds 3 blocks and starts with 16 more → slots [5, 7) level 3, [7, 11) level 2, [11, 19) level 1.
     β = 0.15, 4 tokens a block: one in [11, 19) must end within (11 − 3)·4 − ceil(0.15·64 / 2) = 27 tokens,
     that is 6 whole blocks. Once the host has filled block 10, a guest that is still there is in its way.
 
-A guest that is in the way gets a block of the reserve for each block its host takes; without one it is
-preempted, and its own guests move into its place. A guest that is complete, but not yet known to be over, is
-waited for instead: the host skips a step.
+A guest in the way gets a reserve block for each block its host takes. Without one it is preempted, and its
+own guests move into its place. While a complete guest's end is unconfirmed, the host skips a step.
 
-Source: papers/003 §3.4; the number of slots, their limits and what happens at early ends: algorithms.md §1.
+Source: papers/003 §3.4; the number of slots, their limits and early ends: algorithms.md §1.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,12 +29,12 @@ from shared.messages.sequence import SequenceKey
 
 MAX_LEVEL = 3
 _CANDIDATES = 8
-"""So many of the closest lengths below a slot's limit are compared by their deadlines."""
+"""Number of lengths below a slot's limit that are compared by deadline."""
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Blocks [start, end) of a host, counted like the blocks it holds: free for a guest until it gets
+    """Blocks [start, end) of a host, counted like its held blocks; a guest may use them until the host gets
     there."""
 
     start: int
@@ -46,20 +45,20 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class Lodging:
-    """A job as a host and as a guest."""
+    """A job's roles as host and guest."""
 
     job: Job
     host: "Lodging | None" = None
     slots: list[Slot] = field(default_factory=list)
-    """Those it offers, lowest first; each with at most one guest."""
+    """Its slots, lowest first, each with at most one guest."""
     new_blocks: int = 0
-    """What it was given at its start beyond what it held: what its slots are cut from."""
+    """Blocks beyond the held ones at its start, from which slots are cut."""
     level: int = 0
-    """How deep it is hosted; 0 is not at all."""
+    """Depth of hosting; 0: not hosted."""
 
 
 def open_slots(host: Lodging) -> None:
-    """Cut what it was just given into slots, the lowest first; inside a guest from its own level on."""
+    """Cut the host's new blocks into slots, lowest first, from its own level on."""
     base, blocks = host.job.held_blocks, max(0, host.job.reserved_blocks - host.job.held_blocks)
     host.new_blocks, host.slots = blocks, []
     for halvings in range(MAX_LEVEL - host.level, 0, -1):
@@ -70,8 +69,8 @@ def open_slots(host: Lodging) -> None:
 
 
 def limit_tokens(host: Lodging, slot: Slot, buffer: float, block_tokens: int) -> int:
-    """A guest with that many tokens to go, whole blocks, ends in time: what its host has to go until it
-    arrives, less the buffer b_k = ceil(β·l / 2^k)."""
+    """Return the longest guest for a slot, in tokens of whole blocks: the host's distance to it minus the
+    buffer b_k = ceil(β·l / 2^k)."""
     halvings = max(1, slot.level - host.level)
     margin = ceil(buffer * host.new_blocks * block_tokens / (1 << halvings))
     left = slot.start * block_tokens - host.job.computed_tokens - margin
@@ -79,28 +78,28 @@ def limit_tokens(host: Lodging, slot: Slot, buffer: float, block_tokens: int) ->
 
 
 def lodge(host: Lodging, slot: Slot, guest: Lodging, blocks: int) -> None:
-    """`guest` is lent `blocks` of the slot."""
+    """Lend `blocks` blocks of the slot to `guest`."""
     assert slot.guest is None and 0 < blocks <= slot.end - slot.start
     slot.guest, guest.host, guest.level, guest.job.hosted_blocks = guest, host, slot.level, blocks
 
 
 def stand_alone(guest: Lodging) -> None:
-    """What it was lent is its own; whoever calls this sees to it that there is as much."""
+    """End the guest's lodging; the caller makes the lent blocks its own."""
     guest.host, guest.level, guest.job.hosted_blocks = None, 0, 0
 
 
 def free_guests(host: Lodging) -> list[Lodging]:
-    """`host` is nobody's guest, and grows no more: its guests, none of them hosted any more."""
+    """Release and return the guests of an unhosted host that no longer grows."""
     guests = [slot.guest for slot in host.slots if slot.guest is not None]
     host.slots = []
     return guests
 
 
 def move_out(leaving: Lodging) -> list[tuple[Lodging, int]]:
-    """`leaving` leaves its host, and its guests move up into its place; the rest of that is open again.
+    """End the lodging of `leaving`; its guests move up into its place, and the rest becomes free slots.
 
-    Returns guests with blocks that their new host cannot lend, as it has grown into them already: these
-    have to be their own, out of what the leaving one gives up.
+    Returns guests with the number of blocks that the new host has already grown into. The leaving job's
+    blocks must replace them.
     """
     host, own_blocks = leaving.host, leaving.job.own_blocks
     assert host is not None
@@ -135,18 +134,18 @@ def _rest_rank(job: Job) -> tuple[Any, ...]:
 
 
 class Hosting:
-    """Who is whose guest at one worker, and who may become one. Where nobody opens slots, nobody ever is."""
+    """Hosts and guests at one worker. If no slots are opened, there are no guests."""
 
     def __init__(self, table: JobTable, buffer: float) -> None:
         self._table = table
         self._buffer = buffer
         self.lodgings: dict[SequenceKey, Lodging] = {}
-        """Of all that have opened slots or been lodged."""
+        """All jobs that have opened slots or lodged."""
         self._by_rest: Line[Job] = Line(_rest_rank)
-        """Ready jobs that are nobody's guests."""
+        """Ready jobs that are not guests."""
 
     def _of(self, job: Job) -> Lodging:
-        """Its lodging, made where there is none yet."""
+        """Return the job's lodging, created if needed."""
         return self.lodgings.setdefault(job.task.key, Lodging(job))
 
     def is_guest(self, job: Job) -> bool:
@@ -154,35 +153,35 @@ class Hosting:
         return lodging is not None and lodging.host is not None
 
     def note_ready(self, job: Job) -> None:
-        """It may be lodged from now on."""
+        """Allow the ready job to lodge."""
         if not self.is_guest(job):
             self._by_rest.add(job)
 
     def note_taken(self, job: Job) -> None:
-        """It is not ready any more; or it never was."""
+        """Remove a job from the candidates, if present."""
         self._by_rest.discard(job)
 
     def open_slots(self, job: Job) -> None:
-        """It has just been given blocks that others may use meanwhile."""
+        """Open slots in the job's new blocks."""
         open_slots(self._of(job))
 
     def forget(self, job: Job) -> None:
-        """It has ended, and parted from all."""
+        """Remove an ended job without ties."""
         self.lodgings.pop(job.task.key, None)
 
     def clear(self) -> None:
-        """Nobody is lent anything any more; what each owns is settled by the caller."""
+        """End all lending; the caller settles own blocks."""
         for lodging in self.lodgings.values():
             lodging.job.hosted_blocks = 0
         self.lodgings.clear()
 
     def room_blocks(self, job: Job) -> int:
-        """Blocks until `job` gets to a slot with a guest, or to the end of what it may use."""
+        """Return the blocks up to the first slot with a guest, or to the reservation's end."""
         lodging = self.lodgings.get(job.task.key)
         slots = lodging.slots if lodging is not None else []
         return min([job.reserved_blocks, *(slot.start for slot in slots if slot.guest is not None)])
 
-    # Guests come
+    # Lodging
 
     def fill(
         self,
@@ -191,9 +190,9 @@ class Hosting:
         blocks_of: Callable[[Job], int],
         start: Callable[[Job], None],
     ) -> None:
-        """Lodge ready jobs in slots, largest limit first, until the shortest is too long for all of them.
+        """Lodge ready jobs, largest slot limit first, until none fits.
 
-        `blocks_of`: what a job needs in all; `start`: a guest runs from now on.
+        `blocks_of`: a job's total need. `start`: called with each new guest, which runs from now on.
         """
         slots: list[tuple[int, int, Lodging, Slot]] = []
         if not len(self._by_rest) or len(running) >= most_running:
@@ -218,7 +217,7 @@ class Hosting:
                     heappush(slots, item)
 
     def _offer(self, slots: list[tuple[int, int, Lodging, Slot]], host: Lodging, number: int) -> None:
-        """Numbered on from `number`: equal limits are taken in that order."""
+        """Append the host's free slots, numbered from `number`; equal limits go in that order."""
         for slot in host.slots:
             if slot.guest is None:
                 limit = limit_tokens(host, slot, self._buffer, self._table.block_tokens)
@@ -227,7 +226,7 @@ class Hosting:
                     number += 1
 
     def _recipient(self, limit: int, blocks_of: Callable[[Job], int]) -> Job | None:
-        """Of the closest below the limit, the one with the loosest deadline."""
+        """Return the job with the loosest deadline among the longest below the limit."""
         blocks = limit // self._table.block_tokens
         best: Job | None = None
         for job in islice(self._by_rest.downwards_from((limit + 1,)), _CANDIDATES):
@@ -236,11 +235,11 @@ class Hosting:
                 best = job
         return best
 
-    # Hosts arrive
+    # Hosts that reach their guests
 
     def vacate(self, job: Job, blocks: int, evict: Callable[[Job], None]) -> bool:
-        """Whether the host has its first `blocks` blocks to itself. Who is in its way gets a reserve block
-        for each, or goes (`evict`); False while it waits for one that is complete."""
+        """Return whether the host has its first `blocks` blocks to itself. A guest in the way gets a reserve
+        block each or is evicted; wait (False) for a complete one."""
         host = self.lodgings.get(job.task.key)
         while host is not None and host.slots and host.slots[0].start < blocks:
             slot = host.slots[0]
@@ -256,23 +255,23 @@ class Hosting:
         return True
 
     def _step_aside(self, host: Lodging, slot: Slot, guest: Lodging) -> None:
-        """One of the blocks the guest is lent becomes the host's again, for one of the reserve."""
+        """Give one lent block back to the host and one of the reserve to the guest."""
         slot.start += 1
         self._give_own(guest, 1)
         if guest.host is None:
             host.slots.remove(slot)
 
-    # They part
+    # Separation
 
     def leave_host(self, job: Job) -> None:
-        """A guest is one no longer. Its own guests move up; what cannot be lent to them any more they own."""
+        """End a guest's lodging. Its own guests move up and own what can no longer be lent."""
         if self.is_guest(job):
             for guest, blocks in move_out(self.lodgings[job.task.key]):
                 self._give_own(guest, blocks)
 
     def give_back_unused(self, job: Job) -> None:
-        """A host that needs no more than it holds: its guests own their ranges now. A hosted host keeps its
-        guests until its own host takes them over."""
+        """Drop a host's unused reservation; its guests own their blocks now. A hosted host keeps its guests
+        until its own host takes them over."""
         if not self.is_guest(job):
             self._table.set_own(job, job.held_blocks)
             lodging = self.lodgings.get(job.task.key)
@@ -280,14 +279,14 @@ class Hosting:
                 self._give_own(guest, guest.job.hosted_blocks)
 
     def _give_own(self, guest: Lodging, blocks: int) -> None:
-        """So many of those it is lent are its own from now on."""
+        """Turn `blocks` lent blocks into the guest's own."""
         guest.job.hosted_blocks -= blocks
         self._table.set_own(guest.job, guest.job.own_blocks + blocks)
         if not guest.job.hosted_blocks:
             stand_alone(guest)
 
     def check_integrity(self, ready: Iterable[Job]) -> None:
-        """Raises AssertionError when slots overlap, or a guest and its host do not know each other."""
+        """Raises AssertionError when slots overlap, or a guest and its host disagree."""
         self._by_rest.check_integrity()
         alone = {id(job) for job in ready if not self.is_guest(job)}
         assert {id(job) for job in self._by_rest} <= alone

@@ -1,16 +1,15 @@
-"""EcoServe's planning step: generations fill the KV cache, prompts fill the rest of the forward size.
+"""EcoServe's planner: generations fill the KV cache, prompts fill the rest of the forward size.
 
-Two queues (`policy/two_queues.py`); blocks set aside for each generation when it starts (`admission.py`), in
-order or in groups that end together (`Groups`); a reserve for prompts and for answers longer than
-predicted; offload-free pauses; and slots of running jobs that are lent to others (`hosting.py`).
+It has two queues (`policy/two_queues.py`) and reserves blocks at each generation's start (`admission.py`).
+Starts are in order, or in groups that end together (`Groups`). A reserve serves prompts and long answers.
+Pauses keep KV, and running jobs lend slots (`hosting.py`).
 
-The variants that papers/003 §4 compares, and one beyond it, by what each adds to the one before:
-`ecoserve_d` → `_sd` (+ synced groups) → `_sdo` (+ ordering) → `ecoserve` (+ KVC pipelining);
-`ecoserve_profile` has the admission by profile instead of the halving slots.
+Variants of papers/003 §4, each adding to the one before: `ecoserve_d` → `_sd` (+ synced groups) → `_sdo` (+
+ordering) → `ecoserve` (+ KVC pipelining). `ecoserve_profile` admits by profile instead of lending slots.
 
-Differs from the paper where algorithms.md §1 says so: a paused generation's new length is
-E[RL − g | RL > g], prompts leave room for the head of the generation queue, and overdue requests have a share
-of the admissions. Source: papers/003 §3.2, §3.3, §3.5 (Algorithm 1).
+It differs from the paper as algorithms.md §1 explains. A paused generation's new length is E[RL − g | RL >
+g]. Prompts leave room for the first ready generation. Overdue requests get a share of the admissions. Source:
+papers/003 §3.2, §3.3, §3.5 (Algorithm 1).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +34,7 @@ from shared.messages.sequence import SequenceKey
 OPTIONS = frozenset(field.name for field in fields(TwoQueueOptions)) - {"passing_share"}
 GROUP_TOKENS = 32
 BIN_TOKENS = 128
-"""Occupied KV and lengths are compared in bins of so many."""
+"""Bin width for comparing held KV and lengths."""
 
 
 def _by_due(job: Job) -> tuple[Any, ...]:
@@ -54,7 +53,7 @@ class Group:
 
 
 class Groups:
-    """All ready jobs by their length; in a synced policy those of one group start together where they fit."""
+    """All ready jobs by length; a synced policy starts the jobs of a group together if they fit."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[int, int], Group] = {}
@@ -73,13 +72,13 @@ class Groups:
             del self._groups[_group_of(job)]
 
     def by_arrival(self) -> list[list[Job]]:
-        """Within a priority the group with the oldest member first; members oldest first."""
+        """Return the groups by priority and oldest member; members oldest first."""
         groups = [list(group.members) for group in self._groups.values()]
         return sorted(groups, key=lambda members: members[0].task.order)
 
     def by_slack(self, class_of: Callable[[float], int]) -> list[list[Job]]:
-        """Within a priority: slack class of the most urgent member, then the most occupied KV, then the
-        longest, then the oldest."""
+        """Return the groups by priority, slack class of the most urgent member, most held KV, length, and
+        age."""
 
         def key(item: tuple[tuple[int, int], Group]) -> tuple[Any, ...]:
             (priority, length), group = item
@@ -96,7 +95,8 @@ class Groups:
         return [list(group.members) for _, group in sorted(self._groups.items(), key=key)]
 
     def check_integrity(self, jobs: set[int]) -> None:
-        """Raises AssertionError unless exactly the jobs with these identities are here, grouped right."""
+        """Raises AssertionError unless exactly the jobs with these identities are here, in the right
+        groups."""
         found: list[int] = []
         for place, group in self._groups.items():
             assert len(group.members) == len(group.due) == len(group.occupied) > 0
@@ -110,33 +110,30 @@ def _group_of(job: Job) -> tuple[int, int]:
 
 
 _OF_A_BIN = 8
-"""So many of one bin of lengths are tried before shorter ones are."""
+"""Number of jobs of one length bin to try before shorter ones."""
 
 
 def _prompt_rank(job: Job) -> tuple[Any, ...]:
-    """Within a slack class: longest prompt first, in bins of 128."""
+    """Return the key within a slack class: longest prompt first, in bins of 128."""
     return (-(job.prefill_tokens // BIN_TOKENS), *job.task.order)
 
 
 def _generation_rank(job: Job) -> tuple[Any, ...]:
-    """Within a slack class: most occupied KV, then longest rest, in bins of 128."""
+    """Return the key within a slack class: most held KV, then longest rest, in bins of 128."""
     return (-(job.computed_tokens // BIN_TOKENS), -(job.rest_tokens // BIN_TOKENS), *job.task.order)
 
 
 class EcoServeD(TwoQueuePolicy):
-    """`ecoserve_d`: decoupled queues, first come first served, exact allocation. Subclasses switch parts on.
-
-    Implements `contract.BatchPolicy`.
-    """
+    """`ecoserve_d`: decoupled queues, first come first served, exact allocation. Subclasses enable parts."""
 
     synced = False
-    """Ready jobs that are expected to end together start together."""
+    """Whether ready jobs that should end together start together."""
     ordered = False
-    """Queues go by slack, occupied KV and length instead of arrival."""
+    """Whether queues go by slack, held KV and length instead of arrival."""
     pipelined = False
-    """Running jobs lend their last blocks to shorter ones."""
+    """Whether running jobs lend their last blocks to shorter ones."""
     profiled = False
-    """The profile of usage admits, instead of exact allocations."""
+    """Whether the usage profile admits instead of exact allocation."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         options = two_queue_options("ecoserve", settings.options, names=OPTIONS)
@@ -186,7 +183,7 @@ class EcoServeD(TwoQueuePolicy):
             self._rescue(batch, now_s)
         return self._finish(batch, now_s)
 
-    # From place to place
+    # Places
 
     def on_resized(self, capacity_blocks: int, now_s: float) -> None:
         shrinks = capacity_blocks < self._table.own_blocks
@@ -218,7 +215,7 @@ class EcoServeD(TwoQueuePolicy):
         super()._take_out(job)
 
     def _give_back_unused(self, job: Job) -> None:
-        """A guest keeps its place in its host until that gets there."""
+        """Drop the unused reservation; a guest keeps its place in its host."""
         self._hosting.give_back_unused(job)
 
     def _part(self, job: Job) -> None:
@@ -228,8 +225,8 @@ class EcoServeD(TwoQueuePolicy):
     # Generations
 
     def _secure(self, batch: BatchBuilder, job: Job, now_s: float) -> bool:
-        """Whether a running job may take its next token: within its reservation, or with a block more
-        (papers/003 §3.2.2: reserve first, else it stops and keeps its KV)."""
+        """Return whether a running job may take its next token, within its reservation or with a block of the
+        reserve. Otherwise it pauses with its KV (papers/003 §3.2.2)."""
         if not self._admission.goes_on(job):
             self._pause(job, now_s)
             return False
@@ -260,7 +257,7 @@ class EcoServeD(TwoQueuePolicy):
         self._start(batch, job, self._admission.pinned_blocks(job, needed_blocks))
 
     def _start(self, batch: BatchBuilder, job: Job, blocks: int) -> None:
-        """It runs from this batch on, with `blocks` set aside for it alone."""
+        """Start decoding in this batch, with `blocks` blocks reserved."""
         self._take_out(job)
         self._hosting.leave_host(job)
         self._table.set_own(job, max(blocks, job.held_blocks))
@@ -270,7 +267,7 @@ class EcoServeD(TwoQueuePolicy):
             self._hosting.open_slots(job)
 
     def _run(self, batch: BatchBuilder, job: Job) -> None:
-        """It decodes from this batch on."""
+        """Decode from this batch on."""
         self._take_out(job)
         job.stage = JobStage.DECODING
         job.end_tokens = job.computed_tokens + job.rest_tokens
@@ -279,8 +276,7 @@ class EcoServeD(TwoQueuePolicy):
         batch.add_decode(job)
 
     def _admit_generations(self, batch: BatchBuilder, now_s: float) -> None:
-        """In order, whole groups first where groups are synced; then whatever still fits, longest first; at
-        last guests."""
+        """Start generations in order, groups first if synced; then the longest that fit; then guests."""
         self._admit_in_order(batch, now_s)
         if self.pipelined:
             self._hosting.fill(
@@ -315,7 +311,7 @@ class EcoServeD(TwoQueuePolicy):
             yield job
 
     def _take_turn(self, batch: BatchBuilder, now_s: float) -> bool:
-        """An overdue generation's turn, if it is one; False when everybody has to wait for it."""
+        """Start an overdue generation if it is due. Return False if all others must wait for it."""
         job = self._ready.oldest_overdue()
         if job is None or not self._generation_turns.is_due():
             return True
@@ -325,7 +321,7 @@ class EcoServeD(TwoQueuePolicy):
         return not self._generation_turns.is_starving(job, now_s)
 
     def _fill(self, batch: BatchBuilder) -> None:
-        """Bucket by bucket of (slack, occupied KV), the longest bin of lengths that still fits."""
+        """Start the longest generations that still fit, by slack and held KV."""
         for line in self._ready.classes():
             at: tuple[Any, ...] = ()
             while jobs := list(islice(line.starting_at(at), _OF_A_BIN)):
@@ -340,8 +336,7 @@ class EcoServeD(TwoQueuePolicy):
     # Prompts
 
     def _admit_prompts(self, batch: BatchBuilder, now_s: float) -> None:
-        """Until the forward size is reached; the last prompt is cut to land exactly. One that is partly
-        prefilled comes before any other starts."""
+        """Add prompts up to the forward size, partly prefilled ones first; the last one is cut to fit."""
         batch.budget_tokens = self._prompt_budget(batch)
         for job in list(self._partial.values()):
             self._add_prompt(batch, job)
@@ -356,7 +351,7 @@ class EcoServeD(TwoQueuePolicy):
         return max(0, min(self._options.tfs_tokens or most, most) - len(batch.decodes))
 
     def _add_next_prompt(self, batch: BatchBuilder, now_s: float) -> Job | None:
-        """The one whose turn it is, if it fits."""
+        """Add the next prompt and return it, or None if it does not fit."""
         overdue = self._overdue_prompt() if self._prompt_turns.is_due() else None
         if overdue is not None:
             if self._add_prompt(batch, overdue):
@@ -371,7 +366,7 @@ class EcoServeD(TwoQueuePolicy):
         return job
 
     def _add_prompt(self, batch: BatchBuilder, job: Job) -> bool:
-        """The next chunk of it, as much as the budget and the blocks allow."""
+        """Add the prompt's next chunk as far as budget and blocks allow; return whether any."""
         chunk = batch.chunk_tokens(job)
         if chunk == 0 or (job.stage is JobStage.WAITING and not batch.text_fits(job)):
             return False
@@ -386,24 +381,24 @@ class EcoServeD(TwoQueuePolicy):
 
 
 class EcoServeSD(EcoServeD):
-    """`ecoserve_sd`: and who ends together starts together (Time-Synced Batching, papers/003 §3.2.2)."""
+    """`ecoserve_sd`: adds groups that end together (Time-Synced Batching, papers/003 §3.2.2)."""
 
     synced = True
 
 
 class EcoServeSDO(EcoServeD):
-    """`ecoserve_sdo`: and both queues are ordered by slack, occupied KV and length (papers/003 §3.3)."""
+    """`ecoserve_sdo`: adds ordering by slack, held KV and length (papers/003 §3.3)."""
 
     synced = ordered = True
 
 
 class EcoServe(EcoServeD):
-    """`ecoserve`: and running jobs lend what they do not need yet (KVC pipelining, papers/003 §3.4)."""
+    """`ecoserve`: adds lending of blocks that are not needed yet (KVC pipelining, papers/003 §3.4)."""
 
     synced = ordered = pipelined = True
 
 
 class EcoServeProfile(EcoServeD):
-    """`ecoserve_profile`: as `ecoserve_sdo`, with the profile's admission instead of exact allocations."""
+    """`ecoserve_profile`: like `ecoserve_sdo`, with admission by profile instead of exact allocation."""
 
     synced = ordered = profiled = True
