@@ -1,4 +1,4 @@
-"""`python -m services.worker`: one worker alone, against a NATS server that runs already."""
+"""`python -m services.worker` runs a single worker against a running NATS server."""
 
 from services.worker.config import WorkerConfig
 from services.worker.service import run

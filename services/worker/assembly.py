@@ -1,7 +1,4 @@
-"""What a worker is put together from: the engine, warm; its prefix cache; the core that decides.
-
-Settings in, parts out; nothing here runs, and nothing but the worker's name comes from the bus.
-"""
+"""Factories for the parts of a worker: its engine, prefix cache, core, transfers and registry."""
 
 import os
 import socket
@@ -32,20 +29,20 @@ from shared.bus import Bus
 from shared.clock import Clock
 
 _SIMULATED_HOST_SHARE = 4
-"""The host tier of a simulated engine, in times its KV."""
+"""Largest host tier of a simulated engine, as a multiple of its KV blocks."""
 _SIMULATED_KV_BLOCKS = 1024
-"""Where no setting says how many: it has no memory to take a part of."""
+"""Number of KV blocks of a simulated engine if `kv_blocks` is not set."""
 
 
 def open_cache(
     config: WorkerConfig, engine: Engine, instance: str, transfers: TransferEngine
 ) -> KvStore | None:
-    """None where it is switched off, or the engine's KV cannot be copied."""
+    """Return the prefix cache, or None if it is disabled or the engine's KV cannot be copied."""
     attending = engine if isinstance(engine, AttendingEngine) else None
     if not config.prefix_cache.enabled or not isinstance(engine, CacheableEngine):
         return None
     settings = config.prefix_cache
-    if config.engine == "simulated":  # Its blocks are so small that host_mb would hold millions.
+    if config.engine == "simulated":  # Its blocks are tiny: host_mb would hold millions.
         most = _SIMULATED_HOST_SHARE * engine.kv_blocks
         host_blocks = settings.host_blocks or (most if settings.host_mb else 0)
         settings = settings.model_copy(update={"host_blocks": host_blocks})
@@ -60,8 +57,7 @@ def open_cache(
 
 
 def fingerprint_of(engine: Engine) -> bytes:
-    """What must agree for KV to be exchanged, with a prefix cache or without; empty where nobody else could
-    read this engine's."""
+    """Return the digest that two workers must share to exchange KV; empty if the KV cannot be copied."""
     return engine.fingerprint if isinstance(engine, CacheableEngine) else b""
 
 
@@ -73,14 +69,17 @@ def prefixes_of(store: KvStore | None, config: WorkerConfig) -> Prefixes | None:
 
 
 def expansion_of(engine: Engine) -> dict[str, float]:
-    """What Pie is at, if it is on."""
+    """Return Pie's figures for the status; empty without Pie."""
     if not isinstance(engine, AttendingEngine) or engine.pie is None:
         return {}
     return engine.pie.expansion().details()
 
 
 def costs_of(engine: Engine) -> dict[str, Any]:
-    """Of the heartbeat: what the engine measured of blocks that lie elsewhere, and of blocks on the host."""
+    """Return the heartbeat's measured costs of remote blocks and of layers swapped to the host.
+
+    `expand_stall_s` is the stall of a decode step per swapped layer, in seconds.
+    """
     if not isinstance(engine, SharingEngine):
         return {}
     stall_s: float | None = None
@@ -108,14 +107,14 @@ def transfers_of(
     clock: Clock,
     reader: BorrowedReader | None,
 ) -> Transfers | None:
-    """None where there is no prefix cache to fetch into, or it is switched off."""
+    """Return the KV transfers between workers, or None if they or the prefix cache are disabled."""
     if store is None or not config.transfer.enabled or not isinstance(engine, CacheableEngine):
         return None
     return Transfers(bus, config.transfer, engine, store, registry, runner, clock, reader)
 
 
 def transfer_engine_of(engine: Engine, wake: Callable[[], None]) -> TransferEngine:
-    """What carries all copies of one worker's KV; `wake` as there."""
+    """Return the engine that runs all KV copies of a worker; see `TransferEngine` for `wake`."""
     if not isinstance(engine, AttendingEngine):
         return TransferEngine(wake)
     attention = engine.attention
@@ -123,8 +122,10 @@ def transfer_engine_of(engine: Engine, wake: Callable[[], None]) -> TransferEngi
 
 
 def between_steps(engine: Engine, transfers: TransferEngine, prefixes: Prefixes | None) -> Callable[[], None]:
-    """What is done between two steps, and while there are none. What the engine can do is looked at once:
-    to ask a protocol takes 20 µs in Python 3.11."""
+    """Return the work to do between two steps and while idle.
+
+    The engine is checked for Pie once, because `isinstance` with a protocol takes 20 µs in Python 3.11.
+    """
     pie = engine.pie if isinstance(engine, AttendingEngine) else None
 
     def work_ahead() -> None:
@@ -138,14 +139,14 @@ def between_steps(engine: Engine, transfers: TransferEngine, prefixes: Prefixes 
 
 
 def remote_seconds(engine: Engine) -> Callable[[], float]:
-    """What attention over other workers' blocks has taken so far; asked with each step."""
+    """Return a function that returns the total seconds spent on attention over remote blocks."""
     if not isinstance(engine, SharingEngine):
         return lambda: 0.0
     return lambda: engine.remote_total_s
 
 
 def pool_of(engine: Engine, store: KvStore | None) -> BlockPool | PrefixCache:
-    """The engine's own blocks."""
+    """Return the pool of the engine's own blocks."""
     if store is not None:
         return store.cache
     if isinstance(engine, SharingEngine):
@@ -154,7 +155,7 @@ def pool_of(engine: Engine, store: KvStore | None) -> BlockPool | PrefixCache:
 
 
 def registry_of(bus: Bus, config: WorkerConfig, clock: Clock) -> Registry:
-    """Raises ConfigError for a transport that is not there."""
+    """Return the registry of neighbours. Raises ConfigError for an unavailable transport."""
     transports = make_transports(config.bulk)
     return Registry(bus, config.host or socket.gethostname(), transports, config.bulk.ticket_s, clock)
 
@@ -187,10 +188,7 @@ def core_of(
 
 
 def make_engine(config: WorkerConfig, progress: Progress | None = None) -> Engine:
-    """The configured engine, warm and timed: the first request finds nothing left to set up.
-
-    Raises ConfigError.
-    """
+    """Return the configured engine, warmed up and profiled. Raises ConfigError."""
     progress = progress or Progress()
     if config.engine == "simulated":
         from services.worker.engine.simulated import SimulatedEngine
@@ -198,18 +196,18 @@ def make_engine(config: WorkerConfig, progress: Progress | None = None) -> Engin
         kv_blocks = config.kv_blocks or _SIMULATED_KV_BLOCKS
         return SimulatedEngine.of(config.model, kv_blocks, config.block_tokens, config.simulated)
     if config.engine == "vllm":
-        os.environ["OMP_NUM_THREADS"] = str(config.threads)  # read when torch is loaded, and never again
+        os.environ["OMP_NUM_THREADS"] = str(config.threads)  # torch reads it once, on import
         from services.worker.building_vllm import build_vllm
 
         progress.at("vLLM loads the model")
         return build_vllm(config)
     progress.at("imports torch")
-    from services.worker.building import build  # torch takes seconds
+    from services.worker.building import build  # importing torch takes seconds
 
     return build(config, progress)
 
 
 def make_bound_engine(config: WorkerConfig, progress: Progress) -> Engine:
-    """On the engine's cores, so that compute threads started on the way are there, too."""
+    """`make_engine` on the engine's cores; compute threads that it starts inherit them."""
     bind_to(config.engine_cores, "engine_cores")
     return make_engine(config, progress)

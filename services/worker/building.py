@@ -1,4 +1,4 @@
-"""The native engine, from a worker's settings."""
+"""Builds the native engine from a worker's settings."""
 
 import contextlib
 import gc
@@ -26,7 +26,7 @@ from shared.tokenizer_files import load_tokenizer
 
 _log = get_logger("worker.building")
 _CPU_FRACTION, _GPU_FRACTION = 0.05, 0.85
-"""Others live on a CPU's memory, too: further workers, and the page cache that their weights are in."""
+"""Share of free memory for KV. On a CPU other workers and the page cache need memory, too."""
 _STEP_BLOCKS = 64
 _CONTROL_GROUPS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
@@ -35,14 +35,11 @@ _CONTROL_GROUPS = (
         Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ),
 )
-"""What it may have and has, of version 2 and 1, as seen inside a container."""
+"""Files with the memory limit and usage of control groups v2 and v1, as seen inside a container."""
 
 
 def build(config: WorkerConfig, progress: Progress | None = None) -> TorchEngine:
-    """The engine of a model, warm and timed: the first request finds nothing left to set up.
-
-    Raises ConfigError.
-    """
+    """Return the native engine of a model, warmed up and profiled. Raises ConfigError."""
     torch.set_num_threads(config.threads)
     dtype = stored_dtype(config.model) if config.dtype == "auto" else config.dtype
     progress = progress or Progress()
@@ -73,7 +70,7 @@ def build(config: WorkerConfig, progress: Progress | None = None) -> TorchEngine
         grammars=GrammarMasks(lambda: Grammars(load_tokenizer(config.model), model.vocabulary)),
         states_every=config.states_every,
     )
-    engine.weights = checkpoint_digest(config.model, str(model.dtype))  # the same for other kinds of engines
+    engine.weights = checkpoint_digest(config.model, str(model.dtype))  # equal for all kinds of engines
     progress.at("warms up")
     warm_up(engine)
     engine.prefill_tokens_per_s = prefill_tokens_per_s(engine, kv_blocks)
@@ -83,12 +80,12 @@ def build(config: WorkerConfig, progress: Progress | None = None) -> TorchEngine
             told = {"fixed_ms": round(1e3 * cost.fixed_s, 3), "row_ms": round(1e3 * cost.row_s, 4)}
             canonical(_log, "decoding step timed", **told)
     gc.collect()
-    gc.freeze()  # What is there now stays: no collection during a step walks through it.
+    gc.freeze()  # Keeps collections during a step short.
     return engine
 
 
 def kv_capacity(config: WorkerConfig, block_bytes: int, free: Callable[[], int]) -> int:
-    """In blocks: as the settings say, or a part of what is `free`, in steps of 64."""
+    """Return the number of KV blocks: as set, or a share of the `free` bytes, in steps of 64."""
     if config.kv_bytes:
         return config.kv_bytes // block_bytes
     if config.kv_blocks:
@@ -98,30 +95,32 @@ def kv_capacity(config: WorkerConfig, block_bytes: int, free: Callable[[], int])
 
 
 def kv_fraction(config: WorkerConfig) -> float:
-    """Of what is free, where neither blocks nor bytes are set."""
+    """Return the share of free memory for KV if neither blocks nor bytes are set."""
     return config.kv_memory_fraction or (_CPU_FRACTION if config.device == "cpu" else _GPU_FRACTION)
 
 
 def free_bytes(device: str) -> int:
-    """Of a GPU, or of this machine's memory as far as this process' control group may have it."""
+    """Return free bytes of a GPU, or of host memory within the limit of the process's control group."""
     if device != "cpu":
         return int(torch.cuda.mem_get_info(device)[0])
     available = int(psutil.virtual_memory().available)
     for limit, used in _CONTROL_GROUPS:
-        with contextlib.suppress(OSError, ValueError):  # Not this version; or "max", which is no number.
+        with contextlib.suppress(OSError, ValueError):  # another version, or a limit of "max"
             available = min(available, int(limit.read_text()) - int(used.read_text()))
     return max(0, available)
 
 
 def least_blocks(config: WorkerConfig, layers: int) -> int:
-    """Blocks with which any request that fits can be computed: what is staged, what Pie's highest level makes
-    buffers of, and the two that a step writes to at the border of a block."""
+    """Return the fewest KV blocks with which the engine can run.
+
+    They are the staging blocks, the buffers of Pie's highest level, and two blocks that one row writes to.
+    """
     highest = most_fifo_layers(layers) if config.pie.enabled is not False else 0
     own = next(count for count in itertools.count(2) if count - spare_blocks(layers, highest, count) >= 2)
     return own + staged_blocks(config.lending, layers)
 
 
 def staged_blocks(config: LendingConfig, layers: int) -> int:
-    """What the stagings of all creditors take, in the worker's own KV blocks."""
+    """Return the size of the staging buffers of all creditors, in KV blocks."""
     staged = config.most_creditors * HALVES * config.staging_blocks if config.borrow is True else 0
     return -(-staged // layers)

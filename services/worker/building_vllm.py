@@ -1,4 +1,4 @@
-"""The engine whose model vLLM computes, from a worker's settings."""
+"""Builds the vLLM engine from a worker's settings."""
 
 import contextlib
 import gc
@@ -22,14 +22,17 @@ _log = get_logger("worker.vllm")
 
 
 def build_vllm(config: WorkerConfig) -> VllmEngine:
-    """Warm and timed. Raises ConfigError where vLLM is not there, is another, or cannot have the model."""
+    """Return the vLLM engine, warmed up and profiled.
+
+    Raises ConfigError if vLLM is missing, has another version, or cannot run the model.
+    """
     if find_spec("vllm") is None:
         raise ConfigError(
             "vLLM is not in this Python: run `make setup-vllm`, and start this worker with "
             ".venv-vllm/bin/python",
             param="engine",
         )
-    with contextlib.suppress(OSError):  # what `ps` shows of a fork, for a program of its own, too; Linux
+    with contextlib.suppress(OSError):  # sets the name that `ps` shows, on Linux
         Path("/proc/self/comm").write_text(config.instance)
     check_model(config.model)
     source = source_of(config.model)
@@ -65,12 +68,12 @@ def build_vllm(config: WorkerConfig) -> VllmEngine:
         prefill_tokens_per_s=round(engine.prefill_tokens_per_s),
     )
     gc.collect()
-    gc.freeze()  # What is there now stays: no collection during a step walks through it.
+    gc.freeze()  # Keeps collections during a step short.
     return engine
 
 
 def kv_bytes_of(config: WorkerConfig) -> int:
-    """What KV may take; 0: `kv_blocks` counts, or, on a GPU, vLLM asks for itself."""
+    """Return the bytes for KV; 0: `kv_blocks` sets the size, or vLLM measures a GPU's memory itself."""
     if config.kv_bytes or config.kv_blocks or config.device != "cpu":
         return config.kv_bytes
     return int(free_bytes("cpu") * kv_fraction(config))

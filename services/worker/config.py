@@ -24,7 +24,7 @@ _LACKING = {
     "simulated": "a simulated engine has no layers and no real KV",
     "vllm": "with engine vllm attention and KV are vLLM's, whole on their device",
 }
-"""What an engine cannot have, and so which settings are refused."""
+"""Why an engine refuses some settings."""
 
 
 class WorkerConfig(ModelServiceConfig):
@@ -135,7 +135,7 @@ class WorkerConfig(ModelServiceConfig):
             return {"block_tokens": VLLM_BLOCK_TOKENS, **given}
         if isinstance(given, dict) and given.get("engine") == "simulated":
             lending = given.get("lending", {})
-            if isinstance(lending, dict):  # Who borrows hears every heartbeat: too many in a large fleet.
+            if isinstance(lending, dict):  # Borrowers read all heartbeats: too many in a large fleet.
                 return {**given, "lending": {"borrow": False, **lending}}
         return given
 
@@ -174,7 +174,10 @@ class WorkerConfig(ModelServiceConfig):
         return self
 
     def crew(self) -> list["WorkerConfig"]:
-        """One of each worker in this process. Raises ValueError where `instance` does not end in a number."""
+        """Return the settings of each worker in this process.
+
+        Raises ValueError if there are several and `instance` does not end in a number.
+        """
         if self.count == 1:
             return [self]
         stem, dash, number = self.instance.rpartition("-")

@@ -1,4 +1,4 @@
-"""Binding threads to CPU cores. Knows nothing of what runs on them."""
+"""Binds threads to CPU cores."""
 
 import os
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ from shared.errors import ConfigError
 
 
 def bind_to(cores: Sequence[int], setting: str = "cores") -> None:
-    """Bind this thread, and those it starts from now on, to CPU cores; none leaves it as it is.
+    """Bind this thread, and threads that it starts later, to CPU cores; empty changes nothing.
 
-    Raises ConfigError, naming the setting, when they cannot be had.
+    Raises ConfigError, naming the setting, if they are not available.
     """
     check_cores(cores, setting)
     if cores:
@@ -17,7 +17,7 @@ def bind_to(cores: Sequence[int], setting: str = "cores") -> None:
 
 
 def check_cores(cores: Sequence[int], setting: str) -> None:
-    """Raises ConfigError where this process may not run on them."""
+    """Raise ConfigError if this process may not run on the cores."""
     if not cores:
         return
     if not hasattr(os, "sched_setaffinity"):

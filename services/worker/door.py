@@ -1,9 +1,8 @@
-"""The door to the engine's thread: what other threads and the event loop have it do between two steps.
+"""Queue of calls that other threads and the event loop run on the engine's thread between two steps.
 
-What goes through is a command that nobody waits for (`post`), a question (`ask`), or something that changes
-hands: `give` brings it to the engine's thread, `take` fetches it from there. Blocks, say, belong to one side
-or the other at every moment: whoever stops waiting for a `give` does not stop it, and what was taken for
-somebody who is gone is undone on the engine's thread. Knows neither the engine nor what a command does.
+`post` runs a command without an answer, `ask` returns an answer. `give` and `take` transfer ownership, for
+example of blocks, to and from the engine's thread. Cancelling a `give` does not stop it. If the caller of
+`take` is cancelled, the engine's thread undoes it.
 """
 
 import asyncio
@@ -25,13 +24,13 @@ _MAX_WAITING = 16384
 T = TypeVar("T")
 Command = Callable[[StepCore, float], StepEffects]
 EngineQuestion = Callable[[StepCore, float], T]
-"""Asked with the core and the time, on the engine's thread."""
+"""Function of the core and the time in seconds, called on the engine's thread."""
 
 
 class Door:
-    """Of one engine's thread, which alone calls `run_waiting`; the rest is for every other thread.
+    """The queue of one engine's thread, which alone calls `run_waiting` and `emit`.
 
-    `deliver` sends the effects of posted commands, on the engine's thread.
+    Any thread may call the other methods. `deliver` sends the effects of commands, on the engine's thread.
     """
 
     def __init__(self, core: StepCore, clock: Clock, deliver: Callable[[StepEffects], None]) -> None:
@@ -40,24 +39,24 @@ class Door:
         self._deliver = deliver
         self._waiting: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.failed_commands = 0
-        """Posted or given, or undone, and raised; since the start."""
+        """Number of `post`, `give` and `undo` calls that raised since the start."""
 
     def wake(self) -> None:
-        """Let the engine's thread look around now."""
-        if self._waiting.qsize() < _MAX_WAITING:  # else it has enough to wake up for
+        """Wake the engine's thread if it waits for a command."""
+        if self._waiting.qsize() < _MAX_WAITING:  # a full queue wakes the thread anyway
             self._waiting.put(None)
 
     def post(self, command: Command) -> None:
-        """Run a command between two steps and deliver its effects; one that fails is logged and counted.
+        """Run a command between two steps and deliver its effects; log and count a failure.
 
-        Raises Overloaded when too many wait.
+        Raises Overloaded when the queue is full.
         """
         self._enter(lambda: self._guarded(lambda: self.emit(command(self.core, self.clock()))))
 
     def ask(self, question: EngineQuestion[T]) -> "Future[T]":
-        """Like `post`, for a command with an answer that may be withdrawn: only for what hands nothing over.
+        """Return the future answer to a question that transfers no ownership; the future may be cancelled.
 
-        Raises Overloaded when too many wait.
+        Raises Overloaded when the queue is full.
         """
         future: Future[T] = Future()
 
@@ -69,23 +68,25 @@ class Door:
         return future
 
     def give(self, question: EngineQuestion[T]) -> "Future[T]":
-        """Like `ask`, for what hands something over to the engine's thread: never refused, as what is given
-        was taken before and is bounded by that, and never withdrawn, whoever stops waiting for the answer."""
+        """Like `ask`, but transfer ownership to the engine's thread: never refused and never cancelled.
+
+        The queue needs no bound here, because everything given was taken before.
+        """
         future: Future[T] = Future()
-        future.set_running_or_notify_cancel()  # From now on nobody can cancel it.
+        future.set_running_or_notify_cancel()  # A running future cannot be cancelled.
 
         def run() -> None:
             self._answer(future, question)
-            self._guarded(future.result)  # Perhaps nobody else looks at it.
+            self._guarded(future.result)  # Log a failure even if the caller ignores the future.
 
         self._waiting.put(run)
         return future
 
     async def take(self, question: EngineQuestion[T], undo: Callable[[T], object]) -> T:
-        """Like `ask`, for an answer that is the asker's from then on.
+        """Like `ask`, but the caller owns the answer.
 
-        When the asker is cancelled before it has the answer, `undo` gets it, on the engine's thread. Raises
-        Overloaded when too many wait.
+        If the caller is cancelled first, `undo` is called with the answer on the engine's thread. Raises
+        Overloaded when the queue is full.
         """
         future = self._offered(question, undo)
         try:
@@ -95,7 +96,7 @@ class Door:
             raise
 
     def take_within(self, question: EngineQuestion[T], undo: Callable[[T], object], timeout_s: float) -> T:
-        """`take`, for threads. Raises DeadlineExceeded, and Overloaded when too many wait."""
+        """`take` for threads. Raises DeadlineExceeded, or Overloaded when the queue is full."""
         future = self._offered(question, undo)
         try:
             return future.result(timeout_s)
@@ -104,7 +105,7 @@ class Door:
             raise DeadlineExceeded(f"the engine was busy for {timeout_s:g} s") from None
 
     def run_waiting(self, wait_s: float) -> None:
-        """What has arrived; nothing yet: the first that does within that time. On the engine's thread."""
+        """Run all waiting calls. If there are none, wait up to `wait_s` seconds for the first."""
         try:
             run = self._waiting.get(timeout=wait_s) if wait_s > 0 else self._waiting.get_nowait()
             while True:
@@ -115,7 +116,7 @@ class Door:
             return
 
     def emit(self, effects: StepEffects) -> None:
-        """Send what there is to be sent. On the engine's thread."""
+        """Deliver effects unless they are empty. Called on the engine's thread."""
         if effects.frames or effects.stepped:
             self._deliver(effects)
 
@@ -131,7 +132,7 @@ class Door:
             future.set_exception(error)
 
     def _offered(self, question: EngineQuestion[T], undo: Callable[[T], object]) -> "Future[T]":
-        """Cancelled before it is answered: the answer is undone there and then."""
+        """Enqueue a question; if its future is cancelled while the question runs, undo the answer at once."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -150,7 +151,7 @@ class Door:
         return future
 
     def _abandon(self, future: "Future[T]", undo: Callable[[T], object]) -> None:
-        """Nobody waits for it any more: what it answered, or is answering now, goes back."""
+        """Cancel the future, or undo its answer on the engine's thread if it is running or done."""
         if not future.cancel():
             future.add_done_callback(lambda done: self._waiting.put(lambda: self._undo(done, undo)))
 

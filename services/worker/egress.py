@@ -1,10 +1,9 @@
-"""What leaves a worker: frames and step reports in order, and a heartbeat at a fixed interval.
+"""Publishes a worker's frames and step reports in order, and its heartbeats.
 
-Frames and reports go from the engine's thread by `Courier`, or, where it cannot, through the event loop by
-`Outbox`. Nothing here is delivered for certain: a gateway fetches what it misses, a scheduler resynchronises
-on a gap. The heartbeat's report comes from the engine's thread. While that is busy with a long iteration the
-last report is sent again, so that nobody takes a long prefill for a death; when it stays silent for too long
-the worker gives itself up.
+`Courier` sends from the engine's thread, or through the event loop by `Outbox` without an express connection.
+Messages may be lost: a gateway fetches missing tokens, a scheduler resynchronises on a gap. During a long
+step the heartbeat repeats the last report, so that a long prefill does not look like a dead worker. If the
+engine is silent for too long, the worker ends.
 """
 
 import asyncio
@@ -27,7 +26,7 @@ from shared.messages.reports import WorkerReported
 from shared.metrics import counter, histogram
 
 Addressed = tuple[str, msgspec.Struct]
-"""A subject and what goes there."""
+"""A subject and the message for it."""
 _MAX_WAITING = 8192
 _log = get_logger("worker.outbox")
 
@@ -39,7 +38,7 @@ _dropped = counter("kvasir_worker_final_frames_dropped_total", "Frames dropped b
 
 
 class Outbox:
-    """A bounded queue and the task that empties it onto the bus."""
+    """A bounded queue of messages that `drain` publishes on the bus."""
 
     def __init__(self, bus: Bus, *, drop_final_frames: bool = False) -> None:
         self._bus = bus
@@ -49,11 +48,11 @@ class Outbox:
 
     @property
     def is_empty(self) -> bool:
-        """Whether everything put here has been handed to the bus."""
+        """Whether all messages have been passed to the bus."""
         return not self._waiting
 
     def addressed(self, effects: StepEffects) -> list[Addressed]:
-        """What is to be sent where, in order; on any thread."""
+        """Return the messages of a step with their subjects, in order. Any thread may call this."""
         frames = effects.frames
         if self._drop_final_frames:
             frames = without_ends(frames)
@@ -67,7 +66,7 @@ class Outbox:
         return messages
 
     def put(self, messages: Sequence[Addressed]) -> None:
-        """Take messages over; on the event loop's thread."""
+        """Enqueue messages; a full queue drops and counts them. Called on the event loop's thread."""
         for message in messages:
             if len(self._waiting) >= _MAX_WAITING:
                 _lost.inc()
@@ -76,7 +75,7 @@ class Outbox:
         self._filled.set()
 
     async def drain(self) -> None:
-        """Publish what is put here, for ever."""
+        """Publish queued messages until cancelled."""
         while True:
             await self._filled.wait()
             self._filled.clear()
@@ -90,7 +89,7 @@ class Outbox:
 
 
 def count(stepped: WorkerStepped) -> None:
-    """For the metrics; on any thread."""
+    """Add a step to the metrics. Any thread may call this."""
     if stepped.prefilled_tokens or stepped.decoded_tokens:
         _prefilled.inc(stepped.prefilled_tokens)
         _decoded.inc(stepped.decoded_tokens)
@@ -98,7 +97,7 @@ def count(stepped: WorkerStepped) -> None:
 
 
 def log_ends(stepped: WorkerStepped) -> None:
-    """One line for each sequence that ended; too slow for the engine's thread."""
+    """Log one line per ended sequence; too slow for the engine's thread."""
     for ended in stepped.ended:
         canonical(
             _log,
@@ -112,13 +111,14 @@ def log_ends(stepped: WorkerStepped) -> None:
 
 
 OnLoop = Callable[[Callable[[], None]], None]
-"""Has the event loop call something soon."""
+"""Schedules a call on the event loop, from any thread."""
 
 
 class Courier:
-    """`deliver` and `attend` belong to the engine's thread, `offer` and `wants_express` to the loop's.
+    """Sends frames and reports over an express connection, or through the outbox without one.
 
-    `close` comes when the engine's thread has ended.
+    The engine's thread calls `deliver` and `attend`, the event loop `offer` and `wants_express`. Call `close`
+    after the engine's thread has ended.
     """
 
     def __init__(self, outbox: Outbox, on_loop: OnLoop) -> None:
@@ -132,11 +132,11 @@ class Courier:
         return not self._offered and (self._express is None or not self._express.is_up)
 
     def offer(self, express: Express) -> None:
-        """Use this one from now on, in place of any other."""
+        """Replace the express connection."""
         self._offered.append(express)
 
     def deliver(self, effects: StepEffects) -> None:
-        """Send frames and reports, in their order."""
+        """Send frames and reports in order."""
         messages = self._outbox.addressed(effects)
         self._take_up()
         if self._express is None or not self._express.publish(messages):
@@ -147,7 +147,7 @@ class Courier:
                 self._on_loop(partial(log_ends, stepped))
 
     def attend(self) -> None:
-        """A few times a second, also when there is nothing to deliver."""
+        """Keep the connection alive; called a few times a second."""
         self._take_up()
         if self._express is not None:
             self._express.attend()
@@ -158,7 +158,7 @@ class Courier:
                 express.close()
 
     def _take_up(self) -> None:
-        """Only when nothing waits in the loop that a new connection would overtake."""
+        """Switch to an offered connection, once the outbox is empty, so that no message overtakes another."""
         while self._offered and self._outbox.is_empty:
             if self._express is not None:
                 self._express.close()
@@ -167,11 +167,11 @@ class Courier:
 
 Ask = Callable[[], "Future[WorkerReported]"]
 Sections = Callable[[WorkerReported], Mapping[str, Any]]
-"""What others than the engine's thread say in a heartbeat, by field."""
+"""Returns the heartbeat fields that do not come from the engine's thread."""
 
 
 class Heartbeat:
-    """Completes and numbers every report of one incarnation, from 1. Used on the event loop's thread only."""
+    """Completes the reports of one incarnation and numbers them from 1. Used on the event loop's thread."""
 
     def __init__(
         self, ask: Ask, sections: Sections = lambda _: {}, *, interval_s: float, stall_timeout_s: float
@@ -186,15 +186,15 @@ class Heartbeat:
         self._stalled_s = 0.0
 
     def number(self, report: WorkerReported) -> WorkerReported:
-        """What the engine's thread said, with all sections and the next number; the latest from now on."""
+        """Return the report with all sections and the next number, and keep it as the latest."""
         self._seq += 1
         self._last = report
         return msgspec.structs.replace(report, seq=self._seq, **self._sections(report))
 
     async def next(self) -> WorkerReported | None:
-        """What to send now, waiting up to the interval for a fresh report; None before the first there is.
+        """Return the next report: a new one within the interval, else the last again, else None.
 
-        Raises InternalError when the engine gave none for `stall_timeout_s` (counted in time awake).
+        Raises InternalError after `stall_timeout_s` seconds, time awake, without a new report.
         """
         if self._pending is None:
             self._pending = self._ask()

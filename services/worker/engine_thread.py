@@ -1,7 +1,6 @@
-"""The engine loop, in a thread of its own: messages in between the steps, frames and reports out after each.
+"""The engine loop: one thread that runs commands between steps and emits frames and reports after each step.
 
-Everything that changes the core runs on this thread; what others want of it comes in, and what it has to say
-goes out, by its `Door`. Knows neither the bus nor what is in a message.
+Only this thread changes the core. Other threads reach it through its `Door`.
 """
 
 import logging
@@ -19,20 +18,20 @@ from shared.recorder import Recorder
 
 
 class Occupancy:
-    """Seconds since the start. Time in which nothing was there to compute counts nowhere."""
+    """Seconds the engine computed and waited between steps since the start; idle time is not counted."""
 
     def __init__(self) -> None:
         self.engine_s = 0.0
         self.between_s = 0.0
-        """From the end of an iteration that left sequences unfinished to the beginning of the next."""
+        """From the end of each step that left sequences unfinished to the start of the next step."""
         self._ended_s: float | None = None
 
     def on_nothing(self) -> None:
-        """There is nothing to compute, or it cannot be yet."""
+        """Record that no step can run now."""
         self._ended_s = None
 
     def on_iteration(self, began_s: float, ended_s: float, *, is_more_to_do: bool) -> None:
-        """The engine computed from `began_s` to `ended_s`; `is_more_to_do`: it will be wanted again."""
+        """Record one step. `is_more_to_do`: some of its sequences are unfinished."""
         if self._ended_s is not None:
             self.between_s += began_s - self._ended_s
         self.engine_s += ended_s - began_s
@@ -42,16 +41,15 @@ class Occupancy:
 _log = logging.getLogger("kvasir.worker.runner")
 _TICK_S = 0.25
 _MOST_BROKEN_STEPS = 3
-"""After so many iterations in a row of which not one row could be computed, the engine itself is broken."""
+"""Number of consecutive steps without a computed row after which the engine counts as broken."""
 
 
 class Runner:
-    """The engine's thread, bound to `cores` (none: as the process is): it alone touches `door.core` and the
-    engine.
+    """The engine's thread, the only one that uses `door.core` and the engine.
 
-    On that thread `between` is called before each iteration, `on_tick` a few times a second, and `on_broken`
-    when it ends by an error;
-    `lost_blocks` when a worker that lends KV fails in an iteration: it answers which blocks were there.
+    It is bound to `cores`; empty keeps the process's. All callbacks run on this thread: `between` before each
+    step, `on_tick` four times a second, `on_broken` when an error ends the thread. When a creditor fails,
+    `lost_blocks` returns the ids of the blocks that it held.
     """
 
     def __init__(
@@ -67,7 +65,7 @@ class Runner:
         recorder: Recorder | None = None,
         remote_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`remote_s`: that steps have waited for creditors since the start."""
+        """`remote_s` returns the total seconds that steps have waited for creditors."""
         self._record = None if recorder is None else StepRecord(recorder)
         self._remote_s = remote_s
         self.door = door
@@ -80,7 +78,7 @@ class Runner:
         self._between = between
         self._lost_blocks = lost_blocks
         self._gone_blocks: set[int] = set()
-        """Lost in the present iteration."""
+        """Ids of the blocks lost in the current step."""
         self.occupancy = Occupancy()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -91,7 +89,7 @@ class Runner:
         self._thread.start()
 
     def stop(self, deadline_s: float) -> bool:
-        """Let the running step finish and end the thread. False when that took longer than the deadline."""
+        """Finish the running step and end the thread. Return False if that takes over `deadline_s`."""
         self._stopping.set()
         self.door.wake()
         self._thread.join(deadline_s)
@@ -108,7 +106,7 @@ class Runner:
             self._on_broken(error)
 
     def _take_commands(self) -> None:
-        """What has arrived; without plans that can run, wait for the next command, copy or tick."""
+        """Run the waiting commands. Without a runnable plan, wait up to one tick for the next command."""
         can_run = self._core.has_plans and not self._core.is_held
         self.door.run_waiting(0.0 if can_run else _TICK_S)
         now_s = self._clock()
@@ -155,7 +153,7 @@ class Runner:
             return self._compute_singly(rows)
 
     def _compute_without(self, rows: Sequence[Row], error: CreditorLost) -> list[Sampled | None]:
-        """Run the step again without the rows that need a creditor who failed."""
+        """Run the step again without the rows that have blocks at the failed creditor."""
         gone = self._lost_blocks(error)
         kept = [row for row in rows if gone.isdisjoint(row.blocks)]
         if len(kept) == len(rows):
@@ -167,7 +165,10 @@ class Runner:
         return [next(tokens) if gone.isdisjoint(row.blocks) else KV_LOST for row in rows]
 
     def _compute_singly(self, rows: Sequence[Row]) -> list[Sampled | None]:
-        """Find the rows at fault; only their sequences end. Computing a row again is harmless."""
+        """Run each row as a step of its own, so that only the failing rows end their sequences.
+
+        Raises InternalError after `_MOST_BROKEN_STEPS` consecutive steps in which every row failed.
+        """
         tokens: list[Sampled | None] = []
         for row in rows:
             if not self._gone_blocks.isdisjoint(row.blocks):
@@ -192,7 +193,7 @@ class Runner:
 
 
 def row_of(item: WorkItem) -> Row:
-    """What the engine computes for an item."""
+    """Return the engine's row for a work item."""
     sequence, first, end = item.sequence, item.first_token, item.end_token
     tokens = sequence.tokens
     point = None

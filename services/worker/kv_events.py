@@ -1,8 +1,7 @@
-"""A worker's KV events for readers outside, over ZMQ, as vLLM publishes them.
+"""Publishes a worker's KV events over ZMQ in vLLM's format. Needs pyzmq, which is not installed by default.
 
-PUB: frames of topic, number (8 bytes, big-endian, from 0) and a msgpack `EventBatch`. ROUTER: who sends the
-number of the first batch that he misses gets what is kept from there on, then an end marker (number -1).
-Needs pyzmq, which is not installed by default. Knows nothing of caches: `look` says what has changed.
+PUB frames: topic, batch number (8 bytes, big-endian, from 0), msgpack `EventBatch`. On the ROUTER socket a
+reader sends the number of the first batch it missed and receives the kept batches, then an end marker (-1).
 """
 
 import asyncio
@@ -21,7 +20,7 @@ from shared.errors import ConfigError
 _LOOK_S = 0.05
 _END = (-1).to_bytes(8, "big", signed=True)
 _MOST_QUEUED = 10_000
-"""Batches to one subscriber that does not read: ZMQ drops what is beyond them; the reader sees the gap."""
+"""Batches that ZMQ queues for a slow subscriber; it drops the rest, and the subscriber sees a gap."""
 
 
 class KvEventsConfig(BaseModel):
@@ -40,12 +39,12 @@ class KvEventsConfig(BaseModel):
 
 
 class KvEventPublisher:
-    """Of one worker. `serve` binds, and publishes until it is cancelled."""
+    """Publishes the events of one worker; `look` returns the new ones."""
 
     def __init__(
         self, config: KvEventsConfig, instance: str, look: Callable[[], Awaitable[list[Event]]]
     ) -> None:
-        """Raises ConfigError without pyzmq, and for an endpoint that has no port."""
+        """Raises ConfigError without pyzmq or for an endpoint without a port."""
         try:
             import zmq
         except ImportError:
@@ -65,7 +64,7 @@ class KvEventPublisher:
         self._encoder = msgspec.msgpack.Encoder()
 
     async def serve(self) -> None:
-        """Raises ConfigError for an address that is taken."""
+        """Publish until cancelled. Raises ConfigError if an address is in use."""
         with self._zmq.Context() as context:
             published = self._bound(context, self._zmq.PUB, self._endpoint)
             replay = self._replay_endpoint
@@ -98,7 +97,7 @@ class KvEventPublisher:
         self._seq += 1
 
     def _answer(self, socket: Any) -> None:
-        """One question. A reader who does not take what he asked for loses the rest."""
+        """Answer one replay request. ZMQ drops batches that the reader does not take."""
         frames = socket.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != 8:
             return
@@ -110,7 +109,7 @@ class KvEventPublisher:
 
 
 def beside(endpoint: str, number: int) -> str:
-    """The endpoint of the worker of that number: so many ports on. Raises ConfigError where it has none."""
+    """Return `endpoint` with its port raised by `number`. Raises ConfigError if it has no port."""
     address, _, port = endpoint.rpartition(":")
     if not endpoint:
         return ""

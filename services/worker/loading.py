@@ -1,4 +1,4 @@
-"""What answers on the bus for a worker that still loads its model."""
+"""Answers status requests on the bus while a worker loads its model."""
 
 from services.worker.engine.progress import Progress
 from shared.bus import Bus, status_handlers, status_of
@@ -8,7 +8,7 @@ from shared.messages.reports import ServiceStatus
 
 
 class Loading:
-    """A worker on the bus that has no engine yet."""
+    """Status endpoint of a worker that has no engine yet."""
 
     def __init__(self, bus: Bus, progress: Progress) -> None:
         self._bus = bus

@@ -1,7 +1,6 @@
-"""A worker among its neighbours: what it lends and borrows, and the context that all together can hold.
+"""Assembles a worker's lending, distributed attention and cache loans, and computes its maximum context.
 
-Puts lending, distributed attention and loans for the prefix cache together. Decides nothing. Where the
-engine cannot attend to parts of keys (a GPU, vLLM) the worker borrows nothing for sequences, and lends host
+An engine that cannot attend to a part of the keys (vLLM) borrows nothing for sequences and lends host
 memory only.
 """
 
@@ -47,30 +46,30 @@ if TYPE_CHECKING:
 
 HANDLERS: tuple[Handler, ...] = (Listener(subjects.worker_want, WantKv, "on_want"),)
 _WANT_S = 2.0
-"""The scheduler repeats what it wants several times within this."""
+"""Seconds after which a `WantKv` expires; the scheduler repeats it more often."""
 _HOLD_S = 30.0
 
 
 def _grown(pie: "BlockPie", blocks: int) -> StepEffects:
-    """Own host memory first, as far as it goes. On the engine's thread."""
+    """Expand Pie to `blocks` blocks: the worker uses its own host memory first."""
     pie.demand(blocks)
     return StepEffects()
 
 
 class Reach:
-    """The context that a worker announces: its own KV and what others lend at most, within the model's limit.
+    """The maximum context that a worker announces: its own and lendable KV, up to the model's limit.
 
-    Once told it holds for 30 s, so that a neighbour's restart refuses nobody.
+    It does not fall for 30 s, so that no request is refused while a neighbour restarts.
     """
 
     def __init__(self, own_tokens: int, max_tokens: int) -> None:
-        """`max_tokens` is the model's own limit."""
+        """`max_tokens`: the model's limit."""
         self._own_tokens = own_tokens
         self._max_tokens = max_tokens
         self._held = (0, 0.0)
 
     def context_tokens(self, lendable_tokens: int, now_s: float) -> int:
-        """Prompt and answer; `lendable_tokens` by all others."""
+        """Return the maximum tokens of prompt and answer, with `lendable_tokens` of all other workers."""
         now_tokens = self._own_tokens + lendable_tokens
         held_tokens, until_s = self._held
         if now_tokens >= held_tokens or now_s >= until_s:
@@ -80,14 +79,14 @@ class Reach:
 
 
 def extended(config: LendingConfig, engine: Engine, own: OwnPool) -> OwnPool | ExtendedPool:
-    """What sequences get their blocks from: with borrowed ones behind the own, where the worker borrows."""
+    """Return the pool for sequences: the worker's own, extended by borrowed blocks if it borrows."""
     if not possible(config, engine).borrow or not isinstance(engine, SharingEngine):
         return own
     return ExtendedPool(own, engine.own_ids)
 
 
 def possible(config: LendingConfig, engine: Engine) -> LendingConfig:
-    """As far as the engine allows it."""
+    """Return the settings without the parts that the engine does not support."""
     if isinstance(engine, SharingEngine) and engine.is_divisible:
         pie = engine.pie if isinstance(engine, AttendingEngine) else None
         most = 1.0 if pie is None else pie.lendable_share
@@ -98,7 +97,7 @@ def possible(config: LendingConfig, engine: Engine) -> LendingConfig:
 
 
 class Neighbourhood:
-    """One worker as creditor and as debtor, with all that belongs to it."""
+    """The creditor and debtor sides of one worker."""
 
     def __init__(
         self,
@@ -116,8 +115,10 @@ class Neighbourhood:
         is_busy: Callable[[], bool],
         clock: Clock,
     ) -> None:
-        """`own` are the engine's blocks, `pool` is what `extended` made of them; `is_busy`: there are steps
-        to run. Raises ConfigError for `borrow` where it cannot be, and for less lent memory than a block."""
+        """`own`: the engine's blocks; `pool`: the result of `extended`; `is_busy`: whether steps are due.
+
+        Raises ConfigError if `borrow` is not possible or the lent memory is smaller than a block.
+        """
         self._bus = bus
         self._model = config.served_name
         self._engine = engine
@@ -134,7 +135,7 @@ class Neighbourhood:
         own_tokens = self._own_blocks * engine.block_tokens
         self._reach = Reach(own_tokens, engine.max_positions)
         self.borrower: Borrower | None = None
-        """None where nothing is borrowed."""
+        """None if the worker does not borrow."""
         self._creditor: Creditor | None = None
         host: LentBlocks | None = None
         if isinstance(engine, SharingEngine) and engine.is_divisible:
@@ -174,7 +175,7 @@ class Neighbourhood:
             for kind, receiver in Keeper(kept[0], grants).receivers.items():
                 registry.plane.desk.serve(kind, receiver)
         self._loans: CacheLoans | None = None
-        """None where the prefix cache has nothing at other workers."""
+        """None if the prefix cache stores nothing at other workers."""
         if store is not None and store.peers is not None:
             ways = PeerWays(registry, self._loop, config.lending.answer_s, self._on_keeper_failed)
             parts = store, store.peers, door, ways
@@ -193,7 +194,7 @@ class Neighbourhood:
 
     @property
     def borrows(self) -> bool:
-        """So that other workers' heartbeats are of use here."""
+        """Whether the worker borrows and so needs the heartbeats of the others."""
         return self.borrower is not None
 
     def lost_blocks(self, error: CreditorLost) -> set[int]:
@@ -201,12 +202,12 @@ class Neighbourhood:
         return set() if self.borrower is None else self.borrower.lose_creditor(error)
 
     async def listen(self) -> None:
-        """Takes commands from now on: before a heartbeat says where to dial."""
+        """Attach the handlers; call this before the first heartbeat, which announces the addresses."""
         await self._bus.attach(self._handlers, self)
         await self._bus.attach(peers.HANDLERS, self._registry)
 
     async def serve(self) -> None:
-        """After `listen`, until cancelled."""
+        """Serve until cancelled; call `listen` first."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._registry.watch())
@@ -222,7 +223,7 @@ class Neighbourhood:
         return HANDLERS if self.borrower is not None or self._pie is not None else ()
 
     def close(self) -> bool:
-        """Ends all links, when the engine's thread has ended. False when one took too long."""
+        """End all links after the engine's thread has ended. Return False if one took too long."""
         if self.borrower is not None:
             self.borrower.close()
         if self._loans is not None:
@@ -230,14 +231,14 @@ class Neighbourhood:
         return self._registry.plane.close()
 
     def section(self, capacity: Capacity) -> dict[str, Any]:
-        """Of the heartbeat: what is lent and borrowed, and the context that all together can hold."""
+        """Return the heartbeat fields about lent and borrowed blocks and the maximum context."""
         if self._creditor is not None:
-            # Grants are given on this thread: nobody gets one between the two calls.
+            # Grants are made on this thread, so none is made between the two calls.
             self._creditor.keep(self._lending.grants.debtors())
         now_s = self._clock()
         want = self._want if now_s < self._want_until_s else WantKv(tokens=0)
         needed_blocks = -(-want.tokens // self._engine.block_tokens) + 1 if want.tokens else 0
-        if needed_blocks <= self._own_blocks:  # `on_want` has seen to it.
+        if needed_blocks <= self._own_blocks:  # `on_want` expanded Pie for this.
             needed_blocks = 0
         self._lending.want(needed_blocks, may_borrow_ahead=want.may_borrow_ahead)
         told = {**self._lending.section(capacity), "bulk_addresses": dict(self._registry.plane.addresses)}
@@ -251,7 +252,7 @@ class Neighbourhood:
         return told
 
     def details(self) -> dict[str, object]:
-        """For `python -m services status`."""
+        """Return the details for `python -m services status`."""
         told: dict[str, object] = {"bulk": ", ".join(self._registry.plane.addresses)}
         if self._creditor is not None:
             told["corrupted_lent_blocks"] = self._creditor.corrupted_blocks
@@ -266,24 +267,24 @@ class Neighbourhood:
             self._door.post(lambda core, _: _grown(pie, blocks))
 
     def _on_lost(self, logical: Sequence[int]) -> None:
-        """Leases are over."""
+        """Drop the blocks of expired leases."""
         if self.borrower is not None:
             self.borrower.lose(logical)
 
     def _on_failed(self, creditor_id: str) -> None:
-        """On the engine's thread."""
+        """Report a failed creditor to the event loop; called on the engine's thread."""
         self._on_loop(partial(self._lending.on_creditor_failed, creditor_id))
 
     def _on_keeper_failed(self, creditor: Start, grant_id: int | None) -> None:
-        """On a thread that copies."""
+        """Report a failed keeper of cache blocks to the event loop; called on a copy thread."""
         if self._loans is not None:
             self._on_loop(partial(self._loans.on_failed, creditor, grant_id))
 
     def _on_freed(self, freed: Freed) -> None:
-        """On a link's thread."""
+        """Report freed blocks to the event loop; called on a link's thread."""
         self._on_loop(partial(self._lending.free_later, freed))
 
     def _on_loop(self, call: Callable[[], None]) -> None:
-        """From another thread, which may end after the loop."""
+        """Schedule a call on the event loop, which may have ended already."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call)

@@ -1,4 +1,4 @@
-"""What a worker's settings need of this machine, checked before a stack starts. Imports nothing large."""
+"""Checks before a stack starts that this machine supports a worker's settings. Imports nothing large."""
 
 import fcntl
 import os
@@ -14,8 +14,7 @@ _MEGA = 1024 * 1024
 
 
 def check_cuda() -> None:
-    """Raises ConfigError where the installed torch is built without CUDA (and without ROCm, which uses the
-    same device name)."""
+    """Raise ConfigError if the installed torch is built without CUDA and without ROCm."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return
@@ -31,7 +30,7 @@ def check_cuda() -> None:
 
 
 def check_disk(config: PrefixCacheConfig, instance: str) -> None:
-    """Raises ConfigError for a disk tier that this instance could not open."""
+    """Raise ConfigError if this instance could not open its disk tier."""
     if not config.disk_mb:
         return
     folder = Path(config.disk_path)

@@ -1,6 +1,6 @@
-"""A worker on the bus: plans and commands to the engine's thread, frames, reports and heartbeats from it.
+"""The worker service: passes plans and commands to the engine's thread and publishes what it returns.
 
-Decides nothing: the rules are in `steps`, `sequences` and `plans`, the computation in `engine`.
+The rules are in `core`, the computation is in `engine`.
 """
 
 import asyncio
@@ -65,17 +65,16 @@ HANDLERS: tuple[Handler, ...] = (
 OTHERS: tuple[Handler, ...] = (
     Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported", sender="worker_id"),
 )
-"""Listened to where loans make other workers matter: all listening to all costs a large fleet dearly."""
+"""Attached only on workers that borrow: in a large fleet not every worker can read every heartbeat."""
 _STOP_DEADLINE_S = 5.0
 _MEASURE_S = 1.0
 _TELL_S = 0.2
 _EXPRESS_INTERVAL_S = 0.5
 _SWITCH_INTERVAL_S = 0.0002
-"""How long the engine's thread, back from an operator, waits for the event loop to let go of the
-interpreter."""
+"""Longest wait of the engine's thread for the GIL after an operator, while the event loop holds it."""
 
 _LOG_FOREIGN_S = 5.0
-"""At most one line in so long, whatever a gateway sends."""
+"""Shortest time between two log lines about foreign commands."""
 
 _log = get_logger("worker")
 _foreign = counter(
@@ -85,7 +84,7 @@ _foreign = counter(
 
 
 class Worker:
-    """The asyncio side of one worker; everything but `serve` hands over to the engine's thread."""
+    """The asyncio side of one worker. Its handlers pass their work to the engine's thread."""
 
     def __init__(self, bus: Bus, config: WorkerConfig, engine: Engine, clock: Clock = monotonic_s) -> None:
         self._bus = bus
@@ -95,7 +94,7 @@ class Worker:
         self._clock = clock
         self._started_s = clock()
         self._foreign_commands = 0
-        """From who may not give them; ignored."""
+        """Number of ignored commands whose sender does not own the sequence, or with invalid tokens."""
         self._logged_foreign_s = float("-inf")
         self._loop = asyncio.get_running_loop()
         self._broken: asyncio.Future[None] = self._loop.create_future()
@@ -149,7 +148,7 @@ class Worker:
         )
         self._others = OTHERS if self._neighbours.borrows else ()
         self._reached = (0, 0)
-        """Epoch and number of the last plan that has arrived since a snapshot was asked for."""
+        """Epoch and number of the last plan received since the last snapshot request."""
         self._heartbeat = Heartbeat(
             lambda: self._door.ask(lambda core, now_s: core.report(now_s)),
             self._sections,
@@ -158,7 +157,7 @@ class Worker:
         )
 
     async def serve(self) -> None:
-        """Until cancelled. Raises KvasirError when the engine is broken: a supervisor restarts it."""
+        """Serve until cancelled. Raises KvasirError if the engine fails; a supervisor restarts the worker."""
         self._registry.plane.open()
         self._runner.start()
         try:
@@ -215,7 +214,7 @@ class Worker:
         self._door.post(self._entitled(lambda core, now_s: core.on_acknowledge(acknowledged, now_s)))
 
     def _entitled(self, command: Command) -> Command:
-        """The command; ignored and counted where its sequence is not its sender's affair, or it cannot be."""
+        """Wrap a command: if it is invalid or its sender is not the owner, it is ignored and counted."""
 
         def obey(core: StepCore, now_s: float) -> StepEffects:
             try:
@@ -240,8 +239,10 @@ class Worker:
         return self._heartbeat.number(await asyncio.wrap_future(future))
 
     def _sections(self, report: WorkerReported) -> dict[str, Any]:
-        """Of the heartbeat: what its owners say on this thread. A plan that came in the middle of a long step
-        has reached the worker, though the engine's thread has not seen it."""
+        """Return the fields of a heartbeat that the event loop's thread owns.
+
+        `plan_seq` includes a plan that arrived during a long step, before the engine's thread sees it.
+        """
         epoch, seq = self._reached
         reached = {"plan_seq": seq} if epoch == report.epoch and seq > report.plan_seq else {}
         moved = {} if self._transfers is None else self._transfers.section()
@@ -252,14 +253,14 @@ class Worker:
         return await asyncio.wrap_future(self._door.ask(lambda core, _: core.on_fetch(fetch)))
 
     async def find_prefixes(self, question: FindPrefixes) -> WorkerPrefixes:
-        """Raises InvalidRequest where there is no prefix cache."""
+        """Raises InvalidRequest without a prefix cache."""
         news = self._news
         if news is None:
             raise InvalidRequest("this worker has no prefix cache")
         return await asyncio.wrap_future(self._door.ask(lambda core, _: news.answer(question)))
 
     async def forget_prefixes(self, _: ForgetPrefixes) -> PrefixesForgotten:
-        """Empties the prefix cache, if there is one; blocks in use stay."""
+        """Drop all unused blocks of the prefix cache."""
         store = self._store
         if store is None:
             return PrefixesForgotten()
@@ -267,7 +268,7 @@ class Worker:
         return PrefixesForgotten(blocks=await asyncio.wrap_future(forgotten))
 
     async def status(self, _: Empty) -> ServiceStatus:
-        """What `python -m services status` shows."""
+        """Return the details for `python -m services status`."""
         future = self._door.ask(lambda core, now_s: core.report(now_s))
         report = await asyncio.wrap_future(future)
         figures = await self._figures()
@@ -302,13 +303,13 @@ class Worker:
         )
 
     def _trouble(self) -> str:
-        """What was asked for and is missing; empty where nothing is."""
+        """Return which configured part is missing, or an empty string."""
         lacks_disk = self._store is not None and self._store.disk is None
         is_wanted = self._config.prefix_cache.disk_mb > 0
         return "its disk tier is missing: see its log" if is_wanted and lacks_disk else ""
 
     async def _figures(self) -> CacheFigures | None:
-        """Of the prefix cache, which is the engine thread's."""
+        """Return the figures of the prefix cache, or None without one. The engine's thread reads them."""
         store = self._store
         if store is None:
             return None
@@ -325,7 +326,10 @@ class Worker:
                 self._cache_metrics.show(figures)
 
     def _publisher(self, config: WorkerConfig, prefixes: Prefixes | None) -> KvEventPublisher | None:
-        """Raises ConfigError where events are wanted and cannot be had."""
+        """Return the publisher of KV events, or None if no endpoint is set.
+
+        Raises ConfigError without a prefix cache.
+        """
         if not config.kv_events.endpoint:
             return None
         if prefixes is None:
@@ -338,7 +342,7 @@ class Worker:
         return KvEventPublisher(config.kv_events, self._bus.instance, look)
 
     async def _tell(self) -> None:
-        """What comes into the prefix cache and what leaves it. Who misses an event asks for it."""
+        """Publish which blocks enter and leave the prefix cache. A reader asks for the events it missed."""
         news, subject = self._news, subjects.worker_cached(self._bus.instance)
         while news is not None:
             await asyncio.sleep(_TELL_S)
@@ -358,7 +362,7 @@ class Worker:
             await asyncio.sleep(max(0.0, self._config.heartbeat_s - (self._clock() - began_s)))
 
     async def _keep_express(self) -> None:
-        """There is one, but where the bus is encrypted or the server does not want it."""
+        """Keep an express connection up, except on an encrypted bus or if the server refuses it."""
         regained = self._bus.reconnections
         while True:
             if self._bus.connected and (self._courier.wants_express or regained != self._bus.reconnections):
@@ -370,7 +374,7 @@ class Worker:
             await asyncio.sleep(_EXPRESS_INTERVAL_S)
 
     def _wake(self) -> None:
-        """A copy has ended; on a thread of the tiers, which begin nothing before the runner is there."""
+        """Wake the engine's thread. The tiers' threads call this when a copy completes."""
         self._door.wake()
 
     def _on_broken(self, error: BaseException) -> None:
@@ -388,7 +392,7 @@ class Worker:
 
 
 async def run(config: WorkerConfig) -> None:
-    """Serves until cancelled. Raises ConfigError (model, cores) and BusUnavailable (no NATS at start)."""
+    """Serve until cancelled. Raises ConfigError (model, cores) and BusUnavailable (no NATS at the start)."""
     bind_to(config.cores)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:

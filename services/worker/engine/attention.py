@@ -1,9 +1,8 @@
-"""Our attention inside transformers' models, through their attention interface.
+"""Paged attention for transformers models, registered through their attention interface.
 
-transformers builds no mask for an implementation it has no mask function for, and hands every layer's query,
-key and value to the registered function. This one writes K and V into the paged pools and attends over the
-blocks of the current step, in C++, in Triton or in plain torch. Knows layers and packed rows; no sequence, no
-sampling.
+transformers passes every layer's query, key and value to the registered function, and builds no mask for an
+implementation without a mask function. This one writes K and V to the paged pools and attends over the blocks
+of the current step, in C++, Triton or plain torch.
 """
 
 import ctypes
@@ -41,22 +40,22 @@ _log = logging.getLogger("kvasir.worker.attention")
 _numbers = count()
 _ALIGNED_BYTES = 64
 _UNSUPPORTED = ("s_aux", "head_mask", "position_bias")
-"""Arguments that change the scores in ways `services.worker.engine.paged` does not know."""
+"""Arguments that change the scores in ways that `engine.paged` does not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer keeps for each token."""
+    """Shape of a layer's K and V per token."""
 
     kv_heads: int
     head_dim: int
     value_dim: int
     window_tokens: int = 0
-    """A token sees itself and so many less one before it; 0: everything."""
+    """Sliding window: a token sees itself and the `window_tokens - 1` before it; 0: no window."""
 
 
 class LayerProbe:
-    """Stands in for attention while one token runs through a model, and notes what each layer would keep."""
+    """Stand-in for attention that records the `LayerShape` of each layer while one token runs through."""
 
     def __init__(self) -> None:
         self.name = f"kvasir_probe_{next(_numbers)}"
@@ -86,16 +85,15 @@ class LayerProbe:
 class PagedAttention:
     """The KV pools of all layers, and attention over them for one step at a time.
 
-    `begin` is called before each forward with the spans of the packed input; the first `decodes` have one
-    token each and are sorted by position. `mode`: see `native.library.choose`. With `resident` some blocks
-    lie outside of the pools, and each layer is waited for (`enter`, `leave`).
+    Call `begin` before each forward with the spans of the packed input; the first `decodes` have one token
+    each and are sorted by position. `mode`: see `native.library.choose`. With `resident` some blocks are in
+    host memory, and `enter` waits for each layer's copies.
     """
 
     library: ctypes.CDLL | None
-    """The native library where it computes the attention; None where plain torch does."""
+    """The native library if it computes the attention; else None."""
     native_spans: native.Spans
-    """The present step's, without a window, until the next `begin`: the own part's where others hold some.
-    Only where there is a library."""
+    """The step's own spans without a window, valid until the next `begin`; set only with `library`."""
 
     def __init__(
         self,
@@ -118,9 +116,9 @@ class PagedAttention:
         self._is_reading = False
         self._slots: torch.Tensor | None = None
         self._own: dict[int, PackedSpans] = {}
-        """By window: the engine's own part of the present step, where that is not all of it."""
+        """The engine's own part of a partitioned step, by window."""
         self.windows = [shape.window_tokens for shape in layers]
-        """Of each layer."""
+        """`window_tokens` of each layer."""
         self.resident = resident
         if resident is not None:
             self.pools = resident.pools()
@@ -139,24 +137,26 @@ class PagedAttention:
 
     @property
     def slots(self) -> torch.Tensor:
-        """int64 `[rows]` on the device: where the K and V of the present step's rows go."""
+        """int64 `[rows]` on the device: slots that the step's K and V are written to."""
         if self._slots is None:
             self._slots = paged.to_device(torch.from_numpy(self._packed.slots), self._device)
         return self._slots
 
     @property
     def is_reading(self) -> bool:
-        """Whether a step is under way that brings in KV from elsewhere. Any thread may ask."""
+        """Whether the running step reads KV from other workers or the host. Any thread may call this."""
         return self._is_reading
 
     @property
     def is_partitioned(self) -> bool:
-        """Whether rows of the present step see keys that other workers hold."""
+        """Whether rows of the current step see keys that other workers hold."""
         return bool(self._own)
 
     def partial_backend(self, pools: Sequence[Pools]) -> PartialBackend:
-        """Attention over parts of keys, for one thread, in the engine's own pools or in others of this shape
-        in the machine's memory."""
+        """Return a backend for attention over parts of the keys, for use by one thread.
+
+        `pools`: the engine's own, or others of the same shape in host memory.
+        """
         device = pools[0][0].device
         library = self.library_for(device)
         if library is not None:
@@ -166,7 +166,7 @@ class PagedAttention:
         return triton or self._in_torch(pools)
 
     def library_for(self, device: torch.device) -> ctypes.CDLL | None:
-        """The native one, for pools there; None where torch, or Triton, attends."""
+        """Return the native library for pools on `device`; None if torch or Triton computes there."""
         if device.type == self._device.type:
             return self.library
         return native.choose("auto", device=device, dtype=self._dtype)
@@ -176,7 +176,7 @@ class PagedAttention:
         return TorchBackend(pools, self._block_tokens, self._dtype, pools[0][0].device, arena=arena)
 
     def extend(self, homes: Homes, remote: RemoteAttention) -> None:
-        """From now on blocks may be elsewhere."""
+        """Allow blocks at other workers from now on."""
         self._remote = homes, MeteredRemote(remote)
 
     @property
@@ -186,11 +186,11 @@ class PagedAttention:
 
     @property
     def remote_total_s(self) -> float:
-        """That steps have waited for creditors since the start."""
+        """Total seconds that steps have waited for creditors since the start."""
         return 0.0 if self._remote is None else self._remote[1].total_s
 
     def begin(self, spans: Sequence[Span], decodes: int) -> None:
-        """Raises ValueError for a block that nobody holds, or a table without room for its span."""
+        """Prepare a step. Raises ValueError for a block without a holder or a too short block table."""
         self._own = {}
         resident = self.resident
         packed = pack(spans, self._block_tokens, None if resident is None else resident.locate)
@@ -205,7 +205,7 @@ class PagedAttention:
             self.native_spans = self._native.spans(None)
 
     def _begin_partitioned(self, packed: PackedSpans, homes: Homes, remote: RemoteAttention) -> PackedSpans:
-        """The engine's own part. The step `is_partitioned` where that is not all of it."""
+        """Return the engine's own part of the step, and begin the creditors' parts if there are any."""
         windows = sorted(set(self.windows))
         kinds = split_by_window(packed, homes, self._block_tokens, windows)
         others = [part for _, *parts in kinds for part in parts]
@@ -216,7 +216,7 @@ class PagedAttention:
         return kinds[0][0].spans
 
     def end(self) -> None:
-        """The step's last layer is through. Raises CreditorLost."""
+        """End the step after its last layer. Raises CreditorLost."""
         if self._own and self._remote is not None:
             self._remote[1].end()
         if self.resident is not None:
@@ -224,7 +224,7 @@ class PagedAttention:
         self._is_reading = False
 
     def abandon(self) -> None:
-        """The step failed. Whoever holds blocks elsewhere stays of use to the next."""
+        """End a failed step. Creditors remain usable for the next one."""
         self._is_reading = False
         if self._own and self._remote is not None:
             self._remote[1].abandon()
@@ -233,12 +233,11 @@ class PagedAttention:
 
     @property
     def stream(self) -> tuple[int | None, float]:
-        """What brings blocks from the host in the present step (`stream.h`), and for how many seconds a layer
-        may wait; None where all are here."""
+        """Address of the step's stream (`stream.h`; None: no host blocks), and a layer's timeout in seconds."""
         return (None, 0.0) if self.resident is None else self.resident.stream_of_step
 
     def native_pool(self, layer: int) -> native.KvPool:
-        """A layer's pools, valid as long as this object lives. Raises InternalError without a library."""
+        """Return a layer's pools, valid while this object lives. Raises InternalError without a library."""
         if self._native is None:
             raise InternalError("pools are described for the native library, and there is none")
         return self._native.pool(layer)
@@ -255,9 +254,9 @@ class PagedAttention:
         softcap: float | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """`query` `[1, q_heads, rows, head_dim]`, `key` and `value` `[1, kv_heads, rows, …]`.
+        """Attend as transformers calls it; return `[1, rows, q_heads, value_dim]`.
 
-        Returns `[1, rows, q_heads, value_dim]`.
+        `query` `[1, q_heads, rows, head_dim]`, `key` and `value` `[1, kv_heads, rows, …]`.
         """
         shape = paged.Shape(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
         queries, keys, values = (packed[0].transpose(0, 1) for packed in (query, key, value))
@@ -273,10 +272,10 @@ class PagedAttention:
         shape: paged.Shape,
         window_tokens: int | None = None,
     ) -> torch.Tensor:
-        """Write `keys`, `values` `[rows, kv_heads, …]` to their slots, then attend over what each row sees.
+        """Write `keys`, `values` `[rows, kv_heads, …]` to their slots, then attend.
 
-        `queries` `[rows, q_heads, head_dim]` → `[rows, q_heads, value_dim]`. In a step that `is_partitioned`
-        raises CreditorLost.
+        `queries` `[rows, q_heads, head_dim]` → `[rows, q_heads, value_dim]`. Raises CreditorLost in a
+        partitioned step.
         """
         if self._own:
             own = self._own[self.windows[layer]]
@@ -288,27 +287,27 @@ class PagedAttention:
         return attended
 
     def enter(self, layer: int) -> None:
-        """The layer attends next: its KV is there when this returns."""
+        """Wait until the layer's KV is on the device."""
         if self.resident is not None:
             self.resident.enter(layer)
 
     def leave(self, layer: int) -> None:
-        """The layer's KV is done with, for this step."""
+        """Release the layer's KV for this step."""
         if self.resident is not None:
             self.resident.leave(layer)
 
     def send(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: paged.Shape
     ) -> None:
-        """Creditors attend to their parts of a layer from now on, in a step that `is_partitioned`.
+        """Let the creditors start on their parts of a layer, in a partitioned step.
 
-        `[rows, heads, dim]` each, all rows of the step. Raises CreditorLost.
+        All tensors `[rows, heads, dim]`, with all rows of the step. Raises CreditorLost.
         """
         if self._remote is not None:
             self._remote[1].send(layer, *_in_ram(queries, keys, values), shape)
 
     def join(self, layer: int, output: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merge what creditors found into the engine's own part of the layer, in place.
+        """Merge the creditors' results into the engine's own part of the layer, in place.
 
         `output` `[rows, q_heads, value_dim]` and `lse` `[rows, q_heads]`, fp32. Raises CreditorLost.
         """
@@ -339,7 +338,7 @@ class PagedAttention:
 def _in_ram(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`[rows, heads, dim]` each: as they are, or from a GPU in one copy, fp32."""
+    """Return `[rows, heads, dim]` tensors in host memory; from a GPU as fp32, in one copy."""
     if queries.device.type == "cpu":
         return queries, keys, values
     rows, q_size, k_size = len(queries), queries[0].numel(), keys[0].numel()
@@ -352,7 +351,7 @@ def _in_ram(
 
 
 def _make_triton(pools: Sequence[Pools], block_tokens: int, device: torch.device) -> "TritonBackend | None":
-    """The kernels' backend on a CUDA device; None elsewhere, and with a warning where there is no Triton."""
+    """Return the Triton backend for a CUDA device; None on others, and with a warning without Triton."""
     if device.type != "cuda":
         return None
     try:
@@ -366,7 +365,7 @@ def _make_triton(pools: Sequence[Pools], block_tokens: int, device: torch.device
 def make_pools(
     shape: LayerShape, kv_blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> Pools:
-    """K and V of one layer, zero; see `services.worker.engine.paged`."""
+    """Return zeroed K and V pools of one layer; see `engine.paged` for their shapes."""
     key_size = (kv_blocks, shape.kv_heads, shape.head_dim, block_tokens)
     value_size = (kv_blocks, shape.kv_heads, block_tokens, shape.value_dim)
     if device.type != "cpu":
@@ -375,7 +374,7 @@ def make_pools(
             torch.zeros(value_size, dtype=dtype, device=device),
         )
     sizes = [math.prod(size) * dtype.itemsize for size in (key_size, value_size)]
-    # Blocks lie scattered: with small pages nearly every one costs a walk through the page table.
+    # Blocks are scattered: with small pages nearly every access costs a page-table walk.
     arena = Arena(sum(-(-size // _ALIGNED_BYTES) for size in sizes) * _ALIGNED_BYTES // 4)
     key, value = (arena.take(-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES // 4).view(dtype) for size in sizes)
     return key[: math.prod(key_size)].view(key_size), value[: math.prod(value_size)].view(value_size)

@@ -1,7 +1,4 @@
-"""Who attends for `PagedAttention`: the C++ operator, or plain torch, which is its reference.
-
-Knows one step's spans and all layers' pools; no model, no sequence.
-"""
+"""Attention backends of `PagedAttention` on a CPU: the C++ operator, and its reference in plain torch."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -15,17 +12,17 @@ from services.worker.engine.native import library as native
 from services.worker.engine.spans import PackedSpans, Span, pack
 
 Pools = tuple[torch.Tensor, torch.Tensor]
-"""K and V of one layer; see `services.worker.engine.paged`."""
+"""K and V of one layer; see `engine.paged`."""
 Tables = Callable[[], torch.Tensor | None]
-"""`PackedSpans.blocks` of a step, int32 on the device, where they change from layer to layer; else None."""
+"""Returns a step's block tables, int32 on the device, if they change from layer to layer; else None."""
 
 
 def no_tables() -> None:
-    """`Tables` of a step whose blocks are all where they are."""
+    """`Tables` of a step whose block tables are the same in all layers."""
 
 
 class Backend(Protocol):
-    """Who attends: one step at a time, any layer's pools."""
+    """Attention over any layer's pools, for one step at a time."""
 
     def begin(
         self,
@@ -36,7 +33,7 @@ class Backend(Protocol):
     ) -> None: ...
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """`keys`, `values` `[rows, kv_heads, …]` to `slots`, int64 `[rows]`."""
+        """Write `keys`, `values` `[rows, kv_heads, …]` to `slots`, int64 `[rows]`."""
         ...
 
     def attend(
@@ -48,35 +45,38 @@ class Backend(Protocol):
         shape: paged.Shape,
         window_tokens: int | None,
     ) -> torch.Tensor:
-        """Over what each row sees; `keys`, `values` `[rows, kv_heads, …]` are the step's, written already.
+        """Attend over all keys that each row sees; `queries` `[rows, q_heads, head_dim]`.
 
-        `queries` `[rows, q_heads, head_dim]` → `[rows, q_heads, value_dim]`.
+        `keys`, `values` `[rows, kv_heads, …]`: the step's, already written. Returns
+        `[rows, q_heads, value_dim]`.
         """
         ...
 
 
 class PartialBackend(Protocol):
-    """Who attends over a part of the keys, so that parts can be joined."""
+    """Attention over a part of the keys, whose results can be merged."""
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """As `Backend.write`; a row whose slot is -1 is left out."""
+        """`Backend.write` that skips rows with slot -1."""
         ...
 
     def attend_part(
         self, layer: int, packed: PackedSpans, queries: torch.Tensor, shape: paged.Shape
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`queries` `[rows, q_heads, head_dim]` → fp32 `[rows, q_heads, value_dim]`, and the log-sum-exp,
-        fp32 `[rows, q_heads]`: −inf, and zeros, where a row sees nothing."""
+        """Return outputs `[rows, q_heads, value_dim]` and log-sum-exps `[rows, q_heads]`, both fp32.
+
+        `queries` `[rows, q_heads, head_dim]`. Zeros and −inf for a row that sees no key.
+        """
         ...
 
 
 class NativeBackend:
-    """Attention by the C++ operator, over pools in the CPU's memory."""
+    """Attention by the C++ operator, over pools in host memory."""
 
     def __init__(
         self, library: ctypes.CDLL, pools: Sequence[Pools], threads: int, *, in_arena: bool = False
     ) -> None:
-        """`in_arena`: the pools are of one size and lie one after the other; each may read in the others."""
+        """`in_arena`: the pools have one size and are contiguous in memory; each may read the others."""
         self._library = library
         reach = len(pools[0][0]) if in_arena else 0
         last = len(pools) - 1
@@ -88,7 +88,7 @@ class NativeBackend:
         self._digests: Sequence[native.KvDigests | None] | ctypes.Array[native.KvDigests] = [None] * len(
             pools
         )
-        """By layer: what its blocks are verified by when they are read or written to; None: they are not."""
+        """Digests that verify each layer's blocks on read and write; None: not verified."""
         self._packed = pack((), 1)
         self._spans: dict[int, native.Spans] = {}
 
@@ -106,7 +106,7 @@ class NativeBackend:
         self._spans.clear()
 
     def spans(self, window_tokens: int | None) -> native.Spans:
-        """The present step's, as layers of this window see it."""
+        """Return the step's spans for layers with this window."""
         found = self._spans.get(window_tokens or 0)
         if found is None:
             found = self._spans[window_tokens or 0] = native.describe_spans(self._packed, window_tokens)
@@ -153,7 +153,7 @@ class NativeBackend:
 
 
 class TorchBackend:
-    """The reference: blocks are gathered, and torch attends over the copies."""
+    """Reference backend: gathers the blocks and attends over the copies in torch."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class TorchBackend:
         *,
         arena: Pools | None = None,
     ) -> None:
-        """`arena`: all pools, which are of one size, one after the other; each may read in the others."""
+        """`arena`: all pools, of one size and contiguous in memory; each may read the others."""
         self._pools = pools
         self._arena = arena
         self._block_tokens = block_tokens
@@ -260,17 +260,17 @@ class TorchBackend:
         )
 
     def _readable(self, layer: int) -> Pools:
-        """What a layer reads in."""
+        """Return the pools that a layer reads: its own, or the arena."""
         return self._pools[layer] if self._arena is None else self._arena
 
     def _located(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
-        """Where a layer's blocks are in what it reads."""
+        """Return the indices of a layer's blocks in the pools that it reads."""
         return blocks if self._arena is None else blocks + layer * len(self._pools[0][0])
 
     def _layout(self, window_tokens: int | None) -> Layout:
         layout = self._layouts.get(window_tokens)
         if layout is None:
-            # Entries of the step's tables in the place of blocks: what those say may change.
+            # Uses indices into the step's tables instead of block ids, because the ids may change.
             starts = self._packed.table_start.tolist()
             layout = self._layouts[window_tokens] = build(
                 [

@@ -1,7 +1,7 @@
-"""What a checkpoint is, whichever engine computes it: a digest of its configuration and tensors as stored.
+"""Digest of a checkpoint's configuration and stored tensors, equal for all kinds of engines.
 
-Workers of one stack have to serve the same one. Engines name their tensors differently once loaded, so this
-is of the files. Reads safetensors' headers itself; knows no model class.
+All workers of a stack must serve the same checkpoint. Engines name loaded tensors differently, so the digest
+is of the files.
 """
 
 import json
@@ -18,9 +18,9 @@ from shared.tokenizer_files import model_folder
 
 SAYS_NOTHING_OF_KV = frozenset(
     {
-        "architectures",  # the class is digested itself
+        "architectures",  # the class is in the digest
         "bos_token_id",
-        "dtype",  # the weights', which may be another than the file's, is in their digest
+        "dtype",  # the loaded weights' dtype is in the digest
         "eos_token_id",
         "id2label",
         "initializer_range",
@@ -35,14 +35,16 @@ SAYS_NOTHING_OF_KV = frozenset(
         "use_cache",
     }
 )
-"""Of a configuration, beside what begins with `_` (where it came from). Whatever is not known to be harmless
-counts: a difference that changes no KV costs a miss, one that does and is overlooked a wrong answer."""
+"""Configuration keys that do not affect KV, beside those that begin with `_`.
+
+Unknown keys count: a harmless difference costs a cache miss, an overlooked one gives wrong answers.
+"""
 _LENGTH = struct.Struct("<Q")
 _PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
 
 def canonical(value: Any) -> Any:
-    """A configuration without what says nothing of KV."""
+    """Return a configuration without the keys that do not affect KV."""
     if isinstance(value, dict):
         kept = ((str(name), each) for name, each in value.items())
         return {
@@ -54,10 +56,9 @@ def canonical(value: Any) -> Any:
 
 
 def checkpoint_digest(model: str, dtype: str) -> str:
-    """Of the folder or the hub id, which is there already, and the dtype that it is computed in. In hex.
+    """Return the hex digest of a local or downloaded model and the dtype that it is computed in.
 
-    Tensors count by name, shape and bytes (CRC-32), not by the files that they are spread over. Raises
-    OSError for files that cannot be read.
+    Tensors count by name, shape, dtype and CRC-32, not by file. Raises OSError for unreadable files.
     """
     folder = _local(model)
     head = json.dumps(canonical(read_json(folder / "config.json")), sort_keys=True)
@@ -68,9 +69,9 @@ def checkpoint_digest(model: str, dtype: str) -> str:
 
 
 def stored_dtype(model: str) -> str:
-    """What its configuration says that the weights were made in: "float32" where it says nothing.
+    """Return the weights' dtype from the model's configuration; "float32" if it names none.
 
-    Raises ConfigError where there is no such model.
+    Raises ConfigError if there is no such model.
     """
     config = read_json(model_folder(model) / "config.json")
     text = config.get("text_config")
@@ -83,7 +84,7 @@ def _local(model: str) -> Path:
     source = source_of(model)
     if isinstance(source, Path):
         return source
-    from huggingface_hub import snapshot_download  # half a second that a local folder does not need
+    from huggingface_hub import snapshot_download  # the import takes half a second
 
     wanted = [*_PATTERNS, "config.json"]
     found = snapshot_download(

@@ -1,10 +1,8 @@
-"""Ends a constrained answer inside its grammar while it still has tokens for that.
+"""Closes a constrained answer within its grammar before it reaches `max_tokens`.
 
-Cut off at `max_tokens`, a JSON text is worthless. So when what is left is little more than what it takes to
-close every string, list and object that is open, only tokens that do so are allowed. For JSON these are
-quotes and brackets, for everything else where the grammar lets the answer end; the grammar stays in force.
-Whether an answer is closing depends on its tokens and limit alone, so it closes in the same way wherever it
-goes on.
+A truncated JSON text is useless. So when few tokens are left, only tokens that close the open strings, lists
+and objects are allowed: quotes, brackets and end tokens, as the grammar permits. The decision depends on the
+answer's tokens and limit alone, so it is the same on every worker.
 """
 
 from collections.abc import Callable
@@ -16,19 +14,19 @@ import numpy as np
 from shared.grammars import GrammarMatcher, Grammars, Words, words_of
 
 _MOST_TOKENS = 512
-"""What takes longer to close is not closed."""
+"""Most tokens to close an answer; longer ones are not closed."""
 _MOST_CPU_S = 0.1
-"""What takes longer to find a way to close is not closed: masks of some grammars take milliseconds each."""
+"""CPU seconds to search for a way to close; masks of some grammars take milliseconds each."""
 _OF_STRINGS = tuple(bytes([letter]) for letter in b"bcdghijkmopqvwxyzBCDGHIJKMOPQVWXYZ")
-"""Letters with which neither true, false nor null begins: where they may follow, a string is open."""
+"""Letters that begin none of true, false and null: if one is allowed, a string is open."""
 _MOST_LOOKS = 8
-"""So often a way to close is looked for one token ahead, and not found, before that is given up."""
+"""Failed searches one token ahead after which that search is given up."""
 _OPENING = (b"{", b"[", b" {", b" [")
-"""Taken only where nothing else is allowed: each opens what has to be closed."""
+"""Tokens used only if nothing else is allowed, because each opens an item to close."""
 
 
 class Closer:
-    """Of one vocabulary."""
+    """Token masks of one vocabulary that lead a grammar to its end."""
 
     def __init__(self, grammars: Grammars) -> None:
         texts = grammars.token_bytes()
@@ -46,20 +44,25 @@ class Closer:
         self._commas = self._of(lambda token: texts[token] in (b",", b":"), len(texts))
 
     def unit_tokens(self, matcher: GrammarMatcher) -> int:
-        """By about so much it may take longer to close an answer from one look at it to the next: an item of
-        each list, another call. 0: it cannot be closed. `matcher` is at the beginning."""
+        """Return about how many tokens one more list item or call adds to closing; 0: cannot be closed.
+
+        `matcher` is at the start of its grammar.
+        """
         until_s = thread_time() + _MOST_CPU_S
         found = self._tokens_to_close(matcher, _MOST_TOKENS, fills_lists=True, until_s=until_s)
         return found if found < _MOST_TOKENS else 0
 
     def is_due(self, matcher: GrammarMatcher, left_tokens: int, unit_tokens: int, every_tokens: int) -> bool:
-        """Whether an answer that stands here should begin to close; it is looked at every so many tokens."""
+        """Return whether an answer at `matcher` should begin to close, if checked every `every_tokens`."""
         margin = unit_tokens + 2 * every_tokens
         return self._tokens_to_close(matcher, min(left_tokens, _MOST_TOKENS)) + margin >= left_tokens
 
     def restrict(self, words: Words, matcher: GrammarMatcher | None = None) -> bool:
-        """Of what the grammar allows, leave what leads to the end; in place. Where a string may not end yet,
-        `matcher`, which stands there, is asked after which letter it may; False if after none."""
+        """Reduce the mask `words` to tokens that lead to the end, in place.
+
+        Inside a string that may not end yet, `matcher` finds a letter after which it may. Return False if
+        there is none.
+        """
         if _has(words, self._ends):
             words &= self._ends
         elif _has(words, self._letters):
@@ -85,7 +88,7 @@ class Closer:
         return True
 
     def _before_a_quote(self, words: Words, matcher: GrammarMatcher) -> int | None:
-        """A letter or digit after which a string may end."""
+        """Return a letter or digit after which the string may end, or None."""
         following = np.zeros(self._words_per_row, dtype=np.uint32)
         for token in _ids(words & self._singles).tolist():
             follower = matcher.copy()
@@ -96,7 +99,7 @@ class Closer:
         return None
 
     def _shorten(self, words: Words) -> None:
-        """Where the text is given, leave the token that has most of it."""
+        """If all allowed tokens begin with the same byte, keep only the longest."""
         ids = _ids(words)
         if len(ids) and (self._first[ids] == self._first[ids[0]]).all():
             longest = ids[self._length[ids].argmax()]
@@ -106,8 +109,7 @@ class Closer:
     def _tokens_to_close(
         self, matcher: GrammarMatcher, most: int, *, fills_lists: bool = False, until_s: float = inf
     ) -> int:
-        """Until an end token, where each step takes what the grammar forces, or the longest token that
-        `restrict` leaves."""
+        """Return the tokens to an end token, via forced tokens or the longest one that `restrict` leaves."""
         follower = matcher.copy()
         words, is_list = np.zeros(self._words_per_row, dtype=np.uint32), False
         count = looks = 0
@@ -139,7 +141,7 @@ class Closer:
 
 
 def _ids(words: Words) -> np.typing.NDArray[np.int64]:
-    """Tokens whose bit is set."""
+    """Return the ids of the tokens whose bit is set."""
     return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
 
 

@@ -1,4 +1,4 @@
-"""What the worker's loop needs of an engine: rows in, tokens out. Knows no tensor and no model."""
+"""Protocols of the engines that the worker's loop can run: rows in, sampled tokens out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
-    """Consecutive tokens of one sequence to compute."""
+    """Consecutive tokens of one sequence to compute in a step."""
 
     tokens: Sequence[int]
     first_position: int
     blocks: Sequence[int]
-    """The sequence's blocks from its beginning; they have room for every token of the row."""
+    """The sequence's block table from its first token; it covers every token of the row."""
     point: SamplePoint | None
-    """What to sample from the last token's logits, or None."""
+    """How to sample from the last token's logits; None: sample nothing."""
 
 
 class Engine(Protocol):
-    """What every engine is. Called from one thread."""
+    """An engine; called from one thread."""
 
     @property
     def vocabulary(self) -> int: ...
@@ -46,63 +46,61 @@ class Engine(Protocol):
 
     @property
     def weights(self) -> str:
-        """Digest of the model, its configuration and weights, in hex."""
+        """Hex digest of the model's configuration and weights."""
         ...
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """As profiled at the start; 0: it was not."""
+        """Prefill throughput as profiled at the start; 0: not profiled."""
         ...
 
     def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
-        """Compute all rows in one iteration, writing their KV.
+        """Compute all rows, write their KV, and return one sampled token per row.
 
-        Returns one sampled token per row, None where none was asked for or its logits are not finite.
-        Computing the same row again is harmless.
+        The token is None if the row's `point` is None or its logits are not finite. Steps are idempotent.
         """
         ...
 
 
 @runtime_checkable
 class ConstrainedEngine(Engine, Protocol):
-    """An engine whose answers can keep to grammars."""
+    """An engine that can constrain sampling by a grammar."""
 
     def expect_grammar(self, grammar: str) -> None:
-        """A sequence that keeps to it comes soon. Any thread may call this."""
+        """Compile a grammar ahead of its first row. Any thread may call this."""
         ...
 
 
 @runtime_checkable
 class SharingEngine(Engine, Protocol):
-    """An engine that computes for rows whose blocks other workers hold in part, and on its own for others."""
+    """An engine that can use blocks of other workers and compute on its own blocks for them."""
 
     @property
     def pools(self) -> "LayerPools": ...
 
     @property
     def device_type(self) -> str:
-        """`cpu` or `cuda`."""
+        """Return `cpu` or `cuda`."""
         ...
 
     @property
     def own_ids(self) -> int:
-        """Blocks of this engine have lower ids."""
+        """Smallest block id that is not this engine's own."""
         ...
 
     @property
     def is_divisible(self) -> bool:
-        """Whether other workers may hold some of the keys."""
+        """Whether other workers may hold some of a sequence's keys."""
         ...
 
     @property
     def remote_block_s(self) -> float:
-        """A decode step takes so much longer for each block in use that lies elsewhere. Smoothed; 0 before
-        the first."""
+        """Extra seconds of a decode step per remote block in use, smoothed; 0 before the first."""
         ...
 
     @property
     def remote_total_s(self) -> float:
-        """That steps have waited for creditors since the start."""
+        """Total seconds that steps have waited for creditors since the start."""
         ...
 
     def make_pool(self) -> BlockPool: ...
@@ -110,7 +108,7 @@ class SharingEngine(Engine, Protocol):
 
 @runtime_checkable
 class AttendingEngine(SharingEngine, Protocol):
-    """An engine with attention of its own over paged pools: what can attend to parts of keys."""
+    """An engine with its own attention over paged pools, which can attend to a part of a sequence's keys."""
 
     @property
     def pie(self) -> "BlockPie | None": ...
@@ -124,35 +122,39 @@ class AttendingEngine(SharingEngine, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SeenTokens:
-    """What one holder's part of a step sees."""
+    """Checksums of the tokens that the rows of a step see at one holder."""
 
     sums: npt.NDArray[np.uint32]
-    """`[spans]`: of the tokens that the last row of each sees there, in order."""
+    """`[spans]`: checksum of the tokens that each span's last row sees there, in order."""
     is_copied: bool
-    """The blocks came here to be read."""
+    """Whether the blocks were copied here to be read."""
 
 
 class RemoteTokens(Protocol):
-    """The creditors' share of a step, where a block holds the tokens that it was computed for."""
+    """The creditors' parts of a step of a `TokenEngine`."""
 
     def attend(self, parts: Sequence[Part], tokens: npt.NDArray[np.int32]) -> list[SeenTokens]:
-        """The step's `tokens` `[rows]` are written where a part keeps them, and each part is looked at.
-        Raises CreditorLost."""
+        """Write the step's `tokens` `[rows]` to their holders and return what each part sees.
+
+        Raises CreditorLost.
+        """
         ...
 
 
 @runtime_checkable
 class TokenEngine(SharingEngine, Protocol):
-    """An engine whose blocks hold tokens in place of keys and values, `[blocks, block_tokens]`, int32."""
+    """An engine whose blocks hold token ids instead of KV: `[blocks, block_tokens]`, int32."""
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]: ...
 
     def extend(self, homes: Homes, remote: RemoteTokens) -> None:
-        """From now on blocks may be elsewhere."""
+        """Allow blocks at other workers from now on."""
         ...
 
     def serve(self, seen_tokens: int, *, is_busy: bool) -> float:
-        """A debtor's step has seen so many tokens here: the seconds that it takes, of the next step where
-        this engine `is_busy`. Any thread may call this."""
+        """Return the seconds that a debtor's step over `seen_tokens` tokens takes here.
+
+        If this engine `is_busy`, they are added to its next step. Any thread may call this.
+        """
         ...

@@ -1,15 +1,10 @@
-"""The token that is drawn from a row of logits: temperature → min_p → top-k → top-p (each of what is left);
-of the tokens that these leave the one that wins a race.
+"""Draws a token from a row of logits, after temperature, min_p, top-k and top-p in this order.
 
-Every token has an arrival time, exponentially distributed with its probability as rate; the first to arrive
-is drawn, which happens with just its probability. Times are counter-based hashes of (seed, choice, index,
-token): there is no generator state to carry to another worker, and where rounding changes probabilities a
-little, another token is drawn only if two were about to arrive at once. The chance of that is at most
-2·d / (1 + d), d being the total variation distance of the two distributions, and no rule that knows only one
-of them does better (Bavarian et al. 2016, The optimality of correlated sampling). Decision 0005 says why that
-matters.
-
-For rows whose logits are on the CPU all this runs in C++ (`draw.h`) where there is a library.
+The draw is an exponential race: each token gets an exponential arrival time with its probability as rate,
+and the earliest wins. Times are hashes of (seed, choice, index, token), so no generator state moves between
+workers. If rounding changes the probabilities, the token differs with probability at most 2·d / (1 + d),
+where d is the total variation distance. That is optimal (Bavarian et al. 2016, The optimality of correlated
+sampling); see decision 0005. On the CPU the draw runs in C++ (`draw.h`) if the library is built.
 """
 
 import ctypes
@@ -28,7 +23,7 @@ _MOST_RANKS = 2**31 - 1
 
 
 class NativeDraw(ctypes.Structure):
-    """`draw.h`: one row's wishes; `token` is the answer."""
+    """One row's sampling parameters as in `draw.h`; `token` is the result."""
 
     _fields_ = (
         ("row", ctypes.c_int64),
@@ -42,7 +37,7 @@ class NativeDraw(ctypes.Structure):
 
 
 def wish_of(row: int, point: SamplePoint) -> NativeDraw:
-    """What a point asks of `row` of the logits."""
+    """Return the sampling parameters of `point` for `row` of the logits."""
     sampling = point.sampling
     return NativeDraw(
         row=row,
@@ -72,9 +67,9 @@ _PROTOTYPES = {
 def draw_natively(
     library: ctypes.CDLL, logits: torch.Tensor, highest: torch.Tensor, wishes: list[NativeDraw]
 ) -> list[int]:
-    """A token for each wish, from `logits` `[rows, vocabulary]` (fp32, contiguous), `highest` of each row.
+    """Return a token for each of `wishes`, in C++; any token if the row's highest logit is not finite.
 
-    A row whose highest logit is not finite gets any token.
+    `logits` `[rows, vocabulary]` fp32, contiguous; `highest` `[rows]` fp32.
     """
     declare(library, _PROTOTYPES)
     draws = (NativeDraw * len(wishes))(*wishes)
@@ -86,7 +81,7 @@ def draw_natively(
 
 
 def draw(logits: torch.Tensor, points: Sequence[SamplePoint]) -> torch.Tensor:
-    """A token for each row, int64 `[rows]`, from `logits` `[rows, vocabulary]` whose highest is 0 in each."""
+    """Return tokens, int64 `[rows]`, drawn from `logits` `[rows, vocabulary]` whose row maximum is 0."""
     device = logits.device
     temperatures = torch.tensor([point.sampling.temperature for point in points], device=device)
     logits = logits / temperatures.clamp_min(1e-5)[:, None]
@@ -115,7 +110,7 @@ def _mix(value: int) -> int:
 
 
 def key_of(seed: int, choice: int, index: int) -> int:
-    """64 bits, from which the race for one token of one answer has its times."""
+    """Return the 64-bit hash key of the race for one token of one answer."""
     state = _mix((seed + _GOLDEN) & _MASK)
     state = _mix((state ^ choice) + _GOLDEN & _MASK)
     return _mix((state ^ index) + _GOLDEN & _MASK)
@@ -126,8 +121,7 @@ _STEP, _SECOND = 0x9E3779B1, 0x85EBCA6B
 
 
 def arrivals(keys: Sequence[int], vocabulary: int, device: torch.device) -> torch.Tensor:
-    """Of each token in the race of each key, were its rate 1: exponentially distributed, fp64 `[keys,
-    vocabulary]`."""
+    """Return exponential arrival times at rate 1, fp64 `[keys, vocabulary]`."""
     low = torch.tensor([key & _HALF for key in keys], dtype=torch.int64, device=device)[:, None]
     high = torch.tensor([key >> 32 for key in keys], dtype=torch.int64, device=device)[:, None]
     mixed = _scatter(torch.arange(vocabulary, device=device) * _STEP + low & _HALF)
@@ -137,14 +131,14 @@ def arrivals(keys: Sequence[int], vocabulary: int, device: torch.device) -> torc
 
 
 def _scatter(value: torch.Tensor) -> torch.Tensor:
-    """lowbias32 (Wellons 2018, Prospecting for hash functions): of 32 bits, in int64."""
+    """lowbias32 (Wellons 2018, Prospecting for hash functions): a hash of 32 bits, in int64."""
     value = (value ^ (value >> 16)) * 0x7FEB352D & _HALF
     value = (value ^ (value >> 15)) * 0x846CA68B & _HALF
     return value ^ (value >> 16)
 
 
 def _floor(logits: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
-    """Mask what is less likely than a share of the likeliest, whose logit is 0."""
+    """Mask tokens less likely than a share of the likeliest token, whose logit is 0."""
     floors = torch.tensor([math.log(share) for share in shares], dtype=torch.float32, device=logits.device)
     return logits.masked_fill(logits < floors[:, None], -math.inf)
 
@@ -156,10 +150,9 @@ def _is_filtered(sampling: Sampling) -> bool:
 def _filter(
     probabilities: torch.Tensor, samplings: Sequence[Sampling], candidates: int = _CANDIDATES
 ) -> torch.Tensor:
-    """Zero what is less likely than the last token kept; tokens as likely as that one stay.
+    """Apply top-k and top-p: zero tokens less likely than the last token kept; ties stay.
 
-    Only the `candidates` most likely tokens are put in order; rows for which they do not reach top_k or top_p
-    are done again with all.
+    Only the `candidates` likeliest tokens are sorted. Rows that need more are filtered again with all tokens.
     """
     device, vocabulary = probabilities.device, probabilities.shape[-1]
     most = [sampling.top_k if 0 < sampling.top_k < vocabulary else vocabulary for sampling in samplings]
@@ -183,8 +176,8 @@ def _filter(
 
 
 def _ordered(probabilities: torch.Tensor, width: int) -> torch.Tensor:
-    """The `width` highest values of each row, descending."""
+    """Return the `width` highest values of each row, descending."""
     if width < probabilities.shape[-1] or probabilities.device.type != "cpu":
         return probabilities.topk(width).values
-    # numpy sorts values alone, with vector instructions; torch sorts indices with them, far slower on a CPU.
+    # numpy sorts values with vector instructions; torch also sorts indices, far slower on a CPU.
     return torch.from_numpy(np.sort(probabilities.numpy(), axis=-1)).flip(-1)

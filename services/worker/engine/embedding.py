@@ -1,4 +1,4 @@
-"""What the model's head was given, beside the token that came of it, for requests that embed a text."""
+"""Adds hidden states to the sampled tokens of embedding requests."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ from shared.messages.tokens import TokenLogprobs
 def with_hidden(
     drawn: Sequence[Sampled | None], points: Sequence[SamplePoint], hidden: torch.Tensor | None
 ) -> list[Sampled | None]:
-    """`drawn`, the tokens of rows that embed with their row of `hidden` `[rows, hidden size]`, as fp32.
+    """Return `drawn` with each embedding row's `hidden` `[rows, hidden size]` attached as fp32 bytes.
 
-    A row that is not finite is None, as one whose logits are not. Raises InternalError without `hidden`.
+    None for a row that is not finite. Raises InternalError without `hidden`.
     """
     if hidden is None:
         raise InternalError("this way of computing the model keeps no hidden states")

@@ -1,4 +1,4 @@
-"""One iteration: packed rows in, tokens out. Knows blocks and positions; no sequence, no plan."""
+"""The native engine: runs a transformers model on packed rows and returns sampled tokens."""
 
 from array import array
 from collections.abc import Sequence
@@ -33,17 +33,16 @@ from shared.messages.sequence import Sampling
 
 
 class TorchEngine:
-    """A transformers model with paged KV. Pools are allocated once, here.
+    """Implements `AttendingEngine` for a transformers model with paged KV.
 
-    `attention`: see `native.library.choose`. With `release` the model's module is left without its weights
-    where a faster form of them is used instead. With `pie` the bytes of `kv_blocks` hold more blocks than
-    that.
+    `attention`: see `native.library.choose`. `release` frees the module's weights if a packed copy replaces
+    them. With `pie`, the memory of `kv_blocks` serves more blocks, because some layers move to the host.
     """
 
     kv_blocks: int
-    """At the start; under Pie the pool made for this engine (`make_pool`) grows and shrinks."""
+    """Number of blocks at the start; with Pie the pool of `make_pool` grows and shrinks."""
     prefill_tokens_per_s = 0.0
-    """As profiled at the start; 0: it was not."""
+    """Prefill throughput as profiled at the start; 0: not profiled."""
 
     def __init__(
         self,
@@ -59,9 +58,10 @@ class TorchEngine:
         states_every: int = 0,
         host_blocks: int = 0,
     ) -> None:
-        """Under Pie there is host memory for `host_blocks` of a prefix cache, too. Without `grammars` a row
-        that has one fails. With `states_every` a hidden state goes with an answer's first token, and with one
-        in so many (`engine.states`)."""
+        """Allocate the pools; with Pie also host memory for `host_blocks` blocks of the prefix cache.
+
+        `states_every`: return a hidden state with every so many tokens of an answer; 0: never.
+        """
         self._model = model
         self._grammars = grammars
         self.weights = model_digest(model.module)
@@ -103,23 +103,23 @@ class TorchEngine:
 
     @property
     def pools(self) -> Sequence[Pools]:
-        """K and V of each layer, as `kv.tiers.records` copies them."""
+        """K and V pools of each layer; see `engine.paged` for their shapes."""
         return self._attention.pools
 
     @property
     def device_type(self) -> str:
-        """`cpu` or `cuda`."""
+        """Return `cpu` or `cuda`."""
         return self._model.device.type
 
     @property
     def q_heads(self) -> int:
-        """Query heads of a layer."""
+        """Number of query heads of a layer."""
         config = self._model.module.config.get_text_config()
         return int(config.num_attention_heads)
 
     @property
     def is_divisible(self) -> bool:
-        """Whether other workers may hold some of the keys."""
+        """See `SharingEngine`."""
         return True
 
     @property
@@ -134,18 +134,18 @@ class TorchEngine:
 
     @property
     def own_ids(self) -> int:
-        """Blocks of this engine have lower ids."""
+        """See `SharingEngine`."""
         resident = self._attention.resident
         return self.kv_blocks if resident is None else resident.residency.ids
 
     def records(self) -> Records:
-        """Its blocks as rows of bytes, for one thread."""
+        """Return the blocks as rows of bytes, for use by one thread."""
         resident = self._attention.resident
         return records_of(self.pools) if resident is None else resident.records()
 
     @property
     def attention(self) -> PagedAttention:
-        """Whose `extend` lets rows have blocks that other workers hold."""
+        """The paged attention; its `extend` allows blocks at other workers."""
         return self._attention
 
     @property
@@ -157,12 +157,12 @@ class TorchEngine:
         return self._model.max_positions
 
     def expect_grammar(self, grammar: str) -> None:
-        """A sequence that keeps to it comes soon. Any thread may call this."""
+        """See `ConstrainedEngine`."""
         if self._grammars is not None:
             self._grammars.expect(grammar)
 
     def make_pool(self) -> BlockPool:
-        """A pool of this engine's blocks; under Pie the one whose size follows the expansion."""
+        """Return a pool of the engine's blocks; with Pie its size follows the expansion."""
         if self.pie is None:
             return BlockPool(self.kv_blocks, self.block_tokens)
         return self.pie.make_pool(self.block_tokens)
@@ -181,7 +181,7 @@ class TorchEngine:
         return sampled
 
     def _step_in_parts(self, rows: Sequence[Row], room_blocks: int) -> list[Sampled | None]:
-        """One after the other, where what all write to does not fit on the device at once."""
+        """Run halves of the rows, or of a row's tokens, until the written blocks fit on the device."""
         if len(rows) > 1:
             middle = len(rows) // 2
             return [*self.step(rows[:middle]), *self.step(rows[middle:])]
@@ -210,7 +210,7 @@ class TorchEngine:
             raise
 
     def _computed(self, rows: Sequence[Row]) -> list[Sampled | None]:
-        """Rows in the order in which they are packed; see `PagedAttention.begin`."""
+        """Compute rows in packed order; see `PagedAttention.begin`."""
         decodes = sum(len(row.tokens) == 1 for row in rows)
         self._attention.begin(
             [Span(row.first_position, len(row.tokens), row.blocks) for row in rows], decodes
@@ -224,7 +224,7 @@ class TorchEngine:
         if not is_submitted:
             self._attention.end()
         drawn = sample(logits, points, self._attention.library, masks) if points else []
-        if is_submitted:  # A GPU is told of the sampling before anybody waits for what it does.
+        if is_submitted:  # Submit the sampling to a GPU before waiting for the step.
             self._attention.end()
         if any(point.sampling.embeds for point in points):
             drawn = with_hidden(drawn, points, logits.hidden)
@@ -237,7 +237,7 @@ class TorchEngine:
 
 
 def _is_swapped(pie: PieSettings, layers: Sequence[LayerShape], *, can_swap_blocks: bool) -> bool:
-    """Whether there is Pie: where nobody asked for it, only of a model that it can be of."""
+    """Return whether to use Pie; with `auto` only if all layers have one shape and blocks can be swapped."""
     if pie.enabled != "auto":
         return pie.enabled
     sizes = {(layer.kv_heads, layer.head_dim, layer.value_dim) for layer in layers}
@@ -246,7 +246,7 @@ def _is_swapped(pie: PieSettings, layers: Sequence[LayerShape], *, can_swap_bloc
 
 
 def _written_blocks(rows: Sequence[Row], block_tokens: int) -> int:
-    """So many blocks keys and values go to; no two rows write to the same."""
+    """Return the number of blocks that the rows write to; no two rows share one."""
     return sum(
         -(-(row.first_position + len(row.tokens)) // block_tokens) - row.first_position // block_tokens
         for row in rows
@@ -254,9 +254,9 @@ def _written_blocks(rows: Sequence[Row], block_tokens: int) -> int:
 
 
 def pack(rows: Sequence[Row], decodes: int, sampled: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens and positions, `[packed rows]`, and which of them are sampled, `[sampled]`; int64, on the CPU.
+    """Return tokens and positions `[packed rows]` and the sampled indices `[sampled]`; int64, on the CPU.
 
-    `decodes` rows have one token, `sampled` rows have a point.
+    `decodes`: number of rows with one token. `sampled`: number of rows with a point.
     """
     tokens = array("q", chain.from_iterable([row.tokens for row in rows]))
     if decodes == len(rows):
@@ -276,7 +276,7 @@ def _int64(packed: "array[int]") -> torch.Tensor:
 
 
 def warm_up(engine: Engine) -> None:
-    """Run a chunk, its continuation and a decode through block 0, so that no request pays for first calls."""
+    """Run two chunks and a decode through the first blocks, so that no request waits for first calls."""
     sampling = Sampling(
         seed=0,
         max_tokens=1,
@@ -299,26 +299,28 @@ def warm_up(engine: Engine) -> None:
 
 
 def _packing_key(row: Row) -> tuple[bool, int]:
-    """Single tokens first, shortest context first, so that rows of similar length share a table."""
+    """Sort decodes first, by context length, so that rows of similar length share a padded table."""
     return len(row.tokens) > 1, row.first_position
 
 
 CHUNK_TOKENS = 128
-"""Of one prompt, computed at once."""
+"""Number of tokens of the profiled prefill chunk."""
 LEAST_TOKENS = 16
-"""Fewer say nothing."""
+"""Smallest chunk worth profiling, in tokens."""
 _ROUNDS = 3
-"""The first sets up what this size needs, and does not count where another follows."""
+"""Number of timed steps of one size. The first prefill counts only if it is the only one."""
 _DECODE_ROWS = 8
 _MOST_ROUNDS, _SHORT_S = 30, 0.1
-"""Of short steps some more, so that one of them is not interrupted on a busy machine."""
+"""Decodes repeat until they take 0.1 s, at most 30 times: a busy machine interrupts some."""
 _LONG_S = 1.0
-"""After so long no other follows."""
+"""Total seconds after which prefill profiling stops."""
 
 
 def decode_cost(engine: Engine, blocks: int, clock: Clock = monotonic_s) -> DecodeCost | None:
-    """From the fastest of some steps of one row and of several, in blocks that nobody may use yet; None where
-    there are too few of those."""
+    """Return the cost of a decode step from the fastest steps of one and of several rows.
+
+    Overwrites the first blocks. None if there are fewer than two.
+    """
     many = min(_DECODE_ROWS, blocks)
     if many < 2:
         return None
@@ -335,8 +337,10 @@ def decode_cost(engine: Engine, blocks: int, clock: Clock = monotonic_s) -> Deco
 
 
 def prefill_tokens_per_s(engine: Engine, blocks: int, clock: Clock = monotonic_s) -> float:
-    """The fastest of some chunks through the first `blocks` blocks, which nobody may use yet; 0 where fewer
-    than `LEAST_TOKENS` fit."""
+    """Return the throughput of the fastest prefill chunk; 0 if fewer than `LEAST_TOKENS` tokens fit.
+
+    Overwrites the first blocks.
+    """
     tokens = min(CHUNK_TOKENS, blocks * engine.block_tokens, engine.max_positions)
     if tokens < LEAST_TOKENS:
         return 0.0

@@ -1,4 +1,4 @@
-"""Downloading a model of the hub, with its progress told."""
+"""Downloads a model from the Hugging Face hub and shows its progress."""
 
 import contextlib
 from pathlib import Path
@@ -13,8 +13,10 @@ _TOKEN = "set HF_TOKEN to a token of an account that may read it (docs/models.md
 
 
 def fetch(model: str, progress: Progress) -> None:
-    """Bring the files of a hub id into the hub's cache; nothing is done for a folder, or where the hub cannot
-    be reached: the cache may have them all. Raises ConfigError for a model that may not be read."""
+    """Download the files of a hub id to the hub's cache; do nothing for a folder.
+
+    If the hub is not reachable, the cache may have all files. Raises ConfigError for a model without access.
+    """
     source = source_of(model)
     if not isinstance(source, HubId):
         return
@@ -32,7 +34,7 @@ def fetch(model: str, progress: Progress) -> None:
     except RepositoryNotFoundError:
         text = f"the hub has no model {source.name}, or it is private: check the name, or {_TOKEN}"
         raise ConfigError(text, param="model") from None
-    except Exception:  # the hub client's other errors have no common base: away, or offline
+    except Exception:  # not reachable; the hub client's errors have no common base
         return
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     top = {name: size for name, size in sizes.items() if "/" not in name}
@@ -42,4 +44,4 @@ def fetch(model: str, progress: Progress) -> None:
     folder = Path(HF_HUB_CACHE) / f"models--{source.name.replace('/', '--')}"
     names, whole_bytes = list(wanted), sum(wanted.values())
     with progress.downloading(str(source), folder, whole_bytes), contextlib.suppress(OSError):
-        snapshot_download(source.name, revision=source.revision, allow_patterns=names)  # the loader complains
+        snapshot_download(source.name, revision=source.revision, allow_patterns=names)  # the loader raises

@@ -1,9 +1,8 @@
-"""From packed tokens to logits: in C++, in torch, or through transformers' own forward, the first that can.
+"""Forward passes from packed tokens to logits: in C++, in torch, or with transformers' modules.
 
-All attend through `PagedAttention`, which must have been told of the step before. `LlamaForward` is the Llama
-architecture written out in torch: on one core transformers' modules cost a flat 1 to 2 ms a step, most of a
-small model's step at small batches. Queries, keys and values come from one matrix product, gate and up
-projection from another; residuals are added by the product that makes what is added.
+Call `PagedAttention.begin` first. `LlamaForward` writes the Llama architecture out in torch, because
+transformers' modules cost 1 to 2 ms per step on one core. Weights are joined (`llama_parts.py`), and `addmm`
+adds the residuals.
 """
 
 from collections.abc import Sequence
@@ -23,14 +22,14 @@ from services.worker.engine.states import StateTap
 
 
 def is_plain(module: Any) -> bool:
-    """Whether a LlamaForCausalLM uses nothing that `LlamaForward` leaves out."""
+    """Return whether `LlamaForward` supports a LlamaForCausalLM: fp32, SiLU, no biases."""
     config = module.config
     biased = any(name.endswith("proj.bias") for name, _ in module.named_parameters())
     return config.hidden_act == "silu" and not biased and next(module.parameters()).dtype is torch.float32
 
 
 class LlamaForward:
-    """A `Forward` for a plain `LlamaForCausalLM`, whose own weights become views of the joined ones."""
+    """`Forward` of a plain `LlamaForCausalLM`, whose own weights become views of the joined ones."""
 
     def __init__(
         self,
@@ -39,7 +38,7 @@ class LlamaForward:
         tap: StateTap | None = None,
         layers: Sequence[JoinedLayer] | None = None,
     ) -> None:
-        """`layers`: where they are joined already."""
+        """`layers`: the joined weights, if they exist already."""
         config = module.config
         self._attention = attention
         self._tap = tap
@@ -55,7 +54,7 @@ class LlamaForward:
         self._layers = layers or [join_layer(layer) for layer in module.model.layers]
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
-        """See `services.worker.engine.forward.Forward`."""
+        """See `Forward`."""
         device = self._embedding.device
         tokens, positions, kept = (to_device(each, device) for each in (tokens, positions, kept))
         hidden = functional.embedding(tokens, self._embedding)
@@ -89,16 +88,18 @@ class LlamaForward:
 
 
 class Forward(Protocol):
-    """One pass over packed rows."""
+    """A forward pass over packed rows."""
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
-        """`tokens`, `positions` int64 `[rows]`, `kept` int64, rows wanted, all in the machine's memory →
-        `[kept, vocabulary]`."""
+        """Return logits `[kept, vocabulary]` of the rows `kept`.
+
+        `tokens`, `positions` int64 `[rows]` and `kept` int64, all in host memory.
+        """
         ...
 
 
 class ByReach:
-    """A `Forward` of two: for steps whose keys are all here, and for those of which others hold some."""
+    """`Forward` that uses `divided` for partitioned steps and `whole` for all others."""
 
     def __init__(self, attention: PagedAttention, whole: Forward, divided: Forward) -> None:
         self._attention = attention
@@ -111,7 +112,7 @@ class ByReach:
 
 
 class TransformersForward:
-    """Any decoder: transformers' modules, with our attention in every layer."""
+    """`Forward` of any decoder: transformers' modules with paged attention in every layer."""
 
     def __init__(self, model: LoadedModel, attention: PagedAttention, tap: StateTap | None = None) -> None:
         self._module = model.module
@@ -132,7 +133,7 @@ class TransformersForward:
             input_ids=tokens[None],
             position_ids=positions[None],
             use_cache=False,
-            # An empty index would be valid here, but some models slice with it in ways that are not.
+            # Some models cannot slice with an empty index.
             logits_to_keep=kept if kept.numel() else torch.zeros_like(tokens[:1]),
         )
         hidden, self._hidden = self._hidden, None
@@ -142,7 +143,7 @@ class TransformersForward:
 
 
 def _tap_output(tap: StateTap, output: Any) -> None:
-    """Of a decoder layer: its states `[1, rows, hidden]`, alone or before others."""
+    """Tap a decoder layer's output: states `[1, rows, hidden]`, alone or first in a tuple."""
     states = output[0] if isinstance(output, tuple) else output
     tap.take(states.view(-1, states.shape[-1]))
 
@@ -155,10 +156,9 @@ def make_forward(
     release: bool = False,
     tap: StateTap | None = None,
 ) -> Forward:
-    """The fast paths for Llamas (on CUDA of any dtype, elsewhere fp32), transformers' forward for all else.
+    """Return the fastest forward pass: for Llamas on CUDA or in fp32 a special one, else transformers'.
 
-    With `release` a path with weights of its own takes the module's away. `tap` is filled on the way, but for
-    CUDA's path.
+    `release` frees the module's weights if the pass has packed copies. The CUDA pass does not fill `tap`.
     """
     if attention.triton is not None and isinstance(model.module, LlamaForCausalLM):
         from services.worker.engine.gpu import llama as gpu_llama  # imports Triton

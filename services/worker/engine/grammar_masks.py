@@ -1,10 +1,9 @@
-"""Which tokens each constrained row may have next, found beside the forward pass.
+"""Computes grammar masks: which tokens each constrained row may sample next.
 
-Grammars are compiled on one thread, and how they close is found on another, when a plan starts a sequence and
-its prompt is still to be computed. Masks that take longer than it costs to wake another thread are found on a
-third while the model computes; those that it has not begun by then, and the others, by the engine's. An
-answer's matcher is kept while the answer grows and made again from its tokens where it is not there: after a
-move, a preemption, or too long a rest. An answer near its limit is closed (`closing.py`). Knows no tensor.
+One thread compiles grammars and another computes `Closer.unit_tokens`, as soon as a plan starts a sequence.
+A third thread computes expensive masks during the forward pass; the engine's thread computes the rest. An
+answer's matcher is rebuilt from its tokens after a migration, a preemption, or eviction from this cache. An
+answer near its token limit is closed (`closing.py`).
 """
 
 from collections import OrderedDict
@@ -27,29 +26,27 @@ from shared.grammars import GrammarMatcher, Grammars, Words, words_of
 
 _log = getLogger("kvasir.worker.grammars")
 _MOST_GRAMMARS = 256
-"""Kept compiled."""
+"""Number of compiled grammars kept."""
 _MOST_RESTING = 64
-"""Kept where their answers are, beside those of a step's own rows: nobody says which are over, and each has
-some 15 kB."""
+"""Number of matchers kept beside those of the step's rows, about 15 kB each."""
 _FAR_TOKENS, _SELDOM = 2048, 64
-"""With as many tokens left an answer is looked at for closing, every so many."""
+"""With at most 2048 tokens left, an answer is checked for closing every 64 tokens."""
 _NEAR_TOKENS, _OFTEN = 64, 8
-"""The same, with so many left beyond what it may take to close it."""
+"""With at most 64 tokens left beyond what closing may take, an answer is checked every 8 tokens."""
 _WORTH_S, _WEIGHT = 60e-6, 0.05
-"""What takes longer is worth waking a thread, which takes some 25 µs of the engine's and waits for a core;
-weight of a mask in the average."""
+"""Estimated seconds from which masks go to the other thread (waking it costs 25 µs); weight of a new mask."""
 _DEADLINE_S = 1.0
-"""For the masks of a step once the model has computed it: rows that have none by then fail alone."""
+"""Seconds a step waits for its masks; rows without a mask by then fail alone."""
 _MOST_LEFT = 3
-"""Threads that are left to a grammar that does not end, each with a core of its own."""
+"""Number of compiler threads that may be abandoned to grammars that hang; each occupies a core."""
 
 
 @dataclass(slots=True)
 class _Answer:
-    """Where one answer is in its grammar."""
+    """State of one answer in its grammar."""
 
     tokens: Sequence[int]
-    """The sequence's own list, which only grows; another list is another attempt."""
+    """The sequence's token list, which only grows; another list object is another attempt."""
     matcher: GrammarMatcher
     unit_tokens: "Future[int]"
     accepted: int = 0
@@ -60,32 +57,32 @@ class _Answer:
 @dataclass(frozen=True, slots=True)
 class _Compiled:
     matcher: GrammarMatcher
-    """At the beginning."""
+    """Positioned at the start of the grammar."""
     unit_tokens: "Future[int]"
-    """See `Closer.unit_tokens`; found after the matcher, which a first token waits for."""
+    """See `Closer.unit_tokens`; computed later than the matcher, because first tokens wait for that."""
 
 
 class RowMasks:
-    """Of the constrained ones among a step's points; `words` may be read after `wait`."""
+    """Masks of a step's constrained rows; read `words` after `wait`."""
 
     def __init__(self, rows: Sequence[int], words_per_row: int, find: Callable[[int, Words], None]) -> None:
-        """`find` writes one row's: it is given its place in `rows`, and is called on either thread."""
+        """`find` writes the mask of one row, given its index in `rows`; either thread calls it."""
         self.rows = rows
         self.words = np.zeros((len(rows), words_per_row), dtype=np.uint32)
-        """`[rows, words]`, a bit for each token that may follow; none: nothing may, the row fails."""
+        """`[rows, words]`, a bit for each allowed token; a row without any bit fails."""
         self._find = find
         self._left = list(range(len(rows)))
-        """Begun by nobody yet. Taking one, and noting one, are single operations of the interpreter."""
+        """Rows that no thread has started; `pop` and `append` are atomic."""
         self._found: list[int] = []
         self._is_done = Event()
         self._error: Exception | None = None
 
     def find(self) -> None:
-        """Those that nobody has begun."""
+        """Compute the masks that no thread has started."""
         while self._left:
             try:
                 at = self._left.pop()
-            except IndexError:  # the other thread was quicker
+            except IndexError:  # the other thread took the last row
                 return
             try:
                 self._find(at, self.words[at])
@@ -96,44 +93,43 @@ class RowMasks:
                 self._is_done.set()
 
     def wait(self) -> Words:
-        """All of them; a row that took the other thread too long is left without a bit. Raises what finding
-        them raised."""
+        """Return all masks; a row not done within the deadline has no bit set. Raises the error of `find`."""
         self.find()
         if not self._is_done.wait(_DEADLINE_S):
             _log.error("the masks of %d rows took longer than %g s", len(self.rows), _DEADLINE_S)
-            return self.words.copy()  # the thread goes on in the other one
+            return self.words.copy()  # the other thread still writes to the original
         if self._error is not None:
             raise self._error
         return self.words
 
 
 class GrammarMasks:
-    """Of one engine. `load` finds the vocabulary; it is called once, on a thread, from the start on."""
+    """The grammars and matchers of one engine; `load` is called once, on the compiler's thread."""
 
     def __init__(self, load: Callable[[], Grammars]) -> None:
         self._compiler = _new_compiler()
         self._closing = ThreadPoolExecutor(1, thread_name_prefix="grammar closing")
-        """First tokens do not wait for it, but for the compiler."""
+        """Computes `unit_tokens` apart from the compiler, for which first tokens wait."""
         self._compiling_since_s: float | None = None
         self._left_compilers = 0
         self._wanted: SimpleQueue[RowMasks | None] = SimpleQueue()
-        """One step's at a time: the engine waits for them before it asks again."""
+        """At most one step's masks: the engine waits for them before the next step."""
         Thread(target=self._help, name="grammar masks", daemon=True).start()
         self._vocabulary = self._compiler.submit(lambda: _vocabulary(load()))
         self._compiled: OrderedDict[str, Future[_Compiled]] = OrderedDict()
         self._lock = Lock()
         self._answers: OrderedDict[int, _Answer] = OrderedDict()
-        """By the identity of their tokens, who rests longest first. No two threads have the same one."""
+        """By `id` of their token list, least recently used first. No two threads use the same answer."""
         self._most = _MOST_RESTING
         self._row_s = 0.0
-        """What a mask takes, on average."""
+        """Average seconds per mask."""
 
     def expect(self, grammar: str) -> None:
-        """It is wanted soon: compile it, unless it is. Any thread may."""
+        """Compile a grammar ahead, unless it is cached. Any thread may call this."""
         self._compile(grammar)
 
     def begin(self, points: Sequence[SamplePoint]) -> RowMasks | None:
-        """Start to find the masks of the points that have a grammar; None where none has."""
+        """Start computing the masks of the points that have a grammar; return None if none has."""
         rows = [row for row, point in enumerate(points) if point.sampling.grammar and point.index >= 0]
         if not rows:
             return None
@@ -146,14 +142,14 @@ class GrammarMasks:
         return masks
 
     def _takes_long(self, point: SamplePoint) -> bool:
-        """As long as many masks: a look for closing, or every token of an answer that was elsewhere."""
+        """Return whether the mask needs a check for closing, or a matcher rebuilt from all tokens."""
         left_tokens = _limit(point) - point.index
         may_be_looked_at = left_tokens <= _FAR_TOKENS and left_tokens % _OFTEN == 0
         answer = self._answers.get(id(point.tokens))
         return may_be_looked_at or (point.index > 0 and (answer is None or answer.tokens is not point.tokens))
 
     def close(self) -> None:
-        """The threads end."""
+        """End the threads."""
         for threads in (self._compiler, self._closing):
             threads.shutdown(wait=False, cancel_futures=True)
         self._wanted.put(None)
@@ -170,8 +166,10 @@ class GrammarMasks:
         return compiled
 
     def _leave_a_hung_compiler(self) -> None:
-        """Leave the thread to a grammar that holds it for longer than any row waits. Those that wait behind
-        it are compiled on another thread when they are asked for again."""
+        """Abandon the compiler's thread if a grammar holds it past the deadline, and start another.
+
+        Grammars queued behind it are compiled when they are requested again.
+        """
         began_s = self._compiling_since_s
         if (
             began_s is not None
@@ -184,18 +182,18 @@ class GrammarMasks:
             self._left_compilers += 1
 
     def _compiled_now(self, grammar: str) -> _Compiled:
-        """On the compiler's thread."""
+        """Compile a grammar; called on the compiler's thread."""
         grammars, closer = self._vocabulary.result()
         began_s = self._compiling_since_s = monotonic_s()
         try:
             matcher = grammars.compile(grammar)
         finally:
-            if self._compiling_since_s == began_s:  # else the thread was left
+            if self._compiling_since_s == began_s:  # else the thread was abandoned
                 self._compiling_since_s = None
         return _Compiled(matcher, self._closing.submit(closer.unit_tokens, matcher.copy()))
 
     def _help(self) -> None:
-        """The masks' thread."""
+        """Compute queued masks; the main loop of the masks' thread."""
         while (masks := self._wanted.get()) is not None:
             masks.find()
 
@@ -212,7 +210,7 @@ class GrammarMasks:
         self._row_s = averaged(self._row_s, thread_time() - began_s, _WEIGHT)
 
     def _answer(self, point: SamplePoint) -> _Answer | None:
-        """With everything accepted that has been generated."""
+        """Return the answer's state after all its generated tokens, or None if its grammar fails."""
         key, limit = id(point.tokens), _limit(point)
         answer = self._answers.get(key)
         if answer is None or answer.tokens is not point.tokens or answer.accepted > point.index:
@@ -237,14 +235,18 @@ class GrammarMasks:
         return answer
 
     def _last_look(self, answer: _Answer, until: int, max_tokens: int) -> int:
-        """At which of the tokens up to `until` an answer is looked at last; 0: at none. What earlier looks
-        found does not matter any more: an answer that goes on elsewhere does without them."""
+        """Return the last token count up to `until` at which an answer is checked for closing; 0: none.
+
+        Earlier checks do not matter, so an answer that migrates closes in the same way.
+        """
         looks = (at for at in range(until, answer.accepted, -1) if self._look_every(answer, at, max_tokens))
         return next(looks, 0)
 
     def _look_every(self, answer: _Answer, at: int, max_tokens: int) -> int:
-        """How many tokens it is to the next look where there is one after so many tokens; else 0. At the same
-        places whoever computes it; the first token does not wait for what that takes to know."""
+        """Return the tokens to the next check if there is a check after `at` tokens, else 0.
+
+        The same on every worker. The first token does not wait for `unit_tokens`.
+        """
         left_tokens = max_tokens - at
         is_first = at == 1 and left_tokens <= _NEAR_TOKENS
         if left_tokens > _FAR_TOKENS or (left_tokens % _OFTEN and not is_first):
@@ -254,7 +256,7 @@ class GrammarMasks:
         return every if unit_tokens and (left_tokens % every == 0 or is_first) else 0
 
     def _look(self, answer: _Answer, max_tokens: int) -> None:
-        """Whether it should close."""
+        """Decide whether the answer should close now."""
         every = self._look_every(answer, answer.accepted, max_tokens)
         unit_tokens, left_tokens = _unit_tokens(answer), max_tokens - answer.accepted
         answer.is_closing = self._closer.is_due(answer.matcher, left_tokens, unit_tokens, every)
@@ -269,7 +271,7 @@ def _new_compiler() -> ThreadPoolExecutor:
 
 
 def _unit_tokens(answer: _Answer) -> int:
-    """0, as for what cannot be closed, where it is not found in time."""
+    """Return the answer's `unit_tokens`, or 0 (cannot be closed) if they are not known in time."""
     try:
         return answer.unit_tokens.result(_DEADLINE_S)
     except (TimeoutError, CancelledError):
@@ -277,7 +279,7 @@ def _unit_tokens(answer: _Answer) -> int:
 
 
 def _limit(point: SamplePoint) -> int:
-    """The longest answer, in tokens."""
+    """Return the maximum number of generated tokens."""
     return point.sampling.max_tokens - point.sampling.forced_tokens
 
 

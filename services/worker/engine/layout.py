@@ -1,7 +1,4 @@
-"""A packed step as torch's backend sees it: padded tables, and masks of what a row does not see.
-
-Knows positions and block ids; no model, no sequence.
-"""
+"""Layout of a packed step for `TorchBackend`: padded block tables and attention masks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,12 +9,12 @@ from services.worker.engine.spans import Span
 
 _NEGATIVE_INFINITY = float("-inf")
 _SPARE_BLOCKS = 4
-"""Rows share a padded table while the longest has at most twice the shortest's blocks, and these more."""
+"""Rows share a padded table if the longest has at most twice the blocks of the shortest plus these."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Packed rows [start, end), one token of one sequence each."""
+    """Packed decode rows [start, end), one token of one sequence each."""
 
     start: int
     end: int
@@ -34,15 +31,15 @@ class PrefillSpan:
     start: int
     end: int
     table: torch.Tensor
-    """int64 `[blocks]`: the context's; under a window (`mask`) also the chunk's own."""
+    """int64 `[blocks]`: the context's; with a `mask` also the chunk's own."""
     context_tokens: int
     mask: torch.Tensor | None
-    """Additive `[rows, context_tokens]` when a window cuts something off; it covers the chunk too."""
+    """Additive `[rows, context_tokens]` if a window hides keys; it covers the chunk too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A step as one kind of layer (one window) sees it."""
+    """Layout of a step for layers of one window size."""
 
     groups: tuple[DecodeGroup, ...]
     spans: tuple[PrefillSpan, ...]
@@ -57,9 +54,9 @@ def build(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Layout:
-    """The layout of packed spans; the first `decodes` have one token each and are sorted by position.
+    """Return the layout of packed spans; the first `decodes` have one token each, sorted by position.
 
-    `window_tokens`: a token sees itself and the `window_tokens - 1` before it; None is everything.
+    `window_tokens`: see `LayerShape`; None: no window.
     """
     groups = [
         _group(spans, start, end, block_tokens, window_tokens, dtype, device)
@@ -74,13 +71,13 @@ def build(
 
 
 def _visible_blocks(span: Span, block_tokens: int, window_tokens: int | None) -> tuple[int, int]:
-    """First block and one past the last that the span's only token sees."""
+    """Return the block range [first, end) that the span's only token sees."""
     first = 0 if window_tokens is None else max(0, span.first_position + 1 - window_tokens)
     return first // block_tokens, span.first_position // block_tokens + 1
 
 
 def _ranges(decodes: Sequence[Span], block_tokens: int, window_tokens: int | None) -> list[tuple[int, int]]:
-    """Runs of rows whose tables are of similar length."""
+    """Return runs of rows with tables of similar length."""
     ranges: list[tuple[int, int]] = []
     start, shortest = 0, 0
     for row, span in enumerate(decodes):

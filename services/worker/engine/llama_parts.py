@@ -1,7 +1,6 @@
-"""What our ways of computing a Llama share: weights joined for fewer products, rotations that a table holds.
+"""Shared parts of the Llama implementations: joined weights and a check of the rotary embedding.
 
-Queries, keys and values come from one matrix product, gate and up projection from another. Knows
-transformers' names for a Llama's parts; computes nothing.
+Q, K and V projections are joined to one matrix, gate and up projections to another.
 """
 
 from collections.abc import Sequence
@@ -15,8 +14,7 @@ _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class JoinedLayer:
-    """One decoder layer's weights; matrices as `[out, in]`, as `torch.nn.Linear` keeps them, or packed
-    (`native.weights`)."""
+    """Weights of one decoder layer; matrices `[out, in]`, or packed (`native.weights`)."""
 
     input_norm: torch.Tensor
     query_key_value: torch.Tensor
@@ -27,7 +25,7 @@ class JoinedLayer:
 
 
 def join_layer(layer: Any) -> JoinedLayer:
-    """Of a `LlamaDecoderLayer`, whose own weights become views of the joined ones."""
+    """Return the joined weights of a `LlamaDecoderLayer`, whose own weights become views of them."""
     attention, mlp = layer.self_attn, layer.mlp
     return JoinedLayer(
         input_norm=layer.input_layernorm.weight,
@@ -40,7 +38,7 @@ def join_layer(layer: Any) -> JoinedLayer:
 
 
 def _joined(linears: Sequence[Any]) -> torch.Tensor:
-    """One matrix of several linear layers. Their own weights become views of it: nothing is held twice."""
+    """Join linear layers to one matrix. Their own weights become views of it, to save memory."""
     joined = torch.cat([linear.weight.data for linear in linears])
     first = 0
     for linear in linears:
@@ -51,7 +49,7 @@ def _joined(linears: Sequence[Any]) -> torch.Tensor:
 
 
 def is_rotation_fixed(config: Any) -> bool:
-    """Whether rotations depend on the position alone, not on how long the longest sequence is."""
+    """Return whether rotations depend on the position alone, not on the longest sequence."""
     rope = getattr(config, "rope_parameters", None) or {}
     is_partial = bool(rope.get("partial_rotary_factor"))
     return rope.get("rope_type", "default") in _FIXED_ROTATIONS and not is_partial

@@ -1,7 +1,6 @@
-"""Load any Hugging Face decoder, from a folder or the hub, for packed and paged computation.
+"""Loads any Hugging Face decoder, from a folder or the hub.
 
-No architecture is treated specially: what a layer keeps per token is found by running one token through the
-model.
+Running one token through the model finds each layer's KV shape, so no architecture is a special case.
 """
 
 import json
@@ -28,14 +27,12 @@ from shared.tokenizer_files import model_folder
 
 
 def configuration(module: Any) -> str:
-    """What a transformers model computes by, defaults filled in, as JSON in one form: base and scaling of
-    rotary positions, epsilons, windows, scales of scores and the rest."""
+    """Return the settings of a transformers model that affect KV, with defaults, as canonical JSON."""
     return json.dumps(canonical(module.config.to_dict()), sort_keys=True, default=str)
 
 
 def model_digest(module: Any) -> str:
-    """Of class, `configuration`, and every parameter and buffer by name, shape and bytes (CRC-32: 4 GB/s). In
-    hex."""
+    """Return the hex digest of a model's class, `configuration`, parameters and buffers (by CRC-32)."""
     digest = blake2b(f"{type(module).__name__}\n{configuration(module)}\n".encode(), digest_size=16)
     for name, tensor in sorted(module.state_dict().items()):
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -44,7 +41,7 @@ def model_digest(module: Any) -> str:
 
 
 def layout_name(layers: Sequence[LayerShape]) -> str:
-    """How a block's bytes lie, for the fingerprint."""
+    """Return the memory layout of a block, for the fingerprint."""
     shapes = ",".join(f"{layer.kv_heads}x{layer.head_dim}+{layer.value_dim}" for layer in layers)
     return f"K[head,dim,token]V[head,token,dim]:{shapes}"
 
@@ -52,33 +49,30 @@ def layout_name(layers: Sequence[LayerShape]) -> str:
 _quiet: Any = _logging
 
 _UNKNOWN_ARCHITECTURE = ("does not recognize this architecture", "Unrecognized configuration class")
-"""In transformers' messages, which go on with the advice to install another transformers."""
+"""Phrases of transformers' errors for unknown architectures."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in evaluation mode and what the engine must know of it."""
+    """A model in evaluation mode and its properties."""
 
     module: Any
     layers: tuple[LayerShape, ...]
     vocabulary: int
-    """Token ids are below this."""
+    """Number of token ids."""
     max_positions: int
     dtype: torch.dtype
     device: torch.device
 
     def block_bytes(self, block_tokens: int) -> int:
-        """What one KV block takes over all layers."""
+        """Return the bytes of one KV block over all layers."""
         per_token = sum(layer.kv_heads * (layer.head_dim + layer.value_dim) for layer in self.layers)
         return per_token * block_tokens * self.dtype.itemsize
 
 
 def load(model: str, *, dtype: str, device: str, progress: Progress | None = None) -> LoadedModel:
-    """The model in folder `model`, or of that hub id.
-
-    Raises ConfigError when it cannot be loaded or computed here.
-    """
+    """Return the model of a folder or hub id. Raises ConfigError if it cannot be loaded or served."""
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}", param="dtype")
     _quiet.disable_progress_bar()
@@ -108,7 +102,7 @@ def load(model: str, *, dtype: str, device: str, progress: Progress | None = Non
 
 
 def _counted(progress: Progress, make: Any, words: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """In the place of the loader's bar over tensors, which tells how many it has read."""
+    """Replace the loader's progress bar over tensors, to report its progress."""
     if not words or not isinstance(words[0], Collection):
         return make(*words, **options)
     return _told(progress, words[0])
@@ -121,7 +115,7 @@ def _told(progress: Progress, tensors: Collection[Any]) -> Iterator[Any]:
 
 
 def _unsupported(model: str) -> str:
-    """Which architecture a model has, and that it cannot be served."""
+    """Return the error message for a model whose architecture is not supported."""
     config = read_json(model_folder(model) / "config.json")
     name = ", ".join(config.get("architectures") or [str(config.get("model_type", "unknown"))])
     return (
@@ -131,10 +125,7 @@ def _unsupported(model: str) -> str:
 
 
 def describe(module: Any) -> LoadedModel:
-    """Probe a transformers causal language model.
-
-    Raises ConfigError when its attention cannot be replaced by ours.
-    """
+    """Probe a transformers causal language model. Raises ConfigError if its attention cannot be replaced."""
     module.eval().requires_grad_(False)
     config = module.config.get_text_config()
     probe = LayerProbe()
@@ -160,21 +151,21 @@ def describe(module: Any) -> LoadedModel:
 
 
 def _max_positions(config: Any) -> int:
-    """The longest sequence for which attention and positions are what this engine computes."""
+    """Return the longest sequence that the engine computes as the model defines it."""
     positions = getattr(config, "max_position_embeddings", None)
     if not isinstance(positions, int):
         raise ConfigError("the model's configuration gives no max_position_embeddings", param="model")
     limits = [positions, getattr(config, "attention_chunk_size", None)]
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
-        # Beyond it all positions are scaled otherwise, by the longest sequence in the batch.
+        # Beyond the original limit the scaling of all positions depends on the longest sequence.
         limits += [rope.get("original_max_position_embeddings")]
         limits += [getattr(config, "original_max_position_embeddings", None)]
     return min(limit for limit in limits if isinstance(limit, int))
 
 
 def replace_attention(module: Any, name: str) -> None:
-    """Let every layer call the attention function registered under `name`."""
+    """Let every layer call the attention function registered under `name`. Raises ConfigError."""
     module.set_attn_implementation(name)
     if module.config.get_text_config()._attn_implementation != name:
         raise ConfigError(

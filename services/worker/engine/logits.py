@@ -1,4 +1,4 @@
-"""What a forward pass hands to the sampler."""
+"""Output of a forward pass for the sampler."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """`values` `[rows, vocabulary]`: the sampler's to change, and valid until the next pass.
+    """Logits `values` `[rows, vocabulary]`; the sampler may change them. Valid until the next pass.
 
-    Where the pass found them on its way: `highest` `[rows]` of each row (NaN if any value is), and
+    If the pass computes them: `highest` `[rows]`, each row's maximum (NaN if any value is NaN), and
     `likeliest`, int64 `[rows]`, the first token that has it.
     """
 
@@ -17,4 +17,4 @@ class Logits:
     highest: torch.Tensor | None = None
     likeliest: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
-    """`[rows, hidden size]`: what `values` are of, after the model's last norm; valid as long as they are."""
+    """`[rows, hidden size]`: input of the model's head, after its last norm; valid as long as `values`."""

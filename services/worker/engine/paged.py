@@ -1,15 +1,14 @@
-"""Attention over paged KV in plain torch: each result has its log-sum-exp, so that parts can be merged.
+"""Attention over paged KV in plain torch: returns output and log-sum-exp, so that parts can be merged.
 
-The reference that the C++ operator and the Triton kernels are tested against; it runs where neither does.
-Shapes:
+It is the reference for the C++ operator and the Triton kernels, and the fallback without them. Shapes:
 
 - pools: K `[num_blocks, kv_heads, head_dim, block_tokens]`, so that a vector holds one dimension of
   consecutive slots; V `[num_blocks, kv_heads, block_tokens, value_dim]`; fp32 or bf16
 - queries: `[rows, q_heads, head_dim]`, `q_heads` a multiple of `kv_heads` (grouped-query attention: query
   head `h` reads KV head `h // (q_heads / kv_heads)`)
 - outputs: `[rows, q_heads, value_dim]` in the dtype of V, normalised; log-sum-exp `[rows, q_heads]`, always
-  fp32: ln Σ exp(scaling · q·k), natural logarithm, scaling included
-- every query sees at least one key in each operation; `merge` also takes −inf for a part that saw none
+  fp32: ln Σ exp(scaling · q·k)
+- every query sees at least one key in each operation; `merge` also accepts −inf for a part without keys
 
 Source of the merge: Infinite-LLM §4 (DistAttention), with m + ln l written as one number.
 """
@@ -23,34 +22,34 @@ _NEGATIVE_INFINITY = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How one layer's attention scores are made."""
+    """Scaling and soft cap of one layer's attention scores."""
 
     scaling: float
     softcap: float | None = None
 
 
 def to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """From the machine's memory, without waiting for what a GPU was told to do before."""
+    """Return `numbers` on `device`; copies to a GPU are asynchronous."""
     if device.type != "cuda" or numbers.device.type != "cpu":
         return numbers.to(device)
     return numbers.pin_memory().to(device, non_blocking=True)
 
 
 def fill(target: torch.Tensor, numbers: torch.Tensor) -> None:
-    """`to_device`, to the beginning of memory that stays where it is."""
+    """Copy `numbers` to the beginning of `target`; asynchronous on a GPU."""
     source = numbers.pin_memory() if target.device.type == "cuda" else numbers
     target[: len(numbers)].copy_(source, non_blocking=True)
 
 
 class GatherScratch:
-    """Memory that gathered blocks are copied into, kept between layers and steps: fresh pages are slow."""
+    """Buffers for gathered blocks, kept between layers and steps because new pages are slow."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def gather(self, name: str, pool: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        """`pool[blocks]` as `[len(blocks), *pool.shape[1:]]`; valid until the next gather under this name."""
+        """Return `pool[blocks]`, valid until the next gather under this name."""
         elements = blocks.numel() * pool[0].numel()
         buffer = self._buffers.get((name, pool.dtype))
         if buffer is None or buffer.numel() < elements:
@@ -63,7 +62,7 @@ class GatherScratch:
     def keys_values(
         self, k_pool: torch.Tensor, v_pool: torch.Tensor, tables: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of `tables`, int64 `[rows, blocks]`, as `[rows, kv_heads, slots, …]`."""
+        """Return K and V of `tables`, int64 `[rows, blocks]`, as `[rows, kv_heads, slots, …]`."""
         rows, blocks = tables.shape
         flat = tables.reshape(-1)
         key = self.gather("k", k_pool, flat).view(rows, blocks, *k_pool.shape[1:])
@@ -75,7 +74,7 @@ class GatherScratch:
 def write(
     k_pool: torch.Tensor, v_pool: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """`keys`, `values` `[rows, kv_heads, …]` to `slots`, int64 `[rows]`: block * block_tokens + offset."""
+    """Write K and V `[rows, kv_heads, …]` to `slots`, int64 `[rows]`: block * block_tokens + offset."""
     block_tokens = k_pool.shape[3]
     block, offset = slots // block_tokens, slots % block_tokens
     k_pool[block, :, :, offset] = keys.to(k_pool.dtype)
@@ -91,14 +90,13 @@ def attend(
     causal: bool = False,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of `[batch, q_heads, n, head_dim]` to `[batch, kv_heads, m, …]`.
+    """Return attention `[batch, q_heads, n, value_dim]` and log-sum-exp `[batch, q_heads, n]` fp32.
 
-    Returns (`[batch, q_heads, n, value_dim]`, LSE `[batch, q_heads, n]` fp32).
-
-    `causal` needs n == m. `mask` is additive, broadcastable to `[batch, q_heads, n, m]`.
+    `query` `[batch, q_heads, n, head_dim]`, `key`, `value` `[batch, kv_heads, m, …]`. `causal` needs n == m.
+    `mask` is additive, broadcastable to `[batch, q_heads, n, m]`.
     """
     fused = query.device.type == "cpu" and shape.softcap is None and key.shape[-1] == value.shape[-1]
-    # It reads the last dimension as contiguous, whatever its stride.
+    # The fused kernel ignores the stride of the last dimension.
     if not fused or any(each.stride(-1) != 1 for each in (query, key, value)):
         return _attend_plainly(query, key, value, shape, causal=causal, mask=mask)
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -143,7 +141,7 @@ def attend_blocks(
     shape: Shape,
     scratch: GatherScratch,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode: one query per sequence, each over its own blocks.
+    """Return attention and log-sum-exp of a decode: one query per sequence, each over its own blocks.
 
     `query` `[rows, q_heads, head_dim]`; `tables` int64 `[rows, blocks]`, padded with any valid id; `mask`
     additive `[rows, 1, 1, blocks * block_tokens]`, −inf on padding (None when every slot counts; each row
@@ -152,7 +150,7 @@ def attend_blocks(
     rows, q_heads, head_dim = query.shape
     kv_heads = k_pool.shape[1]
     key, value = scratch.keys_values(k_pool, v_pool, tables)
-    # The queries that share a KV head stand in the place of query positions: each KV head is read once.
+    # Query heads that share a KV head become query positions, so that each KV head is read once.
     grouped = query.reshape(rows, kv_heads, q_heads // kv_heads, head_dim)
     output, lse = attend(grouped, key, value, shape, mask=mask)
     return output.reshape(rows, q_heads, -1), lse.reshape(rows, q_heads)
@@ -164,10 +162,7 @@ def attend_chunk(
     value: torch.Tensor,
     shape: Shape,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prefill, the chunk with itself: causal.
-
-    `query` `[n, q_heads, head_dim]`, `key`, `value` `[n, kv_heads, …]`.
-    """
+    """Return causal attention and log-sum-exp of a prefill chunk `[n, heads, …]` with itself."""
     output, lse = attend(_heads_first(query), _heads_first(key), _heads_first(value), shape, causal=True)
     return output[0].transpose(0, 1), lse[0].transpose(0, 1)
 
@@ -183,10 +178,9 @@ def attend_context(
     *,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prefill, the chunk with the first `context_tokens` tokens of `table` `[blocks]`.
+    """Return attention and log-sum-exp of a chunk over the first tokens of `table` `[blocks]`.
 
-    `query` `[n, q_heads, head_dim]`; `mask` additive `[n, context_tokens]`; without one every query sees all
-    of them.
+    `query` `[n, q_heads, head_dim]`; `mask` additive `[n, context_tokens]`, None: no mask.
     """
     key, value = scratch.keys_values(k_pool, v_pool, table[None])
     key, value = key[:, :, :context_tokens], value[:, :, :context_tokens]
@@ -214,10 +208,10 @@ def attend_part(
     shape: Shape,
     window_tokens: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows at positions from `first_position` over the first `tokens` keys of `table` `[blocks]`, causally.
+    """Return causal attention over the first `tokens` keys of `table` `[blocks]`, and its log-sum-exp.
 
-    `query` `[n, q_heads, head_dim]` → fp32 `[n, q_heads, value_dim]` and log-sum-exp `[n, q_heads]`; a row
-    that stands before position 0, or sees none of them in its window (0: everything): zeros and −inf.
+    `query` `[n, q_heads, head_dim]` → `[n, q_heads, value_dim]` and `[n, q_heads]`, fp32; zeros and −inf for
+    a row that sees no key. `window_tokens` 0: no window.
     """
     rows, q_heads, head_dim = query.shape
     kv_heads = k_pool.shape[1]
@@ -240,10 +234,9 @@ def attend_part(
 
 
 def merge(outputs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join the results over a partition of the keys: exact, whatever the partition and its order.
+    """Merge the results over a partition of the keys; exact for any partition and order.
 
-    `outputs` `[parts, …, value_dim]` normalised, `lses` `[parts, …]` fp32 → (`[…, value_dim]` fp32, `[…]`
-    fp32).
+    `outputs` `[parts, …, value_dim]` normalised, `lses` `[parts, …]` fp32 → `[…, value_dim]` and `[…]`, fp32.
     """
     highest = lses.amax(0)
     reference = torch.where(highest == _NEGATIVE_INFINITY, torch.zeros_like(highest), highest)

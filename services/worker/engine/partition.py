@@ -1,16 +1,14 @@
-"""Attention in parts: a step cut by who holds its blocks, attended to where the keys are, and joined again.
+"""Distributed attention: splits a step into one part per holder of its blocks.
 
-`Homes` knows which block ids are the engine's own and which another worker holds, `split` cuts a step into
-one `Part` for each holder; `remote.RemoteAttention` attends to the others' parts, and `remote.merge_into`
-joins what comes back with the engine's own:
+`Homes` maps block ids to holders and `split` makes one `Part` for each holder. `remote.RemoteAttention`
+computes the others' parts and `remote.merge_into` merges them with the engine's own:
 
-    a row sees blocks 0 1 2 3; 0 and 3 are our own, worker 1 holds 1 and 2 (as its blocks 7 and 8)
+    a row sees blocks 0 1 2 3; 0 and 3 are its engine's own, worker 1 holds 1 and 2 (as its blocks 7 and 8)
     split → [Part(OWN, blocks 0 3), Part(1, blocks 7 8)]; each yields (output, log-sum-exp) for that row
-    joined: outputs weighed by exp(log-sum-exp), exact within rounding, whatever the order of the parts
+    merged: outputs weighted by exp(log-sum-exp), exact within rounding in any order
 
-A part's result is its normalised output and its log-sum-exp, which is m + ln l of the paper's running maximum
-and sum. Source: Infinite-LLM §4.2 (papers/001), with the values and the scale 1/√d that its equations leave
-out. Knows no connection, no sequence and no tensor.
+A part's result is its normalised output and its log-sum-exp, m + ln l of the paper's running maximum and sum.
+Source: Infinite-LLM §4.2 (papers/001), plus the values and the scale 1/√d that its equations omit.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,28 +20,27 @@ import numpy.typing as npt
 from services.worker.engine.spans import PackedSpans, starts
 
 OWN = 0
-"""The holder of the engine's own blocks; the others are creditors."""
+"""Holder number of the engine's own blocks; other numbers are creditors."""
 ELSEWHERE = -1
-"""The slot of a row whose K and V another holder keeps."""
+"""Slot of a row whose K and V another holder stores."""
 
 
 class Homes:
-    """Where blocks are: ids below `own_blocks` in the engine's pools, those above in creditors'.
+    """Map of block ids to holders: ids below `own_blocks` are the engine's, the others are at creditors.
 
-    Ids of creditors' blocks are never used again, so memory is for those between the lowest and the highest
-    that are held.
+    Ids at creditors are never reused; the arrays cover only the range from the lowest to the highest in use.
     """
 
     def __init__(self, own_blocks: int) -> None:
         self.own_blocks = own_blocks
         self._first = own_blocks
-        """The id of the first entry of both arrays."""
+        """Block id of the first entry of both arrays."""
         self._holder = np.full(1, OWN, dtype=np.int32)
-        """`OWN`: nobody holds it."""
+        """`OWN` marks an id without a holder."""
         self._block = np.zeros(1, dtype=np.int32)
 
     def place(self, ids: Sequence[int], holder: int, blocks: Sequence[int]) -> None:
-        """Block `ids` are a creditor's `blocks` from now on. Raises ValueError for the engine's own ids."""
+        """Map `ids` to a creditor's `blocks`. Raises ValueError for the engine's own ids."""
         named = np.array(ids, dtype=np.int64)
         if len(ids) != len(blocks) or holder == OWN or bool((named < self.own_blocks).any()):
             raise ValueError(f"{len(ids)} ids cannot be {len(blocks)} blocks of {holder}")
@@ -54,23 +51,23 @@ class Homes:
         self._holder[at], self._block[at] = holder, blocks
 
     def forget(self, ids: Iterable[int]) -> None:
-        """Nobody holds these any more."""
+        """Remove ids from the map."""
         at = np.fromiter(ids, dtype=np.int64) - self._first
         self._holder[at[(at >= 0) & (at < len(self._holder))]] = OWN
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is held by anybody else."""
+        """Whether no creditor holds a block."""
         return not self._holder.any()
 
     def are_own(self, blocks: npt.NDArray[np.int32]) -> bool:
-        """Whether all of them are in the engine's own pools."""
+        """Whether all blocks are in the engine's own pools."""
         return not blocks.size or int(blocks.max()) < self.own_blocks
 
     def locate(
         self, ids: Sequence[int] | npt.NDArray[np.int32]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Holder and block there of each. Raises ValueError for an id that nobody holds."""
+        """Return the holder of each id and its block there. Raises ValueError for an id without a holder."""
         block = np.array(ids, dtype=np.int32)
         holder = np.full(len(block), OWN, dtype=np.int32)
         away = np.flatnonzero(block >= self.own_blocks)
@@ -83,7 +80,7 @@ class Homes:
         return holder, block
 
     def _make_room(self, first: int, end: int) -> None:
-        """For ids from `first` to before `end`, and as many again. What is forgotten makes room."""
+        """Resize the arrays to twice the range of `first` to `end` and all ids in use."""
         if self._first <= first and end <= self._first + len(self._holder):
             return
         held = np.flatnonzero(self._holder != OWN)
@@ -97,27 +94,27 @@ class Homes:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one holder attends to in a step."""
+    """The rows and blocks that one holder attends to in a step."""
 
     holder: int
     rows: npt.NDArray[np.int64]
     """`[n]`: packed rows, ascending."""
     spans: PackedSpans
-    """Of those rows. `slots` is where the holder keeps their K and V, `ELSEWHERE` where it does not."""
+    """Spans of those rows; `slots` are the holder's, or `ELSEWHERE` if another holder stores K and V."""
 
     @property
     def kept(self) -> npt.NDArray[np.int64]:
-        """Which of the part's rows have their K and V there."""
+        """Indices of the part's rows whose K and V this holder stores."""
         return np.flatnonzero(self.spans.slots != ELSEWHERE)
 
     @property
     def seen_keys(self) -> int:
-        """Keys in the tables: what fetching it all would bring."""
+        """Number of blocks in the part's tables."""
         return int(self.spans.blocks.size)
 
 
 def whole(holder: int, blocks: npt.NDArray[np.int32], block_tokens: int) -> Part:
-    """A part of nothing but these blocks, as one row after them would see them."""
+    """Return a part with one row that sees exactly these blocks."""
     tokens = len(blocks) * block_tokens
     one = np.zeros(1, dtype=np.int32)
     spans = PackedSpans(
@@ -133,19 +130,17 @@ def whole(holder: int, blocks: npt.NDArray[np.int32], block_tokens: int) -> Part
 
 
 def split(packed: PackedSpans, homes: Homes, block_tokens: int) -> list[Part]:
-    """`split_by_window` for a model whose layers see everything."""
+    """`split_by_window` for a model without sliding windows."""
     return split_by_window(packed, homes, block_tokens, (0,))[0]
 
 
 def split_by_window(
     packed: PackedSpans, homes: Homes, block_tokens: int, windows: Sequence[int]
 ) -> list[list[Part]]:
-    """The parts of a step, for each window that layers of the model have (0: everything), in this order.
+    """Return the parts of a step for each window size in tokens (0: no window), in the order of `windows`.
 
-    The engine's own is the first of each, and has every row, seeing nothing where it must; `blocks` of these
-    are one array. `packed`: from `spans.pack`. Spans whose blocks are all own cost no more than to look for
-    others among their ids; the own parts see their tables where they lie. Raises ValueError for a block that
-    nobody holds.
+    The engine's own part comes first and has every row, even rows that see nothing there. The own parts share
+    one `blocks` array. `packed`: from `spans.pack`. Raises ValueError for a block without a holder.
     """
     rows = np.arange(packed.first_row[-1], dtype=np.int64)
     needed = -(-(packed.first_position + np.diff(packed.first_row)) // block_tokens)
@@ -169,28 +164,28 @@ def split_by_window(
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """Runs of rows whose own K and V are all at one holder, or all are not: one entry each."""
+    """Runs of rows whose K and V are all at one holder, or all elsewhere; one array entry per run."""
 
     span: npt.NDArray[np.int32]
-    """Which of the divided spans."""
+    """Index of the divided span."""
     count: npt.NDArray[np.int32]
-    """Of rows."""
+    """Number of rows."""
     seen: npt.NDArray[np.int32]
-    """Where the first row stands among the holder's keys: behind so many."""
+    """Position of the first row among the holder's keys."""
     table_start: npt.NDArray[np.int32]
-    """In the tables of all divided spans at this holder."""
+    """Offset into the tables of all divided spans at this holder."""
     key_end: npt.NDArray[np.int32]
 
 
 class _Divided:
-    """The spans of a step that see blocks of somebody else, as arrays over their blocks and rows.
+    """The spans of a step that see blocks of creditors, as arrays over their blocks and rows.
 
-    A holder's keys are numbered from 0 for each span, as if they lay one behind the other; rows are counted
-    on, so that what is causal stays so. Under a window each row is a piece of its own, and stands where its
-    window begins with the first key that it sees (`key_end` cuts off what comes after the row):
+    The keys of a span at one holder are numbered from 0, without gaps; rows keep their order, so causality
+    holds. With a window each row is a piece of its own, at the position whose window begins with the first
+    key that the row sees; `key_end` cuts off later keys:
 
-        window of 4, blocks of 2, a row at position 6 sees 3 4 5 6; somebody holds blocks 1 (2 3) and 3 (6 7)
-        its table there: 1 3, keys 2 3 6 7 as 0 1 2 3; it sees 1 and 2: stands at 1 + 4 - 1 = 4, key_end is 3
+        window of 4, blocks of 2: a row at position 6 sees 3 4 5 6; a creditor holds blocks 1 (2 3), 3 (6 7)
+        its table there: 1 3, keys 2 3 6 7 as 0 1 2 3; it sees 1 and 2: position 1 + 4 - 1 = 4, key_end 3
     """
 
     def __init__(
@@ -202,7 +197,7 @@ class _Divided:
         block_tokens: int,
         window_tokens: int,
     ) -> None:
-        """`spans`: which they are, ascending. `needed`: blocks that each span of the step fills."""
+        """`spans`: their indices, ascending. `needed`: number of blocks that each span of the step fills."""
         self.spans = spans
         self.window_tokens = window_tokens
         self._block_tokens = block_tokens
@@ -211,14 +206,14 @@ class _Divided:
         self._first, self._count = first, end - first
         lowest_seen = np.maximum(0, first + 1 - window_tokens) // block_tokens if window_tokens else 0 * first
         self._base = starts(needed[spans] - lowest_seen)
-        """`[spans + 1]`: where the blocks of each begin, with the first that any of its rows sees."""
+        """`[spans + 1]`: offset of each span's blocks, from the first block that any of its rows sees."""
         self._origin = self._base[:-1] - lowest_seen
-        """Where block 0 of each would be."""
+        """Offset of block 0 of each span."""
         self._span = np.repeat(np.arange(len(spans), dtype=np.int32), np.diff(self._base))
         index = np.arange(self._base[-1], dtype=np.int32) - self._origin[self._span]
         table = packed.table_start[spans][self._span] + index
         self.holder, self.block = homes.locate(packed.blocks[table])
-        # From here on only blocks in which rows of the step stand.
+        # From here on: only the blocks that contain rows of the step.
         lowest = (first // block_tokens)[self._span]
         self._tail = np.flatnonzero(index >= lowest)
         self._is_first = (index == lowest)[self._tail]
@@ -234,7 +229,7 @@ class _Divided:
         self._kept_by = np.repeat(self.holder[self._tail], count)
 
     def pieces(self, holder: int) -> _Pieces:
-        """Of all rows, also of those that see nothing there."""
+        """Return the pieces of all rows, including rows that see nothing at the holder."""
         return self._rows_alone(holder) if self.window_tokens else self._runs(holder)
 
     def _runs(self, holder: int) -> _Pieces:
@@ -264,21 +259,21 @@ class _Divided:
         return _Pieces(span, np.ones_like(span), seen, before[first], key_end)
 
     def others(self) -> "list[Part]":
-        """One for each creditor that holds any of the blocks."""
+        """Return one part for each creditor that holds any of the blocks."""
         creditors = 1 + np.flatnonzero(np.bincount(self.holder)[OWN + 1 :])
         return [self.part(holder) for holder in creditors.tolist()]
 
     def blocks(self, holder: int) -> npt.NDArray[np.int32]:
-        """The tables there, one after the other."""
+        """Return the concatenated block tables at a holder."""
         found: npt.NDArray[np.int32] = self.block[self.holder == holder]
         return found
 
     def slots(self, holder: int) -> npt.NDArray[np.int64]:
-        """Of `rows`."""
+        """Return the slots of `rows` at a holder; `ELSEWHERE` if it does not store them."""
         return np.where(self._kept_by == holder, self._slot, ELSEWHERE)
 
     def part(self, holder: int) -> Part:
-        """A creditor's: rows that see nothing there are left out."""
+        """Return a creditor's part, without rows that see nothing there."""
         pieces = self.pieces(holder)
         is_seen = pieces.key_end > 0
         is_sent = np.repeat(is_seen, pieces.count)
@@ -298,7 +293,7 @@ class _Divided:
 def _with_pieces(
     packed: PackedSpans, divided: _Divided, blocks: npt.NDArray[np.int32], first: int
 ) -> PackedSpans:
-    """The own part's: divided spans' pieces in their places, and their tables from `first` on in `blocks`."""
+    """Return the own part's spans, with divided spans as pieces whose tables are at `blocks[first:]`."""
     pieces = divided.pieces(OWN)
     many = np.ones(len(packed.first_position), dtype=np.int64)
     many[divided.spans] = np.bincount(pieces.span)
@@ -323,6 +318,6 @@ def _with_pieces(
 
 
 def _counted(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """0, 1, … `count` - 1 for each of them, one after the other."""
+    """Return the concatenation of `range(count)` for each count."""
     before = starts(counts)
     return np.arange(before[-1], dtype=np.int32) - np.repeat(before[:-1], counts)

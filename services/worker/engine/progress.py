@@ -1,7 +1,4 @@
-"""How far the loading of a model is: what `up` shows until the worker is ready.
-
-The thread that loads writes it; the event loop reads it.
-"""
+"""Progress of loading a model, as `up` shows it. The loading thread writes it, the event loop reads it."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,13 +9,13 @@ _MEGA = 1e6
 
 
 class Progress:
-    """The step that is under way."""
+    """Text that describes the current step."""
 
     def __init__(self) -> None:
         self._tell: Callable[[], str] = lambda: "starts"
 
     def at(self, step: str | Callable[[], str]) -> None:
-        """From now on it is this one; a function is asked each time, on another thread."""
+        """Set the current step; a function is called at each read, on another thread."""
         self._tell = step if callable(step) else lambda: step
 
     @property
@@ -27,7 +24,7 @@ class Progress:
 
     @contextmanager
     def downloading(self, name: str, folder: Path, total_bytes: int) -> Iterator[None]:
-        """Files of a model come into `folder`, `total_bytes` of them when all are there; 0: not known."""
+        """Show the progress of a download into `folder`; `total_bytes` 0: size unknown."""
         already, began_s = _size_of(folder), time.monotonic()
 
         def tell() -> str:
@@ -47,11 +44,11 @@ class Progress:
 
 
 def _size_of(folder: Path) -> int:
-    """Bytes in files below it; of a download as well, which has a name of its own until it is whole."""
+    """Return the bytes of all files below a folder, including unfinished downloads."""
     total = 0
     for path in folder.rglob("*"):
         try:
             total += path.lstat().st_size if path.is_file() and not path.is_symlink() else 0
-        except OSError:  # renamed meanwhile
+        except OSError:  # renamed in the meantime
             continue
     return total

@@ -1,7 +1,4 @@
-"""Attention to keys that others hold, layer by layer, and the joining of what comes back.
-
-See `partition` for the parts of a step. Knows no connection and no sequence.
-"""
+"""Attention over keys at creditors, layer by layer, and merging of its results; see `partition`."""
 
 import ctypes
 from collections.abc import Iterator, Sequence
@@ -22,44 +19,43 @@ Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class RemoteAttention(Protocol):
-    """The creditors' share of a step, layer by layer. Each call may raise `CreditorLost`."""
+    """The creditors' parts of a step, layer by layer. Each call may raise `CreditorLost`."""
 
     def begin(self, parts: Sequence[Part]) -> None:
-        """A step of these parts follows: a layer asks for those of its own window."""
+        """Begin a step; each layer uses the parts of its own window."""
         ...
 
     def send(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: Shape
     ) -> None:
-        """`[rows, heads, dim]` of all packed rows of the step: each creditor gets what it needs."""
+        """Send each creditor its rows of `[rows, heads, dim]` tensors, which have all rows of the step."""
         ...
 
     def collect(self, layer: int) -> Iterator[Partial]:
-        """What the creditors found. While they work on it, the caller has attended to its own part."""
+        """Yield the creditors' results. The caller computes its own part before this call."""
         ...
 
     def end(self) -> None:
-        """Every layer is through: return when all K and V are where they belong."""
+        """End the step: return when all K and V are written."""
         ...
 
     def abandon(self) -> None:
-        """The step failed and is not gone on with: nothing of it may be under way when the next begins."""
+        """End a failed step: on return nothing of it is in progress."""
         ...
 
 
 WEIGHT = 0.1
-"""Of the newest step."""
+"""Weight of the newest step in averages."""
 
 
 class MeteredRemote:
-    """`RemoteAttention` over another one. `block_s`: see there; read from whatever thread."""
+    """Wrapper of a `RemoteAttention` that measures its time. Any thread may read the attributes."""
 
     def __init__(self, remote: RemoteAttention, clock: Clock = monotonic_s) -> None:
         self.block_s = 0.0
-        """A decode step takes so much longer for each block in use that lies elsewhere. Smoothed; 0 before
-        the first."""
+        """Extra seconds of a decode step per remote block in use, smoothed; 0 before the first."""
         self.total_s = 0.0
-        """Of all steps that ended."""
+        """Total seconds of all completed steps."""
         self._remote = remote
         self._clock = clock
         self._blocks = 0
@@ -83,7 +79,7 @@ class MeteredRemote:
         self._spent_s += self._clock() - began_s
 
     def collect(self, layer: int) -> Iterator[Partial]:
-        """See `RemoteAttention`. What the caller does with a part is its own time."""
+        """See `RemoteAttention`. The caller's time between two parts is not counted."""
         parts = self._remote.collect(layer)
         while True:
             began_s = self._clock()
@@ -94,7 +90,7 @@ class MeteredRemote:
             yield part
 
     def end(self) -> None:
-        """See `RemoteAttention`. A step that failed before is not counted."""
+        """See `RemoteAttention`. A failed step is not counted."""
         began_s = self._clock()
         self._remote.end()
         self._spent_s += self._clock() - began_s
@@ -109,7 +105,7 @@ class MeteredRemote:
 
 
 def _is_decoding(part: Part) -> bool:
-    """One row of each sequence."""
+    """Return whether the part has one row of each sequence."""
     one_each = len(part.rows) == len(part.spans.first_row) - 1
     return one_each and bool((np.diff(part.spans.table_start) > 0).all())
 
@@ -123,7 +119,7 @@ _PROTOTYPES = {
 def merge_partials(
     outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join parts that all have the same rows, at least one part.
+    """Merge one or more parts that have the same rows.
 
     `outputs` each `[…, value_dim]`, `lses` each `[…]` fp32 (−inf: the part saw no key) → both fp32.
     """
@@ -138,10 +134,10 @@ def merge_into(
     rows: torch.Tensor,
     library: ctypes.CDLL | None = None,
 ) -> None:
-    """Join a part that only some rows have, in place; in C++ where there is a library.
+    """Merge a part that only some rows have, in place; in C++ with `library`.
 
     `output` `[rows, heads, value_dim]`, `lse` `[rows, heads]`; `part` `[n, heads, value_dim]`, `part_lse`
-    `[n, heads]` of the rows named by `rows`, int64 `[n]`, each once. All fp32.
+    `[n, heads]` of `rows`, int64 `[n]`, all different. Tensors are fp32.
     """
     if library is not None and output.is_contiguous() and part.is_contiguous() and part_lse.is_contiguous():
         declare(library, _PROTOTYPES)

@@ -1,13 +1,10 @@
-"""From logits to tokens. A token depends on its logits, the sampling parameters, the choice and its index.
+"""Sampler: turns logits into tokens, from the sampling parameters, the choice and the token's index.
 
-The order is vLLM's: log-probabilities are those of the raw logits; then penalties and `min_tokens`, then what
-a grammar does not allow is masked; temperature 0 is argmax of that. Otherwise the token is drawn
-(`drawing.py`). Rows that ask for nothing pay nothing.
-
-Penalties read and write only the tokens that occur, so their cost follows the length of the texts that ask
-for them and not the vocabulary. The repetition penalty is CTRL's (Keskar et al. 2019, §4.1) by sign, as
-transformers has it; frequency and presence penalties are OpenAI's. For rows whose logits are on the CPU the
-last steps run in C++ (`draw.h`) where there is a library.
+The order is vLLM's: log-probabilities of the raw logits, penalties and `min_tokens`, grammar mask, then
+argmax at temperature 0 or a draw (`drawing.py`). Penalties touch only tokens that occur in the text, so
+their cost does not depend on the vocabulary. The repetition penalty is CTRL's (Keskar et al. 2019, §4.1), by
+sign as in transformers; frequency and presence penalties are OpenAI's. On the CPU masking, argmax and
+drawing run in C++ (`draw.h`) if the library is built.
 """
 
 import ctypes
@@ -32,9 +29,9 @@ _INFINITY = float("inf")
 
 
 def penalize(logits: torch.Tensor, points: Sequence[SamplePoint]) -> None:
-    """Biases, repetition, then frequency and presence penalty, then ends and other tokens masked; in place.
+    """Apply biases, repetition, frequency and presence penalties, then token masks, in place.
 
-    `logits` `[rows, vocabulary]` fp32. One that is not finite stays as it is.
+    `logits` `[rows, vocabulary]` fp32. Biases and penalties leave values that are not finite unchanged.
     """
     biased = [row for row, point in enumerate(points) if point.sampling.logit_bias]
     if biased:
@@ -58,7 +55,7 @@ def _is_counted(point: SamplePoint) -> bool:
 
 
 def _penalize_repetition(logits: torch.Tensor, points: Sequence[SamplePoint], rows: Sequence[int]) -> None:
-    """A token that occurs twice is written twice, with the same value."""
+    """Apply the repetition penalty. A repeated token is written several times with the same value."""
     row, token = _occurrences(rows, [points[row].tokens for row in rows], logits.device)
     penalty = _by_row([point.sampling.repetition_penalty for point in points], logits)[row]
     before = logits[row, token]
@@ -94,7 +91,7 @@ def _add_biases(logits: torch.Tensor, points: Sequence[SamplePoint], rows: Seque
 
 
 def _mask_tokens(logits: torch.Tensor, point: SamplePoint) -> None:
-    """Of one row `[vocabulary]`: what is not allowed, and what would complete a bad word."""
+    """Mask the tokens of one row `[vocabulary]` that are not allowed or would complete a bad word."""
     allowed = point.sampling.allowed_token_ids
     if allowed:
         kept = torch.tensor(allowed, device=logits.device)
@@ -111,13 +108,13 @@ def _mask_tokens(logits: torch.Tensor, point: SamplePoint) -> None:
 def _occurrences(
     rows: Sequence[int], texts: Sequence[Sequence[int]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and token of everything in `texts`, int64 `[all tokens]` each; text `i` belongs to `rows[i]`."""
+    """Return row and token id of each token in `texts`, int64 `[all tokens]`; text `i` is of `rows[i]`."""
     row = torch.repeat_interleave(_int64(rows), _int64(len(text) for text in texts))
     return row.to(device), _int64(chain.from_iterable(texts)).to(device)
 
 
 def _int64(numbers: Iterable[int]) -> torch.Tensor:
-    """Through an array, which reads Python's integers several times faster than `torch.tensor`."""
+    """Return the numbers as int64; `array` reads Python integers several times faster than `torch.tensor`."""
     packed = array("q", numbers)
     return torch.frombuffer(packed, dtype=torch.int64) if packed else torch.empty(0, dtype=torch.int64)
 
@@ -146,9 +143,9 @@ _PROTOTYPES = {
 def mask_rows(
     logits: torch.Tensor, rows: Sequence[int], words: Words, library: ctypes.CDLL | None = None
 ) -> None:
-    """Minus infinity, in place, for each token whose bit is 0 in `words` `[rows, words]` of its row.
+    """Set the logits of tokens whose bit in `words` is 0 to −inf, in place.
 
-    `logits` `[all rows, vocabulary]` fp32.
+    `logits` `[all rows, vocabulary]` fp32, `words` `[len(rows), words]` uint32.
     """
     if library is not None and logits.is_contiguous():
         declare(library, _PROTOTYPES)
@@ -166,10 +163,10 @@ def mask_rows(
 def likeliest(
     logits: torch.Tensor, library: ctypes.CDLL | None, rows: Sequence[int], words: Words | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Highest logit of each of `rows`, fp32, and the first token that has it, int64, among those whose bit is
-    set in `words` `[rows, words]`; minus infinity where none is, NaN where one of them is.
+    """Return the highest logit of each of `rows`, fp32, and the first token id that has it, int64.
 
-    `logits` `[all rows, vocabulary]` fp32; unless on a CPU with a `library`, `words` are written to them.
+    `logits` `[all rows, vocabulary]` fp32. Only tokens whose bit is set in `words` `[len(rows), words]`
+    count: −inf if none is, NaN if any of them is NaN. Without `library`, `words` mask `logits` in place.
     """
     if library is None or not logits.is_contiguous():
         if words is not None:
@@ -196,9 +193,9 @@ def likeliest(
 
 
 def measure(logits: torch.Tensor, tokens: torch.Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
-    """Log-softmax of the model's own `logits` `[rows, vocabulary]` fp32, per row.
+    """Return log-probabilities of raw `logits` `[rows, vocabulary]` fp32, one entry per row.
 
-    At `tokens`, int64 `[rows]`, and at the `tops[row]` likeliest tokens.
+    Each holds that of `tokens[row]`, int64, and those of the `tops[row]` likeliest tokens.
     """
     total = logits.logsumexp(-1, keepdim=True)
     chosen = (logits.gather(-1, tokens[:, None]) - total).squeeze(-1).tolist()
@@ -216,9 +213,9 @@ def sample(
     library: CDLL | None = None,
     masks: RowMasks | None = None,
 ) -> list[Sampled | None]:
-    """One token per row of the logits; None for a row whose logits are not finite, or that may have none.
+    """Return one token per row; None if the row's highest logit is not finite.
 
-    They are used up: penalties are applied in place. `library`: the native one, for logits on the CPU.
+    Changes `found.values` in place. `library`: the native library, for logits on the CPU.
     """
     if all(map(_takes_likeliest, points)):
         if found.likeliest is not None and found.highest is not None:
@@ -232,8 +229,10 @@ def sample(
 def take_likeliest(
     logits: torch.Tensor, rows: Sequence[int], points: Sequence[SamplePoint], library: CDLL | None = None
 ) -> list[Sampled | None] | None:
-    """`sample` for those `rows` of `logits` `[all rows, vocabulary]` that belong to `points`, without a copy
-    of them; None: one of the points asks for more than its likeliest token."""
+    """Sample `rows` of `logits` `[all rows, vocabulary]` greedily without copying them.
+
+    Return None if any of `points` needs more than the likeliest token.
+    """
     if not all(map(_takes_likeliest, points)):
         return None
     highest, tokens = likeliest(logits.float(), library, rows)
@@ -247,7 +246,7 @@ def _allowed(
     library: CDLL | None,
     masks: RowMasks | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Likeliest tokens of all rows, `[rows]` both, where those that have a mask keep to it."""
+    """Return likeliest tokens and highest logits `[rows]`, with the grammar masks applied."""
     if masks is None:
         return tokens, highest
     of_masked = likeliest(logits, library, masks.rows, masks.wait())
@@ -275,7 +274,7 @@ def _plain(tokens: torch.Tensor, highest: torch.Tensor) -> list[Sampled | None]:
 
 
 def _told(tokens: torch.Tensor, highest: torch.Tensor) -> list[tuple[int, bool]]:
-    """By row, with whether its highest logit is finite. From a GPU in one copy: each is waited for."""
+    """Return each row's token and whether its logit is finite, in one copy, as each copy waits for a GPU."""
     both = torch.stack([tokens, highest.isfinite().to(tokens.dtype)]).tolist()
     return [(token, bool(is_finite)) for token, is_finite in zip(*both, strict=True)]
 

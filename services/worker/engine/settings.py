@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class SimulatedConfig(BaseModel):
-    """Section `worker.simulated`: what counts with `worker.engine: simulated`."""
+    """Section `worker.simulated`, used with `worker.engine: simulated`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -15,11 +15,11 @@ class SimulatedConfig(BaseModel):
 
 
 VLLM_BLOCK_TOKENS = 32
-"""Blocks of vLLM's kernels for CPUs are multiples of this."""
+"""Block sizes of vLLM's CPU kernels are multiples of this."""
 
 
 class VllmConfig(BaseModel):
-    """Section `worker.vllm`: what counts with `worker.engine: vllm`."""
+    """Section `worker.vllm`, used with `worker.engine: vllm`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -1,11 +1,9 @@
-"""An engine without a model: its steps take the time that a cost model says, its tokens are a hash.
+"""Engine without a model: a cost model sets its step times, and its tokens are hashes. Needs no torch.
 
-Everything else of the worker is the real one. A token depends on (seed, choice, index) alone, so an answer
-that goes on elsewhere goes on as it would have. Answers end where a length drawn from the same hash says, if
-the request lets them; chats' lengths are spread like that. In place of keys and values the pools hold the
-tokens themselves, so that copies between tiers and workers move real bytes, and a prompt whose blocks hold
-anything else is an error, as it would be wrong KV. Where other workers hold some of the blocks they say at
-every step what they see there (`peers/attention/tokens.py`). No torch.
+A token depends on (seed, choice, index) only, so an answer continues the same after a migration. Answer
+lengths are drawn from the same hash, distributed like chats'. Blocks hold token ids instead of KV: copies
+move real bytes, and wrong block contents raise an error. Creditors return checksums of the tokens that they
+see (`peers/attention/tokens.py`).
 """
 
 import json
@@ -44,17 +42,19 @@ if TYPE_CHECKING:
     from services.worker.kv.tiers.records import LayerPools
 
 _FIRST_TEXT_TOKEN = 16
-"""Lower ids are often special ones, which a gateway shows as nothing."""
+"""First id used for text; lower ids are often special tokens without text."""
 _MEDIAN_ANSWER_TOKENS, _ANSWER_SPREAD = 128, 0.8
-"""Of a log-normal distribution, about that of chats: a mean of 176, one in a hundred beyond 800."""
+"""Median and sigma of the log-normal answer lengths: mean 176, 99th percentile 800, about as in chats."""
 _PROFILED_TOKENS = 128
 _WEIGHT = 0.1
-"""Of the newest step."""
+"""Weight of the newest step in averages."""
 
 
 class SimulatedEngine:
-    """See above. `sleep` lets the time of a step pass, in seconds that are `speed` times as short. Other
-    workers may hold blocks where `remote_cost` says what that takes."""
+    """Implements `TokenEngine`. Each step calls `sleep` with its cost in seconds divided by `speed`.
+
+    Other workers may hold blocks if `remote_cost` is given.
+    """
 
     def __init__(
         self,
@@ -83,14 +83,14 @@ class SimulatedEngine:
         self.remote_block_s = self.remote_total_s = 0.0
         """See `SharingEngine`."""
         self._served_s = 0.0
-        """For others, since the last step."""
+        """Seconds of serving debtors since the last step, by the cost model."""
         self._serving = threading.Lock()
 
     @classmethod
     def of(
         cls, model: str, kv_blocks: int, block_tokens: int, config: "SimulatedConfig"
     ) -> "SimulatedEngine":
-        """With the vocabulary and the longest context of the model in folder `model`. Raises ConfigError."""
+        """Return an engine with the vocabulary and context of the model in a folder. Raises ConfigError."""
         folder = source_of(model)
         if not isinstance(folder, Path):
             raise ConfigError(
@@ -114,21 +114,21 @@ class SimulatedEngine:
 
     @property
     def pools(self) -> "LayerPools":
-        """One layer: the tokens `[kv_blocks, block_tokens]`."""
+        """Token ids `[kv_blocks, block_tokens]`, as a single layer."""
         return [(self.tokens,)]
 
     def records(self) -> Records:
-        """Its blocks as rows of bytes, for one thread."""
+        """Return the blocks as rows of bytes, for use by one thread."""
         return records_of(self.pools)
 
     @property
     def device_type(self) -> str:
-        """As where everything is in the machine's memory."""
+        """See `SharingEngine`."""
         return "cpu"
 
     @property
     def own_ids(self) -> int:
-        """Blocks of this engine have lower ids."""
+        """See `SharingEngine`."""
         return self.kv_blocks
 
     @property
@@ -149,12 +149,11 @@ class SimulatedEngine:
         return served_s / self._speed
 
     def make_pool(self) -> BlockPool:
-        """A pool of its blocks."""
+        """Return a pool of the engine's blocks."""
         return BlockPool(self.kv_blocks, self.block_tokens)
 
     def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
-        """See `Engine`. Raises InternalError for a row whose blocks do not hold its beginning, and
-        CreditorLost."""
+        """See `Engine`. Raises CreditorLost, or InternalError if blocks hold other tokens than the row's."""
         divided = self._divided(rows)
         for row in rows:
             self._write(row)
@@ -171,8 +170,7 @@ class SimulatedEngine:
         return [None if row.point is None else self._sampled(row.point) for row in rows]
 
     def _write(self, row: Row) -> None:
-        """The row's tokens to their places. Before an answer begins, and whenever it fills a block, all that
-        precedes has to be there. What lies elsewhere is none of this."""
+        """Write the row's tokens to own blocks; after a chunk or a full block check all earlier tokens."""
         end = row.first_position + len(row.tokens)
         if _is_chunk(row):
             table = np.asarray(row.blocks[: -(-end // self.block_tokens)], dtype=np.int64)
@@ -191,7 +189,7 @@ class SimulatedEngine:
             self._check_own(row.blocks, row.point.tokens[:end])
 
     def _check_own(self, blocks: Sequence[int], tokens: Sequence[int]) -> None:
-        """Raises InternalError where they do not hold these."""
+        """Raise InternalError if the own blocks among `blocks` do not hold `tokens`."""
         table = np.asarray(blocks[: -(-len(tokens) // self.block_tokens)], dtype=np.int64)
         is_own = table < self.kv_blocks
         held = self.tokens[table[is_own]].reshape(-1)
@@ -200,8 +198,10 @@ class SimulatedEngine:
             raise InternalError("blocks hold the KV of other tokens than the sequence's")
 
     def _divided(self, rows: Sequence[Row]) -> "_Divided | None":
-        """The creditors' share of a step, done. None where all blocks are own. Raises CreditorLost, and
-        InternalError where a creditor sees other tokens than a sequence's."""
+        """Run the creditors' parts of a step; return None if all blocks are own.
+
+        Raises CreditorLost, or InternalError if a creditor holds other tokens than the sequence's.
+        """
         if self._elsewhere is None or self._elsewhere[0].is_empty:
             return None
         homes, remote = self._elsewhere
@@ -229,7 +229,7 @@ class SimulatedEngine:
         return divided
 
     def _check(self, row: Row, homes: Homes, found: dict[int, int]) -> None:
-        """What creditors saw of a row whose tokens are all known."""
+        """Check the creditors' checksums of a row whose tokens are all known."""
         end = row.first_position + len(row.tokens)
         if row.point is None or len(row.point.tokens) < end:
             return
@@ -243,7 +243,7 @@ class SimulatedEngine:
     def _divided_s(
         self, divided: "_Divided", chunks: Sequence[tuple[int, int]], decodes: int, context_tokens: int
     ) -> float:
-        """Seconds of the step; counts those that its creditors cost."""
+        """Return the seconds of a step, and add the creditors' share to the totals."""
         assert self._remote_cost is not None
         local_tokens = context_tokens - sum(divided.remote_tokens.values())
         took_s = self._remote_cost.step_s(chunks, decodes, local_tokens, divided.remote_tokens.values())
@@ -265,13 +265,13 @@ class SimulatedEngine:
 
 @dataclass(slots=True)
 class _Divided:
-    """A step of which other workers hold blocks."""
+    """Counts of a step in which other workers hold blocks."""
 
     remote_tokens: dict[int, int] = field(default_factory=dict)
-    """By creditor that computes: of decodes' contexts, those that it holds."""
+    """Number of decode context tokens at each creditor that computes."""
     copied_tokens: int = 0
     blocks: int = 0
-    """In use elsewhere."""
+    """Number of remote blocks in use."""
 
     def add(self, part: Part, *, is_copied: bool, copied_tokens: int) -> None:
         self.blocks += part.seen_keys
@@ -281,7 +281,7 @@ class _Divided:
             self.remote_tokens[part.holder] = 0
 
     def see(self, row: Row, homes: Homes, block_tokens: int) -> None:
-        """The row's context, where it decodes."""
+        """Count the context tokens of a decode row."""
         if len(row.tokens) > 1:
             return
         end = row.first_position + 1
@@ -292,7 +292,7 @@ class _Divided:
 
 
 def token_sums(tokens: npt.NDArray[np.int32], spans: PackedSpans) -> npt.NDArray[np.uint32]:
-    """`SeenTokens.sums` of a part whose blocks are rows of `tokens` `[blocks, block_tokens]`."""
+    """Return `SeenTokens.sums` of a part whose blocks are rows of `tokens` `[blocks, block_tokens]`."""
     found = np.zeros(len(spans.key_end), dtype=np.uint32)
     for index, (start, end) in enumerate(
         zip(spans.table_start.tolist(), spans.key_end.tolist(), strict=True)
@@ -303,13 +303,13 @@ def token_sums(tokens: npt.NDArray[np.int32], spans: PackedSpans) -> npt.NDArray
 
 
 def token_at(sampling: Sampling, choice: int, index: int, vocabulary: int) -> int:
-    """The token at `index` of an answer: text, or one that ends it where its length is reached."""
+    """Return the token at `index` of an answer: text, or an end token at the answer's length."""
     is_last = index + 1 >= answer_tokens(sampling.seed, choice)
     if sampling.end_token_ids and is_last and index >= sampling.min_tokens:
         return sampling.end_token_ids[0]
     first = min(_FIRST_TEXT_TOKEN, vocabulary // 2)
     token = first + _hash(sampling.seed, choice, index) % (vocabulary - first)
-    for _ in sampling.end_token_ids:  # the next that is none of them
+    for _ in sampling.end_token_ids:  # skip end tokens
         if token not in sampling.end_token_ids:
             break
         token = first + (token + 1 - first) % (vocabulary - first)
@@ -317,17 +317,17 @@ def token_at(sampling: Sampling, choice: int, index: int, vocabulary: int) -> in
 
 
 def answer_tokens(seed: int, choice: int) -> int:
-    """Length of an answer that may end by itself, its end included."""
+    """Return the length of an answer in tokens, including its end token."""
     uniform = (_hash(seed, choice, -1) + 0.5) / 2**64
     return max(1, round(_MEDIAN_ANSWER_TOKENS * math.exp(_ANSWER_SPREAD * NormalDist().inv_cdf(uniform))))
 
 
 def _hash(seed: int, choice: int, index: int) -> int:
-    """64 bits."""
+    """Return a 64-bit hash."""
     digest = blake2b(f"{seed} {choice} {index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def _is_chunk(row: Row) -> bool:
-    """A part of a prompt; else one token of an answer."""
+    """Return whether the row is a part of a prompt; else it is one token of an answer."""
     return len(row.tokens) > 1 or row.point is None or row.point.index == -row.point.sampling.forced_tokens

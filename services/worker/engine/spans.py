@@ -1,7 +1,4 @@
-"""The rows of a packed step as arrays: which blocks each sees, and where its K and V go. Built once a step.
-
-Knows positions and block ids; no model, no sequence, no tensor.
-"""
+"""Arrays that describe a packed step: the block table of each span and the slot of each row."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,12 +11,12 @@ from services.worker.kv.core.block_table import joined
 
 
 class Span(msgspec.Struct, frozen=True, gc=False):
-    """Consecutive tokens of one sequence that a step computes: positions [first, first + count)."""
+    """Consecutive tokens of one sequence in a step: positions [first, first + count)."""
 
     first_position: int
     count: int
     blocks: Sequence[int]
-    """Of the sequence from its beginning; they have room for every position of the span."""
+    """The sequence's block table from its first token; it covers every position of the span."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +31,19 @@ class PackedSpans:
     key_end: npt.NDArray[np.int32]
     blocks: npt.NDArray[np.int32]
     slots: npt.NDArray[np.int64]
-    """For every packed row the slot (block * block_tokens + offset) that its K and V are written to."""
+    """`[rows]`: slot (block * block_tokens + offset) that each row's K and V are written to."""
     window_tokens: int = 0
-    """A row sees itself and so many positions less one before it; 0: everything."""
+    """See `LayerShape.window_tokens`."""
 
 
 Locate = Callable[[npt.NDArray[np.int32], npt.NDArray[np.int32]], npt.NDArray[np.int32]]
-"""Ids in tables, and those that rows stand in → where they are in this step."""
+"""Maps block ids of tables, and ids of blocks that rows are written to, to their places in this step."""
 
 
 def pack(spans: Sequence[Span], block_tokens: int, locate: Locate | None = None) -> PackedSpans:
-    """The arrays of packed spans whose tables begin with their sequences. `locate`: ids are no places.
+    """Return the arrays of packed spans. `locate` maps block ids to places; None: they are the same.
 
-    Raises ValueError for a table without room for all of its span.
+    Raises ValueError for a block table that is too short for its span.
     """
     bounds = np.array(
         [(span.first_position, span.count, len(span.blocks)) for span in spans], dtype=np.int32
@@ -79,7 +76,7 @@ def pack(spans: Sequence[Span], block_tokens: int, locate: Locate | None = None)
 
 
 def starts(lengths: npt.NDArray[np.int32] | npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
-    """`[parts + 1]`: where each of consecutive parts begins, and where the last one ends."""
+    """Return the offsets `[parts + 1]` of consecutive parts, and the end of the last one."""
     found = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=found[1:])
     return found

@@ -1,7 +1,7 @@
-"""Hidden states handed out while answers are written: means of one middle layer's output over packed rows.
+"""Captures hidden states of a middle layer for the predictor of answer lengths.
 
-Whoever predicts how long answers become learns from them (TRAIL, arXiv 2410.01035: middle layers tell most).
-Of a prompt the mean over its last chunk, of an answer the latest token's. Knows rows; no sequence, no length.
+A state is the mean over the last prompt chunk, or that of an answer's latest token. Source: TRAIL, arXiv
+2410.01035 (middle layers predict best).
 """
 
 from collections.abc import Sequence
@@ -13,22 +13,21 @@ from services.worker.engine.contract import Row
 
 
 class StateTap:
-    """Filled by the forward pass of a step in which `begin` wanted some."""
+    """Buffer for the hidden states of a step, filled by the forward pass."""
 
     def __init__(self, layer: int, width: int, every_tokens: int) -> None:
-        """After `layer` (from 0) of a model `width` wide; with an answer's first token and every
-        `every_tokens` after."""
+        """Capture the output `[rows, width]` of `layer` (from 0) once in `every_tokens` answer tokens."""
         self.layer, self._width, self._every = layer, width, every_tokens
         self.count = 0
         self.spans = torch.empty(0, 2, dtype=torch.int64)
-        """`[count, 2]`: first packed row, and how many."""
+        """`[count, 2]`: first packed row and number of rows."""
         self.states = torch.empty(0, width)
         """fp32 `[count, width]`."""
         self.is_filled = False
         self._rows: list[int] = []
 
     def begin(self, rows: Sequence[Row]) -> None:
-        """The step's rows, in the order in which they are packed."""
+        """Choose the rows to capture; `rows` are in packed order."""
         self._rows.clear()
         spans, at = [], 0
         for index, row in enumerate(rows):
@@ -43,14 +42,14 @@ class StateTap:
             self.states = torch.empty(len(spans), self._width)
 
     def take(self, hidden: torch.Tensor) -> None:
-        """The layer's output `[packed rows, width]`, of any dtype."""
+        """Store the means of the layer's output `[packed rows, width]`, of any dtype."""
         for index in range(self.count):
             first, count = self.spans[index].tolist()
             self.states[index] = hidden[first : first + count].float().mean(0)
         self.is_filled = True
 
     def attach(self, sampled: list[Sampled | None]) -> None:
-        """To the tokens of the rows that `begin` was told of: fp16 bytes."""
+        """Attach the states, as fp16 bytes, to the sampled tokens of the captured rows."""
         if not (self.count and self.is_filled):
             return
         packed = self.states.to(torch.float16).numpy()
@@ -61,6 +60,6 @@ class StateTap:
 
 
 def tap_of(config: object, every_tokens: int) -> StateTap | None:
-    """Of the middle layer of a model with this (text) configuration; None where nobody wants any."""
+    """Return a tap of the middle layer for a text configuration; None if `every_tokens` is 0."""
     layers, width = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
     return StateTap((layers - 1) // 2, width, every_tokens) if every_tokens and layers and width else None

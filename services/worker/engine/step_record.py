@@ -1,6 +1,6 @@
-"""What the engine's thread leaves with the worker's flight recorder: steps, hits, waits for stored blocks.
+"""Records steps, prefix cache hits and waits for stored blocks in the worker's flight recorder.
 
-Reads what the core and the engine did; changes nothing. All of it runs on the engine's thread.
+All calls are on the engine's thread.
 """
 
 from collections.abc import Collection
@@ -14,19 +14,22 @@ from shared.recorder import Batch, Recorder
 
 
 class StepRecord:
-    """Of one worker. Steps say how long the engine computed before them, so that the time between two of
-    a sequence's steps parts into other sequences' steps and waiting."""
+    """Recorder of one worker's steps.
+
+    Each step records the engine's busy time before it. The time between two steps of a sequence then divides
+    into other sequences' steps and waiting.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._busy_s = 0.0
-        """That the engine computed since the start."""
+        """Seconds that the engine has computed since the start."""
         self._spans = StepSpans(recorder.instance) if spans.is_on() else None
         self._waiting: set[SequenceKey] = set()
-        """Those that wait for stored blocks."""
+        """Sequences that wait for stored blocks."""
 
     def found(self, work: StepWork) -> None:
-        """What the prefix cache had for sequences of this step."""
+        """Record the prefix cache hits of a step."""
         for hit in work.hits:
             ref, (device, host, disk) = hit.ref, hit.blocks
             self._recorder.note(
@@ -44,8 +47,7 @@ class StepRecord:
     def ran(
         self, work: StepWork, began_s: float, step_s: float, effects: StepEffects, remote_s: float = 0.0
     ) -> None:
-        """The engine has computed this; `effects` are what the core made of it. `remote_s` of it waited for
-        creditors."""
+        """Record a computed step and its effects; `remote_s`: seconds of it spent waiting for creditors."""
         plan = work.queued.plan
         chunks = []
         decodes = []
@@ -71,7 +73,7 @@ class StepRecord:
         self._recorder.file(began_s, "step", Batch(chunks, decodes, fields))
 
     def said(self, effects: StepEffects, now_s: float) -> None:
-        """Sequences that a report says are over."""
+        """Record the sequences that ended in `effects`."""
         for stepped in effects.stepped:
             for ended in stepped.ended:
                 self._recorder.note_at(
@@ -87,7 +89,7 @@ class StepRecord:
                     self._spans.ended(ended)
 
     def waits(self, put_off: Collection[SequenceKey], now_s: float) -> None:
-        """Who waits for stored blocks, as of now."""
+        """Record which sequences begin or stop waiting for stored blocks."""
         if not put_off and not self._waiting:
             return
         present = set(put_off)

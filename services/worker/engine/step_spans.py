@@ -1,8 +1,7 @@
-"""Spans of what a worker computes: each attempt's time here, in it the prompt's part and the answer's.
+"""Trace spans of a worker: one per attempt, with prefill and decode spans inside.
 
-Only of sequences whose spec names a request's span, and only where spans are on. On the engine's thread; a
-span is made when its sequence is over here, from moments that were noted, so that a step costs it a
-dictionary's look-up for each row.
+Only for sequences with a `traceparent`, and only if tracing is on. Spans are created when a sequence ends, so
+that a step costs one dictionary look-up per row. All calls are on the engine's thread.
 """
 
 from dataclasses import dataclass
@@ -14,37 +13,37 @@ from shared.messages.plans import EndedSequence
 from shared.messages.sequence import SequenceRef
 
 MOST_OPEN = 8192
-"""Beyond that, what comes has none."""
+"""Most sequences with a span at a time; more get none."""
 
 
 @dataclass(slots=True)
 class _Computed:
-    """Of one attempt, moments on the clock of the steps."""
+    """Times of one attempt, on the clock of the steps."""
 
     traceparent: str
     began_s: float
     ended_s: float
     prompt_end_s: float = 0.0
-    """Of the last step that computed prompt; 0: none has."""
+    """End of the last prefill step; 0: none yet."""
     answer_began_s: float = 0.0
-    """Of the first decode; 0: none was."""
+    """Start of the first decode; 0: none yet."""
     steps: int = 0
     step_s: float = 0.0
-    """Of all steps that it was part of, others' rows included."""
+    """Total seconds of its steps, including other sequences' rows."""
     prompt_tokens: int = 0
-    """Computed here: what was found in the cache is not among them."""
+    """Number of prompt tokens computed here, without cached ones."""
     cached_tokens: int = 0
 
 
 class StepSpans:
-    """Of one worker."""
+    """Open spans of one worker."""
 
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
         self._open: dict[SequenceRef, _Computed] = {}
 
     def ran(self, work: StepWork, began_s: float, step_s: float) -> None:
-        """A step was computed, from then on and for so long."""
+        """Record a step that began at `began_s` and took `step_s` seconds."""
         ended_s = began_s + step_s
         for item in work.items:
             sequence = item.sequence
@@ -67,7 +66,7 @@ class StepSpans:
         return found
 
     def ended(self, ended: EndedSequence) -> None:
-        """It is over here."""
+        """Create the spans of a sequence that ended."""
         found = self._open.pop(ended.ref, None)
         if found is None:
             return
