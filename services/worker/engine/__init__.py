@@ -1,1 +1,1 @@
-"""Computing tokens. Knows tensors and models; knows no sequence, plan, bus or scheduler."""
+"""Engines that compute tokens. They do not depend on sequences, plans, the bus or the scheduler."""

@@ -233,7 +233,7 @@ class PagedAttention:
 
     @property
     def stream(self) -> tuple[int | None, float]:
-        """Address of the step's stream (`stream.h`; None: no host blocks), and a layer's timeout in seconds."""
+        """Address of the step's stream (`stream.h`; None: no host blocks) and seconds a layer may wait."""
         return (None, 0.0) if self.resident is None else self.resident.stream_of_step
 
     def native_pool(self, layer: int) -> native.KvPool:

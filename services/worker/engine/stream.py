@@ -1,12 +1,11 @@
-"""Blocks brought in behind the computation where the native library cannot: on a GPU, and without a compiler.
+"""Fetches blocks from the host during a step, on a GPU or without the native library.
 
-A `BlockStream` over `CopyLanes`, which copy one thing after the other in each direction beside the
-computation: a thread each in RAM (here), a CUDA stream each on a GPU (`gpu/lanes.py`). What is copied
-when is as in `native/stream.h`: layer l into the buffer l % 2, once layer l - 2 has attended. As orders are
-kept, nobody has to be awake for that: a copy is submitted when the layer before the last is left.
+`TorchStream` submits copies to `CopyLanes`, which run in order per direction: on threads in RAM (here), on
+CUDA streams on a GPU (`gpu/lanes.py`). As in `native/stream.h`, layer l goes to buffer l % 2 once layer l - 2
+has attended.
 
-A *part* is one layer's K and V of a block: host memory has them at row * layers + layer, the device at
-layer * device_blocks + block.
+A *part* is one layer's K and V of a block: at row * layers + layer in host memory, at
+layer * device_blocks + block on the device.
 """
 
 import ctypes
@@ -31,18 +30,18 @@ from shared.errors import InternalError
 Moment = Any
 """A point in the computation: seconds in RAM, an event on a GPU."""
 Index = Any
-"""int32 numbers where copies read them: an array in RAM, a tensor on a GPU."""
+"""int32 indices that copies read: an array in RAM, a tensor on a GPU."""
 NO_FIGURES = StreamFigures(0.0, 0.0, 0.0, 0, 0, 0, 0)
 _MOST_COPIES = 4096
-"""Submitted at a time, and kept for the figures."""
+"""Most copies queued at a time, and most kept for the figures."""
 
 
 class CopyTicket(Protocol):
-    """A copy that was submitted."""
+    """A submitted copy."""
 
     @property
     def blocks(self) -> int:
-        """Of all layers, where it takes such to host memory."""
+        """Number of whole blocks that it copies to the host."""
         ...
 
     @property
@@ -53,55 +52,57 @@ class CopyTicket(Protocol):
 
 
 class CopyLanes(Protocol):
-    """Who copies parts beside the computation: in order in each direction, each after what of the computation
-    was submitted before it."""
+    """Copies parts in parallel to the computation, in order per direction.
+
+    Each copy starts after the computation that was submitted before it.
+    """
 
     def upload(self, numbers: Blocks) -> Index: ...
 
     def tables(self, tables: Blocks) -> Index:
-        """A step's, as the computation reads them; they are changed as it goes on."""
+        """Return a step's block tables for the computation; `TorchStream` changes them for each layer."""
         ...
 
     def bring(self, parts: Index, places: Index) -> CopyTicket:
-        """From host memory to the device."""
+        """Copy parts from the host to the device."""
         ...
 
     def take(self, places: Blocks, parts: Blocks, is_over: Callable[[], bool]) -> Sequence[CopyTicket]:
-        """From the device to host memory, `[blocks, layers]` of each, unless by then the step `is_over`."""
+        """Copy `[blocks, layers]` parts from the device to the host, unless the step `is_over` by then."""
         ...
 
     def copy_now(self, parts: Blocks, places: Blocks, *, is_in: bool) -> None:
-        """In the computation's own time; made on return."""
+        """Copy parts and return when that is done."""
         ...
 
     def join(self, ticket: Any, timeout_s: float) -> bool:
-        """The computation goes on after the copy. False: it is not made after so long."""
+        """Let the computation wait for the copy. Return False after the timeout."""
         ...
 
     def settle(self, ticket: Any) -> bool:
-        """This thread goes on after the copy; whether it was made. Raises InternalError where it failed."""
+        """Wait for the copy and return whether it was made. Raises InternalError if it failed."""
         ...
 
     def moment(self) -> Moment:
-        """The computation, as far as it was submitted."""
+        """Return the end of the computation that was submitted so far."""
         ...
 
     def is_past(self, moment: Moment) -> bool: ...
 
     def between(self, earlier: Moment, later: Moment) -> float:
-        """Seconds between two that are past; below 0 where they are the other way round."""
+        """Return the seconds between two past moments; negative if `later` is the earlier one."""
         ...
 
     def pace(self, bytes_s: float) -> None:
-        """In each direction, 0: as fast as memory. A GPU's link is what it is."""
+        """Limit the bytes per second in each direction; 0: no limit. No effect on a GPU."""
         ...
 
     def hurry(self, *, all_of_it: bool) -> None:
-        """What is copied out, or all, is not held to the pace until the next step."""
+        """Lift the limit until the next step for copies to the host, or for all."""
         ...
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         ...
 
     def close(self) -> None: ...
@@ -109,39 +110,38 @@ class CopyLanes(Protocol):
 
 @dataclass(slots=True)
 class _Fetch:
-    """A layer on its way, for the figures."""
+    """The copy of one layer to the device, for the figures."""
 
     ticket: CopyTicket
     blocks: int
     is_ahead: bool
     wanted: Moment | None = None
-    """When the computation came to it."""
+    """When the computation reached the layer."""
     left: Moment | None = None
-    """When the layer before had attended."""
+    """When the previous layer had attended."""
 
 
 class TorchStream:
-    """Implements `BlockStream`. One thread calls it."""
+    """Implements `BlockStream` over `CopyLanes`, for use by one thread."""
 
     address: int | None = None
 
     def __init__(self, lanes: CopyLanes, layers: int, device_blocks: int) -> None:
         self._lanes, self._layers, self._device_blocks = lanes, layers, device_blocks
         self._first = 0
-        """Which buffer layer 0 has."""
+        """Index of layer 0's buffer."""
         self._ahead = 0
-        """Layers that were submitted for this step before it began."""
+        """Number of layers submitted for this step before it began."""
         self._left = layers
-        """Layers that have attended."""
+        """Number of layers that have attended."""
         self._copies: list[tuple[Index, Index]] = []
-        """By layer, those of the next step behind: parts and places."""
+        """Parts and places by layer, followed by those of the next step's first layers."""
         self._fetches: list[_Fetch] = []
-        """By layer."""
         self._saves: list[CopyTicket] = []
         self._noted: deque[_Fetch] = deque(maxlen=_MOST_COPIES)
         self._noted_saves: deque[CopyTicket] = deque(maxlen=_MOST_COPIES)
         self._last: CopyTicket | None = None
-        """That was brought."""
+        """Last copy to the device."""
         self._tables: Index = None
         self._at: Index = None
         self._buffers: tuple[Index, Index] = (None, None)
@@ -171,7 +171,7 @@ class TorchStream:
             self._start(work)
 
     def _start(self, work: StreamWork) -> None:
-        """The first layers are brought in."""
+        """Upload the step's indices and submit the copies of the first two layers."""
         lanes = self._lanes
         copies = self._copies_of(work)
         pointed = [work.at, work.even[work.which], work.odd[work.which]]
@@ -183,13 +183,13 @@ class TorchStream:
         self._bring(1)
 
     def _upload(self, arrays: Sequence[Blocks]) -> list[Index]:
-        """All in one copy."""
+        """Upload several arrays in one copy."""
         flat = self._lanes.upload(np.concatenate(arrays))
         ends = np.cumsum([len(each) for each in arrays]).tolist()
         return [flat[end - len(each) : end] for each, end in zip(arrays, ends, strict=True)]
 
     def _copies_of(self, work: StreamWork) -> list[tuple[Blocks, Blocks]]:
-        """By layer: parts and places. Two more layers are the next step's."""
+        """Return parts and places by layer, followed by two layers of the next step."""
         layers, is_passing = self._layers, work.place < 0
         buffers = (work.even, work.odd)
         found = []
@@ -201,7 +201,7 @@ class TorchStream:
         return [*found, *self._copies_ahead(work)]
 
     def _copies_ahead(self, work: StreamWork) -> list[tuple[Blocks, Blocks]]:
-        """Of the next step's first two layers, what goes through buffers."""
+        """Return parts and places of buffered blocks, for the next step's first two layers."""
         is_passing, found = work.place < 0, []
         for layer in range(2):
             buffers = (work.even, work.odd)[(self._first + self._layers + layer) % 2]
@@ -238,7 +238,7 @@ class TorchStream:
             self._bring(layer + 2)
 
     def end(self) -> int:
-        """See `BlockStream`. What the step fetched is on the device, and what it saved on the host."""
+        """See `BlockStream`. Waits until the step's copies in both directions are done."""
         has_failed = self._left < self._layers
         self._is_over = True
         self._lanes.hurry(all_of_it=has_failed)
@@ -253,7 +253,7 @@ class TorchStream:
         return sum(ticket.blocks for ticket in made)
 
     def _settle(self) -> int:
-        """What the step fetched is there; so many of the next one's layers are read ahead."""
+        """Wait for the step's fetches; return the number of layers fetched for the next step."""
         if not self._fetches:
             return 0
         self._lanes.settle(self._fetches[self._layers - 1].ticket)
@@ -267,7 +267,7 @@ class TorchStream:
         self._ahead = 0
 
     def figures(self) -> StreamFigures:
-        """See `BlockStream`. Of what is over."""
+        """See `BlockStream`. Counts completed copies only."""
         sums, between = self._figures, self._lanes.between
         stall_s, fetch_s, save_s = sums.stall_s, sums.fetch_s, sums.save_s
         layers, early, fetched, saved = sums.layers, sums.early, sums.fetched, sums.saved
@@ -288,7 +288,7 @@ class TorchStream:
         return self._figures
 
     def _is_known(self, fetch: _Fetch) -> bool:
-        """Whether all that the figures say of it is past."""
+        """Return whether all moments of a fetch are past."""
         if not fetch.is_ahead and not self._is_over:
             return False
         moments = (fetch.ticket.began, fetch.ticket.ended, fetch.wanted, fetch.left)
@@ -305,7 +305,7 @@ class TorchStream:
         self._lanes.copy_now(parts.reshape(-1), places.reshape(-1), is_in=False)
 
     def _parts_of(self, rows: Blocks, blocks: Blocks) -> tuple[Blocks, Blocks]:
-        """Parts and places of whole blocks, `[blocks, layers]` both."""
+        """Return parts and places of whole blocks, both `[blocks, layers]`."""
         layers = np.arange(self._layers, dtype=np.int32)
         parts, places = rows[:, None] * self._layers + layers, blocks[:, None] + layers * self._device_blocks
         return parts.astype(np.int32), places.astype(np.int32)
@@ -321,13 +321,13 @@ def _as_int32(*numbers: npt.NDArray[Any]) -> Any:
 
 
 class _RamTicket:
-    """A copy that a thread makes. `ended` counts the time that the link would take."""
+    """A copy by a thread. `ended` includes the simulated time of the link."""
 
     blocks = 1
 
     def __init__(self, copy: Callable[[], int]) -> None:
         self.copy = copy
-        """Returns the bytes; below 0: nothing was to be copied any more."""
+        """Copies and returns the number of bytes; below 0: the copy was skipped."""
         self.began = self.ended = 0.0
         self.was_made = False
         self.failure: BaseException | None = None
@@ -335,7 +335,7 @@ class _RamTicket:
 
 
 class _Lane:
-    """One direction: a thread that starts with the first copy, and a pace."""
+    """Copy queue of one direction, with a bandwidth limit; its thread starts with the first copy."""
 
     def __init__(self, name: str) -> None:
         self.bytes_s = 0.0
@@ -366,7 +366,7 @@ class _Lane:
                 sent = ticket.copy()
                 ticket.was_made = sent >= 0
                 self._wait_for_the_link(max(0, sent))
-            except Exception as error:  # whoever waits for the copy raises it
+            except Exception as error:  # `settle` raises it
                 ticket.failure = error
             ticket.ended = perf_counter()
             ticket.is_over.set()
@@ -380,7 +380,7 @@ class _Lane:
 
 
 class RamLanes:
-    """Implements `CopyLanes` between two places in RAM, with a thread for each direction."""
+    """Implements `CopyLanes` within RAM, with a thread for each direction."""
 
     def __init__(
         self, keys: torch.Tensor, values: torch.Tensor, rows: npt.NDArray[np.uint8], layers: int
@@ -406,7 +406,7 @@ class RamLanes:
         return self._in.submit(lambda: self._copy(parts, places, is_in=True))
 
     def take(self, places: Blocks, parts: Blocks, is_over: Callable[[], bool]) -> list[_RamTicket]:
-        """See `CopyLanes`. One after the other, as long as there is time."""
+        """See `CopyLanes`. Makes one copy per block, so that a step's end skips the rest."""
         return [self._take(*each, is_over) for each in zip(places, parts, strict=True)]
 
     def _take(self, places: Blocks, parts: Blocks, is_over: Callable[[], bool]) -> _RamTicket:
@@ -417,7 +417,7 @@ class RamLanes:
         self._copy(parts, places, is_in=is_in)
 
     def _copy(self, parts: Blocks, places: Blocks, *, is_in: bool) -> int:
-        """The bytes."""
+        """Copy parts and return the number of bytes."""
         keys, values, key_bytes = self._keys, self._values, self._key_bytes
         for part, place in zip(parts.tolist(), places.tolist(), strict=True):
             record = self._parts[part]
@@ -445,7 +445,7 @@ class RamLanes:
         return perf_counter()
 
     def is_past(self, moment: float) -> bool:
-        """See `CopyLanes`. A copy that is not over has no end yet."""
+        """See `CopyLanes`. The end of an unfinished copy is 0."""
         return moment > 0
 
     def between(self, earlier: float, later: float) -> float:
@@ -474,8 +474,7 @@ class RamLanes:
 
 
 def stream_opener(library: ctypes.CDLL | None, device: torch.device) -> OpenStream | None:
-    """What opens streams here: the native library's, with a thread, or torch's. None on a GPU without
-    Triton."""
+    """Return the function that opens streams on `device`; None on a GPU without Triton."""
     if library is not None:
         return native.opener(library)
     if device.type == "cpu":

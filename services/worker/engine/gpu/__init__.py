@@ -1,1 +1,1 @@
-"""The engine's parts for CUDA devices: Triton kernels over paged KV, and CUDA graphs for decodes."""
+"""Parts of the engine for CUDA devices: Triton kernels over paged KV and CUDA graphs for decodes."""

@@ -1,9 +1,9 @@
-"""The Triton kernels as functions on tensors: attention over paged KV, writing to it, what else layers do.
+"""Functions that launch the Triton kernels: attention over paged KV, KV writes, rotation and SiLU.
 
-Pools as in `services/worker/engine/native/attention.h`: K `[num_blocks, kv_heads, head_dim, block_tokens]`,
-V `[num_blocks, kv_heads, block_tokens, value_dim]`, contiguous, fp32, bf16 or fp16. Every tensor of a call is
-on one CUDA device; with TRITON_INTERPRET=1 in the environment when this is imported, in host memory (slow;
-for tests). Launches only: no synchronisation and no host copy, so that calls can be captured in a CUDA graph.
+Pools are K `[num_blocks, kv_heads, head_dim, block_tokens]` and V `[num_blocks, kv_heads, block_tokens,
+value_dim]`, contiguous, fp32, bf16 or fp16. All tensors of a call are on one CUDA device, or in host memory
+if TRITON_INTERPRET=1 is set on import (slow; for tests). Calls do not synchronise or copy to the host, so a
+CUDA graph can capture them.
 """
 
 from functools import cache
@@ -34,9 +34,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_LANES = 16
 _GATE_LANES = 1024
 _TILE_BYTES = 16384
-"""Of a tile of keys in shared memory; there are as many for values, times the stages of the pipeline."""
+"""Shared memory of a tile of keys; values need as much, and each pipeline stage needs both."""
 _DEEP_PIPELINE_BYTES = 160 * 1024
-"""Shared memory of a multiprocessor from which on three stages fit."""
+"""Shared memory per multiprocessor that is enough for three pipeline stages."""
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
 
@@ -49,13 +49,12 @@ def attend_paged(
     softcap: float | None = None,
     window_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of every row to the keys that it sees.
+    """Return attention `[rows, q_heads, value_dim]` and log-sum-exp `[rows, q_heads]` fp32 of every row.
 
-    `query` `[rows, q_heads, head_dim]`, heads contiguous. Returns (`[rows, q_heads, value_dim]` in the dtype
-    of the query, normalised; log-sum-exp fp32 `[rows, q_heads]`, natural logarithm). A row that sees no key
-    gets zeros and −inf. `spans` must have been packed for this number of query heads per KV head.
+    `query` `[rows, q_heads, head_dim]`, heads contiguous; the output has its dtype. A row that sees no key
+    gets zeros and −inf. `spans` must be packed for this number of query heads per KV head.
 
-    Raises ValueError for tensors that the kernel does not know.
+    Raises ValueError for tensors that the kernel does not support.
     """
     _check(k_pool, v_pool)
     rows, q_heads, head_dim = query.shape
@@ -76,8 +75,10 @@ def compile_ahead(
     softcap: float | None = None,
     window_tokens: int | None = None,
 ) -> None:
-    """`attend_paged` once in each form that a step may want it in, over no keys, and `write_kv` to nowhere:
-    else the first step that does waits seconds for the compiler. `query` as there, of one row."""
+    """Compile all variants of `attend_paged` and `write_kv`, so that no step waits seconds for the compiler.
+
+    `query` `[1, q_heads, head_dim]`.
+    """
     if INTERPRETED:
         return
     kv_heads = k_pool.shape[1]
@@ -98,7 +99,7 @@ def write_kv(
 ) -> None:
     """Write K and V `[rows, kv_heads, …]`, heads contiguous, to `slots` (block · block_tokens + offset).
 
-    `slots` is int64 `[rows]`; a row whose slot is below 0 goes nowhere.
+    `slots` is int64 `[rows]`; a row with a slot below 0 is skipped.
     """
     _check(k_pool, v_pool)
     rows, kv_heads, head_dim = key.shape
@@ -126,10 +127,10 @@ def rotate_and_write(
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
 ) -> None:
-    """`write_kv` after rotary position embedding, which the queries get in place.
+    """Apply rotary embedding, to queries in place, and write keys and values to `slots`.
 
-    `joined` `[rows, q_heads + 2 · kv_heads, head_dim]`, contiguous: queries, keys, values. `angles`: cosines,
-    sines, fp32 `[positions, head_dim / 2]`; `positions`, `slots` int64 `[rows]`.
+    `joined` `[rows, q_heads + 2 · kv_heads, head_dim]`, contiguous: queries, keys, values. `angles`: cosines
+    and sines, fp32 `[positions, head_dim / 2]`; `positions`, `slots` int64 `[rows]`.
     """
     _check(k_pool, v_pool)
     rows, heads, head_dim = joined.shape
@@ -150,7 +151,7 @@ def rotate_and_write(
 
 
 def gated(joined: torch.Tensor) -> torch.Tensor:
-    """silu(gate) · up of `[rows, 2 · width]`, contiguous."""
+    """Return silu(gate) · up of `[rows, 2 · width]`, contiguous."""
     rows, both = joined.shape
     output = joined.new_empty(rows, both // 2)
     grid = (rows, triton.cdiv(both // 2, _GATE_LANES))
@@ -170,7 +171,7 @@ def _attend_tiles(
     output: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Rows of other tiles are left as they are."""
+    """Compute the rows of `tiles` in `output` and `lse`, in place."""
     rows, q_heads, value_dim = output.shape
     parts, parts_lse = output, lse
     if tiles.splits > 1:
@@ -216,7 +217,7 @@ def _attend_tiles(
 
 
 def pool_shape(k_pool: torch.Tensor, v_pool: torch.Tensor) -> dict[str, int]:
-    """What the kernel is compiled for of the pools."""
+    """Return the compile-time constants of the kernels for these pools."""
     _, kv_heads, head_dim, block_tokens = k_pool.shape
     head_lanes, value_lanes = _lanes(head_dim), _lanes(v_pool.shape[3])
     widest = max(head_lanes, value_lanes) * k_pool.dtype.itemsize
@@ -244,7 +245,7 @@ def _stages(device: torch.device) -> int:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], **constants: Any) -> None:
-    """On the current stream, unless the grid is empty."""
+    """Launch a kernel on the current stream, unless the grid is empty."""
     if all(grid):
         kernel[grid](*arguments, **constants)
 

@@ -1,7 +1,6 @@
-"""Who attends for `PagedAttention` on a CUDA device: the Triton kernels.
+"""Attention backend of `PagedAttention` on a CUDA device, with Triton kernels.
 
-A step is either made from its spans (`begin`), or one whose arrays stand still while their contents change,
-as CUDA graphs need (`fixed`). Knows one step's spans and all layers' pools; no model.
+A step is either built from its spans (`begin`), or uses static arrays for CUDA graphs (`fixed`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,30 +18,30 @@ from services.worker.engine.spans import PackedSpans, Span
 
 
 class Step(Protocol):
-    """The rows of one iteration, as the kernels want them."""
+    """Rows of a step in the form that the kernels need."""
 
     @property
     def slots(self) -> torch.Tensor:
-        """int64 `[rows]` on the device: where each row's K and V go; below 0: nowhere."""
+        """int64 `[rows]` on the device: slots for K and V; below 0: not written."""
         ...
 
     def spans(self, heads: Heads) -> DeviceSpans: ...
 
 
 class Gate(Protocol):
-    """Who is told of each layer's attention, because its KV may be on its way."""
+    """Hooks around each layer's attention, to wait for its KV."""
 
     def enter(self, layer: int) -> None:
-        """The layer attends next."""
+        """Called before the layer attends."""
         ...
 
     def leave(self, layer: int) -> None:
-        """It has attended."""
+        """Called after the layer has attended."""
         ...
 
 
 class TritonBackend:
-    """A `services.worker.engine.backends.Backend` on one device."""
+    """Implements `backends.Backend` and `PartialBackend` on one CUDA device."""
 
     def __init__(self, pools: Sequence[Pools], block_tokens: int, device: torch.device) -> None:
         self.pools = pools
@@ -52,13 +51,13 @@ class TritonBackend:
             torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         )
         self.packed: PackedSpans | None = None
-        """The spans of the step, as `begin` was told."""
+        """Spans that `begin` was called with."""
         self.gate: Gate | None = None
-        """Of the step inside `fixed`; None: it has none of its own."""
+        """Gate of the step inside `fixed`, or None."""
         self._tables: Tables = no_tables
         self._step: Step | None = None
         self._compiled: set[tuple[object, ...]] = set()
-        """Kinds of layers that were attended to."""
+        """Kinds of layers whose kernels are compiled."""
 
     def begin(
         self,
@@ -67,14 +66,13 @@ class TritonBackend:
         packed: PackedSpans,
         tables: Tables = no_tables,
     ) -> None:
-        """The next calls are about these spans. Nothing is copied to the device yet. `TABLE_END` follows what
-        `tables` gives."""
+        """See `backends.Backend`. Copies nothing to the device yet. `tables` must end with `TABLE_END`."""
         self.packed, self._tables = packed, tables
         self._step = None
 
     @contextmanager
     def fixed(self, step: Step, gate: Gate | None = None) -> Iterator[None]:
-        """The calls inside are about `step`, whatever `begin` was told."""
+        """Use `step` for the calls inside, instead of the spans of `begin`."""
         before, self._step, self.gate = self._step, step, gate
         try:
             yield
@@ -83,7 +81,7 @@ class TritonBackend:
 
     @property
     def step(self) -> Step:
-        """The step that the calls are about. Raises RuntimeError before the first `begin`."""
+        """The current step. Raises RuntimeError before the first `begin`."""
         if self._step is None:
             if self.packed is None:
                 raise RuntimeError("attention before `begin`")
@@ -91,7 +89,7 @@ class TritonBackend:
         return self._step
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """`keys`, `values` `[rows, kv_heads, …]` to `slots`, int64 `[rows]` on the device."""
+        """Write `keys`, `values` `[rows, kv_heads, …]` to `slots`, int64 `[rows]` on the device."""
         keys, values = _heads_contiguous(keys), _heads_contiguous(values)
         write_kv(*self.pools[layer], keys, values, slots)
 
@@ -104,10 +102,7 @@ class TritonBackend:
         shape: Shape,
         window_tokens: int | None,
     ) -> torch.Tensor:
-        """Over what each row sees, its own keys written already.
-
-        `queries` `[rows, q_heads, head_dim]` → `[rows, q_heads, value_dim]`.
-        """
+        """See `backends.Backend`."""
         k_pool, v_pool = self.pools[layer]
         kv_heads = k_pool.shape[1]
         spans = self.step.spans(Heads(queries.shape[1] // kv_heads, kv_heads))
@@ -122,7 +117,7 @@ class TritonBackend:
     def attend_part(
         self, layer: int, packed: PackedSpans, queries: torch.Tensor, shape: Shape
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `services.worker.engine.backends.PartialBackend`."""
+        """See `backends.PartialBackend`."""
         k_pool, v_pool = self.pools[layer]
         kv_heads = k_pool.shape[1]
         heads = Heads(queries.shape[1] // kv_heads, kv_heads)
@@ -130,14 +125,14 @@ class TritonBackend:
             spans = self.step.spans(heads)
         else:
             spans = pack(packed, heads, device=self.device, multiprocessors=self.multiprocessors)
-        queries = _heads_contiguous(queries.to(k_pool.dtype))  # as in whole steps: no other form is compiled
+        queries = _heads_contiguous(queries.to(k_pool.dtype))  # the dtype that the kernels are compiled for
         window = packed.window_tokens or None
         output, lse = attend_paged(k_pool, v_pool, spans, queries, shape.scaling, shape.softcap, window)
         return output.float(), lse
 
 
 class _PackedStep:
-    """A step of any shape: its arrays are made once per kind of layer."""
+    """A step of any shape; its arrays are built once per kind of layer."""
 
     def __init__(
         self,
@@ -164,5 +159,5 @@ class _PackedStep:
 
 
 def _heads_contiguous(rows: torch.Tensor) -> torch.Tensor:
-    """`[rows, heads, dim]` as the kernels take it; transformers hands out transposed views."""
+    """Return `[rows, heads, dim]` with contiguous heads; transformers passes transposed views."""
     return rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous()

@@ -1,11 +1,9 @@
-"""CUDA graphs for decodes: a step that is single tokens only replays what was captured for its batch size.
+"""CUDA graphs for decode steps: replays the graph that was captured for the batch size.
 
-A step is some hundred launches of a few microseconds each; replayed as one graph they follow each other
-without the host. Batches are padded to the sizes captured; a padded row is at position 0, sees no key and
-writes nowhere. A step that brings in blocks layer by layer has a graph of its own, with the copies in it
-(`streaming.py`). All else (chunks, larger batches, rows beyond the tables) runs through the forward as it is.
-
-Knows batches and static arrays; not what is captured: that is a `Capture`.
+A step has some hundred kernel launches of a few microseconds; a graph replays them without the host. Batches
+are padded to captured sizes; a padded row is at position 0, sees no key and writes nothing. Steps that fetch
+blocks from the host have graphs of their own, which contain the copies (`streaming.py`). All other steps
+(chunks, larger batches, longer tables) run the forward pass directly.
 """
 
 import logging
@@ -35,28 +33,28 @@ from services.worker.engine.spans import PackedSpans, pack
 
 _log = logging.getLogger("kvasir.worker.graphs")
 _WARM_UPS = 2
-"""Calls before a capture: kernels are compiled, libraries make their workspaces."""
+"""Calls before a capture, to compile kernels and allocate workspaces."""
 
 Results = tuple[torch.Tensor, torch.Tensor]
-"""Logits `[kept, vocabulary]` and what they are of, `[kept, hidden size]`."""
+"""Logits `[kept, vocabulary]` and the head's input `[kept, hidden size]`."""
 Compute = Callable[[], Results]
 GraphReplay = Callable[[], Results]
 
 
 class Computation(Protocol):
-    """`services.worker.engine.forward.Forward` without its wrapping: what can be captured."""
+    """A forward pass that can be captured; arguments as in `forward.Forward`."""
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Results: ...
 
 
 class Capture(Protocol):
-    """Turns a computation on static tensors into one that is replayed; its results are static too."""
+    """Turns a computation on static tensors into a function that replays it, with static results."""
 
     def __call__(self, compute: Compute) -> GraphReplay: ...
 
 
 class CudaCapture:
-    """Graphs that share one memory pool: only one of them runs at a time."""
+    """Captures CUDA graphs that share one memory pool; only one of them runs at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -81,7 +79,7 @@ class CudaCapture:
 
 
 def batch_sizes(max_batch: int) -> list[int]:
-    """1, 2, 4, 8, then steps of 8 to 64 and doubling: padding costs little, each size costs a capture."""
+    """Return the batch sizes to capture: 1, 2, 4, 8, steps of 8 up to 64, then doubling up to `max_batch`."""
     sizes = [1, 2, 4, *range(8, 65, 8)]
     while sizes[-1] < max_batch:
         sizes.append(2 * sizes[-1])
@@ -90,15 +88,15 @@ def batch_sizes(max_batch: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class GraphLimits:
-    """What the static arrays have room for."""
+    """Capacity of the static arrays."""
 
     max_batch: int
     max_blocks: int
-    """Of one sequence, on average over the largest batch."""
+    """Number of blocks per sequence, on average over the largest batch."""
 
 
 class DecodeArrays:
-    """Static device arrays for decodes of up to `max_batch` sequences; a smaller batch has slices."""
+    """Static device arrays for decodes of up to `max_batch` sequences; smaller batches use slices."""
 
     def __init__(self, limits: GraphLimits, device: torch.device) -> None:
         batch = limits.max_batch
@@ -107,22 +105,22 @@ class DecodeArrays:
         self.zeros = torch.zeros(batch, dtype=torch.int32, device=device)
         tables = batch * limits.max_blocks + len(TABLE_END)
         self.pointed = torch.zeros(tables, dtype=torch.int32, device=device)
-        """Block ids of a step in which they change from layer to layer."""
+        """Block ids of a step in which they change per layer."""
         self._flat = torch.zeros(3 * batch + (3 * batch + tables + 1) // 2, dtype=torch.int64, device=device)
-        """All that a step changes, filled by one copy."""
+        """Everything that changes per step, filled by one copy."""
 
     def rows_of(self, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens, positions and slots, int64 `[batch]` each."""
+        """Return tokens, positions and slots, int64 `[batch]` each."""
         flat = self._flat
         return flat[:batch], flat[batch : 2 * batch], flat[2 * batch : 3 * batch]
 
     def changing(self, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """First positions, ends of keys, starts of tables, block ids; int32."""
+        """Return first positions, key ends and table starts `[batch]`, and block ids; int32."""
         flat = self._flat[3 * batch :].view(torch.int32)
         return flat[:batch], flat[batch : 2 * batch], flat[2 * batch : 3 * batch], flat[3 * batch :]
 
     def fits(self, packed: PackedSpans) -> bool:
-        """Whether the spans are decodes that there is room for."""
+        """Return whether all spans are decodes and fit into the arrays."""
         count = len(packed.first_position)
         room = packed.blocks.size <= self.limits.max_batch * self.limits.max_blocks
         return 0 < count <= self.limits.max_batch and packed.slots.size == count and room
@@ -130,7 +128,7 @@ class DecodeArrays:
     def fill(
         self, packed: PackedSpans, batch: int, tokens: npt.ArrayLike = 0, positions: npt.ArrayLike = 0
     ) -> None:
-        """Of the batch size `batch` all that depends on the step; `tokens` and `positions` of each span."""
+        """Fill the arrays of size `batch` with a step; `tokens` and `positions`: one per span."""
         count = len(packed.first_position)
         wide = np.zeros(3 * batch, np.int64)
         wide[:count], wide[batch : batch + count] = tokens, positions
@@ -144,7 +142,7 @@ class DecodeArrays:
 
 
 class DecodeStep:
-    """The static arrays as a `Step` of one batch size; `is_streaming`: its tables change with the layers."""
+    """The static arrays as a `Step` of one batch size; `is_streaming`: its tables change per layer."""
 
     def __init__(
         self,
@@ -180,7 +178,7 @@ class DecodeStep:
 
 
 class DecodeGraphs:
-    """A `Forward` that replays decodes and computes everything else as it comes."""
+    """`Forward` that replays decodes as graphs and computes all other steps directly."""
 
     def __init__(
         self,
@@ -190,7 +188,7 @@ class DecodeGraphs:
         capture: Capture,
         stream: GpuStream | None = None,
     ) -> None:
-        """Captures nothing yet: see `capture_all`. `stream`: steps may bring in blocks by it."""
+        """`capture_all` captures the graphs. `stream` fetches blocks from the host."""
         self._forward = forward
         self._backend = backend
         self._capture = capture
@@ -200,11 +198,11 @@ class DecodeGraphs:
         self._kept = torch.arange(limits.max_batch, device=backend.device)
         self._replays: dict[int, GraphReplay] = {}
         self._streamed: dict[int, GraphReplay] = {}
-        """Of steps that bring in blocks."""
+        """Graphs of steps that fetch blocks."""
 
     @torch.inference_mode()
     def capture_all(self) -> None:
-        """Largest first, so that the smaller ones fit into its memory. Until then nothing is replayed."""
+        """Capture all batch sizes, largest first, so that the smaller graphs fit into its memory."""
         for batch in reversed(self._sizes):
             self._arrays.fill(pack((), self._backend.block_tokens), batch)
             self._replays[batch] = self._captured(batch)
@@ -213,7 +211,7 @@ class DecodeGraphs:
         _log.info("captured decodes of %s sequences as CUDA graphs", ", ".join(map(str, self._sizes)))
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
-        """See `services.worker.engine.forward.Forward`. The logits are valid until the next call."""
+        """See `forward.Forward`. The logits are valid until the next call."""
         packed = self._backend.packed
         if packed is None or not self._replays or not self._arrays.fits(packed):
             logits, hidden = self._forward(tokens, positions, kept)
@@ -230,7 +228,7 @@ class DecodeGraphs:
         return found or self._replays[batch]()
 
     def _captured(self, batch: int, stream: GpuStream | None = None) -> GraphReplay:
-        """With the copies of `stream` in it, where it is given."""
+        """Capture a batch size, with the copies of `stream` if it is given."""
         arrays, backend = self._arrays, self._backend
         step = DecodeStep(
             arrays,

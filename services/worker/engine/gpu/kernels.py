@@ -1,15 +1,12 @@
-# A kernel is Triton's language in Python's syntax: its values are none of Python's types.
+# Kernels use Triton's types, which mypy cannot check.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Triton kernels over paged KV. `services.worker.engine.gpu.attention` launches them.
+"""Triton kernels over paged KV, launched by `services.worker.engine.gpu.attention`.
 
 The contract is that of `services/worker/engine/native/attention.h`. One kernel serves decode and chunked
-prefill: a program holds a tile of (token, query head) pairs that share a KV head, so that each key and value
-is read once for the whole group and the products have the 16 rows that tensor cores want. Online softmax over
-tiles of keys (FlashAttention-2); for small batches the keys are divided between programs and a second kernel
-merges (flash-decoding; the arithmetic of Infinite-LLM §4's DistAttention). Reductions have a fixed order: a
-call gives the same bits every time.
-
-Knows pools, spans and tiles; no model, no step, no launch sizes.
+prefill. A program computes a tile of (token, query head) pairs that share a KV head, so each key and value is
+read once per group and products have the 16 rows that tensor cores need. Softmax is online over tiles of keys
+(FlashAttention-2). For small batches the keys are split between programs and a second kernel merges
+(flash-decoding; Infinite-LLM §4). Reductions have a fixed order, so results are bit-identical.
 """
 
 import triton
@@ -21,14 +18,14 @@ _LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _capped(scores, softcap):
-    """softcap · tanh(scores / softcap), without an exponential that can overflow."""
+    """Return softcap · tanh(scores / softcap), without overflow."""
     small = tl.exp2(tl.abs(scores) * (-2.0 * _LOG2_E / softcap))
     size = softcap * (1.0 - small) / (1.0 + small)
     return tl.where(scores < 0, -size, size)
 
 
-# Where an index array begins, and into how many parts keys are divided, changes from step to step: nothing is
-# compiled for it, or a request would wait for the compiler in the middle of its answer (`compile_ahead`).
+# Alignment of index arrays and number of splits change from step to step. Specialising on them would make a
+# request wait for the compiler (`compile_ahead`).
 _SPANS = ["first_row", "first_position", "table_start", "table_position", "key_end", "blocks"]
 _TILES = ["tile_span", "tile_row"]
 
@@ -40,25 +37,25 @@ def attend_kernel(
     value_pool,  # [num_blocks, KV_HEADS, BLOCK_TOKENS, VALUE_DIM]
     output,  # [rows, Q_HEADS, splits, VALUE_DIM]
     lse,  # fp32 [rows, Q_HEADS, splits]
-    tile_span,  # int32 [tiles]: the span that a tile's tokens are of
-    tile_row,  # int32 [tiles]: its first token's packed row
+    tile_span,  # int32 [tiles]: span index
+    tile_row,  # int32 [tiles]: packed row of the tile's first token
     first_row,  # int32 [spans + 1], and the rest as in attention.h
     first_position,
     table_start,
     table_position,
     key_end,
-    blocks,  # followed by TILE_KEYS more entries: a tile is read whole, whatever of it is wanted
+    blocks,  # with TILE_KEYS more entries, because tiles are read as a whole
     query_stride,
     scaling,
     softcap,
     splits,
     HAS_SOFTCAP: tl.constexpr,
-    WINDOW: tl.constexpr,  # tokens; 0: everything
+    WINDOW: tl.constexpr,  # tokens; 0: no window
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    HEAD_LANES: tl.constexpr,  # HEAD_DIM rounded up to what a product can take
+    HEAD_LANES: tl.constexpr,  # HEAD_DIM rounded up to a power of two of at least 16
     VALUE_LANES: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -66,7 +63,7 @@ def attend_kernel(
     TILE_KEYS: tl.constexpr,
     WIDEN: tl.constexpr,  # multiply in fp32: Triton's interpreter cannot multiply bf16
 ):
-    """Programs (tile, KV head, split): one tile of rows over one of `splits` parts of the keys they see."""
+    """Programs (tile, KV head, split): attention of a tile of rows over one part of their keys."""
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -116,8 +113,8 @@ def attend_kernel(
         offset = index * TILE_KEYS + key_lane
         key_position = base + offset
         wanted = (key_position >= tile_low) & (key_position < tile_high)
-        # No mask over keys here: with one, neighbours in a block are no longer known to be neighbours, and
-        # keys come two bytes at a time. Keys that nobody wants are some block's; their scores are not seen.
+        # Keys are loaded without a mask: with one, the compiler does not see that a block is contiguous, and
+        # loads two bytes at a time. Unwanted keys are in valid blocks, and their scores are masked below.
         block = tl.load(table + offset // BLOCK_TOKENS).to(tl.int64) * KV_HEADS + kv_head
         slot = offset % BLOCK_TOKENS
         keys = (
@@ -177,7 +174,7 @@ def merge_kernel(
     Q_HEADS: tl.constexpr,
     SPLITS: tl.constexpr,  # a power of two
 ):
-    """Programs (token of a tile, head): the parts over a partition of the keys, joined."""
+    """Programs (token of a tile, head): merge the splits' results."""
     tile = tl.program_id(0) // TILE_TOKENS
     row = tl.load(tile_row + tile) + tl.program_id(0) % TILE_TOKENS
     real = row < tl.load(first_row + tl.load(tile_span + tile) + 1)
@@ -207,7 +204,7 @@ def write_kernel(
     value,  # [rows, KV_HEADS, VALUE_DIM]
     key_pool,
     value_pool,
-    slots,  # int64 [rows]; below 0: nowhere
+    slots,  # int64 [rows]; below 0: skipped
     key_stride,
     value_stride,
     KV_HEADS: tl.constexpr,
@@ -217,7 +214,7 @@ def write_kernel(
     VALUE_LANES: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):
-    """Programs (row, KV head): K and V of one token to their slot."""
+    """Programs (row, KV head): write K and V of one token to its slot."""
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     slot = tl.load(slots + row)
@@ -243,11 +240,11 @@ def write_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def rotate_write_kernel(
-    joined,  # [rows, Q_HEADS + 2 * KV_HEADS, HEAD_DIM]: queries, keys, values; queries are rotated in place
+    joined,  # [rows, Q_HEADS + 2 * KV_HEADS, HEAD_DIM]: queries (rotated in place), keys, values
     cosine,  # fp32 [positions, HEAD_DIM / 2]
     sine,
     positions,  # int64 [rows]
-    slots,  # int64 [rows]; below 0: keys and values go nowhere
+    slots,  # int64 [rows]; below 0: keys and values are not written
     key_pool,
     value_pool,
     Q_HEADS: tl.constexpr,
@@ -256,7 +253,7 @@ def rotate_write_kernel(
     HALF_LANES: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):
-    """Programs (row, head): rotary position embedding of queries and keys; keys and values to their slot."""
+    """Programs (row, head): rotate queries and keys; write keys and values to their slots."""
     HEADS: tl.constexpr = Q_HEADS + 2 * KV_HEADS
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -310,8 +307,8 @@ def gate_kernel(
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["parts", "places"])
 def copy_parts_kernel(
-    parts,  # int32 [count]: which part of `host`
-    places,  # int32 [count]: which of `keys` and `values`
+    parts,  # int32 [count]: indices into `host`
+    places,  # int32 [count]: indices into `keys` and `values`
     host,  # [parts, KEY_WORDS + VALUE_WORDS], page-locked
     keys,  # [places, KEY_WORDS]
     values,  # [places, VALUE_WORDS]
@@ -322,7 +319,7 @@ def copy_parts_kernel(
     PROGRAMS: tl.constexpr,
     IS_IN: tl.constexpr,  # from the host; else to it
 ):
-    """PROGRAMS programs: one layer's K and V of blocks between host memory and the device, piece by piece."""
+    """PROGRAMS programs: copy parts (one layer's K and V of a block) between host and device."""
     PIECES: tl.constexpr = (KEY_WORDS + VALUE_WORDS + LANES - 1) // LANES
     for piece in range(tl.program_id(0), count * PIECES, PROGRAMS):
         part = tl.load(parts + piece // PIECES).to(tl.int64)
@@ -343,7 +340,7 @@ def _copy_words(
     VALUE_WORDS: tl.constexpr,
     IS_IN: tl.constexpr,
 ):
-    """Some words of one part."""
+    """Copy some words of one part."""
     WORDS: tl.constexpr = KEY_WORDS + VALUE_WORDS
     is_key = word < KEY_WORDS
     is_value = (word >= KEY_WORDS) & (word < WORDS)
@@ -361,7 +358,7 @@ def _copy_words(
 
 @triton.jit
 def _now(IS_TIMED: tl.constexpr):
-    """Nanoseconds of the device's clock; 0 unless timed, as in Triton's interpreter."""
+    """Return nanoseconds of the device's clock; 0 unless timed (Triton's interpreter has no clock)."""
     if IS_TIMED:
         now = tl.inline_asm_elementwise(
             "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
@@ -373,8 +370,8 @@ def _now(IS_TIMED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["layer"])
 def fetch_layer_kernel(
-    numbers,  # int32: as in streaming.py
-    host,  # as copy_parts_kernel's, and keys and values
+    numbers,  # int32: see streaming.py
+    host,  # host, keys and values as in copy_parts_kernel
     keys,
     values,
     stamps,  # int64 [LAYERS, 4]: began, ended, wanted, left
@@ -387,7 +384,7 @@ def fetch_layer_kernel(
     PROGRAMS: tl.constexpr,
     IS_TIMED: tl.constexpr,
 ):
-    """PROGRAMS programs: what a replayed step reads from outside of one layer."""
+    """PROGRAMS programs: copy the blocks that a replayed step fetches for one layer."""
     PIECES: tl.constexpr = (KEY_WORDS + VALUE_WORDS + LANES - 1) // LANES
     if tl.program_id(0) == 0:
         tl.store(stamps + 4 * layer, _now(IS_TIMED))
@@ -409,7 +406,7 @@ def fetch_layer_kernel(
 
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["raw"])
 def point_kernel(
-    raw,  # int32: tables; an entry from DEVICE_BLOCKS on says which of the fetched it is
+    raw,  # int32: tables; an entry DEVICE_BLOCKS + i is fetched block i
     pointed,  # int32: tables of the layer
     numbers,
     layer,
@@ -417,7 +414,7 @@ def point_kernel(
     LANES: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """PROGRAMS programs: where each block of the tables is for one layer."""
+    """PROGRAMS programs: write the tables for one layer."""
     count = tl.load(numbers)
     entries = tl.load(numbers + 3)
     parity = (tl.load(numbers + 2) + layer) % 2
@@ -437,7 +434,7 @@ def stamp_kernel(
     at,
     IS_TIMED: tl.constexpr,
 ):
-    """One program: the computation has come so far."""
+    """One program: store the current time."""
     tl.store(stamps + at, _now(IS_TIMED))
 
 
@@ -445,18 +442,18 @@ def stamp_kernel(
 def account_kernel(
     stamps,
     numbers,
-    sums,  # int64 [5]: nanoseconds stalled, copied; layers, early ones, blocks of one layer
+    sums,  # int64 [5]: see `_SUMS` of streaming.py
     LAYERS: tl.constexpr,
     LAYER_LANES: tl.constexpr,  # LAYERS rounded up to a power of two
 ):
-    """One program: adds up what a replayed step's stamps say, and makes them ready for the next one."""
+    """One program: add the timestamps of a replayed step to `sums` and reset them."""
     layer = tl.arange(0, LAYER_LANES)
     real = layer < LAYERS
     began = tl.load(stamps + 4 * layer, mask=real, other=0)
     ended = tl.load(stamps + 4 * layer + 1, mask=real, other=0)
     wanted = tl.load(stamps + 4 * layer + 2, mask=real, other=0)
     is_after = real & (layer > 0)
-    left = tl.load(stamps + 4 * layer - 1, mask=is_after, other=0)  # The layer before.
+    left = tl.load(stamps + 4 * layer - 1, mask=is_after, other=0)  # of the previous layer
     count = tl.load(numbers)
     fetched = LAYERS * count - 2 * tl.load(numbers + 1)
     tl.store(sums, tl.load(sums) + tl.sum(tl.maximum(ended - wanted, 0), 0))

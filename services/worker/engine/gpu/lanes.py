@@ -1,9 +1,7 @@
-"""`CopyLanes` of a CUDA device: a stream for each direction beside the computation's, events in between.
+"""`CopyLanes` of a CUDA device: a CUDA stream per direction, synchronised with the computation by events.
 
-Host memory is page-locked, and a kernel of few programs reads and writes it over the link: blocks lie
-scattered, and a call for each part would take the host longer than the link takes to carry it. Nobody waits
-on the host while a step is submitted: the computation's stream waits for the layer's copy, and a copy for
-what of the computation was submitted before it. Source: papers/004 §3.3.
+One kernel copies many scattered blocks from and to page-locked host memory, because a call per part would
+take longer than its transfer. The host never waits while it submits a step. Source: papers/004 §3.3.
 """
 
 import math
@@ -23,14 +21,14 @@ from services.worker.engine.gpu.spans import TABLE_END
 from services.worker.kv.core.fetch_buffers import Blocks
 
 COPY_PROGRAMS = 16
-"""Of one copy: enough reads under way for any link, and the other multiprocessors compute."""
+"""Programs of one copy: enough concurrent reads for any link; the other multiprocessors compute."""
 COPY_LANES = 1024
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @dataclass(frozen=True, slots=True)
 class _GpuTicket:
-    """Two events of the stream that copies."""
+    """Start and end events of a copy."""
 
     began: Any
     ended: Any
@@ -38,7 +36,7 @@ class _GpuTicket:
 
 
 class GpuLanes:
-    """Implements `CopyLanes`. `cuda` is `torch.cuda`: streams and events as it has them."""
+    """Implements `CopyLanes`; `cuda` is `torch.cuda` or a stand-in."""
 
     def __init__(
         self,
@@ -50,8 +48,10 @@ class GpuLanes:
         cuda: ModuleType | Any = torch.cuda,
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        """`keys` and `values` `[layers * device_blocks, …]`, `rows` `[rows, bytes]`, all contiguous;
-        `release` is called at the end."""
+        """`keys` and `values` `[layers * device_blocks, …]`, `rows` `[rows, bytes]`, all contiguous.
+
+        `close` calls `release`.
+        """
         self.device, self.cuda, self._release = keys.device, cuda, release
         self._in, self._out = cuda.Stream(self.device), cuda.Stream(self.device)
         key_bytes, value_bytes = keys[0].nbytes, values[0].nbytes
@@ -62,18 +62,18 @@ class GpuLanes:
         self.words = key_bytes // word.itemsize, value_bytes // word.itemsize
 
     def upload(self, numbers: Blocks) -> torch.Tensor:
-        """See `CopyLanes`. From page-locked memory, in the computation's order."""
+        """See `CopyLanes`. Copies asynchronously, in order with the computation."""
         pinned = torch.from_numpy(numbers)
         if self.device.type == "cuda":
             pinned = pinned.pin_memory()
         uploaded = pinned.to(self.device, non_blocking=True)
-        for stream in (self._in, self._out):  # Or its memory were given to others while copies still read it.
+        for stream in (self._in, self._out):  # keeps the memory allocated while copies read it
             if self.device.type == "cuda":
                 uploaded.record_stream(stream)
         return uploaded
 
     def tables(self, tables: Blocks) -> torch.Tensor:
-        """See `CopyLanes`. As kernels want them (`spans.TABLE_END`)."""
+        """See `CopyLanes`. Appends `spans.TABLE_END`, which the kernels need."""
         return self.upload(np.concatenate([tables, TABLE_END]))
 
     def bring(self, parts: torch.Tensor, places: torch.Tensor) -> _GpuTicket:
@@ -81,7 +81,7 @@ class GpuLanes:
         return self._submit(self._in, parts, places, is_in=True)
 
     def take(self, places: Blocks, parts: Blocks, is_over: Callable[[], bool]) -> list[_GpuTicket]:
-        """See `CopyLanes`. All as one copy; the step is under way while it is submitted."""
+        """See `CopyLanes`. Makes a single copy; the step cannot be over when it is submitted."""
         flat = self.upload(np.concatenate([parts.reshape(-1), places.reshape(-1)]))
         halves = flat[: parts.size], flat[parts.size :]
         return [self._submit(self._out, *halves, is_in=False, blocks=len(places))]
@@ -100,8 +100,10 @@ class GpuLanes:
 
     @contextmanager
     def inwards(self) -> Iterator[Any]:
-        """What is launched inside runs beside the computation, on the stream that brings blocks in, and after
-        what the computation was told before. The event is its end. Not timed: a graph may hold it."""
+        """Launch the kernels inside on the inbound stream, after the computation submitted so far.
+
+        Yields the event of their end, without timing, so that a graph can contain it.
+        """
         reached, ended = self.cuda.Event(), self.cuda.Event()
         reached.record(self.cuda.current_stream(self.device))
         self._in.wait_event(reached)
@@ -129,7 +131,7 @@ class GpuLanes:
         )
 
     def join(self, ticket: _GpuTicket, timeout_s: float) -> bool:
-        """See `CopyLanes`. The device waits, and nobody on the host."""
+        """See `CopyLanes`. Only the device waits."""
         self.cuda.current_stream(self.device).wait_event(ticket.ended)
         return True
 
@@ -153,10 +155,10 @@ class GpuLanes:
         return float(earlier.elapsed_time(later)) / 1e3
 
     def pace(self, bytes_s: float) -> None:
-        """See `CopyLanes`. The link is real."""
+        """See `CopyLanes`. Does nothing."""
 
     def hurry(self, *, all_of_it: bool) -> None:
-        """See `CopyLanes`. Nothing holds copies up."""
+        """See `CopyLanes`. Does nothing."""
 
     def begin(self) -> None:
         """See `CopyLanes`."""

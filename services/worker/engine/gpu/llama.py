@@ -1,9 +1,7 @@
-"""A plain Llama on a CUDA device: nine launches a layer, all of which a CUDA graph can hold.
+"""A plain Llama on a CUDA device: nine kernel launches per layer, all of which a CUDA graph can contain.
 
-Queries, keys and values come from one matrix product, gate and up projection from another; rotation and
-writing to the pools are one kernel; residuals are added by the product that makes what is added. Weights are
-the module's own, which become views of the joined ones. Knows transformers' names for a Llama's parts; no
-sequence.
+Weights are joined (`llama_parts.py`), one kernel rotates and writes to the pools, and `addmm` adds the
+residuals.
 """
 
 from collections.abc import Sequence
@@ -22,11 +20,11 @@ from services.worker.engine.llama_parts import JoinedLayer, is_rotation_fixed, j
 from services.worker.engine.paged import to_device
 
 MAX_BATCH = 128
-"""Decodes replayed at once, unless told otherwise."""
+"""Default largest batch of a graph."""
 
 
 def is_computable(module: Any) -> bool:
-    """Whether a `LlamaForCausalLM` uses nothing that `CudaLlama` leaves out."""
+    """Return whether `CudaLlama` supports a `LlamaForCausalLM`."""
     config = module.config
     biased = any(name.endswith("proj.bias") for name, _ in module.named_parameters())
     return config.hidden_act == "silu" and not biased and is_rotation_fixed(config)
@@ -41,8 +39,10 @@ def with_graphs(
     gate: PagedAttention | None = None,
     layers: Sequence[JoinedLayer] | None = None,
 ) -> DecodeGraphs:
-    """A `services.worker.engine.forward.Forward` for a CUDA device, its decodes captured. `gate` is told of
-    each layer's attention: its KV may be on its way. `layers`: where they are joined already."""
+    """Return a `forward.Forward` for a CUDA device, with its decodes captured as graphs.
+
+    `gate` waits for each layer's KV. `layers`: the joined weights, if they exist already.
+    """
     limits = GraphLimits(max_batch, -(-max_positions // backend.block_tokens))
     llama = CudaLlama(module, backend, max_positions, gate, layers)
     llama.compile_ahead()
@@ -54,7 +54,7 @@ def with_graphs(
 
 
 class CudaLlama:
-    """Logits of the packed rows that the backend's step is about."""
+    """Computes the logits of the backend's current step."""
 
     def __init__(
         self,
@@ -83,8 +83,10 @@ class CudaLlama:
     def __call__(
         self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`tokens`, `positions` int64 `[rows]`, `kept` int64, rows wanted → logits `[kept, vocabulary]`, and
-        what they are of, `[kept, hidden size]`."""
+        """Return logits `[kept, vocabulary]` and the head's input `[kept, hidden size]` of the rows `kept`.
+
+        `tokens`, `positions` int64 `[rows]`, `kept` int64.
+        """
         device = self._embedding.device
         tokens, positions, kept = (to_device(each, device) for each in (tokens, positions, kept))
         hidden = functional.embedding(tokens, self._embedding)
@@ -98,7 +100,7 @@ class CudaLlama:
 
     @torch.inference_mode()
     def compile_ahead(self) -> None:
-        """What chunks need and no captured decode does."""
+        """Compile the kernels for chunks, which no captured decode uses."""
         k_pool, v_pool = self._backend.pools[0]
         query = self._embedding.new_zeros(1, self._q_heads, self._head_dim)
         compile_ahead(k_pool, v_pool, query, self._scaling)
@@ -124,7 +126,7 @@ class CudaLlama:
 
 
 def _angles(rotary: Any, max_positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of all positions, fp32 `[positions, head_dim / 2]`: both halves of a head have the same angles."""
+    """Return cosines and sines, fp32 `[positions, head_dim / 2]`; both halves of a head share them."""
     positions = torch.arange(max_positions, device=device)
     with torch.inference_mode():
         cos, sin = rotary(torch.zeros(1, dtype=torch.float32, device=device), positions[None])

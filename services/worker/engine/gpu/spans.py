@@ -1,7 +1,6 @@
-"""Which rows see which keys, as device arrays for the kernels. Knows positions and blocks; no pool, no model.
+"""Device arrays that describe a step's spans and their tiles for the kernels, uploaded in one copy.
 
-The arrays are those of `DeviceSpans` in `services/worker/engine/native/attention.h`, and the division of
-the rows into tiles beside them. All of a step's go to the device in one copy.
+The arrays are those of `Spans` in `services/worker/engine/native/attention.h`.
 """
 
 from collections.abc import Sequence
@@ -16,38 +15,38 @@ from services.worker.engine.paged import to_device
 from services.worker.engine.spans import PackedSpans
 
 DECODE_ROWS = 16
-"""Of a decode's tile: what tensor cores take at least."""
+"""Rows of a decode tile: the minimum for tensor cores."""
 PREFILL_ROWS = 64
 MOST_TILE_KEYS = 128
-"""Of a tile; as many entries follow the block ids, so that the last tile of a table may be read whole."""
+"""Most keys of a tile."""
 ALL_SPLITS = (1, 2, 4, 8, 16, 32, 64)
 _MIN_SPLIT_TOKENS = 128
 _PROGRAMS_PER_MULTIPROCESSOR = 4
 
 
 TABLE_END = np.zeros(MOST_TILE_KEYS, np.int32)
-"""What follows the last table: ids of a block that exists."""
+"""Valid block ids behind the last table, because kernels read a table's last tile as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """A launch: rows that are divided alike."""
+    """Tiles of one kernel launch, all of one shape."""
 
     span: torch.Tensor
-    """int32 `[tiles]`: the span that a tile's tokens are of."""
+    """int32 `[tiles]`: span index of each tile."""
     row: torch.Tensor
-    """int32 `[tiles]`: its first token's packed row."""
+    """int32 `[tiles]`: packed row of each tile's first token."""
     tokens: int
-    """At most, of one tile."""
+    """Most tokens of a tile."""
     rows: int
-    """(token, query head) pairs of a tile: a power of two."""
+    """Number of (token, query head) pairs of a tile, a power of two."""
     splits: int
-    """Parts that a tile's keys are divided into; 1: no merging."""
+    """Number of parts that a tile's keys are split into; 1: no merge."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpans:
-    """Consecutive packed rows of one sequence each; int32 device arrays, see attention.h."""
+    """A step's spans as int32 device arrays; see attention.h."""
 
     first_row: torch.Tensor
     first_position: torch.Tensor
@@ -60,15 +59,15 @@ class DeviceSpans:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Of the layers that a division into tiles is for."""
+    """Head counts of the layers that tiles are made for."""
 
     group: int
-    """Query heads that share a KV head."""
+    """Number of query heads per KV head."""
     kv_heads: int
 
 
 def pack(packed: PackedSpans, heads: Heads, *, device: torch.device, multiprocessors: int) -> DeviceSpans:
-    """The arrays on the device, and the rows divided into tiles; partial tables are `packed`'s to say."""
+    """Return the spans and their tiles on the device."""
     rows = packed.first_row.tolist()
     longest = int(np.max(packed.key_end - packed.table_position, initial=0))
     single = [index for index, (start, end) in enumerate(pairwise(rows)) if end - start == 1]
@@ -102,7 +101,7 @@ def pack(packed: PackedSpans, heads: Heads, *, device: torch.device, multiproces
 
 
 def upload(parts: Sequence[npt.ArrayLike], device: torch.device) -> list[torch.Tensor]:
-    """int32 device arrays of several arrays or lists, in one copy; `TABLE_END` follows the last."""
+    """Return int32 device arrays of several arrays or lists, in one copy; `TABLE_END` follows the last."""
     arrays = [np.asarray(part, dtype=np.int32) for part in parts]
     on_device = to_device(torch.from_numpy(np.concatenate([*arrays, TABLE_END])), device)
     starts = [0, *accumulate(each.size for each in arrays)]
@@ -110,14 +109,13 @@ def upload(parts: Sequence[npt.ArrayLike], device: torch.device) -> list[torch.T
 
 
 def tile_shape(tile_rows: int, group: int) -> tuple[int, int]:
-    """Rows, a power of two and at least one token's heads, and tokens of a tile."""
+    """Return the rows (a power of two, at least one token's heads) and the tokens of a tile."""
     rows = max(tile_rows, 1 << (group - 1).bit_length())
     return rows, rows // group
 
 
 def choose_splits(tiles: int, kv_heads: int, longest_tokens: int, multiprocessors: int) -> int:
-    """Parts that fill the device and are no shorter than a few tiles; one of `ALL_SPLITS`: merging is
-    compiled for each."""
+    """Return the number of key splits, one of `ALL_SPLITS`, that fills the device without too short parts."""
     wanted = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // max(1, tiles * kv_heads)
     most = min(wanted, -(-longest_tokens // _MIN_SPLIT_TOKENS), ALL_SPLITS[-1])
     return 1 << (max(1, most).bit_length() - 1)

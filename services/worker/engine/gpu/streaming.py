@@ -1,15 +1,14 @@
-"""Blocks brought in behind the computation of a CUDA device, also where a graph replays that.
+"""Fetches blocks from the host during a step on a CUDA device, also inside CUDA graphs.
 
-A step that is computed as it comes has each layer's copy submitted on the way (`TorchStream`). A step that is
-replayed has them in its graph: there a copy is a branch that starts once the layer before the last has
-attended, and that the layer joins before it attends. What is copied differs from step to step: the kernels
-read it from memory that stays where it is, and that one upload a step fills:
+Without a graph, each layer's copy is submitted during the step (`TorchStream`). In a graph, layer l's copy is
+a branch that starts after layer l - 2 and that layer l joins. The kernels read the copied blocks from static
+memory, which one upload per step fills:
 
     numbers: [fetched blocks, of them kept, parity of layer 0, table entries]
              [rows of host memory] [places that stay, -1: none] [buffers, even] [buffers, odd]
 
-No event inside a graph can be timed, so kernels note when they began and ended, and the last one sums that up
-in memory that the host reads. Knows copies, layers and tables; not what is computed in between.
+Events inside a graph cannot be timed, so the kernels record timestamps, and the last one adds them up in
+memory that the host reads.
 """
 
 import logging
@@ -39,16 +38,16 @@ _log = logging.getLogger("kvasir.worker.pie")
 _Found = TypeVar("_Found")
 _HEADER = 4
 _STAMPS = 4
-"""Of a layer: its copy began and ended, the computation came to it, it has attended."""
+"""Timestamps per layer: start and end of its copy, arrival of the computation, end of its attention."""
 _BEGAN, _ENDED, _WANTED, _LEFT = range(_STAMPS)
 _SUMS = 5
-"""Nanoseconds stalled and copied; layers, those of them that were early, blocks of one layer."""
+"""Nanoseconds stalled and copied; number of layers, of early layers, and of one-layer blocks."""
 _PORTABLE_AND_MAPPED = 3
-"""What cudaHostRegister is told, so that kernels may read the memory."""
+"""Flags of cudaHostRegister that let kernels access the memory."""
 
 
 class LayerFetches:
-    """What a replayed step brings in: memory of a fixed place, and the launches that a graph holds."""
+    """Static memory and kernel launches of the fetches inside a graph."""
 
     def __init__(self, lanes: GpuLanes, layers: int, device_blocks: int) -> None:
         self._lanes, self._layers, self._device_blocks = lanes, layers, device_blocks
@@ -59,19 +58,18 @@ class LayerFetches:
         self._sums = sums.pin_memory() if device.type == "cuda" else sums
 
     def fill(self, work: StreamWork, *, first: int, is_ahead: bool) -> None:
-        """Of a step: `first` is the buffer that layer 0 has; `is_ahead`: what is kept is there already."""
+        """Upload a step's work. `first`: buffer of layer 0; `is_ahead`: kept blocks are already there."""
         kept = work.kept if is_ahead else 0
         header = np.array([len(work.fetched), kept, first, len(work.tables) + len(TABLE_END)], np.int32)
         numbers = np.concatenate([header, work.fetched, work.place, work.even, work.odd]).astype(np.int32)
         paged.fill(self._numbers, torch.from_numpy(numbers))
 
     def gate(self, raw: torch.Tensor, pointed: torch.Tensor) -> "ReplayedGate":
-        """For one capture. `raw`: a step's tables, `TABLE_END` behind them; `pointed`: what layers attend
-        with."""
+        """Return the gate of a capture. `raw`: the step's tables with `TABLE_END`; `pointed`: a layer's."""
         return ReplayedGate(self, self._lanes.cuda, self._layers, raw, pointed)
 
     def bring(self, layer: int) -> Any:
-        """The layer's copy, after what the computation has submitted: the event of its end."""
+        """Launch a layer's copy after the computation submitted so far; return the event of its end."""
         key_words, value_words = self._lanes.words
         with self._lanes.inwards() as came:
             launch(
@@ -90,12 +88,12 @@ class LayerFetches:
         return came
 
     def note(self, layer: int, stamp: int) -> None:
-        """The computation is there."""
+        """Launch the recording of a timestamp."""
         at = _STAMPS * layer + stamp
         launch(stamp_kernel, (1,), (self._stamps, at), IS_TIMED=not INTERPRETED, num_warps=1)
 
     def point(self, layer: int, raw: torch.Tensor, pointed: torch.Tensor) -> None:
-        """The tables say where the layer's blocks are."""
+        """Launch the update of the tables for a layer."""
         launch(
             point_kernel,
             (COPY_PROGRAMS,),
@@ -107,7 +105,7 @@ class LayerFetches:
         )
 
     def account(self) -> None:
-        """All layers are through."""
+        """Launch the summation of all layers' timestamps."""
         launch(
             account_kernel,
             (1,),
@@ -118,7 +116,7 @@ class LayerFetches:
         )
 
     def add_to(self, figures: StreamFigures) -> StreamFigures:
-        """With what replays have summed up."""
+        """Return `figures` plus the sums of all replays."""
         stall_ns, fetch_ns, layers, early, fetched = self._sums.tolist()
         return replace(
             figures,
@@ -131,7 +129,7 @@ class LayerFetches:
 
 
 class ReplayedGate:
-    """A `Gate` whose waits and copies are captured: a context around all layers."""
+    """`Gate` for a capture: a context around all layers, whose waits and copies become part of the graph."""
 
     def __init__(
         self, fetches: LayerFetches, cuda: Any, layers: int, raw: torch.Tensor, pointed: torch.Tensor
@@ -161,15 +159,17 @@ class ReplayedGate:
 
 
 class GpuStream(TorchStream):
-    """A `BlockStream` on a CUDA device. Of a step that brings something in nothing is done before it is known
-    how the step is computed: with its first layer (`enter`), or as a graph (`replay`)."""
+    """Implements `BlockStream` on a CUDA device.
+
+    Fetches start only when it is known how the step runs: layer by layer (`enter`) or as a graph (`replay`).
+    """
 
     def __init__(self, lanes: GpuLanes, layers: int, device_blocks: int) -> None:
         super().__init__(lanes, layers, device_blocks)
         self.fetches = LayerFetches(lanes, layers, device_blocks)
         self._waiting: StreamWork | None = None
         self._replayed: Any = None
-        """The event at the end of the present step's graph."""
+        """Event at the end of the step's graph."""
 
     @property
     def tables(self) -> torch.Tensor | None:
@@ -183,12 +183,14 @@ class GpuStream(TorchStream):
         return super().enter(layer, timeout_s)
 
     def replay(self, graph: Callable[[], _Found]) -> _Found | None:
-        """What the graph gives, whose layers bring in what the present step reads from outside. Two of the
-        next step's are read ahead behind it. None, unreplayed, where it reads nothing there."""
+        """Run the graph with the step's fetches, fetch two layers ahead, and return the graph's result.
+
+        Return None, without running it, if the step fetches nothing.
+        """
         work, self._waiting = self._waiting, None
         if work is None:
             return None
-        if self._last is not None:  # What was read ahead for this step.
+        if self._last is not None:  # the layers fetched ahead for this step
             self._lanes.join(self._last, 0.0)
         self.fetches.fill(work, first=self._first, is_ahead=self._ahead > 0)
         found = graph()
@@ -227,8 +229,7 @@ class GpuStream(TorchStream):
 def open_on_gpu(
     keys: torch.Tensor, values: torch.Tensor, rows: npt.NDArray[np.uint8], layers: int
 ) -> BlockStream:
-    """A stream between a CUDA device and `rows`, which are page-locked for it. Raises ConfigError where they
-    cannot be."""
+    """Return a stream between a CUDA device and `rows`. Raises ConfigError if they cannot be page-locked."""
     cuda: Any = torch.cuda
     runtime = cuda.cudart()
     error = runtime.cudaHostRegister(rows.ctypes.data, rows.nbytes, _PORTABLE_AND_MAPPED)

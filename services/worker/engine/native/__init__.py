@@ -1,1 +1,1 @@
-"""C++ for the CPU's hot path: a plain C ABI over raw memory, compiled once where it runs."""
+"""C++ code for CPUs with a C ABI over raw memory, compiled on the machine that runs it."""

@@ -1,7 +1,7 @@
-"""One stretch of memory for a model's packed weights, or KV, in large pages where the system has them.
+"""Memory for packed weights or KV, in huge pages if the system has them.
 
-It is the process's own: Linux gives shared memory no large pages unless told to, and a killed worker's
-sockets stay open until all its pages have been given back, one by one.
+The mapping is private: Linux backs shared memory with huge pages only if configured to. With small pages a
+killed worker's sockets stay open while its pages are freed.
 """
 
 import mmap
@@ -13,7 +13,7 @@ _FLOAT_BYTES = 4
 
 
 class Arena:
-    """Float32 tensors cut from one mapping, one after the other. Every tensor keeps the mapping alive."""
+    """Allocator of consecutive fp32 tensors in one mapping, which every tensor keeps alive."""
 
     def __init__(self, floats: int) -> None:
         size = max(floats * _FLOAT_BYTES, 1) + _PAGE_BYTES
@@ -25,7 +25,7 @@ class Arena:
         self._free = whole[start : start + floats]
 
     def take(self, floats: int) -> torch.Tensor:
-        """The next `[floats]`, zero until written. Raises ValueError when there are no more."""
+        """Return the next tensor `[floats]`, zeroed. Raises ValueError if the arena is full."""
         if floats > len(self._free):
             raise ValueError(f"{floats} floats wanted of {len(self._free)}")
         taken, self._free = self._free[:floats], self._free[floats:]

@@ -1,8 +1,8 @@
-"""Compile this folder's C++ to one shared library, once for each source, compiler and CPU.
+"""Compiles this folder's C++ to one shared library, once per source, compiler and CPU.
 
-`python -m services.worker.engine.native.build` does it at setup and prints the path; a worker that finds no
-library does it at its start. Any number may build at once: each in a folder of its own, and the first renames
-it to where everybody looks. Knows compilers; nothing of what is in the library.
+`python -m services.worker.engine.native.build` builds it at setup and prints its path; a worker without a
+library builds it at start. Concurrent builds use separate folders; the first one to finish is renamed into
+place.
 """
 
 import hashlib
@@ -22,26 +22,26 @@ SOURCES = Path(__file__).parent
 BUILDS = SOURCES.parents[3] / "build" / "native"
 LIBRARY = "libkvasir_native.so"
 _NOTE = "made_for"
-"""Beside a library: the digest of its sources and CPU, without the compiler."""
+"""File beside a library with the digest of its sources and CPU, without the compiler."""
 FLAGS = (
     "-std=c++17 -O3 -march=native -fno-math-errno -fno-trapping-math -fPIC -Wno-psabi -fvisibility=hidden"
 ).split()
-"""No -ffast-math: −inf is the score of what a query does not see."""
+"""No -ffast-math, because −inf is the score of keys that a query does not see."""
 _OPENMP = "-fopenmp"
 _COMPILERS = ("c++", "g++", "clang++")
 _COMPILE_DEADLINE_S = 300.0
 
 
 def find_compiler() -> str | None:
-    """Path of the C++ compiler: the environment's CXX, or the first of the usual names."""
+    """Return the path of the C++ compiler: CXX of the environment, or the first of the usual names."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else _COMPILERS
     return next((path for path in map(shutil.which, names) if path), None)
 
 
 def build(folder: Path = BUILDS) -> Path:
-    """Path of the library, compiled unless it is there already.
+    """Return the path of the library, compiled if necessary.
 
-    Raises ConfigError when there is neither compiler nor library, or with its words when it fails.
+    Raises ConfigError if there is neither compiler nor library, or with the compiler's error.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -62,7 +62,7 @@ def build(folder: Path = BUILDS) -> Path:
 
 
 def _made_elsewhere(folder: Path) -> Path | None:
-    """A library of the same sources for the same CPU, whoever compiled it: how a container image has one."""
+    """Return a library of the same sources and CPU by any compiler, as in a container image, or None."""
     for note in sorted(folder.glob(f"*/{_NOTE}")):
         if note.read_text() == _digest():
             return note.parent / LIBRARY
@@ -94,7 +94,7 @@ def _compile(compiler: str, out: Path) -> None:
 
 
 def _run_all(commands: Sequence[Sequence[str]]) -> None:
-    """All at once. Raises ConfigError with what the first failing one said."""
+    """Run commands in parallel. Raises ConfigError with the error of the first failing one."""
     running = [
         subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         for command in commands
@@ -129,7 +129,7 @@ def _has_openmp(compiler: str, folder: Path) -> bool:
 
 
 def _digest(compiler: str | None = None) -> str:
-    """Names everything that the library depends on, the compiler included if it is given."""
+    """Return a digest of everything that the library depends on, with the compiler if it is given."""
     digest = hashlib.sha256()
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
@@ -149,7 +149,7 @@ def _version(compiler: str) -> str:
 
 
 def _cpu() -> str:
-    """Model and instruction sets: what -march=native looks at."""
+    """Return CPU model and instruction sets, on which -march=native depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""The native library in this process, and its attention operator on torch tensors (`attention.h`).
+"""Loads the native library and wraps its attention operator for torch tensors (`attention.h`).
 
-Calls go through ctypes, which lets other Python threads run meanwhile. Knows pools and spans; no model.
+Calls go through ctypes, which releases the GIL.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ _NOT_AS_SEALED = -4
 
 
 class KvPool(ctypes.Structure):
-    """`attention.h`. Holds addresses: the tensors must live longer."""
+    """`KvPool` of `attention.h`. Holds addresses: the tensors must outlive it."""
 
     _fields_ = (
         ("key", ctypes.c_void_p),
@@ -46,7 +46,7 @@ class KvPool(ctypes.Structure):
 
 
 class Spans(ctypes.Structure):
-    """`attention.h`. Holds addresses: the arrays must live longer."""
+    """`Spans` of `attention.h`. Holds addresses: the arrays must outlive it."""
 
     _fields_ = (
         ("count", ctypes.c_int32),
@@ -61,7 +61,7 @@ class Spans(ctypes.Structure):
 
 
 class KvDigests(ctypes.Structure):
-    """`attention.h`. Holds an address: the array must live longer."""
+    """`KvDigests` of `attention.h`. Holds an address: the array must outlive it."""
 
     _fields_ = (("of", ctypes.c_void_p), ("bad", ctypes.c_int32))
 
@@ -82,7 +82,7 @@ class _AttendCall(ctypes.Structure):
 
 @cache
 def load() -> ctypes.CDLL:
-    """The library, compiled when this machine has none yet. Raises ConfigError when it cannot be had."""
+    """Return the library, compiled if necessary. Raises ConfigError if that fails."""
     path = build()
     try:
         library = ctypes.CDLL(str(path))
@@ -113,9 +113,9 @@ def _load_or_warn() -> ctypes.CDLL | None:
 
 
 def choose(mode: AttentionMode, *, device: torch.device, dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The library, or None where plain torch is to compute.
+    """Return the library, or None to compute in plain torch.
 
-    Raises ConfigError when the mode is "native" and there is no library for such a device and dtype.
+    Raises ConfigError in mode "native" without a library for this device and dtype.
     """
     fits = device.type == "cpu" and dtype in _DTYPES
     if mode == "torch" or (mode == "auto" and not fits):
@@ -131,10 +131,10 @@ def choose(mode: AttentionMode, *, device: torch.device, dtype: torch.dtype) -> 
 
 
 def describe_pool(k_pool: torch.Tensor, v_pool: torch.Tensor, before: int = 0, behind: int = 0) -> KvPool:
-    """K `[num_blocks, kv_heads, head_dim, block_tokens]` and V `[…, block_tokens, value_dim]`, contiguous.
+    """Return the `KvPool` of K `[num_blocks, kv_heads, head_dim, block_tokens]` and V `[…, value_dim]`.
 
-    `before`, `behind`: so many blocks of the same memory may be read on either side, as ids below 0 and from
-    `num_blocks` on.
+    Both are contiguous. `before`, `behind`: number of readable blocks on either side in the same memory, with
+    ids below 0 and from `num_blocks` on.
     """
     num_blocks, kv_heads, head_dim, block_tokens = k_pool.shape
     if (num_blocks, kv_heads, block_tokens) != tuple(v_pool.shape[:3]) or k_pool.dtype != v_pool.dtype:
@@ -155,7 +155,7 @@ def describe_pool(k_pool: torch.Tensor, v_pool: torch.Tensor, before: int = 0, b
 
 
 def describe_spans(packed: PackedSpans, window_tokens: int | None = None) -> Spans:
-    """Valid as long as `packed` lives. `window_tokens`: another than its own."""
+    """Return the `Spans` of `packed`, valid while it lives. `window_tokens` overrides its own."""
     return Spans(
         count=len(packed.first_position),
         first_row=packed.first_row.ctypes.data,
@@ -176,9 +176,9 @@ def write(
     slots: torch.Tensor,
     digests: KvDigests | None = None,
 ) -> None:
-    """`keys`, `values` `[rows, kv_heads, …]` to `slots`, int64 `[rows]`: block * block_tokens + offset.
+    """Write `keys`, `values` `[rows, kv_heads, …]` to `slots`, int64 `[rows]`: block * block_tokens + offset.
 
-    With `digests` the blocks are verified before (CorruptedKv), and sealed anew.
+    With `digests` the blocks are verified first (raises CorruptedKv) and digested again.
     """
     keys, values = _rows_of_heads(keys), _rows_of_heads(values)
     given = (
@@ -197,7 +197,7 @@ def write(
 
 
 def verify(library: ctypes.CDLL, pool: KvPool, digests: KvDigests, blocks: npt.NDArray[np.int32]) -> None:
-    """Raises CorruptedKv where one of them is not as it was sealed."""
+    """Raise CorruptedKv if a block does not match its digest."""
     _check(library.kv_verify(pool, digests, blocks.ctypes.data, len(blocks)), digests)
 
 
@@ -213,10 +213,10 @@ def attend(
     lse: torch.Tensor | None = None,
     digests: KvDigests | None = None,
 ) -> torch.Tensor:
-    """`queries` `[rows, q_heads, head_dim]` → `[rows, q_heads, value_dim]`, in the dtype of the queries.
+    """Return attention `[rows, q_heads, value_dim]` of `queries` `[rows, q_heads, head_dim]`, in their dtype.
 
-    `lse`, fp32 `[rows, q_heads]` and contiguous, is filled when given. A row that sees no key gets zeros and
-    −inf. Raises CorruptedKv where a block of those with `digests` is not as it was sealed.
+    Fills `lse`, fp32 `[rows, q_heads]`, contiguous, if given. A row that sees no key gets zeros and −inf.
+    Raises CorruptedKv if a block does not match its digest.
     """
     flat = _rows_of_heads(queries)
     rows, q_heads, _ = flat.shape
@@ -237,7 +237,7 @@ def attend(
 
 
 def _rows_of_heads(rows: torch.Tensor) -> torch.Tensor:
-    """fp32, heads contiguous in each row; a view where it can be."""
+    """Return rows as fp32 with contiguous heads; a view if possible."""
     rows = rows.float()
     return rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous()
 
@@ -251,11 +251,11 @@ def _check(answer: Any, digests: KvDigests | None = None) -> None:
 
 
 Prototype = tuple[Any, tuple[Any, ...]]
-"""Result (None: nothing) and arguments."""
+"""Result type (None: void) and argument types."""
 
 
 def declare(library: ctypes.CDLL, prototypes: Mapping[str, Prototype]) -> None:
-    """Raises AttributeError for a function that the library does not have."""
+    """Set the types of library functions. Raises AttributeError for a missing one."""
     for name, (result, arguments) in prototypes.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

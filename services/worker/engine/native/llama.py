@@ -1,7 +1,4 @@
-"""A plain fp32 Llama in C++ (`llama.h`): weights packed once at load, one call for a whole step.
-
-Knows transformers' names for a Llama's settings and where a step's spans lie; samples nothing.
-"""
+"""A plain fp32 Llama in C++ (`llama.h`): weights are packed at load, and a step is one call."""
 
 import ctypes
 from typing import Any
@@ -22,7 +19,7 @@ _LATE = -104
 
 
 class LlamaLayer(ctypes.Structure):
-    """One layer's weights and pools, laid out as `llama.h` has them."""
+    """Weights and pools of one layer, laid out as in `llama.h`."""
 
     _fields_ = (
         ("input_norm", ctypes.c_void_p),
@@ -36,7 +33,7 @@ class LlamaLayer(ctypes.Structure):
 
 
 class LlamaModel(ctypes.Structure):
-    """A model's sizes, weights and layers, laid out as `llama.h` has them."""
+    """Sizes, weights and layers of a model, laid out as in `llama.h`."""
 
     _fields_ = (
         ("layers", ctypes.c_int32),
@@ -60,7 +57,7 @@ class LlamaModel(ctypes.Structure):
 
 
 class LlamaStep(ctypes.Structure):
-    """One step's rows and scratch memory, laid out as `llama.h` has them."""
+    """Rows and scratch memory of a step, laid out as in `llama.h`."""
 
     _fields_ = (
         ("rows", ctypes.c_int32),
@@ -98,13 +95,13 @@ _PROTOTYPES = {
 
 
 def is_computable(module: Any) -> bool:
-    """Whether a plain fp32 LlamaForCausalLM's rotation is one that a table holds."""
+    """Return whether a table can hold the rotations of a plain fp32 LlamaForCausalLM on the CPU."""
     on_cpu = next(module.parameters()).device.type == "cpu"
     return is_rotation_fixed(module.config) and on_cpu and module.model.layers[0].self_attn.head_dim % 2 == 0
 
 
 class StepScratch:
-    """Tensors that a step writes to, by name; made anew only when a step has more rows than any before."""
+    """Tensors that a step writes to, by name; reallocated only for more rows than ever before."""
 
     def __init__(self, widths: dict[str, tuple[int, torch.dtype]]) -> None:
         self._widths = widths
@@ -112,7 +109,7 @@ class StepScratch:
         self._tensors: dict[str, torch.Tensor] = {}
 
     def grow(self, rows: int) -> bool:
-        """Room for `rows` in every tensor. Whether they moved."""
+        """Ensure room for `rows` in every tensor; return whether they were reallocated."""
         if rows <= self._rows:
             return False
         self._rows = max(rows, self._rows * 3 // 2)
@@ -125,16 +122,16 @@ class StepScratch:
         return self._tensors[name]
 
     def point(self, step: LlamaStep) -> None:
-        """Let the step's fields of these names point here."""
+        """Point the step's fields of these names at the tensors."""
         for name, tensor in self._tensors.items():
             setattr(step, name, tensor.data_ptr())
 
 
 class NativeLlama:
-    """A `Forward` for a plain `LlamaForCausalLM`; see `is_computable`.
+    """`Forward` of a plain `LlamaForCausalLM`; see `is_computable`.
 
-    With `release` the module's own matrices are given up: it can compute no more. `model` and what `prepare`
-    returns are what the functions of `llama.h` take, for callers with something to do between two layers.
+    `release` frees the module's own matrices, so that it can no longer compute. The functions of `llama.h`
+    take `model` and the result of `prepare`, for callers that run single layers.
     """
 
     def __init__(
@@ -179,7 +176,7 @@ class NativeLlama:
         )
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
-        """See `services.worker.engine.forward.Forward`."""
+        """See `forward.Forward`."""
         step = self.prepare(tokens, positions, kept)
         if self._kv.is_partitioned:
             answer = self._run_partitioned(step)
@@ -194,9 +191,9 @@ class NativeLlama:
         return self.logits(len(kept))
 
     def _run_partitioned(self, step: LlamaStep) -> int:
-        """`llama_forward`, with what other workers hold asked for before each attention and joined after it.
+        """`llama_forward` with creditors: send their parts before each attention and merge them after it.
 
-        For rows that see nothing of theirs it is the same kernels in the same order.
+        Rows without remote blocks use the same kernels in the same order.
         """
         library, model, kv, rows = self._library, self.model, self._kv, step.rows
         heads = self._scratch["heads"][:rows].view(rows, -1, model.head_dim)
@@ -222,7 +219,7 @@ class NativeLlama:
         return 0
 
     def logits(self, kept: int) -> Logits:
-        """What the last step, whole or in parts, left for its `kept` rows."""
+        """Return the logits of the last step's `kept` rows."""
         results = self._results
         return Logits(
             results["logits"][:kept],
@@ -232,7 +229,7 @@ class NativeLlama:
         )
 
     def prepare(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> LlamaStep:
-        """The step's description. It points at the tensors given, and holds for the present spans."""
+        """Return the step's description, which points at the given tensors and the current spans."""
         step, rows = self._step, len(tokens)
         if self._scratch.grow(max(rows, len(kept))):
             self._scratch.point(step)

@@ -1,4 +1,4 @@
-"""The native library's thread that brings blocks from host memory behind the computation (`stream.h`)."""
+"""Wraps the native library's thread that fetches blocks from host memory during a step (`stream.h`)."""
 
 import ctypes
 
@@ -12,7 +12,7 @@ from services.worker.kv.tiers.resident import BlockStream, OpenStream, StreamFig
 
 
 class _Memory(ctypes.Structure):
-    """`stream.h`. Holds addresses: the tensors must live longer."""
+    """Memory layout as in `stream.h`. Holds addresses: the tensors must outlive it."""
 
     _fields_ = (
         ("key", ctypes.c_void_p),
@@ -26,7 +26,7 @@ class _Memory(ctypes.Structure):
 
 
 class _Step(ctypes.Structure):
-    """`stream.h`. Holds addresses: the arrays must live as long as it is worked on."""
+    """Work of one step as in `stream.h`. Holds addresses: the arrays must live until the next step."""
 
     _fields_ = (
         ("count", ctypes.c_int32),
@@ -45,7 +45,7 @@ class _Step(ctypes.Structure):
 
 
 class _Figures(ctypes.Structure):
-    """`stream.h`."""
+    """Figures as in `stream.h`."""
 
     _fields_ = (
         ("stall_s", ctypes.c_double),
@@ -76,7 +76,7 @@ _PROTOTYPES = {
 
 
 class NativeStream:
-    """A `BlockStream` between tensors of the CPU."""
+    """Implements `BlockStream` between tensors in host memory."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class NativeStream:
         declare(library, _PROTOTYPES)
         self._library = library
         self._memory = keys, values, rows
-        """Kept alive for the thread."""
+        """Keeps the tensors alive for the thread."""
         address = library.stream_open(
             _Memory(
                 key=keys.data_ptr(),
@@ -105,14 +105,14 @@ class NativeStream:
         self.address: int | None = int(address)
         self.tables: torch.Tensor | None = None
         self._at_work: tuple[object, ...] = ()
-        """What the thread reads, until the next step."""
+        """Keeps alive what the thread reads until the next step."""
 
     def pace(self, bytes_s: float) -> None:
         """See `BlockStream`."""
         self._library.stream_pace(self.address, bytes_s, bytes_s)
 
     def begin(self, work: StreamWork) -> None:
-        """See `BlockStream`. Ends what was brought in ahead after the step before."""
+        """See `BlockStream`. Ends the fetches that the previous step made ahead."""
         step = _Step(
             count=len(work.fetched),
             kept=work.kept,
@@ -139,8 +139,7 @@ class NativeStream:
         self._library.stream_leave(self.address, layer)
 
     def end(self) -> int:
-        """See `BlockStream`. The first two layers are brought in once more, for a step that reads the
-        same."""
+        """See `BlockStream`. Fetches the first two layers again, for a next step with the same blocks."""
         return int(self._library.stream_end(self.address))
 
     def halt(self) -> None:
@@ -163,12 +162,12 @@ class NativeStream:
         self._library.stream_save(self.address, blocks.ctypes.data, rows.ctypes.data, len(rows))
 
     def close(self) -> None:
-        """Ends the thread; nothing may be called any more."""
+        """End the thread. Call nothing after this."""
         self._library.stream_close(self.address)
 
 
 def opener(library: ctypes.CDLL) -> OpenStream:
-    """What opens streams of this library."""
+    """Return the function that opens streams of this library."""
 
     def open_stream(
         keys: torch.Tensor, values: torch.Tensor, rows: npt.NDArray[np.uint8], layers: int

@@ -1,6 +1,6 @@
-"""`python -m services.worker.engine.native.timings`: CPU ms of a decode step's attention, C++ and torch.
+"""`python -m services.worker.engine.native.timings` prints CPU ms of decode attention in C++ and torch.
 
-Beside them what reading the pools in order takes, tried in turn: the least of twelve rounds.
+It also prints the time to read the pools in order. Each figure is the minimum of twelve rounds.
 """
 
 import time
@@ -19,7 +19,7 @@ _BLOCK_TOKENS = 16
 _ROUNDS = 12
 _MODES: tuple[AttentionMode, AttentionMode] = ("native", "torch")
 _SHAPES = {"tiny_chat, 8 layers": (8, 2, 4, 64), "Llama-3-8B, 1 layer": (1, 8, 32, 128)}
-"""Layers, KV heads, query heads, head size."""
+"""Number of layers, KV heads and query heads, and head size."""
 
 
 def _cpu_ms(run: Callable[[], object]) -> float:
@@ -35,7 +35,7 @@ def _step(attention: PagedAttention, spans: Sequence[Span], query: torch.Tensor,
 
 
 def _measure(shape: tuple[int, int, int, int], batch: int, context: int, mode: AttentionMode) -> list[float]:
-    """Least CPU ms of a step, and of reading its pools. The first round, which touches all memory, is out."""
+    """Return the minimum CPU ms of a step and of reading its pools, without the first (warm-up) round."""
     layers, kv_heads, q_heads, dim = shape
     width = -(-context // _BLOCK_TOKENS)
     blocks = torch.randperm(batch * width).view(batch, width).tolist()

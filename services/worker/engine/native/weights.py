@@ -1,6 +1,6 @@
-"""A transformers Llama's weights in the form that `llama.h` takes them: matrices packed into panels.
+"""Packs the weights of a transformers Llama into panels for `llama.h`.
 
-What is packed is held once: with `release` the module gives its own copies up and can compute no more.
+`release` frees the module's own copies, so that it can no longer compute.
 """
 
 import ctypes
@@ -25,22 +25,22 @@ _ROTARY_CHUNK = 4096
 
 
 class Gemm:
-    """The functions of `gemm.h` that pack, at load. The product itself is called in C++ only."""
+    """The packing functions of `gemm.h`. Only C++ calls the product itself."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         declare(library, _PROTOTYPES)
         self._library = library
 
     def packed_floats(self, outputs: int, inputs: int) -> int:
-        """What a packed matrix `[outputs, inputs]` takes."""
+        """Return the number of floats of a packed matrix `[outputs, inputs]`."""
         return int(self._library.gemm_packed_floats(outputs, inputs))
 
     def packed_pair_floats(self, outputs: int, inputs: int) -> int:
-        """What two matrices of this shape take, packed as a pair."""
+        """Return the number of floats of two matrices of this shape, packed as a pair."""
         return int(self._library.gemm_packed_pair_floats(outputs, inputs))
 
     def pack(self, weights: Sequence[torch.Tensor], arena: Arena) -> torch.Tensor:
-        """One matrix of several `[outputs, inputs]` fp32, their outputs one after the other."""
+        """Pack matrices `[outputs, inputs]` fp32 as one, with concatenated outputs."""
         joined = torch.cat(list(weights)) if len(weights) > 1 else weights[0].contiguous()
         outputs, inputs = joined.shape
         packed = arena.take(self.packed_floats(outputs, inputs))
@@ -48,7 +48,7 @@ class Gemm:
         return packed
 
     def pack_pair(self, gate: torch.Tensor, up: torch.Tensor, arena: Arena) -> torch.Tensor:
-        """Two matrices of equal shape, for the product through SiLU."""
+        """Pack two matrices of equal shape for the SiLU product."""
         gate, up = gate.contiguous(), up.contiguous()
         outputs, inputs = gate.shape
         packed = arena.take(self.packed_pair_floats(outputs, inputs))
@@ -60,12 +60,12 @@ class Gemm:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """Everything that a step reads but the KV."""
+    """All weights of a model, for `llama.h`."""
 
     layers: tuple[JoinedLayer, ...]
-    """All but the norms packed."""
+    """Packed except for the norms."""
     embedding: torch.Tensor | None
-    """`[vocabulary, hidden]`, or None: tied to the head, whose panels hold it."""
+    """`[vocabulary, hidden]`; None: tied to the head."""
     final_norm: torch.Tensor
     head: torch.Tensor
     cosine: torch.Tensor
@@ -74,7 +74,7 @@ class ModelWeights:
 
 
 def pack(library: ctypes.CDLL, module: Any, positions: int, *, release: bool) -> ModelWeights:
-    """The weights of a plain LlamaForCausalLM, and its rotation up to `positions`."""
+    """Return the packed weights of a plain LlamaForCausalLM, and its rotations up to `positions`."""
     body, head = module.model, module.lm_head.weight
     tied = body.embed_tokens.weight.data_ptr() == head.data_ptr()
     gemm = Gemm(library)
@@ -95,7 +95,7 @@ def pack(library: ctypes.CDLL, module: Any, positions: int, *, release: bool) ->
 
 
 def rotation(module: Any, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines as the module's rotary embedding has them, `[positions, head_dim / 2]` each."""
+    """Return cosines and sines of the module's rotary embedding, `[positions, head_dim / 2]` each."""
     like = torch.empty(1, dtype=torch.float32)
     parts = []
     for first in range(0, positions, _ROTARY_CHUNK):

@@ -1,1 +1,1 @@
-"""vLLM's model runners below Kvasir's plans: our rows, blocks and sampler; its models, kernels and KV."""
+"""Engine on vLLM's model runners: Kvasir's rows, blocks and sampler, vLLM's models, kernels and KV."""

@@ -1,4 +1,4 @@
-"""What is sampled of one step, wherever its logits are: in this process, or on every rank of a model."""
+"""Samples a step where its logits are: in this process, or on every rank of a model."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -16,21 +16,21 @@ from shared.grammars import Words
 
 
 class FoundMasks(RowMasks):
-    """Some that are found already."""
+    """Masks that are already computed."""
 
     def __init__(self, rows: Sequence[int], words: Words) -> None:
         self.rows, self.words = rows, words
 
     def wait(self) -> Words:
-        """At once."""
+        """Return the masks at once."""
         return self.words
 
 
 class StepDraw:
-    """A `Draw`; `drawn` has what it sampled, by name. It can be sent to other processes of this machine."""
+    """Implements `Draw`; `drawn` has the sampled tokens by request name. Can be pickled."""
 
     def __init__(self, wanted: Sequence[str], points: Sequence[SamplePoint], masks: RowMasks | None) -> None:
-        """`wanted` are the names of the rows that have the `points`; `masks` are of those."""
+        """`wanted`: names of the rows with `points`; `masks`: their grammar masks."""
         self._wanted, self._points, self._masks = wanted, points, masks
         self.drawn: dict[str, Sampled | None] = {}
 
@@ -42,7 +42,7 @@ class StepDraw:
         return [self.noted(name) or 0 for name in names]
 
     def _found(self, logits: Logits, rows: list[int]) -> list[Sampled | None]:
-        """Of these rows of the logits, a token each."""
+        """Return one token for each of these rows of the logits."""
         library = _library(logits.values.device.type)
         embeds = any(point.sampling.embeds for point in self._points)
         if self._masks is None and not embeds:
@@ -54,25 +54,25 @@ class StepDraw:
         return with_hidden(found, self._points, mine.hidden) if embeds else found
 
     def noted(self, name: str) -> int | None:
-        """The token that a request goes on with, if there is one."""
+        """Return the sampled token of a request, or None."""
         sampled = self.drawn.get(name)
         return None if sampled is None else sampled.token
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Without what nobody reads on the other side; masks are waited for."""
+        """Pickle only what the other process reads, after waiting for the masks."""
         masks = None if self._masks is None else FoundMasks(self._masks.rows, self._masks.wait())
         return StepDraw, (self._wanted, [_brief(point) for point in self._points], masks)
 
 
 def _brief(point: SamplePoint) -> SamplePoint:
-    """Without the text, which only penalties and bad words read."""
+    """Return a point without its tokens, unless penalties or bad words read them."""
     how = point.sampling
     reads = how.repetition_penalty != 1 or how.frequency_penalty or how.presence_penalty or how.bad_words
     return point if reads else SamplePoint(how, point.choice, point.index)
 
 
 def _of(logits: Logits, rows: list[int]) -> Logits:
-    """These rows of them, in this order, as fp32."""
+    """Return these rows of the logits, in this order, as fp32."""
     values, hidden = logits.values, logits.hidden
     if rows != list(range(len(values))):
         values, hidden = values[rows], None if hidden is None else hidden[rows]

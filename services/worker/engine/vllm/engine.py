@@ -1,7 +1,7 @@
-"""An engine whose model, kernels and KV are vLLM's: Kvasir's rows in, tokens of Kvasir's sampler out.
+"""Engine with vLLM's models, kernels and KV, and Kvasir's block ids and sampler.
 
-Plans, block ids, prefix cache, tiers and moves are Kvasir's, as with the native engine. Attention over keys
-that other workers hold, and Pie, are not: see `services/worker/README.md`.
+Prefix cache, tiers and migration work as with the native engine; distributed attention and Pie do not
+(`docs/vllm.md`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,10 +20,10 @@ from shared.blocks import fingerprint
 
 
 class VllmEngine:
-    """An `Engine` whose blocks can be copied (`CacheableEngine`)."""
+    """Implements `ConstrainedEngine` and `CacheableEngine`."""
 
     prefill_tokens_per_s = 0.0
-    """As profiled at the start; 0: it was not."""
+    """Prefill throughput as profiled at the start; 0: not profiled."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class VllmEngine:
         max_step_tokens: int,
         grammars: GrammarMasks | None = None,
     ) -> None:
-        """`weights` names the checkpoint. Without `grammars` a row that has one fails."""
+        """`weights`: digest of the checkpoint."""
         self._runner = runner
         self._grammars = grammars
         self._max_rows, self._max_step_tokens = max_rows, max_step_tokens
@@ -53,28 +53,28 @@ class VllmEngine:
 
     @property
     def pools(self) -> Sequence[tuple[torch.Tensor, ...]]:
-        """By layer one tensor: K and V together, as vLLM's kernels have them."""
+        """One tensor per layer with K and V, in the layout of vLLM's kernels."""
         return [(layer[NULL_BLOCKS:],) for layer in self._runner.kv]
 
     def records(self) -> Records:
-        """Its blocks as rows of bytes, for one thread."""
+        """Return the blocks as rows of bytes, for use by one thread."""
         return records_of(self.pools)
 
     def make_pool(self) -> BlockPool:
-        """A pool of its blocks."""
+        """Return a pool of the engine's blocks."""
         return BlockPool(self.kv_blocks, self.block_tokens)
 
     def expect_grammar(self, grammar: str) -> None:
-        """A sequence that keeps to it comes soon. Any thread may call this."""
+        """See `ConstrainedEngine`."""
         if self._grammars is not None:
             self._grammars.expect(grammar)
 
     def close(self) -> None:
-        """Ends what runs beside this process; nothing may be called any more."""
+        """End the other processes. Call nothing after this."""
         self._runner.close()
 
     def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
-        """See `Engine`. In parts, where a step is larger than vLLM's buffers."""
+        """See `Engine`. A step larger than vLLM's buffers runs in parts."""
         sampled: list[Sampled | None] = []
         for part, is_told in self._parts(rows):
             found = self._step(part)
@@ -82,7 +82,7 @@ class VllmEngine:
         return sampled
 
     def _parts(self, rows: Sequence[Row]) -> Iterator[tuple[list[Row], bool]]:
-        """Rows that fit at once, and whether they end as the step wants them to."""
+        """Yield rows that fit into vLLM's buffers, and whether their tokens belong to the step's result."""
         part: list[Row] = []
         tokens = 0
         for whole in rows:
@@ -114,6 +114,6 @@ class VllmEngine:
 
 
 def _split(row: Row, tokens: int) -> tuple[Row, Row]:
-    """Its first `tokens`, and the rest."""
+    """Split a row after its first `tokens` tokens."""
     head = Row(row.tokens[:tokens], row.first_position, row.blocks, None)
     return head, Row(row.tokens[tokens:], row.first_position + tokens, row.blocks, row.point)

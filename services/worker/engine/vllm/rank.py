@@ -1,6 +1,6 @@
-"""What Kvasir has in each process of a model that is cut in parts: vLLM mixes it into its worker class.
+"""Extension of vLLM's worker class, for each rank of a tensor-parallel model.
 
-Every rank has all logits and draws the same tokens from them: what is drawn depends on nothing else.
+Every rank has all logits and samples the same tokens from them.
 """
 
 import os
@@ -21,18 +21,18 @@ _SHARED = Path("/dev/shm")
 def open_steps(
     runner: Any, config: Any, execute: Callable[[Any], Any], sample: Callable[[None], Any]
 ) -> Steps:
-    """Of whichever runner vLLM has made. Raises ConfigError as `Steps` does."""
+    """Return the `Steps` for vLLM's model runner. Raises ConfigError as `Steps` does."""
     kind = StepsV2 if config.use_v2_model_runner else StepsV1
     return kind(runner, config, execute, sample)
 
 
 class KvasirRank:
-    """Called by name through vLLM's executor, on all ranks at once."""
+    """Methods that vLLM's executor calls by name, on all ranks."""
 
     kvasir_steps: Steps
 
     def kvasir_open(self) -> str:
-        """Its layout; to be called first."""
+        """Prepare the rank and return its KV layout. Call this first."""
         worker: Any = self
         self.kvasir_steps = open_steps(
             worker.model_runner, worker.vllm_config, worker.execute_model, worker.sample_tokens
@@ -40,8 +40,7 @@ class KvasirRank:
         return self.kvasir_steps.layout
 
     def kvasir_share(self, folder: str) -> list[KvPart]:
-        """See `Steps.share`. vLLM's own shared memory, which all ranks have by now, loses its name: it would
-        outlive a rank that is killed."""
+        """See `Steps.share`. Also unlinks vLLM's shared memory, which would outlive a killed rank."""
         worker: Any = self
         for left in _SHARED.glob(f"{os.environ['VLLM_DIST_IDENT']}*_{worker.rank}"):
             left.unlink(missing_ok=True)
@@ -55,6 +54,6 @@ class KvasirRank:
         finished: set[str],
         draw: Draw,
     ) -> dict[str, Sampled | None]:
-        """One iteration; what was drawn."""
+        """Run one step and return the sampled tokens by request name."""
         self.kvasir_steps.run(new, continued, counts, finished, draw)
         return draw.drawn

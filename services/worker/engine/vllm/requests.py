@@ -1,10 +1,8 @@
-"""Which of a model runner's requests a row continues, and which are new to it or over.
+"""Maps rows to requests of a vLLM model runner: continued, new or finished.
 
-A runner of vLLM's keeps the requests of its last step: tokens, blocks, how far they are computed, the token
-that was sampled. Rows have no identity, so a row is told by what it says: it has the blocks of such a
-request, its next position, and the token that was sampled there. Everything else is told anew, under a new
-name, which states all that the runner has to know: no answer depends on a match. What a step does not have is
-finished in the next. Knows no tensor and nothing of vLLM but what block 0 is to it.
+A runner keeps the requests of its last step. A row continues a request if it has the request's blocks, next
+position and sampled token. Every other row becomes a new request with its full state, so answers do not
+depend on a match. A request without a row in a step is finished in that step.
 """
 
 from collections.abc import Sequence
@@ -19,72 +17,72 @@ from services.worker.engine.contract import Row
 from shared.errors import InternalError
 
 NULL_BLOCKS = 1
-"""vLLM pads block tables with block 0: ours begin behind it."""
+"""vLLM pads block tables with block 0, so Kvasir's blocks begin after it."""
 
 
 class NewRequest(NamedTuple):
-    """Everything of a request, up to the end of its row."""
+    """A request with its full state up to the end of its row."""
 
     name: str
     tokens: npt.NDArray[np.int32]
-    """From position 0. Those before `computed` are 0: their KV is there, and nobody reads them."""
+    """Tokens from position 0; those before `computed` are 0, because their KV exists."""
     blocks: list[int]
-    """As vLLM counts them."""
+    """Block table in vLLM's numbering."""
     computed: int
 
 
 class ContinuedRequest(NamedTuple):
-    """One token more, the one that was sampled last."""
+    """A request that continues with the token that was sampled last."""
 
     name: str
     more_blocks: list[int]
     computed: int
     outputs: int
-    """Tokens sampled since it was new."""
+    """Number of tokens sampled since the request was new."""
 
 
 class StepRequests(NamedTuple):
-    """One step as the runner is told of it. `names` are those of the rows, in order."""
+    """The requests of one step; `names` in the order of the rows."""
 
     names: list[str]
     new: list[NewRequest]
     continued: list[ContinuedRequest]
     counts: dict[str, int]
-    """Tokens to compute, by name."""
+    """Number of tokens to compute, by name."""
     finished: set[str]
-    """To be forgotten before the step."""
+    """Requests to drop before the step."""
 
 
 @dataclass(slots=True)
 class _Known:
-    """What the runner has of one request."""
+    """The runner's state of one request."""
 
     name: str
     blocks: Sequence[int]
-    """Ours, those that it was told."""
+    """Block table that the runner has, in Kvasir's numbering."""
     end: int
-    """Positions computed."""
+    """Number of computed positions."""
     token: int | None = None
-    """Sampled for position `end`; None: nothing was, or nothing that can be gone on from."""
+    """Token sampled for position `end`, or None."""
     outputs: int = 0
 
 
 @dataclass(slots=True)
 class Requests:
-    """Of one runner, from step to step: `begin`, then `end` or `fail`."""
+    """Requests of one runner over its steps: call `begin`, then `end` or `fail`."""
 
     block_tokens: int
     told_anew: int = 0
     told_on: int = 0
     _numbers: "count[int]" = field(default_factory=count)
     _known: dict[int, _Known] = field(default_factory=dict)
-    """Of the last step, by the block of their last position, which no two share."""
+    """Requests of the last step, by the block of their last position, which is unique."""
     _doomed: set[str] = field(default_factory=set)
-    """The runner may have them; nothing goes on from them."""
+    """Names of requests that the runner may have and that must be finished."""
     _step: list[_Known] = field(default_factory=list)
 
     def begin(self, rows: Sequence[Row]) -> StepRequests:
-        """What to tell the runner of these rows."""
+        """Return the requests for a step with these rows."""
         new: list[NewRequest] = []
         continued: list[ContinuedRequest] = []
         step: list[_Known] = []
@@ -100,7 +98,7 @@ class Requests:
         return StepRequests(names, new, continued, counts, finished)
 
     def end(self, tokens: Sequence[int | None]) -> None:
-        """The step is over; `tokens`: what the runner noted as the next one of each row."""
+        """End a step; `tokens`: the next token of each row in the runner."""
         self._doomed = set()
         for known, token in zip(self._step, tokens, strict=True):
             known.token = token
@@ -112,12 +110,12 @@ class Requests:
         self._step = []
 
     def fail(self) -> None:
-        """The step broke off: the runner may have heard of all of it or of nothing."""
+        """End a failed step, of which the runner may have any part."""
         self._doomed |= {known.name for known in self._step}
         self._step = []
 
     def _continued(self, row: Row, continued: list[ContinuedRequest]) -> _Known | None:
-        """The request whose next token this row is, taken out of what is known."""
+        """Return the request that this row continues and remove it from `_known`; None if there is none."""
         first = row.first_position
         if first == 0 or len(row.tokens) != 1 or row.point is None:
             return None
@@ -139,7 +137,7 @@ class Requests:
         blocks = row.blocks[: -(-end // self.block_tokens)]
         if len(blocks) * self.block_tokens < end:
             raise InternalError(f"{len(blocks)} blocks for positions up to {end}")
-        # What ends in no token is told as a prompt that goes on: the runner drops what it samples of it.
+        # A row without a point is an unfinished prompt to the runner, which then drops its sampled token.
         tokens = np.zeros(end + (row.point is None), dtype=np.int32)
         tokens[first:end] = row.tokens
         known = _Known(f"row-{next(self._numbers)}", blocks, end)

@@ -1,7 +1,7 @@
-"""vLLM 0.32 with either of its model runners: a `ModelRunner` in this process, or one on several ranks.
+"""`ModelRunner` for vLLM 0.32 with either of its runners, in this process or on several ranks.
 
-`EngineCore` makes executor, KV tensors and warm-up in their order; its scheduler is made, too, and never
-asked. This module, `rank.py` and `steps.py` with its V1 and V2 have all that is private to vLLM.
+`EngineCore` creates the executor and KV tensors and warms up; its scheduler is not used. Only this module,
+`rank.py` and `steps*.py` use private parts of vLLM.
 """
 
 import os
@@ -23,7 +23,7 @@ from services.worker.engine.vllm.steps_v2 import check_v2
 from shared.errors import ConfigError
 
 VERSION = "0.32."
-"""What the version begins with."""
+"""Prefix of the supported versions."""
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a single model runner lives in this process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -32,13 +32,13 @@ _ENVIRONMENT = {
 }
 _MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _PASSED_BYTES = 1 << 20
-"""With a number of blocks vLLM allocates those, whatever it is told of memory; this passes its checks."""
+"""Memory size that passes vLLM's checks; with a number of blocks vLLM ignores it."""
 _RANK = "services.worker.engine.vllm.rank.KvasirRank"
 _SHARED = Path("/dev/shm")
 
 
 class VllmRunner:
-    """A `ModelRunner`."""
+    """Implements `ModelRunner`."""
 
     def __init__(
         self,
@@ -53,11 +53,9 @@ class VllmRunner:
         memory_fraction: float,
         settings: VllmConfig,
     ) -> None:
-        """With `kv_blocks` 0 as many blocks as `kv_bytes` hold; with neither, on a GPU, as many as
-        `memory_fraction` of its memory has room for beside the model.
+        """`kv_blocks` 0: as many as `kv_bytes` hold; both 0: as `memory_fraction` of the GPU allows.
 
-        Raises ConfigError where this vLLM is another, and for a model that it cannot have in one table of
-        blocks.
+        Raises ConfigError for another version of vLLM or a model that needs several block tables.
         """
         os.environ.update(_ENVIRONMENT)
         if settings.model_runner == "auto":
@@ -85,14 +83,14 @@ class VllmRunner:
             block_size=block_tokens,
             num_gpu_blocks_override=kv_blocks + NULL_BLOCKS if kv_blocks else None,
             **_memory(kv_blocks, kv_bytes // ranks, memory_fraction),
-            max_model_len=-1,  # as long as there is KV for
+            max_model_len=-1,  # as long as the KV allows
             max_num_seqs=settings.max_rows,
             max_num_batched_tokens=settings.max_step_tokens,
             tensor_parallel_size=ranks,
             worker_extension_cls=_RANK if ranks > 1 else "",
             enable_prefix_caching=False,
-            async_scheduling=False,  # else a step's tokens come a step later
-            disable_hybrid_kv_cache_manager=True,  # layers with windows share the others' table
+            async_scheduling=False,  # else tokens arrive one step later
+            disable_hybrid_kv_cache_manager=True,  # one block table for layers with and without windows
             enforce_eager=settings.eager,
             disable_log_stats=True,
             use_tqdm_on_load=False,
@@ -104,7 +102,7 @@ class VllmRunner:
             self._core = EngineCore(self._config, Executor.get_class(self._config), log_stats=False)
         except (ValueError, NotImplementedError, OSError) as error:
             raise ConfigError(f"vLLM cannot serve {model}: {_first_line(error)}", param="model") from error
-        random.seed()  # vLLM has given every worker the same
+        random.seed()  # vLLM sets the same seed in every worker
         self._executor: Any = self._core.model_executor
         self._steps: Steps | None = None
         if ranks == 1:
@@ -127,7 +125,7 @@ class VllmRunner:
 
     @property
     def kind(self) -> str:
-        """`v1` or `v2`, of vLLM's model runners."""
+        """vLLM's model runner: `v1` or `v2`."""
         return "v2" if self._config.use_v2_model_runner else "v1"
 
     @property
@@ -154,24 +152,24 @@ class VllmRunner:
         if self._steps is not None:
             self._steps.run(new, continued, counts, finished, draw)
             return
-        step = (new, continued, counts, finished, draw)  # the same on every rank, so all draw the same
+        step = (new, continued, counts, finished, draw)  # the same on every rank
         draw.drawn = self._executor.collective_rpc("kvasir_step", args=step, unique_reply_rank=0)
 
     def close(self) -> None:
         self._core.shutdown()
 
     def _shared(self) -> list[torch.Tensor]:
-        """The KV of all ranks, mapped into this process, too."""
+        """Return the KV of all ranks, mapped into this process."""
         folder = Path(tempfile.mkdtemp(prefix="kvasir-", dir=_SHARED))
         try:
             parts: list[list[KvPart]] = self._executor.collective_rpc("kvasir_share", args=(str(folder),))
             return [part.mapped() for of_rank in parts for part in of_rank]
         finally:
-            shutil.rmtree(folder)  # what is mapped stays until nobody has it
+            shutil.rmtree(folder)  # mapped memory stays until it is unmapped
 
 
 def check_device(built: str, device: str, ranks: int) -> None:
-    """`built` is what this vLLM is built for. Raises ConfigError."""
+    """Raise ConfigError if vLLM, built for device type `built`, does not support device and ranks."""
     if not device.startswith(built):
         raise ConfigError(f"this vLLM is built for {built}: set worker.device {built}", param="device")
     if ranks > 1 and built != "cpu":
@@ -182,14 +180,14 @@ def check_device(built: str, device: str, ranks: int) -> None:
 
 
 def _memory(kv_blocks: int, kv_bytes: int, fraction: float) -> dict[str, Any]:
-    """How vLLM is told what KV may take."""
+    """Return vLLM's arguments for the size of the KV memory."""
     if kv_blocks or kv_bytes:
         return {"kv_cache_memory_bytes": kv_bytes or _PASSED_BYTES}
     return {"gpu_memory_utilization": fraction}
 
 
 def _first_line(error: Exception) -> str:
-    """Of pydantic's errors the one that says what is wrong."""
+    """Return the line of an error, also of pydantic's, that states the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next(
         (line for line in lines if line.startswith("Value error, ")), lines[0] if lines else repr(error)

@@ -1,4 +1,4 @@
-"""The seam: what the engine needs of a model runner of vLLM's. One module per runner and version keeps it."""
+"""Protocols between the vLLM engine and vLLM's model runners."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -12,17 +12,17 @@ from shared.errors import ConfigError
 
 
 class Draw(Protocol):
-    """Samples a step. May be sent to another process (pickle); then `drawn` has to come back."""
+    """Samples a step. If it is pickled to another process, `drawn` must be sent back."""
 
     drawn: dict[str, Sampled | None]
 
     def __call__(self, logits: Logits, names: Sequence[str]) -> list[int]:
-        """Logits `[requests, vocabulary]` and what they are of, in the order of the names → a token each."""
+        """Return a token for each request; `logits` `[requests, vocabulary]` in the order of `names`."""
         ...
 
 
 class ModelRunner(Protocol):
-    """A model, its KV and its kernels. Called from one thread."""
+    """A model with its KV and kernels; called from one thread."""
 
     @property
     def version(self) -> str: ...
@@ -32,22 +32,22 @@ class ModelRunner(Protocol):
 
     @property
     def max_positions(self) -> int:
-        """The last one is not for a prompt: the token sampled behind it has to fit."""
+        """Most positions of a sequence: one less than the model's, so that the last sampled token fits."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and KV."""
+        """Dtype of weights and KV."""
         ...
 
     @property
     def kv(self) -> Sequence[torch.Tensor]:
-        """By rank and layer `[NULL_BLOCKS + kv_blocks, …]`, contiguous, K and V of a block in one piece."""
+        """Tensors `[NULL_BLOCKS + kv_blocks, …]` by rank and layer, contiguous, with K and V of a block."""
         ...
 
     @property
     def layout(self) -> str:
-        """How a block's bytes lie, by whatever decides that."""
+        """Name of a block's memory layout."""
         ...
 
     def run(
@@ -58,19 +58,19 @@ class ModelRunner(Protocol):
         finished: set[str],
         draw: Draw,
     ) -> None:
-        """One iteration. `draw` is called once, and what it answers is noted as each request's next token.
+        """Run one step. `draw` is called once, and returns each request's next token.
 
-        After an exception the requests of this step are unknown; they have to be `finished` in the next one.
+        After an exception the requests of this step must be in `finished` of the next step.
         """
         ...
 
     def close(self) -> None:
-        """Ends what runs beside this process."""
+        """End the other processes."""
         ...
 
 
 def require(condition: bool, what: str, found: Any = None) -> None:
-    """For the checks at start. Raises ConfigError."""
+    """Raise ConfigError unless a condition about vLLM holds."""
     if not condition:
         seen = "" if found is None else f" (found: {found})"
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""One step of a model runner of vLLM 0.32, in the process where the runner is; see `runner.py`.
+"""Runs steps of a vLLM 0.32 model runner, in the runner's process; see `runner.py`.
 
-A step is a `SchedulerOutput` of our own; the sampler is ours, in place of vLLM's. What the runners V1 and V2
-do not have in common is in `steps_v1.py` and `steps_v2.py`.
+A step is a `SchedulerOutput` made here, and Kvasir's sampler replaces vLLM's. `steps_v1.py` and `steps_v2.py`
+have the differences between runner V1 and V2.
 """
 
 import math
@@ -29,7 +29,7 @@ _USED_FIELDS = {
 
 
 def check_fields() -> None:
-    """Raises ConfigError where a step is told in another way than here."""
+    """Raise ConfigError if vLLM's scheduler output lacks a field that is used here."""
     from vllm.v1.core.sched import output
 
     for name, used in _USED_FIELDS.items():
@@ -37,7 +37,7 @@ def check_fields() -> None:
 
 
 def require_fields(module: Any, name: str, used: str) -> None:
-    """Of a dataclass or named tuple. Raises ConfigError for one that is missing, or all of it."""
+    """Raise ConfigError if a dataclass or named tuple, or one of its fields, is missing."""
     kind = getattr(module, name, None)
     there = set(getattr(kind, "_fields", ()))
     if kind is not None and is_dataclass(kind):
@@ -47,15 +47,15 @@ def require_fields(module: Any, name: str, used: str) -> None:
 
 
 def require_names(thing: Any, used: Sequence[str]) -> None:
-    """Raises ConfigError for an attribute that is missing."""
+    """Raise ConfigError for a missing attribute."""
     for name in used:
         require(hasattr(thing, name), f"{type(thing).__name__} has {name}")
 
 
 def as_it_lies(kv: torch.Tensor) -> torch.Tensor:
-    """A layer's KV, which vLLM tells as `[blocks, heads, tokens, content]`, in the order of its memory.
+    """Return a layer's KV `[blocks, heads, tokens, content]` with its dimensions in memory order.
 
-    Raises ConfigError where a block's bytes do not lie in one piece, or blocks not behind each other.
+    Raises ConfigError unless blocks are contiguous and in order.
     """
     strides = kv.stride()
     order = sorted(range(kv.dim()), key=lambda axis: (-strides[axis], axis))
@@ -70,32 +70,31 @@ def as_it_lies(kv: torch.Tensor) -> torch.Tensor:
 
 
 class KvPart(NamedTuple):
-    """The KV of one layer on one rank, in a file that is memory."""
+    """The KV of one layer on one rank, in a file in shared memory."""
 
     file: str
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def mapped(self) -> torch.Tensor:
-        """The same memory in this process; made where it is not there yet."""
+        """Return the memory mapped into this process; the file is created if necessary."""
         return torch.from_file(self.file, shared=True, size=math.prod(self.shape), dtype=self.dtype).view(
             self.shape
         )
 
 
 class Steps(ABC):
-    """Of one model runner, whose sampler it becomes. `execute` and `sample` are the two halves of a step."""
+    """Runs steps of one model runner and replaces its sampler. `execute` and `sample`: halves of a step."""
 
     used: ClassVar[tuple[str, ...]] = (
         "device", "sampler", "kv_caches", "execute_model_state", "kv_cache_config",
     )  # fmt: skip
-    """Names of the runner's."""
+    """Attributes of the runner that are used."""
 
     def __init__(
         self, runner: Any, config: Any, execute: Callable[[Any], Any], sample: Callable[[None], Any]
     ) -> None:
-        """Raises ConfigError where the runner has not what is used here, and for a model that it cannot have
-        in one table of blocks."""
+        """Raises ConfigError if the runner lacks an attribute or the model needs several block tables."""
         from vllm import SamplingParams
         from vllm.v1.core.sched import output
 
@@ -110,12 +109,12 @@ class Steps(ABC):
 
     @property
     def kv(self) -> list[torch.Tensor]:
-        """By layer, each as it lies."""
+        """KV of each layer, in memory order."""
         return [as_it_lies(each) for each in self._runner.kv_caches]
 
     @property
     def layout(self) -> str:
-        """How a block's bytes lie: the backend's order and, on the CPU, the instruction set it packs for."""
+        """Name of a block's memory layout: the backend's order and, on a CPU, its instruction set."""
         from vllm.config import get_layers_from_vllm_config
         from vllm.model_executor.layers.attention import Attention
 
@@ -125,13 +124,13 @@ class Steps(ABC):
         return f"vllm {order} {sorted(kinds)} {[tuple(each.shape[1:]) for each in self.kv]}"
 
     def share(self, folder: str, rank: int) -> list[KvPart]:
-        """Moves the KV into files of `folder`, which other processes can map. Before the first step."""
+        """Move the KV to files in `folder` that other processes can map. Call before the first step."""
         parts = []
         for layer, kv in enumerate(self._runner.kv_caches):
             told = as_it_lies(kv)
             part = KvPart(f"{folder}/{rank}-{layer}", tuple(told.shape), told.dtype)
             there = part.mapped()
-            kv.set_(there.untyped_storage(), 0, kv.shape, kv.stride())  # the layers have this tensor
+            kv.set_(there.untyped_storage(), 0, kv.shape, kv.stride())  # in place: layers hold this tensor
             parts.append(part)
         return parts
 
@@ -155,25 +154,25 @@ class Steps(ABC):
             free_encoder_mm_hashes=[],
         )
         if self._runner.device.type == "cuda":
-            torch.cuda.set_device(self._runner.device)  # of this thread, which may be another than at start
+            torch.cuda.set_device(self._runner.device)  # the setting is per thread
         self._draw = draw
         try:
             if self._execute(scheduled) is None:
                 self._hidden = self._sampled_from(self._runner.execute_model_state)
                 self._sample(None)
         except BaseException:
-            self._runner.execute_model_state = None  # else every later step is refused
+            self._runner.execute_model_state = None  # else vLLM refuses every later step
             raise
         finally:
             self._draw = self._hidden = None
 
     @abstractmethod
     def _take_the_sampler(self) -> None:
-        """Put `_drawn` in the place of vLLM's sampler."""
+        """Replace vLLM's sampler by `_drawn`."""
 
     @abstractmethod
     def _sampled_from(self, state: Any) -> torch.Tensor:
-        """Of what the first half left: the hidden states `[requests, hidden size]` that logits are of."""
+        """Return the head's input `[requests, hidden size]` from the state after `execute`."""
 
     def _new(self, request: NewRequest) -> Any:
         return self._output.NewRequestData(
@@ -189,7 +188,7 @@ class Steps(ABC):
 
     @abstractmethod
     def _tokens(self, request: NewRequest) -> dict[str, Any]:
-        """How this runner wants to be told them."""
+        """Return the request's tokens as arguments of `NewRequestData`."""
 
     def _continued(self, requests: Sequence[ContinuedRequest]) -> Any:
         return self._output.CachedRequestData(
@@ -203,7 +202,7 @@ class Steps(ABC):
         )
 
     def _drawn(self, logits: torch.Tensor, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
-        """A token for each, `[requests, 1]`."""
+        """Return sampled tokens `[requests, 1]`."""
         require(self._draw is not None, "the sampler is called in a step")
         assert self._draw is not None
         tokens = self._draw(Logits(logits, hidden=self._hidden), names)
@@ -211,7 +210,7 @@ class Steps(ABC):
 
 
 def check_groups(groups: Sequence[Any]) -> None:
-    """Of layers that share a table of blocks. Raises ConfigError for several of them, and for states."""
+    """Raise ConfigError unless all layers are attention and share one block table."""
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
     if len(groups) != 1 or "Attention" not in kinds[0]:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What is model runner V1's alone: its sampler is called with the logits, and replaced."""
+"""Steps of vLLM's model runner V1, whose sampler is replaced."""
 
 from typing import Any
 
@@ -26,6 +26,6 @@ class StepsV1(Steps):
         return {"prompt_token_ids": request.tokens}
 
     def _sampled(self, logits: torch.Tensor, sampling_metadata: Any = None, **_: Any) -> Any:
-        """In place of vLLM's `Sampler`."""
+        """Sample in place of vLLM's `Sampler`."""
         noted = self._drawn(logits, self._runner.input_batch.req_ids, torch.int32)
         return self._sampler_output(sampled_token_ids=noted, logprobs_tensors=None)

@@ -1,8 +1,7 @@
-"""What is model runner V2's alone: its sampler is wrapped, as the runner keeps more in it than sampling.
+"""Steps of vLLM's model runner V2, whose sampler is wrapped because the runner also uses its other methods.
 
-The runner tells its sampler of every request and of writes to the device, and reads its penalties' state. All
-of that goes on; only what is sampled is ours. How many tokens a request got (one, or none where its prompt
-goes on) is the sampler's to say here, and V1's runner's there.
+The sampler, not the runner as in V1, returns how many tokens each request got: one, or none for an unfinished
+prompt.
 """
 
 from typing import Any
@@ -24,7 +23,7 @@ _USED_FIELDS = {
 
 
 def check_v2() -> None:
-    """Before a model is loaded: raises ConfigError where V2 cannot run, or is another."""
+    """Raise ConfigError if V2 cannot run or has other fields. Called before a model is loaded."""
     from importlib import import_module
 
     from vllm.triton_utils import HAS_TRITON
@@ -54,11 +53,11 @@ class StepsV2(Steps):
         return hidden
 
     def _tokens(self, request: NewRequest) -> dict[str, Any]:
-        tokens = request.tokens.tolist()  # its staged writes take lists only
+        tokens = request.tokens.tolist()  # V2 accepts lists only
         return {"prompt_token_ids": tokens, "prefill_token_ids": tokens}
 
     def sampled(self, logits: torch.Tensor, batch: Any) -> Any:
-        """What the wrapped sampler answers."""
+        """Return the output of the wrapped sampler."""
         from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
         noted = self._drawn(logits, batch.req_ids, torch.int64)
@@ -75,7 +74,7 @@ class StepsV2(Steps):
 
 
 class _Wrapped:
-    """vLLM's `Sampler`, but for what it samples."""
+    """vLLM's `Sampler` with Kvasir's sampling."""
 
     def __init__(self, sampler: Any, steps: StepsV2) -> None:
         self._sampler, self._steps = sampler, steps
