@@ -1,8 +1,8 @@
-// The operator of attention.h: flash-style online softmax over columns of sixteen slots.
+// The operator of attention.h: online softmax (FlashAttention) over columns of sixteen slots.
 //
-// A tile is the query heads that share one KV head, over one or several rows of a span. It walks over its keys in
-// chunks of columns: scores of the chunk, softmax against the running maximum, values weighted into the output. Each
-// phase prefetches what the next one reads: blocks lie scattered, and hardware prefetching ends with a page.
+// A tile is the query heads that share one KV head, over one or several rows of a span. It processes its keys in chunks
+// of columns: scores, softmax with the running maximum, weighted values. Each phase prefetches the data of the next,
+// because blocks are scattered and hardware prefetching stops at page borders.
 #include "attention.h"
 
 #include <algorithm>
@@ -21,12 +21,12 @@ using namespace kvasir;
 
 constexpr int CHUNK_COLUMNS = 8;
 constexpr int CHUNK = CHUNK_COLUMNS * LANES;  // scores of one query and chunk
-constexpr int CHUNK_BYTES = 32768;            // of keys: what is prefetched meanwhile waits in the second-level cache
+constexpr int CHUNK_BYTES = 32768;            // of keys, so that prefetched data stays in the L2 cache
 constexpr int TILE = 32;                      // queries of a tile
 constexpr int ROWS = 4;                       // queries of a register tile
 constexpr float NEGATIVE_INFINITY = -std::numeric_limits<float>::infinity();
 
-// Up to sixteen consecutive slots of one block. Offsets in elements, of KV head 0.
+// Up to sixteen consecutive slots of one block. Offsets are in elements, for KV head 0.
 struct Column {
   int64_t key;
   int64_t value;
@@ -36,17 +36,17 @@ struct Column {
 
 struct Tile {
   int32_t span;
-  int32_t row;  // the first, packed
+  int32_t row;  // first packed row
   int32_t rows;
-  int32_t head;  // the first of the query heads of one KV head
+  int32_t head;  // first query head of the KV head
   int32_t heads;
-  bool verifies;  // the keys and values of this KV head: a span's last tile sees all that the others do
+  bool verifies;  // whether to check digests of this KV head: set for a span's last tile, which sees all its keys
 };
 
-// What one thread works in; kept between calls.
+// Buffers of one thread, kept between calls.
 struct Workspace {
   std::vector<Column> columns;
-  std::vector<int32_t> blocks;  // of each column that is its block's first here, else -1
+  std::vector<int32_t> blocks;  // block id of each column that is the first of its block, else -1
   std::vector<float> memory;
   const Tile* tile = nullptr;
   float *query, *output, *scores, *highest, *total, *decay;
@@ -64,7 +64,7 @@ struct Workspace {
   }
 };
 
-// Scores of `M` queries against `N` columns. `COUNT` accumulators at least keep the multiply-add units busy.
+// Computes scores of `M` queries and `N` columns, with at least `COUNT` accumulators to keep the FMA units busy.
 template <class T, int M, int N, bool PARTIAL>
 inline void score_columns(const float* query, int head_dim, const T* const* keys, int64_t stride, int lanes,
                           const T* const* ahead, float* scores) {
@@ -119,7 +119,7 @@ void score_chunk(const float* query, int head_dim, const Column* columns, int co
   }
 }
 
-// Weigh the values of a chunk into `N` vectors of the outputs of `M` queries; `tail` lanes in the last, 0 for all.
+// Adds a chunk's weighted values to `N` vectors of the outputs of `M` queries; `tail`: lanes of the last, 0: all.
 template <class T, int M, int N, bool TAIL>
 inline void weigh_columns(const float* weights, const float* decay, const Column* columns, int count, const T* values,
                           int value_dim, int tail, const T* const* ahead, int64_t ahead_step, float* output,
@@ -199,7 +199,7 @@ struct Operator {
     return std::min(position(tile, row) + 1, spans.key_end[tile.span]);
   }
 
-  // The slots that any row of the tile sees.
+  // Finds the slots that any row of the tile sees.
   void find_columns(const Tile& tile, std::vector<Column>& columns, std::vector<int32_t>& blocks) const {
     columns.clear();
     blocks.clear();
@@ -216,7 +216,7 @@ struct Operator {
     }
   }
 
-  // Of a chunk: it is in the cache then for those who compute with it.
+  // Verifies a chunk, which is then in the cache for the computation.
   bool are_intact(const int32_t* blocks, int count, int kv_head, int which) const {
     for (int c = 0; c < count; c++)
       if (blocks[c] >= 0 && !is_intact(pool, *call.digests, blocks[c], kv_head, which)) {
@@ -239,7 +239,7 @@ struct Operator {
     std::fill_n(work.total, queries, 0.0f);
   }
 
-  // Scores to weights, relative to the highest score so far.
+  // Turns scores into weights relative to the highest score so far.
   void soften(const Tile& tile, const Column* columns, int count, int query, Workspace& work) const {
     float* scores = work.scores + query * CHUNK;
     const int row = query / tile.heads, first = first_key(tile, row), end = end_key(tile, row);
@@ -253,7 +253,7 @@ struct Operator {
       highest = larger(highest, score);
     }
     const float before = work.highest[query], now = std::max(before, largest(highest));
-    // Nothing seen yet: any finite reference makes weights of zero, and keeps a NaN one.
+    // No key seen yet: any finite reference gives zero weights, and keeps NaN.
     const float reference = now == NEGATIVE_INFINITY ? 0.0f : now;
     Vec total = {};
     for (int c = 0; c < count; c++) {
@@ -281,7 +281,7 @@ struct Operator {
     }
   }
 
-  // False when a block is not as it was sealed.
+  // Returns false if a block does not match its digest.
   template <class T>
   bool attend_tile(const Tile& tile, Workspace& work) const {
     if (work.tile == nullptr || work.tile->row != tile.row) find_columns(tile, work.columns, work.blocks);
@@ -298,7 +298,7 @@ struct Operator {
       const T* ahead[CHUNK_COLUMNS];
       for (int c = 0; c < count; c++) {
         const int next = done + step + c;
-        // After the last chunk the next KV head begins, with the same blocks.
+        // After the last chunk prefetch the next KV head of the same blocks.
         ahead[c] = next < columns ? keys + work.columns[next].key : keys + head_stride_key() + work.columns[c].key;
       }
       const int32_t* blocks = work.blocks.data() + done;
@@ -346,7 +346,7 @@ bool well_formed(const KvPool& pool) {
          pool.kv_heads > 0 && pool.head_dim > 0 && pool.value_dim > 0;
 }
 
-// Whether every block that a span's rows see exists.
+// Returns whether all blocks that a span's rows see exist.
 bool blocks_exist(const KvPool& pool, const Spans& spans) {
   for (int s = 0; s < spans.count; s++) {
     const int rows = spans.first_row[s + 1] - spans.first_row[s];

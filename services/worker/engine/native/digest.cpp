@@ -22,7 +22,7 @@ uint64_t mixed(uint64_t a, uint64_t b) {
   return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
-// Words enter by an odd multiple and a turn, which nothing but their own value undoes; four states take turns.
+// Each word is mixed in by an odd multiplication and a rotation, which are invertible; four states alternate.
 uint64_t digest_words(const char* from, int64_t bytes) {
   uint64_t state[4] = {SEEDS[0], SEEDS[1], SEEDS[2], SEEDS[3]};
   auto enter = [&](int turn, const char* at, int64_t some) __attribute__((always_inline)) {
@@ -44,7 +44,7 @@ uint64_t digest_words(const char* from, int64_t bytes) {
 #ifdef KVASIR_VAES
 constexpr int32_t KIND = 2;
 
-// Four states take turns: a round has to end before the next of the same state begins.
+// Four states alternate, because a round must end before the next one of the same state begins.
 uint64_t digest_lines(const char* from, int64_t bytes) {
   const __m512i seed = _mm512_loadu_si512(SEEDS);
   __m512i a = seed, b = _mm512_ror_epi64(seed, 17), c = _mm512_ror_epi64(seed, 31), d = _mm512_ror_epi64(seed, 47);
@@ -122,7 +122,7 @@ extern "C" int32_t kv_digest_kind() { return KIND; }
 
 extern "C" void table_sums(const uint64_t* table, int64_t rows, int64_t columns, const uint64_t* row_weights,
                            const uint64_t* column_weights, uint64_t* by_row, uint64_t* by_column) {
-  // A few columns at a time stay in registers, and the whole table in the cache meanwhile: it is a slice.
+  // A few columns at a time stay in registers; the table is a slice that fits into the cache.
   constexpr int64_t STRIP = 64;
   static thread_local std::vector<uint64_t> of_row;
   of_row.assign((size_t)rows, 0);

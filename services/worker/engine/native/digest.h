@@ -1,18 +1,17 @@
-// Digests of lent KV blocks: what a creditor checks before it attends to a block, or sends it.
+// Digests of lent KV blocks, which a creditor checks before it attends to a block or sends it.
 //
-// Each block of a layer has one digest for the keys and one for the values of each of its KV heads, which lie in one
-// piece (see attention.h). They are taken when the block is written, and compared whenever it is read. 64 bits, by
-// rounds of AES: a change within any 64 bytes always shows before the last folding, any other but once in 2^64. Against
-// faults, not forgers; not kept beyond the process, for another CPU may compute another function.
+// Keys and values of each KV head of a block and layer have one digest each, set on write and checked on read. It has
+// 64 bits, by AES rounds: a change within 64 bytes always shows before the last folding; others are missed once in
+// 2^64. Digests detect faults, not attacks. They are not stored, because another CPU may compute another function.
 #pragma once
 #include "attention.h"
 
 namespace kvasir {
 
 uint64_t digest(const void* from, int64_t bytes);  // never 0
-uint64_t portable_digest(const void* from, int64_t bytes);  // the same on every CPU, at 8 bytes a cycle
+uint64_t portable_digest(const void* from, int64_t bytes);  // the same on every CPU, 8 bytes per cycle
 
-// Whether a head's keys (`which` 0) or values (1) of a block are what was sealed; true for what never was.
+// Returns whether a head's keys (`which` 0) or values (1) of a block match their digest; true without a digest.
 bool is_intact(const KvPool& pool, const KvDigests& digests, int64_t block, int kv_head, int which);
 
 }  // namespace kvasir
@@ -20,18 +19,18 @@ bool is_intact(const KvPool& pool, const KvDigests& digests, int64_t block, int 
 extern "C" {
 
 KVASIR_API uint64_t kv_digest(const void* from, int64_t bytes);
-KVASIR_API int32_t kv_digest_kind();  // names the function that this build computes: 1, 2 …
+KVASIR_API int32_t kv_digest_kind();  // number of the digest function of this build
 
-// Of a table of 64-bit words, `rows` rows of `columns`: the sum of each row and of each column, each times its weight,
-// added up modulo 2^64. What services/worker/peers/transport/digest.py computes where there is no library.
+// Computes the weighted row and column sums of a table of 64-bit words, modulo 2^64, as
+// services/worker/peers/transport/digest.py does without the library.
 KVASIR_API void table_sums(const uint64_t* table, int64_t rows, int64_t columns, const uint64_t* row_weights,
                            const uint64_t* column_weights, uint64_t* by_row, uint64_t* by_column);
 
-// Whether these blocks are what was sealed: 0; else -4, and `bad` is the first that is not. -3: no such block.
+// Returns 0 if these blocks match their digests, -4 and the first wrong block in `bad` if not, -3 for a wrong id.
 KVASIR_API int32_t kv_verify(const KvPool* pool, KvDigests* digests, const int32_t* blocks, int32_t count);
 
-// As kv_write, for blocks with digests: those that are written to are verified before, and sealed afterwards. Answers
-// as kv_verify, and has written nothing then.
+// kv_write for blocks with digests: verifies them before and updates their digests after the write. Returns as
+// kv_verify; on an error nothing is written.
 KVASIR_API int32_t kv_write_sealed(const KvPool* pool, const float* key, int64_t key_stride, const float* value,
                                    int64_t value_stride, const int64_t* slots, int32_t rows, KvDigests* digests);
 }

@@ -29,7 +29,7 @@ float value_of(uint32_t bits) {
   return value;
 }
 
-// weights = e^((logits - highest) / temperature), 0 below `floor`. Returns their sum.
+// Sets weights = e^((logits - highest) / temperature), 0 below `floor`. Returns their sum.
 double weigh(const float* logits, float highest, const Draw& draw, int32_t vocabulary, float* weights) {
   const float scale = 1.0f / std::max(draw.temperature, 1e-5f), floor = std::max(draw.min_p, 2e-38f);
   double total = 0;
@@ -45,14 +45,14 @@ double weigh(const float* logits, float highest, const Draw& draw, int32_t vocab
   return total;
 }
 
-// How much of an ordered row lies above a value: its rank, its mass.
+// Rank and mass of an ordered row above a value.
 struct Above {
   int64_t count = 0;
   double mass = 0;
 };
 
-// The weight of the token with which, from the likeliest on, `count` tokens or `mass` are reached; 0 when never.
-// `above` becomes what is strictly above that weight.
+// Returns the weight of the token at which the likeliest tokens reach `count` or `mass`; 0 if they never do.
+// Sets `above` to the rank and mass strictly above that weight.
 float threshold(const float* weights, int32_t vocabulary, int64_t count, double mass, Above* above) {
   static thread_local int32_t counts[kBuckets];
   static thread_local double masses[kBuckets];
@@ -80,7 +80,7 @@ float threshold(const float* weights, int32_t vocabulary, int64_t count, double 
   return value_of(prefix);
 }
 
-// The least weight that top-k and top-p leave.
+// Returns the smallest weight that top-k and top-p keep.
 float least_kept(const float* weights, int32_t vocabulary, double total, const Draw& draw) {
   Above above;
   float least = 0;
@@ -103,12 +103,12 @@ Number scatter(Number value) {
   return value ^ (value >> 16);
 }
 
-// When tokens arrive (see drawing.py).
+// Arrival times of tokens (see drawing.py).
 class Race {
  public:
   explicit Race(uint64_t key) : low_(static_cast<uint32_t>(key)), high_(static_cast<uint32_t>(key >> 32)) {}
 
-  // At a rate of 1.
+  // Returns the arrival time at rate 1.
   double time(uint32_t token) const {
     const uint32_t mixed = scatter(token * kStep + low_);
     const double above = scatter(mixed ^ high_), below = scatter(mixed + kSecond);
@@ -116,7 +116,7 @@ class Race {
     return -std::log1p(-std::min(early, 1 - 0x1p-53));
   }
 
-  // Not above the times of the tokens from `first` on.
+  // Returns lower bounds of the times of the tokens from `first` on.
   Vec least_times(uint32_t first) const {
     UintVec tokens;
     for (int lane = 0; lane < kLanes; ++lane) tokens[lane] = first + lane;
@@ -129,11 +129,11 @@ class Race {
   uint32_t low_, high_;
 };
 
-// The first to arrive of the tokens that weigh at least `least`. Only of those that may be, which are few, is the
-// time computed.
+// Returns the first token to arrive among those with a weight of at least `least`. Exact times are computed only for
+// the few candidates that the lower bounds leave.
 int64_t winner(const float* weights, int32_t vocabulary, float least, uint64_t key) {
   const Race race(key);
-  constexpr float kSlack = 1 + 1e-6f;  // more than is lost between the two times
+  constexpr float kSlack = 1 + 1e-6f;  // larger than the rounding between the two times
   double best = INFINITY;
   int64_t token = 0;
   for (int32_t first = 0; first < vocabulary; first += kLanes) {
@@ -156,7 +156,7 @@ int64_t winner(const float* weights, int32_t vocabulary, float least, uint64_t k
   return token;
 }
 
-// The first of the likeliest tokens of a row, as far as it was looked at.
+// First likeliest token in the scanned part of a row.
 struct Likeliest {
   int64_t token = 0;
   float logit = -INFINITY;
@@ -173,7 +173,7 @@ struct Likeliest {
 
 constexpr int kBits32 = 32;
 
-// All of 32 tokens; where none is above what was found, that is known from a few vectors.
+// Scans 32 tokens; a few vector operations skip them if none is above the current maximum.
 void consider_all(const float* row, int32_t first, Likeliest* found) {
   Vec above = {};
   for (int32_t at = first; at < first + kBits32; at += kLanes) {

@@ -25,11 +25,11 @@ constexpr int ALIGNED = 64;
 
 struct Header {
   uint32_t kind;
-  int32_t layer;   // of a step: spans
-  float scaling;   // of an answer: seconds of computing
+  int32_t layer;   // in a step: number of spans
+  float scaling;   // in an answer: seconds of computing
   float softcap;
-  int32_t status;  // of an answer: 0, or why there is none; of a step: rows
-  int32_t blocks;  // of a step
+  int32_t status;  // in an answer: 0 or an error; in a step: number of rows
+  int32_t blocks;  // in a step
   uint64_t digest;
 };
 
@@ -37,7 +37,7 @@ Deadline after(double seconds) {
   return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
 
-// A header and its payload, one behind the other, the payload aligned; kept between calls.
+// A header followed by its aligned payload; kept between calls.
 struct Frame {
   std::vector<char> memory;
   char* start = nullptr;
@@ -112,7 +112,7 @@ bool has_hung_up(int fd) {
   return poll(&one, 1, 0) != 0;
 }
 
-// What was read ahead first, then the socket.
+// Reads the bytes read ahead, then the socket.
 int32_t receive(Serving& serving, char* into, int64_t bytes, Deadline until) {
   const int64_t had = std::min(bytes, serving.ahead_bytes - serving.ahead_used);
   std::memcpy(into, serving.ahead + serving.ahead_used, had);
@@ -120,14 +120,14 @@ int32_t receive(Serving& serving, char* into, int64_t bytes, Deadline until) {
   return receive_all(serving.fd, into + had, bytes - had, until);
 }
 
-// A step's part, whose every index is inside what it refers to.
+// A step's part with checked indices.
 struct Part {
   std::vector<int32_t> table_position;
   std::vector<int64_t> kept_slots;
   Spans spans{};
   int32_t rows = 0;
 
-  // `payload`: a step's, which has to outlive this. Whether it holds together.
+  // Parses a step's `payload`, which must outlive this. Returns whether it is consistent.
   bool read(const Header& header, const char* payload, int block_tokens) {
     const int32_t count = header.layer, blocks = header.blocks;
     rows = header.status;
@@ -158,7 +158,7 @@ struct Part {
     return true;
   }
 
-  // Whether all its blocks, and those that it writes to, are lent.
+  // Returns whether all blocks that it reads or writes are lent.
   bool is_lent(const uint8_t* lent, int32_t blocks, int32_t num_blocks, int block_tokens) const {
     for (int32_t i = 0; i < blocks; i++)
       if (spans.blocks[i] < 0 || spans.blocks[i] >= num_blocks || !lent[spans.blocks[i]]) return false;
@@ -177,7 +177,7 @@ struct Creditor {
   Part part;
   Frame step, question, answer;
 
-  // Written, then attended to. One at a time in a process: what is lent is a share of one core.
+  // Writes, then attends. One at a time per process, because a share of one core is lent.
   int32_t compute(int layer, const Header& asked, const float* payload, float* output) {
     static std::mutex computing;
     const std::lock_guard<std::mutex> alone(computing);
@@ -209,7 +209,7 @@ struct Creditor {
     return send_all(serving.fd, answer.start, answer.bytes, after(serving.patience_s));
   }
 
-  // The rest of a frame whose header has come.
+  // Reads the rest of a frame whose header is complete.
   int32_t receive_payload(Frame& frame, int64_t payload, Deadline until) {
     const Header kept = *frame.header();
     frame.reserve(payload);
@@ -217,7 +217,7 @@ struct Creditor {
     return receive(serving, (char*)frame.payload(), payload, until);
   }
 
-  // One layer: 0, or why the step does not go on.
+  // Serves one layer. Returns 0, or why the step ends.
   int32_t serve_layer(int layer, int32_t refusal) {
     const KvPool& pool = serving.pools[layer];
     const int64_t asked = (int64_t)part.rows * serving.q_heads * pool.head_dim +
@@ -232,7 +232,7 @@ struct Creditor {
     if (int32_t failed = receive_payload(question, asked * sizeof(float), until)) return failed;
     const Header& header = *question.header();
     if (!question.is_intact(QUESTION) || header.layer != layer) return EXCHANGE_MANGLED;
-    // Whoever gave up has hung up: nothing of his is written any more.
+    // A debtor that gave up has closed the connection, so nothing of it may be written.
     if (has_hung_up(serving.fd)) return EXCHANGE_LOST;
     answer.reserve(refusal ? 0 : found * sizeof(float));
     if (refusal) {
@@ -248,7 +248,7 @@ struct Creditor {
     return failed ? failed : unsent;
   }
 
-  // A whole one, whose header has come: 0 when the next may follow.
+  // Serves a step whose header is complete. Returns 0 if another step may follow.
   int32_t serve_step() {
     const Header header = *step.header();
     const KvPool& pool = serving.pools[0];
@@ -264,7 +264,7 @@ struct Creditor {
     for (int layer = 0; layer < serving.layers; layer++) {
       serving.layer = layer;
       const int32_t ended = serve_layer(layer, refusal);
-      if (ended == EXCHANGE_FULL || ended == EXCHANGE_STOPPED) return 0;  // Of this step: another may follow.
+      if (ended == EXCHANGE_FULL || ended == EXCHANGE_STOPPED) return 0;  // another step may follow
       if (ended) return ended;
     }
     return 0;
@@ -282,7 +282,7 @@ struct Creditor {
       if (step.header()->kind == END) {
         if (!step.is_intact(END)) return EXCHANGE_MANGLED;
         if (step.header()->layer == OF_EXCHANGE) return EXCHANGE_STOPPED;
-        continue;  // Of a step that has ended already: its last answer and this crossed.
+        continue;  // for a step that has already ended: it crossed with the last answer
       }
       if (int32_t failed = serve_step()) return failed;
     } while (Clock::now() < turn);
@@ -298,7 +298,7 @@ float* gather(float* to, const float* from, int64_t stride, const int64_t* rows,
 }  // namespace
 
 extern "C" int32_t kv_serve(Serving* serving) {
-  // Frames are kept from call to call: each thread serves one link.
+  // Frames are kept between calls, because each thread serves one link.
   static thread_local Frame step, question, answer;
   Creditor creditor{*serving, {}, std::move(step), std::move(question), std::move(answer)};
   serving->ahead_used = 0;

@@ -1,4 +1,4 @@
-// See gemm.h. A register tile of up to 6 rows by one panel; panels stream through the cache once per kRowBlock rows.
+// See gemm.h. A register tile is up to 6 rows by one panel; panels are read once per kRowBlock rows.
 #include "gemm.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@ using namespace panels;
 constexpr int kPanel = kVectors * kLanes;
 constexpr int kHalf = kPanel / 2;
 constexpr int kTileRows = 6;
-constexpr int kInputBlock = 512;  // one block of a panel and of the rows stays in the second-level cache
+constexpr int kInputBlock = 512;  // a block of a panel and of the rows fits into the L2 cache
 constexpr int kRowBlock = 192;
 constexpr int kPrefetchSteps = 12;
 
@@ -26,8 +26,8 @@ struct Tile {
   float* c;
   int64_t c_stride;
   int32_t inputs;
-  bool accumulate;    // go on from what is in c
-  const float* ahead;  // what to fetch into the cache meanwhile: kLines vectors per input
+  bool accumulate;    // add to c
+  const float* ahead;  // data to prefetch: kLines vectors per input
 };
 
 template <int kRows, int kLines>
@@ -66,8 +66,8 @@ constexpr Multiply kMultiply[kTileRows + 1] = {
     nullptr,           multiply<1, kLines>, multiply<2, kLines>, multiply<3, kLines>,
     multiply<4, kLines>, multiply<5, kLines>, multiply<6, kLines>};
 
-// `rows` rows in tiles of nearly equal height, which on the way fetch the columns that come next into the cache: of
-// many tiles each of the first a part, of few the last, and a single one its own a little ahead.
+// Computes `rows` rows in tiles of nearly equal height, which also prefetch the next columns: with many tiles each of
+// the first a part, with few the last, and a single tile its own columns a little ahead.
 void multiply_rows(Tile tile, int32_t rows) {
   const int32_t tiles = (rows + kTileRows - 1) / kTileRows;
   const float* next = tile.panel + static_cast<int64_t>(tile.inputs) * kPanel;
@@ -105,7 +105,7 @@ void write_gated(const float* sums, float* c, int64_t c_stride, int32_t rows, in
   }
 }
 
-// One panel for at most kRowBlock rows.
+// Computes one panel for at most kRowBlock rows.
 void finish_panel(const GemmCall& call, Tile tile, int32_t rows, int32_t panel) {
   const bool gated = call.epilogue == GEMM_SILU_MUL;
   const int32_t width = gated ? kHalf : kPanel;
@@ -129,7 +129,7 @@ void finish_panel(const GemmCall& call, Tile tile, int32_t rows, int32_t panel) 
 
 int32_t panels_of(int32_t outputs, int32_t width) { return (outputs + width - 1) / width; }
 
-// Columns [first, first + count) of W into columns [at, at + kWidth) of its panel, padded with zeros.
+// Packs columns [first, first + count) of W to columns [at, at + kWidth) of its panel, padded with zeros.
 template <int kWidth>
 void pack_columns(const float* weight, int64_t stride, int32_t count, int32_t inputs, float* panel) {
   for (int32_t column = 0; column < kWidth; ++column)

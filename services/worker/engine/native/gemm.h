@@ -1,9 +1,8 @@
-// fp32 matrix products for packed rows of activations and weights packed once: C = A · Wᵀ, with what follows fused.
+// fp32 matrix products of activations and packed weights, C = A · Wᵀ, with fused epilogues.
 //
-// A weight matrix W [outputs, inputs] is held as panels of gemm_panel_columns() outputs, each panel
-// [inputs][columns], the last one padded with zeros. Every output is one chain of fused multiply-adds in the order
-// of the inputs, whatever the number of rows, the blocking or the threads: a row's result does not depend on what
-// else is in the batch, bit for bit.
+// A weight matrix W [outputs, inputs] is stored as panels [inputs][columns] of gemm_panel_columns() outputs, the last
+// one padded with zeros. Every output is one chain of fused multiply-adds in the order of the inputs, so a row's result
+// is bit-identical for any batch, blocking and number of threads.
 #pragma once
 #include <cstdint>
 
@@ -31,18 +30,17 @@ struct GemmCall {
 
 int32_t gemm_panel_columns(void);
 
-// Floats that a packed W [outputs, inputs] takes; for a pair, pass twice the outputs padded to whole half panels:
-// gemm_packed_pair_floats.
+// Number of floats of a packed W [outputs, inputs], and of a packed pair of such matrices.
 int64_t gemm_packed_floats(int32_t outputs, int32_t inputs);
 int64_t gemm_packed_pair_floats(int32_t outputs, int32_t inputs);
 
 void gemm_pack(const float* weight, int64_t stride, int32_t outputs, int32_t inputs, float* packed);
 
-// Half of each panel from `gate`, half from `up`, both [outputs, inputs].
+// Packs half of each panel from `gate` and half from `up`, both [outputs, inputs].
 void gemm_pack_pair(const float* gate, const float* up, int64_t stride, int32_t outputs, int32_t inputs,
                     float* packed);
 
-// Row `output` of W, read back out of the panels.
+// Copies row `output` of W from the panels.
 void gemm_unpack_row(const float* packed, int32_t inputs, int64_t output, float* row);
 
 void gemm(const GemmCall* call);

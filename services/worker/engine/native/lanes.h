@@ -1,4 +1,4 @@
-// Sixteen floats at a time, in the compilers' vector extensions: one AVX-512 register, two of AVX2, four of NEON.
+// Vectors of sixteen floats by compiler extensions: one AVX-512 register, two of AVX2, four of NEON.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -6,7 +6,7 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && !defined(KVASIR_PORTABLE)
 #include <immintrin.h>
 #define KVASIR_AVX512 1
-#define WIDE_COLUMNS 4  // vectors that a register tile is wide
+#define WIDE_COLUMNS 4  // width of a register tile in vectors
 #else
 #define WIDE_COLUMNS 1
 #endif
@@ -38,7 +38,7 @@ KVASIR_INLINE Vec load(const uint16_t* from) {
 }
 KVASIR_INLINE void store(float* to, Vec x) { std::memcpy(to, &x, sizeof x); }
 
-// The first `lanes` of sixteen, zero in the others; nothing behind them is read.
+// Loads the first `lanes` of sixteen values; the others are zero and not read.
 KVASIR_INLINE Vec load_some(const float* from, int lanes) {
 #ifdef KVASIR_AVX512
   return (Vec)_mm512_maskz_loadu_ps((__mmask16)((1u << lanes) - 1), from);
@@ -58,11 +58,11 @@ KVASIR_INLINE Vec load_some(const uint16_t* from, int lanes) {
 #endif
 }
 
-// Into the second-level cache: fetches for the first-level one are too few at a time to use the memory's bandwidth.
+// Prefetches to L2: the L1 cache allows too few concurrent fetches to use the memory's bandwidth.
 KVASIR_INLINE void prefetch(const void* at) { __builtin_prefetch(at, 0, 2); }
 
 KVASIR_INLINE void put(float* to, float x) { *to = x; }
-// Rounded to nearest even, as torch does.
+// Stores as bf16, rounded to nearest even as in torch.
 KVASIR_INLINE void put(uint16_t* to, float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -79,7 +79,7 @@ KVASIR_INLINE Vec larger(Vec a, Vec b) {
   return choose(a > b, a, b);
 #endif
 }
-// Lanes [from, until) of `x`, `other` elsewhere.
+// Returns lanes [from, until) of `x`, and `other` in the rest.
 KVASIR_INLINE Vec within(Vec x, int from, int until, float other) {
   const IntVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return choose((lane >= from) & (lane < until), x, broadcast(other));
@@ -117,11 +117,11 @@ KVASIR_INLINE Vec exp(Vec x) {
   p = p * r + 0.166666671633720397949219f;
   p = p * r + 0.5f;
   p = p * r * r + r + 1.0f;
-  Vec scaled = (Vec)((UintVec)p + (((UintVec)shifted - 0x4b400000u) << 23));  // below -87 it wraps, and is not used
+  Vec scaled = (Vec)((UintVec)p + (((UintVec)shifted - 0x4b400000u) << 23));  // wraps below -87; not used there
   return choose(x < -87.0f, Vec{}, scaled);
 }
 
-// Polynomial near zero (Cephes' tanhf), by e^x elsewhere.
+// tanh by a polynomial near zero (Cephes' tanhf) and by e^x elsewhere.
 KVASIR_INLINE Vec tanh(Vec x) {
   Vec magnitude = choose(x < 0, -x, x);
   magnitude = choose(magnitude > 10.0f, broadcast(10.0f), magnitude);

@@ -32,7 +32,7 @@ void rms_norm(const float* from, const float* weight, int32_t width, float eps, 
   for (; i < width; ++i) to[i] = from[i] * scale * weight[i];
 }
 
-// Halves (a, b) of a head to (a cos - b sin, b cos + a sin).
+// Rotates the halves (a, b) of a head to (a cos - b sin, b cos + a sin).
 void rotate(float* head, const float* cosine, const float* sine, int32_t half) {
   int32_t i = 0;
   for (; i + kLanes <= half; i += kLanes) {
@@ -67,14 +67,14 @@ void project(const LlamaModel& model, int32_t rows, const float* from, int64_t i
   gemm(&call);
 }
 
-// The first token of the highest logit. `highest` is NaN if any logit is.
+// Returns the first token with the highest logit. `highest` is NaN if any logit is NaN.
 int64_t find_likeliest(const float* logits, int32_t vocabulary, float* highest) {
   Vec most = broadcast(-INFINITY), poison{};
   int32_t i = 0;
   for (; i + kLanes <= vocabulary; i += kLanes) {
     const Vec value = load(logits + i);
     most = value > most ? value : most;
-    poison += value * 0.0f;  // NaN from NaN and from infinities
+    poison += value * 0.0f;  // NaN for NaN and infinities
   }
   float top = -INFINITY, bad = sum(poison);
   for (int lane = 0; lane < kLanes; ++lane) top = most[lane] > top ? most[lane] : top;

@@ -1,8 +1,7 @@
-// One step of a Llama in fp32: packed rows of tokens in, logits of the rows that are kept out.
+// One step of a Llama in fp32: packed rows of tokens in, logits of the kept rows out.
 //
 // llama_forward is llama_embed, then for every layer llama_layer_qkv, llama_layer_attend and llama_layer_rest, then
-// llama_logits: the parts are there for callers that have something to do between them (a layer whose KV is still on
-// its way, attention computed elsewhere). Nothing is allocated and nothing is kept between calls.
+// llama_logits. Callers use the parts for distributed attention. Nothing is allocated or kept between calls.
 #pragma once
 #include <cstdint>
 
@@ -37,7 +36,7 @@ struct LlamaModel {
   const float* embedding;  // [vocabulary, hidden], or null: the rows of `head` (tied)
   const float* final_norm;
   const float* head;    // packed [vocabulary, hidden]
-  const float* cosine;  // [positions, head_dim / 2], scaled as the model's rotary embedding has it
+  const float* cosine;  // [positions, head_dim / 2], scaled as in the model's rotary embedding
   const float* sine;
   const LlamaLayer* layer;
 };
@@ -47,7 +46,7 @@ struct LlamaStep {
   int32_t kept;
   const int64_t* tokens;     // [rows]
   const int64_t* positions;  // [rows]
-  const int64_t* slots;      // [rows]: where K and V go
+  const int64_t* slots;      // [rows]: slots for K and V
   const int64_t* kept_rows;  // [kept]
   const Spans* spans;
   // Scratch, [max(rows, kept), …] each, contiguous:
@@ -56,38 +55,38 @@ struct LlamaStep {
   float* heads;     // … (q_heads + 2 * kv_heads) * head_dim: queries, keys, values
   float* attended;  // … q_heads * head_dim
   float* gated;     // … intermediate
-  float* lse;       // … q_heads: log-sum-exp of attended, as kv_attend has it; or null
+  float* lse;       // … q_heads: log-sum-exp of attended, as in kv_attend; or null
   // Results:
   float* logits;       // [kept, vocabulary]
-  int64_t* likeliest;  // [kept]: the first token of the highest logit
-  float* highest;      // [kept]: that logit; NaN if any is
-  // What layer `tap_layer` leaves of some rows, or `taps` 0:
+  int64_t* likeliest;  // [kept]: first token with the highest logit
+  float* highest;      // [kept]: that logit; NaN if any logit is NaN
+  // Hidden states after layer `tap_layer`; none if `taps` is 0:
   int32_t tap_layer;
   int32_t taps;
-  const int64_t* tap_spans;  // [taps, 2]: first row, and how many
-  float* tapped;             // [taps, hidden]: the mean of their residual streams
+  const int64_t* tap_spans;  // [taps, 2]: first row and number of rows
+  float* tapped;             // [taps, hidden]: means of their residual streams
 };
 
 enum LlamaError : int32_t { LLAMA_BAD_TOKEN = -101, LLAMA_BAD_POSITION = -102, LLAMA_BAD_KEPT_ROW = -103, LLAMA_LATE = -104 };
 
-// hidden = embedding of the tokens. 0, or a LlamaError for what `step` refers to and there is not.
+// hidden = embedding of the tokens. Returns 0, or a LlamaError for an index in `step` that is out of range.
 int32_t llama_embed(const LlamaModel* model, const LlamaStep* step);
 
-// heads = rotated queries and keys, and values, of the normed hidden; keys and values into the layer's pool.
-// What kv_write answers.
+// heads = rotated queries and keys, and values, of the normed hidden; writes keys and values to the layer's pool.
+// Returns the result of kv_write.
 int32_t llama_layer_qkv(const LlamaModel* model, int32_t layer, const LlamaStep* step);
 
-// attended, and lse unless null = attention of the queries in heads over the layer's pool. What kv_attend answers.
+// attended (and lse unless null) = attention of the queries over the layer's pool. Returns the result of kv_attend.
 int32_t llama_layer_attend(const LlamaModel* model, int32_t layer, const LlamaStep* step);
 
-// hidden += output projection of attended, then hidden += MLP of the normed hidden; tapped, if it is that layer.
+// hidden += output projection of attended, then hidden += MLP of the normed hidden; fills tapped after `tap_layer`.
 void llama_layer_rest(const LlamaModel* model, int32_t layer, const LlamaStep* step);
 
-// logits, likeliest and highest of the kept rows.
+// Fills logits, likeliest and highest of the kept rows.
 void llama_logits(const LlamaModel* model, const LlamaStep* step);
 
-// All of it. 0, or the first other answer of a part. With a `stream`, which the step has begun on (or null), layers wait
-// for what lies outside: LLAMA_LATE when that takes longer than `timeout_s`.
+// Runs a whole step. Returns 0 or the first error of a part. With a `stream` (or null) on which the step has begun,
+// layers wait for their host blocks: LLAMA_LATE after `timeout_s`.
 int32_t llama_forward(const LlamaModel* model, const LlamaStep* step, KvStream* stream, double timeout_s);
 }
 #pragma GCC visibility pop

@@ -10,7 +10,7 @@ extern "C" void kv_merge(float* output, float* lse, const float* part, const flo
     for (int64_t head = 0; head < heads; head++) {
       const int64_t from = row * heads + head, to = rows[row] * heads + head;
       const float held = lse[to], added = part_lse[from];
-      const float highest = held > added ? held : added;  // NaN if `added` is
+      const float highest = held > added ? held : added;  // NaN if `added` is NaN
       if (highest == -std::numeric_limits<float>::infinity()) continue;
       const float keep = std::exp(held - highest), take = std::exp(added - highest), total = keep + take;
       const float keep_share = keep / total, take_share = take / total;

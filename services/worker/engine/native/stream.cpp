@@ -15,7 +15,7 @@ using Seconds = std::chrono::duration<double>;
 
 double since(Clock::time_point began) { return Seconds(Clock::now() - began).count(); }
 
-// One direction of a link: a copy is over when the link would have carried it.
+// One direction of a link with a bandwidth limit: a copy ends when the link would have carried it.
 struct Pace {
   double bytes_s = 0;
   Clock::time_point due = Clock::now();
@@ -34,14 +34,14 @@ struct KvStream {
   std::condition_variable changed;
   Pace in, out;
   const StreamStep* step = nullptr;
-  int32_t first = 0;        // which buffer layer 0 of this step has
-  int32_t ahead = 0;        // layers that were brought in for this step before it began
-  int32_t fetched = 0;      // layers whose blocks are there
-  int32_t left = 0;         // layers that have attended
-  int32_t saved = 0;        // of the step's saves
+  int32_t first = 0;        // buffer of layer 0 in this step
+  int32_t ahead = 0;        // number of layers fetched before the step began
+  int32_t fetched = 0;      // number of layers whose blocks are fetched
+  int32_t left = 0;         // number of layers that have attended
+  int32_t saved = 0;        // number of the step's saves that are done
   bool is_working = false, is_saving = false;
-  bool is_over = false;     // the step: no more of it is copied
-  bool is_halting = false;  // nothing more at all
+  bool is_over = false;     // the step has ended: stop its copies
+  bool is_halting = false;  // stop all copies
   bool is_closing = false;
   StreamFigures figures{};
   std::thread thread;
@@ -70,12 +70,12 @@ struct KvStream {
     }
   }
 
-  // Until the link has carried what was sent, or it does not matter any more.
+  // Waits until the link has carried all sent bytes, or until idle.
   void wait_for(std::unique_lock<std::mutex>& held, const Pace& pace, const bool& is_idle) {
     while (pace.bytes_s > 0 && !is_idle && Clock::now() < pace.due) changed.wait_until(held, pace.due);
   }
 
-  // One layer of a step's blocks from `begin` on, into the buffer that `layer` counts, placed ones too where asked for.
+  // Copies one layer of a step's blocks from `begin` on to their places (unless `is_next`) or to the buffer of `layer`.
   void bring_layer(std::unique_lock<std::mutex>& held, const StreamStep& of, int32_t begin, int32_t layer,
                    bool is_next, const bool& is_idle) {
     const int32_t* to = buffer(of, layer);
@@ -126,7 +126,7 @@ struct KvStream {
     changed.notify_all();
   }
 
-  // The next step most likely reads what this one does.
+  // Fetches two layers for the next step, which most likely reads the same blocks.
   int32_t bring_ahead(std::unique_lock<std::mutex>& held, const StreamStep& of) {
     for (int32_t layer = 0; layer < 2; ++layer) {
       changed.wait(held, [&] { return is_halting || left >= memory.layers - 1 + layer; });

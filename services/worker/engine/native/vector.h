@@ -1,4 +1,4 @@
-// Vectors of floats in the width this machine has, through the compiler's vector extensions. No intrinsics.
+// Vectors of floats of the machine's width, by compiler extensions without intrinsics.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -36,7 +36,7 @@ inline float sum(Vec value) {
   return total;
 }
 
-// e^x to about 2 units in the last place, for x in [-87, 88]; beyond, the value at the border. NaN stays NaN.
+// Returns e^x to about 2 units in the last place; x is clamped to [-87, 88]. NaN stays NaN.
 inline Vec exponential(Vec x) {
   x = x > 88.0f ? broadcast(88.0f) : x;
   x = x < -87.0f ? broadcast(-87.0f) : x;
