@@ -233,7 +233,7 @@ class Worker:
         self._door.post(lambda core, now_s: core.on_gateway(reported, now_s))
 
     async def take_snapshot(self, snapshot: TakeSnapshot) -> WorkerReported:
-        """Raises StaleEpoch."""
+        """Drop all plans and return a numbered report. Raises StaleEpoch."""
         self._reached = 0, 0
         future = self._door.ask(lambda core, now_s: core.on_snapshot(snapshot, now_s))
         return self._heartbeat.number(await asyncio.wrap_future(future))
@@ -249,11 +249,11 @@ class Worker:
         return {**costs_of(self._engine), **self._neighbours.section(report.capacity), **moved, **reached}
 
     async def fetch(self, fetch: FetchTokens) -> FetchedTokens:
-        """Raises ForeignSequence."""
+        """Return the tokens of sequences that a gateway missed. Raises ForeignSequence."""
         return await asyncio.wrap_future(self._door.ask(lambda core, _: core.on_fetch(fetch)))
 
     async def find_prefixes(self, question: FindPrefixes) -> WorkerPrefixes:
-        """Raises InvalidRequest without a prefix cache."""
+        """Return the cached prefixes. Raises InvalidRequest without a prefix cache."""
         news = self._news
         if news is None:
             raise InvalidRequest("this worker has no prefix cache")

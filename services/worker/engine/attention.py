@@ -190,7 +190,7 @@ class PagedAttention:
         return 0.0 if self._remote is None else self._remote[1].total_s
 
     def begin(self, spans: Sequence[Span], decodes: int) -> None:
-        """Prepare a step. Raises ValueError for a block without a holder or a too short block table."""
+        """Prepare a step. Raises ValueError for a block without a holder or a table short of its span."""
         self._own = {}
         resident = self.resident
         packed = pack(spans, self._block_tokens, None if resident is None else resident.locate)

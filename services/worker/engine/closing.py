@@ -1,8 +1,8 @@
 """Closes a constrained answer within its grammar before it reaches `max_tokens`.
 
-A truncated JSON text is useless. So when few tokens are left, only tokens that close the open strings, lists
-and objects are allowed: quotes, brackets and end tokens, as the grammar permits. The decision depends on the
-answer's tokens and limit alone, so it is the same on every worker.
+A truncated JSON text is useless. When few tokens are left, the mask allows only tokens that close the open
+strings, lists and objects: quotes, brackets and end tokens. The decision depends on the answer's tokens and
+limit alone, so it is the same on every worker.
 """
 
 from collections.abc import Callable

@@ -21,7 +21,7 @@ class Span(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class PackedSpans:
-    """A step's spans as arrays: `Spans` of `native/attention.h`, for whole sequences."""
+    """A step's spans as arrays, as in `Spans` of `native/attention.h`."""
 
     first_row: npt.NDArray[np.int32]
     """`[spans + 1]`."""

@@ -134,7 +134,7 @@ class VllmRunner:
 
     @property
     def max_positions(self) -> int:
-        return int(self._config.model_config.max_model_len) - 1  # asserted in _bookkeeping_sync
+        return int(self._config.model_config.max_model_len) - 1  # vLLM asserts this in _bookkeeping_sync
 
     @property
     def dtype(self) -> torch.dtype:
