@@ -1,5 +1,3 @@
-"""A discrete-event simulator around the same policy objects that the live scheduler runs
-(`docs/simulator.md`).
-"""
+"""A discrete-event simulator that runs the live scheduler's policy objects (`docs/simulator.md`)."""
 
 import shared  # noqa: F401  # refuses a Python that cannot run this

@@ -1,9 +1,8 @@
-"""What one simulated worker physically holds, and the laws no plan may break.
+"""State of one simulated worker, and the rules that every plan must satisfy.
 
-Every plan is checked before it runs, by what really is there and not by what its policy believes: blocks
-within the capacity, chunks that continue where the last one ended, decodes of sequences whose prefill is
-over, enough blocks for every token, token budget and batch size. A plan that breaks one raises `PlanError`,
-with the policy's name for it nowhere in sight: the simulator trusts none. Knows nothing of time.
+Every plan is checked before it runs, against the worker's real state: capacity, contiguous chunks, decodes
+only after the prefill, a block for every token, token budget and batch size. A plan that breaks a rule raises
+`PlanError`.
 """
 
 from dataclasses import dataclass
@@ -21,35 +20,35 @@ from sim.requests import ServedRecord
 
 
 class PlanError(AssertionError):
-    """A policy's plan contradicts what is at the worker."""
+    """A policy's plan contradicts the state of the worker."""
 
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """One sequence at the worker, as it really is."""
+    """Real state of one sequence at the worker."""
 
     record: ServedRecord
     generated_tokens: int = 0
     computed_tokens: int = 0
     allocated_blocks: int = 0
     cached_tokens: int = 0
-    """A chunk may begin up to here: the worker has what precedes it."""
+    """Leading tokens in the worker's cache; a chunk may begin up to here."""
     carried_tokens: int = 0
-    """Came along from another worker: they are there when it begins."""
+    """Tokens whose KV came along from another worker."""
     is_decoding: bool = False
     was_evicted: bool = False
-    """Its next prefill repeats what was computed before."""
+    """Its next prefill computes evicted tokens again."""
     has_decoded: bool = False
     ran_until_s: float = -1.0
-    """End of the last step it took part in; -1 before the first."""
+    """End of the last step that included it; -1 before the first."""
     token_s: float = -1.0
-    """When its latest token was there; -1 before the first."""
+    """Time of its latest token; -1 before the first."""
     goes_to: int | None = None
-    """The worker that it is handed over to between two steps."""
+    """Worker to hand it over to between two steps."""
 
     @property
     def remaining_tokens(self) -> int:
-        """To its true end."""
+        """Tokens to its true end."""
         return self.record.request.output_tokens - self.generated_tokens
 
     @property
@@ -65,12 +64,12 @@ class WorkerBooks:
     settings: PolicySettings
     held: dict[SequenceKey, Held]
     over: set[SequenceKey]
-    """Ended; late plan items for them are skipped."""
+    """Ended sequences; later plan items for them are skipped."""
     allocated_blocks: int = 0
     computed_tokens: int = 0
 
     def apply(self, batch: PlannedBatch) -> tuple[list[tuple[Held, PlannedPrefill]], list[Held]]:
-        """Check the plan, give out its blocks; returns the prefills and decodes to run. Raises PlanError."""
+        """Check a plan and allocate its blocks; return the prefills and decodes to run. Raises PlanError."""
         self._check_form(batch)
         for preemption in batch.preemptions:
             self._evict(preemption.key)
@@ -148,13 +147,13 @@ class WorkerBooks:
         held.allocated_blocks = held.computed_tokens = 0
 
     def compute(self, held: Held, computed_tokens: int, new_tokens: int) -> None:
-        """So many tokens have KV now, and so many more are generated."""
+        """Set the number of tokens with KV and add `new_tokens` generated tokens."""
         self.computed_tokens += computed_tokens - held.computed_tokens
         held.computed_tokens = computed_tokens
         held.generated_tokens += new_tokens
 
     def take(self, held: Held) -> None:
-        """It is here from now, from nothing or from another worker."""
+        """Add a sequence, new or from another worker."""
         key = held.record.request.key
         self.held[key] = held
         self.over.discard(key)
@@ -166,7 +165,7 @@ class WorkerBooks:
         self.over.add(key)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the sums are wrong."""
+        """Raises AssertionError if the sums are wrong."""
         assert self.allocated_blocks == sum(held.allocated_blocks for held in self.held.values())
         assert self.computed_tokens == sum(held.computed_tokens for held in self.held.values())
         for held in self.held.values():
@@ -174,20 +173,20 @@ class WorkerBooks:
 
 
 def spoken_for_blocks(books: WorkerBooks, block_tokens: int) -> int:
-    """That its sequences have, or need at least."""
+    """Return the blocks that the worker's sequences have, or need at least."""
     return sum(
         max(held.allocated_blocks, -(-held.prefill_tokens // block_tokens)) for held in books.held.values()
     )
 
 
 def pending(books: WorkerBooks) -> int:
-    """Tokens of prompts there that are not computed."""
+    """Return the number of prompt tokens at the worker still to compute."""
     held = (each for each in books.held.values() if not each.is_decoding)
     return sum(max(0, each.prefill_tokens - max(each.computed_tokens, each.cached_tokens)) for each in held)
 
 
 def plain_pending(books: WorkerBooks, preceding_share: float) -> float:
-    """The same as plain tokens; of what was not begun, without what is expected to be cached."""
+    """Return the same weighted by position, without the expected cache hits of sequences not yet begun."""
     total = 0.0
     for held in books.held.values():
         if held.is_decoding:

@@ -1,7 +1,4 @@
-"""One case of a sweep: plain data that names everything, so that any process can run it and get the same.
-
-Knows no files but the trace's, and no parallelism (`sim/sweep.py`).
-"""
+"""One case of a sweep, as plain data: every process that runs it gets the same result."""
 
 import math
 from collections.abc import Callable
@@ -24,8 +21,8 @@ TRAINING_REQUESTS = 3000
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One kind of worker. The defaults are papers/003's OPT-13B on an A100 with 12 GB for KV: 15,360 tokens
-    in blocks of 32; forwards of 1024 tokens reach 90 % of peak there (DistServe)."""
+    """A kind of worker. Defaults: OPT-13B on an A100 with 12 GB for KV, as in papers/003. That is 15,360
+    tokens in blocks of 32. Forwards of 1024 tokens reach 90 % of peak there (DistServe)."""
 
     cost: str = "opt-13b-a100"
     block_tokens: int = 32
@@ -34,7 +31,7 @@ class Machine:
     max_batch_sequences: int = 256
     max_steps: int = 16
     cache_blocks: int = 0
-    """Blocks of prompts that each worker keeps, of the trace's own size; 0: none."""
+    """Prompt blocks in each worker's prefix cache, of the trace's block size; 0 for no cache."""
 
     @property
     def shape(self) -> WorkerShape:
@@ -43,27 +40,27 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A policy on a machine, with a predictor, against a workload."""
+    """A policy on a machine, with a predictor, under a workload."""
 
     source: Source
     policy: str = "vllm"
     predictor: str = "histogram"
     machine: Machine = field(default_factory=Machine)
     rate_per_s: float | None = 1.0
-    """Poisson; infinity lets all arrive at once; None takes the trace's own arrivals."""
+    """Poisson rate; infinity makes all requests arrive at once, None uses the trace's arrivals."""
     requests: int = 1000
     seed: int = 0
     chunked_prefill: bool = True
     batch_sequences: int | None = None
-    """Overrides the machine's, as papers/003 does for orca and fastserve (8)."""
+    """Overrides the machine's batch size, as papers/003 does for orca and fastserve (8)."""
     options: tuple[tuple[str, Any], ...] = ()
-    """The policy's own."""
+    """Options of the policy."""
     workers: int = 1
     placement: str = "least_work"
     eviction: str = "frequent"
-    """Where the machine keeps blocks of prompts."""
+    """Eviction order of the prefix cache, if the machine has one."""
     queue: QueueOrder | None = None
-    """Overrides the policy's."""
+    """Overrides the policy's queue order."""
     places: int = FEED_SEQUENCES
     outstanding_steps: int = 2
     prediction_delay_s: float = 0.0
@@ -90,14 +87,14 @@ def requests_of(case: Case) -> list[SimRequest]:
 
 
 class OverLimitError(Exception):
-    """The run is known to exceed its latency limit before it is over."""
+    """The run is certain to exceed its latency limit."""
 
 
 def run_case(
     case: Case, *, is_checked: bool = False, on_end: Callable[[ServedRecord], None] | None = None
 ) -> Outcome:
-    """Raises ConfigError for names that do not exist and for requests that no worker holds, PlanError and
-    WedgeError for a policy's faults."""
+    """Run one case. Raises ConfigError for unknown names and for requests larger than a worker, PlanError
+    and WedgeError for faults of the policy."""
     requests = requests_of(case)
     _check_sizes(requests, case.machine)
     is_trained = case.predictor not in UNTRAINED
@@ -133,8 +130,8 @@ def _check_sizes(requests: list[SimRequest], machine: Machine) -> None:
 
 
 def latency_within_s(case: Case, limit_s: float, longest_drain_s: float = math.inf) -> float:
-    """The run's normalized latency; infinity as soon as it is certain to exceed `limit_s`, and where the
-    queue that the last arrival leaves takes longer than `longest_drain_s` to be worked off."""
+    """Return the run's normalized latency, or infinity once it is certain to exceed `limit_s`. Also
+    infinity if a request ends more than `longest_drain_s` after the last arrival."""
     bound_s, total_s = limit_s * case.requests, 0.0
     last_s = max(request.arrival_s for request in requests_of(case))
 

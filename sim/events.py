@@ -1,7 +1,7 @@
-"""What happens next: a heap keyed (time, priority, sequence number), so that equal inputs replay equally.
+"""The event queue: a heap keyed (time, priority, sequence number), so that runs are reproducible.
 
-At one instant steps end first, then requests arrive, then plans are made: a plan sees everything that has
-happened by its time. Knows nothing of what the events mean.
+At one instant steps end first, then requests arrive, then plans are made. So a plan sees everything up to its
+time.
 """
 
 from enum import IntEnum
@@ -12,12 +12,12 @@ E = TypeVar("E")
 
 
 class EventPriority(IntEnum):
-    """Order of what happens at the same time."""
+    """Order of events at the same time."""
 
     STEP = 0
     ARRIVAL = 1
     ANSWER = 2
-    """A predictor's late answer."""
+    """A late prediction."""
     PLAN = 3
 
 
@@ -33,14 +33,14 @@ class EventQueue(Generic[E]):
         return len(self._heap)
 
     def push(self, at_s: float, priority: EventPriority, event: E) -> None:
-        """Raises ValueError for a time that is over."""
+        """Add an event. Raises ValueError for a time in the past."""
         if at_s < self.now_s:
             raise ValueError(f"event at {at_s} s, but it is {self.now_s} s already")
         self._seq += 1
         heappush(self._heap, (at_s, priority, self._seq, event))
 
     def pop(self) -> tuple[float, E]:
-        """The next event and its time, which becomes `now_s`. Raises IndexError when there is none."""
+        """Return the next event and its time, which becomes `now_s`. Raises IndexError if there is none."""
         at_s, _, _, event = heappop(self._heap)
         self.now_s = at_s
         return at_s, event

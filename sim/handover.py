@@ -1,7 +1,7 @@
-"""Answers that leave the worker that computed their prompt: when their KV has arrived, over which links.
+"""KV transfers of sequences that leave the worker that ran their prefill.
 
-A chunk's KV goes layer by layer: the first layer's as soon as that is computed, the last after the step.
-A worker's link has a line in each direction; what is slower of the two holds. Knows no policy.
+KV is sent layer by layer: the first layer's once it is computed, the last layer's after the step. Each
+worker's link has one lane per direction; the busier of the two lanes sets the arrival time.
 """
 
 from dataclasses import dataclass, field
@@ -13,13 +13,13 @@ from sim.books import Held
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What KV weighs, and what carries it."""
+    """Size of KV and speed of the links."""
 
     token_bytes: int = 819_200
-    """Of KV, all layers: OPT-13B in half precision."""
+    """KV of one token over all layers: OPT-13B in half precision."""
     layers: int = 40
     bytes_per_s: float = 25e9
-    """Of each worker's link, each way."""
+    """Bandwidth of each worker's link, in each direction."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -28,7 +28,7 @@ class Wire:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One sequence on its way."""
+    """The transfer of one sequence."""
 
     held: Held
     task: Task
@@ -37,12 +37,12 @@ class Transfer:
     sent_tokens: int = 0
     arrives_s: float = 0.0
     is_due: bool = False
-    """All of its prompt is on its way, and an event tells when it is there."""
+    """All of its prompt is sent, and an arrival event is scheduled."""
 
 
 @dataclass(slots=True)
 class HandoverTransfers:
-    """Those of one fleet."""
+    """All transfers of one fleet."""
 
     wire: Wire
     under_way: dict[SequenceKey, Transfer] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class HandoverTransfers:
     _takes_until_s: dict[int, float] = field(default_factory=dict)
 
     def promised_blocks(self, target: int, block_tokens: int) -> int:
-        """That those on their way there will need."""
+        """Return the blocks that transfers to `target` will need."""
         return sum(
             -(-(one.held.prefill_tokens + 1) // block_tokens)
             for one in self.under_way.values()
@@ -58,13 +58,13 @@ class HandoverTransfers:
         )
 
     def wait_s(self, source: int, target: int, now_s: float) -> float:
-        """Until the links between them are free."""
+        """Return the time until the links between two workers are free."""
         return max(
             0.0, self._gives_until_s.get(source, 0.0) - now_s, self._takes_until_s.get(target, 0.0) - now_s
         )
 
     def send(self, one: Transfer, tokens: int, begins_s: float, now_s: float) -> float:
-        """So many tokens, computed from `begins_s` to now; returns when they are there."""
+        """Send `tokens` tokens computed from `begins_s` to now; return their arrival time."""
         wire = self.wire
         took_s = tokens * wire.token_bytes / wire.bytes_per_s
         first_layer_s = begins_s + (now_s - begins_s) / wire.layers

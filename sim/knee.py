@@ -1,20 +1,20 @@
-"""The highest rate that is sustained, by bisection."""
+"""Find the highest sustained rate by bisection."""
 
 from collections.abc import Callable
 
 TOLERANCE = 0.05
 _DOUBLINGS = 3
-"""A finite run sustains anything at some point: all of it at once, in the end."""
+"""Bound on the search: a finite run sustains any rate in the end."""
 _HALVINGS = 16
 
 
 def sustained_rate(
     is_sustained: Callable[[float], bool], start_rate: float, tolerance: float = TOLERANCE
 ) -> float:
-    """The highest rate found that is sustained; the next one tried, at most `tolerance` above it, is not.
+    """Return the highest sustained rate found; a rate at most `tolerance` above it is not sustained.
 
-    0 when 1/2^16 of `start_rate` is too much already; at most 4 times `start_rate`. Takes whatever is
-    sustained to be so at lower rates.
+    Returns 0 if 1/2^16 of `start_rate` is not sustained, and at most 4 times `start_rate`. If a rate is
+    sustained, every lower rate is assumed to be.
     """
     low, high = 0.0, start_rate
     for _ in range(_DOUBLINGS):

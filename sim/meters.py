@@ -1,7 +1,6 @@
-"""What is measured at one simulated worker: where time and memory went, and what planning cost.
+"""Meter of one simulated worker: use of time and memory, and the cost of planning.
 
-Also plays the live worker's speed meter: it tells the policy prefill and decode speeds, as heartbeats would.
-Changes records, decides nothing.
+It also stands in for the live worker's speed meter: it reports prefill and decode speeds to the policy.
 """
 
 from collections import Counter
@@ -13,7 +12,7 @@ from services.scheduler.policy.contract import BatchPolicy, PlannedBatch
 from sim.books import Held, WorkerBooks
 
 TELL_INTERVAL_S = 0.25
-"""Of simulated time, as between heartbeats."""
+"""Simulated time between heartbeats."""
 GAP_S = 0.0005
 _WEIGHT = 0.1
 _LEAST_PREFILL_TOKENS = 16
@@ -21,7 +20,7 @@ _LEAST_PREFILL_TOKENS = 16
 
 @dataclass(slots=True)
 class WorkerMeter:
-    """Sums over the run. `busy_s` is simulated; `planning_s` is this process's own."""
+    """Sums over one run. `busy_s` is simulated time; `planning_s` is real time."""
 
     busy_s: float = 0.0
     steps: int = 0
@@ -36,11 +35,11 @@ class WorkerMeter:
     decode_step_s: float = 0.0
     told_s: float = -1.0
     told_decode_step_s: float = 0.0
-    """As of the latest heartbeat."""
+    """Value in the latest heartbeat."""
     gaps: Counter[int] = field(default_factory=Counter)
-    """Times between two tokens of one answer, by whole units of `GAP_S`."""
+    """Number of inter-token gaps by length, in units of `GAP_S`."""
     warm_s: float = 0.0
-    """Tokens before that are not in `gaps`."""
+    """Gaps before this time are not counted."""
 
     def time_plan(self, policy: BatchPolicy, now_s: float) -> PlannedBatch | None:
         start_s = perf_counter()
@@ -60,8 +59,8 @@ class WorkerMeter:
         took_s: float,
         preceding_tokens: int = 0,
     ) -> None:
-        """`steps` equal steps are over; the books are as before them. `preceding_tokens`: before each prompt
-        token, summed up."""
+        """Add `steps` equal steps, with the books as they were before them. `preceding_tokens` is the sum,
+        over prefill tokens, of the tokens before each."""
         self.busy_s += took_s
         self.steps += steps
         self.forward_tokens += chunk_tokens + decodes * steps
@@ -78,13 +77,13 @@ class WorkerMeter:
             )
 
     def tell(self, policy: BatchPolicy, now_s: float) -> None:
-        """Measured speeds, as often as a heartbeat would bring them."""
+        """Report the measured speeds to the policy, at most once per heartbeat interval."""
         if now_s - self.told_s >= TELL_INTERVAL_S:
             self.told_s, self.told_decode_step_s = now_s, self.decode_step_s
             policy.on_measured(self.prefill_tokens_per_s, self.decode_step_s, now_s)
 
     def on_prefill(self, held: Held, start_s: float, end_s: float, is_over: bool) -> None:
-        """A chunk ran; the wait before it counts to the part that it belongs to."""
+        """Add a prefill chunk and charge the wait before it to the right part of the latency."""
         record = held.record
         if held.ran_until_s < 0:
             record.queue_s = start_s - record.request.arrival_s
@@ -102,12 +101,12 @@ class WorkerMeter:
             held.token_s = end_s
 
     def note_gaps(self, now_s: float, gap_s: float, count: int) -> None:
-        """So many times of that length between two tokens of one answer."""
+        """Count `count` inter-token gaps of length `gap_s`."""
         if now_s >= self.warm_s:
             self.gaps[round(gap_s / GAP_S)] += count
 
     def on_decode(self, held: Held, start_s: float, end_s: float, steps: int = 1) -> None:
-        """`steps` equal steps."""
+        """Add `steps` equal decode steps of one sequence."""
         record = held.record
         idle_s = start_s - held.ran_until_s
         step_s = (end_s - start_s) / steps
@@ -126,7 +125,7 @@ class WorkerMeter:
 
 
 def gap_quantile_s(meters: Iterable[WorkerMeter], share: float) -> float:
-    """That share of the times between two tokens, of all answers, is at most so long; 0: there are none."""
+    """Return a quantile of the inter-token gaps of all workers; 0 if there are none."""
     gaps: Counter[int] = Counter()
     for meter in meters:
         gaps.update(meter.gaps)

@@ -1,8 +1,7 @@
-"""Length predictors for the simulator: the truth, the truth with an error, lies, and the real histogram.
+"""Length predictors of the simulator: oracles, noisy oracles, constant errors, and the live models.
 
-An error is drawn from (seed, request, tokens generated), so that every policy is told the same. Predictions
-about a request that runs longer than predicted concern what is left of it, as with the live predictor's
-`residual`.
+Errors are drawn from (seed, request, generated tokens), so every policy gets the same predictions. For a
+request longer than predicted, only the remaining length is predicted anew, as with the live `residual`.
 """
 
 import math
@@ -22,29 +21,30 @@ from shared.plugins import is_file
 from sim.requests import SimRequest
 
 _Z80, _Z90, _Z95 = 0.8416, 1.2816, 1.6449
-"""Quantiles of the standard normal law."""
+"""Quantiles of the standard normal distribution."""
 
 
 class SimPredictor(Protocol):
-    """Deterministic, given its seed."""
+    """A length predictor, deterministic for its seed."""
 
     name: str
     refresh_tokens: int | None
-    """So often it is told anew while an answer is written; None: only when somebody asks."""
+    """Refresh predictions every this many tokens; None to predict only on request."""
 
     def predict(self, request: SimRequest, generated_tokens: int) -> LengthPrediction | None:
-        """Whole length, given that it is above `generated_tokens`. None: there is no answer."""
+        """Predict the whole length, given that it exceeds `generated_tokens`; None for no prediction."""
         ...
 
     def observe(self, request: SimRequest) -> None:
-        """An answer that is over."""
+        """Learn from a finished answer."""
         ...
 
 
 def prediction(
     request: SimRequest, generated_tokens: int, name: str, *lengths_tokens: float
 ) -> LengthPrediction:
-    """From expectation, p50, p80, p90, p95 or from one length for all; clipped to what is possible."""
+    """Return a prediction from mean, p50, p80, p90 and p95, or from one length for all; clipped to the
+    limits."""
     within = [max(generated_tokens + 1, min(request.max_tokens, round(tokens))) for tokens in lengths_tokens]
     expected, p50, p80, p90, p95 = within if len(within) == 5 else within * 5
     return LengthPrediction(
@@ -54,7 +54,7 @@ def prediction(
 
 @dataclass
 class NoPredictor:
-    """Nothing comes, as when the predictor is down."""
+    """Predicts nothing, like a predictor that is down."""
 
     name: str = "none"
     refresh_tokens: int | None = None
@@ -63,12 +63,12 @@ class NoPredictor:
         return None
 
     def observe(self, request: SimRequest) -> None:
-        """Nothing to learn."""
+        """Learn nothing."""
 
 
 @dataclass
 class NoisyOracle(NoPredictor):
-    """The true length times exp(σ·z), z standard normal; σ 0 is the truth."""
+    """Predicts the true length times exp(σ·z), z standard normal; σ = 0 is the truth."""
 
     sigma: float = 0.0
     seed: int = 0
@@ -91,8 +91,9 @@ class NoisyOracle(NoPredictor):
 
 @dataclass
 class Sharpening(NoisyOracle):
-    """A bound for what is learned while answering: a noisy oracle, told anew every `refresh_tokens`, whose
-    error shrinks with what is left of the answer, and which errs the same way about one answer."""
+    """A noisy oracle that improves while the answer is generated, as a bound for online prediction. It
+    predicts anew every `refresh_tokens`. Its error shrinks with the remaining length and keeps its sign
+    within one answer."""
 
     refresh_tokens: int | None = 32
 
@@ -107,7 +108,7 @@ class Sharpening(NoisyOracle):
 
 @dataclass
 class Liar(NoPredictor):
-    """Always wrong, as told by `kind`: `short` (one token more), `long` (the limit), `random`."""
+    """Is always wrong, by `kind`: `short` (one more token), `long` (the limit) or `random`."""
 
     kind: str = "random"
     seed: int = 0
@@ -126,7 +127,7 @@ class Liar(NoPredictor):
 
 @dataclass
 class Histogram(NoPredictor):
-    """The live predictor's histogram. It learns from `train`, and while it runs if `is_online`."""
+    """The live predictor's histogram. It learns from `train`, and during the run if `is_online`."""
 
     train: Iterable[SimRequest] = ()
     is_online: bool = False
@@ -169,15 +170,15 @@ class Histogram(NoPredictor):
 
 @dataclass
 class Learned(NoPredictor):
-    """What a trained model said of each prompt, as the trace's own column has it (tokens, or a class of
-    lengths), made a distribution: that of answers to training requests of which it said about the same.
+    """Turns the trace's column of predictions (tokens, or a class of lengths) into distributions.
 
-    Where the trace says nothing, the histogram answers.
+    The distribution is that of training requests with about the same prediction. Without a prediction, the
+    histogram answers.
     """
 
     train: Iterable[SimRequest] = ()
     kinds: int = 16
-    """So many groups of predictions, of equal size where predictions differ."""
+    """Number of groups of predictions, of equal size if predictions differ."""
     name: str = "learned"
 
     def __post_init__(self) -> None:
@@ -203,8 +204,8 @@ class Learned(NoPredictor):
 
 
 class FromOutside(NoPredictor):
-    """A length model of the live predictor, which learns from `train` and from answers that are over. It sees
-    prompts of the right length, whose token ids are all 0."""
+    """A length model of the live predictor. It learns from `train` and from finished answers. It sees
+    prompts of the right length whose token ids are all 0."""
 
     def __init__(self, model: LengthModel, train: Iterable[SimRequest]) -> None:
         super().__init__(name=model.name)
@@ -225,7 +226,7 @@ class FromOutside(NoPredictor):
 
 
 def _blank(request: SimRequest) -> bytes:
-    """A prompt of that length: the histogram looks at nothing else."""
+    """Return a prompt of the request's length with all token ids 0."""
     return bytes(array("I").itemsize * request.prompt_tokens)
 
 
@@ -246,12 +247,11 @@ PREDICTORS: dict[str, Callable[[int, Iterable[SimRequest]], SimPredictor]] = {
 
 
 UNTRAINED = frozenset(PREDICTORS) - {"histogram", "histogram_online", "learned"}
-"""Those that learn from no answers."""
+"""Predictors that need no training requests."""
 
 
 def find_predictor(name: str, *, seed: int = 0, train: Iterable[SimRequest] = ()) -> SimPredictor:
-    """The predictor called `name`, those from outside included; `train` is what it learns from. Raises
-    ConfigError."""
+    """Return the predictor called `name`, plugins included, trained on `train`. Raises ConfigError."""
     if name in PREDICTORS:
         return PREDICTORS[name](seed, train)
     if not is_file(name) and name not in KIND.names():

@@ -1,8 +1,7 @@
-"""Which blocks of prompts each simulated worker keeps, by an order of eviction; placement is told.
+"""Prefix caches of the simulated workers, each with an eviction order.
 
-A prompt's blocks are there once it is computed; a prefix is found as far as all of its blocks are. Placement
-knows what its live index knows (`services/placement/core/prefix_index.py`): what workers have said, and what
-was placed a moment ago. Knows nothing of time but what it is given.
+A prompt's blocks are cached once it is computed. Placement sees them through its live index
+(`services/placement/core/prefix_index.py`): reports of workers and recent placements.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from shared.messages.prefixes import PrefixChain, WorkerPrefixes
 
 
 class _Kept:
-    """The blocks that one worker keeps, as a tree: only what nothing hangs on may go."""
+    """The cached blocks of one worker, as a tree. Only leaves can be evicted."""
 
     def __init__(self, eviction: str) -> None:
         self.nodes: dict[BlockHash, Node] = {}
@@ -24,7 +23,7 @@ class _Kept:
         self._requests = 0
 
     def find(self, names: Sequence[BlockHash]) -> int:
-        """Blocks from the first on that are here; a request uses them."""
+        """Return the number of leading blocks that are cached, and mark them used."""
         self._requests += 1
         count = 0
         for name in names:
@@ -35,7 +34,7 @@ class _Kept:
         return count
 
     def keep(self, names: Sequence[BlockHash], most: int) -> tuple[list[BlockHash], list[BlockHash]]:
-        """They were computed; what came, and what had to go."""
+        """Cache the blocks of a computed prompt; return the added and the evicted blocks."""
         above: Node | None = None
         added, removed = [], []
         for name in names:
@@ -81,12 +80,12 @@ class _Kept:
 
 
 class SimPrefixes:
-    """Of all workers, each with room for `most_blocks` blocks of `block_tokens` tokens."""
+    """Prefix caches of all workers, each with `most_blocks` blocks of `block_tokens` tokens."""
 
     def __init__(
         self, workers: Sequence[str], most_blocks: int, block_tokens: int, eviction: str = "lru"
     ) -> None:
-        """`eviction`: the order in which blocks leave, by name. Raises ConfigError for an unknown one."""
+        """`eviction` names the eviction order. Raises ConfigError for an unknown name."""
         self.block_tokens = block_tokens
         self.index = PrefixIndex()
         self._most_blocks = most_blocks
@@ -97,27 +96,27 @@ class SimPrefixes:
             self._say(name, (), ())
 
     def expected(self, worker: str, names: Sequence[BlockHash], now_s: float) -> CachedTokens:
-        """As placement sees it."""
+        """Return the cached tokens that placement expects at a worker."""
         return self.index.cached(worker, self._chains(names), now_s)
 
     def expect(self, worker: str, names: Sequence[BlockHash], now_s: float) -> None:
-        """A prompt was placed there."""
+        """Note that a prompt was placed at a worker."""
         self.index.expect(worker, self._chains(names), now_s)
         self.index.on_tick(now_s)
 
     def find(self, worker: str, names: Sequence[BlockHash]) -> int:
-        """Tokens of the prompt that are there; they are used now."""
+        """Return the number of prompt tokens cached at a worker, and mark their blocks used."""
         return self._kept[worker].find(names) * self.block_tokens
 
     def keep(self, worker: str, names: Sequence[BlockHash]) -> None:
-        """A prompt was computed there; its beginning is the last to leave."""
+        """Cache a computed prompt at a worker; its first blocks are evicted last."""
         self._say(worker, *self._kept[worker].keep(names, self._most_blocks))
 
     def _chains(self, names: Sequence[BlockHash]) -> tuple[PrefixChain, ...]:
         return (PrefixChain(block_tokens=self.block_tokens, names=b"".join(names)),)
 
     def _say(self, worker: str, added: Sequence[BlockHash], removed: Sequence[BlockHash]) -> None:
-        """The next news of that worker."""
+        """Report a worker's added and removed blocks to the index."""
         self._said[worker] += 1
         gone = set(removed)
         stays = [name for name in added if name not in gone]

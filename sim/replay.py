@@ -1,14 +1,16 @@
-"""A recorded live run (`services record`) in the simulator: the same requests at the same times.
+"""Replay a recorded live run (`services record`) in the simulator.
 
-Replayed as it was, requests go to the workers that they went to, and steps end when recorded ones did; so
-what the policy decides can be compared: who starts when, beside whom. Under another policy, or with more
-workers, there is nothing to follow: placement is asked, steps take what a fit to the recorded ones says, and
-a request's time is compared with that of an unchanged replay under the same fit. What was found in a cache is
-found again; predictions are those that came. Moves, loans and kills are not replayed: whoever was moved stays
-where it was first.
+An unchanged replay sends requests to their recorded workers and ends steps when the recorded ones ended. It
+shows whether the policy makes the same decisions: which requests start when, and in which batches.
 
-    python -m sim.replay FILE                                  how much of it is decided the same way
-    python -m sim.replay FILE --request ID --policy ecoserve   what that would have made of a request
+With another policy or more workers, placement is simulated and step times come from a fit to the recorded
+steps. A request's latency is then compared with its latency in an unchanged replay under the same fit.
+
+Cache hits and predictions are as recorded. Migrations, loans and kills are not replayed: a sequence stays at
+its first worker.
+
+    python -m sim.replay FILE                                  share of decisions that agree
+    python -m sim.replay FILE --request ID --policy ecoserve   one request's latency under another policy
 """
 
 import json
@@ -37,14 +39,14 @@ from sim.simulation import Simulation
 
 FORMAT = "kvasir-recording-1"
 _LONGEST_GAP_S = 0.02
-"""Between two steps of a busy worker: the bus is in it. More is idleness."""
+"""Longest gap between two steps of a busy worker, bus latency included. A longer gap is idle time."""
 _SLACK_S = 0.0005
-"""By which clocks of two services on one machine, as they tell them, may differ."""
+"""Largest clock difference between two services on one machine."""
 
 
 @dataclass(slots=True)
 class RecordedRequest:
-    """One sequence of a recording, on its clock."""
+    """One recorded sequence, on the recording's clock."""
 
     name: SequenceKey
     arrival_s: float
@@ -55,26 +57,26 @@ class RecordedRequest:
     predictions: list[LengthPrediction] = field(default_factory=list)
     predicted_s: float | None = None
     worker: str = ""
-    """Where it started first."""
+    """First worker."""
     started_s: float | None = None
     ended_s: float | None = None
 
 
 @dataclass(slots=True)
 class RecordedRun:
-    """What a recording says that the simulator has to know."""
+    """The parts of a recording that the simulator needs."""
 
     rules: dict[str, Any]
-    """The scheduler's, as its status tells them."""
+    """The scheduler's rules, from its status."""
     placement: str
     workers: dict[str, WorkerShape]
     requests: list[RecordedRequest]
-    """By arrival. Those that began before the recording are not among them."""
+    """In order of arrival, without requests that arrived before the recording began."""
     ends_s: dict[str, list[float]]
-    """Of every worker's steps."""
+    """Step end times by worker."""
     steps: list[MeasuredStep]
     batches: dict[str, list[frozenset[SequenceKey]]]
-    """Who was in each worker's steps."""
+    """Sequences in each step, by worker."""
 
     @property
     def settings(self) -> PolicySettings:
@@ -85,7 +87,7 @@ class RecordedRun:
 
     @property
     def cost(self) -> LinearCost:
-        """Raises ConfigError where there are too few steps to fit one to."""
+        """Cost model fitted to the recorded steps. Raises ConfigError if there are too few."""
         try:
             return fit_linear(self.steps, name="recorded")
         except ValueError as error:
@@ -94,19 +96,19 @@ class RecordedRun:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How much of what was decided live a replay decides the same way. Shares."""
+    """Agreement of a replay with the live run, as shares."""
 
     requests: int
     same_worker: float
     same_order: float
-    """Of pairs that started at one worker."""
+    """Share of pairs, started at one worker, that start in the same order."""
     same_batches: float
-    """Of pairs that shared a step in one of the two, those that did in both."""
+    """Of pairs that shared a step live or in the replay, the share that did so in both."""
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """What another setting would have made of one request; later is above 0."""
+    """One request under other settings. `later_s` is positive if it ends later."""
 
     policy: str
     workers: int
@@ -115,7 +117,8 @@ class WhatIf:
 
 
 def read_recording(path: Path) -> RecordedRun:
-    """Raises ConfigError for a file that is no recording, or one of too old a version to be replayed."""
+    """Return the recording in `path`. Raises ConfigError if it is not a recording or its version is too
+    old."""
     lines = path.read_text().splitlines()
     try:
         head, *events = (json.loads(line) for line in lines)
@@ -133,7 +136,7 @@ def read_recording(path: Path) -> RecordedRun:
 
 
 def recorded_run(setup: Mapping[str, Any], events: Iterable[Mapping[str, Any]]) -> RecordedRun:
-    """From a recording's head and its events, by the wall clock."""
+    """Return the run described by a recording's head and events; times are on the wall clock."""
     shapes = {
         each["worker"]: WorkerShape(each["block_tokens"], each["total_blocks"]) for each in setup["workers"]
     }
@@ -186,7 +189,7 @@ def _prediction(event: Mapping[str, Any]) -> LengthPrediction:
 
 
 def _take_steps(run: RecordedRun, worker: str, events: Sequence[Mapping[str, Any]]) -> dict[SequenceKey, int]:
-    """One worker's, in order. How many tokens of each answer they computed."""
+    """Add one worker's steps, in order; return the number of answer tokens computed per sequence."""
     contexts: dict[SequenceKey, int] = {}
     generated: dict[SequenceKey, int] = defaultdict(int)
     ends_s, batches = run.ends_s.setdefault(worker, []), run.batches.setdefault(worker, [])
@@ -210,7 +213,7 @@ def _take_steps(run: RecordedRun, worker: str, events: Sequence[Mapping[str, Any
 
 
 class RecordedPredictor(NoPredictor):
-    """Says what was said, in the same order; nothing where nothing came."""
+    """Replays recorded predictions in order; returns None if none was recorded."""
 
     def __init__(self, told: Mapping[int, Sequence[LengthPrediction]]) -> None:
         super().__init__("recorded")
@@ -224,10 +227,10 @@ class RecordedPredictor(NoPredictor):
 
 
 class Replay:
-    """One recording, ready to be replayed as it was or otherwise."""
+    """A recording that can be replayed unchanged or under other settings."""
 
     def __init__(self, run: RecordedRun) -> None:
-        """Raises ConfigError where it has too little in it."""
+        """Raises ConfigError if the recording has too few requests or steps."""
         if not run.requests or len(run.steps) < LEAST_STEPS:
             found = f"{len(run.requests)} whole requests and {len(run.steps)} steps"
             raise ConfigError(f"this recording has {found}, too few to replay: record while it serves")
@@ -243,7 +246,7 @@ class Replay:
         self._cost = run.cost
 
     def as_it_was(self) -> Outcome:
-        """The same policy on the same workers, and steps that end when they did."""
+        """Replay with the recorded policy, workers and step end times."""
         bus_s = self._report_s()
         ends_s = [
             [end_s + bus_s - self._begin_s for end_s in self.run.ends_s.get(name, ())] for name in self._names
@@ -251,11 +254,11 @@ class Replay:
         return self._run(self.run.rules["policy"], len(self._names), ends_s)
 
     def otherwise(self, policy: str | None = None, workers: int | None = None) -> Outcome:
-        """Steps take what the fit says. Raises ConfigError for a policy that is not known."""
+        """Replay with fitted step times. Raises ConfigError for an unknown policy."""
         return self._run(policy or self.run.rules["policy"], workers or len(self._names), ())
 
     def what_if(self, name: str, policy: str | None = None, more_workers: int = 0) -> WhatIf:
-        """Raises ConfigError for a request that the recording does not have."""
+        """Compare one request with an unchanged replay. Raises ConfigError for an unknown request."""
         index = next((at for at, each in enumerate(self.run.requests) if each.name[0] == name), None)
         if index is None:
             raise ConfigError(f"the recording has no whole request {name}")
@@ -264,7 +267,7 @@ class Replay:
         return WhatIf(policy or self.run.rules["policy"], count, after.jct_s, after.jct_s - before.jct_s)
 
     def agreement(self, outcome: Outcome) -> Agreement:
-        """Of a replay's decisions with those that were recorded."""
+        """Return how far a replay's decisions agree with the recorded ones."""
         pairs = list(zip(self.run.requests, outcome.records, strict=True))
         begun = [(each, record) for each, record in pairs if each.started_s is not None]
         same = [(each, record) for each, record in begun if each.worker == self._names[record.worker]]
@@ -288,7 +291,7 @@ class Replay:
         return _share(len(live & replayed), len(live | replayed))
 
     def _report_s(self) -> float:
-        """From a step's end to the scheduler's hearing of it: to ends that it noted, from their steps'."""
+        """Return the median delay from a step's end to the scheduler's record of a sequence's end."""
         delays_s = []
         for request in self.run.requests:
             ends_s = self.run.ends_s.get(request.worker, ())
@@ -333,7 +336,7 @@ class Replay:
 
 
 def _agree(a: tuple[RecordedRequest, ServedRecord], b: tuple[RecordedRequest, ServedRecord]) -> bool:
-    """Whether two started in the same order live and replayed; at once in one of them is no difference."""
+    """Whether two sequences started in the same order live and in the replay; ties agree."""
     live_s = (a[0].started_s or 0.0) - (b[0].started_s or 0.0)
     replayed_s = _start_s(a[1]) - _start_s(b[1])
     return live_s * replayed_s >= 0
@@ -344,7 +347,7 @@ def _start_s(record: ServedRecord) -> float:
 
 
 def _together(records: Sequence[ServedRecord]) -> set[tuple[int, int]]:
-    """Pairs that were at work at one worker at one time."""
+    """Return the pairs of requests that ran at one worker at the same time."""
     found = set()
     for a, b in combinations(records, 2):
         if a.worker == b.worker and _start_s(a) < b.end_s and _start_s(b) < a.end_s:
@@ -357,7 +360,7 @@ def _share(part: int, whole: int) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line of the module; JSON. Returns 0, 2 for what cannot be replayed."""
+    """Run the command line and print JSON. Returns 0, or 2 if the recording cannot be replayed."""
     parser = Parser(prog="python -m sim.replay")
     parser.add_argument("recording", type=Path)
     parser.add_argument("--request", help="what else would have become of this one")

@@ -1,6 +1,6 @@
-"""A request as the simulator knows it: what a trace says, true answer length included.
+"""A simulated request with its true answer length.
 
-No policy ever sees `output_tokens`, except through the oracle predictor.
+Only the oracle predictor may show `output_tokens` to a policy.
 """
 
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ class SimRequest:
     output_tokens: int
     max_tokens: int
     predicted_tokens: int | None = None
-    """What a model said of it, as the trace has it (tokens, or a class of lengths): for `learned`."""
+    """Prediction in the trace (tokens, or a class of lengths), used by the `learned` predictor."""
     tenant: Tenant = NOBODY
     names: tuple[BlockHash, ...] = ()
-    """Of its prompt's whole blocks, where the trace has them: what begins alike is called alike."""
+    """Names of the prompt's whole blocks, if the trace has them; equal prefixes have equal names."""
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or not 1 <= self.output_tokens <= self.max_tokens:
@@ -38,7 +38,7 @@ class SimRequest:
 
 @dataclass(slots=True)
 class ServedRecord:
-    """What became of one request. Times in seconds; the five parts sum to `end_s - arrival_s`."""
+    """Result of one request. Times in seconds; the five parts sum to `end_s - arrival_s`."""
 
     request: SimRequest
     worker: int = 0
@@ -46,26 +46,26 @@ class ServedRecord:
     end_s: float = -1.0
     first_late_s: float = 0.0
     end_late_s: float = 0.0
-    """So long after that its client has the first token, and the last, where cores are shared."""
+    """Delay until the client has the first and the last token, if workers share cores."""
     queue_s: float = 0.0
-    """Arrival to the first chunk of its prompt."""
+    """Arrival to the first prefill chunk."""
     prefill_s: float = 0.0
-    """First chunk to the end of its first prefill, waits between chunks included."""
+    """First chunk to the end of the first prefill, waits between chunks included."""
     gt_wait_s: float = 0.0
-    """Between the end of its prefill and its first decode."""
+    """End of the prefill to the first decode."""
     decode_s: float = 0.0
     preempted_s: float = 0.0
     """Later waits, and prefills after an eviction."""
     cached_tokens: int = 0
-    """Of its prompt, found when it began."""
+    """Prompt tokens found in the prefix cache when the request began."""
     expected_tokens: int = 0
-    """The same, when its worker was chosen."""
+    """The same, as expected when its worker was chosen."""
     evictions: int = 0
-    """Its KV was given up, to be computed again."""
+    """Times its KV was evicted, to be computed again."""
     handovers: int = 0
-    """It went on at another worker, with its KV."""
+    """Times it moved to another worker with its KV."""
     pauses: int = 0
-    """Its decoding was interrupted while its KV stayed."""
+    """Times its decoding was interrupted while its KV stayed."""
 
     @property
     def jct_s(self) -> float:

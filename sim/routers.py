@@ -1,5 +1,5 @@
-"""Which simulated worker a request goes to, among those that take it: `least_work`, `round_robin`, and the
-live placement policies by name. Who takes it is the live rule (`services/placement/core/seating.py:seat`)."""
+"""Placement policies of the simulator: `least_work`, `round_robin`, and every live policy by name. Which
+workers are eligible is decided by the live rule (`services/placement/core/seating.py:seat`)."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from services.placement.policy.contract import PlacementPolicy, Room
 
 
 class RoundRobin:
-    """Each in turn."""
+    """Choose each worker in turn."""
 
     def __init__(self) -> None:
         self._last = ""
@@ -20,14 +20,14 @@ class RoundRobin:
 
 
 class LeastWork:
-    """Fewest sequences, then the most free memory, then the first."""
+    """Choose the worker with the fewest sequences, then the most free memory, then the lowest name."""
 
     def choose(self, size_tokens: int, rooms: Sequence[Room]) -> str:
         return min(rooms, key=lambda room: (room.sequences, -room.free_tokens)).worker_id
 
 
 def find_router(name: str) -> PlacementPolicy:
-    """The router called `name`. Raises ConfigError for a name that placement does not know either."""
+    """Return the router called `name`. Raises ConfigError for an unknown name."""
     if name == "round_robin":
         return RoundRobin()
     return LeastWork() if name == "least_work" else create(name)

@@ -1,4 +1,4 @@
-"""What a simulation is given, and what comes out of it."""
+"""Settings and outcome of a simulation."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from sim.routers import LeastWork
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Everything but the requests."""
+    """Settings of a simulation, without its requests."""
 
     policy: str
     shape: WorkerShape
@@ -29,40 +29,40 @@ class Setup:
     workers: int = 1
     router: PlacementPolicy = field(default_factory=LeastWork)
     queue: QueueOrder | None = None
-    """In which order requests wait for a worker; None: as the policy wants it."""
+    """Order in which requests wait for a worker; None for the policy's own."""
     places: int = FEED_SEQUENCES
-    """So many may wait at a worker without memory for them; 0: a request is placed where memory is free."""
+    """Sequences that may wait for memory at a worker; 0 to place only where memory is free."""
     outstanding_steps: int = 2
     ahead_s: float = 0.0
-    """Where steps are short, plans reach so far ahead; the live scheduler's value is 0.008."""
+    """Time ahead covered by plans of short steps; 0.008 in the live scheduler."""
     prediction_delay_s: float = 0.0
-    """0: the prediction is there when the request arrives."""
+    """0 to have the prediction when the request arrives."""
     cache_blocks: int = 0
-    """Each worker keeps so many blocks of prompts, of the trace's own size; 0: none."""
+    """Prompt blocks in each worker's prefix cache, of the trace's block size; 0 for none."""
     cache_block_tokens: int = 512
     eviction: str = "lru"
-    """Which of them goes first, by name (`services/worker/kv/core/eviction.py`)."""
+    """Eviction order of the prefix cache, by name (`services/worker/kv/core/eviction.py`)."""
     step_ends_s: Sequence[Sequence[float]] = ()
-    """By worker, when the steps of a run that is replayed ended (`sim/replay.py`)."""
+    """Step end times of a replayed run, by worker (`sim/replay.py`)."""
     placed: Mapping[SequenceKey, int] = field(default_factory=dict)
-    """Where requests went in such a run: whoever gets a worker gets that one."""
+    """Worker of each request in a replayed run; used once the request is placed."""
     found_tokens: Mapping[SequenceKey, int] = field(default_factory=dict)
-    """Of prompts, what was found in a cache in such a run."""
+    """Prompt tokens found in the prefix cache in a replayed run."""
     roles: FleetRoles | None = None
-    """None: every worker does both."""
+    """None to let every worker prefill and decode."""
     cores: CoreCosts | None = None
-    """All workers on one machine's cores, with everything else; None: each has cores of its own."""
+    """Cores shared by all workers of one machine; None to give each worker its own."""
     wire: Wire = field(default_factory=Wire)
-    """For hand-overs."""
+    """Links for hand-overs."""
     warm_s: float = 0.0
-    """Times between tokens are measured from then on."""
+    """Start of the measurement of inter-token gaps."""
     is_checked: bool = False
-    """Call the policy's own `check_integrity` after every event: slow."""
+    """Call the policy's `check_integrity` after every event: slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run, drained."""
+    """Outcome of a run in which every request ended."""
 
     records: list[ServedRecord]
     meters: list[WorkerMeter]

@@ -1,8 +1,8 @@
-"""The simulation: requests arrive, workers run, policies plan, until every request has ended.
+"""The simulation loop: requests arrive, policies plan and workers run until every request has ended.
 
-Drives `BatchPolicy` objects through the same events, in the same order, as the live scheduler's core; a plan
-that breaks a law raises `PlanError`, and work that nobody plans any more raises `WedgeError`. Source of the
-rules: algorithms.md §1; `sim/worker.py` on plans made ahead.
+`BatchPolicy` objects get the same events in the same order as from the live scheduler's core. An invalid plan
+raises `PlanError`; requests that are never planned again raise `WedgeError`. Source: algorithms.md §1;
+`sim/worker.py` describes plans made ahead.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -37,15 +37,15 @@ from sim.setup import Outcome, Setup
 from sim.worker import SimWorker
 
 ROLES_EPOCH_S = 1.0
-"""Between two looks at roles."""
+"""Interval between updates of worker roles."""
 
 
 class WedgeError(AssertionError):
-    """Requests are unfinished, and nothing will ever happen again."""
+    """Requests are unfinished and no event is left."""
 
 
 class Simulation:
-    """One run over `requests`; `on_end` hears of each that is over, and may raise to stop the run."""
+    """One run over `requests`. `on_end` is called for each ended request and may raise to stop the run."""
 
     def __init__(
         self,
@@ -93,19 +93,19 @@ class Simulation:
         if setup.roles is not None:
             setup.roles.on_workers(self._names)
         self._given: dict[SequenceKey, Task] = {}
-        """Of those at workers, where some are to be handed over."""
+        """Tasks at workers; kept only if workers have roles."""
         self._is_plan_due = [False] * setup.workers
         self._tasks: dict[SequenceKey, Task] = {}
-        """Of those in the queue."""
+        """Tasks in the queue."""
         self._ranks: dict[SequenceKey, Rank] = {}
-        """Of those at workers, as of when they got there."""
+        """Ranks of requests at workers, fixed when they were placed."""
         self._refreshed: dict[SequenceKey, int] = {}
-        """How often each answer was predicted anew while it was written."""
+        """Number of refreshed predictions by request."""
         self._arrived = self._ended = 0
         self._on_end = on_end
 
     def run(self) -> Outcome:
-        """Until the last request has ended. Raises PlanError, WedgeError, AssertionError of a policy's
+        """Run until the last request ends. Raises PlanError, WedgeError, or AssertionError from a policy's
         check.
         """
         self._push_arrival()
@@ -156,8 +156,8 @@ class Simulation:
         self._push_arrival()
 
     def _hand_out(self) -> None:
-        """From the queue to the workers, as long as some get one: the live scheduler's questions, and their
-        answers at once."""
+        """Place queued requests at workers until none fits, with the live scheduler's questions to
+        placement."""
         self._settle_roles()
         is_over = False
         while not is_over and (keys := self._queue.next(PLACEMENT_BATCH)):
@@ -233,7 +233,7 @@ class Simulation:
         )
 
     def _free_blocks(self, index: int) -> int:
-        """That nothing there needs, and nothing that is on its way there."""
+        """Return the blocks of a worker that are neither needed there nor promised to a transfer."""
         size, worker = self._setup.shape.block_tokens, self._workers[index]
         spoken_for = spoken_for_blocks(worker.books, size) + self._transfers.promised_blocks(index, size)
         return self._setup.shape.capacity_blocks - spoken_for
@@ -273,7 +273,7 @@ class Simulation:
             self._events.push(after[0], EventPriority.STEP, (self._on_stretch_end, (index, after[1])))
 
     def _note_plans(self, index: int, batches: Iterable[PlannedBatch]) -> None:
-        """Who does not wait any more, who does again, and what policies want predicted anew."""
+        """Update the set of sequences that wait, and request the predictions that policies ask for."""
         for batch in batches:
             for preemption in batch.preemptions:
                 if preemption.key in self._workers[index].books.held:
@@ -308,7 +308,7 @@ class Simulation:
         self._push_plan(index)
 
     def _find_prefix(self, index: int, held: Held) -> None:
-        """It begins: what the worker has of its prompt, in whole blocks, all but the last token."""
+        """At the start of a prefill, find the cached prefix: whole blocks, without the last token."""
         key = held.record.request.key
         carried_tokens, held.carried_tokens = held.carried_tokens, 0
         if carried_tokens:
@@ -326,21 +326,21 @@ class Simulation:
             self._workers[index].policy.on_prefix_hit(key, held.cached_tokens, self._events.now_s)
 
     def _find_again(self, worker: SimWorker, held: Held) -> None:
-        """It begins: what it found in the run that is replayed."""
+        """At the start of a prefill, apply the cache hit of the replayed run."""
         key = held.record.request.key
         held.cached_tokens = min(self._setup.found_tokens.get(key, 0), held.prefill_tokens - 1)
         if held.cached_tokens:
             worker.policy.on_prefix_hit(key, held.cached_tokens, self._events.now_s)
 
     def _keep_prefix(self, index: int, held: Held) -> None:
-        """Its prompt has just been computed."""
+        """Keep the blocks of a prompt that was computed just now."""
         if self._prefixes is not None and held.record.first_token_s == self._events.now_s:
             self._prefixes.keep(self._names[index], held.record.request.names)
 
-    # Roles, and hand-overs
+    # Roles and hand-overs
 
     def _settle_roles(self) -> None:
-        """Every second, as placement does."""
+        """Update roles once per `ROLES_EPOCH_S`."""
         roles, now_s = self._setup.roles, self._events.now_s
         if roles is None or now_s < self._epoch_s:
             return
@@ -365,7 +365,7 @@ class Simulation:
         )
 
     def _send_on(self, index: int, began_s: float, chunks: Sequence[tuple[Held, int]]) -> None:
-        """After a stretch at `index`: what it computed of prompts is sent, and who is there goes."""
+        """After a stretch, send the prefilled KV on and move sequences that left to their targets."""
         worker, now_s = self._workers[index], self._events.now_s
         for held in worker.left:
             self._arrive(held)
@@ -397,7 +397,7 @@ class Simulation:
             self._events.push(max(now_s, arrives_s), EventPriority.ARRIVAL, (self._on_sent, (one,)))
 
     def _landing(self, index: int, held: Held) -> int | None:
-        """Where it goes on; None: nobody has room."""
+        """Return the worker that continues the sequence, or None if none has room."""
         roles, size = self._setup.roles, self._setup.shape.block_tokens
         assert roles is not None
         needed = -(-(held.prefill_tokens + 1) // size) + 1
@@ -411,7 +411,7 @@ class Simulation:
         return None if chosen is None else int(chosen)
 
     def _on_sent(self, one: Transfer) -> None:
-        """Its KV is at the target: it goes there after the step that runs."""
+        """The sequence's KV has arrived: hand it over after the current step."""
         worker, key = self._workers[one.source], one.held.record.request.key
         if worker.books.held.get(key) is not one.held or not one.held.is_decoding:
             self._transfers.under_way.pop(key, None)
@@ -431,7 +431,7 @@ class Simulation:
             self._events.push(after[0], EventPriority.STEP, (self._on_stretch_end, (one.source, after[1])))
 
     def _arrive(self, left: Held) -> None:
-        """It goes on where it was sent, and computes its last, unfinished block there."""
+        """Start a handed-over sequence at its target, where its last, partial block is computed again."""
         record, now_s = left.record, self._events.now_s
         key, size = record.request.key, self._setup.shape.block_tokens
         one = self._transfers.under_way.pop(key)
@@ -452,7 +452,7 @@ class Simulation:
         self._push_plan(one.target)
 
     def _refresh(self, worker: SimWorker) -> None:
-        """What a predictor that reads along says anew of the answers there."""
+        """Apply refreshed predictions for the sequences at a worker."""
         every = self._setup.predictor.refresh_tokens
         if every is None:
             return

@@ -1,10 +1,9 @@
-"""What one run comes to: latencies, service levels, where time and memory went.
+"""Figures of one run: latencies, SLO attainment, use of time and memory.
 
-Definitions are those of papers/003 §4: normalized latency is the mean of (end − arrival) / answer tokens;
-an SLO is `slo_scale·(t_p + t_g·answer tokens)`, with t_p and t_g measured once, on the peer at low load.
-KVC utilization is over the time in which the worker computes: `kvc_utilization` counts tokens that have KV,
-`kvc_allocated` blocks given out. An allocation failure is a request that was evicted, or stopped in
-mid-answer, for any reason.
+Definitions follow papers/003 §4. Normalized latency is the mean of (end − arrival) / answer tokens. An SLO is
+`slo_scale·(t_p + t_g·answer tokens)`, with t_p and t_g measured once, on the peer at low load. KVC
+utilization covers only busy time: `kvc_utilization` counts tokens with KV, `kvc_allocated` counts allocated
+blocks. An allocation failure is a request that was evicted or paused while decoding, for any reason.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ PARTS = ("queue_s", "prefill_s", "gt_wait_s", "decode_s", "preempted_s")
 
 @dataclass(frozen=True, slots=True)
 class ServiceLevel:
-    """A latency that a request should keep."""
+    """Latency objective of a request."""
 
     prefill_s: float
     """t_p: mean prefill at low load."""
@@ -33,7 +32,7 @@ class ServiceLevel:
 
 
 def measure_level(outcome: Outcome, scale: float = 2.0) -> ServiceLevel:
-    """From a run at low load."""
+    """Return the service level measured by a run at low load."""
     decoded = sum(record.request.output_tokens - 1 for record in outcome.records)
     decode_s = sum(record.decode_s for record in outcome.records)
     prefill_s = sum(record.prefill_s for record in outcome.records) / len(outcome.records)
@@ -41,18 +40,18 @@ def measure_level(outcome: Outcome, scale: float = 2.0) -> ServiceLevel:
 
 
 def normalized_latency_s(records: Sequence[ServedRecord]) -> float:
-    """Mean seconds per answer token."""
+    """Return the mean latency in seconds per answer token."""
     return sum(record.normalized_s for record in records) / len(records)
 
 
 def attainment(records: Sequence[ServedRecord], level: ServiceLevel) -> float:
-    """Share of requests that keep the level."""
+    """Return the share of requests that meet the level."""
     kept = sum(record.jct_s <= level.limit_s(record.request.output_tokens) for record in records)
     return kept / len(records)
 
 
 def summarize(outcome: Outcome, level: ServiceLevel | None = None) -> dict[str, float]:
-    """Flat figures of one run, times in seconds unless the name says otherwise."""
+    """Return the figures of one run; times in seconds unless the name says otherwise."""
     records, meters = outcome.records, outcome.meters
     first_s = min(record.request.arrival_s for record in records)
     span_s = max(record.end_s for record in records) - first_s
@@ -93,7 +92,7 @@ def summarize(outcome: Outcome, level: ServiceLevel | None = None) -> dict[str, 
 
 
 def _mean_token_gap_s(records: Sequence[ServedRecord]) -> float:
-    """Mean time between two tokens of one answer."""
+    """Return the mean time between two tokens of one answer."""
     gaps_s = [
         (record.end_s - record.first_token_s) / (record.request.output_tokens - 1)
         for record in records

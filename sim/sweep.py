@@ -1,7 +1,7 @@
-"""Runs many cases in processes, as many as there are cores (or fewer), results in the order asked for.
+"""Run many cases in parallel processes, with results in the order of the arguments.
 
-A function that is swept is importable by name and takes one picklable argument. What one raises is raised
-here, with the argument that did it.
+A swept function is importable by name and takes one picklable argument. Its exceptions are raised here with a
+note that names the argument.
 """
 
 import os
@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -26,7 +26,7 @@ def sweep(
     processes: int | None = None,
     on_result: Callable[[A, R], None] | None = None,
 ) -> list[R]:
-    """`[function(a) for a in arguments]`, side by side; `on_result` is called as each is over."""
+    """Return `[function(a) for a in arguments]`, run in parallel; `on_result` is called as each ends."""
     count = min(processes or cores(), max(1, len(arguments)))
     if count == 1:
         return [_told(function, argument, on_result) for argument in arguments]

@@ -1,11 +1,11 @@
-"""Reads traces: lengths, and arrivals where there are any. Formats are told apart by their column names.
+"""Read traces: lengths and, if present, arrivals. The column names determine the format.
 
-CSV `arrival_s,prompt_tokens,output_tokens[,predicted_tokens]` (our own), Azure's
+CSV: `arrival_s,prompt_tokens,output_tokens[,predicted_tokens]` (our own), Azure's
 `TIMESTAMP,ContextTokens,GeneratedTokens`, `num_prefill_tokens,num_decode_tokens` (Vidur, Sarathi),
-`in_llama,out_llama` (Alpaca lengths), `output_token_length,predicted_length` (LMSYS-Chat-1M's answers, each
-with the class that a language model put its prompt into; no prompts); JSONL
-`timestamp,input_length,output_length[,hash_ids]` (Mooncake, milliseconds; blocks of prompts by name). A
-folder of texts is cut into chunks, as papers/003 §2.1 does with BookCorpus. Knows no workload by name.
+`in_llama,out_llama` (Alpaca lengths), `output_token_length,predicted_length` (LMSYS-Chat-1M answers with the
+class that a language model predicted; no prompts). JSONL: `timestamp,input_length,output_length[,hash_ids]`
+(Mooncake, milliseconds, with named prompt blocks). A folder of texts is cut into chunks, as papers/003 §2.1
+does with BookCorpus.
 """
 
 import csv
@@ -21,22 +21,22 @@ from shared.blocks import HASH_BYTES, BlockHash
 from shared.errors import ConfigError
 
 BLOCK_TOKENS = 512
-"""Of the blocks that Mooncake's traces name."""
+"""Block size in Mooncake's traces."""
 CHARACTERS_PER_TOKEN = 4.0
-"""Of English prose, roughly, with the vocabularies of 2022."""
+"""Approximate value for English prose with the vocabularies of 2022."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """One line. `arrival_s` counts from the first line; None where a trace has only lengths."""
+    """One request. `arrival_s` counts from the first row; None if the trace has only lengths."""
 
     prompt_tokens: int
     output_tokens: int
     arrival_s: float | None = None
     predicted_tokens: int | None = None
-    """Or the number of a class of lengths."""
+    """Predicted tokens, or the number of a class of lengths."""
     names: tuple[BlockHash, ...] = ()
-    """Of the prompt's whole blocks of `BLOCK_TOKENS`, where the trace has them."""
+    """Names of the prompt's whole blocks of `BLOCK_TOKENS`, if the trace has them."""
 
 
 RequestRow = Mapping[str, Any]
@@ -66,7 +66,7 @@ def _alpaca(row: RequestRow) -> TraceRow:
 
 
 def _classes(row: RequestRow) -> TraceRow:
-    """Prompts have no length there: 1, to be replaced."""
+    """Parse a row without a prompt length; 1 is a placeholder."""
     return TraceRow(1, int(row["output_token_length"]), predicted_tokens=int(row["predicted_length"]))
 
 
@@ -88,7 +88,7 @@ FORMATS: dict[str, tuple[set[str], Callable[[RequestRow], TraceRow]]] = {
 
 
 def read_trace(path: Path) -> list[TraceRow]:
-    """All usable rows of `path`, in their order, arrivals counted from the first. Raises ConfigError."""
+    """Return all usable rows of `path` in order, with arrivals counted from the first. Raises ConfigError."""
     if path.is_dir():
         return chunk_texts(path)
     try:
@@ -133,8 +133,8 @@ def _from_first_arrival(rows: list[TraceRow]) -> list[TraceRow]:
 
 
 def chunk_texts(folder: Path, chunk_tokens: int = 2048, least_tokens: int = 18) -> list[TraceRow]:
-    """Prompts of `chunk_tokens` from the chapters of every text in `folder`; answers of 1 token, to be
-    replaced, as books have none."""
+    """Return prompts of up to `chunk_tokens` from every chapter in `folder`. The answer length 1 is a
+    placeholder."""
     lengths: list[int] = []
     for path in sorted(folder.glob("*.txt")):
         text = path.read_text(encoding="utf-8", errors="replace")

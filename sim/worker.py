@@ -1,14 +1,14 @@
-"""One simulated worker: runs plans step by step, in as few events as the plan and the true answers allow.
+"""A simulated worker: runs plans step by step, with as few events as possible.
 
 Plans are made ahead and cut short by the rules of the live scheduler
-(`services/scheduler/core/worker_pipeline.py`): the next plan is asked for while fewer than
-`outstanding_steps` steps are left, so with 2, the live value, a plan does not know of the ends of the step
-that runs while it is made. 1 plans at step boundaries, with everything known. Steps count as left until a
-live worker would have reported them: it reports the one after which the next plan is due, the last, and
-those in which something ended or was skipped.
+(`services/scheduler/core/worker_pipeline.py`). The next plan is requested while fewer than
+`outstanding_steps` steps are outstanding. With 2, the live value, a plan cannot see which sequences end in
+the step that is running. With 1, plans are made at step boundaries with full knowledge. A step is outstanding
+until a live worker would have reported it. A live worker reports the step after which the next plan is due,
+the last step, and steps in which a sequence ended or an item was skipped.
 
-A *stretch* is a run of equal steps of one plan in which no answer ends and nothing is reported: one event,
-however many steps. Knows nothing of arrivals, predictors and other workers.
+A *stretch* is a run of equal steps of one plan in which no sequence ends and nothing is reported. It is one
+event, whatever its length.
 """
 
 from bisect import bisect_left, bisect_right
@@ -26,27 +26,27 @@ from sim.meters import WorkerMeter
 
 MAX_OUTSTANDING_PLANS = 4
 _LEAST_FOLLOWED, _MOST_FOLLOWED = 0.3, 3.0
-"""A recorded step may have taken so much less or more than the cost says."""
+"""Bounds on a recorded step's duration, as multiples of the duration that the cost model predicts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sent:
-    """A plan on its way."""
+    """A plan that has not started."""
 
     batch: PlannedBatch
     report_at: int
-    """The first step that is reported in any case."""
+    """The first step that is always reported."""
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A plan at work."""
+    """The plan that is running."""
 
     sent: Sent
     prefills: list[tuple[Held, PlannedPrefill]]
     decodes: list[Held]
     has_skips: bool
-    """An item was void: the first step is reported."""
+    """An item was void, so the first step is reported."""
     steps_done: int = 0
     steps_reported: int = 0
 
@@ -55,7 +55,8 @@ class Running:
         return self.sent.batch
 
     def reported_of(self, steps_done: int) -> int:
-        """What is known of `steps_done` steps, in none of which after `self.steps_done` anything ended."""
+        """Return how many of `steps_done` steps are reported, if nothing ended after step
+        `self.steps_done`."""
         if steps_done >= self.sent.report_at:
             return max(self.steps_reported, self.sent.report_at)
         return max(self.steps_reported, int(self.has_skips and steps_done > 0))
@@ -63,17 +64,17 @@ class Running:
 
 @dataclass(slots=True, eq=False)
 class Stretch:
-    """Steps that are computed as one event."""
+    """Steps computed as one event."""
 
     start_s: float
     ends_s: list[float]
-    """End of each step."""
+    """End time of each step."""
     serial: int
 
 
 @dataclass(slots=True, eq=False)
 class SimWorker:
-    """Books, plans and the policy that makes them. The driver calls `advance` at each stretch's end."""
+    """A worker's books, plans and policy. The driver calls `advance` at the end of each stretch."""
 
     policy: BatchPolicy
     books: WorkerBooks
@@ -81,34 +82,34 @@ class SimWorker:
     meter: WorkerMeter
     outstanding_steps: int = 2
     ahead_s: float = 0.0
-    """Where steps are short, so much time ahead instead, in plans that an arrival may cut short."""
+    """Where steps are short, plan this many seconds ahead; an arrival may cut such plans short."""
     is_urgent: bool = False
-    """Something arrived: a long plan may be cut for it."""
+    """A request arrived, so a long plan may be cut short."""
     on_begin: Callable[[Held], None] = lambda held: None
-    """Called with each whose prompt is about to be begun, before its step is timed."""
+    """Called for each sequence whose prefill is about to begin, before the step is timed."""
     followed_s: Sequence[float] = ()
-    """Ends of recorded steps: one that ends about when a recorded one did ends with it."""
+    """End times of recorded steps; a step that ends close to one of them ends with it."""
     cores: SharedCores | None = None
     number: int = 0
-    """Of this worker, on those cores."""
+    """Number of this worker on `cores`."""
     left: list[Held] = field(default_factory=list)
-    """Handed over, and not taken by the driver yet."""
+    """Sequences handed over that the driver has not yet taken."""
     _plans: deque[Sent] = field(default_factory=deque)
     _running: Running | None = None
     _stretch: Stretch | None = None
     _serial: int = 0
     _cut: bool = False
-    """The running plan ends at the next step's end; the newest plan follows."""
+    """The running plan ends with the current step, and the newest plan follows."""
 
     def stretch_end(self) -> tuple[float, int] | None:
-        """When the present stretch ends, and its serial number: an older one is void."""
+        """Return the end of the current stretch and its serial number; older serial numbers are void."""
         return None if self._stretch is None else (self._stretch.ends_s[-1], self._stretch.serial)
 
     def is_current(self, serial: int) -> bool:
         return self._stretch is not None and self._stretch.serial == serial
 
     def next_plans(self, now_s: float) -> list[PlannedBatch]:
-        """Ask the policy until enough steps are outstanding; start the first plan if none runs."""
+        """Return new plans from the policy until enough steps are outstanding; start one if none runs."""
         made = []
         while not self._cut and len(self._plans) + (self._running is not None) < MAX_OUTSTANDING_PLANS:
             steps = self._outstanding(now_s)
@@ -128,7 +129,7 @@ class SimWorker:
         return made
 
     def _outstanding(self, now_s: float) -> int:
-        """Steps not known to be over."""
+        """Return the number of steps that have not been reported."""
         steps = sum(sent.batch.steps for sent in self._plans)
         running, stretch = self._running, self._stretch
         if running is not None and stretch is not None:
@@ -138,7 +139,7 @@ class SimWorker:
 
     @property
     def _is_pliable(self) -> bool:
-        """Whether all that is outstanding may end between any two steps."""
+        """Whether every outstanding plan may end between any two steps."""
         batches = [*(sent.batch for sent in self._plans), *([self._running.batch] if self._running else [])]
         return all(batch.decodes_only for batch in batches)
 
@@ -153,7 +154,7 @@ class SimWorker:
         return max(self.outstanding_steps, most)
 
     def _cut_short(self, now_s: float) -> None:
-        """The running plan ends with the step that runs; plans after it, but for the next one, never run."""
+        """End the running plan with the current step and drop every queued plan except the next one."""
         assert self._running is not None
         assert self._stretch is not None
         ends_s = self._stretch.ends_s
@@ -166,7 +167,7 @@ class SimWorker:
         stretch.serial = self._serial
 
     def _start_plan(self, now_s: float) -> None:
-        """The next plan whose items are not all void; one that only preempts takes no time."""
+        """Start the next plan that has a valid item; a plan that only preempts takes no time."""
         while self._plans:
             sent = self._plans.popleft()
             prefills, decodes = self.books.apply(sent.batch)
@@ -181,7 +182,7 @@ class SimWorker:
                 return
 
     def _start_stretch(self, now_s: float) -> None:
-        """As many steps as are alike, up to the next that is reported: the next plan may be made then."""
+        """Start a stretch of equal steps that ends at the latest with the next reported step."""
         running = self._running
         assert running is not None
         due = running.sent.report_at if running.steps_done < running.sent.report_at else running.batch.steps
@@ -205,7 +206,7 @@ class SimWorker:
         self._stretch = Stretch(now_s, ends_s, self._serial)
 
     def _followed(self, durations_s: Sequence[float], now_s: float) -> list[float]:
-        """Where recorded steps ended that took about as long, else as long as the cost says."""
+        """Return the end time of each step: a recorded one if close enough, else by the cost model."""
         ends_s, begin_s = [], now_s
         for duration_s in durations_s:
             at = bisect_left(self.followed_s, begin_s + _LEAST_FOLLOWED * duration_s)
@@ -218,15 +219,15 @@ class SimWorker:
         return ends_s
 
     def chunks(self) -> tuple[float, list[tuple[Held, int]]]:
-        """Since when the present stretch runs, and whose prompts are computed in it, so many tokens each."""
+        """Return the start of the current stretch and its prefills, each with its number of tokens."""
         if self._running is None or self._stretch is None:
             return 0.0, []
         parts = [(held, item.end_token - item.first_token) for held, item in self._running.prefills]
         return self._stretch.start_s, parts
 
     def advance(self, now_s: float) -> list[Held]:
-        """The present stretch is over: who ended with it. The policy hears of the ends first, then of the
-        steps that a cut plan did not run."""
+        """End the current stretch and return the sequences that ended with it. The policy is told first of
+        the ended sequences, then of the steps that a cut plan did not run."""
         running, stretch = self._running, self._stretch
         assert running is not None
         assert stretch is not None
@@ -276,13 +277,13 @@ class SimWorker:
         return ended
 
     def _let_go(self, running: Running, now_s: float) -> None:
-        """Those that are handed over leave after this step."""
+        """Hand over the sequences that are due to leave after this step."""
         for held in [*(held for held, _ in running.prefills), *running.decodes]:
             if held.goes_to is not None and held.remaining_tokens > 0 and held.is_decoding:
                 self.hand_over(held, now_s)
 
     def hand_over(self, held: Held, now_s: float) -> None:
-        """It goes on at another worker. What a step that runs computes of it is for nobody."""
+        """Remove a sequence that continues at another worker; the result of a running step is discarded."""
         self.books.end(held)
         self.policy.on_ended(held.record.request.key, now_s)
         self.left.append(held)
@@ -290,13 +291,13 @@ class SimWorker:
             self._running.decodes = [one for one in self._running.decodes if one is not held]
 
     def can_leave(self, held: Held) -> bool:
-        """Whether it need not wait for the end of the stretch: it is in none, or in its one step, which
-        computes prompts as well and takes long."""
+        """Whether the sequence can leave now: it is not decoding in the stretch, or the stretch is one
+        step with prefills."""
         running = self._running
         return running is None or held not in running.decodes or bool(running.prefills)
 
     def _after_stretch(self, running: Running, now_s: float) -> None:
-        """Go on with this plan, or with the next. Only first steps have prefills."""
+        """Continue this plan or start the next one. Only a plan's first step has prefills."""
         running.prefills = []
         running.decodes = [held for held in running.decodes if held.remaining_tokens > 0]
         self._stretch = None
@@ -309,14 +310,14 @@ class SimWorker:
         self._start_plan(now_s)
 
     def end_after_step(self, now_s: float) -> None:
-        """The present stretch ends with the step that runs; its plan goes on after it."""
+        """End the current stretch with the running step; its plan continues afterwards."""
         if self._stretch is not None:
             ends_s = self._stretch.ends_s
             self._stretch.ends_s = ends_s[: bisect_right(ends_s, now_s) + 1]
             self._renew_serial(self._stretch)
 
     def _report_cut(self, running: Running, now_s: float) -> None:
-        """Only the newest plan is left; what the others did not do the policy learns."""
+        """Keep only the newest plan, and tell the policy which decodes the others did not run."""
         self._cut = False
         newest = self._plans.pop()
         dropped = [(running.batch, running.steps_done), *((sent.batch, 0) for sent in self._plans)]
@@ -330,5 +331,5 @@ class SimWorker:
 
 
 def _begins(held: Held, item: PlannedPrefill) -> int:
-    """Where what is computed of a chunk begins: what is cached of it is not. Its last token always is."""
+    """Return the first token of a chunk to compute: cached tokens are skipped, except the chunk's last."""
     return min(max(item.first_token, held.cached_tokens), item.end_token - 1)

@@ -1,10 +1,10 @@
-"""Workloads by name: where their lengths come from, what they become without the data, and when they arrive.
+"""Workloads by name: where lengths come from, their substitutes without data, and arrivals.
 
-With the data sets at hand lengths are drawn from those; without, from the quantiles below, which were read
-off the same data (log-linear between them, prompt and answer independent: rank correlations are at most
-0.24). Answers to book chunks exist nowhere; papers/003's Table 2 states mean 681 in [32, 1041], and so they
-are drawn; LMSYS's answers come without their prompts, whose lengths are drawn from ShareGPT's law. Every
-workload has one constant `max_tokens`, the only thing that policies know of an answer's length.
+With the data sets, lengths are sampled from them. Without, they are drawn from the quantiles below, taken
+from the same data (log-linear in between; prompt and answer independent, as rank correlations are at most
+0.24). Book chunks have no answers: lengths are drawn to papers/003's Table 2, mean 681 in [32, 1041]. LMSYS
+has no prompts: lengths are drawn from ShareGPT's. Each workload has one constant `max_tokens`, all that
+policies know of an answer's length.
 """
 
 import math
@@ -24,7 +24,7 @@ LEAST_TRAINING_ROWS = 100
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A law of lengths in tokens, by its values at `QUANTILES`."""
+    """A distribution of lengths in tokens, by its values at `QUANTILES`."""
 
     at_quantiles: tuple[int, ...]
 
@@ -32,7 +32,7 @@ class Lengths:
         return self.at(random.random())
 
     def at(self, share: float) -> int:
-        """The quantile `share`, between 0 and 1."""
+        """Return the quantile `share`, between 0 and 1."""
         index = next(i for i in range(1, len(QUANTILES)) if share <= QUANTILES[i])
         low, high = QUANTILES[index - 1], QUANTILES[index]
         part = (share - low) / (high - low)
@@ -41,12 +41,12 @@ class Lengths:
 
 
 BOOK_ANSWERS = Lengths((32, 110, 240, 330, 450, 545, 620, 690, 760, 830, 900, 985, 1015, 1036, 1041))
-"""Invented to the paper's mean, least and most; see above."""
+"""Made up to match the paper's mean, minimum and maximum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`file` is relative to the data folder; longer prompts or answers than the limits are left out."""
+    """A workload. `file` is relative to the data folder; rows above the limits are left out."""
 
     name: str
     file: str
@@ -59,7 +59,7 @@ class Workload:
 
 
 _CHAT_PROMPTS = Lengths((1, 2, 6, 9, 13, 17, 24, 33, 51, 89, 181, 542, 1056, 1748, 2048))
-"""Of ShareGPT; LMSYS's data has answers alone."""
+"""ShareGPT's prompt lengths, also used for LMSYS."""
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
@@ -145,12 +145,12 @@ WORKLOADS: dict[str, Workload] = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One workload, and where its data lies, if it is there. `path` alone is any trace file."""
+    """A workload and the path of its data, if present. With `path` alone, any trace file."""
 
     workload: str | None = None
     path: Path | None = None
     max_tokens: int | None = None
-    """Overrides the workload's; a trace file's own is its longest answer, rounded up to 256."""
+    """Overrides the workload's limit; a trace file's is its longest answer, rounded up to 256."""
 
     @property
     def name(self) -> str:
@@ -158,7 +158,8 @@ class Source:
 
 
 def find_source(workload: str, data: Path | None) -> Source:
-    """The workload with its data, if `data` has it, else generated. Raises ConfigError for unknown names."""
+    """Return the workload with its data, if `data` has it, else generated. Raises ConfigError for unknown
+    names."""
     if workload not in WORKLOADS:
         raise ConfigError(f"no workload {workload!r}; there are {', '.join(WORKLOADS)}", param="workload")
     path = data / WORKLOADS[workload].file if data is not None else None
@@ -186,7 +187,7 @@ def _rows(source: Source) -> tuple[TraceRow, ...]:
 
 
 def limit_tokens(source: Source) -> int:
-    """The constant `max_tokens` of every request from `source`."""
+    """Return the constant `max_tokens` of every request from `source`."""
     if source.max_tokens is not None:
         return source.max_tokens
     if source.workload is not None:
@@ -196,12 +197,12 @@ def limit_tokens(source: Source) -> int:
 
 
 def has_predictions(source: Source) -> bool:
-    """Whether the trace brings what a trained model said of its prompts."""
+    """Whether the trace has predictions of a trained model."""
     return any(row.predicted_tokens is not None for row in _rows(source))
 
 
 def longest_tokens(source: Source) -> int:
-    """The longest prompt with its answer, of the data, or of the laws that stand for it."""
+    """Return the longest prompt plus answer in the data, or by its distribution."""
     rows = _rows(source)
     if rows or source.workload is None:
         return max(row.prompt_tokens + row.output_tokens for row in rows)
@@ -210,7 +211,7 @@ def longest_tokens(source: Source) -> int:
 
 
 def _split(source: Source, *, is_training: bool) -> Sequence[TraceRow]:
-    """A fixed random third is for training alone, where there are rows enough to divide."""
+    """Return a fixed random third for training, or the rest; all rows if there are too few to split."""
     rows = list(_rows(source))
     if len(rows) < 2 * LEAST_TRAINING_ROWS:
         return rows
@@ -220,7 +221,7 @@ def _split(source: Source, *, is_training: bool) -> Sequence[TraceRow]:
 
 
 def _pick(source: Source, count: int, random: Random, *, is_training: bool = False) -> list[TraceRow]:
-    """Without repetition as long as there are rows; from the laws where there are none."""
+    """Sample rows without repetition while they last; draw from the distributions if there are none."""
     rows = _split(source, is_training=is_training)
     if rows:
         picked: list[TraceRow] = []
@@ -240,8 +241,8 @@ def _request(index: int, arrival_s: float, row: TraceRow, max_tokens: int) -> Si
 
 
 def poisson_requests(source: Source, *, count: int, rate_per_s: float, seed: int) -> list[SimRequest]:
-    """`count` requests at Poisson times. The same seed gives the same requests and the same gaps times
-    1/rate; a rate of infinity lets all arrive at 0."""
+    """Return `count` requests with Poisson arrivals; with an infinite rate all arrive at 0. The same seed
+    gives the same requests and the same gaps, scaled by 1/rate."""
     rows = _pick(source, count, Random(f"{seed}/lengths"))
     random, limit = Random(f"{seed}/arrivals"), limit_tokens(source)
     requests, at_s = [], 0.0
@@ -252,7 +253,8 @@ def poisson_requests(source: Source, *, count: int, rate_per_s: float, seed: int
 
 
 def trace_requests(source: Source, *, count: int | None = None, speed: float = 1.0) -> list[SimRequest]:
-    """The trace's own arrivals, `speed` times as fast. Raises ConfigError where it has none."""
+    """Return requests at the trace's arrival times, `speed` times as fast. Raises ConfigError if there are
+    none."""
     rows = _rows(source)[:count]
     if not rows or any(row.arrival_s is None for row in rows):
         raise ConfigError(f"trace {source.name!r} has no arrival times; ask for a rate", param="trace")
@@ -261,6 +263,6 @@ def trace_requests(source: Source, *, count: int | None = None, speed: float = 1
 
 
 def training_requests(source: Source, *, count: int, seed: int) -> list[SimRequest]:
-    """Finished requests of the same kind, for predictors to learn from; none of them is ever replayed."""
+    """Return requests for predictors to learn from; none of them is replayed."""
     rows = _pick(source, count, Random(f"{seed}/training"), is_training=True)
     return [_request(index, 0.0, row, limit_tokens(source)) for index, row in enumerate(rows)]

@@ -1,1 +1,1 @@
-"""Workers that lend KV to each other and settle their debts: real decisions, simulated time."""
+"""Workers that lend KV memory to each other and settle debts: live decisions in simulated time."""

@@ -1,8 +1,8 @@
-"""One simulated worker that lends and borrows: the live cores of lending, a pool, a queue that never ends.
+"""One simulated worker that lends and borrows: the live lending cores, a block pool and an endless queue.
 
-Memory for a whole request is taken when it starts, its own first. Between two events all its sequences
-decode in step; `iterations` counts the steps done, so that an end is a number and not a walk over sequences.
-Knows no other worker: who calls it moves blocks between them.
+A request's whole memory is allocated when it starts, local memory first. Between two events all sequences
+decode in lockstep. `iterations` counts the steps, so an end time is one number. The caller moves blocks
+between workers.
 """
 
 from collections import deque
@@ -23,9 +23,9 @@ from sim.lending.workload import LendingJob
 BLOCK_TOKENS = 128
 LOOKAHEAD = 16
 PATIENCE_S = 60.0
+"""No request overtakes one that has waited longer than this."""
 _KV = b"one model"
-"""Fingerprint of all workers: one model, one size of blocks."""
-"""Nobody overtakes a request that has waited for longer."""
+"""Fingerprint shared by all workers: one model and one block size."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +46,7 @@ class WaitingJob:
 
 @dataclass(slots=True)
 class LendingWorker:
-    """One worker."""
+    """State of one worker."""
 
     worker_id: str
     blocks: int
@@ -63,10 +63,10 @@ class LendingWorker:
     queue: deque[WaitingJob] = field(default_factory=deque)
     running: dict[int, RunningJob] = field(default_factory=dict)
     holders: dict[int, RunningJob] = field(default_factory=dict)
-    """Of borrowed blocks, by logical number."""
+    """Running jobs by the logical number of each borrowed block."""
     iterations: float = 0.0
     prefill_s: float = 0.0
-    """Still to be computed."""
+    """Prefill time still to compute."""
     generated_tokens: float = 0.0
     prefilled_tokens: int = 0
     finished: int = 0
@@ -91,13 +91,13 @@ class LendingWorker:
             self.queue.append(WaitingJob(next(self.stream), now_s))
 
     def next_job(self, at: int, now_s: float) -> LendingJob | None:
-        """The one to try; None when those before it let nobody pass."""
+        """Return the job at position `at`; None if it may not overtake the first one."""
         if at >= len(self.queue) or (at and now_s - self.queue[0].since_s > PATIENCE_S):
             return None
         return self.queue[at].job
 
     def start(self, at: int, blocks: int, now_s: float) -> None:
-        """The memory is there: own first, the rest borrowed."""
+        """Start a job: allocate local blocks first, then borrowed ones."""
         job = self.queue[at].job
         del self.queue[at]
         own = self.pool.allocate(min(blocks, self.pool.free_blocks))
@@ -110,7 +110,7 @@ class LendingWorker:
         heappush(self._ends, (one.ends_at, job.number))
 
     def end_due(self) -> None:
-        """Requests whose last token is there give their memory back."""
+        """End the requests that have their last token and free their memory."""
         while self._ends and self._ends[0][0] <= self.iterations:
             one = self.running.pop(heappop(self._ends)[1])
             self.pool.release(one.own)
@@ -121,7 +121,7 @@ class LendingWorker:
             self.generated_tokens += one.job.output_tokens
 
     def swap(self, pairs: tuple[tuple[int, int], ...]) -> None:
-        """Borrowed blocks came home."""
+        """Replace borrowed blocks with local ones."""
         for number, own in pairs:
             one = self.holders.pop(number)
             one.borrowed.remove(number)
@@ -131,7 +131,7 @@ class LendingWorker:
 
     @property
     def remote_tokens(self) -> dict[str, int]:
-        """In use, by creditor."""
+        """Tokens in borrowed blocks, by creditor."""
         counts: dict[str, int] = {}
         for number in self.holders:
             creditor = self.table.resolve(number).worker_id
@@ -146,7 +146,8 @@ class LendingWorker:
         return self.cost.step_s([], len(self.running), self.local_tokens, remote.values())
 
     def advance(self, seconds: float, step_s: float, served_share: float) -> None:
-        """Prompts first, up to half the time; then decode. `served_share` of the time is its debtors'."""
+        """Advance by `seconds`: prefill for up to half the time, then decode. `served_share` of the time
+        is spent on attention for debtors."""
         left_s = seconds * (1 - served_share)
         prefill_s = min(self.prefill_s, left_s / 2 if self.running else left_s)
         self.prefill_s -= prefill_s
@@ -189,7 +190,7 @@ class LendingWorker:
         )
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when memory and requests disagree."""
+        """Raises AssertionError if memory and requests disagree."""
         held = [block for one in self.running.values() for block in one.own]
         self.pool.check_integrity([*held, *self.settling.bounce])
         self.table.check_integrity()

@@ -1,8 +1,7 @@
-"""Workers with more requests than memory, a ledger, and what settling debts brings. Simulated in fluid steps.
+"""Simulate workers with more requests than memory, a ledger, and debt settlement, in steps of `BEAT_S`.
 
-The decisions are the live ones (ledger, candidates, grants, searches, settlements); time is computed from
-`cost`. Messages take no time and are never lost: that is what the tests of the cores do.
-Source: papers/001 §6.4, Figure 10.
+Decisions are the live ones (ledger, candidates, grants, searches, settlements); times come from `cost`.
+Messages take no time and are never lost. Source: papers/001 §6.4, Figure 10.
 """
 
 from collections.abc import Callable
@@ -30,17 +29,17 @@ REPAY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What is compared."""
+    """Settings of one run."""
 
     workers: int = 4
     kv_tokens: int = 150_016
-    """Of one worker: 160 GB less weights and activations."""
+    """KV capacity of one worker: 160 GB less weights and activations."""
     duration_s: float = 3600.0
     seed: int = 0
     settles: bool = True
-    """Cycles of debts (DGFM)."""
+    """Whether cycles of debts are settled (DGFM)."""
     repays: bool = True
-    """Into free memory."""
+    """Whether debts are repaid into free memory."""
     threshold_blocks: int = 8
     mix: Mix = field(default_factory=Mix)
     cost: RemoteCost = field(default_factory=lambda: RemoteCost(LLAMA2_13B_2_A100))
@@ -48,18 +47,18 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One heartbeat's interval."""
+    """Figures of one heartbeat interval."""
 
     at_s: float
     output_tokens: float
-    """Made in the interval, over all workers."""
+    """Tokens generated in the interval, over all workers."""
     remote_tokens: int
     used_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of one run."""
+    """Result of one run."""
 
     samples: tuple[Sample, ...]
     finished: int
@@ -68,18 +67,18 @@ class Result:
     aborted: int
 
     def tok_s(self, first_s: float = 0.0, end_s: float = float("inf")) -> float:
-        """Output tokens per second in a part of the run."""
+        """Return output tokens per second in a part of the run."""
         part = [sample for sample in self.samples if first_s <= sample.at_s < end_s]
         return sum(sample.output_tokens for sample in part) / (len(part) * BEAT_S)
 
     def remote_share(self, first_s: float = 0.0, end_s: float = float("inf")) -> float:
-        """Of the KV in use in a part of the run, that on another worker than its request."""
+        """Return the share of KV in use that is remote, in a part of the run."""
         part = [sample for sample in self.samples if first_s <= sample.at_s < end_s]
         return sum(sample.remote_tokens for sample in part) / max(1, sum(s.used_tokens for s in part))
 
 
 class LendingSimulation:
-    """One run. `check` looks at every invariant after each interval: slow, for tests."""
+    """One run. `check` verifies every invariant after each interval: slow, for tests."""
 
     def __init__(self, scenario: Scenario, *, check: bool = False) -> None:
         self.scenario = scenario
@@ -113,7 +112,7 @@ class LendingSimulation:
         )
 
     def check_integrity(self) -> None:
-        """Raises AssertionError."""
+        """Raises AssertionError if an invariant is broken."""
         for member in self.members.values():
             member.check_integrity()
         self.ledger.check_integrity()
@@ -159,7 +158,7 @@ class LendingSimulation:
     # --- memory
 
     def _admit(self, member: LendingWorker) -> None:
-        """In order, with a look past those that do not fit."""
+        """Start waiting requests in order, skipping those that do not fit."""
         at = 0
         while (job := member.next_job(at, self.now_s)) is not None:
             blocks = -(-(job.prompt_tokens + job.output_tokens) // BLOCK_TOKENS)
@@ -233,7 +232,7 @@ class LendingSimulation:
         self._send(self.coordinator.on_answer(ask.message, ask.worker_id, answer))
 
     def _repay(self, member: LendingWorker) -> None:
-        """Whatever fits into memory that is free now comes home, one copy at a time."""
+        """Recall borrowed blocks into free local memory, one copy at a time."""
         if member.settling.is_on or member.worker_id in self._repaying or not member.pool.free_blocks:
             return
         used = [n for n in member.table.in_state(BlockState.USED) if n in member.holders]

@@ -1,4 +1,4 @@
-"""A long mixed workload: many chats, few very long documents; a stream for each worker. Pure, seeded."""
+"""A long mixed workload per worker: many chats and a few very long documents. Pure, seeded."""
 
 import math
 import random
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LendingJob:
-    """One request, its answer's true length known to the simulator only by its end."""
+    """One request with its true answer length."""
 
     number: int
     prompt_tokens: int
@@ -17,7 +17,7 @@ class LendingJob:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Chats log-normal, documents log-uniform."""
+    """Chat lengths are log-normal, document lengths log-uniform."""
 
     long_share: float = 0.01
     long_least_tokens: int = 8_000
@@ -29,7 +29,7 @@ class Mix:
 
 
 def jobs(mix: Mix, seed: int, worker: int) -> Iterator[LendingJob]:
-    """One worker's, for ever."""
+    """Yield the endless jobs of one worker."""
     rng = random.Random(f"{seed}/{worker}")
     number = 0
     while True:

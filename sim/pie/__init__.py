@@ -1,1 +1,1 @@
-"""Pie in simulated time: the live controllers, without a byte moved (docs/pie.md)."""
+"""Pie in simulated time: the live controllers, with no bytes moved (docs/pie.md)."""

@@ -1,10 +1,10 @@
-"""What a step costs when KV is swapped: the model's own cost, and the waits of the paper's swap controller,
-or of copies of blocks.
+"""Cost of a step that swaps KV: the model's cost plus stalls of the paper's swap controller or of block
+copies.
 
 A step's layers take equal times; a swap takes the bytes of the step's context over the link's bandwidth.
-Waits come from running the controller at that ratio (`timeline.settle`), not from a formula; where the
-queue is back in time there are none, which a test compares with the controller. As in the paper a swap of a
-layer takes as many bytes out as in; what the worker has outside, blocks, goes out once.
+Stalls come from running the controller at that ratio (`timeline.settle`). There are none if every layer is
+back in time, which a test compares with the controller. As in the paper, swapping a layer moves as many bytes
+out as in. In the blocks form, each block is copied out once.
 """
 
 import math
@@ -19,16 +19,16 @@ from services.worker.pie.core.sizes import spare_blocks, swaps_in_blocks
 from sim.pie.timeline import Pace, Steady, settle
 
 Form = Literal["layers", "blocks"]
-"""What lies outside: all blocks of some layers, as in the paper, or some blocks of all layers."""
+"""Unit of offload: all blocks of some layers, as in the paper, or some blocks of all layers."""
 
 _COMPUTE_TICKS = 100
 _GRID = 1.05
-"""Ratios of swap to computation are rounded up to powers of it."""
+"""Ratios of swap time to compute time are rounded up to powers of this."""
 
 
 @dataclass(frozen=True, slots=True)
 class PieModel:
-    """A model's KV. Bytes of one token in one layer."""
+    """KV size of a model, in bytes per token and layer."""
 
     name: str
     cost: str
@@ -41,7 +41,7 @@ class PieModel:
 
 @dataclass(frozen=True, slots=True)
 class Interconnect:
-    """Bytes per second in each direction."""
+    """Bandwidth of a link in bytes per second, by direction."""
 
     to_device: float
     to_host: float
@@ -52,7 +52,7 @@ GH200 = Interconnect(419e9, 371e9, "papers/004 §2.4, measured with nvbandwidth"
 
 
 def is_in_time(layers: int, fifo_layers: int, swap_in: float, swap_out: float, compute: float) -> bool:
-    """Whether a layer is surely back before it is needed: q swaps within n − 2 layers' computation."""
+    """Whether layers are back before they are needed: q swaps fit into the computation of n − 2 layers."""
     return fifo_layers * max(swap_in, swap_out) <= (layers - 2) * compute
 
 
@@ -65,7 +65,7 @@ def _settled(layers: int, fifo_layers: int, exponent_in: int, exponent_out: int)
 
 
 def steady(layers: int, fifo_layers: int, swap_in_s: float, swap_out_s: float, compute_s: float) -> Steady:
-    """Waits and early swaps per token of a queue of `fifo_layers`."""
+    """Return stalls and early swaps per token with `fifo_layers` layers in the queue."""
     if not fifo_layers or not compute_s:
         return Steady(0.0, 0.0, 0.0)
     slower = max(swap_in_s, swap_out_s) / compute_s
@@ -78,9 +78,7 @@ def steady(layers: int, fifo_layers: int, swap_in_s: float, swap_out_s: float, c
 
 @dataclass
 class PieCost:
-    """Implements `CostModel`, with a queue whose length may change; sums up windows as a worker's meter
-    does.
-    """
+    """A `CostModel` with a queue of variable length, which also collects windows as a worker's meter does."""
 
     base: CostModel
     model: PieModel
@@ -88,9 +86,9 @@ class PieCost:
     fifo_layers: int = 0
     form: Form = "layers"
     device_tokens: int = 0
-    """Of all layers, without Pie: what the form in blocks has to know."""
+    """KV capacity over all layers without Pie, in tokens; used by the blocks form."""
     background_bytes_s: float = 0.0
-    """Of others, in both directions."""
+    """Other traffic on the link, in each direction."""
     iterations: int = 0
     stall_s: float = 0.0
     compute_s: float = 0.0
@@ -121,7 +119,7 @@ class PieCost:
         return took_s * (1 + found.stall_share)
 
     def _layers(self, tokens: int, took_s: float) -> tuple[float, Steady]:
-        """All blocks of some layers: each swap takes the whole context of the step."""
+        """All blocks of some layers: each swap moves the whole context of the step."""
         layers, moved = self.model.layers, tokens * self.model.token_layer_bytes
         swap_in_s = moved / max(self.link.to_device - self.background_bytes_s, 1.0)
         swap_out_s = moved / max(self.link.to_host - self.background_bytes_s, 1.0)
@@ -129,8 +127,8 @@ class PieCost:
         return max(swap_in_s, swap_out_s), found
 
     def _blocks(self, tokens: int, took_s: float) -> tuple[float, Steady]:
-        """Some blocks of all layers: what of the step's context has no place on the device comes in, layer by
-        layer, into two buffers. What went out once is not copied out again."""
+        """Some blocks of all layers: context that does not fit on the device is copied in layer by layer.
+        There are two buffers. A block already on the host is not copied out again."""
         layers, swaps = self.model.layers, swaps_in_blocks(self.fifo_layers)
         if not swaps:
             return 0.0, Steady(0.0, 0.0, 0.0)
@@ -152,7 +150,7 @@ class PieCost:
         self._swap_s += swap_s
 
     def close_window(self, elapsed_s: float, capacity_blocks: int, used_blocks: int) -> Window:
-        """What was since the last call."""
+        """Return the window since the last call and start a new one."""
         compute_s, stall_s = self._before
         window = Window(
             iterations=self.iterations,

@@ -1,7 +1,6 @@
-"""A run of the simulator with Pie under a policy: `vllm` on equal device bytes, a fixed queue, or the live
-controller.
+"""Simulate one worker with Pie: plain `vllm` with equal device bytes, a fixed queue, or the live controller.
 
-The capacity follows the expansion as in a worker: a growth at once, a shrink when what is allocated fits.
+Capacity follows the expansion as in a worker: growth is immediate; a shrink waits until allocated blocks fit.
 """
 
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ WINDOW_ITERATIONS = 32
 
 @dataclass(frozen=True, slots=True)
 class PieCase:
-    """One worker. `fifo_layers` None: found by the controller."""
+    """One worker. With `fifo_layers` None, the controller chooses the length."""
 
     model: PieModel
     device_bytes: float
@@ -47,11 +46,11 @@ class PieOutcome:
     outcome: Outcome
     stall_share: float
     lengths: list[tuple[float, int]]
-    """(time in s, length of the queue), at each change."""
+    """(time in s, queue length) at each change."""
 
 
 class PieSimulation(Simulation):
-    """One worker whose capacity follows the expansion."""
+    """A simulated worker whose capacity follows the expansion."""
 
     def __init__(self, case: PieCase, requests: Sequence[SimRequest]) -> None:
         start = case.fifo_layers or 0
@@ -72,7 +71,7 @@ class PieSimulation(Simulation):
         self.lengths = [(0.0, start)]
         self._case, self._wanted, self._window_s, self._most_used = case, start, 0.0, 0
         self._plans_since = 0
-        """Stretches that ended since the last change: plans made before it may still be under way."""
+        """Stretches ended since the last change; plans made before it may still be running."""
         most = most_fifo_layers(case.model.layers)
         self._controller: ExpansionController | None = None
         if case.fifo_layers is None and case.form == "layers":
@@ -81,7 +80,7 @@ class PieSimulation(Simulation):
             self._controller = ExpansionController(case.model.layers, most, swaps=swaps_in_blocks)
 
     def finish(self) -> PieOutcome:
-        """Run to the end."""
+        """Run to the end and return the outcome."""
         outcome = self.run()
         share = self.cost.stall_s / self.cost.compute_s if self.cost.compute_s else 0.0
         return PieOutcome(outcome, share, self.lengths)

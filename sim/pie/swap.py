@@ -1,13 +1,13 @@
-"""Which layer's KV moves next, and when: the swap controller of Pie's paper, which moves whole layers. Pure.
+"""The swap controller of Pie's paper: decides which layer's KV moves next, and when. Pure.
 
 At every event (a layer is awaited, a layer ended, a transfer completed) each idle direction starts at most
-one transfer: in, the *hottest* layer of the host (the next to be computed); out, the *coldest* of the
-device (the last computed), unless every layer on the host is colder. At most `fifo_layers` layers are not
-present. So the swapped layers form a queue in the order of computation. 6 layers, a queue of 3, 5 slots:
+one transfer. In: the *hottest* layer on the host (the next to be computed). Out: the *coldest* on the device
+(the last computed), unless every layer on the host is colder. At most `fifo_layers` layers are absent, so
+swapped layers form a queue in the order of computation. 6 layers, a queue of 3, 5 slots:
 
-    after layer 0    l D D D D h    0 leaves; its slot is for 5, which is awaited next of those away
+    after layer 0    l D D D D h    0 leaves and frees a slot for 5, the next absent layer needed
     after layer 1    h l D D D D    5 has arrived; 1 leaves, its slot is for 0
-    after layer 2    D h l D D D    0 is there long before its turn; 2 leaves, its slot is for 1
+    after layer 2    D h l D D D    0 arrived long before it is needed; 2 leaves, its slot is for 1
 
 D is present, h on the host, l leaving. Source: papers/004 §3.3, figure 4; algorithms.md §6.
 """
@@ -21,7 +21,7 @@ from sim.pie.table import LayerPlace, MappingTable
 
 @dataclass(frozen=True, slots=True)
 class SwapTransfer:
-    """Copy a layer's KV between the two slots."""
+    """Copy of one layer's KV between a device slot and a host slot."""
 
     layer: int
     direction: Direction
@@ -31,7 +31,7 @@ class SwapTransfer:
 
 @dataclass(frozen=True, slots=True)
 class SlotMove:
-    """Copy a layer's KV from one slot of the device to another."""
+    """Copy of one layer's KV from one device slot to another."""
 
     layer: int
     from_slot: int
@@ -39,30 +39,30 @@ class SlotMove:
 
 
 class SwapController:
-    """Drives one `MappingTable`. Whoever calls carries the transfers out and reports each completion once."""
+    """Drives one `MappingTable`. The caller runs the transfers and reports each completion once."""
 
     def __init__(self, layers: int, fifo_layers: int = 0) -> None:
         self.table = MappingTable(layers, fifo_layers)
         self.fifo_layers = fifo_layers
         self.position = 0
-        """The layer that is awaited, computed or next to be; never swapped out."""
+        """The layer that is awaited, computed or next; it is never swapped out."""
         self.is_paused = False
         """No transfer starts, so that slots can be moved."""
         self.swap_ins = 0
         self.early_swap_ins = 0
-        """Of `swap_ins`, those that found no host layer needed in this token's computation."""
+        """Swap-ins that started before the layer was needed by the current token."""
         self._computed: int | None = None
         self._in_flight: dict[Direction, SwapTransfer] = {}
 
     @property
     def is_static(self) -> bool:
-        """Every layer present for good: nothing to wait for, nothing to start."""
+        """Whether every layer is present permanently, so nothing is ever swapped."""
         table = self.table
         return self.fifo_layers == 0 and table.slots == table.layers and not table.absent
 
     @property
     def excess_slots(self) -> int:
-        """Slots to be retired (a FIFO that grew), or missing (below 0: one that shrank)."""
+        """Slots to retire after the queue grew, or missing slots (negative) after it shrank."""
         return self.table.slots - device_slots(self.table.layers, self.fifo_layers)
 
     @property
@@ -70,25 +70,25 @@ class SwapController:
         return len(self._in_flight)
 
     def on_awaited(self, layer: int, now_s: float) -> list[SwapTransfer]:
-        """The computation has come to `layer`, present or not. A step may break off: any layer may follow."""
+        """The computation reached `layer`, present or not. A step may be aborted, so any layer may follow."""
         self._computed = None
         self.position = layer
         return self._start(now_s)
 
     def on_started(self, layer: int) -> None:
-        """The layer is computed from now on. Raises ValueError when its KV is not present."""
+        """The layer's computation starts. Raises ValueError if its KV is not present."""
         if not self.table.is_present(layer) or layer != self.position:
             raise ValueError(f"layer {layer} is {self.table.entries[layer].place}, at {self.position}")
         self._computed = layer
 
     def on_ended(self, layer: int, now_s: float) -> list[SwapTransfer]:
-        """The layer's KV is not touched any more in this token's computation."""
+        """The layer's KV is no longer used by the current token."""
         self._computed = None
         self.position = (layer + 1) % self.table.layers
         return self._start(now_s)
 
     def on_completed(self, transfer: SwapTransfer, now_s: float) -> list[SwapTransfer]:
-        """Raises ValueError for a transfer that is not in flight."""
+        """End a transfer. Raises ValueError if it is not in flight."""
         if self._in_flight.get(transfer.direction) != transfer:
             raise ValueError(f"{transfer} is not in flight")
         del self._in_flight[transfer.direction]
@@ -99,15 +99,15 @@ class SwapController:
         return self._start(now_s)
 
     def set_fifo(self, fifo_layers: int, now_s: float) -> list[SwapTransfer]:
-        """A new length. A longer one leaves excess slots, for `retire_slot`; a shorter one needs
-        `add_slot`.
+        """Set the queue's length. A longer queue leaves excess slots for `retire_slot`; a shorter one
+        needs `add_slot`.
         """
         device_slots(self.table.layers, fifo_layers)
         self.fifo_layers = fifo_layers
         return self._start(now_s)
 
     def pause(self) -> None:
-        """Start nothing until `resume`."""
+        """Start no transfer until `resume`."""
         self.is_paused = True
 
     def resume(self, now_s: float) -> list[SwapTransfer]:
@@ -119,8 +119,8 @@ class SwapController:
         return self.excess_slots > 0 and self.table.free_slots > 0
 
     def retire_slot(self) -> SlotMove | None:
-        """Give up the last slot; what has to be copied before anything else happens. Nothing may be in
-        flight.
+        """Retire the last slot; return the copy needed first, if any. Raises ValueError while transfers
+        are in flight.
         """
         if self._in_flight or not self.can_retire_slot:
             raise ValueError(f"{self.in_flight} transfers in flight, {self.table.free_slots} slots free")
@@ -134,7 +134,7 @@ class SwapController:
         self.table.add_slot()
 
     def _distance(self, layer: int) -> int:
-        """Layers to be computed before this one is needed."""
+        """Return the number of layers computed before this one is needed."""
         return (layer - self.position) % self.table.layers
 
     def _start(self, now_s: float) -> list[SwapTransfer]:
@@ -144,7 +144,7 @@ class SwapController:
             return []
         hottest = min(self.table.on_host, key=self._distance, default=None)
         started = []
-        has_room = self.table.free_slots > max(0, self.excess_slots)  # Those are kept free, to be retired.
+        has_room = self.table.free_slots > max(0, self.excess_slots)  # Slots to be retired stay free.
         if Direction.IN not in self._in_flight and hottest is not None and has_room:
             entry = self.table.begin_arriving(hottest, now_s)
             self.swap_ins += 1
@@ -159,8 +159,8 @@ class SwapController:
 
     @property
     def _most_absent(self) -> int:
-        """The queue's length; while slots are missing still the old one, or an awaited layer would find no
-        room.
+        """The queue's length; the old length while slots are missing, so that an awaited layer finds a
+        slot.
         """
         missing = self.table.layers - self.table.slots
         return max(self.fifo_layers, missing + 2 if missing else 0)
@@ -182,9 +182,7 @@ class SwapController:
         return transfer
 
     def check_integrity(self) -> None:
-        """AssertionError unless the table is sound, transfers agree with it, and what is computed is
-        present.
-        """
+        """Raises AssertionError unless table and transfers agree and the computed layer is present."""
         self.table.check_integrity()
         for direction, place in ((Direction.IN, LayerPlace.ARRIVING), (Direction.OUT, LayerPlace.LEAVING)):
             flying = self._in_flight.get(direction)

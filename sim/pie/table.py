@@ -1,7 +1,7 @@
-"""Where each layer's KV is: the mapping table of Pie's paper, with updates in two phases. Pure.
+"""The mapping table of Pie's paper: where each layer's KV is, with updates in two phases. Pure.
 
-A transfer first takes its destination (`begin_…`), and only its completion makes the layer present there and
-gives the source back (`end_…`). Knows no bytes, no policy. Source: papers/004 §3.2, figure 3.
+`begin_…` takes a transfer's destination; `end_…` makes the layer present there and frees the source. Source:
+papers/004 §3.2, figure 3.
 """
 
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from services.worker.pie.core.sizes import device_slots
 
 
 class LayerPlace(StrEnum):
-    """Where a layer's KV is, or is going."""
+    """Where a layer's KV is, or is moving to."""
 
     DEVICE = "device"
     LEAVING = "leaving"
-    """Present on the device until the copy on the host is complete; not to be written any more."""
+    """Valid on the device until the host copy is complete, and read-only."""
     HOST = "host"
     ARRIVING = "arriving"
 
 
 @dataclass(slots=True)
 class LayerEntry:
-    """What the table knows of one layer."""
+    """State of one layer."""
 
     place: LayerPlace
     device_slot: int | None
@@ -31,15 +31,15 @@ class LayerEntry:
 
 
 class MappingTable:
-    """Layers 0 … n-1 to slots of the device and of the host; slot numbers are dense from 0.
+    """Maps layers 0 … n-1 to slots of the device and the host; slot numbers start at 0 without gaps.
 
-    Made for a FIFO of `fifo_layers`: what has no slot begins on the host.
+    With a queue of `fifo_layers`, layers without a device slot start on the host.
     """
 
     def __init__(self, layers: int, fifo_layers: int = 0) -> None:
         self.layers = layers
         self.slots = device_slots(layers, fifo_layers)
-        """On the device, held or free."""
+        """Device slots, used or free."""
         self.entries = [
             LayerEntry(LayerPlace.DEVICE, layer, None, 0.0)
             if layer < self.slots
@@ -47,7 +47,7 @@ class MappingTable:
             for layer in range(layers)
         ]
         self.present = set(self.layers_at(LayerPlace.DEVICE))
-        """Layers that can be computed; `on_host`: those that are nowhere else and not on their way."""
+        """Layers that can be computed. `on_host` has the layers that are only on the host."""
         self.on_host = set(self.layers_at(LayerPlace.HOST))
         self._free_slots = set(range(self.slots)) - {each.device_slot for each in self.entries}
         self._free_host = set(range(layers)) - {each.host_slot for each in self.entries}
@@ -58,14 +58,13 @@ class MappingTable:
 
     @property
     def absent(self) -> int:
-        """Layers that cannot be computed now."""
+        """Number of layers that cannot be computed now."""
         return self.layers - len(self.present)
 
     def layers_at(self, *places: LayerPlace) -> list[int]:
         return [layer for layer, entry in enumerate(self.entries) if entry.place in places]
 
     def is_present(self, layer: int) -> bool:
-        """Whether the layer can be computed."""
         return layer in self.present
 
     def begin_leaving(self, layer: int, now_s: float) -> LayerEntry:
@@ -100,15 +99,15 @@ class MappingTable:
         entry.place, entry.since_s = LayerPlace.DEVICE, now_s
 
     def add_slot(self) -> int:
-        """One more slot, free; its number."""
+        """Add a free slot and return its number."""
         self._free_slots.add(self.slots)
         self.slots += 1
         return self.slots - 1
 
     def retire_slot(self) -> tuple[int, int] | None:
-        """Give up the last slot. Raises ValueError when none is free, or the last one is in a transfer.
+        """Retire the last slot. Raises ValueError if none is free or the last one is in a transfer.
 
-        (from, to) where the layer in the last slot has to be moved to the free one, else None.
+        Returns (from, to) if the layer in the last slot must move to a free one, else None.
         """
         last = self.slots - 1
         if last in self._free_slots:
@@ -133,7 +132,7 @@ class MappingTable:
         return entry
 
     def check_integrity(self) -> None:
-        """AssertionError unless every slot holds one layer or is free, and places agree with slots."""
+        """Raises AssertionError unless every slot is free or holds one layer, and places agree with slots."""
         held = [entry.device_slot for entry in self.entries if entry.device_slot is not None]
         assert sorted([*held, *self._free_slots]) == list(range(self.slots)), (
             "a slot is lost or holds two layers"
