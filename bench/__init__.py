@@ -1,3 +1,3 @@
-"""What is measured: `python -m bench NAME`. It may import services and shared; nobody imports it."""
+"""Benchmarks: `python -m bench NAME`. They import services and shared; nothing imports them."""
 
 import shared  # noqa: F401  # refuses a Python that cannot run this

@@ -1,4 +1,4 @@
-"""The command line of the benches: finds one, runs it, prints its table, writes its JSON."""
+"""The command line of the benches: runs one, prints its table and writes its JSON."""
 
 import argparse
 import sys
@@ -21,7 +21,7 @@ _RUNS = ROOT / "runs" / "bench"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 measured, 1 failed, 2 wrong flags."""
+    """Run the command line. Returns 0 if measured, 1 if failed, 2 for wrong flags."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "--list"):
         print(_overview())
@@ -101,7 +101,7 @@ def _publish(context: Context, outcome: Outcome) -> None:
 
 
 def show(name: str, outcome: Outcome, console: Console) -> None:
-    """Tables, figures, failures and notes, for a person."""
+    """Print tables, figures, failures and notes."""
     for table in outcome.tables:
         _print_table(console, table.title, table.columns, table.rows)
     title = f"{name} (simulated)" if outcome.simulated else name
@@ -116,7 +116,7 @@ def show(name: str, outcome: Outcome, console: Console) -> None:
 def _print_table(
     console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]
 ) -> None:
-    """Whole cells: where the terminal is too narrow, without lines between columns, then beyond its edge."""
+    """Print whole cells; on a narrow terminal drop the lines between columns, then exceed its width."""
     made = RichTable(title=title, title_justify="left")
     for column in columns:
         made.add_column(column)

@@ -1,4 +1,4 @@
-"""The table of benches. One line per bench; a bench's module is imported only when it is asked for.
+"""The table of benches. A bench's module is imported only when it is run.
 
 A bench is a module with
 
@@ -18,7 +18,7 @@ from bench.kit.outcome import Outcome
 
 
 class BenchModule(Protocol):
-    """What a bench's module has."""
+    """Interface of a bench's module."""
 
     def add_arguments(self, parser: ArgumentParser, /) -> None: ...
 
@@ -34,7 +34,7 @@ class Bench:
     description: str
 
     def load(self) -> BenchModule:
-        """Imports it. Raises ImportError where the module needs what is not installed."""
+        """Import the module. Raises ImportError if a dependency is not installed."""
         return cast(BenchModule, importlib.import_module(self.module))
 
 
@@ -97,12 +97,12 @@ BENCHES: tuple[Bench, ...] = (
 
 
 def names() -> list[str]:
-    """Of every bench, as listed."""
+    """Return the names of all benches, in order."""
     return [bench.name for bench in BENCHES]
 
 
 def find(name: str) -> Bench:
-    """Raises KeyError."""
+    """Return the bench called `name`. Raises KeyError."""
     for bench in BENCHES:
         if bench.name == name:
             return bench

@@ -1,1 +1,1 @@
-"""What benches share: stacks, cores, load, models, turns, statistics, pictures, records. Knows no bench."""
+"""Shared parts of the benches: stacks, cores, load, models, turns, statistics, pictures, records."""

@@ -1,4 +1,4 @@
-"""Runs that go on where they were cut short: every cell is written at once, and an other run is refused."""
+"""Resumable runs: every cell is written at once, and a different run is refused."""
 
 import json
 from collections.abc import Mapping
@@ -12,15 +12,15 @@ CELLS_FILE = "cells.jsonl"
 
 
 def read_cells(run_dir: Path) -> list[dict[str, Any]]:
-    """What a run has measured so far, a row a cell."""
+    """Return the cells measured so far, one row per cell."""
     file = run_dir / CELLS_FILE
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def check_resumable(context: Context, identity: Mapping[str, Any]) -> None:
-    """The run in the directory is this one, by what all its pieces must have in common.
+    """Check that the run in the directory has the same identity, and record it.
 
-    Raises ConfigError when it is another, or when there is one and --resume was not given.
+    Raises ConfigError if it differs, or if a run exists and --resume was not given.
     """
     file = context.run_dir / "workload.json"
     there = json.loads(file.read_text()) if file.exists() else None

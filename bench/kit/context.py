@@ -1,4 +1,4 @@
-"""What a bench is given: its flags, its run directory, a progress bar, a log of requests. Knows no bench."""
+"""The context of a bench: flags, run directory, progress bar and a log of requests."""
 
 import json
 import random
@@ -17,44 +17,44 @@ from bench.kit.provenance import ROOT
 
 @dataclass(frozen=True)
 class Context:
-    """Of one run."""
+    """Context of one run."""
 
     name: str
     quick: bool
-    """End within a minute; what CI runs."""
+    """Whether to end within a minute, as CI does."""
     seed: int
     run_dir: Path
-    """`runs/bench/NAME-TIME/`: configuration, requests, figures, pictures."""
+    """`runs/bench/NAME-TIME/`, for configuration, requests, figures and pictures."""
     arguments: Namespace
     """The bench's own flags."""
     console: Console = field(default_factory=lambda: Console(stderr=True))
-    """For people: standard error, so that `--json -` has standard output for itself."""
+    """Standard error, so that `--json -` can use standard output."""
 
     def random(self, purpose: str = "") -> random.Random:
-        """A generator that depends on the run's seed and on `purpose` only."""
+        """Return a generator that depends only on the run's seed and on `purpose`."""
         return random.Random(f"{self.seed}/{self.name}/{purpose}")
 
     def say(self, text: str) -> None:
-        """One line of what is going on."""
+        """Print one line of progress."""
         self.console.print(text, markup=False, highlight=False)
 
     def record(self, row: Mapping[str, Any], file: str = "requests.jsonl") -> None:
-        """Appends one request (or step, or cell) to a JSONL file of the run directory."""
+        """Append one request, step or cell to a JSONL file of the run directory."""
         with (self.run_dir / file).open("a") as out:
             out.write(json.dumps(row, default=str) + "\n")
 
     def picture(self, name: str) -> Path:
-        """Where a PNG of that name belongs."""
+        """Return the path of the PNG called `name`."""
         return self.run_dir / f"{name}.png"
 
     def resolved(self) -> dict[str, Any]:
-        """The configuration of this run, paths relative to the repository."""
+        """Return the configuration of this run, with paths relative to the repository."""
         flags = {key: _plain(value) for key, value in vars(self.arguments).items()}
         return {"quick": self.quick, "seed": self.seed, **flags}
 
     @contextmanager
     def progress(self, label: str, total: int) -> "Iterator[Progressing]":
-        """A bar on a terminal; elsewhere one line at the start."""
+        """Show a progress bar on a terminal, or one line at the start elsewhere."""
         bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -79,7 +79,7 @@ class Progressing:
         self._label = label
 
     def advance(self, count: int = 1, now: str = "") -> None:
-        """`now` is what is being done next."""
+        """Advance by `count`; `now` names the next item."""
         self._bar.update(self._task, advance=count, description=f"{self._label} {now}".strip())
 
 

@@ -1,8 +1,7 @@
-"""Which thread of a side is its engine, and onto which core it goes.
+"""Pins each side's engine thread to core A, and its other threads and the client to core B.
 
-The engine's thread of a side goes to core A, everything else of that side and the client to core B. Which one
-computes is found by looking: of the process that has the model, the thread that uses most CPU time while the
-side is under load. The same rule for every side.
+The engine thread is the one that uses most CPU time under load in the process that has the model. The rule is
+the same for every side.
 """
 
 import contextlib
@@ -25,12 +24,12 @@ class Cores:
 
     @classmethod
     def choose(cls) -> "Cores":
-        """The first two there are. Raises ConfigError when there is one only."""
+        """Return the first two available cores. Raises ConfigError if there is only one."""
         first, second, *_ = available_cores()
         return cls(first, second)
 
     def bind_client(self) -> None:
-        """This process, all its threads, to the core that is not the engine's."""
+        """Bind all threads of this process to the core without the engine."""
         bind_threads({self.rest})
 
     @contextmanager
@@ -44,21 +43,21 @@ class Cores:
             bind_threads(before)
 
     def bind_engine(self) -> None:
-        """This process, all its threads, to the engine's core: it is the engine."""
+        """Bind all threads of this process, which is the engine, to the engine's core."""
         bind_threads({self.engine})
 
 
 def bind_threads(cores: Collection[int]) -> None:
-    """This process, all its threads, to these cores, also to some that who started it did not have."""
+    """Bind all threads of this process to `cores`, which may lie outside its inherited set."""
     for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended
             os.sched_setaffinity(int(thread.name), cores)
 
 
 def pin(side: ProcessTree, cores: Cores, load: Callable[[], object], process: str = "") -> int:
-    """Binds every thread of a side after watching it under `load`; returns the id of the engine's thread.
+    """Watch a side under `load`, bind all its threads, and return the id of its engine thread.
 
-    The engine is looked for in processes whose name begins with `process`. Raises InternalError without one.
+    The name of the engine's process begins with `process`. Raises InternalError if there is none.
     """
     (engine,) = watch(side, load, [process])
     side.bind([engine], {cores.engine}, {cores.rest})
@@ -66,8 +65,8 @@ def pin(side: ProcessTree, cores: Cores, load: Callable[[], object], process: st
 
 
 def watch(side: ProcessTree, load: Callable[[], object], processes: Sequence[str]) -> list[int]:
-    """The busiest thread under `load` of each of these processes, told by how their names begin. Raises
-    InternalError where there is none."""
+    """Return the busiest thread under `load` of each process, given by the start of its name. Raises
+    InternalError if a process is missing."""
     before = side.cpu_s()
     load()
     after = side.cpu_s()

@@ -1,7 +1,7 @@
-"""Data files by name: found in the folders where they may be, checked by their SHA-256, or downloaded.
+"""Data files by name: found in the data folders, checked by SHA-256, or downloaded.
 
-`datasets.tsv` lists them. Looked for in `$KVASIR_DATA`, then `../shared/data` beside the repository, then the
-user's cache. Every bench works without any of them; `python -m bench data` downloads what is missing.
+`datasets.tsv` lists them. The folders are `$KVASIR_DATA`, then `../shared/data` beside the repository, then
+the user's cache. No bench needs the files; `python -m bench data` downloads missing ones.
 """
 
 import csv
@@ -31,17 +31,17 @@ class Source:
     """One file."""
 
     path: str
-    """Below the data folder, as `azure/AzureLLMInferenceTrace_conv.csv`."""
+    """Path below the data folder, such as `azure/AzureLLMInferenceTrace_conv.csv`."""
     bytes: int
     sha256: str
     licence: str
     upstream: str
     url: str
-    """Of the same bytes, where upstream has them as one file; else empty."""
+    """URL of the same bytes; empty if upstream does not have them as one file."""
 
 
 def sources() -> list[Source]:
-    """All files there are."""
+    """Return all known files."""
     with _TABLE.open(newline="") as table:
         return [
             Source(
@@ -57,19 +57,19 @@ def sources() -> list[Source]:
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where downloads go."""
+    """Return the folder for downloads."""
     base = environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "kvasir" / "data"
 
 
 def folders(environ: Mapping[str, str] = os.environ) -> list[Path]:
-    """Where data may be, best first."""
+    """Return the folders to search for data, best first."""
     own = [Path(environ["KVASIR_DATA"])] if environ.get("KVASIR_DATA") else []
     return [*own, ROOT.parent / "shared" / "data", cache_folder(environ)]
 
 
 def find(path: str, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The first file of that name in the data folders; None: generate the workload instead."""
+    """Return the first file of that name in the data folders, or None to generate the workload."""
     for folder in folders(environ):
         if (folder / path).is_file():
             return folder / path
@@ -77,13 +77,13 @@ def find(path: str, environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def sha256_of(file: Path) -> str:
-    """In hex."""
+    """Return the SHA-256 of a file in hex."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def state_of(source: Source, environ: Mapping[str, str] = os.environ) -> str:
-    """`present`, `differs` (another content under its name) or `missing`."""
+    """Return `present`, `differs` (unexpected content) or `missing`."""
     file = find(source.path, environ)
     if file is None:
         return "missing"
@@ -91,7 +91,8 @@ def state_of(source: Source, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def download(source: Source, cache: Path, transport: httpx.BaseTransport | None = None) -> Path:
-    """The file's place. Raises UnavailableError without a network, InternalError for another content."""
+    """Download a file and return its path. Raises UnavailableError without a network, InternalError for
+    other content."""
     target = cache / source.path
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_suffix(target.suffix + ".part")
@@ -126,7 +127,7 @@ def _fetch(source: Source, part: Path, transport: httpx.BaseTransport | None) ->
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code: 0, also when something is missing; 1 when a file is not what it should be."""
+    """Run the command line. Returns 1 if a file has unexpected content, else 0."""
     parser = Parser(prog="python -m bench data", description=__doc__)
     parser.add_argument("--list", action="store_true", help="list only, download nothing")
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -145,7 +146,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _download_missing(states: dict[Source, str]) -> list[str]:
-    """Changes `states`; what went wrong, in words. After the first failure to connect it asks no more."""
+    """Download missing files, update `states`, and return error messages. Stops at the first failure."""
     for source, state in states.items():
         if state != "missing" or not source.url:
             continue
@@ -172,5 +173,5 @@ def _print(states: dict[Source, str]) -> None:
 
 
 def data_folder() -> Path | None:
-    """The first of the folders that exists; None where there is none, and workloads are generated then."""
+    """Return the first data folder that exists, or None."""
     return next((folder for folder in folders() if folder.is_dir()), None)

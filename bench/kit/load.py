@@ -1,8 +1,7 @@
-"""A cheap load generator: concurrent streaming completions over HTTP/1.1, every event timed.
+"""A cheap load generator: concurrent streaming completions over HTTP/1.1, with the time of every event.
 
-Both sides of a comparison are asked by this one client. It parses HTTP with httptools and of an event only
-what it must: it is meant to cost microseconds a token, so as not to limit a server that shares its core. It
-knows the two streaming endpoints of OpenAI's interface; nothing of what a server is.
+All sides of a comparison get their load from this client. It costs microseconds per token, so that it does
+not limit a server on the same core. It knows only the two streaming endpoints of OpenAI's API.
 """
 
 import asyncio
@@ -33,25 +32,25 @@ class Target:
     path: str = "/v1/completions"
     host: str = "127.0.0.1"
     idempotency_key: str = ""
-    """What its client calls a request; empty: nothing."""
+    """Sent as the Idempotency-Key header unless empty."""
 
 
 @dataclass
 class Answer:
-    """Of one request. Times are `time.perf_counter()` seconds."""
+    """Answer to one request. Times are `time.perf_counter()` seconds."""
 
     sent_s: float
     event_s: list[float] = field(default_factory=list)
-    """Arrival of every event that carried text."""
+    """Arrival of every event with text."""
     ended_s: float = 0.0
     completion_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Of the prompt, those that were not computed because a cache had them."""
+    """Prompt tokens served from the prefix cache."""
     pieces: list[str] = field(default_factory=list)
-    """Its text, event by event."""
+    """Text of each event."""
     choices: list[int] = field(default_factory=list)
-    """Which of the `n` choices each event's text is of."""
+    """Choice of each event, out of `n`."""
     finish_reason: str = ""
     error: str = ""
 
@@ -64,25 +63,25 @@ class Answer:
         return "".join(self.pieces)
 
     def text_of(self, choice: int) -> str:
-        """Of one of several choices."""
+        """Return the text of one choice."""
         return "".join(piece for at, piece in zip(self.choices, self.pieces, strict=True) if at == choice)
 
     @property
     def first_s(self) -> float:
-        """From sending to the first text. Raises IndexError without one."""
+        """Time from sending to the first text. Raises IndexError if there is none."""
         return self.event_s[0] - self.sent_s
 
 
 def full_answer(prompt: Sequence[int], tokens: int) -> dict[str, Any]:
-    """The body of a request for exactly so many tokens, greedily, after a prompt of token ids."""
+    """Return the body of a greedy request for exactly `tokens` tokens."""
     return {"prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
 
 
 async def complete(
     target: Target, body: dict[str, Any], deadline_s: float, into: Answer | None = None
 ) -> Answer:
-    """One streaming request on a connection of its own. Never raises for what a server does: see `error`.
-    `into` is filled while it comes."""
+    """Run one streaming request on its own connection and return its answer. Failures set `error` and
+    raise nothing. `into` is filled as events arrive."""
     request = {"model": target.model, "stream": True, "stream_options": {"include_usage": True}, **body}
     answer = into or Answer(time.perf_counter())
     exchange = _Exchange(answer, asyncio.get_running_loop().create_future())
@@ -107,8 +106,8 @@ async def complete(
 
 
 async def insist(target: Target, body: dict[str, Any], key: str, deadline_s: float) -> Answer:
-    """As `complete`, under a name: where the connection breaks, or the answer is somewhere else now, the same
-    is asked again until it is complete. `event_s` are of events with text that had not come before."""
+    """Like `complete`, with an idempotency key: retry until complete if the connection breaks or the
+    answer moved. `event_s` has only events with new text."""
     began_s, held_chars, event_s = time.perf_counter(), Counter[int](), list[float]()
     while True:
         left_s = began_s + deadline_s - time.perf_counter()
@@ -125,26 +124,25 @@ async def insist(target: Target, body: dict[str, Any], key: str, deadline_s: flo
 
 
 def _is_asked_again(error: str) -> bool:
-    """Whether a client that has named its request asks again: its connection broke, or it was told that its
-    answer goes on elsewhere."""
+    """Whether a client with an idempotency key retries: the connection broke, or the answer has moved."""
     codes = ("answer_moved", "shutting_down")
     return error.startswith(("connection", "status 503")) or any(code in error for code in codes)
 
 
 async def complete_all(target: Target, bodies: Sequence[dict[str, Any]], deadline_s: float) -> list[Answer]:
-    """All at once; answers in the order of `bodies`."""
+    """Run all requests at once; return answers in the order of `bodies`."""
     return list(await asyncio.gather(*(complete(target, body, deadline_s) for body in bodies)))
 
 
 def run_batch(target: Target, bodies: Sequence[dict[str, Any]], deadline_s: float) -> list[Answer]:
-    """`complete_all` in an event loop of its own."""
+    """Run `complete_all` in a new event loop."""
     import uvloop
 
     return uvloop.run(complete_all(target, bodies, deadline_s))
 
 
 async def get(target: Target, path: str, deadline_s: float) -> int:
-    """The status of a GET; raises OSError or TimeoutError when there is none."""
+    """Return the status of a GET. Raises OSError or TimeoutError if there is none."""
     async with asyncio.timeout(deadline_s):
         reader, writer = await asyncio.open_connection(target.host, target.port)
         try:
@@ -168,12 +166,12 @@ def answers(target: Target, path: str = "/health") -> bool:
 
 
 def check(answers_: Sequence[Answer], tokens: int) -> int:
-    """How many answers failed or are not `tokens` long."""
+    """Return the number of answers that failed or do not have `tokens` tokens."""
     return sum(not one.ok or one.completion_tokens != tokens for one in answers_)
 
 
 def first_error(answers_: Sequence[Answer]) -> str:
-    """Of the first answer that failed; empty when none did."""
+    """Return the error of the first failed answer, or ""."""
     return next((one.error for one in answers_ if one.error), "")
 
 
@@ -264,7 +262,7 @@ class _Exchange(asyncio.Protocol):
 
 @dataclass(frozen=True)
 class LoadResult:
-    """One load, whole."""
+    """Answers and duration of one load."""
 
     answers: Sequence[Answer]
     elapsed_s: float
@@ -279,12 +277,12 @@ class LoadResult:
 
     @property
     def tokens_per_s(self) -> float:
-        """Prompts and answers."""
+        """Prompt and answer tokens per second."""
         return sum(one.prompt_tokens + one.completion_tokens for one in self.answers) / self.elapsed_s
 
     @property
     def cached_share(self) -> float:
-        """Of all tokens of prompts, as usage says."""
+        """Share of all prompt tokens served from the cache, from usage."""
         prompts = sum(answer.prompt_tokens for answer in self.answers)
         return sum(answer.cached_tokens for answer in self.answers) / prompts if prompts else 0.0
 
@@ -297,11 +295,11 @@ async def serve_all(
     due_s: Sequence[float] = (),
     until_s: float = inf,
 ) -> LoadResult:
-    """In order, so many in flight; the next is sent when one ends.
+    """Run requests in order with at most `at_once` in flight.
 
-    `due_s`: seconds from the beginning before which each is not sent; none: all may be sent at once.
-    `until_s`: what has not ended so many seconds after the beginning has failed. Raises ValueError where
-    `due_s` are not as many as `bodies`.
+    `due_s` are the earliest send times in seconds from the start; by default none. Requests not finished
+    `until_s` seconds after the start have failed. Raises ValueError if the lengths of `due_s` and `bodies`
+    differ.
     """
     slots = asyncio.Semaphore(at_once)
     began_s = time.perf_counter()

@@ -1,9 +1,9 @@
-"""What a stack may do where memory is short, as settings: each mechanism alone, to be merged, and all off."""
+"""Settings of a stack for short memory: each mechanism alone, and all off. They can be merged."""
 
 from collections.abc import Mapping
 
 Settings = Mapping[str, object]
-"""Of a stack, by `section.name`."""
+"""Settings of a stack, by `section.name`."""
 
 OFF: Settings = {
     "worker.prefix_cache.enabled": False,
@@ -12,11 +12,11 @@ OFF: Settings = {
     "scheduler.relief": False,
     "worker.pie.enabled": False,
 }
-"""Sequences that no longer fit are computed again later; what is longer than a worker is refused."""
+"""Evicted sequences are recomputed, and requests larger than a worker are refused."""
 CACHE: Settings = {"worker.prefix_cache.enabled": True}
-"""With a tier on the host."""
+"""Prefix cache with a tier on the host."""
 LENDING: Settings = {"worker.lending.lend": True, "worker.lending.borrow": True}
 RELIEF: Settings = {"scheduler.relief": True}
-"""The ladder: sequences are moved, paused and, where there is a cache, swapped."""
+"""Relief ladder: sequences are migrated, paused or, with a cache, swapped."""
 PIE: Settings = {"worker.pie.enabled": True}
-"""Blocks swapped to own host memory behind the computation."""
+"""Blocks are swapped to the worker's host memory during the computation."""

@@ -1,9 +1,9 @@
-"""The checkpoints of the engine bench: a folder, or a Llama with random weights made once and kept.
+"""Checkpoints of the engine bench: a folder, or a Llama with random weights that is generated once.
 
 `random-100m` has the shape of a small Llama (16 layers of 768, 12 heads on 4 of KV, 104 M parameters) and the
-tokenizer of the model that ships; `random-50m` is a thinner one (16 layers of 512, 8 heads on 1), and
-`random-1b` has the layers of Llama-3.2-1B (973 M parameters, in bfloat16), for a GPU. Their answers are
-noise; their matrix products cost what trained ones cost.
+bundled model's tokenizer. `random-50m` is narrower (16 layers of 512, 8 heads on 1). `random-1b` has the
+layers of Llama-3.2-1B (973 M parameters, bfloat16), for a GPU. Answers are noise; matrix products cost the
+same as trained ones.
 """
 
 import json
@@ -43,14 +43,15 @@ RANDOM_SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 _LARGE = 1024
-"""The width from which a checkpoint is in bfloat16."""
+"""Smallest hidden size of a bfloat16 checkpoint."""
 _FIRST_TOKEN = 100
-"""Lower ids are special, or single bytes."""
+"""Lower ids are special tokens or single bytes."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def checkpoint(name: str, cache: Path) -> Path:
-    """The folder of a checkpoint; a random one is made in `cache` the first time. Raises ConfigError."""
+    """Return the folder of a checkpoint, generating a random one in `cache` if missing. Raises
+    ConfigError."""
     if name in RANDOM_SHAPES:
         folder = cache / name
         if not (folder / "model.safetensors").exists():
@@ -64,13 +65,13 @@ def checkpoint(name: str, cache: Path) -> Path:
 
 
 def vocabulary(folder: Path) -> int:
-    """Token ids there are."""
+    """Return the size of the vocabulary."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return int(config["vocab_size"])
 
 
 def drawn_tokens(dice: Random, vocabulary_: int, count: int) -> list[int]:
-    """Token ids of a text that nobody wrote; special ones are not among them."""
+    """Return `count` random token ids without special tokens."""
     return [dice.randrange(_FIRST_TOKEN, vocabulary_ - 1) for _ in range(count)]
 
 

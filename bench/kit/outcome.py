@@ -1,4 +1,4 @@
-"""What a bench hands back, and the JSON document made of it. Knows no bench."""
+"""The outcome of a bench, and its JSON document."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from bench.kit.provenance import git_state, machine, versions
 
 @dataclass(frozen=True)
 class Table:
-    """Rows for a person to read. Cells are printed as they are, floats with four digits."""
+    """A table for people. Cells are printed as they are, floats with four digits."""
 
     title: str
     columns: Sequence[str]
@@ -21,23 +21,23 @@ class Table:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one run."""
+    """Outcome of one run."""
 
     figures: Mapping[str, float]
-    """Flat: name → number. What could not be measured is left out, not set to 0 or NaN."""
+    """Numbers by name. A figure that could not be measured is left out, not set to 0 or NaN."""
     failures: int
-    """Requests, steps or checks that failed; printed beside every latency."""
+    """Failed requests, steps or checks; printed beside every latency."""
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
-    """Sentences that a reader of the figures has to know."""
+    """Sentences needed to interpret the figures."""
     simulated: bool = False
-    """Figures of the simulator: the table says so."""
+    """Whether the figures come from the simulator; the table says so."""
     headline: Sequence[str] = ()
-    """Which figures `python -m bench record` shows; none: all."""
+    """Figures that `python -m bench record` shows; empty for all."""
     closing: str = ""
-    """One sentence that says what came out; printed last."""
+    """One sentence that states the result; printed last."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further keys of the JSON document, for what is no single number."""
+    """Further keys of the JSON document, for values that are not single numbers."""
 
     def __post_init__(self) -> None:
         wrong = [name for name, value in self.figures.items() if not math.isfinite(value)]
@@ -46,7 +46,7 @@ class Outcome:
 
 
 def document(name: str, config: Mapping[str, Any], outcome: Outcome) -> dict[str, Any]:
-    """The JSON of one run: `name, git, versions, machine, config, figures, failures` and a bench's extras."""
+    """Return the JSON of one run: `name, git, versions, machine, config, figures, failures` and extras."""
     return {
         "name": name,
         "git": git_state(),
@@ -65,12 +65,12 @@ def document(name: str, config: Mapping[str, Any], outcome: Outcome) -> dict[str
 
 
 def as_json(made: Mapping[str, Any]) -> str:
-    """With paths and the like as text; a NaN is an error."""
+    """Return JSON, with paths as text. Raises ValueError for NaN."""
     return json.dumps(made, indent=2, default=str, allow_nan=False) + "\n"
 
 
 def joined(parts: Sequence[Outcome]) -> Outcome:
-    """In order. Raises IndexError for none."""
+    """Join outcomes in order. Raises IndexError if there are none."""
     whole = parts[0]
     for part in parts[1:]:
         whole = replace(

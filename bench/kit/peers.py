@@ -1,7 +1,7 @@
-"""vLLM as a server to be compared with: how it is started, and the ways in which it may run.
+"""vLLM as the peer server: how to start it, and its variants.
 
-Float32, one compute thread, chunked prefill, no prefix cache, as our side; which core a thread runs on is
-`cores`' business.
+It runs in float32 with one compute thread, chunked prefill and no prefix cache, like our side. `cores` pins
+its threads.
 """
 
 import os
@@ -20,16 +20,16 @@ VLLM_BLOCK_TOKENS = 32
 
 @dataclass(frozen=True)
 class VllmVariant:
-    """How vLLM runs: the choices that its users have and that change its speed on a CPU."""
+    """A configuration of vLLM: the user's choices that change its speed on a CPU."""
 
     compiled: bool = False
     one_process: bool = True
-    """Scheduler and model in one process. In two, as vLLM ships, the scheduler's polls for the model's
-    answers and keeps the core busy on which the HTTP server and the client are to run."""
+    """Scheduler and model in one process. With two, vLLM's default, the scheduler polls for results and
+    keeps the core of the HTTP server and the client busy."""
 
     @property
     def engine(self) -> str:
-        """How the name of the process begins in which the model is computed."""
+        """Start of the name of the process that runs the model."""
         return "VLLM::Engine" if self.one_process else "VLLM::Worker"
 
     @property
@@ -41,7 +41,7 @@ VLLM_VARIANTS = tuple(VllmVariant(compiled, one) for one in (True, False) for co
 
 
 def vllm_binary() -> Path:
-    """Raises ConfigError when it is not set up."""
+    """Return the path of vLLM. Raises ConfigError if it is not set up."""
     binary = ROOT / ".venv-vllm" / "bin" / "vllm"
     if not binary.exists():
         raise ConfigError("vLLM is not set up here: run `make setup-vllm` first")
@@ -59,9 +59,10 @@ def start_vllm(
     kv_gib: int = 1,
     kv_blocks: int | None = None,
 ) -> Server:
-    """`vllm serve` from its own virtual environment, its KV by bytes or by blocks of `VLLM_BLOCK_TOKENS`.
+    """Start `vllm serve` from its own virtual environment, with KV in GiB or in blocks of
+    `VLLM_BLOCK_TOKENS`.
 
-    Raises ConfigError when it is not set up.
+    Raises ConfigError if vLLM is not set up.
     """
     port = free_port()
     argv = [str(vllm_binary()), "serve", str(model), "--served-model-name", model.name]

@@ -1,6 +1,6 @@
-"""Pictures: lines over something, and bars. PNG, no display.
+"""Line and bar charts as PNG files, drawn with matplotlib.
 
-Drawn with matplotlib. A bench measures without it, too, and says that it draws none.
+Without matplotlib a bench runs and prints that it draws no pictures.
 """
 
 import sys
@@ -20,14 +20,14 @@ else:
 
 P = ParamSpec("P")
 Curve = Sequence[tuple[float, float]]
-"""(x, y) in order of x."""
+"""(x, y) pairs, sorted by x."""
 _MARKS = "os^vDP*X<>hd"
 _STYLES: Sequence[Any] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One panel of lines, one for each label."""
+    """One panel with a line per label."""
 
     curves: Mapping[str, Curve]
     title: str = ""
@@ -35,20 +35,20 @@ class Chart:
     ylabel: str = ""
     marks: bool = True
     dashed_y: float | None = None
-    """A limit."""
+    """A limit line."""
     log_x: float = 0
-    """The base, 0 for a linear axis."""
+    """Base of the x axis; 0 for a linear one."""
     log_y: bool = False
     bottom: float | None = None
     top: float | None = None
     shaded: Sequence[tuple[float, float]] = ()
-    """Stretches of x."""
+    """Shaded ranges of x."""
     down_to: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """How far thin lines reach down from the points of a curve, to the worst, say."""
+    """Lower end of a thin vertical line at each point of a curve, such as the worst value."""
 
 
 def _picture(draw: Callable[P, None]) -> Callable[P, None]:
-    """`draw`, skipped with a sentence where matplotlib is not installed."""
+    """Wrap `draw` so that it prints one message and draws nothing without matplotlib."""
 
     @wraps(draw)
     def drawn(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -67,7 +67,7 @@ def _say_once() -> None:
 
 @_picture
 def draw_lines(path: Path, *charts: Chart, beside: bool = False) -> None:
-    """The charts below each other, or `beside` each other."""
+    """Draw charts below each other, or side by side with `beside`."""
     count = len(charts)
     size = (3.2 * count, 3.2) if beside else (7, 4.5 if count == 1 else 2.2 * count)
     figure = Figure(figsize=size, layout="constrained")
@@ -97,7 +97,7 @@ def _draw_chart(axes: Any, chart: Chart) -> None:
 
 
 def draw_latency(path: Path, title: str, curves: Mapping[str, Curve], limit_s: float) -> None:
-    """(rate per s, normalized latency in s) of each side; the limit dashed; cut at 20 limits."""
+    """Draw (rate per s, normalized latency in s) per side, with a dashed limit; cut at 20 times the limit."""
     ordered = {label: sorted(curve) for label, curve in curves.items()}
     axes = ("requests / s", "normalized latency, s / token")
     draw_lines(path, Chart(ordered, title, *axes, dashed_y=limit_s, log_y=True, top=20 * limit_s))
@@ -112,8 +112,8 @@ def draw_knees(
     limit: tuple[str, float],
     knees: Mapping[str, tuple[str, float]],
 ) -> None:
-    """Curves by (what the colour says, what the line's style says), up to 20 limits; the limit is named in
-    the picture, and so is where a colour passes it: `knees` have a label and an x for some of them."""
+    """Draw curves by (colour name, style name), with a named limit, up to 20 times the limit. `knees`
+    gives a label and the x where a colour crosses the limit."""
     figure = Figure(figsize=(7.4, 4.6), layout="constrained")
     axes: Any = figure.add_subplot()
     colours = {name: f"C{at}" for at, name in enumerate(dict.fromkeys(colour for colour, _ in curves))}
@@ -135,7 +135,7 @@ def draw_knees(
 
 
 def _name_knees(axes: Any, level: float, knees: Mapping[str, tuple[str, float]]) -> None:
-    """A line down from the limit for each colour, with its name beside it, one below the other."""
+    """Draw a labelled line down from the limit for each colour."""
     for row, (colour, (label, x)) in enumerate(sorted(knees.items(), key=lambda each: each[1][1])):
         axes.plot([x, x], [axes.get_ylim()[0], level], color=colour, linewidth=0.8)
         axes.plot([x], [level], marker="v", markersize=6, color=colour, linestyle="none")
@@ -144,7 +144,7 @@ def _name_knees(axes: Any, level: float, knees: Mapping[str, tuple[str, float]])
 
 
 def _explain(axes: Any, colours: Mapping[str, str], styles: Mapping[str, Any]) -> None:
-    """One legend: colours, then styles."""
+    """Draw one legend: colours, then styles."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], color=colour, linewidth=2, label=name) for name, colour in colours.items()]
@@ -163,7 +163,7 @@ def draw_bars(
     stacked: bool = False,
     dashed: float | None = None,
 ) -> None:
-    """A bar a series for each of `groups`; `stacked`: one bar a group, from left to right."""
+    """Draw one bar per series for each group, or with `stacked` one horizontal bar per group."""
     across = stacked or len(series) == 1
     size = (7, 0.4 * len(groups) + 1.6) if across else (1.2 + 1.5 * len(groups), 4)
     figure = Figure(figsize=size, layout="constrained")

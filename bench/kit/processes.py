@@ -1,7 +1,7 @@
-"""Processes of one side of a comparison: started in their own session, ended, stopped and bound together.
+"""Process trees of the sides of a comparison: start, end, pause and bind them together.
 
-A side is a process and everything that descends from it, in whatever session: a stack's services have
-sessions of their own. Knows nothing of what runs in them. Linux only.
+A tree is a process and all its descendants, in any session: a stack's services have their own sessions. Linux
+only.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ class ProcessTree:
     """A running process tree."""
 
     def __init__(self, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path) -> None:
-        """Starts it. Raises ConfigError when there is no such program."""
+        """Start the process. Raises ConfigError if the program is missing."""
         self.name = name
         self.log = log
         self._seen: dict[int, psutil.Process] = {}
@@ -49,7 +49,7 @@ class ProcessTree:
         return self._popen.poll() is None
 
     def processes(self) -> list[psutil.Process]:
-        """The root and all its living descendants, also those that were seen before and lost their parent."""
+        """Return the root and all living descendants, also those that lost their parent."""
         with contextlib.suppress(*_GONE):
             for process in (self._root, *self._root.children(recursive=True)):
                 self._seen[process.pid] = process
@@ -57,7 +57,8 @@ class ProcessTree:
         return list(self._seen.values())
 
     def await_(self, ready: Callable[[], bool], within_s: float) -> None:
-        """Returns when `ready` says so. Raises InternalError, with the log's end, when it does not."""
+        """Wait until `ready` is true. Raises InternalError with the end of the log if it ends or times
+        out."""
         deadline_s = time.monotonic() + within_s
         while not ready():
             self.processes()
@@ -68,23 +69,23 @@ class ProcessTree:
             time.sleep(_POLL_S)
 
     def tail(self, lines: int = 15) -> str:
-        """The last lines of its log."""
+        """Return the last lines of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def pause(self) -> None:
-        """SIGSTOP to every process; it computes nothing until `resume`."""
+        """Send SIGSTOP to every process."""
         for process in self.processes():
             with contextlib.suppress(*_GONE):
                 process.suspend()
 
     def resume(self) -> None:
-        """SIGCONT, children first: who supervises wakes up last and finds everybody awake."""
+        """Send SIGCONT, children first, so that a supervisor wakes up last."""
         for process in reversed(self.processes()):
             with contextlib.suppress(*_GONE):
                 process.resume()
 
     def end(self, grace_s: float = 10.0) -> None:
-        """SIGTERM to the root, after `grace_s` SIGKILL to whatever is left. Never leaves a process behind."""
+        """Send SIGTERM to the root, and SIGKILL to all that is left after `grace_s`."""
         self.processes()
         self.resume()
         with contextlib.suppress(ProcessLookupError):
@@ -100,7 +101,7 @@ class ProcessTree:
             self._popen.wait(_KILL_WAIT_S)
 
     def cpu_s(self) -> dict[int, float]:
-        """CPU seconds of every thread so far, by thread id."""
+        """Return the CPU seconds of every thread, by thread id."""
         used: dict[int, float] = {}
         for process in self.processes():
             with contextlib.suppress(*_GONE):
@@ -108,7 +109,7 @@ class ProcessTree:
         return used
 
     def threads_of(self, process_name: str) -> set[int]:
-        """Ids of all threads of the processes whose name begins so."""
+        """Return the thread ids of all processes whose name begins with `process_name`."""
         found: set[int] = set()
         for process in self.processes():
             with contextlib.suppress(*_GONE):
@@ -119,20 +120,20 @@ class ProcessTree:
     def bind(
         self, engine_threads: Collection[int], engine_cores: Collection[int], cores: Collection[int]
     ) -> None:
-        """Binds the engine's threads to `engine_cores`, every other thread of the side to `cores`."""
+        """Bind the engine's threads to `engine_cores` and all other threads to `cores`."""
         for thread in self.cpu_s():
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(thread, engine_cores if thread in engine_threads else cores)
 
 
 def busiest_threads(before: Mapping[int, float], after: Mapping[int, float], count: int = 1) -> list[int]:
-    """Which threads used most CPU time in between: under load, the ones that compute."""
+    """Return the threads that used most CPU time between two readings."""
     used = {thread: after[thread] - before.get(thread, 0.0) for thread in after}
     return sorted(used, key=lambda thread: -used[thread])[:count]
 
 
 def available_cores() -> list[int]:
-    """What this process may be bound to. Raises ConfigError for fewer than two: a comparison needs both."""
+    """Return the cores that this process may use. Raises ConfigError if there are fewer than two."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Where figures come from: the commit, the versions, the machine. No path and no host name."""
+"""Provenance of figures: commit, versions and machine, without paths and host names."""
 
 import importlib.metadata
 import os
@@ -13,7 +13,7 @@ _GIT_DEADLINE_S = 10.0
 
 
 def git_state() -> dict[str, Any]:
-    """`commit` and whether tracked files differ from it; nulls outside a repository."""
+    """Return `commit` and whether tracked files differ from it; None outside a repository."""
     try:
         commit = _git("rev-parse", "HEAD")
         return {"commit": commit, "dirty": bool(_git("status", "--porcelain", "--untracked-files=no"))}
@@ -22,7 +22,7 @@ def git_state() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of what the services are built on."""
+    """Return the versions of Python and of the main dependencies."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -33,7 +33,7 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, memory, kernel."""
+    """Return processor, cores, memory and kernel."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),

@@ -1,7 +1,7 @@
-"""`python -m bench record result.json …` adds a run's figures to the end of docs/benchmarks/NAME.md.
+"""`python -m bench record result.json …` appends a run's figures to docs/benchmarks/NAME.md.
 
-One block per label (the bench and its model, unless --label says otherwise); the next run of that label
-replaces it. The figures to keep go from the block into the page's table.
+There is one block per label (bench and model, or --label); a new run replaces the block of its label. Move
+the figures worth keeping into the page's table.
 """
 
 import argparse
@@ -20,7 +20,7 @@ PAGES = ROOT / "docs" / "benchmarks"
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code: 0, or 2 for a file that is no result of a bench that has a page."""
+    """Run the command line. Returns 0, or 2 for a file that is not a result or has no page."""
     parser = Parser(prog="python -m bench record", description=__doc__)
     parser.add_argument("results", nargs="+", type=Path, help="result.json of runs")
     parser.add_argument("--label", help="of the block, for a single result")
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def label_of(result: Mapping[str, Any]) -> str:
-    """`engine, vllm, tiny_chat`, say."""
+    """Return a label such as `engine, vllm, tiny_chat`."""
     config = result["config"]
     words = [
         result["name"],
@@ -52,7 +52,7 @@ def label_of(result: Mapping[str, Any]) -> str:
 
 
 def inserted(page: str, label: str, result: Mapping[str, Any]) -> str:
-    """The bench's page with this result in it."""
+    """Return the page with this result in it."""
     block = f"<!-- begin {label} -->\n{rendered(label, result)}\n<!-- end {label} -->"
     there = re.compile(rf"<!-- begin {re.escape(label)} -->.*?<!-- end {re.escape(label)} -->", re.S)
     if there.search(page):
@@ -61,7 +61,7 @@ def inserted(page: str, label: str, result: Mapping[str, Any]) -> str:
 
 
 def rendered(label: str, result: Mapping[str, Any]) -> str:
-    """Where, when and what, as Markdown."""
+    """Return the result as Markdown, with date, commit and machine."""
     machine, git = result["machine"], result["git"]
     commit = f"{(git['commit'] or 'unknown')[:10]}{' with changes' if git['dirty'] else ''}"
     shown = {name: result["figures"][name] for name in result.get("headline") or result["figures"]}
@@ -80,7 +80,7 @@ def rendered(label: str, result: Mapping[str, Any]) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Raises ConfigError when it is no result."""
+    """Return a result. Raises ConfigError if the file is not one."""
     try:
         result: dict[str, Any] = json.loads(file.read_text())
     except (OSError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""Servers of this machine that are measured: a stack of ours, started one way for all benches, and any peer.
+"""Servers under test on this machine: our stack, started the same way by all benches, and any peer.
 
-A `Server` is one side of a comparison. A `Stack` is a server of ours, which can also be asked what it used
-and be listened to on its bus. Both end with their `with` block.
+A `Server` is one side of a comparison. A `Stack` is our server; it also reports its CPU use and gives access
+to its bus. Both end with their `with` block.
 """
 
 import json
@@ -33,7 +33,7 @@ PLAIN: Mapping[str, object] = {
     "worker.prefix_cache.enabled": False,
     "scheduler.policy": "vllm",
 }
-"""What a stack has that is compared with somebody else's engine or server: one thread, no prefix cache."""
+"""Settings for a comparison with another engine or server: one thread, no prefix cache."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _START_S = 240.0
 _STATUS_S = 30.0
@@ -47,9 +47,9 @@ class Server:
     tree: ProcessTree
     target: Target
     engine: str = ""
-    """How the name of the process begins whose busiest thread is the engine."""
+    """Start of the name of the process whose busiest thread is the engine."""
     describes: Mapping[str, object] = field(default_factory=dict)
-    """What distinguishes this side in the record of the run."""
+    """Attributes of this side in the record of the run."""
 
     def __enter__(self) -> Self:
         return self
@@ -62,7 +62,8 @@ AnyServer = TypeVar("AnyServer", bound=Server)
 
 
 def started(server: AnyServer, path: str = "/health") -> AnyServer:
-    """Once it answers a GET of `path`. Ends it, and raises InternalError, when it does not."""
+    """Return the server once a GET of `path` succeeds. Ends it and raises InternalError if it does not
+    start."""
     try:
         server.tree.await_(lambda: answers(server.target, path), _START_S)
     except BaseException:
@@ -72,7 +73,7 @@ def started(server: AnyServer, path: str = "/health") -> AnyServer:
 
 
 def start_all(starts: Sequence[Callable[[], Server]], running: ExitStack) -> list[Server]:
-    """Side by side: each takes long. `running` ends them, also those that did start when another did not."""
+    """Start servers in parallel. `running` ends them, also if another one failed to start."""
     servers: list[Server] = []
     failed: list[Exception] = []
     with ThreadPoolExecutor(len(starts)) as pool:
@@ -88,23 +89,23 @@ def start_all(starts: Sequence[Callable[[], Server]], running: ExitStack) -> lis
 
 @dataclass(frozen=True)
 class Stack(Server):
-    """A stack of ours that answers."""
+    """A running stack of ours."""
 
     run_dir: Path = Path()
 
     def confine(self, cores: Cores) -> None:
-        """Its worker stays on the engine's core (`worker.cores`); everything else goes to the other."""
+        """Bind its worker to the engine's core (`worker.cores`) and everything else to the other core."""
         self.tree.bind(self.tree.threads_of(self.engine), {cores.engine}, {cores.rest})
 
     def process(self, name: str) -> psutil.Process:
-        """One of its services. Raises InternalError when there is none."""
+        """Return the process of a service. Raises InternalError if there is none."""
         try:
             return psutil.Process(self.pids()[name])
         except KeyError:
             raise InternalError(f"the stack has no {name}") from None
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds so far, by child; a worker's engine apart from the rest of it."""
+        """Return CPU seconds by child, with a worker's engine separate from the rest of it."""
         used: dict[str, float] = {}
         for name, pid in self.pids().items():
             for thread in psutil.Process(pid).threads():
@@ -114,14 +115,14 @@ class Stack(Server):
         return used
 
     def details(self, key: str) -> dict[str, Any]:
-        """That part of the stack's status which has `key`. Raises InternalError when there is none."""
+        """Return the part of the stack's status that has `key`. Raises InternalError if there is none."""
         details = _find(self._status(), key)
         if details is None:
             raise InternalError(f"the stack's status does not tell {key}")
         return details
 
     def services(self) -> list[dict[str, Any]]:
-        """What every instance says of itself. Raises InternalError when the stack does not tell."""
+        """Return the status of every service instance. Raises InternalError if the stack does not respond."""
         return list(self._status()["services"])
 
     def _status(self) -> dict[str, Any]:
@@ -132,7 +133,7 @@ class Stack(Server):
         return dict(json.loads(done.stdout))
 
     def pids(self) -> dict[str, int]:
-        """Of the processes that run, by name."""
+        """Return the pids of running processes, by name."""
         state = json.loads((self.run_dir / "state.json").read_text())
         return {child["name"]: child["pid"] for child in state["children"] if child["pid"]}
 
@@ -148,11 +149,11 @@ def start_stack(
     environ: Mapping[str, str] = ONE_THREAD,
     refuses: bool = False,
 ) -> Stack:
-    """`python -m services up` on ports of its own, with its log beside `run_dir`, once it is ready.
+    """Start `python -m services up` on free ports and wait until ready; its log lies beside `run_dir`.
 
-    It inherits the caller's cores: bind the client afterwards. `refuses`: new requests that would wait for
-    long are refused, as by default; otherwise they wait, as in the servers of others. Raises InternalError
-    when it does not come up.
+    It inherits the caller's cores, so bind the client afterwards. With `refuses`, requests that would wait
+    long are refused, our default; otherwise they wait, as in other servers. Raises InternalError if it does
+    not start.
     """
     settings = settings if refuses else {"scheduler.refuse_wait_s": 0, **settings}
     port = free_port()
@@ -172,9 +173,9 @@ def start_stack(
 async def on_bus(
     run_dir: Path, user: str, handlers: Sequence[Handler] = (), listener: object = None
 ) -> AsyncIterator[Bus]:
-    """A connection to the bus of the stack that runs from `run_dir`, with what the service `user` may do.
+    """Connect to the bus of the stack in `run_dir` with the rights of the service `user`.
 
-    `listener` gets what `handlers` name.
+    `listener` receives the messages that `handlers` name.
     """
     run = RunDirectory(run_dir)
     access = BusAccess.from_state(run.read_state(), run.credentials())
@@ -188,7 +189,7 @@ async def on_bus(
 
 
 def _find(document: object, key: str) -> dict[str, Any] | None:
-    """The object, however deep in a JSON document, that has `key`."""
+    """Return the object in a JSON document, at any depth, that has `key`."""
     if isinstance(document, dict):
         if key in document:
             return document

@@ -1,9 +1,8 @@
-"""From measurements to figures: ratios of two sides with their interval, percentiles, exponents. Pure.
+"""Statistics: ratios of two sides with intervals, percentiles, exponents. Pure.
 
-Machines are noisy, so a comparison is a ratio within one turn, the sides measured one right after the other;
-reported are the median and the worst, or the whole with the interval that holds it with 95 %. Draws of the
-bootstrap are seeded. Neighbouring rounds are alike (long answers last several), so stretches of them are
-drawn, not single ones.
+Machines are noisy, so a comparison is a ratio within one turn, with the sides measured back to back. Reports
+have the median and the worst ratio, or the overall ratio with its 95 % interval. The bootstrap is seeded. It
+samples stretches of rounds, because neighbouring rounds are correlated (long answers last several rounds).
 """
 
 import math
@@ -14,9 +13,9 @@ from random import Random
 from typing import TypeVar
 
 T = TypeVar("T")
-"""What a side did in one round."""
+"""Result of a side in one round."""
 Work = tuple[float, float]
-"""Tokens, seconds."""
+"""(tokens, seconds)"""
 _DRAWS = 4000
 _SHARE = 0.95
 
@@ -27,13 +26,13 @@ class Ratio:
 
     median: float
     worst: float
-    """The lowest: of rates and throughputs, where more is better."""
+    """Lowest ratio, for rates and throughputs, where more is better."""
     highest: float
     alternations: int
 
 
 def ratio_of(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """Pairs by alternation. Raises ValueError when they do not pair up or something is not positive."""
+    """Return the ratio over pairs. Raises ValueError if they do not pair up or a value is not positive."""
     if not ours or len(ours) != len(theirs):
         raise ValueError(f"{len(ours)} measurements of ours against {len(theirs)} of theirs")
     if min(*ours, *theirs) <= 0:
@@ -43,12 +42,12 @@ def ratio_of(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
 
 
 def median_of_ratios(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Each ratio within one round."""
+    """Return the median of the ratios per round."""
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def ratio_of_wholes(ours: Sequence[Work], theirs: Sequence[Work]) -> float:
-    """All tokens over all seconds, of ours over theirs."""
+    """Return the ratio of the overall rates, all tokens over all seconds."""
     rates = [sum(tokens for tokens, _ in each) / sum(took_s for _, took_s in each) for each in (ours, theirs)]
     return rates[0] / rates[1]
 
@@ -56,7 +55,7 @@ def ratio_of_wholes(ours: Sequence[Work], theirs: Sequence[Work]) -> float:
 def interval(
     ours: Sequence[T], theirs: Sequence[T], of: Callable[[Sequence[T], Sequence[T]], float], seed: int = 0
 ) -> tuple[float, float]:
-    """Holds the statistic with 95 %. Raises ValueError without rounds, or where they do not pair up."""
+    """Return the 95 % interval of a statistic. Raises ValueError for no rounds or unequal numbers."""
     rounds = len(ours)
     if not rounds or rounds != len(theirs):
         raise ValueError(f"{rounds} rounds of ours against {len(theirs)} of theirs")
@@ -70,7 +69,7 @@ def interval(
 
 
 def _rounds(draw: Random, rounds: int, stretch: int) -> list[int]:
-    """As many as there are, in stretches that go round the end."""
+    """Return as many rounds as there are, in stretches that wrap around."""
     chosen: list[int] = []
     while len(chosen) < rounds:
         first = draw.randrange(rounds)
@@ -83,7 +82,8 @@ _STUDENT_T = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Holds the mean with 95 %, if values are drawn from a normal law. Raises ValueError for fewer than 2."""
+    """Return the mean's 95 % interval, assuming a normal distribution. Raises ValueError for fewer than 2
+    values."""
     if len(values) < 2:
         raise ValueError("one value has no interval")
     t = _STUDENT_T[min(len(values) - 2, len(_STUDENT_T) - 1)]
@@ -93,12 +93,12 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def geometric_mean(values: Iterable[float]) -> float:
-    """How ratios of different workloads are combined into one."""
+    """Return the geometric mean, used to combine ratios of different workloads."""
     return math.exp(statistics.fmean(math.log(value) for value in values))
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """By the nearest rank: a value that was measured. Raises ValueError without values."""
+    """Return a percentile by nearest rank, so a measured value. Raises ValueError if there are none."""
     if not values:
         raise ValueError("no value to take a percentile of")
     ordered = sorted(values)
@@ -107,7 +107,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def exponent(costs: Mapping[float, float]) -> float:
-    """How a cost grows with a size: the slope of log cost over log size, by least squares."""
+    """Return how a cost grows with size: the slope of log cost over log size, by least squares."""
     points = [(math.log(size), math.log(cost)) for size, cost in costs.items()]
     mean_x = sum(x for x, _ in points) / len(points)
     mean_y = sum(y for _, y in points) / len(points)

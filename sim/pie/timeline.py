@@ -1,7 +1,7 @@
-"""Tokens computed layer by layer while the swap controller of Pie's paper moves layers, in simulated time.
+"""Timeline of tokens computed layer by layer while the paper's swap controller moves layers.
 
-Time is counted in whole ticks, so that events that fall together do so exactly; among them a layer's end
-comes first, then completed transfers, then the next layer's start. Source: papers/004 figure 4.
+Time is in whole ticks, so events can coincide exactly. At one tick a layer's end comes first, then completed
+transfers, then the next layer's start. Source: papers/004 figure 4.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from sim.pie.swap import SwapController, SwapTransfer
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Ticks of one layer: computing it, copying it in, copying it out."""
+    """Ticks to compute one layer, copy it in and copy it out."""
 
     compute: int
     swap_in: int
@@ -23,14 +23,14 @@ class Pace:
 
 @dataclass(slots=True)
 class Timeline:
-    """Runs tokens one after the other; `stalls` counts the ticks that each token waited for KV."""
+    """Runs tokens one after the other; `stalls` has the ticks that each token waited for KV."""
 
     controller: SwapController
     pace: Pace
     now: int = 0
     stalls: list[int] = field(default_factory=list)
     fifo_ticks: list[int] = field(default_factory=list)
-    """For each swap that is over: from the begin of the swap-out to the end of the swap-in."""
+    """Ticks from the start of the swap-out to the end of the swap-in, per completed swap."""
     _due: dict[Direction, tuple[int, SwapTransfer]] = field(default_factory=dict)
     _left: dict[int, int] = field(default_factory=dict)
 
@@ -39,7 +39,7 @@ class Timeline:
             self.stalls.append(sum(self._layer(layer) for layer in range(self.controller.table.layers)))
 
     def _layer(self, layer: int) -> int:
-        """How long it had to be waited for."""
+        """Run one layer and return its stall in ticks."""
         controller, began = self.controller, self.now
         self._submit(controller.on_awaited(layer, self.now))
         while not controller.table.is_present(layer):
@@ -78,14 +78,14 @@ class Timeline:
 
 
 def block_stalls(layers: int, pace: Pace, outside: Fraction, tokens: int) -> list[Fraction]:
-    """Ticks that each token waits where some blocks of all layers are outside, `outside` of each layer's.
+    """Return the stall of each token, in ticks, if a share `outside` of every layer's blocks is offloaded.
 
-    A layer's blocks come over the link one layer after the other, each into one of two buffers: the one that
-    the layer before the last has been done with. KV that is there already is not copied out.
+    Layers are copied in one after the other into two buffers; a copy needs the buffer of the layer before
+    last. Blocks already on the host are not copied out again.
     """
     stalls = [Fraction(0)] * tokens
     ended = [Fraction(0), Fraction(0)]
-    """Of the last layer but one, and of the last."""
+    """End times of the last two layers, older first."""
     link_free = Fraction(0)
     for at in range(tokens * layers):
         link_free = max(link_free, ended[0]) + pace.swap_in * outside
@@ -96,7 +96,7 @@ def block_stalls(layers: int, pace: Pace, outside: Fraction, tokens: int) -> lis
 
 
 def outside_share(layers: int, fifo_layers: int) -> Fraction:
-    """Of a layer's blocks, those outside in the form in blocks, where as many fit as with such a queue."""
+    """Return the share of a layer's blocks that the blocks form offloads for the same capacity."""
     slots = device_slots(layers, fifo_layers)
     return Fraction(layers - slots, max(1, layers - 2))
 
@@ -106,14 +106,14 @@ class Steady:
     """What a token comes to once the queue has found its rhythm."""
 
     stall_share: float
-    """Of the computation."""
+    """Share of the computation time."""
     early_share: float
-    """Of the swap-ins, those for the next token."""
+    """Share of swap-ins that are for the next token."""
     swap_ins: float
 
 
 def settle(layers: int, fifo_layers: int, pace: Pace, *, warm_tokens: int = 6, tokens: int = 12) -> Steady:
-    """Means per token after `warm_tokens`."""
+    """Return means per token after `warm_tokens`."""
     timeline = Timeline(SwapController(layers, fifo_layers), pace)
     timeline.run(warm_tokens)
     before_ins, before_early = timeline.controller.swap_ins, timeline.controller.early_swap_ins
