@@ -1,1 +1,1 @@
-"""Benches in simulated time: the live decisions at computed costs, against their rivals and their papers."""
+"""Benches in simulated time: live decisions at modelled costs, against their rivals and their papers."""

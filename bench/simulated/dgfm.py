@@ -1,8 +1,8 @@
 """`python -m bench dgfm`: four workers under a long mixed workload, with and without DGFM.
 
-The paper's Figure 10. Simulated: the live cores of lending, ledger and settlement on virtual time
-(`sim/lending/`). With `--live`: real processes (`contest`). Sides: nothing is settled; cycles of debts are;
-and, beside that, free memory takes recalled blocks back.
+The paper's Figure 10, simulated with the live cores of lending, ledger and settlement (`sim/lending/`). With
+`--live`: real processes (`contest`). Sides: no settlement; cycles of debts settled; cycles settled and debts
+repaid into free memory.
 """
 
 import random
@@ -24,14 +24,15 @@ THRESHOLD = 4
 
 
 def random_debts(instances: int, creditors: int, seed: int) -> dict[tuple[str, str], int]:
-    """Everyone owes 1 to 64 blocks to some others, drawn at random: lending by locality entangles less."""
+    """Return random debts: each instance owes 1 to 64 blocks to some others. Lending by locality entangles
+    less."""
     rng = random.Random(f"{seed}/{instances}/{creditors}")
     pairs = [(a, rng.randrange(instances)) for a in range(instances) for _ in range(creditors)]
     return {(f"w{a}", f"w{b}"): rng.randint(1, 64) for a, b in pairs if a != b}
 
 
 def settle_s(debts: dict[tuple[str, str], int], repeats: int) -> tuple[float, int]:
-    """CPU seconds, the least of some runs, and how many settlements it takes."""
+    """Return the least CPU seconds of some runs, and the number of settlements."""
     best_s, count = float("inf"), 0
     for _ in range(repeats):
         began_s = time.process_time()
@@ -69,7 +70,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Raises ConfigError for flags that leave nothing to simulate."""
+    """Run the bench. Raises ConfigError for runs that are too short or too small."""
     flags = context.arguments
     if flags.live:
         return run_live(context)
@@ -100,7 +101,7 @@ def run(context: Context) -> Outcome:
 
 
 def _simulate(context: Context, base: Scenario, seeds: int) -> dict[str, list[Result]]:
-    """By side, one result a seed; sides in turn on the same requests."""
+    """Return one result per seed for each side; all sides get the same requests."""
     results: dict[str, list[Result]] = {side: [] for side in SIDES}
     with context.progress("simulated runs", seeds * len(SIDES)) as bar:
         for seed in range(context.seed, context.seed + seeds):

@@ -1,10 +1,9 @@
 """`python -m bench fleet`: several workers behind one queue, simulated.
 
-`--queue`: the fleet's queue by work, from which workers are fed, against first come, first served in front of
-every worker and a place only where memory is free, as it was. The same policy, predictions and requests on
-both sides, at 1.2 times the rate that one worker under `vllm` sustains, for each worker; `--live`: on a real
-stack as well, see `bench/simulated/queue_live.py`. `--routes`: see `bench/simulated/routes.py`. `--roles`:
-see `bench/simulated/roles.py`.
+`--queue` compares the fleet's queue by work with first come, first served and placement only into free
+memory. Policy, predictions and requests are the same, at 1.2 times the rate per worker that one worker under
+`vllm` sustains. `--live` adds a real stack, see `bench/simulated/queue_live.py`. `--routes`: see
+`bench/simulated/routes.py`. `--roles`: see `bench/simulated/roles.py`.
 """
 
 from argparse import ArgumentParser
@@ -42,7 +41,7 @@ _SHOWN = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One side with so many workers."""
+    """One side with a number of workers."""
 
     side: str
     workers: int
@@ -51,7 +50,7 @@ class Cell:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The bench's own flags."""
+    """Add the bench's flags."""
     parser.add_argument("--queue", action="store_true", help="the queue by work against first come (default)")
     parser.add_argument("--routes", action="store_true", help="which worker, where prompts begin alike")
     parser.add_argument("--roles", action="store_true", help="prompts and answers on workers of their own")
@@ -77,7 +76,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Raises ConfigError for a trace that there is not."""
+    """Run the bench. Raises ConfigError for an unknown trace."""
     flags = context.arguments
     if flags.routes:
         return routes.run(context)
@@ -121,7 +120,7 @@ def _simulated(context: Context) -> Outcome:
 
 
 def _peer(source: Source, requests: int) -> tuple[Reference, float]:
-    """The yardstick, and the rate that one worker sustains under `vllm`."""
+    """Return the reference, and the rate that one worker sustains under `vllm`."""
     case = Case(source, "vllm", "none", requests=requests)
     reference = measure_reference(case)
     question = KneeQuestion("vllm", case, reference.limit_s, reference.capacity_per_s, (0,))
@@ -139,7 +138,7 @@ def _question(
 
 
 def _figures(found: dict[Cell, dict[str, float]], counts: Sequence[int]) -> dict[str, float]:
-    """Ratios of the queue by work to first come; without a number of workers, their mean."""
+    """Return ratios of the queue by work to first come, per number of workers and as their mean."""
     figures: dict[str, float] = {}
     answers = {(cell.side, cell.workers): answer for cell, answer in found.items()}
     names = {"queue_slo_ratio": "slo", "queue_wait_ratio": "queue_s", "queue_wait_p999_ratio": "wait_s_p999"}

@@ -1,7 +1,7 @@
 """The simulated part of `python -m bench pie`: Pie at its paper's settings, and its figure 4.
 
-The live swap and expansion controllers run in simulated time (`sim/pie`) under the `vllm` policy, on
-GH200's measured bandwidth and H100 kernel costs. Baseline: the same policy with recomputation on the same
+The live swap and expansion controllers run in simulated time (`sim/pie`) under the `vllm` policy, with
+GH200's measured bandwidth and H100 kernel costs. Baseline: the same policy with recomputation and the same
 device bytes.
 """
 
@@ -28,8 +28,8 @@ _LAYERS, _PACE, _TOKENS = 9, Pace(compute=1, swap_in=2, swap_out=2), 20
 
 
 def figure4() -> dict[str, float]:
-    """Seven slots; and six, which stall. The form in blocks on the same device bytes, and what comes in for a
-    token in either form, in whole layers."""
+    """Return figure 4: seven slots, and six, which stall. Also the blocks form with the same device bytes,
+    and the layers copied in per token in both forms."""
     seven, six = (Timeline(SwapController(_LAYERS, fifo_layers), _PACE) for fifo_layers in (4, 5))
     seven.run(_TOKENS)
     six.run(_TOKENS)
@@ -65,7 +65,7 @@ FIXED_EXPANSIONS = (1.2, 1.4, 1.6, 1.8, 2.0, 2.2, 2.4)
 
 @dataclass(frozen=True)
 class Question:
-    """One run, picklable. `fifo_layers` None: adaptive."""
+    """One run, picklable. With `fifo_layers` None, the queue is adaptive."""
 
     model: str
     source: Source
@@ -86,7 +86,7 @@ class Answer:
     evictions: float
     stall_share: float
     fifo_layers: int
-    """At the end: the adaptive one's last length held under load is the highest."""
+    """Longest queue of the run."""
 
 
 def requests_of(question: Question) -> list[SimRequest]:
@@ -100,7 +100,7 @@ def requests_of(question: Question) -> list[SimRequest]:
 
 
 def answer(question: Question) -> Answer:
-    """Run it to the end."""
+    """Run one question to the end."""
     case = PieCase(
         MODELS[question.model],
         question.device_gb * GIGABYTE,
@@ -121,15 +121,16 @@ def answer(question: Question) -> Answer:
 
 
 def fixed_lengths(model: PieModel) -> list[int]:
-    """Queue lengths whose expansions are nearest to those of the paper's figure 6."""
+    """Return the queue lengths nearest to the expansions of the paper's figure 6."""
     lengths = [round(model.layers + 2 - model.layers / wanted) for wanted in FIXED_EXPANSIONS]
     return [length for length, _ in groupby(sorted(length for length in lengths if length >= 3))]
 
 
 def memory_saving(vllm: dict[float, float], pie: dict[float, float]) -> float:
-    """The highest ratio of what `vllm` needs to what Pie has, at equal throughput. GB → tokens per second.
+    """Return the highest ratio of `vllm`'s memory to Pie's at equal throughput; arguments map GB to tokens
+    per second.
 
-    Only where `vllm`'s curve reaches Pie's throughput (less 1 %: one noise); between its points it is linear.
+    Only where `vllm`'s curve, linear between points, reaches 99 % of Pie's throughput (1 % is noise).
     """
     sizes = sorted(vllm)
     best = 1.0
@@ -145,18 +146,18 @@ def memory_saving(vllm: dict[float, float], pie: dict[float, float]) -> float:
 
 SIZES_GB = (3.0, 5.0, 7.0, 9.0, 12.0)
 LARGER_GB = (15.0, 20.0, 30.0)
-"""For `vllm` alone: what it would need."""
+"""Sizes for `vllm` alone, to find the memory that it would need."""
 PAPER = {
     ("opt-30b", "sharegpt"): "1.86 (up to 1.9)",
     ("opt-30b", "alpaca"): "1.58 (up to 1.5)",
     ("opt-13b", "sharegpt"): "1.54",
     ("llama-13b", "alpaca"): "1.27",
 }
-"""Best gain stated in papers/004 §5.2 (over expansion 1) and §5.3 (over vLLM)."""
+"""Best gain in papers/004 §5.2 (over expansion 1) and §5.3 (over vLLM)."""
 _BLOCKS = "blocks"
-"""The adaptive side in the form in blocks; `pie` is that in layers."""
+"""The adaptive side in the blocks form; `pie` is the layers form."""
 Grid = dict[tuple[str, str, float], dict[str, Answer]]
-"""(model, trace, GB) → side → answer."""
+"""Maps (model, trace, GB) to the answer of each side."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -171,7 +172,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Raises ConfigError for models that there are not."""
+    """Run the bench. Raises ConfigError for unknown models."""
     flags = context.arguments
     models = flags.models or (["opt-13b"] if context.quick else list(MODELS))
     if unknown := set(models) - set(MODELS):
@@ -208,7 +209,7 @@ def _cell(
     requests: int,
     processes: int | None,
 ) -> Grid:
-    """One model on one data set: first the rate, then everything at that rate."""
+    """Run one model on one data set: first find the rate, then run every side at it."""
     count = requests * (4 if trace == "alpaca" else 1)
     source = find_source(trace, data_folder())
     peer = Question(model, source, ENOUGH_GB, 1e6, 0, count, context.seed)

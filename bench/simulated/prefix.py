@@ -1,7 +1,7 @@
-"""Part A of `python -m bench prefix`: a trace against each order of eviction at several cache sizes.
+"""Part A of `python -m bench prefix`: a trace under each eviction order at several cache sizes.
 
-What is replayed are the cache's own books and orders, one request after the other, without bytes. Belady's
-order knows the future and is the bound.
+It replays the cache's own bookkeeping, one request after the other, without bytes. Belady's order knows the
+future and is the upper bound.
 """
 
 import heapq
@@ -35,11 +35,11 @@ from shared.errors import ConfigError
 from sim.sweep import sweep
 
 Chain = tuple[BlockHash, ...]
-"""One prompt's blocks."""
+"""The blocks of one prompt."""
 
 
 def read_mooncake(file: Path) -> list[Chain]:
-    """In order of arrival. Raises ValueError when a line is no request."""
+    """Return the prompts in order of arrival. Raises ValueError for an invalid line."""
     chains: list[Chain] = []
     for number, line in enumerate(file.read_text().splitlines(), 1):
         try:
@@ -53,8 +53,8 @@ def read_mooncake(file: Path) -> list[Chain]:
 class Conversations:
     """Chats over a few shared system prompts; lengths in blocks, times in mean gaps between requests.
 
-    Log-normal by median and σ. `single` of them end after their first turn, the others go on for an
-    exponential number of turns. Each turn adds the user's text and the answer before it.
+    Pairs are median and σ of log-normal distributions. A share `single` ends after the first turn; the others
+    have an exponential number of turns. Each turn adds the user's text and the previous answer.
     """
 
     system_prompts: int = 20
@@ -70,14 +70,14 @@ PRESETS = {
     "chats": Conversations(),
     "long-chats": Conversations(100, 4, 0.1, 12.0, (8.0, 1.2), (3.0, 1.2), (100.0, 1.0)),
 }
-"""The second has more turns, sooner after each other, and hardly a conversation that ends at once."""
+"""`long-chats` has more turns at shorter intervals, and few single-turn conversations."""
 
 
 def generate(shape: Conversations, requests: int, seed: random.Random) -> list[Chain]:
-    """So many requests in order of arrival."""
+    """Return `requests` prompts in order of arrival."""
     fresh = shape.system_prompts * shape.system_blocks
     waiting: list[tuple[float, int, bool, int, list[int]]] = []
-    """When, number, whether it is the first turn, turns left, blocks so far."""
+    """(time, number, is first turn, turns left, blocks so far)"""
     chains: list[Chain] = []
     now, started = 0.0, 0
     per_chat = shape.single + (1 - shape.single) * (1 + shape.turns)
@@ -103,7 +103,7 @@ def generate(shape: Conversations, requests: int, seed: random.Random) -> list[C
 
 
 def infinite_hit_rate(trace: Sequence[Chain]) -> float:
-    """Share of blocks that a cache which forgets nothing would find."""
+    """Return the share of blocks that an infinite cache would find."""
     asked = sum(map(len, trace))
     return 1 - len({name for chain in trace for name in chain}) / asked if asked else 0.0
 
@@ -117,7 +117,7 @@ BELADY = "belady"
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Blocks of each tier."""
+    """Number of blocks in each tier."""
 
     device: int
     host: int = 0
@@ -126,11 +126,11 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Blocks over a whole trace."""
+    """Blocks requested and found over a whole trace."""
 
     asked: int
     found: tuple[int, int, int]
-    """By tier."""
+    """Blocks found by tier."""
 
     @property
     def hit_rate(self) -> float:
@@ -138,7 +138,7 @@ class Replayed:
 
 
 class Counting:
-    """A mover without bytes: every copy succeeds, those in the background after the request."""
+    """A block mover without bytes. Every copy succeeds; background copies end after the request."""
 
     def __init__(self) -> None:
         self._written: list[StoredBlock] = []
@@ -161,14 +161,14 @@ class Counting:
         return 0.0
 
     def seal(self, place: int, name: BlockHash) -> None:
-        """See `BlockMover`. Nothing is on the host but what was copied there."""
+        """See `BlockMover`. Only copied blocks are on the host, so there is nothing to do."""
 
     def start_write(self, source: int, node: StoredBlock) -> bool:
         self._written.append(node)
         return True
 
     def start_send(self, source: int, node: StoredBlock) -> bool:
-        """See `BlockMover`. Nobody lends."""
+        """See `BlockMover`. Nothing is lent."""
         return False
 
     def start_read(self, place: int, target: int, name: BlockHash) -> bool:
@@ -176,7 +176,7 @@ class Counting:
         return True
 
     def settle(self, cache: PrefixCache) -> None:
-        """What was begun has ended well."""
+        """End every copy with success."""
         self.settle_loads(cache)
         stores, self._stores = self._stores, []
         for ticket in stores:
@@ -189,14 +189,14 @@ class Counting:
             cache.on_read(name, place, ok=True)
 
     def settle_loads(self, cache: PrefixCache) -> None:
-        """Those that were begun."""
+        """End all loads."""
         loads, self._loads = self._loads, []
         for ticket, count in loads:
             cache.on_loaded(ticket, Loaded(count))
 
 
 class Future:
-    """When each block is wanted next."""
+    """The next use of every block."""
 
     def __init__(self, trace: Sequence[Chain]) -> None:
         self._wanted: dict[BlockHash, deque[int]] = {}
@@ -205,22 +205,22 @@ class Future:
                 self._wanted.setdefault(name, deque()).append(number)
 
     def advance(self, chain: Chain) -> None:
-        """These are wanted now."""
+        """Move past a request for these blocks."""
         for name in chain:
             self._wanted[name].popleft()
 
     def next_use(self, name: BlockHash) -> float:
-        """Number of the request, infinite when there is none."""
+        """Return the number of the next request that uses the block, or infinity."""
         wanted = self._wanted[name]
         return wanted[0] if wanted else math.inf
 
     def maker(self) -> OrderMaker:
-        """Orders that know it."""
+        """Return a maker of Belady orders."""
         return lambda tier, history: Belady(self, history)
 
 
 class Belady(EvictionOrder):
-    """Wanted again last, evicted first."""
+    """Evicts the block with the latest next use first."""
 
     def __init__(self, future: Future, history: ReuseHistory) -> None:
         super().__init__(history)
@@ -238,7 +238,7 @@ def replay(
     seed: int = 0,
     after_each: Callable[[PrefixCache], None] | None = None,
 ) -> Replayed:
-    """Raises ConfigError for a policy that is neither known to the cache nor `belady`."""
+    """Replay a trace under one policy. Raises ConfigError for an unknown policy."""
     future = Future(trace) if policy == BELADY else None
     orders = order_maker(policy, seed) if future is None else future.maker()
     mover = Counting()
@@ -260,7 +260,8 @@ def replay(
 
 
 def _request(cache: PrefixCache, mover: Counting, chain: Chain) -> tuple[int, int, int]:
-    """Where its blocks were. What does not fit is computed and not kept."""
+    """Run one request and return the blocks found by tier. Blocks that do not fit are computed but not
+    kept."""
     hit = cache.acquire(chain, len(chain))
     found, tiers = hit.blocks, hit.loaded
     if hit.awaited is not None:
@@ -294,14 +295,14 @@ Job = tuple[Sizes, str]
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in order of arrival, and where they are from."""
+    """A named trace: prompts in order of arrival."""
 
     name: str
     chains: Sequence[Chain]
 
 
 def run(context: Context) -> Outcome:
-    """Failures: sizes at which our order does not find more than LRU, though Belady's would."""
+    """Run the bench. Failures are sizes where our order does not beat LRU although Belady's does."""
     trace = load_trace(context)
     sizes = context.arguments.sizes or (_QUICK_SIZES if context.quick else _SIZES)
     cells = [Sizes(size) for size in sizes] + list(_QUICK_TIERED if context.quick else _TIERED)
@@ -335,7 +336,7 @@ def run(context: Context) -> Outcome:
 
 
 def load_trace(context: Context) -> Trace:
-    """Raises ConfigError where a trace was asked for that is not there or is none."""
+    """Return the requested trace. Raises ConfigError if it is missing or invalid."""
     wanted: str = context.arguments.trace
     most = _QUICK_REQUESTS if context.quick else _REQUESTS
     if wanted in PRESETS:
@@ -356,7 +357,7 @@ def load_trace(context: Context) -> Trace:
 
 
 def outcome_of(trace: str, infinite: float, rates: Mapping[Sizes, Rates]) -> Outcome:
-    """Figures and the table; rates are shares of the blocks asked for."""
+    """Return figures and table; rates are shares of the blocks requested."""
     figures = {"hit_rate_infinite": infinite}
     rows: list[Sequence[object]] = []
     for sizes, found in rates.items():
@@ -391,7 +392,7 @@ def outcome_of(trace: str, infinite: float, rates: Mapping[Sizes, Rates]) -> Out
 
 
 def _summary(infinite: float, rates: Mapping[Sizes, Rates]) -> dict[str, float]:
-    """`hit_rate` and its share of the infinite cache's: at the middle size; `hit_vs_lru`: the worst size."""
+    """Return `hit_rate` and `hit_vs_infinite` at the middle size, and `hit_vs_lru` at the worst size."""
     single = sorted((sizes for sizes in rates if not sizes.host), key=lambda sizes: sizes.device)
     middle = rates[single[len(single) // 2]][OURS]
     return {

@@ -1,10 +1,9 @@
-"""The live half of `bench fleet --queue --live`: the fleet's queue by work against first come, on a stack.
+"""The live half of `bench fleet --queue --live`: the queue by work against first come, on a stack.
 
-Workers take a model's time and compute nothing (`--engine simulated`), so that prompts, answers' true lengths
-and costs are those of the simulator, and what differs is everything else: gateway, bus, scheduler, placement
-and predictor as processes, heartbeats that are late, predictions that come after their requests. The service
-level, and the rate that is 1.2 times what one worker sustains under `vllm`, come from the simulator; the same
-requests at the same times go through it on both sides, too.
+Workers take a model's time but compute nothing (`--engine simulated`), so lengths and costs match the
+simulator. The difference is the real gateway, bus, scheduler, placement and predictor, with late heartbeats
+and late predictions. Service level and rate (1.2 times the knee of one worker under `vllm`) come from the
+simulator. The same requests also run through it on both sides.
 """
 
 import csv
@@ -39,12 +38,11 @@ from sim.workloads import Source, find_source, poisson_requests
 PAST_KNEE = 1.2
 SIDES = {"by work": (QueueOrder.WORK, FEED_SEQUENCES), "first come": (QueueOrder.ARRIVAL, 0)}
 MACHINE = Machine(block_tokens=16, capacity_blocks=320, token_budget=512, max_batch_sequences=64, max_steps=8)
-"""A third of the KV of the simulated sides: a fleet of these makes no more tokens than two cores can carry
-from workers to a client."""
+"""A third of the simulated sides' KV, so that two cores can carry the fleet's tokens to the client."""
 MAX_TOKENS = 1024
 _ROWS = 3000
 _WARM_UP = 128
-"""Answers that the predictor learns from first."""
+"""Warm-up answers for the predictor."""
 _SHOWN = {
     "SLO": "slo",
     "s/token": "normalized_s",
@@ -57,7 +55,7 @@ _SHOWN = {
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What became of one request, live or simulated; seconds of the cost model, from its arrival."""
+    """Result of one request, live or simulated, in seconds of the cost model from its arrival."""
 
     first_s: float
     whole_s: float
@@ -65,7 +63,7 @@ class Served:
 
 
 def run(context: Context, counts: Sequence[int], duration_s: float) -> Outcome:
-    """Each side in turn, with so many workers. Raises InternalError for a stack that does not serve."""
+    """Run each side with each number of workers. Raises InternalError if a stack does not serve."""
     folder = context.run_dir.resolve()
     source = write_trace(folder / "lengths.csv", context.random("lengths"))
     context.say("what one such worker sustains under vllm")
@@ -101,7 +99,7 @@ def run(context: Context, counts: Sequence[int], duration_s: float) -> Outcome:
 
 
 def write_trace(file: Path, dice: Random) -> Source:
-    """ShareGPT's prompts, and answers as long as the engine makes them."""
+    """Write ShareGPT's prompts with the engine's answer lengths."""
     prompts = poisson_requests(
         find_source("sharegpt", data_folder()), count=_ROWS, rate_per_s=1.0, seed=dice.randrange(1 << 30)
     )
@@ -115,12 +113,12 @@ def write_trace(file: Path, dice: Random) -> Source:
 
 @lru_cache(maxsize=1)
 def _seeds() -> dict[int, int]:
-    """By length of the answer, cut at `MAX_TOKENS`: a seed that has it."""
+    """Return a seed for each answer length, limited to `MAX_TOKENS`."""
     return {min(MAX_TOKENS, answer_tokens(seed, 0)): seed for seed in range(_ROWS)}
 
 
 def peer(source: Source, requests: int) -> tuple[Reference, float]:
-    """The yardstick, and the rate that one worker sustains under `vllm`; simulated."""
+    """Return the reference, and the simulated rate that one worker sustains under `vllm`."""
     case = Case(source, "vllm", "none", machine=MACHINE, requests=requests)
     reference = measure_reference(case)
     question = KneeQuestion("vllm", case, reference.limit_s, reference.capacity_per_s, (0,))
@@ -128,7 +126,7 @@ def peer(source: Source, requests: int) -> tuple[Reference, float]:
 
 
 def case_of(side: str, source: Source, workers: int, rate: float, duration_s: float, seed: int) -> Case:
-    """One side with so many workers, as the simulator knows it."""
+    """Return the simulator's case of one side."""
     order, places = SIDES[side]
     return Case(
         source,
@@ -146,7 +144,7 @@ def case_of(side: str, source: Source, workers: int, rate: float, duration_s: fl
 
 
 def simulated(case: Case) -> tuple[list[Served], float]:
-    """And the seconds from the first arrival to the last end."""
+    """Return the simulated requests and the seconds from the first arrival to the last end."""
     records = run_case(case).records
     span_s = max(one.end_s for one in records) - min(one.request.arrival_s for one in records)
     served = [
@@ -157,8 +155,8 @@ def simulated(case: Case) -> tuple[list[Served], float]:
 
 
 def live(run_dir: Path, case: Case, side: str, speed: float) -> tuple[list[Served | None], float]:
-    """The same on a stack; None for a request that failed. In seconds of the cost model, of which `speed`
-    pass in one. Raises InternalError for a stack that does not serve at all."""
+    """Run the case on a stack, in seconds of the cost model, `speed` per real second. None is a failed
+    request. Raises InternalError if no request succeeds."""
     order, places = SIDES[side]
     settings: dict[str, object] = {
         "worker.engine": "simulated",
@@ -186,7 +184,7 @@ def live(run_dir: Path, case: Case, side: str, speed: float) -> tuple[list[Serve
 
 
 def _teach(stack: Stack, dice: Random) -> None:
-    """Answers for the predictor, before anything counts."""
+    """Train the predictor before the measurement."""
     seeds = dice.sample(range(_ROWS), _WARM_UP)
     bodies = [{**_asked(32, dice), "seed": seed} for seed in seeds]
     uvloop.run(complete_all(stack.target, bodies, 240.0))
@@ -198,13 +196,13 @@ def _body(request: SimRequest, dice: Random) -> dict[str, Any]:
 
 
 def _asked(prompt_tokens: int, dice: Random) -> dict[str, Any]:
-    """Ends by itself."""
+    """Return the body of a request that ends with the model's end token."""
     body = full_answer(drawn_tokens(dice, vocabulary(TINY_CHAT), prompt_tokens), MAX_TOKENS)
     return {**body, "ignore_eos": False}
 
 
 def _served(load: LoadResult, due_s: Sequence[float], speed: float) -> list[Served | None]:
-    """From when each was due, which is when it arrived, to what its client saw."""
+    """Return the live results, with times from each request's due time."""
     begun_s = min(one.sent_s - due for one, due in zip(load.answers, due_s, strict=True))
     return [
         _seen(one, begun_s + due, speed) if one.ok and one.event_s else None
@@ -218,7 +216,7 @@ def _seen(answer: Answer, due_s: float, speed: float) -> Served:
 
 
 def measured(served: Sequence[Served], span_s: float, level: ServiceLevel) -> dict[str, float]:
-    """Of one side: `wait_s` is the time until the first token."""
+    """Return the figures of one side; `wait_s` is the time to the first token."""
     first_s = [one.first_s for one in served]
     return {
         "slo": fmean(one.whole_s <= level.limit_s(one.tokens) for one in served),
@@ -231,7 +229,7 @@ def measured(served: Sequence[Served], span_s: float, level: ServiceLevel) -> di
 
 
 def _figures(found: dict[tuple[str, str], dict[str, float]], workers: int) -> dict[str, float]:
-    """By work over first come; `simulated_…`: what the simulator says of the same requests."""
+    """Return ratios of the queue by work to first come; `simulated_…` are the simulator's."""
     figures = {}
     names = {"slo_ratio": "slo", "wait_ratio": "wait_s", "wait_p99_ratio": "wait_s_p99"}
     for where in ("live", "simulated"):

@@ -1,8 +1,8 @@
-"""The `--roles` half of `bench fleet`: prompts and answers on workers of their own, or not.
+"""The `--roles` half of `bench fleet`: prefill and decode on separate workers, or on the same.
 
-Every worker doing both, fixed splits, and roles chosen while serving, on the same requests: at a share of the
-rate that one worker under `vllm` sustains, for each worker. The KV of an answer goes to its new worker over
-links of 25 GB/s, from the first chunk of its prompt on. The first part of a run is not counted, on any side.
+It compares mixed workers, fixed splits and adaptive roles on the same requests, at shares of the rate per
+worker that one worker under `vllm` sustains. KV moves over links of 25 GB/s, starting with the first prefill
+chunk. The first `WARM_S` of a run are not counted.
 """
 
 from collections.abc import Sequence
@@ -32,24 +32,24 @@ LONG_PROMPTS = ("azure_code", "arxiv")
 TRACES = (*LONG_PROMPTS, "azure", "mooncake")
 LOADS = (0.4, 0.8, 1.2)
 LONG_LOAD = 1.2
-"""At which the service level is compared."""
+"""Load at which SLO attainment is compared."""
 _CALM_LOAD = 0.8
 WARM_S = 20.0
 LEAST_REQUESTS = 40
-"""For each worker."""
+"""Least requests per worker."""
 _MACHINES = {"mooncake": Machine(capacity_blocks=5120)}
 _MACHINE = Machine(capacity_blocks=1750)
-"""OPT-13B's weights and 47 GB of KV on a GPU of 80 GB."""
+"""OPT-13B's weights and 47 GB of KV on a GPU with 80 GB."""
 _LEAST_LEVEL = 0.05
-"""Below, service levels are not compared: nothing is served in time."""
+"""Attainment is compared from here up; below, nothing is served in time."""
 
 Cell = tuple[str, int, float]
-"""Trace, workers, load."""
+"""(trace, workers, load)"""
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """One run: `decoders` of the workers write answers alone; None: adaptive."""
+    """One run. `decoders` is the number of decode-only workers; None is adaptive."""
 
     source: Source
     workers: int
@@ -84,7 +84,7 @@ def _roles(run: Roles) -> FleetRoles | None:
 
 
 def serve(run: Roles) -> dict[str, float]:
-    """Figures of one run."""
+    """Run one simulation and return its figures."""
     machine = find_machine(run.source)
     train = training_requests(run.source, count=3000, seed=run.seed)
     roles = _roles(run)
@@ -127,7 +127,7 @@ _SHOWN = {
 
 
 def _knee(source: Source, requests: int) -> tuple[float, ServiceLevel]:
-    """What one worker sustains under `vllm`, and the level that is kept at low load."""
+    """Return the rate that one worker sustains under `vllm`, and the service level at low load."""
     case = Case(source, "vllm", "none", requests=requests, machine=find_machine(source))
     reference = measure_reference(case)
     question = KneeQuestion(source.name, case, reference.limit_s, reference.capacity_per_s, (0,))
@@ -135,14 +135,14 @@ def _knee(source: Source, requests: int) -> tuple[float, ServiceLevel]:
 
 
 def run(context: Context) -> Outcome:
-    """Simulated, live, or both."""
+    """Run the bench: simulated, live, or both."""
     live = context.arguments.live
     parts = [] if live == "only" else [_simulated(context)]
     return joined([*parts, *([roles_live.run(context)] if live else [])])
 
 
 def _simulated(context: Context) -> Outcome:
-    """Without the data, lengths come from the laws that stand for it."""
+    """Run the simulated sides. Without data, lengths come from fitted distributions."""
     flags = context.arguments
     names = LONG_PROMPTS[:1] if context.quick else TRACES
     counts = flags.workers or ([4] if context.quick else [4, 8, 16])
@@ -186,7 +186,8 @@ def _simulated(context: Context) -> Outcome:
 
 
 def _figures(found: dict[Cell, dict[str, dict[str, float]]]) -> dict[str, float]:
-    """Of adaptive over `both`: the mean where prompts are long and load is high, and the worst anywhere."""
+    """Return ratios of adaptive to `both`: the mean for long prompts under high load, and the worst of all
+    cells."""
     long = [cell for cell in found if cell[0] in LONG_PROMPTS and cell[2] == LONG_LOAD]
 
     def ratio(cell: Cell, name: str, side: str = "adaptive") -> float:

@@ -1,9 +1,8 @@
-"""The live half of `bench fleet --roles --live`: hand-overs while clients read, and kills in their middle.
+"""The live half of `bench fleet --roles --live`: hand-overs under load, and workers killed during them.
 
-First the time: workers that take a model's time and compute nothing (`--engine simulated`), one stack whose
-workers do both and one that splits them, asked the same in turns. Then the text: workers with a model, whose
-answers are compared with those that one worker gave; and again while a worker for prompts is killed in
-mid-prompt, or one for answers in mid-answer.
+First times: a mixed and a split stack of workers that take a model's time but compute nothing (`--engine
+simulated`) get the same requests in turns. Then texts: answers of a split stack with a real model are
+compared with those of one worker. The same follows while a prefill or decode worker is killed under load.
 """
 
 import asyncio
@@ -32,11 +31,11 @@ from shared.messages.moves import SequenceMoved
 from shared.messages.plans import WorkerStepped
 
 ROUNDS = 3
-"""In which each side is asked, in turns."""
+"""Rounds in which the sides take turns."""
 STREAMS = 8
 KILLED = (Role.PREFILL, Role.DECODE)
 _SPLITS = {2: (1, 1), 3: (1, 2), 4: (2, 2)}
-"""By workers: how many for prompts, how many for answers."""
+"""(prefill, decode) workers by total."""
 _TIMED_WORKERS, _KILL_WORKERS = (2, 4), 3
 _SHOWN = {
     "first token p50 s, both": "ttft_p50_s_both",
@@ -52,7 +51,7 @@ _SHOWN = {
 _TIMED: dict[str, object] = {"worker.engine": "simulated", "worker.kv_blocks": 960}
 _TIMED_PROMPT, _TIMED_ANSWER = (400, 2000), (30, 60)
 _EVERY_S = 0.6
-"""Between two requests: few enough that none waits for another's prompt."""
+"""Interval between requests, long enough that none waits for another's prefill."""
 _PROMPT, _ANSWER = (600, 2400), (160, 320)
 _KILL_WITHIN_S = 0.3
 _DEADLINE_S, _REST_S, _CALM_S = 120.0, 40.0, 1.0
@@ -64,7 +63,7 @@ HANDLERS: tuple[Handler, ...] = (
 
 
 def run(context: Context) -> Outcome:
-    """Raises InternalError for a stack that does not serve, or does not come back after a kill."""
+    """Run the bench. Raises InternalError if a stack does not serve, or does not recover from a kill."""
     kills = context.arguments.kills or (2 if context.quick else 20)
     requests = 12 if context.quick else 60
     folder = context.run_dir.resolve()
@@ -104,18 +103,18 @@ def run(context: Context) -> Outcome:
 
 
 def split(workers: int) -> str:
-    """`placement.roles` with so many workers. Raises KeyError where no split is measured."""
+    """Return `placement.roles` for `workers` workers. Raises KeyError if that split is not measured."""
     prefill, decode = _SPLITS[workers]
     return ",".join([Role.PREFILL] * prefill + [Role.DECODE] * decode)
 
 
 @dataclass
 class Watch:
-    """Hears which moves are over, and what workers do."""
+    """Collects finished migrations and step reports."""
 
     moves: list[SequenceMoved] = field(default_factory=list)
     steps_s: list[float] = field(default_factory=list)
-    """Of steps that only wrote answers."""
+    """Duration of decode-only steps."""
     _awaited: Collection[str] = ()
     _prompts: bool = False
     _found: asyncio.Future[str] | None = None
@@ -131,7 +130,7 @@ class Watch:
             self._found.set_result(event.worker_id)
 
     async def until_busy(self, workers: Collection[str], role: Role) -> str:
-        """The first of them that computes a prompt from now on, or writes an answer."""
+        """Wait for one of `workers` to prefill or decode, by `role`, and return it."""
         self._awaited, self._prompts = workers, role is Role.PREFILL
         self._found = asyncio.get_running_loop().create_future()
         return await self._found
@@ -143,15 +142,15 @@ class Watch:
 
 @dataclass
 class Compared:
-    """Answers against those that nobody disturbed."""
+    """Comparison of answers with those of an undisturbed worker."""
 
     answers: int = 0
     lost: int = 0
-    """Gaps: an error, or fewer tokens than were asked for."""
+    """Gaps: an error, or fewer tokens than requested."""
     duplicated: int = 0
-    """More of them."""
+    """Answers with too many tokens."""
     changed: int = 0
-    """Another text."""
+    """Answers with a different text."""
 
     def take(self, answers: Sequence[Answer], wanted: Sequence[Answer]) -> None:
         for answer, expected in zip(answers, wanted, strict=True):
@@ -167,8 +166,8 @@ class Compared:
 
 
 def measure_times(run_dir: Path, workers: int, requests: int, dice: Random) -> dict[str, float]:
-    """Until the first token, under `both` and under a split; the two stacks run side by side and are asked
-    in turns. Raises InternalError where one fails."""
+    """Measure times to the first token under `both` and a split; the two stacks take turns. Raises
+    InternalError if a request fails."""
     bodies = [
         full_answer(_prompt(dice, _TIMED_PROMPT), dice.randint(*_TIMED_ANSWER))
         for _ in range(max(2, requests // ROUNDS))
@@ -216,7 +215,7 @@ async def _in_turns(stacks: dict[str, Stack], bodies: Sequence[dict[str, Any]]) 
 
 
 def _anew(bodies: Sequence[dict[str, Any]], salt: str) -> list[dict[str, Any]]:
-    """The same, and nothing of their prompts is cached."""
+    """Return the requests with a new cache salt, so that no prefix is cached."""
     return [{**body, "cache_salt": salt} for body in bodies]
 
 
@@ -229,8 +228,8 @@ async def _spaced(target: Target, bodies: Sequence[dict[str, Any]]) -> list[Answ
 
 
 def measure_texts(run_dir: Path, workers: int, kills: int, dice: Random) -> dict[str, Any]:
-    """Gaps, duplicates and changed texts: of hand-overs alone, and of so many kills of each role. Raises
-    InternalError for a stack that does not serve, or does not come back after a kill."""
+    """Count gaps, duplicates and changed texts under hand-overs alone and under `kills` kills of each
+    role. Raises InternalError if a stack does not serve, or does not recover from a kill."""
     bodies = _bodies(dice)
     run_dir.mkdir(parents=True)
     with start_stack(run_dir / "alone", {}, name="alone") as stack:
@@ -272,8 +271,8 @@ async def _disturbed(
 async def _killed(
     stack: Stack, bodies: Sequence[dict[str, Any]], watch: Watch, role: Role, dice: Random
 ) -> tuple[list[Answer], bool]:
-    """The answers, and whether any was without a first token when a worker for prompts died, or had some
-    and not all when one for answers did."""
+    """Return the answers, and whether the kill hit a prefill (a prefill worker) or a partial answer (a
+    decode worker)."""
     rows = stack.details("hand_overs")["workers"]
     candidates = [row["worker"] for row in rows if row["role"] == role]
     asking = asyncio.create_task(complete_all(stack.target, bodies, _DEADLINE_S))
@@ -290,7 +289,7 @@ async def _killed(
 
 
 async def _until_whole(stack: Stack) -> None:
-    """Every worker is there again, with a role."""
+    """Wait until every worker is back with a role. Raises InternalError on a timeout."""
     until_s = time.monotonic() + _REST_S
     wanted = sorted(str(stack.describes["placement.roles"]).split(","))
     while time.monotonic() < until_s:
@@ -306,7 +305,7 @@ async def _until_whole(stack: Stack) -> None:
 
 
 def _bodies(dice: Random) -> list[dict[str, Any]]:
-    """Half of them greedy, half with a seed."""
+    """Return the requests: half greedy, half seeded."""
     return [
         full_answer(_prompt(dice, _PROMPT), dice.randint(*_ANSWER))
         | ({} if number % 2 else {"temperature": 0.8, "seed": number})

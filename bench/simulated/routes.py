@@ -1,8 +1,8 @@
-"""The `--routes` half of `bench fleet`: which worker a prompt goes to, where prompts begin alike.
+"""The `--routes` half of `bench fleet`: placement of prompts that share prefixes.
 
-Mooncake's conversations, in their order and with the names of their blocks, on workers that each keep as many
-blocks as they may: by what the prefix costs there in seconds (`prefix_aware`), in turns, and to the least
-loaded. And the same with names of their own, so that nothing is shared.
+Mooncake's conversations, in order and with their block names, on workers with prefix caches. It compares the
+cost of the prefix in seconds (`prefix_aware`), round robin and the least loaded worker. A second run gives
+every block a unique name, so that nothing is shared.
 """
 
 import json
@@ -33,7 +33,7 @@ from sim.workloads import Source
 MOONCAKE = "mooncake/conversation_trace.jsonl"
 BLOCK_TOKENS = 512
 MACHINE = Machine(capacity_blocks=5120)
-"""For prompts of up to 126,195 tokens."""
+"""Large enough for prompts of up to 126,195 tokens."""
 ROUTERS = ("prefix_aware", "round_robin", "least_work")
 _MAX_TOKENS = 2048
 _SHOWN = {
@@ -49,21 +49,21 @@ _SHOWN = {
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One run."""
+    """Settings of one run."""
 
     router: str
     file: Path
     workers: int
     requests: int
     rate: float
-    """Per second, of all workers."""
+    """Requests per second over all workers."""
     cache_blocks: int
     is_shared: bool
     seed: int
 
 
 def read_requests(route: Route) -> list[SimRequest]:
-    """In the trace's order, at Poisson times. Raises ConfigError for a file that is no such trace."""
+    """Return requests in the trace's order, at Poisson times. Raises ConfigError for an invalid file."""
     random = Random(f"{route.seed}/arrivals")
     made: list[SimRequest] = []
     at_s = 0.0
@@ -92,7 +92,7 @@ def read_requests(route: Route) -> list[SimRequest]:
 
 
 def serve(route: Route) -> dict[str, float]:
-    """Figures of one run."""
+    """Run one simulation and return its figures."""
     setup = Setup(
         policy="kvasir",
         shape=MACHINE.shape,
@@ -123,7 +123,7 @@ def serve(route: Route) -> dict[str, float]:
 
 
 def run(context: Context) -> Outcome:
-    """Simulated, live, or both. Raises ConfigError where the trace is not there."""
+    """Run the bench: simulated, live, or both. Raises ConfigError if the trace is missing."""
     live = context.arguments.live
     parts = [] if live == "only" else [_simulated(context)]
     return joined([*parts, *([_live(context)] if live else [])])
@@ -165,7 +165,7 @@ def _simulated(context: Context) -> Outcome:
 
 
 def _live(context: Context) -> Outcome:
-    """Ours, and the least loaded."""
+    """Measure our policy and the least loaded worker on a stack."""
     requests, rate = (60 if context.quick else 400), context.arguments.live_rate
     found = {
         policy: routes_live.measure(
@@ -199,7 +199,7 @@ def _live(context: Context) -> Outcome:
 
 
 def _figures(found: dict[tuple[bool, str], dict[str, float]]) -> dict[str, float]:
-    """Ours over the others'; of times less is better."""
+    """Return ratios of our router to the others; for times lower is better."""
     ours, turns, least = (found[True, router] for router in ROUTERS)
     apart, _, least_apart = (found[False, router] for router in ROUTERS)
     return {

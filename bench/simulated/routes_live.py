@@ -1,7 +1,7 @@
-"""The live half of `bench fleet --routes --live`: what placement expects to be cached, against what is found.
+"""The live half of `bench fleet --routes --live`: expected against actual cache hits.
 
-A real stack over sockets, workers that take a model's time; prompts begin with one of a few beginnings, some
-much more often than others.
+A real stack with workers that take a model's time. Prompts start with one of a few prefixes of unequal
+popularity.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ WORKERS = 4
 _BEGINNINGS, _BEGINNING_TOKENS, _OWN_TOKENS, _ANSWER_TOKENS = 40, 512, 64, 24
 _VOCABULARY = range(300, 2000)
 _ROOMY_BLOCKS, _TIGHT_BLOCKS = 960, 192
-"""Of 16 tokens, at each worker: all beginnings fit into the caches of all, or a half does."""
+"""Blocks of 16 tokens per worker: room for all prefixes in every cache, or for half of them."""
 _DEADLINE_S = 120.0
 _CALM_S = 1.0
 
@@ -23,7 +23,7 @@ _CALM_S = 1.0
 def measure(
     run_dir: Path, policy: str, *, requests: int, rate: float, seed: int, is_tight: bool = False
 ) -> dict[str, float]:
-    """Of one placement policy, on a stack of its own. `is_tight`: blocks are evicted all the time."""
+    """Measure one placement policy on a new stack. With `is_tight`, blocks are evicted all the time."""
     settings: dict[str, object] = {
         "worker.engine": "simulated",
         "worker.kv_blocks": _TIGHT_BLOCKS if is_tight else _ROOMY_BLOCKS,

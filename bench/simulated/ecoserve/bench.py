@@ -1,8 +1,7 @@
-"""`python -m bench sim-ecoserve`: EcoServe, its ablation and `kvasir` against vLLM, FastGen and Orca,
-simulated.
+"""`python -m bench sim-ecoserve`: EcoServe, its ablation and `kvasir` against vLLM, FastGen and Orca.
 
-OPT-13B on one A100 with 15,360 tokens of KV (papers/003 §2.1), costs from DistServe's fit. What it says of a
-real machine is bounded by `bench sim-check`. Figures and rules: design notes in docs/simulator.md.
+Simulated: OPT-13B on one A100 with 15,360 tokens of KV (papers/003 §2.1), costs from DistServe's fit. `bench
+sim-check` bounds the error against a real machine. Figures and rules: design notes in docs/simulator.md.
 """
 
 from argparse import ArgumentParser, BooleanOptionalAction
@@ -38,7 +37,7 @@ from sim.workloads import Source, find_source
 TRACES = ("sharegpt", "alpaca", "books")
 HEADLINE_TRACES = ("sharegpt", "azure", "alpaca", "books", "lmsys", "turns", "arxiv", "mooncake")
 PREFIXES = {"ecoserve": "", "kvasir": "k_", "ecoserve_profile": "p_"}
-"""PolicySide → prefix of its figures."""
+"""Prefix of the figures, by side."""
 _SHOWN = {
     "s/token": "normalized_s",
     "JCT s": "jct_s",
@@ -78,7 +77,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Raises ConfigError for traces, policies and predictors that there are not."""
+    """Run the bench. Raises ConfigError for unknown traces, policies and predictors."""
     flags = context.arguments
     effort = Effort(
         requests=flags.requests or (200 if context.quick else 500),
@@ -165,7 +164,7 @@ def _figures(found: Sequence[Comparison]) -> dict[str, float]:
 
 
 def _over_traces(found: Sequence[Comparison], label: str, prefix: str) -> dict[str, float]:
-    """Means over the traces: what true lengths would add to the rate, memory in use, failures."""
+    """Return means over the traces: rate gained with true lengths, memory in use, allocation failures."""
     known = [one for one in found if label in one.past_knee]
     if not known:
         return {}
@@ -238,7 +237,7 @@ def _draw(
 
 
 def _draw_parts(path: Path, title: str, rows: Mapping[str, Mapping[str, float]]) -> None:
-    """What the mean job completion time of each side consists of."""
+    """Draw the parts of each side's mean job completion time."""
     parts = {
         part.removesuffix("_s").replace("_", " "): [row[part] for row in rows.values()] for part in PARTS
     }
@@ -246,7 +245,7 @@ def _draw_parts(path: Path, title: str, rows: Mapping[str, Mapping[str, float]])
 
 
 def _draw_sensitivity(path: Path, parameter: str, curves: Curves) -> None:
-    """One panel per figure (JCT, throughput, SLO), one line per trace, each over its largest value."""
+    """Draw a panel per figure (JCT, throughput, SLO) and a line per trace, relative to its largest value."""
     charts = []
     for name, lines in curves.items():
         tops = {

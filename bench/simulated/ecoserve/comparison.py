@@ -1,4 +1,4 @@
-"""One trace, all sides: the peer's yardstick, everybody's sustained rate, everybody just past the peer's
+"""Comparison of all sides on a trace: the peer's reference, sustained rates, and figures past the peer's
 knee.
 """
 
@@ -21,49 +21,49 @@ from sim.sweep import sweep
 from sim.workloads import Source
 
 PAST_KNEE = 1.2
-"""Of the peer's sustained rate: where service levels are compared."""
+"""Multiple of the peer's sustained rate at which SLO attainment is compared."""
 PEER = "vllm"
 CURVE = (0.4, 0.6, 0.8, 1.0, 1.2, 1.5, 2.0, 2.5)
-"""Times the peer's sustained rate: the rates of a picture."""
+"""Rates of a picture, as multiples of the peer's sustained rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is simulated: `duration_s` of arrivals at the peer's capacity, at least `requests`."""
+    """Size of the runs: `duration_s` of arrivals at the peer's capacity, and at least `requests`."""
 
     requests: int
     duration_s: float
     seeds: tuple[int, ...]
     processes: int | None = None
     tolerance: float = TOLERANCE
-    """Of sustained rates."""
+    """Tolerance of sustained rates."""
 
 
 @dataclass(slots=True)
 class Comparison:
-    """One trace's results, by the sides' labels. Rates in requests per second."""
+    """Results of one trace, by the sides' labels. Rates in requests per second."""
 
     source: Source
     reference: Reference
     knees: dict[str, float]
     requests: int
-    """Of each run."""
+    """Requests of each run."""
     stable: dict[str, float] = field(default_factory=dict)
-    """As `knees`, with the queue worked off soon after the last arrival."""
+    """Like `knees`, with the queue drained soon after the last arrival."""
     past_knee: dict[str, dict[str, float]] = field(default_factory=dict)
     curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
     @property
     def peer(self) -> str:
-        """The better of the peer's two settings."""
+        """Label of the better of the peer's two settings."""
         return max((label for label in self.knees if label.startswith(PEER)), key=lambda one: self.knees[one])
 
     def rate_ratio(self, label: str, rival: str) -> float | None:
-        """Sustained rate over the rival's; None when either is not there or sustains nothing."""
+        """Return the ratio of sustained rates; None if either is missing or zero."""
         return self._ratio(self.knees, label, rival)
 
     def stable_ratio(self, label: str, rival: str) -> float | None:
-        """The same of stable rates."""
+        """Return the ratio of stable rates."""
         return self._ratio(self.stable, label, rival)
 
     def _ratio(self, rates: dict[str, float], label: str, rival: str) -> float | None:
@@ -71,7 +71,7 @@ class Comparison:
         return rates[label] / rates[rival] if rates.get(label) and rates.get(rival) else None
 
     def slo_ratio(self, label: str) -> float | None:
-        """SLO attainment over the peer's at 1.2 times its knee; None when it has none."""
+        """Return the ratio of SLO attainment to the peer's at 1.2 times its knee; None if that is 0."""
         peer = self.past_knee[self.peer]["slo"]
         return self.past_knee[label]["slo"] / peer if label in self.past_knee and peer else None
 
@@ -82,7 +82,7 @@ Tell = Callable[[str], None]
 def compare(
     sources: Sequence[Source], sides: Sequence[PolicySide], machine: Machine, effort: Effort, tell: Tell
 ) -> list[Comparison]:
-    """Every side on every trace; `tell` hears of each measurement. Labels of sides are unique."""
+    """Run every side on every trace; `tell` is called for each measurement. Labels must be unique."""
     peer = next(side for side in sides if side.label == PEER)
     first = [_case(peer, source, machine, effort, effort.requests) for source in sources]
     rough = sweep(measure_reference, first, processes=effort.processes)
@@ -152,7 +152,7 @@ def _look_past_knees(
 def add_curves(
     found: Sequence[Comparison], sides: Sequence[PolicySide], machine: Machine, effort: Effort, tell: Tell
 ) -> None:
-    """Normalized latency at the rates of `CURVE`, for pictures."""
+    """Add the normalized latency at the rates of `CURVE`, for pictures."""
     asked = [(one, side, factor * one.knees[one.peer]) for one in found for side in sides for factor in CURVE]
     questions = [
         RateQuestion(

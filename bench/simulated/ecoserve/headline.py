@@ -1,10 +1,9 @@
-"""The headline of `bench sim-ecoserve`: what `kvasir` is to a user, by what there is to predict lengths with.
+"""The headline of `bench sim-ecoserve`: the gain of `kvasir` over `vllm`, by length predictor.
 
-Predictors that a stack can have come first: `histogram`, and `learned` where the trace brings what a trained
-model said of each prompt; a noisy oracle and the truth are bounds. For every seed,
-by itself: the rate that keeps the peer's normalized latency, the service levels kept at 1.2 times the peer's
-rate, and how long the last in a thousand waits there. Ratios are within one seed; a figure is their median,
-with an interval that holds it with 95 %.
+A stack can have `histogram`, and `learned` if the trace has a trained model's predictions; a noisy oracle and
+the truth are bounds. For every seed it measures the rate at the peer's latency limit, and the SLO attainment
+and p99.9 wait at 1.2 times the peer's rate. A figure is the median of the ratios per seed, with its 95 %
+interval.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,11 +30,12 @@ POLICY = "kvasir"
 _FIGURES = {"k_rate_vs_vllm": "rate_per_s", "k_slo_vs_vllm": "slo", "k_wait_p999_vs_vllm": "wait_s_p999"}
 _LEAST = 1e-6
 _LARGE = Machine(capacity_blocks=5120)
-"""For traces with prompts that a standard worker's KV does not hold."""
+"""For traces with prompts larger than a standard worker's KV."""
 
 
 def machine_for(source: Source) -> Machine:
-    """The paper's, or a larger one of the same speed (mooncake: prompts up to 126,195 tokens)."""
+    """Return the paper's machine, or a larger one of the same speed (mooncake: prompts up to 126,195
+    tokens)."""
     return _LARGE if longest_tokens(source) > _STANDARD_TOKENS else Machine()
 
 
@@ -48,7 +48,7 @@ def predictors_for(source: Source) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SeedQuestion:
-    """One trace with one seed, every predictor, against the peer."""
+    """One trace and seed: every predictor against the peer."""
 
     source: Source
     seed: int
@@ -60,11 +60,11 @@ class SeedQuestion:
 
 
 Answers = dict[str, dict[str, float]]
-"""By predictor, and `PEER`: `rate_per_s`, and `sim.summary` at 1.2 times the peer's rate."""
+"""By predictor and `PEER`: `rate_per_s`, and `sim.summary` at 1.2 times the peer's rate."""
 
 
 def answer_seed(question: SeedQuestion) -> Answers:
-    """The peer is the better of chunked and whole prompts."""
+    """Measure one seed. The peer is the better of chunked and whole prompts."""
     peers = [_case(question, PEER, "none", chunked=chunked) for chunked in (True, False)]
     rates = [_knee(question, case) for case in peers]
     best = max(range(2), key=rates.__getitem__)
@@ -108,7 +108,7 @@ def measure_headline(
     effort: Effort,
     tell: Callable[[str], None],
 ) -> dict[tuple[str, int], Answers]:
-    """By trace and seed."""
+    """Return the answers by trace and seed."""
     first = [
         Case(source, PEER, "none", machine_for(source), requests=effort.requests, seed=effort.seeds[0])
         for source in sources
@@ -134,7 +134,8 @@ def measure_headline(
 
 
 def headline_figures(found: dict[tuple[str, int], Answers]) -> tuple[dict[str, float], list[Table]]:
-    """`k_rate_vs_vllm_TRACE_PREDICTOR` and its like, each with `…_low` and `…_high`; a table by trace."""
+    """Return `k_rate_vs_vllm_TRACE_PREDICTOR` and the like, with `…_low` and `…_high`, and a table per
+    trace."""
     figures: dict[str, float] = {}
     tables = []
     for trace in dict.fromkeys(trace for trace, _ in found):

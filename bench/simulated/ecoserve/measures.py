@@ -1,4 +1,4 @@
-"""Measurements that a sweep makes, each a plain picklable request with a function that answers it."""
+"""Measurements of a sweep: picklable questions and the functions that answer them."""
 
 import math
 from dataclasses import dataclass, replace
@@ -9,20 +9,20 @@ from sim.knee import TOLERANCE, sustained_rate
 from sim.summary import ServiceLevel, measure_level, normalized_latency_s, summarize
 
 LOW_LOAD = 0.1
-"""Of the peer's highest throughput."""
+"""Share of the peer's highest throughput."""
 LATENCY_FACTOR = 3.0
-"""Above the peer's normalized latency at low load a rate is not sustained."""
+"""A rate is not sustained above this multiple of the peer's normalized latency at low load."""
 DRAIN_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What the peer does on one trace: the common yardstick of all sides."""
+    """The peer's figures on one trace, the reference of all sides."""
 
     capacity_per_s: float
-    """Requests per second when all are there at once."""
+    """Throughput in requests per second when all requests arrive at once."""
     limit_s: float
-    """Normalized latency up to which a rate counts as sustained."""
+    """Highest normalized latency of a sustained rate."""
     level: ServiceLevel
     longest_s: float
     """Job completion time of the longest request at low load."""
@@ -30,7 +30,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class KneeQuestion:
-    """`case` once for each of `seeds`."""
+    """Find the knee of `case`, run once for each of `seeds`."""
 
     label: str
     case: Case
@@ -38,16 +38,16 @@ class KneeQuestion:
     start_rate: float
     seeds: tuple[int, ...]
     longest_s: float = math.inf
-    """If finite, the rate has to be *stable* as well: what is left at the last arrival is worked off within
-    this and `DRAIN_SHARE` of the arrivals' duration. A policy that lets long requests starve keeps its mean
-    latency low at any rate, for as long as a finite run lasts."""
+    """If finite, the rate must also be *stable*: the rest after the last arrival ends within this and
+    `DRAIN_SHARE` of the arrivals' duration. Otherwise a policy that starves long requests has a low mean
+    latency at any rate."""
     tolerance: float = TOLERANCE
-    """The next rate tried, at most so much above the answer, is not sustained."""
+    """A rate this much above the answer is not sustained."""
 
 
 @dataclass(frozen=True, slots=True)
 class RateQuestion:
-    """One rate, summarized; the mean over `seeds`."""
+    """Summarize one rate as the mean over `seeds`."""
 
     label: str
     case: Case
@@ -57,7 +57,7 @@ class RateQuestion:
 
 
 def measure_reference(case: Case) -> Reference:
-    """`case` is the peer's."""
+    """Measure the reference with the peer's `case`."""
     saturated = run_case(case.at(math.inf))
     capacity_per_s = len(saturated.records) / saturated.end_s
     calm = run_case(case.at(LOW_LOAD * capacity_per_s))
@@ -70,7 +70,7 @@ def measure_reference(case: Case) -> Reference:
 
 
 def is_sustained(question: KneeQuestion, rate_per_s: float) -> bool:
-    """Whether the mean over the seeds keeps the limit. Runs are broken off once it cannot."""
+    """Whether the mean over the seeds is within the limit. Runs stop once it cannot be."""
     left_s = question.limit_s * len(question.seeds)
     drain_s = question.longest_s + DRAIN_SHARE * question.case.requests / rate_per_s
     for seed in question.seeds:
@@ -83,12 +83,12 @@ def is_sustained(question: KneeQuestion, rate_per_s: float) -> bool:
 
 
 def answer_knee(question: KneeQuestion) -> float:
-    """The sustained rate, in requests per second."""
+    """Return the sustained rate in requests per second."""
     return sustained_rate(lambda rate: is_sustained(question, rate), question.start_rate, question.tolerance)
 
 
 def answer_rate(question: RateQuestion) -> dict[str, float]:
-    """`sim.summary` at that rate, each figure the mean over seeds."""
+    """Return `sim.summary` at that rate, as means over seeds."""
     runs = [
         summarize(run_case(replace(question.case, rate_per_s=question.rate_per_s, seed=seed)), question.level)
         for seed in question.seeds

@@ -1,8 +1,8 @@
-"""EcoServe's figure 12 again: padding, reserve, buffer, SLO scale, one at a time, the others as the paper
-sets them.
+"""EcoServe's figure 12: padding, reserve, buffer and SLO scale varied one at a time from the paper's
+settings.
 
 Measured just past the peer's knee, where requests queue and memory is short; elsewhere nothing is sensitive.
-The SLO scale is both the policy's and the yardstick's.
+The SLO scale applies to both the policy and the reference.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ VALUES: dict[str, tuple[float, ...]] = {
 SHOWN = {"JCT": "jct_s", "throughput": "tokens_per_s", "SLO": "slo"}
 
 Curves = dict[str, dict[str, list[tuple[float, float]]]]
-"""Shown figure → trace → (value, measured)."""
+"""Maps figure and trace to (value, measured) pairs."""
 
 
 def _question(
@@ -45,7 +45,7 @@ def measure_sensitivities(
     effort: Effort,
     tell: Callable[[str], None],
 ) -> dict[str, Curves]:
-    """By parameter. One run per value, trace and seed."""
+    """Return the curves by parameter, with one run per value, trace and seed."""
     questions = [
         _question(one, side, machine, effort, name, value)
         for name, values in VALUES.items()
@@ -67,8 +67,8 @@ def measure_sensitivities(
 
 
 def best_rows(results: dict[str, Curves]) -> list[tuple[str, str, float, float, str]]:
-    """Parameter, trace, the value with the least JCT, how much the worst value adds to it, the paper's
-    best.
+    """Return rows of parameter, trace, value with the least JCT, relative cost of the worst value, and
+    paper's best.
     """
     rows = []
     for name, curves in results.items():

@@ -1,8 +1,7 @@
-"""The sides of a simulated comparison: a label, a policy, its predictor and its settings.
+"""Sides of a simulated comparison: label, policy, predictor and settings.
 
-A side is one line of a table. `vllm` is two sides, with chunked prefill and without, of which a comparison
-takes the better. Rivals get the paper's batch caps, the EcoServe family the paper's parameters of the
-trace.
+`vllm` is two sides, with and without chunked prefill; a comparison uses the better one. Rivals get the
+paper's batch limits, the EcoServe family the paper's parameters for the trace.
 """
 
 from collections.abc import Iterable
@@ -25,40 +24,40 @@ RATE_BANDS: dict[tuple[str, str], Band] = {
     ("alpaca", "fastgen"): (1.2, 1.24),
     ("alpaca", "orca"): (5.6, 9.0),
 }
-"""(trace, rival): sustained rate of EcoServe over the rival's, at similar normalized latency."""
+"""Paper's sustained rate of EcoServe over the rival's, by (trace, rival), at similar normalized latency."""
 
 SETTINGS: dict[str, dict[str, float]] = {
     "alpaca": {"pad": 0.10, "reserve_ratio": 0.012, "buffer": 0.15},
     "sharegpt": {"pad": 0.15, "reserve_ratio": 0.03, "buffer": 0.15},
     "books": {"pad": 0.20, "reserve_ratio": 0.05, "buffer": 0.10},
 }
-"""Of EcoServe, per trace: padding and reserve of §2.3, buffer of §4."""
+"""EcoServe's settings per trace: padding and reserve of §2.3, buffer of §4."""
 
 BATCH_SEQUENCES = {"orca": 8, "fastserve": 8}
-"""§2.1; the others are bounded by memory."""
+"""Batch limits of §2.1; memory bounds the others."""
 
 BEST: dict[str, dict[str, float]] = {
     "pad": {"alpaca": 0.10, "sharegpt": 0.15, "books": 0.20},
     "reserve_ratio": {"alpaca": 0.02, "sharegpt": 0.03, "books": 0.04},
     "buffer": {"alpaca": 0.15, "sharegpt": 0.15, "books": 0.10},
 }
-"""Figure 12: where each parameter is best."""
+"""Best value of each parameter in figure 12."""
 
 
 def band(trace: str, rival: str) -> str:
-    """As printed, for a table; empty where the paper says nothing."""
+    """Return the paper's range as text; empty if the paper has none."""
     found = RATE_BANDS.get((trace, rival))
     return "" if found is None else f"{found[0]:g}–{found[1]:g}"
 
 
 PREDICTOR = "sigma0.5"
-"""The truth times a log-normal error of σ 0.5. The paper's trained model, of whose padded predictions 22 to
-30 % were too short, corresponds to σ 0.25."""
+"""Truth times a log-normal error of σ 0.5. The paper's trained model corresponds to σ 0.25: 22 to 30 % of
+its padded predictions were too short."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicySide:
-    """`label` names it in tables and figures."""
+    """One line of a table, named `label`."""
 
     label: str
     policy: str
@@ -93,7 +92,7 @@ PREDICTORS = ("oracle", "sigma0.25", "sigma0.5", "sigma1", "histogram", "random"
 
 
 def existing(sides: Iterable[PolicySide], predictor: str | None = None) -> list[PolicySide]:
-    """Those whose policy there is; `predictor` replaces the standard one."""
+    """Return the sides whose policy exists; `predictor` replaces the standard one."""
     known = set(policy_names())
     return [
         replace(side, predictor=predictor) if predictor and side.predictor == PREDICTOR else side
@@ -103,7 +102,7 @@ def existing(sides: Iterable[PolicySide], predictor: str | None = None) -> list[
 
 
 def case_of(side: PolicySide, source: Source, machine: Machine, *, requests: int, seed: int) -> Case:
-    """The side against that workload; the rate is still to be set."""
+    """Return the case of a side on a workload, without a rate."""
     is_eco = side.policy.startswith("ecoserve")
     options = SETTINGS.get(source.name, {}) if is_eco else {}
     return Case(

@@ -1,10 +1,9 @@
-"""`python -m bench experiment FILE.yaml`: a grid of policies, predictors, placements, eviction orders,
-traces, rates and seeds.
+"""`python -m bench experiment FILE.yaml`: a grid over policies, predictors, placements, evictions, traces,
+rates, seeds.
 
-One run directory per cell below `--out` (resolved cell, figures, one JSONL row per request), a summary as CSV
-and Markdown, pictures of latency against rate. A cell that is there already is not run again, so an
-experiment that was ended goes on where it was; without `--out` the folder is `runs/experiment/NAME`, the
-same every time.
+Writes a directory per cell (resolved cell, figures, one JSONL row per request), a summary as CSV and
+Markdown, and pictures of latency against rate. Finished cells are skipped, so an interrupted experiment
+resumes. The default directory is `runs/experiment/NAME`.
 """
 
 import csv
@@ -55,7 +54,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Raises ConfigError for a file that cannot be run; `--quick` cuts every cell to 60 requests."""
+    """Run the grid; `--quick` cuts every cell to 60 requests. Raises ConfigError for an invalid file."""
     experiment = read_experiment(context.arguments.file)
     if context.quick:
         experiment = _shortened(experiment, 60)
@@ -84,7 +83,7 @@ def run(context: Context) -> Outcome:
 
 
 def _shown(folder: Path) -> Path:
-    """As one would type it here."""
+    """Return the path relative to the working directory if possible."""
     return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
 
@@ -121,7 +120,7 @@ def _run_cells(
 def _run_live(
     experiment: Experiment, todo: Sequence[GridCell], folder: Path, advance: Any
 ) -> dict[GridCell, Figures]:
-    """All cells in turn, `experiment.turns` times; a turn that is there already is not run again."""
+    """Run all cells in turn, `experiment.turns` times, skipping finished turns."""
     found: dict[GridCell, list[CellAnswer]] = {cell: [] for cell in todo}
     for turn in range(experiment.turns):
         for at in order_of(turn, len(todo)):
@@ -148,7 +147,7 @@ def _turn(experiment: Experiment, cell: GridCell, place: Path) -> CellAnswer:
 
 
 def _write(folder: Path, experiment: Experiment, cell: GridCell, answer: CellAnswer) -> Figures:
-    """`figures.json` comes last: a cell without it was not finished."""
+    """Write a cell's files. `figures.json` comes last and marks the cell as finished."""
     place = folder / experiment.folder(cell)
     place.mkdir(parents=True, exist_ok=True)
     resolved = asdict(experiment) | {"cells": None, "cell": cell.choices()}
@@ -167,7 +166,7 @@ def _read(folder: Path, experiment: Experiment, cell: GridCell) -> Figures | Non
 
 
 def _table(results: Sequence[tuple[GridCell, Figures]]) -> Table:
-    """Only the axes along which cells differ."""
+    """Return a table with only the axes along which cells differ."""
     shown = [axis for axis in AXES if len({getattr(cell, axis) for cell, _ in results}) > 1] or ["policy"]
     rows = [
         (
@@ -198,7 +197,7 @@ def _summarize(folder: Path, results: Sequence[tuple[GridCell, Figures]]) -> Non
 
 
 def _draw(folder: Path, results: Sequence[tuple[GridCell, Figures]]) -> None:
-    """One picture per trace where there are several rates: the mean over seeds."""
+    """Draw one picture per trace with several rates, with means over seeds."""
     for report in reports(results):
         if len(report.rates) == 1:
             continue

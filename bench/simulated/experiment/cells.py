@@ -1,8 +1,7 @@
-"""Runs one cell of an experiment, in the simulator or on a live stack, into flat figures.
+"""Run one cell of an experiment, simulated or live, and return flat figures.
 
-Both modes report the same figures where both can: requests, failures, tokens per second, normalized latency,
-time to the first token, job completion time, SLO attainment. SLOs of a live cell are scaled from its own mean
-speeds at low load only if the file gives them; here they are left out.
+Both modes report requests, failures, tokens per second, normalized latency, TTFT and job completion time.
+Only simulated cells have SLO attainment.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from sim.workloads import WORKLOADS, Source, find_source
 
 @dataclass(frozen=True)
 class CellQuestion:
-    """Picklable, for a sweep."""
+    """A cell of an experiment, picklable for a sweep."""
 
     experiment: Experiment
     cell: GridCell
@@ -34,19 +33,20 @@ class CellQuestion:
 
 @dataclass(frozen=True)
 class CellAnswer:
-    """Figures, and one row per request."""
+    """Figures of a cell, and one row per request."""
 
     figures: dict[str, float]
     rows: list[dict[str, Any]]
 
 
 def source_of(trace: str) -> Source:
-    """A workload's name, else a file's path."""
+    """Return the workload called `trace`, else the trace file at that path."""
     return find_source(trace, data_folder()) if trace in WORKLOADS else Source(path=Path(trace))
 
 
 def answer_simulated(question: CellQuestion) -> CellAnswer:
-    """SLOs are those of `vllm` at a tenth of its capacity on the same trace, as in `sim-ecoserve`."""
+    """Simulate a cell. SLOs come from `vllm` at a tenth of its capacity on the same trace, as in
+    `sim-ecoserve`."""
     experiment, cell = question.experiment, question.cell
     case = Case(
         source=source_of(cell.trace),
@@ -82,7 +82,7 @@ def _row(record: ServedRecord) -> dict[str, Any]:
 
 
 def answer_live(experiment: Experiment, cell: GridCell, folder: Path) -> CellAnswer:
-    """One turn, with a stack of its own. Requests are chats for Tiny Chat."""
+    """Run one turn on a new stack. Requests are chats for Tiny Chat."""
     settings = {
         "scheduler.policy": absolute(cell.policy),
         "predictor.model": absolute(cell.predictor),
@@ -99,8 +99,8 @@ def answer_live(experiment: Experiment, cell: GridCell, folder: Path) -> CellAns
 
 
 def over_turns(turns: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means of the turns' figures, with the interval of each mean as NAME_low and NAME_high; failures are
-    added up."""
+    """Return means over turns, with each interval as NAME_low and NAME_high; requests and failures are
+    summed."""
     figures: dict[str, float] = {"turns": float(len(turns))}
     for name in set.intersection(*(set(turn) for turn in turns)):
         values = [turn[name] for turn in turns]

@@ -1,9 +1,9 @@
-"""An experiment's file: a grid over what can be swapped, read from YAML, checked before anything runs.
+"""An experiment file: a grid in YAML, checked before anything runs.
 
-Every list in `grid` is an axis; a cell is one choice of each. What stands for a policy, a predictor, a
-placement or an eviction order may be the name of an installed one, or `FILE.py:CLASS`. A cell's folder is
-named after its choices and a digest of everything that determines its result, those files included, so that a
-changed file never takes over an old result.
+Every list in `grid` is an axis; a cell is one choice of each. A policy, predictor, placement or eviction
+order is the name of an installed one, or `FILE.py:CLASS`. A cell's folder is named by its choices and a
+digest of everything that determines its result, plugin files included. So a changed file never reuses an old
+result.
 """
 
 import hashlib
@@ -29,12 +29,12 @@ from sim.predictors import find_predictor
 from sim.routers import find_router
 
 PARTS = ("policy", "predictor", "placement", "eviction")
-"""Axes of what can be swapped."""
+"""Axes of exchangeable parts."""
 AXES = (*PARTS, "trace", "rate", "seed")
 LIVE_TRACE = "chats"
-"""Live requests are chats of the model that ships."""
+"""Live requests are chats for the bundled model."""
 LEAST_TURNS = 3
-"""Of a live cell: with fewer there is no interval."""
+"""Least turns of a live cell; with fewer there is no interval."""
 _DEFAULTS: dict[str, list[Any]] = {
     "policy": ["vllm"],
     "predictor": ["histogram"],
@@ -77,7 +77,7 @@ class GridCell:
 
 @dataclass(frozen=True)
 class Experiment:
-    """What a file says."""
+    """Contents of an experiment file."""
 
     name: str
     mode: str
@@ -86,19 +86,19 @@ class Experiment:
     requests: int
     workers: int
     machine: Machine
-    """Of the simulator."""
+    """Machine of the simulator."""
     options: Mapping[str, Mapping[str, Any]]
-    """By policy: its own options."""
+    """Options by policy."""
     settings: Mapping[str, Any]
-    """Live: further `SECTION.KEY` settings of the stack, for example another model or a service left out."""
+    """Further `SECTION.KEY` settings of a live stack, such as another model."""
     slo_scale: float
     max_tokens: int
-    """Of every live request."""
+    """Answer limit of live requests."""
     turns: int = 1
-    """How often each live cell is run, in turn with the others."""
+    """Runs of each live cell, in turn with the others."""
 
     def folder(self, cell: GridCell) -> str:
-        """Name of the cell's run directory."""
+        """Return the name of the cell's run directory."""
         files = [name for part in PARTS if is_file(name := getattr(cell, part))]
         fixed = {
             "mode": self.mode,
@@ -119,7 +119,7 @@ class Experiment:
 
 
 def read_experiment(path: Path) -> Experiment:
-    """Raises ConfigError, which names the key and says what to write."""
+    """Read an experiment. Raises ConfigError with the key and what to write."""
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
@@ -176,7 +176,7 @@ def _machine(given: Mapping[str, Any]) -> Machine:
 
 
 def _options(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """Those of every policy, tried on it."""
+    """Check the options of every policy on that policy."""
     for policy, options in given.items():
         if not isinstance(options, Mapping):
             raise ConfigError(
@@ -215,7 +215,7 @@ def _cells(grid: Mapping[str, Any], mode: str, machine: Machine) -> tuple[GridCe
 
 
 def _of_all_traces(rates: Mapping[str, Any], traces: Any) -> list[Any]:
-    """Where each trace has rates of its own: all that occur, in order."""
+    """Return all rates that occur, in order, if each trace has its own."""
     known = traces if isinstance(traces, list) else []
     if set(rates) != set(known):
         raise ConfigError(
@@ -240,7 +240,7 @@ _SIMULATED: Mapping[str, Callable[[str], object]] = {
     "placement": find_router,
     "eviction": order_maker,
 }
-"""By part: raises ConfigError for a name that is not known."""
+"""Checks by part; each raises ConfigError for an unknown name."""
 _LIVE: Mapping[str, Callable[[str], object]] = {
     **_SIMULATED,
     "predictor": find_model,

@@ -1,9 +1,9 @@
-"""What came out of an experiment, for a person: who goes furthest, how latency grows, one sentence.
+"""The report of an experiment: rankings, latency by rate, and a closing sentence.
 
 A side is a policy with a predictor, a placement and an eviction order. Its knee on a trace is the rate at
-which its mean normalized latency passes the limit, `LIMIT` times the least that any side has there; between
-two measured rates the logarithm of the latency is taken to be linear. Where cells have intervals (live ones
-do, and several seeds), sides whose intervals overlap share a place. Pure.
+which its mean normalized latency exceeds `LIMIT` times the least of any side. The logarithm of the latency is
+linear between measured rates. Sides with overlapping intervals (live cells, or several seeds) share a place.
+Pure.
 """
 
 import math
@@ -18,19 +18,19 @@ from bench.simulated.experiment.grid import LEAST_TURNS, GridCell
 from shared.plugins import label
 
 LIMIT = 3.0
-"""Times the least normalized latency of a trace."""
+"""Multiple of the least normalized latency of a trace."""
 _MOST_RATES = 6
-"""That fit 80 columns."""
+"""As many rates as fit into 80 columns."""
 
 Figures = Mapping[str, float]
 Results = Sequence[tuple[GridCell, Figures]]
 Side = tuple[str, str, str, str]
-"""Policy, predictor, placement, eviction."""
+"""(policy, predictor, placement, eviction)"""
 
 
 @dataclass(frozen=True)
 class TraceReport:
-    """One trace: each side's figures by rate, the mean over seeds."""
+    """Figures of one trace by side and rate, as means over seeds."""
 
     trace: str
     sides: Mapping[Side, Mapping[float, Figures]]
@@ -41,16 +41,16 @@ class TraceReport:
         return sorted({rate for by_rate in self.sides.values() for rate in by_rate})
 
     def curve(self, side: Side) -> list[tuple[float, float]]:
-        """(rate per s, normalized latency in s)."""
+        """Return (rate per s, normalized latency in s) pairs."""
         by_rate = self.sides[side]
         return [(rate, by_rate[rate]["normalized_s"]) for rate in sorted(by_rate)]
 
     def knee(self, side: Side) -> float | None:
-        """In requests a second; infinite where no rate was too much, None where the lowest was."""
+        """Return the knee in requests per second: infinite if no rate exceeds the limit, None if all do."""
         return knee_of(self.curve(side), self.limit_s)
 
     def span(self, side: Side) -> tuple[float, float]:
-        """Of what sides are ranked by, the less the better: where it is measured, its interval."""
+        """Return the interval of the ranking key; lower is better."""
         by_rate = self.sides[side]
         if len(self.rates) == 1:
             figures = by_rate[self.rates[0]]
@@ -64,25 +64,25 @@ class TraceReport:
         return min(ends), max(ends)
 
     def is_better(self, one: Side, other: Side) -> bool:
-        """Whether it is ahead, and their intervals do not overlap."""
+        """Whether `one` ranks above `other` without overlapping intervals."""
         ranked = self.ranked()
         (_, end), (start, _) = self.span(one), self.span(other)
         is_measured = any("normalized_s_low" in figures for figures in self.sides[one].values())
         return ranked.index(one) < ranked.index(other) and (end < start or not is_measured)
 
     def places(self) -> list[tuple[int, Side]]:
-        """The sides in order, each with one more than how many are better: those that cannot be told apart
-        share a place."""
+        """Return the sides in order with their places; a place is one more than the number of better
+        sides."""
         ranked = self.ranked()
         return [(1 + sum(self.is_better(other, side) for other in ranked), side) for side in ranked]
 
     def short_name(self, side: Side) -> str:
-        """The policy, and what else differs but the predictor."""
+        """Return the policy and the other parts that differ, without the predictor."""
         differing = [at for at in (2, 3) if len({each[at] for each in self.sides}) > 1]
         return " ".join(label(side[at]) for at in (0, *differing))
 
     def ranked(self) -> list[Side]:
-        """Those first that go furthest; among equals the ones that are faster at the highest rate."""
+        """Return sides by knee, highest first, then by latency at the highest rate."""
         last = self.rates[-1]
 
         def key(side: Side) -> tuple[float, float]:
@@ -93,7 +93,7 @@ class TraceReport:
 
 
 def reports(results: Results) -> list[TraceReport]:
-    """In order of the traces' names. Cells without an answer at all are left out."""
+    """Return a report per trace, by name, without cells that have no answers."""
     found = []
     for trace in sorted({cell.trace for cell, _ in results}):
         gathered: dict[Side, dict[float, list[Figures]]] = {}
@@ -121,7 +121,7 @@ def _mean(several: Sequence[Figures]) -> Figures:
 
 
 def knee_of(curve: Sequence[tuple[float, float]], limit: float) -> float | None:
-    """Where a curve, in order of x, passes the limit for the first time; as `TraceReport.knee`."""
+    """Return the x where a sorted curve first exceeds the limit, as `TraceReport.knee`."""
     before: tuple[float, float] | None = None
     for x, y in curve:
         if y > limit:
@@ -134,7 +134,7 @@ def knee_of(curve: Sequence[tuple[float, float]], limit: float) -> float | None:
 
 
 def tables(results: Results) -> list[Table]:
-    """For each trace a ranking, and latency by rate where there are several; at most 80 columns wide."""
+    """Return a ranking per trace, and latency by rate if there are several; at most 80 columns wide."""
     made = []
     for report in reports(results):
         made.append(_ranking(report))
@@ -178,7 +178,7 @@ def _by_rate(report: TraceReport) -> Table:
 
 
 def _names(report: TraceReport) -> dict[str, int]:
-    """The parts of a side that differ, and which of them it is."""
+    """Return the parts of a side that differ, with their index."""
     parts = {"policy": 0, "predictor": 1, "placement": 2, "eviction": 3}
     return {
         name: index
@@ -188,13 +188,13 @@ def _names(report: TraceReport) -> dict[str, int]:
 
 
 def _compared_rate(report: TraceReport) -> float:
-    """The highest that the best side still carries; the lowest where nobody carries any."""
+    """Return the highest rate that the best side sustains, or the lowest rate."""
     furthest = report.knee(report.ranked()[0]) or 0.0
     return max((rate for rate in report.rates if rate <= furthest), default=report.rates[0])
 
 
 def _spread(rates: Sequence[float]) -> list[float]:
-    """The first, the last and some between, at most so many as fit."""
+    """Return at most `_MOST_RATES` rates, with the first and the last."""
     if len(rates) <= _MOST_RATES:
         return list(rates)
     step = (len(rates) - 1) / (_MOST_RATES - 1)
@@ -213,7 +213,7 @@ def _stem(trace: str) -> str:
 
 
 def closing(results: Results) -> str:
-    """What came out, in one sentence; empty where nothing was answered."""
+    """Return the result in one sentence; empty if nothing was answered."""
     made = reports(results)
     if not made:
         return ""
@@ -246,14 +246,15 @@ def _outcome_of(report: TraceReport) -> str:
 
 
 def _is_told(report: TraceReport, first: Side, side: Side) -> bool:
-    """Of each policy, placement and eviction order the best, but not of the first itself."""
+    """Whether the side is the best of its policy, placement and eviction order, other than the first
+    one's."""
     name = report.short_name(side)
     best = next(other for other in report.ranked() if report.short_name(other) == name)
     return side == best and name != report.short_name(first)
 
 
 def _called(report: TraceReport, side: Side) -> str:
-    """Its name, with its predictor where there are several."""
+    """Return the side's name, with its predictor if there are several."""
     name = report.short_name(side)
     return f"{name} with {label(side[1])}" if "predictor" in _names(report) else name
 
@@ -268,7 +269,7 @@ def _than(report: TraceReport, rest: Sequence[Side]) -> str:
 
 
 def _times(report: TraceReport, knee: float, rest: Sequence[Side]) -> str:
-    """How much further than each other policy at its best."""
+    """Return how much further the knee is than that of each other policy."""
     said = []
     for side in rest:
         other, name = report.knee(side), report.short_name(side)

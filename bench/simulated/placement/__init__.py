@@ -1,1 +1,1 @@
-"""`python -m bench placement`: GPUs, use of memory and moves of MELL against its rivals, simulated."""
+"""`python -m bench placement`: GPUs, memory use and migrations of MELL against its rivals, simulated."""

@@ -1,7 +1,7 @@
-"""Sizes made to hurt MELL, and the worst ratio of GPUs to the lower bound that they reach.
+"""Adversarial sizes for MELL, and its worst ratio of GPUs to the lower bound.
 
-(GPUs − 6) / LB, design §3: at most 4/3 on random histories and 3/2 on these, in which every size sits just
-above a class border, or large items leave before their companions.
+The ratio is (GPUs − 6) / LB, design §3: at most 4/3 on random histories and 3/2 on these. Here every size is
+just above a class border, or large items leave before their companions.
 """
 
 import random
@@ -17,7 +17,7 @@ STREAMS = ("just_medium", "just_small", "just_large", "pairs", "border_mix", "la
 
 
 def worst_ratio(policy_name: str, stream: str, count: int, seed: int) -> tuple[float, int]:
-    """(GPUs − 6) / LB at its greatest, and the most moves of an operation (bundles once)."""
+    """Return the greatest (GPUs − 6) / LB, and the most moves of an operation, bundles counted once."""
     policy = create_packing(policy_name, CAPACITY)
     for index in range(2 * count + 8):
         policy.add_worker(f"w{index:05d}")
@@ -32,7 +32,7 @@ def worst_ratio(policy_name: str, stream: str, count: int, seed: int) -> tuple[f
 
 
 def _apply(policy: PackingPolicy, sizes: dict[int, int], request: int, blocks: int) -> int:
-    """0 blocks: it ends."""
+    """Apply one operation; 0 blocks ends the request."""
     if blocks == 0:
         del sizes[request]
         return policy.end(request).item_moves
@@ -42,7 +42,7 @@ def _apply(policy: PackingPolicy, sizes: dict[int, int], request: int, blocks: i
 
 
 def _stream(name: str, count: int, draw: random.Random) -> Iterator[tuple[int, int]]:
-    """(request, new size); 0: its end."""
+    """Yield (request, new size); size 0 ends the request."""
     third, half, quarter = CAPACITY // 3 + 1, CAPACITY // 2 + 1, CAPACITY // 4 + 1
     if name in ("just_medium", "just_small", "just_large"):
         size = {"just_medium": third + 6, "just_small": quarter, "just_large": half}[name]
@@ -61,7 +61,7 @@ def _stream(name: str, count: int, draw: random.Random) -> Iterator[tuple[int, i
 
 
 def random_stream(policy_name: str, count: int, seed: int) -> tuple[float, int]:
-    """As `worst_ratio`, of sizes drawn uniformly from all classes, growing and ending."""
+    """Like `worst_ratio`, with uniformly drawn sizes that grow and end."""
     draw = random.Random(f"{seed}/random")
     policy = create_packing(policy_name, CAPACITY)
     for index in range(count + 8):
@@ -77,7 +77,7 @@ def random_stream(policy_name: str, count: int, seed: int) -> tuple[float, int]:
 
 
 def _churn(count: int, borders: tuple[int, ...], draw: random.Random) -> Iterator[tuple[int, int]]:
-    """Half arrivals, a quarter growths to a larger of the sizes, a quarter ends."""
+    """Yield arrivals, half of them followed by a growth to a larger size or an end."""
     living: dict[int, int] = {}
     for request in range(count):
         living[request] = draw.choice(borders)

@@ -1,8 +1,8 @@
-"""`python -m bench placement`: how few GPUs, how well used, at how many moves; and how fast it decides.
+"""`python -m bench placement`: number of GPUs, memory use, migrations and speed of placement.
 
 Simulated, papers/000 §VIII: long conversations on LLaMA-13B (A100-40G) and LLaMA-7B (24 GB), MELL against
-best fit, worst fit and load balancing. What it says of a real machine is what `replay.py` leaves out: moves
-take no time, and every request decodes at one speed.
+best fit, worst fit and load balancing. `replay.py` simplifies: moves take no time, and every request decodes
+at one speed.
 """
 
 from argparse import ArgumentParser
@@ -66,7 +66,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Raises ConfigError for a trace that cannot be read, or numbers that are none."""
+    """Run the bench. Raises ConfigError for an unreadable trace or invalid numbers."""
     flags = context.arguments
     duration_s = flags.duration or (600.0 if context.quick else 900.0)
     if duration_s <= WARM_UP_S or min(flags.gpus or [1]) < 1:
@@ -133,7 +133,7 @@ def _cell(
 
 
 def _worst(context: Context, figures: dict[str, float], cells: Sequence[PackingCell]) -> dict[str, float]:
-    """Over both ways of running MELL: (GPUs - 6) / LB, and the most moves of one operation."""
+    """Return the worst (GPUs - 6) / LB and most moves of one operation, over both modes of MELL."""
     count = 300 if context.quick else 2000
     policies = ("mell", "mell_eager")
     single = [cell.tallies[side.label] for cell in cells for side in (MELL_BY_OPERATION, EAGER_BY_OPERATION)]
@@ -155,7 +155,7 @@ def _worst(context: Context, figures: dict[str, float], cells: Sequence[PackingC
 
 
 def _serving(context: Context, data: Path | None, source: Source | None) -> list[replay.ServedShare]:
-    """On as many GPUs as the load needs by volume, and on fewer."""
+    """Measure serving on as many GPUs as the load needs by volume, and on fewer."""
     workload = Workload("poisson_0.8", "λ = 0.8", 0.8, 400.0 if context.quick else 900.0)
     jobs, _ = make_jobs(workload, A100, data=data, source=source, seed=context.seed)
     tally = MELL.run(jobs, A100, WARM_UP_S)
@@ -200,7 +200,7 @@ def _table(cell: PackingCell) -> Table:
 
 
 def _summary(figures: dict[str, float]) -> Table:
-    """Beside the paper's Figures 11-15."""
+    """Return a table beside the paper's Figures 11-15."""
     ours = {
         "GPUs saved against BF and WF": f"{_saved(figures, 'gpus_vs_bf')}, {_saved(figures, 'gpus_vs_wf')}",
         "GPUs saved against LB": _saved(figures, "gpus_vs_lb"),
@@ -246,7 +246,7 @@ def _notes(cells: Sequence[PackingCell], data: Path | None, source: Source | Non
 
 
 def _draw(context: Context, cells: Sequence[PackingCell]) -> None:
-    """Figures 11 to 15 of papers/000 with our numbers."""
+    """Draw figures 11 to 15 of papers/000 with our numbers."""
     batched = tuple(s.label for s in (MELL_BY_OPERATION, MELL, EAGER_BY_OPERATION, EAGER_SIDE))
     moving = (MELL.label, EAGER_SIDE.label, BALANCE.label)
     bars: tuple[tuple[str, str, str, tuple[str, ...], Callable[[Tally], float]], ...] = (

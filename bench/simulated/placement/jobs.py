@@ -1,9 +1,9 @@
-"""Long conversations as placement sees them: when they come, how large they are, how far they grow.
+"""Long conversations for placement: arrivals, sizes and growth.
 
-papers/000 §VIII-B: conversations made ten times as long, Poisson arrivals or Azure's. Lengths are ShareGPT's
-(LMSYS-Chat-1M may not be copied): the trace where it is, else its fitted quantiles. Azure's arrivals are
-those of its conversation trace, else gamma gaps of the same mean and spread. A conversation that no GPU can
-hold is left out and counted: it would borrow (design §4).
+papers/000 §VIII-B: conversations made ten times longer, with Poisson or Azure arrivals. Lengths are
+ShareGPT's (LMSYS-Chat-1M may not be copied), from the trace or its fitted quantiles. Azure's arrivals are its
+conversation trace's, else gamma gaps of the same mean and spread. A conversation larger than a GPU is left
+out and counted: it would borrow (design §4).
 """
 
 from dataclasses import dataclass
@@ -15,19 +15,19 @@ from sim.workloads import Source, find_source, poisson_requests
 
 BLOCK_TOKENS = 16
 LONGER = 10
-"""Times as long as in the trace."""
+"""Factor on the trace's lengths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What a GPU holds and how fast a conversation grows on it."""
+    """KV capacity of a GPU, and decoding speed on it."""
 
     name: str
     label: str
     capacity_tokens: int
-    """Of KV beside the weights."""
+    """KV beside the weights."""
     tokens_per_s: float
-    """Of one running request."""
+    """Speed of one running request."""
 
     @property
     def capacity_blocks(self) -> int:
@@ -35,14 +35,14 @@ class Hardware:
 
 
 A100 = Hardware("13b_a100", "LLaMA-13B on A100-40G", 16_000, 30.0)
-"""Design §3: 40 GB less 26 GB of weights, 0.8 MB a token, the rest for activations."""
+"""Design §3: 40 GB less 26 GB of weights, 0.8 MB per token, the rest for activations."""
 RTX4090 = Hardware("7b_24g", "LLaMA-7B on 24 GB", 13_600, 40.0)
-"""0.9 × 24 GB − 13.5 GB of weights − 1 GB of activations, 0.52 MB a token."""
+"""0.9 × 24 GB − 13.5 GB of weights − 1 GB of activations, 0.52 MB per token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One conversation. `most_tokens` is what it may grow to: all that a policy could know of its end."""
+    """One conversation. Policies know only `most_tokens`, its largest possible size."""
 
     index: int
     arrival_s: float
@@ -51,7 +51,7 @@ class Job:
     most_tokens: int
 
     def blocks_at(self, running_s: float, tokens_per_s: float) -> int:
-        """After that much decoding."""
+        """Return its size after `running_s` seconds of decoding."""
         tokens = self.prompt_tokens + min(self.output_tokens, int(running_s * tokens_per_s))
         return -(-tokens // BLOCK_TOKENS)
 
@@ -62,12 +62,12 @@ class Job:
 AZURE_FILE = "azure/AzureLLMInferenceTrace_conv.csv"
 AZURE_RATE_PER_S = 5.53
 AZURE_GAP_VARIATION = 1.09
-"""Standard deviation of the gaps / their mean, in that trace."""
+"""Standard deviation of the gaps divided by their mean, in that trace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Arrivals. `rate_per_s` None: Azure's."""
+    """Arrivals; with `rate_per_s` None, Azure's."""
 
     name: str
     label: str
@@ -78,7 +78,7 @@ class Workload:
 def make_jobs(
     workload: Workload, hardware: Hardware, *, data: Path | None, source: Source | None, seed: int
 ) -> tuple[list[Job], int]:
-    """Those that fit a GPU, and how many were left out. `source`: other lengths than ShareGPT's."""
+    """Return the jobs that fit a GPU, and the number left out. `source` replaces ShareGPT's lengths."""
     lengths = source or find_source("sharegpt", data)
     if workload.rate_per_s is not None:
         times = _poisson_times(workload.rate_per_s, workload.duration_s, seed)

@@ -1,4 +1,4 @@
-"""Figures out of replays: ratios of MELL to its rivals, by workload and over all. It knows no policy."""
+"""Figures of replays: ratios of MELL to its rivals, by workload and overall."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
 
 @dataclass
 class PackingCell:
-    """One workload on one hardware, and every side's replay of it."""
+    """One workload on one kind of GPU, with every side's replay."""
 
     name: str
     label: str
@@ -52,7 +52,7 @@ RIVALS = {
 
 
 def figures_of(cells: Sequence[PackingCell]) -> dict[str, float]:
-    """The geometric mean over cells under the bare name, and each cell's own as `name_cell`."""
+    """Return geometric means over cells by name, and each cell's own as `name_cell`."""
     by_cell = {cell.name: _cell_figures(cell.tallies) for cell in cells}
     names = {name for found in by_cell.values() for name in found}
     figures = {
@@ -105,7 +105,7 @@ def _moves_ratio(tallies: Mapping[str, Tally], ours: PackingSide, theirs: Packin
 
 
 def rows_of(cell: PackingCell) -> list[tuple[object, ...]]:
-    """A line per side, for a person."""
+    """Return a table row per side."""
     rows: list[tuple[object, ...]] = []
     for label, tally in cell.tallies.items():
         rows.append(

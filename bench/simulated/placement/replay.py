@@ -1,7 +1,6 @@
-"""Replays jobs against a packing policy, epoch by epoch, and counts GPUs, moves and memory in use.
+"""Replay jobs under a packing policy, epoch by epoch, and count GPUs, moves and memory in use.
 
-Simulated: a request decodes at the hardware's speed from its arrival to its end, wherever it is; moves take
-no time. It knows no policy.
+Simulated: a request decodes at the hardware's speed from arrival to end, and moves take no time.
 """
 
 import heapq
@@ -18,7 +17,7 @@ from services.placement.policy.dispatch import LoadBalance
 
 @dataclass
 class Tally:
-    """Of one replay."""
+    """Counts of one replay."""
 
     epochs: int = 0
     gpu_epochs: int = 0
@@ -35,9 +34,9 @@ class Tally:
     item_moves: int = 0
     recomputes: int = 0
     moves_max: int = 0
-    """Of one operation, bundles once; replays by operation only."""
+    """Most moves of one operation, bundles counted once; only in replays by operation."""
     requests_max: int = 0
-    """The same, every request counted."""
+    """The same with every request counted."""
     waits: int = 0
     seconds: float = 0.0
     timeline: list[tuple[float, int]] = field(default_factory=list)
@@ -56,8 +55,8 @@ class Tally:
 
 
 class Replay:
-    """`epoch_s` apart; `by_operation`: no batching, each operation on its own. `reserves`: at its arrival a
-    request is given its greatest length, and never grows."""
+    """A replay with epochs of `epoch_s`. `by_operation` disables batching; `reserves` allocates a
+    request's greatest length at arrival."""
 
     def __init__(
         self, hardware: Hardware, *, epoch_s: float = 1.0, by_operation: bool = False, reserves: bool = False
@@ -68,7 +67,7 @@ class Replay:
         self._reserves = reserves
 
     def run(self, policy: PackingPolicy, jobs: Sequence[Job], warm_up_s: float) -> Tally:
-        """From the first arrival to the last; nothing is counted before `warm_up_s`."""
+        """Run from the first arrival to the last; counting starts after `warm_up_s`."""
         tally = Tally()
         arrivals = deque(sorted(jobs, key=lambda job: (job.arrival_s, job.index)))
         live: dict[int, tuple[Job, int]] = {}
@@ -93,7 +92,7 @@ class Replay:
         live: dict[int, tuple[Job, int]],
         ends: list[tuple[float, int]],
     ) -> list[Operation]:
-        """What happened since the last epoch, ends first."""
+        """Return the operations since the last epoch, ends first."""
         speed = self._hardware.tokens_per_s
         found = []
         while ends and ends[0][0] <= now_s:
@@ -152,20 +151,20 @@ class Replay:
 
 
 WORKERS = 2000
-"""That could be activated: more than any run needs."""
+"""Available workers, more than any run needs."""
 LAZY_RELIEF_SHARE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class PackingSide:
-    """One row. `reserves`: the other reading of a baseline, greatest length at arrival, no growth."""
+    """One row. With `reserves`, a baseline allocates the greatest length at arrival and never grows it."""
 
     label: str
     policy: str
     reserves: bool = False
     by_operation: bool = False
     relief_share: float | None = None
-    """Of load balancing that leaves workers with more free memory per request alone."""
+    """Load balancing relieves only workers with less free memory per request than this."""
 
     def make(self, capacity_blocks: int) -> PackingPolicy:
         if self.relief_share is not None:
@@ -208,12 +207,12 @@ SIDES = (
 WITHOUT = ("best_fit", "worst_fit")
 WITH = ("mell", "load_balance")
 LOADS = (0.9, 1.0, 1.2, 1.5)
-"""Mean need of the load, in blocks, over what the GPUs have."""
+"""Mean need of the load over the capacity of the GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedShare:
-    """Of one policy at one load."""
+    """Requests that keep their KV under one policy at one load."""
 
     policy: str
     load: float
@@ -227,7 +226,7 @@ class ServedShare:
 
 
 class _Keeping(Replay):
-    """Counts who loses KV, once, and lets go of them."""
+    """Counts each request that loses its KV once, and removes it."""
 
     def __init__(self, hardware: Hardware, *, migrates: bool) -> None:
         super().__init__(hardware)
@@ -256,7 +255,7 @@ class _Keeping(Replay):
 
 
 def measure(jobs: Sequence[Job], hardware: Hardware, mean_gpus: float) -> list[ServedShare]:
-    """Every policy at every load; `mean_gpus` is what the jobs need on average, by volume."""
+    """Measure every policy at every load; `mean_gpus` is the jobs' mean need by volume."""
     found = []
     for load in LOADS:
         gpus = max(1, round(mean_gpus / load))
@@ -271,7 +270,7 @@ def measure(jobs: Sequence[Job], hardware: Hardware, mean_gpus: float) -> list[S
 
 
 def figures(found: Sequence[ServedShare]) -> dict[str, float]:
-    """`gain`: how many times as many keep their KV under MELL as under the better one without migration."""
+    """Return shares served, and `gain`: requests served by MELL over the better policy without migration."""
     made: dict[str, float] = {}
     for load in sorted({one.load for one in found}):
         served = {one.policy: one for one in found if one.load == load}

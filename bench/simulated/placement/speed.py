@@ -1,8 +1,8 @@
-"""How many operations a second, on a stated mix, and how that grows with the number of GPUs.
+"""Placement operations per second on a fixed mix, and their growth with the number of GPUs.
 
-The mix is a trace's: conversations of the long kind arrive at a steady load, grow at decoding speed, and end.
-Counted and timed: arrivals, ends, growths that change the size class or move something. Growths that change
-nothing are made too, but neither counted nor timed. CPU time of the thread.
+Long conversations of a trace arrive at a steady load, grow at decoding speed, and end. Arrivals, ends, and
+growths that change the size class or move something are counted and timed. Other growths are applied without
+counting or timing. Times are CPU time of the thread.
 """
 
 import heapq
@@ -17,24 +17,24 @@ from services.placement.policy.mell import Mell
 from services.placement.policy.mell.settings import class_of, is_crumb
 
 GROWTH_BLOCKS = 8
-"""Allocated at a time."""
+"""Blocks allocated at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Of one number of GPUs."""
+    """Result for one number of GPUs."""
 
     asked: int
-    """Full GPUs' worth of load."""
+    """Load in full GPUs."""
     gpus: int
-    """Active."""
+    """Active GPUs."""
     requests: int
     operations: int
     ops_per_s: float
 
 
 class Churn:
-    """A policy held at a load of `gpus` full GPUs by arrivals and ends of jobs drawn from `jobs`."""
+    """A policy kept at a load of `gpus` full GPUs by arrivals and ends of random `jobs`."""
 
     def __init__(self, hardware: Hardware, jobs: list[Job], gpus: int, seed: int) -> None:
         self.capacity = hardware.capacity_blocks
@@ -55,7 +55,7 @@ class Churn:
         self._fill(gpus)
 
     def run(self, operations: int) -> Speed:
-        """The next so many that count."""
+        """Run the next `operations` counted operations."""
         self._spent_s, self._counted = 0.0, 0
         while self._counted < operations:
             self._step()
@@ -63,12 +63,12 @@ class Churn:
         return Speed(self._gpus, self.policy.active_workers, len(self._living), self._counted, rate)
 
     def _blocks_s(self, job: Job) -> float:
-        """What a job takes in all: its mean size by its time."""
+        """Return a job's mean size times its duration."""
         mean_tokens = job.prompt_tokens + job.output_tokens / 2
         return mean_tokens / BLOCK_TOKENS * job.runs_s(self._hardware.tokens_per_s)
 
     def _fill(self, gpus: int) -> None:
-        """Jobs at random ages until the load is there: the more a job takes, the likelier it is there."""
+        """Add jobs at random ages until the load is reached, weighted by their size times duration."""
         weights = list(itertools.accumulate(self._blocks_s(job) for job in self._jobs))
         total, speed = 0, self._hardware.tokens_per_s
         while total < gpus * self.capacity:

@@ -1,1 +1,1 @@
-"""Three keys, of which one floods: what the others notice, simulated and live."""
+"""Three tenants, one of which floods the queue: effect on the others, simulated and live."""

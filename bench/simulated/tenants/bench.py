@@ -1,9 +1,8 @@
-"""`python -m bench tenants`: three keys, one floods; what do the others notice?
+"""`python -m bench tenants`: effect of a flooding tenant on two others.
 
-Simulated: the p99 of the others with the flood, over that without it; told apart as tenants, not told apart,
-and first come, first served; throughput by how long all takes. And with the others guaranteed, the flood
-sheddable. `--live`: the same question to a real stack over sockets, and how much of their prompts the others
-still find cached.
+Simulated: the others' p99 with the flood over that without it, with tenants told apart, not told apart, and
+first come, first served. Also total throughput, and the others guaranteed with a sheddable flood. `--live`
+repeats it on a real stack and adds the share of the others' prompts found in the prefix cache.
 """
 
 from argparse import ArgumentParser
@@ -29,7 +28,7 @@ _SHOWN = {
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The bench's own flags."""
+    """Add the bench's flags."""
     parser.add_argument("--live", action="store_true", help="a real stack as well")
     parser.add_argument("--trace", default="sharegpt", help="what the others send [%(default)s]")
     parser.add_argument("--documents", default="arxiv", help="what the flood is of [%(default)s]")
@@ -42,7 +41,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Raises ConfigError for a trace that there is not, InternalError for a stack that does not come up."""
+    """Run the bench. Raises ConfigError for an unknown trace, InternalError if a stack does not start."""
     parts = [_simulated(context)]
     if context.arguments.live:
         parts.append(_live(context))

@@ -1,8 +1,8 @@
-"""The live half of `bench tenants`: a real stack over real sockets, workers that take a model's time.
+"""The live half of `bench tenants`: a real stack with workers that take a model's time.
 
-Two keys ask for short answers to prompts that begin with one of their own few beginnings; then a third sends
-100 times as many long prompts as either, each with a beginning of its own, which do not fit into the cache.
-The two ask the same without and with it.
+Two tenants request short answers to prompts that share a few prefixes. A third sends 100 times as many long
+prompts with unique prefixes, which do not fit into the cache. The two send the same requests with and without
+it.
 """
 
 import asyncio
@@ -30,17 +30,17 @@ _VOCABULARY = range(300, 2000)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is sent."""
+    """Load of the two tenants."""
 
     rate: float
-    """Requests per second of each of the two."""
+    """Requests per second of each tenant."""
     duration_s: float
     seed: int
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What became of it."""
+    """Answers with and without the flood, and the stack's status."""
 
     alone: Sequence[Answer]
     flooded: Sequence[Answer]
@@ -49,12 +49,12 @@ class Found:
 
 
 def key_of(name: str) -> str:
-    """The API key of a tenant."""
+    """Return the API key of a tenant."""
     return f"sk-bench-{name}"
 
 
 def settings() -> dict[str, object]:
-    """Of the stack."""
+    """Return the settings of the stack."""
     hashes = {name: hashlib.sha256(key_of(name).encode()).hexdigest() for name in (*OTHERS, FLOODER)}
     return {
         "worker.engine": "simulated",
@@ -66,7 +66,7 @@ def settings() -> dict[str, object]:
 
 
 def measure(run_dir: Path, load: Load) -> Found:
-    """On a stack of its own."""
+    """Measure on a new stack."""
     with start_stack(run_dir, settings(), workers=WORKERS, name="kvasir") as stack:
         return asyncio.run(_measure(stack.target, load, lambda: stack.details("tenants")))
 
@@ -84,7 +84,7 @@ async def _measure(target: Target, load: Load, status: Any) -> Found:
 
 
 async def _others(target: Target, load: Load) -> list[Answer]:
-    """All the answers of the two."""
+    """Return all answers to the two tenants."""
     drawn = random.Random(f"{load.seed}/others")
     tasks: list[asyncio.Task[Answer]] = []
     loop = asyncio.get_running_loop()
@@ -100,7 +100,7 @@ async def _others(target: Target, load: Load) -> list[Answer]:
 
 
 async def _flood(target: Target, load: Load) -> list[Answer]:
-    """Until cancelled: those that were answered, or refused, by then."""
+    """Send the flood until cancelled; return the requests answered or refused by then."""
     tasks: set[asyncio.Task[Answer]] = set()
     done: list[Answer] = []
     drawn = random.Random(f"{load.seed}/flood")
@@ -138,7 +138,7 @@ def _prompt(name: str, tokens: int) -> list[int]:
 
 
 def figures(found: Found) -> dict[str, float]:
-    """Of the two, without the flood and with it."""
+    """Return the figures of the two tenants, without and with the flood."""
     made: dict[str, float] = {}
     for side, answers in (("alone", found.alone), ("flooded", found.flooded)):
         good = [answer for answer in answers if answer.ok]

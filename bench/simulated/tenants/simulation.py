@@ -1,8 +1,7 @@
-"""The simulated half of `bench tenants`: one workload, told apart by tenants or not, alone or with the flood.
+"""The simulated half of `bench tenants`: one workload with or without tenants and flood.
 
-Two keys hold chats at a steady rate. The third sends, at 100 times the rate of either, as many long prompts
-as keep the workers full until the others are through. Every side serves all that it is sent, so that
-throughputs compare: by how long all of it takes.
+Two tenants send chats at a steady rate. The third sends, at 100 times the rate of either, enough long prompts
+to fill the workers until the others end. Every side serves all requests, so total times give the throughput.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from sim.summary import ServiceLevel, attainment, measure_level
 from sim.workloads import Source, poisson_requests, training_requests
 
 FLOOD_RATE = 100.0
-"""Times that of each other key."""
+"""Multiple of each other tenant's rate."""
 FLOODER = "flood"
 FLOOD_BEGINS_S = 10.0
 OTHERS = ("a", "b")
@@ -33,20 +32,20 @@ TRAINING_REQUESTS = 3000
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What is sent, to how many workers."""
+    """Workload and number of workers."""
 
     chats: Source
     documents: Source
     workers: int
     share: float
-    """Of the workers' capacity that each of the two asks for."""
+    """Share of the workers' capacity that each of the two requests."""
     duration_s: float
     seed: int
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Of one worker, in requests per second, and what a chat takes at low load."""
+    """Capacity of one worker in requests per second, and the service level of a chat."""
 
     chats_per_s: float
     documents_per_s: float
@@ -55,7 +54,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """How it is served."""
+    """Settings of one side."""
 
     name: str
     has_flood: bool = True
@@ -75,7 +74,7 @@ SIDES = (
 
 
 def measure_capacity(chats: Source, documents: Source) -> Capacity:
-    """Under `kvasir`, with all requests there at once."""
+    """Measure capacity under `kvasir`, with all requests at once."""
     per_s = []
     for source in (chats, documents):
         outcome = run_case(Case(source, "kvasir", "histogram", rate_per_s=inf, requests=300))
@@ -85,7 +84,7 @@ def measure_capacity(chats: Source, documents: Source) -> Capacity:
 
 
 def requests_of(mix: Mix, capacity: Capacity, side: Side) -> list[SimRequest]:
-    """The same for all sides, but for the flood and whose they are said to be."""
+    """Return the requests of a side; sides differ only in the flood and in tenants."""
     rate = mix.share * capacity.chats_per_s * mix.workers
     parts = [
         (name, poisson_requests(mix.chats, count=round(rate * mix.duration_s), rate_per_s=rate, seed=seed))
@@ -107,7 +106,7 @@ def requests_of(mix: Mix, capacity: Capacity, side: Side) -> list[SimRequest]:
 
 
 def serve(mix: Mix, capacity: Capacity, side: Side) -> dict[str, float]:
-    """Figures of the two that do not flood, and of the machine."""
+    """Return figures of the two tenants, and of the machine."""
     requests = requests_of(mix, capacity, side)
     case = Case(mix.chats, "kvasir")
     train = [
