@@ -34,7 +34,7 @@ class Cores:
 
     @contextmanager
     def client(self) -> Iterator[None]:
-        """`bind_client` for a `with` block: what is started after it has all cores again."""
+        """Bind as `bind_client` does for a `with` block, then restore all cores."""
         before = os.sched_getaffinity(0)
         self.bind_client()
         try:

@@ -22,7 +22,7 @@ _SHARE = 0.95
 
 @dataclass(frozen=True)
 class Ratio:
-    """Of ours to theirs over all alternations; > 1: ours is more."""
+    """Ratio of our side to theirs over all alternations; above 1 if ours is higher."""
 
     median: float
     worst: float

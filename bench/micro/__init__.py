@@ -1,1 +1,1 @@
-"""Benches of one part alone: an engine step, a planning step, a link, a kernel, a model."""
+"""Benches of single parts: an engine step, a planning step, a link, a kernel, a model."""

@@ -1,9 +1,8 @@
-"""What a worker does around the model in one step of decodes, for `python -m bench step`.
+"""Host work of a worker in a decode step, without the model, for `python -m bench step`.
 
-`host_ms`: the worker's own core, prefix cache and engine run as in a worker, from a plan that is there to the
-frames that are sent; in the model's place stand logits that are there already. Sequences lie apart by one
-token each, so that in every step as many of them cross the border of a block as in any other. `split_ms`:
-what it costs besides, before the first layer, that some sequences have blocks at another worker.
+`host_ms` runs the worker's core, prefix cache and engine from a ready plan to the sent frames; the logits are
+precomputed. Context lengths are staggered by one token, so every step has the same number of new blocks.
+`split_ms` is the extra cost before the first layer if some sequences have borrowed blocks.
 """
 
 import gc
@@ -37,7 +36,8 @@ _WARM_STEPS = 3
 
 
 class WithoutModel(TorchEngine):
-    """An engine that packs and samples, and computes nothing; it has ids of `kv_blocks` blocks, and one."""
+    """An engine that packs and samples but does not compute. It has ids for `kv_blocks` blocks and memory
+    for one."""
 
     def __init__(self, model: Any, *, kv_blocks: int, block_tokens: int, rows: int) -> None:
         super().__init__(model, kv_blocks=1, block_tokens=block_tokens)
@@ -49,14 +49,14 @@ class WithoutModel(TorchEngine):
 
 @dataclass(frozen=True)
 class Decoding:
-    """A worker that holds sequences in mid answer."""
+    """A worker whose sequences are all decoding."""
 
     core: StepCore
     engine: TorchEngine
     store: KvStore
 
     def step_s(self) -> float:
-        """CPU seconds of this thread for the plan's next step."""
+        """Run the plan's next step and return its CPU seconds in this thread."""
         began_s = thread_time()
         work, _ = self.core.begin_step(0.0)
         assert work is not None, "the plan is over"
@@ -66,7 +66,8 @@ class Decoding:
 
 
 def host_ms(model: Any, batch: int, context_tokens: int, block_tokens: int, steps: int) -> float:
-    """Median CPU milliseconds of a step of `batch` decodes at about `context_tokens`, without the model."""
+    """Return the median CPU milliseconds of a step of `batch` decodes at about `context_tokens`, without
+    the model."""
     worker = _decoding(model, batch, context_tokens, block_tokens, _WARM_STEPS + steps)
     try:
         gc.collect()
@@ -78,8 +79,8 @@ def host_ms(model: Any, batch: int, context_tokens: int, block_tokens: int, step
 def split_ms(
     batch: int, context_tokens: int, block_tokens: int, borrowers: int, borrowed_blocks: int, steps: int
 ) -> float:
-    """Median CPU milliseconds in which a step of `batch` decodes is cut into parts: each of the first
-    `borrowers` has its last `borrowed_blocks` blocks at one creditor."""
+    """Return the median CPU milliseconds to split a step of `batch` decodes. The first `borrowers`
+    sequences have their last `borrowed_blocks` blocks at one creditor."""
     each = -(-(context_tokens + 1) // block_tokens)
     homes, spans, there = Homes(batch * each), [], 0
     for row in range(batch):
@@ -98,7 +99,7 @@ def split_ms(
 
 
 def _decoding(model: Any, batch: int, context_tokens: int, block_tokens: int, steps: int) -> Decoding:
-    """`batch` sequences whose prompts are there, and a plan of `steps` steps for them."""
+    """Return a worker with `batch` prefilled sequences and a plan of `steps` steps."""
     each = -(-(context_tokens + block_tokens + steps + 1) // block_tokens)
     engine = WithoutModel(model, kv_blocks=batch * each, block_tokens=block_tokens, rows=batch)
     store = open_store(PrefixCacheConfig(host_mb=0), engine, "bench", TransferEngine(lambda: None))
@@ -144,6 +145,6 @@ def _decoding(model: Any, batch: int, context_tokens: int, block_tokens: int, st
 
 
 def _prompt(number: int, tokens: int, engine: TorchEngine) -> bytes:
-    """Begins like no other; its end token is not in it."""
+    """Return a prompt with a unique prefix and no end token."""
     vocabulary = engine.vocabulary - 8
     return pack_tokens([8 + (number * 7919 + at * (number + 31)) % vocabulary for at in range(tokens)])

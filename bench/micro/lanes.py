@@ -1,9 +1,9 @@
-"""What one event costs the scheduler's core when many workers are busy: `bench scheduler`, its second part.
+"""Cost of one event in the scheduler's core with many busy workers: the second part of `bench scheduler`.
 
-Workers are imitated: whatever is planned runs to its end and is reported; placement answers at once, with the
-worker that has the fewest sequences. As many answers end as requests arrive, so that each worker has 64 all
-the time. An event is one call into the core, with all plans and questions that come of it, and the answers to
-those; without the imitation.
+Workers are simulated: every plan runs to its end and is reported. Placement answers at once with the worker
+that has the fewest sequences. As many answers end as requests arrive, so each worker always has 64. An event
+is one call into the core with all its plans and questions, and the answers to those. The simulation itself is
+not counted.
 """
 
 import time
@@ -26,16 +26,16 @@ from shared.messages.sequence import FinishReason, Sampling, SequenceRef, Sequen
 BLOCK_TOKENS = 16
 RUNNING = 64
 _TICK_EVERY = 400
-"""Events: 20 ms of a fleet that makes 20,000 in a second."""
+"""Events per tick: 20 ms of a fleet with 20,000 events per second."""
 _HEARTBEAT_EVERY = 10
 _ENDS = 0.1
-"""Of a worker's steps, so many with an end: of 64 answers of some hundred tokens."""
+"""Share of steps in which an answer ends: 64 answers of some hundred tokens."""
 _EVER_S = 1e9
 
 
 @dataclass(slots=True)
 class Lane:
-    """One imitated worker."""
+    """One simulated worker."""
 
     name: str
     plans: deque[BatchPlan] = field(default_factory=deque)
@@ -45,7 +45,7 @@ class Lane:
 
 
 class BusyFleet:
-    """A core that leads so many workers with `RUNNING` sequences each."""
+    """A core that leads `lanes` workers with `RUNNING` sequences each."""
 
     def __init__(self, policy: str, lanes: int, seed: int) -> None:
         settings = PolicySettings(max_batch_sequences=RUNNING, token_budget=2048, start_tokens=1 << 30)
@@ -79,7 +79,7 @@ class BusyFleet:
             self._carry_out(self._core.on_tick(self._now_s))
 
     def _event(self, on_event: Callable[..., list[Effect]], *event: object) -> None:
-        """One call into the core, measured in the CPU time that it takes: other processes are left out."""
+        """Make one call into the core and measure its CPU time."""
         begin = time.thread_time()
         effects = on_event(*event, self._now_s)
         self.took_s.append(time.thread_time() - begin)
@@ -117,7 +117,7 @@ class BusyFleet:
         )
 
     def arrive(self) -> None:
-        """One request and its prediction."""
+        """Submit one request and its prediction."""
         spec = self._spec()
         guess = self._random.randint(20, 900)
         told = LengthPrediction(
@@ -132,23 +132,23 @@ class BusyFleet:
         self._event(self._core.on_predicted, spec.ref, told)
 
     def turn(self) -> None:
-        """One worker's step, with an answer that ends now and then, and what arrives in its place."""
+        """Run one worker's step, sometimes with an ended answer and a new request in its place."""
         self._now_s += 0.025 / len(self._lanes)
         lane = self._lanes[self._random.randrange(len(self._lanes))]
         if self._run(lane, ends=self._random.random() < _ENDS):
             self.arrive()
 
     def tick(self) -> None:
-        """The clock's event."""
+        """Send a tick."""
         self._event(self._core.on_tick)
 
     def heartbeat(self) -> None:
-        """One worker's."""
+        """Send one worker's heartbeat."""
         lane = self._lanes[self._random.randrange(len(self._lanes))]
         self._event(self._core.on_worker_reported, self._report(lane))
 
     def _run(self, lane: Lane, *, ends: bool) -> bool:
-        """Its next plan, to the end. Whether an answer ended."""
+        """Run the worker's next plan to its end; return whether an answer ended."""
         if not lane.plans:
             return False
         plan = lane.plans.popleft()
@@ -175,7 +175,7 @@ class BusyFleet:
         return bool(over)
 
     def _carry_out(self, effects: list[Effect]) -> None:
-        """What others would do."""
+        """Play the other services' part."""
         for effect in effects:
             match effect:
                 case SendPlan(worker_id=name, plan=plan):
@@ -197,7 +197,7 @@ class BusyFleet:
 
 
 def measure_events(policy: str, lanes: int, turns: int, seed: int) -> list[float]:
-    """Milliseconds of each event, ascending: steps, arrivals, predictions, placements, heartbeats, ticks."""
+    """Return the milliseconds of each event, sorted."""
     fleet = BusyFleet(policy, lanes, seed)
     fleet.took_s.clear()
     for number in range(turns):

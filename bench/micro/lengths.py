@@ -1,11 +1,11 @@
-"""`bench lengths`: what hidden states tell of the rest of an answer, and what handing them out costs.
+"""`bench lengths`: accuracy of predictions from hidden states, and the cost of exporting the states.
 
-The model that ships writes sampled answers to exercises; states go to both heads as they would live, and
-every prediction is made before its head has learned from that answer. Judged on the last third, against the
-histogram given the tokens so far. Kendall's tau: pairs in the right order less pairs in the wrong one.
+The bundled model answers exercises with sampling. Both heads get the states as in production, and predict
+before they learn from the answer. The last third is compared with the histogram given the tokens so far.
+Kendall's tau is the share of pairs in the right order minus the share in the wrong one.
 
-What a large model's states would tell cannot be shown without one. Beside it stands what prompts alone tell
-of Vicuna's answers (data that states do not come with).
+A large model's states are not available here. For comparison, the bench predicts Vicuna's answers from
+prompts alone.
 """
 
 import argparse
@@ -45,17 +45,17 @@ _LONGEST_PROMPT = 400
 
 @dataclass
 class Written:
-    """One answer of the shipped model."""
+    """One answer of the bundled model."""
 
     prompt_tokens: int
     tokens: int = 0
     is_cut: bool = False
     states: list[tuple[int, npt.NDArray[np.float32]]] = field(default_factory=list)
-    """(tokens there were, state)."""
+    """(tokens so far, state)"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its own flags."""
+    """Add the bench's flags."""
     parser.add_argument("--answers", type=int, help="of the shipped model [3000; quick: 300]")
     parser.add_argument("--every", type=int, default=4, help="tokens between two states [%(default)s]")
     parser.add_argument("--turns", type=int, help="pairs of runs for the cost [8; quick: 2]")
@@ -63,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """`tau_HEAD`, `mae_vs_histogram_HEAD`, `below_pNN_HEAD`; `cost_every_N` in shares of throughput."""
+    """Return `tau_HEAD`, `mae_vs_histogram_HEAD`, `below_pNN_HEAD`, and `cost_every_N` as shares of
+    throughput."""
     torch.set_num_threads(1)
     flags = context.arguments
     answers = flags.answers or (300 if context.quick else 3000)
@@ -93,14 +94,14 @@ def run(context: Context) -> Outcome:
 
 
 def engine_of(every: int) -> TorchEngine:
-    """Of the shipped model, with KV for `AT_ONCE`."""
+    """Return an engine for the bundled model, with KV for `AT_ONCE` answers."""
     blocks = AT_ONCE * -(-(_LONGEST_PROMPT + MOST_TOKENS) // BLOCK_TOKENS)
     model = load(str(TINY_CHAT), dtype="float32", device="cpu")
     return TorchEngine(model, kv_blocks=blocks, block_tokens=BLOCK_TOKENS, states_every=every, release=True)
 
 
 def prompts(rng: random.Random, count: int) -> list[list[int]]:
-    """Token ids of exercises."""
+    """Return token ids of exercises."""
     encoder = tokenizer()
     made: list[list[int]] = []
     while len(made) < count:
@@ -112,7 +113,7 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
 
 @dataclass
 class _Open:
-    """One that is being written."""
+    """An answer in progress."""
 
     prompt: list[int]
     sampling: Sampling
@@ -127,7 +128,7 @@ class _Open:
 
 
 def write(engine: TorchEngine, asked: list[list[int]]) -> Iterator[Written]:
-    """Answers as they end, `AT_ONCE` side by side."""
+    """Yield answers as they end, `AT_ONCE` at a time."""
     end = 2
     each = engine.kv_blocks // AT_ONCE
     free = [list(range(index * each, (index + 1) * each)) for index in range(AT_ONCE)]
@@ -157,7 +158,7 @@ def write(engine: TorchEngine, asked: list[list[int]]) -> Iterator[Written]:
 
 
 def judge(kind: str, written: list[Written]) -> dict[str, float]:
-    """Of the last third of answers that ended by themselves, one head against the histogram."""
+    """Compare one head with the histogram on the last third of the answers, without truncated ones."""
     width = next(len(state) for one in written for _, state in one.states)
     learner, base = RestLearner(kind, width), HistogramModel()
     rows: list[tuple[float, ...]] = []
@@ -190,8 +191,7 @@ def judge(kind: str, written: list[Written]) -> dict[str, float]:
 
 
 def kendall(told: Floats, true: Floats) -> float:
-    """Kendall's tau over pairs that differ in truth, a pair told as equal counting 0; drawn where there are
-    many."""
+    """Return Kendall's tau over random pairs with different true values; ties in the prediction count 0."""
     random_ = np.random.default_rng(0)
     first, second = random_.integers(len(told), size=(2, _PAIRS))
     differ = true[first] != true[second]
@@ -200,7 +200,7 @@ def kendall(told: Floats, true: Floats) -> float:
 
 
 def cost_of(context: Context, every: int, turns: int) -> float:
-    """Share of throughput that states take, batches of `AT_ONCE`, sides in turns."""
+    """Return the relative cost of exporting states, with batches of `AT_ONCE` and sides in turns."""
     context.say(f"throughput with a state every {every} tokens")
     asked = prompts(random.Random(5), AT_ONCE)
     engines = {every: engine_of(every), 0: engine_of(0)}
@@ -208,13 +208,13 @@ def cost_of(context: Context, every: int, turns: int) -> float:
     for turn in range(turns + 1):
         for side in (every, 0) if turn % 2 else (0, every):
             spent_s = _decode_s(engines[side], asked)
-            if turn:  # The first sets up what this size needs.
+            if turn:  # The first turn is a warm-up.
                 took[side].append(spent_s)
     return median_of_ratios(took[every], took[0]) - 1
 
 
 def _decode_s(engine: TorchEngine, asked: list[list[int]], steps: int = 64) -> float:
-    """CPU time of so many steps of all together, every answer going on."""
+    """Return the CPU time of `steps` decode steps of the whole batch."""
     each = engine.kv_blocks // AT_ONCE
     live = [
         _Open(
@@ -236,7 +236,7 @@ def _decode_s(engine: TorchEngine, asked: list[list[int]], steps: int = 64) -> f
 
 
 def prompts_alone(context: Context, workload: Workload, members: int) -> dict[str, float]:
-    """Kendall's tau of the regressor on Vicuna's answers."""
+    """Return Kendall's tau of the regressor on Vicuna's answers."""
     plan = TrainingPlan(members=members, seed=context.seed)
     total = plan.members * plan.epochs_for(len(workload.train))
     with context.progress("training on Vicuna's answers", total) as bar:

@@ -1,9 +1,8 @@
-"""`python -m bench pie-gpu`: Pie's real copies beside the computation of Llama-2-13B's shapes.
+"""`python -m bench pie-gpu`: Pie's real copies during a computation of Llama-2-13B's shapes.
 
-Steps of one token for a batch, layer by layer through the worker's own store of blocks: matrix products with
-one layer's weights (all layers use the same: they are larger than any cache) and a pass over as much KV as
-the layer reads. Overlap by the device's clock: a step at a level, all of its blocks in use, against one with
-as many blocks on the device, which has so much more memory.
+Decode steps of a batch, layer by layer through the worker's block store. Each layer is its matrix products
+(all layers share weights larger than any cache) and a pass over the KV that it reads. Overlap is measured by
+the device's clock: a step at a level with all blocks in use, against one with all those blocks on the device.
 Needs a CUDA device; `measure` itself runs anywhere. Source: papers/004 §5.
 """
 
@@ -36,13 +35,13 @@ _HOST_MB = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Seconds of a step, and what its copies came to."""
+    """Duration of a step in seconds, and of its copies."""
 
     step_s: float
     stall_share: float
-    """Waits for copies over computing."""
+    """Stall time over compute time."""
     bytes_per_s: float
-    """Brought in, while copies ran; 0 without copies."""
+    """Rate of copies to the device; 0 without copies."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -53,7 +52,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Raises ConfigError where there is no CUDA device."""
+    """Run the bench. Raises ConfigError if there is no CUDA device."""
     device, flags, shape = cuda_device(), context.arguments, MODELS["llama2_13b"]
     steps = 12 if context.quick else flags.steps
     block_bytes = shape.kv_bytes(1, BLOCK_TOKENS) * shape.layers
@@ -78,7 +77,7 @@ def run(context: Context) -> Outcome:
 def layer_of(
     shape: Shape, batch: int, device: torch.device, dtype: torch.dtype = DTYPE
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """One layer's computation for `batch` tokens: its products, and a pass over its K and V."""
+    """Return one layer's computation for `batch` tokens: its products, and a pass over K and V."""
     rows = (shape.q_heads + 2 * shape.kv_heads) * shape.head_dim
     sizes = [(shape.hidden, rows), (shape.q_heads * shape.head_dim, shape.hidden)]
     sizes += [(shape.hidden, 2 * shape.intermediate), (shape.intermediate, shape.hidden)]
@@ -105,8 +104,8 @@ def measure(
     dtype: torch.dtype = DTYPE,
     batch: int = 1,
 ) -> Overlap:
-    """Median of `steps` steps, after a quarter as many, which read `used_blocks` blocks and write to one for
-    each of `batch` sequences."""
+    """Return the median of `steps` steps after a warm-up. Each reads `used_blocks` blocks and writes one
+    block for each of `batch` sequences."""
     settings = PieSettings(enabled=True, expansion="fixed", fifo_layers=fifo_layers, host_mb=_HOST_MB)
     layer = LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim)
     pie = assemble(
@@ -142,8 +141,8 @@ def _step(
     compute: Callable[[torch.Tensor, torch.Tensor], None],
     device: torch.device,
 ) -> float:
-    """Seconds, by the device's clock where it has one. A layer reads as many blocks as its tables have, from
-    wherever in its part of the memory: where exactly makes no difference to the time."""
+    """Return the seconds of one step, by the device's clock if it has one. Each layer reads as many blocks
+    as its tables have; their position does not affect the time."""
     kv = pie.kv
     pie.step_begins()
     clock = _clock(device)
@@ -161,7 +160,7 @@ def _step(
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    """Started; called once, it says how long ago."""
+    """Start a clock; calling the result once returns the elapsed seconds."""
     if device.type != "cuda":
         began_s = time.perf_counter()
         return lambda: time.perf_counter() - began_s

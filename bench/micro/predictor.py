@@ -1,8 +1,8 @@
-"""`bench predictor`: how well answer lengths are predicted, against the median by prompt length.
+"""`bench predictor`: accuracy of length predictions, against the median by prompt length.
 
-The regressor as it ships is trained on the first part of a workload and judged on the rest; whatever it
-chooses (epochs, corrections) it chooses inside the first part. The rival is the median length in each of 32
-quantile buckets of the prompt's length. The time is that of one call for 32 prompts, on one thread.
+The bundled regressor is trained on the first part of a workload and tested on the rest; it also chooses
+epochs and corrections within the first part. The rival is the median length in each of 32 quantile buckets of
+the prompt length. Times are of one call for 32 prompts, on one thread.
 """
 
 import argparse
@@ -40,7 +40,7 @@ _LENGTHS = Path("alpaca/alpaca_vicuna7b_response_lengths_20k.csv")
 
 @dataclass(frozen=True)
 class Workload:
-    """The first samples train, the rest tests."""
+    """A workload with training and test samples."""
 
     name: str
     train: Sequence[LengthSample]
@@ -48,7 +48,7 @@ class Workload:
 
 
 def tokenizer() -> Tokenizer:
-    """Of the model that ships."""
+    """Return the bundled model's tokenizer."""
     return load_tokenizer(TINY_CHAT)
 
 
@@ -57,7 +57,7 @@ def has_alpaca() -> bool:
 
 
 def alpaca(train: int = 10_000, test: int = 10_000) -> Workload:
-    """Vicuna-7B's lengths at T=0 in the order of the file; those at its cap of 512 count as they are."""
+    """Return Vicuna-7B's lengths at T=0 in file order; lengths at its limit of 512 are kept."""
     prompts: dict[str, str] = {}
     with (data_folder() / _PROMPTS).open(encoding="utf-8") as file:
         for line in file:
@@ -77,7 +77,7 @@ def alpaca(train: int = 10_000, test: int = 10_000) -> Workload:
 
 
 def from_file(path: Path, train_share: float = 0.5) -> Workload:
-    """JSONL as `services/predictor/samples.py` reads it; the first half trains."""
+    """Read JSONL as `services/predictor/samples.py` does; the first half is for training."""
     samples = read_samples(path, tokenizer())
     cut = int(len(samples) * train_share)
     if cut < 100:
@@ -86,7 +86,7 @@ def from_file(path: Path, train_share: float = 0.5) -> Workload:
 
 
 def templates(rng: random.Random, train: int, test: int) -> Workload:
-    """Exercises of the shipped model's training, drawn anew: the answer's length follows from the request."""
+    """Return new exercises of the bundled model's training; the request determines the answer's length."""
     encoder = tokenizer()
     samples = []
     for _ in range(train + test):
@@ -100,8 +100,7 @@ def templates(rng: random.Random, train: int, test: int) -> Workload:
 def tiny_chat(
     rng: random.Random, train: int, test: int, *, max_tokens: int = 200, batch: int = 48
 ) -> Iterator[tuple[int, Workload | None]]:
-    """Greedy answers that the shipped model writes to template exercises; (answers done, None) until it has
-    all."""
+    """Yield (answers done, None) while the bundled model answers exercises greedily, then the workload."""
     from models.train_tiny_chat.generation import Generator
 
     generator = Generator(TINY_CHAT)
@@ -128,7 +127,7 @@ _MAX_TOKENS = 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its own flags."""
+    """Add the bench's flags."""
     parser.add_argument("--trace", type=Path, metavar="FILE", help="JSONL with prompt and length or response")
     parser.add_argument("--members", type=int, default=5, help="networks in the ensemble [%(default)s]")
     parser.add_argument(
@@ -137,7 +136,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Figures of the main workload without a prefix, of the shipped model's answers with `tiny_chat_`."""
+    """Run the bench. Figures of the bundled model's answers begin with `tiny_chat_`."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -221,7 +220,7 @@ def _trained(context: Context, workload: Workload, plan: TrainingPlan) -> Ensemb
 
 
 def histogram_mae(train: Sequence[LengthSample], test: Sequence[LengthSample]) -> float:
-    """MAE in tokens of the median in each of 32 quantile buckets of the prompt's length."""
+    """Return the MAE in tokens of the median in each of 32 quantile buckets of the prompt length."""
     prompts, lengths = _sizes(train)
     edges = np.quantile(prompts, np.linspace(0, 1, BUCKETS + 1)[1:-1])
     buckets = np.searchsorted(edges, prompts)
@@ -234,13 +233,13 @@ def histogram_mae(train: Sequence[LengthSample], test: Sequence[LengthSample]) -
 
 
 def _sizes(samples: Sequence[LengthSample]) -> tuple[Counts, Counts]:
-    """Tokens of the prompts and of the answers."""
+    """Return the tokens of prompts and of answers."""
     prompts = np.array([len(sample.prompt) // TOKEN_BYTES for sample in samples])
     return prompts, np.array([sample.output_tokens for sample in samples])
 
 
 def batch_ms(model: RegressorModel, samples: Sequence[LengthSample]) -> float:
-    """Wall time of one call for 32 prompts: median over batches of the least of some."""
+    """Return the wall time of one call for 32 prompts: the median over batches of the least of some calls."""
     times_ms = []
     for start in range(0, min(len(samples), 40 * BATCH), BATCH):
         queries = [LengthQuery(sample.prompt, _MAX_TOKENS) for sample in samples[start : start + BATCH]]
@@ -254,7 +253,7 @@ def batch_ms(model: RegressorModel, samples: Sequence[LengthSample]) -> float:
 
 
 def _record(context: Context, model: RegressorModel, workload: Workload) -> None:
-    """Also as a trace with predictions, for the simulator's `learned`."""
+    """Record the predictions, also as a trace for the simulator's `learned`."""
     told = model.predict_batch([LengthQuery(sample.prompt, 1 << 20) for sample in workload.test])
     with (context.run_dir / f"{workload.name}.csv").open("w", newline="") as file:
         trace = csv.writer(file)

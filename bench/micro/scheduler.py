@@ -1,13 +1,12 @@
-"""`python -m bench scheduler`: what one plan costs, however many wait, and one event, however many work.
+"""`python -m bench scheduler`: cost of a plan with a long queue, and of an event with many workers.
 
-One call is all that a step brings: a request arrives (with its prediction), another ends, the clock moves on,
-and the next batch is planned, with 64 sequences running and q waiting. Lengths are drawn from the ShareGPT
-quantiles of `sim/workloads.py`. The same calls are replayed several times on fresh policy objects, and each
-call counts with its fastest replay, so that other processes' bursts stay out of it; the garbage collector
-runs as it does in a service. `growth` is the slope of log p50 over log q. A second part (`lanes.py`) measures
-whole events of the scheduler's core, with many workers of 64 running sequences each.
+One call is a request's arrival with its prediction, another's end, and the next plan, with 64 sequences
+running and q waiting. Lengths are drawn from the ShareGPT quantiles of `sim/workloads.py`. The calls are
+replayed several times on new policy objects. Each call counts with its fastest replay, which removes bursts
+of other processes; the garbage collector runs as in a service. `growth` is the slope of log p50 over log q. A
+second part (`lanes.py`) measures whole events of the scheduler's core.
 
-Source: papers/003 §4 (Scheduling Time Overhead); what it must reach is in docs/benchmarks/scheduler.md.
+Source: papers/003 §4 (Scheduling Time Overhead); goals are in docs/benchmarks/scheduler.md.
 """
 
 import math
@@ -34,7 +33,7 @@ _WARM_UP_CALLS = 200
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The bench's own flags."""
+    """Add the bench's flags."""
     parser.add_argument("--policies", default="kvasir", help="names with commas, or all [%(default)s]")
     parser.add_argument(
         "--queued", type=int, nargs="+", default=[100, 1000, 10_000], help="sequences that wait"
@@ -45,7 +44,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 class Replay:
-    """One policy object with q waiting, and the calls made to it. The same seed makes the same calls."""
+    """A policy object with `queued` waiting, and the calls to it. The same seed makes the same calls."""
 
     def __init__(self, policy: BatchPolicy, queued: int, seed: int) -> None:
         self._policy = policy
@@ -84,7 +83,8 @@ class Replay:
         return len(self._decoding)
 
     def call(self) -> float:
-        """Seconds of one arrival, one end and one plan. Looking for who ends is not counted."""
+        """Return the seconds of one arrival, one end and one plan, without choosing the sequence that
+        ends."""
         self._now_s += STEP_S
         task = self._task()
         names = list(self._decoding)
@@ -109,7 +109,7 @@ class Replay:
 
 
 def run(context: Context) -> Outcome:
-    """Raises ConfigError for a policy that is not known."""
+    """Run the bench. Raises ConfigError for an unknown policy."""
     flags = context.arguments
     calls = min(flags.calls, 400) if context.quick else flags.calls
     names = policy_names() if flags.policies == "all" else flags.policies.split(",")
@@ -145,7 +145,7 @@ def run(context: Context) -> Outcome:
 
 
 def _measure(name: str, queued: int, calls: int, replays: int, seed: int) -> tuple[list[float], float]:
-    """Each call's fastest replay in ms, ascending; and how many decoded, on average."""
+    """Return each call's fastest replay in ms, sorted, and the mean number of decodes."""
     fastest = [math.inf] * calls
     running = 0
     for _ in range(replays):

@@ -1,10 +1,10 @@
 """`python -m bench step`: milliseconds of one decode step of the engine alone, on one thread, no server.
 
-Two figures for each batch and context: the whole `engine.step` (packing, forward, sampling) and the forward
-pass in it. Then the worker's step without the model (`host_ms`): from a plan that is there to the frames that
-are sent; and what a step costs besides in which two sequences have blocks at another worker (`split_ms`). All
-are CPU time of the calling thread: other processes on the machine lengthen the wall clock, and hardly this.
-The first two are the least of many repetitions, the others their medians.
+For each batch and context it measures `engine.step` (packing, forward, sampling) and its forward pass. It
+also measures the worker's step without the model (`host_ms`), from a ready plan to the sent frames.
+`split_ms` is the extra cost of a step in which two sequences have borrowed blocks. All are CPU time of the
+calling thread, which other processes hardly affect. The first two are the least of many repetitions, the
+others medians.
 """
 
 from argparse import ArgumentParser
@@ -29,10 +29,10 @@ _BLOCK_TOKENS = 16
 _REPEATS = 40
 _QUICK_REPEATS = 8
 _HOST = {"64x1k": (64, 1024), "256x8k": (256, 8192)}
-"""Batch and tokens of context, by the name of the figure. Quick runs leave out those beyond their batches."""
+"""(batch, context tokens) by name. Quick runs skip those above their batches."""
 _SPLIT_BATCHES = (64, 256)
 _SPLIT_CONTEXT, _BORROWERS, _BORROWED_BLOCKS = 1024, 2, 16
-"""Of each of these batches two sequences have their last sixteen blocks at another worker."""
+"""In each of these batches two sequences borrow their last 16 blocks."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Raises ConfigError for a model that cannot be loaded, or --attention native without a compiler."""
+    """Run the bench. Raises ConfigError for an unloadable model, or --attention native without a compiler."""
     flags = context.arguments
     torch.set_num_threads(1)
     model = load(
@@ -86,7 +86,8 @@ def run(context: Context) -> Outcome:
 
 
 def decode_rows(batch: int, context_tokens: int, sampling: Sampling) -> list[Row]:
-    """One token of each of `batch` sequences at position `context_tokens`, each in blocks of its own."""
+    """Return one decode token of each of `batch` sequences at position `context_tokens`, with separate
+    blocks."""
     blocks = _blocks(context_tokens)
     text = list(range(context_tokens + 1))
     return [
@@ -101,7 +102,7 @@ def decode_rows(batch: int, context_tokens: int, sampling: Sampling) -> list[Row
 
 
 class Timed(TorchEngine):
-    """An engine that knows how long its forward passes take."""
+    """An engine that measures its forward passes."""
 
     def __init__(self, model: Any, **settings: Any) -> None:
         super().__init__(model, **settings)
@@ -109,7 +110,7 @@ class Timed(TorchEngine):
         self.forward_s = 0.0
 
     def measure(self, rows: Sequence[Row], repeats: int) -> tuple[float, float]:
-        """Least milliseconds of a step and of a forward pass."""
+        """Return the least milliseconds of a step and of a forward pass."""
         steps, forwards = [], []
         for _ in range(repeats):
             began_s = thread_time()

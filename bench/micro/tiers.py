@@ -1,10 +1,10 @@
-"""`python -m bench tiers`: how much longer a step is while blocks go to the host, or come from it.
+"""`python -m bench tiers`: how much longer a step is while blocks are copied to or from the host.
 
-One engine under the worker's own core and prefix cache, in one thread as in a worker, with the threads that
-copy beside it. Some sequences decode all the time. In a window of steps all of them cross the border of a
-block, and the blocks for that are free, or are taken from stored prefixes that only the device has
-(`demote`); or a prompt arrives that is stored, on the device or on the host (`load`). What counts is the
-longest step of a window, from the end of the step before to its own: that is what every reader waits.
+One engine runs under the worker's core and prefix cache in one thread, with the copying threads beside it.
+Some sequences decode all the time. In a `demote` window each of them needs a new block, either free or
+evicted from prefixes that only the device has. In a `load` window a prompt arrives whose prefix is stored, on
+the device or on the host. The result is the longest step of a window, from the end of the previous step to
+its own, which every reader waits for.
 """
 
 import gc
@@ -38,9 +38,9 @@ from shared.messages.sequence import FinishReason, Sampling, SequenceRef, Sequen
 
 _EVER_S = 1e9
 _STORED_BLOCKS = 128
-"""Of the device, beside those that run: for what is stored."""
+"""Device blocks for stored prefixes, beside those of running sequences."""
 _LOAD_STEPS, _ARRIVES_AT = 24, 4
-"""Of a window in which a prompt arrives, and when."""
+"""Steps of a window in which a prompt arrives, and its step."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 @dataclass
 class Window:
-    """Some steps in a row, seconds each."""
+    """Durations of consecutive steps, in seconds."""
 
     steps_s: list[float] = field(default_factory=list)
 
@@ -67,7 +67,7 @@ class Window:
 
 
 def run(context: Context) -> Outcome:
-    """Raises ConfigError for a model that cannot be loaded."""
+    """Run the bench. Raises ConfigError for a model that cannot be loaded."""
     flags = context.arguments
     turns = 2 if context.quick else flags.turns
     torch.set_num_threads(1)
@@ -82,7 +82,7 @@ def run(context: Context) -> Outcome:
         ]
         with context.progress("turns", 2 * turns) as progress:
             for name, during, without in kinds:
-                during()  # once for what is set up on the way
+                during()  # warm-up
                 with_copies, alone = alternate((during, without), turns)
                 progress.advance(turns)
                 rows.append((name, *_compare(name, with_copies, alone, figures)))
@@ -115,7 +115,7 @@ def _compare(
 
 
 class BusyWorker:
-    """An engine, its prefix cache and the core above them; `batch` sequences decode all the time."""
+    """An engine, its prefix cache and its core, with `batch` sequences that decode all the time."""
 
     def __init__(self, folder: str, block_tokens: int, batch: int, hit_blocks: int, turns: int) -> None:
         model = load(folder, dtype="float32", device="cpu")
@@ -139,14 +139,14 @@ class BusyWorker:
         gc.freeze()
 
     def border(self, *, is_full: bool) -> Window:
-        """As many steps as a block has tokens, so that each sequence needs a block in one of them."""
+        """Run as many steps as a block has tokens, so that each sequence needs one new block."""
         self._empty()
         if is_full:
             self._fill()
         return self._steps(self._size)
 
     def load_window(self, *, is_near: bool) -> Window:
-        """Some steps, in one of which a prompt arrives whose blocks are stored."""
+        """Run some steps, in one of which a prompt with a stored prefix arrives."""
         text = self._text(self._hit_blocks * self._size + 1)
         self._empty()
         self._keep(self._names(text))
@@ -171,7 +171,7 @@ class BusyWorker:
         return Window([self._step() for _ in range(steps)])
 
     def _step(self, chunk: PrefillChunk | None = None, start: SequenceSpec | None = None) -> float:
-        """One token of each that decodes, and a chunk; seconds since the step before."""
+        """Run one decode step, with a chunk if given; return the seconds since the previous step."""
         plan = BatchPlan(
             epoch=1,
             seq=next(self._plans),
@@ -207,7 +207,7 @@ class BusyWorker:
         return SequenceRef(request_id=f"req_{next(self._numbers)}", choice=0, attempt=1)
 
     def _text(self, tokens: int) -> list[int]:
-        """Begins like no other."""
+        """Return a text with a unique prefix."""
         number = next(self._numbers)
         vocabulary = self.engine.vocabulary - 3
         return [3 + (number * 7919 + at * (number + 31)) % vocabulary for at in range(tokens)]
@@ -223,20 +223,20 @@ class BusyWorker:
         return chain(root(self.store.fingerprint, b""), pack_tokens(text), self._size)
 
     def _keep(self, names: Sequence[BlockHash]) -> None:
-        """These are stored on the device, whatever is in them."""
+        """Store blocks with these names on the device, whatever they contain."""
         blocks = self.store.cache.allocate(len(names))
         for at, (block, name) in enumerate(zip(blocks, names, strict=True)):
             self.store.cache.publish(block, name, names[at - 1] if at else None)
         self.store.cache.release(blocks)
 
     def _empty(self) -> None:
-        """Nothing is stored on the device that nobody uses, and nothing is being copied."""
+        """Evict all unused blocks from the device and finish all copies."""
         cache = self.store.cache
         cache.release(cache.allocate(cache.free_blocks + cache.evictable_blocks))
         self.store.transfers.settle()
 
     def _fill(self) -> None:
-        """All of the device that nobody uses is taken by prefixes that the host has not."""
+        """Fill all free device blocks with prefixes that the host does not have."""
         cache = self.store.cache
         while cache.free_blocks:
             self._keep(self._names(self._text(min(8, cache.free_blocks) * self._size)))

@@ -103,7 +103,7 @@ def outside_share(layers: int, fifo_layers: int) -> Fraction:
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """What a token comes to once the queue has found its rhythm."""
+    """Steady state of one token."""
 
     stall_share: float
     """Share of the computation time."""

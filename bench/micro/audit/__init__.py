@@ -1,1 +1,1 @@
-"""`bench audit`: flipped bits in every place where KV waits or travels, and what checking costs."""
+"""`bench audit`: detection of flipped bits wherever KV is stored or sent, and the cost of checks."""

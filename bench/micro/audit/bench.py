@@ -1,11 +1,10 @@
-"""`python -m bench audit`: is every corruption found before a token, and what does checking cost?
+"""`python -m bench audit`: is every corruption detected before a token, and what do checks cost?
 
-Corruptions (one or two bits, a byte, a stretch of zeros, of noise, of another place's bytes) are put, a
-quarter each, into slots of the host, records of the disk, payloads on their way between two workers and
-blocks that a creditor keeps. `caught_share` is what was refused. `cost_share` is the largest share that
-checks take of requests, prompt and answer: all of whose KV is lent, with queries shipped or blocks fetched
-for the prompt, or whose prompt comes from the host or the disk. `cost_share_decode` is their share of a
-decode step all of whose keys are lent, the worst there is.
+Corruptions (one or two bits, a byte, a stretch of zeros, of noise, of other bytes) go in equal parts into
+host slots, disk records, payloads between two workers, and lent blocks. `caught_share` is the share refused.
+`cost_share` is the largest share of a request's time that checks take. Its requests have all KV lent, with
+queries shipped or blocks fetched for the prompt, or load the prompt from host or disk. `cost_share_decode` is
+the share in a decode step with all keys lent, the worst case.
 """
 
 import logging
@@ -30,7 +29,7 @@ from services.worker.peers.attention.core.cost import ShipMode
 
 _ANSWER = 32
 _LAYERS, _SHAPE, _Q_HEADS = 4, (2, 64, 64), 4
-"""Half of tiny_chat."""
+"""Half of tiny_chat's layers."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -42,7 +41,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Raises ConfigError where there is one core only, or no C++ library."""
+    """Run the bench. Raises ConfigError if there is only one core, or no C++ library."""
     flags = context.arguments
     each = (400 if context.quick else flags.corruptions) // 4
     turns = 3 if context.quick else flags.turns
@@ -50,7 +49,7 @@ def run(context: Context) -> Outcome:
     torch.set_num_threads(1)
     figures: dict[str, float] = {}
     caught_rows, cost_rows = [], []
-    logging.getLogger("kvasir.worker.creditor").setLevel(logging.CRITICAL)  # It says each that it finds.
+    logging.getLogger("kvasir.worker.creditor").setLevel(logging.CRITICAL)  # It logs every corruption.
     with tempfile.TemporaryDirectory() as scratch, context.progress("corruptions", 4 * each) as progress:
         caught = 0
         for name, place in _places(Path(scratch)):

@@ -1,4 +1,4 @@
-"""Corruptions of bytes as faulty memory, disks and cables make them, drawn from a seed."""
+"""Seeded corruptions of bytes, as from faulty memory, disks and cables."""
 
 from random import Random
 
@@ -6,13 +6,13 @@ import numpy as np
 import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
-"""One-dimensional, writable, in place."""
+"""One-dimensional and writable; changed in place."""
 _MOST_BYTES = 4096
-"""Of a stretch."""
+"""Longest stretch."""
 
 
 def corrupt(memory: Bytes, rng: Random) -> str:
-    """Changes some of it, and says how: always to something else than it was."""
+    """Change some bytes and return the kind of corruption. The result always differs from the original."""
     before = memory.copy()
     while True:
         kind = rng.choice(("one bit", "two bits", "a byte", "zeros", "noise", "another place's"))

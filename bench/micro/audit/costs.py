@@ -1,7 +1,7 @@
-"""What checking takes of the work it belongs to: seconds of the checks over seconds of the whole.
+"""Cost of checks as a share of the work that contains them, in seconds.
 
-A difference of two whole steps drowns in their scatter, so the checks are timed by themselves, on the same
-bytes, right after the work that contains them.
+The difference of two whole steps is lost in their noise. So the checks are timed alone, on the same bytes,
+right after the work that contains them.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,10 +50,10 @@ _NAME, _FINGERPRINT = b"n" * 16, b"0123456789abcdef"
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one turn, seconds."""
+    """Seconds of one turn."""
 
     work_s: float
-    """With the checks."""
+    """Work including the checks."""
     check_s: float
 
 
@@ -64,15 +64,15 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def usual(call: Callable[[], object]) -> float:
-    """The median of some."""
+    """Return the median of some runs."""
     return median(timed(call) for _ in range(_REPEATS))
 
 
 def answers_over_lent_blocks(
     model: LoadedModel, core: int, mode: ShipMode, *, batch: int, context: int, answer: int, turns: int
 ) -> tuple[list[Cost], list[Cost]]:
-    """Prompts of `context` tokens and answers of `answer` tokens, all of whose blocks lie at one creditor, on
-    another core: whole requests, and a decode of all of them. Prompts go by `mode`, decodes are shipped."""
+    """Measure whole requests, and a decode step of all, with all blocks at one creditor on another core.
+    Prompts use `mode`; decodes ship queries."""
     layers = tuple((layer.kv_heads, layer.head_dim, layer.value_dim) for layer in model.layers)
     each = -(-(context + 1) // BLOCK_TOKENS)
     settings = Settings(
@@ -117,7 +117,7 @@ def answers_over_lent_blocks(
 
 
 class _Checks:
-    """The checks of a step by themselves, over all layers, on as many blocks of the same shape."""
+    """The checks of a step alone, over all layers, on as many blocks of the same shape."""
 
     def __init__(self, layers: Sequence[tuple[int, int, int]], blocks: int, q_heads: int) -> None:
         library = native.load()
@@ -129,7 +129,7 @@ class _Checks:
         self._sealed.write(0, *self._new(len(slots)), slots)
 
     def shipped_s(self, rows: Sequence[Row]) -> float:
-        """At the creditor, while it writes and attends."""
+        """Return the creditor's time for checks while it writes and attends."""
         spans = [Span(row.first_position, len(row.tokens), [at - 1 for at in row.blocks]) for row in rows]
         packed = pack(spans, BLOCK_TOKENS)
         count = len(packed.slots)
@@ -147,7 +147,7 @@ class _Checks:
         return max(0.0, median(longer)) * len(self._layers)
 
     def fetched_s(self, row: Row) -> float:
-        """Of a chunk: its context is verified before it is sent, and its frame at both ends."""
+        """Return the checks of a fetched chunk: verification of its context, and a digest at both ends."""
         blocks = -(-row.first_position // BLOCK_TOKENS)
         payload = [bytes_of(pool[:blocks]) for pool in self._pools[0]] if blocks else []
         named = np.arange(blocks, dtype=np.int32)
@@ -159,7 +159,7 @@ class _Checks:
         return (max(0.0, written_s) + sent_s) * len(self._layers)
 
     def _new(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, the same for all rows: whoever writes them again changes nothing."""
+        """Return keys and values that are the same for all rows, so that rewriting them changes nothing."""
         heads, key, value = self._layers[0]
         return torch.full((rows, heads, key), 0.5), torch.full((rows, heads, value), 0.25)
 
@@ -167,8 +167,7 @@ class _Checks:
 def stored_prefixes(
     model: LoadedModel, folder: Path, tier: Tier, *, blocks: int, answer: int, turns: int
 ) -> list[Cost]:
-    """A prompt whose blocks leave the device for a tier, and come from there for another answer of `answer`
-    tokens."""
+    """Measure a prompt whose blocks are stored to a tier and loaded for another answer of `answer` tokens."""
     engine = TorchEngine(model, kv_blocks=2 * blocks, block_tokens=BLOCK_TOKENS)
     records = records_of(engine.pools)
     host = HostTier(blocks, records.record_bytes, _FINGERPRINT, checksums())

@@ -1,8 +1,8 @@
-"""Where KV waits or travels, with something wrong in it: is that found before it counts?
+"""Places where KV is stored or sent, each with a corruption: is it detected before use?
 
-Each place is the worker's own part, with real memory, files and sockets. `caught` puts sound bytes there,
-corrupts them, has them read as a worker reads them, and says whether that was refused. A reading that brings
-what was written after all is an error of the bench (AssertionError).
+Each place is the worker's own part with real memory, files and sockets. `caught` writes valid bytes, corrupts
+them, reads them as a worker does, and returns whether the read was refused. A read that returns the original
+bytes is an error of the bench (AssertionError).
 """
 
 import socket
@@ -56,7 +56,7 @@ _PIPE_BYTES = 1 << 16
 
 
 class Place(Protocol):
-    """One of them."""
+    """One place to corrupt."""
 
     def caught(self, rng: Random) -> bool: ...
 
@@ -64,7 +64,7 @@ class Place(Protocol):
 
 
 class Tiers:
-    """A record in a slot of the host, or of the disk's file."""
+    """A record in a host slot, or in the disk's file."""
 
     def __init__(self, attention: PagedAttention, tier: Tier, folder: Path) -> None:
         self._tier = tier
@@ -82,7 +82,7 @@ class Tiers:
         self._name = b"n" * 16
 
     def caught(self, rng: Random) -> bool:
-        """The block is stored, and loaded back to where it was."""
+        """Store a block, corrupt it and load it back."""
         self._mover.store([Store(self._name, 0, 0)])
         row = self._host.row(0)
         if self._tier is Tier.HOST:
@@ -109,7 +109,7 @@ class Tiers:
 
 
 class Lent:
-    """A block that a creditor keeps for somebody: attended to, or fetched."""
+    """A block that a creditor lends, attended to or fetched."""
 
     def __init__(self, attention: PagedAttention, q_heads: int) -> None:
         self._attention = attention
@@ -128,7 +128,7 @@ class Lent:
         self._ask(ATTEND, self._part(0, self._tokens), range(len(attention.pools)), self._noise(self._tokens))
 
     def caught(self, rng: Random) -> bool:
-        """One layer's keys or values of one block; the block is as it was afterwards."""
+        """Corrupt keys or values of one block in one layer, and restore them afterwards."""
         layer = rng.randrange(len(self._attention.pools))
         pool = self._attention.pools[layer][rng.randrange(2)]
         memory = np.frombuffer(bytes_of(pool[rng.randrange(self._tokens // BLOCK_TOKENS)]), dtype=np.uint8)
@@ -166,7 +166,7 @@ class Lent:
     def _ask(
         self, kind: str, request: Request, layers: Sequence[int], tensors: Sequence[torch.Tensor]
     ) -> None:
-        """As a link's thread does. Raises KvasirError."""
+        """Ask the creditor as a link's thread does. Raises KvasirError."""
         from msgspec.structs import replace
 
         for layer in layers:
@@ -179,11 +179,11 @@ class Lent:
             reception.commit()
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Close nothing."""
 
 
 class _Echo:
-    """A receiver that sends back what it got, and keeps whatever was committed."""
+    """A receiver that returns its messages and keeps the committed ones."""
 
     def __init__(self) -> None:
         self.committed: list[bytes] = []
@@ -201,11 +201,11 @@ class _Echoed:
         return Reply(b"", self.buffers)
 
     def abandon(self) -> None:
-        """Nothing was kept."""
+        """Keep nothing."""
 
 
 class Frames:
-    """Payloads between two workers, by TCP, through somebody who changes bytes on their way."""
+    """Payloads between two workers by TCP, through a proxy that corrupts bytes."""
 
     def __init__(self) -> None:
         self._desk = WorkerDesk(Peer("creditor", 1))
@@ -217,7 +217,7 @@ class Frames:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def caught(self, rng: Random) -> bool:
-        """A question and its answer, one of which is spoilt somewhere in its payload."""
+        """Send a question, and corrupt its payload or that of its answer."""
         self._spoil = None
         self._echo.committed.clear()
         own = Peer("debtor", 1)
@@ -269,7 +269,7 @@ class Frames:
         finally:
             for end in (source, sink):
                 with suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)  # Wakes who reads there; its owner closes it.
+                    end.shutdown(socket.SHUT_RDWR)  # Wakes the reader; its owner closes the socket.
             source.close()
 
     def close(self) -> None:
@@ -278,7 +278,7 @@ class Frames:
 
 
 def small_attention(blocks: int, layers: int, shape: tuple[int, int, int]) -> PagedAttention:
-    """Pools with noise in them."""
+    """Return an attention whose pools contain noise."""
     made = PagedAttention(
         [LayerShape(*shape)] * layers,
         kv_blocks=blocks,

@@ -1,1 +1,1 @@
-"""`python -m bench bulk`: how fast each transport of the bulk plane moves bytes."""
+"""`python -m bench bulk`: speed of the transports of the bulk plane."""

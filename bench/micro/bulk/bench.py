@@ -1,7 +1,7 @@
-"""`python -m bench bulk`: GB/s of each bulk transport against a bare socket and memcpy, and its round trip.
+"""`python -m bench bulk`: GB/s of each bulk transport against a bare socket and memcpy, and round trips.
 
-Two processes on one host. Sides take turns within each round; a figure is the median over the rounds, a ratio
-the median of the rounds' ratios. A transfer counts until the receiver has verified it and said so.
+Two processes on one host. Sides take turns in each round; figures are medians over rounds, ratios medians of
+the rounds' ratios. A transfer ends when the receiver has verified it and replied.
 """
 
 import json
@@ -29,21 +29,21 @@ _DEADLINE_S = 60.0
 
 
 class Transfer(Protocol):
-    """One way."""
+    """A way to move bytes to another process."""
 
     def send_s(self, data: Buffer) -> float:
-        """Seconds until the other process has all of it and said so."""
+        """Send data; return the seconds until the other process has confirmed it."""
         ...
 
     def round_trip_s(self, data: Buffer, into: Buffer) -> float | None:
-        """Seconds there and back; None where that means nothing."""
+        """Return the seconds of a round trip, or None if the side has none."""
         ...
 
     def close(self) -> None: ...
 
 
 class Memcpy:
-    """What a transport can at most be: a copy within one process."""
+    """A copy within one process, the upper limit of every transport."""
 
     def __init__(self, most_bytes: int) -> None:
         self._target = np.ones(most_bytes, np.uint8)
@@ -58,11 +58,11 @@ class Memcpy:
         return None
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Close nothing."""
 
 
 class _Process:
-    """`bench.micro.bulk.peer` of one transport."""
+    """A process of `bench.micro.bulk.peer` for one transport."""
 
     def __init__(self, name: str) -> None:
         self._popen = subprocess.Popen(
@@ -112,10 +112,10 @@ class BareSocket:
 
 
 class Linked:
-    """A transport of the bulk plane, as workers use it."""
+    """A transport of the bulk plane, used as workers use it."""
 
     def __init__(self, name: str) -> None:
-        """Raises ConfigError where it is not installed."""
+        """Raises ConfigError if the transport is not installed."""
         transport = make_transports(BulkConfig(transports=(name,)))[0]  # type: ignore[arg-type]
         self._process = _Process(name)
         self._link = transport.dial(
@@ -148,7 +148,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """A transport that is not installed is left out, with a note. Raises ConfigError for a size over 256."""
+    """Run the bench; missing transports are left out with a note. Raises ConfigError for a size over 256."""
     sizes: list[int] = sorted(set(context.arguments.mib))
     if not 1 <= sizes[0] <= sizes[-1] <= 256:
         raise ConfigError("sizes are from 1 to 256 MiB", param="mib")
@@ -175,7 +175,7 @@ def run(context: Context) -> Outcome:
 
 
 def random_bytes(seed: int, size_bytes: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-    """Random data: what compresses or is all zero could be faster."""
+    """Return random data, which cannot be compressed."""
     return np.random.default_rng(seed).integers(0, 256, size_bytes, dtype=np.uint8)
 
 
@@ -192,7 +192,7 @@ def _speeds(
             for size in sizes:
                 for name, side in sides.items():
                     took_s = side.send_s(data[: size * MIB])
-                    if number:  # The first round only warms up.
+                    if number:  # The first round is a warm-up.
                         found[name, size].append(size * MIB / took_s / 1e9)
                         context.record({"side": name, "mib": size, "round": number, "took_s": took_s})
             progress.advance(1 if number else 0)
@@ -200,7 +200,7 @@ def _speeds(
 
 
 def _round_trips(side: Transfer, count: int) -> list[float]:
-    """Microseconds, sorted; none where a side has no round trips."""
+    """Return sorted microseconds; empty if the side has no round trips."""
     data, into = memoryview(bytearray(_ROUND_TRIP_BYTES)), memoryview(bytearray(_ROUND_TRIP_BYTES))
     found = [took_s * 1e6 for _ in range(count) if (took_s := side.round_trip_s(data, into)) is not None]
     return sorted(found)

@@ -1,6 +1,6 @@
-"""The other process of `bench bulk`: takes messages by one transport, or bytes from a bare socket.
+"""The peer process of `bench bulk`: receives messages by one transport, or bytes from a bare socket.
 
-Prints one line of JSON, address and ticket, and serves until its standard input ends.
+Prints address and ticket as one line of JSON, and serves until its standard input ends.
 """
 
 import json
@@ -21,7 +21,7 @@ BARE_CHUNK_BYTES = 1 << 20
 
 
 class Sink:
-    """Takes messages into one piece of memory, and sends them back when the header says so."""
+    """Receives messages into one buffer, and returns them if the header asks for it."""
 
     def __init__(self) -> None:
         self._memory = np.ones(MOST_BYTES, np.uint8).data
@@ -31,7 +31,7 @@ class Sink:
 
 
 class Taken:
-    """A `Reception`."""
+    """A `Reception` into the sink's buffer."""
 
     def __init__(self, buffers: list[Buffer], goes_back: bool) -> None:
         self.buffers = buffers
@@ -41,11 +41,11 @@ class Taken:
         return Reply(b"", self.buffers if self._goes_back else ())
 
     def abandon(self) -> None:
-        """The memory is the sink's."""
+        """Release nothing: the buffer is the sink's."""
 
 
 def serve_bare(listener: socket.socket) -> None:
-    """One byte back for every eight bytes that announce a length and the bytes that follow."""
+    """Reply with one byte to every message: eight bytes of length, then the data."""
     connection, _ = listener.accept()
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     memory = np.ones(MOST_BYTES, np.uint8).data

@@ -1,1 +1,1 @@
-"""`python -m bench distattention`: attention over keys that other workers hold."""
+"""`python -m bench distattention`: attention over keys at other workers."""

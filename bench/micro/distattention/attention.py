@@ -1,7 +1,7 @@
-"""One layer's attention with its keys at other workers: how exact, how slow, and which way is faster.
+"""One layer's attention with its keys at other workers: exactness, speed, and choice of mode.
 
-Undivided is the same operator over the same keys in the debtor's own pools. Sides take turns; times are wall
-clock, medians. Query shipping computes at the creditor, fetching moves the keys here first.
+The undivided side is the same operator with all keys in the debtor's pools. Sides take turns; times are
+medians of the wall clock. Query shipping computes at the creditor; fetching copies the keys first.
 """
 
 import statistics
@@ -30,11 +30,11 @@ Q_HEADS = 32
 _SEED = 11
 _STAGING_BLOCKS = 64
 _MOST_PAIRS = 1 << 20
-"""Of a row and a key: larger cells take seconds each, and say nothing new."""
+"""Limit on rows times keys: larger cells take seconds and add nothing."""
 
 
 class Chosen:
-    """A chooser that is told, or left to the measured costs."""
+    """A chooser with a fixed mode, or with the measured costs."""
 
     def __init__(self) -> None:
         self.mode: ShipMode | None = ShipMode.SHIP
@@ -47,7 +47,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Queries:
-    """Of one step."""
+    """Queries of one step."""
 
     spans: tuple[Span, ...]
     decodes: int
@@ -57,7 +57,7 @@ class Queries:
 
 
 def make_queries(rows: list[tuple[int, int, list[int]]], generator: torch.Generator) -> Queries:
-    """Of (first position, count, blocks)."""
+    """Return random queries for rows of (first position, count, blocks)."""
     spans = tuple(Span(first, count, blocks) for first, count, blocks in rows)
     total = sum(count for _, count, _ in rows)
     kv_heads, dim, _ = LAYER
@@ -71,7 +71,7 @@ def make_queries(rows: list[tuple[int, int, list[int]]], generator: torch.Genera
 
 
 def attend(attention: PagedAttention, queries: Queries) -> torch.Tensor:
-    """One step of one layer."""
+    """Run one layer's attention for one step."""
     attention.begin(queries.spans, queries.decodes)
     shape = Shape(LAYER[1] ** -0.5)
     output = attention.attend(0, queries.query, queries.key, queries.value, shape)
@@ -95,7 +95,7 @@ def settings(creditors: int, blocks: int, core: int) -> list[Settings]:
 
 @dataclass
 class Sides:
-    """The undivided attention, and one whose blocks lie at creditors; the same keys in both."""
+    """Undivided attention, and attention with blocks at creditors, over the same keys."""
 
     whole: PagedAttention
     divided: PagedAttention
@@ -103,12 +103,12 @@ class Sides:
     chosen: Chosen
 
     def error(self, queries: Queries) -> float:
-        """Largest absolute difference of the two."""
+        """Return the largest absolute difference between the two."""
         return float((attend(self.divided, queries) - attend(self.whole, queries)).abs().max())
 
 
 def make_sides(links: list[PeerLink], blocks: int, own_blocks: int) -> Sides:
-    """Ids below `own_blocks` are the debtor's own, those above the creditors', `blocks` of each."""
+    """Return both sides. Ids below `own_blocks` are the debtor's; then follow `blocks` of each creditor."""
     whole = make_attention((LAYER,), own_blocks + len(links) * blocks, BLOCK_TOKENS)
     divided = make_attention((LAYER,), own_blocks, BLOCK_TOKENS)
     for attention in (whole, divided):
@@ -131,7 +131,8 @@ def make_sides(links: list[PeerLink], blocks: int, own_blocks: int) -> Sides:
 
 
 def measure_error(core: int, cases: int, creditors: int = 3) -> float:
-    """The largest over random partitions of random steps: batches of decodes and chunks, ways and orders."""
+    """Return the largest error over random partitions of random steps, with decodes, chunks and both
+    modes."""
     generator = torch.Generator().manual_seed(_SEED)
     worst, blocks = 0.0, 48
     with lenders(settings(creditors, blocks, core)) as links:
@@ -150,7 +151,7 @@ def measure_error(core: int, cases: int, creditors: int = 3) -> float:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """One batch and context, everything at the creditor; seconds."""
+    """One batch and context with all keys at the creditor; seconds."""
 
     rows: int
     context_tokens: int
@@ -158,24 +159,24 @@ class LayerTimes:
     ship_s: float
     fetch_s: float
     overhead: float
-    """Shipped against undivided, median of the turns' ratios, less 1."""
+    """Median ratio of shipped to undivided, less 1."""
     half_ratio: float
-    """Half the keys here, half there, against undivided."""
+    """Ratio with half of the keys remote to undivided."""
     fetch_ratio: float
-    """Fetched against shipped."""
+    """Ratio of fetched to shipped."""
     chosen: ShipMode
-    """What the measured costs choose."""
+    """Mode that the measured costs choose."""
 
     @property
     def overhead_us(self) -> float:
-        """What a layer takes longer when its keys are elsewhere."""
+        """Extra time of a layer with remote keys."""
         return (self.ship_s - self.whole_s) * 1e6
 
 
 def measure_cells(
     core: int, contexts: list[int], chunks: list[int], turns: int, advance: Callable[[], None]
 ) -> list[LayerTimes]:
-    """Chunks of 1 are decodes."""
+    """Measure every context and chunk; chunks of 1 are decodes."""
     chosen = [(tokens, count) for tokens, count in product(contexts, chunks) if tokens * count <= _MOST_PAIRS]
     most = max(-(-(tokens + count) // BLOCK_TOKENS) for tokens, count in chosen)
     cells = []

@@ -1,7 +1,7 @@
-"""`python -m bench distattention`: exactness, overhead, shipping against fetching, and the longest context.
+"""`python -m bench distattention`: exactness, overhead, shipping against fetching, longest context.
 
-Creditors are processes of their own on another core, reached over real bulk TCP on the loopback device.
-Source: Infinite-LLM §6.1, §6.5, figures 11 and 12 (papers/001).
+Creditors are processes on another core, reached over bulk TCP on the loopback device. Source: Infinite-LLM
+§6.1, §6.5, figures 11 and 12 (papers/001).
 """
 
 from argparse import ArgumentParser
@@ -34,7 +34,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Raises ConfigError where there is one core only."""
+    """Run the bench. Raises ConfigError if there is only one core."""
     flags = context.arguments
     cores = Cores.choose()
     torch.set_num_threads(1)
@@ -90,7 +90,7 @@ def run(context: Context) -> Outcome:
 
 
 def draw(file: Path, cells: list[LayerTimes]) -> None:
-    """The paper's Figure 12: latency of shipping the query and of fetching the keys, over the context."""
+    """Draw the paper's Figure 12: latency of shipping queries and of fetching keys, over the context."""
     shown = [cell for cell in cells if cell.rows == 1]
     curves = {
         "keys come here": [(cell.context_tokens, cell.fetch_s * 1e3) for cell in shown],
@@ -101,7 +101,7 @@ def draw(file: Path, cells: list[LayerTimes]) -> None:
 
 
 def _figures(cells: list[LayerTimes]) -> dict[str, float]:
-    """The longest decode's carry the plain names."""
+    """Return figures; those without a suffix are of the longest decode."""
     found: dict[str, float] = {}
     decodes = [cell for cell in cells if cell.rows == 1]
     for cell in decodes:
@@ -119,7 +119,7 @@ def _figures(cells: list[LayerTimes]) -> dict[str, float]:
 
 
 def _step_figures(steps: list[RemoteStep]) -> dict[str, float]:
-    """The single sequence's carry the plain names."""
+    """Return figures of steps; those without a suffix are of a single sequence."""
     found: dict[str, float] = {}
     for step in steps:
         name = "remote_step" + ("" if step.batch == 1 else f"_b{step.batch}")
@@ -135,7 +135,7 @@ def _step_row(step: RemoteStep) -> tuple[object, ...]:
 
 
 def _regret(cell: LayerTimes) -> float:
-    """How much slower what the costs choose is than the better way."""
+    """Return how much slower the chosen mode is than the faster one."""
     chosen = cell.ship_s if cell.chosen is ShipMode.SHIP else cell.fetch_s
     return chosen / min(cell.ship_s, cell.fetch_s) - 1
 

@@ -1,7 +1,7 @@
-"""`python -m bench.micro.distattention.creditor SETTINGS`: a worker that only lends, in a process of its own.
+"""`python -m bench.micro.distattention.creditor SETTINGS`: a process that only lends.
 
-It has pools with seeded noise in them, and no model: to attend to somebody's keys none is needed. Prints its
-address and a ticket as one line of JSON and serves until its standard input ends. `lenders` starts some.
+It has pools of seeded noise and no model, which attention does not need. It prints address and ticket as one
+line of JSON and serves until its standard input ends. `lenders` starts such processes.
 """
 
 import json
@@ -38,20 +38,20 @@ _DIAL_S = 10.0
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one creditor."""
+    """Settings of one creditor."""
 
     name: str
     layers: tuple[tuple[int, int, int], ...]
-    """KV heads, key and value size of each."""
+    """(KV heads, key size, value size) of each layer."""
     blocks: int
     block_tokens: int
     seed: int
     core: int
-    """To be bound to."""
+    """Core to bind to."""
 
 
 def make_attention(layers: Any, blocks: int, block_tokens: int) -> PagedAttention:
-    """Pools of these shapes, empty."""
+    """Return an attention with empty pools of these shapes."""
     return PagedAttention(
         [LayerShape(*layer) for layer in layers],
         kv_blocks=blocks,
@@ -62,7 +62,7 @@ def make_attention(layers: Any, blocks: int, block_tokens: int) -> PagedAttentio
 
 
 def fill(attention: PagedAttention, first: int, end: int, seed: int) -> None:
-    """Blocks from `first` to `end` of every layer get noise that depends on the seed only."""
+    """Fill blocks `first` to `end` of every layer with noise that depends only on the seed."""
     for pools in attention.pools:
         for pool in pools:
             generator = torch.Generator().manual_seed(seed)
@@ -71,7 +71,7 @@ def fill(attention: PagedAttention, first: int, end: int, seed: int) -> None:
 
 @dataclass(frozen=True)
 class CreditorProcess:
-    """One that runs, and the ticket with which it may be dialled, once."""
+    """A running creditor, with a ticket for one connection."""
 
     process: "subprocess.Popen[str]"
     name: str
@@ -79,16 +79,15 @@ class CreditorProcess:
     ticket: bytes
 
     def dial(self, debtor: Peer) -> PeerLink:
-        """Raises KvasirError."""
+        """Connect to the creditor. Raises KvasirError."""
         creditor = Peer(self.name, 1)
         return TcpTransport().dial(self.address, debtor, creditor, self.ticket, deadline_s=_DIAL_S)
 
 
 @contextmanager
 def creditor_processes(modules: Mapping[str, Sequence[str]]) -> Iterator[list[CreditorProcess]]:
-    """By name: the module, which calls `serve`, and its arguments. Started together, ended with the block.
-
-    Raises InternalError when one does not start."""
+    """Start modules that call `serve`, with their arguments, by name; end them with the block. Raises
+    InternalError if one does not start."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     started = {
         name: subprocess.Popen([sys.executable, "-m", *words], cwd=ROOT, **pipes)
@@ -111,7 +110,7 @@ def creditor_processes(modules: Mapping[str, Sequence[str]]) -> Iterator[list[Cr
 
 
 def serve(creditor: Creditor, name: str, debtor: Peer) -> None:
-    """Prints address and ticket as one line of JSON, and answers until standard input ends."""
+    """Print address and ticket as one line of JSON, and serve until standard input ends."""
     desk = WorkerDesk(Peer(name, 1))
     for kind, receiver in creditor.receivers.items():
         desk.serve(kind, receiver)
@@ -124,7 +123,7 @@ def serve(creditor: Creditor, name: str, debtor: Peer) -> None:
 
 @contextmanager
 def lenders(settings: Sequence[Settings]) -> Iterator[list[PeerLink]]:
-    """A link to each. Raises InternalError when one does not start."""
+    """Yield a link to each creditor. Raises InternalError if one does not start."""
     module = "bench.micro.distattention.creditor"
     modules = {each.name: (module, msgspec.json.encode(each).decode()) for each in settings}
     with creditor_processes(modules) as running, ExitStack() as links:
@@ -132,7 +131,7 @@ def lenders(settings: Sequence[Settings]) -> Iterator[list[PeerLink]]:
 
 
 def _all_lent(settings: Settings) -> LentGrants:
-    """Every block, to the debtor, by its first grant, and for longer than a bench takes."""
+    """Lend every block to the debtor in its first grant, for longer than a bench takes."""
     table = RBlockTable(settings.name, settings.blocks)
     grants = Grants(table, 1, Terms(settings.blocks, lease_s=1e9), threading.RLock())
     asked = BorrowBlocks(

@@ -1,6 +1,6 @@
-"""The longest context that four workers answer together, against what one holds; is the text the same?
+"""The longest context that four workers can hold together, against one worker's, with a check of the text.
 
-Every worker has the same number of KV blocks. The debtor's staging is taken out of its own.
+Every worker has the same number of KV blocks. The debtor's staging blocks are taken from its own.
 """
 
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ _CHUNK_TOKENS = 128
 
 @dataclass(frozen=True)
 class Longest:
-    """Of one run."""
+    """Result of one run."""
 
     own_tokens: int
-    """That one worker's KV holds."""
+    """Tokens that fit into one worker's KV."""
     answered_tokens: int
-    """Prompt and answer together, as long as the pool of all workers allows."""
+    """Prompt and answer tokens that fit into all workers' KV."""
     is_same_text: bool
 
     @property
@@ -38,7 +38,7 @@ class Longest:
 
 
 def measure_longest(folder: Path, core: int, *, blocks: int, workers: int, answer_tokens: int) -> Longest:
-    """With `blocks` at each of the workers, one of which is the debtor."""
+    """Measure with `blocks` KV blocks at each of `workers` workers, one of which is the debtor."""
     torch.set_num_threads(1)
     model = load(str(folder), dtype="float32", device="cpu")
     staged = (workers - 1) * HALVES * _STAGING_BLOCKS
@@ -83,7 +83,7 @@ def _engine(model: LoadedModel, blocks: int) -> TorchEngine:
 
 
 def _generate(engine: TorchEngine, blocks: list[int], prompt: list[int], count: int) -> list[int]:
-    """Greedy, in chunks."""
+    """Generate greedily, with chunked prefill."""
     sampling = Sampling(seed=0, max_tokens=count, temperature=0.0)
     tokens, done = list(prompt), 0
     while len(tokens) < len(prompt) + count:

@@ -1,7 +1,7 @@
-"""A decode step of a whole model with some of its keys at another worker, against one with all of them here.
+"""A decode step of a whole model with some keys at another worker, against one with all keys local.
 
-Two workers, a core each: the engine that computes and, in a process of its own, a creditor that does nothing
-else. Both steps compute the same sequences in turns.
+Two workers with a core each: the engine, and a creditor process that only lends. Both sides compute the same
+sequences in turns.
 """
 
 import time
@@ -28,7 +28,7 @@ _CALLS = ("begin", "send", "collect", "end")
 
 @dataclass(frozen=True)
 class RemoteStep:
-    """Of one batch; seconds, medians."""
+    """Medians of one batch, in seconds."""
 
     batch: int
     remote_s: float
@@ -37,19 +37,19 @@ class RemoteStep:
     low: float
     high: float
     cpu_ratio: float
-    """Of the engine's own time of its core, remote against local."""
+    """Ratio of the engine's CPU time, remote to local."""
     begin_s: float
-    """Per step: cutting it, and saying what it is about."""
+    """Time per step to split it and announce it."""
     send_s: float
-    """Per step: questions gathered and sent."""
+    """Time per step to collect and send queries."""
     wait_s: float
-    """Per step: for answers, once the own part is attended to."""
+    """Time per step to wait for answers after the local part."""
 
 
 def measure_steps(
     folder: Path, core: int, *, batches: list[int], context: int, away: float, turns: int
 ) -> list[RemoteStep]:
-    """`away` of each sequence's blocks, its newest ones, lie at the creditor, on that core."""
+    """Measure steps with a share `away` of each sequence's newest blocks at a creditor on `core`."""
     model = load(str(folder), dtype="float32", device="cpu")
     layers = tuple((layer.kv_heads, layer.head_dim, layer.value_dim) for layer in model.layers)
     needed = -(-(context + 1) // BLOCK_TOKENS)
@@ -87,7 +87,7 @@ def measure_steps(
 def _stepping(
     engine: TorchEngine, context: int, tables: list[list[int]]
 ) -> Callable[[], tuple[float, float]]:
-    """Wall clock and time of the core of one step."""
+    """Return a function that runs one step and returns its wall clock and CPU time."""
     sampling = Sampling(seed=0, max_tokens=1, temperature=0.0)
     point = SamplePoint(sampling, 0, 0, [5] * (context + 1))
     rows = [Row([5], context, table, point) for table in tables]
@@ -128,7 +128,7 @@ def _compare(
 
 
 def _timed(debtor: Debtor) -> dict[str, float]:
-    """What its calls take from now on, in seconds."""
+    """Measure the debtor's calls from now on; return their seconds by name."""
     spent_s = dict.fromkeys(_CALLS, 0.0)
 
     def timed(name: str, call: Callable[..., object]) -> Callable[..., object]:

@@ -1,1 +1,1 @@
-"""How close decodes on a CUDA device come to what its memory can deliver."""
+"""Memory bandwidth that decodes use on a CUDA device, against its limit."""

@@ -1,6 +1,6 @@
 """Attention of one layer: our kernel over shuffled blocks against PyTorch's over contiguous keys and values.
 
-SDPA and FlexAttention get them gathered for nothing. All sides take turns.
+SDPA and FlexAttention get gathered keys and values at no cost. All sides take turns.
 """
 
 import statistics
@@ -15,24 +15,24 @@ from bench.kit.turns import alternate
 from bench.micro.gpu.steps import BLOCK_TOKENS, DTYPE, TURNS, Shape, graphed
 
 _COLD_BYTES = 1 << 28
-"""Of the sets of keys and values that a measurement goes round."""
+"""Total size of the sets of keys and values in a measurement."""
 _TOLERANCE = 2e-2
 
 
 @dataclass(frozen=True)
 class AttentionTimes:
-    """One batch and context."""
+    """Attention times of one batch and context."""
 
     seconds: dict[str, float]
-    """Of one layer's attention, by side: `ours`, `sdpa`, `flex`; what could not be captured is absent."""
+    """Seconds per layer by side: `ours`, `sdpa`, `flex`. A side that cannot be captured is absent."""
     wrong: int
-    """Sides whose results differ from ours by more than bf16 explains."""
+    """Number of sides whose results differ from ours by more than bf16 explains."""
     notes: list[str]
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The same keys and values in shuffled blocks and contiguous, and a query for each sequence."""
+    """The same keys and values in shuffled blocks and contiguous, with a query per sequence."""
 
     k_pool: torch.Tensor
     v_pool: torch.Tensor
@@ -46,7 +46,7 @@ class Keys:
 def make_keys(
     shape: Shape, tables: torch.Tensor, dtype: torch.dtype, device: torch.device, seed: int
 ) -> Keys:
-    """For block tables int64 `[batch, blocks]` that name every block once."""
+    """Return random keys for int64 block tables `[batch, blocks]` that contain every block once."""
     generator = torch.Generator(device).manual_seed(seed)
     size = (tables.numel(), shape.kv_heads, shape.head_dim, BLOCK_TOKENS)
     k_pool = torch.randn(size, generator=generator, dtype=dtype, device=device)
@@ -62,7 +62,7 @@ def make_keys(
 
 
 def our_attention(shape: Shape, tables: torch.Tensor, multiprocessors: int) -> Callable[[Keys], torch.Tensor]:
-    """Decodes at the last position of whole blocks."""
+    """Return our attention for decodes at the last position of whole blocks."""
     from services.worker.engine.gpu.attention import attend_paged
     from services.worker.engine.gpu.spans import Heads, pack
     from services.worker.engine.spans import Span
@@ -80,16 +80,16 @@ def our_attention(shape: Shape, tables: torch.Tensor, multiprocessors: int) -> C
 
 
 def sdpa_attention(keys: Keys) -> torch.Tensor:
-    """PyTorch's own, over contiguous keys."""
+    """Run PyTorch's SDPA over contiguous keys."""
     query = keys.query[:, :, None]
     return functional.scaled_dot_product_attention(query, keys.key, keys.value, enable_gqa=True)[:, :, 0]
 
 
 def flex_attention() -> Callable[[Keys], torch.Tensor]:
-    """FlexAttention, compiled for these shapes, over contiguous keys."""
+    """Return FlexAttention over contiguous keys, compiled for these shapes."""
     from torch.nn.attention.flex_attention import flex_attention as uncompiled
 
-    forget: Any = torch.compiler.reset  # After eight shapes of a function torch gives up compiling it.
+    forget: Any = torch.compiler.reset  # torch stops compiling after eight shapes of a function.
     forget()
     compiled: Any = torch.compile(uncompiled, dynamic=False)
     return lambda keys: compiled(keys.query[:, :, None], keys.key, keys.value, enable_gqa=True)[:, :, 0]
@@ -97,7 +97,7 @@ def flex_attention() -> Callable[[Keys], torch.Tensor]:
 
 @torch.no_grad()
 def measure_attention(shape: Shape, batch: int, context_tokens: int, device: torch.device) -> AttentionTimes:
-    """All sides, taking turns."""
+    """Measure all sides in turns."""
     blocks = context_tokens // BLOCK_TOKENS
     tables = torch.randperm(batch * blocks, device=device).view(batch, blocks)
     sets = max(1, min(64, -(-_COLD_BYTES // shape.kv_bytes(batch, context_tokens))))
@@ -124,7 +124,7 @@ def measure_attention(shape: Shape, batch: int, context_tokens: int, device: tor
 
 
 def measured(read_bytes: int, seconds: dict[str, float], limit_bytes_per_s: float) -> dict[str, float]:
-    """Figures of one cell: microseconds, share of the limit, and how many times faster than the others."""
+    """Return a cell's figures: microseconds, share of the limit, and speedup over the others."""
     ours = seconds["ours"]
     row = {"us": ours * 1e6, "bandwidth_fraction": read_bytes / ours / limit_bytes_per_s}
     return row | {f"vs_{name}": other / ours for name, other in seconds.items() if name != "ours"}

@@ -1,8 +1,8 @@
-"""`python -m bench gpu`: how much of the memory bandwidth decodes use; Llama shapes, random weights.
+"""`python -m bench gpu`: memory bandwidth used by decodes, with Llama shapes and random weights.
 
-Attention of one layer against PyTorch's own, and whole decode steps. The limit is what a copy on the device
-reaches, bytes read and written together. Timed by replaying CUDA graphs; the keys and values they go round
-are together larger than any cache.
+It measures one layer's attention against PyTorch's, and whole decode steps. The limit is a copy on the
+device, bytes read and written together. Times come from replayed CUDA graphs over more keys and values than
+any cache holds.
 """
 
 import argparse
@@ -30,7 +30,7 @@ _COLUMNS = {"us": "µs", "bandwidth_fraction": "of limit", "vs_sdpa": "vs SDPA",
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which models, batches and contexts."""
+    """Add the bench's flags."""
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=list(MODELS))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 4096], metavar="TOKENS")
@@ -38,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Raises ConfigError where there is no CUDA device, no Triton, or a context is not whole blocks."""
+    """Run the bench. Raises ConfigError without a CUDA device or Triton, or if a context is not whole
+    blocks."""
     device = cuda_device()
     asked = context.arguments
     models, batches, contexts = asked.models, asked.batches, asked.contexts
@@ -65,7 +66,7 @@ def run(context: Context) -> Outcome:
 
 
 def cuda_device() -> torch.device:
-    """Raises ConfigError where there is none, or no Triton."""
+    """Return the CUDA device. Raises ConfigError if there is none, or no Triton."""
     if not torch.cuda.is_available():
         raise ConfigError("no CUDA device here: `bench gpu` measures on one, and nothing was measured")
     try:
@@ -77,7 +78,7 @@ def cuda_device() -> torch.device:
 
 
 class _Found:
-    """What the measurements add up to."""
+    """Sum of the measurements."""
 
     def __init__(self, limit_bytes_per_s: float) -> None:
         self.limit_bytes_per_s = limit_bytes_per_s

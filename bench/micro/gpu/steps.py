@@ -1,4 +1,4 @@
-"""Whole decode steps of Llamas with random weights: from token ids to logits, through CUDA graphs."""
+"""Decode steps of Llamas with random weights, from token ids to logits, through CUDA graphs."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a Llama model."""
+    """Shape of a Llama model."""
 
     layers: int
     hidden: int
@@ -24,7 +24,7 @@ class Shape:
     head_dim: int = 128
 
     def kv_bytes(self, batch: int, context_tokens: int) -> int:
-        """Of one layer: what one step's attention has to read."""
+        """Return the bytes of one layer's KV that attention reads in a step."""
         return 2 * batch * context_tokens * self.kv_heads * self.head_dim * DTYPE.itemsize
 
 
@@ -43,7 +43,7 @@ Compute = Callable[[], Any]
 
 
 def graphed(calls: Sequence[Compute]) -> Callable[[], float]:
-    """A function that replays all calls as one CUDA graph and returns the seconds of one call."""
+    """Return a function that replays all calls as one CUDA graph and returns the seconds of one call."""
     new_stream: Any = torch.cuda.Stream
     stream = new_stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -58,7 +58,7 @@ def graphed(calls: Sequence[Compute]) -> Callable[[], float]:
 
 
 def replayed_s(replay: Compute, calls: int) -> float:
-    """Seconds of one call, by the device's clock."""
+    """Return the seconds of one call, by the device's clock."""
     event: Any = torch.cuda.Event
     start, end = event(enable_timing=True), event(enable_timing=True)
     replay()
@@ -71,7 +71,7 @@ def replayed_s(replay: Compute, calls: int) -> float:
 
 
 def copy_bytes_per_s(device: torch.device) -> float:
-    """What a copy on the device moves, read and written bytes together: the median of several."""
+    """Return the median rate of a copy on the device, read and written bytes together."""
     source = torch.randn(_COPY_BYTES // 4, device=device)
     target = torch.empty_like(source)
     measured = [replayed_s(lambda: target.copy_(source), 1) for _ in range(TURNS)]
@@ -79,7 +79,7 @@ def copy_bytes_per_s(device: torch.device) -> float:
 
 
 def random_llama(shape: Shape, max_positions: int, dtype: torch.dtype, device: torch.device) -> Any:
-    """transformers' Llama with random weights, made on the device."""
+    """Return transformers' Llama with random weights, created on the device."""
     import transformers
 
     factory: Any = transformers.AutoModelForCausalLM
@@ -98,7 +98,7 @@ def random_llama(shape: Shape, max_positions: int, dtype: torch.dtype, device: t
 
 
 def step_bytes(module: Any, shape: Shape, batch: int, context_tokens: int) -> int:
-    """What a decode step has to read: every weight but the embedding table, and all keys and values."""
+    """Return the bytes that a decode step reads: all weights except the embedding table, and all KV."""
     weights = sum(each.numel() * each.element_size() for each in module.parameters())
     embedding = module.get_input_embeddings().weight
     weights -= embedding.numel() * embedding.element_size()
@@ -106,7 +106,7 @@ def step_bytes(module: Any, shape: Shape, batch: int, context_tokens: int) -> in
 
 
 def random_pools(shape: Shape, blocks: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of every layer."""
+    """Return random keys and values of every layer."""
     size = (blocks, shape.kv_heads)
     return [
         (
@@ -118,7 +118,7 @@ def random_pools(shape: Shape, blocks: int, device: torch.device) -> list[tuple[
 
 
 def measure_step(module: Any, shape: Shape, batch: int, context_tokens: int, device: torch.device) -> float:
-    """Seconds of one decode step as the engine makes it, block tables copied to the device included."""
+    """Return the seconds of a decode step in the engine, with its copy of the block tables to the device."""
     from services.worker.engine.gpu.backend import TritonBackend
     from services.worker.engine.gpu.llama import with_graphs
     from services.worker.engine.spans import Span, pack
