@@ -1,1 +1,1 @@
-"""How hard the code is to enter, counted."""
+"""Measures of how hard the code is to enter."""

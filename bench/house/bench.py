@@ -1,12 +1,12 @@
-"""`python -m bench house`: how hard the code is to enter. Counts, no timings.
+"""`python -m bench house`: how hard the code is to enter, in counts without timings.
 
-Static (`static.py`): lines, words, the share of imports, splinters, names with several meanings. Live: the
-files and functions that run in a stack of two workers from the moment a chat request of 16 tokens leaves the
-client to the end of its answer; which of those files belong to features that the request does not use; and
-the files of the worker and the ledger that run while a prompt longer than one worker's KV borrows from the
-other. Everything that also runs on timers in an idle stack is left out, so heartbeats do not count.
+Static (`static.py`): lines, words, the share of imports, splinters, names with several meanings. Live: files
+and functions that run in a stack of two workers while it serves a chat request of 16 tokens, and which of
+those files belong to unused features. Also the files of worker and ledger that run while a prompt longer than
+one worker's KV borrows from the other. Code that runs on timers in an idle stack, such as heartbeats, is left
+out.
 
-`--check` fails when a figure is above its ceiling in `house.toml`.
+`--check` fails if a figure is above its ceiling in `house.toml`.
 """
 
 import json
@@ -46,7 +46,7 @@ _LONG_PROMPT = " ".join(["Once upon a time there was a fox."] * 100)
 _SHORT_PROMPT = "Hello! Who are you?"
 
 Function = tuple[str, str]
-"""(file, qualified name)."""
+"""(file, qualified name)"""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Raises InternalError with `--check` when a figure is above its ceiling."""
+    """Run the bench. Raises InternalError with `--check` if a figure is above its ceiling."""
     house = ceilings.read(ROOT)
     figures, tables = _source()
     if not context.arguments.no_live:
@@ -134,9 +134,9 @@ def _trace(
     max_tokens: int,
     context_tokens: int,
 ) -> set[Function]:
-    """What runs while one request is served by a stack that has served one before.
+    """Return the functions that run while a stack serves one request after a first one.
 
-    It is sent once the gateway takes `context_tokens`: lenders make themselves known after a while.
+    The request is sent once the gateway accepts `context_tokens`, because lenders announce themselves late.
     """
     folder = context.run_dir.resolve() / f"trace-{name}"
     folder.mkdir()
@@ -148,20 +148,20 @@ def _trace(
         port, key = stack.target.port, stack.target.key
         stack.tree.await_(lambda: _longest(port, key) >= context_tokens, _READY_S)
         _chat(port, key, "Good morning! " + prompt, max_tokens)
-        time.sleep(_QUIET_S)  # What follows an answer's end is neither idle nor the next one's.
+        time.sleep(_QUIET_S)  # Work after an answer's end is neither idle nor the next request's.
         on_timers = _window(folder, lambda: time.sleep(_QUIET_S))
         return _window(folder, lambda: _chat(port, key, prompt, max_tokens)) - on_timers
 
 
 def _longest(port: int, key: str) -> int:
-    """Tokens of prompt and answer together that the gateway accepts now; lenders are known after a while."""
+    """Return the tokens of prompt and answer that the gateway accepts now."""
     url = f"http://127.0.0.1:{port}/v1/models"
     models = httpx.get(url, headers={"Authorization": f"Bearer {key}"}, timeout=_ANSWER_S).json()["data"]
     return max(int(row.get("max_model_len") or 0) for row in models)
 
 
 def _chat(port: int, key: str, prompt: str, max_tokens: int) -> None:
-    """One streamed chat, read to its end. Raises InternalError when it is refused or breaks off."""
+    """Read one streamed chat to its end. Raises InternalError if it is refused or breaks off."""
     body = {
         "model": TINY_CHAT.name,
         "stream": True,
@@ -185,7 +185,7 @@ def _raise_flag(folder: Path, value: int) -> None:
 
 
 def _window(folder: Path, passes: Callable[[], None]) -> set[Function]:
-    """What all processes ran while `passes` did. Raises InternalError when none of them says so."""
+    """Return the functions that all processes ran during `passes`. Raises InternalError if none reports."""
     for part in folder.glob("*.json"):
         part.unlink()
     _raise_flag(folder, 1)

@@ -1,4 +1,4 @@
-"""`house.toml`: ceilings for what `bench house` counts, and the files of features that a plain chat skips."""
+"""`house.toml`: ceilings of the figures of `bench house`, and files that a plain chat does not run."""
 
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,15 +9,15 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class House:
-    """What `house.toml` says."""
+    """Contents of `house.toml`."""
 
     ceilings: Mapping[str, float]
-    """Figure → the most that it may be."""
+    """Largest allowed value by figure."""
     off: Mapping[str, Sequence[str]]
-    """Feature → patterns of its files, relative to the root; `*` matches folders too."""
+    """File patterns by feature, relative to the root; `*` also matches folders."""
 
     def excesses(self, figures: Mapping[str, float]) -> list[str]:
-        """A sentence for each figure above its ceiling. Figures that were not counted do not count."""
+        """Return a sentence for each figure above its ceiling; missing figures do not count."""
         return [
             f"{name} is {figures[name]:g}, and house.toml allows {most:g}"
             for name, most in self.ceilings.items()
@@ -25,7 +25,7 @@ class House:
         ]
 
     def off_files(self, touched: Iterable[str]) -> dict[str, list[str]]:
-        """Which files of each feature in `off` are among those that a plain chat touched."""
+        """Return the files of each feature in `off` that a plain chat ran."""
         files = sorted(set(touched))
         return {
             feature: [file for file in files if any(fnmatch(file, pattern) for pattern in patterns)]
@@ -34,6 +34,6 @@ class House:
 
 
 def read(root: Path) -> House:
-    """Raises OSError or ValueError where there is no such file or it is no TOML."""
+    """Read the file. Raises OSError or ValueError if it is missing or no TOML."""
     text = tomllib.loads((root / "house.toml").read_text())
     return House(text["ceilings"], text["off"])

@@ -1,7 +1,7 @@
-"""The layers of the code as a picture, drawn from its imports: who builds on whom.
+"""The layers of the code as a picture, drawn from its imports.
 
-A room is a group of folders. An arrow leads from a room to one that it imports, where no longer way leads
-there already; rooms that import each other share a box. `python -m bench.house.layers` prints it.
+A room is a group of folders. An arrow leads from a room to one that it imports, unless a longer path exists.
+Rooms that import each other share a box. `python -m bench.house.layers` prints it.
 """
 
 import re
@@ -23,13 +23,13 @@ ROOMS = (
     (r"shared(\..*)?", "shared: messages, subjects, configuration, errors"),
     (r"(sim|bench)(\..*)?", r"\1"),
 )
-"""Patterns of module names and what a room is called; the first that fits counts."""
+"""Patterns of module names and their rooms; the first match counts."""
 
 Graph = dict[str, set[str]]
 
 
 def mermaid(root: Path = ROOT) -> str:
-    """The picture of the tree below `root`."""
+    """Return the picture of the tree below `root`."""
     graph = without_detours(without_cycles(imports_between_rooms(modules(root, FOLDERS))))
     order = sorted(graph, key=lambda room: (-_height(graph, room), room))
     ids = {room: f"r{at}" for at, room in enumerate(order)}
@@ -43,7 +43,7 @@ def mermaid(root: Path = ROOT) -> str:
 
 
 def imports_between_rooms(of: Sequence[Module]) -> Graph:
-    """Every room with those that it imports."""
+    """Return every room with the rooms that it imports."""
     room_of = {module.name: name for module in of if (name := _room(module.name))}
     graph: Graph = {room: set() for room in room_of.values()}
     for module in of:
@@ -54,7 +54,7 @@ def imports_between_rooms(of: Sequence[Module]) -> Graph:
 
 
 def without_cycles(graph: Mapping[str, set[str]]) -> Graph:
-    """Rooms that reach each other become one, with all their names."""
+    """Join rooms that reach each other into one, with all their names."""
     reached = {room: _reached(graph, room) for room in graph}
     box = {
         room: " + ".join(sorted({room} | {other for other in reached[room] if room in reached[other]}))
@@ -67,7 +67,7 @@ def without_cycles(graph: Mapping[str, set[str]]) -> Graph:
 
 
 def without_detours(graph: Mapping[str, set[str]]) -> Graph:
-    """No arrow where a longer way leads to the same room; the graph has no cycles."""
+    """Remove arrows to rooms that a longer path reaches; the graph has no cycles."""
     beyond = {
         room: set().union(*(_reached(graph, other) for other in others)) for room, others in graph.items()
     }
@@ -80,7 +80,7 @@ def _room(module: str) -> str:
 
 
 def _reached(graph: Mapping[str, set[str]], start: str) -> set[str]:
-    """Over one arrow or more."""
+    """Return the rooms reachable over one arrow or more."""
     found: set[str] = set()
     to_visit = list(graph[start])
     while to_visit:
@@ -92,7 +92,7 @@ def _reached(graph: Mapping[str, set[str]], start: str) -> set[str]:
 
 
 def _height(graph: Mapping[str, set[str]], room: str) -> int:
-    """Arrows of the longest way down."""
+    """Return the number of arrows on the longest path down."""
     return max((1 + _height(graph, other) for other in graph[room]), default=0)
 
 

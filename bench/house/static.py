@@ -1,6 +1,6 @@
-"""What the source itself says: lines, imports, modules with one importer, names with several meanings.
+"""Figures of the source itself: lines, imports, modules with one importer, names with several meanings.
 
-Reads the working tree below a root; imports nothing of it.
+It reads the working tree below a root and imports nothing of it.
 """
 
 import ast
@@ -12,9 +12,9 @@ from functools import cached_property
 from pathlib import Path
 
 SPLINTER_LINES = 75
-"""A module shorter than this with exactly one importer is a splinter …"""
+"""A module shorter than this with exactly one importer is a splinter."""
 _NO_SPLINTERS = {"__init__", "__main__", "config", "service"}
-"""… unless it is an entry point, or what every service has under this name."""
+"""Exceptions: entry points, and modules that every service has under this name."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Module:
     """One Python file."""
 
     name: str
-    """Dotted, from the root."""
+    """Dotted name from the root."""
     path: Path
     text: str
 
@@ -35,11 +35,11 @@ class Module:
         return ast.parse(self.text)
 
     def import_lines(self) -> int:
-        """Lines that import statements take."""
+        """Return the lines of import statements."""
         return sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in self._imports())
 
     def imported(self) -> Iterator[str]:
-        """Dotted names of what it imports; of `from a import b` both `a` and `a.b`."""
+        """Yield dotted names of imports; for `from a import b` both `a` and `a.b`."""
         for node in self._imports():
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
@@ -48,7 +48,7 @@ class Module:
                 yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
     def types(self) -> list[str]:
-        """Names of its public top-level classes and type aliases."""
+        """Return the names of public top-level classes and type aliases."""
         found: list[str] = []
         for node in self.tree.body:
             if isinstance(node, ast.ClassDef):
@@ -63,7 +63,7 @@ class Module:
 
 
 def modules(root: Path, folders: Sequence[str]) -> list[Module]:
-    """Every Python file below these folders of `root`, sorted by name."""
+    """Return every Python file below `folders` of `root`, sorted by path."""
     found = [path for folder in folders for path in (root / folder).rglob("*.py")]
     return [_read(root, path) for path in sorted(found)]
 
@@ -73,24 +73,24 @@ def lines(root: Path, folders: Sequence[str]) -> int:
 
 
 def words(pages: Sequence[Path]) -> int:
-    """Words in these text files, as `wc -w` counts them."""
+    """Return the words in text files, as `wc -w` counts them."""
     return sum(len(page.read_text().split()) for page in pages)
 
 
 def entries(root: Path) -> int:
-    """Files and folders in the root that git tracks and `ls` shows."""
+    """Return the number of files and folders in the root that git tracks and `ls` shows."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True)
     names = {name.partition("/")[0] for name in listed.stdout.split("\0") if name}
     return len([name for name in names if not name.startswith(".")])
 
 
 def import_share(of: Sequence[Module]) -> float:
-    """Lines of import statements over all lines, 0 to 1."""
+    """Return the share of lines that are import statements."""
     return sum(module.import_lines() for module in of) / sum(module.lines for module in of)
 
 
 def splinters(of: Sequence[Module]) -> list[Module]:
-    """Modules below `SPLINTER_LINES` lines that exactly one other of them imports."""
+    """Return modules below `SPLINTER_LINES` lines that exactly one other of them imports."""
     by_name = {module.name: module for module in of}
     importers: dict[str, set[str]] = defaultdict(set)
     for module in of:
@@ -106,7 +106,7 @@ def splinters(of: Sequence[Module]) -> list[Module]:
 
 
 def homonyms(of: Sequence[Module]) -> dict[str, list[str]]:
-    """Public types that several modules define, each a word with several meanings: name → those modules."""
+    """Return public types that several modules define, with those modules."""
     where: dict[str, list[str]] = defaultdict(list)
     for module in of:
         for name in set(module.types()):

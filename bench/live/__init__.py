@@ -1,1 +1,1 @@
-"""Benches on real processes of this machine: whole stacks under load, one side against another by turns."""
+"""Benches on real processes of this machine: whole stacks under load, with sides taking turns."""

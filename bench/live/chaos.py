@@ -1,14 +1,14 @@
-"""`python -m bench chaos`: processes of a stack are killed and frozen under streams; what do clients notice?
+"""`python -m bench chaos`: effect on clients when processes of a stack are killed or frozen under load.
 
-Rounds of streams on one stack with default settings: first undisturbed, then the same requests again and
-again, each time with a fault in their middle, or with two at once. Answers are compared with the undisturbed
-ones: a request of temperature 0, or with a seed, has one answer, whatever dies; those held to a JSON schema
-are validated as well. Pauses are the longest gap between two texts of a stream in whose time the fault fell.
+Rounds of streams run on one stack with default settings: first undisturbed, then the same requests with one
+fault or two in each round. Answers are compared with the undisturbed ones: a greedy or seeded request has
+only one correct answer. Answers with a JSON schema are also validated. A pause is the longest gap between two
+events of a stream that ends after the fault.
 
-With `--tight` every mechanism for short memory is on and memory is short, so that faults meet blocks that are
-lent, swapped, on their way or on a disk; pauses are then those of waiting for memory, too.
+With `--tight` memory is short and every mechanism for short memory is on. Faults then hit blocks that are
+lent, swapped, in transfer or on disk, and pauses include waits for memory.
 
-`--minutes` then goes on with the same rounds, without faults, and says what grows.
+`--minutes` continues with the same rounds without faults, and reports what grows.
 """
 
 import asyncio
@@ -44,17 +44,18 @@ from shared.recorder import MOST_BATCHES, MOST_EVENTS
 STREAMS, WORKERS, GATEWAYS = 8, 2, 2
 _DEADLINE_S = 120.0
 FROZEN_S = {"worker": 4.0, "gateway": 8.0}
-"""A gateway for longer than others wait for it: they go on with its answers."""
+"""Seconds of a freeze. A gateway is frozen for longer than the others' timeout, so they take over its
+answers."""
 _REST_S = 20.0
-"""At most: for what was killed to be there again."""
+"""Timeout for the stack's recovery."""
 _KINDS = ("worker", "scheduler", "placement", "predictor", "ledger", "gateway", "nats")
 _SAMPLE_S = 20.0
 _AT_ONCE = 64
-"""Short requests, of which there are as many as a process remembers events: a worker has two or three of
-each. Before so many, memory grows whatever is served."""
+"""Short requests, as many as a process's flight recorder has room for, with two or three events each.
+Until the recorder is full, memory grows under any load."""
 _STEPS, _ROWS = 40, 16
-"""Then so many steps each, with so many rows at each worker, which take half of the KV of a tight one, until
-all steps that a process remembers are such."""
+"""Then requests of this many steps, with this many rows per worker, until the recorder has only such
+steps. They take half of a tight worker's KV."""
 TIGHT: Settings = {
     **CACHE,
     **LENDING,
@@ -66,10 +67,10 @@ TIGHT: Settings = {
     "worker.prefix_cache.disk_mb": 64,
     "placement.policy": "mell",
 }
-"""Two workers have about half of what the requests need, and one less than the longest of them; Pie has
-little, so that it is borrowed from the other as well."""
+"""Two workers have about half of the memory that the requests need; one has less than the longest needs.
+Pie has little, so blocks are borrowed as well."""
 LONG_TOKENS = 1300
-"""Of that one: with its answer it has more than the 1,440 that a worker holds beside Pie's buffers."""
+"""Prompt tokens of the longest request; with its answer it exceeds the 1,440 tokens beside Pie's buffers."""
 _LOST_LOANS = "borrowed blocks lost"
 _EVENTS = {
     "borrowed": "blocks borrowed from the other worker",
@@ -77,7 +78,7 @@ _EVENTS = {
     "relief": "relief chosen where memory ran out",
     "move": "running answers moved",
 }
-"""Of processes' logs: what says that a mechanism was at work."""
+"""Log events that show a mechanism at work."""
 SCHEMA: dict[str, Any] = {
     "type": "array",
     "items": {
@@ -93,19 +94,19 @@ SCHEMA: dict[str, Any] = {
     "minItems": 10,
     "maxItems": 14,
 }
-"""Of answers that are held to one."""
+"""Schema of constrained answers."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to whom, at one moment."""
+    """A fault of one or two processes."""
 
     victims: tuple[str, ...]
     is_freeze: bool = False
 
     @property
     def kind(self) -> str:
-        """Under which figure it counts."""
+        """Name of the fault in the figures."""
         names = {victim.partition("-")[0] for victim in self.victims}
         if len(self.victims) > 1:
             return "pair"
@@ -114,17 +115,17 @@ class Fault:
 
 @dataclass
 class Seen:
-    """Of all rounds."""
+    """Results of all rounds."""
 
     requests: int = 0
     lost: int = 0
     duplicated: int = 0
-    """More tokens than were asked for."""
+    """Answers with too many tokens."""
     changed: int = 0
     invalid: int = 0
-    """Not as its schema says."""
+    """Answers that violate their schema."""
     pauses_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """By kind of fault: the longest of each stream that was under way then."""
+    """Longest pause of each stream that was running at the fault, by kind of fault."""
 
     def take(
         self,
@@ -134,7 +135,7 @@ class Seen:
         wanted: Sequence[Answer],
         bodies: Sequence[dict[str, Any]],
     ) -> None:
-        """One round's; without a fault nothing of pauses."""
+        """Add the answers of one round; without a fault no pauses."""
         for answer, expected, body in zip(answers, wanted, bodies, strict=True):
             self.requests += 1
             if not answer.ok or answer.completion_tokens < expected.completion_tokens:
@@ -153,7 +154,7 @@ class Seen:
 
 
 def longest_pause_s(event_s: Sequence[float], at_s: float) -> float:
-    """The longest gap between two events that ends after `at_s`."""
+    """Return the longest gap between two events that ends after `at_s`."""
     return max(after - before for before, after in pairwise(event_s) if after > at_s)
 
 
@@ -173,7 +174,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Raises InternalError where a stack does not recover, or serves nothing undisturbed."""
+    """Run the bench. Raises InternalError if a stack does not recover, or fails undisturbed."""
     if context.arguments.part == "shadow":
         return shadowing.run(context)
     count = context.arguments.faults or (6 if context.quick else 60)
@@ -226,26 +227,26 @@ _TIGHT_NOTE = (
 
 
 def _tight(disk: Path) -> Settings:
-    """With a folder for what workers keep on disk."""
+    """Return the tight settings, with a new folder for the workers' disk tier."""
     disk.mkdir(parents=True, exist_ok=True)
     return {**TIGHT, "worker.prefix_cache.disk_path": str(disk)}
 
 
 def work_table(logs: Path) -> Table:
-    """How often a mechanism was at work, as processes' logs say."""
+    """Return how often each mechanism was at work, from the logs."""
     found = _events(logs)
     return Table("Mechanisms", ("what", "times"), [(said, found[event]) for event, said in _EVENTS.items()])
 
 
 def _events(logs: Path) -> Counter[str]:
-    """Of processes' logs, how often each came."""
+    """Count the events in the logs."""
     found = Counter[str]()
     for log in logs.glob("*.log"):
         for line in log.read_bytes().splitlines():
             try:
                 told = orjson.loads(line)
             except orjson.JSONDecodeError:
-                continue  # Of a process that was killed while it wrote.
+                continue  # From a process killed while it wrote.
             if isinstance(told, dict):
                 found[str(told.get("event"))] += 1
     return found
@@ -259,7 +260,7 @@ def _serve_on(
     seen: Seen,
     growth: Growth,
 ) -> None:
-    """The same requests for so many minutes, and samples in between of what grows."""
+    """Serve the same requests for `--minutes`, and sample what grows."""
     if context.arguments.minutes:
         _fill_records(context, stack)
     began_s = time.monotonic()
@@ -276,13 +277,13 @@ def _serve_on(
 
 
 def _fill_records(context: Context, stack: Stack) -> None:
-    """All that may be remembered of requests and of steps is, from here on. Raises InternalError."""
+    """Fill the flight recorders with requests and steps. Raises InternalError if a request fails."""
     _serve_short(context, stack, MOST_EVENTS, _AT_ONCE, 1)
     _serve_short(context, stack, MOST_BATCHES // _STEPS * _ROWS * WORKERS, _ROWS * WORKERS, _STEPS)
 
 
 def _serve_short(context: Context, stack: Stack, count: int, at_once: int, tokens: int) -> None:
-    """So many requests with answers of so many tokens each. Raises InternalError."""
+    """Serve `count` requests with answers of `tokens` tokens. Raises InternalError if one fails."""
     bodies = [full_answer([token], tokens) for token in range(1, at_once + 1)]
     with context.progress(f"first, requests of {tokens} tokens", count) as bar:
         for _ in range(count // at_once):
@@ -298,7 +299,7 @@ def _growth_tables(growth: Growth) -> list[Table]:
 
 
 def drawn_faults(dice: Random, count: int) -> list[Fault]:
-    """Every kind as often as the others, pairs and freezes among them, in an order that is drawn."""
+    """Return random faults, every kind equally often, with pairs and freezes."""
     instances = {kind: [kind if kind == "nats" else f"{kind}-0"] for kind in _KINDS}
     instances["worker"] = [f"worker-{index}" for index in range(WORKERS)]
     instances["gateway"] = [f"gateway-{index}" for index in range(GATEWAYS)]
@@ -317,8 +318,8 @@ def drawn_faults(dice: Random, count: int) -> list[Fault]:
 
 
 def drawn_bodies(dice: Random, long_tokens: int = 0) -> list[dict[str, Any]]:
-    """Greedy, with a seed, held to a schema, and of several choices, in turn; the first one's prompt is of
-    `long_tokens` where that is given."""
+    """Return greedy, seeded, constrained and multi-choice requests in turn. The first prompt has
+    `long_tokens` tokens if that is not 0."""
     ids = vocabulary(TINY_CHAT)
     kinds: list[dict[str, Any]] = [
         {"temperature": 0, "max_tokens": 400, "ignore_eos": True},
@@ -335,8 +336,8 @@ def drawn_bodies(dice: Random, long_tokens: int = 0) -> list[dict[str, Any]]:
 
 
 async def _until_known(target: Target, body: dict[str, Any]) -> None:
-    """The longest request is taken: workers have heard what the others lend. Raises InternalError where it is
-    not."""
+    """Wait until the longest request is accepted: workers know the lendable memory. Raises InternalError
+    on a timeout."""
     until_s = time.monotonic() + _REST_S
     while not (answer := await complete(target, body, _DEADLINE_S)).ok:
         if time.monotonic() > until_s:
@@ -347,7 +348,7 @@ async def _until_known(target: Target, body: dict[str, Any]) -> None:
 async def _disturbed(
     stack: Stack, bodies: Sequence[dict[str, Any]], fault: Fault, after_s: float, name: str
 ) -> tuple[float, list[Answer]]:
-    """When it happened, and the answers."""
+    """Return the time of the fault, and the answers."""
     target: Target = stack.target
     asking = asyncio.gather(
         *(insist(target, body, f"{name}-{at}", _DEADLINE_S) for at, body in enumerate(bodies))
@@ -365,12 +366,12 @@ async def _disturbed(
 
 
 def _until_whole(stack: Stack) -> None:
-    """Every process is there again, and the stack ready. Raises InternalError when that takes too long."""
+    """Wait until every process runs and the stack is ready. Raises InternalError on a timeout."""
     until_s = time.monotonic() + _REST_S
     while time.monotonic() < until_s:
         try:
             if is_up(stack.target, "/ready") and stack.cpu_s():
-                time.sleep(1.0)  # The next fault is to find it at rest.
+                time.sleep(1.0)  # The next fault needs an idle stack.
                 return
         except (psutil.NoSuchProcess, InternalError):
             pass

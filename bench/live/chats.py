@@ -1,8 +1,7 @@
-"""A live run: a stack of our own services on this machine, chat requests at Poisson times, every step
-overheard.
+"""Live runs: a stack on this machine, chat requests at Poisson times, and all its step reports.
 
-Prompts are drawn from the templates that Tiny Chat was trained with; answers end by themselves, greedily,
-under one constant `max_tokens`. Knows nothing of the simulator.
+Prompts come from the templates of Tiny Chat's training. Answers are greedy and end by themselves, under one
+constant `max_tokens`.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ _LISTENER = Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped")
 
 @dataclass
 class Tap:
-    """Hears every worker's step reports, with the time at which each came."""
+    """Collects every worker's step reports with their arrival times."""
 
     steps: list[tuple[float, WorkerStepped]] = field(default_factory=list)
 
@@ -39,7 +38,7 @@ class Tap:
 
 @dataclass(frozen=True)
 class LiveRun:
-    """What one load met. `start_s` and the answers' times are `time.perf_counter()`."""
+    """Result of one load. `start_s` and the answers' times are `time.perf_counter()`."""
 
     start_s: float
     answers: list[Answer]
@@ -52,7 +51,7 @@ class LiveRun:
 
 
 def chat_bodies(count: int, seed: int, max_tokens: int) -> list[dict[str, Any]]:
-    """Request bodies: exercises and stories, as Tiny Chat knows them."""
+    """Return request bodies: exercises and stories, as in Tiny Chat's training."""
     draw = random.Random(f"live/{seed}")
     chats = [story_chat(draw) if draw.random() < _STORY_SHARE else template_chat(draw) for _ in range(count)]
     return [
@@ -68,7 +67,7 @@ def chat_bodies(count: int, seed: int, max_tokens: int) -> list[dict[str, Any]]:
 def run_load(
     stack: Stack, bodies: Sequence[Mapping[str, Any]], rate_per_s: float, seed: int, max_tokens: int
 ) -> LiveRun:
-    """All of `bodies` at Poisson times, drained."""
+    """Run all of `bodies` at Poisson times until every answer ended."""
     return uvloop.run(_run_load(stack, bodies, rate_per_s, seed, max_tokens))
 
 

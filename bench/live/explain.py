@@ -1,9 +1,8 @@
-"""`python -m bench explain`: how much of requests' time `services explain` accounts for, and whether it names
-what was planted first.
+"""`python -m bench explain`: time accounted for by `services explain`, and whether it names a planted cause.
 
-A mixed run of 200 requests on three workers of little memory that move answers and lend, one of which is
-killed; then stacks in which one thing is wrong on purpose: a tenant that floods, a reader who reads slowly, a
-disk that is slow, a slow link to a lender, a worker that freezes. What the recorder costs: `recorder_cost`.
+A mixed run of 200 requests uses three workers with little memory that migrate and lend; one is killed. Then
+each stack has one planted cause: a flooding tenant, a slow reader, a slow disk, a slow link to a lender, a
+frozen worker. `recorder_cost` measures the cost of the recorder.
 """
 
 import json
@@ -71,7 +70,7 @@ def run(context: Context) -> Outcome:
 
 
 def mixed(context: Context, count: int) -> tuple[dict[str, float], int]:
-    """The figures of a run in whose middle a worker is killed, and how many answers failed."""
+    """Return the figures of a run in which a worker is killed, and the number of failed answers."""
     dice, ids = context.random("mixed"), vocabulary(TINY_CHAT)
     shared = [drawn_tokens(dice, ids, 96) for _ in range(4)]
     bodies = [
@@ -111,17 +110,17 @@ def mixed(context: Context, count: int) -> tuple[dict[str, float], int]:
 
 
 def counted(answers: Sequence[Answer]) -> tuple[int, int]:
-    """Return how many were refused, as one that is longer than what is left of the fleet has to be, and how
-    many failed."""
+    """Return the numbers of refused and of failed answers. Requests too long for the remaining workers are
+    refused."""
     refused = sum(answer.error.startswith("status 4") for answer in answers)
     return refused, sum(not answer.ok for answer in answers) - refused
 
 
-# --- what is planted
+# --- planted causes
 
 
 def flood(context: Context) -> dict[str, Any]:
-    """Many long answers before one short one, on a worker that holds few."""
+    """Return the account of a short request behind many long ones, on a small worker."""
     dice, ids = context.random("flood"), vocabulary(TINY_CHAT)
     settings: dict[str, object] = {"worker.kv_blocks": 40, "worker.threads": 1, "worker.pie.enabled": False}
     settings |= {"scheduler.policy": "vllm"}
@@ -134,7 +133,7 @@ def flood(context: Context) -> dict[str, Any]:
 
 
 def slow_reader(context: Context) -> dict[str, Any]:
-    """A client that takes its answer, a few MB of log-probabilities, at a trickle."""
+    """Return the account of a client that reads a few MB of log-probabilities slowly."""
     with start_stack(context.run_dir / "reader", {"worker.threads": 1}) as stack:
         target = stack.target
         messages = [{"role": "user", "content": "Tell me a long story."}]
@@ -158,8 +157,8 @@ def _trickle(port: int, key: str, body: bytes) -> None:
 
 
 def slow_disk(context: Context) -> dict[str, Any]:
-    """A prompt whose blocks are on a disk that is slow, and still faster than computing them: else the cache
-    would not load them. So a worker that computes slowly."""
+    """Return the account of a prompt with blocks on a slow disk. The worker computes even slower, else the
+    cache would not load them."""
     dice, ids = context.random("disk"), vocabulary(TINY_CHAT)
     cache = "worker.prefix_cache"
     settings: dict[str, object] = {"worker.kv_blocks": 32, "worker.engine": "simulated"}
@@ -177,8 +176,8 @@ def slow_disk(context: Context) -> dict[str, Any]:
 
 
 def lost_worker(context: Context) -> dict[str, Any]:
-    """The worker of an answer is stopped for good in its middle. The silence after which it counts as lost is
-    set to many times what the answer takes: what is named first shall not depend on the machine's load."""
+    """Return the account of an answer whose worker freezes. Timeouts are many times the answer's duration,
+    so that the first cause does not depend on the machine's load."""
     waits = ("gateway.worker_timeout_s", "gateway.frame_timeout_s", "scheduler.worker_timeout_s")
     quiet = dict.fromkeys(waits, _SILENCE_S)
     with start_stack(context.run_dir / "lost", {"worker.threads": 1, **quiet}, workers=2) as stack:
@@ -203,7 +202,7 @@ def lost_worker(context: Context) -> dict[str, Any]:
 
 
 def throttled_link(context: Context) -> dict[str, Any]:
-    """An answer too long for its worker, which borrows of another one over a slow link."""
+    """Return the account of an answer too long for its worker, with blocks borrowed over a slow link."""
     settings: dict[str, object] = {"worker.threads": 1, "worker.kv_blocks": 40, "worker.pie.enabled": False}
     settings |= {"worker.lending.borrow": True, "worker.lending.max_lent_fraction": 1.0}
     settings |= {"worker.lending.keep_free_fraction": 0.0, "worker.lending.link_bytes_per_s": 4_000_000}
@@ -214,7 +213,7 @@ def throttled_link(context: Context) -> dict[str, Any]:
 
 
 def decodes(stack: Stack, worker: str) -> bool:
-    """By its last heartbeat."""
+    """Whether the worker decodes, by its last heartbeat."""
     told = _get(stack, f"/ui/workers/{worker}")
     return any(row["state"] == "decoding" for row in told.get("batch", []))
 
@@ -228,11 +227,11 @@ PLANTED: Mapping[str, tuple[Callable[[Context], dict[str, Any]], frozenset[str]]
 }
 
 
-# --- asking
+# --- requests and their accounts
 
 
 def explained_one(stack: Stack, ask: Callable[[], object]) -> dict[str, Any]:
-    """The account of the request that `ask` makes."""
+    """Return the account of the request that `ask` makes."""
     before = set(served(stack))
     ask()
     deadline_s = time.monotonic() + _DEADLINE_S
@@ -247,7 +246,7 @@ def explained_one(stack: Stack, ask: Callable[[], object]) -> dict[str, Any]:
 
 
 def served(stack: Stack) -> list[str]:
-    """Requests that had an answer, by the gateway's log."""
+    """Return the requests with an answer, from the gateway's log."""
     lines = (stack.run_dir / "logs" / "gateway-0.log").read_text().splitlines()
     entries = [json.loads(line) for line in lines if '"event":"request"' in line]
     return [entry["request_id"] for entry in entries if entry.get("completion_tokens")]

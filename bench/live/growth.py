@@ -1,7 +1,7 @@
-"""What grows in a stack that serves for long: memory, descriptors, tasks, blocks, sampled at rest.
+"""Growth of a stack under long load: memory, descriptors, tasks and blocks, sampled at rest.
 
-A figure's growth is the slope of a line through its samples of the second half (in the first, caches fill),
-for the process where it is steepest. A process that was started anew in between is another one.
+Growth is the slope of a line through the second half of the samples (caches fill in the first), for the
+process with the steepest slope. A restarted process counts as a new one.
 """
 
 from collections import defaultdict
@@ -14,22 +14,22 @@ import psutil
 from bench.kit.stacks import Stack
 
 KINDS = {"rss_mb": "MB", "descriptors": "", "tasks": "", "blocks": ""}
-"""And their units."""
+"""Units by kind."""
 _HOUR_S = 3600.0
 _LEAST = 4
-"""Samples that a line is laid through."""
+"""Least number of samples for a slope."""
 
 
 @dataclass
 class Growth:
-    """Samples by kind and process."""
+    """Samples by kind and process, as (seconds, value)."""
 
     samples: dict[str, dict[tuple[str, int], list[tuple[float, float]]]] = field(
         default_factory=lambda: {kind: defaultdict(list) for kind in KINDS}
     )
 
     def take(self, stack: Stack, at_s: float) -> None:
-        """Of every process, now. Raises InternalError when the stack does not tell."""
+        """Sample every process. Raises InternalError if the stack's status is missing."""
         pids = stack.pids()
         for name, pid in pids.items():
             try:
@@ -50,7 +50,7 @@ class Growth:
         self.samples[kind][process].append((at_s, value))
 
     def last(self) -> list[dict[str, Any]]:
-        """The samples of the newest moment, for a record."""
+        """Return the newest samples, for the record."""
         now_s = max(one[-1][0] for by_process in self.samples.values() for one in by_process.values())
         return [
             {"kind": kind, "process": name, "pid": pid, "at_s": now_s, "value": samples[-1][1]}
@@ -60,7 +60,7 @@ class Growth:
         ]
 
     def figures(self) -> dict[str, float]:
-        """The steepest growth of each kind, per hour; what has too few samples has none."""
+        """Return the steepest growth of each kind per hour, without kinds that have too few samples."""
         found = {}
         for kind, by_process in self.samples.items():
             slopes = [slope for _, slope in slopes_of(by_process)]
@@ -69,7 +69,8 @@ class Growth:
         return found
 
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """Of each kind the process that grows most: kind, process, first and last, growth per hour."""
+        """Return kind, process, first and last value, and growth per hour for the process with most
+        growth."""
         made = []
         for kind, by_process in self.samples.items():
             if slopes := slopes_of(by_process):
@@ -83,7 +84,7 @@ class Growth:
 def slopes_of(
     by_process: Mapping[tuple[str, int], Sequence[tuple[float, float]]],
 ) -> list[tuple[tuple[str, int], float]]:
-    """Of each process with enough samples in the second half of its own."""
+    """Return the slope of each process with enough samples in its second half."""
     found = []
     for process, samples in by_process.items():
         later = samples[len(samples) // 2 :]
@@ -93,7 +94,7 @@ def slopes_of(
 
 
 def slope_per_h(samples: Sequence[tuple[float, float]]) -> float:
-    """Of the least-squares line through (seconds, value); 0 where all are of one moment."""
+    """Return the slope of the least-squares line through (seconds, value); 0 if all times are equal."""
     middle_s = sum(at_s for at_s, _ in samples) / len(samples)
     mean = sum(value for _, value in samples) / len(samples)
     spread = sum((at_s - middle_s) ** 2 for at_s, _ in samples)

@@ -1,9 +1,9 @@
-"""`python -m bench overload`: three times as many requests as a stack can serve; what becomes of them?
+"""`python -m bench overload`: three times as many requests as a stack can serve.
 
-First a stack's peak is measured: as many requests at once as keep it full. Then they come by themselves
-(Poisson) at three times that rate. Goodput is the tokens of answers that were completed, per second, once the
-queue has filled. Then two keys: one asks for a fifth of the peak, the other for as much as leaves the stack
-busy, and afterwards for three times the peak. Default settings, but for the engine and the keys.
+First it measures the stack's peak with enough concurrent requests to keep it full. Then requests arrive at
+Poisson times at three times that rate. Goodput is the tokens of completed answers per second, once the queue
+is full. Then there are two keys: one sends a fifth of the peak; the other first keeps the stack busy, then
+sends three times the peak. Settings are the defaults except for engine and keys.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ from shared.errors import InternalError
 OVERLOAD = 3.0
 WORKERS = 4
 _AT_ONCE = 96
-"""For each worker, where the peak is measured: more than run in a batch, and no long queue."""
+"""Concurrent requests per worker at the peak: more than a batch, without a long queue."""
 _STEADY, _BUSY = 0.2, 0.7
-"""Of the peak: what one key asks for, and the other where it does not flood."""
+"""Shares of the peak that the two keys send while neither floods."""
 _DEADLINE_S = 240.0
 _DRAWN = 4000
-"""Requests of each purpose; more are hardly sent."""
+"""Number of requests drawn per purpose, more than are usually sent."""
 _REFUSALS = ("status 429", "status 503")
 ENGINES: Mapping[str, Mapping[str, object]] = {
     "simulated": {"worker.engine": "simulated"},
@@ -44,16 +44,16 @@ ENGINES: Mapping[str, Mapping[str, object]] = {
 
 @dataclass(frozen=True)
 class Times:
-    """Of each part, in seconds."""
+    """Durations of each part, in seconds."""
 
     ramp_s: float = 20.0
-    """Before anything counts: the queue fills."""
+    """Time for the queue to fill before the measurement."""
     window_s: float = 40.0
 
 
 @dataclass(frozen=True)
 class Part:
-    """What was sent in one part, and what of it counts: what ended, or was sent, in its window."""
+    """Requests of one part, and its window. Requests count if they are sent or end within it."""
 
     answers: Sequence[Answer]
     from_s: float
@@ -61,7 +61,7 @@ class Part:
 
     @property
     def ended(self) -> list[Answer]:
-        """Completed within the window."""
+        """Requests completed within the window."""
         return [each for each in self.answers if each.ok and self.from_s <= each.ended_s < self.to_s]
 
     @property
@@ -74,7 +74,7 @@ class Part:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of prompts and answers, of what was completed."""
+        """Prompt and answer tokens of completed requests per second."""
         return sum(each.prompt_tokens + each.completion_tokens for each in self.ended) / self.window_s
 
     @property
@@ -87,12 +87,12 @@ class Part:
 
     @property
     def failed(self) -> list[Answer]:
-        """Neither completed nor refused."""
+        """Requests neither completed nor refused."""
         return [each for each in self.answers if not each.ok and not is_refused(each)]
 
 
 def is_refused(answer: Answer) -> bool:
-    """At once, for overload."""
+    """Whether the request was refused for overload."""
     return answer.error.startswith(_REFUSALS)
 
 
@@ -102,7 +102,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Raises InternalError where a stack serves nothing."""
+    """Run the bench. Raises InternalError if a stack serves nothing."""
     quick = Times(12.0, 8.0) if context.quick else Times()
     times = replace(quick, window_s=context.arguments.seconds or quick.window_s)
     chosen = context.arguments.engine
@@ -151,13 +151,13 @@ def _measure(context: Context, engine: str, times: Times) -> Outcome:
 def cpu_shares(
     before_s: Mapping[str, float], after_s: Mapping[str, float], passed_s: float
 ) -> list[tuple[str, float]]:
-    """Of each process, in cores; the busiest first."""
+    """Return CPU use in cores by process, highest first."""
     used = {name: (after_s[name] - before_s.get(name, 0.0)) / passed_s for name in after_s}
     return sorted(used.items(), key=lambda row: -row[1])
 
 
 def figures(peak: Part, over: Part, busy: Part, flooded: Part) -> dict[str, float]:
-    """Of one engine. What nobody was refused, or nothing was served of, has no figure."""
+    """Return the figures of one engine, without those that have no refused or no served requests."""
     made = {
         "peak_tok_s": peak.tokens_per_s,
         "peak_requests_s": peak.requests_per_s,
@@ -182,7 +182,7 @@ def figures(peak: Part, over: Part, busy: Part, flooded: Part) -> dict[str, floa
 
 
 class _Load:
-    """What is sent to one stack."""
+    """Sends the load of one stack."""
 
     def __init__(self, context: Context, target: Target, keys: Mapping[str, str], workers: int) -> None:
         self._context = context
@@ -192,7 +192,7 @@ class _Load:
         self._ids = vocabulary(TINY_CHAT)
 
     def _bodies(self, purpose: str) -> Iterator[dict[str, Any]]:
-        """Drawn beforehand: who sends them is to be quick."""
+        """Return requests drawn in advance, so that sending is fast."""
         dice = self._context.random(purpose)
         drawn = [
             {
@@ -206,7 +206,7 @@ class _Load:
         return itertools.cycle(drawn)
 
     async def peak(self, times: Times) -> Part:
-        """As many at once as keep it full. Those that are under way at the end are given up."""
+        """Keep the stack full; requests running at the end are cancelled."""
         bodies, answers = self._bodies("peak"), list[Answer]()
 
         async def client() -> None:
@@ -221,7 +221,7 @@ class _Load:
         return part
 
     async def over(self, rate: float, times: Times) -> Part:
-        """So many requests per second, until the window is over; what was taken is then waited for."""
+        """Send `rate` requests per second until the window ends, then wait for those accepted."""
         answers = list[Answer]()
         sending = _Sending(self._target, self._bodies("over"), rate, self._context.random("gaps"), answers)
         sender = asyncio.create_task(sending.run())
@@ -231,7 +231,7 @@ class _Load:
         return part
 
     async def two_keys(self, peak: float, times: Times) -> tuple[Part, Part]:
-        """One key's answers, beside another that keeps the stack busy, and beside one that floods."""
+        """Return one key's answers beside a busy other key, and beside a flooding one."""
         parts = []
         for purpose, share in (("busy", _BUSY), ("flood", OVERLOAD)):
             steady, other = list[Answer](), list[Answer]()
@@ -254,7 +254,7 @@ class _Load:
 
 
 class _Sending:
-    """Requests that come by themselves, so many per second."""
+    """Sends requests at Poisson times."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class _Sending:
         self._open: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Send until cancelled."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         for at_s in itertools.accumulate(self._gaps.expovariate(self._rate) for _ in itertools.count()):
@@ -279,7 +279,7 @@ class _Sending:
             task.add_done_callback(self._open.discard)
 
     async def ended(self) -> None:
-        """All that was sent is over."""
+        """Wait until all requests ended."""
         await asyncio.gather(*self._open)
 
     async def _ask(self, body: dict[str, Any]) -> None:
@@ -287,7 +287,7 @@ class _Sending:
 
 
 async def _window(times: Times, answers: Sequence[Answer]) -> Part:
-    """Lets the time pass."""
+    """Wait for the window to pass."""
     from_s = time.perf_counter() + times.ramp_s
     to_s = from_s + times.window_s
     await asyncio.sleep(to_s - time.perf_counter())

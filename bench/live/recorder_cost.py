@@ -1,9 +1,9 @@
-"""What the flight recorder costs: CPU seconds a token of a stack that records and of one that does not.
+"""Cost of the flight recorder: CPU seconds per token of a stack with and without it.
 
-A stack cannot be told not to record. The other side is started with a `sitecustomize` on its path that puts
-empty functions in the recorder's place before anything of ours is imported; that its instances remember
-nothing is checked. Sides take turns, in the same run, with the same requests. Beside it an estimate: events
-that were taken, times what one takes when nothing else runs, over the CPU seconds used meanwhile.
+Recording cannot be turned off. The other side starts with a `sitecustomize` on its path that replaces the
+recorder's functions with empty ones before any import of ours; the bench checks that it records nothing.
+Sides take turns with the same requests. An estimate is reported as well: number of events times the cost of
+one, over the CPU seconds used.
 """
 
 import json
@@ -39,8 +39,8 @@ for name in ("note", "note_at", "file"):
 
 
 def compare(context: Context, turns: int, requests: int) -> dict[str, float]:
-    """`recorder_cost`: by how much more CPU a token takes where it is recorded, as a share; with the interval
-    that holds it with 95 %. `recorder_full_mb`: memory of one that is full."""
+    """Return `recorder_cost`, the additional CPU per token as a share, with its 95 % interval, and
+    `recorder_full_mb`, the memory of a full recorder."""
     dice, ids = context.random("recorder"), vocabulary(TINY_CHAT)
     bodies = [full_answer(drawn_tokens(dice, ids, 64), 160) for _ in range(requests)]
     deaf = {**ONE_THREAD, "PYTHONPATH": str(_deaf_path(context.run_dir))}
@@ -79,18 +79,18 @@ def _deaf_path(run_dir: Path) -> Path:
 def _tokens_and_cpu_s(stack: Stack, bodies: list[dict[str, object]]) -> Work:
     before_s = sum(stack.cpu_s().values())
     answers = run_batch(stack.target, bodies, _DEADLINE_S)
-    time.sleep(0.3)  # ends are acknowledged, logs written
+    time.sleep(0.3)  # wait for acknowledged ends and logs
     failed = [answer.error for answer in answers if not answer.ok]
     if failed:
         raise InternalError(f"{len(failed)} of {len(bodies)} answers failed: {failed[0]}")
     return sum(answer.completion_tokens for answer in answers), sum(stack.cpu_s().values()) - before_s
 
 
-# --- by counting
+# --- estimate from the number of events
 
 
 def recording_of(stack: Stack) -> list[dict[str, object]]:
-    """All that the stack's instances remember."""
+    """Return all events recorded by the stack's instances."""
     path = stack.run_dir / "recording.jsonl"
     argv = [sys.executable, "-m", "services", "record", "--run-dir", str(stack.run_dir), "--out", str(path)]
     subprocess.run(argv, cwd=ROOT, capture_output=True, check=True, timeout=_DEADLINE_S)
@@ -98,7 +98,7 @@ def recording_of(stack: Stack) -> list[dict[str, object]]:
 
 
 def recorded_s(stack: Stack) -> float:
-    """Seconds that noting took all instances since they began: their events, at the price of one."""
+    """Return the estimated seconds spent on recording since the start."""
     note_s, file_s, row_s = prices()
     cost_s = 0.0
     for event in recording_of(stack):
@@ -110,7 +110,7 @@ def recorded_s(stack: Stack) -> float:
 
 
 def prices(rounds: int = 20_000) -> tuple[float, float, float]:
-    """CPU seconds of an event, of a step without rows, and of each row of a step."""
+    """Return the CPU seconds of an event, of a step without rows, and of each row of a step."""
     recorder = Recorder("bench", "bench-0", 1)
     refs = [SequenceRef(request_id=f"req_{at}", choice=0, attempt=1) for at in range(64)]
 
@@ -130,8 +130,8 @@ def prices(rounds: int = 20_000) -> tuple[float, float, float]:
 
 
 def full_bytes() -> int:
-    """Of a recorder that has all events, steps and rows that it may have, each with numbers of its own, as
-    a worker's have."""
+    """Return the bytes of a recorder with the maximum of events, steps and rows, each with its own numbers
+    as in a worker."""
     rows = [SequenceRef(request_id=f"req_{at:032x}", choice=0, attempt=1) for at in range(MOST_EVENTS)]
     each = MOST_ROWS // MOST_BATCHES
     tracemalloc.start()

@@ -1,9 +1,9 @@
-"""The part `shadow` of `bench chaos`: a worker dies under an answer of long context. How long is it silent?
+"""Part `shadow` of `bench chaos`: the pause when a worker dies during an answer with long context.
 
-With copies of its KV at another worker, and without. One answer at a time, on two workers, of a model whose
-prompt of 4,000 tokens is dear: its worker is killed when a part of the answer is there. Pauses are told in
-seconds and in steps of that very answer. Before that the two stacks take turns with the same load while
-nothing dies: what does copying cost?
+It compares workers with and without copies of the KV at another worker. One answer at a time runs on two
+workers of a model with an expensive prompt of 4,000 tokens; its worker is killed partway. Pauses are in
+seconds and in steps of the same answer. Before that, the two stacks take turns under the same load without
+kills, to measure the cost of copying.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from shared.errors import InternalError
 
 MODEL, PROMPT_TOKENS, ANSWER_TOKENS = "random-100m", 3700, 240
 _LOAD = (4, 1200, 120)
-"""Answers at once, tokens of each prompt and answer: where nothing dies."""
+"""(concurrent answers, prompt tokens, answer tokens) of the load without kills."""
 _CACHE = ROOT / "runs" / "bench" / "checkpoints"
 _COMMON: Mapping[str, object] = {"worker.kv_blocks": 1100, "worker.prefix_cache.host_mb": 1024}
 SIDES: Mapping[str, Mapping[str, object]] = {
@@ -39,21 +39,21 @@ SIDES: Mapping[str, Mapping[str, object]] = {
 }
 _DEADLINE_S, _REST_S = 300.0, 60.0
 _KILL_BETWEEN = (0.5, 0.9)
-"""Of the answer, by number of texts: copies have had the time of half of it."""
+"""Share of the answer's events before the kill; copying has had half of that time."""
 
 
 @dataclass
 class Pauses:
-    """Of one side."""
+    """Pauses of one side."""
 
     pauses_s: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
-    """The same in steps of the answer that paused."""
+    """Pauses in steps of the same answer."""
     lost: int = 0
     changed: int = 0
 
     def take(self, answer: Answer, killed_s: float, wanted: str) -> None:
-        """One answer; what it said before its worker died says how long a step is."""
+        """Add one answer; its events before the kill give its step time."""
         if not answer.ok or answer.completion_tokens != ANSWER_TOKENS:
             self.lost += 1
             return
@@ -67,7 +67,7 @@ class Pauses:
 
 
 def run(context: Context) -> Outcome:
-    """Raises InternalError where a stack does not recover."""
+    """Run the part. Raises InternalError if a stack does not recover."""
     kills = context.arguments.faults or (2 if context.quick else 20)
     turns = 2 if context.quick else 12
     model = checkpoint(MODEL, _CACHE)
@@ -108,7 +108,7 @@ def run(context: Context) -> Outcome:
 
 
 def figures(seen: Mapping[str, Pauses]) -> dict[str, float]:
-    """By side; those of one without a pause are left out."""
+    """Return the figures by side, without sides that have no pause."""
     found: dict[str, float] = {}
     for name, one in seen.items():
         found |= {f"{name}_lost": one.lost, f"{name}_changed": one.changed}
@@ -138,7 +138,7 @@ def table(seen: Mapping[str, Pauses]) -> Table:
 def _cost(
     context: Context, stacks: Mapping[str, Stack], dice: Random, ids: int, turns: int
 ) -> dict[str, float]:
-    """Tokens a second of the two in turns, each with prompts that it has not seen."""
+    """Return tokens per second of the two sides in turns, each with new prompts."""
     count, prompt_tokens, tokens = _LOAD
 
     def side(stack: Stack, seed: int) -> Callable[[], Work]:
@@ -174,7 +174,7 @@ def _served(stack: Stack, bodies: Sequence[dict[str, Any]]) -> Work:
 
 
 async def _killed(stack: Stack, body: dict[str, Any], at: int) -> tuple[float, Answer]:
-    """When its worker was killed, and the answer. Raises InternalError where it was over before."""
+    """Return when the worker was killed, and the answer. Raises InternalError if it ended before."""
     answer = Answer(time.perf_counter())
     asking = asyncio.ensure_future(complete(stack.target, body, _DEADLINE_S, answer))
     before_s: dict[str, float] | None = None
@@ -191,7 +191,7 @@ async def _killed(stack: Stack, body: dict[str, Any], at: int) -> tuple[float, A
 
 
 def _worker_cpu_s(stack: Stack) -> dict[str, float]:
-    """There is one answer: the worker that has it computes, the other one does not."""
+    """Return CPU seconds by worker. Only the worker with the answer computes."""
     used_s = stack.cpu_s()
     return {name.removesuffix(" engine"): used_s[name] for name in used_s if name.endswith(" engine")}
 
@@ -202,7 +202,7 @@ def _sum(stack: Stack, what: str) -> int:
 
 
 def _until_two(stack: Stack) -> None:
-    """Both workers are there again. Raises InternalError when that takes too long."""
+    """Wait until both workers run. Raises InternalError on a timeout."""
     until_s = time.monotonic() + _REST_S
     while time.monotonic() < until_s:
         workers = [row for row in stack.services() if row["service"] == "worker"]

@@ -1,9 +1,9 @@
-"""`python -m bench structured`: what it costs to hold answers to a JSON schema, and whether they keep to it.
+"""`python -m bench structured`: cost and validity of answers constrained to a JSON schema.
 
-Constrained and free answers of the same length, 1, 8 and 32 at once, in turns on one stack; the time to the
-first token with a schema that was never seen before against one without; and random schemas, every answer to
-which is validated. `--suite` takes JSON Schema's own test suite: its schemas are answered, too, those that
-are refused are counted; then as many schemas again as there are random ones, made of those that were not.
+Constrained and free answers of the same length take turns on one stack, 1, 8 and 32 at once. The added time
+to the first token is measured with a new schema each time. Answers to random schemas are validated. `--suite`
+adds the schemas of JSON Schema's test suite, with a count of those refused, and as many random combinations
+of the others.
 """
 
 import json
@@ -29,11 +29,11 @@ from shared.errors import InternalError
 
 BATCHES = (1, 8, 32)
 TOKENS = 96
-"""Of each answer whose rate is measured."""
+"""Answer tokens where throughput is measured."""
 PROMPT_TOKENS = 200
-"""Before a first token: the compiler has the time that they take."""
+"""Prompt tokens where TTFT is measured: the schema compiles during their prefill."""
 ANSWER_TOKENS = 160
-"""At most, of an answer that is validated."""
+"""Answer limit where answers are validated."""
 _DEADLINE_S = 240.0
 _AT_ONCE = 32
 _ITEM: dict[str, Any] = {
@@ -48,7 +48,7 @@ _ITEM: dict[str, Any] = {
     "additionalProperties": False,
 }
 ENDLESS: dict[str, Any] = {"type": "array", "items": _ITEM, "minItems": 10_000}
-"""No answer to it ends before its limit, so that it has as many tokens as a free one."""
+"""Schema whose answers never end before their limit, so they are as long as free ones."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -63,7 +63,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Raises InternalError when an answer is missing."""
+    """Run the bench. Raises InternalError if an answer is missing."""
     flags = context.arguments
     turns = flags.turns or (3 if context.quick else 9)
     count = flags.schemas or (64 if context.quick else 1000)
@@ -109,7 +109,7 @@ def _row(name: str, told: Sequence[str]) -> Sequence[object]:
 
 
 def ratio_of(context: Context, stack: Stack, batch: int, turns: int) -> float:
-    """Tokens per second of constrained answers over that of free ones."""
+    """Return the ratio of constrained to free tokens per second."""
     dice, ids = context.random("prompts"), vocabulary(_model(context))
     prompts = [drawn_tokens(dice, ids, 24) for _ in range(batch)]
     free = [full_answer(prompt, TOKENS) for prompt in prompts]
@@ -123,7 +123,7 @@ def ratio_of(context: Context, stack: Stack, batch: int, turns: int) -> float:
 
 
 def _took_s(stack: Stack, bodies: Sequence[dict[str, Any]]) -> float:
-    """From the first text of any answer to the end of the last."""
+    """Return the time from the first text of any answer to the end of the last."""
     answers = run_batch(stack.target, bodies, _DEADLINE_S)
     if check(answers, TOKENS):
         raise InternalError(f"an answer is missing: {first_error(answers)}")
@@ -131,7 +131,7 @@ def _took_s(stack: Stack, bodies: Sequence[dict[str, Any]]) -> float:
 
 
 def added_ttft_ms(context: Context, stack: Stack, turns: int) -> float:
-    """What a schema of 2 kB that is used for the first time adds to the time to the first token."""
+    """Return the TTFT that a new schema of 2 kB adds."""
     serial, dice, ids = iter(range(10**9)), context.random("first"), vocabulary(_model(context))
 
     def first_s(held: bool) -> float:
@@ -150,7 +150,7 @@ def added_ttft_ms(context: Context, stack: Stack, turns: int) -> float:
 
 
 def long_schema(number: int) -> dict[str, Any]:
-    """About 2 kB, and never the same."""
+    """Return a unique schema of about 2 kB."""
     parts: list[dict[str, Any]] = [
         {"enum": [f"value {number} {at}" for at in range(4)]},
         {"type": "array", "items": _ITEM, "maxItems": 4},
@@ -162,7 +162,7 @@ def long_schema(number: int) -> dict[str, Any]:
 
 
 def validated(context: Context, stack: Stack, schemas: Sequence[dict[str, Any]]) -> list[str]:
-    """What is wrong with an answer to each (`fault_of`)."""
+    """Return the fault of an answer to each schema (`fault_of`)."""
     bodies = [
         {
             "prompt": "Write JSON.",
@@ -190,13 +190,13 @@ REFUSED = "refused"
 
 
 def fault_of(answer: Answer, schema: dict[str, Any]) -> str:
-    """What is wrong with an answer; empty when it is as the schema says."""
+    """Return the fault of an answer; empty if it is valid."""
     if answer.error:
         return REFUSED if "status 400" in answer.error else answer.error
     import jsonschema  # tests have it; a bench that is only listed does without
 
     found = ""
-    for number in (float, Decimal):  # 9.7305 is a multiple of 0.0001, which binary arithmetic denies
+    for number in (float, Decimal):  # 9.7305 is a multiple of 0.0001 only in decimal arithmetic
         try:
             exact = json.loads(json.dumps(schema), parse_float=number)
             jsonschema.Draft202012Validator(exact).validate(json.loads(answer.text, parse_float=number))
@@ -208,7 +208,7 @@ def fault_of(answer: Answer, schema: dict[str, Any]) -> str:
 
 
 def random_schema(draw: random.Random, depth: int) -> dict[str, Any]:
-    """Of the kinds that people write: objects of required and optional parts, lists, choices, references."""
+    """Return a random schema of common kinds: objects with optional parts, lists, choices, scalars."""
     kind = draw.choice(
         tuple(SCALARS) if depth == 0 else (*SCALARS, "object", "object", "object", "array", "anyOf")
     )

@@ -1,6 +1,6 @@
-"""Schemas out of JSON Schema's own test suite: those of its groups of tests, and others made of them.
+"""Schemas from JSON Schema's test suite, and combinations of them.
 
-The suite is in the source archive of the package jsonschema, whose digest `deploy/locks/dev.txt` pins.
+The suite is in the source archive of the package jsonschema; `deploy/locks/dev.txt` pins its digest.
 """
 
 import hashlib
@@ -16,15 +16,15 @@ from shared.errors import InternalError
 Schema = dict[str, Any]
 _DRAFT = "draft2020-12"
 _BOUND_TO_ITS_PLACE = ("$ref", "$dynamicRef", "$id", "$anchor", "$dynamicAnchor", "$vocabulary")
-"""What these say changes, or is nowhere, once a schema is a part of another."""
+"""Keywords whose meaning depends on their place in the whole schema."""
 _MOST_CHARACTERS = 4000
 
 
 def suite_schemas(source: Path) -> list[Schema]:
-    """Of every group of tests, where it is an object, and Python can read its expressions (`\\p` it cannot).
+    """Return the object schemas of all test groups, without expressions that Python cannot read (`\\p`).
 
-    `source`: the archive, or a folder of the suite, such as …/draft2020-12. Raises InternalError when there
-    is none.
+    `source` is the archive, or a folder of the suite such as …/draft2020-12. Raises InternalError if it has
+    no tests.
     """
     groups = [group for text in _files(source) for group in json.loads(text)]
     schemas = [group["schema"] for group in groups if isinstance(group.get("schema"), dict)]
@@ -35,16 +35,17 @@ def suite_schemas(source: Path) -> list[Schema]:
 
 
 def digest_of(source: Path) -> str:
-    """SHA-256 of the archive, or of the folder's files, in hexadecimal."""
+    """Return the SHA-256, in hex, of the archive or of the folder's files."""
     if source.is_file():
         return hashlib.sha256(source.read_bytes()).hexdigest()
     return hashlib.sha256("\n".join(_files(source)).encode()).hexdigest()
 
 
 def derived(schemas: Sequence[Schema], count: int, draw: random.Random) -> list[Schema]:
-    """As many different ones, made of `schemas` by nesting, choice and sequence, to a depth of two.
+    """Return `count` different schemas, combined from `schemas` by nesting, choice and sequence to a depth of
+    two.
 
-    Raises InternalError where they cannot be combined.
+    Raises InternalError if fewer than two can be combined.
     """
     parts = [
         {name: value for name, value in schema.items() if name != "$schema"}

@@ -1,5 +1,5 @@
-"""`python -m bench vllm-client`: `vllm bench serve --backend openai-chat`, a load generator that nobody here
-wrote, against our gateway. What must come out is zero failures; the latencies are that tool's own."""
+"""`python -m bench vllm-client`: `vllm bench serve --backend openai-chat` against our gateway. It is an
+independent load generator: no request may fail, and latencies are as it reports them."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Raises ConfigError when vLLM is not set up, InternalError when its tool does not come to a result."""
+    """Run the bench. Raises ConfigError if vLLM is not set up, InternalError if its tool gives no result."""
     flags = context.arguments
     requests = flags.requests or (32 if context.quick else 200)
     vllm_binary()

@@ -1,9 +1,8 @@
-"""Notes which functions of the project run while a flag is up; Python imports this as each process starts.
+"""Records which functions of the project run while a flag is set; Python imports it in each process.
 
-`bench house` puts this folder on PYTHONPATH and names a folder in KVASIR_TRACE. A byte of the file
-`flag` there says what to do: 0 wait, 1 note, 2 write what was noted to `PID.json` and begin anew. A
-forked process goes on taking notes. It costs a few microseconds a call, so nothing is timed while it is
-on.
+`bench house` puts this folder on PYTHONPATH and names a folder in KVASIR_TRACE. A byte of the file `flag`
+there is a command: 0 wait, 1 record, 2 write the record to `PID.json` and start anew. Forked processes
+continue to record. Recording costs a few microseconds per call, so nothing is timed meanwhile.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""The live part of `bench dgfm`: workloads, and for each the sides in turn on the same requests.
+"""The live part of `bench dgfm`: workloads, with all sides in turn on the same requests.
 
-Each side has a stack of its own; who goes first alternates. What counts is the ratio of all tokens of a side
-to all of the side without settlements; that of each workload says how it scatters.
+Each side has its own stack; the first one alternates. The figure is the ratio of all tokens of a side to
+those of the side without settlements. The ratio of each workload shows the variation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,20 +27,20 @@ from bench.live.dgfm.live import (
 from shared.errors import ConfigError
 
 SIDES = {"off": (False, False), "cycles": (True, False), "recalls": (False, True), "on": (True, True)}
-"""Whether it settles, whether it recalls."""
+"""(settles, recalls) by side."""
 _SIDES_OF = {"circle": ("off", "cycles", "on"), "light": ("off", "recalls", "on"), "mixed": ("off", "on")}
 _DURATION_S, _QUICK_S = 14.0, 7.0
 _WORKLOADS, _QUICK_WORKLOADS = 3, 1
 _WARM_SHARE = 0.2
-"""Of a run, at its start, that does not count."""
+"""Share at the start of a run that does not count."""
 _MOST_REQUESTS = 20_000
 
 Runs = Mapping[str, Sequence[LiveRun]]
-"""By side; one a workload."""
+"""One run per workload, by side."""
 
 
 def run_live(context: Context) -> Outcome:
-    """Raises ConfigError for a duration below 5 s, or no workload."""
+    """Run the live part. Raises ConfigError for less than 5 s per side, or no workload."""
     flags = context.arguments
     duration_s = flags.duration_s or (_QUICK_S if context.quick else _DURATION_S)
     seeds = flags.seeds or (_QUICK_WORKLOADS if context.quick else _WORKLOADS)
@@ -82,7 +82,7 @@ def _measure(context: Context, load: Load, seeds: int, duration_s: float) -> dic
 
 
 def figures_of(results: Runs, first_s: float) -> dict[str, float]:
-    """`throughput_vs_off` is that of the last side; of others with their name."""
+    """Return the figures. `throughput_vs_off` is the last side's; those of other sides have their name."""
     rates = {side: [one.tok_s(first_s) for one in runs] for side, runs in results.items()}
     last = list(results)[-1]
     figures: dict[str, float] = {}

@@ -1,8 +1,7 @@
-"""Four real workers that borrow from each other under a load that never ends, one side after the other.
+"""Four real workers that borrow from each other under constant load, one side after the other.
 
-Throughput is what workers say they decoded, the remote share what their heartbeats say, and a step counts as
-remote where the worker's last heartbeat said that its sequences use borrowed blocks. Sides get the same
-requests in the same order.
+Throughput comes from step reports, the remote share from heartbeats. A step is remote if the worker's last
+heartbeat had borrowed blocks in use. All sides get the same requests in the same order.
 """
 
 import asyncio
@@ -37,41 +36,41 @@ class Step:
     is_remote: bool
     steps: int
     step_s: float
-    """Of the last of them."""
+    """Duration of the last step."""
 
 
 @dataclass(frozen=True)
 class LiveRun:
-    """One side. Seconds since its load began."""
+    """Result of one side, in seconds since the start of its load."""
 
     duration_s: float
     decoded: list[tuple[float, int]]
-    """When, how many tokens."""
+    """(time, tokens)"""
     shares: list[tuple[float, int, int]]
-    """When, blocks in use on another worker, blocks in use; over all workers."""
+    """(time, remote blocks in use, blocks in use) over all workers."""
     finished: int
     errors: list[str]
     counts: Mapping[str, int]
-    """Settlements, and blocks that came home by them or into free memory."""
+    """Settlements, and blocks returned by settlement or recall."""
     steps: Sequence[Step] = ()
 
     def tok_s(self, first_s: float = 0.0, end_s: float = float("inf")) -> float:
-        """Tokens per second in a part of the run."""
+        """Return tokens per second in a part of the run."""
         end_s = min(end_s, self.duration_s)
         return sum(n for at_s, n in self.decoded if first_s <= at_s < end_s) / (end_s - first_s)
 
     def remote_share(self, first_s: float = 0.0, end_s: float = float("inf")) -> float:
-        """Of the KV in use in a part of the run, that on another worker than its request."""
+        """Return the share of KV in use that is remote, in a part of the run."""
         part = [(remote, used) for at_s, remote, used in self.shares if first_s <= at_s < end_s]
         return sum(remote for remote, _ in part) / max(1, sum(used for _, used in part))
 
     def step_s(self, first_s: float = 0.0, *, is_remote: bool) -> float:
-        """Mean over the steps of one kind; 0 where there were none."""
+        """Return the mean duration of local or remote steps; 0 if there are none."""
         kind = [one for one in self.steps if one.at_s >= first_s and one.is_remote is is_remote]
         return sum(one.step_s * one.steps for one in kind) / max(1, sum(one.steps for one in kind))
 
     def remote_steps(self, first_s: float = 0.0) -> float:
-        """Share of steps."""
+        """Return the share of steps that are remote."""
         part = [one for one in self.steps if one.at_s >= first_s]
         return sum(one.steps for one in part if one.is_remote) / max(1, sum(one.steps for one in part))
 
@@ -80,21 +79,21 @@ WORKERS, KV_BLOCKS, BLOCK_TOKENS = 4, 96, 16
 _PROMPT_TOKENS, _DOCUMENT_TOKENS = (30, 160), (500, 1400)
 _ANSWER_TOKENS = (40, 360)
 LONGEST_TOKENS = _DOCUMENT_TOKENS[1] + _ANSWER_TOKENS[1]
-"""Prompt and answer, at most."""
+"""Longest prompt plus answer."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What the clients ask for, and what the workers owe each other when they begin."""
+    """Requests of the clients, and initial debts of the workers."""
 
     clients: int
     documents: float = 0.0
     """Share of requests with a long prompt."""
     wanted_blocks: int = 0
-    """Each worker is told, as a scheduler tells it, that it needs so many more than it has: each borrows from
-    others, and debts run in circles."""
+    """Each worker is told, as by a scheduler, that it needs this many blocks more than it has. So workers
+    borrow in circles."""
     wanted_s: float = 0.0
-    """How long it is told so."""
+    """Seconds for which workers are told so."""
 
 
 LOADS: Mapping[str, Load] = {
@@ -105,7 +104,7 @@ LOADS: Mapping[str, Load] = {
 
 
 def bodies(random: Random, vocabulary: int, documents: float) -> Iterator[dict[str, Any]]:
-    """Chats, and, as that share, prompts about as long as one worker's KV."""
+    """Yield chats, and a share `documents` of prompts about as long as one worker's KV."""
     for _ in count():
         kind = _DOCUMENT_TOKENS if random.random() < documents else _PROMPT_TOKENS
         prompt = [random.randrange(100, vocabulary - 1) for _ in range(random.randint(*kind))]
@@ -113,7 +112,7 @@ def bodies(random: Random, vocabulary: int, documents: float) -> Iterator[dict[s
 
 
 def settings(*, settles: bool, recalls: bool) -> dict[str, object]:
-    """Of a stack."""
+    """Return the settings of a stack."""
     return {
         **PLAIN,
         "scheduler.policy": "kvasir",
@@ -140,26 +139,26 @@ _DEADLINE_S = 120.0
 _SAMPLE_S = 0.25
 _START_S = 60.0
 _WINDOWS = 40
-"""Of a picture."""
+"""Number of points in a picture."""
 _WANTED_AGAIN_S = 0.3
 _WANTED_BEFORE_S = 1.5
-"""Of the time in which workers are told to borrow, that before the load."""
+"""Part of `wanted_s` before the load starts."""
 _HANDLERS: tuple[Handler, ...] = (
     Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported"),
     Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped"),
 )
 _USER = "placement-0"
-"""Who may hear both."""
+"""Bus user that may receive both reports."""
 
 
 @dataclass
 class _Clients:
-    """They ask without end."""
+    """Clients that send requests without end."""
 
     target: Target
     bodies: Iterator[dict[str, Any]]
     answers: list[Answer] = field(default_factory=list)
-    """Ended ones."""
+    """Ended answers."""
 
     async def client(self) -> None:
         while True:
@@ -168,14 +167,14 @@ class _Clients:
 
 
 class _Witness:
-    """The latest heartbeat of each worker, and what they decoded."""
+    """Collects the latest heartbeat and the decoded tokens of each worker."""
 
     def __init__(self) -> None:
         self.began_s = time.perf_counter()
         self.decoded: list[tuple[float, int]] = []
         self.steps: list[Step] = []
         self._done: dict[str, tuple[int, int]] = {}
-        """Plan, and steps of it, by worker."""
+        """(plan, steps done of it) by worker."""
         self._latest: dict[str, WorkerReported] = {}
 
     def on_stepped(self, stepped: WorkerStepped) -> None:
@@ -191,8 +190,8 @@ class _Witness:
         self._latest[report.worker_id] = report
 
     async def until_all_reach(self, tokens: int) -> None:
-        """Every worker is there, and announces that context at least: it knows the others. Raises
-        InternalError."""
+        """Wait until every worker announces a context of `tokens`, so they know each other. Raises
+        InternalError on a timeout."""
         try:
             async with asyncio.timeout(_START_S):
                 while True:
@@ -204,13 +203,13 @@ class _Witness:
             raise InternalError(f"{len(self._latest)} workers came, for {WORKERS}") from None
 
     def begin(self) -> None:
-        """From now on counts what is computed."""
+        """Start the measurement."""
         self.began_s = time.perf_counter()
         self.decoded.clear()
         self.steps.clear()
 
     def used_blocks(self) -> tuple[int, int]:
-        """On another worker than their sequence, and in all."""
+        """Return remote and total blocks in use."""
         remote = used = 0
         for report in self._latest.values():
             remote += _remote_blocks(report)
@@ -219,7 +218,7 @@ class _Witness:
 
 
 def _remote_blocks(report: WorkerReported) -> int:
-    """Borrowed and in use."""
+    """Return the borrowed blocks in use."""
     return max(0, report.capacity.borrowed_blocks - report.capacity.borrowed_free_blocks)
 
 
@@ -231,13 +230,13 @@ def measure(
     load: Load,
     more: Mapping[str, object],
 ) -> LiveRun:
-    """One side, from its start to its end. Raises InternalError when the stack does not serve."""
+    """Measure one side on a new stack. Raises InternalError if it does not serve."""
     with start_stack(run_dir, more, model=model, workers=WORKERS) as stack:
         return asyncio.run(_run(stack, requests, duration_s, load))
 
 
 async def _want(run_dir: Path, load: Load) -> None:
-    """Tells the workers, as the scheduler would, that each needs more than it has."""
+    """Tell the workers, as the scheduler would, that they need more memory than they have."""
     wanted = WantKv(tokens=(KV_BLOCKS + load.wanted_blocks) * BLOCK_TOKENS)
     async with on_bus(run_dir, "scheduler-0") as bus:
         until_s = time.perf_counter() + load.wanted_s
@@ -273,7 +272,7 @@ async def _run(stack: Stack, requests: Iterator[dict[str, Any]], duration_s: flo
 
 
 async def _counts(run_dir: Path) -> dict[str, int]:
-    """What ledger and workers count since their start."""
+    """Return the counters of ledger and workers since their start."""
     run = RunDirectory(run_dir)
     access = BusAccess.from_state(run.read_state(), run.credentials())
     roll = RollCall(access.config(subjects.OPERATOR, connect_timeout_s=5.0))
@@ -289,7 +288,7 @@ async def _counts(run_dir: Path) -> dict[str, int]:
 
 
 class Run(Protocol):
-    """Of one side on one workload, live or simulated. Times are seconds since its start."""
+    """One side on one workload, live or simulated. Times are seconds since its start."""
 
     def tok_s(self, first_s: float = ..., end_s: float = ...) -> float: ...
 
@@ -299,7 +298,7 @@ class Run(Protocol):
 def draw_figure_10(
     path: Path, results: Mapping[str, Sequence[Run]], duration_s: float, how: str = "simulated"
 ) -> None:
-    """Above tokens per second, below the share of KV that is remote, means over the workloads."""
+    """Draw tokens per second above, and the remote share of KV below, as means over workloads."""
     window_s = duration_s / _WINDOWS
     rates: dict[str, list[tuple[float, float]]] = {side: [] for side in results}
     shares: dict[str, list[tuple[float, float]]] = {side: [] for side in results}

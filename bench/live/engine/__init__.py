@@ -1,1 +1,1 @@
-"""`python -m bench engine`: our engine as it is served against a peer, same checkpoint, a core each."""
+"""`python -m bench engine`: our served engine against a peer, with the same checkpoint and a core each."""

@@ -1,4 +1,4 @@
-"""`python -m bench engine --peer vllm`: tokens a second as served over HTTP, a core each, alternated."""
+"""`python -m bench engine --peer vllm`: tokens per second over HTTP, a core each, with alternating sides."""
 
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _VARIANTS = {variant.name: variant for variant in VLLM_VARIANTS}
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be compared."""
+    """Settings of a comparison."""
 
     peer: str
     model: Path
@@ -67,7 +67,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Raises ConfigError when the peer is not installed or a run cannot be resumed."""
+    """Run the bench. Raises ConfigError if the peer is not installed or a run cannot be resumed."""
     model = checkpoint(context.arguments.model, CACHE)
     variant, note = _vllm_variant(context.arguments.vllm, model)
     plan = _plan(context, model, variant)
@@ -96,7 +96,7 @@ def run(context: Context) -> Outcome:
 
 
 def _plan(context: Context, model: Path, variant: VllmVariant) -> Plan:
-    """--quick: two alternations of two small batches."""
+    """Return the plan; --quick has two alternations of two small batches."""
     flags, quick = context.arguments, context.quick
     random = flags.model in RANDOM_SHAPES
     workload = cells(
@@ -112,7 +112,7 @@ def _plan(context: Context, model: Path, variant: VllmVariant) -> Plan:
 
 
 def _measure(context: Context, plan: Plan, todo: list[tuple[int, BatchCell]]) -> int:
-    """How many turns were left out."""
+    """Measure the turns; return how many were left out."""
     cores = Cores.choose()
     if plan.peer == "transformers":
         from bench.live.engine.direct import run_direct
@@ -122,7 +122,7 @@ def _measure(context: Context, plan: Plan, todo: list[tuple[int, BatchCell]]) ->
 
 
 def _vllm_variant(name: str, model: Path) -> tuple[VllmVariant, str]:
-    """And how it was chosen, in words."""
+    """Return the variant of vLLM, and a sentence on its choice."""
     if name != "auto":
         return _VARIANTS[name], f"vLLM runs {name}, as asked for"
     variant, measured = chosen(model)

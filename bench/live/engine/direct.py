@@ -1,7 +1,6 @@
-"""Our engine against transformers' own continuous batching: both called directly, here, on one thread.
+"""Our engine against transformers' continuous batching, both called directly on one thread.
 
-No HTTP, no bus, no scheduler on either side: prompts in, greedy tokens out. It is about engines only; servers
-are compared by `--peer vllm`.
+No HTTP, bus or scheduler on either side: prompts in, greedy tokens out. `--peer vllm` compares servers.
 """
 
 import logging
@@ -29,14 +28,14 @@ from shared.messages.sequence import Sampling
 _PAGE_TOKENS = 32
 _DEADLINE_S = 600.0
 _PREFILL_TOKENS = 512
-"""Of a step, on our side: what the scheduler gives it."""
+"""Prefill tokens per step on our side, as from the scheduler."""
 
 Generate = Callable[[Sequence[list[int]], int], int]
-"""Answers all prompts with so many tokens each; returns how many tokens there were."""
+"""Answers all prompts with the given number of tokens each; returns the total."""
 
 
 class OurSide:
-    """The engine a worker has, fed as the scheduler does: prompts in chunks, then all together."""
+    """A worker's engine, fed as by the scheduler: chunked prefill, then decodes of the whole batch."""
 
     def __init__(self, model: Path, kv_gib: int) -> None:
         config = WorkerConfig(model=str(model), threads=1, kv_bytes=kv_gib * GIB)
@@ -44,7 +43,7 @@ class OurSide:
         self._block_tokens = config.block_tokens
 
     def generate(self, prompts: Sequence[list[int]], output_tokens: int) -> int:
-        """As `Generate`. Raises InternalError when the prompts do not fit into its KV."""
+        """Implements `Generate`. Raises InternalError if the prompts do not fit into the KV."""
         per_sequence = -(-(max(map(len, prompts)) + output_tokens) // self._block_tokens)
         if per_sequence * len(prompts) > self._engine.kv_blocks:
             raise InternalError("the KV is too small for this workload: raise --kv-gib")
@@ -72,7 +71,7 @@ class OurSide:
 
 
 class TransformersSide:
-    """transformers' continuous batching with a cache of as many bytes, set up once."""
+    """transformers' continuous batching with the same bytes of KV."""
 
     def __init__(self, model: Path, kv_gib: int) -> None:
         logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -85,7 +84,7 @@ class TransformersSide:
             max_batch_tokens=MAX_CONTEXT_TOKENS,
             allow_block_sharing=False,
         )
-        # An end token that cannot come: answers are to have their full length.
+        # An end token that never occurs, so that answers have their full length.
         greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)  # type: ignore[no-untyped-call]
         self._manager = loaded.init_continuous_batching(
             generation_config=greedy, continuous_batching_config=batching
@@ -93,7 +92,7 @@ class TransformersSide:
         self._manager.start()
 
     def generate(self, prompts: Sequence[list[int]], output_tokens: int) -> int:
-        """As `Generate`. Raises InternalError when an answer is missing."""
+        """Implements `Generate`. Raises InternalError if an answer is missing."""
         self._manager.add_requests(inputs=[list(prompt) for prompt in prompts], max_new_tokens=output_tokens)
         tokens, deadline_s = 0, time.monotonic() + _DEADLINE_S
         for at in range(len(prompts)):
@@ -104,14 +103,14 @@ class TransformersSide:
         return tokens
 
     def close(self) -> None:
-        """Ends its thread."""
+        """Stop its thread."""
         self._manager.stop(block=True, timeout=_DEADLINE_S)
 
 
 def run_direct(
     context: Context, model: Path, turns: Sequence[tuple[int, BatchCell]], cores: Cores, vocabulary: int
 ) -> int:
-    """Runs the turns, one row per cell and side into `cells.jsonl`; how many were left out by --budget-s."""
+    """Run the turns, with a row per cell and side in `cells.jsonl`; return how many --budget-s left out."""
     cores.bind_engine()
     torch.set_num_threads(1)
     kv_gib = context.arguments.kv_gib
@@ -120,7 +119,7 @@ def run_direct(
     try:
         for generate in sides.values():
             generate([list(range(16, 48))] * 2, 4)
-        cores.bind_engine()  # the threads, too, that were started meanwhile
+        cores.bind_engine()  # includes threads started since
         return _turns(context, turns, sides, vocabulary)
     finally:
         theirs.close()
@@ -129,7 +128,7 @@ def run_direct(
 def _turns(
     context: Context, turns: Sequence[tuple[int, BatchCell]], sides: dict[str, Generate], vocabulary: int
 ) -> int:
-    """How many were left out."""
+    """Run the turns; return how many were left out."""
     began_s = time.monotonic()
     with context.progress("alternations × workloads", len(turns)) as progress:
         for done, (alternation, cell) in enumerate(turns):

@@ -1,6 +1,6 @@
-"""Two servers take turns on one workload after another: the idle one is stopped, the other has both cores.
+"""Two servers take turns on each workload: the idle one is stopped, the other has both cores.
 
-Everything measured is appended to `cells.jsonl` at once, so a run cut short goes on where it stopped.
+Every measurement is appended to `cells.jsonl` at once, so an interrupted run can resume.
 """
 
 import random
@@ -18,14 +18,14 @@ from bench.kit.stacks import Server
 from bench.kit.turns import order_of
 
 _SPREAD = 0.1
-"""Prompts are this much shorter or longer than the nominal context, evenly: no two sequences in step."""
+"""Prompt lengths vary uniformly by this share, so that sequences are not in step."""
 _WARM_UP_TOKENS = 16
 _WARM_UP_DEADLINE_S = 300.0
 _BASE_DEADLINE_S = 60.0
 _SLOWEST_TOKENS_PER_S = 20.0
 _WARM_DEADLINE_S = 60.0
 _FEWEST_SEQUENCES = 8
-"""A cell of fewer sequences is repeated until so many have run: one short answer alone is noise."""
+"""A cell is repeated until this many sequences ran, because single short answers are noisy."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class BatchCell:
 
     @property
     def rounds(self) -> int:
-        """How often the batch is run, one after the other."""
+        """Number of consecutive runs of the batch."""
         return max(1, min(4, _FEWEST_SEQUENCES // self.batch))
 
     @property
@@ -52,14 +52,14 @@ class BatchCell:
 
 
 def cells(contexts: list[int], batches: list[int], output_tokens: int) -> list[BatchCell]:
-    """Smallest first."""
+    """Return the cells, smallest first."""
     return [
         BatchCell(context, batch, output_tokens) for context in sorted(contexts) for batch in sorted(batches)
     ]
 
 
 def bodies(cell: BatchCell, vocabulary: int, draw: random.Random) -> list[list[dict[str, Any]]]:
-    """Request bodies, by round. Token ids are drawn anew for each: no prompt shares a prefix with another."""
+    """Return request bodies by round, with new random token ids, so that no prompts share a prefix."""
     return [[_body(cell, vocabulary, draw) for _ in range(cell.batch)] for _ in range(cell.rounds)]
 
 
@@ -71,14 +71,14 @@ def _body(cell: BatchCell, vocabulary: int, draw: random.Random) -> dict[str, An
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one cell on one side."""
+    """One cell on one side."""
 
     wall_s: float
-    """From the first request sent to the last answer ended, all rounds added up."""
+    """From the first request to the end of the last answer, over all rounds."""
     tok_s: float
-    """Output tokens per second of `wall_s`: prefill is in it."""
+    """Output tokens per second of `wall_s`, prefill included."""
     decode_tok_s: float
-    """While every sequence of the batch was answering: from the last first token to the first end."""
+    """Rate while all sequences of the batch decode: from the last first token to the first end."""
     ttft_ms_p50: float
     itl_ms_p50: float
     failures: int
@@ -88,7 +88,7 @@ class Measured:
     engine_share: float
     """CPU time of the engine's thread / wall time."""
     rest_share: float
-    """CPU time of all other threads of the side / wall time; with the client's, what its core was busy."""
+    """CPU time of the side's other threads / wall time; with the client's, the load of their core."""
 
     def row(self) -> dict[str, Any]:
         return asdict(self)
@@ -97,7 +97,7 @@ class Measured:
 def measure(
     served: Server, engine_thread: int, cell: BatchCell, rounds: Sequence[Sequence[dict[str, Any]]]
 ) -> tuple[Measured, list[list[Answer]]]:
-    """Runs the rounds of a cell one after the other."""
+    """Run the rounds of a cell."""
     deadline_s = _BASE_DEADLINE_S + (cell.batch * (cell.context + cell.output_tokens)) / _SLOWEST_TOKENS_PER_S
     before, client_before_s = served.tree.cpu_s(), time.process_time()
     began_s = time.perf_counter()
@@ -126,7 +126,7 @@ def measure(
 
 
 def warm(served: Server, within_s: float = _WARM_DEADLINE_S) -> None:
-    """Returns when the side answers again; after a pause a stack has to notice first that time has passed.
+    """Wait until a resumed side answers; a stack must first notice that time has passed.
 
     Raises TimeoutError.
     """
@@ -145,11 +145,11 @@ def _used(before: Mapping[int, float], after: Mapping[int, float]) -> dict[int, 
 
 
 def _decode_rate(answers: Sequence[Sequence[Answer]], cell: BatchCell) -> float:
-    """Tokens per second of the time in which all sequences of a batch were answering; 0: none."""
+    """Return tokens per second while all sequences of a batch decode; 0 if there is no such time."""
     tokens, seconds = 0.0, 0.0
     for batch in answers:
         if not all(one.event_s for one in batch):
-            return 0.0  # Random weights: no token of that answer was text.
+            return 0.0  # With random weights, an answer may have no text.
         begin_s = max(one.event_s[0] for one in batch)
         end_s = min(one.event_s[-1] for one in batch)
         if end_s <= begin_s:
@@ -180,14 +180,14 @@ class Duel:
     engine_threads: list[int] = field(default_factory=list)
 
     def prepare(self, widest: BatchCell) -> None:
-        """Warms up each side with a batch of `widest`, finds its engine thread, binds it, stops it."""
+        """Warm up each side with a batch of `widest`, bind its engine thread, and stop it."""
         self.cores.bind_client()
         for served in self.sides:
             self.context.say(f"{served.name}: warming up")
             load = bodies(
                 BatchCell(widest.context, widest.batch, _WARM_UP_TOKENS), self.vocabulary, random.Random(0)
             )
-            for _ in range(2):  # the first finds the thread; the second runs as it will be measured
+            for _ in range(2):  # the first finds the thread; the second warms up as measured
                 thread = pin(
                     served.tree,
                     self.cores,
@@ -198,7 +198,7 @@ class Duel:
             served.tree.pause()
 
     def turn(self, cell: BatchCell, alternation: int) -> dict[str, Measured]:
-        """One cell on every side, who goes first by the number of the alternation. By name of the side."""
+        """Run one cell on every side, in the order of the alternation; return results by side."""
         purpose = f"{alternation}/{cell.name}"
         rounds = bodies(cell, self.vocabulary, self.context.random(purpose))
         results: dict[str, Measured] = {}
@@ -225,7 +225,7 @@ class Duel:
 def missing(
     plan: Iterable[tuple[int, BatchCell]], rows: Sequence[dict[str, Any]]
 ) -> list[tuple[int, BatchCell]]:
-    """The turns of a plan that no two rows tell of."""
+    """Return the turns of a plan that lack a row of either side."""
     sides: dict[tuple[int, str], set[str]] = {}
     for row in rows:
         sides.setdefault((row["alternation"], row["cell"]), set()).add(row["side"])
@@ -239,7 +239,7 @@ def run_turns(
     budget_s: float,
     now_s: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Runs turns until they are done or the next would not end within `budget_s`; how many were left out."""
+    """Run turns until the next one would exceed `budget_s`; return how many were left out."""
     began_s = now_s()
     took_s: dict[str, float] = {}
     with duel.context.progress("alternations × workloads", len(turns)) as progress:

@@ -1,4 +1,4 @@
-"""From measured cells to the figures of the engine bench. Pure."""
+"""Figures of the engine bench from its cells. Pure."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,8 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def figures(rows: Rows, cells: Sequence[BatchCell], peer: str) -> dict[str, float]:
-    """`tok_s_ratio_b8` and `…_worst` over all contexts of a batch size, `…_b8_ctx500` for each; tokens per
-    second of both sides; what the client's and the engines' cores were busy.
+    """Return `tok_s_ratio_b8` and `…_worst` over all contexts of a batch size, `…_b8_ctx500` for each cell,
+    tokens per second of both sides, and the load of the cores.
 
     A cell without a complete alternation has no figure.
     """
@@ -36,12 +36,12 @@ def figures(rows: Rows, cells: Sequence[BatchCell], peer: str) -> dict[str, floa
 
 
 def headline(made: Mapping[str, float]) -> list[str]:
-    """The figures that a reader looks for first."""
+    """Return the names of the main figures."""
     return [name for name in made if name.startswith(("tok_s", "decode_ratio", "client_share"))]
 
 
 def table(rows: Rows, cells: Sequence[BatchCell], peer: str) -> Table:
-    """Tokens per second of both sides for each workload."""
+    """Return a table of tokens per second of both sides for each workload."""
     lines: list[Sequence[object]] = []
     for cell in cells:
         if paired := _pairs(rows, cell.name, peer, "tok_s"):
@@ -62,12 +62,12 @@ def table(rows: Rows, cells: Sequence[BatchCell], peer: str) -> Table:
 
 
 def failures(rows: Rows) -> int:
-    """Of all requests."""
+    """Return the number of failed requests."""
     return sum(int(row["failures"]) for row in rows)
 
 
 def _pairs(rows: Rows, cell: str, peer: str, value: str) -> dict[int, tuple[float, float]]:
-    """By alternation, (ours, theirs); without the turns in which a request failed."""
+    """Return (ours, theirs) by alternation, without turns that have a failed request."""
     found: dict[int, dict[str, float]] = {}
     for row in rows:
         if row["cell"] == cell and not row["failures"] and row.get(value, 0) > 0:
@@ -101,7 +101,7 @@ def _cell_figures(rows: Rows, cell: str, peer: str) -> dict[str, float]:
 
 
 def _combined(by_context: Sequence[Mapping[int, float]]) -> list[float]:
-    """One ratio per alternation that all contexts have: their geometric mean."""
+    """Return the geometric mean of the contexts' ratios for each alternation that all have."""
     if not by_context:
         return []
     turns = set.intersection(*(set(one) for one in by_context))
@@ -109,7 +109,7 @@ def _combined(by_context: Sequence[Mapping[int, float]]) -> list[float]:
 
 
 def draw(file: Path, figures: Mapping[str, float], workload: Sequence[BatchCell], peer: str) -> None:
-    """Ours / theirs over the batch size, a line per context that reaches down to the worst alternation."""
+    """Draw our ratio over the batch size, one line per context, with lines down to the worst alternation."""
     curves: dict[str, list[tuple[float, float]]] = {}
     worst: dict[str, list[float]] = {}
     for cell in workload:

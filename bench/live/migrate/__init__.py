@@ -1,1 +1,1 @@
-"""`python -m bench migrate`: live migrations while clients read."""
+"""`python -m bench migrate`: live migrations under load."""

@@ -1,10 +1,9 @@
-"""`python -m bench migrate`: a hundred live migrations while clients read, and what their readers notice.
+"""`python -m bench migrate`: a hundred live migrations while clients read, and their effect on the clients.
 
-Two workers under a steady load of greedy answers. Sequences are moved from one to the other, in turn; the
-same questions were answered before without moves. `kv`: the target fetches the sequence's blocks while the
-source goes on; `tokens`: it rehearses the sequence; `adaptive`: whichever is cheaper by what the workers
-measured. `cold`: workers without a prefix cache, so that the target computes everything in the pause; what
-live migration is worth. Live.
+Two workers have a steady load of greedy answers. Sequences are migrated in turn; the same requests ran before
+without migrations. In mode `kv` the target fetches the blocks while the source continues; in `tokens` it
+recomputes the sequence. `adaptive` uses the cheaper mode by the workers' measurements. `cold` has no prefix
+cache, so the target computes everything during the pause: the baseline for live migration.
 """
 
 import asyncio
@@ -40,7 +39,7 @@ PROMPT_TOKENS = (100, 700)
 ANSWER_TOKENS = (200, 320)
 KV_BLOCKS = 2048
 LEAST_LEFT_TOKENS = 40
-"""An answer about to end is not moved."""
+"""Answers with fewer tokens left are not migrated."""
 _DEADLINE_S = 240.0
 _EVERY_S = 0.03
 _SETTLE_S = 1.0
@@ -78,12 +77,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 @dataclass
 class Measured:
-    """One mode."""
+    """Result of one mode."""
 
     mode: str
     under: str = "load"
     took_s: float = 0.0
-    """For all answers of the rounds with moves."""
+    """Duration of all rounds with migrations."""
     tokens: int = 0
     pauses: list[Pause] = field(default_factory=list)
     done: list[SequenceMoved] = field(default_factory=list)
@@ -96,7 +95,7 @@ class Measured:
 
 
 def run(context: Context) -> Outcome:
-    """Raises ConfigError for a model that is none, InternalError when a stack does not serve."""
+    """Run the bench. Raises ConfigError for an invalid model, InternalError if a stack does not serve."""
     model = checkpoint(context.arguments.model, ROOT / "runs" / "bench" / "checkpoints")
     count = context.arguments.moves or (20 if context.quick else 100)
     found = []
@@ -155,7 +154,7 @@ async def _load(
     bodies: list[dict[str, Any]],
     count: int,
 ) -> Measured:
-    """Rounds of the same questions, undisturbed once, then moved about until there are enough moves."""
+    """Run the requests once undisturbed, then in rounds with migrations until there are `count`."""
     undisturbed = await complete_all(target, bodies, _DEADLINE_S)
     if error := first_error(undisturbed):
         raise InternalError(f"a stack does not serve: {error}")
@@ -177,7 +176,7 @@ async def _load(
 async def _disturb(
     context: Context, target: Target, under: str, answers: "asyncio.Task[list[Answer]]"
 ) -> None:
-    """While they last, prompts that nobody has seen before, where that is to be."""
+    """With `busy`, send new prompts while the answers run."""
     dice = context.random("prompts")
     while under == "busy" and not answers.done():
         prompts = [[dice.randrange(100, 1000) for _ in range(BUSY_TOKENS)] for _ in range(BUSY_PROMPTS)]
@@ -233,7 +232,7 @@ def _account(context: Context, measured: Measured, moving: Mover, seen: Watch) -
 
 
 def _figures(one: Measured) -> dict[str, float]:
-    """Without a suffix for the mode that is the bench's subject."""
+    """Return the figures; those of mode `kv` have no suffix."""
     found = {
         "moves": float(len(one.done)),
         "moves_failed": float(one.failed),

@@ -1,7 +1,6 @@
-"""Orders migrations in a running stack, as placement would, and hears how each ended.
+"""Orders migrations in a running stack, as placement would, and collects their results.
 
-It sees what placement sees (heartbeats) and may do what placement may do. It chooses nothing well: what runs
-is moved to the next worker, in turn.
+It has placement's heartbeats and rights. It has no policy: running sequences move to the next worker in turn.
 """
 
 import asyncio
@@ -33,7 +32,7 @@ _EPOCH_S = 0.5
 
 
 class Mover:
-    """`outcomes` are all moves that are over, in order."""
+    """Orders migrations; `outcomes` are all finished ones, in order."""
 
     def __init__(self, bus: Bus, choice: ModeChoice) -> None:
         self._bus = bus
@@ -53,16 +52,16 @@ class Mover:
 
     @property
     def done(self) -> list[SequenceMoved]:
-        """Those that came about."""
+        """Successful migrations."""
         return [moved for moved in self.outcomes if not moved.reason]
 
     @property
     def under_way(self) -> int:
-        """Ordered, and not over."""
+        """Number of migrations ordered but not finished."""
         return len(self._moving)
 
     def running(self, *, least_generated: int = 1, least_left: int = 1) -> list[tuple[str, SequenceReport]]:
-        """Sequences that decode and are not on the move, with the worker of each; fewest moves first."""
+        """Return decoding sequences that are not migrating, each with its worker; fewest migrations first."""
         found = [
             (name, listed)
             for name, report in sorted(self.reports.items())
@@ -76,7 +75,7 @@ class Mover:
         return sorted(found, key=lambda pair: pair[1].ref.attempt)
 
     async def move(self, listed: SequenceReport, source: str, target: str) -> bool:
-        """By the mode that is chosen. Whether the scheduler took the order."""
+        """Order a migration in the chosen mode; return whether the scheduler accepted it."""
         wanted = WantedMove(SequenceMove(ref=listed.ref, target=target), source, _tokens(listed))
         costs = {name: MoveCosts.of(report) for name, report in self.reports.items()}
         now, _ = self.modes.divide([wanted], costs, time.monotonic())
@@ -98,7 +97,7 @@ class Mover:
         return True
 
     async def move_one(self, **which: int) -> bool:
-        """Some running sequence to the worker after its own. False when none can be moved now."""
+        """Migrate one running sequence to the next worker; return False if none can be migrated."""
         names = sorted(self.reports)
         for name, listed in self.running(**which):
             target = names[(names.index(name) + 1) % len(names)]
@@ -107,7 +106,7 @@ class Mover:
         return False
 
     async def until_over(self, count: int, *, within_s: float) -> None:
-        """Until so many moves have ended. Raises TimeoutError."""
+        """Wait until `count` migrations have ended. Raises TimeoutError."""
         async with asyncio.timeout(within_s):
             while len(self.outcomes) < count:
                 await asyncio.sleep(0.005)
@@ -119,7 +118,7 @@ def _tokens(listed: SequenceReport) -> int:
 
 @asynccontextmanager
 async def mover(run_dir: Path, choice: ModeChoice = "tokens") -> AsyncIterator[Mover]:
-    """On the bus of the stack that runs from there."""
+    """Yield a mover on the bus of the stack in `run_dir`."""
     async with on_bus(run_dir, _USER) as bus:
         made = Mover(bus, choice)
         await bus.attach(HANDLERS, made)
@@ -132,24 +131,24 @@ WATCH_HANDLERS: tuple[Handler, ...] = (Listener(subjects.tokens.to(GATEWAY), Tok
 
 @dataclass
 class Seen:
-    """One sequence: when each token of each attempt came."""
+    """Arrival times of one sequence's tokens."""
 
     arrived_s: dict[int, dict[int, float]] = field(default_factory=dict)
-    """Attempt → index in the answer → time."""
+    """Maps attempt and index in the answer to a time."""
 
 
 @dataclass(frozen=True)
 class Pause:
-    """At one change of workers."""
+    """The pause of one migration."""
 
     pause_s: float
-    """From the last token of the old worker that counted to the first of the new one that was news."""
+    """From the last valid token of the old worker to the first new token of the new one."""
     step_s: float
-    """Between two tokens of that sequence, its median before."""
+    """Median gap between two tokens of the sequence before."""
 
 
 class Watch:
-    """Collects frames from when it is attached."""
+    """Collects token frames."""
 
     def __init__(self) -> None:
         self.sequences: dict[SequenceKey, Seen] = {}
@@ -163,7 +162,7 @@ class Watch:
                 times.setdefault(delta.first_index + offset, now_s)
 
     def pause(self, key: SequenceKey, attempt: int) -> Pause | None:
-        """Where this attempt gave way to the next; None when either was not seen."""
+        """Return the pause after `attempt`, or None if it or the next one was not seen."""
         seen = self.sequences.get(key)
         if seen is None:
             return None
@@ -179,7 +178,7 @@ class Watch:
 
 @asynccontextmanager
 async def watch(run_dir: Path) -> AsyncIterator[Watch]:
-    """On the bus of the stack that runs from there."""
+    """Yield a watch on the bus of the stack in `run_dir`."""
     made = Watch()
     async with on_bus(run_dir, GATEWAY, WATCH_HANDLERS, made):
         yield made

@@ -1,1 +1,1 @@
-"""What gateway, bus and scheduler add to the engine."""
+"""Overhead of gateway, bus and scheduler over the engine alone."""

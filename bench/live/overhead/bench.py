@@ -1,8 +1,8 @@
-"""`python -m bench overhead`: through gateway, bus and scheduler, against the engine called directly.
+"""`python -m bench overhead`: the engine through gateway, bus and scheduler, against direct calls.
 
-One core for the engine, one for everything else, the client included. The sides take turns with prompts of
-one length, in batches made by one policy. Then many streams are opened at once. What the engine itself costs
-cancels out: see `bench engine` for that.
+One core is for the engine, one for everything else and the client. Sides take turns with prompts of one
+length, batched by the same policy. Then many streams open at once. The engine's own cost cancels out; `bench
+engine` measures it.
 """
 
 import itertools
@@ -29,18 +29,18 @@ from shared.errors import InternalError
 
 @dataclass(frozen=True)
 class Pace:
-    """Of one batch of answers, on one side. Seconds."""
+    """Times of one batch on one side, in seconds."""
 
     first_s: float
     """Median time to the first token."""
     gap_s: float
     """Median gap between two tokens of an answer."""
     tok_s: float
-    """Tokens per second from the beginning to the last token."""
+    """Tokens per second up to the last token."""
 
 
 def pace_of(token_s: Sequence[Sequence[float]], tokens: int, total_s: float) -> Pace:
-    """`token_s`: when each answer's tokens came, since its request. Raises ValueError without any."""
+    """Return the pace, given each answer's token times since its request. Raises ValueError without gaps."""
     gaps = [b - a for one in token_s for a, b in itertools.pairwise(one)]
     if not gaps or total_s <= 0:
         raise ValueError("no answer of two tokens to measure")
@@ -48,7 +48,7 @@ def pace_of(token_s: Sequence[Sequence[float]], tokens: int, total_s: float) -> 
 
 
 def median_difference_ms(ours_s: Sequence[float], theirs_s: Sequence[float]) -> float:
-    """Of ours over theirs, taken within each alternation. Raises ValueError when they do not pair up."""
+    """Return the median of ours minus theirs over alternations. Raises ValueError if they do not pair up."""
     return statistics.median(a - b for a, b in zip(ours_s, theirs_s, strict=True)) * 1e3
 
 
@@ -60,7 +60,7 @@ _BATCHES = (1, 32, 64)
 
 @dataclass(frozen=True)
 class _Compared:
-    """One batch size: the sides' paces by alternation, and what the stack used meanwhile."""
+    """Paces of both sides for one batch size, by alternation, and the stack's CPU use."""
 
     batch: int
     served: list[Pace]
@@ -80,7 +80,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Raises ConfigError on a machine of one core."""
+    """Run the bench. Raises ConfigError if there is only one core."""
     cores = Cores.choose()
     model: Path = context.arguments.model.resolve()
     context.say("starting a stack, and an engine beside it")
@@ -150,7 +150,8 @@ def _compare(context: Context, stack: Stack, direct: DirectEngine, batch: int) -
 
 
 def _engine_time_s(stack: Stack) -> tuple[float, float]:
-    """Seconds since its start that the engine computed, and that it did not although there was work."""
+    """Return the seconds since the start that the engine computed, and that it was idle although there was
+    work."""
     details = stack.details("engine_s")
     return float(details["engine_s"]), float(details["between_steps_s"])
 
@@ -158,7 +159,7 @@ def _engine_time_s(stack: Stack) -> tuple[float, float]:
 def _bodies(
     model: Path, prompt_tokens: int, tokens: int, count: int, draw: random.Random
 ) -> list[dict[str, Any]]:
-    """Prompts of drawn token ids; no two begin alike."""
+    """Return prompts of random token ids without shared prefixes."""
     ids = vocabulary(model)
     prompts = ([draw.randrange(ids // 2, ids) for _ in range(prompt_tokens)] for _ in range(count))
     return [full_answer(prompt, tokens) for prompt in prompts]

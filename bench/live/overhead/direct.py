@@ -1,8 +1,8 @@
-"""The engine in a process of its own, called directly, on the core that the served one has.
+"""The engine in its own process, called directly, on the same core as the served one.
 
-`python -m bench.live.overhead.direct` reads one JSON object a line (`prompts`, `output_tokens`,
-`max_sequences`) and answers each with one (`token_s`: for each prompt, the engine time until each token).
-`DirectEngine` is the other end of that pipe.
+`python -m bench.live.overhead.direct` reads a JSON object per line (`prompts`, `output_tokens`,
+`max_sequences`). It answers with one (`token_s`: for each prompt, the engine time until each token).
+`DirectEngine` is the client.
 """
 
 import json
@@ -29,7 +29,7 @@ Clock = Callable[[], float]
 
 @dataclass
 class Timed:
-    """One sequence: when, in seconds of engine time since the beginning, each of its tokens was there."""
+    """One sequence, with the engine time in seconds until each of its tokens."""
 
     tokens: list[int]
     prompt_tokens: int
@@ -45,9 +45,9 @@ def run_direct(
     max_sequences: int,
     clock: Clock = time.perf_counter,
 ) -> list[Timed]:
-    """Greedy answers of exactly `output_tokens` to all prompts, which arrive at once, in their order.
+    """Return greedy answers of exactly `output_tokens` to prompts that arrive at once, in their order.
 
-    Raises InternalError when the engine yields no token or the policy stops short.
+    Raises InternalError if the engine returns no token or the policy stops planning.
     """
     settings = PolicySettings(max_batch_sequences=max_sequences)
     policy = VllmPolicy(WorkerShape(engine.block_tokens, engine.kv_blocks), settings)
@@ -65,7 +65,7 @@ def run_direct(
 
 
 class _Calls:
-    """Carries batches out."""
+    """Executes batches."""
 
     def __init__(self, engine: Engine, output_tokens: int, clock: Clock) -> None:
         self._engine = engine
@@ -81,7 +81,7 @@ class _Calls:
         return any(len(one.token_s) < self._output_tokens for one in self.sequences.values())
 
     def run(self, batch: PlannedBatch, policy: BatchPolicy) -> None:
-        """All steps of a batch; sequences that are complete then leave the policy."""
+        """Run all steps of a batch; completed sequences leave the policy."""
         for preemption in batch.preemptions:
             self._free(self.sequences[preemption.key])
         for step in range(batch.steps):
@@ -133,7 +133,7 @@ _END_DEADLINE_S = 10.0
 
 
 class DirectEngine:
-    """A running process. Use as a context manager: it ends with the block."""
+    """A running engine process, as a context manager."""
 
     def __init__(self, model: Path, core: int, kv_blocks: int) -> None:
         argv = [sys.executable, "-m", "bench.live.overhead.direct", str(model), str(core), str(kv_blocks)]
@@ -156,7 +156,7 @@ class DirectEngine:
     def run(
         self, prompts: Sequence[Sequence[int]], output_tokens: int, max_sequences: int
     ) -> list[list[float]]:
-        """For each prompt, the seconds of engine time until each of its tokens. Raises InternalError."""
+        """Return the engine time in seconds until each token, for each prompt. Raises InternalError."""
         stdin, stdout = self._process.stdin, self._process.stdout
         if stdin is None or stdout is None or self._process.poll() is not None:
             raise InternalError("the engine's process has ended")
@@ -171,7 +171,7 @@ class DirectEngine:
 
 
 def main(model: str, core: str, kv_blocks: str) -> None:
-    """Serves standard input until its end."""
+    """Serve standard input until its end."""
     from services.worker.assembly import make_engine
     from services.worker.config import WorkerConfig
 

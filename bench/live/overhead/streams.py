@@ -1,4 +1,4 @@
-"""Many streams at once: how many break, how long they take, what memory the gateway has for each."""
+"""Many concurrent streams: failures, duration, and gateway memory per stream."""
 
 import asyncio
 import resource
@@ -19,7 +19,7 @@ _SPARE_FILES = 256
 
 @dataclass(frozen=True)
 class Held:
-    """So many streams, all opened at once."""
+    """Result of many streams opened at once."""
 
     streams: int
     failures: int
@@ -29,7 +29,7 @@ class Held:
     completed_s: float
     """Until the last answer ended."""
     first_token_s: float
-    """Median."""
+    """Median time to the first token."""
     rss_before_mb: float
     peak_rss_mb: float
 
@@ -41,7 +41,7 @@ class Held:
 def hold(
     target: Target, bodies: Sequence[dict[str, Any]], tokens: int, gateway: psutil.Process, deadline_s: float
 ) -> Held:
-    """Opens a stream for each body. Memory is resident memory of the gateway's process, in 10⁶ bytes."""
+    """Open a stream for each body. Memory is the gateway's resident memory in 10⁶ bytes."""
     _allow_files(len(bodies))
     before = gateway.memory_info().rss
     watch = _PeakMemory(gateway)
@@ -67,7 +67,7 @@ async def _bounded(target: Target, bodies: Sequence[dict[str, Any]], deadline_s:
 
 
 def _allow_files(streams: int) -> None:
-    """One stream is one descriptor here, too."""
+    """Raise the limit of open files: each stream needs one descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = streams + _SPARE_FILES
     if soft < wanted:
@@ -75,7 +75,7 @@ def _allow_files(streams: int) -> None:
 
 
 class _PeakMemory:
-    """Looks at a process's resident memory until its block ends."""
+    """Samples a process's resident memory until its block ends."""
 
     def __init__(self, process: psutil.Process) -> None:
         self.peak_bytes = 0

@@ -1,4 +1,4 @@
-"""What all live parts of `bench pie` share: the model, the workload, sides made warm, slices in turns."""
+"""Shared parts of the live `bench pie`: model, workload, warm sides, slices in turns."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,10 +13,10 @@ from bench.live.pie.sides import BLOCK_TOKENS, EngineSide, Ground, Kind, Workloa
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds of a slice, in which clients join, and see `EngineSide.settle`; under traffic.
+    """Durations of a slice, of its ramp, of `EngineSide.settle`, and of background traffic.
 
-    Where the link is narrow, and against the best fixed queue, sides do the same work: answers before the
-    first slice, and of each.
+    On the narrow link and against the best fixed queue, sides do equal work. Their settings are answers
+    before the first slice and per slice.
     """
 
     rounds: int
@@ -38,7 +38,7 @@ QUICK = Pace(1, 1.5, 0.3, 0.6, 3.0, 2.0, 2, 8, 4, 8, 4, 2)
 
 
 class Arena:
-    """What all parts share: the model, the workload, how long everything takes."""
+    """Model, workload and durations, shared by all parts."""
 
     def __init__(self, context: Context) -> None:
         flags = context.arguments
@@ -55,7 +55,7 @@ class Arena:
     def sides(
         self, kinds: Sequence[Kind], ground: Ground, warm_answers: int | None = None
     ) -> Iterator[list[EngineSide]]:
-        """Warm: each has served for a while; the same work, if `warm_answers` says so."""
+        """Yield warm sides: each has served for a while, or `warm_answers` answers."""
         sides: list[EngineSide] = []
         try:
             for kind in kinds:

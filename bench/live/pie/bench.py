@@ -1,5 +1,5 @@
-"""`python -m bench pie`: KV layers swapped behind the computation, live on this machine, or simulated at the
-paper's settings (`--simulated`).
+"""`python -m bench pie`: KV swapped during the computation, live here or simulated at the paper's settings
+(`--simulated`).
 """
 
 from argparse import ArgumentParser
@@ -17,5 +17,5 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Raises ConfigError for what there is not."""
+    """Run the bench. Raises ConfigError for unknown models or unreadable traces."""
     return pie.run(context) if context.arguments.simulated else live.run(context)

@@ -1,6 +1,6 @@
-"""What the longest queue costs a step, and what it copies.
+"""Cost of the longest queue per step, and bytes copied.
 
-Equal decode steps with Pie, and without on as many blocks (which takes more device memory), by turns.
+Equal decode steps take turns with Pie, and without it on as many blocks (which takes more device memory).
 """
 
 import statistics
@@ -20,27 +20,27 @@ from services.worker.pie.settings import PieSettings
 from shared.messages.sequence import Sampling
 
 _BLOCKS_EACH = 8
-"""Of a sequence; decodes begin in the last but one."""
+"""Blocks of a sequence; decodes start in the last but one."""
 _SLICE_STEPS = 8
 _GREEDY = Sampling(seed=0, max_tokens=1, temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one step, medians over slices."""
+    """Cost of one step, as medians over slices."""
 
     step_s: float
     engine_cpu_s: float
-    """Processor time of the engine's thread."""
+    """CPU time of the engine's thread."""
     cpu_s: float
-    """Of all threads."""
+    """CPU time of all threads."""
     in_bytes: float
     out_bytes: float
     stall_share: float
 
 
 class _Stepper:
-    """One engine, every block in use, and slices of its steps."""
+    """One engine with every block in use, measured in slices of steps."""
 
     def __init__(self, ground: Ground, fifo_layers: int, layers: int) -> None:
         blocks = slot_blocks(layers, fifo_layers or layers - 1, ground.device_blocks)
@@ -72,7 +72,7 @@ class _Stepper:
         self._slices.append((wall, thread, process))
 
     def _rows(self) -> list[Row]:
-        """Sequences at different places of their blocks, a token further each time."""
+        """Return decode rows at different positions within a block, one token further each time."""
         first, span = (_BLOCKS_EACH - 2) * BLOCK_TOKENS, 2 * BLOCK_TOKENS
         rows = []
         for index, blocks in enumerate(self._tables):
@@ -82,7 +82,7 @@ class _Stepper:
         return rows
 
     def moved(self) -> tuple[float, float, float, float]:
-        """Bytes in and out, seconds waited and computed, so far."""
+        """Return bytes in and out, and seconds stalled and computed, so far."""
         if self.engine.pie is None:
             return 0.0, 0.0, 0.0, 0.0
         meter = self.engine.pie.meter
@@ -107,7 +107,7 @@ class _Stepper:
 
 
 def compare(ground: Ground, layers: int, slices: int) -> tuple[Cost, Cost]:
-    """Without Pie, and with the longest queue."""
+    """Return the costs without Pie, and with the longest queue."""
     steppers = [_Stepper(ground, fifo_layers, layers) for fifo_layers in (0, layers - 1)]
     try:
         for each in steppers:

@@ -1,8 +1,9 @@
-"""The live part of `python -m bench pie`: real engines on little KV, by turns, under one scheduler core each.
+"""The live part of `python -m bench pie`: real engines with little KV, in turns, under one scheduler core
+each.
 
-Parts: `step`, what swapping costs a step; `room`, the link leaves room; `best`, the queue that is found and a
-fixed one; `narrow`, no room; `reaction`, others use the link for a while;
-`stack`, stacks over HTTP. But for `step` all sides have the same device bytes, buffers included.
+Parts: `step`, cost of swapping per step; `room`, a link with spare bandwidth; `best`, the queue found against
+a fixed one; `narrow`, a link without; `reaction`, other traffic for a while; `stack`, stacks over HTTP.
+Except in `step`, all sides have the same device bytes, buffers included.
 """
 
 import sys
@@ -28,7 +29,7 @@ PARTS: dict[str, Callable[[Arena], Outcome]] = {
 }
 _ROOM_BYTES_S = 3e9
 _SWITCH_INTERVAL_S = 0.0002
-"""As a worker has it."""
+"""Same value as in a worker."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -56,7 +57,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Raises ConfigError for a model or a trace that cannot be read."""
+    """Run the live part. Raises ConfigError for an unreadable model or trace."""
     torch.set_num_threads(1)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     flags = context.arguments

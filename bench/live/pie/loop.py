@@ -1,8 +1,7 @@
-"""One engine under the live scheduler's and worker's cores, in one thread: real plans, steps, copies, waits.
+"""One engine under the live cores of scheduler and worker, in one thread, with real plans, steps and copies.
 
-What a stack does between processes happens here between calls, so that several engines can be measured by
-turns on a machine of two cores. A fixed number of clients: who has an answer sends the next request at once.
-Knows no Pie.
+It replaces a stack's processes with calls, so that several engines can take turns on two cores. The number of
+clients is fixed; each sends its next request when an answer ends.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,7 +44,7 @@ _GATEWAY = "bench"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`max_tokens` of answer to `prompt`, fewer where one of `end_token_ids` comes."""
+    """A request for `max_tokens` of answer, or fewer if one of `end_token_ids` occurs."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -54,7 +53,7 @@ class Request:
 
 @dataclass(slots=True)
 class Answered:
-    """One request and what came of it; seconds on the loop's clock."""
+    """A request and its answer, in seconds on the loop's clock."""
 
     index: int
     sent_s: float
@@ -70,10 +69,10 @@ class Answered:
 
 
 class Loop:
-    """`run` for a while, as often as wanted; between two runs time stands still here.
+    """Runs repeatedly; between two runs its clock stops.
 
-    `answers` are those that ended; `tokens` counts all that were sampled. Raises InternalError where the
-    cores ask for something that never happens in here.
+    `answers` are the ended ones; `tokens` counts all sampled tokens. Raises InternalError if the cores need
+    something that the loop does not support.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Loop:
         clock: Clock = monotonic_s,
         ramp_s: float = 0.0,
     ) -> None:
-        """`ramp_s`: clients join one after the other, in so long."""
+        """`ramp_s` is the time within which clients join one after the other."""
         self.engine = engine
         self.answers: list[Answered] = []
         self.tokens = self.steps = self.batch_sum = self.resyncs = 0
@@ -113,7 +112,7 @@ class Loop:
 
     @property
     def now_s(self) -> float:
-        """Of the time in `run` alone."""
+        """Time spent in `run`."""
         return self.ran_s + self._clock() - self._began_s
 
     def run(self, duration_s: float, until: Callable[[], bool] = lambda: False) -> None:
@@ -211,13 +210,13 @@ class Loop:
         return msgspec.structs.replace(report, seq=self._reports)
 
     def beat(self) -> None:
-        """One heartbeat of the worker to the scheduler."""
+        """Send one heartbeat of the worker to the scheduler."""
         self._heartbeat_s = now_s = self.now_s
         report = self._numbered(self._core.report(now_s))
         self._carry_out(self._scheduler.on_worker_reported(report, now_s), now_s)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when one of the cores contradicts itself."""
+        """Raises AssertionError if one of the cores is inconsistent."""
         self._core.check_integrity()
         self._scheduler.check_integrity()
 

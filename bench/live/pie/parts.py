@@ -1,4 +1,4 @@
-"""The live parts of `bench pie`: what is measured of which sides, and the figures made of it."""
+"""The live parts of `bench pie`: their sides, measurements and figures."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -42,17 +42,17 @@ from services.worker.pie.core.sizes import LEAST_FIFO_LAYERS, expansion, most_fi
 
 @dataclass(frozen=True)
 class StackRun:
-    """One stack, once."""
+    """Result of one stack."""
 
     served: LoadResult
     details: Mapping[str, Any]
-    """What the worker says of itself at the end."""
+    """The worker's status at the end."""
 
 
 def serve(
     context: Context, ground: Ground, requests: list[Request], settings: Mapping[str, object], name: str
 ) -> StackRun:
-    """Starts a stack, lets it settle on a quarter of the requests, measures the rest."""
+    """Start a stack, settle it with a quarter of the requests, and measure the rest."""
     cores = Cores.choose()
     folder = context.run_dir.resolve() / f"stack-{name}"
     whole = {
@@ -74,7 +74,7 @@ def serve(
 
 
 def with_pie(ground: Ground) -> dict[str, object]:
-    """Settings of a stack whose expansion is found while it runs."""
+    """Return the settings of a stack that finds its expansion while it runs."""
     return {
         "worker.pie.enabled": True,
         "worker.pie.host_mb": HOST_MB,
@@ -88,7 +88,7 @@ def _body(request: Request) -> dict[str, Any]:
 
 
 def normalized_s(served: LoadResult) -> float:
-    """Mean seconds per token of the answer; 0 without answers."""
+    """Return the mean seconds per answer token; 0 if there are no answers."""
     answers = [each for each in served.answers if each.ok and each.completion_tokens]
     if not answers:
         return 0.0
@@ -97,11 +97,11 @@ def normalized_s(served: LoadResult) -> float:
 
 _NARROW_BYTES_S = 30e6
 _SEARCH_FROM = 1.3
-"""Expansions below are not worth a place in the search."""
+"""Least expansion in the search."""
 
 
 def step(arena: Arena) -> Outcome:
-    """What the longest queue costs a step."""
+    """Measure the cost of the longest queue per step."""
     slices = 2 if arena.context.quick else 24
     figures = cost.figures(*cost.compare(arena.ground, layers_of(arena), slices))
     note = "step: decode steps with the longest queue over equal ones without Pie on as many blocks"
@@ -109,7 +109,7 @@ def step(arena: Arena) -> Outcome:
 
 
 def room(arena: Arena) -> Outcome:
-    """The link leaves room."""
+    """Compare the sides on a link with spare bandwidth."""
     layers = layers_of(arena)
     flags = arena.context.arguments
     finalists = flags.lengths or _best_two(_search(arena, layers))
@@ -148,7 +148,7 @@ def room(arena: Arena) -> Outcome:
 
 
 def best(arena: Arena) -> Outcome:
-    """The expansion found while running against the best fixed one, on the same answers in each turn."""
+    """Compare the expansion found with the best fixed one, with the same answers in each turn."""
     length, pace = (arena.context.arguments.lengths or [most_fifo_layers(layers_of(arena))])[0], arena.pace
     with arena.sides([fixed(length), AUTO], arena.ground, pace.best_settle_answers) as sides:
         one_slice = partial(measure_work, answers=pace.best_answers)
@@ -169,7 +169,7 @@ def _best_two(rates: dict[int, float]) -> list[int]:
 
 
 def _search(arena: Arena, layers: int) -> dict[int, float]:
-    """Every length that is worth it, for a slice: queue length → tokens per second."""
+    """Measure every useful queue length for a slice; return tokens per second by length."""
     lengths = [
         length
         for length in range(LEAST_FIFO_LAYERS, most_fifo_layers(layers) + 1)
@@ -188,7 +188,7 @@ def _search(arena: Arena, layers: int) -> dict[int, float]:
 
 
 def narrow(arena: Arena) -> Outcome:
-    """The link does not: at best nothing is swapped."""
+    """Compare the sides on a link without spare bandwidth, where swapping nothing is best."""
     ground = replace(arena.ground, bandwidth=_NARROW_BYTES_S)
     pace = arena.pace
     with arena.sides([RECOMPUTE, SWAP, AUTO], ground, pace.narrow_settle_answers) as sides:
@@ -210,7 +210,7 @@ def narrow(arena: Arena) -> Outcome:
 
 
 def reaction(arena: Arena) -> Outcome:
-    """Nine tenths of the link are taken, and given back."""
+    """Measure the reaction when other traffic takes nine tenths of the link, and ends."""
     away_s = arena.pace.away_s
     background = 0.9 * arena.ground.bandwidth
     with arena.sides([AUTO], arena.ground) as (side,):
@@ -231,7 +231,7 @@ def reaction(arena: Arena) -> Outcome:
 
 
 def stack(arena: Arena) -> Outcome:
-    """Whole stacks, one after the other: without, with, without."""
+    """Measure whole stacks one after the other: without, with, without Pie."""
     requests = list(islice(arena.workload.requests(), 40 if arena.context.quick else 96))
     sides = [("none-1", {}), ("pie", with_pie(arena.ground)), ("none-2", {})]
     runs = {}

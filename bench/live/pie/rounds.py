@@ -1,4 +1,4 @@
-"""Sides measured by turns: what each served in its slices, and one compared with another, round by round."""
+"""Sides measured in turns: results of their slices, and comparisons within rounds."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -13,29 +13,29 @@ from bench.live.pie.sides import EngineSide
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One side's turn."""
+    """One turn of a side."""
 
     tokens_per_s: float
     step_s: float
     batch: float
     stall_share: float
-    """Waited for KV over computed."""
+    """Stall time for KV / compute time."""
     fifo_layers: int
     took_s: float = 1.0
 
 
 Measure = Callable[[EngineSide], Slice]
-"""One turn of a side."""
+"""Runs one turn of a side."""
 
 
 @dataclass(frozen=True, slots=True)
 class SideResult:
-    """One side in all its turns."""
+    """All turns of one side."""
 
     name: str
     slices: tuple[Slice, ...]
     normalized_s: float
-    """Mean over the requests that ended (0: none): seconds per token of the answer, waiting included."""
+    """Mean seconds per answer token over ended requests, waiting included; 0 if there are none."""
     first_s: float
     """Mean time to the first token, waiting included."""
     ended: int
@@ -43,12 +43,12 @@ class SideResult:
 
     @property
     def work(self) -> list[Work]:
-        """Of each turn."""
+        """(tokens, seconds) of each turn."""
         return [(each.tokens_per_s * each.took_s, each.took_s) for each in self.slices]
 
     @property
     def tokens_per_s(self) -> float:
-        """All tokens over all turns' time."""
+        """All tokens over the time of all turns."""
         return sum(tokens for tokens, _ in self.work) / sum(took_s for _, took_s in self.work)
 
     def mean(self, what: Callable[[Slice], float]) -> float:
@@ -61,7 +61,7 @@ def take_turns(
     one_slice: Measure,
     on_slice: Callable[[EngineSide, Slice], None],
 ) -> list[SideResult]:
-    """A B C, C B A, …: `rounds` slices for each side."""
+    """Run `rounds` slices of each side in the order A B C, C B A, …"""
     found: list[list[Slice]] = [[] for _ in sides]
     before = [len(side.loop.answers) for side in sides]
     for turn in range(rounds):
@@ -75,12 +75,12 @@ def take_turns(
 
 
 def measure(side: EngineSide, duration_s: float) -> Slice:
-    """Let it run for so long."""
+    """Run a side for `duration_s`."""
     return _measured(side, lambda: side.loop.run(duration_s))
 
 
 def measure_work(side: EngineSide, answers: int) -> Slice:
-    """Let it run for so many answers more: with the same work sides differ by their speed alone."""
+    """Run a side for `answers` answers, so that sides differ only in speed."""
     return _measured(side, lambda: side.serve(answers))
 
 
@@ -102,14 +102,14 @@ def _measured(side: EngineSide, go: Callable[[], None]) -> Slice:
 
 
 def compared(ours: SideResult, theirs: SideResult) -> Ratio:
-    """Throughput, within each round."""
+    """Return the ratio of throughputs within each round."""
     return ratio_of(
         [each.tokens_per_s for each in ours.slices], [each.tokens_per_s for each in theirs.slices]
     )
 
 
 def spread(name: str, ours: SideResult, theirs: SideResult) -> dict[str, float]:
-    """Figures of a comparison: of the whole, with its 95 % interval; the median and worst round."""
+    """Return the overall ratio with its 95 % interval, and the median and worst round."""
     found, (low, high) = compared(ours, theirs), interval(ours.work, theirs.work, ratio_of_wholes)
     return {
         name: ratio_of_wholes(ours.work, theirs.work),
@@ -123,7 +123,7 @@ def spread(name: str, ours: SideResult, theirs: SideResult) -> dict[str, float]:
 def waiting(
     name: str, what: Callable[[SideResult], float], ours: SideResult, theirs: SideResult
 ) -> dict[str, float]:
-    """The figure of a mean over answers; none where the turns were too short for one of them to end."""
+    """Return the ratio of a mean over answers; nothing if no answer ended on a side."""
     return {name: what(ours) / what(theirs)} if ours.ended and theirs.ended else {}
 
 
@@ -140,7 +140,7 @@ def _served(side: EngineSide, slices: tuple[Slice, ...], ended_before: int) -> S
 
 
 def same_text_share(ours: EngineSide, theirs: EngineSide) -> float:
-    """Of the requests that both have answered, those with the same tokens; 1 when there are none."""
+    """Return the share of requests answered by both that have the same tokens; 1 if there are none."""
     theirs_by_index = {each.index: each.tokens for each in theirs.loop.answers}
     both = [each for each in ours.loop.answers if each.index in theirs_by_index]
     return statistics.fmean(each.tokens == theirs_by_index[each.index] for each in both) if both else 1.0
@@ -151,7 +151,7 @@ INTERVAL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Means over the interval that ended `at_s`."""
+    """Means over the interval that ended at `at_s`."""
 
     at_s: float
     tokens_per_s: float
@@ -161,7 +161,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Reaction:
-    """`traffic`: (from, to) in seconds."""
+    """Moments of a run; `traffic` has (from, to) in seconds."""
 
     moments: tuple[Moment, ...]
     traffic: tuple[tuple[float, float], ...]
@@ -173,7 +173,7 @@ class Reaction:
 def react(
     side: EngineSide, phases: Sequence[tuple[float, float]], on_moment: Callable[[Moment], None]
 ) -> Reaction:
-    """`phases`: (seconds, background bytes per second), one after the other."""
+    """Run phases of (seconds, background bytes per second)."""
     moments: list[Moment] = []
     traffic: list[tuple[float, float]] = []
     at_s = 0.0
@@ -192,7 +192,7 @@ def react(
 
 
 def reaction_figures(reaction: Reaction) -> dict[str, float]:
-    """Of one stretch of traffic between two without: how soon it settled, and at what."""
+    """Return how soon the queue settled under one stretch of traffic and after it, and at what rates."""
     (began_s, ended_s), last_s = reaction.traffic[0], reaction.moments[-1].at_s
     before, after = _late(reaction.during(0, began_s)), _late(reaction.during(ended_s, last_s))
     under = _late(reaction.during(began_s, ended_s))
@@ -209,7 +209,7 @@ def reaction_figures(reaction: Reaction) -> dict[str, float]:
 
 
 def _late(moments: Sequence[Moment]) -> Sequence[Moment]:
-    """The last third."""
+    """Return the last third."""
     return moments[-max(1, len(moments) // 3) :]
 
 
@@ -222,12 +222,12 @@ def _rate(moments: Sequence[Moment]) -> float:
 
 
 def _settled_s(moments: Sequence[Moment], length: float) -> float:
-    """When it first was at the length it ended at."""
+    """Return when the queue first had its final length."""
     return next((each.at_s for each in moments if each.fifo_layers == length), moments[-1].at_s)
 
 
 def draw_reaction(path: Path, reaction: Reaction) -> None:
-    """Throughput, the queue's length and the waits over time; shaded while others use the link."""
+    """Draw throughput, queue length and stalls over time, shaded during background traffic."""
     rows = {
         "tokens/s": [(each.at_s, each.tokens_per_s) for each in reaction.moments],
         "layers in the queue": [(each.at_s, float(each.fifo_layers)) for each in reaction.moments],

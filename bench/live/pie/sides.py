@@ -1,9 +1,9 @@
-"""The sides of the live bench: how one engine gets by on the same device bytes. Measures nothing.
+"""Sides of the live bench: one engine each, on the same device bytes.
 
-`recompute` and `swap` hold what fits and preempt the rest: to be computed again, or with its KV in host
-memory (the prefix cache's host tier, block by block, its copies as fast as the link, in the engine's time).
-`fixed` and `auto` are Pie. `ample` is no rival: its device has as many blocks as the longest queue makes
-room for, which bounds what memory can bring.
+`recompute` and `swap` preempt sequences that do not fit, and recompute them or keep their KV in host memory.
+`swap` uses the prefix cache's host tier, block by block, at the link's speed, in the engine's time. `fixed`
+and `auto` use Pie. `ample` is an upper bound: its device has as many blocks as the longest queue makes room
+for.
 """
 
 import json
@@ -32,15 +32,16 @@ from shared.errors import ConfigError
 
 _STORY_SHARE = 0.6
 MOST_TOKENS = 256
-"""Of an answer."""
+"""Answer limit."""
 _LEAST_TOKENS = 8
 
 
 class Workload:
-    """The same requests for every side, in the same order, without end."""
+    """Endless requests, the same for every side in the same order."""
 
     def __init__(self, model: str, seed: int, trace: Path | None = None) -> None:
-        """`trace`: JSONL rows with `prompt` and `response`, instead of drawn chats. Raises ConfigError."""
+        """`trace` has JSONL rows with `prompt` and `response`, instead of random chats. Raises
+        ConfigError."""
         self._seed = seed
         self._tokenizer = load_tokenizer(TINY_CHAT)
         self._end = self._encode(END)
@@ -48,7 +49,7 @@ class Workload:
         self._chats = None if trace is None else _read(trace)
 
     def requests(self, spread: int = 0) -> Iterator[Request]:
-        """From the beginning. Answers to the first `spread`, which all begin at once, end early at random."""
+        """Yield requests from the start. The first `spread`, which start together, end early at random."""
         early = Random(f"pie/{self._seed}/spread")
         for number, request in enumerate(self._whole()):
             share = early.random() if number < spread else 1.0
@@ -64,7 +65,7 @@ class Workload:
                 yield Request(prompt, MOST_TOKENS, self._end)
 
     def mean_tokens(self, requests: int = 200) -> float:
-        """Of prompt and answer, as the texts have them."""
+        """Return the mean tokens of prompt and answer in the texts."""
         drawn = _drawn(Random(f"pie/{self._seed}")) if self._chats is None else cycle(self._chats)
         total = 0
         for _, chat in zip(range(requests), drawn, strict=False):
@@ -102,7 +103,7 @@ _LONGEST_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`fifo_layers` None: found while running."""
+    """A side. With `fifo_layers` None, the length is found while running."""
 
     name: str
     fifo_layers: int | None = 0
@@ -126,7 +127,7 @@ def fixed(fifo_layers: int) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What all sides have in common. `bandwidth` is the link's, bytes per second in each direction."""
+    """Settings shared by all sides. `bandwidth` is the link's, in bytes per second and direction."""
 
     model: Path
     device_blocks: int
@@ -134,11 +135,11 @@ class Ground:
     clients: int
     window_iterations: int = 32
     ramp_s: float = 0.0
-    """In which the clients join, one after the other."""
+    """Time within which the clients join one after the other."""
 
 
 class EngineSide:
-    """One engine that serves its clients; to be closed."""
+    """One engine that serves its clients. Must be closed."""
 
     def __init__(self, kind: Kind, ground: Ground, requests: Iterator[Request]) -> None:
         self.kind, self.clients = kind, ground.clients
@@ -156,7 +157,7 @@ class EngineSide:
 
     @property
     def stall_s(self) -> tuple[float, float]:
-        """Waited for KV, computed; seconds since the start."""
+        """Seconds stalled and computed since the start."""
         if self.engine.pie is None:
             return 0.0, 0.0
         meter = self.engine.pie.meter
@@ -167,9 +168,9 @@ class EngineSide:
         return 0 if self.engine.pie is None else self.engine.pie.expansion().fifo_layers
 
     def settle(self, still_s: float, most_s: float, answers: float = 2.0) -> None:
-        """Until the queue has kept its length for `still_s`, then for so many mean answers' durations.
+        """Run until the queue kept its length for `still_s`, then for `answers` mean answer durations.
 
-        The same for every side; the first part takes `most_s` at most.
+        The same for every side; the first part takes at most `most_s`.
         """
         ends_s, look_s = self.loop.ran_s + most_s, min(1.0, still_s / 4)
         length, since_s = self.fifo_layers, self.loop.ran_s
@@ -181,17 +182,17 @@ class EngineSide:
 
     @property
     def mean_answer_s(self) -> float:
-        """From sending a request to the end of its answer, of as many latest ones as there are clients."""
+        """Mean duration of the latest answers, as many as there are clients."""
         latest = self.loop.answers[-self.clients :]
         return fmean(each.ended_s - each.sent_s for each in latest) if latest else 0.0
 
     def serve(self, answers: int) -> None:
-        """Until so many more are answered, or for a long time."""
+        """Run until `answers` more are answered, or for at most `_LONGEST_S`."""
         wanted = len(self.loop.answers) + answers
         self.loop.run(_LONGEST_S, until=lambda: len(self.loop.answers) >= wanted)
 
     def set_background(self, bytes_s: float) -> None:
-        """What others send over the link, in each direction, from now on."""
+        """Set other traffic on the link in bytes per second and direction."""
         if self.engine.pie is not None:
             self.engine.pie.set_background(bytes_s)
 

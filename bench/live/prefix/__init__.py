@@ -1,1 +1,1 @@
-"""What the prefix cache finds, saves and costs."""
+"""Hits, savings and costs of the prefix cache."""

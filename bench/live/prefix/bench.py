@@ -1,4 +1,4 @@
-"""`python -m bench prefix`: what the prefix cache finds, simulated, and what that brings, live."""
+"""`python -m bench prefix`: hits of the prefix cache, simulated, and their benefit, live."""
 
 from argparse import ArgumentParser, BooleanOptionalAction
 
@@ -40,7 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Raises ConfigError when nothing is left to be done."""
+    """Run the bench. Raises ConfigError if both parts are switched off."""
     parts: list[Outcome] = []
     if context.arguments.simulated:
         parts.append(prefix.run(context))

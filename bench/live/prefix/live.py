@@ -1,7 +1,7 @@
 """Part B of `python -m bench prefix`: whole stacks with and without the prefix cache.
 
-Text analysis as in papers/002 §VII, for each combination of tiers and each order, and chats of many turns.
-One core for the engine, one for everything else. The stack without a cache goes first and last.
+It runs text analysis as in papers/002 §VII for each set of tiers and each order, and chats of many turns. One
+core is for the engine, one for everything else. The stack without a cache goes first and last.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ ORDERS = ("fcfs", "fpf", "relaxed_fpf")
 
 @dataclass(frozen=True)
 class TierCell:
-    """One configuration of a stack. Without tiers there is no prefix cache."""
+    """One configuration of a stack; without tiers it has no prefix cache."""
 
     tiers: str
     order: str = "fcfs"
@@ -47,7 +47,7 @@ class TierCell:
         return f"{self.tiers} {self.order}{'' if self.prefetch else ' no-prefetch'}"
 
     def settings(self, shape: Templates, block_bytes: int, folder: Path) -> dict[str, object]:
-        """For the stack; `folder` takes the disk tier."""
+        """Return the stack's settings; `folder` has the disk tier."""
         if self.tiers == NONE:
             return {"worker.prefix_cache.enabled": False, "placement.order": self.order}
         found: dict[str, object] = {
@@ -66,7 +66,7 @@ class TierCell:
 
 
 def cells(*, quick: bool) -> list[TierCell]:
-    """Without a cache first; the reader ahead matters where there is a disk."""
+    """Return the cells, the one without a cache first; prefetching matters only with a disk."""
     if quick:
         return [TierCell(NONE), TierCell(TIERS[-1])]
     with_orders = [TierCell(tiers, order) for tiers in TIERS for order in ORDERS]
@@ -78,7 +78,8 @@ def cells(*, quick: bool) -> list[TierCell]:
 
 
 def block_bytes(model: Path) -> int:
-    """K and V of one block over all layers, in float32. Raises KeyError for a config of another kind."""
+    """Return the bytes of K and V of one block over all layers, in float32. Raises KeyError for another
+    config."""
     config = json.loads((model / "config.json").read_text())
     heads = config.get("num_key_value_heads", config["num_attention_heads"])
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -86,7 +87,7 @@ def block_bytes(model: Path) -> int:
 
 
 PAPER_FACTOR = 2.0
-"""What papers/002 states (abstract; the values of its figures are pictures only)."""
+"""Speedup in papers/002's abstract; its figures have no numbers."""
 _AT_ONCE = 64
 
 T = TypeVar("T")
@@ -94,16 +95,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Measured:
-    """One cell, once."""
+    """One measurement of one cell."""
 
     cell: TierCell
     served: LoadResult
     hits: Mapping[str, int]
-    """Blocks, by tier."""
+    """Blocks by tier."""
 
 
 def run(context: Context) -> Outcome:
-    """Raises ConfigError on a machine of one core, InternalError when a stack does not serve."""
+    """Run the part. Raises ConfigError if there is only one core, InternalError if a stack does not serve."""
     cores = Cores.choose()
     model = checkpoint(context.arguments.model, ROOT / "runs" / "bench" / "checkpoints")
     stacks = Stacks(context, model, cores)
@@ -116,7 +117,7 @@ def run(context: Context) -> Outcome:
 
 
 class Stacks:
-    """Starts one after the other, each for one measurement."""
+    """Starts stacks one after the other, each for one measurement."""
 
     def __init__(self, context: Context, model: Path, cores: Cores) -> None:
         self._context = context
@@ -132,7 +133,7 @@ class Stacks:
         settings: Mapping[str, object],
         load: Callable[[Target], Coroutine[Any, Any, T]],
     ) -> tuple[T, dict[str, int]]:
-        """What `load` says of a new stack with these settings, and where blocks were found."""
+        """Return the result of `load` on a new stack with these settings, and the hits by tier."""
         self._count += 1
         whole = {
             **PLAIN,
@@ -154,7 +155,7 @@ class Stacks:
 
     @property
     def folder(self) -> Path:
-        """Of the disk tier; empty at every start."""
+        """Folder of the disk tier, empty at every start."""
         return self._context.run_dir.resolve() / "kv"
 
 
@@ -191,7 +192,7 @@ def _analyse_all(context: Context, stacks: Stacks) -> list[Measured]:
 
 
 def _talk_all(context: Context, stacks: Stacks) -> dict[str, list[workloads.Talked]]:
-    """Sides take turns."""
+    """Measure the chats, with sides in turns."""
     shape = workloads.QUICK_CHATS if context.quick else workloads.Chats()
     sides: dict[str, dict[str, object]] = {
         "without": {"worker.prefix_cache.enabled": False},
@@ -224,7 +225,7 @@ def _check(served: LoadResult) -> None:
 
 
 def _ratios(measured: list[Measured]) -> dict[str, float]:
-    """Requests per second over those without a cache, by cell; medians where there are several."""
+    """Return requests per second relative to no cache, as medians by cell."""
     rates: dict[str, list[float]] = {}
     for one in measured:
         rates.setdefault(one.cell.name, []).append(one.served.requests_per_s)

@@ -1,6 +1,6 @@
-"""Text analysis: a few long templates, each request one of them with a text of its own after it.
+"""Text analysis: each request is one of a few long templates followed by its own text.
 
-Source: papers/002 §VII-A. Sizes are in tokens; tiers in prefixes, as the paper counts them.
+Source: papers/002 §VII-A. Sizes are in tokens; tiers in prefixes, as in the paper.
 """
 
 import asyncio
@@ -14,12 +14,12 @@ from bench.kit.load import Answer, LoadResult, Target, complete, full_answer, se
 
 BLOCK_TOKENS = 16
 _FIRST_TOKEN = 16
-"""Lower ids are special."""
+"""Lower ids are special tokens."""
 
 
 @dataclass(frozen=True)
 class Templates:
-    """How large everything is. The paper: 128 prefixes, room for 8 on the GPU, 32 in memory, 128 on disk."""
+    """Sizes. In the paper: 128 prefixes, room for 8 on the GPU, 32 in memory, 128 on disk."""
 
     prefixes: int = 128
     device: int = 8
@@ -37,7 +37,7 @@ class Templates:
 
     @property
     def device_blocks(self) -> int:
-        """For so many whole requests."""
+        """KV blocks for `device` whole requests."""
         tokens = self.prefix_tokens + self.body_tokens + self.output_tokens
         return self.device * (-(-tokens // BLOCK_TOKENS) + 1)
 
@@ -47,14 +47,14 @@ QUICK = Templates(prefixes=24, device=3, host=8, disk=24, requests=72, at_once=1
 
 @dataclass(frozen=True)
 class Requests:
-    """Bodies of HTTP requests: one of each prefix, in any order, then those that are measured."""
+    """Request bodies: one per prefix in random order, then those that are measured."""
 
     first: list[dict[str, Any]]
     measured: list[dict[str, Any]]
 
 
 def requests_of(shape: Templates, vocabulary: int, draw: random.Random) -> Requests:
-    """The same for every cell of one run."""
+    """Return the requests, the same for every cell of a run."""
     prefixes = [_tokens(shape.prefix_tokens, vocabulary, draw) for _ in range(shape.prefixes)]
 
     def body(prefix: list[int]) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def requests_of(shape: Templates, vocabulary: int, draw: random.Random) -> Reque
 
 
 async def analyse(target: Target, requests: Requests, shape: Templates, *, warm: bool) -> LoadResult:
-    """`warm`: each prefix is seen once before; else a few requests only, so that code is warm."""
+    """Measure the requests. `warm` sends each prefix once before; else a few requests warm up the code."""
     await serve_all(target, requests.first if warm else requests.first[:4], shape.at_once)
     return await serve_all(target, requests.measured, shape.at_once)
 
@@ -84,7 +84,7 @@ _WORDS = (
 
 @dataclass(frozen=True)
 class Chats:
-    """`at_once` people, each talking to the end of a conversation; no time to think in between."""
+    """`at_once` clients, each with one conversation and no pauses."""
 
     at_once: int = 12
     turns: int = 10
@@ -102,11 +102,11 @@ QUICK_CHATS = Chats(at_once=4, turns=4, kv_blocks=160, host_blocks=256)
 class Talked:
     served: LoadResult
     later_first_s: float
-    """Median time to first token of all turns but the first."""
+    """Median time to the first token over all turns but the first."""
 
 
 async def talk(target: Target, shape: Chats, draw: random.Random) -> Talked:
-    """All conversations, side by side."""
+    """Run all conversations in parallel."""
     target = replace(target, path="/v1/chat/completions")
     system = _words(shape.system_words, draw)
     lines = [[_words(shape.user_words, draw) for _ in range(shape.turns)] for _ in range(shape.at_once)]

@@ -1,1 +1,1 @@
-"""`python -m bench serve`: Poisson arrivals on a tight KV, policy against policy, engine against engine."""
+"""`python -m bench serve`: Poisson arrivals with little KV, policies and engines compared."""

@@ -1,4 +1,4 @@
-"""The running sides: bound to their cores, all but one stopped, every cell written down at once."""
+"""The running sides: bound to their cores, all but one stopped, with every cell recorded at once."""
 
 import asyncio
 import statistics
@@ -21,7 +21,7 @@ from shared.errors import InternalError
 
 REQUEST_DEADLINE_S = 180.0
 _AT_ONCE = 96
-"""Connections when everything is asked as fast as it goes."""
+"""Concurrent requests at full speed."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Asked:
-    """One request. Times in seconds; `planned_s` is `time.perf_counter()` like those of the answer."""
+    """One request. Times in seconds; `planned_s` is `time.perf_counter()`, as in the answer."""
 
     prompt: int
     planned_s: float
@@ -50,7 +50,7 @@ class Asked:
         return self.answer.ended_s - self.planned_s
 
     def row(self) -> dict[str, Any]:
-        """For the record."""
+        """Return the row for the record."""
         one = self.answer
         return {
             "prompt": self.prompt,
@@ -67,7 +67,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one cell."""
+    """Result of one cell."""
 
     requests: int
     failures: int
@@ -82,25 +82,26 @@ class Measured:
     itl_ms_p50: float
     """Median over answers of (end − first text) / (output tokens − 1)."""
     attained: float | None
-    """Share of all requests within the service level; None where that is not known yet."""
+    """Share of all requests within the service level; None if that is not yet known."""
     attained_first: float | None
-    """The same of the first quarter of the arrivals."""
+    """The same for the first quarter of the arrivals."""
     same_length: float
-    """Share of answers as long as the true one."""
+    """Share of answers with their true length."""
     late_ms_max: float
-    """How much later than planned the client sent one."""
+    """Largest delay of the client when sending."""
 
     def row(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def body_of(prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
-    """Greedy, to a natural end, the same limit for all: nothing in it tells how long the answer will be."""
+    """Return a greedy request with a natural end and the common limit, which reveals nothing about its
+    length."""
     return {"prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
 
 
 def ask_all(target: Target, prompts: Sequence[Sequence[int]], max_tokens: int) -> Sequence[Answer]:
-    """As fast as it goes, in the order of `prompts`."""
+    """Answer all prompts as fast as possible; return answers in the order of `prompts`."""
     bodies = [body_of(prompt, max_tokens) for prompt in prompts]
     return uvloop.run(serve_all(target, bodies, _AT_ONCE)).answers
 
@@ -115,7 +116,7 @@ def ask_at_rate(
     max_tokens: int,
     seed: str,
 ) -> list[Asked]:
-    """Poisson, drained. `truths` are kept for the record; no server is told of them."""
+    """Send requests at Poisson times until all ended. `truths` are only recorded, not sent."""
     plan = list(arrivals(len(prompts), requests, rate_per_s, seed))
 
     async def all_of_them() -> list[Asked]:
@@ -133,7 +134,7 @@ def ask_at_rate(
 
 
 def measure(asked: Sequence[Asked], level: Level | None) -> Measured:
-    """Failed requests attain no service level, and count in no latency."""
+    """Return the result of a cell. Failed requests miss the service level and count in no latency."""
     good = [one for one in asked if _is_good(one)]
     answers = [one.answer for one in good]
     wall_s = max(one.answer.ended_s for one in asked) - min(one.planned_s for one in asked)
@@ -176,7 +177,7 @@ def _mean(values: Sequence[float]) -> float:
 
 Row = Mapping[str, Any]
 _SECOND_WATCH = 32
-"""Requests of the second look for the engine's thread."""
+"""Number of requests of the second warm-up."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ class RateCell:
 
 @dataclass(frozen=True)
 class Workload:
-    """What the sides are asked. `truths` belongs to `measured`, in answer tokens."""
+    """Prompts of a cell, and `truths`, their answer tokens."""
 
     measured: Sequence[Sequence[int]]
     truths: Sequence[int]
@@ -211,19 +212,19 @@ class Arena:
     context: Context
     cores: Cores
     workers: int = 1
-    """Of each side. Several are left to whatever cores are free."""
+    """Workers of each side. With more than one, none is bound to a core."""
     sides: dict[str, Server] = field(default_factory=dict)
     _threads: dict[str, list[int]] = field(default_factory=dict)
-    """Of the engines."""
+    """Engine threads by side."""
 
     def admit(self, served: Server, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Answer]:
-        """Finds and binds the engine's thread while the side answers `prompts`, stops the side; the answers.
+        """Bind a side's engine thread while it answers `prompts`, stop the side, and return the answers.
 
-        Raises InternalError when one of them fails.
+        Raises InternalError if an answer fails.
         """
         answered: list[Answer] = []
         self.context.say(f"{served.name}: {len(prompts)} prompts to warm up and to learn from")
-        for asked in (prompts, prompts[:_SECOND_WATCH]):  # the second runs as it will be measured
+        for asked in (prompts, prompts[:_SECOND_WATCH]):  # the second warms up as measured
             load = lambda: answered.extend(ask_all(served.target, asked, max_tokens))  # noqa: B023, E731
             if self.workers == 1:
                 threads = [pin(served.tree, self.cores, load, served.engine)]
@@ -237,7 +238,7 @@ class Arena:
         return answered[: len(prompts)]
 
     def run(self, cell: RateCell, workload: Workload, level: Level | None) -> Row:
-        """The row that was written for it."""
+        """Run a cell and return the row recorded for it."""
         served = self.sides[cell.side]
         served.tree.resume()
         try:
@@ -273,7 +274,7 @@ class Arena:
 
 
 def rows_of(run_dir: Path) -> dict[tuple[str, str, float, int], Row]:
-    """What a run has measured so far, by `RateCell.key`."""
+    """Return all cells measured so far, by `RateCell.key`."""
     return {
         (row["kind"], row["side"], round(row["rate_per_s"], 4), row["repeat"]): row
         for row in read_cells(run_dir)
@@ -281,7 +282,7 @@ def rows_of(run_dir: Path) -> dict[tuple[str, str, float, int], Row]:
 
 
 def true_lengths(target: Target, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[int]:
-    """How long the greedy answers are, in tokens, by asking. Raises InternalError when one fails."""
+    """Return the token counts of the greedy answers. Raises InternalError if one fails."""
     answered = ask_all(target, prompts, max_tokens)
     if error := first_error(answered):
         raise InternalError(f"the true lengths cannot be learned: {error}")

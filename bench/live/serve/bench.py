@@ -1,7 +1,7 @@
-"""`python -m bench serve --peer vllm`: which Poisson rate each side sustains on a tight KV, live, alternated.
+"""`python -m bench serve --peer vllm`: Poisson rate that each side sustains with little KV, live, in turns.
 
-Four servers on one checkpoint and the same bytes of KV: vLLM, ours with the policy `vllm`, ours with `kvasir`
-and a predictor that learned from other prompts, and `kvasir` told the true lengths.
+Four servers have one checkpoint and the same KV bytes: vLLM, ours with policy `vllm`, ours with `kvasir` and
+a predictor trained on other prompts, and `kvasir` with the true lengths.
 """
 
 import os
@@ -76,14 +76,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Raises ConfigError when the peer is not installed or a run cannot be resumed, InternalError when a side
-    does not start or fails while it warms up.
+    """Run the bench. Raises ConfigError if the peer is not installed or a run cannot be resumed,
+    InternalError if a side does not start or fails in its warm-up.
     """
     plan = plan_of(context)
     check_resumable(context, {**plan.identity(), "seed": context.seed})
     cores = Cores.choose()
     with ExitStack() as running:
-        running.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))  # the record is of all cores
+        running.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))  # the record lists all cores
         arena = Arena(context, cores, plan.workers)
         workload = open_arena(context, plan, arena, running)
         if plan.workers == 1:

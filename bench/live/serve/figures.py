@@ -1,4 +1,4 @@
-"""From measured cells to the figures of the serve bench. Pure."""
+"""Figures of the serve bench from its cells. Pure."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,32 +10,32 @@ from bench.live.serve.sides import BASE, LENGTHS, MECHANISMS, ORACLE, OURS, PEER
 
 Rows = Sequence[Mapping[str, Any]]
 BEYOND = 1.2
-"""So many times the yardstick's knee: where service levels are compared."""
+"""Multiple of the reference's knee at which SLO attainment is compared."""
 LATENCY_FACTOR = 3.0
-"""Above the yardstick's normalized latency at low load a rate is not sustained."""
+"""A rate is not sustained above this multiple of the reference's normalized latency at low load."""
 
 
 def yardstick(rows: Rows) -> str:
-    """The side that limits and levels come from: the peer where there is one."""
+    """Return the side that sets limits and levels: the peer if there is one."""
     return PEER if any(row["side"] == PEER for row in rows) else BASE
 
 
 def limit_ms(rows: Rows) -> float | None:
-    """Of normalized latency; None until the low load is measured."""
+    """Return the limit of normalized latency; None until the low load is measured."""
     low = [row["normalized_ms"] for row in rows if row["kind"] == "low" and row["side"] == yardstick(rows)]
     return LATENCY_FACTOR * statistics.median(low) if low else None
 
 
 def is_sustained(of_rate: Rows, limit: float) -> bool:
-    """`of_rate`: all repeats of one side at one rate."""
+    """Whether a rate is sustained; `of_rate` has all repeats of one side at it."""
     worst = sum(row["failures"] for row in of_rate)
     return not worst and statistics.median(row["normalized_ms"] for row in of_rate) <= limit
 
 
 def figures(rows: Rows, knees: Mapping[str, float]) -> dict[str, float]:
-    """`knees`: sustained rate by side, of those whose search is over.
+    """Return the figures; `knees` has the sustained rate of each side whose search has ended.
 
-    What has not been measured has no figure.
+    Measurements that are missing have no figure.
     """
     base, made = yardstick(rows), {}
     for side, rate in knees.items():
@@ -71,9 +71,9 @@ def figures(rows: Rows, knees: Mapping[str, float]) -> dict[str, float]:
 
 
 def of_engines(rows: Rows, made: Mapping[str, float]) -> dict[str, float]:
-    """Where vLLM is the engine of all sides: what our control plane costs beside `vllm serve`, and brings.
+    """Return price and gains of our control plane beside `vllm serve`, if vLLM is every side's engine.
 
-    The costs are medians over turns in which both were measured, with the worst turn beside."""
+    Prices are medians over turns with both measurements, with the worst turn."""
     found = {
         name: made[source]
         for name, source in (
@@ -92,7 +92,7 @@ def of_engines(rows: Rows, made: Mapping[str, float]) -> dict[str, float]:
 
 
 def _pairs(rows: Rows, kind: str, field: str) -> list[tuple[float, float]]:
-    """Of our side with the peer's policy and of the peer, turn by turn."""
+    """Return (our side with policy `vllm`, peer) by turn."""
     ours, theirs = (
         {row["repeat"]: row[field] for row in rows if row["kind"] == kind and row["side"] == side}
         for side in (BASE, PEER)
@@ -101,12 +101,12 @@ def _pairs(rows: Rows, kind: str, field: str) -> list[tuple[float, float]]:
 
 
 def is_beyond(row: Mapping[str, Any], knee_per_s: float) -> bool:
-    """Whether it was measured where levels are compared, for a yardstick with this knee."""
+    """Whether the row is for comparing levels with a reference of this knee."""
     return row["kind"] == "beyond" and isclose(row["rate_per_s"], BEYOND * knee_per_s, rel_tol=1e-3)
 
 
 def _attainments(rows: Rows, base: str, field: str, prefix: str) -> dict[str, float]:
-    """By side, and ours over the others', turn by turn."""
+    """Return attainment by side, and our ratio to the others, by turn."""
     by_side: dict[str, dict[int, tuple[float, int]]] = {}
     for row in rows:
         if row[field] is not None:
@@ -128,12 +128,12 @@ def _attainments(rows: Rows, base: str, field: str, prefix: str) -> dict[str, fl
 
 
 def _ratios(ours: Mapping[int, tuple[float, int]], theirs: Mapping[int, tuple[float, int]]) -> list[float]:
-    """Where theirs kept no level at all, it is counted as having kept one."""
+    """Return ratios by turn; an attainment of zero counts as one request."""
     return [ours[turn][0] / max(share, 1 / count) for turn, (share, count) in theirs.items() if turn in ours]
 
 
 def headline(made: Mapping[str, float]) -> list[str]:
-    """The figures that a reader wants first."""
+    """Return the names of the main figures."""
     wanted = (
         "sustained_rate_ratio", "policy_factor", "slo_ratio", "slo_ratio_worst", "engine_factor",
         "policy_factor_oracle", "prediction_factor", "sustained_rate_ratio_oracle", "slo_ratio_oracle",
@@ -143,7 +143,7 @@ def headline(made: Mapping[str, float]) -> list[str]:
 
 
 def table(rows: Rows) -> Table:
-    """Every cell, by side and rate."""
+    """Return every cell, by side and rate."""
     columns = (
         "side", "kind", "rate /s", "requests", "normalized ms", "TTFT ms p50", "tok/s", "SLO kept",
         "engine busy", "failures",
@@ -160,7 +160,7 @@ def table(rows: Rows) -> Table:
 
 
 def curves(rows: Rows) -> dict[str, list[tuple[float, float]]]:
-    """By side: (rate per s, normalized latency in s), the median over repeats; bursts left out."""
+    """Return (rate per s, normalized latency in s) by side, as medians over repeats, without bursts."""
     found: dict[str, dict[float, list[float]]] = {}
     for row in rows:
         if row["kind"] != "burst" and row["normalized_ms"] > 0:

@@ -1,7 +1,7 @@
-"""Before the first measurement: sides started, lessons served, the predictor trained, true lengths found.
+"""Preparation of the serve bench: start sides, serve lessons, train the predictor, find true lengths.
 
-Our side with the policy `vllm` comes first: what it answers is what `kvasir`'s predictor learns from and what
-`oracle` is told. A run that goes on reads the lengths back instead.
+Our side with policy `vllm` comes first: its answers train `kvasir`'s predictor and give `oracle` the lengths.
+A resumed run reads the lengths back.
 """
 
 import json
@@ -34,13 +34,13 @@ from shared.messages.sequence import pack_tokens
 
 _LESSONS, _TRUTHS, _VERSIONS, _LENGTHS = "lessons.jsonl", "truths.jsonl", "regressor", "lengths.json"
 _WARM_UP = 32
-"""Lessons asked of a side that nothing is to be learned from."""
+"""Lessons used to warm up the other sides."""
 
 
 def open_arena(context: Context, plan: Plan, arena: Arena, running: ExitStack) -> Workload:
-    """All sides of the plan admitted to the arena; `running` ends them.
+    """Admit all sides of the plan to the arena; `running` ends them.
 
-    Raises ConfigError when the peer is not installed, InternalError when a side does not start or answer.
+    Raises ConfigError if the peer is not installed, InternalError if a side does not start or answer.
     """
     folder = context.run_dir.resolve()
     variant = chosen(plan.model)[0] if plan.engines or PEER in plan.sides else None
@@ -73,7 +73,7 @@ def open_arena(context: Context, plan: Plan, arena: Arena, running: ExitStack) -
 
 
 def _lengths(context: Context, plan: Plan, arena: Arena, base: Server) -> list[int]:
-    """Of the greedy answers to all lessons, then to all that is measured."""
+    """Return the lengths of the greedy answers to all lessons, then to all measured prompts."""
     file = context.run_dir / _LENGTHS
     if file.exists():
         arena.admit(base, plan.prompts.lessons[:_WARM_UP], plan.max_tokens)
@@ -92,11 +92,11 @@ def _lengths(context: Context, plan: Plan, arena: Arena, base: Server) -> list[i
 
 
 def _knowledge(context: Context, plan: Plan, lengths: Sequence[int], folder: Path) -> Path | None:
-    """Writes what the oracle is told and, from the lessons alone, trains the regressor; where it is."""
+    """Write the oracle's lengths, train the regressor on the lessons, and return its path."""
     lessons, measured = plan.prompts.lessons, plan.prompts.measured
     taught, truths = lengths[: len(lessons)], lengths[len(lessons) :]
     write_samples(folder / _LESSONS, _samples(lessons, taught, plan.max_tokens))
-    # what was cut at max_tokens is known to the oracle as well: nothing counts as censored
+    # the oracle also knows answers cut at max_tokens, so none counts as censored
     write_samples(folder / _TRUTHS, _samples(measured, truths, plan.max_tokens + 1))
     if plan.predictor != "regressor":
         return None

@@ -1,4 +1,4 @@
-"""What a run of the serve bench is to do, from its flags. Knows no server."""
+"""The plan of a serve run, from its flags."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,18 +14,18 @@ _BLOCK = 32
 
 @dataclass(frozen=True)
 class Plan:
-    """Of one run."""
+    """Settings of one run."""
 
     model: Path
     peer: str
     predictor: str
     with_oracle: bool
     mechanisms: tuple[str, ...]
-    """Sides that are `kvasir` with something more."""
+    """Sides that are `kvasir` with one more mechanism."""
     workers: int
-    """Of each side."""
+    """Workers of each side."""
     engines: bool
-    """Our workers' engine is vLLM, too."""
+    """Whether our workers' engine is vLLM, too."""
     prompts: Prompts
     kv_tokens: int
     max_tokens: int
@@ -36,25 +36,25 @@ class Plan:
     repeats: int
     alternations: int
     price_turns: int
-    """Of bare vLLM and the policy `vllm` on vLLM workers, everything at once and at low load."""
+    """Turns of bare vLLM against policy `vllm` on vLLM workers, in bursts and at low load."""
     slo_scale: float
     budget_s: float
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """The yardstick first."""
+        """Names of the sides, the reference first."""
         peer = (PEER,) if self.peer == "vllm" else ()
         return (*peer, BASE, OURS, *((ORACLE,) if self.with_oracle else ()), *self.mechanisms)
 
     @property
     def context_tokens(self) -> int:
-        """What the longest request may come to, in whole blocks."""
+        """Tokens of the longest possible request, in whole blocks."""
         longest = max(map(len, (*self.prompts.lessons, *self.prompts.measured))) + self.max_tokens
         return -(-longest // _BLOCK) * _BLOCK
 
     def identity(self) -> dict[str, Any]:
-        """What a run that goes on must have in common with its beginning: all but patience, turns and how
-        closely it looks."""
+        """Return what a resumed run must have in common with the first: all but budget, turns and
+        tolerance."""
         told = asdict(self)
         for name in ("prompts", "budget_s", "tolerance", "repeats"):
             del told[name]
@@ -67,7 +67,8 @@ class Plan:
 
 
 def plan_of(context: Context) -> Plan:
-    """Raises ConfigError for prompts that cannot be had, or a KV too small for the longest request."""
+    """Return the plan. Raises ConfigError for unavailable prompts, or a KV too small for the longest
+    request."""
     flags, quick = context.arguments, context.quick
     model = Path(flags.model).resolve()
     if not (model / "config.json").exists():

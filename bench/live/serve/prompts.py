@@ -1,7 +1,7 @@
-"""Prompts of the serve bench, as token ids: what the predictor learns from, and others that are measured.
+"""Prompts of the serve bench as token ids: lessons for the predictor, and others to measure.
 
-Stories and exercises as Tiny Chat knows them, drawn anew, each prompt once; or a file of one's own. Knows no
-server. The model may have met one of them in its training; the predictor has met none of those measured.
+They are new stories and exercises of Tiny Chat's kind without repetition, or a file. The model may know some
+from its training; the predictor knows none of those measured.
 """
 
 import json
@@ -17,23 +17,23 @@ from services.predictor.samples import load_tokenizer
 from shared.errors import ConfigError
 
 _TRIES = 50
-"""So many draws per prompt that is wanted, before there are held to be no more."""
+"""Draws per wanted prompt before giving up."""
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """`lessons` are served beforehand; `measured` shares no prompt with them."""
+    """`lessons` are served in advance; `measured` shares no prompt with them."""
 
     lessons: tuple[tuple[int, ...], ...]
     measured: tuple[tuple[int, ...], ...]
     mean_request_tokens: float
-    """Prompt and model answer, cut at the limit, of those measured: what the KV is sized by."""
+    """Mean tokens of prompt and limited answer among those measured, used to size the KV."""
 
 
 def drawn_prompts(
     draw: random.Random, model: Path, *, lessons: int, measured: int, max_tokens: int, story_share: float
 ) -> Prompts:
-    """Raises ConfigError when the templates do not have so many different prompts."""
+    """Return random prompts. Raises ConfigError if the templates have too few different ones."""
     chats = (
         story_chat(draw) if draw.random() < story_share else template_chat(draw)
         for _ in range(_TRIES * (lessons + measured))
@@ -42,7 +42,7 @@ def drawn_prompts(
 
 
 def read_prompts(file: Path, model: Path, *, lessons: int, measured: int, max_tokens: int) -> Prompts:
-    """From JSONL rows with `prompt` and `response` or `length` (tokens). Raises ConfigError."""
+    """Read JSONL rows with `prompt` and `response` or `length` (tokens). Raises ConfigError."""
     try:
         rows = [json.loads(line) for line in file.read_text("utf-8").splitlines() if line.strip()]
         chats = [ask("trace", str(row["prompt"]), _response(row)) for row in rows]
@@ -54,7 +54,7 @@ def read_prompts(file: Path, model: Path, *, lessons: int, measured: int, max_to
 
 
 def with_prefixes(prompts: Prompts, draw: random.Random, *, count: int, tokens: int) -> Prompts:
-    """The same behind one of `count` beginnings of so many tokens, as prompts of one application have."""
+    """Put one of `count` shared prefixes of `tokens` tokens before each prompt."""
     known = sorted({token for prompt in prompts.lessons for token in prompt})
     beginnings = [tuple(draw.choices(known, k=tokens)) for _ in range(count)]
     lessons, measured = (
@@ -65,7 +65,7 @@ def with_prefixes(prompts: Prompts, draw: random.Random, *, count: int, tokens: 
 
 
 def _response(row: dict[str, object]) -> str:
-    """Of `length` tokens where only that is known: a short word is one token."""
+    """Return the response, or `length` short words of one token each."""
     if "response" in row:
         return str(row["response"])
     return "the " * int(str(row["length"]))
@@ -99,7 +99,7 @@ def _different(chats: Iterable[Chat], count: int) -> list[Chat]:
 
 
 def arrivals(prompts: int, requests: int, rate_per_s: float, seed: str) -> Iterator[tuple[float, int]]:
-    """(seconds since the start, index of the prompt): Poisson. The same at every rate, but for the scale."""
+    """Yield (seconds since the start, prompt index) at Poisson times; rates only scale the times."""
     draw, at_s = random.Random(seed), 0.0
     indices = _indices(prompts, requests, draw)
     for index in indices:
@@ -108,7 +108,7 @@ def arrivals(prompts: int, requests: int, rate_per_s: float, seed: str) -> Itera
 
 
 def _indices(prompts: int, requests: int, draw: random.Random) -> Sequence[int]:
-    """Every prompt once before any comes again."""
+    """Return prompt indices; every prompt comes once before any repeats."""
     indices: list[int] = []
     while len(indices) < requests:
         indices += draw.sample(range(prompts), prompts)

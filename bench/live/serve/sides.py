@@ -1,7 +1,6 @@
-"""The sides of the serve bench and how each is started: the same bytes of KV, one compute thread, no prefix
-cache.
+"""Sides of the serve bench: the same KV bytes, one compute thread, no prefix cache.
 
-`kvasir` learns its predictor from the lessons; `oracle` is told the true lengths, nobody else is.
+`kvasir` trains its predictor on the lessons; only `oracle` gets the true lengths.
 """
 
 import subprocess
@@ -29,10 +28,10 @@ MECHANISMS: dict[str, dict[str, object]] = {
         "scheduler.relief": True,
     },
 }
-"""What `kvasir` may have besides, by the side's name. `lengths` are learned while answering. Pie leaves the
-prefix cache out and excludes borrowing (docs/pie.md), so `everything` is what one worker can have at once."""
+"""Additional settings of `kvasir`, by side. `lengths` predicts during decoding. Pie excludes the prefix
+cache and borrowing (docs/pie.md), so `everything` is what one worker can combine."""
 WITH_VLLM = ("tiers", "relief")
-"""Those that workers can have whose engine is vLLM."""
+"""Mechanisms that work with engine vLLM."""
 PEER, BASE, OURS, ORACLE = "vllm", "ours_vllm", "kvasir", "oracle"
 BLOCK_TOKENS = 16
 MAX_SEQUENCES = 64
@@ -41,7 +40,7 @@ _TRAINING_DEADLINE_S = 300.0
 
 @dataclass(frozen=True)
 class Shape:
-    """What all sides have in common."""
+    """Settings shared by all sides."""
 
     model: Path
     kv_tokens: int
@@ -50,14 +49,14 @@ class Shape:
     engine_core: int
     run_dir: Path
     workers: int = 1
-    """Of each of our sides; each has that much KV."""
+    """Workers of each of our sides; each has `kv_tokens`."""
     variant: VllmVariant | None = None
-    """How vLLM runs where it is our workers' engine, too."""
+    """Variant of vLLM, if it is our workers' engine, too."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What distinguishes one of our sides from another."""
+    """Settings that distinguish our sides."""
 
     name: str
     policy: str
@@ -65,17 +64,17 @@ class Policy:
     knowledge: Path | None = None
     """`regressor`: the directory of its versions; `oracle`: the file of true lengths."""
     more: Mapping[str, object] = field(default_factory=dict)
-    """Settings of its own."""
+    """Additional settings."""
 
 
 def kv_tokens_for(mean_request_tokens: float, requests: int) -> int:
-    """Whole blocks of either side."""
+    """Return KV tokens in whole blocks of either side."""
     return max(1, round(mean_request_tokens * requests / VLLM_BLOCK_TOKENS)) * VLLM_BLOCK_TOKENS
 
 
 def start_ours(shape: Shape, side: Policy) -> Server:
-    """A stack without what takes memory from elsewhere, but for `more` of its side: all have the same bytes
-    of KV. Raises InternalError when it does not come up."""
+    """Start a stack without mechanisms that use other memory, except for the side's `more`. Raises
+    InternalError if it does not start."""
     settings: dict[str, object] = {
         **OFF,
         **PLAIN,
@@ -106,7 +105,7 @@ def _engine(shape: Shape) -> dict[str, object]:
 
 
 def start_peer(shape: Shape, variant: VllmVariant) -> Server:
-    """vLLM with the same KV. Raises ConfigError when it is not set up."""
+    """Start vLLM with the same KV. Raises ConfigError if it is not set up."""
     return start_vllm(
         shape.run_dir,
         shape.model,
@@ -114,14 +113,14 @@ def start_peer(shape: Shape, variant: VllmVariant) -> Server:
         engine_core=shape.engine_core,
         context_tokens=shape.context_tokens,
         max_sequences=MAX_SEQUENCES,
-        kv_blocks=shape.kv_tokens // VLLM_BLOCK_TOKENS + 1,  # of which it uses all but block 0
+        kv_blocks=shape.kv_tokens // VLLM_BLOCK_TOKENS + 1,  # it uses all but block 0
     )
 
 
 def train_regressor(lessons: Path, folder: Path) -> str:
-    """Makes its first version in `folder` from rows of prompt and length; what the trainer says of it.
+    """Train the first version in `folder` on rows of prompt and length; return the trainer's message.
 
-    Raises InternalError when it fails.
+    Raises InternalError if it fails.
     """
     argv = [sys.executable, "-m", "services.predictor", "train", "--model", "regressor", "--json"]
     argv += ["--data", str(lessons), "--out", str(folder), "--deadline-s", str(_TRAINING_DEADLINE_S)]

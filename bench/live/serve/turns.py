@@ -1,5 +1,5 @@
-"""Which cell is measured next: the low load, everything at once, the search for each side's knee, then 1.2
-times the yardstick's knee over and over. Sides take turns; what a run directory has is not measured again.
+"""Order of the cells: low load, burst, search for each knee, then 1.2 times the reference's knee
+repeatedly. Sides take turns; cells already in the run directory are skipped.
 """
 
 import time
@@ -16,19 +16,19 @@ from bench.live.serve.sides import BASE, OURS, PEER
 
 _STRIDE = 2
 _REACH = 48
-"""Rates more than so many steps away from the base are not tried."""
+"""Largest distance in steps from the base rate."""
 
 
 def nearest_step(rate_per_s: float, base_per_s: float, ratio: float) -> int:
-    """The step whose rate is nearest."""
+    """Return the step with the nearest rate."""
     return max(-_REACH, min(_REACH, round(log(rate_per_s / base_per_s, ratio))))
 
 
 def next_step(tried: Mapping[int, bool], first: int) -> int | None:
-    """The step to try next, None when the knee lies between two neighbours or beyond reach.
+    """Return the step to try next; None if the knee is between two neighbours or out of reach.
 
-    `tried`: step → whether it was sustained. Takes what is sustained to be so at lower rates. The search
-    goes away from `first` in strides that double.
+    `tried` maps steps to whether they were sustained. If a step is sustained, lower ones are assumed to be.
+    The search moves away from `first` in strides that double.
     """
     low, high = _bracket(tried)
     stride = _STRIDE * 2 ** max(0, len(tried) - 2)
@@ -43,7 +43,7 @@ def next_step(tried: Mapping[int, bool], first: int) -> int | None:
 
 
 def knee_step(tried: Mapping[int, bool]) -> int | None:
-    """The highest step sustained below every one that was not; None when nothing was."""
+    """Return the highest sustained step below every failed one, or None."""
     return _bracket(tried)[0]
 
 
@@ -59,7 +59,7 @@ _BURST_REQUESTS = 200
 
 
 class Turns:
-    """Measures until all is known or the budget is spent."""
+    """Measures cells until all are known or the budget is spent."""
 
     def __init__(self, context: Context, plan: Plan, arena: Arena, workload: Workload) -> None:
         self._context, self._plan, self._arena, self._workload = context, plan, arena, workload
@@ -72,7 +72,7 @@ class Turns:
         return list(self._known.values())
 
     def take(self) -> bool:
-        """Whether something was left out for lack of time."""
+        """Run all cells; return whether some were left out for lack of time."""
         try:
             self._reference()
             self._price()
@@ -83,7 +83,7 @@ class Turns:
         return False
 
     def knees(self) -> dict[str, float]:
-        """Sustained rate by side, of those whose search is over and that sustain any rate."""
+        """Return the sustained rate of each side whose search has ended with one."""
         if figures.limit_ms(self.rows) is None or not self._has("burst"):
             return {}
         found: dict[str, float] = {}
@@ -95,14 +95,14 @@ class Turns:
         return found
 
     def _reference(self) -> None:
-        """What the yardstick does with everything at once, and at a tenth of that."""
+        """Measure the burst of every side, and the reference at a tenth of its throughput."""
         plan = self._plan
         for side in plan.sides:
             self._measure(self._burst(side))
         self._measure(self._low(self._base))
 
     def _price(self) -> None:
-        """Bare vLLM and our control plane above the same engine, in turns: what the latter costs."""
+        """Measure bare vLLM and our control plane above the same engine, in turns."""
         plan = self._plan
         if not plan.engines or PEER not in plan.sides:
             return
@@ -120,7 +120,7 @@ class Turns:
         return RateCell("low", side, rate_per_s, self._plan.low_requests, repeat)
 
     def _search(self) -> None:
-        """A rate of every side that still looks for its knee, then the next round."""
+        """Try one rate of every side that has no knee yet, round by round."""
         turn = 0
         while True:
             wanted = [(side, self._next_step(side)) for side in self._plan.sides]
@@ -144,7 +144,7 @@ class Turns:
                 self._measure(RateCell("beyond", sides[index], rate, requests, turn))
 
     def _tried(self, side: str) -> Mapping[int, bool]:
-        """Step → sustained, of steps with all their repeats."""
+        """Return steps with all repeats, and whether they were sustained."""
         limit = figures.limit_ms(self.rows)
         if limit is None:
             return {}
@@ -161,7 +161,7 @@ class Turns:
         }
 
     def _next_step(self, side: str) -> int | None:
-        """The search begins at what the side does with everything at once."""
+        """Return the next step; the search starts at the side's burst throughput."""
         return next_step(self._tried(side), self._step(self._capacity_per_s(side)))
 
     def _step(self, rate_per_s: float) -> int:
@@ -171,7 +171,7 @@ class Turns:
         return float(self._capacity_per_s(self._base) * (1 + self._plan.tolerance) ** step)
 
     def _capacity_per_s(self, side: str) -> float:
-        """Everything at once, the first time: what is found from it stays as it is while more is measured."""
+        """Return the burst throughput of the first repeat, so that it does not change later."""
         first = self._known[self._burst(side).key]
         return float(first["requests"] / first["wall_s"])
 
@@ -185,7 +185,7 @@ class Turns:
         return any(row["kind"] == kind and row["side"] == self._base for row in self.rows)
 
     def _measure(self, cell: RateCell) -> None:
-        """Raises _BudgetSpent instead where it would end too late."""
+        """Measure a cell. Raises _BudgetSpent if it would end too late."""
         if cell.key in self._known:
             return
         expected_s = self._expected_s(cell)
@@ -200,10 +200,10 @@ class Turns:
         )
 
     def _expected_s(self, cell: RateCell) -> float:
-        """As long as the arrivals, or as everything at once took; 0 before anything is known."""
+        """Return the duration of the arrivals, or of the longest burst; 0 if none is known."""
         bursts = [row["wall_s"] for row in self.rows if row["kind"] == "burst"]
         return max(cell.requests / cell.rate_per_s, max(bursts, default=0.0))
 
 
 class _BudgetSpent(Exception):
-    """The next cell would end too late."""
+    """The next cell would exceed the budget."""

@@ -1,1 +1,1 @@
-"""`python -m bench sim-check`: live runs replayed in the simulator, and how far off that is."""
+"""`python -m bench sim-check`: error of the simulator against live runs."""

@@ -1,9 +1,9 @@
-"""`python -m bench sim-check`: live runs replayed in the simulator, and how far off that is.
+"""`python -m bench sim-check`: error of the simulator against live runs on this machine.
 
-On live workers (`vllm` policy, Tiny Chat; nothing that swaps, lends or moves, which the simulator leaves out)
-the throughput is measured first; that load and two more give the costs (`costs.py`). Loads in between and
-beyond are predicted: different prompts, seeds and rates. Of those the simulator is given what any trace has:
-arrival times, prompt and answer lengths. Workers share this machine's cores with everything else that serves
+Live workers use policy `vllm` and Tiny Chat, without swapping, lending or migration, which are not simulated.
+Their throughput is measured first; that load and two more give the costs (`costs.py`). Other loads, with
+different prompts, seeds and rates, are then predicted. The simulator gets what a trace has: arrival times,
+and prompt and answer lengths. Workers share this machine's cores with the rest of the server
 (`sim/cores.py`).
 """
 
@@ -23,7 +23,7 @@ from shared.errors import ConfigError
 from sim.sweep import cores
 
 LESSONS = (35, 65)
-"""Loads that the costs come from, in percent of the throughput."""
+"""Loads for the costs, in percent of the throughput."""
 _ALL_AT_ONCE = 1e6
 
 
@@ -46,8 +46,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Raises InternalError when the stack does not start or answers fail to the last, ConfigError for a file
-    without loads."""
+    """Run the bench. Raises InternalError if the stack does not start or no answer succeeds, ConfigError
+    for a file without loads."""
     if context.arguments.loads is not None:
         setting, measured = loads.kept(context.arguments.loads)
     else:
@@ -127,7 +127,7 @@ def _outcome(
     found: Mapping[int, Sequence[Seen]],
     costs: Costs,
 ) -> Outcome:
-    """`NAME_error_PERCENT`: simulated / live - 1."""
+    """Return `NAME_error_PERCENT`: simulated / live - 1."""
     told: dict[str, float] = {}
     rows: list[tuple[object, ...]] = []
     for percent, load in predicted.items():

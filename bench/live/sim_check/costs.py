@@ -1,11 +1,10 @@
-"""From live loads to what the simulator has to know of this machine, and loads replayed with it.
+"""Costs of this machine from live loads, and replays of loads with them.
 
-Of a step: tokens, sequences and contexts, fitted to what workers reported, and how far single steps were
-from that (`ratios`). How long steps take in all is what the engines' threads spent of the CPU: reports say
-nothing of what is done between two steps, and a fit to single ones is drawn to the short ones. Of everything
-but the engines: CPU time for each step and token. Two numbers are found by replaying the lessons themselves
-until they come out as they went: how many threads of the rest are at work at once, and what is added to a
-first token on an idle machine. The loads that are predicted have no part in it.
+Step costs are fitted to step reports by tokens, sequences and contexts; `ratios` are the deviations of single
+steps. Their total is the CPU time of the engine threads, because reports omit the time between steps and the
+fit favours short steps. The rest costs CPU time per step and token. Two values come from replaying the
+lessons: the number of other threads at work at once, and the extra time of a first token on an idle machine.
+Predicted loads are not used.
 """
 
 import math
@@ -31,24 +30,24 @@ BLOCK_TOKENS = 16
 MAX_STEPS = 8
 TOKEN_BUDGET = 512
 LANES = (1.0, 1.25, 1.5, 2.0, 3.0)
-"""Of which one is chosen."""
+"""Candidates for `lanes`."""
 _FITS = 2
 _RATIOS = 1000
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What the simulator has to know of this machine."""
+    """Costs of this machine for the simulator."""
 
     step: LinearCost
     rest: CoreCosts
     overhead_s: float = 0.0
-    """Of a first token, on an idle machine: gateway, bus, client."""
+    """Extra time of a first token on an idle machine: gateway, bus, client."""
 
 
 def learn(lessons: Sequence[Load], setting: Setting, full: Sequence[Load] = ()) -> Costs:
-    """From the step reports and CPU times of the lessons, and from replaying them. `full`: loads whose CPU
-    times count, too: they have full steps, and latencies that say how long a queue was and nothing else."""
+    """Return the costs from the lessons' step reports, CPU times and replays. Only CPU times are used of
+    the loads in `full`: their latencies only show the queue."""
     frame_s, token_s = _rest_costs([*lessons, *full])
     steps = [one for load in lessons for one in _measured(load)]
     fit = fit_linear(steps, name="this machine")
@@ -59,7 +58,7 @@ def learn(lessons: Sequence[Load], setting: Setting, full: Sequence[Load] = ()) 
 
 
 def replay(load: Load, costs: Costs, setting: Setting) -> list[Seen]:
-    """The load's requests through the simulator, in their order, as clients would see their answers."""
+    """Simulate a load; return its answers in order, as clients would see them."""
     records = sorted(simulated(load, costs, setting).records, key=lambda record: record.request.index)
     return [
         Seen(
@@ -74,7 +73,7 @@ def replay(load: Load, costs: Costs, setting: Setting) -> list[Seen]:
 
 
 def simulated(load: Load, costs: Costs, setting: Setting) -> Outcome:
-    """The load's requests through the simulator."""
+    """Simulate a load."""
     requests = [
         SimRequest(index, one.sent_s, one.prompt_tokens, one.output_tokens, setting.max_tokens)
         for index, one in enumerate(load.answers)
@@ -97,7 +96,7 @@ def simulated(load: Load, costs: Costs, setting: Setting) -> Outcome:
 
 
 def figures(answers: Sequence[Seen]) -> dict[str, float]:
-    """Of one load, live or simulated."""
+    """Return the figures of one load, live or simulated."""
     first_s, whole_s = [one.first_s for one in answers], [one.whole_s for one in answers]
     span_s = max(one.sent_s + one.whole_s for one in answers) - min(one.sent_s for one in answers)
     return {
@@ -110,7 +109,7 @@ def figures(answers: Sequence[Seen]) -> dict[str, float]:
     }
 
 
-# By replaying
+# Costs from replays
 
 
 def _with_lanes(costs: Costs, lanes: float) -> Costs:
@@ -118,7 +117,7 @@ def _with_lanes(costs: Costs, lanes: float) -> Costs:
 
 
 def _settled(lessons: Sequence[Load], costs: Costs, setting: Setting) -> Costs:
-    """With the overhead at which first tokens of the lessons come when they came."""
+    """Return the costs with the overhead that matches the lessons' first tokens."""
     for _ in range(_FITS):
         late_s = []
         for load in lessons:
@@ -130,7 +129,7 @@ def _settled(lessons: Sequence[Load], costs: Costs, setting: Setting) -> Costs:
 
 
 def _error(lessons: Sequence[Load], costs: Costs, setting: Setting) -> float:
-    """Of latencies in the lessons, in logarithms."""
+    """Return the sum of logarithmic errors of latencies in the lessons."""
     total = 0.0
     for load in lessons:
         live, made = figures(load.answers), figures(replay(load, costs, setting))
@@ -138,12 +137,12 @@ def _error(lessons: Sequence[Load], costs: Costs, setting: Setting) -> float:
     return total
 
 
-# From reports
+# Costs from reports
 
 
 def _rest_costs(lessons: Sequence[Load]) -> tuple[float, float]:
-    """CPU time of everything but the engines, of a step and of a token: neither is negative. A request's is
-    in that of its tokens, since answers of one load are about as long as those of another."""
+    """Return the CPU time outside the engines per step and per token, neither negative. A request's share
+    is in its tokens, since all loads have similar answers."""
     sizes = np.array([(_steps_of(load), load.tokens) for load in lessons], dtype=float)
     spent_s = np.array([load.rest_s for load in lessons])
     frame_s, token_s = np.linalg.lstsq(sizes, spent_s, rcond=None)[0].tolist()
@@ -153,8 +152,7 @@ def _rest_costs(lessons: Sequence[Load]) -> tuple[float, float]:
 
 
 def _by_cpu(lessons: Sequence[Load], fit: LinearCost) -> LinearCost:
-    """`fit`, its part for each step and its parts for what is in one each so many times as long that engines
-    spend what they spent."""
+    """Return `fit` with its step cost and its other costs scaled to the engines' CPU time."""
     spent_s = np.array(_spent(lessons, fit))
     engine_s = np.array([load.engine_s for load in lessons])
     fixed, others = np.linalg.lstsq(spent_s, engine_s, rcond=None)[0].tolist()
@@ -164,7 +162,7 @@ def _by_cpu(lessons: Sequence[Load], fit: LinearCost) -> LinearCost:
 
 
 def _spent(lessons: Sequence[Load], cost: LinearCost) -> list[tuple[float, float]]:
-    """What the steps of each lesson cost by that: for being steps, and for what was in them."""
+    """Return the modelled cost of each lesson's steps: the fixed part, and the part by content."""
     found = []
     for load in lessons:
         answers = load.answers
@@ -188,7 +186,7 @@ def _steps_of(load: Load) -> int:
 
 
 def _ratios(steps: Sequence[MeasuredStep], cost: LinearCost) -> tuple[float, ...]:
-    """What steps took over what they cost, in order of size; their mean, by cost, is 1."""
+    """Return sorted ratios of step times to their modelled costs, normalized to a mean of 1 by cost."""
     costs_s = [cost.step_s(_chunks(one), one.decoded_tokens, one.context_tokens) for one in steps]
     mean = sum(one.step_s for one in steps) / sum(costs_s)
     ordered = sorted(one.step_s / cost_s / mean for one, cost_s in zip(steps, costs_s, strict=True))
@@ -201,15 +199,14 @@ def _chunks(step: MeasuredStep) -> list[tuple[int, int]]:
 
 
 def _reported(load: Load) -> Iterator[tuple[Step, int]]:
-    """Those reports that say what each of their steps was. One of several that prefills does not: which of
-    them did is not known."""
+    """Yield the reports that describe each of their steps, without those of several steps with a prefill."""
     for one, done in _reports(load):
         if done == 1 or (done > 1 and not one.prefilled_tokens):
             yield one, done
 
 
 def _reports(load: Load) -> Iterator[tuple[Step, int]]:
-    """Each report, and how many steps it is about: of a plan of several not all are reported."""
+    """Yield each report and its number of steps; some steps of a plan are not reported."""
     heard: dict[str, tuple[int, int]] = {}
     for one in load.steps:
         plan_seq, steps_done = heard.get(one.worker_id, (0, 0))

@@ -1,5 +1,5 @@
-"""What `sim-check` measures of one live load, and how it is kept: a line of JSON for each, from which costs
-and errors can be worked out again without a stack.
+"""Measurements of a live load for `sim-check`, kept as lines of JSON to compute costs and errors again
+without a stack.
 """
 
 import json
@@ -20,7 +20,7 @@ FILE = "loads.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Of the stack, live and simulated."""
+    """Settings of the stack, live and simulated."""
 
     workers: int
     kv_blocks: int
@@ -32,7 +32,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One answer as its client saw it. `sent_s` counts from the beginning of the load, the others from it."""
+    """One answer as its client saw it. `sent_s` counts from the load's start, other times from `sent_s`."""
 
     sent_s: float
     first_s: float
@@ -43,7 +43,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One report of a worker, and when it came, from the beginning of the load."""
+    """One report of a worker, with its time since the load's start."""
 
     at_s: float
     worker_id: str
@@ -58,18 +58,18 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One live run, and what it took of the cores."""
+    """One live run, with its CPU time."""
 
     kind: str
-    """`whole`: all at once; `lesson`: costs come from it; `predicted`."""
+    """`whole`: all at once; `lesson`: for the costs; `predicted`."""
     percent: int
-    """Of the throughput of all at once."""
+    """Percent of the throughput of `whole`."""
     failures: int
     span_s: float
     engine_s: float
     """CPU time of all engines."""
     rest_s: float
-    """Of everything else, this client included."""
+    """CPU time of everything else, this client included."""
     answers: Sequence[Seen]
     steps: Sequence[Step]
 
@@ -81,7 +81,7 @@ class Load:
 def measure(
     stack: Stack, kind: str, percent: int, count: int, rate: float, seed: int, max_tokens: int
 ) -> Load:
-    """Raises InternalError where nothing was answered."""
+    """Measure a load. Raises InternalError if nothing was answered."""
     before, own_s = stack.cpu_s(), time.process_time()
     run = run_load(stack, chat_bodies(count, seed, max_tokens), rate, seed, max_tokens)
     if run.failures == len(run.answers):
@@ -123,14 +123,14 @@ def _steps(run: LiveRun) -> list[Step]:
 
 
 def keep(context: Context, setting: Setting, loads: Sequence[Load]) -> None:
-    """In the run's folder."""
+    """Write the loads to the run's folder."""
     context.record(asdict(setting), FILE)
     for load in loads:
         context.record(asdict(load), FILE)
 
 
 def kept(file: Path) -> tuple[Setting, list[Load]]:
-    """What `keep` wrote. Raises ConfigError for anything else."""
+    """Read the loads that `keep` wrote. Raises ConfigError for any other file."""
     try:
         first, *others = [json.loads(line) for line in file.read_text().splitlines()]
         return Setting(**first), [_load(each) for each in others]

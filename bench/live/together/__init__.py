@@ -1,1 +1,1 @@
-"""`python -m bench together`: what the mechanisms for short memory bring together."""
+"""`python -m bench together`: combined benefit of the mechanisms for short memory."""

@@ -1,11 +1,9 @@
-"""`python -m bench together`: what the mechanisms for short memory bring together, against each alone and
-none.
+"""`python -m bench together`: the mechanisms for short memory combined, against each alone and none.
 
-Every measurement has a stack of its own, started for it and warmed by a few requests of the same kind: no
-side goes on with what another workload has left in caches, debts or queues, and none is slower for having
-been started before another (`bench ladder` says how that was with stacks that wait for their turn). Within a
-turn of a workload sides follow each other in an order that is drawn anew. Two workers share two cores with
-everything else, so nothing is bound to a core.
+Every measurement has a new stack, warmed up with a few requests of the same kind. So no side inherits caches,
+debts or queues, and the start order does not matter (`bench ladder` describes that effect). Within a turn of
+a workload, the order of the sides is random. Two workers share two cores with everything else, so nothing is
+bound to a core.
 """
 
 from argparse import ArgumentParser
@@ -37,8 +35,8 @@ SIDES: Mapping[str, Settings] = {
     EVERYTHING: CACHE,
     AMPLE: {**OFF, **CACHE, "worker.kv_blocks": 5 * KV_BLOCKS},
 }
-"""`everything` is what a user gets who sets nothing: the cache is off in `PLAIN` alone. `ample` is what the
-same workers do with memory enough: no mechanism for short memory can bring more."""
+"""`everything` is the default configuration: only `PLAIN` disables the cache. `ample` has the same workers
+with enough memory, the upper bound of every mechanism."""
 _COMMON: Settings = {
     **PLAIN,
     "scheduler.policy": "kvasir",
@@ -49,7 +47,7 @@ TURNS = 7
 _QUICK = ("mixed", "harmless")
 _WARM_REQUESTS = 8
 _UNTIL_S = 120.0
-"""What has not ended so long after its load began counts as unserved: a load takes about ten seconds."""
+"""Requests not finished this long after the start count as unserved; a load takes about ten seconds."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -74,7 +72,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Raises InternalError when a stack does not start, or serves nothing of a load."""
+    """Run the bench. Raises InternalError if a stack does not start, or serves nothing of a load."""
     flags = context.arguments
     names = flags.workloads or (_QUICK if context.quick else [workload.name for workload in WORKLOADS])
     workloads = [workload for workload in WORKLOADS if workload.name in names]
@@ -104,7 +102,7 @@ def run(context: Context) -> Outcome:
 
 
 def _measure(context: Context, workload: Workload, side: str, turn: int) -> Turn:
-    """On a stack of its own, with the same requests as all sides in this turn."""
+    """Measure a side on a new stack, with the same requests as all sides in this turn."""
     flags = context.arguments
     model = checkpoint(flags.model, ROOT / "runs" / "bench" / "checkpoints")
     tokens = vocabulary(model)
@@ -136,7 +134,7 @@ def _serve(target: Target, requests: Sequence[Request], at_once: int) -> LoadRes
 
 
 def turn_of(asked: Sequence[Request], load: LoadResult) -> Turn:
-    """Tokens of answers that failed, or are not as long as they were to be, count nothing."""
+    """Return the result of a turn; answers that failed or have the wrong length do not count."""
     pairs = zip(asked, load.answers, strict=True)
     served = [pair for pair in pairs if pair[1].ok and pair[1].completion_tokens == pair[0].answer_tokens]
     answered = sum(answer.completion_tokens for _, answer in served)

@@ -1,4 +1,4 @@
-"""From turns to figures: what a side did in each turn, and everything against each alone. Pure."""
+"""Figures from turns: rates of each side, and everything against each mechanism alone. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,30 +12,29 @@ NONE, EVERYTHING, AMPLE = "none", "everything", "ample"
 
 @dataclass(frozen=True)
 class Turn:
-    """One workload on one side, once."""
+    """One run of one workload on one side."""
 
     tok_s: float
-    """Output tokens of answers that are whole, per second until the last answer ended; above 0."""
+    """Output tokens of complete answers per second until the last answer ended; above 0."""
     work_tok_s: float
-    """The same with their prompts: work that a side refuses counts for others only."""
+    """The same with their prompts."""
     ttft_s: Sequence[float]
-    """From sending to the first text, of each that was served."""
+    """Time from sending to the first text of each served request."""
     unserved: int
-    """Refused, failed, or not as long as asked for."""
+    """Requests refused, failed, or answered with the wrong length."""
 
 
 Turns = Mapping[str, Mapping[str, Sequence[Turn]]]
-"""By workload, by side; of the same number everywhere, in order."""
+"""Turns by workload and side, equally many everywhere and in order."""
 _Rates = Mapping[str, Mapping[str, float]]
-"""Tokens per second in one turn, by workload, by side."""
+"""Tokens per second in one turn, by workload and side."""
 
 
 def figures_of(turns: Turns, short: Sequence[str], harmless: Sequence[str]) -> dict[str, float]:
-    """`short` and `harmless`: names of workloads among `turns`, where memory is short and where it is not.
+    """Return the figures. `short` and `harmless` name the workloads with short and with enough memory.
 
-    Sides are `none`, `everything`, `ample` and single mechanisms, of which one may be enough.
-    What needs workloads of
-    a kind that was not measured is left out.
+    Sides are `none`, `everything`, `ample` and single mechanisms. Figures without a workload of their kind
+    are left out.
     """
     figures: dict[str, float] = {}
     for workload, by_side in turns.items():
@@ -69,7 +68,7 @@ def figures_of(turns: Turns, short: Sequence[str], harmless: Sequence[str]) -> d
 
 
 def vs_best_single(rounds: Sequence[_Rates], turns: Turns, workloads: Sequence[str]) -> float:
-    """Geometric mean over workloads; the best single mechanism of each is the one that was best there."""
+    """Return the geometric mean over workloads against the best single mechanism of each."""
     return geometric_mean(_against(rounds, each, _singles(turns, each)) for each in workloads)
 
 
@@ -82,7 +81,7 @@ def least_vs_none(rounds: Sequence[_Rates], workloads: Sequence[str]) -> float:
 
 
 def _against(rounds: Sequence[_Rates], workload: str, sides: Sequence[str]) -> float:
-    """Everything against the best of these: the median of ratios within one turn."""
+    """Return the median ratio within a turn of everything to the best of `sides`."""
     own = [rates[workload] for rates in rounds]
     ours = [rates[EVERYTHING] for rates in own]
     return min(median_of_ratios(ours, [rates[side] for rates in own]) for side in sides)
@@ -93,7 +92,7 @@ def _singles(turns: Turns, workload: str) -> list[str]:
 
 
 def _rounds(turns: Turns, rate: Callable[[Turn], float]) -> list[_Rates]:
-    """The same by turn."""
+    """Return the rates by turn."""
     count = min(len(own) for by_side in turns.values() for own in by_side.values())
     return [
         {
@@ -112,7 +111,7 @@ def _with_interval(
 
 
 def table_of(workload: str, title: str, by_side: Mapping[str, Sequence[Turn]]) -> Table:
-    """One workload, a side a line."""
+    """Return the table of one workload, with a row per side."""
     columns = ("side", "tok/s", "with prompts", "everything / it", "p99 first token", "unserved", "requests")
     everything = [turn.tok_s for turn in by_side[EVERYTHING]]
     lines = []

@@ -1,8 +1,8 @@
-"""Loads under which memory is short in several ways at once, and one under which it is not. Pure.
+"""Workloads that are short of memory in several ways, and one that is not. Pure.
 
-Sizes are for two workers of `KV_BLOCKS`, 3,072 tokens together. Prompts are token ids that nobody wrote and
-answers end at their limit, so that all sides have the same work to do; every turn has other ones. A turn of a
-chat that returns has drawn tokens where the answer before it was, since answers differ between sides.
+Sizes are for two workers of `KV_BLOCKS`, 3,072 tokens together. Prompts are random token ids and answers end
+at their limit, so all sides have the same work; every turn has new requests. Later turns of a chat have
+random tokens in place of earlier answers, because answers differ between sides.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,32 +17,32 @@ WORKERS, KV_BLOCKS, BLOCK_TOKENS = 2, 96, 16
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt, in token ids, with the length of its answer."""
+    """A prompt in token ids, with the length of its answer."""
 
     prompt: list[int]
     answer_tokens: int
     at_s: float = 0.0
-    """Not sent before, in seconds after the turn began."""
+    """Earliest time to send it, in seconds after the start of the turn."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """How many of what comes when."""
+    """A workload."""
 
     name: str
     about: str
     requests: int
     few: int
-    """Requests of a quick run, which is there to see that all works."""
+    """Requests of a quick run, as a smoke test."""
     at_once: int
-    """Clients: so many requests in flight at most; each sends its next one when one has ended."""
+    """Clients: the maximum of requests in flight."""
     endless: Callable[[Random, int], Iterator[Request]]
-    """Given the size of the vocabulary."""
+    """Yields requests, given the size of the vocabulary."""
     is_short: bool = True
-    """Whether memory is short under it."""
+    """Whether memory is short."""
 
     def draw(self, dice: Random, vocabulary: int, *, quick: bool = False) -> list[Request]:
-        """Of one turn, in the order in which they are sent."""
+        """Return the requests of one turn in order."""
         return list(islice(self.endless(dice, vocabulary), self.few if quick else self.requests))
 
 
@@ -60,7 +60,7 @@ def _mixed(dice: Random, vocabulary: int) -> Iterator[Request]:
 
 
 def _prefixes(dice: Random, vocabulary: int) -> Iterator[Request]:
-    """24 chats of three turns on six beginnings, then 24 others on the same."""
+    """Yield 24 chats of three turns on six prefixes, then 24 others on the same."""
     beginnings = [drawn_tokens(dice, vocabulary, 400) for _ in range(6)]
     while True:
         chats = [list(beginnings[at % 6]) for at in range(24)]
@@ -86,11 +86,11 @@ def _answers(dice: Random, vocabulary: int) -> Iterator[Request]:
 
 
 _BURST_S = 0.5
-"""Between two of them."""
+"""Interval between two bursts."""
 
 
 def _bursts(dice: Random, vocabulary: int) -> Iterator[Request]:
-    """Each burst brings four long answers as well: background that the next ones come upon."""
+    """Yield bursts that each add four long answers, the background of the next ones."""
     at_s = 0.0
     while True:
         for place in range(20):
