@@ -5,7 +5,7 @@ Plans are made ahead and cut short by the rules of the live scheduler
 `outstanding_steps` steps are outstanding. With 2, the live value, a plan cannot see which sequences end in
 the step that is running. With 1, plans are made at step boundaries with full knowledge. A step is outstanding
 until a live worker would have reported it. A live worker reports the step after which the next plan is due,
-the last step, and steps in which a sequence ended or an item was skipped.
+and the last step. It also reports steps in which a sequence ended or an item was skipped.
 
 A *stretch* is a run of equal steps of one plan in which no sequence ends and nothing is reported. It is one
 event, whatever its length.

@@ -1,9 +1,9 @@
 """Checkpoints of the engine bench: a folder, or a Llama with random weights that is generated once.
 
-`random-100m` has the shape of a small Llama (16 layers of 768, 12 heads on 4 of KV, 104 M parameters) and the
-bundled model's tokenizer. `random-50m` is narrower (16 layers of 512, 8 heads on 1). `random-1b` has the
-layers of Llama-3.2-1B (973 M parameters, bfloat16), for a GPU. Answers are noise; matrix products cost the
-same as trained ones.
+`random-100m` is a small Llama (16 layers of 768, 12 heads on 4 of KV, 104 M parameters) with the bundled
+tokenizer. `random-50m` is narrower (16 layers of 512, 8 heads on 1). `random-1b` has the layers of
+Llama-3.2-1B (973 M parameters, bfloat16), for a GPU. Answers are noise; matrix products cost the same as
+trained ones.
 """
 
 import json

@@ -51,8 +51,8 @@ _REST_S = 20.0
 _KINDS = ("worker", "scheduler", "placement", "predictor", "ledger", "gateway", "nats")
 _SAMPLE_S = 20.0
 _AT_ONCE = 64
-"""Short requests, as many as a process's flight recorder has room for, with two or three events each.
-Until the recorder is full, memory grows under any load."""
+"""Concurrent short requests that first fill the flight recorders of all processes. Until a recorder is
+full, memory grows under any load."""
 _STEPS, _ROWS = 40, 16
 """Then requests of this many steps, with this many rows per worker, until the recorder has only such
 steps. They take half of a tight worker's KV."""

@@ -1,7 +1,7 @@
 """Growth of a stack under long load: memory, descriptors, tasks and blocks, sampled at rest.
 
-Growth is the slope of a line through the second half of the samples (caches fill in the first), for the
-process with the steepest slope. A restarted process counts as a new one.
+Growth is the slope of a line through the second half of the samples; caches fill in the first. It is the
+steepest slope of any process; a restarted process counts as a new one.
 """
 
 from collections import defaultdict

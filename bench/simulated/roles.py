@@ -1,8 +1,8 @@
 """The `--roles` half of `bench fleet`: prefill and decode on separate workers, or on the same.
 
-It compares mixed workers, fixed splits and adaptive roles on the same requests, at shares of the rate per
-worker that one worker under `vllm` sustains. KV moves over links of 25 GB/s, starting with the first prefill
-chunk. The first `WARM_S` of a run are not counted.
+It compares mixed workers, fixed splits and adaptive roles on the same requests. Rates are shares of the rate
+that one worker under `vllm` sustains, for each worker. KV moves over links of 25 GB/s, starting with the
+first prefill chunk. The first `WARM_S` of a run are not counted.
 """
 
 from collections.abc import Sequence

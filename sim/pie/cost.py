@@ -119,7 +119,7 @@ class PieCost:
         return took_s * (1 + found.stall_share)
 
     def _layers(self, tokens: int, took_s: float) -> tuple[float, Steady]:
-        """All blocks of some layers: each swap moves the whole context of the step."""
+        """Return swap time and stalls of the layers form: each swap moves the whole context of the step."""
         layers, moved = self.model.layers, tokens * self.model.token_layer_bytes
         swap_in_s = moved / max(self.link.to_device - self.background_bytes_s, 1.0)
         swap_out_s = moved / max(self.link.to_host - self.background_bytes_s, 1.0)
@@ -127,7 +127,7 @@ class PieCost:
         return max(swap_in_s, swap_out_s), found
 
     def _blocks(self, tokens: int, took_s: float) -> tuple[float, Steady]:
-        """Some blocks of all layers: context that does not fit on the device is copied in layer by layer.
+        """Return swap time and stalls of the blocks form: offloaded context is copied in, layer by layer.
         There are two buffers. A block already on the host is not copied out again."""
         layers, swaps = self.model.layers, swaps_in_blocks(self.fifo_layers)
         if not swaps:

@@ -14,10 +14,10 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def figures(rows: Rows, cells: Sequence[BatchCell], peer: str) -> dict[str, float]:
-    """Return `tok_s_ratio_b8` and `…_worst` over all contexts of a batch size, `…_b8_ctx500` for each cell,
-    tokens per second of both sides, and the load of the cores.
+    """Return ratios, tokens per second of both sides, and the load of the cores.
 
-    A cell without a complete alternation has no figure.
+    `tok_s_ratio_b8` and `…_worst` are over all contexts of a batch size, `…_b8_ctx500` is one cell's. A cell
+    without a complete alternation has no figure.
     """
     made: dict[str, float] = {}
     for batch in sorted({cell.batch for cell in cells}):

@@ -75,7 +75,7 @@ def _long(dice: Random, vocabulary: int) -> Requests:
 
 
 def _skewed(dice: Random, vocabulary: int) -> Requests:
-    """The first ones are placed together, and continue when the others have left their worker."""
+    """Return requests of which the long ones are placed together, and continue when the short ones ended."""
     answers = [dice.randint(260, 320) for _ in range(6)] + [dice.randint(8, 16) for _ in range(6)]
     return [(drawn_tokens(dice, vocabulary, 40), answer) for answer in answers]
 
@@ -87,7 +87,7 @@ def _crowded(dice: Random, vocabulary: int) -> Requests:
 
 
 def _repeats(dice: Random, vocabulary: int) -> Requests:
-    """More prefixes than fit on the device beside running requests, each used repeatedly."""
+    """Return requests on more prefixes than fit on the device, each used repeatedly."""
     begins = [drawn_tokens(dice, vocabulary, 480) for _ in range(6)]
     return [(begins[at % 6] + drawn_tokens(dice, vocabulary, 24), dice.randint(24, 48)) for at in range(48)]
 

@@ -76,7 +76,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(context: Context) -> Outcome:
-    """Run the bench. Raises ConfigError if the peer is not installed or a run cannot be resumed,
+    """Run the bench. Raises ConfigError if the peer is not installed or a run cannot be resumed. Raises
     InternalError if a side does not start or fails in its warm-up.
     """
     plan = plan_of(context)

@@ -1,7 +1,7 @@
 """`python -m bench audit`: is every corruption detected before a token, and what do checks cost?
 
-Corruptions (one or two bits, a byte, a stretch of zeros, of noise, of other bytes) go in equal parts into
-host slots, disk records, payloads between two workers, and lent blocks. `caught_share` is the share refused.
+Corruptions are one or two bits, a byte, or a stretch of zeros, noise or other bytes. Equal parts go into host
+slots, disk records, payloads between two workers, and lent blocks. `caught_share` is the share refused.
 `cost_share` is the largest share of a request's time that checks take. Its requests have all KV lent, with
 queries shipped or blocks fetched for the prompt, or load the prompt from host or disk. `cost_share_decode` is
 the share in a decode step with all keys lent, the worst case.
