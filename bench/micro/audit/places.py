@@ -43,7 +43,7 @@ from services.worker.peers.attention.messages import (
 from services.worker.peers.lending.core.grants import Grants, Terms
 from services.worker.peers.lending.core.table import RBlockTable
 from services.worker.peers.transport.base import Peer, Reception, Reply, bytes_of
-from services.worker.peers.transport.plane import WorkerDesk
+from services.worker.peers.transport.server import WorkerDesk
 from services.worker.peers.transport.tcp import TcpTransport, split_address
 from shared.errors import CorruptedKv, InternalError, KvasirError
 from shared.messages.lending import BorrowBlocks, KvTier

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from services.worker.peers.transport.base import Buffer, Peer, Reply
-from services.worker.peers.transport.plane import WorkerDesk
+from services.worker.peers.transport.server import WorkerDesk
 from services.worker.peers.transport.settings import BulkConfig, make_transports
 
 ASKING, ANSWERING = Peer("bench-asking", 1), Peer("bench-answering", 1)

@@ -26,7 +26,7 @@ from services.worker.peers.attention.messages import GrantRef
 from services.worker.peers.lending.core.grants import Grants, Terms
 from services.worker.peers.lending.core.table import RBlockTable
 from services.worker.peers.transport.base import Peer, PeerLink
-from services.worker.peers.transport.plane import WorkerDesk
+from services.worker.peers.transport.server import WorkerDesk
 from services.worker.peers.transport.tcp import TcpTransport
 from shared.errors import InternalError
 from shared.messages.lending import BorrowBlocks

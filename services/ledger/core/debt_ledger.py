@@ -62,11 +62,6 @@ class Ranking:
             if not self._at[host]:
                 del self._at[host]
 
-    def best(self, host: str) -> Iterator[str]:
-        """Neighbours at `host` that have something left, others that have, then those without, likewise."""
-        yield from self.within(host, has_left=True)
-        yield from self.within(host, has_left=False)
-
     def within(self, host: str, *, has_left: bool) -> Iterator[str]:
         """Neighbours, then others: those of them that have something left, or that have not."""
         near = self._at.get(host) if host else None
@@ -88,26 +83,19 @@ def _line() -> SortedKeyList:
     return SortedKeyList(key=lambda key: key)
 
 
-@dataclass(frozen=True)
-class Promise:
-    """Tokens of a creditor that were pointed out to a debtor and are not in a heartbeat yet."""
-
-    debtor_id: str
-    tokens: int
-
-
 @dataclass
 class LendingOffer:
     """What one worker would lend of one tier of its memory, and to whom that was pointed out already."""
 
     free_tokens: int
-    promises: dict[str, Promise] = field(default_factory=dict)
+    promises: dict[str, int] = field(default_factory=dict)
+    """Tokens by debtor that were pointed out to it and are in no heartbeat yet."""
     refused: bool = False
     """A debtor was turned down since this heartbeat."""
 
     @property
     def unpromised_tokens(self) -> int:
-        return self.free_tokens - sum(promise.tokens for promise in self.promises.values())
+        return self.free_tokens - sum(self.promises.values())
 
 
 @dataclass
@@ -201,7 +189,7 @@ class DebtLedger:
         self.withdraw_offer(debtor_id)
         account = self._accounts.get(creditor_id)
         if account is not None and not account.offers[tier].refused and creditor_id != debtor_id:
-            account.offers[tier].promises[debtor_id] = Promise(debtor_id, tokens)
+            account.offers[tier].promises[debtor_id] = tokens
             self._pointed_to[debtor_id] = creditor_id, tier
             self._rank(account, tier)
 
@@ -309,12 +297,11 @@ def _account(report: WorkerReported) -> Account:
 
 
 OFFERED_CREDITORS = 3
-SAME_HOST, OTHER_HOST = 0, 1
 
 
 def distance(debtor_host: str, creditor_host: str) -> int:
     """0 on the same host, 1 elsewhere; an unnamed host is nobody's neighbour."""
-    return SAME_HOST if debtor_host and debtor_host == creditor_host else OTHER_HOST
+    return int(not debtor_host or debtor_host != creditor_host)
 
 
 def candidates(

@@ -36,7 +36,8 @@ from services.worker.peers.attention.messages import (
 )
 from services.worker.peers.lending.core.grants import Freed, Grants
 from services.worker.peers.lending.core.table import RBlockTable
-from services.worker.peers.transport.base import Buffer, Peer, RawPipe, Receiver, Reply, bytes_of
+from services.worker.peers.transport.base import Buffer, Peer, Receiver, Reply, bytes_of
+from services.worker.peers.transport.pipe import Pipe
 from shared.clock import Clock, monotonic_s
 from shared.errors import CorruptedKv, InvalidMessage, StaleEpoch
 from shared.log import get_logger
@@ -368,12 +369,12 @@ class _Exchange:
             return Reply(msgspec.msgpack.encode(Attended(over_budget=True)))
         return Reply(msgspec.msgpack.encode(Attended(is_native=True)), sequel=self)
 
-    def run(self, pipe: RawPipe) -> None:
+    def run(self, pipe: Pipe) -> None:
         """See `Sequel`."""
         while not self._turn(pipe).is_over:
             pipe.wait(monotonic_s() + _IDLE_S)
 
-    def _turn(self, pipe: RawPipe) -> Turn:
+    def _turn(self, pipe: Pipe) -> Turn:
         creditor, memory, request = self.creditor, self.memory, self.request
         now = creditor.grants.enter(self.peer, request.grants)
         try:

@@ -207,7 +207,7 @@ class Debtor(BlockDebtor):
             at = np.flatnonzero(holders == holder).tolist()
             share = self._share(whole(holder, there[at], self.block_tokens))
             layers = len(self._attention.pools)
-            self._guarded(_Active(share), partial(visit_blocks, partial(_same, share), at, layers, take))
+            self._guarded(_Active(share), partial(visit_blocks, share, at, layers, take))
 
     def _open(self, active: _Active) -> None:
         """What was announced begins as the creditor says."""
@@ -279,7 +279,3 @@ class Debtor(BlockDebtor):
     def _work(self, share: StepShare) -> Work:
         pools = self._attention.pools[0]
         return work_of(share, q_heads=self._q_heads, pools=pools, block_tokens=self.block_tokens)
-
-
-def _same(share: StepShare) -> StepShare:
-    return share

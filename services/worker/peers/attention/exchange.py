@@ -5,7 +5,7 @@
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ from services.worker.engine.native.library import KvDigests, KvPool, Spans, decl
 from services.worker.engine.paged import Shape
 from services.worker.engine.partition import Part
 from services.worker.peers.attention.interfaces import Turn
-from services.worker.peers.transport.base import RawPipe
+from services.worker.peers.transport.pipe import Pipe
 from shared.errors import CorruptedKv, DeadlineExceeded, InternalError, InvalidMessage, PeerLost, StaleEpoch
 
 _LATE, _LOST, _MANGLED, _STOPPED, _FULL, _STALE = range(-10, -16, -1)
@@ -103,7 +103,7 @@ class NativeMemory:
 
 def serve(
     memory: NativeMemory,
-    pipe: RawPipe,
+    pipe: Pipe,
     lent: npt.NDArray[np.bool_],
     *,
     q_heads: int,
@@ -151,7 +151,7 @@ class Asker:
     """A debtor's side, while the creditor serves: `begin`, then `ask` and `take` once a layer, or `give_up`
     before one; `stop` between two steps. Each raises DeadlineExceeded and PeerLost."""
 
-    def __init__(self, library: ctypes.CDLL, pipe: RawPipe, deadline_s: float) -> None:
+    def __init__(self, library: ctypes.CDLL, pipe: Pipe, deadline_s: float) -> None:
         """`deadline_s`: for sending something, and for an answer."""
         declare(library, _PROTOTYPES)
         self._library = library
@@ -236,16 +236,6 @@ def _rows(rows: torch.Tensor) -> torch.Tensor:
     """fp32, heads contiguous in each row; a view where it can be."""
     rows = rows.float()
     return rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous()
-
-
-def pools_of(pools: Sequence[KvPool]) -> "ctypes.Array[KvPool]":
-    """One behind the other."""
-    return (KvPool * len(pools))(*pools)
-
-
-def digests_of(digests: Sequence[KvDigests]) -> "ctypes.Array[KvDigests]":
-    """One behind the other."""
-    return (KvDigests * len(digests))(*digests)
 
 
 def _check(answer: int) -> None:

@@ -18,7 +18,8 @@ from services.worker.engine.spans import PackedSpans
 from services.worker.kv.tiers.records import LayerPools
 from services.worker.peers.attention.messages import NO_STEP, GrantRef
 from services.worker.peers.attention.write_watch import WriteWatch
-from services.worker.peers.transport.base import Buffer, PeerLink, RawPipe
+from services.worker.peers.transport.base import Buffer, PeerLink
+from services.worker.peers.transport.pipe import Pipe
 from shared.errors import CreditorLost, KvasirError, Overloaded
 from shared.messages.lending import KvTier
 
@@ -101,7 +102,7 @@ class LentBlocks(Protocol):
         """Each block is lent by that grant: what was written under another one is no concern of anybody."""
         ...
 
-    def serve(self, pipe: RawPipe, lent: npt.NDArray[np.bool_], *, q_heads: int, is_full: bool) -> Turn:
+    def serve(self, pipe: Pipe, lent: npt.NDArray[np.bool_], *, q_heads: int, is_full: bool) -> Turn:
         """See `exchange.serve`; where it `is_native`."""
         ...
 

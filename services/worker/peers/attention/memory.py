@@ -20,7 +20,8 @@ from services.worker.engine.spans import PackedSpans
 from services.worker.peers.attention.exchange import serve
 from services.worker.peers.attention.interfaces import Question, Turn
 from services.worker.peers.attention.seals import NativeSeals, SealedBackend, TorchSeals
-from services.worker.peers.transport.base import Buffer, RawPipe, bytes_of
+from services.worker.peers.transport.base import Buffer, bytes_of
+from services.worker.peers.transport.pipe import Pipe
 from shared.errors import InvalidMessage
 
 Brought = Sequence[npt.NDArray[np.uint8]]
@@ -90,7 +91,7 @@ class LentMemory:
         """See `LentBlocks`."""
         self.backend.adopt(blocks, loans)
 
-    def serve(self, pipe: RawPipe, lent: npt.NDArray[np.bool_], *, q_heads: int, is_full: bool) -> Turn:
+    def serve(self, pipe: Pipe, lent: npt.NDArray[np.bool_], *, q_heads: int, is_full: bool) -> Turn:
         """See `LentBlocks`."""
         assert isinstance(self.backend, NativeSeals)
         return serve(self.backend.memory, pipe, lent, q_heads=q_heads, is_full=is_full)

@@ -58,10 +58,10 @@ class NativeSeals(NativeBackend):
         super().__init__(library, pools, threads)
         sizes = [(pool.num_blocks, pool.kv_heads, 2) for pool in self._pools]
         self._seals = [np.zeros(size, dtype=np.uint64) for size in sizes]
-        self._digests = exchange.digests_of(
-            [native.KvDigests(seals.ctypes.data, -1) for seals in self._seals]
-        )
-        self.memory = exchange.NativeMemory(library, exchange.pools_of(self._pools), self._digests, threads)
+        digests = [native.KvDigests(seals.ctypes.data, -1) for seals in self._seals]
+        self._digests = (native.KvDigests * len(digests))(*digests)
+        kv_pools = (native.KvPool * len(self._pools))(*self._pools)
+        self.memory = exchange.NativeMemory(library, kv_pools, self._digests, threads)
         """As C++ sees it."""
         self._loans = _Loans(len(pools[0][0]))
 

@@ -113,7 +113,7 @@ class StepShare:
     ) -> Call:
         """Raises KvasirError, as `PeerLink.begin`."""
         self.lending.leave()
-        if not self._is_told:
+        if not self._is_told or self.step == NO_STEP:
             request = msgspec.structs.replace(request, part=to_wire(self.part.spans))
             self._is_told = True
         header = request_encoder.encode(request)
@@ -355,14 +355,15 @@ TakeBlocks = Callable[[int, Sequence[int], Pools], None]
 """Gets a layer, which of the blocks these are, and where they lie."""
 
 
-def visit_blocks(share_of: Callable[[], StepShare], at: Sequence[int], layers: int, take: TakeBlocks) -> None:
-    """Each layer of a part's blocks comes into a staging; `share_of` is asked for each message, `at` is what
-    `take` is told that they are. Raises KvasirError."""
-    staging = share_of().lending.staging
+def visit_blocks(share: StepShare, at: Sequence[int], layers: int, take: TakeBlocks) -> None:
+    """Fetch all layers of a part's blocks through the staging, and call `take` with each piece.
+
+    `at` names the blocks for `take`. Raises KvasirError."""
+    staging = share.lending.staging
     for layer in range(layers):
         staged = staging.pools[0][layer]
         for first in range(0, len(at), staging.blocks):
-            share, some = share_of(), at[first : first + staging.blocks]
+            some = at[first : first + staging.blocks]
             fetch_blocks(share, layer, range(first, first + len(some)), staged)
             take(layer, some, staged)
 
@@ -405,12 +406,8 @@ class LayerReader:
         """See `BlockReader`."""
         self._memory.grants = tuple(grants)
         part = whole(0, blocks, self._block_tokens)
-
-        def share() -> StepShare:
-            """Described with every message, and remembered of none: the creditor would forget a step that is
-            under way meanwhile, and the step what this has described."""
-            return StepShare(self._memory, part, NO_STEP, self._clock)
-
+        # `NO_STEP`: the creditor remembers only a few parts, and a running step needs its own remembered.
+        share = StepShare(self._memory, part, NO_STEP, self._clock)
         visit_blocks(share, range(len(blocks)), len(self._pools), into_rows(rows, self._pools))
 
 

@@ -35,7 +35,8 @@ from services.worker.peers.attention.messages import (
     request_encoder,
     to_wire,
 )
-from services.worker.peers.transport.base import Buffer, Call, PeerLink, RawPipe, bytes_of
+from services.worker.peers.transport.base import Buffer, Call, PeerLink, bytes_of
+from services.worker.peers.transport.pipe import Pipe
 from shared.errors import InternalError, InvalidMessage, KvasirError
 from shared.messages.lending import KvTier
 
@@ -96,7 +97,7 @@ class TokenMemory:
     def adopt(self, blocks: npt.NDArray[np.int32], loans: npt.NDArray[np.int64]) -> None:
         """See `LentBlocks`."""
 
-    def serve(self, pipe: RawPipe, lent: npt.NDArray[np.bool_], *, q_heads: int, is_full: bool) -> Turn:
+    def serve(self, pipe: Pipe, lent: npt.NDArray[np.bool_], *, q_heads: int, is_full: bool) -> Turn:
         """See `LentBlocks`. Raises InternalError: it is not `is_native`, so a creditor does not ask."""
         raise InternalError("tokens are lent without native turns")
 

@@ -46,7 +46,6 @@ class HeardWorker:
     model: str
     fingerprint: bytes
     """Of its KV; empty where nobody else could read it."""
-    can_be_dialled: bool
     lendable_tokens: int
     """Of the KV that it ever lends."""
     free_fraction: float
@@ -86,7 +85,6 @@ class Neighbours:
             host=report.host,
             model=report.model,
             fingerprint=report.fingerprint,
-            can_be_dialled=bool(report.bulk_addresses),
             lendable_tokens=capacity.most_lent_blocks * report.block_tokens,
             free_fraction=capacity.plannable_blocks / max(1, capacity.total_blocks),
         )

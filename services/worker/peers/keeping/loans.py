@@ -14,12 +14,12 @@ from services.worker.kv.tiers.peers import PeerTier
 from services.worker.peers.keeping.keeper import LentSlot
 from services.worker.peers.keeping.ways import PeerWays, SlotPlace
 from services.worker.peers.lending.core.borrowing import Borrowing, Manners
-from services.worker.peers.lending.core.debts import Debts, Renewal
+from services.worker.peers.lending.core.debts import Debts
 from services.worker.peers.lending.core.interfaces import Owner
 from services.worker.peers.lending.core.settings import LendingConfig
 from services.worker.peers.lending.core.table import GrantKey, RBlockTable
-from services.worker.peers.lending.debtor import Errands, Search, ask_renewal, send_repayment
-from shared.bus import Bus, fenced
+from services.worker.peers.lending.debtor import Errands, Search, send_repayment
+from shared.bus import Bus
 from shared.clock import Clock, monotonic_s
 from shared.errors import KvasirError, Overloaded
 from shared.liveness import Start
@@ -27,7 +27,6 @@ from shared.log import canonical, get_logger
 from shared.messages.lending import Grant, KvTier
 
 _log = get_logger("worker.keeping")
-_TICKS_IN_A_LEASE = 20
 _REST_S = 2.0
 """After a search that did not get everything: nobody waits for it."""
 _IDLE_S = 10.0
@@ -51,7 +50,6 @@ class CacheLoans:
     ) -> None:
         """`requests` numbers what this worker asks of creditors, for whatever purpose."""
         self._bus = bus
-        self._config = config
         self._cache = store.cache
         self._record_bytes = store.record_bytes
         self._tier = tier
@@ -70,7 +68,7 @@ class CacheLoans:
             for_cache=True,
         )
         self._search = Search(bus, self.debts, borrowing, self, clock)
-        self._errands = Errands()
+        self._errands = Errands(bus, self.debts, config.lease_s, self._lose, clock)
         self._wanted_s = clock()
         """When more was wanted the last time."""
         self.lost_blocks = 0
@@ -79,14 +77,7 @@ class CacheLoans:
 
     async def serve(self) -> None:
         """Keeps leases, borrows and returns, until cancelled."""
-        try:
-            async with asyncio.TaskGroup() as self._errands.tasks:
-                while True:
-                    await asyncio.sleep(self._config.lease_s / _TICKS_IN_A_LEASE)
-                    with fenced("tick of loans for the cache"):
-                        await self.tick()
-        finally:
-            self._errands.tasks = None
+        await self._errands.serve(self.tick)
 
     def close(self) -> None:
         """Ends all links."""
@@ -104,12 +95,8 @@ class CacheLoans:
         """Renews leases that are due, gives up those that ran out, borrows or returns. Does not wait for the
         engine, whose step may be longer than a lease."""
         now_s = self._clock()
-        self._lose(self.debts.tick(now_s), "leases not renewed in time")
-        for due in self.debts.renewals(now_s):
-            self._errands.begin(f"renew {due.creditor_id}", self._renew(due))
-        for repayment in self.debts.retries():
-            name = f"repay {repayment.creditor_id} {repayment.message.grant_id}"
-            self._errands.begin(name, send_repayment(self._bus, self.debts, repayment))
+        self._errands.renew(now_s)
+        self._errands.repay(lambda repayment: send_repayment(self._bus, self.debts, repayment))
         self.debts.give_back(self.debts.free_blocks)  # their creditor could not be reached
         self._errands.begin("look", self._look(now_s))
 
@@ -168,10 +155,6 @@ class CacheLoans:
         await self._search.run(blocks)
         found = self.debts.borrowed_blocks > before
         self._door.give(lambda core, _: self._cache.peers.searched(found=found))
-
-    async def _renew(self, due: Renewal) -> None:
-        lost = await ask_renewal(self._bus, self.debts, due, self._config.lease_s, self._clock)
-        self._lose(lost, f"{due.creditor_id} knows them no more")
 
     async def _return_spare(self) -> None:
         """What nothing is in."""

@@ -5,7 +5,7 @@ Decides nothing: the rules are in `debts` and `borrowing`. For whoever uses what
 """
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from services.worker.peers.lending.core.borrowing import (
@@ -18,7 +18,7 @@ from services.worker.peers.lending.core.borrowing import (
 from services.worker.peers.lending.core.debts import Debts, Renewal, Repayment
 from services.worker.peers.lending.core.interfaces import LoanUser
 from shared import subjects
-from shared.bus import Bus
+from shared.bus import Bus, fenced
 from shared.clock import Clock
 from shared.errors import KvasirError
 from shared.log import canonical, get_logger
@@ -27,6 +27,7 @@ from shared.messages.lending import BlocksReturned, BorrowReply, Grant, LeasesRe
 
 _log = get_logger("worker.lending")
 ANSWER_DEADLINE_S = 2.0
+_TICKS_IN_A_LEASE = 20
 
 
 class Search:
@@ -98,24 +99,8 @@ class Search:
             self._borrower.lose(lost)  # Their lease ended, or their creditor failed, while it was dialled.
 
 
-async def ask_renewal(bus: Bus, debts: Debts, due: Renewal, lease_s: float, clock: Clock) -> list[int]:
-    """Asks a creditor for more time: the logical blocks that it knows no more, which are lost."""
-    sent_s = clock()
-    try:
-        reply = await bus.request(
-            subjects.worker_renew(due.creditor_id, due.message.debtor_id),
-            due.message,
-            LeasesRenewed,
-            deadline_s=min(ANSWER_DEADLINE_S, lease_s / 2),
-        )
-    except KvasirError as error:
-        _log.debug("%s renewed nothing: %s", due.creditor_id, error)
-        return []
-    return debts.on_renewed(due, reply, sent_s)
-
-
 async def send_repayment(bus: Bus, debts: Debts, repayment: Repayment) -> BlocksReturned | None:
-    """Returns blocks to a creditor; None where it has not confirmed."""
+    """Return blocks to a creditor. None when the creditor has not confirmed."""
     try:
         reply = await bus.request(
             subjects.worker_repay(repayment.creditor_id, repayment.message.debtor_id),
@@ -131,17 +116,67 @@ async def send_repayment(bus: Bus, debts: Debts, repayment: Repayment) -> Blocks
 
 
 class Errands:
-    """Questions under way, one of a name at a time: an unanswered one is not asked again."""
+    """Questions of one debtor under way, at most one of a name: an unanswered one is not repeated."""
 
-    def __init__(self) -> None:
-        self.tasks: asyncio.TaskGroup | None = None
+    def __init__(
+        self,
+        bus: Bus,
+        debts: Debts,
+        lease_s: float,
+        on_lost: Callable[[Sequence[int], str], None],
+        clock: Clock,
+    ) -> None:
+        """`on_lost` gets the logical blocks whose lease ended, and why."""
+        self._bus = bus
+        self._debts = debts
+        self._lease_s = lease_s
+        self._on_lost = on_lost
+        self._clock = clock
+        self._tasks: asyncio.TaskGroup | None = None
         """None: nothing is begun."""
         self._open: set[str] = set()
 
+    async def serve(self, tick: Callable[[], Awaitable[None]]) -> None:
+        """Call `tick` several times a lease, until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                while True:
+                    await asyncio.sleep(self._lease_s / _TICKS_IN_A_LEASE)
+                    with fenced("lending tick"):
+                        await tick()
+        finally:
+            self._tasks = None
+
     def begin(self, name: str, work: Coroutine[Any, Any, object]) -> None:
-        """Unless one of that name is under way."""
-        if self.tasks is None or name in self._open:
+        """Run `work`, unless an errand of that name is under way."""
+        if self._tasks is None or name in self._open:
             work.close()
             return
         self._open.add(name)
-        self.tasks.create_task(work).add_done_callback(lambda _: self._open.discard(name))
+        self._tasks.create_task(work).add_done_callback(lambda _: self._open.discard(name))
+
+    def renew(self, now_s: float) -> None:
+        """Report leases that ran out as lost, and ask to renew those that are due."""
+        self._on_lost(self._debts.tick(now_s), "leases not renewed in time")
+        for due in self._debts.renewals(now_s):
+            self.begin(f"renew {due.creditor_id}", self._renew(due))
+
+    def repay(self, send: Callable[[Repayment], Coroutine[Any, Any, object]]) -> None:
+        """Send the returns that no creditor has confirmed yet."""
+        for repayment in self._debts.retries():
+            self.begin(f"repay {repayment.creditor_id} {repayment.message.grant_id}", send(repayment))
+
+    async def _renew(self, due: Renewal) -> None:
+        sent_s = self._clock()
+        try:
+            reply = await self._bus.request(
+                subjects.worker_renew(due.creditor_id, due.message.debtor_id),
+                due.message,
+                LeasesRenewed,
+                deadline_s=min(ANSWER_DEADLINE_S, self._lease_s / 2),
+            )
+        except KvasirError as error:
+            _log.debug("%s renewed nothing: %s", due.creditor_id, error)
+            return
+        lost = self._debts.on_renewed(due, reply, sent_s)
+        self._on_lost(lost, f"{due.creditor_id} no longer knows them")

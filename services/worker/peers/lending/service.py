@@ -5,7 +5,6 @@ that no lease runs out because an iteration is long; blocks leave and enter the 
 through `Vault`. Knows no KV bytes.
 """
 
-import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ import msgspec
 
 from services.worker.peers.core.neighbours import Neighbours
 from services.worker.peers.lending.core.borrowing import Borrowing, Manners
-from services.worker.peers.lending.core.debts import Debts, Renewal, Repayment
+from services.worker.peers.lending.core.debts import Debts, Repayment
 from services.worker.peers.lending.core.grants import Freed, Grants, Terms
 from services.worker.peers.lending.core.interfaces import BlockBorrower, Owner, Vault
 from services.worker.peers.lending.core.lendable_memory import Stock
@@ -24,11 +23,11 @@ from services.worker.peers.lending.core.repayment import pressures
 from services.worker.peers.lending.core.settings import LendingConfig
 from services.worker.peers.lending.core.table import GrantKey, RBlockTable
 from services.worker.peers.lending.core.watermarks import Balance, Marks
-from services.worker.peers.lending.debtor import Errands, Search, ask_renewal, send_repayment
+from services.worker.peers.lending.debtor import Errands, Search, send_repayment
 from services.worker.peers.lending.recalls import HANDLERS as RECALLS
 from services.worker.peers.lending.recalls import Recalls
 from shared import subjects
-from shared.bus import Bus, Endpoint, Handler, fenced
+from shared.bus import Bus, Endpoint, Handler
 from shared.clock import Clock, monotonic_s
 from shared.log import canonical, get_logger
 from shared.messages.lending import (
@@ -95,7 +94,6 @@ HANDLERS: tuple[Handler, ...] = (
     Endpoint(subjects.worker_renew.to, RenewLeases, "renew", sender="debtor_id"),
     Endpoint(subjects.worker_repay.to, ReturnBlocks, "take_back", sender="debtor_id"),
 )
-_TICKS_IN_A_LEASE = 20
 
 _log = get_logger("worker.lending")
 
@@ -155,7 +153,7 @@ class Lending:
             )
         self._parted: list[Freed] = []
         """Returned, and left by the last who was at work on them."""
-        self._errands = Errands()
+        self._errands = Errands(bus, self.debts, config.lease_s, self._lose, clock)
 
     async def serve(self) -> None:
         """Keeps leases, borrows and returns, until cancelled."""
@@ -163,13 +161,8 @@ class Lending:
         if self._recalls is not None:
             await self._bus.attach(RECALLS, self._recalls)
         try:
-            async with asyncio.TaskGroup() as self._errands.tasks:
-                while True:
-                    await asyncio.sleep(self._config.lease_s / _TICKS_IN_A_LEASE)
-                    with fenced("lending tick"):
-                        await self.tick()
+            await self._errands.serve(self.tick)
         finally:
-            self._errands.tasks = None
             await self._bus.detach(HANDLERS, self)
             if self._recalls is not None:
                 await self._bus.detach(RECALLS, self._recalls)
@@ -248,19 +241,14 @@ class Lending:
         if expired:
             canonical(_log, "leases over", blocks=sum(len(part.blocks) for part in expired))
         await self._free(expired)
-        self._lose(self.debts.tick(now_s), "leases not renewed in time")
-        for due in self.debts.renewals(now_s):
-            self._errands.begin(f"renew {due.creditor_id}", self._send_renewal(due))
+        self._errands.renew(now_s)
         if self._config.borrow:
             self._even_out(now_s)
         if self._recalls is not None:
             await self._recalls.tick()
-        if self._recalls is not None and self._recalls.is_swapping:
-            return
-        for repayment in self.debts.retries():
-            self._errands.begin(
-                f"repay {repayment.creditor_id} {repayment.message.grant_id}", self._send_repayment(repayment)
-            )
+            if self._recalls.is_swapping:
+                return
+        self._errands.repay(self._send_repayment)
 
     def _even_out(self, now_s: float) -> None:
         """Borrows or returns; one step of returning at a time."""
@@ -294,10 +282,6 @@ class Lending:
     def on_creditor_failed(self, creditor_id: str) -> None:
         """It did not answer in the middle of a step: nothing of it is counted on any more."""
         self._lose(self.debts.on_creditor_gone(creditor_id), f"{creditor_id} failed")
-
-    async def _send_renewal(self, due: Renewal) -> None:
-        lost = await ask_renewal(self._bus, self.debts, due, self._config.lease_s, self._clock)
-        self._lose(lost, f"{due.creditor_id} knows them no more")
 
     async def _send_repayment(self, repayment: Repayment) -> bool:
         """Whether the creditor has confirmed."""

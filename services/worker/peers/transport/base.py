@@ -26,10 +26,15 @@ Knows neither blocks nor requests, nor what is in a header.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+    from services.worker.peers.transport.pipe import Pipe
 
 Buffer = memoryview
 """Contiguous bytes, one-dimensional, format `B`; writable where something is received into it.
@@ -65,23 +70,10 @@ class Peer:
     """The larger one is the one that lives."""
 
 
-class RawPipe(Protocol):
-    """The socket of a link, between two messages."""
-
-    def lend(self, use: Callable[[int, memoryview], int]) -> None:
-        """`use` gets the descriptor, which does not block, to itself, and what was read ahead of it; it
-        returns how much of that it has used up. Raises PeerLost."""
-        ...
-
-    def wait(self, until_s: float) -> None:
-        """Until there is something to read. Raises DeadlineExceeded and PeerLost."""
-        ...
-
-
 class Sequel(Protocol):
     """What goes over a link after a reply, before the next message, in a form of its own."""
 
-    def run(self, pipe: RawPipe) -> None:
+    def run(self, pipe: "Pipe") -> None:
         """The reply was sent. On the link's thread, which waits for no longer than the two ends have agreed.
         Raises KvasirError: the link ends then."""
         ...
@@ -192,72 +184,13 @@ class PeerLink(Protocol):
         ...
 
     @property
-    def raw(self) -> RawPipe:
+    def raw(self) -> "Pipe":
         """For what follows a reply. Whatever goes wrong there ends the link: close it."""
         ...
 
     def close(self) -> None:
         """Aborts what is under way; idempotent, and the one method that other threads may call."""
         ...
-
-
-class Desk(Protocol):
-    """What a listener asks about those that dial and what they send (`plane.WorkerDesk`)."""
-
-    @property
-    def own(self) -> Peer: ...
-
-    @property
-    def limits(self) -> TransportLimits: ...
-
-    def enter(self, peer: Peer, ticket_name: bytes) -> bytes:
-        """Uses the ticket of that name up, and returns it. Raises Unauthorized."""
-        ...
-
-    def is_current(self, peer: Peer) -> bool:
-        """False when a later incarnation of the peer has been heard of: its links are to be closed."""
-        ...
-
-    def receiver(self, kind: str) -> Receiver:
-        """Raises InvalidRequest for a kind nobody serves here."""
-        ...
-
-
-class TransportListener(Protocol):
-    """Serves links, on threads of its own, until closed."""
-
-    @property
-    def address(self) -> str:
-        """What peers dial."""
-        ...
-
-    @property
-    def links(self) -> int:
-        """Open now."""
-        ...
-
-    def close(self, deadline_s: float) -> bool:
-        """Closes every link and ends the threads. False when some receiver did not return in time."""
-        ...
-
-
-class BulkTransport(Protocol):
-    """A way to move bytes between two workers."""
-
-    name: ClassVar[str]
-
-    def listen(self, desk: Desk) -> TransportListener:
-        """Raises ConfigError when it cannot."""
-        ...
-
-    def dial(self, address: str, own: Peer, peer: Peer, ticket: bytes, *, deadline_s: float) -> PeerLink:
-        """Raises NoResponder when nobody answers there, Unauthorized for the ticket, StaleEpoch when
-        another incarnation of the peer answers, Overloaded when it has links enough, DeadlineExceeded."""
-        ...
-
-
-if TYPE_CHECKING:
-    import torch
 
 
 def bytes_of(memory: "torch.Tensor | npt.NDArray[Any] | bytearray | bytes | memoryview") -> Buffer:

@@ -10,15 +10,17 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from hmac import compare_digest
 from secrets import token_bytes
-from typing import NoReturn
+from typing import ClassVar, NoReturn, Protocol
 
 from services.worker.peers.transport import wire
 from services.worker.peers.transport.base import (
     Buffer,
-    Desk,
     Peer,
+    PeerLink,
+    Receiver,
     Reception,
     Reply,
     TransportLimits,
@@ -32,11 +34,12 @@ from services.worker.peers.transport.link import (
     send_message,
 )
 from services.worker.peers.transport.pipe import Pipe
-from shared.clock import monotonic_s
+from shared.clock import Clock, monotonic_s
 from shared.errors import (
     CallerError,
     DeadlineExceeded,
     InvalidMessage,
+    InvalidRequest,
     KvasirError,
     Overloaded,
     PeerLost,
@@ -44,6 +47,7 @@ from shared.errors import (
     Unauthorized,
     to_wire,
 )
+from shared.liveness import Incarnations
 
 _log = logging.getLogger("kvasir.worker.bulk")
 _HELLO_S = 2.0
@@ -56,14 +60,99 @@ _MOST_STRANGERS = 64
 """That have not shown a ticket yet; the next one takes the place of the one that has waited longest."""
 _ACCEPT_POLL_S = 0.5
 
+_TICKET_BYTES = 24
+_MOST_TICKETS = 64
+"""Of one peer that have not been used: one that only asks takes nothing from the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    secret: bytes
+    peer: Peer
+    until_s: float
+
+
+class WorkerDesk:
+    """Desk of one worker for all its listeners: issues tickets, and knows the receiver of each kind of
+    message. Any thread may call it."""
+
+    def __init__(self, own: Peer, limits: TransportLimits | None = None, clock: Clock = monotonic_s) -> None:
+        self.own = own
+        self.limits = limits or TransportLimits()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._receivers: dict[str, Receiver] = {}
+        self._tickets: dict[bytes, _Ticket] = {}
+        """By name."""
+        self._lives = Incarnations()
+
+    def serve(self, kind: str, receiver: Receiver) -> None:
+        """From now on, instead of an earlier receiver of that kind."""
+        with self._lock:
+            self._receivers[kind] = receiver
+
+    def receiver(self, kind: str) -> Receiver:
+        """Raises InvalidRequest for a kind nobody serves here."""
+        found = self._receivers.get(kind)
+        if found is None:
+            raise InvalidRequest(f"worker {self.own.worker_id} takes no messages of kind {kind!r}")
+        return found
+
+    def issue(self, peer: Peer, *, valid_for_s: float) -> bytes:
+        """A ticket with which this peer may dial once. Ends the links of its earlier incarnations.
+
+        Raises Overloaded when it has too many, Unauthorized for an incarnation that was replaced."""
+        now_s = self._clock()
+        with self._lock:
+            if not self._lives.hear(peer.worker_id, peer.incarnation, now_s):
+                raise Unauthorized(f"worker {peer.worker_id} was replaced by a later incarnation")
+            self._tickets = {key: one for key, one in self._tickets.items() if one.until_s > now_s}
+            if sum(one.peer.worker_id == peer.worker_id for one in self._tickets.values()) >= _MOST_TICKETS:
+                raise Overloaded(f"{_MOST_TICKETS} tickets have not been used", retry_after_s=1.0)
+            ticket = token_bytes(_TICKET_BYTES)
+            self._tickets[wire.ticket_name(ticket)] = _Ticket(ticket, peer, now_s + valid_for_s)
+        return ticket
+
+    def enter(self, peer: Peer, ticket_name: bytes) -> bytes:
+        """Uses the ticket of that name up, and returns it. Raises Unauthorized."""
+        with self._lock:
+            found = self._tickets.pop(ticket_name, None)
+        if found is None or found.peer != peer or found.until_s <= self._clock():
+            raise Unauthorized("this ticket was not issued, is used up, or too old: ask for another")
+        if not self.is_current(peer):
+            raise Unauthorized(f"worker {peer.worker_id} was replaced by a later incarnation")
+        return found.secret
+
+    def is_current(self, peer: Peer) -> bool:
+        """False when a later incarnation of the peer has been heard of."""
+        return self._lives.present(peer.worker_id) in (None, peer.incarnation)
+
+
+class BulkTransport(Protocol):
+    """A way to move bytes between two workers."""
+
+    name: ClassVar[str]
+
+    def listen(self, desk: WorkerDesk) -> "SocketListener":
+        """Raises ConfigError when it cannot."""
+        ...
+
+    def dial(self, address: str, own: Peer, peer: Peer, ticket: bytes, *, deadline_s: float) -> PeerLink:
+        """Raises NoResponder when nobody answers there, Unauthorized for the ticket, StaleEpoch when
+        another incarnation of the peer answers, Overloaded when it has links enough, DeadlineExceeded."""
+        ...
+
+
 Wrap = Callable[[socket.socket, float], tuple[Pipe, Carriage]]
 """What a transport makes of an accepted socket, until the given time. Raises KvasirError or OSError."""
 
 
 class SocketListener:
-    """`base.TransportListener` on a listening socket, which it takes over."""
+    """Serves links on a listening socket, which it takes over, until it is closed."""
 
-    def __init__(self, sock: socket.socket, address: str, transport: str, desk: Desk, wrap: Wrap) -> None:
+    def __init__(
+        self, sock: socket.socket, address: str, transport: str, desk: WorkerDesk, wrap: Wrap
+    ) -> None:
         self.address = address
         self._sock = sock
         self._transport = transport
@@ -80,10 +169,11 @@ class SocketListener:
 
     @property
     def links(self) -> int:
+        """Number of open links that have shown a ticket."""
         return len(self._open)
 
     def close(self, deadline_s: float) -> bool:
-        """See `base.TransportListener`."""
+        """Close every link and end the threads. False when some receiver did not return in time."""
         self._closing = True
         until_s = monotonic_s() + deadline_s
         with contextlib.suppress(OSError):
@@ -172,7 +262,7 @@ def _hang_up(sock: socket.socket) -> None:
 class Served:
     """One link at the answering side, on the thread that calls `run`."""
 
-    def __init__(self, pipe: Pipe, carriage: Carriage, desk: Desk) -> None:
+    def __init__(self, pipe: Pipe, carriage: Carriage, desk: WorkerDesk) -> None:
         self._pipe = pipe
         self._carriage = carriage
         self._desk = desk

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.worker.peers.transport.base import BulkTransport
+from services.worker.peers.transport.server import BulkTransport
 from services.worker.peers.transport.shm import ShmTransport
 from services.worker.peers.transport.tcp import TcpTransport
 from services.worker.peers.transport.ucx import UcxTransport

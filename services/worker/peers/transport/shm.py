@@ -21,11 +21,11 @@ from typing import ClassVar
 import numpy as np
 
 from services.worker.peers.transport import wire
-from services.worker.peers.transport.base import Buffer, Desk, Peer
+from services.worker.peers.transport.base import Buffer, Peer
 from services.worker.peers.transport.digest import SLICE_BYTES, PayloadDigest, slices
 from services.worker.peers.transport.link import Carriage, SocketLink, greet
 from services.worker.peers.transport.pipe import Pipe
-from services.worker.peers.transport.server import SocketListener
+from services.worker.peers.transport.server import SocketListener, WorkerDesk
 from shared.clock import monotonic_s
 from shared.errors import DeadlineExceeded, InvalidMessage, InvalidRequest, NoResponder
 
@@ -88,12 +88,12 @@ class Rings:
 
 
 class ShmTransport:
-    """`base.BulkTransport`. Addresses are names in the abstract namespace, written with an `@`."""
+    """`BulkTransport`. Addresses are names in the abstract namespace, written with an `@`."""
 
     name: ClassVar[str] = "shm"
 
-    def listen(self, desk: Desk) -> SocketListener:
-        """See `base.BulkTransport`."""
+    def listen(self, desk: WorkerDesk) -> SocketListener:
+        """See `BulkTransport`."""
         name = f"kvasir-bulk-{secrets.token_hex(8)}"
         sock = socket.socket(socket.AF_UNIX)
         sock.bind(f"\0{name}")
@@ -101,7 +101,7 @@ class ShmTransport:
         return SocketListener(sock, f"@{name}", self.name, desk, _accepted)
 
     def dial(self, address: str, own: Peer, peer: Peer, ticket: bytes, *, deadline_s: float) -> SocketLink:
-        """See `base.BulkTransport`."""
+        """See `BulkTransport`."""
         if not address.startswith("@"):
             raise InvalidRequest(f"{address!r} is no name of a shared-memory listener")
         until_s = monotonic_s() + deadline_s

@@ -4,10 +4,10 @@ import socket
 from collections.abc import Callable
 from typing import ClassVar
 
-from services.worker.peers.transport.base import Desk, Peer
+from services.worker.peers.transport.base import Peer
 from services.worker.peers.transport.link import Carriage, InStream, SocketLink, greet
 from services.worker.peers.transport.pipe import Pipe
-from services.worker.peers.transport.server import SocketListener
+from services.worker.peers.transport.server import SocketListener, WorkerDesk
 from shared.clock import monotonic_s
 from shared.errors import ConfigError, DeadlineExceeded, InvalidRequest, NoResponder
 
@@ -15,7 +15,7 @@ _BACKLOG = 64
 
 
 class TcpTransport:
-    """`base.BulkTransport`. Addresses are `host:port`, IPv6 hosts in brackets."""
+    """`BulkTransport`. Addresses are `host:port`, IPv6 hosts in brackets."""
 
     name: ClassVar[str] = "tcp"
 
@@ -35,7 +35,7 @@ class TcpTransport:
         self._port = port
         self._advertise = advertise or bind
 
-    def listen(self, desk: Desk) -> SocketListener:
+    def listen(self, desk: WorkerDesk) -> SocketListener:
         """Raises ConfigError when the address cannot be had."""
         family = socket.AF_INET6 if ":" in self._bind else socket.AF_INET
         try:
@@ -49,7 +49,7 @@ class TcpTransport:
         return SocketListener(sock, f"{host}:{sock.getsockname()[1]}", self.name, desk, self._wrap)
 
     def dial(self, address: str, own: Peer, peer: Peer, ticket: bytes, *, deadline_s: float) -> SocketLink:
-        """See `base.BulkTransport`."""
+        """See `BulkTransport`."""
         until_s = monotonic_s() + deadline_s
         try:
             sock = socket.create_connection(split_address(address), timeout=deadline_s)

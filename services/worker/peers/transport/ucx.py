@@ -67,7 +67,7 @@ def _ucx() -> tuple[Any, Any, Any]:
 
 
 class UcxTransport(TcpTransport):
-    """`base.BulkTransport`. Addresses are those of TCP."""
+    """`BulkTransport`. Addresses are those of TCP."""
 
     name: ClassVar[str] = "ucx"
 

@@ -103,4 +103,5 @@ def test_any_history_is_sorted_like_the_rule(moves: list[tuple[str, str, int | N
         at, left = left_of[worker]
         return left <= 0, not (host and at == host), -left, worker
 
-    assert list(ranking.best(host)) == sorted(left_of, key=rule)
+    found = [*ranking.within(host, has_left=True), *ranking.within(host, has_left=False)]
+    assert found == sorted(left_of, key=rule)

@@ -8,7 +8,7 @@ creditor does. Sends nothing itself; knows neither sequences nor bytes. Source: 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from services.worker.peers.lending.core.table import BlockPlace, BlockState, GrantKey, RBlockTable
+from services.worker.peers.lending.core.table import BlockState, GrantKey, RBlockTable
 from shared.messages.lending import (
     BlocksReturned,
     Grant,
@@ -142,7 +142,7 @@ class Debts:
             helps = place.tier is KvTier.DEVICE or place.worker_id not in pressing
             return (
                 order.get(place.worker_id, len(order)) if helps else len(order),
-                not _is_host(place),
+                place.tier is KvTier.DEVICE,
                 -number,
             )
 
@@ -291,10 +291,6 @@ class Debts:
         self._table.remove(numbers)
         del self._leases[key]
         return numbers
-
-
-def _is_host(place: BlockPlace) -> bool:
-    return place.tier is KvTier.HOST
 
 
 def _lease(sent_s: float, lease_s: float) -> LoanLease:

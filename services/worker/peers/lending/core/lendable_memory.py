@@ -42,15 +42,10 @@ class Stock:
             await self._device.readmit(back)
 
 
-def spare_blocks(pool: OwnPool, keep_blocks: int) -> int:
-    """Free or evictable, beyond what is kept."""
-    return max(0, pool.free_blocks + pool.evictable_blocks - keep_blocks)
-
-
 def lend(pool: OwnPool, most_blocks: int, least_blocks: int, keep_blocks: int) -> list[int]:
     """Up to `most_blocks` leave the pool, none where fewer than `least_blocks` could; `keep_blocks` stay.
     Where they are in the engine's memory."""
-    blocks = min(most_blocks, spare_blocks(pool, keep_blocks), pool.lendable_blocks)
+    blocks = min(most_blocks, pool.free_blocks + pool.evictable_blocks - keep_blocks, pool.lendable_blocks)
     if blocks < max(1, least_blocks):
         return []
     return pool.withdraw(pool.allocate(blocks))

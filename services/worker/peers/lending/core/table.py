@@ -142,10 +142,6 @@ class RBlockTable:
         """Logical numbers of what is left of it."""
         return list(self._by_grant.get(grant, {}).values())
 
-    def logical(self, grant: GrantKey, physical: int) -> int:
-        """Raises KeyError."""
-        return self._by_grant[grant][physical]
-
     def grants(self) -> list[GrantKey]:
         return list(self._by_grant)
 

@@ -18,8 +18,8 @@ from services.worker.peers.attention.creditor import Creditor
 from services.worker.peers.attention.debtor import Chooser, Debtor
 from services.worker.peers.attention.memory import LentMemory, device_memory, host_memory
 from services.worker.peers.attention.messages import GrantRef
-from services.worker.peers.transport.base import Peer, PeerLink, TransportListener
-from services.worker.peers.transport.plane import WorkerDesk
+from services.worker.peers.transport.base import Peer, PeerLink
+from services.worker.peers.transport.server import SocketListener, WorkerDesk
 from services.worker.peers.transport.tcp import TcpTransport
 from shared.messages.lending import KvTier
 
@@ -83,7 +83,7 @@ class Lender:
     creditor: Creditor
     book: GrantBook
     desk: WorkerDesk
-    listener: TransportListener
+    listener: SocketListener
     host: LentMemory | None = None
 
     def dial(self) -> PeerLink:

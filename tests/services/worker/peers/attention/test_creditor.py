@@ -35,7 +35,7 @@ from services.worker.peers.attention.messages import (
 from services.worker.peers.lending.core.grants import Freed, Grants, Terms
 from services.worker.peers.lending.core.table import RBlockTable
 from services.worker.peers.transport.base import Peer, PeerLink, Reception, bytes_of
-from services.worker.peers.transport.plane import WorkerDesk
+from services.worker.peers.transport.server import WorkerDesk
 from services.worker.peers.transport.tcp import TcpTransport
 from shared.errors import CreditorLost, InvalidMessage, StaleEpoch
 from shared.messages.lending import KvTier

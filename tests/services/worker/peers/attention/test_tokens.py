@@ -17,7 +17,7 @@ from services.worker.peers.attention.core.cost import ComputeBudget
 from services.worker.peers.attention.creditor import Creditor
 from services.worker.peers.attention.tokens import TokenDebtor, TokenMemory
 from services.worker.peers.transport.base import Peer
-from services.worker.peers.transport.plane import WorkerDesk
+from services.worker.peers.transport.server import WorkerDesk
 from services.worker.peers.transport.tcp import TcpTransport
 from shared.errors import CreditorLost, InternalError, Overloaded
 from shared.messages.lending import KvTier

@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from services.worker.peers.transport.base import (
-    BulkTransport,
     Peer,
     PeerLink,
     TransportLimits,
-    TransportListener,
 )
-from services.worker.peers.transport.plane import WorkerDesk
+from services.worker.peers.transport.server import BulkTransport, SocketListener, WorkerDesk
 from shared.errors import ConfigError
 from tests.services.worker.peers.transport.peer import TRANSPORTS, Process
 from tests.services.worker.peers.transport.receivers import Counts, furnish
@@ -28,7 +26,7 @@ class End:
         self.transport = transport
         self.desk = WorkerDesk(OWN, LIMITS)
         self.counts: Counts = furnish(self.desk)
-        self.listener: TransportListener = transport.listen(self.desk)
+        self.listener: SocketListener = transport.listen(self.desk)
 
     def ticket(self, peer: Peer) -> bytes:
         return self.desk.issue(peer, valid_for_s=30.0)

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from services.worker.peers.transport.base import Buffer, BulkTransport, Peer, PeerLink, TransportLimits
+from services.worker.peers.transport.base import Buffer, Peer, PeerLink, TransportLimits
 from services.worker.peers.transport.digest import PayloadDigest
-from services.worker.peers.transport.plane import WorkerDesk
+from services.worker.peers.transport.server import BulkTransport, WorkerDesk
 from services.worker.peers.transport.shm import ShmTransport
 from services.worker.peers.transport.tcp import TcpTransport
 from services.worker.peers.transport.ucx import UcxTransport

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.worker.peers.transport.base import Buffer, Peer, Reply
-from services.worker.peers.transport.plane import WorkerDesk
+from services.worker.peers.transport.server import WorkerDesk
 from shared.errors import InvalidRequest
 
 

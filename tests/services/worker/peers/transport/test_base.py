@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from services.worker.peers.transport.base import Buffer, BulkTransport, Peer, PeerLink
+from services.worker.peers.transport.base import Buffer, Peer, PeerLink
+from services.worker.peers.transport.server import BulkTransport
 from shared.errors import (
     DeadlineExceeded,
     InternalError,

@@ -18,9 +18,9 @@ from services.worker.peers.transport.plane import (
     PeerAddress,
     Plane,
     Probes,
-    WorkerDesk,
     fastest_s,
 )
+from services.worker.peers.transport.server import WorkerDesk
 from services.worker.peers.transport.shm import ShmTransport
 from services.worker.peers.transport.tcp import TcpTransport
 from shared.errors import (

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from services.worker.peers.transport import wire
-from services.worker.peers.transport.base import Peer, TransportLimits, TransportListener
+from services.worker.peers.transport.base import Peer, TransportLimits
 from services.worker.peers.transport.digest import digest
-from services.worker.peers.transport.plane import WorkerDesk
+from services.worker.peers.transport.server import SocketListener, WorkerDesk
 from services.worker.peers.transport.shm import Rings, ShmTransport
 from services.worker.peers.transport.tcp import TcpTransport, split_address
 from shared.errors import InvalidMessage, InvalidRequest, NoResponder, Unauthorized
@@ -41,7 +41,7 @@ class Rig:
     def __init__(self) -> None:
         self.desk = WorkerDesk(OWN)
         self.counts: Counts = furnish(self.desk)
-        self.listener: TransportListener = TcpTransport().listen(self.desk)
+        self.listener: SocketListener = TcpTransport().listen(self.desk)
 
     def greeted(self) -> socket.socket:
         """A socket that the listener takes for a link."""

@@ -3,7 +3,7 @@
 import pytest
 
 from services.worker.peers.transport.base import Peer
-from services.worker.peers.transport.plane import WorkerDesk
+from services.worker.peers.transport.server import WorkerDesk
 from services.worker.peers.transport.wire import ticket_name
 from shared.errors import InvalidRequest, Overloaded, Unauthorized
 

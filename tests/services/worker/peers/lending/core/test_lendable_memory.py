@@ -10,7 +10,7 @@ from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
 from services.worker.peers.lending.core.grants import Freed
-from services.worker.peers.lending.core.lendable_memory import Stock, lend, spare_blocks
+from services.worker.peers.lending.core.lendable_memory import Stock, lend
 from shared.blocks import chain, root
 from shared.messages.lending import KvTier
 from tests.services.worker.kv.rig import MemoryMover
@@ -39,11 +39,10 @@ def test_cached_prefixes_make_room_and_blocks_in_use_do_not() -> None:
     for at, (block, name) in enumerate(zip(blocks, names, strict=True)):
         mover.device[block] = name
         assert cache.publish(block, name, names[at - 1] if at else None)
-    assert spare_blocks(cache, 0) == 2, "a sequence uses them"
+    assert lend(cache, most_blocks=3, least_blocks=3, keep_blocks=0) == [], "a sequence uses four"
     with pytest.raises(ValueError, match="name"):
         cache.withdraw(blocks[:1])
     cache.release(blocks)
-    assert spare_blocks(cache, 1) == 5
     taken = lend(cache, most_blocks=5, least_blocks=5, keep_blocks=1)
     assert (len(taken), cache.total_blocks, cache.counts["evicted_device"]) == (5, 1, 3)
     cache.check_integrity([*[]] if not taken else [])

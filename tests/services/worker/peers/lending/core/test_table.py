@@ -16,7 +16,6 @@ def test_local_blocks_mean_themselves_and_borrowed_ones_a_place_elsewhere() -> N
     assert table.resolve(11) == BlockPlace("c", KvTier.DEVICE, 9, KEY)
     assert (table.resolve(9).worker_id, table.resolve(10).worker_id) == ("w", "c")
     assert table.borrowed_from() == {"c": 2}
-    assert table.logical(KEY, 9) == 11
     table.check_integrity()
 
 
