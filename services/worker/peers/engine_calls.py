@@ -1,9 +1,8 @@
 """The worker's own blocks as lending and migration use them: each call runs on the engine's thread.
 
-`PoolDoor` takes blocks out of the pool for a loan and brings them back. `CacheDoor` gets memory for blocks
-that are being fetched: allocated, and nobody's yet, until their bytes are there and verified and they get
-their names, or go back. What a call hands over has one owner at every moment, whoever stops waiting for it
-(see `Door`). Knows no link and no grant.
+`PoolDoor` moves blocks out of the pool for a loan, and back. `CacheDoor` allocates blocks for a fetch. They
+belong to the fetch until their bytes are verified and published, or the fetch returns them. Blocks have
+exactly one owner at any time, even when a caller stops waiting (see `Door`). Knows no link and no grant.
 """
 
 import asyncio
@@ -30,26 +29,24 @@ class PoolDoor:
         self._pool = pool
 
     async def lend(self, most_blocks: int, least_blocks: int, keep_blocks: int) -> list[int]:
-        """See `lendable.lend`. Raises Overloaded."""
         return await self._door.take(
             lambda core, _: lend(self._pool, most_blocks, least_blocks, keep_blocks), self._pool.readmit
         )
 
     async def readmit(self, blocks: Sequence[int]) -> None:
-        """These are free here again."""
         await asyncio.wrap_future(self._door.give(lambda core, _: self._pool.readmit(blocks)))
 
 
 class BorrowedReader(Protocol):
-    """Who gets at the bytes of borrowed blocks: on the engine's thread."""
+    """Reads the bytes of borrowed blocks, on the engine's thread."""
 
     def read(self, core: StepCore, now_s: float, blocks: Sequence[int], rows: npt.NDArray[np.uint8]) -> int:
-        """Into `rows` `[n, record_bytes]`; of how many."""
+        """Copy blocks into `rows` `[n, record_bytes]`, and return how many."""
         ...
 
 
 class CacheDoor:
-    """Over the prefix cache that the engine's thread owns. `reader` None: nothing is borrowed."""
+    """The prefix cache, called on the engine's thread. `reader` None: the worker borrows nothing."""
 
     def __init__(self, door: Door, cache: PrefixCache, reader: BorrowedReader | None = None) -> None:
         self._door = door
@@ -57,11 +54,11 @@ class CacheDoor:
         self._reader = reader
 
     def known_blocks(self, names: Sequence[BlockHash]) -> "Future[int]":
-        """How many of these, from the first on, are on the device. Raises Overloaded."""
+        """Return how many leading names are on the device. Raises Overloaded."""
         return self._door.ask(lambda core, _: self._cache.known_blocks(names))
 
     def hold(self, names: Sequence[BlockHash], timeout_s: float) -> list[int]:
-        """See `PrefixCache.hold`; not for the event loop. Raises Overloaded and DeadlineExceeded."""
+        """Call `PrefixCache.hold` from a thread that may block. Raises Overloaded and DeadlineExceeded."""
         return self._door.take_within(
             lambda core, _: self._cache.hold(names), self._cache.release, timeout_s=timeout_s
         )
@@ -69,8 +66,9 @@ class CacheDoor:
     def read_borrowed(
         self, names: Sequence[BlockHash], record_bytes: int, timeout_s: float
     ) -> npt.NDArray[np.uint8]:
-        """The bytes of consecutive blocks that creditors hold, up to the first that is not one:
-        `[n, record_bytes]`. Not for the event loop. Raises Overloaded and DeadlineExceeded."""
+        """Return the bytes `[n, record_bytes]` of the leading blocks that creditors hold.
+
+        Blocks the calling thread. Raises Overloaded and DeadlineExceeded."""
         rows = np.empty((len(names), record_bytes), dtype=np.uint8)
         reader = self._reader
         if reader is None or not names:
@@ -83,16 +81,16 @@ class CacheDoor:
         return rows[: self._door.take_within(read, lambda count: None, timeout_s=timeout_s)]
 
     def let_go(self, blocks: Sequence[int]) -> None:
-        """Held before."""
+        """Release blocks from `hold`."""
         if blocks:
             self._door.give(lambda core, _: self._cache.release(blocks))
 
     def known_shadows(self, names: Sequence[BlockHash]) -> "Future[int]":
-        """How many of these, from the first on, are stored anywhere here; see there. Raises Overloaded."""
+        """Return how many leading names are stored in any tier. Raises Overloaded."""
         return self._door.ask(lambda core, now_s: self._cache.shadows.known(names, now_s))
 
     async def shadow_room(self, blocks: int, kept: Sequence[BlockHash]) -> list[int]:
-        """Slots of the host, as far as shadows may have more; see there. Raises Overloaded."""
+        """Return up to `blocks` host slots, within the limit for shadows. Raises Overloaded."""
         shadows = self._cache.shadows
         return await self._door.take(
             lambda core, now_s: shadows.room(blocks, now_s, kept),
@@ -102,12 +100,13 @@ class CacheDoor:
     def fill_shadows(
         self, places: Sequence[int], names: Sequence[BlockHash], parent: BlockHash | None
     ) -> "Future[int]":
-        """The first `len(names)` of these slots have arrived; see there."""
+        """Store the first `len(names)` slots under their names, and free the others."""
         return self._door.give(lambda core, now_s: self._cache.shadows.fill(places, names, parent, now_s))
 
     async def make_room(self, blocks: int) -> list[int]:
-        """Blocks to receive into; none when they would have to be taken from somebody. As many again stay
-        free, so that plans that count on them are not refused. Raises Overloaded."""
+        """Return blocks to receive into, or none when fewer than twice as many are available.
+
+        The margin keeps the scheduler's plans from failing for lack of blocks. Raises Overloaded."""
 
         def allocate() -> list[int]:
             return self._cache.allocate(blocks) if self._cache.can_allocate(2 * blocks) else []
@@ -117,8 +116,9 @@ class CacheDoor:
     def take_in(
         self, blocks: Sequence[int], names: Sequence[BlockHash], parent: BlockHash | None
     ) -> "Future[int]":
-        """The first `len(names)` of these have arrived and follow `parent`: they are stored from now on. The
-        rest is given back. How many of `names` are on the device now, from the first on."""
+        """Publish the first `len(names)` blocks, which follow `parent`, and release the others.
+
+        Returns how many leading names are on the device now."""
 
         def store() -> int:
             before = parent

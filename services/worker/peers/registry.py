@@ -1,8 +1,7 @@
-"""The one registry of peers of a worker: who is there, how each is dialled, and how fast its links are.
+"""A worker's registry of its peers: it dials them, and issues tickets to peers that dial this worker.
 
-Heartbeats say who is there. A link is dialled with a ticket that the peer gives over the bus, by the
-transport that suits both; tickets for those who dial this worker are issued here as well. What is known of
-the others and of their links lies in `services.worker.peers.core.neighbours`.
+Heartbeats show which peers are alive. To dial one, the registry asks it for a ticket over the bus and picks a
+transport that both have. `services.worker.peers.core.neighbours` holds the tables of peers and link speeds.
 """
 
 import asyncio
@@ -25,11 +24,11 @@ HANDLERS: tuple[Handler, ...] = (
 )
 _DIAL_S = 2.0
 _LOOK_S = 0.5
-"""Often enough that time awake is told from time asleep (`AwakeTime`)."""
+"""Short enough for `AwakeClock` to tell time awake from time asleep."""
 
 
 class Registry:
-    """The peers of one worker. Its `plane` is where the worker listens and what others are served by."""
+    """Peers of one worker. Its `plane` holds the listeners that serve the peers."""
 
     def __init__(
         self,
@@ -39,7 +38,7 @@ class Registry:
         ticket_s: float,
         clock: Clock = monotonic_s,
     ) -> None:
-        """A ticket is valid for `ticket_s`."""
+        """`ticket_s`: how long a ticket that this worker issues is valid."""
         self._bus = bus
         self._ticket_s = ticket_s
         self._own = Peer(bus.instance, bus.incarnation)
@@ -50,19 +49,19 @@ class Registry:
         self.rates = self.plane.choice.rates
 
     async def watch(self) -> None:
-        """Notices who falls silent, until cancelled."""
+        """Forget peers that fall silent, until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_S)
             for name in self.neighbours.silent(self._awake_s()):
                 self.plane.choice.forget(name)
 
     def on_reported(self, report: WorkerReported) -> None:
-        """Any worker's heartbeat. What was measured with an earlier life of it counts no more."""
+        """Take in any worker's heartbeat. A restart drops the measurements of the earlier incarnation."""
         if self.neighbours.hear(report, self._awake_s()):
             self.plane.choice.forget(report.worker_id)
 
     async def issue_ticket(self, asked: AskTicket) -> BulkTicket:
-        """For a worker that will dial this one. Raises Unauthorized and Overloaded."""
+        """Return a ticket for a worker that will dial this one. Raises Unauthorized and Overloaded."""
         peer = Peer(asked.worker_id, asked.incarnation)
         return BulkTicket(
             incarnation=self._own.incarnation,
@@ -72,10 +71,10 @@ class Registry:
         )
 
     async def dial(self, worker_id: str, incarnation: int) -> PeerLink:
-        """Raises KvasirError: nobody answers, another life of it does, or not by any transport of ours."""
+        """Return a new link to a worker. Raises KvasirError when no transport reaches that incarnation."""
         first = await self._ask_ticket(worker_id)
         if first.incarnation != incarnation:
-            raise NoResponder(f"worker {worker_id} was started anew")
+            raise NoResponder(f"worker {worker_id} has restarted")
         unused = [first.ticket]
 
         async def issue() -> bytes:

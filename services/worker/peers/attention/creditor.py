@@ -370,7 +370,6 @@ class _Exchange:
         return Reply(msgspec.msgpack.encode(Attended(is_native=True)), sequel=self)
 
     def run(self, pipe: Pipe) -> None:
-        """See `Sequel`."""
         while not self._turn(pipe).is_over:
             pipe.wait(monotonic_s() + _IDLE_S)
 

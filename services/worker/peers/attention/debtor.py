@@ -114,7 +114,6 @@ class Debtor(BlockDebtor):
         return self._lendings[holder].speeds
 
     def begin(self, parts: Sequence[Part]) -> None:
-        """See `RemoteAttention`."""
         self._active.clear()
         self._attended_s = None
         self.watch.on_step(parts)
@@ -136,7 +135,6 @@ class Debtor(BlockDebtor):
     def send(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: Shape
     ) -> None:
-        """See `RemoteAttention`."""
         now_s = self._clock()
         for active in self._of_layer(layer):
             if self._attended_s is not None:
@@ -157,7 +155,6 @@ class Debtor(BlockDebtor):
         self._attended_s = self._clock()
 
     def end(self) -> None:
-        """See `RemoteAttention`."""
         for active in self._active:
             if active.native is not None:
                 active.native.end()
@@ -180,7 +177,6 @@ class Debtor(BlockDebtor):
                 lending.link.close()
 
     def bring_home(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """See `BlockDebtor`."""
         pools = self._attention.pools
 
         def copy(layer: int, at: Sequence[int], staged: Pools) -> None:
@@ -191,11 +187,9 @@ class Debtor(BlockDebtor):
         self._visit([there for there, _ in pairs], copy)
 
     def read(self, blocks: Sequence[int], rows: npt.NDArray[np.uint8]) -> None:
-        """See `BlockDebtor`."""
         self._visit(blocks, into_rows(rows, self._attention.pools))
 
     def reader(self, link: PeerLink, tier: KvTier) -> "LayerReader":
-        """See `BlockDebtor`."""
         memory = self._memory(LentTier(link, (), tier, attends=True), LinkRates())
         return LayerReader(memory, self._attention.pools, self.block_tokens, self._clock)
 

@@ -61,7 +61,6 @@ class LentMemory:
         return [4 * math.prod(shape) for shape in self._shapes(asked, rows, kept)]
 
     def write(self, asked: Question, brought: Brought, slots: npt.NDArray[np.int64]) -> None:
-        """See `LentBlocks`."""
         shapes = self._shapes(asked, 0, len(slots))[-2:]
         keys, values = (self._floats(*each) for each in zip(brought[-2:], shapes, strict=True))
         self.backend.write(asked.layer, keys, values, torch.from_numpy(slots).to(self._device))
@@ -79,20 +78,16 @@ class LentMemory:
         return 0.0
 
     def copy(self, layer: int, blocks: npt.NDArray[np.int32]) -> list[Buffer]:
-        """See `LentBlocks`."""
         indices = torch.from_numpy(blocks).to(self._device)
         return [bytes_of(pool.index_select(0, indices).cpu()) for pool in self.pools[layer]]
 
     def verify(self, layer: int, blocks: npt.NDArray[np.int32]) -> None:
-        """See `LentBlocks`."""
         self.backend.verify(layer, blocks)
 
     def adopt(self, blocks: npt.NDArray[np.int32], loans: npt.NDArray[np.int64]) -> None:
-        """See `LentBlocks`."""
         self.backend.adopt(blocks, loans)
 
     def serve(self, pipe: Pipe, lent: npt.NDArray[np.bool_], *, q_heads: int, is_full: bool) -> Turn:
-        """See `LentBlocks`."""
         assert isinstance(self.backend, NativeSeals)
         return serve(self.backend.memory, pipe, lent, q_heads=q_heads, is_full=is_full)
 

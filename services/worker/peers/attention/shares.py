@@ -403,7 +403,6 @@ class LayerReader:
     def read(
         self, grants: Sequence[GrantRef], blocks: npt.NDArray[np.int32], rows: npt.NDArray[np.uint8]
     ) -> None:
-        """See `BlockReader`."""
         self._memory.grants = tuple(grants)
         part = whole(0, blocks, self._block_tokens)
         # `NO_STEP`: the creditor remembers only a few parts, and a running step needs its own remembered.

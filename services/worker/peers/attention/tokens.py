@@ -61,11 +61,9 @@ class TokenMemory:
 
     @property
     def pools(self) -> LayerPools:
-        """See `LentBlocks`."""
         return [(self.tokens,)]
 
     def sizes_bytes(self, asked: Question, rows: int, kept: int) -> list[int]:
-        """See `LentBlocks`."""
         if asked.q_heads > _ONE_HEAD:
             raise InvalidMessage(f"{asked.q_heads} query heads where there is one")
         return [kept * self.tokens.itemsize]
@@ -73,13 +71,11 @@ class TokenMemory:
     def write(
         self, asked: Question, brought: Sequence[npt.NDArray[np.uint8]], slots: npt.NDArray[np.int64]
     ) -> None:
-        """See `LentBlocks`."""
         self.tokens.reshape(-1)[slots] = brought[-1].view(np.int32)
 
     def attend(
         self, asked: Question, spans: PackedSpans, brought: Sequence[npt.NDArray[np.uint8]]
     ) -> list[Buffer]:
-        """See `LentBlocks`."""
         return [bytes_of(token_sums(self.tokens, spans))]
 
     def served_s(self, spans: PackedSpans, *, is_busy: bool) -> float:
@@ -88,7 +84,6 @@ class TokenMemory:
         return self.engine.serve(int(seen.sum()), is_busy=is_busy)
 
     def copy(self, layer: int, blocks: npt.NDArray[np.int32]) -> list[Buffer]:
-        """See `LentBlocks`."""
         return [bytes_of(self.tokens[blocks])]
 
     def verify(self, layer: int, blocks: npt.NDArray[np.int32]) -> None:
@@ -168,13 +163,11 @@ class TokenDebtor(BlockDebtor):
         return SeenTokens(token_sums(rows, places), is_copied=True)
 
     def bring_home(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """See `BlockDebtor`."""
         rows = np.empty((len(pairs), self._engine.tokens[0].nbytes), dtype=np.uint8)
         self.read([there for there, _ in pairs], rows)
         self._engine.tokens[[own for _, own in pairs]] = rows.view(np.int32)
 
     def read(self, blocks: Sequence[int], rows: npt.NDArray[np.uint8]) -> None:
-        """See `BlockDebtor`."""
         holders, there = self.homes.locate(blocks)
         for holder in np.unique(holders).tolist():
             at = np.flatnonzero(holders == holder)
@@ -185,7 +178,6 @@ class TokenDebtor(BlockDebtor):
             rows[at] = found
 
     def reader(self, link: PeerLink, tier: KvTier) -> "TokenReader":
-        """See `BlockDebtor`."""
         return TokenReader(self, LentTier(link, (), tier, attends=True))
 
     def fetch(self, lender: LentTier, blocks: npt.NDArray[np.int32], rows: npt.NDArray[np.uint8]) -> None:
@@ -238,7 +230,6 @@ class TokenReader:
     def read(
         self, grants: Sequence[GrantRef], blocks: npt.NDArray[np.int32], rows: npt.NDArray[np.uint8]
     ) -> None:
-        """See `BlockReader`."""
         self._lender.grants = tuple(grants)
         self._debtor.fetch(self._lender, blocks, rows)
 

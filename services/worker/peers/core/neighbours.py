@@ -1,18 +1,13 @@
-"""What a worker knows of the others: their heartbeats, how fast links to them are, which are used. Pure.
+"""What a worker knows of its peers: heartbeats, link speeds, and which transport to dial. Pure.
 
-Everybody who goes from worker to worker reads these tables: migration (what a fetch of blocks takes), remote
-attention (whether queries travel or blocks do), lending (who is short and how far away) and the transports
-themselves (which of several to dial).
+Migration, remote attention, lending and the transports all read these tables. Two speeds are kept per peer:
 
-Two speeds are measured of a peer, and they are not the same thing:
+    rates.link("w1", "shm").on_carried(2 << 20, 0.001)   raw bytes on a link: a probe, or a fetch of lent KV
+    rates.on_delivered("w1", 8 << 20, 0.1)               a whole fetch of blocks, with its round trips
+    rates.bytes_per_s("w1")  ->  84e6                    for plans of moves: the delivered speed, once known
 
-    rates.link("w1", "shm").on_carried(2 << 20, 0.001)   bytes alone on a link: a probe, a fetch of lent KV
-    rates.on_delivered("w1", 8 << 20, 0.1)               a fetch of blocks, its questions and waits included
-    rates.bytes_per_s("w1")  ->  84e6                    for plans of moves: delivered, once there is one
-
-A link is chosen, and queries or blocks are sent, by what links carry; what was delivered wins in heartbeats,
-because a sequence that moves waits for the whole of it. Before the first fetch the links' speed stands in,
-and the first fetch replaces it.
+Links, and whether queries or blocks travel, are chosen by raw speed. Heartbeats report the delivered speed,
+because a sequence that moves waits for the whole fetch. Until the first fetch, they report the raw speed.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -23,37 +18,37 @@ from shared.liveness import Liveness
 from shared.messages.reports import WorkerReported
 
 SILENCE_S = 5.0
-"""Of time awake; who was not heard for longer is not there."""
+"""Time awake after which a peer without a heartbeat counts as gone."""
 _MOST_NEIGHBOURS = 4096
 LEAST_BYTES = 64 << 10
-"""Smaller transfers say nothing of a link's speed."""
+"""Smaller transfers are not used to measure a link."""
 _WEIGHT = 0.3
-"""Of the newest measurement."""
+"""Weight of the newest measurement in the moving average."""
 _PRIOR = ("shm", "ucx", "tcp")
 _PENALTY_S = 30.0
 _FRESH_S = 600.0
-"""For so long a comparison of transports holds."""
+"""Time for which a comparison of transports is valid."""
 _CLEARLY = 1.2
-"""So many times faster a transport has to be measured to displace one that comes first otherwise."""
+"""Factor by which a transport must be faster to go before one that `_PRIOR` prefers."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeardWorker:
-    """Another worker, as its latest heartbeat describes it."""
+    """Another worker, as described by its latest heartbeat."""
 
     incarnation: int
     host: str
     model: str
     fingerprint: bytes
-    """Of its KV; empty where nobody else could read it."""
+    """Names the layout of its KV; empty where no other worker could read it."""
     lendable_tokens: int
-    """Of the KV that it ever lends."""
+    """Most KV that it ever lends."""
     free_fraction: float
-    """Of its own KV."""
+    """Share of its own KV that is free."""
 
 
 class Neighbours:
-    """Who is there: everybody else who was heard within `SILENCE_S`, by worker id."""
+    """Other workers heard within the last `SILENCE_S`, by worker id."""
 
     def __init__(self, own_id: str) -> None:
         self._own_id = own_id
@@ -73,7 +68,7 @@ class Neighbours:
         return self._known.items()
 
     def hear(self, report: WorkerReported, awake_s: float) -> bool:
-        """Any worker's heartbeat. Whether what was measured with that worker is of an earlier life of it."""
+        """Take in any worker's heartbeat. Return whether the worker has restarted since its last one."""
         name, capacity = report.worker_id, report.capacity
         before = self._known.get(name)
         if name == self._own_id or (before is None and len(self._known) >= _MOST_NEIGHBOURS):
@@ -91,35 +86,34 @@ class Neighbours:
         return before is not None and before.incarnation != report.incarnation
 
     def silent(self, awake_s: float) -> list[str]:
-        """Who has fallen silent since the last call: they are there no more."""
+        """Remove and return the workers that fell silent since the last call."""
         gone = self._alive.silent(awake_s)
         for name in gone:
             del self._known[name]
         return gone
 
     def lendable_tokens(self, model: str) -> int:
-        """What all others with this model lend at most."""
+        """Return the most that all other workers with this model lend."""
         return sum(one.lendable_tokens for one in self._known.values() if one.model == model)
 
 
 @dataclass(slots=True)
 class LinkRate:
-    """What comes from one worker by one transport. Shared by all who use such links, on whatever thread: of
-    two measurements made at one moment one may be lost."""
+    """Speed of one transport from one worker. Threads share it: a concurrent measurement may be lost."""
 
     bytes_per_s: float | None = None
     """None: not measured yet."""
 
     def on_carried(self, size_bytes: int, took_s: float) -> None:
-        """So much arrived in that time, with nothing else done meanwhile."""
+        """Record a transfer that had the link to itself."""
         if size_bytes >= LEAST_BYTES and took_s > 0:
             self.bytes_per_s = averaged(self.bytes_per_s, size_bytes / took_s, _WEIGHT)
 
 
 class LinkRates:
-    """How fast what comes from other workers arrives: the one table of a worker.
+    """A worker's table of link speeds from its peers.
 
-    `link` is called on any thread, the rest on the event loop: who looks through the links does so in a copy.
+    Any thread may call `link`. Everything else runs on the event loop and iterates over a copy.
     """
 
     def __init__(self) -> None:
@@ -127,21 +121,21 @@ class LinkRates:
         self._delivered: dict[str, float] = {}
 
     def link(self, peer: str, transport: str) -> LinkRate:
-        """Of links to that peer by that transport, to read and to add to."""
+        """Return the shared entry for links to that peer by that transport."""
         return self._links.setdefault((peer, transport), LinkRate())
 
     def on_delivered(self, peer: str, size_bytes: int, took_s: float) -> None:
-        """So much was fetched, verified and stored in that time, questions and waits included."""
+        """Record a whole fetch: asked for, sent, verified and stored in `took_s`."""
         if size_bytes > 0 and took_s > 0:
             self._delivered[peer] = averaged(self._delivered.get(peer), size_bytes / took_s, _WEIGHT)
 
     def bytes_per_s(self, peer: str) -> float | None:
-        """What fetching from there brings; None: nobody has measured anything."""
+        """Return the expected speed of a fetch from that peer; None before any measurement."""
         links = [rate.bytes_per_s for (name, _), rate in self._links.copy().items() if name == peer]
         return self._delivered.get(peer) or max((each for each in links if each is not None), default=None)
 
     def forget(self, peer: str) -> None:
-        """That worker is gone, or another now."""
+        """Drop the speeds of a peer that left or restarted."""
         self._delivered.pop(peer, None)
         for key in [key for key in self._links.copy() if key[0] == peer]:
             del self._links[key]
@@ -149,42 +143,41 @@ class LinkRates:
 
 @dataclass
 class TransportChoice:
-    """Which transport to dial each peer by: what both have and what reaches, then what was measured.
+    """Chooses the transport to dial each peer by: one that both have, and the fastest by measurement.
 
-    Before anything was measured: shared memory where the hosts are one, UCX before TCP where both name it (it
-    is an extra that somebody installed for its sake). A transport that failed is set aside for a while,
-    except the last one left.
+    Before any measurement, shared memory comes first on one host, then UCX, which somebody installed on
+    purpose, then TCP. A transport that failed is set aside for a while, unless it is the only one left.
     """
 
     own: Collection[str]
-    """Transports that this worker can dial by."""
+    """Transports that this worker can dial."""
     host: str
     rates: LinkRates = field(default_factory=LinkRates)
     compared_s: dict[str, float] = field(default_factory=dict)
-    """By peer: when its transports were last measured side by side."""
+    """When each peer's transports were last compared."""
     aside_until_s: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def needs_comparison(self, peer: str, now_s: float) -> bool:
-        """Nobody has measured its transports side by side, or long ago."""
+        """Return whether the peer's transports were never compared, or long ago."""
         return now_s >= self.compared_s.get(peer, float("-inf")) + _FRESH_S
 
     def on_compared(self, peer: str, now_s: float) -> None:
-        """They were measured as far as they work."""
+        """Record that the transports which work were measured."""
         self.compared_s[peer] = now_s
 
     def on_failure(self, peer: str, transport: str, now_s: float) -> None:
-        """It could not be dialled, or broke."""
+        """Set aside a transport that could not be dialled, or broke."""
         self.aside_until_s[peer, transport] = now_s + _PENALTY_S
 
     def forget(self, peer: str) -> None:
-        """The worker is gone, or another now: what is known of the way to it is forgotten, and its rates."""
+        """Drop all that is known of a peer that left or restarted."""
         self.rates.forget(peer)
         self.compared_s.pop(peer, None)
         for key in [key for key in self.aside_until_s if key[0] == peer]:
             del self.aside_until_s[key]
 
     def ranking(self, peer: str, addresses: Mapping[str, str], host: str, now_s: float) -> list[str]:
-        """The transports to try, best first; empty when the two have none in common."""
+        """Return the transports to try, best first; empty when the two have none in common."""
         common = [
             name
             for name in _PRIOR

@@ -1,7 +1,7 @@
-"""The creditor's side: whole blocks of other workers' prefix caches, kept in the host memory that it lends.
+"""The creditor's side of cache loans: keeps whole blocks of other workers' prefix caches in lent host memory.
 
-`kv.keep` brings a block, `kv.kept` takes it back. Runs on the threads that serve links. Nothing is attended
-to, or looked into: who sent a block knows its checksum. Knows grants and rows of bytes.
+`kv.keep` stores a block, `kv.kept` returns it, on the threads that serve links. The creditor neither attends
+to a block nor checks it: the debtor knows its checksum. Knows grants and rows of bytes.
 """
 
 import threading
@@ -28,7 +28,7 @@ KEEP, KEPT = "kv.keep", "kv.kept"
 
 
 class LentSlot(msgspec.Struct, frozen=True, array_like=True):
-    """Header of both: one block of the creditor's host memory, and the grant that it is lent under."""
+    """Header of both messages: one block of the creditor's host memory, and its grant."""
 
     grant_id: int
     generation: int
@@ -40,17 +40,17 @@ class LentSlot(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Keeper:
-    """One worker's lent host memory, as `records` of it. `receivers` are for its bulk desk."""
+    """Host memory that one worker lends, as rows of `records`. `receivers` are for its bulk desk."""
 
     def __init__(self, records: Records, grants: AccessGrants) -> None:
         self.records = records
         self.grants = grants
         self.copying = threading.Lock()
-        """`records` are for one thread at a time."""
+        """Held while a thread uses `records`."""
         self.receivers: dict[str, Receiver] = {KEEP: _Keeping(self), KEPT: _Kept(self)}
 
     def enter(self, peer: Peer, header: bytes) -> LentSlot:
-        """The slot, which is the debtor's until `leave`. Raises StaleEpoch where it is not."""
+        """Return the slot, reserved until `leave`. Raises StaleEpoch when the debtor does not hold it."""
         slot = decode(header, LentSlot)
         if not 0 <= slot.block < 1 << 31:
             raise InvalidMessage(f"no block has the number {slot.block}")
@@ -60,7 +60,7 @@ class Keeper:
             if self.grants.loans(peer, entered, KvTier.HOST, blocks) is not None:
                 return slot
             self.leave(peer, slot)
-        raise StaleEpoch("the grant was revoked, has expired or was never yours: borrow anew")
+        raise StaleEpoch("the grant was revoked, has expired or was never yours: borrow again")
 
     def leave(self, peer: Peer, slot: LentSlot) -> None:
         self.grants.leave(peer, [slot.grant])
@@ -68,7 +68,7 @@ class Keeper:
 
 @dataclass(frozen=True, slots=True)
 class _Keeping:
-    """`kv.keep`."""
+    """Receiver of `kv.keep`."""
 
     keeper: Keeper
 
@@ -82,7 +82,7 @@ class _Keeping:
 
 @dataclass(slots=True)
 class _Arriving:
-    """A block on its way in: what is kept stays as it was until all of it is there."""
+    """A block on its way in. The slot keeps its old content until all bytes have arrived."""
 
     keeper: Keeper
     peer: Peer
@@ -107,19 +107,19 @@ class _Arriving:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """`kv.kept`."""
+    """Receiver of `kv.kept`."""
 
     keeper: Keeper
 
     def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> "_Leaving":
         if sizes_bytes:
-            raise InvalidMessage("who asks for a block brings none")
+            raise InvalidMessage("a request for a block carries no buffers")
         return _Leaving(self.keeper, peer, self.keeper.enter(peer, header))
 
 
 @dataclass(slots=True)
 class _Leaving:
-    """A block that is asked for."""
+    """A block on its way out."""
 
     keeper: Keeper
     peer: Peer
@@ -127,7 +127,7 @@ class _Leaving:
     buffers: Sequence[Buffer] = ()
 
     def commit(self) -> Reply:
-        """Copied: what is sent is of one moment, whatever happens to the grant meanwhile."""
+        """Reply with a copy, so that the grant may end while it is sent."""
         try:
             row = np.empty(self.keeper.records.record_bytes, dtype=np.uint8)
             with self.keeper.copying:
@@ -143,13 +143,14 @@ class _Leaving:
 def lent_records(
     config: LendingConfig, engine: CacheableEngine, host: LentBlocks | None
 ) -> tuple[Records, int] | None:
-    """What is lent of host memory, as rows of bytes, and how many blocks that are: `host` itself where
-    attention works on it, else memory that is only written to and read. None where none is lent. Raises
+    """Return the lent host memory as rows of bytes, and its number of blocks; None where none is lent.
+
+    It is `host` where attention works on it, else new memory that is only written and read. Raises
     ConfigError where the settings grant less than a block."""
     if host is not None:
         return Records(host.pools), host.blocks
     blocks = host_blocks(config, engine.pools) if config.lend else 0
     if not blocks:
         return None
-    rows = np.zeros((blocks, engine.records().record_bytes), dtype=np.uint8)  # touched when first written
+    rows = np.zeros((blocks, engine.records().record_bytes), dtype=np.uint8)
     return Records([(rows,)]), blocks

@@ -1,8 +1,7 @@
 """Host memory of other workers for this one's prefix cache: borrowed, renewed, returned. On the event loop.
 
-A debtor beside the one that borrows for sequences, with debts of its own: what a cache has is in no pool, no
-step reads it, and its loss is a miss. The rules are those of `peers.lending`; how much is wanted the cache
-says (`kv.core.peer_keeping`), on the engine's thread. Decides nothing.
+It has debts apart from those for sequences: its slots are in no pool, no step reads them, and losing one is
+only a cache miss. The cache says how much it wants (`kv.core.peer_keeping`). Decides nothing itself.
 """
 
 import asyncio
@@ -28,13 +27,13 @@ from shared.messages.lending import Grant, KvTier
 
 _log = get_logger("worker.keeping")
 _REST_S = 2.0
-"""After a search that did not get everything: nobody waits for it."""
+"""Pause after a search that did not get everything: no request waits for it."""
 _IDLE_S = 10.0
-"""For so long nothing is in a slot, and nothing wants one, before it is returned."""
+"""Time without any demand after which empty slots are returned."""
 
 
 class CacheLoans:
-    """One worker's. Slots are numbered by its own table, each number once."""
+    """Slots that one worker's prefix cache borrows. Its own table numbers them, each number once."""
 
     def __init__(
         self,
@@ -48,7 +47,7 @@ class CacheLoans:
         requests: Iterator[int],
         clock: Clock = monotonic_s,
     ) -> None:
-        """`requests` numbers what this worker asks of creditors, for whatever purpose."""
+        """`requests` numbers all questions of this worker to creditors."""
         self._bus = bus
         self._cache = store.cache
         self._record_bytes = store.record_bytes
@@ -70,21 +69,21 @@ class CacheLoans:
         self._search = Search(bus, self.debts, borrowing, self, clock)
         self._errands = Errands(bus, self.debts, config.lease_s, self._lose, clock)
         self._wanted_s = clock()
-        """When more was wanted the last time."""
+        """When the cache last wanted more."""
         self.lost_blocks = 0
-        """Slots, since the start, whose creditor is gone or has ended the grant."""
+        """Number of slots lost since the start, by a lost creditor or an ended grant."""
         tier.memory = ways
 
     async def serve(self) -> None:
-        """Keeps leases, borrows and returns, until cancelled."""
+        """Keep leases, borrow and return, until cancelled."""
         await self._errands.serve(self.tick)
 
     def close(self) -> None:
-        """Ends all links."""
+        """End all links."""
         self._ways.close()
 
     def section(self) -> dict[str, int]:
-        """Of the heartbeat: blocks in host memory, by creditor."""
+        """Return borrowed host blocks by creditor, for the heartbeat."""
         return self.table.borrowed_from(KvTier.HOST)
 
     def details(self) -> dict[str, object]:
@@ -92,16 +91,15 @@ class CacheLoans:
         return {"cache_borrowed_blocks": self.debts.borrowed_blocks, "cache_lost_blocks": self.lost_blocks}
 
     async def tick(self) -> None:
-        """Renews leases that are due, gives up those that ran out, borrows or returns. Does not wait for the
-        engine, whose step may be longer than a lease."""
+        """Keep leases, then borrow or return. Does not wait for the engine: a step may outlast a lease."""
         now_s = self._clock()
         self._errands.renew(now_s)
         self._errands.repay(lambda repayment: send_repayment(self._bus, self.debts, repayment))
-        self.debts.give_back(self.debts.free_blocks)  # their creditor could not be reached
+        self.debts.give_back(self.debts.free_blocks)  # `admit` could not reach their creditor
         self._errands.begin("look", self._look(now_s))
 
     async def _look(self, now_s: float) -> None:
-        """Asks the cache what it wants."""
+        """Ask the cache how many blocks it wants, then borrow, or return spare ones."""
         try:
             wanted = await asyncio.wrap_future(
                 self._door.ask(lambda core, _: self._cache.peers.wanted_blocks())
@@ -119,7 +117,7 @@ class CacheLoans:
     # --- `LoanUser`
 
     async def admit(self, grant: Grant, logical: Sequence[int]) -> bool:
-        """These may be filled from now on."""
+        """Let the cache fill these slots. False when their creditor cannot be reached."""
         creditor = (grant.creditor_id, grant.creditor_incarnation)
         places = {
             number: SlotPlace(creditor, LentSlot(grant.grant_id, grant.generation, physical))
@@ -136,14 +134,14 @@ class CacheLoans:
         return True
 
     def lose(self, logical: Sequence[int]) -> None:
-        """These are gone, with what was in them."""
+        """Drop slots that are gone, with their content."""
         self.lost_blocks += len(logical)
         self._ways.forget(logical)
         self._tier.forget(logical)
         self._door.give(lambda core, _: self._cache.peers.lose(logical))
 
     def on_failed(self, creditor: Start, grant_id: int | None) -> None:
-        """It did not answer, or has ended that grant."""
+        """Drop the slots of a creditor that failed (`grant_id` None), or of a grant that it ended."""
         if grant_id is None:
             lost = self.debts.on_creditor_gone(creditor[0])
         else:
@@ -157,12 +155,12 @@ class CacheLoans:
         self._door.give(lambda core, _: self._cache.peers.searched(found=found))
 
     async def _return_spare(self) -> None:
-        """What nothing is in."""
+        """Return the empty slots."""
         spare = await self._door.take(lambda core, _: self._cache.peers.retire(), self._cache.peers.admit)
         self._ways.forget(spare)
         self._tier.forget(spare)
         self.debts.release(spare)
-        self.debts.give_back(len(spare))  # the tick sends it
+        self.debts.give_back(len(spare))  # The next tick sends it.
 
     def _lose(self, logical: Sequence[int], why: str) -> None:
         if logical:

@@ -1,9 +1,8 @@
-"""The debtor's side: blocks to and from the slots that others lend, on the threads that copy.
+"""The debtor's side of cache loans: copies blocks to and from lent slots, on the copying threads.
 
-Each creditor has a link for what comes and one for what goes, as each of the two threads has its links to
-itself. They are dialled with its first grant, and once more where one was closed as nobody used it. A
-creditor that does not answer has failed: nothing of it is asked for again, and `on_failed` hears of it. One
-that says that a grant is over has only ended that.
+Loads and stores run on two threads, so each creditor has one link for each. Both are dialled with its first
+grant, and again after an idle link was closed. A creditor that does not answer has failed: `on_failed` is
+called, and none of its slots is used again. A creditor that ended a grant loses only that grant.
 """
 
 import asyncio
@@ -27,11 +26,11 @@ from shared.log import get_logger
 _log = get_logger("worker.keeping")
 _PROFILES = 4
 _DIAL_S = 5.0
-"""Longer than a question for a ticket and a dial have."""
+"""Longer than the deadlines of a ticket and a dial together."""
 
 
 class Dialler(Protocol):
-    """Who knows the way to other workers (`peers.registry`)."""
+    """Dials other workers (`peers.registry`)."""
 
     async def dial(self, worker_id: str, incarnation: int) -> PeerLink:
         """Raises KvasirError."""
@@ -40,7 +39,7 @@ class Dialler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SlotPlace:
-    """Where a slot is."""
+    """Location of a slot."""
 
     creditor: Start
     """Worker id and incarnation."""
@@ -48,8 +47,9 @@ class SlotPlace:
 
 
 class PeerWays:
-    """`PeerMemory` of one worker. `on_failed` is called on a thread that copies, with the creditor and the
-    number of the grant that is over, None for all of its grants."""
+    """`PeerMemory` of one worker.
+
+    `on_failed` gets the creditor and the ended grant, None for all of its grants, on a copying thread."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class PeerWays:
         answer_s: float,
         on_failed: Callable[[Start, int | None], None],
     ) -> None:
-        """A creditor that does not answer within `answer_s` has failed."""
+        """`answer_s`: time after which a silent creditor has failed."""
         self._dialler = dialler
         self._loop = loop
         self._answer_s = answer_s
@@ -66,14 +66,15 @@ class PeerWays:
         self._lock = threading.Lock()
         self._places: dict[int, SlotPlace] = {}
         self._links: dict[tuple[str, Start], PeerLink] = {}
-        """By kind of message, and creditor."""
+        """By kind of message and creditor."""
         self._is_closed = False
 
     # --- on the event loop
 
     async def reach(self, place: SlotPlace, record_bytes: int) -> float:
-        """Both links to its creditor are there on return, so that no load waits for a dial. Seconds that a
-        block takes from there, 0 where the links were there before. Raises KvasirError."""
+        """Dial both links to the slot's creditor, so that no load waits for a dial.
+
+        Returns the seconds that one block takes, 0 for links that were open. Raises KvasirError."""
         creditor, block_s = place.creditor, 0.0
         if (KEPT, creditor) not in self._links:
             link = await self._dialler.dial(*creditor)
@@ -88,7 +89,7 @@ class PeerWays:
         return block_s
 
     def _timed(self, link: PeerLink, slot: LentSlot, record_bytes: int) -> float:
-        """The best of some, whatever is in the slot. Raises KvasirError."""
+        """Return the shortest of some fetches of the slot, in seconds. Raises KvasirError."""
         row = np.empty(record_bytes, dtype=np.uint8)
         header, best_s = msgspec.msgpack.encode(slot), float("inf")
         for _ in range(_PROFILES):
@@ -98,12 +99,12 @@ class PeerWays:
         return best_s
 
     def admit(self, places: Mapping[int, SlotPlace]) -> None:
-        """From now on; their creditors are reached."""
+        """Enter slots whose creditor is reached."""
         with self._lock:
             self._places.update(places)
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """These are lent no more; links to who lends nothing else are closed."""
+        """Forget slots that are no longer lent, and close links to creditors without any."""
         with self._lock:
             for number in numbers:
                 self._places.pop(number, None)
@@ -114,7 +115,7 @@ class PeerWays:
             link.close()
 
     def close(self) -> None:
-        """Ends all links: whoever waits for one is answered. Idempotent."""
+        """Close all links, which ends the waits on them. Idempotent."""
         with self._lock:
             self._is_closed = True
             self._places.clear()
@@ -125,11 +126,9 @@ class PeerWays:
     # --- on the threads that copy
 
     def read(self, place: int, row: RecordRow) -> bool:
-        """See `PeerMemory`."""
         return self._ask(KEPT, place, row)
 
     def write(self, place: int, row: RecordRow) -> bool:
-        """See `PeerMemory`."""
         return self._ask(KEEP, place, row)
 
     def _ask(self, kind: str, number: int, row: RecordRow) -> bool:
@@ -148,7 +147,7 @@ class PeerWays:
         return False
 
     def _ask_once(self, kind: str, place: SlotPlace, row: RecordRow, *, is_last: bool = False) -> bool:
-        """False: the link was there before, and is closed. Raises KvasirError."""
+        """Return False when an idle link turned out to be closed: a retry dials. Raises KvasirError."""
         key = (kind, place.creditor)
         link = self._links.get(key)
         is_new = link is None or link.closed
@@ -174,7 +173,7 @@ class PeerWays:
         return link
 
     def _enter(self, key: tuple[str, Start], link: PeerLink) -> None:
-        """Raises PeerLost at the end of this worker."""
+        """Keep a new link. Raises PeerLost while this worker shuts down."""
         with self._lock:
             is_closed, before = self._is_closed, self._links.pop(key, None)
             if not is_closed:
@@ -183,14 +182,14 @@ class PeerWays:
             before.close()
         if is_closed:
             link.close()
-            raise PeerLost("this worker is about to end")
+            raise PeerLost("this worker is shutting down")
 
     def _on_loop(self, dialling: Coroutine[Any, Any, PeerLink]) -> PeerLink:
         try:
             future = asyncio.run_coroutine_threadsafe(dialling, self._loop)
-        except RuntimeError:  # it has ended
+        except RuntimeError:  # The loop has ended.
             dialling.close()
-            raise PeerLost("this worker is about to end") from None
+            raise PeerLost("this worker is shutting down") from None
         try:
             return future.result(_DIAL_S)
         except (TimeoutError, concurrent.futures.CancelledError):
@@ -198,7 +197,7 @@ class PeerWays:
             raise DeadlineExceeded(f"no link within {_DIAL_S:g} s") from None
 
     def _fail(self, at: SlotPlace, grant_id: int | None) -> None:
-        """Nothing of that creditor, or that grant of it, is asked for again."""
+        """Give up a creditor, or one grant of it."""
         with self._lock:
             gone = [
                 number

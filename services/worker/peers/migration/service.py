@@ -1,7 +1,7 @@
-"""Blocks of this worker on the bus and the bulk plane: given to others, fetched for sequences that move here.
+"""Migration on the bus and the bulk plane: gives blocks to other workers, fetches blocks for this one.
 
-Nobody is dialled before he is needed: the way from a worker is measured by what is fetched over it, and
-forgotten when it was not used for long. A worker without a prefix cache neither gives nor takes.
+Links are dialled on demand and closed after a while without use. Their speed is measured by the fetches. A
+worker without a prefix cache neither gives nor takes.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ from shared.messages.moves import BlocksPulled, PullBlocks
 HANDLERS: tuple[Handler, ...] = (Endpoint(subjects.worker_pull, PullBlocks, "pull", concurrency=16),)
 _LOOK_S = 5.0
 _IDLE_S = 600.0
-"""A link that was not used for so long is closed."""
+"""A link unused for this long is closed."""
 
 
 class Transfers:
-    """A worker's blocks for others, and others' blocks for it."""
+    """Blocks of one worker for others, and of others for it."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Transfers:
         clock: Clock,
         reader: BorrowedReader | None = None,
     ) -> None:
-        """`reader` None: nothing is borrowed."""
+        """`reader` None: the worker borrows nothing."""
         self._bus = bus
         self._registry = registry
         self._occupancy = runner.occupancy
@@ -65,7 +65,7 @@ class Transfers:
         """Engine seconds, time and share at the last report."""
 
     async def serve(self) -> None:
-        """Until cancelled."""
+        """Give and fetch blocks, until cancelled."""
         for kind, receiver in self._source.receivers.items():
             self._registry.plane.desk.serve(kind, receiver)
         try:
@@ -78,11 +78,11 @@ class Transfers:
             self._target.close()
 
     async def pull(self, order: PullBlocks) -> BlocksPulled:
-        """Raises KvasirError when nothing could be fetched."""
+        """Fetch the blocks of an order. Raises KvasirError when none could be fetched."""
         return await self._target.pull(order)
 
     def section(self) -> dict[str, Any]:
-        """Of the heartbeat: what fetching from here and to here is like."""
+        """Return the fields of the heartbeat: link speeds, size of a block, share of time in the engine."""
         if not self._registry.plane.addresses:
             return {}
         return {
@@ -103,12 +103,12 @@ class Transfers:
         }
 
     def _rates(self) -> dict[str, float]:
-        """By worker that blocks were fetched from lately."""
+        """Return link speeds by worker that blocks were lately fetched from."""
         found = {name: self._target.bytes_per_s(name) for name in self._target.sources()}
         return {name: rate for name, rate in found.items() if rate is not None}
 
     def _busy_share(self) -> float:
-        """Of the time since the last report, smoothed."""
+        """Return the smoothed share of time that the engine was busy since the last report."""
         engine_s, at_s, share = self._busy
         now_s, now_engine_s = self._clock(), self._occupancy.engine_s
         if now_s > at_s:

@@ -1,7 +1,7 @@
-"""Where fetched blocks go: to the device, for a sequence that moves here, or to the host, as shadows.
+"""Destinations of fetched blocks: the device, for a sequence that moves here, or the host, for shadows.
 
-A shelf says what is there, gives room, has verified bytes written into it by the transfer engine, and takes
-what has arrived in under its names. Places that were given are the fetcher's until `take_in`.
+A shelf knows which blocks are present, gives places for new ones, writes verified bytes into them through the
+transfer engine, and stores them under their names. Places belong to the fetch until `take_in`.
 """
 
 import asyncio
@@ -17,43 +17,44 @@ from shared.blocks import BlockHash
 
 
 class Shelf(Protocol):
-    """One kind of place."""
+    """One kind of destination."""
 
     route: Route
     batch_blocks: int
-    """Fetched with one question."""
+    """Blocks fetched by one request."""
 
     async def known(self, names: Sequence[BlockHash]) -> int:
-        """How many of these need not be fetched, from the first on. Raises Overloaded."""
+        """Return how many leading names need not be fetched. Raises Overloaded."""
         ...
 
     async def make_room(self, blocks: int, before: Sequence[BlockHash]) -> list[int]:
-        """Up to so many places; `before` precedes what is to come. Raises Overloaded."""
+        """Return up to `blocks` places; `before` names the blocks that precede them. Raises Overloaded."""
         ...
 
     def write(
         self, rows: Sequence[RecordRow], places: Sequence[int], names: Sequence[BlockHash], within_s: float
     ) -> int:
-        """Verified bytes; how many were written. Not for the event loop. Raises KvasirError."""
+        """Write verified bytes; return how many blocks. Blocks its thread. Raises KvasirError."""
         ...
 
     def take_in(
         self, places: Sequence[int], names: Sequence[BlockHash], parent: BlockHash | None
     ) -> "Future[int]":
-        """The first `len(names)` have arrived and follow `parent`; the rest is given back. How many of
-        `names` are stored now, from the first on."""
+        """Store the first `len(names)` places, which follow `parent`, and give the others back.
+
+        Returns how many leading names are stored now."""
         ...
 
 
 class DeviceShelf:
-    """Blocks of the worker's own KV."""
+    """Device blocks, for a sequence that moves here."""
 
     route = Route.PULL
 
     def __init__(
         self, cache: CacheDoor, transfers: TransferEngine, records: Records, batch_blocks: int
     ) -> None:
-        """`records`: written by `transfers` alone."""
+        """`records`: only `transfers` writes them."""
         self._cache, self._transfers, self.records = cache, transfers, records
         self.batch_blocks = batch_blocks
 
@@ -80,11 +81,11 @@ class DeviceShelf:
 
 
 SHADOW_BATCH_BLOCKS = 32
-"""Few: whoever moves waits behind one such question, and so does the engine for a core."""
+"""Small: a move waits behind one such request, and it takes processor time from the engine."""
 
 
 class HostShelf:
-    """Slots of the host tier, as far as shadows may have them."""
+    """Host slots, within the limit for shadows."""
 
     route = Route.SHADOW
     batch_blocks = SHADOW_BATCH_BLOCKS

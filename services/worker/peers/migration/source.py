@@ -1,9 +1,9 @@
-"""The giving side: reads blocks that another worker names, and sends them with their checksums.
+"""The giving side of migration: sends blocks that another worker names, with their checksums.
 
-`kv.blocks` names blocks and takes them back, one buffer each, up to the first that is not there. Runs on the
-threads that serve links, beside the engine's steps: a named block is whole and never written again, and it is
-held while it is read. What this worker has borrowed it fetches from its creditor first, a few blocks at a
-time, between two steps. Nothing is taken from the sequence whose blocks they are.
+`kv.blocks` names blocks and returns them, one buffer each, up to the first missing one. It runs on the
+threads that serve links, beside the engine's steps: a named block is complete and immutable, and is held
+while it is read. Borrowed blocks are first fetched from their creditor, a few at a time, between two steps.
+The sequence keeps its blocks.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from shared.messages.base import decode
 
 BLOCKS = "kv.blocks"
 MOST_BLOCKS = 256
-"""Of one message."""
+"""Most blocks of one message."""
 
 
 class WantedBlocks(msgspec.Struct, frozen=True):
@@ -34,41 +34,41 @@ class WantedBlocks(msgspec.Struct, frozen=True):
     fingerprint: bytes
     names: tuple[BlockHash, ...]
     is_shadow: bool = False
-    """Nobody waits for them: they come when nothing else is copied, and no step is held up for them."""
+    """No request waits for them: they are copied last, and hold up no step."""
 
 
 class GivenBlocks(msgspec.Struct, frozen=True):
     """Header of the answer to `kv.blocks`."""
 
     checksums: tuple[int, ...]
-    """Of each block that comes along, over its bytes, name and fingerprint (`kv.tiers.checksums`)."""
+    """Of each block sent, over its bytes, name and fingerprint (`kv.tiers.checksums`)."""
     sums: int = 0
-    """Which function they are of: to whoever computes another one they say nothing."""
+    """Kind of checksum. A target that computes another kind cannot compare them."""
     waited_s: float = 0.0
-    """Until they were read: for a step to end, and for copies that go first. The link had nothing to do."""
+    """Time before the blocks were read, while the link was idle: steps and other copies went first."""
 
 
 def read_wanted(header: bytes) -> WantedBlocks:
-    """Raises InvalidMessage."""
+    """Decode a request. Raises InvalidMessage."""
     wanted = decode(header, WantedBlocks)
     if not 0 < len(wanted.names) <= MOST_BLOCKS or any(len(name) != HASH_BYTES for name in wanted.names):
-        raise InvalidMessage(f"1 to {MOST_BLOCKS} names of blocks, {HASH_BYTES} bytes each, are asked for")
+        raise InvalidMessage(f"a request names 1 to {MOST_BLOCKS} blocks, by {HASH_BYTES} bytes each")
     return wanted
 
 
 def read_given(header: bytes) -> GivenBlocks:
-    """Raises InvalidMessage."""
+    """Decode an answer. Raises InvalidMessage."""
     return decode(header, GivenBlocks)
 
 
 _MOST_BORROWED = 8
-"""Of one answer: the next step waits for them."""
+"""Most borrowed blocks of one answer: the next step waits for them."""
 _HOLD_S = 5.0
-"""The engine's thread finds the blocks within so long."""
+"""Deadline for the engine's thread to find the blocks."""
 
 
 class BlockSource:
-    """One worker's. `receivers` are for its bulk desk."""
+    """Gives blocks of one worker. `receivers` are for its bulk desk."""
 
     def __init__(
         self,
@@ -78,17 +78,17 @@ class BlockSource:
         fingerprint: bytes,
         sums: Checksums = CRC,
     ) -> None:
-        """`records`: read by `transfers` alone."""
+        """`records`: only `transfers` reads them."""
         self.cache = cache
         self.transfers = transfers
         self.sums = sums
         self.records = records
         self.shadow_records = records.twin()
-        """Their copies go by another thread."""
+        """For the thread that copies shadows."""
         self.fingerprint = fingerprint
         self.given_blocks = 0
         self.shadowed_blocks = 0
-        """Of these, those that nobody waited for."""
+        """Number of these given as shadows."""
         self.receivers: dict[str, Receiver] = {BLOCKS: _Blocks(self)}
 
 
@@ -99,7 +99,7 @@ class _Blocks:
     def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> "_Giving":
         wanted = read_wanted(header)
         if sizes_bytes:
-            raise InvalidMessage("who asks for blocks brings none")
+            raise InvalidMessage("a request for blocks carries no buffers")
         if wanted.fingerprint != self.source.fingerprint:
             raise ModelMismatch(f"{peer.worker_id} has KV of another model, layout or dtype")
         return _Giving(self.source, wanted)
@@ -107,14 +107,14 @@ class _Blocks:
 
 @dataclass(slots=True)
 class _Giving:
-    """One question."""
+    """One request under way."""
 
     source: BlockSource
     wanted: WantedBlocks
     buffers: Sequence[Buffer] = field(default=())
 
     def commit(self) -> Reply:
-        """Copied: what is sent is whole whatever becomes of the blocks meanwhile."""
+        """Reply with copies: the blocks may be evicted while they are sent."""
         asked_s = monotonic_s()
         own, began_s = self._read_own()
         away = self.wanted.names[len(own) :][:_MOST_BORROWED]
@@ -131,7 +131,7 @@ class _Giving:
         return Reply(msgspec.msgpack.encode(given), [bytes_of(row) for row in rows])
 
     def _read_own(self) -> tuple[npt.NDArray[np.uint8], float]:
-        """And when that began."""
+        """Return the device blocks that are here, and when their copy began."""
         blocks = self.source.cache.hold(self.wanted.names, _HOLD_S)
         try:
             return self._copied(blocks)
@@ -156,4 +156,4 @@ class _Giving:
         return (rows if is_read else rows[:0]), began_s
 
     def abandon(self) -> None:
-        """Nothing is held yet."""
+        """Nothing to release."""

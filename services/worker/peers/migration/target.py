@@ -1,9 +1,9 @@
-"""The taking side: fetches blocks by name into the prefix cache, a batch at a time, while the engine goes on.
+"""The taking side of migration: fetches blocks by name into the prefix cache, in batches, beside the engine.
 
-A batch is quarantined: allocated, filled by the link's thread, verified block by block, and only then named,
-so a fetch may end anywhere and leaves whole blocks or nothing. Where it stops the target computes the rest.
-One question at a time for each source. What nobody waits for (`PullBlocks.is_shadow`) goes to the host, a few
-blocks at a time and with pauses, between which others have their turn. Decides nothing about sequences.
+A batch is allocated, filled by the link's thread, and verified block by block. Only then is it published, so a
+fetch that stops anywhere leaves complete blocks or none, and the target computes the rest. Each source gets
+one request at a time. Shadows (`PullBlocks.is_shadow`) go to the host in small batches with pauses, so that
+other fetches can go in between. Decides nothing about sequences.
 """
 
 import asyncio
@@ -30,38 +30,37 @@ from shared.errors import DeadlineExceeded, InvalidMessage, KvasirError
 from shared.messages.moves import BlocksPulled, PullBlocks
 
 _FAILED_S = 60.0
-"""For so long nobody should count on a link over which nothing came."""
+"""Time for which the heartbeat reports a failed link as speed 0."""
 
 
 @dataclass(slots=True)
 class _Way:
-    """The link to one life of one worker, if there is one, and whose turn it is."""
+    """The link to one incarnation of a worker, if dialled, and whose turn it is."""
 
     incarnation: int
     lock: asyncio.Lock
     used_s: float
     link: PeerLink | None = None
     failed_s: float = float("-inf")
-    """When nothing could be fetched."""
+    """When the last move failed."""
     rests_until_s: float = float("-inf")
-    """Nothing that nobody waits for before: it has had its share of the time."""
+    """Shadows have used their share of the link until then."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Arrived:
-    """Verified blocks that follow `parent`, in scratch memory, and the places they are to go to: theirs until
-    they are stored, or given back."""
+    """Verified blocks that follow `parent`, in scratch memory, and the places reserved for them."""
 
     parent: BlockHash | None
     names: Sequence[BlockHash] = ()
     rows: Sequence[RecordRow] = ()
     places: Sequence[int] = ()
     link_s: float = 0.0
-    """In which they were read and sent."""
+    """Time in which they were read and sent."""
 
 
 class Target:
-    """One worker's. `fingerprint` names what must agree for KV to be exchanged."""
+    """Fetches blocks for one worker. `fingerprint` must be the same at both ends."""
 
     def __init__(
         self,
@@ -76,11 +75,11 @@ class Target:
         sums: Checksums = CRC,
         host: HostTier | None = None,
     ) -> None:
-        """`host` None: no shadows are kept here."""
+        """`host` None: this worker keeps no shadows."""
         self._sums = sums
         self._registry = registry
         self._records = records
-        """Written by `transfers` alone."""
+        """Only `transfers` writes them."""
         self._device = DeviceShelf(cache, transfers, records, config.batch_blocks)
         self._host = None if host is None else HostShelf(cache, transfers, host)
         self._fingerprint = fingerprint
@@ -91,12 +90,12 @@ class Target:
         self._ways: dict[str, _Way] = {}
         self.fetched_blocks = 0
         self.refused_blocks = 0
-        """That arrived and were not what they were called."""
+        """Number that arrived with a wrong checksum."""
         self.shadowed_blocks = 0
-        """Of the fetched ones, those that nobody waited for."""
+        """Number of fetched blocks that were shadows."""
 
     async def pull(self, order: PullBlocks) -> BlocksPulled:
-        """As far as it gets within the order's time. Raises KvasirError when nothing could be fetched."""
+        """Fetch as many blocks as the order's time allows. Raises KvasirError when none could be fetched."""
         names = chain(root(self._fingerprint, order.cache_salt), order.tokens, self._block_tokens)
         way = self._way(order.source, order.source_incarnation)
         try:
@@ -110,10 +109,10 @@ class Target:
             raise
         except TimeoutError:
             self._failed(order, way)
-            raise DeadlineExceeded(f"{order.source} did not give its blocks in time") from None
+            raise DeadlineExceeded(f"{order.source} did not send its blocks in time") from None
 
     def _failed(self, order: PullBlocks, way: _Way) -> None:
-        """Nobody should count on that link, unless the one that failed goes after all others anyway."""
+        """Mark the link as failed for moves. Shadows yield to all other copies, and may time out."""
         if not order.is_shadow:
             way.failed_s = self._clock()
 
@@ -129,7 +128,7 @@ class Target:
         return self._pulled(order, known, held, now_s - began_s)
 
     async def _shadow(self, order: PullBlocks, way: _Way, names: Sequence[BlockHash]) -> BlocksPulled:
-        """At most for its share of the time; a move over the same link goes in between."""
+        """Fetch shadows within their share of the link. Moves over the same link go in between."""
         shelf = self._host
         if shelf is None:
             return BlocksPulled(held_tokens=0)
@@ -143,7 +142,7 @@ class Target:
                 way.lock.release()
             share = self._config.shadow_link_share
             way.rests_until_s = self._clock() + arrived.link_s * (1.0 / share - 1.0)
-            count = await self._store(arrived, shelf)  # It may wait for the disk: without the link.
+            count = await self._store(arrived, shelf)  # May wait for the disk: the link is free meanwhile.
             busy_s, held = busy_s + arrived.link_s, held + count
             if not count:
                 break
@@ -152,7 +151,7 @@ class Target:
         return msgspec.structs.replace(answer, is_cut_short=not is_in_time)
 
     async def _has_turn(self, way: _Way, until_s: float) -> bool:
-        """Waits until shadows may have the link, which is theirs then. False: not before that time."""
+        """Take the link for shadows. False when they may not have it before `until_s`."""
         now_s = self._clock()
         rest_s = max(0.0, way.rests_until_s - now_s)
         if now_s + rest_s >= until_s:
@@ -166,7 +165,7 @@ class Target:
         return True
 
     def _pulled(self, order: PullBlocks, known: int, held: int, took_s: float) -> BlocksPulled:
-        """The answer. The link's speed is learned from it, but not from what came when nothing else did."""
+        """Return the answer, and record the speed of a move. Shadows say nothing about it."""
         size_bytes = (held - known) * self._records.record_bytes
         if not order.is_shadow:
             self._registry.rates.on_delivered(order.source, size_bytes, took_s)
@@ -178,11 +177,11 @@ class Target:
         )
 
     def sources(self) -> list[str]:
-        """Workers that blocks were fetched from, and not long ago."""
+        """Return the workers that blocks were lately fetched from."""
         return sorted(self._ways)
 
     def bytes_per_s(self, source: str) -> float | None:
-        """What fetching from there brings: 0 for a while after it failed; None: nobody knows yet."""
+        """Return the speed of fetches from a worker: 0 after a failure, None before any measurement."""
         way = self._ways.get(source)
         if way is not None and self._clock() - way.failed_s < _FAILED_S:
             return 0.0
@@ -191,7 +190,7 @@ class Target:
         return measured if measured is None or not limit else min(measured, limit)
 
     def forget_idle(self, idle_s: float) -> None:
-        """Ends the links that were not used for so long: their workers may be gone."""
+        """Close links that were unused for `idle_s`."""
         now_s = self._clock()
         for source, way in list(self._ways.items()):
             if now_s - way.used_s > idle_s and not way.lock.locked():
@@ -199,13 +198,13 @@ class Target:
                 self.forget(source)
 
     def forget(self, source: str) -> None:
-        """That worker is gone or another now."""
+        """Close the link to a worker that left or restarted."""
         way = self._ways.pop(source, None)
         if way is not None and way.link is not None:
             way.link.close()
 
     def close(self) -> None:
-        """Ends all links."""
+        """Close all links."""
         for source in list(self._ways):
             self.forget(source)
 
@@ -227,7 +226,7 @@ class Target:
     async def _fetch(
         self, source: str, way: _Way, names: Sequence[BlockHash], held: int, shelf: Shelf
     ) -> _Arrived:
-        """The next of `names`, after the first `held`: for `_store`. KvasirError when the link fails."""
+        """Fetch the next batch of `names` after the first `held`. Raises KvasirError when the link fails."""
         link = await self._linked(source, way)
         parent = names[held - 1] if held else None
         batch = names[held : held + shelf.batch_blocks]
@@ -241,14 +240,14 @@ class Target:
             rows, link_s = await asyncio.shield(receiving)
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):
-                link.close()  # It is in the middle of an answer.
+                link.close()  # An answer is half read.
                 receiving.add_done_callback(_forget)
             shelf.take_in(places, (), parent)
             raise
         return _Arrived(parent, batch[: len(rows)], rows, places, link_s)
 
     async def _store(self, arrived: _Arrived, shelf: Shelf) -> int:
-        """How many of these blocks are there now. Raises KvasirError when they cannot be written."""
+        """Store what arrived; return how many blocks. Raises KvasirError when they cannot be written."""
         parent, names, rows, places = arrived.parent, arrived.names, arrived.rows, arrived.places
         if not places:
             return 0
@@ -272,8 +271,9 @@ class Target:
     def _receive(
         self, link: PeerLink, names: Sequence[BlockHash], *, is_shadow: bool
     ) -> tuple[list[RecordRow], float]:
-        """On a thread of its own: into scratch memory, the first of them that are verified, and how long the
-        link had to do with them."""
+        """Receive blocks into scratch memory, on a thread of its own.
+
+        Returns the leading ones that are verified, and how long the link was busy."""
         rows = np.empty((len(names), self._records.record_bytes), dtype=np.uint8)
         wanted = WantedBlocks(self._fingerprint, tuple(names), is_shadow=is_shadow)
         into = [bytes_of(row) for row in rows]
@@ -285,7 +285,10 @@ class Target:
             raise InvalidMessage("blocks came without their checksums")
         self._throttle.wait(answer.buffers * self._records.record_bytes)
         link_s = max(0.0, self._clock() - asked_s - max(0.0, given.waited_s))
-        good, is_comparable = 0, given.sums == self._sums.kind  # Where it is not, the link has verified them.
+        good, is_comparable = (
+            0,
+            given.sums == self._sums.kind,
+        )  # Else the link's own digest has verified them.
         for row, name, expected in zip(rows[: answer.buffers], names, given.checksums, strict=False):
             if is_comparable and self._sums.of(row, name, self._fingerprint) != expected:
                 self.refused_blocks += answer.buffers - good

@@ -1,27 +1,26 @@
-"""What a bulk transport is: framed messages with raw buffers between two workers, request and reply.
+"""A bulk transport's interface: framed messages with raw buffers between two workers, request and reply.
 
-The asking side dials a *link* and has it to itself: a link belongs to one thread at a time, blocks that
-thread, and every call on it has a deadline. On an engine's thread call it directly; from asyncio use
-`await asyncio.to_thread(link.ask, …)`. Who needs small quick questions and large transfers to one peer dials
-two links. The answering side serves each link on a thread of its own and calls the *receiver* registered for
-the kind of message there; a receiver computes on that thread, so it must be safe to be called from several.
+The asking side dials a *link*. A link belongs to one thread at a time and blocks it; every call has a
+deadline. From asyncio, use `await asyncio.to_thread(link.ask, …)`. For small quick requests beside large
+transfers, dial two links. The answering side serves each link on a thread of its own, and calls the
+*receiver* registered for the kind of message there. Several threads may call a receiver at once.
 
     call = link.begin("attention", header, [bytes_of(q)], into=[bytes_of(o), bytes_of(lse)], deadline_s=0.05)
     ...                                   # own work, while the peer computes
     answer = call.finish()                # o and lse are filled
 
-Rules, the same for every transport (`tests/services/worker/peers/transport/test_base.py`):
+Rules for every transport (`tests/services/worker/peers/transport/test_base.py`):
 
-- Dialling takes a ticket: a secret that the answering worker issued for this peer, valid once and briefly.
-- A receiver is asked first where the buffers belong (`admit`), is told that length and checksum agree
-  (`commit`), or that they never will (`abandon`); nothing writes into its buffers after either of the two.
-- Who gives up (deadline, error) aborts the link; a link that failed is closed and never used again. What was
-  under way is abandoned at the other side: a peer that was only stopped and wakes up commits nothing.
-- `into` and admitted buffers may be partly overwritten when a transfer fails. They are quarantine: use
-  what is in them only after `finish` returned or `commit` was called.
-- A transport allocates nothing in proportion to what a peer announces; sizes are checked before.
+- Dialling takes a ticket: a secret that the answering worker issued to this peer, valid once and briefly.
+- A receiver first says where the buffers go (`admit`). Then it learns that they arrived intact (`commit`) or
+  never will (`abandon`); nothing writes into its buffers after either call.
+- A side that gives up, on a deadline or an error, aborts the link, and a failed link is never used again. The
+  other side abandons what was under way, so a peer that was stopped and resumes commits nothing.
+- A failed transfer may leave parts of `into` and of admitted buffers overwritten. Use their content only after
+  `finish` returned or `commit` was called.
+- Sizes are checked first: a peer's announcement alone allocates nothing.
 
-Knows neither blocks nor requests, nor what is in a header.
+Knows neither blocks nor requests, nor the content of a header.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,112 +36,111 @@ if TYPE_CHECKING:
     from services.worker.peers.transport.pipe import Pipe
 
 Buffer = memoryview
-"""Contiguous bytes, one-dimensional, format `B`; writable where something is received into it.
-`services.worker.peers.transport.base.bytes_of` makes one of a tensor or array, without copying."""
+"""One-dimensional contiguous bytes, format `B`; writable where data is received into it.
+`bytes_of` makes one of a tensor or array without a copy."""
 
 INLINE_BYTES = 64 << 10
-"""Payloads up to this size travel with their envelope, whatever the transport. Only such may be begun while
-other calls of the link are outstanding (their `into` may be larger): a larger one could wait for a peer that
-waits for us."""
+"""Payloads up to this size travel with their envelope, on every transport. While calls of a link are
+outstanding, only such payloads may be sent: with a larger one, both ends could wait for each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransportLimits:
-    """Of one end. What exceeds them is refused before a byte of it is received."""
+    """Limits of one end. A message above them is refused before its payload is received."""
 
     header_bytes: int = 1 << 20
     buffers: int = 1 << 16
     message_bytes: int = 1 << 30
     links: int = 64
-    """That may be open to one listener."""
+    """Links open to one listener."""
     outstanding: int = 64
-    """Calls begun on one link and not finished."""
+    """Unfinished calls of one link."""
     idle_s: float = 600.0
-    """A link on which nobody asks for longer is closed."""
+    """A link without a request for this long is closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who is at the other end of a link."""
+    """The worker at the other end of a link."""
 
     worker_id: str
     incarnation: int
-    """The larger one is the one that lives."""
+    """The larger number is the current one."""
 
 
 class Sequel(Protocol):
-    """What goes over a link after a reply, before the next message, in a form of its own."""
+    """An exchange in a form of its own, after a reply and before the next message."""
 
     def run(self, pipe: "Pipe") -> None:
-        """The reply was sent. On the link's thread, which waits for no longer than the two ends have agreed.
-        Raises KvasirError: the link ends then."""
+        """Run on the link's thread after the reply was sent, with deadlines that both ends know.
+
+        Raises KvasirError to end the link."""
         ...
 
     def abandon(self) -> None:
-        """It was not, and the link ends. Must not raise."""
+        """Called instead of `run` when the reply could not be sent. Must not raise."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Of a receiver. `header` is the receiver's own, MessagePack by convention."""
+    """A receiver's reply. `header` is the receiver's own format, MessagePack by convention."""
 
     header: bytes = b""
     buffers: Sequence[Buffer] = ()
     done: Callable[[], None] = field(default=lambda: None)
-    """Called once, when `buffers` are no longer read: they were handed over, or never will be."""
+    """Called once, when the transport no longer reads `buffers`."""
     sequel: Sequel | None = None
-    """One of both methods is called, once."""
+    """Exactly one of its methods is called, once."""
 
 
 class Reception(Protocol):
-    """One incoming message that a receiver admitted."""
+    """An incoming message that a receiver admitted."""
 
     @property
     def buffers(self) -> Sequence[Buffer]:
-        """Quarantined memory, of exactly the announced sizes, in their order."""
+        """Memory for the payload, with exactly the announced sizes, in their order."""
         ...
 
     def commit(self) -> Reply:
-        """Everything arrived intact and the peer still waits. A KvasirError goes to the peer as it is."""
+        """Process a payload that arrived intact. A KvasirError is sent to the peer."""
         ...
 
     def abandon(self) -> None:
-        """It did not, or nobody waits; nothing writes into the buffers any more. Must not raise."""
+        """Release the buffers: the payload never arrives, or the peer gave up. Must not raise."""
         ...
 
 
 class Receiver(Protocol):
-    """Whoever takes messages of one kind, at the answering end of a link."""
+    """Takes messages of one kind at the answering end of a link."""
 
     def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> Reception:
-        """Where the buffers belong. Raises KvasirError to refuse: it goes to the peer, nothing is stored."""
+        """Return memory for the buffers. Raises KvasirError to refuse: the peer gets it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PeerReply:
-    """A peer's answer to a question."""
+    """A peer's reply, seen from the asking side."""
 
     header: bytes
     buffers: int
-    """How many of `into` were filled, from the first."""
+    """How many leading buffers of `into` were filled."""
 
 
 class Call(Protocol):
-    """A question that was sent, and whose answer has not been read."""
+    """A request that was sent, and whose reply was not read yet."""
 
     def finish(self) -> PeerReply:
-        """Waits for the answer, until the deadline given to `begin`. Calls of one link are finished in the
-        order they were begun, each once.
+        """Wait for the reply, until the deadline given to `begin`. Calls finish in the order they began.
 
-        Raises DeadlineExceeded; PeerLost; InvalidMessage when what arrived was corrupted or did not fit
-        `into` (in these three cases the link is closed); or the KvasirError of the peer's receiver."""
+        Raises DeadlineExceeded, PeerLost, or InvalidMessage for a reply that was corrupted or did not fit
+        `into`: these close the link. Raises the KvasirError of the peer's receiver."""
         ...
 
 
 class PeerLink(Protocol):
-    """To one peer, by one transport. One thread at a time."""
+    """A connection to one peer by one transport. For one thread at a time."""
 
     @property
     def peer(self) -> Peer: ...
@@ -152,7 +150,7 @@ class PeerLink(Protocol):
 
     @property
     def closed(self) -> bool:
-        """By us, by an error, or by the peer as far as is known: no call succeeds any more."""
+        """Whether either end or an error closed the link, as far as is known here."""
         ...
 
     def begin(
@@ -164,11 +162,11 @@ class PeerLink(Protocol):
         into: Sequence[Buffer] = (),
         deadline_s: float,
     ) -> Call:
-        """Sends; `buffers` may be reused when it returns, `into` belongs to the call until it is finished.
+        """Send a request. `buffers` may be reused on return; `into` belongs to the call until it finishes.
 
-        The answer has at most as many buffers as `into`, each exactly as large as the one it goes to.
-        Raises DeadlineExceeded and PeerLost (the link is closed), MessageTooLarge and Overloaded
-        (nothing was sent; see `TransportLimits`, `INLINE_BYTES`)."""
+        The reply has at most as many buffers as `into`, each of exactly its target's size. Raises
+        DeadlineExceeded and PeerLost, which close the link, or MessageTooLarge and Overloaded, when
+        nothing was sent (see `TransportLimits`, `INLINE_BYTES`)."""
         ...
 
     def ask(
@@ -185,16 +183,16 @@ class PeerLink(Protocol):
 
     @property
     def raw(self) -> "Pipe":
-        """For what follows a reply. Whatever goes wrong there ends the link: close it."""
+        """The socket, for the exchange after a reply (`Sequel`). Close the link when that fails."""
         ...
 
     def close(self) -> None:
-        """Aborts what is under way; idempotent, and the one method that other threads may call."""
+        """Abort what is under way. Idempotent; the only method for other threads."""
         ...
 
 
 def bytes_of(memory: "torch.Tensor | npt.NDArray[Any] | bytearray | bytes | memoryview") -> Buffer:
-    """Its bytes, in place. Raises ValueError when it is not contiguous or not in the CPU's memory."""
+    """Return the bytes in place. Raises ValueError when they are not contiguous or not in CPU memory."""
     if isinstance(memory, np.ndarray):
         if not memory.flags.c_contiguous:
             raise ValueError("a contiguous array is needed")
@@ -214,5 +212,5 @@ def _bytes_of_tensor(tensor: "torch.Tensor") -> Buffer:
 
 
 def sizes_of(buffers: Sequence[Buffer]) -> list[int]:
-    """Bytes of each."""
+    """Return the size of each buffer in bytes."""
     return [buffer.nbytes for buffer in buffers]

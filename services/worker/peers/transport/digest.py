@@ -1,11 +1,10 @@
-"""What a message's payload is verified by: sums over its rows and columns, or CRC-32 of what is short.
+"""The digest that verifies a payload: weighted sums over its rows and columns, or CRC-32 for short payloads.
 
-A plain CRC-32 (4 GB/s on one core) would halve a transport's speed; this runs at the memory's, in C++, or in
-numpy where there is no library: the two ends may differ in that. A slice of up to 512 KiB is a table of 1,024
-words a row; the sums of rows and of columns, each with a weight of its own (odd, so that a single wrong word
-always shows), change with whatever is flipped, zeroed, repeated or out of order, unless errors cancel out in
-their rows and in their columns alike. It guards against faults, not against forgers: a link's ticket does
-that.
+CRC-32 (4 GB/s on one core) would halve a transport's speed. These sums run at memory speed, in C++, or in
+numpy where there is no library; the two ends may differ in that. A slice of up to 512 KiB is a table with
+1,024 words a row. Each row and each column has an odd weight, so any single wrong word changes both sums, and
+so do words that are swapped, repeated or zeroed, unless errors cancel out in rows and columns alike. The
+digest finds faults, not forgeries: a link's ticket prevents those.
 """
 
 import ctypes
@@ -23,10 +22,10 @@ from shared.errors import ConfigError
 _Words = npt.NDArray[np.uint64]
 
 SLICE_BYTES = 1 << 19
-"""Buffers are sent, received and verified in pieces of this size: while they are in a core's cache."""
+"""Buffers are sent, received and verified in slices that fit a core's cache."""
 _MOST_VIEWS = 256
 _ROW_WORDS = 1024
-"""About as many columns as rows take longer: numpy adds a row at a time."""
+"""Many more columns than rows: numpy adds a row at a time."""
 _ROW_BYTES = 8 * _ROW_WORDS
 _CRC_BELOW_BYTES = 4 * _ROW_BYTES
 _MASK = (1 << 64) - 1
@@ -34,7 +33,7 @@ _FOLD = 0x9E3779B97F4A7C15
 
 
 def _weights(count: int, seed: int) -> "np.ndarray[tuple[int], np.dtype[np.uint64]]":
-    """Odd 64-bit numbers (SplitMix64)."""
+    """Return odd 64-bit numbers (SplitMix64)."""
     found = []
     for step in range(1, count + 1):
         mixed = (seed + step * _FOLD) & _MASK
@@ -49,7 +48,7 @@ _COLUMN_WEIGHTS = _weights(_ROW_WORDS, 2)
 
 
 def slices(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:
-    """The buffers in order, in groups of at most 512 KiB; sender and receiver cut alike."""
+    """Yield the buffers in order, in groups of at most 512 KiB. Both ends cut alike."""
     group: list[Buffer] = []
     room_bytes = SLICE_BYTES
     for buffer in buffers:
@@ -67,7 +66,7 @@ def slices(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:
 
 
 def sizes_as_slices(sizes_bytes: Iterable[int], scratch: Buffer) -> Iterator[list[Buffer]]:
-    """Like `slices` of buffers of these sizes, all of them the same 512 KiB of scratch memory."""
+    """Yield like `slices` for buffers of these sizes, but with views of `scratch` only."""
     room_bytes = SLICE_BYTES
     views: list[Buffer] = []
     for size_bytes in sizes_bytes:
@@ -85,12 +84,12 @@ def sizes_as_slices(sizes_bytes: Iterable[int], scratch: Buffer) -> Iterator[lis
 
 
 class PayloadDigest:
-    """Of a message, fed with its slices in order."""
+    """Digest of a message, fed with its slices in order."""
 
     def __init__(self) -> None:
         self.value = 0
-        """128 bits: what the rows say in the lower half, the columns in the upper. Either half shows any
-        single wrong word by itself; added up they could cancel out."""
+        """128 bits: sums of rows in the lower half, of columns in the upper. Either half shows any single
+        wrong word."""
 
     def update(self, group: Sequence[Buffer]) -> None:
         rows, columns = self.value & _MASK, self.value >> 64
@@ -102,7 +101,7 @@ class PayloadDigest:
 
 
 def digest(buffers: Iterable[Buffer]) -> int:
-    """Of a whole payload at once."""
+    """Return the digest of a whole payload."""
     made = PayloadDigest()
     for group in slices(buffers):
         made.update(group)
@@ -120,7 +119,7 @@ def _of(view: Buffer) -> tuple[int, int]:
 
 
 def sums_in_numpy(words: _Words, rows: int) -> tuple[int, int]:
-    """Of the rows, and of the columns."""
+    """Return the sum of the rows, and of the columns."""
     table = words.reshape(rows, _ROW_WORDS)
     by_row = int(np.add.reduce(table, axis=1).dot(_ROW_WEIGHTS[:rows]))
     return by_row, int(np.add.reduce(table, axis=0).dot(_COLUMN_WEIGHTS))

@@ -112,7 +112,6 @@ class SocketCall:
         self.until_s = until_s
 
     def finish(self) -> PeerReply:
-        """See `base.Call`."""
         return self.link.finish(self)
 
 
@@ -143,7 +142,6 @@ class SocketLink:
         into: Sequence[Buffer] = (),
         deadline_s: float,
     ) -> SocketCall:
-        """See `base.PeerLink`."""
         sizes = tuple(sizes_of(buffers))
         wire.check_size(len(header), sizes, self._limits)
         self._check_pipelining(sum(sizes))
@@ -169,7 +167,6 @@ class SocketLink:
         into: Sequence[Buffer] = (),
         deadline_s: float,
     ) -> PeerReply:
-        """See `base.PeerLink`."""
         return self.finish(self.begin(kind, header, buffers, into=into, deadline_s=deadline_s))
 
     def finish(self, call: SocketCall) -> PeerReply:
@@ -196,11 +193,9 @@ class SocketLink:
 
     @property
     def raw(self) -> Pipe:
-        """See `base.PeerLink`."""
         return self._pipe
 
     def close(self) -> None:
-        """See `base.PeerLink`."""
         self._pipe.close()
         self._carriage.close()
 

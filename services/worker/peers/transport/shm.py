@@ -51,7 +51,6 @@ class Rings:
         """Nothing to agree on: the descriptors came with the first byte."""
 
     def send(self, pipe: Pipe, buffers: Sequence[Buffer], until_s: float) -> None:
-        """See `link.Carriage`."""
         made = PayloadDigest()
         sent = 0
         for group in slices(buffers):
@@ -69,7 +68,6 @@ class Rings:
         self._credits.take(min(sent, _SLOTS), until_s)
 
     def receive(self, pipe: Pipe, groups: Iterable[list[Buffer]], until_s: float) -> bool:
-        """See `link.Carriage`."""
         made = PayloadDigest()
         for number, group in enumerate(groups):
             pipe.take(1, until_s)
@@ -93,7 +91,6 @@ class ShmTransport:
     name: ClassVar[str] = "shm"
 
     def listen(self, desk: WorkerDesk) -> SocketListener:
-        """See `BulkTransport`."""
         name = f"kvasir-bulk-{secrets.token_hex(8)}"
         sock = socket.socket(socket.AF_UNIX)
         sock.bind(f"\0{name}")
@@ -101,7 +98,6 @@ class ShmTransport:
         return SocketListener(sock, f"@{name}", self.name, desk, _accepted)
 
     def dial(self, address: str, own: Peer, peer: Peer, ticket: bytes, *, deadline_s: float) -> SocketLink:
-        """See `BulkTransport`."""
         if not address.startswith("@"):
             raise InvalidRequest(f"{address!r} is no name of a shared-memory listener")
         until_s = monotonic_s() + deadline_s

@@ -49,7 +49,6 @@ class TcpTransport:
         return SocketListener(sock, f"{host}:{sock.getsockname()[1]}", self.name, desk, self._wrap)
 
     def dial(self, address: str, own: Peer, peer: Peer, ticket: bytes, *, deadline_s: float) -> SocketLink:
-        """See `BulkTransport`."""
         until_s = monotonic_s() + deadline_s
         try:
             sock = socket.create_connection(split_address(address), timeout=deadline_s)

@@ -97,7 +97,6 @@ class UcxCarriage:
                 self._tell_address(pipe, self._hear_address(pipe, until_s), until_s)
 
     def send(self, pipe: Pipe, buffers: Sequence[Buffer], until_s: float) -> None:
-        """See `link.Carriage`."""
         with self._lock, _typed_errors():
             made = PayloadDigest()
             under_way: deque[list[Any]] = deque()
@@ -111,7 +110,6 @@ class UcxCarriage:
             pipe.send([made.value.to_bytes(wire.DIGEST_BYTES, "little")], until_s)
 
     def receive(self, pipe: Pipe, groups: Iterable[list[Buffer]], until_s: float) -> bool:
-        """See `link.Carriage`."""
         with self._lock, _typed_errors():
             made = PayloadDigest()
             under_way: deque[tuple[list[Any], list[Buffer]]] = deque()
