@@ -1,7 +1,7 @@
 """The taking side of migration: fetches blocks by name into the prefix cache, in batches, beside the engine.
 
-A batch is allocated, filled by the link's thread, and verified block by block. Only then is it published, so a
-fetch that stops anywhere leaves complete blocks or none, and the target computes the rest. Each source gets
+A batch is allocated, filled by the link's thread, and verified block by block. Only then is it published, so
+a fetch that stops anywhere leaves complete blocks or none, and the target computes the rest. Each source gets
 one request at a time. Shadows (`PullBlocks.is_shadow`) go to the host in small batches with pauses, so that
 other fetches can go in between. Decides nothing about sequences.
 """
@@ -288,7 +288,7 @@ class Target:
         good, is_comparable = (
             0,
             given.sums == self._sums.kind,
-        )  # Else the link's own digest has verified them.
+        )  # Else the link has verified them.
         for row, name, expected in zip(rows[: answer.buffers], names, given.checksums, strict=False):
             if is_comparable and self._sums.of(row, name, self._fingerprint) != expected:
                 self.refused_blocks += answer.buffers - good

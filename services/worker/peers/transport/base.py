@@ -16,8 +16,8 @@ Rules for every transport (`tests/services/worker/peers/transport/test_base.py`)
   never will (`abandon`); nothing writes into its buffers after either call.
 - A side that gives up, on a deadline or an error, aborts the link, and a failed link is never used again. The
   other side abandons what was under way, so a peer that was stopped and resumes commits nothing.
-- A failed transfer may leave parts of `into` and of admitted buffers overwritten. Use their content only after
-  `finish` returned or `commit` was called.
+- A failed transfer may leave parts of `into` and of admitted buffers overwritten. Use their content only
+  after `finish` returned or `commit` was called.
 - Sizes are checked first: a peer's announcement alone allocates nothing.
 
 Knows neither blocks nor requests, nor the content of a header.

@@ -1,4 +1,4 @@
-"""The asking side of a link over a stream socket; the payload's way is the transport's (`Carriage`)."""
+"""The asking side of a link over a stream socket. A transport's `Carriage` moves large payloads."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -20,30 +20,30 @@ from shared.errors import InvalidMessage, MessageTooLarge, Overloaded, StaleEpoc
 
 
 class Carriage(Protocol):
-    """How large payloads get from one end of a pipe to the other."""
+    """Moves large payloads from one end of a pipe to the other."""
 
     def open(self, pipe: Pipe, *, is_dialler: bool, until_s: float) -> None:
-        """Once, after the greeting, at both ends. Raises DeadlineExceeded, PeerLost and InvalidMessage."""
+        """Set up, once after the greeting. Raises DeadlineExceeded, PeerLost and InvalidMessage."""
         ...
 
     def send(self, pipe: Pipe, buffers: Sequence[Buffer], until_s: float) -> None:
-        """Payload and digest. Raises DeadlineExceeded and PeerLost."""
+        """Send payload and digest. Raises DeadlineExceeded and PeerLost."""
         ...
 
     def receive(self, pipe: Pipe, groups: Iterable[list[Buffer]], until_s: float) -> bool:
-        """Into slices of the announced sizes; true when the digest agrees. Raises as `send`."""
+        """Fill slices of the announced sizes; return whether the digest agrees. Raises as `send`."""
         ...
 
     def close(self) -> None:
-        """Idempotent."""
+        """Release everything. Idempotent."""
         ...
 
 
 class InStream:
-    """The payload follows its envelope on the socket; each slice is verified while it is in the cache."""
+    """Carriage by the socket itself. Each slice is verified while it is in the cache."""
 
     def open(self, pipe: Pipe, *, is_dialler: bool, until_s: float) -> None:
-        """Nothing to agree on."""
+        """Nothing to set up."""
 
     def send(self, pipe: Pipe, buffers: Sequence[Buffer], until_s: float) -> None:
         made = PayloadDigest()
@@ -60,7 +60,7 @@ class InStream:
         return int.from_bytes(pipe.take(wire.DIGEST_BYTES, until_s), "little") == made.value
 
     def close(self) -> None:
-        """Nothing to release: the pipe is not ours."""
+        """Nothing to release: the link owns the pipe."""
 
 
 IN_STREAM = InStream()
@@ -69,7 +69,7 @@ IN_STREAM = InStream()
 def send_message(
     pipe: Pipe, carriage: Carriage, envelope: wire.Envelope, buffers: Sequence[Buffer], until_s: float
 ) -> None:
-    """Envelope and payload; small ones in one system call. Raises DeadlineExceeded and PeerLost."""
+    """Send envelope and payload, small ones in one system call. Raises DeadlineExceeded and PeerLost."""
     head = wire.packed(envelope)
     payload_bytes = sum(envelope.sizes_bytes)
     if not payload_bytes:
@@ -85,7 +85,7 @@ def send_message(
 
 
 def receive_envelope(pipe: Pipe, limits: TransportLimits, until_s: float) -> wire.Envelope:
-    """Raises DeadlineExceeded, PeerLost, InvalidMessage and MessageTooLarge."""
+    """Read an envelope. Raises DeadlineExceeded, PeerLost, InvalidMessage and MessageTooLarge."""
     length, crc = wire.envelope_bytes(pipe.take(wire.PREFIX.size, until_s), limits)
     return wire.unpacked(pipe.take(length, until_s), crc, limits)
 
@@ -93,7 +93,7 @@ def receive_envelope(pipe: Pipe, limits: TransportLimits, until_s: float) -> wir
 def receive_payload(
     pipe: Pipe, carriage: Carriage, payload_bytes: int, groups: Iterable[list[Buffer]], until_s: float
 ) -> bool:
-    """True when the digest agrees. Raises DeadlineExceeded and PeerLost."""
+    """Read a payload; return whether its digest agrees. Raises DeadlineExceeded and PeerLost."""
     if not payload_bytes:
         return True
     way = carriage if payload_bytes > INLINE_BYTES else IN_STREAM
@@ -170,21 +170,21 @@ class SocketLink:
         return self.finish(self.begin(kind, header, buffers, into=into, deadline_s=deadline_s))
 
     def finish(self, call: SocketCall) -> PeerReply:
-        """See `base.Call`. Raises InvalidMessage (link closed), too, for a call out of turn."""
+        """See `base.Call`. A call out of turn raises InvalidMessage and closes the link."""
         if not self._outstanding or self._outstanding[0] is not call:
             self.close()
-            raise InvalidMessage("calls of a link are finished in the order they were begun, each once")
+            raise InvalidMessage("calls of a link finish in the order they began, each once")
         self._outstanding.popleft()
         try:
             envelope = receive_envelope(self._pipe, self._limits, call.until_s)
             if envelope.type == wire.FAILURE:
                 raise wire.error_from(envelope.header)
             if envelope.call != call.number:
-                raise InvalidMessage(f"the answer to call {envelope.call} instead of {call.number}")
+                raise InvalidMessage(f"a reply to call {envelope.call} instead of {call.number}")
             if envelope.type == wire.REPLY:
                 return self._receive(envelope, call)
             if envelope.type != wire.REFUSAL:
-                raise InvalidMessage(f"a message of type {envelope.type} instead of an answer")
+                raise InvalidMessage(f"a message of type {envelope.type} instead of a reply")
             error = wire.error_from(envelope.header)
         except BaseException:
             self.close()
@@ -203,19 +203,19 @@ class SocketLink:
         sizes = envelope.sizes_bytes
         targets = call.into[: len(sizes)]
         if list(sizes) != sizes_of(targets):
-            raise InvalidMessage("the answer's buffers are not those that were asked for")
+            raise InvalidMessage("the reply's buffers do not fit the requested ones")
         groups = slices(targets)
         if not receive_payload(self._pipe, self._carriage, sum(sizes), groups, call.until_s):
-            raise InvalidMessage("the answer was corrupted on its way")
+            raise InvalidMessage("the reply was corrupted in transit")
         return PeerReply(envelope.header, len(sizes))
 
     def _check_pipelining(self, payload_bytes: int) -> None:
         if not self._outstanding:
             return
         if payload_bytes > INLINE_BYTES:
-            raise MessageTooLarge("a large message has to wait until earlier calls of the link are finished")
+            raise MessageTooLarge("a large message must wait until earlier calls of the link have finished")
         if len(self._outstanding) >= self._limits.outstanding:
-            raise Overloaded(f"{len(self._outstanding)} calls of this link are not finished")
+            raise Overloaded(f"{len(self._outstanding)} calls of this link have not finished")
 
 
 def greet(
@@ -227,7 +227,7 @@ def greet(
     until_s: float,
     limits: TransportLimits | None = None,
 ) -> SocketLink:
-    """The link of `names` (we, they). Closes the pipe when it fails. Raises as `BulkTransport.dial`."""
+    """Return the link between `names` (this worker, its peer), or raise as `BulkTransport.dial`."""
     own, peer = names
     limits = limits or TransportLimits()
     try:
@@ -247,7 +247,7 @@ def greet(
         if envelope.type != wire.WELCOME:
             raise wire.error_from(envelope.header)
         if envelope.header != wire.welcome_proof(ticket, opening.header):
-            raise StaleEpoch(f"who answers is not worker {peer.worker_id}: it does not know the ticket")
+            raise StaleEpoch(f"not worker {peer.worker_id}: the answering process does not know the ticket")
         carriage.open(pipe, is_dialler=True, until_s=until_s)
     except BaseException:
         pipe.close()

@@ -1,7 +1,7 @@
-"""A stream socket whose every operation has a deadline, and which is aborted rather than closed.
+"""A stream socket with a deadline for every operation. Closing aborts it.
 
-It never blocks in the kernel but in `poll`. One thread owns it; `close` alone may come from another. Reads
-ahead a little, so that a small message costs one system call.
+It blocks in `poll` only. One thread owns it; other threads may call `close` alone. It reads ahead a little,
+so that a small message costs one system call.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 class Pipe:
-    """Takes the socket over."""
+    """A socket, which the pipe takes over."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -45,7 +45,7 @@ class Pipe:
         return self._closed
 
     def send(self, views: Sequence["Buffer | bytes"], until_s: float) -> None:
-        """All of them. Raises DeadlineExceeded and PeerLost."""
+        """Send all views. Raises DeadlineExceeded and PeerLost."""
         with self._lock:
             left = [memoryview(view) for view in views]
             while left:
@@ -60,7 +60,7 @@ class Pipe:
                     left = _advance(left, sent)
 
     def take(self, count: int, until_s: float) -> memoryview:
-        """The next `count` bytes; they stay valid until the next call. Raises DeadlineExceeded, PeerLost."""
+        """Return the next `count` bytes, valid until the next call. Raises DeadlineExceeded and PeerLost."""
         with self._lock:
             if self._end - self._start < count:
                 if count > _AHEAD_BYTES:
@@ -72,41 +72,43 @@ class Pipe:
             return self._ahead[self._start - count : self._start]
 
     def fill(self, views: Sequence[Buffer], until_s: float) -> None:
-        """The next bytes, into all of these. Raises DeadlineExceeded and PeerLost."""
+        """Fill all views with the next bytes. Raises DeadlineExceeded and PeerLost."""
         with self._lock:
             self._fill(list(views), until_s)
 
     def wait(self, until_s: float) -> None:
-        """Until there is something to take. Raises DeadlineExceeded and PeerLost."""
+        """Wait until there is something to read. Raises DeadlineExceeded and PeerLost."""
         with self._lock:
             if self._end == self._start:
                 self._await(self._readable, until_s)
 
     def lend(self, use: Callable[[int, memoryview], int]) -> None:
-        """`use` gets the descriptor to itself, and what was read ahead of it; it returns how much of that it
-        has used up. `close` from elsewhere shuts the socket down, so that `use` notices. Raises PeerLost."""
+        """Lend the non-blocking descriptor, and the bytes read ahead, to `use`. Raises PeerLost.
+
+        `use` returns how many of the bytes it consumed. A `close` by another thread shuts the socket down,
+        which `use` notices."""
         with self._lock:
             self._check()
             self._start += use(self.sock.fileno(), self._ahead[self._start : self._end])
 
     @property
     def has_hung_up(self) -> bool:
-        """The peer closed or aborted, even when some of what it sent before is still to be read."""
+        """Whether the peer closed or aborted. Bytes that it sent before may be unread."""
         with self._lock:
             return self._closed or bool(self._hung_up.poll(0))
 
     def part(self, until_s: float) -> None:
-        """Ends our side in good order and waits for the peer to end its own: a last message arrives."""
+        """End this side and wait for the peer to end its own, so that a last message arrives."""
         with self._lock, contextlib.suppress(OSError, PeerLost):
             self.sock.shutdown(socket.SHUT_WR)
             while True:
                 self._receive([self._ahead], until_s)
 
     def close(self) -> None:
-        """Aborts: what is not delivered yet never will be. From any thread, at any time."""
+        """Abort the connection and drop undelivered bytes. Any thread may call it at any time."""
         self._closed = True
-        with contextlib.suppress(OSError):  # Not connected any more, or closed.
-            self.sock.shutdown(socket.SHUT_RDWR)  # Wakes the owner, who may be in poll.
+        with contextlib.suppress(OSError):  # Disconnected or closed already.
+            self.sock.shutdown(socket.SHUT_RDWR)  # Wakes the owner from poll.
         with self._lock:
             if self.sock.fileno() >= 0:
                 self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
@@ -130,7 +132,7 @@ class Pipe:
             self._end += self._receive([self._ahead[self._end :]], until_s)
 
     def _receive(self, views: list[Buffer], until_s: float) -> int:
-        """At least one byte, into the first of the views."""
+        """Read at least one byte into the leading views; return how many."""
         while True:
             self._check()
             try:
@@ -163,7 +165,7 @@ def _broken(error: OSError) -> PeerLost:
 
 
 def _advance(left: list[Buffer], count: int) -> list[Buffer]:
-    """What is still to be filled after `count` more bytes."""
+    """Return what is left of the views after `count` bytes."""
     index = 0
     while index < len(left) and count >= left[index].nbytes:
         count -= left[index].nbytes

@@ -1,12 +1,12 @@
-"""A worker's bulk plane: its listeners, who may come in, and links to peers by the transport that suits each.
+"""A worker's bulk plane: its listeners, its desk, and links to peers by the best transport for each.
 
     plane = Plane(own, host, transports)
     plane.open()                                              # listens
-    plane.desk.serve("kv.attend", receiver)                   # who takes what those that dialled send
-    ticket = plane.desk.issue(peer, valid_for_s=10.0)         # with which that peer may dial, once
-    link = await plane.connect(to, issue, deadline_s=2.0)     # by a ticket of theirs; the link is its owner's
+    plane.desk.serve("kv.attend", receiver)                   # takes messages of one kind
+    ticket = plane.desk.issue(peer, valid_for_s=10.0)         # lets that peer dial, once
+    link = await plane.connect(to, issue, deadline_s=2.0)     # dials by a ticket of the peer
 
-Knows neither the bus nor what is sent.
+Knows neither the bus nor the messages.
 """
 
 import asyncio
@@ -35,23 +35,23 @@ from shared.messages.base import decode
 KIND = "bulk.probe"
 PROBE_BYTES = 2 << 20
 _ROUNDS = 3
-"""The first fills caches and windows, and does not count."""
+"""The first only fills caches and windows."""
 
 
 class Probes:
-    """`base.Receiver`: sends bytes of no meaning, as many as the header asks for."""
+    """Receiver that sends as many arbitrary bytes as the header asks for."""
 
     def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> "_Probe":
         size_bytes = decode(header, int)
         if sizes_bytes:
-            raise InvalidMessage("a probe brings nothing")
+            raise InvalidMessage("a probe carries no buffers")
         if not 0 < size_bytes <= PROBE_BYTES:
             raise MessageTooLarge(f"a probe asks for at most {PROBE_BYTES} bytes")
         return _Probe(size_bytes)
 
 
 class _Probe:
-    """One probe being answered; a `base.Reception`."""
+    """One probe under way."""
 
     buffers: Sequence[Buffer] = ()
 
@@ -62,11 +62,11 @@ class _Probe:
         return Reply(b"", [memoryview(bytearray(self._size_bytes))])
 
     def abandon(self) -> None:
-        """The memory is nobody's."""
+        """Nothing to release."""
 
 
 def fastest_s(link: PeerLink, deadline_s: float) -> float:
-    """Of some transfers of `PROBE_BYTES` from the peer, until they are verified. Raises KvasirError."""
+    """Return the shortest time of some transfers of `PROBE_BYTES` from the peer. Raises KvasirError."""
     header, into = msgspec.msgpack.encode(PROBE_BYTES), [memoryview(bytearray(PROBE_BYTES))]
     until_s = time.monotonic() + deadline_s
     took_s = []
@@ -81,21 +81,21 @@ _log = logging.getLogger("kvasir.worker.bulk")
 _CLOSE_S = 5.0
 
 Issue = Callable[[], Awaitable[bytes]]
-"""Asks the peer for a ticket, over the bus. Raises KvasirError."""
+"""Asks the peer for a ticket over the bus. Raises KvasirError."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
-    """Where another worker listens, as its ticket says."""
+    """Where another worker listens, from its ticket."""
 
     peer: Peer
     host: str
     addresses: Mapping[str, str]
-    """Of its bulk listeners, by transport."""
+    """Its listeners by transport."""
 
 
 class Plane:
-    """One worker's listeners, and its way of dialling others."""
+    """A worker's listeners, and its dialler."""
 
     def __init__(
         self, own: Peer, host: str, transports: Sequence[BulkTransport], clock: Clock = monotonic_s
@@ -108,10 +108,10 @@ class Plane:
         self._transports = {transport.name: transport for transport in transports}
         self._listeners: dict[str, SocketListener] = {}
         self.addresses: Mapping[str, str] = {}
-        """Of the listeners, by transport; what a heartbeat announces."""
+        """Addresses of the listeners by transport, for the heartbeat."""
 
     def open(self) -> None:
-        """Listens. Raises ConfigError when a transport cannot."""
+        """Start all listeners. Raises ConfigError when a transport cannot listen."""
         try:
             for name, transport in self._transports.items():
                 self._listeners[name] = transport.listen(self.desk)
@@ -121,10 +121,10 @@ class Plane:
         self.addresses = {name: listener.address for name, listener in self._listeners.items()}
 
     async def connect(self, to: PeerAddress, issue: Issue, *, deadline_s: float) -> PeerLink:
-        """A new link to that worker, by the best transport that can be dialled, each tried once.
+        """Return a new link to a worker, by the best transport that works; each is tried once.
 
-        Raises NoResponder when there is none, else what the last one tried raised; Unauthorized and
-        StaleEpoch at once."""
+        Raises NoResponder without a common transport, else the error of the last attempt. Unauthorized and
+        StaleEpoch end the attempts at once."""
         worker_id = to.peer.worker_id
         until_s = self._clock() + deadline_s
         if self.choice.needs_comparison(worker_id, self._clock()):
@@ -144,18 +144,16 @@ class Plane:
         raise failure
 
     async def measure(self, link: PeerLink, *, deadline_s: float) -> None:
-        """How fast bytes come by this link, for all who read `choice.rates`. Raises KvasirError; whoever
-        stops waiting has no link any more."""
+        """Measure a link, for `choice.rates`. Raises KvasirError; cancelling closes the link."""
         try:
             took_s = await asyncio.to_thread(fastest_s, link, deadline_s)
         except asyncio.CancelledError:
-            link.close()  # The thread is in the middle of a call: whoever is next needs another link.
+            link.close()  # The thread is in the middle of a call.
             raise
         self.choice.rates.link(link.peer.worker_id, link.transport).on_carried(PROBE_BYTES, took_s)
 
     async def _compare(self, to: PeerAddress, issue: Issue, deadline_s: float) -> None:
-        """Measures every transport that leads there, where there is a choice at all. Raises Unauthorized and
-        StaleEpoch."""
+        """Measure the transports that reach the worker, if several do. Raises Unauthorized, StaleEpoch."""
         worker_id = to.peer.worker_id
         names = self.choice.ranking(worker_id, to.addresses, to.host, self._clock())
         share_s = deadline_s / max(1, len(names))
@@ -185,17 +183,17 @@ class Plane:
         except asyncio.CancelledError:
             dialling.add_done_callback(_close_late)
             raise
-        except ValueError as error:  # Of an address or a ticket: the peer's own words.
-            raise InvalidMessage(f"{to.peer.worker_id} cannot be dialled as it says: {error}") from error
+        except ValueError as error:  # The peer sent a malformed address or ticket.
+            raise InvalidMessage(f"{to.peer.worker_id} sent a bad address or ticket: {error}") from error
 
     def close(self) -> bool:
-        """Closes all listeners; links that were dialled are their owners'. False when one took too long."""
+        """Close all listeners, but no dialled links. False when one took too long."""
         closed = [listener.close(_CLOSE_S) for listener in self._listeners.values()]
         self._listeners, self.addresses = {}, {}
         return all(closed)
 
 
 def _close_late(dialled: "asyncio.Future[PeerLink]") -> None:
-    """A link that is there when nobody waits for it any more."""
+    """Close a link that was dialled after its caller was cancelled."""
     if not dialled.cancelled() and dialled.exception() is None:
         dialled.result().close()

@@ -1,8 +1,7 @@
-"""The answering side of links over stream sockets: one thread accepts, one thread serves each link.
+"""The answering side of links over stream sockets: one thread accepts, and one thread serves each link.
 
-A thread a link, because a receiver computes (attention for another worker) or copies (blocks) and should
-start within microseconds of a question's arrival, and because there are as many links as neighbours, not as
-requests. Knows no transport beyond sockets and no receiver.
+A receiver computes or copies, and should start within microseconds of a request: hence a thread per link.
+There are as many links as peers, not as requests. Knows sockets only, and no receiver's content.
 """
 
 import contextlib
@@ -53,16 +52,16 @@ _log = logging.getLogger("kvasir.worker.bulk")
 _HELLO_S = 2.0
 _HELLO_LIMITS = TransportLimits(header_bytes=4096, buffers=0)
 _MOST_S = 60.0
-"""However long a peer says its question is worth an answer: nothing is received or sent for longer."""
+"""Longest deadline of a request, whatever the peer asks for."""
 _PART_S = 1.0
 _CHALLENGE_BYTES = 16
 _MOST_STRANGERS = 64
-"""That have not shown a ticket yet; the next one takes the place of the one that has waited longest."""
+"""Most connections without a ticket. The next one replaces the oldest."""
 _ACCEPT_POLL_S = 0.5
 
 _TICKET_BYTES = 24
 _MOST_TICKETS = 64
-"""Of one peer that have not been used: one that only asks takes nothing from the others."""
+"""Unused tickets of one peer. The limit is per peer, so one that floods delays only itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +86,19 @@ class WorkerDesk:
         self._lives = Incarnations()
 
     def serve(self, kind: str, receiver: Receiver) -> None:
-        """From now on, instead of an earlier receiver of that kind."""
+        """Register the receiver of a kind, in place of any earlier one."""
         with self._lock:
             self._receivers[kind] = receiver
 
     def receiver(self, kind: str) -> Receiver:
-        """Raises InvalidRequest for a kind nobody serves here."""
+        """Return the receiver of a kind. Raises InvalidRequest when there is none."""
         found = self._receivers.get(kind)
         if found is None:
             raise InvalidRequest(f"worker {self.own.worker_id} takes no messages of kind {kind!r}")
         return found
 
     def issue(self, peer: Peer, *, valid_for_s: float) -> bytes:
-        """A ticket with which this peer may dial once. Ends the links of its earlier incarnations.
+        """Return a ticket for one dial of this peer. Ends the links of its earlier incarnations.
 
         Raises Overloaded when it has too many, Unauthorized for an incarnation that was replaced."""
         now_s = self._clock()
@@ -114,17 +113,17 @@ class WorkerDesk:
         return ticket
 
     def enter(self, peer: Peer, ticket_name: bytes) -> bytes:
-        """Uses the ticket of that name up, and returns it. Raises Unauthorized."""
+        """Use up the ticket of that name and return it. Raises Unauthorized."""
         with self._lock:
             found = self._tickets.pop(ticket_name, None)
         if found is None or found.peer != peer or found.until_s <= self._clock():
-            raise Unauthorized("this ticket was not issued, is used up, or too old: ask for another")
+            raise Unauthorized("this ticket was not issued, was used, or has expired: ask for another")
         if not self.is_current(peer):
             raise Unauthorized(f"worker {peer.worker_id} was replaced by a later incarnation")
         return found.secret
 
     def is_current(self, peer: Peer) -> bool:
-        """False when a later incarnation of the peer has been heard of."""
+        """Return False when a later incarnation of the peer is known."""
         return self._lives.present(peer.worker_id) in (None, peer.incarnation)
 
 
@@ -134,17 +133,17 @@ class BulkTransport(Protocol):
     name: ClassVar[str]
 
     def listen(self, desk: WorkerDesk) -> "SocketListener":
-        """Raises ConfigError when it cannot."""
+        """Start to serve links. Raises ConfigError when it cannot."""
         ...
 
     def dial(self, address: str, own: Peer, peer: Peer, ticket: bytes, *, deadline_s: float) -> PeerLink:
-        """Raises NoResponder when nobody answers there, Unauthorized for the ticket, StaleEpoch when
-        another incarnation of the peer answers, Overloaded when it has links enough, DeadlineExceeded."""
+        """Return a link. Raises NoResponder when nothing answers, Unauthorized for the ticket, StaleEpoch
+        for another incarnation, Overloaded when the peer has too many links, and DeadlineExceeded."""
         ...
 
 
 Wrap = Callable[[socket.socket, float], tuple[Pipe, Carriage]]
-"""What a transport makes of an accepted socket, until the given time. Raises KvasirError or OSError."""
+"""Makes a pipe and carriage of an accepted socket by a deadline. Raises KvasirError or OSError."""
 
 
 class SocketListener:
@@ -161,7 +160,7 @@ class SocketListener:
         self._lock = threading.Lock()
         self._strangers: dict[socket.socket, threading.Thread] = {}
         self._open: dict[socket.socket, threading.Thread] = {}
-        """Those that have shown a ticket."""
+        """Connections that have shown a ticket."""
         self._closing = False
         sock.settimeout(_ACCEPT_POLL_S)
         self._thread = threading.Thread(target=self._accept, name=f"bulk-{transport}", daemon=True)
@@ -216,25 +215,25 @@ class SocketListener:
             )
             try:
                 thread.start()
-            except RuntimeError as error:  # the system has no more threads: later it may have
+            except RuntimeError as error:  # The system is out of threads for now.
                 sock.close()
                 _log.warning("%s: no link accepted: %s", self._transport, error)
                 return
             self._strangers[sock] = thread
 
     def _enter(self, sock: socket.socket) -> None:
-        """It has shown a ticket. Raises Overloaded, or PeerLost when it had to make room before."""
+        """Admit a connection that showed a ticket. Raises Overloaded, or PeerLost when it was replaced."""
         with self._lock:
             thread = self._strangers.pop(sock, None)
             if thread is None:
-                raise PeerLost("it took too long to greet while others waited")
+                raise PeerLost("the greeting took too long while others waited")
             most = self._desk.limits.links
             if len(self._open) >= most:
                 raise Overloaded(f"{most} links are open: close some", retry_after_s=1.0)
             self._open[sock] = thread
 
     def _serve(self, sock: socket.socket) -> None:
-        """The thread of one link."""
+        """Thread of one link."""
         try:
             pipe, carriage = self._wrap(sock, monotonic_s() + _HELLO_S)
             try:
@@ -254,13 +253,13 @@ class SocketListener:
 
 
 def _hang_up(sock: socket.socket) -> None:
-    """Its thread notices, and closes it."""
+    """Shut the socket down: its thread notices and closes it."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 
 
 class Served:
-    """One link at the answering side, on the thread that calls `run`."""
+    """The answering side of one link, on the thread that calls `run`."""
 
     def __init__(self, pipe: Pipe, carriage: Carriage, desk: WorkerDesk) -> None:
         self._pipe = pipe
@@ -269,8 +268,9 @@ class Served:
         self._peer = Peer("", 0)
 
     def run(self, enter: Callable[[], None]) -> None:
-        """Until the link ends. `enter` is called when the peer has shown a ticket, and raises where there is
-        no room. Raises KvasirError for the reason."""
+        """Serve until the link ends, and raise the KvasirError that ended it.
+
+        `enter` is called once the peer has shown a ticket, and raises when there is no room."""
         self._greet(enter)
         while True:
             self._pipe.wait(monotonic_s() + self._desk.limits.idle_s)
@@ -290,11 +290,11 @@ class Served:
                 raise Unauthorized("a link begins with a greeting")
             hello = wire.hello(envelope.header)
             if Peer(hello.peer_id, hello.peer_incarnation) != self._desk.own:
-                raise StaleEpoch(f"this is another worker, or incarnation, than {hello.peer_id}")
+                raise StaleEpoch(f"this is not the dialled incarnation of {hello.peer_id}")
             peer = Peer(hello.own_id, hello.own_incarnation)
             ticket = self._desk.enter(peer, hello.ticket_name)
             if not compare_digest(hello.proof, wire.greeting_proof(ticket, challenge)):
-                raise Unauthorized("this greeting was made without the ticket, or for another link")
+                raise Unauthorized("this greeting was made without the ticket or for another link")
             enter()
         except KvasirError as error:
             self._fail(0, error, until_s)
@@ -308,7 +308,7 @@ class Served:
         try:
             envelope = receive_envelope(self._pipe, self._desk.limits, until_s)
             if envelope.type != wire.REQUEST:
-                raise InvalidMessage(f"a message of type {envelope.type} instead of a question")
+                raise InvalidMessage(f"a message of type {envelope.type} instead of a request")
         except CallerError as error:
             self._fail(0, error, until_s)
         return envelope
@@ -325,9 +325,9 @@ class Served:
         is_committed = False
         try:
             if not self._receive(sizes, slices(reception.buffers), until_s):
-                self._fail(envelope.call, InvalidMessage("the message was corrupted on its way"), until_s)
+                self._fail(envelope.call, InvalidMessage("the message was corrupted in transit"), until_s)
             if self._pipe.has_hung_up:
-                raise PeerLost("the peer gave up before its message was taken in")
+                raise PeerLost("the peer gave up before its message was processed")
             is_committed = True
         finally:
             if not is_committed:
@@ -373,14 +373,14 @@ class Served:
             reply.done()
 
     def _refuse(self, call: int, error: Exception, until_s: float) -> None:
-        """The peer gets the error, and the link goes on."""
+        """Send the error to the peer. The link goes on."""
         if not isinstance(error, KvasirError):
             _log.error("a receiver failed", exc_info=error)
         header = wire.to_bytes(to_wire(error))
         self._pipe.send([wire.packed(wire.Envelope(wire.REFUSAL, call, header))], until_s)
 
     def _fail(self, call: int, error: KvasirError, until_s: float) -> NoReturn:
-        """The peer gets the error if it still reads, and the link ends: raises it."""
+        """Send the error to the peer if it still reads, then raise it to end the link."""
         with contextlib.suppress(PeerLost, DeadlineExceeded):
             header = wire.to_bytes(to_wire(error))
             self._pipe.send([wire.packed(wire.Envelope(wire.FAILURE, call, header))], until_s)

@@ -1,4 +1,4 @@
-"""Settings of a worker's bulk plane, and the transports they name."""
+"""Settings of a worker's bulk plane, and its transports."""
 
 from typing import Literal
 
@@ -16,16 +16,16 @@ class BulkConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     transports: tuple[Literal["tcp", "shm", "ucx"], ...] = Field(
-        default=("shm", "tcp"), description="that other workers may dial; none: no bulk plane"
+        default=("shm", "tcp"), description="transports that other workers may dial; none: no bulk plane"
     )
     bind: str = Field(default="127.0.0.1", description="address to listen on, for tcp and ucx")
-    port: int = Field(default=0, ge=0, le=65535, description="of tcp; 0: a free one (ucx: always)")
-    advertise: str = Field(default="", description="host that others are told to dial; empty: `bind`")
-    ticket_s: float = Field(default=10.0, gt=0, description="a ticket to dial is valid for so long")
+    port: int = Field(default=0, ge=0, le=65535, description="port of tcp; 0: a free one, as always for ucx")
+    advertise: str = Field(default="", description="host that others dial; empty: `bind`")
+    ticket_s: float = Field(default=10.0, gt=0, description="time for which a ticket to dial is valid")
 
 
 def make_transports(config: BulkConfig) -> list[BulkTransport]:
-    """Raises ConfigError for `ucx` where ucxx is not installed."""
+    """Return the configured transports. Raises ConfigError for `ucx` without ucxx."""
     made: list[BulkTransport] = []
     for name in dict.fromkeys(config.transports):
         if name == "tcp":

@@ -1,11 +1,11 @@
-"""Bulk by shared memory, between workers of one host (one network namespace), Linux.
+"""Bulk transport by shared memory, between workers of one host (one network namespace). Linux only.
 
-A link is a Unix socket, named in the abstract namespace, and two memory files without names (memfd), one for
-each direction, which the asking side makes and passes over the socket: whatever dies, the kernel frees them.
-Each is a ring of slices. The sender copies a slice in and rings by one byte on the socket; the receiver
-copies it out, verifies its own copy and gives the slot back by one byte on a second socket, which questions
-that are on their way at the same time do not use. So what a peer writes too late never
-reaches memory that was committed, and a stopped or killed peer shows as it does with TCP.
+A link is a Unix socket in the abstract namespace, and one unnamed memory file (memfd) for each direction.
+The asking side makes the files and passes them over the socket; the kernel frees them when a process dies.
+Each file is a ring of slices. The sender copies a slice in and sends one byte on the socket. The receiver
+copies it out, verifies its copy, and returns the slot by one byte on a second socket, which other requests
+do not use. A late write of a peer therefore never reaches committed memory, and a stopped or killed peer
+shows as in TCP.
 """
 
 import contextlib
@@ -37,18 +37,18 @@ _BACKLOG = 64
 
 
 class Rings:
-    """Two rings of slots, one to send by and one to receive by (`link.Carriage`)."""
+    """Carriage by two rings of slots, one for each direction."""
 
     def __init__(self, outgoing_fd: int, incoming_fd: int, credits: socket.socket) -> None:
-        """Maps both files, whose descriptors stay the caller's, and takes the socket over.
+        """Maps both files and takes the socket over. The file descriptors stay the caller's.
 
-        Raises InvalidMessage for what is no ring."""
+        Raises InvalidMessage for a file that is no ring."""
         self._outgoing = _mapped(outgoing_fd)
         self._incoming = _mapped(incoming_fd)
         self._credits = Pipe(credits)
 
     def open(self, pipe: Pipe, *, is_dialler: bool, until_s: float) -> None:
-        """Nothing to agree on: the descriptors came with the first byte."""
+        """Nothing to set up: the descriptors came with the first byte."""
 
     def send(self, pipe: Pipe, buffers: Sequence[Buffer], until_s: float) -> None:
         made = PayloadDigest()
@@ -81,12 +81,12 @@ class Rings:
         return int.from_bytes(pipe.take(wire.DIGEST_BYTES, until_s), "little") == made.value
 
     def close(self) -> None:
-        """The memory goes with the last who uses it."""
+        """Close the credits. The kernel frees the memory with its last user."""
         self._credits.close()
 
 
 class ShmTransport:
-    """`BulkTransport`. Addresses are names in the abstract namespace, written with an `@`."""
+    """Bulk transport by shared memory. Addresses are abstract socket names, written with an `@`."""
 
     name: ClassVar[str] = "shm"
 
@@ -99,7 +99,7 @@ class ShmTransport:
 
     def dial(self, address: str, own: Peer, peer: Peer, ticket: bytes, *, deadline_s: float) -> SocketLink:
         if not address.startswith("@"):
-            raise InvalidRequest(f"{address!r} is no name of a shared-memory listener")
+            raise InvalidRequest(f"{address!r} is not the address of a shared-memory listener")
         until_s = monotonic_s() + deadline_s
         sock = socket.socket(socket.AF_UNIX)
         sock.settimeout(deadline_s)
@@ -116,7 +116,7 @@ class ShmTransport:
 
 
 def _pass_rings(sock: socket.socket) -> Rings:
-    """Makes rings and credits, and sends their other ends. Raises OSError."""
+    """Make rings and credits, and send their other ends. Raises OSError."""
     fds: list[int] = []
     ours, theirs = socket.socketpair()
     try:
@@ -136,7 +136,7 @@ def _pass_rings(sock: socket.socket) -> Rings:
 
 
 def _accepted(sock: socket.socket, until_s: float) -> tuple[Pipe, Carriage]:
-    """Takes the descriptors over. Raises InvalidMessage, OSError and TimeoutError."""
+    """Take the descriptors over. Raises InvalidMessage, OSError and TimeoutError."""
     sock.settimeout(max(0.001, until_s - monotonic_s()))
     _, fds, _, _ = socket.recv_fds(sock, 1, 3)
     try:
@@ -153,8 +153,8 @@ def _accepted(sock: socket.socket, until_s: float) -> tuple[Pipe, Carriage]:
 
 
 def _mapped(fd: int) -> "list[np.ndarray[tuple[int], np.dtype[np.uint8]]]":
-    """The slots. A file that its maker could still shrink would kill us (SIGBUS) when it does."""
+    """Return the slots. The file's size must be sealed: a shrunk file would kill this process (SIGBUS)."""
     if os.fstat(fd).st_size != _RING_BYTES or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-        raise InvalidMessage("this is no ring of a link: its size is wrong or not fixed")
+        raise InvalidMessage("this file is no ring: its size is wrong or not sealed")
     memory = np.frombuffer(mmap.mmap(fd, _RING_BYTES), np.uint8)
     return [memory[start : start + SLICE_BYTES] for start in range(0, _RING_BYTES, SLICE_BYTES)]

@@ -1,4 +1,4 @@
-"""Bulk by TCP: between any two workers that reach each other. Nothing is encrypted (`docs/bulk.md`)."""
+"""Bulk transport by TCP, between workers that reach each other. Nothing is encrypted (`docs/bulk.md`)."""
 
 import socket
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _BACKLOG = 64
 
 
 class TcpTransport:
-    """`BulkTransport`. Addresses are `host:port`, IPv6 hosts in brackets."""
+    """Bulk transport by TCP. Addresses are `host:port`, IPv6 hosts in brackets."""
 
     name: ClassVar[str] = "tcp"
 
@@ -27,16 +27,16 @@ class TcpTransport:
         *,
         carriage: Callable[[], Carriage] = InStream,
     ) -> None:
-        """Listens on `bind`:`port` (0: a free one); peers are told `advertise`, else `bind`.
+        """Listens on `bind`:`port` (0: a free port); peers dial `advertise`, else `bind`.
 
-        `carriage` is another transport's that takes TCP for everything but large payloads."""
+        `carriage`: of a transport that uses TCP for all but large payloads."""
         self._carriage = carriage
         self._bind = bind
         self._port = port
         self._advertise = advertise or bind
 
     def listen(self, desk: WorkerDesk) -> SocketListener:
-        """Raises ConfigError when the address cannot be had."""
+        """See `BulkTransport`."""
         family = socket.AF_INET6 if ":" in self._bind else socket.AF_INET
         try:
             sock = socket.create_server((self._bind, self._port), family=family, backlog=_BACKLOG)
@@ -63,7 +63,7 @@ class TcpTransport:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of `host:port`. Raises InvalidRequest."""
+    """Return host and port of `host:port`. Raises InvalidRequest."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise InvalidRequest(f"{address!r} is no host:port")

@@ -1,13 +1,12 @@
-"""Bulk by UCX (InfiniBand, RoCE, shared memory of its own, or TCP) through ucxx, an optional extra.
+"""Bulk transport by UCX (InfiniBand, RoCE, its own shared memory, or TCP) through ucxx, an optional extra.
 
-A link is a TCP link whose large payloads alone go through UCX: greeting, envelopes, small messages and the
-detection of a dead peer are TCP's. So nobody listens by UCX (its listener knows no authentication), and a
-wait watches both. Each link has a UCX worker to itself, matched by a random tag and driven by the thread that
-owns the link: nothing is received into our memory while that thread does something else. Payloads are fetched
-by the receiver (`get_zcopy`), never put, and endpoints are made with error handling (which rules out UCX's
-own shared memory and CMA: `shm` is there for that), so that aborting ends every transfer, also with a peer
-that was only stopped (decision 0016).
-CPU memory only. `make setup-ucx` installs ucxx.
+A link is a TCP link whose large payloads go through UCX. Greeting, envelopes, small messages and the
+detection of a dead peer stay with TCP, because UCX's listener knows no authentication. A wait watches both.
+Each link has its own UCX worker, matched by a random tag and driven by the thread that owns the link, so
+nothing is received while that thread does something else. The receiver fetches payloads (`get_zcopy`);
+nothing is put. Endpoints use error handling, so an abort ends every transfer, even with a stopped peer
+(decision 0016). This rules out UCX's own shared memory and CMA: use `shm` for those. CPU memory only. `make
+setup-ucx` installs ucxx.
 """
 
 import contextlib
@@ -46,16 +45,16 @@ _DEFAULTS = {
     "LOG_FILE": "stderr",
     "WARN_UNUSED_ENV_VARS": "n",
 }
-"""Where the environment (`UCX_…`) says nothing."""
+"""Used where the environment (`UCX_…`) sets nothing."""
 
 
 @cache
 def _ucx() -> tuple[Any, Any, Any]:
-    """ucxx's core, its array wrapper and this process's context. Raises ConfigError."""
+    """Return ucxx's core, its array wrapper and this process's context. Raises ConfigError."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(f"UCX_{name}", value)
     try:
-        with contextlib.suppress(ImportError):  # UCX may be the system's instead.
+        with contextlib.suppress(ImportError):  # UCX may be installed system-wide.
             import_module("libucx").load_library()
         core = import_module("ucxx._lib.libucxx")
         array = import_module("ucxx._lib.arr").Array
@@ -67,7 +66,7 @@ def _ucx() -> tuple[Any, Any, Any]:
 
 
 class UcxTransport(TcpTransport):
-    """`BulkTransport`. Addresses are those of TCP."""
+    """Bulk transport by UCX. Addresses are those of TCP."""
 
     name: ClassVar[str] = "ucx"
 
@@ -78,7 +77,7 @@ class UcxTransport(TcpTransport):
 
 
 class UcxCarriage:
-    """A `link.Carriage`: payloads by UCX, beside one link."""
+    """Carriage of one link's payloads by UCX."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -88,7 +87,7 @@ class UcxCarriage:
         self._wake = select.poll()
 
     def open(self, pipe: Pipe, *, is_dialler: bool, until_s: float) -> None:
-        """Each tells the other where its UCX worker is; the dialler chooses the tag."""
+        """Exchange the addresses of the UCX workers; the dialler chooses the tag."""
         with self._lock, _typed_errors():
             if is_dialler:
                 self._tell_address(pipe, secrets.randbits(63), until_s)
@@ -122,9 +121,9 @@ class UcxCarriage:
             return int.from_bytes(pipe.take(wire.DIGEST_BYTES, until_s), "little") == made.value
 
     def close(self) -> None:
-        """Aborts what is under way, which is over when this returns. After the pipe was closed."""
+        """Abort all transfers before returning. The pipe must be closed already."""
         with self._lock:
-            self._endpoint = None  # Its destructor cancels, without waiting for the peer.
+            self._endpoint = None  # Its destructor cancels without waiting for the peer.
             self._worker = None
 
     def _tell_address(self, pipe: Pipe, tag: int, until_s: float) -> None:
@@ -134,10 +133,10 @@ class UcxCarriage:
         pipe.send([_ADDRESS.pack(tag, len(address)), address], until_s)
 
     def _hear_address(self, pipe: Pipe, until_s: float) -> int:
-        """The tag that comes with it."""
+        """Receive the peer's address; return the tag that came with it."""
         tag, size = _ADDRESS.unpack(pipe.take(_ADDRESS.size, until_s))
         if size > _MOST_ADDRESS_BYTES:
-            raise InvalidMessage("this is no UCX address: the peer speaks another protocol")
+            raise InvalidMessage("not a UCX address: the peer speaks another protocol")
         if self._worker is None:
             self._make_worker(tag)
         address = _ucx()[0].UCXAddress.create_from_buffer(bytes(pipe.take(size, until_s)))
@@ -164,7 +163,7 @@ class UcxCarriage:
         made.update(received[1])
 
     def _await(self, pipe: Pipe, requests: list[Any], until_s: float) -> None:
-        """Raises DeadlineExceeded and PeerLost, or the error with which the peer ended the link."""
+        """Wait for requests. Raises DeadlineExceeded, PeerLost, or the error with which the peer failed."""
         for request in requests:
             while not request.completed:
                 self._progress(pipe, request, until_s)
@@ -186,7 +185,7 @@ class UcxCarriage:
 
 @contextlib.contextmanager
 def _typed_errors() -> Iterator[None]:
-    """Raises PeerLost for whatever UCX raises."""
+    """Raise PeerLost for any error of UCX."""
     try:
         yield
     except _ucx()[0].UCXError as error:
@@ -194,7 +193,7 @@ def _typed_errors() -> Iterator[None]:
 
 
 def is_available() -> bool:
-    """Whether ucxx is installed and loads."""
+    """Return whether ucxx is installed and loads."""
     try:
         _ucx()
     except ConfigError:
