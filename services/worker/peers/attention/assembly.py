@@ -1,7 +1,4 @@
-"""Attention over keys that others hold, and over the own ones for others: put together for an engine.
-
-By what the engine has: attention over tensors, or tokens in place of keys.
-"""
+"""Builds the borrower and the creditor of an engine, for attention over tensors or over tokens."""
 
 from collections.abc import Callable
 
@@ -38,8 +35,9 @@ def make_borrower(
     on_failed: Callable[[str], None],
     clock: Clock,
 ) -> Borrower:
-    """`on_failed` hears of creditors that fail, on the engine's thread. Raises ConfigError where parts cannot
-    be joined."""
+    """Return the borrower of an engine. `on_failed` gets failed creditors, on the engine's thread.
+
+    Raises ConfigError where parts cannot be joined."""
     debtor = _debtor(engine, registry, settings, clock)
     homeward = Homeward(engine.pools, debtor, registry, transfers)
     return Borrower(debtor, pool, door, registry, homeward, on_failed)
@@ -48,7 +46,7 @@ def make_borrower(
 def _debtor(engine: SharingEngine, registry: Registry, settings: LendingConfig, clock: Clock) -> BlockDebtor:
     if isinstance(engine, TokenEngine):
         return TokenDebtor(engine, most_creditors=settings.most_creditors, deadline_s=settings.answer_s)
-    from services.worker.peers.attention.debtor import Debtor  # torch, which is there then
+    from services.worker.peers.attention.debtor import Debtor  # Needs torch.
 
     attending = _attending(engine)
     return Debtor(
@@ -76,8 +74,9 @@ def make_creditor(
     is_busy: Callable[[], bool],
     clock: Clock,
 ) -> Creditor:
-    """Answers on the links of `registry` from now on. `on_freed` is called on their threads; `is_busy`: there
-    are steps to run."""
+    """Return a creditor that answers on the links of `registry`.
+
+    `on_freed` is called on their threads. `is_busy`: whether the engine has steps to run."""
     creditor = Creditor(
         _device_memory(engine),
         LentGrants(lending.grants, lending.table, on_freed, clock),
@@ -95,13 +94,13 @@ def make_creditor(
 def _device_memory(engine: SharingEngine) -> LentBlocks:
     if isinstance(engine, TokenEngine):
         return TokenMemory(engine.tokens, engine)
-    from services.worker.peers.attention.memory import device_memory  # torch, which is there then
+    from services.worker.peers.attention.memory import device_memory  # Needs torch.
 
     return device_memory(_attending(engine).attention)
 
 
 def lent_host_memory(config: LendingConfig, engine: SharingEngine) -> LentBlocks | None:
-    """None where none is lent. Raises ConfigError where the settings grant less than a block."""
+    """Return the lent host memory, None without any. Raises ConfigError for less than a block."""
     blocks = host_blocks(config, engine.pools) if config.lend else 0
     if not blocks:
         return None
@@ -109,19 +108,18 @@ def lent_host_memory(config: LendingConfig, engine: SharingEngine) -> LentBlocks
     if isinstance(engine, TokenEngine):
         tokens = np.zeros((blocks, engine.block_tokens), dtype=engine.tokens.dtype)
         return TokenMemory(tokens, engine, attends)
-    from services.worker.peers.attention.memory import host_memory  # torch, which is there then
+    from services.worker.peers.attention.memory import host_memory  # Needs torch.
 
     return host_memory(_attending(engine).attention, blocks, attends=attends)
 
 
 def block_bytes(pools: LayerPools) -> int:
-    """Of one block, over all layers."""
+    """Return the size of a block over all layers."""
     return sum(int(pool[0].nbytes) for layer in pools for pool in layer)
 
 
 def host_blocks(config: LendingConfig, pools: LayerPools) -> int:
-    """How many blocks of host memory the settings grant to other workers. Raises ConfigError where they grant
-    some memory that holds no block."""
+    """Return how many host blocks the settings lend. Raises ConfigError for memory below one block."""
     each_bytes = block_bytes(pools)
     blocks = config.host_blocks or config.host_mb * _MIB // each_bytes
     if config.host_mb and not blocks:
@@ -131,5 +129,5 @@ def host_blocks(config: LendingConfig, pools: LayerPools) -> int:
 
 def _attending(engine: SharingEngine) -> AttendingEngine:
     if not isinstance(engine, AttendingEngine):
-        raise InternalError(f"{type(engine).__name__} shares blocks, and has no way to")
+        raise InternalError(f"{type(engine).__name__} shares blocks without attention or tokens")
     return engine

@@ -1,7 +1,7 @@
-"""Borrowed blocks in use: from a grant to ids that sequences get, and back, or lost.
+"""Borrowed blocks in use: gives a grant's blocks ids for sequences, brings blocks home, or drops lost ones.
 
-Stands between lending, on the event loop, and the engine's thread, which alone touches the pool, the homes of
-blocks and the links. Decides nothing about how much is borrowed.
+Stands between lending, on the event loop, and the engine's thread, which alone accesses the pool, the homes
+of blocks and the links. Decides nothing about how much is borrowed.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ from shared.log import get_logger
 from shared.messages.lending import Grant
 
 Pair = tuple[int, int]
-"""A borrowed block, and where in the own memory its KV goes: withdrawn, nobody else's."""
+"""A borrowed block, and the withdrawn own block that its KV goes to."""
 
 
 class Homecoming:
-    """One debtor's. `forget`: these ids are borrowed no more."""
+    """Moves borrowed blocks home, on the engine's thread. `forget` drops ids that are no longer borrowed."""
 
     def __init__(
         self, debtor: BlockDebtor, pool: ExtendedPool, forget: Callable[[Iterable[int]], None]
@@ -42,15 +42,14 @@ class Homecoming:
         self._forget = forget
 
     def plan(self, pairs: Sequence[Pair]) -> list[tuple[Pair, Place]]:
-        """What is to be copied now: of those that a sequence uses, and where they lie. What is written there
-        from now on is noticed."""
+        """Return the pairs to copy, those that a sequence uses, and their places. Starts to watch writes."""
         used = self._used(pairs)
         planned = list(zip(used, self._places(used), strict=True))
         self._debtor.watch.restart({place: own for (_, own), place in planned})
         return planned
 
     def swap(self, pairs: Sequence[Pair]) -> list[int]:
-        """Returns own places that nobody needs: still withdrawn. Raises CreditorLost, and swaps nothing."""
+        """Switch to the copies; return the unneeded own blocks. Raises CreditorLost, and switches none."""
         used, watch = self._used(pairs), self._debtor.watch
         placed = zip(self._places(used), used, strict=True)
         self._debtor.bring_home([pair for place, pair in placed if not watch.is_copy(place, pair[1])])
@@ -60,21 +59,22 @@ class Homecoming:
         return spare
 
     def begin_recall(self, blocks: Sequence[int], most_blocks: int, keep_blocks: int) -> list[Pair]:
-        """Up to so many of these, in order, that a sequence uses are set apart, each with an own block that
-        was free; `keep_blocks` of those are left. To be ended by `end_recall`."""
+        """Set apart up to `most_blocks` used blocks, each with a free own block; `keep_blocks` stay free.
+
+        `end_recall` must follow."""
         own = self._pool.own
         room = min(own.free_blocks + own.evictable_blocks - keep_blocks, own.lendable_blocks)
         chosen = self._pool.set_apart(self._pool.are_used(blocks), min(most_blocks, room))
         return list(zip(chosen, own.withdraw(own.allocate(len(chosen))), strict=True)) if chosen else []
 
     def end_recall(self, pairs: Sequence[Pair]) -> list[int]:
-        """Which are at home now. Raises CreditorLost: then all are whose they were."""
+        """Return the blocks that are home now. Raises CreditorLost, and changes nothing."""
         own = self._pool.own
         try:
             spare = self.swap(pairs)
         except BaseException:
             own.readmit([place for _, place in pairs])
-            # Also those of creditors that live: nobody else would ever do it.
+            # Also blocks of living creditors: nothing else would rejoin them.
             self._pool.rejoin([there for there, _ in pairs])
             raise
         own.readmit(spare)
@@ -95,16 +95,17 @@ _log = get_logger("worker.borrower")
 
 @dataclass(slots=True)
 class _Held:
-    """A grant, as the engine's thread knows it."""
+    """A grant on the engine's thread."""
 
     generation: int
     blocks: int = 0
 
 
 class Borrower:
-    """One worker's borrowed blocks, in use. What goes to the engine's thread goes by its `door`: what changes
-    hands there is not withdrawn half way, whoever stops waiting. `on_failed` is called, on that thread, with
-    a creditor that failed in a step."""
+    """One worker's borrowed blocks in use.
+
+    Calls to the engine's thread go through its `door`, and complete even when the caller is cancelled.
+    `on_failed` gets a creditor that failed in a step, on that thread."""
 
     def __init__(
         self,
@@ -125,15 +126,14 @@ class Borrower:
         self._homecoming = Homecoming(debtor, pool, self._forget)
         self._holders: dict[Lender, int] = {}
         self._of_block: dict[int, tuple[Lender, int]] = {}
-        """Lender and grant."""
+        """Lender and grant of each block."""
         self._grants: dict[Lender, dict[int, _Held]] = {}
-        """Those that have blocks here: named with every message."""
+        """Grants with blocks here, named with every message."""
 
-    # On the event loop
+    # --- on the event loop
 
     async def admit(self, grant: Grant, logical: Sequence[int]) -> bool:
-        """Blocks of a grant may be used from now on. False when their creditor cannot be reached, or too many
-        lend already."""
+        """Start to use a grant. False when its creditor cannot be reached, or too many creditors lend."""
         lender = (grant.creditor_id, grant.creditor_incarnation, grant.tier)
         link: PeerLink | None = None
         if lender not in self._holders:
@@ -145,7 +145,7 @@ class Borrower:
         return await self._give(lambda core, _: self._enter(lender, link, grant, logical))
 
     def rename(self, grant: GrantKey, generation: int) -> None:
-        """The grant has that generation now, at least."""
+        """Record a newer generation of a grant."""
 
         def rename(core: StepCore, now_s: float) -> None:
             for lender, held in self._grants.items():
@@ -157,34 +157,36 @@ class Borrower:
         self._door.give(rename)
 
     async def retire(self, most_blocks: int, *, cached: bool = True) -> list[int]:
-        """Up to so many that no sequence has are given up; what is cached there only where it says so."""
+        """Give up to `most_blocks` without a sequence; `cached`: cached ones too. Return which."""
         return await self._give(lambda core, _: self._retire(most_blocks, cached=cached))
 
     async def set_apart(self, logical: Sequence[int], most_blocks: int) -> list[int]:
-        """Up to so many of these stay whose they are until `rejoin` or `swap_home`. Raises Overloaded."""
+        """Pin up to `most_blocks` of these in place until `rejoin` or `swap_home`. Raises Overloaded."""
         return await self._door.take(
             lambda core, _: self._pool.set_apart(logical, most_blocks), self._pool.rejoin
         )
 
     def rejoin(self, logical: Sequence[int]) -> None:
-        """Ends `set_apart`."""
+        """End `set_apart`."""
         self._door.give(lambda core, _: self._pool.rejoin(logical))
 
     async def copy_home(self, pairs: Sequence[Pair]) -> bool:
-        """Into own, withdrawn blocks, while the engine goes on; the originals count on. False when a creditor
-        failed. Raises Overloaded."""
+        """Copy blocks into withdrawn own ones beside the engine; the originals stay valid.
+
+        False when a creditor failed. Raises Overloaded."""
         planned = await asyncio.wrap_future(
             self._door.ask(lambda core, _: self._fetches(self._homecoming.plan(pairs)))
         )
         return await self._fetch(planned)
 
     async def swap_home(self, pairs: Sequence[Pair]) -> list[int] | None:
-        """Sequences use the copies from now on. Own blocks that nobody needs; None when a creditor failed."""
+        """Switch sequences to the copies; return the unneeded own blocks. None when a creditor failed."""
         return await self._give(self._home(lambda: self._homecoming.swap(pairs)))
 
     async def recall(self, logical: Sequence[int], most_blocks: int, keep_blocks: int) -> list[int]:
-        """Which of these, of up to so many in use, are at home now, in own blocks that were free. Goes on to
-        its end, whoever stops waiting."""
+        """Bring up to `most_blocks` in use home into free own blocks; return which.
+
+        It runs to its end even when the caller is cancelled."""
         task = asyncio.ensure_future(self._recall(logical, most_blocks, keep_blocks))
         self._homecomings.add(task)
         task.add_done_callback(self._homecomings.discard)
@@ -200,11 +202,11 @@ class Borrower:
         pairs, planned = await self._give(begin)
         if not pairs:
             return []
-        await self._fetch(planned)  # What has not come is fetched between two steps.
+        await self._fetch(planned)  # `end_recall` fetches the missing ones between two steps.
         return await self._give(self._home(lambda: homecoming.end_recall(pairs))) or []
 
     async def _fetch(self, planned: Sequence[HomeFetch]) -> bool:
-        """Whether everything has come. A creditor that fails in the middle is lost."""
+        """Return whether all blocks were copied. A creditor that fails in the middle is given up."""
         is_whole = True
         for work in planned:
             failed: KvasirError | None = None
@@ -218,16 +220,16 @@ class Borrower:
         return is_whole
 
     def lose(self, logical: Sequence[int]) -> None:
-        """Their leases are over, or their creditor forgot them."""
+        """Drop blocks whose lease has ended."""
 
         def forget(core: StepCore, now_s: float) -> None:
             self._forget(logical)
-            core.on_kv_lost(logical, now_s)  # The ends are reported with the next step or tick.
+            core.on_kv_lost(logical, now_s)  # The next step or tick reports the ended sequences.
 
         self._door.give(forget)
 
     def close(self) -> None:
-        """Every link, when the engine's thread has ended."""
+        """Close every link, after the engine's thread has ended."""
         self._homeward.close()
         self._debtor.close()
 
@@ -244,11 +246,10 @@ class Borrower:
 
         return run
 
-    # On the engine's thread
+    # --- on the engine's thread
 
     def read(self, core: StepCore, now_s: float, blocks: Sequence[int], rows: npt.NDArray[np.uint8]) -> int:
-        """Their bytes, of all layers, into `rows` `[n, record_bytes]`; of how many: none where a creditor
-        failed."""
+        """Copy all layers of blocks into `rows` `[n, record_bytes]`. Return how many, 0 when a creditor failed."""
 
         def copy() -> int:
             self._debtor.read(blocks, rows)
@@ -257,15 +258,15 @@ class Borrower:
         return self._home(copy)(core, now_s) or 0
 
     def lose_creditor(self, error: CreditorLost) -> set[int]:
-        """It failed in the middle of a step, or of a copy: which blocks are gone."""
-        _log.warning("%s, which lends KV, is given up: %s", error.creditor_id, error.message)
+        """Give up a creditor that failed in a step or a copy; return the lost blocks."""
+        _log.warning("creditor %s is given up: %s", error.creditor_id, error.message)
         gone = {block for block, (lender, _) in self._of_block.items() if lender[0] == error.creditor_id}
         self._forget(gone)
         self._on_failed(error.creditor_id)
         return gone
 
     def _fetches(self, planned: Iterable[tuple[Pair, Place]]) -> list[HomeFetch]:
-        """By lender."""
+        """Group planned copies by lender."""
         found: dict[Lender, list[tuple[int, int, int]]] = {}
         for (there, own), (_, block) in planned:
             found.setdefault(self._of_block[there][0], []).append((block, own, there))
@@ -275,8 +276,8 @@ class Borrower:
         ]
 
     def _on_missed(self, work: HomeFetch, failed: KvasirError | None, core: StepCore, now_s: float) -> None:
-        """Who has `failed` in the middle is lost; not where nothing of it is borrowed any more: its link was
-        closed here then."""
+        """Give up a creditor that `failed` in the middle, unless none of its blocks are borrowed any more: then
+        its link was closed here."""
         self._debtor.watch.discard(work.places)
         if failed is not None and any(there in self._of_block for there in work.ids):
             lost = CreditorLost(failed.message, creditor_id=work.lender[0])
@@ -325,7 +326,7 @@ class Borrower:
             self._name_grants(lender)
 
     def _name_grants(self, lender: Lender) -> None:
-        """A grant without blocks here may end there, and must not be named any more."""
+        """Name the lender's grants that have blocks here: others may have ended."""
         refs = self._refs(lender)
         if refs:
             self._debtor.set_grants(self._holders[lender], refs)

@@ -1,10 +1,10 @@
-"""The creditor: attends to lent blocks, writes and reads them, for other workers' engines.
+"""The creditor: attends to, writes and reads lent blocks for other workers' engines.
 
-Runs on the threads that serve links, beside the worker's own steps: lent blocks are no sequence's here, so
-nothing is shared but the processor, and of that a budget is lent. One question is computed at a time. Blocks
-in host memory are worked on like those on the device, by the same operator. Every block is verified when it
-is read or written to (`seals`): one that has changed is an error, and no answer. Knows grants and pools; no
-sequence, no bus. Source: Infinite-LLM §4.2 and §4.6 (papers/001).
+It runs on the threads that serve links, beside the worker's own steps. No local sequence uses lent blocks,
+so the two share only the processor, of which a budget is lent. One request computes at a time, by the same
+operator for device and host memory. Every block is verified when it is read or written to (`seals`): a
+changed block is an error. Knows grants and pools; no sequence, no bus. Source: Infinite-LLM §4.2 and §4.6
+(papers/001).
 """
 
 import threading
@@ -46,32 +46,33 @@ from shared.metrics import counter
 
 
 class AccessGrants(Protocol):
-    """Asked on the threads that serve links, for every message."""
+    """Access control, called for every message on the threads that serve links."""
 
     def enter(self, debtor: Peer, grants: Sequence[GrantRef]) -> tuple[GrantRef, ...] | None:
-        """Their generations now, where each is this debtor's and lasts: then none of their blocks is given to
-        anybody else until `leave`, which must follow. None where one is not."""
+        """Return the grants with their generations now, and protect their blocks until `leave`, which must
+        follow. None when a grant is not this debtor's or has ended."""
         ...
 
     def leave(self, debtor: Peer, grants: Sequence[GrantRef]) -> None:
-        """After an `enter` that said yes."""
+        """End a successful `enter`."""
         ...
 
     def lent(self, debtor: Peer, grants: Sequence[GrantRef], tier: KvTier) -> npt.NDArray[np.int64]:
-        """By block of the tier: to which of these grants (which were entered) it belongs still, or 0."""
+        """Return, by block of the tier, which of these entered grants it belongs to, or 0."""
         ...
 
     def loans(
         self, debtor: Peer, grants: Sequence[GrantRef], tier: KvTier, blocks: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.int64] | None:
-        """To which of these grants (which were entered) each of the tier's blocks belongs still; None where
-        one belongs to none. While their generations stay the same, so does the answer."""
+        """Return the grant of each block among these entered ones; None when one belongs to none.
+
+        The answer holds while the generations stay the same."""
         ...
 
 
 class LentGrants:
-    """`AccessGrants` by what this worker lends. `on_freed` is called on a link's thread, with what was
-    returned while somebody was at work on it. Source: `algorithms.md` §4 (fencing)."""
+    """`AccessGrants` by this worker's grants. `on_freed` gets blocks that their last user leaves, on a link's
+    thread. Source: `algorithms.md` §4 (fencing)."""
 
     def __init__(
         self,
@@ -122,16 +123,17 @@ _corrupted = counter(
     "kvasir_worker_lent_blocks_corrupted_total", "Lent blocks whose bytes had changed when they were read."
 )
 _STEPS_KEPT = 4
-"""Descriptions kept of one debtor: its latest steps."""
+"""Number of latest step descriptions kept per debtor."""
 _IDLE_S = 600.0
-"""A link on which nobody asks for longer is closed."""
+"""A link without a request for this long is closed."""
 _MAX_Q_HEADS = 4096
 _MAX_BUFFER_BYTES = 1 << 30
 
 
 class Creditor:
-    """One worker's. `receivers` are for its bulk desk; `is_busy`: its own engine has steps to run; `host`:
-    what it lends of host memory."""
+    """Serves one worker's lent blocks. `receivers` are for its bulk desk.
+
+    `is_busy`: whether its engine has steps to run; `host`: its lent host memory."""
 
     def __init__(
         self,
@@ -154,7 +156,7 @@ class Creditor:
         self.is_busy = is_busy
         self.computing = threading.Lock()
         self.corrupted_blocks = 0
-        """Found since the start: their memory was not what had been written to it."""
+        """Number of blocks found since the start whose bytes had changed."""
         self._described: dict[tuple[Peer, KvTier], OrderedDict[int, _Known]] = {}
         self._lock = threading.Lock()
         self.receivers: dict[str, Receiver] = {
@@ -165,10 +167,9 @@ class Creditor:
         }
 
     def enter(self, peer: Peer, header: bytes) -> "Visit":
-        """The question, and the part that it is about; the visit has to be left.
+        """Return a visit for a request and its part; it must be left.
 
-        Raises InvalidMessage; StaleEpoch when a grant is not the debtor's, or no longer.
-        """
+        Raises InvalidMessage, or StaleEpoch when a grant is not the debtor's."""
         request = read_request(header)
         memory = self.memory_of(request)
         if not 0 <= request.layer < memory.layers:
@@ -183,7 +184,7 @@ class Creditor:
             raise
 
     def memory_of(self, request: Request) -> LentBlocks:
-        """Raises InvalidMessage where none of that tier is lent."""
+        """Return the memory of the request's tier. Raises InvalidMessage when none is lent."""
         memory = self._memory.get(request.tier)
         if memory is None:
             raise InvalidMessage(f"this worker lends no {request.tier} memory")
@@ -192,7 +193,7 @@ class Creditor:
     def _understand(
         self, memory: LentBlocks, peer: Peer, request: Request, now: tuple[GrantRef, ...]
     ) -> Described:
-        """The part, every block of which is lent under these grants, at these generations."""
+        """Return the request's part, after checking that these grants cover all of its blocks."""
         key = peer, request.tier
         if request.part is not None:
             known = _Known(from_wire(request.part, self.block_tokens))
@@ -201,7 +202,7 @@ class Creditor:
                 steps = self._described.get(key)
                 found = None if steps is None else steps.get(request.step)
             if found is None:
-                raise InvalidMessage(f"step {request.step} was never described, or is long over")
+                raise InvalidMessage(f"step {request.step} was never described, or was forgotten")
             known = found
         if known.checked != now:
             blocks = known.described.spans.blocks
@@ -220,18 +221,18 @@ class Creditor:
         return known.described
 
     def drop(self, peer: Peer, tier: KvTier, error: CorruptedKv) -> None:
-        """Somebody's memory has changed: nothing is said of it but that."""
+        """Count and log a block whose bytes have changed."""
         _corrupted.inc()
         self.corrupted_blocks += 1
         _log.error(
-            "block %d of lent %s memory is not what %s wrote to it: dropped",
+            "block %d of lent %s memory differs from what %s wrote: dropped",
             error.block,
             tier,
             peer.worker_id,
         )
 
     def keep(self, debtors: Collection[str]) -> None:
-        """Forgets what anybody else described: who has no grant any more describes anew when there is one."""
+        """Forget the descriptions of all other debtors: they have no grants."""
         with self._lock:
             for key in [key for key in self._described if key[0].worker_id not in debtors]:
                 del self._described[key]
@@ -239,7 +240,7 @@ class Creditor:
 
 @dataclass(slots=True)
 class _Known:
-    """A part that was described, and what its blocks were found to be lent under the last time."""
+    """A described part, and the grants that covered its blocks at the last check."""
 
     described: Described
     checked: tuple[GrantRef, ...] | None = None
@@ -247,7 +248,7 @@ class _Known:
 
 @dataclass(slots=True)
 class Visit:
-    """One message of a debtor while it is worked on."""
+    """One message of a debtor in progress."""
 
     creditor: Creditor
     memory: LentBlocks
@@ -258,7 +259,7 @@ class Visit:
 
     @contextmanager
     def worked_on(self) -> Iterator[None]:
-        """For what touches blocks. Leaves the visit. Raises CorruptedKv, of which the creditor knows then."""
+        """Wrap access to blocks, then leave the visit. Records CorruptedKv with the creditor."""
         try:
             yield
         except CorruptedKv as error:
@@ -268,14 +269,14 @@ class Visit:
             self.leave()
 
     def leave(self) -> None:
-        """Its blocks may go to somebody else. Idempotent."""
+        """Release the visit's blocks. Idempotent."""
         if not self.is_over:
             self.is_over = True
             self.creditor.grants.leave(self.peer, self.request.grants)
 
 
 class _Questions:
-    """`kv.attend` and `kv.write`: the second is the first without queries."""
+    """Receiver of `kv.attend`, and of `kv.write`, which is the same without queries."""
 
     def __init__(self, creditor: Creditor) -> None:
         self._creditor = creditor
@@ -290,7 +291,7 @@ class _Questions:
 
 
 class _Question:
-    """One layer of one step's part."""
+    """A request about one layer of a step's part."""
 
     def __init__(self, visit: Visit, layer: int, q_heads: int, sizes_bytes: Sequence[int]) -> None:
         self._visit = visit
@@ -312,7 +313,7 @@ class _Question:
         self._visit.leave()
 
     def run(self) -> Reply:
-        """Write, and attend where there are queries."""
+        """Write, then attend if there are queries."""
         described = self._visit.described
         with self._visit.creditor.computing:
             if len(described.kept):
@@ -331,7 +332,7 @@ class _Question:
 
 
 class _Exchanges:
-    """`kv.native`: from here on the debtor's steps come natively, until it ends that."""
+    """Receiver of `kv.native`: the debtor's steps follow natively, until it ends the exchange."""
 
     def __init__(self, creditor: Creditor) -> None:
         self._creditor = creditor
@@ -345,15 +346,16 @@ class _Exchanges:
         for layer in range(memory.layers):
             memory.sizes_bytes(Question(layer, q_heads), 0, 0)
         if sizes_bytes:
-            raise InvalidMessage("an exchange is announced without buffers")
+            raise InvalidMessage("an announcement of an exchange carries no buffers")
         return _Exchange(self._creditor, memory, peer, request)
 
 
 @dataclass(slots=True)
 class _Exchange:
-    """A reply, and what follows it on the link (`Sequel`). Its grants are entered while steps are under way,
-    and looked at again every 50 ms: blocks that were returned meanwhile, or whose lease has ended, are nobody
-    else's before that, and no more the debtor's after it."""
+    """A reply and the exchange that follows it (`Sequel`).
+
+    Its grants are entered for turns of 50 ms. Blocks that are returned, or whose lease ends, stay reserved
+    until the turn is over, and are refused afterwards."""
 
     creditor: Creditor
     memory: LentBlocks
@@ -393,11 +395,11 @@ class _Exchange:
                 creditor.grants.leave(self.peer, request.grants)
 
     def abandon(self) -> None:
-        """See `Reception` and `Sequel`: nothing is held yet."""
+        """Nothing to release."""
 
 
 class _Fetches:
-    """`kv.fetch`."""
+    """Receiver of `kv.fetch`."""
 
     def __init__(self, creditor: Creditor) -> None:
         self._creditor = creditor
@@ -412,7 +414,7 @@ class _Fetches:
 
 
 class _Fetch:
-    """Some blocks of one layer, after writing what came along for another."""
+    """A request for blocks of one layer, which may bring keys and values of another layer."""
 
     def __init__(self, visit: Visit, sizes_bytes: Sequence[int]) -> None:
         request, blocks = visit.request, visit.described.spans.blocks
@@ -432,7 +434,7 @@ class _Fetch:
         self.buffers: Sequence[Buffer] = () if self._write is None else self._write.buffers
 
     def commit(self) -> Reply:
-        """Copied: what is sent is of one moment, whatever happens to the grant meanwhile."""
+        """Reply with a copy, so that the grant may end while it is sent."""
         visit, layer = self._visit, self._visit.request.layer
         with visit.worked_on():
             if self._write is not None:

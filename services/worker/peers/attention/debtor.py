@@ -1,9 +1,9 @@
-"""The debtor: its engine's `RemoteAttention`, over links to the workers that lend it blocks.
+"""The debtor: an engine's `RemoteAttention` over links to the workers that lend it blocks.
 
-For each creditor and step it chooses whether queries travel or blocks do, sends one message per creditor and
-layer for the whole batch, and turns every failure of a creditor into `CreditorLost`: the step can then run
-again without the sequences that have blocks there, for what a step writes is the same every time. Used on the
-engine's thread only. Knows neither sequences nor who grants what. Source: Infinite-LLM §4.2, §4.6
+For each creditor and step it chooses whether queries or blocks travel, and sends one message per creditor
+and layer for the whole batch. A creditor's failure becomes `CreditorLost`. The step can then run again
+without the sequences that have blocks there, because a step writes the same values every time. Used on the
+engine's thread only. Knows neither sequences nor grants' owners. Source: Infinite-LLM §4.2, §4.6
 (papers/001), algorithms.md §4.
 """
 
@@ -49,7 +49,7 @@ Chooser = Callable[[Work, CreditorSpeeds], ShipMode]
 
 @dataclass(slots=True)
 class _Active:
-    """A creditor's share of the present step, by one of three ways."""
+    """A creditor's share of the current step: native, shipped or fetched."""
 
     share: StepShare
     native: NativeShare | None = None
@@ -62,7 +62,7 @@ class _Active:
 
 
 class Debtor(BlockDebtor):
-    """One engine's. Each holder has its own staging and measured speeds."""
+    """Remote attention of one engine. Each holder has its own staging and measured speeds."""
 
     _lendings: dict[int, CreditorMemory]
 
@@ -81,14 +81,15 @@ class Debtor(BlockDebtor):
         link_bytes_per_s: float = 0.0,
         clock: Clock = monotonic_s,
     ) -> None:
-        """`staging_blocks`: in each half of a creditor's staging; each creditor has one. `rates`: the
-        worker's table of links. Raises ConfigError where parts cannot be joined."""
+        """`staging_blocks`: in each half of a creditor's staging. `rates`: the worker's table of link speeds.
+
+        Raises ConfigError where parts cannot be joined."""
         super().__init__(own_blocks, block_tokens, most_creditors, deadline_s)
         self.staging_blocks = staging_blocks
         self._attention = attention
         self._library = attention.library
         self._has_windows = any(attention.windows)
-        """A step has a part for each window then: they go by messages."""
+        """A step has one part per window then, and parts go by messages."""
         self._q_heads = q_heads
         self._choose = choose
         self._rates = rates or LinkRates()
@@ -98,7 +99,7 @@ class Debtor(BlockDebtor):
         self._given: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Shape] | None = None
         self._attended_s: float | None = None
         self.modes = {ShipMode.SHIP: 0, ShipMode.FETCH: 0}
-        """Parts computed either way since the start."""
+        """Number of parts by way since the start."""
         attention.extend(self.homes, self)
 
     def _lent(self, what: LentTier) -> CreditorMemory:
@@ -147,10 +148,10 @@ class Debtor(BlockDebtor):
         self._given = queries, keys, values, shape
 
     def collect(self, layer: int) -> Iterator[Partial]:
-        """See `RemoteAttention`. Queries that travelled come first: their answers wait for nobody."""
+        """See `RemoteAttention`. Shipped queries come first: their answers need no local work."""
         for active in sorted(self._of_layer(layer), key=lambda active: active.fetched is not None):
             for part in self._collected(active, layer):
-                self._throttle.wait(2 * part[1].nbytes)  # queries there, outputs back
+                self._throttle.wait(2 * part[1].nbytes)  # Queries there, outputs back.
                 yield part
         self._attended_s = self._clock()
 
@@ -164,7 +165,7 @@ class Debtor(BlockDebtor):
         self._given = None
 
     def abandon(self) -> None:
-        """See `RemoteAttention`: takes the answers under way, so that links stay usable."""
+        """See `RemoteAttention`. Reads the answers under way, so that links stay usable."""
         actives, self._active = self._active, []
         self._given = None
         for active in actives:
@@ -194,8 +195,7 @@ class Debtor(BlockDebtor):
         return LayerReader(memory, self._attention.pools, self.block_tokens, self._clock)
 
     def _visit(self, blocks: Sequence[int], take: TakeBlocks) -> None:
-        """Each layer of these comes into a staging: `take` gets the layer, which of the blocks they are, and
-        where. Raises CreditorLost."""
+        """Fetch all layers of blocks and call `take` with each piece. Raises CreditorLost."""
         holders, there = self.homes.locate(blocks)
         for holder in np.unique(holders).tolist():
             at = np.flatnonzero(holders == holder).tolist()
@@ -204,7 +204,7 @@ class Debtor(BlockDebtor):
             self._guarded(_Active(share), partial(visit_blocks, share, at, layers, take))
 
     def _open(self, active: _Active) -> None:
-        """What was announced begins as the creditor says."""
+        """Choose the way by the creditor's answer to the announcement."""
         share = active.share
         asker = self._guarded(active, share.lending.exchange)
         if asker is not None:
@@ -243,7 +243,7 @@ class Debtor(BlockDebtor):
             yield part
 
     def _guarded(self, active: _Active, call: Callable[[], T]) -> T:
-        """Whatever goes wrong with a creditor is the creditor's loss, and the end of its link."""
+        """Turn a creditor's error into CreditorLost, and close its link."""
         try:
             return call()
         except KvasirError as error:
@@ -253,7 +253,7 @@ class Debtor(BlockDebtor):
             raise creditor_lost(link, error) from error
 
     def _of_layer(self, layer: int) -> list[_Active]:
-        """Those of the layer's window."""
+        """Return the shares of the layer's window."""
         window = self._attention.windows[layer]
         return [active for active in self._active if active.share.part.spans.window_tokens == window]
 
@@ -261,7 +261,7 @@ class Debtor(BlockDebtor):
         return StepShare(self._lendings[part.holder], part, next(self._numbers), self._clock)
 
     def _fetched(self, share: StepShare) -> FetchedShare:
-        """A layer is fetched ahead where the next one has the same part."""
+        """Return a fetched share. It fetches a layer ahead if all layers have the same part."""
         windows = self._attention.windows
         return FetchedShare(share, self.block_tokens, len(windows) if len(set(windows)) == 1 else 0)
 

@@ -1,7 +1,7 @@
-"""What a debtor says on the bus: its search for creditors, renewals and returns.
+"""The debtor's messages on the bus: its search for creditors, renewals and returns.
 
-Decides nothing: the rules are in `debts` and `borrowing`. For whoever uses what is borrowed: sequences
-(`lending.service`) or the prefix cache (`peers.keeping`).
+It serves loans for sequences (`lending.service`) and for the prefix cache (`peers.keeping`). The decisions
+are in `debts` and `borrowing`.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _TICKS_IN_A_LEASE = 20
 
 
 class Search:
-    """Of one worker. `borrower` uses what is granted; None: nobody does."""
+    """Search of one worker for creditors. `borrower` uses the granted blocks; None: nothing does."""
 
     def __init__(
         self, bus: Bus, debts: Debts, borrowing: Borrowing, borrower: LoanUser | None, clock: Clock
@@ -46,7 +46,7 @@ class Search:
         return self._borrowing.may_start(now_s)
 
     async def run(self, blocks: int) -> None:
-        """Until so many are granted, or nobody lends any more."""
+        """Ask until that many blocks are granted, or no creditor is left."""
         question: CreditorQuestion | None = self._borrowing.start(blocks)
         while question is not None:
             if isinstance(question, AskLedger):
@@ -81,7 +81,7 @@ class Search:
         except KvasirError as error:
             _log.debug("%s did not answer: %s", question.creditor_id, error)
         if reply is not None and reply.grant is not None and not is_answer(reply.grant, question):
-            _log.warning("%s granted what nobody asked for", question.creditor_id)
+            _log.warning("%s granted other blocks than asked for", question.creditor_id)
             reply = None
         if reply is not None and reply.grant is not None:
             await self._admit(reply.grant, self._debts.on_granted(reply.grant, sent_s))
@@ -96,7 +96,7 @@ class Search:
         if not await self._borrower.admit(grant, logical):
             self._debts.release(logical)
         elif lost := [number for number in logical if not self._debts.holds(number)]:
-            self._borrower.lose(lost)  # Their lease ended, or their creditor failed, while it was dialled.
+            self._borrower.lose(lost)  # Lost while the creditor was dialled.
 
 
 async def send_repayment(bus: Bus, debts: Debts, repayment: Repayment) -> BlocksReturned | None:

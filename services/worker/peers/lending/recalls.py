@@ -1,7 +1,7 @@
-"""Borrowed KV brought home, on the bus: a worker's part in settlements, and repayment into free memory.
+"""Brings borrowed KV home, on the bus: this worker's part in settlements, and recalls into free memory.
 
-Decides nothing: the rules are in `settling` and `repayment`. Lives on the event loop; bytes are copied and
-blocks exchanged by `BlockBorrower`, on the engine's thread. One of both at a time, one settlement at a time.
+`settling` and `repayment` decide. `BlockBorrower` copies bytes and exchanges blocks on the engine's thread;
+everything here runs on the event loop. At most one settlement or recall runs at a time.
 Source: papers/001 §4.5; `algorithms.md` §4 (DGFM).
 """
 
@@ -23,18 +23,20 @@ from shared.messages.lending import KvTier, Settle, Settled, SettlePhase
 
 HANDLERS: tuple[Handler, ...] = (Endpoint(subjects.worker_settle, Settle, "settle", concurrency=1),)
 _BOUNCE_S = 1.0
-"""For memory that was just returned here, while somebody still reads it."""
+"""Wait for returned memory that is still being read."""
 _READY_S = 0.5
-"""For a recall's end, or for the last settlement's blocks, before a settlement begins."""
+"""Wait for the end of a recall, or for bounce blocks, before a settlement begins."""
 MOST_RECALLED_BLOCKS = 16
-"""At a time: what is written meanwhile is fetched again between two steps."""
+"""Most blocks of one recall: those written meanwhile are fetched again between two steps."""
 
 _log = get_logger("worker.recalls")
 
 
 class Recalls:
-    """Of one worker that borrows. `bounce_blocks` of its own are kept to copy into, `from_start` or
-    while it owes some; `repay` returns blocks to a creditor and says whether it has confirmed."""
+    """Settlements and recalls of one worker that borrows.
+
+    It keeps `bounce_blocks` of its own to copy into: always where `from_start`, else while it owes blocks.
+    `repay` returns blocks to a creditor, and whether the creditor confirmed."""
 
     def __init__(
         self,
@@ -58,19 +60,19 @@ class Recalls:
         self._spare: list[int] = []
         self._filled = asyncio.Event()
         self._copying: asyncio.Future[bool] | None = None
-        """Into what is kept to copy into: nobody else gets that meanwhile."""
+        """The copy into bounce blocks under way. They stay reserved until it ends."""
         self._recall_over = asyncio.Event()
         self._recall_over.set()
         self.is_swapping = False
-        """Nothing is to be returned meanwhile: sequences may still read it."""
+        """Sequences may still read borrowed blocks: nothing may be returned meanwhile."""
         self.settled_blocks = 0
-        """Brought home by settlements, since the start."""
+        """Blocks that settlements brought home since the start."""
         self.recalled_blocks = 0
-        """Brought home into free memory, since the start."""
+        """Blocks recalled into free memory since the start."""
 
     @property
     def _bounce_blocks(self) -> int:
-        """Wanted now."""
+        """Number of bounce blocks wanted now."""
         return self._most_bounce_blocks if self._from_start or self._table.borrowed_from() else 0
 
     def details(self) -> dict[str, object]:
@@ -82,10 +84,10 @@ class Recalls:
             "recalled_blocks": self.recalled_blocks,
         }
 
-    # --- memory to copy into
+    # --- bounce blocks
 
     def keep(self, withdrawn: Sequence[int]) -> list[int]:
-        """Own blocks that are back: what is not needed to copy into is returned."""
+        """Take own blocks that came back as bounce blocks; return those that are not needed."""
         missing = max(0, self._bounce_blocks - len(self._core.bounce))
         self._core.bounce += withdrawn[:missing]
         if missing:
@@ -93,12 +95,12 @@ class Recalls:
         return list(withdrawn[missing:])
 
     def take_spare(self) -> list[int]:
-        """Withdrawn blocks that are not needed any more."""
+        """Return withdrawn blocks that are no longer needed."""
         spare, self._spare = self._spare, []
         return spare
 
     async def tick(self) -> None:
-        """Lets time pass, and sees to it that there is something to copy into."""
+        """Expire settlements, and keep the wanted number of bounce blocks."""
         self._core.tick(self._clock())
         self._rejoin()
         missing = self._bounce_blocks - len(self._core.bounce)
@@ -108,21 +110,21 @@ class Recalls:
         if missing > 0:
             try:
                 lent = await self._vault.lend(missing, 1, 0)
-                self._spare += self.keep(lent)  # Not in one: `+=` goes on with what was there before a wait.
+                self._spare += self.keep(lent)  # In two statements: `+=` would read the list before the wait.
             except Overloaded as error:
-                _log.debug("nothing to copy into: %s", error)
+                _log.debug("no bounce blocks: %s", error)
 
     def on_lost(self, logical: Sequence[int]) -> None:
-        """These are gone with their creditor."""
+        """Give up blocks that are lost with their creditor."""
         self._core.on_lost(list(logical))
         self._rejoin()
 
     # --- settlements
 
     async def settle(self, asked: Settle) -> Settled:
-        """One step of one. Raises CreditorLost and Overloaded: it was not done."""
+        """Do one phase of a settlement. Raises CreditorLost and Overloaded when it was not done."""
         if self._copying is not None:
-            await asyncio.wait({self._copying})  # However that ends: it was for another question.
+            await asyncio.wait({self._copying})  # Of an earlier message: its result does not matter here.
         if asked.phase is SettlePhase.FREEZE:
             return await self._freeze(asked)
         if asked.phase is SettlePhase.COPY:
@@ -137,13 +139,13 @@ class Recalls:
         return outcome
 
     def _begin_copy(self, copy: Copy) -> "asyncio.Future[bool]":
-        """Goes on to its end, whoever stops waiting."""
+        """Start a copy that runs to its end even when the caller is cancelled."""
         self._copying = copying = asyncio.ensure_future(self._borrower.copy_home(copy.pairs))
 
         def over(done: "asyncio.Future[bool]") -> None:
             self._copying = None
             if not done.cancelled():
-                done.exception()  # Perhaps nobody else looks at it.
+                done.exception()  # Marks it as retrieved.
 
         copying.add_done_callback(over)
         return copying
@@ -173,16 +175,16 @@ class Recalls:
         self._spare += self.keep(own if spare is None else spare)
         self._rejoin()
         if spare is None:
-            raise CreditorLost("what was to be brought home is lost with its creditor", creditor_id="")
+            raise CreditorLost("the blocks to settle are lost with their creditor", creditor_id="")
         self.settled_blocks += len(own) - len(spare)
         canonical(_log, "settled", settlement=swap.answer.settlement, blocks=len(own))
         confirmed = await asyncio.gather(*(self._repay(each) for each in swap.repayments))
         if not all(confirmed):
-            raise CreditorLost("a creditor has not confirmed what it has back", creditor_id="")
+            raise CreditorLost("a creditor has not confirmed the returned blocks", creditor_id="")
         return swap.answer
 
     async def _await_readiness(self) -> None:
-        """A recall, or a settlement that is just over, may have left nothing to begin with for a moment."""
+        """Wait for a recall to end, or for bounce blocks that an earlier settlement still uses."""
         try:
             async with asyncio.timeout(_READY_S):
                 await self._recall_over.wait()
@@ -193,17 +195,17 @@ class Recalls:
             _log.debug("not ready for a settlement in time")
 
     async def _await_bounce(self, blocks: int) -> None:
-        """What a debtor has returned may be read for a moment still."""
+        """Wait for bounce blocks: those that a debtor returned may still be read."""
         try:
             async with asyncio.timeout(_BOUNCE_S):
                 while self._core.is_on and len(self._core.bounce) < min(blocks, self._bounce_blocks):
                     self._filled.clear()
                     await self._filled.wait()
         except TimeoutError:
-            _log.debug("no memory to copy into was returned in time")
+            _log.debug("no bounce blocks were returned in time")
 
     def _rejoin(self) -> None:
-        """What the settlement has let go of is as before for the engine, too."""
+        """Rejoin, in the engine, the blocks that the settlement no longer holds."""
         over = self._apart - self._core.frozen
         if over and not self.is_swapping:
             self._borrower.rejoin(sorted(over))
@@ -217,10 +219,9 @@ class Recalls:
     async def recall(
         self, pressures: Mapping[str, CreditorPressure], free_blocks: int, keep_blocks: int
     ) -> int:
-        """Brings home what fits into own memory that is free, from the creditors under most pressure; returns
-        how many blocks.
+        """Bring blocks home into free memory, from the creditors under most pressure; return how many.
 
-        Offers all that is borrowed: which blocks a sequence uses is known on the engine's thread only."""
+        All borrowed blocks are offered: only the engine's thread knows which of them a sequence uses."""
         order = in_order(self._table.lenders(), pressures)
         chosen = [number for lender in order for number in self._table.used_at(*lender)]
         most = min(MOST_RECALLED_BLOCKS, free_blocks - keep_blocks)

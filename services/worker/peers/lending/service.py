@@ -1,8 +1,8 @@
 """Lending on the bus: one worker as creditor and as debtor.
 
-Decides nothing: the rules are in `grants`, `debts`, `borrowing` and `watermarks`. Lives on the event loop, so
-that no lease runs out because an iteration is long; blocks leave and enter the pool on the engine's thread,
-through `Vault`. Knows no KV bytes.
+`grants`, `debts`, `borrowing` and `watermarks` decide. This runs on the event loop, so that no lease runs out
+during a long iteration. Blocks leave and enter the pool on the engine's thread, through `Vault`. Knows no KV
+bytes.
 """
 
 import threading
@@ -46,8 +46,8 @@ from shared.messages.reports import Capacity
 def section(
     capacity: Capacity, table: RBlockTable, grants: Grants, spare_blocks: int, host_free_blocks: int
 ) -> dict[str, Any]:
-    """Of the heartbeat (`WorkerReported`): what is lent and borrowed, by tier. `spare_blocks` of the device
-    could be lent, were there no cap."""
+    """Return the heartbeat's fields about loans, by tier. Up to `spare_blocks` of the device could be lent,
+    apart from the cap."""
     device, host, terms = KvTier.DEVICE, KvTier.HOST, grants.terms
     room_blocks = terms.most_blocks - table.lent_blocks(device)
     own = msgspec.structs.replace(
@@ -72,8 +72,8 @@ def section(
 
 
 def loans(table: RBlockTable, cached: Mapping[str, int] = MappingProxyType({})) -> dict[str, object]:
-    """For `python -m services status`: of both tiers, and how much of that is host memory. `cached`: blocks
-    that the prefix cache has, by creditor."""
+    """Return the loans of both tiers for `python -m services status`. `cached`: the prefix cache's blocks by
+    creditor."""
     lent_to, borrowed_from = table.lent_to(), Counter(table.borrowed_from())
     borrowed_from.update(cached)
     rows = [
@@ -99,8 +99,7 @@ _log = get_logger("worker.lending")
 
 
 class Lending:
-    """Grants, debts and the search for creditors of one worker. `on_lost` gets logical blocks whose KV is
-    gone."""
+    """Grants, debts and the search for creditors of one worker. `on_lost` gets lost logical blocks."""
 
     def __init__(
         self,
@@ -130,7 +129,7 @@ class Lending:
         self._balance.may_borrow_ahead = config.borrow is True
         own = int(owner.blocks * config.keep_free_fraction)
         self._keep_blocks = max(own, marks.middle_blocks if config.borrow is True else 0)
-        """Who lent away what it then has to borrow would only move debts around."""
+        """Free blocks that are not lent: a lender must not have to borrow itself."""
         usable = owner.blocks - self._keep_blocks - (0 if borrower is None else config.bounce_blocks)
         most_lent = max(0, min(usable, int(owner.blocks * config.max_lent_fraction))) if config.lend else 0
         lease = config.lease_s, config.grace_s, owner.fingerprint
@@ -152,11 +151,11 @@ class Lending:
                 parts, borrower, vault, config.bounce_blocks, repay, clock, from_start=ahead
             )
         self._parted: list[Freed] = []
-        """Returned, and left by the last who was at work on them."""
+        """Returned blocks whose last user has left."""
         self._errands = Errands(bus, self.debts, config.lease_s, self._lose, clock)
 
     async def serve(self) -> None:
-        """Keeps leases, borrows and returns, until cancelled."""
+        """Keep leases, borrow and return, until cancelled."""
         await self._bus.attach(HANDLERS, self)
         if self._recalls is not None:
             await self._bus.attach(RECALLS, self._recalls)
@@ -168,19 +167,20 @@ class Lending:
                 await self._bus.detach(RECALLS, self._recalls)
 
     def want(self, blocks: int, *, may_borrow_ahead: bool = True) -> None:
-        """A sequence needs so many blocks, all in all; 0: none does. Without one, little free memory is a
-        reason to borrow only where it `may_borrow_ahead`."""
+        """Set how many blocks a sequence needs in total; 0: none is waiting.
+
+        Without such a sequence, the worker borrows at the low mark only where `may_borrow_ahead`."""
         self._balance.needed_blocks = blocks
         self._balance.may_borrow_ahead = may_borrow_ahead and self._config.borrow is True
 
     def section(self, capacity: Capacity) -> dict[str, Any]:
-        """Of the heartbeat: what is lent and borrowed. Its capacity is what the next tick goes by."""
+        """Return the heartbeat's fields about loans. The next tick uses this capacity."""
         self._balance.on_report(capacity)
         spare_blocks = self._balance.own_blocks - self._keep_blocks
         return section(capacity, self.table, self.grants, spare_blocks, self._stock.host_free_blocks)
 
     def details(self, cached: Mapping[str, int] = MappingProxyType({})) -> dict[str, object]:
-        """For `python -m services status`; `cached` as in `loans`."""
+        """Return figures for `python -m services status`; `cached` as in `loans`."""
         return {
             **loans(self.table, cached),
             **({} if self._recalls is None else self._recalls.details()),
@@ -189,7 +189,7 @@ class Lending:
     # --- as creditor
 
     async def borrow(self, asked: BorrowBlocks) -> BorrowReply:
-        """One at a time, in the order of arrival."""
+        """Answer one request for memory, in the order of arrival."""
         await self._free(self.grants.on_incarnation(asked.debtor_id, asked.debtor_incarnation))
         answer = self.grants.answer(asked)
         if self._may_take_from_caches(asked, answer):
@@ -206,7 +206,7 @@ class Lending:
 
     @staticmethod
     def _may_take_from_caches(asked: BorrowBlocks, answer: BorrowReply | int) -> bool:
-        """Host memory for a sequence, of which there is not enough."""
+        """Return whether a sequence asks for more host memory than is free."""
         if asked.tier is not KvTier.HOST or asked.for_cache:
             return False
         return answer < asked.blocks if isinstance(answer, int) else answer.refusal is Refusal.AT_CAP
@@ -228,14 +228,14 @@ class Lending:
         return [] if self._recalls is None else self._recalls.keep(blocks) + self._recalls.take_spare()
 
     def free_later(self, freed: Freed) -> None:
-        """Somebody was still at work on these when they were returned, or their grant ended."""
+        """Free blocks that were in use when they were returned, or when their grant ended."""
         self._parted.append(freed)
         self._errands.begin("free", self._free([]))
 
     # --- as debtor
 
     async def tick(self) -> None:
-        """Ends leases that ran out, renews those that are due, borrows or returns."""
+        """End leases that ran out, renew those that are due, and borrow or return."""
         now_s = self._clock()
         expired = self.grants.tick(now_s)
         if expired:
@@ -251,10 +251,10 @@ class Lending:
         self._errands.repay(self._send_repayment)
 
     def _even_out(self, now_s: float) -> None:
-        """Borrows or returns; one step of returning at a time."""
+        """Borrow, or return blocks one step at a time."""
         idle = self.debts.free_blocks
         handed = self.debts.borrowed_blocks - idle
-        usable = 0 if self._borrower is not None else idle  # its sequences get none of these any more
+        usable = 0 if self._borrower is not None else idle  # Its sequences get none of these.
         missing = self._balance.lacks(handed, usable)
         if missing and self._search.may_start(now_s):
             self._errands.begin("borrow", self._search.run(missing))
@@ -269,8 +269,9 @@ class Lending:
                 self._errands.begin("shrink", self._shrink(self._borrower, recalls, back))
 
     async def _shrink(self, borrower: BlockBorrower, recalls: Recalls | None, blocks: int) -> None:
-        """Brings home what sequences, or the cache, have at creditors, then returns so many that are free.
-        What is only cached is given up when nothing came home."""
+        """Recall blocks in use, then return up to `blocks` free ones.
+
+        Cached blocks count as free when nothing came home."""
         home = 0
         if recalls is not None:
             of = pressures(self._neighbours, self._host, self.debts.wanted_back_by_creditor())
@@ -280,11 +281,11 @@ class Lending:
         self._balance.on_shrunk()
 
     def on_creditor_failed(self, creditor_id: str) -> None:
-        """It did not answer in the middle of a step: nothing of it is counted on any more."""
+        """Give up a creditor that failed in the middle of a step."""
         self._lose(self.debts.on_creditor_gone(creditor_id), f"{creditor_id} failed")
 
     async def _send_repayment(self, repayment: Repayment) -> bool:
-        """Whether the creditor has confirmed."""
+        """Return blocks; report whether the creditor confirmed."""
         reply = await send_repayment(self._bus, self.debts, repayment)
         if reply is not None and self._borrower is not None:
             asked = repayment.message

@@ -1,8 +1,8 @@
-"""How a worker that is short finds a creditor: the ledger's candidates in turn, then the ledger again. Pure.
+"""How a worker that is short of memory finds a creditor. Pure: sends nothing itself.
 
-One search at a time. Each candidate is asked for memory of the tier that the ledger names. A part that is
-granted counts, the rest is asked of the next one; after `most_rounds` rounds of candidates, or none at all,
-the search rests for `rest_s`. Sends nothing itself.
+One search runs at a time. It asks the ledger for candidates, and each candidate for memory of the tier that
+the ledger names. A partial grant counts, and the next candidate is asked for the rest. After `most_rounds`
+rounds, or a round without candidates, the search rests for `rest_s`.
 Source: papers/001 §4.4; `algorithms.md` §4.
 """
 
@@ -17,21 +17,21 @@ from shared.messages.lending import BorrowBlocks, BorrowReply, Grant, KvTier
 
 @dataclass(frozen=True, slots=True)
 class AskLedger:
-    """To be asked next: the ledger, who could lend."""
+    """Next question: ask the ledger for creditors."""
 
     question: FindCreditors
 
 
 @dataclass(frozen=True, slots=True)
 class AskCreditor:
-    """To be asked next: one creditor, whether it lends."""
+    """Next question: ask one creditor for memory."""
 
     creditor_id: str
     question: BorrowBlocks
 
 
 def is_answer(grant: Grant, asked: AskCreditor) -> bool:
-    """Whether a grant is of that creditor's memory, as was asked for, and each block in it once."""
+    """Return whether a grant fits its question: creditor, tier, number of distinct blocks, lease."""
     blocks = set(grant.blocks)
     return (
         grant.creditor_id == asked.creditor_id
@@ -44,20 +44,20 @@ def is_answer(grant: Grant, asked: AskCreditor) -> bool:
 
 CreditorQuestion = AskLedger | AskCreditor
 LenderCandidate = tuple[str, KvTier]
-"""A worker's memory of one tier."""
+"""A worker and a tier of its memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manners:
-    """How persistently a worker asks."""
+    """How persistently a worker searches."""
 
     most_rounds: int = 3
     rest_s: float = 0.5
-    """After a search that did not get everything."""
+    """Pause after a search that did not get everything."""
 
 
 class Borrowing:
-    """Of one worker, in one life of it. After each question exactly one of the `on_…` methods is due."""
+    """Search of one incarnation of a worker. Call exactly one `on_…` method after each question."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class Borrowing:
         *,
         for_cache: bool = False,
     ) -> None:
-        """`requests` numbers what this life of the debtor asks of anybody, by this search or another one;
-        `for_cache`: for blocks of its prefix cache, which only host memory takes."""
+        """`requests` numbers all questions of this incarnation, by any search. `for_cache`: the blocks are
+        for the prefix cache, which uses host memory only."""
         self._debtor_id = debtor_id
         self._incarnation = incarnation
         self._block_tokens = block_tokens
@@ -81,32 +81,32 @@ class Borrowing:
         self._candidates: deque[LenderCandidate] = deque()
         self._refused: dict[LenderCandidate, None] = {}
         self._tier = KvTier.DEVICE
-        """Asked for last."""
+        """Tier of the last question."""
         self._rounds = 0
         self._requests = itertools.count(1) if requests is None else requests
         self._for_cache = for_cache
         self._rests_until_s = 0.0
         self.refusals = 0
-        """Since the start."""
+        """Number of refusals since the start."""
 
     @property
     def is_busy(self) -> bool:
-        """A search is on."""
+        """Whether a search is running."""
         return self._missing_blocks > 0
 
     def may_start(self, now_s: float) -> bool:
         return not self.is_busy and now_s >= self._rests_until_s
 
     def start(self, blocks: int) -> CreditorQuestion:
-        """Begins a search for that many blocks. Raises ValueError when one is on, or for none."""
+        """Begin a search. Raises ValueError when one is running, or for less than one block."""
         if self.is_busy or blocks < 1:
-            raise ValueError(f"{blocks} blocks wanted, {self._missing_blocks} being looked for")
+            raise ValueError(f"{blocks} blocks wanted, {self._missing_blocks} already looked for")
         self._missing_blocks, self._rounds = blocks, 0
         self._refused.clear()
         return self._ask_ledger()
 
     def on_candidates(self, answer: CreditorCandidates, now_s: float) -> CreditorQuestion | None:
-        """The ledger's answer; None ends the search."""
+        """Take in the ledger's answer; return the next question, None at the end of the search."""
         self._rounds += 1
         self._candidates.extend(
             (one.worker_id, one.tier)
@@ -117,13 +117,13 @@ class Borrowing:
         return self._next(now_s)
 
     def on_no_ledger(self, now_s: float) -> None:
-        """It did not answer: later, it is asked again."""
+        """End the search: the ledger did not answer. A later search asks it again."""
         self._stop(now_s)
 
     def on_reply(self, creditor_id: str, reply: BorrowReply | None, now_s: float) -> CreditorQuestion | None:
-        """A creditor's answer, None where none came in time; None ends the search."""
+        """Take in a creditor's reply, None for a timeout; return the next question, None at the end."""
         granted = 0 if reply is None or reply.grant is None else len(reply.grant.blocks)
-        if granted < self._missing_blocks:  # it has nothing more to lend
+        if granted < self._missing_blocks:  # It has no more to lend.
             self._refused[creditor_id, self._tier] = None
         self.refusals += not granted
         self._missing_blocks = max(0, self._missing_blocks - granted)
@@ -133,7 +133,7 @@ class Borrowing:
         return self._next(now_s)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a search that is over has left something."""
+        """Raise AssertionError when a finished search left candidates."""
         assert self.is_busy or not self._candidates
         assert self._rounds <= self._manners.most_rounds
 

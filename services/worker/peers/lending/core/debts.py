@@ -1,8 +1,7 @@
-"""The debtor's side: what this worker has borrowed, what of it is in use, when leases must be renewed. Pure.
+"""The debtor's side: borrowed blocks, which of them are in use, and when leases must be renewed. Pure.
 
-A lease counts from when the message it answers was *sent*, so that this worker gives a block up before its
-creditor does. Sends nothing itself; knows neither sequences nor bytes. Source: papers/001 §4.4;
-`algorithms.md` §4.
+A lease counts from when the question was *sent*, so this worker gives a block up before its creditor does.
+Sends nothing; knows neither sequences nor bytes. Source: papers/001 §4.4; `algorithms.md` §4.
 """
 
 from collections.abc import Iterable
@@ -24,16 +23,16 @@ _RENEWALS_IN_A_LEASE = 4
 
 @dataclass(slots=True)
 class LoanLease:
-    """Until when a grant lasts, if its debtor does nothing."""
+    """Lease of one grant."""
 
     ends_s: float
     renew_s: float
-    """When to ask for more time next."""
+    """When to ask for a renewal next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """A request for more time for all grants of one creditor."""
+    """A request to renew all grants of one creditor."""
 
     creditor_id: str
     message: RenewLeases
@@ -48,7 +47,7 @@ class Repayment:
 
 
 class Debts:
-    """What one worker owes to others, in one life of it."""
+    """Blocks that one incarnation of a worker owes to others."""
 
     def __init__(self, table: RBlockTable, incarnation: int) -> None:
         self._table = table
@@ -56,21 +55,22 @@ class Debts:
         self._leases: dict[GrantKey, LoanLease] = {}
         self._free: dict[int, None] = {}
         self._wanted_back: dict[str, int] = {}
-        """Blocks by creditor that is short itself: of its device memory."""
+        """Device blocks that each creditor wants back because it is short."""
 
     @property
     def free_blocks(self) -> int:
-        """Borrowed and not used."""
+        """Number of borrowed blocks not in use."""
         return len(self._free)
 
     @property
     def borrowed_blocks(self) -> int:
-        """On the way back included."""
+        """Number of borrowed blocks, those on the way back included."""
         return sum(self._table.borrowed_from().values())
 
     def on_granted(self, grant: Grant, sent_s: float) -> list[int]:
-        """Logical numbers of the blocks of a new grant; none for one that is known. `sent_s`: of the
-        question."""
+        """Enter a grant and return its logical blocks; none for a known grant.
+
+        `sent_s`: when the question was sent."""
         key = GrantKey(grant.creditor_id, grant.creditor_incarnation, grant.grant_id)
         if key in self._leases:
             return []
@@ -80,8 +80,7 @@ class Debts:
         return logical
 
     def take(self, blocks: int) -> list[int]:
-        """Logical numbers of that many borrowed blocks, oldest grants first. Raises ValueError if there are
-        fewer."""
+        """Take that many free blocks into use, oldest grants first. Raises ValueError if there are fewer."""
         if not 0 <= blocks <= len(self._free):
             raise ValueError(f"{blocks} borrowed blocks asked for, {len(self._free)} free")
         taken = [number for number, _ in zip(self._free, range(blocks), strict=False)]
@@ -91,7 +90,7 @@ class Debts:
         return taken
 
     def use(self, logical: Iterable[int]) -> None:
-        """Takes exactly these. Raises ValueError for one that is not free."""
+        """Take exactly these blocks into use. Raises ValueError for one that is not free."""
         for number in logical:
             if number not in self._free:
                 raise ValueError(f"borrowed block {number} is not free")
@@ -99,8 +98,7 @@ class Debts:
             self._table.borrowed(number).state = BlockState.USED
 
     def release(self, logical: Iterable[int]) -> None:
-        """A sequence needs these no more. Those that are lost already are passed over, frozen ones free once
-        they thaw."""
+        """End the use of blocks. Frozen ones become free once they thaw; lost ones are skipped."""
         for number in logical:
             if not self.holds(number):
                 continue
@@ -114,7 +112,7 @@ class Debts:
                 raise ValueError(f"borrowed block {number} is {block.state}, not used")
 
     def freeze(self, logical: Iterable[int]) -> None:
-        """Sets used blocks apart. Raises ValueError for others."""
+        """Freeze used blocks. Raises ValueError for others."""
         chosen = [self._table.borrowed(number) for number in logical]
         if any(block.state is not BlockState.USED for block in chosen):
             raise ValueError("only blocks in use can be frozen")
@@ -122,7 +120,7 @@ class Debts:
             block.state = BlockState.FROZEN
 
     def thaw(self, logical: Iterable[int]) -> None:
-        """Ends `freeze`; what was released meanwhile is free."""
+        """End `freeze`. Blocks released meanwhile become free."""
         for number in logical:
             if self.holds(number) and self._table.borrowed(number).state is BlockState.FROZEN:
                 block = self._table.borrowed(number)
@@ -132,8 +130,9 @@ class Debts:
                     self.release([number])
 
     def give_back(self, blocks: int, creditors: Iterable[str] = ()) -> list[Repayment]:
-        """Returns up to so many unused blocks: device memory to creditors that are short first, then to
-        `creditors` in order, then host memory, then to whoever lent last."""
+        """Return up to `blocks` free blocks to their creditors.
+
+        Order: device memory of creditors that are short, of `creditors`, host memory, newest grants."""
         pressing = self._pressing()
         order = {name: at for at, name in enumerate([*pressing, *creditors])}
 
@@ -149,18 +148,18 @@ class Debts:
         return self._return(sorted(self._free, key=rank)[: max(0, blocks)])
 
     def recalled(self, logical: Iterable[int]) -> list[Repayment]:
-        """The KV of these (frozen) blocks is at home now: returns them."""
+        """Return frozen blocks whose KV has been copied home."""
         numbers = [number for number in logical if self.holds(number)]
         for number in numbers:
             self._table.borrowed(number).is_orphan = False
         return self._return(numbers)
 
     def retries(self) -> list[Repayment]:
-        """Returns whose answer has not come."""
+        """Return the repayments that no creditor has confirmed."""
         return self._repayments(self._table.in_state(BlockState.RETURNING))
 
     def on_returned(self, sent: Repayment, reply: BlocksReturned) -> None:
-        """The creditor has them back."""
+        """Forget blocks whose return the creditor confirmed."""
         asked = sent.message
         key = GrantKey(sent.creditor_id, asked.creditor_incarnation, asked.grant_id)
         held = set(self._table.of_grant(key))
@@ -175,7 +174,7 @@ class Debts:
             self._leases.pop(key, None)
 
     def renewals(self, now_s: float) -> list[Renewal]:
-        """What is due; all grants of a creditor (life) in one message. Asked again only a while later."""
+        """Return the renewals due, one message per creditor incarnation, and schedule their retry."""
         due: dict[tuple[str, int], list[GrantKey]] = {}
         for key in self._leases:
             if any(
@@ -189,7 +188,7 @@ class Debts:
         ]
 
     def on_renewed(self, sent: Renewal, reply: LeasesRenewed, sent_s: float) -> list[int]:
-        """Returns the logical blocks whose grant has ended at the creditor: their KV is lost."""
+        """Extend leases; return the lost logical blocks, whose grant has ended at the creditor."""
         asked = sent.message
         generations = {held.grant_id: held.generation for held in reply.held}
         same_life = reply.creditor_incarnation == asked.creditor_incarnation
@@ -207,29 +206,29 @@ class Debts:
         return lost
 
     def tick(self, now_s: float) -> list[int]:
-        """Ends leases that could not be renewed; returns the logical blocks that are lost by it."""
+        """End leases that ran out; return the lost logical blocks."""
         over = [key for key, lease in self._leases.items() if now_s >= lease.ends_s]
         return [number for key in over for number in self._lose(key)]
 
     def on_creditor_gone(self, creditor_id: str) -> list[int]:
-        """A creditor has died, or is given up; returns the logical blocks that are lost by it."""
+        """Give up a creditor; return the lost logical blocks."""
         gone = [key for key in self._leases if key.creditor_id == creditor_id]
         self._wanted_back.pop(creditor_id, None)
         return [number for key in gone for number in self._lose(key)]
 
     def on_grant_over(self, key: GrantKey) -> list[int]:
-        """Its creditor has ended it; returns the logical blocks that are lost by it."""
+        """Drop a grant that its creditor ended; return the lost logical blocks."""
         return self._lose(key) if key in self._leases else []
 
     def wanted_back_blocks(self) -> int:
-        """By creditors that are short, of what they have lent here."""
+        """Number of blocks that creditors want back."""
         return sum(self._wanted_back.values())
 
     def wanted_back_by_creditor(self) -> dict[str, int]:
         return {name: blocks for name, blocks in self._wanted_back.items() if blocks}
 
     def holds(self, logical: int) -> bool:
-        """Whether that block is borrowed still, on the way back included."""
+        """Return whether a block is still borrowed, or on its way back."""
         try:
             self._table.borrowed(logical)
         except KeyError:
@@ -237,7 +236,7 @@ class Debts:
         return True
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when leases, free blocks and table disagree."""
+        """Raise AssertionError when leases, free blocks and table disagree."""
         assert set(self._leases) == set(self._table.grants()), "a grant without a lease, or the reverse"
         assert set(self._free) == set(self._table.in_state(BlockState.FREE)), "free blocks out of step"
 

@@ -1,9 +1,9 @@
-"""The creditor's side: what this worker lends to whom, until when, and who may touch it. Pure.
+"""The creditor's side: what this worker lends to whom, until when, and who may access it. Pure.
 
-First come, first served, out of its own free memory up to a cap; a part is granted where there is no more.
-Device and host memory are lent by separate grants, each up to a cap of its own. The caller takes blocks out
-of the tier's pool and gives back those that the methods here return as freed. This
-worker's clock alone decides when a lease ends; it waits `grace_s` longer than the debtor was told.
+It serves requests in order, out of free memory up to a cap, and grants a part where there is no more. Device
+and host memory have separate grants and caps. The caller withdraws the blocks from the tier's pool, and puts
+back those that methods return as freed. Leases end by this worker's clock only, `grace_s` later than the
+debtor was told.
 Source: papers/001 §4.4; `algorithms.md` §4.
 """
 
@@ -35,25 +35,25 @@ class Terms:
     """The terms under which a worker lends."""
 
     most_blocks: int
-    """On the device; 0 lends nothing."""
+    """Most device blocks to lend; 0 lends none."""
     lease_s: float = 5.0
     grace_s: float = 0.5
     fingerprint: bytes = b""
-    """Of this worker's KV. Empty says nothing of it: then nobody's fits."""
+    """Names the layout of this worker's KV. Empty matches no debtor."""
     most_host_blocks: int = 0
     host_attends: bool = True
-    """Attention over host memory is computed here; else it is only written and fetched."""
+    """This worker attends over lent host blocks; else they are only written and fetched."""
     is_host_for_caches: bool = False
-    """No sequence could use host memory, and none asks for it."""
+    """Sequences cannot use its host blocks; only prefix caches can."""
 
     def most(self, tier: KvTier) -> int:
-        """Blocks lent at most."""
+        """Return the most blocks to lend of a tier."""
         return self.most_blocks if tier is KvTier.DEVICE else self.most_host_blocks
 
 
 @dataclass(slots=True)
 class Lent:
-    """One grant, as its creditor keeps it."""
+    """One grant, on the creditor's side."""
 
     grant_id: int
     debtor: Start
@@ -64,18 +64,18 @@ class Lent:
     generation: int
     ends_s: float
     for_cache: bool = False
-    """It may be ended when a sequence needs the memory."""
+    """A sequence that needs the memory may end it."""
     users: int = 0
-    """Reads, writes and queries at work on it."""
+    """Number of reads, writes and queries in progress."""
     over: bool = False
-    """Ended; its blocks are freed when the last user has left."""
+    """Ended; its last user frees its blocks."""
     parting: list[int] = field(default_factory=list)
-    """Returned while somebody was at work on the grant."""
+    """Blocks returned while the grant had users."""
 
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Blocks to be given back to the pool of their tier."""
+    """Blocks to put back into the pool of their tier."""
 
     tier: KvTier
     blocks: tuple[int, ...]
@@ -86,7 +86,7 @@ R = TypeVar("R")
 
 
 def _locked(method: "Callable[Concatenate[Grants, P], R]") -> "Callable[Concatenate[Grants, P], R]":
-    """Runs while nobody else is in a method of the same grants."""
+    """Run a method under the lock of its grants."""
 
     @wraps(method)
     def run(self: "Grants", /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -97,9 +97,10 @@ def _locked(method: "Callable[Concatenate[Grants, P], R]") -> "Callable[Concaten
 
 
 class Grants:
-    """What one worker lends, in one life of it. Grants are given and ended on the event loop, and entered by
-    the threads that serve links: with a `lock` (which may be taken again by who has it) they keep out of each
-    other's way."""
+    """Grants of one incarnation of a worker.
+
+    The event loop gives and ends grants, and threads that serve links enter them. `lock` (reentrant) protects
+    both."""
 
     def __init__(
         self,
@@ -116,36 +117,36 @@ class Grants:
         self._by_debtor: dict[str, dict[int, Lent]] = {}
         self._next_id = 1
         self.frozen = False
-        """Lends nothing new: a settlement runs."""
+        """A settlement is running: no new grants."""
 
     def __len__(self) -> int:
         return len(self._grants)
 
     @property
     def lent_blocks(self) -> int:
-        """Out of the pools, those of ended grants with users included."""
+        """Number of lent blocks, those of ended grants with users included."""
         return self._table.lent_blocks()
 
     @_locked
     def debtors(self) -> set[str]:
-        """Worker ids of those who hold something."""
+        """Return the worker ids that hold grants."""
         return set(self._by_debtor)
 
     @_locked
     def generation(self, grant_id: int) -> int | None:
-        """Of a grant that has not ended."""
+        """Return the generation of a grant; None once it has ended."""
         lent = self._grants.get(grant_id)
         return None if lent is None or lent.over else lent.generation
 
     @_locked
     def generation_for(self, debtor: Start, grant_id: int) -> int | None:
-        """The grant's now, if it is this life of this debtor's."""
+        """Return the generation of a grant; None when it is not this debtor's."""
         lent = self._of(*debtor, grant_id)
         return None if lent is None else lent.generation
 
     @_locked
     def answer(self, asked: BorrowBlocks) -> BorrowReply | int:
-        """The reply, where it does not depend on what is free; else how many blocks may be lent at most."""
+        """Return the reply, or the most blocks to lend when it depends on free memory."""
         for lent in self._by_debtor.get(asked.debtor_id, {}).values():
             if lent.request == asked.request and lent.debtor[1] == asked.debtor_incarnation and not lent.over:
                 return BorrowReply(grant=self._grant(lent))
@@ -161,7 +162,7 @@ class Grants:
 
     @_locked
     def lend(self, asked: BorrowBlocks, blocks: Sequence[int], now_s: float) -> BorrowReply:
-        """Enters what was taken out of the pool for a debtor; none is a refusal."""
+        """Enter a grant of `blocks`, withdrawn from the pool. Without blocks, refuse."""
         if not blocks:
             return BorrowReply(refusal=Refusal.NOTHING_FREE)
         lent = Lent(
@@ -182,10 +183,9 @@ class Grants:
 
     @_locked
     def renew(self, asked: RenewLeases, now_s: float, *, short_blocks: int = 0) -> LeasesRenewed:
-        """What is named, and has not ended by this worker's clock, lasts a lease longer.
+        """Renew the named grants that have not ended by this worker's clock.
 
-        `short_blocks` is what this worker lacks itself, on the device: a debtor is told its part of it.
-        """
+        `short_blocks`: device blocks that this worker lacks; each debtor is asked for its share."""
         held: list[HeldGrant] = []
         mine = asked.creditor_incarnation == self._incarnation
         for named in asked.held if mine else ():
@@ -208,7 +208,7 @@ class Grants:
 
     @_locked
     def give_back(self, asked: ReturnBlocks) -> tuple[BlocksReturned, Freed | None]:
-        """A debtor needs these no more. What is not in its grant (any more) is passed over."""
+        """Take blocks back from a debtor. Blocks outside its grant are ignored."""
         mine = asked.creditor_incarnation == self._incarnation
         lent = self._of(asked.debtor_id, asked.debtor_incarnation, asked.grant_id) if mine else None
         if lent is None:
@@ -223,19 +223,20 @@ class Grants:
 
     @_locked
     def tick(self, now_s: float) -> list[Freed]:
-        """Ends leases that have run out."""
+        """End the leases that ran out."""
         return self._end([lent for lent in self._grants.values() if now_s >= lent.ends_s and not lent.over])
 
     @_locked
     def yielding_blocks(self, tier: KvTier) -> int:
-        """Lent for caches, and not on their way back."""
+        """Number of blocks lent to caches."""
         found = (lent for lent in self._grants.values() if lent.for_cache and lent.tier is tier)
         return sum(len(lent.blocks) for lent in found)
 
     @_locked
     def give_way(self, tier: KvTier, blocks: int) -> list[Freed]:
-        """A sequence needs memory of which caches have some: ends their grants, the last one first, until so
-        many blocks come back. What is at work on one of them ends before its blocks are freed."""
+        """End grants of caches, newest first, until `blocks` come back for a sequence.
+
+        Users of an ended grant finish before its blocks are freed."""
         ended: list[Lent] = []
         for lent in reversed(self._grants.values()):
             if blocks <= 0:
@@ -247,7 +248,7 @@ class Grants:
 
     @_locked
     def on_incarnation(self, debtor_id: str, incarnation: int) -> list[Freed]:
-        """A debtor was started anew: what its other lives held is of no use to anybody."""
+        """End the grants of a debtor's earlier incarnations."""
         gone = [
             lent
             for lent in self._by_debtor.get(debtor_id, {}).values()
@@ -257,12 +258,11 @@ class Grants:
 
     @_locked
     def enter(self, grant_id: int, generation: int, blocks: Iterable[int], now_s: float) -> bool:
-        """Whether blocks of a grant may be read, written or queried now; if so, `leave` must follow.
+        """Return whether blocks of a grant may be used now; if so, `leave` must follow.
 
-        False for a generation that never was, a lease that ran out, or a block that is not in the grant (any
-        more). An earlier generation is as good as the present one for blocks that are left: a debtor hears of
-        a new one late, and blocks only ever leave a grant.
-        """
+        False for an unknown generation, a lease that ran out, or a block outside the grant. An earlier
+        generation is valid for blocks that are left: a debtor learns of a new one late, and blocks only ever
+        leave a grant."""
         lent = self._grants.get(grant_id)
         if lent is None or lent.over or generation > lent.generation or now_s >= lent.ends_s:
             return False
@@ -273,28 +273,28 @@ class Grants:
 
     @_locked
     def leave(self, grant_id: int) -> Freed | None:
-        """After `enter`; what was returned or ended meanwhile is freed by the last who leaves."""
+        """End an `enter`. The last user frees blocks that were returned or ended meanwhile."""
         lent = self._grants[grant_id]
         if lent.users < 1:
-            raise ValueError(f"nobody is at work on grant {grant_id}")
+            raise ValueError(f"grant {grant_id} has no users")
         lent.users -= 1
         return self._part(lent, [])
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when grants and table disagree, or more is lent than the cap allows."""
+        """Raise AssertionError when grants and table disagree, or more is lent than the cap allows."""
         rows = {
             (lent.tier, block): LentRow(lent.debtor[0], lent.grant_id)
             for lent in self._grants.values()
             for block in (*lent.blocks, *lent.parting)
         }
         assert len(rows) == sum(len(lent.blocks) + len(lent.parting) for lent in self._grants.values())
-        assert all(self._table.lent_row(*at) == row for at, row in rows.items()), "lent to somebody else"
+        assert all(self._table.lent_row(*at) == row for at, row in rows.items()), "lent to another debtor"
         assert len(rows) == self.lent_blocks, "a lent block belongs to no grant"
         assert all(self._table.lent_blocks(tier) <= self.terms.most(tier) for tier in KvTier)
         for grant_id, lent in self._grants.items():
             assert grant_id == lent.grant_id and self._by_debtor[lent.debtor[0]][grant_id] is lent
             assert lent.blocks or lent.users, "an empty grant was kept"
-            assert lent.users or not (lent.over or lent.parting), "freed blocks are held back for nobody"
+            assert lent.users or not (lent.over or lent.parting), "freed blocks are held back without users"
         assert sum(map(len, self._by_debtor.values())) == len(self._grants)
 
     def _of(self, debtor_id: str, incarnation: int, grant_id: int) -> Lent | None:
@@ -329,7 +329,7 @@ class Grants:
         return freed
 
     def _part(self, lent: Lent, blocks: list[int]) -> Freed | None:
-        """Takes blocks out of a grant for good once nobody is at work on it; an empty grant is forgotten."""
+        """Take blocks out of a grant once it has no users, and forget an empty grant."""
         lent.parting += blocks
         if lent.users:
             if blocks:

@@ -1,4 +1,5 @@
-"""Whom lending deals with in its own worker: the pool, who uses what was borrowed, and whose memory it is."""
+"""Lending's interfaces within its own worker: the pool, the users of borrowed blocks, and the owner of the
+memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,77 +10,77 @@ from shared.messages.lending import Grant
 
 
 class Vault(Protocol):
-    """The pool, as it can be used from the event loop."""
+    """The worker's pool, called from the event loop."""
 
     async def lend(self, most_blocks: int, least_blocks: int, keep_blocks: int) -> list[int]:
-        """See `lendable.lend`. Raises Overloaded."""
+        """See `lendable_memory.lend`. Raises Overloaded."""
         ...
 
     async def readmit(self, blocks: Sequence[int]) -> None:
-        """Lent blocks are back."""
+        """Put lent blocks back into the pool."""
         ...
 
 
 class LoanUser(Protocol):
-    """Who uses borrowed blocks. What it has is in use for `Debts`, whether anything is in it or not."""
+    """User of borrowed blocks. For `Debts`, all blocks that it admits are in use."""
 
     async def admit(self, grant: Grant, logical: Sequence[int]) -> bool:
-        """These may be used from now on. False when their creditor cannot be reached."""
+        """Start to use blocks of a grant. False when their creditor cannot be reached."""
         ...
 
     def lose(self, logical: Sequence[int]) -> None:
-        """These are gone, with their KV; unknown ones are not minded."""
+        """Drop lost blocks; unknown ones are ignored."""
         ...
 
 
 class BlockBorrower(LoanUser, Protocol):
-    """Who uses them for sequences."""
+    """User of borrowed blocks for sequences."""
 
     def rename(self, grant: GrantKey, generation: int) -> None:
-        """The grant has that generation now, at least."""
+        """Record a newer generation of a grant."""
         ...
 
     async def retire(self, most_blocks: int, *, cached: bool = True) -> list[int]:
-        """Up to so many that no sequence has are given up."""
+        """Give up to `most_blocks` that no sequence uses; `cached`: cached ones too."""
         ...
 
     async def set_apart(self, logical: Sequence[int], most_blocks: int) -> list[int]:
-        """Up to so many of these stay whose they are until `rejoin` or `swap_home`. Raises Overloaded."""
+        """Pin up to `most_blocks` of these in place until `rejoin` or `swap_home`. Raises Overloaded."""
         ...
 
     def rejoin(self, logical: Sequence[int]) -> None:
-        """Ends `set_apart`; unknown ones are not minded."""
+        """End `set_apart`; unknown blocks are ignored."""
         ...
 
     async def copy_home(self, pairs: Sequence[tuple[int, int]]) -> bool:
-        """What is in borrowed blocks, into own ones; the originals count on. False when it failed."""
+        """Copy borrowed blocks into own ones; the originals stay valid. False when it failed."""
         ...
 
     async def swap_home(self, pairs: Sequence[tuple[int, int]]) -> list[int] | None:
-        """Sequences use the own ones from now on; those nobody needs are returned. None when it failed."""
+        """Switch sequences to the own blocks; return the unneeded ones. None when it failed."""
         ...
 
     async def recall(self, logical: Sequence[int], most_blocks: int, keep_blocks: int) -> list[int]:
-        """Which of these are at home now, in memory that was free: up to so many in use."""
+        """Bring up to `most_blocks` in use home into free memory; return which."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose memory it is, and how much."""
+    """The worker that owns the memory, and how much it has."""
 
     worker_id: str
     incarnation: int
     blocks: int
-    """Of its device."""
+    """Device blocks."""
     ids: int
-    """Of its own blocks, wherever they are: all are below this."""
+    """Upper bound of its own block ids, in any memory."""
     block_tokens: int
     fingerprint: bytes
     host: str = ""
     host_blocks: int = 0
-    """Of host memory, for others only."""
+    """Host blocks, for other workers only."""
     host_attends: bool = True
-    """It computes attention over them."""
+    """It computes attention over its host blocks."""
     is_host_for_caches: bool = False
-    """They are of use to other workers' prefix caches alone."""
+    """Its host blocks serve other workers' prefix caches only."""

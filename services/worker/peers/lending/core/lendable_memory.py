@@ -1,4 +1,7 @@
-"""Blocks out of a worker's pool for a debtor, and back. Pure: ids only, cached prefixes are evicted first."""
+"""Takes blocks out of a worker's pools for a debtor, and puts them back. Pure: ids only.
+
+Cached prefixes are evicted first.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -10,7 +13,7 @@ from shared.messages.lending import KvTier
 
 
 class Stock:
-    """Of one worker; `keep_blocks` of its device's free memory stay, of the host's none."""
+    """Lendable memory of one worker. `keep_blocks` of the device stay free, none of the host."""
 
     def __init__(self, device: Vault, keep_blocks: int, host_blocks: int, block_tokens: int) -> None:
         self._device = device
@@ -22,8 +25,7 @@ class Stock:
         return 0 if self.host is None else self.host.free_blocks
 
     async def take(self, tier: KvTier, most_blocks: int, least_blocks: int) -> list[int]:
-        """Up to `most_blocks` leave their pool, none where fewer than `least_blocks` could. Raises
-        Overloaded."""
+        """Take up to `most_blocks` out of a tier's pool, or none below `least_blocks`. Raises Overloaded."""
         if tier is KvTier.DEVICE:
             return await self._device.lend(most_blocks, least_blocks, self._keep_blocks)
         return [] if self.host is None else lend(self.host, most_blocks, least_blocks, 0)
@@ -31,7 +33,7 @@ class Stock:
     async def put_back(
         self, freed: Iterable[Freed], keep: Callable[[Sequence[int]], list[int]] = list
     ) -> None:
-        """These are free here again. `keep` sees the device's first, and returns those it has no use for."""
+        """Put blocks back. `keep` gets the device blocks first, and returns those it does not need."""
         device: list[int] = []
         for part in freed:
             if part.tier is KvTier.DEVICE:
@@ -43,8 +45,9 @@ class Stock:
 
 
 def lend(pool: OwnPool, most_blocks: int, least_blocks: int, keep_blocks: int) -> list[int]:
-    """Up to `most_blocks` leave the pool, none where fewer than `least_blocks` could; `keep_blocks` stay.
-    Where they are in the engine's memory."""
+    """Withdraw up to `most_blocks`, or none below `least_blocks`; `keep_blocks` stay free.
+
+    Returns their places in the engine's memory."""
     blocks = min(most_blocks, pool.free_blocks + pool.evictable_blocks - keep_blocks, pool.lendable_blocks)
     if blocks < max(1, least_blocks):
         return []

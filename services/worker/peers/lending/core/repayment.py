@@ -1,8 +1,8 @@
-"""Which borrowed blocks a debtor with free memory should bring home. Pure.
+"""Which borrowed blocks a debtor with free memory brings home first. Pure.
 
-Device memory of the creditor under most pressure first: it lacks it. Then host memory, which is the slower to
-read and of no other use to its owner; then by pressure, and far ones before near ones of equal pressure,
-since reading them costs more. Source: `algorithms.md` §4 (repayment).
+First comes device memory of the creditor under most pressure, which lacks it. Then host memory, which is
+slower to read and of no other use to its owner. Then by pressure; at equal pressure, distant creditors
+first, since their blocks cost more to read. Source: `algorithms.md` §4 (repayment).
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,19 +14,19 @@ from shared.messages.lending import KvTier
 
 @dataclass(frozen=True, slots=True)
 class CreditorPressure:
-    """Of a creditor, as far as its debtor knows."""
+    """Memory pressure of a creditor, as far as its debtor knows."""
 
     short_blocks: int = 0
-    """It wants back so many, of its device memory."""
+    """Device blocks that it wants back."""
     free_fraction: float = 1.0
-    """Of its own memory."""
+    """Share of its own memory that is free."""
     distance: int = 0
 
 
 def in_order(
     lenders: Iterable[tuple[str, KvTier]], pressures: Mapping[str, CreditorPressure]
 ) -> list[tuple[str, KvTier]]:
-    """Creditors' memory, by tier: what is to be brought home first comes first."""
+    """Return creditors' memory, by tier, in the order in which to bring it home."""
     nothing = CreditorPressure()
 
     def rank(lender: tuple[str, KvTier]) -> tuple[int, bool, float, int, str]:
@@ -42,7 +42,7 @@ def in_order(
 def recalls(
     borrowed: Mapping[str, int], pressures: Mapping[str, CreditorPressure], free_blocks: int, keep_blocks: int
 ) -> dict[str, int]:
-    """Device blocks to recall by creditor, of `borrowed` (in use), into what is free beyond `keep_blocks`."""
+    """Return device blocks to recall by creditor: of those `borrowed` and in use, as many as fit."""
     room = max(0, free_blocks - keep_blocks)
     found: dict[str, int] = {}
     for creditor, _ in in_order(((creditor, KvTier.DEVICE) for creditor in borrowed), pressures):
@@ -56,7 +56,7 @@ def recalls(
 def pressures(
     neighbours: Neighbours, own_host: str, wanted_back: Mapping[str, int]
 ) -> dict[str, CreditorPressure]:
-    """By creditor, from what neighbours say of themselves; `wanted_back` in blocks."""
+    """Return the pressure by creditor, from heartbeats and the blocks that creditors want back."""
     found = {
         name: CreditorPressure(free_fraction=one.free_fraction, distance=int(one.host != own_host))
         for name, one in neighbours.items()

@@ -1,4 +1,4 @@
-"""Settings of what a worker lends and borrows."""
+"""Settings of lending and borrowing."""
 
 from enum import StrEnum
 from typing import Literal
@@ -7,17 +7,17 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class HostAttention(StrEnum):
-    """Who attends to keys in a creditor's host memory."""
+    """Which worker attends to keys in a creditor's host memory."""
 
     AUTO = "auto"
     """The creditor where its engine runs on the CPU, else the debtor."""
     COMPUTE = "compute"
     """The creditor, on its CPU, as to keys on its device."""
     FETCH = "fetch"
-    """The debtor: the creditor only keeps the blocks."""
+    """The debtor; the creditor only stores the blocks."""
 
     def attends(self, device: str) -> bool:
-        """Whether a creditor whose engine runs on that type of device computes."""
+        """Return whether a creditor with an engine on that type of device computes."""
         return self is HostAttention.COMPUTE or (self is HostAttention.AUTO and device == "cpu")
 
 
@@ -26,49 +26,47 @@ class LendingConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    lend: bool = Field(default=True, description="let other workers use KV that is free here")
-    max_lent_fraction: float = Field(default=0.5, ge=0, le=1, description="lent at most")
-    host_mb: int = Field(
-        default=0, ge=0, description="host memory, beside its own KV, for blocks of other workers, in MiB"
-    )
-    host_blocks: int = Field(default=0, ge=0, description="the same in blocks instead; 0: host_mb counts")
+    lend: bool = Field(default=True, description="lend free KV memory to other workers")
+    max_lent_fraction: float = Field(default=0.5, ge=0, le=1, description="most of it to lend")
+    host_mb: int = Field(default=0, ge=0, description="host memory for blocks of other workers, in MiB")
+    host_blocks: int = Field(default=0, ge=0, description="the same in blocks; 0: use host_mb")
     host_attention: HostAttention = Field(
         default=HostAttention.AUTO,
-        description="who attends to keys in lent host memory: this worker, or who fetches",
+        description="which worker attends to keys in lent host memory",
     )
-    keep_free_fraction: float = Field(default=0.1, ge=0, le=1, description="never lent, kept for itself")
+    keep_free_fraction: float = Field(default=0.1, ge=0, le=1, description="free memory that is never lent")
     borrow: bool | Literal["auto"] = Field(
         default="auto",
-        description="ask other workers for KV: when little is free; `auto`: only for a sequence that is too "
-        "long for this worker. Needs distributed attention",
+        description="borrow KV memory when little is free; `auto`: only for a sequence too long for this "
+        "worker. Needs distributed attention",
     )
-    low_fraction: float = Field(default=0.05, ge=0, le=1, description="with less free than this it borrows")
-    high_fraction: float = Field(default=0.25, ge=0, le=1, description="with more free than this it returns")
+    low_fraction: float = Field(default=0.05, ge=0, le=1, description="borrow when less is free")
+    high_fraction: float = Field(default=0.25, ge=0, le=1, description="return blocks when more is free")
     max_remote_attention_fraction: float = Field(
-        default=0.25, ge=0, le=1, description="of its time, while it has work, for others' attention"
+        default=0.25, ge=0, le=1, description="share of time for others' attention while it has work"
     )
     staging_blocks: int = Field(
-        default=2, ge=1, description="fetched from one creditor at a time; takes twice so many, of one layer"
+        default=2,
+        ge=1,
+        description="blocks fetched from a creditor at once; memory holds twice as many of one layer",
     )
-    most_creditors: int = Field(default=8, ge=1, description="of one worker at a time")
+    most_creditors: int = Field(default=8, ge=1, description="creditors of one worker at a time")
     answer_s: float = Field(
-        default=1.0, gt=0, description="a creditor that does not answer for one layer within this has failed"
+        default=1.0, gt=0, description="a creditor that does not answer for one layer in time has failed"
     )
     link_bytes_per_s: float = Field(
-        default=0.0, ge=0, description="attend at creditors no faster than that; 0: as fast as the link is"
+        default=0.0, ge=0, description="limit on the speed of attention at creditors; 0: none"
     )
     bounce_blocks: int = Field(
-        default=2, ge=0, description="of a borrower's own, kept to swap debts through; 0: it settles none"
+        default=2, ge=0, description="blocks a borrower keeps to settle debts through; 0: it settles none"
     )
-    recall: bool = Field(default=True, description="bring borrowed KV home when own memory is free")
+    recall: bool = Field(default=True, description="bring borrowed KV home into free memory")
     lease_s: float = Field(
-        default=5.0, gt=0, description="a debtor that is silent for so long loses the blocks"
+        default=5.0, gt=0, description="a debtor that is silent for longer loses its blocks"
     )
-    grace_s: float = Field(
-        default=0.5, ge=0, description="how much longer than the debtor the creditor waits"
-    )
+    grace_s: float = Field(default=0.5, ge=0, description="extra time before the creditor ends a lease")
     most_rounds: int = Field(default=3, ge=1, description="rounds of candidates before a search rests")
-    rest_s: float = Field(default=0.5, ge=0, description="after a search that did not get everything")
+    rest_s: float = Field(default=0.5, ge=0, description="pause after a search that did not get everything")
 
     @model_validator(mode="after")
     def _marks_in_order(self) -> "LendingConfig":

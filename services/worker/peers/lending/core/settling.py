@@ -1,8 +1,9 @@
-"""A worker's part in settling a cycle of debts: blocks set apart, copied home, used from there. Pure.
+"""A worker's part in settling a cycle of debts: it freezes blocks, copies them home, and uses the copies.
+Pure: it knows no bytes, and the caller copies and swaps.
 
-As debtor it recalls its own blocks from its creditor; as creditor it lends nothing new meanwhile. Each recall
-is whole or has not happened: until the commit the original counts, from then on the copy. Knows no bytes; the
-caller copies and swaps. Source: papers/001 §4.5; `algorithms.md` §4 (DGFM).
+As a debtor, it recalls blocks from its creditor; as a creditor, it gives no new grants meanwhile. Each recall
+happens completely or not at all: the original counts until the commit, and the copy after it.
+Source: papers/001 §4.5; `algorithms.md` §4 (DGFM).
 """
 
 from collections.abc import Sequence
@@ -16,15 +17,15 @@ from shared.messages.lending import KvTier, Settle, Settled, SettlePhase
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Bring these blocks home: (logical number there, own block to copy into). Then `on_copied`."""
+    """Copy blocks home: (logical number, own block to copy into). Then call `on_copied`."""
 
     pairs: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Sequences use the copies from now on: (old logical number, own block). Then send `repayments`; `answer`
-    is due when the creditor has confirmed them."""
+    """Switch sequences to the copies: (old logical number, own block). Then send `repayments`, and `answer`
+    once the creditor has confirmed them."""
 
     pairs: tuple[tuple[int, int], ...]
     repayments: tuple[Repayment, ...]
@@ -33,23 +34,23 @@ class Swap:
 
 @dataclass(slots=True)
 class _Part:
-    """In one settlement."""
+    """State of one settlement."""
 
     name: str
     frozen: list[int]
-    """Logical numbers, not recalled yet."""
+    """Logical numbers not recalled yet."""
     ends_s: float
     round: int = -1
-    """Of the last copy asked for."""
+    """Round of the last copy."""
     copied: dict[int, int] = field(default_factory=dict)
-    """Logical → own block, of this round."""
+    """Logical number to own block, in this round."""
     committed: int = -1
     committed_blocks: int = 0
-    """Of the last committed round: what to answer when asked again."""
+    """Of the last committed round: the answer to a repeated commit."""
 
 
 class Settling:
-    """Of one worker. `bounce` are own blocks kept free for it; they are this object's."""
+    """Settlements of one worker. It owns the `bounce` blocks: own blocks kept free to copy into."""
 
     def __init__(self, table: RBlockTable, debts: Debts, grants: Grants) -> None:
         self._table = table
@@ -64,14 +65,15 @@ class Settling:
 
     @property
     def frozen(self) -> frozenset[int]:
-        """Logical numbers, not recalled yet."""
+        """Logical numbers not recalled yet."""
         return frozenset(() if self._part is None else self._part.frozen)
 
     def on_settle(
         self, asked: Settle, now_s: float, among: Sequence[int] | None = None
     ) -> Settled | Copy | Swap:
-        """An answer to be sent, or what to do before there is one. `among`: of which blocks to freeze some,
-        in that order; None: of all in use."""
+        """Return the answer to send, or what to do before it.
+
+        `among`: blocks that may be frozen, in order; None: all in use."""
         self.tick(now_s)
         if asked.phase is SettlePhase.FREEZE:
             return self._freeze(asked, now_s, among)
@@ -87,7 +89,7 @@ class Settling:
         return _answer(asked)
 
     def on_copied(self, asked: Settle, copied: Copy, *, whole: bool) -> Settled:
-        """The copies are there, checked; or not all of them, and then none counts."""
+        """Take in a finished copy. Unless it is `whole`, none of it counts."""
         part = self._part
         if part is None or part.name != asked.settlement or part.round != asked.round:
             return _answer(asked)
@@ -96,17 +98,17 @@ class Settling:
         return _answer(asked, len(part.copied))
 
     def on_lost(self, logical: list[int]) -> None:
-        """These are gone with their creditor: nothing is left to recall."""
+        """End the settlement when it loses blocks with their creditor."""
         if self._part is not None and not set(logical).isdisjoint(self._part.frozen):
             self._end()
 
     def tick(self, now_s: float) -> None:
-        """Gives a settlement up that nobody goes on with."""
+        """Give up a settlement that timed out."""
         if self._part is not None and now_s >= self._part.ends_s:
             self._end()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when blocks are frozen for nobody, or used and bounce blocks mix."""
+        """Raise AssertionError when frozen blocks, bounce blocks and the settlement disagree."""
         frozen = set(self._table.in_state(BlockState.FROZEN))
         assert frozen == (set() if self._part is None else set(self._part.frozen))
         assert self._grants.frozen == (self._part is not None)

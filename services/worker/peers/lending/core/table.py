@@ -1,17 +1,17 @@
-"""The rBlock table: where each logical block of this worker's KV is, and who has what of its own memory.
+"""The rBlock table: where each logical block of this worker's KV is, and which debtor holds its own blocks.
 
-Logical numbers below `local_ids` are this worker's own memory and mean themselves; those above are
-borrowed and mean a block of a creditor's, on its device or in its host memory, under a grant:
+Logical numbers below `local_ids` are own blocks and equal their physical numbers. Numbers above are borrowed,
+and map to a block on a creditor's device or in its host memory, under a grant:
 
     local_blocks 4; grant 7 of worker b: its blocks 30 and 12
     logical    0 1 2 3    own, block 0 … 3
-    logical    4 5        b's blocks 30 and 12, under (b, its life, 7)
+    logical    4 5        b's blocks 30 and 12, under (b, its incarnation, 7)
 
 A borrowed block is free, used by a sequence, frozen (used, and on its way home), or returning. Own host
-memory (`host_blocks`) has no logical numbers: it is for others. Knows no bytes and no lease's end.
+memory (`host_blocks`) has no logical numbers: it is only lent. Knows no bytes and no leases.
 
-What is borrowed belongs to one thread. What is lent is freed by the threads that serve links as well: whoever
-changes that takes care that nobody else does, and to count it is safe at any time.
+Borrowed blocks belong to one thread. Threads that serve links free lent blocks as well: callers that change
+lent blocks hold a lock, and counting them is always safe.
 Source: papers/001 §4.3 (Figure 3); `algorithms.md` §4.
 """
 
@@ -27,7 +27,7 @@ from shared.messages.lending import Grant, KvTier
 
 @dataclass(frozen=True, slots=True)
 class GrantKey:
-    """Names a grant wherever it is spoken of."""
+    """Global name of a grant."""
 
     creditor_id: str
     creditor_incarnation: int
@@ -36,7 +36,7 @@ class GrantKey:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlace:
-    """Where a block is: `physical` counts within that tier of that worker."""
+    """Location of a block: `physical` is its number within that tier of that worker."""
 
     worker_id: str
     tier: KvTier
@@ -46,41 +46,41 @@ class BlockPlace:
 
 
 class BlockState(StrEnum):
-    """What is done with a borrowed block."""
+    """State of a borrowed block."""
 
     FREE = "free"
     USED = "used"
     FROZEN = "frozen"
-    """Used, and set apart for a settlement or a recall: neither released nor returned meanwhile."""
+    """Used, and part of a settlement or recall: neither released nor returned."""
     RETURNING = "returning"
-    """Not used any more, and the creditor does not know it yet."""
+    """No longer used; the creditor has not confirmed it yet."""
 
 
 @dataclass(slots=True)
 class Borrowed:
-    """One block of another worker's memory, as its debtor keeps it."""
+    """One borrowed block, on the debtor's side."""
 
     place: BlockPlace
     state: BlockState = BlockState.FREE
     is_orphan: bool = False
-    """Frozen, and its sequence has ended meanwhile: it is free as soon as it is thawed."""
+    """Frozen, and its sequence has ended: thawing frees it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LentRow:
-    """One block of this worker's own memory that a debtor holds."""
+    """Debtor and grant of a lent block."""
 
     debtor_id: str
     grant_id: int
 
 
 class RBlockTable:
-    """One worker's. Logical numbers of borrowed blocks are never used again."""
+    """Table of one worker. Logical numbers of borrowed blocks are never reused."""
 
     def __init__(
         self, worker_id: str, local_blocks: int, host_blocks: int = 0, *, local_ids: int | None = None
     ) -> None:
-        """`local_ids`: more than blocks of the device where own host memory holds some (Pie)."""
+        """`local_ids`: more than the device's blocks where Pie keeps some in host memory."""
         self.worker_id = worker_id
         self.local_blocks = local_blocks
         self.host_blocks = host_blocks
@@ -91,14 +91,14 @@ class RBlockTable:
         self._local_ids = local_blocks if local_ids is None else local_ids
         self._next = self._local_ids
         self._grant_of = {tier: np.zeros(self.own_blocks(tier), dtype=np.int64) for tier in KvTier}
-        """By block: the grant under which it is lent, negative on its way back; 0: it is not."""
+        """Grant of each own block, negative while it is on its way back; 0: not lent."""
         self._lent: dict[tuple[KvTier, LentRow], int] = {}
-        """Blocks by grant. Replaced, never changed: it may be looked through meanwhile."""
+        """Blocks by grant. Replaced, never changed in place: other threads iterate over it."""
 
-    # --- what is borrowed
+    # --- borrowed blocks
 
     def add(self, grant: Grant) -> list[int]:
-        """Logical numbers of a grant's blocks. Raises ValueError for a grant that is there, or one's own."""
+        """Enter a grant and return its logical numbers. Raises ValueError for a known or own grant."""
         key = GrantKey(grant.creditor_id, grant.creditor_incarnation, grant.grant_id)
         if key in self._by_grant or grant.creditor_id == self.worker_id:
             raise ValueError(f"{key} is entered already, or this worker's own")
@@ -111,7 +111,7 @@ class RBlockTable:
         return list(numbers.values())
 
     def remove(self, logical: Iterable[int]) -> None:
-        """These are borrowed no more; a grant without blocks is forgotten."""
+        """Remove borrowed blocks, and grants without any."""
         for number in list(logical):
             place = self._borrowed.pop(number).place
             assert place.grant is not None
@@ -120,33 +120,33 @@ class RBlockTable:
                 del self._by_grant[place.grant], self._generations[place.grant]
 
     def resolve(self, logical: int) -> BlockPlace:
-        """Where a block is. Raises KeyError for a borrowed one that is not there (any more)."""
+        """Return the place of a block. Raises KeyError for an unknown borrowed block."""
         if 0 <= logical < self._local_ids:
             return BlockPlace(self.worker_id, KvTier.DEVICE, logical)
         return self._borrowed[logical].place
 
     def generation(self, grant: GrantKey) -> int:
-        """To be named with every access. Raises KeyError for a grant that has ended."""
+        """Return the generation to name with every access. Raises KeyError for an ended grant."""
         return self._generations[grant]
 
     def set_generation(self, grant: GrantKey, generation: int) -> None:
-        """What the creditor says now; an older answer that arrives late changes nothing."""
+        """Record a generation; an older one that arrives late changes nothing."""
         if grant in self._generations:
             self._generations[grant] = max(generation, self._generations[grant])
 
     def borrowed(self, logical: int) -> Borrowed:
-        """Raises KeyError."""
+        """Return a borrowed block. Raises KeyError."""
         return self._borrowed[logical]
 
     def of_grant(self, grant: GrantKey) -> list[int]:
-        """Logical numbers of what is left of it."""
+        """Return the logical numbers of the blocks left in a grant."""
         return list(self._by_grant.get(grant, {}).values())
 
     def grants(self) -> list[GrantKey]:
         return list(self._by_grant)
 
     def borrowed_from(self, tier: KvTier | None = None) -> dict[str, int]:
-        """Blocks by creditor, of one tier of theirs, or of both."""
+        """Return the number of borrowed blocks by creditor, of one tier or both."""
         counts: dict[str, int] = {}
         for key, numbers in self._by_grant.items():
             count = len(numbers) if tier is None or self._tier_of(numbers) is tier else 0
@@ -158,7 +158,7 @@ class RBlockTable:
         return [number for number, block in self._borrowed.items() if block.state is state]
 
     def used_at(self, creditor_id: str, tier: KvTier | None = None) -> list[int]:
-        """Logical numbers, in use and not frozen, of what one creditor lends of one tier, or of both."""
+        """Return the logical numbers in use, but not frozen, at one creditor, of one tier or both."""
         return [
             number
             for number, block in self._borrowed.items()
@@ -168,15 +168,14 @@ class RBlockTable:
         ]
 
     def lenders(self) -> list[tuple[str, KvTier]]:
-        """Of whose memory something is borrowed."""
+        """Return the creditors and tiers that blocks are borrowed from."""
         found = {(block.place.worker_id, block.place.tier) for block in self._borrowed.values()}
         return sorted(found)
 
-    # --- what is lent
+    # --- lent blocks
 
     def lend(self, tier: KvTier, blocks: Iterable[int], row: LentRow) -> None:
-        """Own memory goes to a debtor. Raises ValueError, and lends nothing, for what is not there, or lent
-        already."""
+        """Lend own blocks. Raises ValueError, and lends none, for unknown or lent blocks."""
         at = _indices(blocks)
         is_free = self._are_there(tier, at) and len(np.unique(at)) == len(at)
         if not is_free or self._grant_of[tier][at].any():
@@ -185,16 +184,16 @@ class RBlockTable:
         self._lent = {**self._lent, (tier, row): self._lent.get((tier, row), 0) + len(at)}
 
     def own_blocks(self, tier: KvTier) -> int:
-        """Of this worker's own memory."""
+        """Return the number of own blocks of a tier."""
         return self.local_blocks if tier is KvTier.DEVICE else self.host_blocks
 
     def part(self, tier: KvTier, blocks: Iterable[int]) -> None:
-        """These are lent until somebody who is at work on them has left, and in `grants_of` no more."""
+        """Mark lent blocks as on their way back: `grants_of` ignores them."""
         at = _indices(blocks)
         self._grant_of[tier][at] = -np.abs(self._grant_of[tier][at])
 
     def take_back(self, tier: KvTier, blocks: Iterable[int]) -> None:
-        """Raises KeyError, and takes nothing, for what is not lent."""
+        """End loans. Raises KeyError, and changes nothing, for blocks that are not lent."""
         at = _indices(blocks)
         found = np.abs(self._grant_of[tier][at]) if self._are_there(tier, at) else at[:0]
         if len(found) < len(at) or not found.all():
@@ -212,7 +211,7 @@ class RBlockTable:
     def grants_of(
         self, tier: KvTier, blocks: npt.NDArray[np.int32], grants: Sequence[int]
     ) -> npt.NDArray[np.int64] | None:
-        """To which of these grants each belongs still; None where one belongs to none of them."""
+        """Return the grant of each block; None when one belongs to none of `grants`."""
         if not self._are_there(tier, blocks):
             return None
         found: npt.NDArray[np.int64] = self._grant_of[tier][blocks]
@@ -220,7 +219,7 @@ class RBlockTable:
         return found if is_lent else None
 
     def lent_under(self, tier: KvTier, grants: Sequence[int]) -> npt.NDArray[np.int64]:
-        """By block of the tier: to which of these grants it belongs still; 0: to none."""
+        """Return, by block of the tier, which of `grants` it belongs to; 0: none."""
         found = self._grant_of[tier]
         under: npt.NDArray[np.int64] = np.where(np.isin(found, grants), found, 0)
         return under
@@ -231,11 +230,11 @@ class RBlockTable:
         return rows[0] if rows else None
 
     def lent_blocks(self, tier: KvTier | None = None) -> int:
-        """Of one tier, or of all."""
+        """Return the number of lent blocks, of one tier or both."""
         return sum(count for (at, _), count in self._lent.items() if tier is None or at is tier)
 
     def lent_to(self, tier: KvTier | None = None) -> dict[str, int]:
-        """Blocks by debtor, of one tier, or of both."""
+        """Return the number of lent blocks by debtor, of one tier or both."""
         counts: dict[str, int] = {}
         for (at, row), count in self._lent.items():
             if tier is None or at is tier:
@@ -246,11 +245,11 @@ class RBlockTable:
         return not len(at) or (int(at.min()) >= 0 and int(at.max()) < self.own_blocks(tier))
 
     def _tier_of(self, numbers: dict[int, int]) -> KvTier:
-        """Of a grant's blocks: all are of one."""
+        """Return the tier of a grant's blocks."""
         return self._borrowed[next(iter(numbers.values()))].place.tier
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the table contradicts itself, or lends what it borrows."""
+        """Raise AssertionError when the table is inconsistent."""
         borrowed = {number for numbers in self._by_grant.values() for number in numbers.values()}
         assert borrowed == set(self._borrowed), "a borrowed block has no grant, or two"
         assert set(self._by_grant) == set(self._generations)

@@ -1,8 +1,8 @@
-"""How much a worker should borrow or give back now. Pure: looks at counts only.
+"""How many blocks a worker should borrow or return now. Pure: looks at counts only.
 
-Two marks with a gap between them, so that nothing is borrowed and returned in turn: below the lower one it
-borrows up to the middle, above the upper one it returns what it borrowed and does not use.
-Source: `algorithms.md` §4 (rManager), §7 (borrowing is one rung of the ladder).
+Two marks with a gap between them prevent blocks from going back and forth. Below the low mark, the worker
+borrows up to the middle; above the high mark, it returns unused borrowed blocks. Source: `algorithms.md` §4
+(rManager), §7 (borrowing is one rung of the ladder).
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from shared.messages.reports import Capacity
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """In blocks that a worker could allocate at once, borrowed ones included."""
+    """Marks in blocks that a worker could allocate at once, borrowed ones included."""
 
     low_blocks: int
     high_blocks: int
@@ -28,17 +28,17 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """How many blocks of a worker are free, and how many it wants."""
+    """Free and wanted blocks of a worker."""
 
     own_free: int
-    """Free or evictable, of its own."""
+    """Own blocks that are free or evictable."""
     borrowed_free: int = 0
     wanted: int = 0
-    """Beyond the low mark: for a request that is known to need them."""
+    """Blocks beyond the low mark that a known request needs."""
 
 
 def blocks_to_borrow(memory: Memory, marks: Marks) -> int:
-    """0 where there is enough."""
+    """Return how many blocks to borrow; 0 when there are enough."""
     available = memory.own_free + memory.borrowed_free
     if available >= marks.low_blocks + memory.wanted:
         return 0
@@ -46,8 +46,7 @@ def blocks_to_borrow(memory: Memory, marks: Marks) -> int:
 
 
 def blocks_to_return(memory: Memory, marks: Marks, wanted_back_blocks: int = 0) -> int:
-    """Of the borrowed ones that are not used. A creditor that is short gets back what can be spared down to
-    the low mark."""
+    """Return how many free borrowed blocks to return: down to the low mark for creditors that are short."""
     available = memory.own_free + memory.borrowed_free
     keep = marks.low_blocks + memory.wanted
     spare = min(memory.borrowed_free, max(0, available - keep))
@@ -56,67 +55,68 @@ def blocks_to_return(memory: Memory, marks: Marks, wanted_back_blocks: int = 0) 
 
 
 _REPORTS_UNTIL_SEEN = 2
-"""The next report may have been made before."""
+"""The next report may be older than a change."""
 
 
 class Balance:
-    """What one worker lacks or could return, by its own latest report and by what a sequence needs."""
+    """Blocks that a worker lacks or can return, by its latest report and its sequences' needs."""
 
     def __init__(self, marks: Marks, capacity: Capacity) -> None:
         self.marks = marks
         self.capacity = capacity
         self.needed_blocks = 0
-        """By one sequence, all in all; 0: none is too long for this worker."""
+        """Total need of a sequence that is too long for this worker; 0: there is none."""
         self.wanted_blocks = 0
-        """Of those, what was not there at the last report."""
+        """Part of this need that was missing at the last report."""
         self.may_borrow_ahead = True
-        """Of need: where little is free, for no sequence that is too long."""
+        """Borrow at the low mark, without a sequence that is too long."""
         self._reports = self._shrink_from = 0
 
     @property
     def own_blocks(self) -> int:
-        """Free or evictable, not borrowed."""
+        """Own blocks that are free or evictable."""
         return self.capacity.plannable_blocks - self.capacity.borrowed_free_blocks
 
     @property
     def keep_blocks(self) -> int:
-        """Of its own free memory, not to be used to bring KV home."""
+        """Own free blocks not to be used for recalls."""
         return max(self.marks.middle_blocks, self.marks.low_blocks + self.wanted_blocks)
 
     @property
     def short_blocks(self) -> int:
-        """What it would like back from its own debtors."""
+        """Blocks that it wants back from its debtors."""
         return max(0, self.marks.low_blocks + self.wanted_blocks - self.capacity.plannable_blocks)
 
     def on_report(self, capacity: Capacity) -> None:
-        """As the pool is now."""
+        """Take in the present state of the pool."""
         self.capacity, self._reports = capacity, self._reports + 1
         available = capacity.plannable_blocks
-        lacking = self.needed_blocks - capacity.total_blocks  # what is used already is not wanted again
+        lacking = self.needed_blocks - capacity.total_blocks  # Used blocks are not wanted again.
         wanted = lacking + available - self.marks.low_blocks
         self.wanted_blocks = max(0, wanted) if self.needed_blocks else 0
 
     def lacks(self, handed_blocks: int, idle_blocks: int) -> int:
-        """To be borrowed now, ahead of need only where the own memory cannot grow; of what is borrowed
-        `handed_blocks` are the pool's, `idle_blocks` nobody's."""
+        """Return how many blocks to borrow now; ahead of need only if own memory cannot grow.
+
+        `handed_blocks` are borrowed and in the pool, `idle_blocks` borrowed and unused."""
         may_wait = not self.may_borrow_ahead or self.capacity.growable_blocks > 0
         if may_wait and not self.wanted_blocks:
             return 0
         return blocks_to_borrow(self._memory(handed_blocks, idle_blocks), self.marks)
 
     def spares(self, handed_blocks: int, idle_blocks: int, wanted_back_blocks: int) -> int:
-        """To be returned now, of what is borrowed and not used."""
+        """Return how many unused borrowed blocks to return now."""
         return blocks_to_return(self._memory(handed_blocks, idle_blocks), self.marks, wanted_back_blocks)
 
     def may_shrink(self) -> bool:
-        """What was given up before is in the report."""
+        """Return whether the report includes the last blocks that were given up."""
         return self._reports >= self._shrink_from
 
     def on_shrunk(self) -> None:
-        """Borrowed blocks have left the pool."""
+        """Record that borrowed blocks left the pool."""
         self._shrink_from = self._reports + _REPORTS_UNTIL_SEEN
 
     def _memory(self, handed_blocks: int, idle_blocks: int) -> Memory:
-        unseen = max(0, handed_blocks - self.capacity.borrowed_blocks)  # since the last report
+        unseen = max(0, handed_blocks - self.capacity.borrowed_blocks)  # Since the last report.
         unused = idle_blocks + self.capacity.borrowed_free_blocks + unseen
         return Memory(self.own_blocks, unused, self.wanted_blocks)
