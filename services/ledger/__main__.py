@@ -1,4 +1,4 @@
-"""`python -m services.ledger`: the ledger alone, against a NATS server that runs already."""
+"""`python -m services.ledger`: runs the ledger alone, against a running NATS server."""
 
 from services.ledger.config import LedgerConfig
 from services.ledger.service import run

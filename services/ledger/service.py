@@ -1,8 +1,8 @@
-"""The ledger on the bus: keeps the table of who has and lent what, answers `FindCreditors`.
+"""The ledger on the bus: keeps a table of workers' memory and debts, and answers `FindCreditors`.
 
-Soft state: the next round of heartbeats after a restart is all it needs. Several processes may answer, each
-with a table of its own; they tell each other where they sent debtors and who refused. It moves no memory and
-grants none. Cycles of debts are settled by `settlements`, which one of the ledgers starts (`leadership`).
+Its state is soft: one round of heartbeats rebuilds it after a restart. Several ledgers may run, each with
+its own table; they tell each other where they sent debtors and which creditors refused. The ledger moves no
+memory and gives no grants. `Settlements` settles cycles of debts, on the ledger that leads.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ from shared.messages.reports import ServiceStatus, WorkerReported
 
 
 class Settlements:
-    """Carries settlements out: sends what the coordinator asks of workers, and feeds it the answers.
+    """Carries settlements out: sends the coordinator's messages to workers, and returns their answers to it.
 
-    The settlements of one process end with it: workers that hear no more thaw by themselves.
+    Settlements end with the process: workers that hear nothing thaw by themselves.
     """
 
     def __init__(self, bus: Bus, rules: SettleRules) -> None:
@@ -38,11 +38,11 @@ class Settlements:
     def on_tick(
         self, debts: Mapping[tuple[str, str], int], block_tokens: Mapping[str, int], now_s: float
     ) -> None:
-        """Starts what can be settled; `debts` in tokens."""
+        """Start settlements of the debts, in tokens."""
         self._send(self.core.on_tick(debts, block_tokens, now_s))
 
     def details(self) -> dict[str, object]:
-        """For `python -m services status`."""
+        """Return figures for `python -m services status`."""
         core = self.core
         return {
             "settling": core.running,
@@ -52,7 +52,7 @@ class Settlements:
         }
 
     async def close(self) -> None:
-        """What is under way is given up; the workers thaw by themselves."""
+        """Give up running settlements; the workers thaw by themselves."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -101,8 +101,7 @@ _log = get_logger("ledger")
 
 
 class Ledger:
-    """The handlers: heartbeats into the table, questions for creditors out of it, settlements where it
-    leads."""
+    """Handlers of the ledger: heartbeats, requests for creditors, and settlements while it leads."""
 
     def __init__(self, bus: Bus, config: LedgerConfig, clock: Clock = monotonic_s) -> None:
         self._bus = bus
@@ -124,18 +123,18 @@ class Ledger:
         self.table.on_reported(report, self._awake_s())
 
     def on_offered(self, offered: CreditorOffered) -> None:
-        """Another ledger pointed a debtor to a creditor."""
+        """Record that another ledger pointed a debtor to a creditor."""
         if offered.ledger_id != self._bus.instance:
             self.table.on_refused(offered.refused_by)
             self.table.on_refused(offered.refused_host_by, KvTier.HOST)
             self.table.on_offered(offered.creditor_id, offered.debtor_id, offered.tokens, offered.tier)
 
     def on_announced(self, announced: LedgerAnnounced) -> None:
-        """A ledger is there: another one, or this one."""
+        """Take in the announcement of any ledger, this one included."""
         self.leadership.on_announced(announced.ledger_id, announced.incarnation, self._clock())
 
     async def find_creditors(self, asked: FindCreditors) -> CreditorCandidates:
-        """Whom to ask, best first; nobody when no worker has anything to lend."""
+        """Return the creditors to ask, best first; none when no worker can lend."""
         self.table.on_tick(self._awake_s())
         self.asked += 1
         refused = asked.refused_by, asked.refused_host_by
@@ -144,7 +143,7 @@ class Ledger:
         return CreditorCandidates(candidates=tuple(found))
 
     async def _tell(self, asked: FindCreditors, found: list[CreditorCandidate]) -> None:
-        """The other ledgers; one that misses it spreads debtors a little worse."""
+        """Tell the other ledgers. One that misses it spreads debtors slightly worse."""
         first = found[0] if found else None
         event = CreditorOffered(
             ledger_id=self._bus.instance,
@@ -164,7 +163,7 @@ class Ledger:
             _log.debug("the other ledgers were not told: %s", error)
 
     async def watch(self) -> None:
-        """Drops workers that fell silent, and, where it leads, has cycles of debts settled."""
+        """Drop silent workers, and settle cycles of debts while it leads, until cancelled."""
         own = LedgerAnnounced(ledger_id=self._bus.instance, incarnation=self._bus.incarnation)
         while True:
             if self.settlements is not None:
@@ -187,12 +186,12 @@ class Ledger:
         return leads
 
     async def close(self) -> None:
-        """Gives settlements up."""
+        """Give up running settlements."""
         if self.settlements is not None:
             await self.settlements.close()
 
     async def status(self, _: Empty) -> ServiceStatus:
-        """What `python -m services status` shows."""
+        """Return the status for `python -m services status`."""
         now_s, awake_s = self._clock(), self._awake_s()
         return status_of(
             self._bus,
@@ -225,7 +224,7 @@ class Ledger:
 
 
 async def run(config: LedgerConfig) -> None:
-    """Serves until cancelled. Raises BusUnavailable when NATS is away at start."""
+    """Serve until cancelled. Raises BusUnavailable when NATS cannot be reached at start."""
     bus = await Bus.connect(config.bus, service="ledger", instance=config.instance)
     try:
         ledger = Ledger(bus, config)

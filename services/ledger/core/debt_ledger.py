@@ -1,12 +1,12 @@
-"""The global debt ledger: who has how much memory and who owes whom, as the last heartbeats said.
+"""The global debt ledger: each worker's memory and debts, from the last heartbeats. Pure.
 
-Loosely coherent on purpose: it is rebuilt from one round of heartbeats and nothing else is needed. It knows
-no bus and no clock; `now_s` is passed in. Amounts are tokens here (workers' blocks may differ in size).
+It is only loosely consistent: one round of heartbeats rebuilds it. Amounts are in tokens, because workers
+may use blocks of different sizes.
 
-`candidates` says whom a debtor should ask, sorted by (distance, −free, id), device memory before host memory.
-Free memory that was just pointed out to another debtor counts as taken, which spreads debtors that ask at the
-same time; a worker with nothing left unpromised comes last, not never. Nothing is granted here: the creditor
-decides. Source: papers/001 §4.4 (gManager); `algorithms.md` §4.
+`candidates` returns the creditors that a debtor should ask, sorted by (distance, −free, id), device memory
+before host memory. Memory that was just offered to another debtor counts as taken, which spreads debtors
+that ask at the same time. A worker whose memory is all promised comes last, but is still offered. The ledger
+grants nothing: the creditor decides. Source: papers/001 §4.4 (gManager); `algorithms.md` §4.
 """
 
 from collections.abc import Iterator
@@ -21,13 +21,13 @@ from shared.messages.reports import WorkerReported
 from shared.messages.values import as_count
 
 _POSITIVE = (0, "")
-"""Above every key of a worker that has something left, below all others."""
+"""Sorts after the keys of all workers with something left, and before the others."""
 
 
 class Ranking:
-    """Worker ids by what they have left to lend, most first, then by id; all of them, and those of one host.
+    """Worker ids by unpromised tokens, most first, then by id: of all workers, and of each host.
 
-    Kept sorted, so that a question looks at a few entries, however many workers there are.
+    Kept sorted, so a request reads a few entries, however many workers there are.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Ranking:
         return len(self._keys)
 
     def put(self, worker_id: str, host: str, left: int) -> None:
-        """Enters a worker, or moves it to its new place. `left` may be negative."""
+        """Enter or move a worker with `left` tokens, which may be negative."""
         key = (-left, worker_id)
         if self._keys.get(worker_id) == key and self._hosts[worker_id] == host:
             return
@@ -51,7 +51,7 @@ class Ranking:
             self._at.setdefault(host, _line()).add(key)
 
     def remove(self, worker_id: str) -> None:
-        """Forgets a worker, if it is there."""
+        """Remove a worker, if present."""
         key = self._keys.pop(worker_id, None)
         if key is None:
             return
@@ -63,7 +63,7 @@ class Ranking:
                 del self._at[host]
 
     def within(self, host: str, *, has_left: bool) -> Iterator[str]:
-        """Neighbours, then others: those of them that have something left, or that have not."""
+        """Yield workers with something left, or those without: first the ones at `host`, then others."""
         near = self._at.get(host) if host else None
         bounds = {"max_key": _POSITIVE, "inclusive": (True, False)} if has_left else {"min_key": _POSITIVE}
         if near is not None:
@@ -73,7 +73,7 @@ class Ranking:
                 yield worker
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the orders disagree."""
+        """Raise AssertionError when the orders disagree."""
         assert list(self._all) == sorted(self._keys.values())
         for host, line in self._at.items():
             assert list(line) == sorted(key for w, key in self._keys.items() if self._hosts[w] == host)
@@ -85,13 +85,13 @@ def _line() -> SortedKeyList:
 
 @dataclass
 class LendingOffer:
-    """What one worker would lend of one tier of its memory, and to whom that was pointed out already."""
+    """Memory that one worker would lend of one tier, and the debtors it was offered to."""
 
     free_tokens: int
     promises: dict[str, int] = field(default_factory=dict)
-    """Tokens by debtor that were pointed out to it and are in no heartbeat yet."""
+    """Tokens offered to each debtor since the last heartbeat."""
     refused: bool = False
-    """A debtor was turned down since this heartbeat."""
+    """The worker refused a debtor since this heartbeat."""
 
     @property
     def unpromised_tokens(self) -> int:
@@ -100,7 +100,7 @@ class LendingOffer:
 
 @dataclass
 class Account:
-    """One worker's memory as its last heartbeat described it: what it has, lends, owes and would lend."""
+    """One worker's memory and loans, from its last heartbeat."""
 
     worker_id: str
     incarnation: int
@@ -110,28 +110,28 @@ class Account:
     fingerprint: bytes
     total_tokens: int
     offers: dict[KvTier, LendingOffer]
-    """What it would lend: of the device what is free or evictable, within its cap, of the host what is kept
-    for that; borrowed memory does not count, nobody re-lends it."""
+    """Device memory that is free or evictable within its cap, and host memory kept for loans. Borrowed memory
+    is never lent again."""
     yielding_tokens: int
-    """Of the host's offer, what caches have: nothing for another cache."""
+    """Part of the host's offer that caches hold. It is not available to another cache."""
     lent_tokens: int
     borrowed_tokens: int
     lent_to_tokens: dict[str, int]
     borrowed_from_tokens: dict[str, int]
-    """Of devices' memory, as `lent_to_tokens`: what a settlement could bring home."""
+    """Device memory, like `lent_to_tokens`: settlements can bring it home."""
     host_lent_to_tokens: dict[str, int]
     host_borrowed_from_tokens: dict[str, int]
 
     @property
     def own_free_tokens(self) -> int:
-        """On its device."""
+        """Free tokens on its device."""
         return self.offers[KvTier.DEVICE].free_tokens
 
 
 class DebtLedger:
-    """One account per worker, kept from heartbeats, and the promises made since each worker's last one.
+    """One account per worker from heartbeats, with the promises since its last one.
 
-    A worker that is silent for `silence_s` is dropped, and with it what it was to lend.
+    A worker that is silent for `silence_s` is dropped with its offers.
     """
 
     def __init__(self, *, silence_s: float = 2.0) -> None:
@@ -139,7 +139,7 @@ class DebtLedger:
         self.liveness = Liveness(silence_s)
         self._rankings = {tier: Ranking() for tier in KvTier}
         self._pointed_to: dict[str, tuple[str, KvTier]] = {}
-        """Debtor → creditor, and tier of it, that has a promise for it."""
+        """The creditor and tier that each debtor was last pointed to."""
 
     def __iter__(self) -> Iterator[Account]:
         return iter(self._accounts.values())
@@ -151,9 +151,9 @@ class DebtLedger:
         return self._accounts.get(worker_id)
 
     def best(self, host: str) -> Iterator[tuple[Account, KvTier]]:
-        """In the order in which they should be asked, and for what; the table must not change meanwhile.
+        """Yield workers and tiers in the order to ask them. The table must not change meanwhile.
 
-        Device memory before host memory, but what is promised to others already comes after both.
+        Device memory comes before host memory, and memory that is promised to others after both.
         """
         for has_left in (True, False):
             for tier in (KvTier.DEVICE, KvTier.HOST):
@@ -161,7 +161,7 @@ class DebtLedger:
                     yield self._accounts[worker_id], tier
 
     def on_reported(self, report: WorkerReported, now_s: float) -> None:
-        """Takes a heartbeat in; one that is older than what is known is ignored."""
+        """Take in a heartbeat; ignore an older one than the last."""
         if not self.liveness.hear(report.worker_id, report.incarnation, now_s):
             return
         known = self._accounts.get(report.worker_id)
@@ -173,7 +173,7 @@ class DebtLedger:
         self._rank(account, *KvTier)
 
     def on_refused(self, creditor_ids: tuple[str, ...], tier: KvTier = KvTier.DEVICE) -> None:
-        """These turned a debtor down; they are left out, for that tier, until their next heartbeat."""
+        """Leave out creditors that refused, for that tier, until their next heartbeat."""
         for creditor_id in creditor_ids:
             account = self._accounts.get(creditor_id)
             if account is not None:
@@ -182,9 +182,9 @@ class DebtLedger:
                 self._rank(account, tier)
 
     def on_offered(self, creditor_id: str, debtor_id: str, tokens: int, tier: KvTier = KvTier.DEVICE) -> None:
-        """`tokens` of a creditor were pointed out to a debtor: taken, until the creditor's next heartbeat.
+        """Promise `tokens` of a creditor to a debtor, until the creditor's next heartbeat.
 
-        What the debtor was pointed to before did not serve it.
+        The debtor's earlier offer ends.
         """
         self.withdraw_offer(debtor_id)
         account = self._accounts.get(creditor_id)
@@ -194,7 +194,7 @@ class DebtLedger:
             self._rank(account, tier)
 
     def withdraw_offer(self, debtor_id: str) -> None:
-        """The debtor asks again."""
+        """End a debtor's offer: it asks again."""
         pointed_to = self._pointed_to.pop(debtor_id, None)
         if pointed_to is not None:
             creditor_id, tier = pointed_to
@@ -203,7 +203,7 @@ class DebtLedger:
             self._rank(account, tier)
 
     def on_tick(self, now_s: float) -> list[str]:
-        """Drops silent workers and returns their ids."""
+        """Drop silent workers and return their ids."""
         silent = self.liveness.silent(now_s)
         for worker_id in silent:
             self._forget_promises(*self._accounts.pop(worker_id).offers.values())
@@ -212,8 +212,9 @@ class DebtLedger:
         return silent
 
     def debts(self) -> dict[tuple[str, str], int]:
-        """Tokens of devices' memory by (debtor, creditor), of living workers. Where the two disagree, one of
-        them has not heard of a change yet and the smaller amount is safe."""
+        """Return owed tokens of device memory by (debtor, creditor) of living workers.
+
+        Where the two disagree, one has missed a change, and the smaller amount is safe."""
         found: dict[tuple[str, str], int] = {}
         for debtor in self._accounts.values():
             for creditor_id, tokens in debtor.borrowed_from_tokens.items():
@@ -224,11 +225,11 @@ class DebtLedger:
         return found
 
     def block_tokens(self) -> dict[str, int]:
-        """By worker."""
+        """Return the block size by worker."""
         return {account.worker_id: account.block_tokens for account in self._accounts.values()}
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the table contradicts itself."""
+        """Raise AssertionError when the table is inconsistent."""
         promised = 0
         assert self._accounts.keys() == set(self.liveness)
         for worker_id, account in self._accounts.items():
@@ -300,7 +301,7 @@ OFFERED_CREDITORS = 3
 
 
 def distance(debtor_host: str, creditor_host: str) -> int:
-    """0 on the same host, 1 elsewhere; an unnamed host is nobody's neighbour."""
+    """Return 0 on the same host, else 1. Unnamed hosts are never the same."""
     return int(not debtor_host or debtor_host != creditor_host)
 
 
@@ -314,10 +315,9 @@ def candidates(
     for_cache: bool = False,
     limit: int = OFFERED_CREDITORS,
 ) -> list[CreditorCandidate]:
-    """Up to `limit` workers to ask, best first, and for which tier of their memory; `for_cache`: of host
-    memory alone that nobody has.
+    """Return up to `limit` workers and tiers to ask, best first, and promise the first one's memory.
 
-    Notes in `table` what the first of them is asked for.
+    `for_cache`: unused host memory only.
     """
     table.on_refused(refused_by)
     table.on_refused(refused_host_by, KvTier.HOST)

@@ -1,1 +1,1 @@
-"""Cycles of debts between workers are found and settled: DGFM. Source: papers/001 §4.5."""
+"""Finds and settles cycles of debts between workers (DGFM). Source: papers/001 §4.5."""

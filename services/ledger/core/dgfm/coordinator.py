@@ -1,15 +1,15 @@
-"""Settles cycles of debts with the workers in them: freeze, copy, commit, unfreeze. Pure.
+"""Settles cycles of debts with their workers: freeze, copy, commit, unfreeze. Pure: sends nothing.
 
-In each round every debtor of the cycle first copies some of its blocks home into bounce buffers, while the
-originals stay valid; only when all have is anybody told to commit: use the copies, return the originals. What
-its own debtor returns is the space for the next round. A refusal, a silence or a death before that changes
-nothing; after it, whoever has committed has recalled its blocks, whoever has not, has not: a valid graph with
-smaller debts either way. A worker that hears nothing thaws by itself. Sends nothing itself; knows no block.
+In each round, every debtor of the cycle copies some of its blocks home into bounce buffers, while the
+originals stay valid. Once all have copied, each is told to commit: use the copies and return the originals.
+The blocks that its own debtor returns are its buffers for the next round. A refusal, a silence or a death
+before the commit changes nothing. After it, each worker either has recalled its blocks or has not, and the
+debts are valid and smaller either way. A worker that hears nothing thaws by itself.
 
-Of several ledgers that are heard, the one with the smallest id starts settlements (`Leadership`). Every one
-announces itself and hears itself, too: one that does not is cut off from the bus, or was stopped, and does
-not lead until it has listened for `silence_s` again; so the time passed in has to run on while the process is
-stopped. While announcements are lost two may lead, or nobody: the former wastes questions, the latter time.
+Of several ledgers, the one with the smallest id leads (`Leadership`). Each ledger announces itself, and must
+hear its own announcements: one that does not was cut off or stopped, and leads again only after it has
+listened for `silence_s`. The time passed in must therefore continue while the process is stopped. While
+announcements are lost, two may lead, or none: the first wastes messages, the second time.
 
 Source: papers/001 §4.5; `algorithms.md` §4.
 """
@@ -24,8 +24,7 @@ from shared.messages.lending import Settle, Settled, SettlePhase
 
 @dataclass(frozen=True, slots=True)
 class SettlementAsk:
-    """A message to one worker of a cycle. Whoever sends it hands the answer to `on_answer`; None is
-    silence."""
+    """A message to one worker of a cycle. Pass its answer to `on_answer`; None for a timeout."""
 
     worker_id: str
     message: Settle
@@ -33,19 +32,19 @@ class SettlementAsk:
 
 @dataclass(frozen=True, slots=True)
 class SettleRules:
-    """Which cycles are worth settling, how often one looks for them, and how many settle at once."""
+    """Which cycles are worth settling, how often to look for them, and how many to settle at once."""
 
     threshold_tokens: int = 128
-    """Less is not worth a swap (the paper's empirical minimum)."""
+    """Smallest amount worth a swap (the paper's empirical minimum)."""
     interval_s: float = 2.0
     most_at_once: int = 64
-    """Cycles, which have no worker in common."""
+    """Cycles at a time; they share no worker."""
     valid_for_s: float = 5.0
 
 
 @dataclass(slots=True)
 class _Running:
-    """A settlement that is under way: its cycle, the step it is at, and who has answered to that."""
+    """A running settlement: its cycle, its phase, and the answers to that phase."""
 
     name: str
     cycle: Settlement
@@ -64,12 +63,11 @@ class _Running:
 
 
 class Coordinator:
-    """Leads settlements of one ledger through their steps; several, of different workers, at a time.
+    """Leads one ledger's settlements through their phases, several at a time between different workers.
 
-    A worker takes part in one settlement at a time and refuses others, so two ledgers that lead by mistake
-    waste questions and harm nothing. An example: a owes b 300 tokens, b owes a 200, bounce buffers hold 128.
-    FREEZE: both can settle 200. COPY 128, COMMIT 128: a owes 172, b 72. COPY 72, COMMIT 72, UNFREEZE: a owes
-    b 100, and b owes nothing.
+    A worker takes part in one settlement and refuses others, so two ledgers that lead by mistake do no harm.
+    An example: a owes b 300 tokens, b owes a 200, bounce buffers hold 128. FREEZE: both can settle 200.
+    COPY 128, COMMIT 128: a owes 172, b 72. COPY 72, COMMIT 72, UNFREEZE: a owes b 100, and b owes nothing.
     """
 
     def __init__(self, prefix: str, rules: SettleRules | None = None) -> None:
@@ -82,22 +80,22 @@ class Coordinator:
         self.completed = 0
         self.aborted = 0
         self.last_end = ""
-        """After which step the last settlement ended, and each worker's (blocks, bounce blocks) to that."""
+        """Phase at which the last settlement ended, and each worker's (blocks, bounce blocks) in it."""
         self.settled_tokens = 0
-        """By completed rounds, over all members of cycles."""
+        """Tokens settled by completed rounds, summed over all members."""
 
     @property
     def running(self) -> int:
         return len(self._running)
 
     def busy(self) -> set[str]:
-        """Workers that take part in a settlement now."""
+        """Return the workers in running settlements."""
         return {member for one in self._running.values() for member in one.cycle.members}
 
     def on_tick(
         self, debts: Mapping[tuple[str, str], int], block_tokens: Mapping[str, int], now_s: float
     ) -> list[SettlementAsk]:
-        """Starts what can be settled; `debts` in tokens by (debtor, creditor), of living workers."""
+        """Start settlements; `debts` in tokens by (debtor, creditor) of living workers."""
         if now_s < self._next_s:
             return []
         self._next_s = now_s + self._rules.interval_s
@@ -112,7 +110,7 @@ class Coordinator:
         return asks
 
     def on_answer(self, asked: Settle, worker_id: str, answer: Settled | None) -> list[SettlementAsk]:
-        """What a worker said to a step, None where it was silent or refused altogether."""
+        """Take in a worker's answer to a phase, None for silence or an error; return the next messages."""
         one = self._running.get(asked.settlement)
         is_due = one is not None and (one.phase, one.round) == (asked.phase, asked.round)
         if one is None or not is_due or worker_id not in one.cycle.members:
@@ -203,7 +201,7 @@ class Coordinator:
         ]
 
     def _least(self, one: _Running) -> int:
-        """Tokens that every member's answer is good for, in whole blocks of the largest size."""
+        """Return the tokens that all answers allow, in whole blocks of the largest size."""
         tokens = min(
             (answer.blocks if answer is not None else 0) * one.block_tokens[member]
             for member, answer in one.answers.items()
@@ -213,7 +211,7 @@ class Coordinator:
 
 
 class Leadership:
-    """Whether this ledger starts settlements, by the announcements it has heard, its own among them."""
+    """Decides whether this ledger leads settlements, by the announcements that it hears."""
 
     def __init__(self, ledger_id: str, incarnation: int, *, silence_s: float) -> None:
         self._id = ledger_id
@@ -221,10 +219,10 @@ class Leadership:
         self._silence_s = silence_s
         self._ledgers = Liveness(silence_s)
         self._since_s: float | None = None
-        """From then on it has heard itself without a gap."""
+        """When it began to hear itself without a gap."""
 
     def on_announced(self, ledger_id: str, incarnation: int, now_s: float) -> None:
-        """A ledger is there, this one included. Of one id only the present start counts."""
+        """Take in an announcement of any ledger. Only the latest incarnation of an id counts."""
         self._ledgers.silent(now_s)
         was_heard = self._hears_itself()
         is_present = self._ledgers.hear(ledger_id, incarnation, now_s)
@@ -232,21 +230,21 @@ class Leadership:
             self._since_s = now_s
 
     def leads(self, now_s: float) -> bool:
-        """Whether this one starts settlements now."""
+        """Return whether this ledger leads now."""
         self._ledgers.silent(now_s)
         if self._since_s is None or not self._hears_itself():
             return False
         return now_s - self._since_s >= self._silence_s and min(self._ledgers) == self._id
 
     def heard(self, now_s: float) -> list[str]:
-        """Ids of those that are there, in order."""
+        """Return the ids of living ledgers, in order."""
         self._ledgers.silent(now_s)
         return sorted(self._ledgers)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when it has heard itself and does not know since when."""
+        """Raise AssertionError when it hears itself without knowing since when."""
         assert not self._hears_itself() or self._since_s is not None
 
     def _hears_itself(self) -> bool:
-        """As of the last look."""
+        """Return whether it heard itself, as of the last check."""
         return self._ledgers.present(self._id) == self._incarnation

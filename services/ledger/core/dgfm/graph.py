@@ -1,25 +1,25 @@
-"""Who owes whom, as a directed graph with edges from debtor to creditor, and its cycles. Pure.
+"""Debts as a directed graph with edges from debtor to creditor, and its cycles. Pure.
 
-The paper's Algorithm 1 marks nodes as visited and looks at a single parent, as one does in undirected graphs:
-it misses a pair that owe each other, and takes two ways from one node to another for a cycle. Here a cycle is
-a cycle. Knows no worker and no unit. Source: papers/001 §4.5; `algorithms.md` §4 (DGFM).
+The paper's Algorithm 1 marks visited nodes and follows a single parent, as in an undirected graph. It misses
+a pair that owe each other, and takes two paths between two nodes for a cycle. This module finds true
+directed cycles. Knows no worker and no unit. Source: papers/001 §4.5; `algorithms.md` §4 (DGFM).
 """
 
 from collections.abc import Iterable, Mapping
 
 
 class DebtGraph:
-    """Who owes whom how much, with nodes 0 … n-1.
+    """Debts between nodes 0 … n-1.
 
-    A debt below `threshold` is no edge: a cycle is worth as much as its least debt.
+    A debt below `threshold` is no edge, because a cycle is worth its smallest debt.
     """
 
     def __init__(self, nodes: int, debts: Mapping[tuple[int, int], int], threshold: int) -> None:
         if threshold < 1:
-            raise ValueError(f"a threshold of {threshold}: nothing would ever be settled for good")
+            raise ValueError(f"a threshold of {threshold} is below 1")
         self.threshold = threshold
         self.owed: list[dict[int, int]] = [{} for _ in range(nodes)]
-        """By debtor: creditor → amount."""
+        """By debtor: amounts by creditor."""
         for (debtor, creditor), amount in debts.items():
             if debtor != creditor and amount >= threshold:
                 self.owed[debtor][creditor] = amount
@@ -30,13 +30,12 @@ class DebtGraph:
         return not any(self.owed)
 
     def least(self, cycle: list[int]) -> int:
-        """The smallest debt of a cycle, each of which owes the next and the last the first; 0 where one is
-        missing."""
+        """Return the smallest debt of a cycle, in which each node owes the next; 0 if a debt is missing."""
         owed = self.owed
         return min(owed[cycle[at - 1]].get(cycle[at], 0) for at in range(len(cycle)))
 
     def settle(self, cycle: list[int], amount: int) -> None:
-        """Every debt of the cycle shrinks; one that falls below the threshold is no edge any more."""
+        """Reduce every debt of the cycle, and remove those that fall below the threshold."""
         for at in range(len(cycle)):
             creditors = self.owed[cycle[at - 1]]
             left = creditors[cycle[at]] - amount
@@ -46,7 +45,7 @@ class DebtGraph:
                 creditors[cycle[at]] = left
 
     def trim(self, nodes: Iterable[int]) -> None:
-        """Removes what lies on no cycle: nobody owes it, or it owes nobody; and what follows of that."""
+        """Remove nodes without debtors or without creditors, repeatedly: they are on no cycle."""
         debtors: list[set[int]] = [set() for _ in self.owed]
         for debtor, creditors in enumerate(self.owed):
             for creditor in creditors:
@@ -66,8 +65,7 @@ class DebtGraph:
             debtors[node] = set()
 
     def cycles_of(self, length: int, most_steps: int) -> tuple[list[list[int]], int]:
-        """All cycles of that length, each once, and the steps it took; what was found when `most_steps` are
-        used up, if they are."""
+        """Return all cycles of that length, each once, and the steps taken. Stops after `most_steps`."""
         if length == 2:
             return self._pairs()
         found: list[list[int]] = []

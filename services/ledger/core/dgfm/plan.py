@@ -1,10 +1,9 @@
-"""Which cycles of debts to settle, by how much, in which order. Pure.
+"""Chooses the cycles of debts to settle, their amounts and their order. Pure.
 
-Shortest first, of equal length the largest amount, by enumeration while that is cheap (`search_steps`). What
-is left then are the long cycles of a large graph: a depth-first search cancels them as it meets them, and
-never looks twice at a debt that leads nowhere. Afterwards no cycle of debts ≥ the threshold is left. Every
-net balance stays what it was: whoever is owed less also owes less.
-Source: papers/001 §4.5; `algorithms.md` §4.
+Short cycles come first, and larger amounts at equal length, by enumeration while that is cheap
+(`search_steps`). In a large graph only long cycles are left then: a depth-first search cancels them as it
+meets them, and tries each debt once. Afterwards no cycle of debts of at least the threshold is left. Every
+net balance is unchanged. Source: papers/001 §4.5; `algorithms.md` §4.
 """
 
 from collections.abc import Mapping
@@ -14,26 +13,25 @@ from heapq import heapify, heappop, heappush
 from services.ledger.core.dgfm.graph import DebtGraph
 
 SEARCH_STEPS = 200_000
-"""Of the enumeration of short cycles, each well below a microsecond."""
+"""Steps of the enumeration of short cycles, each well below a microsecond."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """A cycle in which each member owes the next one and the last owes the first. All debts shrink by
-    `amount`."""
+    """A cycle in which each member owes the next, and the last the first. All debts shrink by `amount`."""
 
     members: tuple[str, ...]
     amount: int
 
     def pairs(self) -> list[tuple[str, str]]:
-        """(debtor, creditor)."""
+        """Return the cycle's debts as (debtor, creditor)."""
         return list(zip(self.members, (*self.members[1:], self.members[0]), strict=True))
 
 
 def settlements(
     debts: Mapping[tuple[str, str], int], threshold: int, *, search_steps: int = SEARCH_STEPS
 ) -> list[Settlement]:
-    """What to settle, in order. `debts` by (debtor, creditor); nothing below `threshold` is swapped.
+    """Return the settlements, in order. `debts` by (debtor, creditor), none below `threshold`.
 
     An example: a owes b 5, b owes a 3 and c 4, c owes a 4. The pair goes first, by 3: a owes b 2, b owes a
     nothing. Then the circle a → b → c → a, by 2: b owes c 2, c owes a 2. Every balance is what it was.
@@ -49,7 +47,7 @@ def settlements(
 
 
 def apply(debts: Mapping[tuple[str, str], int], settled: list[Settlement]) -> dict[tuple[str, str], int]:
-    """What is owed afterwards; nothing is not listed. Raises ValueError when more is settled than owed."""
+    """Return the debts left, without zeros. Raises ValueError when more is settled than owed."""
     left = dict(debts)
     for settlement in settled:
         for pair in settlement.pairs():
@@ -72,7 +70,7 @@ def _short_cycles(graph: DebtGraph, search_steps: int) -> list[tuple[list[int], 
 
 
 def _largest_first(graph: DebtGraph, cycles: list[list[int]]) -> list[tuple[list[int], int]]:
-    """Settles cycles of one length. An amount that has shrunk since it was ranked is ranked anew."""
+    """Settle cycles of one length. Rank a cycle again when its amount has shrunk."""
     ranked = [(-graph.least(cycle), cycle) for cycle in cycles]
     heapify(ranked)
     settled: list[tuple[list[int], int]] = []
@@ -90,12 +88,12 @@ def _largest_first(graph: DebtGraph, cycles: list[list[int]]) -> list[tuple[list
 
 
 def _other_cycles(graph: DebtGraph) -> list[tuple[list[int], int]]:
-    """Cancels the cycle that closes, steps back to where its first debt is gone, goes on from there."""
+    """Cancel each cycle that closes on the path, and continue before its first cancelled debt."""
     settled: list[tuple[list[int], int]] = []
     to_try = [list(creditors) for creditors in graph.owed]
-    """Debts not known to lead nowhere; the last one is being tried."""
+    """Debts by debtor that may still lead to a cycle; the last is being tried."""
     place = [-1] * len(to_try)
-    """On the path; -1 is elsewhere."""
+    """Position of each node on the path; -1: not on it."""
     for root in range(len(to_try)):
         path = [root] if to_try[root] else []
         if path:
@@ -129,7 +127,7 @@ def _cancel(
     to_try: list[list[int]],
     settled: list[tuple[list[int], int]],
 ) -> int:
-    """Settles the cycle at the path's end. Returns the place of the first debtor whose debt is gone."""
+    """Settle the cycle at the path's end; return the position of the first debtor without its debt."""
     cycle = path[start:]
     owed = graph.owed
     following = [*cycle[1:], cycle[0]]

@@ -249,7 +249,7 @@ class Borrower:
     # --- on the engine's thread
 
     def read(self, core: StepCore, now_s: float, blocks: Sequence[int], rows: npt.NDArray[np.uint8]) -> int:
-        """Copy all layers of blocks into `rows` `[n, record_bytes]`. Return how many, 0 when a creditor failed."""
+        """Copy blocks into `rows` `[n, record_bytes]`. Return how many, 0 when a creditor failed."""
 
         def copy() -> int:
             self._debtor.read(blocks, rows)
@@ -276,8 +276,7 @@ class Borrower:
         ]
 
     def _on_missed(self, work: HomeFetch, failed: KvasirError | None, core: StepCore, now_s: float) -> None:
-        """Give up a creditor that `failed` in the middle, unless none of its blocks are borrowed any more: then
-        its link was closed here."""
+        """Give up a creditor that `failed`, unless its link was closed here because nothing is borrowed."""
         self._debtor.watch.discard(work.places)
         if failed is not None and any(there in self._of_block for there in work.ids):
             lost = CreditorLost(failed.message, creditor_id=work.lender[0])

@@ -176,7 +176,7 @@ class Creditor:
             raise InvalidMessage(f"layer {request.layer} of {memory.layers}")
         now = self.grants.enter(peer, request.grants)
         if now is None:
-            raise StaleEpoch("a grant was revoked, has expired or was never yours: borrow anew")
+            raise StaleEpoch("a grant was revoked, has expired or was never yours: borrow again")
         try:
             return Visit(self, memory, peer, request, self._understand(memory, peer, request, now))
         except BaseException:
@@ -208,7 +208,7 @@ class Creditor:
             blocks = known.described.spans.blocks
             loans = self.grants.loans(peer, now, request.tier, blocks)
             if loans is None:
-                raise StaleEpoch("blocks that none of these grants covers (any more): borrow anew")
+                raise StaleEpoch("blocks that none of these grants covers (any more): borrow again")
             with self.computing:
                 memory.adopt(blocks, loans)
             known.checked = now

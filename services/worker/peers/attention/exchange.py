@@ -1,6 +1,6 @@
-"""Steps over a link's socket, natively: both ends of `engine/native/exchange.h`.
+"""Native steps over a link's socket: both ends of `engine/native/exchange.h`.
 
-`serve` is where a creditor's link thread is, without the interpreter's lock, while its debtor's steps come;
+A creditor's link thread runs `serve`, without the interpreter's lock, while its debtor's steps arrive.
 `Asker` is the debtor's side. Knows the arrays of a part, pools and a link's socket; no grant.
 """
 
@@ -22,11 +22,11 @@ from shared.errors import CorruptedKv, DeadlineExceeded, InternalError, InvalidM
 _LATE, _LOST, _MANGLED, _STOPPED, _FULL, _STALE = range(-10, -16, -1)
 _CORRUPTED = -4
 _IDLE_S = 0.05
-"""A creditor lets go of its grants after so long without a step;"""
+"""A creditor leaves its grants after this long without a step."""
 _TURN_S = 0.05
-"""and looks at them again after so long with steps."""
+"""It checks its grants again after this long with steps."""
 _PATIENCE_S = 5.0
-"""For the next layer of a step: as long as a lease lasts."""
+"""Deadline for the next layer of a step: the length of a lease."""
 
 
 class _Serving(ctypes.Structure):
@@ -92,8 +92,7 @@ _PROTOTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class NativeMemory:
-    """All layers' pools of one tier and their digests, as the library sees them. Whoever made it keeps the
-    memory itself."""
+    """All layers' pools of one tier, and their digests, for the library. Its maker keeps the memory alive."""
 
     library: ctypes.CDLL
     pools: "ctypes.Array[KvPool]"
@@ -109,12 +108,10 @@ def serve(
     q_heads: int,
     is_full: bool,
 ) -> Turn:
-    """Answers steps about blocks that are `lent`, while they come, for 50 ms at most and to the end of the
-    last. `is_full`: says of each that no more is computed.
+    """Answer steps about `lent` blocks for at most 50 ms, and finish the last. `is_full`: refuse to compute.
 
-    Raises DeadlineExceeded when the debtor is silent in the middle of a step, PeerLost, InvalidMessage,
-    StaleEpoch for other blocks, and CorruptedKv; of the last two the debtor knows then.
-    """
+    Raises DeadlineExceeded when the debtor is silent within a step, PeerLost and InvalidMessage. Raises
+    StaleEpoch for other blocks, and CorruptedKv, after telling the debtor."""
     if len(lent) < memory.pools[0].num_blocks:
         raise InternalError(f"{len(lent)} blocks could be lent of {memory.pools[0].num_blocks}")
     declare(memory.library, _PROTOTYPES)
@@ -148,24 +145,26 @@ def serve(
 
 
 class Asker:
-    """A debtor's side, while the creditor serves: `begin`, then `ask` and `take` once a layer, or `give_up`
-    before one; `stop` between two steps. Each raises DeadlineExceeded and PeerLost."""
+    """The debtor's side of an exchange. All calls raise DeadlineExceeded and PeerLost.
+
+    A step is `begin`, then `ask` and `take` for each layer, or `give_up` before a layer. `stop` ends the
+    exchange between two steps."""
 
     def __init__(self, library: ctypes.CDLL, pipe: Pipe, deadline_s: float) -> None:
-        """`deadline_s`: for sending something, and for an answer."""
+        """`deadline_s`: for each message and each answer."""
         declare(library, _PROTOTYPES)
         self._library = library
         self._pipe = pipe
         self._asking = _Asking(deadline_s=deadline_s)
         self._part: tuple[object, ...] = ()
-        """What the description points at."""
+        """Keeps the memory alive that the description points to."""
         self._output = torch.empty(0, 0, 0)
         self._lse = torch.empty(0, 0)
         self.moved_bytes = 0
-        """By the last question and its answer."""
+        """Bytes of the last request and its answer."""
 
     def begin(self, part: Part) -> None:
-        """A step of this part."""
+        """Begin a step of this part."""
         asking, spans = self._asking, part.spans
         kept = part.rows[part.kept]
         described = describe_spans(spans)
@@ -180,7 +179,7 @@ class Asker:
     def ask(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: Shape
     ) -> None:
-        """`[rows, heads, dim]` each, all rows of the step."""
+        """Ask for one layer. Each tensor is `[rows, heads, dim]`, with all rows of the step."""
         queries, keys, values = (_rows(each) for each in (queries, keys, values))
         asking = self._asking
         rows, heads, value_dim = asking.rows, queries.shape[1], values.shape[2]
@@ -199,21 +198,20 @@ class Asker:
         self._run(self._library.kv_ask)
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor, float] | None:
-        """Output and log-sum-exp of the layer asked last, until the next is asked; seconds of computing. None
-        when the creditor lends no more of its time: the step is over there, and nothing was written.
+        """Return output and log-sum-exp of the last layer, valid until the next `ask`, and compute seconds.
 
-        Raises InvalidMessage, StaleEpoch and CorruptedKv as well.
-        """
+        None when the creditor's time budget is used up: the step is over there, and nothing was written.
+        Raises InvalidMessage, StaleEpoch and CorruptedKv as well."""
         if self._run(self._library.kv_take) == _FULL:
             return None
         return self._output, self._lse, self._asking.compute_s
 
     def give_up(self) -> None:
-        """The rest of the step is not asked for."""
+        """Give up the rest of the step."""
         self._run(self._library.kv_give_up)
 
     def stop(self) -> None:
-        """Messages follow."""
+        """End the exchange: messages follow."""
         self._run(self._library.kv_stop)
 
     def _run(self, function: Callable[[_Asking], int]) -> int:
@@ -221,7 +219,7 @@ class Asker:
 
         def use(descriptor: int, ahead: memoryview) -> int:
             if ahead:
-                raise InvalidMessage("the creditor answers what nobody asked")
+                raise InvalidMessage("the creditor sent an answer without a request")
             self._asking.fd = descriptor
             answers.append(function(self._asking))
             return 0
@@ -233,7 +231,7 @@ class Asker:
 
 
 def _rows(rows: torch.Tensor) -> torch.Tensor:
-    """fp32, heads contiguous in each row; a view where it can be."""
+    """Return rows as fp32 with contiguous heads, as a view if possible."""
     rows = rows.float()
     return rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous()
 
@@ -244,10 +242,10 @@ def _check(answer: int) -> None:
     if answer == _LOST:
         raise PeerLost("the link to the peer broke")
     if answer == _MANGLED:
-        raise InvalidMessage("a layer's question or answer was corrupted on its way")
+        raise InvalidMessage("a layer's request or answer was corrupted in transit")
     if answer == _STALE:
-        raise StaleEpoch("blocks that none of these grants covers (any more): borrow anew")
+        raise StaleEpoch("blocks that none of these grants covers (any more): borrow again")
     if answer == _CORRUPTED:
-        raise CorruptedKv("what the creditor keeps is not what was written to it")
+        raise CorruptedKv("the creditor's block is not what was written to it")
     if answer:
         raise InternalError(f"the creditor's operator refused a layer: {answer} (see attention.h)")

@@ -1,9 +1,9 @@
-"""Borrowed blocks copied home while the engine goes on: over a link of their own, which no step uses.
+"""Copies borrowed blocks home beside the engine, over a link of their own that no step uses.
 
-    engine's thread          plan: which blocks, where they lie, from now on writes to them are watched
-    any other thread         each layer is fetched from the creditor into scratch memory
-    `TransferEngine`         the whole blocks are written into own, withdrawn places
-    engine's thread          swap: sequences use the copies; what was written meanwhile is fetched once more
+    engine's thread          plan: which blocks, where they are; from now on writes to them are recorded
+    any other thread         fetches each layer from the creditor into scratch memory
+    `TransferEngine`         writes the complete blocks into own, withdrawn places
+    engine's thread          swap: sequences use the copies; blocks written meanwhile are fetched again
 
 Knows no sequence, and decides nothing.
 """
@@ -25,25 +25,25 @@ from shared.log import get_logger
 from shared.messages.lending import KvTier
 
 Lender = tuple[str, int, KvTier]
-"""A creditor's worker id and incarnation, and which memory of its."""
+"""A creditor's worker id, incarnation, and tier of its memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class HomeFetch:
-    """Blocks of one creditor, and the own, withdrawn places that they are copied to."""
+    """Blocks of one creditor, and the withdrawn own blocks to copy them to."""
 
     lender: Lender
     grants: tuple[GrantRef, ...]
     blocks: tuple[int, ...]
-    """As the creditor counts them."""
+    """Numbers at the creditor."""
     places: tuple[int, ...]
     ids: tuple[int, ...]
-    """As they are called here."""
+    """Logical numbers here."""
 
 
 @dataclass(slots=True)
 class _Way:
-    """To one creditor's memory: whose turn it is, and what reads there."""
+    """A reader of one creditor's memory, and whose turn it is."""
 
     reader: BlockReader
     lock: asyncio.Lock
@@ -53,7 +53,7 @@ _log = get_logger("worker.homeward")
 
 
 class Homeward:
-    """One worker's, into its `pools`."""
+    """Copies blocks of creditors into one worker's `pools`."""
 
     def __init__(
         self,
@@ -66,13 +66,13 @@ class Homeward:
         self._registry = registry
         self._transfers = transfers
         self._records: Records = records_of(pools)
-        """Written by `transfers` alone."""
+        """Only `transfers` writes them."""
         self._ways: dict[Lender, _Way] = {}
 
     async def fetch(self, work: HomeFetch) -> bool:
-        """True: the blocks are in their places; until then these are written to: it is not to be cancelled.
-        False: no link leads there, or nothing can be written here now; the creditor is as it was. Raises
-        KvasirError where it fails in the middle."""
+        """Copy blocks into their places; return False without a link, or when they cannot be written now.
+
+        Must not be cancelled: a thread writes to the places. Raises KvasirError when the creditor fails."""
         try:
             way = await self._way(work.lender)
         except KvasirError as error:
@@ -94,13 +94,13 @@ class Homeward:
         return True
 
     def forget(self, lender: Lender) -> None:
-        """It lends nothing more. Any thread may call this."""
+        """Close the link to a lender without loans. Any thread may call it."""
         way = self._ways.pop(lender, None)
         if way is not None:
             way.reader.link.close()
 
     def close(self) -> None:
-        """Every link."""
+        """Close every link."""
         for lender in list(self._ways):
             self.forget(lender)
 

@@ -1,7 +1,7 @@
-"""What a creditor asks of the memory that it lends, and a borrower of who gets at what it has borrowed.
+"""Interfaces of remote attention: a creditor's lent memory, and a borrower's access to borrowed blocks.
 
-Two engines have both: one that computes attention (`memory`, `debtor`), and one whose KV are the tokens
-themselves (`tokens`). Knows no tensor and no link's messages.
+Two engines implement both: one that computes attention (`memory`, `debtor`), and one whose KV are the tokens
+themselves (`tokens`). Knows no tensor, and no link's messages.
 """
 
 from abc import ABC, abstractmethod
@@ -26,16 +26,16 @@ from shared.messages.lending import KvTier
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What came of a while in which a debtor's steps were answered natively."""
+    """Result of answering a debtor's native steps for a while."""
 
     compute_s: float
     is_over: bool
-    """The debtor has ended the exchange: messages follow. Else steps may."""
+    """The debtor has ended the exchange: messages follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What travels with the description of a part, for one layer."""
+    """A request about one layer of a part."""
 
     layer: int
     q_heads: int
@@ -44,8 +44,7 @@ class Question:
 
 
 class LentBlocks(Protocol):
-    """All layers' memory of one tier. Blocks are verified before they are read or written to: then calls
-    raise CorruptedKv."""
+    """Lent memory of one tier, all layers. Calls verify the blocks they access, and raise CorruptedKv."""
 
     @property
     def blocks(self) -> int: ...
@@ -55,60 +54,60 @@ class LentBlocks(Protocol):
 
     @property
     def pools(self) -> LayerPools:
-        """In the memory of the host, where it is host memory."""
+        """The memory itself, by layer."""
         ...
 
     @property
     def attends(self) -> bool:
-        """Questions are computed; else blocks are only written and fetched."""
+        """Whether attention is computed here; else blocks are only written and fetched."""
         ...
 
     @property
     def is_native(self) -> bool:
-        """`serve` answers steps."""
+        """Whether `serve` answers native steps."""
         ...
 
     def sizes_bytes(self, asked: Question, rows: int, kept: int) -> list[int]:
-        """Of the buffers that come with a question: queries, where there are heads of them, and what the
-        creditor keeps. Raises InvalidMessage for a question that does not fit these pools."""
+        """Return the sizes of a request's buffers: queries, if any, then keys and values to keep.
+
+        Raises InvalidMessage for a request that does not fit these pools."""
         ...
 
     def write(
         self, asked: Question, brought: Sequence[npt.NDArray[np.uint8]], slots: npt.NDArray[np.int64]
     ) -> None:
-        """What it keeps of the buffers."""
+        """Store the keys and values of a request's buffers."""
         ...
 
     def attend(
         self, asked: Question, spans: PackedSpans, brought: Sequence[npt.NDArray[np.uint8]]
     ) -> Sequence[Buffer]:
-        """The answer's buffers."""
+        """Return the answer's buffers."""
         ...
 
     def served_s(self, spans: PackedSpans, *, is_busy: bool) -> float:
-        """What attending to these takes beside the time of the call: of a simulated engine's steps, which
-        `is_busy` with its own."""
+        """Return simulated seconds of this attention, beyond the call itself; `is_busy`: with own steps."""
         ...
 
     def copy(self, layer: int, blocks: npt.NDArray[np.int32]) -> Sequence[Buffer]:
-        """Of one moment."""
+        """Return a consistent copy of blocks."""
         ...
 
     def verify(self, layer: int, blocks: npt.NDArray[np.int32]) -> None:
-        """Before these are sent."""
+        """Verify blocks before they are sent."""
         ...
 
     def adopt(self, blocks: npt.NDArray[np.int32], loans: npt.NDArray[np.int64]) -> None:
-        """Each block is lent by that grant: what was written under another one is no concern of anybody."""
+        """Record each block's grant, and drop the seals of earlier grants."""
         ...
 
     def serve(self, pipe: Pipe, lent: npt.NDArray[np.bool_], *, q_heads: int, is_full: bool) -> Turn:
-        """See `exchange.serve`; where it `is_native`."""
+        """See `exchange.serve`. Only where `is_native`."""
         ...
 
 
 class BlockReader(Protocol):
-    """Gets whole blocks of one creditor's memory, over a link of its own. For one thread at a time."""
+    """Reads whole blocks of one creditor over a link of its own. For one thread at a time."""
 
     @property
     def link(self) -> PeerLink: ...
@@ -116,29 +115,29 @@ class BlockReader(Protocol):
     def read(
         self, grants: Sequence[GrantRef], blocks: npt.NDArray[np.int32], rows: npt.NDArray[np.uint8]
     ) -> None:
-        """Into `rows` `[n, record_bytes]`, as `Records` has them. Raises KvasirError."""
+        """Copy blocks into `rows` `[n, record_bytes]`, laid out as in `Records`. Raises KvasirError."""
         ...
 
 
 @dataclass(slots=True)
 class LentTier:
-    """A creditor's memory of one tier, as its debtor knows it."""
+    """A creditor's memory of one tier, on the debtor's side."""
 
     link: PeerLink
     grants: tuple[GrantRef, ...]
     tier: KvTier
     attends: bool
-    """It computes there; else blocks travel, whatever that costs."""
+    """The creditor computes attention; else blocks always travel."""
 
 
 class BlockDebtor(ABC):
-    """An engine's way to the workers that lend it blocks. On the engine's thread, but for `reader`.
+    """An engine's access to the workers that lend it blocks. On the engine's thread, except `reader`.
 
-    `homes` says which ids are whose; holders are numbered from 1 by `add`, and a worker that lends of both
-    tiers is two, each with a link of its own."""
+    `homes` maps ids to holders. `add` numbers holders from 1; a worker that lends from both tiers is two
+    holders, each with a link of its own."""
 
     _lendings: dict[int, Any]
-    """By holder: a `LentTier`, and what else this way has to know of it."""
+    """By holder: a `LentTier` or a subclass."""
 
     def __init__(self, own_blocks: int, block_tokens: int, most_creditors: int, deadline_s: float) -> None:
         """`deadline_s`: for an answer."""
@@ -150,7 +149,7 @@ class BlockDebtor(ABC):
         self._lendings = {}
         self._holders = 0
         self._numbers = count(NO_STEP + 1)
-        """Of steps."""
+        """Numbers of steps."""
 
     def add(
         self,
@@ -160,10 +159,9 @@ class BlockDebtor(ABC):
         *,
         attends: bool = True,
     ) -> int:
-        """A creditor's memory of one tier, over a link of its own: the holder's number for `homes.place`.
+        """Enter a creditor's memory of one tier; return the holder's number for `homes.place`.
 
-        `attends`: whether it computes there. Raises Overloaded when there are many.
-        """
+        `attends`: whether the creditor computes attention. Raises Overloaded when too many lend."""
         if len(self._lendings) >= self._most_creditors:
             raise Overloaded(f"{self._most_creditors} lend already")
         self._holders += 1
@@ -172,14 +170,14 @@ class BlockDebtor(ABC):
 
     @abstractmethod
     def _lent(self, what: LentTier) -> LentTier:
-        """With what else is known of it."""
+        """Return the entry to keep for a holder."""
 
     def set_grants(self, holder: int, grants: Sequence[GrantRef]) -> None:
-        """It lends more, or less."""
+        """Replace the grants of a holder."""
         self._lendings[holder].grants = tuple(grants)
 
     def remove(self, holder: int) -> None:
-        """It lends nothing more. Its ids must have been forgotten."""
+        """Remove a holder, whose ids must have been forgotten."""
         lending = self._lendings.pop(holder, None)
         if lending is not None:
             lending.link.close()
@@ -191,25 +189,23 @@ class BlockDebtor(ABC):
 
     @abstractmethod
     def bring_home(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, all layers: of each pair the first, a borrowed id, into the second, an own one.
+        """Copy all layers of each pair's borrowed block into its own block, between two steps.
 
-        What a recall needs; between two steps. The originals stay as they are. Raises CreditorLost.
-        """
+        The originals stay valid. Raises CreditorLost."""
 
     @abstractmethod
     def read(self, blocks: Sequence[int], rows: npt.NDArray[np.uint8]) -> None:
-        """Copy whole borrowed blocks, all layers, into `rows` `[n, record_bytes]`, as `Records` has them.
+        """Copy borrowed blocks, all layers, into `rows` `[n, record_bytes]`, laid out as in `Records`.
 
-        Between two steps. Raises CreditorLost.
-        """
+        Between two steps. Raises CreditorLost."""
 
     @abstractmethod
     def reader(self, link: PeerLink, tier: KvTier) -> BlockReader:
-        """Beside the steps. Any thread may call this."""
+        """Return a reader for use beside the steps. Any thread may call it."""
 
 
 def creditor_lost(link: PeerLink, error: KvasirError) -> CreditorLost:
-    """What a step is told when whatever went wrong with the creditor at the end of that link."""
+    """Return the error for a step whose creditor failed at the other end of `link`."""
     creditor_id = link.peer.worker_id
     message = f"worker {creditor_id}, which lends KV, failed: {error.message}"
     return CreditorLost(message, creditor_id=creditor_id)

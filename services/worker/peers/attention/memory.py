@@ -1,8 +1,8 @@
-"""The memory of one tier out of which a creditor lends: pools of all layers, and who attends in them.
+"""Lent memory of one tier, over tensors: the pools of all layers, and who attends to them.
 
-Host memory is a pool of its own beside the worker's KV, of the same layout, and lies in the machine's RAM
-whatever the engine runs on. Whether the creditor attends to keys there is settled when the pool is made: on a
-worker whose engine runs on a GPU the debtor fetches them instead, unless told otherwise. Knows no grant.
+Host memory is a pool of its own beside the worker's KV, in the same layout, always in RAM. Making the pool
+decides whether the creditor attends to its keys: by default, debtors of a GPU worker fetch them instead.
+Knows no grant.
 """
 
 import math
@@ -29,12 +29,12 @@ Brought = Sequence[npt.NDArray[np.uint8]]
 
 @dataclass(frozen=True)
 class LentMemory:
-    """`LentBlocks`: all layers' pools of one tier."""
+    """`LentBlocks` over all layers' pools of one tier."""
 
     pools: Sequence[Pools]
     backend: SealedBackend
     attends: bool = True
-    """Questions are computed; else blocks are only written and fetched."""
+    """Whether attention is computed here; else blocks are only written and fetched."""
 
     @property
     def blocks(self) -> int:
@@ -66,7 +66,7 @@ class LentMemory:
         self.backend.write(asked.layer, keys, values, torch.from_numpy(slots).to(self._device))
 
     def attend(self, asked: Question, spans: PackedSpans, brought: Brought) -> list[Buffer]:
-        """See `LentBlocks`: output and log-sum-exp."""
+        """Return output and log-sum-exp."""
         shape = self._shapes(asked, int(spans.first_row[-1]), 0)[0]
         queries = self._floats(brought[0], shape)
         how = Shape(asked.scaling, asked.softcap)
@@ -74,7 +74,7 @@ class LentMemory:
         return [bytes_of(output.cpu().contiguous()), bytes_of(lse.cpu().contiguous())]
 
     def served_s(self, spans: PackedSpans, *, is_busy: bool) -> float:
-        """See `LentBlocks`: the call's own time is all."""
+        """Return 0: the call's own time is all."""
         return 0.0
 
     def copy(self, layer: int, blocks: npt.NDArray[np.int32]) -> list[Buffer]:
@@ -104,12 +104,12 @@ class LentMemory:
 
 
 def device_memory(attention: PagedAttention) -> LentMemory:
-    """The engine's own pools."""
+    """Return the engine's own pools as lent memory."""
     return LentMemory(attention.pools, _sealed(attention, attention.pools))
 
 
 def host_memory(attention: PagedAttention, blocks: int, *, attends: bool = True) -> LentMemory:
-    """`blocks` in RAM, of the layout of the engine's pools. Pages are taken when first written."""
+    """Allocate `blocks` in RAM in the layout of the engine's pools. Pages are used once written."""
     k_pool, _ = attention.pools[0]
     block_tokens, dtype, cpu = k_pool.shape[3], k_pool.dtype, torch.device("cpu")
     shapes = [LayerShape(k.shape[1], k.shape[2], v.shape[3]) for k, v in attention.pools]

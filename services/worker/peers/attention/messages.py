@@ -1,11 +1,11 @@
-"""What a debtor's engine says to a creditor about a step: headers of bulk messages, and their checks.
+"""Messages of a debtor's engine to a creditor about a step: headers of bulk messages, and their checks.
 
-Kinds: `kv.attend` brings queries, and the new keys and values that the creditor keeps, and takes outputs and
-log-sum-exps back; `kv.native` announces that steps go over the link natively from now on, where the creditor
-agrees (`engine/native/exchange.h`); `kv.write` brings keys and values only; `kv.fetch` takes blocks back, and
-may bring keys and values of another layer: a link carries one large call at a time. The description of a
-step's part travels once, with its first message; later ones name it by number. Knows neither tensors nor
-links.
+    kv.attend   brings queries, and keys and values to keep; returns outputs and log-sum-exps
+    kv.native   announces native steps on the link, if the creditor agrees (`engine/native/exchange.h`)
+    kv.write    brings keys and values only
+    kv.fetch    returns blocks, and may bring keys and values of another layer
+
+The first message of a step describes its part; later ones name it by number. Knows neither tensors nor links.
 Source: Infinite-LLM §4.6 (papers/001).
 """
 
@@ -23,11 +23,11 @@ from shared.messages.lending import KvTier
 
 ATTEND, NATIVE, WRITE, FETCH = "kv.attend", "kv.native", "kv.write", "kv.fetch"
 MAX_ROWS = 1 << 16
-"""Of one part."""
+"""Most rows of a part."""
 
 
 class GrantRef(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks lent; a later generation of the same grant refuses what names an earlier one."""
+    """Reference to a grant, at the generation that the debtor knows."""
 
     grant_id: int
     generation: int
@@ -37,7 +37,7 @@ NO_STEP = 0
 
 
 class PartWire(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A `Part` as it travels: little-endian arrays, int32 but for `slots` (int64)."""
+    """A `Part` on the wire: little-endian arrays of int32, but int64 for `slots`."""
 
     first_row: bytes
     first_position: bytes
@@ -49,42 +49,41 @@ class PartWire(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The header of all of them."""
+    """Header of all kinds."""
 
     step: int
-    """Number of the step, rising within one debtor's incarnation; `NO_STEP`: of this message alone, its part
-    is not remembered."""
+    """Number of the step, rising within a debtor's incarnation. `NO_STEP`: the part is not remembered."""
     layer: int
     grants: tuple[GrantRef, ...]
     tier: KvTier = KvTier.DEVICE
-    """Of the creditor's memory: the part's blocks, and the grants', are all of that one."""
+    """Tier of the creditor's memory that all blocks and grants belong to."""
     part: PartWire | None = None
     q_heads: int = 0
     scaling: float = 1.0
     softcap: float | None = None
     indices: bytes = b""
-    """Of a fetch, int32: which of the part's blocks."""
+    """Of a fetch, int32: indices into the part's blocks."""
     write_layer: int = -1
-    """Of a fetch that brings keys and values along: theirs."""
+    """Of a fetch with keys and values: their layer."""
 
 
 class Attended(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The answer to `kv.attend` and `kv.native`."""
+    """Answer to `kv.attend` and `kv.native`."""
 
     compute_s: float = 0.0
     over_budget: bool = False
-    """The creditor lends no more of its time now. Keys and values were written; fetch the blocks instead."""
+    """The creditor's time budget is used up. Keys and values were written; fetch the blocks instead."""
     is_native: bool = False
-    """Of a `kv.native`: steps may follow on the link. Else ask by `kv.attend`."""
+    """Of `kv.native`: steps may follow on the link. Else use `kv.attend`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A part that was checked: every index in it is inside what it refers to."""
+    """A checked part: all of its indices are in range."""
 
     spans: PackedSpans
     kept: npt.NDArray[np.int64]
-    """Rows whose K and V the creditor keeps, `[w]`, and their slots, `[w]`."""
+    """Rows `[w]` whose keys and values the creditor keeps; `kept_slots` `[w]` are their slots."""
     kept_slots: npt.NDArray[np.int64]
 
     @property
@@ -108,7 +107,7 @@ def to_wire(spans: PackedSpans) -> PartWire:
 
 
 def from_wire(wire: PartWire, block_tokens: int) -> Described:
-    """Raises InvalidMessage for a part that does not hold together."""
+    """Decode and check a part. Raises InvalidMessage."""
     try:
         first_row, position, start, key_end, blocks = (
             np.frombuffer(each, dtype=np.int32)
@@ -128,25 +127,25 @@ def from_wire(wire: PartWire, block_tokens: int) -> Described:
     )
     sound = sound and bool((start.astype(np.int64) - (-key_end // block_tokens) <= len(blocks)).all())
     if not sound:
-        raise InvalidMessage("a part whose arrays do not fit together")
+        raise InvalidMessage("the arrays of a part do not fit together")
     kept = np.flatnonzero(slots != ELSEWHERE)
     kept_slots = slots[kept]
     if not np.isin(kept_slots // block_tokens, blocks).all():
         raise InvalidMessage("slots outside the part's blocks")
-    table = blocks.copy()  # torch wants memory that it could write to
+    table = blocks.copy()  # torch needs writable memory.
     at = np.zeros_like(position)
     spans = PackedSpans(first_row, position, start, at, key_end, table, slots, wire.window_tokens)
     return Described(spans, kept, kept_slots)
 
 
 def read_request(header: bytes) -> Request:
-    """Raises InvalidMessage."""
+    """Decode a request. Raises InvalidMessage."""
     return decode(header, Request)
 
 
 def read_answer(header: bytes) -> Attended:
-    """Raises InvalidMessage."""
+    """Decode an answer. Raises InvalidMessage."""
     answer = decode(header, Attended)
     if not 0 <= answer.compute_s < float("inf"):
-        raise InvalidMessage(f"computed for {answer.compute_s} s")
+        raise InvalidMessage(f"a compute time of {answer.compute_s} s")
     return answer

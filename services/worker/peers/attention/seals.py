@@ -1,11 +1,10 @@
-"""Seals on lent blocks: whether what is attended to, or sent, is what was written there.
+"""Seals on lent blocks: they show whether a block still has the bytes that were written to it.
 
-A creditor keeps KV of others in memory that nobody else would ever look at again. A block is sealed with a
-digest when rows are written to it, head by head, keys and values apart, and compared when it is next read:
-by the operator, on its way through the keys, while they are in the cache (`digest.h`); before a fetch, by
-itself; and before more rows are written to it, so that a seal never covers what was wrong before. A block
-that was not written to since it was lent has no seal. What changes in the microseconds between a block's
-comparison and its use is found when it is next read. Knows pools and blocks; no debtor.
+No other code would ever check KV that a creditor keeps for others. A write seals its block with a digest,
+for each head, keys and values apart. The digest is compared when the block is read next: by the operator on
+its way through the keys (`digest.h`), before a fetch, and before more rows are written, so that a seal never
+covers earlier damage. A block has no seal until it is first written under a grant. A change between a
+comparison and the use of the block is found at the next read. Knows pools and blocks; no debtor.
 """
 
 import ctypes
@@ -25,25 +24,25 @@ from shared.errors import CorruptedKv
 
 
 class SealedBackend(PartialBackend, Protocol):
-    """Attention over blocks that are verified before. Each call raises CorruptedKv."""
+    """Attention that verifies the blocks it uses. Each call raises CorruptedKv."""
 
     def verify(self, layer: int, blocks: npt.NDArray[np.int32]) -> None:
-        """Before these are sent."""
+        """Verify blocks before they are sent."""
         ...
 
     def adopt(self, blocks: npt.NDArray[np.int32], loans: npt.NDArray[np.int64]) -> None:
-        """Each block is lent by that grant: what was written under another one is no concern of anybody."""
+        """Record each block's grant, and drop the seals of earlier grants."""
         ...
 
 
 class _Loans:
-    """By block: the grant under which it was sealed."""
+    """The grant under which each block was sealed."""
 
     def __init__(self, blocks: int) -> None:
         self._of = np.zeros(blocks, dtype=np.int64)
 
     def replace(self, blocks: npt.NDArray[np.int32], loans: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """Those that another grant had."""
+        """Record grants of blocks; return the blocks whose grant changed."""
         changed: npt.NDArray[np.int32] = blocks[self._of[blocks] != loans]
         self._of[blocks] = loans
         return changed
@@ -62,7 +61,7 @@ class NativeSeals(NativeBackend):
         self._digests = (native.KvDigests * len(digests))(*digests)
         kv_pools = (native.KvPool * len(self._pools))(*self._pools)
         self.memory = exchange.NativeMemory(library, kv_pools, self._digests, threads)
-        """As C++ sees it."""
+        """The memory for C++."""
         self._loans = _Loans(len(pools[0][0]))
 
     def verify(self, layer: int, blocks: npt.NDArray[np.int32]) -> None:
@@ -76,8 +75,10 @@ class NativeSeals(NativeBackend):
 
 
 class TorchSeals:
-    """`SealedBackend` around another one, where there is no C++, as on a GPU: a block's words, each times an
-    odd number of its place, are summed where they lie. No change of one word can leave the sum as it was."""
+    """`SealedBackend` around another backend, for memory without C++, such as a GPU's.
+
+    A seal is the sum of a block's words, each times an odd factor of its place: a change of any single word
+    changes the sum."""
 
     def __init__(self, backend: PartialBackend, pools: Sequence[Pools], block_tokens: int) -> None:
         self._backend = backend
@@ -87,12 +88,12 @@ class TorchSeals:
         self._seals = [
             torch.zeros(len(k_pool), dtype=torch.int64, device=self._device) for k_pool, _ in pools
         ]
-        """Of each layer; 0: none."""
+        """Seals by layer; 0: none."""
         self._loans = _Loans(len(pools[0][0]))
         widest = max(_words(pool[:1]).shape[1] for layer in pools for pool in layer)
         generator = torch.Generator().manual_seed(0)
         self._factors = (torch.randint(1 << 62, (2, widest), generator=generator) | 1).to(self._device)
-        """For keys and for values."""
+        """Factors for keys and for values."""
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         blocks = torch.unique(slots[slots >= 0] // self._block_tokens)
@@ -130,5 +131,5 @@ class TorchSeals:
 
 
 def _words(blocks: torch.Tensor) -> torch.Tensor:
-    """int16 or int32 `[blocks, words]`."""
+    """Return blocks as int16 or int32 `[blocks, words]`."""
     return blocks.flatten(1).view(torch.int32 if blocks.dtype.itemsize == 4 else torch.int16)

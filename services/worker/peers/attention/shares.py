@@ -1,7 +1,7 @@
-"""One creditor's share of a step, seen from the debtor: queries go there, or blocks come here.
+"""One creditor's share of a step, on the debtor's side: queries go there, or blocks come here.
 
-Either way keys and values that belong there are on their way before the next layer begins. Knows one link and
-one part; which way is chosen in `debtor`. Source: Infinite-LLM §4.6 (papers/001).
+Either way, keys and values for the creditor are on their way before the next layer begins. Knows one link and
+one part; `debtor` chooses the way. Source: Infinite-LLM §4.6 (papers/001).
 """
 
 import ctypes
@@ -41,28 +41,28 @@ from shared.errors import InvalidRequest
 
 @dataclass(slots=True)
 class CreditorMemory(LentTier):
-    """One in which attention is computed: how fast, and whether natively."""
+    """A `LentTier` with its measured speeds, its staging, and the state of a native exchange."""
 
     speeds: CreditorSpeeds
     staging: Staging
     deadline_s: float
-    """For one layer's answer."""
+    """Deadline for one layer's answer."""
     is_native: bool = True
-    """As far as is known, steps may go there natively."""
+    """The creditor is not known to refuse native steps."""
     _announced: Call | None = None
     _asker: Asker | None = None
     _exchange: Asker | None = None
-    """While the link is the exchange's."""
+    """Set while the exchange has the link."""
     _known: tuple[GrantRef, ...] = ()
-    """Grants under which it was announced."""
+    """Grants of the announcement."""
 
     @property
     def is_exchanging(self) -> bool:
-        """Steps may begin at once."""
+        """Whether steps may begin at once."""
         return self._exchange is not None
 
     def announce(self, library: ctypes.CDLL, q_heads: int) -> None:
-        """Steps are to follow natively, under the grants there are now. Raises KvasirError."""
+        """Announce native steps under the current grants. Raises KvasirError."""
         if self._known != self.grants:
             self.leave()
         if self._exchange is None and self._announced is None:
@@ -73,13 +73,14 @@ class CreditorMemory(LentTier):
             self._asker = Asker(library, self.link.raw, self.deadline_s)
 
     def exchange(self) -> Asker | None:
-        """After `announce`; None where the creditor does not want to: not ever (`is_native` is false then),
-        or it lends no more of its time now. Raises KvasirError."""
+        """Return the asker, after `announce`; None when the creditor refuses. Raises KvasirError.
+
+        It refuses forever, which clears `is_native`, or until its time budget recovers."""
         if self._announced is not None:
             call, self._announced = self._announced, None
             try:
                 answer = read_answer(call.finish().header)
-            except InvalidRequest:  # An earlier version, that knows no such message.
+            except InvalidRequest:  # An earlier version without this message.
                 answer = Attended()
             if answer.is_native:
                 self._exchange = self._asker
@@ -88,7 +89,7 @@ class CreditorMemory(LentTier):
         return self._exchange
 
     def leave(self) -> None:
-        """What follows on the link are messages. Raises KvasirError."""
+        """End the exchange, if any: messages follow on the link. Raises KvasirError."""
         asker = self.exchange()
         if asker is not None:
             self._exchange = None
@@ -96,7 +97,7 @@ class CreditorMemory(LentTier):
 
 
 class StepShare:
-    """What both ways have in common: a step's number and part, told with the first message."""
+    """A step's number and part. The first message describes the part."""
 
     def __init__(self, lending: CreditorMemory, part: Part, step: int, clock: Clock) -> None:
         self.lending = lending
@@ -111,7 +112,7 @@ class StepShare:
     def begin(
         self, kind: str, request: Request, buffers: Sequence[Buffer] = (), into: Sequence[Buffer] = ()
     ) -> Call:
-        """Raises KvasirError, as `PeerLink.begin`."""
+        """Send a message about the part. Raises KvasirError, as `PeerLink.begin`."""
         self.lending.leave()
         if not self._is_told or self.step == NO_STEP:
             request = msgspec.structs.replace(request, part=to_wire(self.part.spans))
@@ -126,7 +127,7 @@ class StepShare:
 
 
 class ShippedShare:
-    """The creditor attends: one message for all rows, one answer."""
+    """A share that the creditor computes: one message and one answer for all rows of a layer."""
 
     def __init__(self, share: StepShare) -> None:
         self._share = share
@@ -156,7 +157,7 @@ class ShippedShare:
         self._call = share.begin(ATTEND, request, buffers, into)
 
     def collect(self) -> Partial | None:
-        """None when the creditor lends no more of its time: fetch instead."""
+        """Return the partial result; None when the creditor's time is used up: fetch instead."""
         assert self._call is not None
         call, self._call = self._call, None
         share = self._share
@@ -170,17 +171,17 @@ class ShippedShare:
         return share.rows, self._output, self._lse
 
     def drain(self) -> None:
-        """Take the answer that nobody wants any more. Raises KvasirError."""
+        """Read and drop the answer under way. Raises KvasirError."""
         if self._call is not None:
             call, self._call = self._call, None
             call.finish()
 
 
 class NativeShare:
-    """The creditor attends, and each layer is asked and answered without either interpreter."""
+    """A share that the creditor computes natively, without either interpreter."""
 
     def __init__(self, share: StepShare, asker: Asker) -> None:
-        """Begins the step. Raises KvasirError."""
+        """Begin the step. Raises KvasirError."""
         self._share = share
         self._asker = asker
         self._work = Work(0, 0, 0)
@@ -198,7 +199,7 @@ class NativeShare:
         self._work = Work(self._asker.moved_bytes, 0, self._share.pairs * queries.shape[1])
 
     def collect(self) -> Partial | None:
-        """None when the creditor lends no more of its time: fetch instead; nothing was written there."""
+        """Return the partial result; None when the creditor's time is used up, and nothing was written."""
         self._is_asked = False
         answer = self._asker.take()
         if answer is None:
@@ -210,11 +211,11 @@ class NativeShare:
         return share.rows, output, lse
 
     def end(self) -> None:
-        """The last layer is through."""
+        """Mark the step as complete."""
         self._is_over = True
 
     def drain(self) -> None:
-        """Nobody wants the rest of the step. Raises KvasirError."""
+        """Give up the rest of the step. Raises KvasirError."""
         if self._is_asked:
             self.collect()
         if not self._is_over:
@@ -223,24 +224,24 @@ class NativeShare:
 
 
 class FetchedShare:
-    """Blocks come here, a layer ahead where there is one, and the debtor attends to them in its staging."""
+    """A share that the debtor computes over fetched blocks in its staging, fetched a layer ahead."""
 
     def __init__(self, share: StepShare, block_tokens: int, layers: int) -> None:
-        """`layers`: of the model, where all have this part; 0 where others have another: nothing is ahead."""
+        """`layers`: of the model if all have this part; 0 if parts differ: nothing is fetched ahead."""
         self._share = share
         self._staging = share.lending.staging
         self._block_tokens = block_tokens
         self._layers = layers
         self._segments = cut(share.part.spans, block_tokens, self._staging.blocks)
         self._fetches: dict[int, Call | None] = {}
-        """Of the present or next layer, by segment: under way, or None where there is nothing to fetch."""
+        """Fetches of the current or next layer by segment; None: nothing to fetch."""
         self._write: Call | None = None
         self._given: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Shape] | None = None
 
     def send(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: Shape
     ) -> None:
-        """The first segment is asked for here only where no layer came before."""
+        """Keep the tensors; fetch the first segment if no earlier layer did."""
         self._given = queries, keys, values, shape
         if not self._fetches:
             self._fetch(self._segments, 0, layer)
@@ -257,12 +258,12 @@ class FetchedShare:
         if layer + 1 < self._layers:
             self._fetch(self._segments, 0, layer + 1, new if fetches else ())
         elif not self._layers:
-            self.end()  # The next layer's part may want the link.
+            self.end()  # The next layer's part may need the link.
 
     def attend_again(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: Shape
     ) -> Iterator[Partial]:
-        """For a layer whose keys and values the creditor has written, but would not attend to."""
+        """Attend to a layer whose keys and values the creditor wrote without computing."""
         rows = self._share.rows
         segments = cut(self._share.part.spans, self._block_tokens, self._staging.blocks, refetch=True)
         self._fetch(segments, 0, layer)
@@ -271,7 +272,7 @@ class FetchedShare:
             self._fetch(self._segments, 0, layer + 1)
 
     def drain(self) -> None:
-        """Take the answers that nobody wants any more. Raises KvasirError."""
+        """Read and drop the answers under way. Raises KvasirError."""
         self.end()
         for call in self._fetches.values():
             if call is not None:
@@ -279,7 +280,7 @@ class FetchedShare:
         self._fetches.clear()
 
     def end(self) -> None:
-        """What was written has arrived. Raises KvasirError."""
+        """Wait until written keys and values have arrived. Raises KvasirError."""
         if self._write is not None:
             call, self._write = self._write, None
             call.finish()
@@ -307,7 +308,7 @@ class FetchedShare:
             yield share.rows, output, lse
 
     def _fetch(self, segments: Sequence[Segment], index: int, layer: int, new: Sequence[Buffer] = ()) -> None:
-        """`new`: keys and values of the layer before, which go along."""
+        """Fetch a segment. `new`: keys and values of the previous layer to send along."""
         segment = segments[index]
         if not len(segment.fetched):
             self._fetches[index] = None
@@ -321,7 +322,7 @@ class FetchedShare:
         self._fetches[index] = self._share.begin(FETCH, request, new, into)
 
     def _arrive(self, index: int, segment: Segment, layer: int) -> None:
-        """The segment's blocks are in the staging; what was written before is at the creditor."""
+        """Wait until the segment's blocks are in the staging, and earlier writes at the creditor."""
         self.end()
         call = self._fetches.pop(index)
         if call is None:
@@ -331,11 +332,11 @@ class FetchedShare:
         fetched_bytes = sum(
             each.nbytes for each in _front(self._staging.pools[0][layer], len(segment.fetched))
         )
-        if index:  # The first had the whole of a layer's other work to arrive in.
+        if index:  # The first arrives during a layer's other work.
             self._share.lending.speeds.on_fetched(fetched_bytes, self._share.clock() - began_s)
 
     def _new(self, keys: torch.Tensor, values: torch.Tensor) -> list[Buffer]:
-        """What the creditor keeps of a layer; nothing where it keeps none of the step's rows."""
+        """Return the keys and values that the creditor keeps of a layer, if any."""
         kept = self._share.kept
         if not len(kept):
             return []
@@ -343,7 +344,7 @@ class FetchedShare:
 
 
 def fetch_blocks(share: StepShare, layer: int, indices: Sequence[int], into: Pools) -> None:
-    """Some of the part's blocks, of one layer, to the front of `into`. Raises KvasirError."""
+    """Fetch blocks of the part, one layer, to the front of `into`. Raises KvasirError."""
     wanted = np.array(indices, dtype=np.int32)
     request = msgspec.structs.replace(share.request(layer), indices=wanted.tobytes())
     buffers, began_s = _front(into, len(wanted)), share.clock()
@@ -352,7 +353,7 @@ def fetch_blocks(share: StepShare, layer: int, indices: Sequence[int], into: Poo
 
 
 TakeBlocks = Callable[[int, Sequence[int], Pools], None]
-"""Gets a layer, which of the blocks these are, and where they lie."""
+"""Gets a layer, the names of the blocks, and the memory with their content."""
 
 
 def visit_blocks(share: StepShare, at: Sequence[int], layers: int, take: TakeBlocks) -> None:
@@ -369,7 +370,7 @@ def visit_blocks(share: StepShare, at: Sequence[int], layers: int, take: TakeBlo
 
 
 def into_rows(rows: npt.NDArray[np.uint8], pools: Sequence[Pools]) -> TakeBlocks:
-    """Copies what is visited into `rows` `[n, record_bytes]`, as `Records` has it."""
+    """Return a `TakeBlocks` that copies into `rows` `[n, record_bytes]`, laid out as in `Records`."""
     sizes = [pool[0].nbytes for layer in pools for pool in layer]
     ends = np.cumsum(sizes).tolist()
 
@@ -382,7 +383,7 @@ def into_rows(rows: npt.NDArray[np.uint8], pools: Sequence[Pools]) -> TakeBlocks
 
 
 class LayerReader:
-    """`BlockReader` that takes one layer after the other."""
+    """`BlockReader` that fetches layer by layer."""
 
     def __init__(
         self,
@@ -415,7 +416,7 @@ def _front(pools: Pools, blocks: int) -> list[Buffer]:
 
 
 def work_of(share: StepShare, *, q_heads: int, pools: Pools, block_tokens: int) -> Work:
-    """What the two ways would move and compute, for one layer."""
+    """Return the bytes and pairs of one layer, for both ways."""
     k_pool, v_pool = pools
     rows, kept = len(share.rows), len(share.kept)
     shipped = rows * q_heads * (k_pool.shape[2] + v_pool.shape[3] + 1) * np.dtype(np.float32).itemsize

@@ -1,10 +1,10 @@
-"""Memory for fetched blocks of one layer at a time, and a part of a step cut into pieces that fit it.
+"""Staging: memory for fetched blocks of one layer, and a part of a step cut into pieces that fit it.
 
-The memory has two halves: one is attended to while the other fills, and every layer uses the same. With 2
-blocks in each half, a part whose table is 5 blocks, of which the step makes the last one:
+The memory has two halves: attention reads one while the other fills, and all layers share both. With 2 blocks
+in each half, a part with a table of 5 blocks, the last of which this step makes:
 
     segments:  [0 1]     [2 3]     [4]
-    fetched:    0 1       2 3       none: every key of block 4 is made in this step
+    fetched:    0 1       2 3       none: this step makes every key of block 4
     staged in:  half 0    half 1    half 0
 
 Knows a part's arrays and shapes; no creditor, no link.
@@ -26,16 +26,16 @@ from services.worker.engine.spans import PackedSpans
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Some consecutive blocks of a part's tables, as they lie in the staging: fetched ones first."""
+    """Consecutive blocks of a part's tables in the staging, the fetched ones first."""
 
     fetched: npt.NDArray[np.int32]
-    """Which of the part's blocks to fetch, in the order in which they lie."""
+    """Indices of the part's blocks to fetch, in staging order."""
     spans: PackedSpans
-    """With tables, and slots, of the staging."""
+    """The part, with tables and slots in the staging."""
 
 
 def cut(spans: PackedSpans, block_tokens: int, most_blocks: int, *, refetch: bool = False) -> list[Segment]:
-    """Segments of at most so many blocks each. `refetch`: also what this step made; it is there already."""
+    """Cut a part into segments of at most `most_blocks`. `refetch`: fetch this step's own blocks too."""
     total = len(spans.blocks)
     of_block = {int(block): index for index, block in enumerate(spans.blocks)}
     kept = spans.slots != ELSEWHERE
@@ -91,7 +91,7 @@ def _segment(
 
 
 def pairs(spans: PackedSpans) -> int:
-    """Of a row and a key it sees."""
+    """Return the number of pairs of a row and a key that it sees."""
     rows = np.diff(spans.first_row).astype(np.int64)
     first, end = spans.first_position.astype(np.int64) + 1, spans.key_end.astype(np.int64)
     if spans.window_tokens:  # Each row is a span.
@@ -104,7 +104,7 @@ HALVES = 2
 
 
 class Staging:
-    """`blocks` in each half, with room for the largest layer."""
+    """Memory for `blocks` in each half, large enough for the largest layer."""
 
     def __init__(self, attention: PagedAttention, blocks: int) -> None:
         if blocks < 1:
@@ -115,7 +115,7 @@ class Staging:
         widest = max(math.prod(k) + math.prod(v) for k, v in shapes)
         self.nbytes = HALVES * blocks * widest * dtype.itemsize
         self.pools: list[list[Pools]] = []
-        """Of each half, of each layer; all layers of a half are the same memory."""
+        """By half and layer. All layers of a half share its memory."""
         self.backends: list[PartialBackend] = []
         for _ in range(HALVES):
             memory = torch.zeros(blocks * widest, dtype=dtype)

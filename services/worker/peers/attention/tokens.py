@@ -1,8 +1,8 @@
-"""Lending between engines whose KV are the tokens themselves: what is lent, and the way to what is borrowed.
+"""Lending between engines whose KV are the tokens themselves: the lent memory, and access to borrowed blocks.
 
-The messages are those of `debtor` and `creditor`, of one layer: a part's description, the tokens that the
-creditor is to keep in place of keys and values, no queries; the answer is what each span sees there. Where
-the creditor does not compute, blocks come here. What that costs is the engine's. Knows no sequence.
+The messages are those of `debtor` and `creditor` with one layer and no queries. A part's description brings
+tokens in place of keys and values; the answer is the sum that each span sees. Where the creditor does not
+compute, blocks travel. The engine determines what that costs. Knows no sequence.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,12 +41,12 @@ from shared.errors import InternalError, InvalidMessage, KvasirError
 from shared.messages.lending import KvTier
 
 _ONE_HEAD = 1
-"""Of queries: a question; 0 is none."""
+"""Query heads of a request that attends."""
 
 
 @dataclass(frozen=True)
 class TokenMemory:
-    """`LentBlocks` of one tier. Nothing is sealed: debtors know what has to be there."""
+    """`LentBlocks` of one tier. Without seals: debtors know the content."""
 
     tokens: npt.NDArray[np.int32]
     """`[blocks, block_tokens]`."""
@@ -79,7 +79,7 @@ class TokenMemory:
         return [bytes_of(token_sums(self.tokens, spans))]
 
     def served_s(self, spans: PackedSpans, *, is_busy: bool) -> float:
-        """See `LentBlocks`: decodes; chunks cost their debtor what they would without a creditor."""
+        """Serve decodes. Prefill chunks cost their debtor the same as without a creditor."""
         seen = spans.key_end[np.diff(spans.first_row) == 1]
         return self.engine.serve(int(seen.sum()), is_busy=is_busy)
 
@@ -87,19 +87,19 @@ class TokenMemory:
         return [bytes_of(self.tokens[blocks])]
 
     def verify(self, layer: int, blocks: npt.NDArray[np.int32]) -> None:
-        """See `LentBlocks`."""
+        """Nothing to do: tokens have no seals."""
 
     def adopt(self, blocks: npt.NDArray[np.int32], loans: npt.NDArray[np.int64]) -> None:
-        """See `LentBlocks`."""
+        """Nothing to do: tokens have no seals."""
 
     def serve(self, pipe: Pipe, lent: npt.NDArray[np.bool_], *, q_heads: int, is_full: bool) -> Turn:
-        """See `LentBlocks`. Raises InternalError: it is not `is_native`, so a creditor does not ask."""
+        """Raises InternalError: creditors call this only where `is_native`."""
         raise InternalError("tokens are lent without native turns")
 
 
 @dataclass(slots=True)
 class _Share:
-    """One lender's part of the present step."""
+    """One lender's part of the current step."""
 
     lender: LentTier
     part: Part
@@ -112,7 +112,7 @@ T = TypeVar("T")
 
 
 class TokenDebtor(BlockDebtor):
-    """With `RemoteTokens`, of one engine."""
+    """`BlockDebtor` and `RemoteTokens` of one engine."""
 
     _lendings: dict[int, LentTier]
 
@@ -125,7 +125,7 @@ class TokenDebtor(BlockDebtor):
         return what
 
     def attend(self, parts: Sequence[Part], tokens: npt.NDArray[np.int32]) -> list[SeenTokens]:
-        """See `RemoteTokens`. All are asked before one is waited for."""
+        """See `RemoteTokens`. Asks all lenders before it waits for one."""
         self.watch.on_step(parts)
         shares = [_Share(self._lendings[part.holder], part, next(self._numbers)) for part in parts]
         for share in shares:
@@ -145,7 +145,7 @@ class TokenDebtor(BlockDebtor):
         share.call = share.lender.link.begin(ATTEND, request, kept, into=into, deadline_s=self.deadline_s)
 
     def _take(self, share: _Share) -> None:
-        """Without sums where the creditor lends no more of its time: the tokens were written."""
+        """Take a lender's sums; none when its time budget is used up. The tokens were written."""
         call, share.call = share.call, None
         assert call is not None
         answer = call.finish()
@@ -181,7 +181,7 @@ class TokenDebtor(BlockDebtor):
         return TokenReader(self, LentTier(link, (), tier, attends=True))
 
     def fetch(self, lender: LentTier, blocks: npt.NDArray[np.int32], rows: npt.NDArray[np.uint8]) -> None:
-        """Whole blocks. Any thread may call this. Raises KvasirError."""
+        """Fetch whole blocks. Any thread may call it. Raises KvasirError."""
         part = whole(0, blocks, self._engine.block_tokens)
         self._fetch(lender, part, NO_STEP, rows)
 
@@ -193,14 +193,15 @@ class TokenDebtor(BlockDebtor):
         into: "npt.NDArray[np.uint8] | npt.NDArray[np.int32]",
         new: Sequence[Buffer] = (),
     ) -> None:
-        """All blocks of a part; `new`: what the creditor is to keep of it, before."""
+        """Fetch all blocks of a part, after the creditor has stored `new`."""
         indices = np.arange(part.seen_keys, dtype=np.int32).tobytes()
         request = _request(lender, step, part, indices=indices, write_layer=0 if new else -1)
         lender.link.ask(FETCH, request, new, into=[bytes_of(into)], deadline_s=self.deadline_s)
 
     def _guarded(self, lender: LentTier, call: Callable[[], T], shares: Sequence[_Share]) -> T:
-        """Whatever goes wrong with a creditor is the creditor's loss, and the end of its link. Answers of the
-        others are taken, so that their links stay usable."""
+        """Turn a creditor's error into CreditorLost, and close its link.
+
+        Reads the answers of the others, so that their links stay usable."""
         try:
             return call()
         except KvasirError as error:

@@ -281,7 +281,7 @@ def test_a_late_layer_touches_no_block_that_is_back(kind: str, returned: int, ll
     world.give_back(1, returned)
     assert [part.blocks for part in world.freed] == [(returned,)]
     before = content(world.engine)
-    with pytest.raises(StaleEpoch, match="borrow anew"):
+    with pytest.raises(StaleEpoch, match="borrow again"):
         world.ask(kind, 1, [2, 5], described=False)
     assert is_equal(before, content(world.engine))
     world.grants.check_integrity()
@@ -401,7 +401,7 @@ def test_a_debtor_goes_on_while_it_returns_and_is_stopped_at_what_it_returned(
         wait_until(lambda: world.freed)
         assert world.freed[0].blocks == (6,)
         returns.append(5)
-        with pytest.raises(CreditorLost, match="borrow anew"):
+        with pytest.raises(CreditorLost, match="borrow again"):
             small.step([row])
             if (
                 mode is ShipMode.SHIP
