@@ -1,14 +1,13 @@
-"""The table of accounts.
+"""The ledger's table of accounts, and the creditors that it offers: order, exclusion, spreading."""
 
-The order of creditors, kept sorted.
-"""
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.ledger.core.debt_ledger import DebtLedger, Ranking
+from services.ledger.core.debt_ledger import OFFERED_CREDITORS, DebtLedger, Ranking, candidates, distance
 from shared.messages.lending import KvTier
-from tests.services.ledger.builders import report
+from tests.services.ledger.builders import promised_to, report
 
 
 def test_amounts_become_tokens_and_borrowed_memory_is_not_ones_own() -> None:
@@ -105,3 +104,124 @@ def test_any_history_is_sorted_like_the_rule(moves: list[tuple[str, str, int | N
 
     found = [*ranking.within(host, has_left=True), *ranking.within(host, has_left=False)]
     assert found == sorted(left_of, key=rule)
+
+
+def table_of(**free_blocks: int) -> DebtLedger:
+    table = DebtLedger()
+    for worker, free in free_blocks.items():
+        table.on_reported(report(worker, free=free), 0.0)
+    return table
+
+
+def ids(table: DebtLedger, debtor: str, tokens: int = 16, refused_by: tuple[str, ...] = ()) -> list[str]:
+    found = [creditor.worker_id for creditor in candidates(table, debtor, tokens, refused_by)]
+    table.check_integrity()
+    return found
+
+
+def test_most_free_first_then_id_and_never_oneself() -> None:
+    assert ids(table_of(w0=20, w1=5, w2=9, w3=5), "w0") == ["w2", "w1", "w3"]
+
+
+def test_neighbours_come_before_more_memory_elsewhere() -> None:
+    table = DebtLedger()
+    table.on_reported(report("w0", host="a"), 0.0)
+    table.on_reported(report("w1", host="b", free=20), 0.0)
+    table.on_reported(report("w2", host="a", free=1), 0.0)
+    assert ids(table, "w0") == ["w2", "w1"]
+
+
+def test_who_refused_is_left_out_until_it_is_heard_again() -> None:
+    table = table_of(w0=20, w1=5, w2=9)
+    assert ids(table, "w0", refused_by=("w2",)) == ["w1"]
+    assert ids(table, "w1") == ["w0"], "a refusal counts for every debtor"
+    table.on_reported(report("w2", free=9, seq=2), 0.25)
+    assert ids(table, "w0") == ["w2", "w1"]
+
+
+def test_debtors_asking_together_are_sent_to_different_creditors() -> None:
+    table = table_of(d0=0, d1=0, w1=10, w2=9)
+    assert [ids(table, debtor, tokens=64)[0] for debtor in ("d0", "d1")] == ["w1", "w2"]
+    assert ids(table, "d0", tokens=64)[0] == "w1", "asking again does not compete with itself"
+
+
+def test_fully_promised_workers_come_last_but_are_offered() -> None:
+    table = table_of(d0=0, d1=0, w1=10, w2=1)
+    assert ids(table, "d0", tokens=160) == ["w1", "w2"]
+    assert ids(table, "d1", tokens=160) == ["w2", "w1"]
+
+
+def tiers(table: DebtLedger, debtor: str, **asked: Any) -> list[tuple[str, KvTier]]:
+    found = [(one.worker_id, one.tier) for one in candidates(table, debtor, 16, **asked)]
+    table.check_integrity()
+    return found
+
+
+def test_device_memory_is_offered_before_host_memory() -> None:
+    device, host = KvTier.DEVICE, KvTier.HOST
+    table = DebtLedger()
+    for worker, free, host_free in (("w0", 0, 0), ("w1", 1, 9), ("w2", 0, 5)):
+        table.on_reported(report(worker, free=free, host_lendable=host_free), 0.0)
+    assert tiers(table, "w0") == [("w1", device), ("w1", host), ("w2", host)]
+    assert tiers(table, "w2") == [("w1", host), ("w1", device)], "what is promised comes after both tiers"
+    assert promised_to(table, "w1", host) == {"w2"}
+    assert tiers(table, "w0", refused_by=("w1",)) == [("w1", host), ("w2", host)], "a refusal is for a tier"
+    assert tiers(table, "w0", refused_host_by=("w2",)) == [("w1", host)]
+    table.on_reported(report("w1", free=2, host_lendable=9, seq=2), 0.25)
+    assert tiers(table, "w0") == [("w1", device), ("w1", host)]
+
+
+def test_what_caches_have_is_offered_to_sequences_and_to_no_other_cache() -> None:
+    device, host = KvTier.DEVICE, KvTier.HOST
+    table = DebtLedger()
+    for worker, free, host_free, yielding in (("w0", 0, 0, 0), ("w1", 4, 0, 5), ("w2", 0, 3, 2)):
+        heard = report(worker, free=free, host_lendable=host_free, host_yielding=yielding)
+        table.on_reported(heard, 0.0)
+    assert set(tiers(table, "w0")) == {("w1", device), ("w1", host), ("w2", host)}
+    assert tiers(table, "w0", for_cache=True) == [("w2", host)]
+    assert tiers(table, "w2", for_cache=True) == []
+
+
+def test_workers_with_other_kv_are_not_offered() -> None:
+    table = DebtLedger()
+    for worker, fingerprint in (("w0", b"a"), ("w1", b"b"), ("w2", b"a")):
+        table.on_reported(report(worker, fingerprint=fingerprint), 0.0)
+    assert ids(table, "w0") == ["w2"]
+    assert ids(table, "unheard of") == ["w0", "w1", "w2"]
+
+
+def test_a_worker_whose_kv_nobody_knows_is_offered_to_none_and_offered_none() -> None:
+    table = DebtLedger()
+    for worker, fingerprint in (("w0", b""), ("w1", b""), ("w2", b"a")):
+        table.on_reported(report(worker, fingerprint=fingerprint), 0.0)
+    assert ids(table, "w0") == ids(table, "w2") == []
+    assert ids(table, "unheard of") == ["w2"]
+
+
+def test_unnamed_hosts_are_nobodys_neighbours() -> None:
+    assert distance("", "") == 1
+    assert distance("a", "a") == 0
+
+
+@given(
+    free=st.dictionaries(st.sampled_from([f"w{i}" for i in range(8)]), st.integers(0, 20), max_size=8),
+    asks=st.lists(
+        st.tuples(
+            st.sampled_from([f"w{i}" for i in range(10)]),
+            st.integers(1, 400),
+            st.lists(st.sampled_from([f"w{i}" for i in range(10)]), max_size=3),
+        ),
+        max_size=12,
+    ),
+)
+def test_any_history_offers_few_able_strangers(
+    free: dict[str, int], asks: list[tuple[str, int, list[str]]]
+) -> None:
+    table = table_of(**free)
+    refused: set[str] = set()
+    for debtor, tokens, refusing in asks:
+        refused |= set(refusing)
+        offered = ids(table, debtor, tokens, tuple(refusing))
+        able = {w for w, blocks in free.items() if blocks > 0 and w != debtor and w not in refused}
+        assert len(offered) == min(OFFERED_CREDITORS, len(able))
+        assert set(offered) <= able
