@@ -182,7 +182,7 @@ class Ledger:
         leads = self.leadership.leads(now_s)
         if leads != self._was_leading:
             self._was_leading = leads
-            canonical(_log, "leading" if leads else "leading no more", heard=self.leadership.heard(now_s))
+            canonical(_log, "leading" if leads else "no longer leading", heard=self.leadership.heard(now_s))
         return leads
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Heartbeats of workers with accounts, and what became of them."""
+"""Builders of heartbeats, and readers of the ledger's table."""
 
 from services.ledger.core.debt_ledger import DebtLedger
 from shared.messages.lending import KvTier
@@ -44,6 +44,6 @@ def report(
 
 
 def promised_to(table: DebtLedger, worker_id: str, tier: KvTier = KvTier.DEVICE) -> set[str]:
-    """To whom something of that worker is pointed out."""
+    """Return the debtors that this worker's memory is promised to."""
     account = table.get(worker_id)
     return set() if account is None else set(account.offers[tier].promises)

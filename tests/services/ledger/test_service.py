@@ -1,7 +1,5 @@
-"""The ledger over a real bus.
-
-Settlements over a real bus: workers that answer, one that does not, and a ledger that ends.
-"""
+"""The ledger over a real bus: creditors for debtors, and settlements, with silent workers and a ledger that
+stops."""
 
 import asyncio
 
@@ -20,7 +18,7 @@ from tests.patience import PATIENCE_S, until
 from tests.services.ledger.builders import promised_to, report
 
 
-async def test_answers_from_heartbeats(connect_bus: ConnectBus) -> None:
+async def test_the_ledger_answers_from_heartbeats(connect_bus: ConnectBus) -> None:
     bus = await connect_bus("ledger", "ledger-0")
     await bus.attach(HANDLERS, Ledger(bus, LedgerConfig()))
     client = await connect_bus("worker", "w0")
@@ -81,7 +79,7 @@ RULES = SettleRules(threshold_tokens=32, interval_s=0.1, valid_for_s=0.5)
 
 
 class Worker:
-    """Does what it is asked, up to a phase."""
+    """A worker that answers until a phase."""
 
     def __init__(self, fails_at: SettlePhase | None = None) -> None:
         self.fails_at = fails_at
@@ -132,7 +130,7 @@ async def test_a_cycle_is_settled_in_rounds(connect_bus: ConnectBus) -> None:
     await settlements.close()
 
 
-async def test_a_refusal_and_a_silence_end_it_and_thaw_the_others(connect_bus: ConnectBus) -> None:
+async def test_a_refusal_or_silence_ends_a_settlement_and_thaws_the_others(connect_bus: ConnectBus) -> None:
     refusing, other = Worker(SettlePhase.COPY), Worker()
     settlements = await make(connect_bus, w0=refusing, w1=other)
     settlements.on_tick(DEBTS, SIZES, 0.0)
@@ -140,13 +138,13 @@ async def test_a_refusal_and_a_silence_end_it_and_thaw_the_others(connect_bus: C
     assert [phase for phase, _ in other.asked] == [SettlePhase.FREEZE, SettlePhase.COPY, SettlePhase.UNFREEZE]
     assert settlements.details()["settlements_aborted"] == 1
     three = {("w1", "w2"): 64, ("w2", "w1"): 64}
-    settlements.on_tick(three, SIZES, 9.0)  # nobody answers for w2
+    settlements.on_tick(three, SIZES, 9.0)  # w2 does not answer.
     await until_over(settlements)
     assert settlements.details()["settlements_aborted"] == 2
     await settlements.close()
 
 
-async def test_a_ledger_that_ends_gives_up(connect_bus: ConnectBus) -> None:
+async def test_a_ledger_that_stops_gives_up_settlements(connect_bus: ConnectBus) -> None:
     settlements = await make(connect_bus, w0=Worker())
     settlements.on_tick(DEBTS, SIZES, 0.0)
     async with asyncio.timeout(PATIENCE_S):

@@ -208,7 +208,7 @@ class Creditor:
             blocks = known.described.spans.blocks
             loans = self.grants.loans(peer, now, request.tier, blocks)
             if loans is None:
-                raise StaleEpoch("blocks that none of these grants covers (any more): borrow again")
+                raise StaleEpoch("none of these grants covers the blocks: borrow again")
             with self.computing:
                 memory.adopt(blocks, loans)
             known.checked = now

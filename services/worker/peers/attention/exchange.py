@@ -244,7 +244,7 @@ def _check(answer: int) -> None:
     if answer == _MANGLED:
         raise InvalidMessage("a layer's request or answer was corrupted in transit")
     if answer == _STALE:
-        raise StaleEpoch("blocks that none of these grants covers (any more): borrow again")
+        raise StaleEpoch("none of these grants covers the blocks: borrow again")
     if answer == _CORRUPTED:
         raise CorruptedKv("the creditor's block is not what was written to it")
     if answer:

@@ -111,7 +111,7 @@ class ShmTransport:
             raise DeadlineExceeded(f"{address} did not answer within {deadline_s:g} s") from error
         except OSError as error:
             sock.close()
-            raise NoResponder(f"nobody answers at {address}: {error.strerror}") from error
+            raise NoResponder(f"nothing answers at {address}: {error.strerror}") from error
         return greet(Pipe(sock), rings, (own, peer), ticket, self.name, until_s)
 
 

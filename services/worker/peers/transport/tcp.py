@@ -55,7 +55,7 @@ class TcpTransport:
         except TimeoutError as error:
             raise DeadlineExceeded(f"{address} did not answer within {deadline_s:g} s") from error
         except OSError as error:
-            raise NoResponder(f"nobody answers at {address}: {error.strerror or error}") from error
+            raise NoResponder(f"nothing answers at {address}: {error.strerror or error}") from error
         return greet(Pipe(sock), self._carriage(), (own, peer), ticket, self.name, until_s)
 
     def _wrap(self, sock: socket.socket, until_s: float) -> tuple[Pipe, Carriage]:

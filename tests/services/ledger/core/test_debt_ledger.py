@@ -10,7 +10,7 @@ from shared.messages.lending import KvTier
 from tests.services.ledger.builders import promised_to, report
 
 
-def test_amounts_become_tokens_and_borrowed_memory_is_not_ones_own() -> None:
+def test_amounts_are_in_tokens_and_borrowed_memory_is_not_own_memory() -> None:
     table = DebtLedger()
     table.on_reported(report("w0", free=10, borrowed=6, borrowed_free=4, lent_to={"w1": 3}), 0.0)
     account = table.get("w0")
@@ -21,7 +21,7 @@ def test_amounts_become_tokens_and_borrowed_memory_is_not_ones_own() -> None:
     table.check_integrity()
 
 
-def test_old_news_is_ignored() -> None:
+def test_old_heartbeats_are_ignored() -> None:
     table = DebtLedger()
     table.on_reported(report("w0", free=5, seq=7), 0.0)
     table.on_reported(report("w0", free=9, seq=7), 0.1)
@@ -60,7 +60,7 @@ def test_a_refusal_and_a_promise_last_until_the_next_heartbeat() -> None:
     table.check_integrity()
 
 
-def test_a_creditor_says_what_it_would_lend() -> None:
+def test_a_heartbeat_limits_what_a_creditor_lends() -> None:
     table = DebtLedger()
     table.on_reported(report("w0", free=10, lendable=3), 0.0)
     account = table.get("w0")
@@ -68,7 +68,7 @@ def test_a_creditor_says_what_it_would_lend() -> None:
     assert account.own_free_tokens == 48
 
 
-def test_debts_are_what_both_sides_say() -> None:
+def test_a_debt_is_what_both_sides_report() -> None:
     table = DebtLedger()
     table.on_reported(report("w0", lent_to={"w1": 5, "w2": 9, "gone": 1}), 0.0)
     table.on_reported(report("w1", borrowed_from={"w0": 7}, lent_to={"w0": 2}), 0.0)
@@ -87,7 +87,7 @@ def test_debts_are_what_both_sides_say() -> None:
     ),
     st.sampled_from(["", "h", "g", "x"]),
 )
-def test_any_history_is_sorted_like_the_rule(moves: list[tuple[str, str, int | None]], host: str) -> None:
+def test_any_history_is_sorted_by_the_rule(moves: list[tuple[str, str, int | None]], host: str) -> None:
     ranking, left_of = Ranking(), dict[str, tuple[str, int]]()
     for worker, at, left in moves:
         if left is None:
@@ -119,7 +119,7 @@ def ids(table: DebtLedger, debtor: str, tokens: int = 16, refused_by: tuple[str,
     return found
 
 
-def test_most_free_first_then_id_and_never_oneself() -> None:
+def test_most_free_first_then_id_and_never_the_debtor() -> None:
     assert ids(table_of(w0=20, w1=5, w2=9, w3=5), "w0") == ["w2", "w1", "w3"]
 
 
@@ -131,7 +131,7 @@ def test_neighbours_come_before_more_memory_elsewhere() -> None:
     assert ids(table, "w0") == ["w2", "w1"]
 
 
-def test_who_refused_is_left_out_until_it_is_heard_again() -> None:
+def test_a_refusing_creditor_is_left_out_until_its_next_heartbeat() -> None:
     table = table_of(w0=20, w1=5, w2=9)
     assert ids(table, "w0", refused_by=("w2",)) == ["w1"]
     assert ids(table, "w1") == ["w0"], "a refusal counts for every debtor"
@@ -139,7 +139,7 @@ def test_who_refused_is_left_out_until_it_is_heard_again() -> None:
     assert ids(table, "w0") == ["w2", "w1"]
 
 
-def test_debtors_asking_together_are_sent_to_different_creditors() -> None:
+def test_debtors_that_ask_together_get_different_creditors() -> None:
     table = table_of(d0=0, d1=0, w1=10, w2=9)
     assert [ids(table, debtor, tokens=64)[0] for debtor in ("d0", "d1")] == ["w1", "w2"]
     assert ids(table, "d0", tokens=64)[0] == "w1", "asking again does not compete with itself"
@@ -171,7 +171,7 @@ def test_device_memory_is_offered_before_host_memory() -> None:
     assert tiers(table, "w0") == [("w1", device), ("w1", host)]
 
 
-def test_what_caches_have_is_offered_to_sequences_and_to_no_other_cache() -> None:
+def test_memory_of_caches_is_offered_to_sequences_only() -> None:
     device, host = KvTier.DEVICE, KvTier.HOST
     table = DebtLedger()
     for worker, free, host_free, yielding in (("w0", 0, 0, 0), ("w1", 4, 0, 5), ("w2", 0, 3, 2)):
@@ -190,7 +190,7 @@ def test_workers_with_other_kv_are_not_offered() -> None:
     assert ids(table, "unheard of") == ["w0", "w1", "w2"]
 
 
-def test_a_worker_whose_kv_nobody_knows_is_offered_to_none_and_offered_none() -> None:
+def test_a_worker_without_a_fingerprint_neither_lends_nor_borrows() -> None:
     table = DebtLedger()
     for worker, fingerprint in (("w0", b""), ("w1", b""), ("w2", b"a")):
         table.on_reported(report(worker, fingerprint=fingerprint), 0.0)
@@ -198,7 +198,7 @@ def test_a_worker_whose_kv_nobody_knows_is_offered_to_none_and_offered_none() ->
     assert ids(table, "unheard of") == ["w2"]
 
 
-def test_unnamed_hosts_are_nobodys_neighbours() -> None:
+def test_unnamed_hosts_are_never_the_same() -> None:
     assert distance("", "") == 1
     assert distance("a", "a") == 0
 
@@ -214,7 +214,7 @@ def test_unnamed_hosts_are_nobodys_neighbours() -> None:
         max_size=12,
     ),
 )
-def test_any_history_offers_few_able_strangers(
+def test_any_history_offers_a_few_able_creditors(
     free: dict[str, int], asks: list[tuple[str, int, list[str]]]
 ) -> None:
     table = table_of(**free)

@@ -1,4 +1,4 @@
-"""Workers find each other over a real bus: a ticket, a link, and what was measured in an earlier life."""
+"""Workers dial each other over a real bus: tickets, links, and speeds of earlier incarnations."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.services.ledger.builders import report
 from tests.services.worker.peers.transport.receivers import furnish
 
 
-async def test_dials_by_a_ticket_and_forgets_with_a_new_life(connect_bus: ConnectBus) -> None:
+async def test_a_worker_dials_by_ticket_and_forgets_speeds_on_a_restart(connect_bus: ConnectBus) -> None:
     workers: dict[str, Registry] = {}
     buses = {name: await connect_bus("worker", name) for name in ("w0", "w1")}
     try:

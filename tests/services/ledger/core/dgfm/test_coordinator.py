@@ -1,4 +1,4 @@
-"""The ledger's side of a settlement, and which ledger leads. Under faults: tests/stack/test_settling_cores.py."""
+"""The ledger's side of a settlement, and its leadership. With faults: tests/stack/test_settling_cores.py"""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +26,7 @@ def answer(ask: SettlementAsk, blocks: int, bounce: int = 2) -> Settled:
 def play(
     coordinator: Coordinator, asks: list[SettlementAsk], bounce: int = 2
 ) -> list[tuple[SettlePhase, int, int]]:
-    """Everybody can do everything: (phase, round, blocks) in the order in which they were asked."""
+    """Let all workers agree; return (phase, round, blocks) in order."""
     seen: list[tuple[SettlePhase, int, int]] = []
     while asks:
         coordinator.check_integrity()
@@ -39,7 +39,7 @@ def play(
     return seen
 
 
-def test_rounds_of_what_the_bounce_buffers_hold() -> None:
+def test_a_round_settles_what_the_bounce_buffers_hold() -> None:
     coordinator = Coordinator("l", RULES)
     asks = coordinator.on_tick(RING, SIZES, 0.0)
     assert {ask.worker_id: (ask.message.creditor_id, ask.message.debtor_id) for ask in asks} == {
@@ -59,7 +59,7 @@ def test_rounds_of_what_the_bounce_buffers_hold() -> None:
     assert coordinator.running == 0
 
 
-def test_the_smallest_answer_counts_and_too_little_is_given_up() -> None:
+def test_the_smallest_answer_counts_and_small_amounts_are_given_up() -> None:
     coordinator = Coordinator("l", RULES)
     asks = coordinator.on_tick(RING, SIZES, 0.0)
     following: list[SettlementAsk] = []
@@ -70,7 +70,7 @@ def test_the_smallest_answer_counts_and_too_little_is_given_up() -> None:
     assert (coordinator.completed, coordinator.aborted, coordinator.running) == (0, 1, 0)
 
 
-def test_nobody_commits_before_all_have_copied() -> None:
+def test_no_worker_commits_before_all_have_copied() -> None:
     coordinator = Coordinator("l", RULES)
     asks = coordinator.on_tick(RING, SIZES, 0.0)
     copies: list[SettlementAsk] = []
@@ -96,7 +96,7 @@ def test_cycles_that_share_a_worker_wait_and_unknown_workers_are_left_out() -> N
     assert coordinator.on_tick({("b", "c"): 48, ("c", "b"): 48}, SIZES, 2.0) != []
 
 
-def test_blocks_of_different_size() -> None:
+def test_workers_may_have_blocks_of_different_sizes() -> None:
     coordinator = Coordinator("l", RULES)
     asks = coordinator.on_tick({("a", "b"): 64, ("b", "a"): 64}, {"a": 16, "b": 32}, 0.0)
     assert {ask.worker_id: ask.message.blocks for ask in asks} == {"a": 4, "b": 2}
@@ -110,14 +110,14 @@ def make(ledger_id: str = "ledger-1", incarnation: int = 5) -> Leadership:
 
 
 def hear(one: Leadership, *lives: tuple[str, int], from_s: float, to_s: float) -> None:
-    """Every half second."""
+    """Announce ledgers every half second."""
     for half in range(round(2 * from_s), round(2 * to_s) + 1):
         for ledger_id, incarnation in lives:
             one.on_announced(ledger_id, incarnation, half / 2)
         one.check_integrity()
 
 
-def test_one_that_is_alone_leads_after_listening() -> None:
+def test_a_single_ledger_leads_after_listening() -> None:
     one = make()
     assert not one.leads(100.0), "it has not even heard itself"
     hear(one, ("ledger-1", 5), from_s=0.0, to_s=1.5)
@@ -141,7 +141,7 @@ def test_the_smallest_id_leads_until_it_is_silent() -> None:
     assert not second.leads(6.5), "a new life of it is there"
 
 
-def test_who_was_stopped_listens_again() -> None:
+def test_a_stopped_ledger_listens_again() -> None:
     one = make()
     hear(one, ("ledger-1", 5), from_s=0.0, to_s=3.0)
     assert one.leads(3.0)
@@ -151,7 +151,7 @@ def test_who_was_stopped_listens_again() -> None:
     assert one.leads(62.0)
 
 
-def test_of_two_lives_with_one_id_the_later_one_leads() -> None:
+def test_the_later_of_two_incarnations_leads() -> None:
     old, new = make(incarnation=5), make(incarnation=6)
     for one in (old, new):
         hear(one, ("ledger-1", 5), ("ledger-1", 6), from_s=0.0, to_s=3.0)
@@ -162,11 +162,11 @@ def test_of_two_lives_with_one_id_the_later_one_leads() -> None:
     st.lists(st.integers(0, 5), min_size=1, max_size=5, unique=True),
     st.lists(st.tuples(st.integers(0, 5), st.floats(0, 1)), max_size=60),
 )
-def test_where_all_have_heard_all_exactly_one_leads(ids: list[int], noise: list[tuple[int, float]]) -> None:
+def test_exactly_one_leads_once_all_have_heard_all(ids: list[int], noise: list[tuple[int, float]]) -> None:
     lives = [(f"ledger-{number}", 1) for number in ids]
     ledgers = [make(*life) for life in lives]
     now_s = 0.0
-    for number, step_s in noise:  # some of what was there before, heard by some
+    for number, step_s in noise:  # Earlier announcements, heard by some ledgers.
         now_s += step_s
         ledgers[number % len(ledgers)].on_announced(f"ledger-{number}", 1, now_s)
         for one in ledgers:

@@ -59,13 +59,13 @@ def test_balances_stay_and_no_cycle_is_left(debts: Debts, threshold: int, search
 
 @settings(deadline=None)
 @given(any_debts)
-def test_short_cycles_first_then_large_amounts(debts: Debts) -> None:
+def test_short_cycles_come_first_then_large_amounts(debts: Debts) -> None:
     settled = settlements(debts, 1, search_steps=10**9)
     ranks = [(len(one.members), -one.amount) for one in settled]
     assert ranks == sorted(ranks)
 
 
-def test_a_pair_and_a_diamond() -> None:
+def test_a_pair_is_settled_and_a_diamond_is_no_cycle() -> None:
     assert settlements({("a", "b"): 7, ("b", "a"): 4}, 2) == [Settlement(("a", "b"), 4)]
     diamond = {("a", "b"): 7, ("a", "c"): 7, ("b", "d"): 7, ("c", "d"): 7}
     assert settlements(diamond, 2) == []
@@ -102,7 +102,7 @@ edges = st.dictionaries(st.tuples(st.integers(0, 6), st.integers(0, 6)), st.inte
 
 
 def brute_force(debts: dict[tuple[int, int], int], threshold: int) -> set[tuple[int, ...]]:
-    """Every cycle, from its smallest node on."""
+    """Return every cycle, from its smallest node."""
     owed = {pair for pair, amount in debts.items() if amount >= threshold and pair[0] != pair[1]}
     found: set[tuple[int, ...]] = set()
 
@@ -118,7 +118,7 @@ def brute_force(debts: dict[tuple[int, int], int], threshold: int) -> set[tuple[
     return {path for path in found if len(path) > 1}
 
 
-def test_small_debts_are_no_edges_and_settling_makes_debts_small() -> None:
+def test_debts_below_the_threshold_are_no_edges() -> None:
     graph = DebtGraph(3, {(0, 1): 9, (1, 2): 5, (2, 0): 2}, 3)
     assert graph.is_empty
     graph = DebtGraph(3, {(0, 1): 9, (1, 2): 5, (2, 0): 3}, 3)

@@ -6,7 +6,7 @@ from bench.micro.distattention.creditor import serve
 
 
 def modules(architecture: str, blocks: int, names: list[str]) -> dict[str, tuple[str, ...]]:
-    """For `creditor_processes`."""
+    """Serve for `creditor_processes`."""
     module = "tests.services.worker.peers.attention.process"
     return {name: (module, architecture, str(blocks), name) for name in names}
 

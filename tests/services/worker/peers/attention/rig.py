@@ -25,7 +25,7 @@ from shared.messages.lending import KvTier
 
 DEBTOR = Peer("worker-debtor", 7)
 GRANT, HOST_GRANT = GrantRef(1, 1), GrantRef(2, 1)
-"""All of a lender's device memory, and all of its host memory."""
+"""Grants of all device memory, and of all host memory."""
 BLOCK_TOKENS = 4
 _numbers = count()
 
@@ -132,7 +132,7 @@ def make_debtor(
     *,
     choose: Chooser = choose_mode,
 ) -> Debtor:
-    """As `connect`, over new links."""
+    """Like `connect`, over new links."""
     return connect(engine, [each.dial() for each in lenders], blocks_each, choose=choose)
 
 
@@ -146,7 +146,7 @@ def connect(
     deadline_s: float = 5.0,
     q_heads: int = 4,
 ) -> Debtor:
-    """Ids above the engine's own are the lenders', in turn: the first `blocks_each` are the first one's."""
+    """Map ids above the engine's own to the lenders: `blocks_each` to the first, and so on."""
     debtor = Debtor(
         engine.attention,
         q_heads=q_heads,
@@ -166,7 +166,7 @@ def connect(
 def add_host(
     debtor: Debtor, owner: Lender, ids: Sequence[int], *, attends: bool = True, blocks: Sequence[int] = ()
 ) -> int:
-    """These ids are blocks of the lender's host memory, its first ones unless told otherwise."""
+    """Map ids to blocks of the lender's host memory, by default its first ones."""
     holder = debtor.add(owner.dial(), [HOST_GRANT], KvTier.HOST, attends=attends)
     debtor.homes.place(ids, holder, blocks or range(len(ids)))
     return holder

@@ -26,7 +26,7 @@ from tests.services.worker.peers.attention.test_debtor import generate
 
 LAYERS = 6
 DEVICE_BLOCKS, OWN_BLOCKS, BORROWED_BLOCKS = 12, 18, 9
-"""A third of the own blocks that are in use lie on the host."""
+"""A third of the own blocks in use are on the host."""
 
 
 def make_model(architecture: str) -> Any:
@@ -47,7 +47,9 @@ def make_model(architecture: str) -> Any:
         ("gemma2", "native"),
     ],
 )
-def test_text_is_that_of_one_big_engine(architecture: str, attention: AttentionMode, mode: ShipMode) -> None:
+def test_the_text_equals_that_of_one_big_engine(
+    architecture: str, attention: AttentionMode, mode: ShipMode
+) -> None:
     dice, count, blocks = random.Random(7), 12, OWN_BLOCKS + BORROWED_BLOCKS
     prompt = [dice.randrange(VOCABULARY) for _ in range(blocks * BLOCK_TOKENS - count)]
     big = make_engine(make_model(architecture), blocks)

@@ -1,4 +1,4 @@
-"""From a grant to blocks that sequences get, and home or lost between two steps; against a real creditor."""
+"""Borrowed blocks from grant to use, and home or lost between two steps, with a real creditor."""
 
 import asyncio
 import threading
@@ -52,7 +52,7 @@ OWN = 2
 
 
 class Dialler:
-    """Dials one lender, which answers to any name."""
+    """Dials one lender under any name."""
 
     def __init__(self, owner: Lender) -> None:
         self.owner = owner
@@ -67,7 +67,7 @@ class Dialler:
 
 
 class World:
-    """A borrower with its engine's thread."""
+    """A borrower with an engine's thread."""
 
     def __init__(self, owner: Lender, engine: Any) -> None:
         self.owner = owner
@@ -88,7 +88,7 @@ class World:
         self.runner = Runner(self.door, engine, on_broken=lambda _: None)
 
     def grant(self, blocks: tuple[int, ...], ref: GrantRef = GRANT) -> Grant:
-        """Of these blocks of the lender."""
+        """Return a grant of these blocks of the lender."""
         return Grant(
             creditor_id=self.name,
             creditor_incarnation=1,
@@ -100,11 +100,11 @@ class World:
         )
 
     def admit(self, blocks: tuple[int, ...], ids: list[int], ref: GrantRef = GRANT) -> bool:
-        """`ids` are borrowed by a grant of these blocks of the lender."""
+        """Borrow these blocks of the lender as `ids`."""
         return asyncio.run(self.borrower.admit(self.grant(blocks, ref), ids))
 
     def place_at_home(self) -> int:
-        """A sequence comes to use all there is; then there is one own block for a borrowed one."""
+        """Let a sequence use all blocks, then free one own block for a borrowed one."""
         blocks = self.pool.allocate(self.pool.free_blocks)
         self.pool.own.release(blocks[:OWN])
         (home,) = self.pool.own.allocate(1)
@@ -123,7 +123,7 @@ def here(llama: Any) -> Iterator[World]:
         made.borrower.close()
 
 
-def test_borrowed_blocks_are_used_and_given_up(here: World) -> None:
+def test_borrowed_blocks_are_used_and_retired(here: World) -> None:
     assert here.admit((4, 1, 3), [10, 11, 12]) and here.admit((0,), [13])
     assert here.plane.dialled == 1
     assert (here.pool.borrowed_blocks, here.pool.total_blocks) == (4, OWN + 4)
@@ -154,7 +154,7 @@ def test_a_creditor_that_cannot_be_dialled_lends_nothing(here: World) -> None:
     assert here.pool.borrowed_blocks == 0
 
 
-def test_a_creditor_that_fails_takes_all_its_blocks_along(here: World) -> None:
+def test_a_failed_creditor_loses_all_its_blocks(here: World) -> None:
     assert here.admit((4, 1), [10, 11])
     assert here.borrower.lose_creditor(CreditorLost("as told", creditor_id=here.name)) == {10, 11}
     assert here.failed == [here.name]
@@ -163,7 +163,7 @@ def test_a_creditor_that_fails_takes_all_its_blocks_along(here: World) -> None:
     assert here.plane.dialled == 2
 
 
-def test_leases_that_are_over_take_their_blocks_along(here: World) -> None:
+def test_an_ended_lease_loses_its_blocks(here: World) -> None:
     assert here.admit((4, 1), [10, 11])
     here.borrower.lose([10])
     assert here.door.ask(lambda core, now_s: here.pool.borrowed_blocks).result(5.0) == 1
@@ -196,14 +196,12 @@ def test_a_creditor_that_fails_while_blocks_come_home(here: World) -> None:
     assert not asyncio.run(here.borrower.copy_home([(10, home)]))
     assert here.failed == [here.name]
     assert here.pool.borrowed_blocks == 0, "all of that creditor is lost"
-    assert asyncio.run(here.borrower.swap_home([(10, home)])) == [home], "nobody needs it"
+    assert asyncio.run(here.borrower.swap_home([(10, home)])) == [home], "it is not needed"
 
 
 @pytest.mark.parametrize("lacking", ["a link", "a turn"])
-def test_a_copy_that_cannot_be_made_is_not_the_creditors_fault_and_blocks_come_home_between_steps(
-    here: World, lacking: str
-) -> None:
-    """What was not copied is known not to be: the swap brings it, over the link that steps use."""
+def test_a_failed_copy_does_not_blame_the_creditor_and_the_swap_fetches_it(here: World, lacking: str) -> None:
+    """The swap fetches blocks that were not copied, over the link that steps use."""
     assert here.admit((4,), [10])
     blocks = here.pool.allocate(OWN + 1)
     here.engine.step([Row(list(range(3 * BLOCK_TOKENS)), 0, blocks, None)])
@@ -223,7 +221,7 @@ def test_a_copy_that_cannot_be_made_is_not_the_creditors_fault_and_blocks_come_h
 
 
 def test_steps_go_on_while_blocks_come_home(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a step writes meanwhile is fetched once more: the copy is what the creditor has in the end."""
+    """A block written during the copy is fetched again, so the copy equals the original."""
     assert here.admit((4,), [10])
     blocks = here.pool.allocate(OWN + 1)
     row = Row(list(range(3 * BLOCK_TOKENS)), 0, blocks, None)
@@ -249,8 +247,8 @@ def test_steps_go_on_while_blocks_come_home(here: World, monkeypatch: pytest.Mon
     assert np.array_equal(kept[0], kept[1])
 
 
-def test_messages_name_the_generation_that_is_known(here: World) -> None:
-    """They named generation 0, whatever had been granted or returned."""
+def test_messages_name_the_latest_known_generation(here: World) -> None:
+    """Messages always named generation 0."""
     assert here.admit((4, 1), [10, 11])
     row = Row(list(range(3 * BLOCK_TOKENS)), 0, here.pool.allocate(OWN + 1), None)
     here.engine.step([row])
@@ -263,10 +261,8 @@ def test_messages_name_the_generation_that_is_known(here: World) -> None:
     assert here.failed == []
 
 
-def test_an_exchange_that_was_agreed_on_is_never_refused(
-    here: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The originals are on their way back by then: sequences went on with blocks that were returned."""
+def test_an_agreed_swap_is_never_refused(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused swap left sequences with blocks that were already being returned."""
     assert here.admit((4,), [10])
     home = here.place_at_home()
     monkeypatch.setattr(door, "_MAX_WAITING", 0)
@@ -277,10 +273,10 @@ def test_an_exchange_that_was_agreed_on_is_never_refused(
     assert here.pool.borrowed_blocks == 0
 
 
-def test_however_much_waits_for_the_engine_loans_begin_and_end(
+def test_loans_begin_and_end_while_the_engines_queue_is_full(
     here: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lease that ran out while the engine's thread took no more commands ended the worker once."""
+    """A lease that ran out while the engine's queue was full stopped the worker."""
     monkeypatch.setattr(door, "_MAX_WAITING", 0)
     assert here.admit((4, 1, 3), [10, 11, 12])
     assert asyncio.run(here.borrower.retire(1)) == [12]
@@ -289,8 +285,8 @@ def test_however_much_waits_for_the_engine_loans_begin_and_end(
     assert here.pool.borrowed_blocks == 0
 
 
-def test_who_stops_waiting_does_not_stop_a_loan_half_way(here: World) -> None:
-    """The blocks are in use for the loop by then: they would have been nobody's, and renewed for ever."""
+def test_a_cancelled_caller_does_not_interrupt_a_loan(here: World) -> None:
+    """The blocks would belong to no sequence, and their lease would be renewed forever."""
 
     async def give_up() -> None:
         admitting = asyncio.create_task(here.borrower.admit(here.grant((4, 1)), [10, 11]))
@@ -308,8 +304,8 @@ def test_who_stops_waiting_does_not_stop_a_loan_half_way(here: World) -> None:
     assert borrowed.result(5.0) == 2
 
 
-def test_what_is_borrowed_is_given_to_who_takes_the_sequence(here: World) -> None:
-    """Own blocks first, then those of both tiers of a creditor, each with the bytes that lie there."""
+def test_borrowed_blocks_are_given_to_the_worker_that_takes_the_sequence(here: World) -> None:
+    """Own blocks come first, then both tiers of a creditor, each with its bytes."""
     assert here.admit((4,), [10]) and here.admit((2, 0), [11, 12], HOST_GRANT)
     blocks = here.pool.allocate(OWN + 3)
     here.engine.step([Row(list(range(5 * BLOCK_TOKENS)), 0, blocks, None)])
@@ -334,7 +330,7 @@ def test_what_is_borrowed_is_given_to_who_takes_the_sequence(here: World) -> Non
     assert len(read_given(reply.header).checksums) == 5 and all(row.any() for row in rows)
 
 
-def test_of_a_creditor_that_fails_nothing_is_given_and_what_it_held_is_lost(here: World) -> None:
+def test_blocks_of_a_failed_creditor_are_lost_and_not_given(here: World) -> None:
     assert here.admit((4, 1), [10, 11])
     blocks = here.pool.allocate(OWN + 2)
     here.engine.step([Row(list(range(4 * BLOCK_TOKENS)), 0, blocks, None)])

@@ -1,5 +1,4 @@
-"""What a creditor refuses before anything is written; each layer is checked under what holds now, whatever
-was described before."""
+"""A creditor refuses bad requests before any write, and checks each layer against the current grants."""
 
 import random
 import threading
@@ -58,7 +57,7 @@ HEADS, KV_HEADS, DIM, ROWS = 4, 2, 16, 5
 
 
 def request(**changes: object) -> bytes:
-    """Five rows of a sequence whose first two blocks are the creditor's."""
+    """Return five rows of a sequence whose first two blocks are at the creditor."""
     homes = Homes(1)
     homes.place([1, 2], 1, [3, 1])
     part = split(pack([Span(2, ROWS, [1, 2])], BLOCK_TOKENS), homes, BLOCK_TOKENS)[1]
@@ -158,8 +157,8 @@ def test_a_step_is_described_once_and_forgotten_with_its_debtor(owner: Lender) -
         offer(owner, request(q_heads=0, part=None), writes, WRITE)
 
 
-def test_what_is_read_beside_a_step_does_not_have_the_step_forgotten(owner: Lender) -> None:
-    """It cost answers their KV: blocks came home while a step was at its first layers."""
+def test_a_read_beside_a_step_keeps_its_description(owner: Lender) -> None:
+    """Blocks came home during the first layers of a step, and the answer lost its KV."""
     writes = SIZES[1:]
     offer(owner, request(q_heads=0, step=7), writes, WRITE)
     for _ in range(20):
@@ -169,12 +168,12 @@ def test_what_is_read_beside_a_step_does_not_have_the_step_forgotten(owner: Lend
         offer(owner, request(part=None, step=NO_STEP), SIZES)
 
 
-def test_host_memory_is_refused_where_none_is_lent(llama: Any) -> None:
+def test_host_memory_is_refused_when_none_is_lent(llama: Any) -> None:
     with lender(llama, 6) as owner, pytest.raises(InvalidMessage, match="no host memory"):
         offer(owner, request(tier=KvTier.HOST), SIZES)
 
 
-def test_host_memory_is_described_by_itself(owner: Lender) -> None:
+def test_host_memory_has_descriptions_of_its_own(owner: Lender) -> None:
     with pytest.raises(StaleEpoch):
         offer(owner, request(tier=KvTier.HOST), SIZES)
     offer(owner, request(), SIZES)
@@ -184,7 +183,7 @@ def test_host_memory_is_described_by_itself(owner: Lender) -> None:
 
 
 @pytest.mark.parametrize("attends", [True, False])
-def test_host_memory_is_written_and_attended_to_where_that_is_agreed(attends: bool, llama: Any) -> None:
+def test_host_memory_is_attended_to_only_where_agreed(attends: bool, llama: Any) -> None:
     with lender(llama, 6, host_blocks=4, host_attends=attends) as owner:
         assert owner.host is not None
         reception = offer(owner, request(tier=KvTier.HOST, grants=(HOST_GRANT,)), SIZES)
@@ -196,7 +195,7 @@ def test_host_memory_is_written_and_attended_to_where_that_is_agreed(attends: bo
         assert not any(bool(pool.any()) for pool in content(owner.engine))
 
 
-def test_an_abandoned_question_writes_nothing(owner: Lender) -> None:
+def test_an_abandoned_request_writes_nothing(owner: Lender) -> None:
     reception = offer(owner, request(), SIZES)
     fill(reception, 1.0)
     reception.abandon()
@@ -207,7 +206,7 @@ BLOCKS = 8
 
 
 class CountingGrants(LentGrants):
-    """Counts how often blocks are looked up."""
+    """Counts lookups of blocks."""
 
     lookups = 0
 
@@ -217,7 +216,7 @@ class CountingGrants(LentGrants):
 
 
 class World:
-    """A creditor that has lent some of its blocks to `DEBTOR`, a grant for each sequence of them."""
+    """A creditor that lends blocks to `DEBTOR`, one grant for each group."""
 
     def __init__(self, model: Any, *grants: Sequence[int]) -> None:
         self.now_s = 0.0
@@ -249,7 +248,7 @@ class World:
     def ask(
         self, kind: str, layer: int, blocks: Sequence[int], *, step: int = 1, described: bool = True
     ) -> None:
-        """Of a row whose KV goes to the last of the blocks, and that sees all of them."""
+        """Return the part of a row that sees all blocks and writes to the last."""
         homes = Homes(0)
         homes.place(range(len(blocks)), 1, blocks)
         position = len(blocks) * BLOCK_TOKENS - 1
@@ -274,8 +273,8 @@ class World:
 
 @pytest.mark.parametrize("kind", [ATTEND, WRITE, FETCH])
 @pytest.mark.parametrize("returned", [2, 5])
-def test_a_late_layer_touches_no_block_that_is_back(kind: str, returned: int, llama: Any) -> None:
-    """It named a step that was described while the block was lent, and wrote to it when it was another's."""
+def test_a_late_layer_does_not_write_to_a_returned_block(kind: str, returned: int, llama: Any) -> None:
+    """A layer of an earlier description wrote to a block that belonged to another debtor by then."""
     world = World(llama, [2, 5])
     world.ask(kind, 0, [2, 5])
     world.give_back(1, returned)
@@ -287,7 +286,7 @@ def test_a_late_layer_touches_no_block_that_is_back(kind: str, returned: int, ll
     world.grants.check_integrity()
 
 
-def test_a_refused_layer_leaves_nobody_inside(llama: Any) -> None:
+def test_a_refused_layer_leaves_the_grant(llama: Any) -> None:
     world = World(llama, [2, 5])
     world.ask(WRITE, 0, [2, 5])
     world.give_back(1, 5)
@@ -317,8 +316,8 @@ def test_a_lease_that_runs_out_in_the_middle_of_a_step_ends_it(llama: Any) -> No
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_only_what_is_lent_now_is_ever_written(seed: int, llama: Any) -> None:
-    """Grants, returns, ends of leases, and layers of the last steps, in any order."""
+def test_only_blocks_lent_now_are_written(seed: int, llama: Any) -> None:
+    """Grants, returns, ended leases, and layers of the last steps, in any order."""
     dice = random.Random(seed)
     world = World(llama)
     free, held = list(range(BLOCKS)), dict[int, list[int]]()
@@ -375,10 +374,10 @@ def listening(world: World) -> Iterator[PeerLink]:
 
 
 @pytest.mark.parametrize("mode", [ShipMode.SHIP, ShipMode.FETCH])
-def test_a_debtor_goes_on_while_it_returns_and_is_stopped_at_what_it_returned(
+def test_a_debtor_continues_while_it_returns_but_not_on_returned_blocks(
     mode: ShipMode, llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over a real link: a return between two layers of its step."""
+    """Returns blocks between two layers of a step, over a real link."""
     prompt = [5, 9, 2, 7, 11, 3, 8, 6, 4, 12]
     point = SamplePoint(Sampling(seed=0, max_tokens=32, temperature=0.0), 0, 0, prompt)
     expected = make_engine(llama, 3).step([Row(prompt, 0, [0, 1, 2], point)])

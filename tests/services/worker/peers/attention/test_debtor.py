@@ -1,4 +1,4 @@
-"""An engine whose blocks lie at other workers says what an engine that has them all says."""
+"""An engine with blocks at other workers answers like an engine with all blocks of its own."""
 
 import copy
 import os
@@ -59,8 +59,9 @@ def generate(
     count: int,
     computed: int = 0,
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Greedy answers and the log-probabilities of their tokens, all prompts in one batch. `computed`: so many
-    tokens of each have their KV in the blocks already."""
+    """Return greedy answers and their log-probabilities, all prompts in one batch.
+
+    `computed`: number of tokens of each prompt whose KV is in the blocks already."""
     sequences = Sequences(engine, BlockPool(1, BLOCK_TOKENS), prompts, GREEDY)
     sequences.blocks, sequences.computed = [list(each) for each in blocks], [computed] * len(prompts)
     ends = [len(prompt) + count for prompt in prompts]
@@ -77,7 +78,7 @@ def _long(dice_seed: int, tokens: int) -> list[int]:
 def alone(
     model: Any, prompt: list[int], count: int, chunk: int = 9, attention: AttentionMode = "auto"
 ) -> tuple[list[list[int]], list[int]]:
-    """What an engine answers that has all the blocks there are for it, and these blocks."""
+    """Return the answer of an engine with enough blocks of its own, and those blocks."""
     blocks = list(range(-(-(len(prompt) + count) // BLOCK_TOKENS)))
     engine = make_engine(model, len(blocks), attention)
     return generate(engine, [prompt], [blocks], chunk, count)[0], blocks
@@ -86,7 +87,7 @@ def alone(
 @pytest.mark.parametrize("attention", ["native", "torch"])
 @pytest.mark.parametrize("way", CHOOSERS)
 @pytest.mark.parametrize("architecture", ["llama", "opt", "mistral_window", "gemma2"])
-def test_text_is_that_of_one_big_engine(
+def test_the_text_equals_that_of_one_big_engine(
     architecture: str, way: str, attention: AttentionMode, make_model: ModelFactory
 ) -> None:
     dice = random.Random(5)
@@ -138,7 +139,7 @@ def test_a_gpu_borrows_from_a_gpu_and_from_a_cpu(
 def test_text_is_the_same_with_blocks_in_both_tiers_of_a_creditor(
     way: str, attention: AttentionMode, llama: Any
 ) -> None:
-    """`refused`: the creditor keeps blocks in host memory and attends to none there."""
+    """`refused`: the creditor does not attend to its host memory."""
     prompt, count = _long(6, 70), 12
     expected, ids = alone(llama, prompt, count, attention=attention)
     own, device, host = 3, 6, len(ids) - 9
@@ -160,7 +161,7 @@ def test_text_is_the_same_with_blocks_in_both_tiers_of_a_creditor(
     assert answers == expected
 
 
-def test_a_copy_comes_home_from_host_memory(llama: Any) -> None:
+def test_a_block_is_copied_home_from_host_memory(llama: Any) -> None:
     with lender(llama, 2, host_blocks=4) as owner:
         small = make_engine(llama, 3)
         debtor = make_debtor(small, [owner], 2)
@@ -193,7 +194,9 @@ def test_a_prompt_of_three_times_the_own_kv_is_answered_by_processes(
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_dead_or_frozen_creditor_is_named_and_the_others_go_on(blow: signal.Signals, llama: Any) -> None:
+def test_a_dead_or_stopped_creditor_is_reported_and_the_others_continue(
+    blow: signal.Signals, llama: Any
+) -> None:
     prompt, own, each = _long(12, 40), 4, 4
     other = _long(13, 30)
     expected, _ = alone(llama, other, 8, chunk=24)
@@ -218,10 +221,10 @@ def test_a_dead_or_frozen_creditor_is_named_and_the_others_go_on(blow: signal.Si
 
 
 @pytest.mark.parametrize("way", ["ship", "fetch"])
-def test_a_step_that_fails_half_way_costs_no_loan(
+def test_a_step_that_fails_midway_keeps_all_loans(
     way: str, llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Answers under way stayed on their links, which broke with the next step: every borrower ended."""
+    """Unread answers broke the links in the next step, which ended every borrower."""
     prompts = [_long(16, 30), _long(17, 26)]
     needed = 10
     tables = [list(range(needed)), list(range(needed, 2 * needed))]
@@ -248,7 +251,7 @@ def test_a_step_that_fails_half_way_costs_no_loan(
 
 
 def failing_at(layer: int, real: Callable[..., Any]) -> Callable[..., Any]:
-    """A call that has no memory for that layer."""
+    """A call that runs out of memory at that layer."""
 
     def call(at: int, *args: Any) -> Any:
         if at == layer:
@@ -282,7 +285,7 @@ def test_blocks_that_no_grant_covers_are_refused(llama: Any) -> None:
         debtor.close()
 
 
-def test_blocks_come_home_whole(llama: Any) -> None:
+def test_whole_blocks_are_brought_home(llama: Any) -> None:
     prompt, count = _long(16, 40), 6
     expected, home = alone(llama, prompt, count)
     needed = len(home)
@@ -299,7 +302,7 @@ def test_blocks_come_home_whole(llama: Any) -> None:
 
 
 def test_blocks_are_read_between_the_layers_of_a_step(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As copies come home on another thread: the creditor forgot the step, and the answer lost its KV."""
+    """The creditor forgot a step while another thread copied blocks home, and the answer lost its KV."""
     prompt, count = _long(17, 40), 6
     expected, blocks = alone(llama, prompt, count)
     with lender(llama, len(blocks)) as owner:

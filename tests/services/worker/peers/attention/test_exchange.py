@@ -1,4 +1,4 @@
-"""Steps that go over a link natively: the same numbers, and nothing is read or written that is not lent."""
+"""Native steps over a link: the same numbers, and no access to blocks that are not lent."""
 
 import random
 import socket
@@ -32,7 +32,7 @@ SHAPE = Shape(0.25)
 
 
 class Ends:
-    """A creditor's thread at one end of a socket, a debtor's asker at the other; blocks 1 to 5 are lent."""
+    """A creditor's thread and a debtor's asker at the ends of a socket; blocks 1 to 5 are lent."""
 
     def __init__(self, model: Any) -> None:
         self.memory: LentMemory = device_memory(make_engine(model, BLOCKS).attention)
@@ -79,7 +79,7 @@ def ends(llama: Any) -> Iterator[Ends]:
 
 
 def part_of(first: int, count: int, blocks: Sequence[int]) -> Part:
-    """One sequence's, all of whose blocks are lent."""
+    """Return the part of a sequence with lent blocks only."""
     homes = Homes(1)
     ids = range(1, 1 + len(blocks))
     homes.place(ids, 1, blocks)
@@ -93,7 +93,7 @@ def rows(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return query, key, value
 
 
-def test_it_is_what_the_operator_computes(llama: Any, ends: Ends) -> None:
+def test_an_exchange_returns_what_the_operator_computes(llama: Any, ends: Ends) -> None:
     reference = device_memory(make_engine(llama, BLOCKS).attention).backend
     for step, (first, count) in enumerate(((0, 9), (9, 1), (10, 1))):
         part = part_of(first, count, [4, 2, 5])
@@ -136,8 +136,8 @@ def test_blocks_that_are_not_lent_are_refused(blocks: list[int], ends: Ends) -> 
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_no_part_makes_it_touch_what_is_not_lent(seed: int, ends: Ends) -> None:
-    """Numbers anywhere in a part are replaced by others."""
+def test_no_part_accesses_blocks_that_are_not_lent(seed: int, ends: Ends) -> None:
+    """Any numbers of a part are replaced."""
     rng = random.Random(seed)
     part = part_of(rng.randrange(6), rng.randrange(1, 6), [4, 2, 5])
     arrays = {
@@ -161,8 +161,8 @@ def test_no_part_makes_it_touch_what_is_not_lent(seed: int, ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 5, 30, 40, 200, 700])
-def test_what_is_spoilt_on_its_way_is_not_computed(at: int, ends: Ends) -> None:
-    """`at`: a byte of the step and the first question."""
+def test_a_message_corrupted_in_transit_is_not_computed(at: int, ends: Ends) -> None:
+    """`at`: a byte of the step and the first request."""
     sent = bytearray()
     near, tap = socket.socketpair()
     spy = Pipe(near)
@@ -187,7 +187,7 @@ def test_what_is_spoilt_on_its_way_is_not_computed(at: int, ends: Ends) -> None:
     tap.close()
 
 
-def test_a_debtor_that_falls_silent_is_given_up(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_debtor_is_given_up(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "_PATIENCE_S", 0.1)
     ends = Ends(llama)
     try:
@@ -198,7 +198,7 @@ def test_a_debtor_that_falls_silent_is_given_up(llama: Any, monkeypatch: pytest.
         ends.close()
 
 
-def test_a_creditor_that_hangs_up_is_noticed_at_once(ends: Ends) -> None:
+def test_a_creditor_that_hangs_up_is_detected_at_once(ends: Ends) -> None:
     ends.asker.begin(part_of(0, 5, [4, 2]))
     ends.creditor.sock.shutdown(socket.SHUT_RDWR)
     began_s = time.monotonic()
@@ -208,8 +208,8 @@ def test_a_creditor_that_hangs_up_is_noticed_at_once(ends: Ends) -> None:
     assert time.monotonic() - began_s < PATIENCE_S / 2
 
 
-def test_the_interpreter_is_asked_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of steps over lent blocks: no message but the announcement goes to the creditor's interpreter."""
+def test_native_steps_use_the_creditors_interpreter_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the announcement reaches the creditor's interpreter."""
     with lender(llama, BLOCKS) as owner:
         engine = make_engine(llama, 1)
         debtor = connect(engine, [owner.dial()], BLOCKS, choose=always(ShipMode.SHIP))
@@ -225,9 +225,7 @@ def test_the_interpreter_is_asked_once(llama: Any, monkeypatch: pytest.MonkeyPat
         debtor.close()
 
 
-def test_a_creditor_of_an_earlier_version_is_asked_by_messages(
-    llama: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_older_creditor_gets_messages(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with lender(llama, BLOCKS) as owner:
         engine = make_engine(llama, 1)
         debtor = connect(engine, [owner.dial()], BLOCKS, choose=always(ShipMode.SHIP))

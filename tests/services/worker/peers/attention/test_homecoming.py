@@ -1,4 +1,4 @@
-"""Borrowed blocks of a sequence at work come home between two steps; against real creditors."""
+"""Borrowed blocks of a running sequence come home between two steps, from real creditors."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ PROMPT = [5, 9, 2, 7, 11, 3, 8, 6, 4, 12]
 
 
 class AtWork:
-    """A debtor of which one block is its sequence's, and whose others are a creditor's."""
+    """A debtor whose sequence has one own block and other blocks at a creditor."""
 
     def __init__(self, engine: TorchEngine, owner: Lender, debtor: Debtor) -> None:
         self.engine = engine
@@ -70,13 +70,13 @@ class AtWork:
         self.pool.check_integrity([*self.blocks, *self.rest])
 
     def copy(self, pairs: Sequence[Pair]) -> int:
-        """Those of them that are used, there and then."""
+        """Return the used ones of these blocks."""
         used = [pair for pair, _ in self.homecoming.plan(pairs)]
         self.debtor.bring_home(used)
         return len(used)
 
     def recall(self, blocks: Sequence[int], most_blocks: int, keep_blocks: int) -> list[int]:
-        """Without a copy before the swap."""
+        """Swap without a copy."""
         return self.homecoming.end_recall(self.homecoming.begin_recall(blocks, most_blocks, keep_blocks))
 
 
@@ -93,7 +93,7 @@ def debt(llama: Any) -> Iterator[AtWork]:
 
 @pytest.fixture
 def expected(llama: Any) -> list[int]:
-    """What an engine says that has it all."""
+    """Return the answer of an engine with enough blocks."""
     alone = Sequences(make_engine(llama, 4), BlockPool(4, BLOCK_TOKENS), [PROMPT], GREEDY)
     for _ in range(5):
         alone.step([0], most_tokens=64)
@@ -114,7 +114,7 @@ def test_a_swap_between_steps_changes_no_token(debt: AtWork, expected: list[int]
 
 
 def test_a_swap_brings_only_what_was_written_since_it_was_copied(debt: AtWork, expected: list[int]) -> None:
-    """Nothing was: so it does not matter what has become of the originals."""
+    """Nothing was written, so changed originals do not matter."""
     pairs = list(zip(debt.pool.set_apart(debt.blocks[1:], 9), debt.withdraw(3), strict=True))
     assert debt.copy(pairs) == 3
     debt.zero_what_is_lent()
@@ -123,7 +123,7 @@ def test_a_swap_brings_only_what_was_written_since_it_was_copied(debt: AtWork, e
     assert debt.answer == expected
 
 
-def test_what_nobody_uses_any_more_needs_no_place(debt: AtWork) -> None:
+def test_an_unused_block_needs_no_own_place(debt: AtWork) -> None:
     home = debt.withdraw(3)
     pairs = list(
         zip(debt.pool.set_apart([HOME_BLOCKS, HOME_BLOCKS + 1, HOME_BLOCKS + 5], 9), home, strict=True)
@@ -136,7 +136,7 @@ def test_what_nobody_uses_any_more_needs_no_place(debt: AtWork) -> None:
     debt.check()
 
 
-def test_a_recall_takes_free_memory_and_leaves_some(debt: AtWork, expected: list[int]) -> None:
+def test_a_recall_uses_free_memory_and_keeps_some(debt: AtWork, expected: list[int]) -> None:
     debt.pool.own.release(debt.rest)
     debt.rest = []
     there = debt.blocks[1:]
@@ -148,7 +148,7 @@ def test_a_recall_takes_free_memory_and_leaves_some(debt: AtWork, expected: list
     assert debt.answer == expected
 
 
-def test_a_creditor_that_dies_leaves_all_as_it_was(debt: AtWork) -> None:
+def test_a_creditor_that_dies_during_a_recall_changes_nothing(debt: AtWork) -> None:
     debt.pool.own.release(debt.rest)
     debt.rest = []
     debt.owner.listener.close(5.0)
@@ -159,8 +159,8 @@ def test_a_creditor_that_dies_leaves_all_as_it_was(debt: AtWork) -> None:
     debt.check()
 
 
-def test_a_creditor_that_dies_keeps_nothing_of_another_one_apart(llama: Any) -> None:
-    """Blocks of the one that lives stayed set apart, so were never free again and renewed for ever."""
+def test_a_dead_creditor_does_not_pin_blocks_of_another(llama: Any) -> None:
+    """Blocks of the living creditor stayed set apart: never free again, and renewed forever."""
     with lender(llama, 2) as lives, lender(llama, 2) as dies:
         engine = make_engine(llama, HOME_BLOCKS)
         debtor = make_debtor(engine, [lives, dies], 2)

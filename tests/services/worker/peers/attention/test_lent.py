@@ -1,4 +1,4 @@
-"""Who may touch lent blocks, and what still is a copy of one, seen from the threads that serve links."""
+"""Access to lent blocks from threads that serve links, and which copies of blocks are current."""
 
 import sys
 import threading
@@ -48,7 +48,7 @@ class World:
         return self.grants.give_back(give_back("debtor", 1, *blocks, incarnation=3))[1]
 
 
-def test_only_the_debtor_and_only_while_the_lease_lasts() -> None:
+def test_only_the_debtor_enters_and_only_during_the_lease() -> None:
     world = World()
     assert world.lent.enter(DEBTOR, [REF])
     world.lent.leave(DEBTOR, [REF])
@@ -58,10 +58,10 @@ def test_only_the_debtor_and_only_while_the_lease_lasts() -> None:
     world.now_s = 4.6
     assert not world.lent.enter(DEBTOR, [REF])
     (freed,) = world.grants.tick(4.6)
-    assert freed.blocks == (2, 5, 6), "a refusal left nobody inside"
+    assert freed.blocks == (2, 5, 6), "a refused call leaves no user"
 
 
-def test_blocks_of_the_grant_and_no_others() -> None:
+def test_a_grant_covers_its_own_blocks_only() -> None:
     world = World()
     assert world.covers(2, 6, 5) and world.covers()
     assert not world.covers(2, 3)
@@ -69,7 +69,7 @@ def test_blocks_of_the_grant_and_no_others() -> None:
     assert not world.covers(-1) and not world.covers(8)
 
 
-def test_a_number_is_of_one_tier() -> None:
+def test_block_numbers_belong_to_one_tier() -> None:
     world = World()
     asked = borrow("debtor", incarnation=3, request=2, blocks=2, tier=KvTier.HOST)
     world.grants.lend(asked, [0, 2], 0.0)
@@ -93,8 +93,8 @@ def test_an_earlier_generation_is_served_for_blocks_that_are_left() -> None:
     assert world.lent.enter(DEBTOR, [GrantRef(1, 3)]) is None, "never given"
 
 
-def test_what_is_returned_while_somebody_is_inside_is_lent_no_more() -> None:
-    """It is not free yet, for whoever is inside may be writing to it: nobody may begin to."""
+def test_blocks_returned_during_an_access_are_no_longer_lent() -> None:
+    """It is not free yet, because the user inside may write to it, but no user may enter."""
     world = World()
     assert world.lent.enter(DEBTOR, [REF])
     assert world.give_back(5) is None
@@ -105,8 +105,8 @@ def test_what_is_returned_while_somebody_is_inside_is_lent_no_more() -> None:
     assert [freed.blocks for freed in world.freed] == [(5,)]
 
 
-def test_loans_are_told_while_links_free_blocks() -> None:
-    """A heartbeat walked through a table that a link's thread changed, and the worker ended."""
+def test_loans_are_reported_while_links_free_blocks() -> None:
+    """A heartbeat iterated over a table that a link's thread changed, which stopped the worker."""
     world = World()
     world.table = RBlockTable("creditor", 4096)
     world.grants = Grants(world.table, 1, Terms(4096, 1e9, 0.5), threading.RLock())
@@ -145,7 +145,7 @@ def test_loans_are_told_while_links_free_blocks() -> None:
     assert not failures and sum(len(part.blocks) for part in freed) == 300 * 1500
 
 
-def test_a_written_block_is_no_copy_any_more() -> None:
+def test_a_write_invalidates_the_copy_of_a_block() -> None:
     homes = Homes(2)
     homes.place([10, 11, 12], 1, [5, 6, 7])
     watch = WriteWatch(BLOCK_TOKENS)
@@ -158,7 +158,7 @@ def test_a_written_block_is_no_copy_any_more() -> None:
     assert not watch.is_copy((1, 6), 1), "position 5 is in it"
 
 
-def test_a_new_round_forgets_the_last() -> None:
+def test_a_new_round_forgets_earlier_copies() -> None:
     watch = WriteWatch(BLOCK_TOKENS)
     watch.restart({(1, 5): 0})
     watch.restart({(1, 6): 0})

@@ -1,4 +1,4 @@
-"""Host memory for other workers: of the engine's layout, in RAM, as much as the settings grant."""
+"""Host memory for other workers: the engine's layout, in RAM, as large as the settings say."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from shared.errors import ConfigError
 from tests.services.worker.peers.attention.rig import make_engine
 
 
-def test_a_pool_of_its_own_of_the_same_layout(llama: Any) -> None:
+def test_host_memory_is_a_separate_pool_of_the_same_layout(llama: Any) -> None:
     engine = make_engine(llama, 6)
     device, host = device_memory(engine.attention), host_memory(engine.attention, 4)
     assert (device.blocks, host.blocks) == (6, 4)
@@ -29,7 +29,7 @@ def test_a_pool_of_its_own_of_the_same_layout(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("attends", [True, False])
-def test_it_is_in_ram_where_the_engine_is_elsewhere(attends: bool) -> None:
+def test_host_memory_is_in_ram_for_an_engine_on_another_device(attends: bool) -> None:
     pool = torch.zeros(5, 2, 16, 4, device="meta"), torch.zeros(5, 2, 4, 16, device="meta")
     library_for = partial(native.choose, "auto", dtype=torch.float32)
     attention: Any = SimpleNamespace(
@@ -55,6 +55,6 @@ def test_the_settings_grant_blocks_or_mebibytes(llama: Any) -> None:
         host_blocks(LendingConfig(host_mb=1), huge)
 
 
-def test_who_attends_to_host_memory() -> None:
+def test_which_worker_attends_to_host_memory() -> None:
     assert HostAttention.AUTO.attends("cpu") and not HostAttention.AUTO.attends("cuda")
     assert HostAttention.COMPUTE.attends("cuda") and not HostAttention.FETCH.attends("cpu")

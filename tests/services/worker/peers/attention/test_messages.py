@@ -1,4 +1,4 @@
-"""A part survives its way; one that does not hold together is refused before anything reads with it."""
+"""A part survives the wire, and an inconsistent part is refused before any use."""
 
 from dataclasses import replace
 from typing import Any
@@ -40,7 +40,7 @@ def wire(**changes: Any) -> PartWire:
 
 
 @pytest.mark.parametrize("window_tokens", [0, 5])
-def test_there_and_back(window_tokens: int) -> None:
+def test_a_part_survives_the_round_trip(window_tokens: int) -> None:
     spans = replace(part(), window_tokens=window_tokens)
     found = from_wire(to_wire(spans), 4)
     for name in ("first_row", "first_position", "table_start", "key_end", "blocks", "slots"):
@@ -65,13 +65,13 @@ def test_there_and_back(window_tokens: int) -> None:
         {"first_position": []},
     ],
 )
-def test_what_reaches_outside_is_refused(changes: dict[str, list[int]]) -> None:
+def test_indices_out_of_range_are_refused(changes: dict[str, list[int]]) -> None:
     with pytest.raises(InvalidMessage):
         from_wire(wire(**changes), 4)
 
 
 @pytest.mark.parametrize("window_tokens", [-1, 1 << 31])
-def test_a_window_that_is_none_is_refused(window_tokens: int) -> None:
+def test_an_invalid_window_is_refused(window_tokens: int) -> None:
     with pytest.raises(InvalidMessage):
         from_wire(to_wire(replace(part(), window_tokens=window_tokens)), 4)
 
@@ -82,7 +82,7 @@ def test_arrays_of_odd_length_are_refused() -> None:
         from_wire(PartWire(**{**{f: getattr(good, f) for f in good.__struct_fields__}, "blocks": b"abc"}), 4)
 
 
-def test_headers_that_are_none_are_refused() -> None:
+def test_invalid_headers_are_refused() -> None:
     with pytest.raises(InvalidMessage):
         read_request(b"\xff\x00")
     with pytest.raises(InvalidMessage):
@@ -92,7 +92,7 @@ def test_headers_that_are_none_are_refused() -> None:
 
 
 @pytest.mark.parametrize("compute_s", [float("nan"), float("inf"), -1.0])
-def test_a_time_that_is_none_teaches_nothing(compute_s: float) -> None:
-    """It spoiled what is known of the creditor's speed for ever."""
+def test_an_invalid_compute_time_is_refused(compute_s: float) -> None:
+    """It corrupted the creditor's measured speed forever."""
     with pytest.raises(InvalidMessage):
         read_answer(msgspec.msgpack.encode(Attended(compute_s=compute_s)))

@@ -1,4 +1,4 @@
-"""A lent block whose memory has changed is found before anything of it reaches its debtor."""
+"""A lent block whose bytes have changed is found before its debtor gets them."""
 
 import random
 from typing import Any
@@ -30,13 +30,13 @@ LENGTH = 2 * BLOCK_TOKENS + 3
 
 
 def flip(memory: LentMemory, layer: int, which: int, block: int, rng: random.Random) -> None:
-    """One bit."""
+    """Flip one bit."""
     words = memory.pools[layer][which][block].view(torch.int32).view(-1)
     words[rng.randrange(len(words))] ^= 1 << rng.randrange(31)
 
 
 def written(memory: LentMemory) -> None:
-    """Rows of one sequence, in three of its blocks."""
+    """Rows of one sequence in three blocks."""
     memory.backend.adopt(np.array(BLOCKS, dtype=np.int32), np.full(len(BLOCKS), 7))
     for layer in range(LAYERS):
         slots = [block * BLOCK_TOKENS + at for block in BLOCKS for at in range(BLOCK_TOKENS)][:LENGTH]
@@ -51,7 +51,7 @@ def attended(memory: LentMemory, layer: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("attention", ["auto", "torch"])
 @pytest.mark.parametrize("seed", range(20))
-def test_no_flipped_bit_goes_by(llama: Any, attention: AttentionMode, seed: int) -> None:
+def test_a_flipped_bit_is_always_found(llama: Any, attention: AttentionMode, seed: int) -> None:
     rng = random.Random(seed)
     engine = make_engine(llama, 6, attention)
     memory = device_memory(engine.attention) if seed % 2 else host_memory(engine.attention, 6)
@@ -75,7 +75,7 @@ def test_no_flipped_bit_goes_by(llama: Any, attention: AttentionMode, seed: int)
 
 
 @pytest.mark.parametrize("attention", ["auto", "torch"])
-def test_what_was_there_before_a_loan_does_not_count(llama: Any, attention: AttentionMode) -> None:
+def test_damage_before_a_loan_is_ignored(llama: Any, attention: AttentionMode) -> None:
     memory = device_memory(make_engine(llama, 6, attention).attention)
     written(memory)
     flip(memory, 0, 0, BLOCKS[1], random.Random(1))

@@ -1,4 +1,4 @@
-"""A part in segments, each over its own staging, adds up to the whole part."""
+"""The segments of a part, each over its own staging, add up to the whole part."""
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ SHAPE = paged.Shape(DIM**-0.5)
 
 @st.composite
 def parts(draw: st.DrawFn) -> PackedSpans:
-    """What creditor 1 holds of some sequences whose blocks alternate between it and the engine."""
+    """Return creditor 1's part of sequences whose blocks alternate between it and the engine."""
     spans, homes, following = [], Homes(1000), 1000
     for _ in range(draw(st.integers(1, 3))):
         length = draw(st.integers(1, 22))
@@ -71,7 +71,7 @@ def test_segments_add_up(spans: PackedSpans, most_blocks: int, refetch: bool) ->
 
 
 def _without_nan(staging: tuple[torch.Tensor, torch.Tensor], spans: PackedSpans) -> PackedSpans:
-    """Slots that no row sees may hold anything; the reference multiplies them by zero, so nothing of NaN."""
+    """Fill unseen slots. The reference multiplies them by zero, so they must not be NaN."""
     for pool in staging:
         pool.nan_to_num_(0.0)
     return spans

@@ -1,4 +1,4 @@
-"""What a step costs in messages: one per creditor and layer for the whole batch, described once."""
+"""Messages of a step: one per creditor and layer for the whole batch, described once."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ LAYERS = 2
 
 
 class Noted:
-    """What is asked over a link from now on."""
+    """Records the requests over a link."""
 
     def __init__(self, link: PeerLink, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kinds: list[str] = []
@@ -32,7 +32,7 @@ class Noted:
 
 
 def rows(counts: list[tuple[int, int]]) -> list[Row]:
-    """(first position, count) each in five blocks of the lender's."""
+    """Return a batch of (first position, count), each in five of the lender's blocks."""
     return [
         Row([7 % VOCABULARY] * count, first, list(range(4 + 5 * at, 9 + 5 * at)), None)
         for at, (first, count) in enumerate(counts)
@@ -47,7 +47,7 @@ def rows(counts: list[tuple[int, int]]) -> list[Row]:
         (ShipMode.FETCH, "native", [WRITE] * LAYERS, [FETCH] * LAYERS + [WRITE]),
     ],
 )
-def test_one_message_a_layer_for_the_batch(
+def test_a_batch_takes_one_message_per_layer(
     mode: ShipMode,
     attention: AttentionMode,
     first: list[str],
@@ -69,7 +69,7 @@ def test_one_message_a_layer_for_the_batch(
         debtor.close()
 
 
-def test_a_long_context_comes_in_segments_that_the_staging_holds(
+def test_a_long_context_is_fetched_in_segments_that_fit_the_staging(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with lender(llama, 5) as owner:

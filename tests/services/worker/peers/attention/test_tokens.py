@@ -1,4 +1,4 @@
-"""Simulated engines that lend each other blocks, over real links: what lies where, is noticed, and costs."""
+"""Simulated engines that lend each other blocks over real links: places, errors and costs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,14 +25,14 @@ from shared.messages.sequence import Sampling
 from tests.services.worker.peers.attention.rig import BLOCK_TOKENS, DEBTOR, GRANT, HOST_GRANT, GrantBook
 
 OWN, LENT = 4, 6
-"""Blocks of the debtor's own, and of each creditor."""
+"""Blocks of the debtor, and of each creditor."""
 COST = RemoteCost(LLAMA2_13B_2_A100)
 PROMPT = list(range(100, 100 + 9 * BLOCK_TOKENS))
 
 
 @dataclass
 class One:
-    """An engine, and how long its steps were to take."""
+    """An engine, and the modelled times of its steps."""
 
     blocks: int
     speed: float = 1.0
@@ -54,7 +54,7 @@ class One:
 
 @dataclass
 class World:
-    """A debtor whose ids from `OWN` on are the first creditor's blocks, and then the second's."""
+    """A debtor whose ids from `OWN` are blocks of the first creditor, then of the second."""
 
     debtor: One
     creditors: list[One]
@@ -62,7 +62,7 @@ class World:
     hang_up: list[Callable[[], bool]]
 
     def step(self, tokens: Sequence[int], first: int, blocks: Sequence[int]) -> None:
-        """The last of these is sampled from."""
+        """Run a step that samples after the last token."""
         whole = PROMPT[:first] + list(tokens)
         index = 0 if len(tokens) > 1 else 1
         point = SamplePoint(Sampling(seed=1, max_tokens=100), 0, index, whole)
@@ -113,14 +113,14 @@ def world(
 
 
 TABLE = [0, 5, 1, 10, 11, 7, 2, 8, 12]
-"""Own blocks, and both creditors', in turn."""
+"""Blocks of the debtor and both creditors in turn."""
 
 
-def test_its_engine_has_what_lending_asks_for() -> None:
+def test_the_simulated_engine_implements_lending() -> None:
     assert isinstance(One(OWN).engine, TokenEngine) and One(OWN).engine.is_divisible
 
 
-def test_tokens_are_where_the_tables_say() -> None:
+def test_tokens_are_stored_where_the_tables_point() -> None:
     with world() as here:
         here.step(PROMPT[: 4 * BLOCK_TOKENS + 1], 0, TABLE)
         here.step(PROMPT[4 * BLOCK_TOKENS + 1 :], 4 * BLOCK_TOKENS + 1, TABLE)
@@ -131,7 +131,7 @@ def test_tokens_are_where_the_tables_say() -> None:
             assert owner.engine.tokens[block].tolist() == tokens
 
 
-def test_other_tokens_at_a_creditor_are_noticed_at_the_next_token() -> None:
+def test_wrong_tokens_at_a_creditor_fail_the_next_step() -> None:
     with world() as here:
         here.step(PROMPT[:-1], 0, TABLE)
         here.creditors[0].engine.tokens[5 - OWN, 1] += 1
@@ -139,7 +139,7 @@ def test_other_tokens_at_a_creditor_are_noticed_at_the_next_token() -> None:
             here.step(PROMPT[-1:], len(PROMPT) - 1, TABLE)
 
 
-def test_a_step_costs_what_the_cost_model_says_and_its_creditors_their_share() -> None:
+def test_a_step_and_its_creditors_take_the_modelled_time() -> None:
     for speed in (1.0, 10.0):
         with world(is_busy=True, speed=speed) as here:
             here.step(PROMPT[:-1], 0, TABLE)
@@ -161,7 +161,7 @@ def test_a_step_costs_what_the_cost_model_says_and_its_creditors_their_share() -
             assert lender.steps_s[1] * speed == pytest.approx(own_s), "once"
 
 
-def test_an_idle_creditor_serves_in_nobodys_time() -> None:
+def test_an_idle_creditor_serves_at_no_cost() -> None:
     with world(is_busy=False) as here:
         here.step(PROMPT[:-1], 0, TABLE)
         here.step(PROMPT[-1:], len(PROMPT) - 1, TABLE)
@@ -170,8 +170,8 @@ def test_an_idle_creditor_serves_in_nobodys_time() -> None:
 
 
 @pytest.mark.parametrize("is_host", [False, True])
-def test_where_a_creditor_does_not_compute_blocks_are_copied_and_looked_at(is_host: bool) -> None:
-    """It lends no time, or no attention to its host memory."""
+def test_blocks_are_copied_and_checked_where_a_creditor_does_not_compute(is_host: bool) -> None:
+    """The creditor lends no time, or does not attend to its host memory."""
     how = {"host": True, "attends": False} if is_host else {"fraction": 0.0}
     with world(**how) as here:
         here.step(PROMPT[:-1], 0, TABLE)
@@ -179,12 +179,12 @@ def test_where_a_creditor_does_not_compute_blocks_are_copied_and_looked_at(is_ho
         copied_tokens = 6 * BLOCK_TOKENS
         expected_s = COST.step_s([], 1, len(PROMPT), []) + COST.copy_s(copied_tokens)
         assert here.debtor.steps_s[1] == pytest.approx(expected_s)
-        here.way.homes.place([12], 2, [4])  # where somebody else's tokens are
+        here.way.homes.place([12], 2, [4])  # A block with other tokens.
         with pytest.raises(InternalError, match="a creditor holds"):
             here.step(PROMPT[-1:], len(PROMPT) - 1, TABLE)
 
 
-def test_a_creditor_that_is_gone_costs_its_sequences_only() -> None:
+def test_a_lost_creditor_ends_only_its_own_sequences() -> None:
     with world() as here:
         here.step(PROMPT[:-1], 0, TABLE)
         assert here.hang_up[0]()
@@ -208,6 +208,6 @@ def test_blocks_are_read_and_brought_home() -> None:
         assert here.debtor.engine.tokens[3].tolist() == PROMPT[3 * BLOCK_TOKENS : 4 * BLOCK_TOKENS]
 
 
-def test_there_is_an_end_to_creditors() -> None:
+def test_the_number_of_creditors_is_limited() -> None:
     with world(1) as here, pytest.raises(Overloaded):
         here.way.add(here.way._lendings[1].link, [GRANT])

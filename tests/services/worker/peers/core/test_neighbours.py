@@ -1,4 +1,4 @@
-"""Who is there, by heartbeats; how fast links are; which transport is tried first."""
+"""Living neighbours by heartbeats, speeds of links, and the order of transports."""
 
 import sys
 import threading
@@ -39,7 +39,7 @@ def test_a_transport_measured_clearly_faster_moves_up() -> None:
     assert choice.ranking("b", ALL, "host-b", 0.0) == ["ucx", "tcp"]
 
 
-def test_small_transfers_say_nothing_of_a_links_speed() -> None:
+def test_small_transfers_do_not_measure_a_link() -> None:
     rate = LinkRate()
     rate.on_carried(1000, 1e-9)
     rate.on_carried(1 << 20, 0.0)
@@ -48,7 +48,7 @@ def test_small_transfers_say_nothing_of_a_links_speed() -> None:
     assert rate.bytes_per_s == 2 << 20
 
 
-def test_what_was_delivered_is_told_and_a_links_speed_before_that() -> None:
+def test_the_delivered_speed_replaces_the_links_speed() -> None:
     rates = LinkRates()
     assert rates.bytes_per_s("b") is None
     rates.link("b", "tcp").on_carried(1 << 20, 1.0)
@@ -67,7 +67,7 @@ def test_what_was_delivered_is_told_and_a_links_speed_before_that() -> None:
 
 @contextmanager
 def _dialling(rates: LinkRates) -> Iterator[None]:
-    """Another thread enters links meanwhile, and gets a turn between any two instructions."""
+    """Another thread adds links, and runs between any two instructions."""
     is_over, interval_s = threading.Event(), sys.getswitchinterval()
 
     def dial() -> None:
@@ -87,7 +87,7 @@ def _dialling(rates: LinkRates) -> Iterator[None]:
         sys.setswitchinterval(interval_s)
 
 
-def test_links_may_be_entered_by_another_thread_while_somebody_looks_through_them() -> None:
+def test_another_thread_may_add_links_during_an_iteration() -> None:
     """A debtor enters its link on the engine's thread. The event loop, in the middle of the table, failed
     with "dictionary changed size during iteration": a heartbeat was left out, or a peer's old speeds stayed.
     """
@@ -99,7 +99,7 @@ def test_links_may_be_entered_by_another_thread_while_somebody_looks_through_the
             rates.forget(f"other-{number}")
 
 
-def test_neighbours_are_those_heard_lately_in_their_present_life() -> None:
+def test_neighbours_are_the_latest_incarnations_heard_lately() -> None:
     neighbours = Neighbours("w0")
     assert not neighbours.hear(worker_report("w0"), 0.0)
     assert not neighbours.hear(worker_report("w1", incarnation=1, host="a", model="m"), 0.0)
@@ -116,14 +116,14 @@ def test_neighbours_are_those_heard_lately_in_their_present_life() -> None:
     assert "w1" not in neighbours and set(neighbours) == {"w2"}
 
 
-def test_what_others_of_the_same_model_lend() -> None:
+def test_lendable_tokens_count_workers_of_the_same_model() -> None:
     neighbours = Neighbours("w0")
     for name, most_lent, model in (("w1", 20, "m"), ("w2", 30, "m"), ("w3", 9, "other"), ("w0", 40, "m")):
         neighbours.hear(worker_report(name, model=model, most_lent_blocks=most_lent), 0.0)
     assert neighbours.lendable_tokens("m") == 50 * 16
 
 
-def test_what_failed_is_set_aside_for_a_while_unless_it_is_all_there_is() -> None:
+def test_a_failed_transport_is_set_aside_unless_it_is_the_last() -> None:
     choice = TransportChoice(ALL, "host-a")
     choice.on_failure("b", "shm", 0.0)
     assert choice.ranking("b", ALL, "host-a", 29.0) == ["ucx", "tcp"]
@@ -140,7 +140,7 @@ _EVENTS = st.one_of(
 
 
 @given(st.lists(_EVENTS, max_size=30), st.dictionaries(st.sampled_from(list(ALL)), st.just("x")))
-def test_a_ranking_names_what_both_have_once_and_something_if_there_is_anything(
+def test_a_ranking_has_each_common_transport_once(
     events: list[tuple[str, str, str, float]], addresses: dict[str, str]
 ) -> None:
     choice = TransportChoice(ALL, "host-a")

@@ -1,4 +1,4 @@
-"""Blocks in lent host memory, over real links: for the debtor alone, as they were sent, while it is lent."""
+"""Blocks in lent host memory over real links: unchanged, for the debtor only, during the loan."""
 
 import asyncio
 import threading
@@ -25,11 +25,11 @@ from shared.messages.lending import KvTier
 from tests.services.worker.peers.lending.builders import KV, borrow
 
 SLOTS, BYTES = 6, 200_000
-"""More than travels with an envelope."""
+"""More than `INLINE_BYTES`."""
 
 
 class Creditor:
-    """Lends its host memory, on a plane of its own."""
+    """Lends host memory on a plane of its own."""
 
     def __init__(self) -> None:
         self.plane = Plane(Peer("creditor", 1), "here", [TcpTransport()])
@@ -56,7 +56,7 @@ class Creditor:
 
 @dataclass
 class World:
-    """One creditor, and the ways of one debtor; `is_there`: the creditor can be dialled."""
+    """One creditor, and the links of one debtor. `is_there`: the creditor can be dialled."""
 
     creditor: Creditor
     plane: Plane
@@ -125,7 +125,7 @@ async def test_blocks_come_back_as_they_were_sent(world: World, ways: PeerWays) 
     assert not world.failed
 
 
-async def test_only_the_debtor_has_them_and_only_what_was_lent(world: World) -> None:
+async def test_only_the_debtor_accesses_its_lent_slots(world: World) -> None:
     (place,) = world.creditor.lend(2)
     link = await world.dial("creditor", 1)
 
@@ -153,8 +153,8 @@ async def test_a_block_of_another_size_is_refused(world: World) -> None:
     assert not world.creditor.rows.any()
 
 
-async def test_a_grant_that_was_ended_takes_no_other_along(world: World, ways: PeerWays) -> None:
-    """A sequence needed its memory: the creditor is as good as before."""
+async def test_an_ended_grant_loses_no_other_grant(world: World, ways: PeerWays) -> None:
+    """A sequence needed the memory; the creditor itself is healthy."""
     first, second = world.creditor.lend(0), world.creditor.lend(1, 2, request=2)
     ways.admit(dict(enumerate([*first, *second])))
     assert await write(ways, 0, row_of(1)) and await write(ways, 1, row_of(2))
@@ -167,8 +167,8 @@ async def test_a_grant_that_was_ended_takes_no_other_along(world: World, ways: P
     assert found is not None and np.array_equal(found, row_of(1))
 
 
-async def test_a_link_that_was_closed_is_dialled_once_more(world: World, ways: PeerWays) -> None:
-    """Nobody had used it for ten minutes, and the creditor closed it."""
+async def test_a_closed_link_is_dialled_again(world: World, ways: PeerWays) -> None:
+    """The creditor closed a link that was idle for ten minutes."""
     ways.admit(dict(enumerate(world.creditor.lend(0))))
     assert await write(ways, 0, row_of(1))
     world.links[-1].close()
@@ -176,9 +176,7 @@ async def test_a_link_that_was_closed_is_dialled_once_more(world: World, ways: P
     assert (len(world.links), world.failed) == (2, [])
 
 
-async def test_a_creditor_that_is_gone_fails_once_with_all_that_it_lends(
-    world: World, ways: PeerWays
-) -> None:
+async def test_a_lost_creditor_fails_once_for_all_its_slots(world: World, ways: PeerWays) -> None:
     ways.admit(dict(enumerate(world.creditor.lend(0, 1, 2))))
     assert await write(ways, 0, row_of(1))
     world.is_there = False
@@ -189,10 +187,10 @@ async def test_a_creditor_that_is_gone_fails_once_with_all_that_it_lends(
     assert world.failed == [(("creditor", 1), None)]
 
 
-async def test_a_creditor_that_hangs_holds_up_one_copy_and_no_longer_than_an_answer_may_take(
+async def test_a_hanging_creditor_delays_one_copy_by_one_deadline(
     world: World,
 ) -> None:
-    """One that was stopped, say: its sockets are open, and nobody answers."""
+    """A stopped process keeps its sockets open and does not answer."""
     ways = PeerWays(world, asyncio.get_running_loop(), 0.2, world.note)
     ways.admit(dict(enumerate(world.creditor.lend(0, 1))))
     with world.creditor.keeper.copying:
@@ -204,14 +202,14 @@ async def test_a_creditor_that_hangs_holds_up_one_copy_and_no_longer_than_an_ans
     ways.close()
 
 
-async def test_who_cannot_be_reached_is_not_borrowed_from(world: World, ways: PeerWays) -> None:
+async def test_an_unreachable_creditor_lends_nothing(world: World, ways: PeerWays) -> None:
     (place,) = world.creditor.lend(0)
     world.is_there = False
     with pytest.raises(KvasirError):
         await ways.reach(place, BYTES)
 
 
-async def test_after_the_end_nothing_is_asked_and_nobody_has_failed(world: World, ways: PeerWays) -> None:
+async def test_after_close_nothing_is_sent_and_no_creditor_fails(world: World, ways: PeerWays) -> None:
     ways.admit(dict(enumerate(world.creditor.lend(0))))
     ways.close()
     assert await read(ways, 0) is None

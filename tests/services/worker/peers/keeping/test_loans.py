@@ -1,4 +1,4 @@
-"""A prefix cache that borrows over a real bus: a real ledger, a lender, real links, an engine's answers."""
+"""A prefix cache that borrows host memory, with a real bus, ledger, lender, links and engine."""
 
 import asyncio
 import itertools
@@ -43,11 +43,11 @@ from tests.shared.messages.builders import worker_report
 LENDING = LendingConfig(lease_s=1.0, grace_s=0.1, rest_s=0.05)
 HOST_BLOCKS = 64
 PROMPTS = [[seed + 1, *range(1, 17), seed % 3] for seed in range(10)]
-"""Four whole blocks each, and their answers: three times what device and host have together."""
+"""Four full blocks each, and their answers: three times the device and host memory."""
 
 
 class Lender:
-    """A worker that lends host memory, and says so."""
+    """A worker that lends host memory, with heartbeats."""
 
     def __init__(self, bus: Bus, fingerprint: bytes, record_bytes: int) -> None:
         self.bus = bus
@@ -69,7 +69,7 @@ class Lender:
         self.task = asyncio.create_task(self.serve())
 
     def free(self, freed: Freed) -> None:
-        """On a link's thread."""
+        """Called on a link's thread."""
         self.loop.call_soon_threadsafe(self.lending.free_later, freed)
 
     async def serve(self) -> None:
@@ -88,13 +88,13 @@ class Lender:
             await asyncio.sleep(0.05)
 
     async def stop(self) -> None:
-        """Says nothing any more, and takes no message."""
+        """Stop heartbeats and handlers."""
         self.task.cancel()
         await asyncio.wait([self.task])
 
 
 class Borrower:
-    """An engine with a small cache; this thread is the engine's as well, between two of the loop's."""
+    """An engine with a small cache. The event loop's thread runs the engine too."""
 
     def __init__(self, bus: Bus, lender: Lender | None, rig: PrefixRig) -> None:
         self.bus, self.rig, self.lender = bus, rig, lender
@@ -125,7 +125,7 @@ class Borrower:
         self.loop.call_soon_threadsafe(self.loans.on_failed, creditor, grant_id)
 
     async def pump(self) -> None:
-        """What the engine's thread does between two steps."""
+        """Run the engine thread's work between two steps."""
         while True:
             self.door.run_waiting(0)
             self.store.transfers.settle()
@@ -133,7 +133,7 @@ class Borrower:
             await asyncio.sleep(0.005)
 
     async def serve(self) -> list[list[int]]:
-        """Answers, one after the other, with time in between for what goes on behind them."""
+        """Return answers one by one, with pauses for background work."""
         answers = []
         for prompt in PROMPTS:
             answers += self.rig.serve([prompt])
@@ -175,7 +175,7 @@ async def borrower(connect_bus: ConnectBus) -> AsyncIterator[Borrower]:
 
 
 def expected() -> list[list[int]]:
-    """Without a cache."""
+    """Return the answer without a cache."""
     rig = PrefixRig(make_engine(DEVICE), None)
     return [answer for prompt in PROMPTS for answer in rig.serve([prompt])]
 
@@ -202,7 +202,7 @@ async def test_borrowed_renewed_and_read_with_the_same_answers(borrower: Borrowe
     lending.grants.check_integrity()
 
 
-async def test_a_sequence_of_somebody_elses_takes_the_memory(borrower: Borrower) -> None:
+async def test_another_workers_sequence_takes_the_memory(borrower: Borrower) -> None:
     await filled(borrower)
     assert borrower.lender is not None
     lending = borrower.lender.lending
@@ -224,7 +224,7 @@ async def test_a_lender_that_falls_silent_is_a_miss(borrower: Borrower) -> None:
     assert await borrower.serve() == expected()
 
 
-async def test_what_nothing_is_in_goes_back(borrower: Borrower, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_empty_slots_are_returned(borrower: Borrower, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loans_module, "_IDLE_S", 0.2)
     await filled(borrower)
     assert borrower.lender is not None

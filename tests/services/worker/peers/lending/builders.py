@@ -1,4 +1,4 @@
-"""Short ways to write the messages that tests of lending are full of."""
+"""Builders of messages for tests of lending."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from services.worker.peers.lending.core.lendable_memory import lend
 from shared.messages.lending import BorrowBlocks, Grant, HeldGrant, KvTier, RenewLeases, ReturnBlocks
 
 KV = b"fingerprint"
-"""Of everybody's KV."""
+"""Fingerprint of all KV in these tests."""
 
 
 def borrow(

@@ -1,4 +1,4 @@
-"""Settling and repaying on the event loop: what the engine's side is asked for, and when memory is whose."""
+"""Settlements and recalls on the event loop: calls to the engine's side, and owners of the memory."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ OWN = 10
 
 
 class Engine:
-    """Records what it is asked; every borrowed block but those in `unused` has a sequence."""
+    """Records its calls. Sequences use all borrowed blocks except `unused`."""
 
     def __init__(self) -> None:
         self.apart: set[int] = set()
@@ -94,7 +94,7 @@ class World:
         return (await self.recalls.settle(step)).blocks
 
     async def freeze(self, blocks: int = 2) -> int:
-        """As soon as there is memory to copy into."""
+        """Wait for bounce blocks, then settle."""
         await self.recalls.tick()
         return await self.ask(SettlePhase.FREEZE, blocks)
 
@@ -105,8 +105,8 @@ class World:
         return self.recalls.details()["is_settling"]
 
 
-async def test_what_becomes_spare_while_more_is_lent_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two own blocks were withdrawn for ever: a sequence too long for the rest waited without end."""
+async def test_blocks_that_become_spare_during_a_loan_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two own blocks stayed withdrawn, and a sequence too long for the rest waited forever."""
     world = World()
     lend = world.memory.lend
 
@@ -157,7 +157,7 @@ async def test_a_settlement_waits_for_memory_and_for_a_recall_to_end() -> None:
     assert await freezing == 2, "of four, two are at home already"
 
 
-async def test_a_copy_waits_for_what_a_debtor_has_returned() -> None:
+async def test_a_copy_waits_for_blocks_that_a_debtor_returned() -> None:
     world = World()
     await world.freeze(3)
     await world.ask(SettlePhase.COPY)
@@ -170,7 +170,7 @@ async def test_a_copy_waits_for_what_a_debtor_has_returned() -> None:
     assert await copying == 1
 
 
-async def test_a_creditor_that_dies_before_the_commit_keeps_the_memory_whole() -> None:
+async def test_a_creditor_that_dies_before_the_commit_loses_no_own_block() -> None:
     world = World()
     await world.freeze()
     world.engine.is_creditor_dead = True
@@ -183,7 +183,7 @@ async def test_a_creditor_that_dies_before_the_commit_keeps_the_memory_whole() -
     assert world.bounce() == 2 and not world.recalls.is_swapping and not world.repaid
 
 
-async def test_an_unconfirmed_return_is_no_success() -> None:
+async def test_an_unconfirmed_return_fails_the_settlement() -> None:
     world = World()
     await world.freeze()
     await world.ask(SettlePhase.COPY)
@@ -193,7 +193,7 @@ async def test_an_unconfirmed_return_is_no_success() -> None:
     assert len(world.table.in_state(BlockState.RETURNING)) == 2
 
 
-async def test_nobody_goes_on_with_it_and_it_is_over() -> None:
+async def test_a_settlement_without_messages_times_out() -> None:
     world = World()
     await world.freeze()
     assert world.engine.apart
@@ -203,7 +203,7 @@ async def test_nobody_goes_on_with_it_and_it_is_over() -> None:
     assert len(world.table.used_at("c")) == 4
 
 
-async def test_a_repayment_brings_home_what_sequences_use() -> None:
+async def test_a_recall_brings_used_blocks_home() -> None:
     world = World()
     world.engine.unused = {world.there[0]}
     idle = world.debts.on_granted(grant("b", *range(30, 36), grant_id=2, lease_s=99.0), 0.0)
@@ -219,7 +219,7 @@ async def test_a_repayment_brings_home_what_sequences_use() -> None:
     world.debts.check_integrity()
 
 
-async def test_no_repayment_during_a_settlement() -> None:
+async def test_no_recall_during_a_settlement() -> None:
     world = World()
     await world.freeze()
     assert not world.recalls.may_recall()

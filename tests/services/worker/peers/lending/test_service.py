@@ -1,4 +1,4 @@
-"""Workers that lend over a real bus: real subjects, a real ledger, pools without an engine."""
+"""Workers that lend over a real bus, with a real ledger and pools without an engine."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -85,7 +85,7 @@ class Worker:
 
 @dataclass
 class Pair:
-    """A ledger, and two workers of which one may borrow from the other."""
+    """A ledger, and two workers: one may borrow from the other."""
 
     debtor: Worker
     creditor: Worker
@@ -124,7 +124,7 @@ async def test_borrows_when_short_renews_and_returns(pair: Pair) -> None:
     creditor.check()
 
 
-async def test_a_creditor_that_is_gone_takes_blocks_along_within_the_lease(pair: Pair) -> None:
+async def test_blocks_of_a_lost_creditor_are_lost_within_the_lease(pair: Pair) -> None:
     debtor = pair.debtor
     debtor.vault.pool.allocate(18)
     await until(lambda: debtor.lending.debts.borrowed_blocks == 4)
@@ -143,7 +143,7 @@ async def test_a_silent_debtors_blocks_come_back(pair: Pair) -> None:
     await until(lambda: creditor.vault.pool.free_blocks == BLOCKS)
 
 
-async def test_a_new_life_of_a_debtor_ends_the_old_ones_grants(connect_bus: ConnectBus) -> None:
+async def test_a_restarted_debtor_loses_its_old_grants(connect_bus: ConnectBus) -> None:
     creditor = Worker(await connect_bus("worker", "w1"), LendingConfig())
     client = await connect_bus("worker", "w0")
 
@@ -178,7 +178,7 @@ async def test_a_new_life_of_a_debtor_ends_the_old_ones_grants(connect_bus: Conn
 
 
 class NamesTwo:
-    """Names the same two, whoever asks."""
+    """A ledger that names the same two creditors to every debtor."""
 
     async def find(self, asked: FindCreditors) -> CreditorCandidates:
         named = ("c0", "c1") if not asked.refused_by else ()
@@ -197,7 +197,7 @@ class Lender:
         return self.reply
 
 
-async def test_refused_by_one_granted_a_part_by_the_next(connect_bus: ConnectBus) -> None:
+async def test_a_refusal_and_a_partial_grant_continue_the_search(connect_bus: ConnectBus) -> None:
     refusing = Lender(BorrowReply(refusal=Refusal.AT_CAP))
     granting = Lender(BorrowReply(grant=grant("c1", 4, 5)))
     for name, lender in (("c0", refusing), ("c1", granting)):
@@ -219,7 +219,7 @@ async def test_refused_by_one_granted_a_part_by_the_next(connect_bus: ConnectBus
     assert not search.may_start(monotonic_s()), "it rests"
 
 
-async def test_without_a_ledger_it_rests(connect_bus: ConnectBus) -> None:
+async def test_a_search_without_a_ledger_rests(connect_bus: ConnectBus) -> None:
     debts = Debts(RBlockTable("w", 10), 1)
     search = Search(await connect_bus("worker", "w"), debts, Borrowing("w", 1, 16), None, monotonic_s)
     await search.run(3)
@@ -243,8 +243,8 @@ class Losing:
         self.lost += logical
 
 
-async def test_blocks_lost_while_their_creditor_is_dialled_are_nobodys() -> None:
-    """Sequences got them: no lease was renewed for them, and they were never returned."""
+async def test_blocks_lost_while_their_creditor_is_dialled_are_not_used() -> None:
+    """Sequences used lost blocks, whose lease was never renewed, and which were never returned."""
     debts = Debts(RBlockTable("w", 10), 1)
     nowhere: Any = None
     losing: Any = Losing(debts)
@@ -267,14 +267,14 @@ async def test_blocks_lost_while_their_creditor_is_dialled_are_nobodys() -> None
         grant("c1", 4, lease_s=-1.0),
     ],
 )
-def test_a_grant_of_something_else_is_none(granted: Grant) -> None:
-    """One of the debtor's own memory ended the debtor; two numbers for one block are two sequences in it."""
+def test_a_grant_that_does_not_fit_the_request_is_ignored(granted: Grant) -> None:
+    """A grant of own memory stopped the debtor; a repeated block would hold two sequences."""
     asked = borrow("w", blocks=3)
     assert not is_answer(granted, AskCreditor("c1", asked))
     assert is_answer(grant("c1", 4, 5), AskCreditor("c1", asked))
 
 
-def test_tiers_are_told_apart_and_frozen_workers_lend_nothing() -> None:
+def test_heartbeats_separate_tiers_and_frozen_workers_offer_nothing() -> None:
     table = RBlockTable("w", 20, 5)
     grants = Grants(table, 1, Terms(6, most_host_blocks=5))
     table.add(grant("c", 1, 2))
@@ -305,7 +305,7 @@ def test_tiers_are_told_apart_and_frozen_workers_lend_nothing() -> None:
     }
 
 
-async def test_host_memory_of_caches_goes_to_a_sequence_that_needs_it(connect_bus: ConnectBus) -> None:
+async def test_host_memory_of_caches_yields_to_a_sequence(connect_bus: ConnectBus) -> None:
     bus = await connect_bus("worker", "w1")
     owner = Owner(bus.instance, bus.incarnation, BLOCKS, BLOCKS, 16, b"f", host_blocks=4)
     lending = Lending(bus, LENDS, owner, PlainVault())
@@ -321,7 +321,7 @@ async def test_host_memory_of_caches_goes_to_a_sequence_that_needs_it(connect_bu
     assert (capacity.host_lendable_blocks, capacity.host_yielding_blocks) == (0, 4)
     assert (await lending.borrow(asked("d2", 3, for_cache=True))).refusal is Refusal.AT_CAP
     assert (await lending.borrow(asked("d2", 3, b"g", for_cache=False))).refusal is Refusal.OTHER_KV
-    assert lending.grants.yielding_blocks(KvTier.HOST) == 4, "nobody gives way to who is refused anyway"
+    assert lending.grants.yielding_blocks(KvTier.HOST) == 4, "a request that is refused anyway ends no grant"
     sequences = await lending.borrow(asked("d2", 1, for_cache=False))
     assert sequences.grant is not None and len(sequences.grant.blocks) == 1
     assert lending.grants.yielding_blocks(KvTier.HOST) == 3, "the last grant goes first, and it is enough"
@@ -330,8 +330,8 @@ async def test_host_memory_of_caches_goes_to_a_sequence_that_needs_it(connect_bu
     lending.grants.check_integrity()
 
 
-def test_host_memory_that_only_caches_can_use_is_nothing_for_sequences() -> None:
-    """Of vLLM workers: a native one of the same model would announce a context that nobody holds with it."""
+def test_host_memory_for_caches_only_is_not_offered_to_sequences() -> None:
+    """With vLLM workers, a native worker would announce a longer context than it can hold."""
     table = RBlockTable("w", 20, 5)
     grants = Grants(table, 1, Terms(0, most_host_blocks=5, is_host_for_caches=True))
     table.lend(KvTier.HOST, [0], LentRow("e", 1))

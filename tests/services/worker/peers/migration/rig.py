@@ -24,8 +24,9 @@ LONGEST_S = 10.0
 
 
 class EngineDoor(Door):
-    """With a thread behind it that does nothing else, but while it is in a long step. The cache is used by
-    one thread at a time in these tests."""
+    """A door with a thread behind it that serves at once, except during a long step.
+
+    One thread at a time uses the cache in these tests."""
 
     def __init__(self) -> None:
         super().__init__(cast(StepCore, None), lambda: 0.0, lambda effects: None)
@@ -35,12 +36,12 @@ class EngineDoor(Door):
         self._thread.start()
 
     def begin_long_step(self) -> None:
-        """What comes from now on waits for `end_long_step`."""
+        """Make all further calls wait for `end_long_step`."""
         self._step_over.clear()
         self.give(lambda core, now_s: self._step_over.wait(LONGEST_S))
 
     def end_long_step(self) -> None:
-        """And until what waited has run."""
+        """End the step, and wait until all waiting calls have run."""
         self._step_over.set()
         self.give(lambda core, now_s: None).result(LONGEST_S)
 
@@ -55,7 +56,7 @@ class EngineDoor(Door):
 
 
 class Dialler:
-    """In place of a `Registry`: tickets come straight from the other's desk."""
+    """Replaces a `Registry`: gets tickets directly from the other's desk."""
 
     def __init__(self, plane: Plane, others: dict[str, Plane]) -> None:
         self.plane, self.others, self.rates = plane, others, plane.choice.rates

@@ -1,4 +1,4 @@
-"""Two workers on a real nats-server: one fetches what the other has, and the way is measured by that."""
+"""Two workers on a real nats-server: one fetches blocks of the other, which measures the link."""
 
 import asyncio
 from collections.abc import Iterator
@@ -38,7 +38,9 @@ class Heard:
         self.reports[report.worker_id] = report
 
 
-async def test_blocks_go_over_and_the_way_is_measured(connect_bus: ConnectBus, model_folder: Path) -> None:
+async def test_blocks_are_fetched_and_the_link_is_measured(
+    connect_bus: ConnectBus, model_folder: Path
+) -> None:
     scheduler, gateway = await connect_bus("scheduler", "scheduler-0"), await connect_bus("gateway", "g")
     heard = Heard()
     await scheduler.attach([Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported")], heard)
@@ -50,7 +52,7 @@ async def test_blocks_go_over_and_the_way_is_measured(connect_bus: ConnectBus, m
     async with asyncio.timeout(WITHIN_S):
         while not all(name in heard.reports and heard.reports[name].kv_block_bytes for name in NAMED):
             await asyncio.sleep(0.05)
-    assert not heard.reports["worker-1"].link_bytes_per_s, "nobody is dialled before he is needed"
+    assert not heard.reports["worker-1"].link_bytes_per_s, "peers are dialled on demand"
     asked = spec(ref("req"), TOKENS, max_tokens=1, gateway_id="g")
     await gateway.publish(subjects.gateway_reported("g"), GatewayReported(gateway_id="g", incarnation=1))
     chunk = PrefillChunk(ref=asked.ref, first_token=0, end_token=len(TOKENS), allocated_blocks=13)
@@ -95,7 +97,7 @@ def door() -> Iterator[EngineDoor]:
     made.close()
 
 
-async def test_blocks_get_their_names_when_they_have_arrived(cache: PrefixCache, door: EngineDoor) -> None:
+async def test_blocks_are_published_after_they_arrived(cache: PrefixCache, door: EngineDoor) -> None:
     ledge = CacheDoor(door, cache)
     blocks = await ledge.make_room(4)
     assert await asyncio.wrap_future(ledge.take_in(blocks, NAMES[:3], None)) == 3, "the fourth did not arrive"
@@ -112,7 +114,7 @@ async def test_blocks_get_their_names_when_they_have_arrived(cache: PrefixCache,
     cache.check_integrity([])
 
 
-async def test_room_is_made_only_where_as_much_stays_free(cache: PrefixCache, door: EngineDoor) -> None:
+async def test_room_is_given_only_while_as_much_stays_free(cache: PrefixCache, door: EngineDoor) -> None:
     ledge = CacheDoor(door, cache)
     assert await ledge.make_room(DEVICE_BLOCKS // 2 + 1) == []
     assert len(await ledge.make_room(DEVICE_BLOCKS // 2)) == DEVICE_BLOCKS // 2

@@ -1,4 +1,4 @@
-"""Copies of a running sequence at another worker: found where it has to go on, and in nobody's way."""
+"""Copies of a running sequence at another worker: found when it moves there, and without delay for others."""
 
 import asyncio
 from collections.abc import Iterator
@@ -44,13 +44,13 @@ def names(side: Side, tokens: list[int]) -> list[bytes]:
 
 
 def places(side: Side, tokens: list[int]) -> list[set[Tier]]:
-    """In which tiers each block of it lies, as far as it is stored."""
+    """Return the tiers of each stored block of it."""
     assert side.rig.store is not None
     found = side.rig.store.cache._books.tree.match(names(side, tokens))
     return [{tier for tier in Tier if node.places[tier] is not None} for node in found]
 
 
-async def test_a_shadow_lies_on_the_host_and_what_goes_on_there_computes_only_the_rest() -> None:
+async def test_a_shadow_is_on_the_host_and_saves_its_computation() -> None:
     with two() as (giver, taker):
         answer = giver.rig.serve([PROMPT])
         store = taker.rig.store
@@ -70,7 +70,7 @@ async def test_a_shadow_lies_on_the_host_and_what_goes_on_there_computes_only_th
         assert store.cache.counts["shadows_used"] == 4 and store.cache.shadows.blocks == 0
 
 
-async def test_a_sequence_that_goes_on_is_followed() -> None:
+async def test_shadows_follow_a_running_sequence() -> None:
     with two() as (giver, taker):
         giver.rig.serve([PROMPT])
         assert (await taker.target.pull(order(PROMPT[:9]))).fetched_blocks == 2
@@ -79,7 +79,7 @@ async def test_a_sequence_that_goes_on_is_followed() -> None:
         assert (again.held_tokens, again.fetched_blocks) == (16, 0)
 
 
-async def test_no_more_are_kept_than_their_share() -> None:
+async def test_shadows_stay_within_their_share() -> None:
     with two(host_blocks=6, share=0.5) as (giver, taker):
         giver.rig.serve([PROMPT])
         assert (await taker.target.pull(order(PROMPT))).held_tokens == 12
@@ -87,7 +87,7 @@ async def test_no_more_are_kept_than_their_share() -> None:
 
 
 @pytest.mark.parametrize("host_blocks", [0, 4])
-async def test_who_keeps_none_says_so(host_blocks: int) -> None:
+async def test_a_worker_without_shadows_reports_none(host_blocks: int) -> None:
     with two(host_blocks=host_blocks, share=0.0) as (giver, taker):
         giver.rig.serve([PROMPT])
         assert (await taker.target.pull(order(PROMPT))).held_tokens == 0
@@ -116,9 +116,8 @@ async def test_a_move_takes_shadows_to_the_device() -> None:
         assert store is not None and store.cache.shadows.blocks == 0
 
 
-async def test_a_shadow_that_waits_behind_a_move_says_nothing_of_the_link() -> None:
-    """Its order was over in the end, and the link, on which the move went well, was said to carry nothing for
-    a minute: no other move was planned over it."""
+async def test_a_shadow_behind_a_move_does_not_mark_the_link_as_failed() -> None:
+    """A shadow that timed out behind a move marked the healthy link as failed for a minute."""
     with two() as (giver, taker):
         giver.rig.serve([PROMPT])
         moving = taker.target._way("giver", 1)
@@ -128,8 +127,8 @@ async def test_a_shadow_that_waits_behind_a_move_says_nothing_of_the_link() -> N
         assert (await taker.target.pull(order(PROMPT))).held_tokens == 16
 
 
-async def test_a_shadow_that_fails_says_nothing_of_the_link() -> None:
-    """It goes after all others at its source: where that has too much to copy, moves still get through."""
+async def test_a_failed_shadow_does_not_mark_the_link_as_failed() -> None:
+    """Shadows yield to all other copies at their source, so moves may work when a shadow fails."""
     with two() as (giver, taker):
         giver.rig.serve([PROMPT])
         assert giver.rig.store is not None
@@ -141,8 +140,8 @@ async def test_a_shadow_that_fails_says_nothing_of_the_link() -> None:
         assert moved.held_tokens == 16
 
 
-async def test_a_move_waits_for_no_write_of_a_shadow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What had come was written while the link was its own: behind the disk's writes, for up to 5 s."""
+async def test_a_move_does_not_wait_for_a_shadows_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shadow kept the link while it was written behind the disk's writes, for up to 5 s."""
     with two() as (giver, taker):
         giver.rig.serve([PROMPT])
         host, may_write, is_writing = taker.target._host, Event(), Event()
@@ -167,10 +166,10 @@ async def test_a_move_waits_for_no_write_of_a_shadow(monkeypatch: pytest.MonkeyP
         assert all(Tier.DEVICE in found for found in places(taker, PROMPT))
 
 
-async def test_an_order_that_is_over_while_it_is_written_leaves_the_link_alone(
+async def test_an_order_that_times_out_during_a_write_keeps_the_link(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its places are free again once the thread that writes to them has ended, and no sooner."""
+    """Its places become free only after the thread that writes to them has ended."""
     with two() as (giver, taker):
         giver.rig.serve([PROMPT])
         store, host, may_write, is_writing = taker.rig.store, taker.target._host, Event(), Event()
@@ -200,8 +199,8 @@ async def test_an_order_that_is_over_while_it_is_written_leaves_the_link_alone(
         assert (await taker.target.pull(order(PROMPT))).fetched_blocks == 4
 
 
-async def test_a_link_rests_before_an_order_and_not_after_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An order slept after its last blocks until its scheduler had given it up: what had come was in vain."""
+async def test_a_link_rests_before_an_order_and_not_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An order slept after its last blocks until its scheduler gave it up, and the blocks were wasted."""
     now_s, slept_s = 0.0, [0.0]
 
     async def fetch(*of: object) -> SimpleNamespace:
@@ -232,10 +231,10 @@ async def test_a_link_rests_before_an_order_and_not_after_one(monkeypatch: pytes
             assert (await taker.target.pull(longer)).fetched_blocks == 4 and sum(slept_s) == 3.0
 
 
-async def test_a_link_does_not_pay_for_the_time_in_which_its_source_computes(
+async def test_a_link_does_not_rest_for_its_sources_compute_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """While a prompt was computed, each question waited for a step, the link rested three times as long."""
+    """Each request waited for a prefill step, and the link then rested three times as long."""
     with two() as (giver, taker):
         giver.rig.serve([PROMPT])
         monkeypatch.setattr(taker.target, "_config", TransferConfig(batch_blocks=2, shadow_link_share=0.25))

@@ -1,4 +1,4 @@
-"""Blocks fetched from another worker: found like one's own, the same answer, nothing half-done."""
+"""Blocks fetched from another worker: found like own ones, the same answer, no partial blocks."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ def order(tokens: list[int], incarnation: int = 1, source: str = "giver") -> Pul
     return PullBlocks(source=source, source_incarnation=incarnation, tokens=pack_tokens(tokens))
 
 
-async def test_what_was_fetched_is_not_computed_again_and_answers_the_same() -> None:
+async def test_fetched_blocks_are_reused_with_the_same_answer() -> None:
     with pair() as (giver, taker):
         answer = giver.rig.serve([PROMPT])
         pulled = await taker.target.pull(order(PROMPT))
@@ -38,7 +38,7 @@ async def test_what_was_fetched_is_not_computed_again_and_answers_the_same() -> 
             side.integrity()
 
 
-async def test_again_costs_nothing_and_more_is_added() -> None:
+async def test_a_repeated_fetch_is_free_and_a_longer_one_adds_blocks() -> None:
     with pair() as (giver, taker):
         giver.rig.serve([PROMPT])
         assert (await taker.target.pull(order(PROMPT[:9]))).held_tokens == 8
@@ -46,7 +46,7 @@ async def test_again_costs_nothing_and_more_is_added() -> None:
         assert (await taker.target.pull(order(PROMPT))).fetched_blocks == 0
 
 
-async def test_what_the_source_lacks_is_left_to_compute() -> None:
+async def test_blocks_missing_at_the_source_are_left_to_compute() -> None:
     with pair() as (giver, taker):
         giver.rig.serve([PROMPT[:9]])
         pulled = await taker.target.pull(order(PROMPT))
@@ -54,11 +54,10 @@ async def test_what_the_source_lacks_is_left_to_compute() -> None:
         taker.integrity()
 
 
-async def test_what_two_sources_give_at_once_is_written_one_after_the_other(
+async def test_blocks_of_two_sources_are_written_one_after_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each source has a thread, and records go to a GPU through one piece of memory: two threads in there
-    wrote each other's bytes into blocks that were verified before."""
+    """Records reach a GPU by one buffer: two threads wrote each other's bytes into verified blocks."""
     with workers("one", "other", "taker", config=TransferConfig(batch_blocks=2)) as (one, other, taker):
         answers = [giver.rig.serve([prompt]) for giver, prompt in ((one, PROMPT), (other, PROMPT[::-1]))]
         both, write = threading.Barrier(2), taker.target._device.records.write
@@ -92,7 +91,7 @@ async def test_a_corrupted_block_is_refused_and_those_before_it_stay(monkeypatch
         taker.integrity()
 
 
-async def test_no_room_is_no_error() -> None:
+async def test_a_lack_of_room_is_not_an_error() -> None:
     with pair() as (giver, taker):
         giver.rig.serve([PROMPT])
         cache = taker.rig.store.cache  # type: ignore[union-attr]
@@ -102,12 +101,12 @@ async def test_no_room_is_no_error() -> None:
         taker.integrity()
 
 
-async def test_a_source_that_died_or_was_started_anew() -> None:
+async def test_a_source_that_died_or_restarted_fails_the_fetch() -> None:
     with pair() as (giver, taker):
         giver.rig.serve([PROMPT])
         with pytest.raises(KvasirError):
             await taker.target.pull(order(PROMPT, incarnation=2))
-        assert taker.target.bytes_per_s("giver") == 0.0, "nobody should count on it"
+        assert taker.target.bytes_per_s("giver") == 0.0, "the link failed lately"
         assert (await taker.target.pull(order(PROMPT[:9]))).held_tokens == 8
         giver.plane.close()
         with pytest.raises(KvasirError):
@@ -123,7 +122,7 @@ async def test_another_model_gives_nothing() -> None:
         taker.integrity()
 
 
-async def test_a_throttled_link_is_as_slow_as_it_is_told_and_is_measured_so() -> None:
+async def test_a_throttled_link_has_and_reports_its_limit() -> None:
     with pair(TransferConfig(batch_blocks=2, link_bytes_per_s=200_000.0)) as (giver, taker):
         assert taker.target.bytes_per_s("giver") is None
         giver.rig.serve([PROMPT])
@@ -138,10 +137,10 @@ async def test_a_throttled_link_is_as_slow_as_it_is_told_and_is_measured_so() ->
 
 
 @pytest.mark.parametrize("before", ["the bytes are asked for", "the bytes are stored"])
-async def test_a_fetch_given_up_during_a_long_step_leaves_no_block_behind(
+async def test_a_fetch_cancelled_during_a_long_step_leaks_no_block(
     before: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its deadline must not withdraw what brings blocks back to the cache, nor lose those on their way."""
+    """A deadline must not cancel the call that returns blocks, nor lose blocks that are arriving."""
     with pair(TransferConfig(batch_blocks=2, answer_s=0.2)) as (giver, taker):
         giver.rig.serve([PROMPT])
         cache = taker.rig.store.cache  # type: ignore[union-attr]
@@ -167,7 +166,7 @@ async def test_a_fetch_given_up_during_a_long_step_leaves_no_block_behind(
         assert cache.free_blocks + cache.evictable_blocks == DEVICE_BLOCKS
 
 
-async def test_a_source_whose_engine_is_in_a_long_step_holds_nothing_for_who_went_away(
+async def test_a_source_in_a_long_step_holds_nothing_for_a_cancelled_fetch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("services.worker.peers.migration.source._HOLD_S", 0.1)

@@ -20,7 +20,7 @@ LIMITS = TransportLimits(header_bytes=1 << 16, buffers=4096, message_bytes=64 <<
 
 
 class End:
-    """Of this process: a desk, its listener, and what its receivers counted."""
+    """A desk of this process, its listener, and its receivers' counters."""
 
     def __init__(self, transport: BulkTransport) -> None:
         self.transport = transport
@@ -32,7 +32,7 @@ class End:
         return self.desk.issue(peer, valid_for_s=30.0)
 
     def enter(self, peer: Peer, own: Peer = OWN, ticket: bytes | None = None) -> PeerLink:
-        """A link from `peer` to `own`, by a ticket of its own unless one is given."""
+        """Return a link from `peer` to `own`, by a new ticket unless one is given."""
         shown = self.ticket(peer) if ticket is None else ticket
         return self.transport.dial(self.listener.address, peer, own, shown, deadline_s=5.0)
 
@@ -70,7 +70,7 @@ Dial = Callable[[], PeerLink]
 
 @pytest.fixture
 def dial(transport: BulkTransport, process: Process) -> Iterator[Dial]:
-    """Makes links to the other process; they are closed at the end."""
+    """Yield a function that dials the other process, and close its links at the end."""
     made: list[PeerLink] = []
 
     def make_link() -> PeerLink:

@@ -28,12 +28,12 @@ TRANSPORTS: dict[str, Callable[[], BulkTransport]] = {
     "shm": ShmTransport,
     "ucx": UcxTransport,
 }
-"""Those under test; one that is not installed raises ConfigError."""
+"""Transports under test; one that is not installed raises ConfigError."""
 OWN = Peer("worker-peer", 7)
 
 
 class Process:
-    """The other process, seen from the test's."""
+    """The other process, as the test controls it."""
 
     def __init__(self, transport: str) -> None:
         self._popen = subprocess.Popen(
@@ -47,7 +47,7 @@ class Process:
         self.address = str(self.answer())
 
     def tell(self, *command: Any) -> None:
-        """Without waiting for the answer."""
+        """Send a command without waiting for the answer."""
         assert self._popen.stdin is not None
         self._popen.stdin.write(json.dumps(command) + "\n")
         self._popen.stdin.flush()
@@ -66,14 +66,14 @@ class Process:
         return bytes.fromhex(self.ask("ticket", own.worker_id, own.incarnation))
 
     def send_signal(self, number: signal.Signals) -> None:
-        """A stopped process does nothing any more when this returns."""
+        """Stop the process; on return it no longer runs."""
         os.kill(self.pid, number)
         until_s = time.monotonic() + 5.0
         while number == signal.SIGSTOP and _state(self.pid) != "T" and time.monotonic() < until_s:
             time.sleep(0.002)
 
     def end(self) -> None:
-        """SIGKILL, also to a stopped one."""
+        """Send SIGKILL, even to a stopped process."""
         self._popen.kill()
         self._popen.wait(10)
         for stream in (self._popen.stdin, self._popen.stdout):
@@ -82,7 +82,7 @@ class Process:
 
 
 class Commands:
-    """What the process does on command."""
+    """Commands of the process."""
 
     def __init__(self, transport: str) -> None:
         self._transport = TRANSPORTS[transport]()
@@ -102,7 +102,7 @@ class Commands:
         return self._listener.links
 
     def peak_bytes(self) -> int:
-        """Most memory this process ever had."""
+        """Return the peak memory of this process."""
         status = Path("/proc/self/status").read_text().splitlines()
         return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) * 1024
 
@@ -112,7 +112,7 @@ class Commands:
         return "ok"
 
     def keep(self, sizes: list[int], deadline_s: float) -> str:
-        """Sends one message of kind `keep` over the link of `dial`; the name of what happened."""
+        """Send one `keep` message over the link of `dial`; return the name of the outcome."""
         assert self._link is not None
         buffers: list[Buffer] = [pattern(size) for size in sizes]
         try:
@@ -121,7 +121,7 @@ class Commands:
             return type(error).__name__
 
     def lie(self) -> str:
-        """From now on this process's digests are wrong, as if its data were corrupted on their way."""
+        """Make this process's digests wrong, as if its data were corrupted in transit."""
         update = PayloadDigest.update
 
         def wrong(self: PayloadDigest, group: Any) -> None:
@@ -133,12 +133,12 @@ class Commands:
 
 
 def _state(pid: int) -> str:
-    """Of a process, as a letter."""
+    """Return the state of a process as a letter."""
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
 def main() -> None:
-    """Until the end of its input."""
+    """Run commands until the end of the input."""
     commands = Commands(sys.argv[1])
     _say(commands.address)
     for line in sys.stdin:

@@ -12,14 +12,14 @@ from shared.errors import InvalidRequest
 
 @dataclass
 class Counts:
-    """Of one `Desk` of `furnish`, written from the threads of links."""
+    """Counters of a desk from `furnish`, written by the threads of links."""
 
     admitted: int = 0
     committed: int = 0
     abandoned: int = 0
     done: int = 0
     buffers: list[Buffer] = field(default_factory=list)
-    """Of the latest message."""
+    """From the latest message."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, name: str) -> None:
@@ -28,7 +28,7 @@ class Counts:
 
 
 class Taken:
-    """A `Reception` that answers with what `reply` makes of its buffers."""
+    """A `Reception` that replies with the result of `reply`."""
 
     def __init__(self, counts: Counts, buffers: list[Buffer], reply: Callable[[list[Buffer]], Reply]) -> None:
         self.buffers = buffers
@@ -92,6 +92,6 @@ def furnish(desk: WorkerDesk) -> Counts:
 
 
 def pattern(size_bytes: int, seed: int = 1) -> Buffer:
-    """Bytes that differ from place to place."""
+    """Return bytes that differ by position."""
     block = bytes((seed + index * 7 + (index >> 8) * 13) & 0xFF for index in range(min(size_bytes, 65521)))
     return memoryview(bytearray((block * (size_bytes // max(1, len(block)) + 1))[:size_bytes]))

@@ -1,4 +1,4 @@
-"""What holds for every bulk transport, against another process that is real, killed and stopped."""
+"""Rules for every bulk transport, tested against a real process that is killed and stopped."""
 
 import signal
 import threading
@@ -31,7 +31,7 @@ from tests.services.worker.peers.transport.receivers import Taken, pattern
 
 MIB = 1 << 20
 LARGE_BYTES = 48 * MIB
-"""More than what any transport keeps between two processes."""
+"""More than any transport buffers between two processes."""
 SIZES: list[list[int]] = [
     [],
     [0],
@@ -49,20 +49,20 @@ SIZES: list[list[int]] = [
 
 
 def _rests(buffers: list[Buffer]) -> None:
-    """Nobody writes into the buffers any more."""
+    """Check that nothing writes into the buffers."""
     before = [bytes(buffer) for buffer in buffers]
     time.sleep(0.3)
     assert [bytes(buffer) for buffer in buffers] == before
 
 
 def _warm(link: PeerLink) -> PeerLink:
-    """Whatever a transport sets up for its first large message is set up."""
+    """Send a large message, so that the transport is set up."""
     link.ask("keep", b"", [pattern(MIB)], deadline_s=10.0)
     return link
 
 
 class Held:
-    """A receiver that lets nothing be received before it is told to."""
+    """A receiver that admits nothing before it is told to."""
 
     def __init__(self, end: End, kind: str = "keep") -> None:
         self.reached = threading.Event()
@@ -80,7 +80,7 @@ class Held:
 
 @contextmanager
 def _aside(call: Callable[[], object]) -> "Iterator[list[BaseException]]":
-    """Runs `call` on a thread meanwhile; what it raised."""
+    """Run `call` on a thread; yield the errors that it raised."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -173,7 +173,7 @@ class TestErrors:
         assert link.ask("echo", b"still here", deadline_s=10.0).header == b"still here"
         assert process.ask("counts")["abandoned"] == 0
 
-    def test_a_late_answer_is_for_nobody(self, dial: Dial, process: Process) -> None:
+    def test_a_late_answer_is_dropped(self, dial: Dial, process: Process) -> None:
         link = dial()
         began_s = time.monotonic()
         with pytest.raises(DeadlineExceeded):
@@ -246,7 +246,7 @@ class TestDeaths:
 
 
 class TestStops:
-    """SIGSTOP: no end of file, nothing but silence; later the peer wakes up and goes on."""
+    """SIGSTOP: the peer is silent without an end of file, and resumes later."""
 
     def test_of_the_answering_peer_while_it_is_sent_to(self, dial: Dial, process: Process) -> None:
         link = _warm(dial())

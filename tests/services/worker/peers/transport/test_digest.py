@@ -1,4 +1,4 @@
-"""The digest changes with whatever goes wrong with bytes, however they are cut into buffers."""
+"""The digest shows any fault in the bytes, however they are cut into buffers."""
 
 from collections.abc import Callable
 from unittest import mock
@@ -66,7 +66,7 @@ def test_shows_every_bit_of_a_word_wherever_it_is(bit: int) -> None:
 
 
 @given(st.binary(max_size=100), st.integers(0, 99), st.integers(1, 255))
-def test_shows_any_byte_of_what_is_short(data: bytes, place: int, flip: int) -> None:
+def test_shows_any_byte_of_a_short_payload(data: bytes, place: int, flip: int) -> None:
     broken = bytearray(data)
     if place < len(broken):
         broken[place] ^= flip
@@ -74,7 +74,7 @@ def test_shows_any_byte_of_what_is_short(data: bytes, place: int, flip: int) -> 
 
 
 @given(st.lists(st.integers(0, 3 * SLICE_BYTES // 2), max_size=5))
-def test_sender_and_who_has_only_the_sizes_cut_alike(sizes: list[int]) -> None:
+def test_buffers_and_sizes_are_cut_alike(sizes: list[int]) -> None:
     buffers = [memoryview(bytes(size)) for size in sizes]
     scratch = memoryview(bytearray(SLICE_BYTES))
     cut = [[view.nbytes for view in group] for group in slices(buffers)]
@@ -84,7 +84,7 @@ def test_sender_and_who_has_only_the_sizes_cut_alike(sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("rows", [4, 5, 63, 64])
-def test_with_and_without_a_library_it_is_the_same(rows: int) -> None:
+def test_the_library_and_numpy_agree(rows: int) -> None:
     words = _LARGE[: rows * 8192].view(np.uint64)
     view = words.view(np.uint8).data
     by_row, by_column = sums_in_numpy(words, rows)

@@ -1,4 +1,4 @@
-"""Planes that connect by the transport that suits both ends, with tickets, and fall back."""
+"""Planes connect by the best common transport, with tickets and fallback."""
 
 import asyncio
 import threading
@@ -67,7 +67,7 @@ def _issue(plane: Plane, peer: Peer = A) -> Issue:
 
 
 @pytest.mark.parametrize(("host", "transport"), [("host-1", "shm"), ("host-2", "tcp")])
-async def test_connects_by_what_suits_the_hosts(a: Plane, b: Plane, host: str, transport: str) -> None:
+async def test_the_transport_suits_the_hosts(a: Plane, b: Plane, host: str, transport: str) -> None:
     a.choice.on_compared("worker-b", float("inf"))
     link = await a.connect(PeerAddress(B, host, b.addresses), _issue(b), deadline_s=5.0)
     assert link.transport == transport
@@ -85,7 +85,7 @@ async def test_falls_back_to_another_transport_and_remembers(a: Plane, b: Plane)
     link.close()
 
 
-async def test_measures_where_there_is_a_choice_once_and_anew_for_a_new_life(a: Plane, b: Plane) -> None:
+async def test_transports_are_compared_once_per_incarnation(a: Plane, b: Plane) -> None:
     to = PeerAddress(B, "host-1", b.addresses)
     (await a.connect(to, _issue(b), deadline_s=5.0)).close()
     tcp, shm = (a.choice.rates.link("worker-b", name) for name in ("tcp", "shm"))
@@ -100,7 +100,7 @@ async def test_measures_where_there_is_a_choice_once_and_anew_for_a_new_life(a: 
     link.close()
 
 
-async def test_one_way_only_is_measured_when_somebody_asks(a: Plane, b: Plane) -> None:
+async def test_a_single_transport_is_measured_on_demand(a: Plane, b: Plane) -> None:
     link = await a.connect(PeerAddress(B, "host-2", b.addresses), _issue(b), deadline_s=5.0)
     assert a.choice.rates.bytes_per_s("worker-b") is None
     await a.measure(link, deadline_s=5.0)
@@ -108,7 +108,7 @@ async def test_one_way_only_is_measured_when_somebody_asks(a: Plane, b: Plane) -
     link.close()
 
 
-async def test_says_why_there_is_no_link(a: Plane, b: Plane) -> None:
+async def test_a_failed_connect_names_the_cause(a: Plane, b: Plane) -> None:
     with pytest.raises(NoResponder):
         await a.connect(PeerAddress(B, "host-2", {}), _issue(b), deadline_s=5.0)
     with pytest.raises(NoResponder):
@@ -121,14 +121,14 @@ async def test_says_why_there_is_no_link(a: Plane, b: Plane) -> None:
         await a.connect(PeerAddress(earlier, "host-1", b.addresses), _issue(b), deadline_s=5.0)
 
 
-def test_a_port_that_is_taken_is_a_setting_to_change(a: Plane) -> None:
+def test_a_port_in_use_is_a_config_error(a: Plane) -> None:
     port = int(a.addresses["tcp"].rpartition(":")[2])
     with pytest.raises(ConfigError, match=str(port)):
         Plane(B, "host-1", [ShmTransport(), TcpTransport(port=port)]).open()
 
 
-async def test_a_link_that_nobody_waits_for_any_more_is_closed(a: Plane, b: Plane) -> None:
-    """It stayed open at both ends, one of the few that a listener takes."""
+async def test_a_link_of_a_cancelled_caller_is_closed(a: Plane, b: Plane) -> None:
+    """The link stayed open at both ends, and took one of the listener's few places."""
     slow = SlowTransport()
     a._transports["tcp"] = slow
     to = PeerAddress(B, "host-2", b.addresses)
@@ -141,10 +141,10 @@ async def test_a_link_that_nobody_waits_for_any_more_is_closed(a: Plane, b: Plan
     await until(lambda: slow.links and slow.links[0].closed)
 
 
-async def test_a_measurement_given_up_leaves_no_thread_on_the_link(
+async def test_a_cancelled_measurement_closes_its_link(
     a: Plane, b: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its thread went on with the link, and the next fetch used it at the same time."""
+    """The thread continued on the link while the next fetch used it."""
     link = await a.connect(PeerAddress(B, "host-2", b.addresses), _issue(b), deadline_s=5.0)
     may_go_on = threading.Event()
     monkeypatch.setattr(plane_module, "fastest_s", lambda link, deadline_s: may_go_on.wait(5.0))
@@ -156,7 +156,7 @@ async def test_a_measurement_given_up_leaves_no_thread_on_the_link(
 
 
 class SlowTransport(TcpTransport):
-    """Answers a dial when it is told to."""
+    """Answers a dial on command."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,8 +175,8 @@ class SlowTransport(TcpTransport):
     ["a" * 70 + ":1", "x\0y:1", "nowhere", "h:99999"],
     ids=["too long", "a zero", "no port", "no such port"],
 )
-async def test_an_address_that_makes_no_sense_is_the_peers_fault(a: Plane, b: Plane, address: str) -> None:
-    """What another worker wrote into its ticket ended the worker that dialled."""
+async def test_a_malformed_address_is_the_peers_error(a: Plane, b: Plane, address: str) -> None:
+    """A malformed ticket of a peer stopped the worker that dialled."""
     with pytest.raises(KvasirError):
         await a.connect(PeerAddress(B, "host-2", {"tcp": address}), _issue(b), deadline_s=5.0)
     with pytest.raises(KvasirError):

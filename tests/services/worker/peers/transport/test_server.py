@@ -1,4 +1,4 @@
-"""Listeners against someone who speaks the protocol wrongly: byte by byte over a plain socket."""
+"""Listeners against malformed messages, sent byte by byte over a plain socket."""
 
 import contextlib
 import fcntl
@@ -25,7 +25,7 @@ SIZE = 20_000
 
 
 def heard(sock: socket.socket) -> wire.Envelope:
-    """The next message, as its bytes say."""
+    """Read the next message."""
     limits = TransportLimits()
     length, crc = wire.envelope_bytes(sock.recv(wire.PREFIX.size, socket.MSG_WAITALL), limits)
     return wire.unpacked(sock.recv(length, socket.MSG_WAITALL), crc, limits)
@@ -44,7 +44,7 @@ class Rig:
         self.listener: SocketListener = TcpTransport().listen(self.desk)
 
     def greeted(self) -> socket.socket:
-        """A socket that the listener takes for a link."""
+        """Return a socket connected to the listener."""
         sock = socket.create_connection(split_address(self.listener.address), timeout=5.0)
         sock.sendall(greeting(self.desk.issue(PEER, valid_for_s=5.0), heard(sock).header))
         assert heard(sock).type == wire.WELCOME
@@ -63,7 +63,7 @@ def _message(data: memoryview) -> bytearray:
     return bytearray(head + bytes(data) + digest([data]).to_bytes(wire.DIGEST_BYTES, "little"))
 
 
-def test_a_message_written_by_hand_is_taken(rig: Rig) -> None:
+def test_a_handmade_message_is_accepted(rig: Rig) -> None:
     with rig.greeted() as sock:
         sock.sendall(_message(pattern(SIZE)))
         assert b"kept" in sock.recv(4096)
@@ -77,14 +77,14 @@ def assert_nothing_was_taken(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("kept", [1, 15, 40, 100, SIZE, -9, -1])
-def test_a_truncated_one_is_not(rig: Rig, kept: int) -> None:
+def test_a_truncated_message_is_refused(rig: Rig, kept: int) -> None:
     with rig.greeted() as sock:
         sock.sendall(_message(pattern(SIZE))[:kept])
     assert_nothing_was_taken(rig)
 
 
 @pytest.mark.parametrize("place", [0, 5, 9, 20, 30, 100, SIZE // 2, SIZE, -1, -8])
-def test_a_changed_one_is_not(rig: Rig, place: int) -> None:
+def test_a_changed_message_is_refused(rig: Rig, place: int) -> None:
     message = _message(pattern(SIZE))
     message[place] ^= 0x10
     with rig.greeted() as sock:
@@ -96,7 +96,7 @@ def test_a_changed_one_is_not(rig: Rig, place: int) -> None:
 
 
 @pytest.mark.parametrize("greeting", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(100), b"KVB2" + b"\xff" * 100])
-def test_a_stranger_gets_nowhere(rig: Rig, greeting: bytes) -> None:
+def test_a_greeting_without_a_ticket_is_refused(rig: Rig, greeting: bytes) -> None:
     with socket.create_connection(split_address(rig.listener.address), timeout=8.0) as sock:
         sock.sendall(greeting)
         with contextlib.suppress(OSError):  # It may have been shown the door already.
@@ -105,8 +105,8 @@ def test_a_stranger_gets_nowhere(rig: Rig, greeting: bytes) -> None:
     assert rig.counts.admitted == 0
 
 
-def test_a_greeting_is_good_for_the_link_it_was_made_for(rig: Rig) -> None:
-    """Who sees it pass, and is quicker, gets nowhere with it; and never sees the ticket."""
+def test_a_greeting_is_valid_on_its_own_link_only(rig: Rig) -> None:
+    """A process that copies a greeting cannot use it first, and never sees the ticket."""
     address, ticket = split_address(rig.listener.address), rig.desk.issue(PEER, valid_for_s=5.0)
     with socket.create_connection(address, timeout=5.0) as one, socket.create_connection(address) as other:
         seen = greeting(ticket, heard(one).header)
@@ -118,7 +118,7 @@ def test_a_greeting_is_good_for_the_link_it_was_made_for(rig: Rig) -> None:
     assert isinstance(wire.error_from(refused.header), Unauthorized)
 
 
-def test_a_link_that_no_thread_can_be_had_for_is_dropped_and_later_ones_are_served(
+def test_a_link_without_a_thread_is_dropped_and_later_ones_are_served(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     start = threading.Thread.start
@@ -139,8 +139,8 @@ def test_a_link_that_no_thread_can_be_had_for_is_dropped_and_later_ones_are_serv
         assert b"kept" in sock.recv(4096)
 
 
-def test_strangers_take_no_place_from_those_with_a_ticket(rig: Rig) -> None:
-    """However many connect and say nothing, and go on doing so: who shows a ticket is served at once."""
+def test_connections_without_a_ticket_do_not_displace_links(rig: Rig) -> None:
+    """A peer with a ticket is served at once, however many silent connections there are."""
     address, over = split_address(rig.listener.address), threading.Event()
     silent = [socket.create_connection(address, timeout=5.0) for _ in range(200)]
 
@@ -181,7 +181,7 @@ def test_a_file_that_can_shrink_or_is_short_is_no_ring(size: int, seals: int) ->
     os.close(fd)
 
 
-def test_who_brings_no_rings_is_turned_away() -> None:
+def test_a_link_without_rings_is_refused() -> None:
     desk = WorkerDesk(Peer("own", 1))
     listener = ShmTransport().listen(desk)
     with socket.socket(socket.AF_UNIX) as sock:
@@ -192,7 +192,7 @@ def test_who_brings_no_rings_is_turned_away() -> None:
     assert listener.close(5.0)
 
 
-def test_addresses_that_lead_nowhere() -> None:
+def test_dialling_an_unused_address_fails() -> None:
     with pytest.raises(InvalidRequest):
         ShmTransport().dial("127.0.0.1:1", Peer("a", 1), Peer("b", 1), b"", deadline_s=1.0)
     with pytest.raises(NoResponder):
@@ -205,6 +205,6 @@ def test_hosts_and_ports() -> None:
 
 
 @pytest.mark.parametrize("address", ["", "host", ":80", "host:", "host:x", "host:99999", "@name"])
-def test_what_is_none(address: str) -> None:
+def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(InvalidRequest):
         split_address(address)

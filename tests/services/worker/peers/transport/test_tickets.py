@@ -1,4 +1,4 @@
-"""Tickets are used once, in time, by whom they were issued for; receivers are found by kind."""
+"""A ticket works once, in time, for its peer; receivers are found by kind."""
 
 import pytest
 
@@ -17,7 +17,7 @@ class Clock:
         return self.now_s
 
 
-def test_a_ticket_is_good_once_and_for_a_while() -> None:
+def test_a_ticket_works_once_until_it_expires() -> None:
     clock = Clock()
     desk = WorkerDesk(OWN, clock=clock)
     ticket, late = desk.issue(A, valid_for_s=5.0), desk.issue(A, valid_for_s=5.0)
@@ -30,7 +30,7 @@ def test_a_ticket_is_good_once_and_for_a_while() -> None:
         desk.enter(A, ticket_name(late))
 
 
-def test_a_ticket_in_wrong_hands_is_used_up() -> None:
+def test_a_stolen_ticket_is_refused_and_used_up() -> None:
     desk = WorkerDesk(OWN)
     ticket = desk.issue(A, valid_for_s=5.0)
     with pytest.raises(Unauthorized):
@@ -57,11 +57,11 @@ def test_tickets_are_bounded_and_old_ones_make_room() -> None:
     with pytest.raises(Overloaded):
         for _ in range(5000):
             desk.issue(A, valid_for_s=5.0)
-    desk.issue(Peer("b", 1), valid_for_s=5.0)  # somebody else's share is untouched
+    desk.issue(Peer("b", 1), valid_for_s=5.0)  # The limit is per peer.
     clock.now_s = 6.0
     desk.issue(A, valid_for_s=5.0)
 
 
-def test_an_unknown_kind_is_named() -> None:
+def test_the_error_names_an_unknown_kind() -> None:
     with pytest.raises(InvalidRequest, match="attention"):
         WorkerDesk(OWN).receiver("attention")

@@ -1,4 +1,4 @@
-"""Envelopes survive the way, and nothing else passes for one."""
+"""Envelopes survive the wire, and other bytes are refused."""
 
 import pytest
 from hypothesis import given
@@ -30,7 +30,7 @@ def _read(data: bytes) -> wire.Envelope:
         st.integers(0, 2**32),
     )
 )
-def test_what_is_packed_is_read(envelope: wire.Envelope) -> None:
+def test_a_packed_envelope_is_read_back(envelope: wire.Envelope) -> None:
     assert _read(wire.packed(envelope)) == envelope
 
 
@@ -49,7 +49,7 @@ def test_a_changed_byte_is_refused_or_in_the_spare_word(place: int, flip: int) -
 @pytest.mark.parametrize(
     ("header", "sizes"), [(bytes(101), ()), (b"", (1, 1, 1, 1, 1)), (b"", (600, 600)), (b"", (-1,))]
 )
-def test_limits_hold(header: bytes, sizes: tuple[int, ...]) -> None:
+def test_messages_above_the_limits_are_refused(header: bytes, sizes: tuple[int, ...]) -> None:
     with pytest.raises((MessageTooLarge, InvalidMessage)):
         _read(wire.packed(wire.Envelope(wire.REQUEST, 1, header, "kind", sizes)))
 

@@ -1,4 +1,4 @@
-"""Queries travel where that is cheaper, keys where that is; and a creditor lends a share of its time."""
+"""The cheaper of queries and keys travels, and a creditor lends a share of its time."""
 
 import pytest
 from hypothesis import given
@@ -16,7 +16,7 @@ from services.worker.peers.attention.core.cost import (
 from services.worker.peers.core.neighbours import LinkRate
 
 KV_BYTES, Q_BYTES = 2 * 8 * 128 * 4, 32 * (2 * 128 + 1) * 4
-"""Of a token, in a layer of 8 KV and 32 query heads of 128."""
+"""Bytes per token, in a layer of 8 KV and 32 query heads of dimension 128."""
 
 
 def work(rows: int, context_tokens: int) -> Work:
@@ -44,7 +44,7 @@ def test_a_slow_creditor_is_not_asked_to_compute() -> None:
     assert choose_mode(chunk, speeds) is ShipMode.FETCH
 
 
-def test_what_hides_behind_a_layer_costs_nothing() -> None:
+def test_a_fetch_hidden_behind_a_layer_costs_nothing() -> None:
     speeds, chunk = CreditorSpeeds(), work(64, 512)
     before_s = fetch_s(chunk, speeds)
     for _ in range(40):
@@ -52,16 +52,18 @@ def test_what_hides_behind_a_layer_costs_nothing() -> None:
     assert fetch_s(chunk, speeds) == chunk.pairs * speeds.own_pair_s < before_s
 
 
-def test_bandwidth_is_learnt_from_large_fetches_only() -> None:
+def test_bandwidth_is_measured_by_large_fetches_only() -> None:
     speeds = CreditorSpeeds()
     for _ in range(60):
         speeds.on_fetched(1 << 26, 0.0131 + speeds.round_trip_s)
         speeds.on_fetched(100, 5.0)
     assert 4.5e9 < speeds.bytes_per_s < 5.5e9
-    assert CreditorSpeeds(speeds.link).bytes_per_s == speeds.bytes_per_s, "all who use the link know"
+    assert CreditorSpeeds(speeds.link).bytes_per_s == speeds.bytes_per_s, (
+        "all users of the link share its speed"
+    )
 
 
-def test_round_trips_are_what_neither_bytes_nor_computing_explains() -> None:
+def test_a_round_trip_excludes_transfer_and_compute_time() -> None:
     speeds, decode = CreditorSpeeds(LinkRate(1e12)), work(1, 100)
     for _ in range(60):
         speeds.on_shipped(decode, elapsed_s=0.003, compute_s=0.002)
@@ -69,7 +71,7 @@ def test_round_trips_are_what_neither_bytes_nor_computing_explains() -> None:
     assert abs(ship_s(decode, speeds) - 0.003) < 1e-4
 
 
-def test_a_busy_worker_lends_its_fraction() -> None:
+def test_a_busy_worker_lends_its_fraction_of_time() -> None:
     budget, now_s, lent_s = ComputeBudget(0.25, burst_s=0.1), 0.0, 0.0
     while now_s < 100:
         if budget.may_compute(now_s, is_busy=True):
@@ -80,7 +82,7 @@ def test_a_busy_worker_lends_its_fraction() -> None:
     assert budget.refusals > 0
 
 
-def test_an_idle_worker_lends_what_is_asked() -> None:
+def test_an_idle_worker_always_computes() -> None:
     budget = ComputeBudget(0.01)
     for step in range(100):
         assert budget.may_compute(step * 0.01, is_busy=False)
@@ -88,7 +90,7 @@ def test_an_idle_worker_lends_what_is_asked() -> None:
     assert budget.refusals == 0
 
 
-def test_a_fraction_of_none_lends_nothing_even_when_idle() -> None:
+def test_a_fraction_of_zero_lends_no_time_even_when_idle() -> None:
     assert not ComputeBudget(0.0).may_compute(0.0, is_busy=False)
 
 
@@ -96,7 +98,7 @@ def test_a_fraction_of_none_lends_nothing_even_when_idle() -> None:
     st.floats(0.05, 1.0),
     st.lists(st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 0.2), st.booleans()), max_size=60),
 )
-def test_never_more_than_fraction_burst_and_one_question(
+def test_lent_time_is_bounded_by_fraction_burst_and_one_request(
     fraction: float, events: list[tuple[float, float, bool]]
 ) -> None:
     budget, now_s, lent_s, longest_s = ComputeBudget(fraction, burst_s=0.1), 0.0, 0.0, 0.0

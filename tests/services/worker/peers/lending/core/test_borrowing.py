@@ -35,7 +35,7 @@ def asks(question: CreditorQuestion | None) -> tuple[str, int]:
     return question.creditor_id, question.question.blocks
 
 
-def test_candidates_in_order_until_one_confirms() -> None:
+def test_candidates_are_asked_in_order_until_one_grants() -> None:
     search = Borrowing("d", 1, block_tokens=16)
     asked = search.start(4)
     assert isinstance(asked, AskLedger) and asked.question.tokens == 64
@@ -46,7 +46,7 @@ def test_candidates_in_order_until_one_confirms() -> None:
     search.check_integrity()
 
 
-def test_for_a_cache_only_host_memory_is_asked_for_and_no_number_twice() -> None:
+def test_a_search_for_a_cache_asks_for_host_memory_only() -> None:
     requests = itertools.count(1)
     sequences = Borrowing("d", 1, 16, requests=requests)
     search = Borrowing("d", 1, 16, requests=requests, for_cache=True)
@@ -63,14 +63,14 @@ def test_for_a_cache_only_host_memory_is_asked_for_and_no_number_twice() -> None
     assert (first.question.request, question.question.request) == (1, 2)
 
 
-def test_a_part_counts_and_the_rest_is_asked_of_the_next() -> None:
+def test_the_rest_of_a_partial_grant_is_asked_of_the_next() -> None:
     search = Borrowing("d", 1, 16)
     search.start(4)
     search.on_candidates(candidates("a", "b"), 0.0)
     assert asks(search.on_reply("a", lends(3), 0.0)) == ("b", 1)
 
 
-def test_after_three_refusals_the_ledger_is_asked_again_and_told_who_refused() -> None:
+def test_after_refusals_the_ledger_is_asked_again_and_told_of_them() -> None:
     search = Borrowing("d", 1, 16, manners=Manners(most_rounds=2, rest_s=1.0))
     search.start(4)
     search.on_candidates(candidates("a", "b", "c"), 0.0)
@@ -99,7 +99,7 @@ def test_each_candidate_is_asked_for_the_tier_that_the_ledger_names() -> None:
     assert (question.question.refused_by, question.question.refused_host_by) == (("a",), ("a", "b"))
 
 
-def test_without_candidates_or_a_ledger_it_rests() -> None:
+def test_a_search_without_candidates_or_a_ledger_rests() -> None:
     search = Borrowing("d", 1, 16)
     search.start(4)
     with pytest.raises(ValueError, match="looked for"):
@@ -116,7 +116,7 @@ def test_without_candidates_or_a_ledger_it_rests() -> None:
     offers=st.lists(st.lists(st.sampled_from("abcdefgh"), max_size=3), min_size=1, max_size=6),
     grants=st.lists(st.integers(0, 8), max_size=40),
 )
-def test_any_search_ends_and_never_takes_more_than_wanted(
+def test_any_search_ends_and_takes_at_most_what_is_wanted(
     wanted: int, offers: list[list[str]], grants: list[int]
 ) -> None:
     search = Borrowing("d", 1, 16)

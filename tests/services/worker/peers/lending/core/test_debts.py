@@ -43,7 +43,7 @@ def test_blocks_are_taken_oldest_first_and_released(debts: Debts, table: RBlockT
     assert (debts.free_blocks, debts.borrowed_blocks) == (2, 2)
 
 
-def test_leases_are_renewed_a_quarter_in_and_count_from_the_sending(debts: Debts, table: RBlockTable) -> None:
+def test_leases_count_from_sending_and_renew_after_a_quarter(debts: Debts, table: RBlockTable) -> None:
     debts.on_granted(grant("c", 5), 0.0)
     debts.on_granted(grant("c", 6, grant_id=2), 0.5)
     assert debts.renewals(0.9) == []
@@ -56,7 +56,7 @@ def test_leases_are_renewed_a_quarter_in_and_count_from_the_sending(debts: Debts
     assert sorted(debts.tick(5.0)) == [10, 11]
 
 
-def test_what_the_creditor_does_not_know_is_lost(debts: Debts) -> None:
+def test_grants_unknown_to_the_creditor_are_lost(debts: Debts) -> None:
     debts.on_granted(grant("c", 5), 0.0)
     debts.on_granted(grant("c", 6, grant_id=2), 0.0)
     used = debts.take(2)
@@ -67,14 +67,14 @@ def test_what_the_creditor_does_not_know_is_lost(debts: Debts) -> None:
     debts.release(used)
 
 
-def test_a_creditor_that_is_gone_takes_its_blocks_along(debts: Debts) -> None:
+def test_a_lost_creditor_loses_its_blocks(debts: Debts) -> None:
     debts.on_granted(grant("c", 5), 0.0)
     debts.on_granted(grant("e", 5), 0.0)
     assert debts.on_creditor_gone("c") == [10]
     assert debts.borrowed_blocks == 1
 
 
-def test_a_grant_that_was_ended_takes_no_other_along(debts: Debts) -> None:
+def test_an_ended_grant_loses_no_other_grant(debts: Debts) -> None:
     debts.on_granted(grant("c", 5, 6), 0.0)
     debts.on_granted(grant("c", 7, grant_id=2), 0.0)
     assert debts.on_grant_over(GrantKey("c", 1, 2)) == [12]
@@ -100,7 +100,7 @@ def test_returns_go_to_creditors_in_need_first_and_are_retried(debts: Debts, tab
     assert table.borrowed_from() == {"c": 1}
 
 
-def test_host_memory_goes_back_before_device_memory_that_nobody_is_short_of(
+def test_host_memory_is_returned_before_device_memory_without_pressure(
     debts: Debts, table: RBlockTable
 ) -> None:
     debts.on_granted(grant("c", 5), 0.0)
@@ -126,7 +126,7 @@ def test_grants_that_are_only_on_the_way_back_are_not_renewed(debts: Debts) -> N
     assert debts.renewals(3.0) == []
 
 
-def test_frozen_blocks_stay_until_they_thaw_or_are_at_home(debts: Debts, table: RBlockTable) -> None:
+def test_frozen_blocks_stay_until_they_thaw_or_come_home(debts: Debts, table: RBlockTable) -> None:
     debts.on_granted(grant("c", 5, 6), 0.0)
     first, second = debts.take(2)
     debts.freeze([first, second])
@@ -144,7 +144,7 @@ def test_frozen_blocks_stay_until_they_thaw_or_are_at_home(debts: Debts, table: 
 KEY = GrantKey("c", 1, 1)
 
 
-def test_local_blocks_mean_themselves_and_borrowed_ones_a_place_elsewhere() -> None:
+def test_own_blocks_map_to_themselves_and_borrowed_ones_to_a_creditor() -> None:
     table = RBlockTable("w", 10)
     assert table.resolve(3) == BlockPlace("w", KvTier.DEVICE, 3)
     assert table.add(grant("c", 7, 9)) == [10, 11]
@@ -154,8 +154,8 @@ def test_local_blocks_mean_themselves_and_borrowed_ones_a_place_elsewhere() -> N
     table.check_integrity()
 
 
-def test_borrowed_blocks_are_numbered_after_all_own_ones_on_the_device_or_not() -> None:
-    """With Pie there are more ids than blocks of the device: a worker ended with the first it borrowed."""
+def test_borrowed_blocks_are_numbered_after_all_own_ids() -> None:
+    """With Pie there are more ids than device blocks: the first borrowed block stopped a worker."""
     table = RBlockTable("w", 10, local_ids=15)
     assert table.resolve(14).worker_id == "w" and table.add(grant("c", 7, 9)) == [15, 16]
     assert table.own_blocks(KvTier.DEVICE) == 10, "of which some may be lent"

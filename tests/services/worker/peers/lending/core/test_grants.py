@@ -52,7 +52,7 @@ def test_the_cap_allows_a_part_and_then_nothing(grants: Grants) -> None:
     assert grants.lend(borrow("f"), [], 0.0).refusal is Refusal.NOTHING_FREE
 
 
-def test_other_kv_oneself_and_a_switched_off_creditor_are_refused() -> None:
+def test_other_kv_a_workers_own_request_and_a_disabled_creditor_are_refused() -> None:
     assert refusal(creditor().answer(borrow(fingerprint=b"other"))) is Refusal.OTHER_KV
     assert refusal(creditor().answer(borrow("c"))) is Refusal.NOT_LENDING
     assert refusal(creditor(Terms(most_blocks=0, fingerprint=KV)).answer(borrow())) is Refusal.NOT_LENDING
@@ -62,8 +62,8 @@ def test_other_kv_oneself_and_a_switched_off_creditor_are_refused() -> None:
     assert refusal(frozen.answer(borrow())) is Refusal.NOT_LENDING
 
 
-def test_kv_of_which_nothing_is_known_fits_nobodys() -> None:
-    """Not even what is as nameless: it may be of another model, or in blocks of another size."""
+def test_an_empty_fingerprint_matches_nothing() -> None:
+    """Not even another empty one: it may be another model or block size."""
     nameless = creditor(Terms(most_blocks=6))
     assert refusal(nameless.answer(borrow(fingerprint=b""))) is Refusal.OTHER_KV
     assert refusal(nameless.answer(borrow())) is Refusal.OTHER_KV
@@ -76,7 +76,7 @@ def test_the_same_request_gets_the_same_grant(grants: Grants) -> None:
     assert grants.answer(borrow("d", blocks=2, request=1, incarnation=2)) == 2
 
 
-def test_a_lease_lasts_a_grace_longer_than_told_and_as_long_as_it_is_renewed(grants: Grants) -> None:
+def test_a_lease_lasts_a_grace_longer_than_told_and_while_renewed(grants: Grants) -> None:
     lent(grants, "d", 0, 1)
     lent(grants, "e", 2)
     renewed = grants.renew(renew("d", 1), 4.4)
@@ -89,7 +89,7 @@ def test_a_lease_lasts_a_grace_longer_than_told_and_as_long_as_it_is_renewed(gra
     assert (len(grants), grants.lent_blocks) == (0, 0)
 
 
-def test_leases_of_another_life_or_debtor_are_not_renewed(grants: Grants) -> None:
+def test_leases_of_another_incarnation_or_debtor_are_not_renewed(grants: Grants) -> None:
     lent(grants, "d", 0)
     assert grants.renew(renew("d", 1, creditor_incarnation=2), 1.0).held == ()
     assert grants.renew(renew("d", 1, incarnation=2), 1.0).held == ()
@@ -107,10 +107,10 @@ def test_returning_is_idempotent_and_raises_the_generation(grants: Grants) -> No
     assert grants.enter(1, 2, [2], 0.0)
     assert grants.enter(1, 1, [2], 0.0), "the debtor may not know yet that the others are back"
     for generation in (1, 2):
-        assert not grants.enter(1, generation, [0], 0.0), "not in the grant any more"
+        assert not grants.enter(1, generation, [0], 0.0), "no longer in the grant"
 
 
-def test_blocks_somebody_is_at_work_on_are_freed_when_the_last_has_left(grants: Grants) -> None:
+def test_the_last_user_frees_returned_blocks(grants: Grants) -> None:
     lent(grants, "d", 0, 1)
     assert grants.enter(1, 1, [0], 1.0) and grants.enter(1, 1, [1], 1.0)
     assert grants.tick(9.0) == []
@@ -123,7 +123,7 @@ def test_blocks_somebody_is_at_work_on_are_freed_when_the_last_has_left(grants: 
         grants.leave(1)
 
 
-def test_a_debtors_new_life_ends_what_the_old_one_held(grants: Grants) -> None:
+def test_a_restarted_debtor_ends_its_old_grants(grants: Grants) -> None:
     lent(grants, "d", 0, 1)
     assert grants.on_incarnation("d", 1) == []
     assert grants.on_incarnation("d", 2) == [Freed(KvTier.DEVICE, (0, 1))]
@@ -161,7 +161,7 @@ events = st.one_of(
 
 
 class TwoPools:
-    """A creditor with the pools that it lends out of, and a debt of its own."""
+    """A creditor with its pools, and a debt of its own."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -234,14 +234,14 @@ def test_neither_tier_is_over_committed_and_leases_free_both(events: list[tuple[
     assert {tier: pool.free_blocks for tier, pool in world.pools.items()} == {"device": 8, "host": 5}
 
 
-def test_a_creditor_in_need_tells_each_debtor_its_part(grants: Grants) -> None:
+def test_a_creditor_that_is_short_asks_each_debtor_for_its_share(grants: Grants) -> None:
     lent(grants, "d", 0, 1, 2, 3)
     lent(grants, "e", 4, 5)
     assert grants.renew(renew("d", 1), 1.0, short_blocks=3).wanted_back_blocks == 2
     assert grants.renew(renew("e", 2), 1.0, short_blocks=99).wanted_back_blocks == 2
 
 
-def test_who_holds_something_is_a_debtor_until_the_last_of_it_is_back(grants: Grants) -> None:
+def test_a_worker_is_a_debtor_until_its_last_block_is_back(grants: Grants) -> None:
     first, second = lent(grants, "d", 0, 1), lent(grants, "e", 2, request=2)
     grants.give_back(give_back("d", first.grant_id, 0))
     assert grants.debtors() == {"d", "e"}
@@ -249,7 +249,7 @@ def test_who_holds_something_is_a_debtor_until_the_last_of_it_is_back(grants: Gr
     assert grants.debtors() == {"e"}
     assert grants.enter(second.grant_id, 1, (), 1.0)
     grants.tick(99.0)
-    assert grants.debtors() == {"e"}, "somebody is at work on it"
+    assert grants.debtors() == {"e"}, "the grant has a user"
     grants.leave(second.grant_id)
     assert grants.debtors() == set()
 
@@ -259,7 +259,7 @@ def cached(debtor: str, *blocks: int, request: int = 1) -> BorrowBlocks:
     return msgspec.structs.replace(asked, for_cache=True)
 
 
-def test_what_caches_have_gives_way_to_sequences_the_last_grant_first() -> None:
+def test_grants_of_caches_yield_to_sequences_newest_first() -> None:
     grants = Grants(RBlockTable("c", 4, 6), 1, Terms(4, 4.0, 0.5, KV, most_host_blocks=6))
     grants.lend(borrow("s", blocks=1, tier=KvTier.HOST), [0], 0.0)
     grants.lend(cached("d", 1, 2), [1, 2], 0.0)
@@ -274,7 +274,7 @@ def test_what_caches_have_gives_way_to_sequences_the_last_grant_first() -> None:
     grants.check_integrity()
 
 
-def test_what_is_being_read_gives_way_when_its_reader_has_left() -> None:
+def test_a_grant_being_read_yields_after_its_reader_leaves() -> None:
     grants = Grants(RBlockTable("c", 4, 6), 1, Terms(4, 4.0, 0.5, KV, most_host_blocks=6))
     grants.lend(cached("d", 1, 2), [1, 2], 0.0)
     assert grants.enter(1, 1, [1], 0.0)

@@ -1,4 +1,4 @@
-"""Blocks leave a pool, cached prefixes first of all, and come back; each tier hands out its own."""
+"""Blocks leave a pool, cached prefixes first, and come back; each tier lends its own."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from tests.services.worker.kv.rig import MemoryMover
 from tests.services.worker.peers.lending.builders import PlainVault
 
 
-def test_what_is_kept_stays_and_a_part_may_be_too_little() -> None:
+def test_kept_blocks_stay_and_too_small_a_part_is_refused() -> None:
     pool = BlockPool(10, 4)
     assert lend(pool, most_blocks=20, least_blocks=9, keep_blocks=2) == []
     taken = lend(pool, most_blocks=20, least_blocks=1, keep_blocks=2)
@@ -31,7 +31,7 @@ def test_what_is_kept_stays_and_a_part_may_be_too_little() -> None:
     assert (pool.total_blocks, pool.free_blocks) == (10, 10)
 
 
-def test_cached_prefixes_make_room_and_blocks_in_use_do_not() -> None:
+def test_cached_prefixes_are_evicted_and_used_blocks_are_not() -> None:
     mover = MemoryMover()
     cache = PrefixCache(BlockPool(6, 2), Tiers(host_blocks=8), mover, CostGate())
     names = chain(root(b"f"), bytes(4 * 2 * 4), 2)
@@ -77,7 +77,7 @@ def test_blocks_are_conserved(moves: list[tuple[str, int]]) -> None:
         assert pool.total_blocks == 16 - len(lent) == len(held) + pool.free_blocks
 
 
-async def test_each_tier_lends_its_own_and_only_the_device_keeps_some() -> None:
+async def test_each_tier_lends_its_own_blocks_and_only_the_device_keeps_some() -> None:
     vault = PlainVault()
     stock = Stock(vault, keep_blocks=18, host_blocks=3, block_tokens=16)
     device = await stock.take(KvTier.DEVICE, 9, 1)
@@ -89,7 +89,7 @@ async def test_each_tier_lends_its_own_and_only_the_device_keeps_some() -> None:
     assert await stock.take(KvTier.HOST, 3, 3) == [], "fewer are of no use"
 
 
-async def test_some_of_what_comes_back_may_be_kept() -> None:
+async def test_returned_blocks_may_be_kept() -> None:
     vault = PlainVault()
     stock = Stock(vault, 0, 0, 16)
     blocks = await stock.take(KvTier.DEVICE, 3, 1)

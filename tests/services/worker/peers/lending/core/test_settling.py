@@ -1,4 +1,4 @@
-"""A worker's part in a settlement, step by step; under faults: tests/stack/test_settling_cores.py."""
+"""A worker's part in a settlement, step by step. With faults: tests/stack/test_settling_cores.py."""
 
 from services.worker.peers.lending.core.debts import Debts
 from services.worker.peers.lending.core.grants import Grants, Terms
@@ -9,7 +9,7 @@ from tests.services.worker.peers.lending.builders import borrow, grant
 
 
 def worker(*, lent: int = 3, borrowed: int = 3) -> tuple[Settling, RBlockTable, Debts]:
-    """Owes `c`, is owed by `d`; two bounce blocks."""
+    """A worker that owes `c` and is owed by `d`, with two bounce blocks."""
     table = RBlockTable("w", 10)
     grants, debts = Grants(table, 1, Terms(most_blocks=5)), Debts(table, 1)
     grants.lend(borrow("d", blocks=lent), range(lent), 0.0)
@@ -51,7 +51,7 @@ def test_a_round_from_freeze_to_unfreeze() -> None:
     settling.check_integrity()
 
 
-def test_no_more_is_frozen_than_is_owed_and_lent() -> None:
+def test_at_most_the_owed_and_lent_blocks_are_frozen() -> None:
     assert blocks_of(worker(lent=1)[0].on_settle(step(SettlePhase.FREEZE, blocks=9), 0.0)) == 1
     assert blocks_of(worker(borrowed=2)[0].on_settle(step(SettlePhase.FREEZE, blocks=9), 0.0)) == 2
     without_bounce = worker()[0]
@@ -59,7 +59,7 @@ def test_no_more_is_frozen_than_is_owed_and_lent() -> None:
     assert blocks_of(without_bounce.on_settle(step(SettlePhase.FREEZE), 0.0)) == 0
 
 
-def test_one_settlement_at_a_time_and_unknown_ones_are_answered_with_nothing() -> None:
+def test_one_settlement_runs_at_a_time_and_unknown_ones_get_zero_blocks() -> None:
     settling, _, _ = worker()
     settling.on_settle(step(SettlePhase.FREEZE), 0.0)
     assert blocks_of(settling.on_settle(step(SettlePhase.FREEZE, name="other"), 0.0)) == 0
@@ -68,7 +68,7 @@ def test_one_settlement_at_a_time_and_unknown_ones_are_answered_with_nothing() -
     assert blocks_of(settling.on_settle(step(SettlePhase.COMMIT), 0.0)) == 0, "nothing was copied"
 
 
-def test_a_copy_that_is_not_whole_does_not_count() -> None:
+def test_an_incomplete_copy_does_not_count() -> None:
     settling, table, _ = worker()
     settling.on_settle(step(SettlePhase.FREEZE), 0.0)
     copy = settling.on_settle(step(SettlePhase.COPY), 0.0)
@@ -107,7 +107,7 @@ def test_a_sequence_that_ends_meanwhile_leaves_its_copy_as_a_bounce_block() -> N
     settling.check_integrity()
 
 
-def test_a_creditor_that_dies_ends_it() -> None:
+def test_a_creditor_that_dies_ends_the_settlement() -> None:
     settling, _, debts = worker()
     settling.on_settle(step(SettlePhase.FREEZE), 0.0)
     settling.on_lost(debts.on_creditor_gone("c"))

@@ -20,14 +20,14 @@ from tests.services.ledger.builders import report
 MARKS = Marks(low_blocks=4, high_blocks=12)
 
 
-def test_below_the_low_mark_up_to_the_middle() -> None:
+def test_below_the_low_mark_it_borrows_up_to_the_middle() -> None:
     assert blocks_to_borrow(Memory(own_free=4), MARKS) == 0
     assert blocks_to_borrow(Memory(own_free=3), MARKS) == 5
     assert blocks_to_borrow(Memory(own_free=1, borrowed_free=2), MARKS) == 5
     assert blocks_to_borrow(Memory(own_free=10, wanted=30), MARKS) == 28
 
 
-def test_above_the_high_mark_what_is_not_used_goes_back() -> None:
+def test_above_the_high_mark_unused_blocks_are_returned() -> None:
     assert blocks_to_return(Memory(own_free=10, borrowed_free=2), MARKS) == 0
     assert blocks_to_return(Memory(own_free=10, borrowed_free=5), MARKS) == 3
     assert blocks_to_return(Memory(own_free=99, borrowed_free=5), MARKS) == 5
@@ -37,7 +37,7 @@ def test_a_creditor_in_need_gets_more_but_not_below_the_low_mark() -> None:
     assert blocks_to_return(Memory(own_free=3, borrowed_free=5), MARKS, wanted_back_blocks=9) == 4
 
 
-def test_marks_in_the_wrong_order() -> None:
+def test_marks_in_the_wrong_order_are_refused() -> None:
     with pytest.raises(ValueError, match="above"):
         Marks(5, 4)
 
@@ -49,7 +49,7 @@ def test_marks_in_the_wrong_order() -> None:
     low=st.integers(0, 50),
     gap=st.integers(0, 50),
 )
-def test_what_was_just_borrowed_is_not_returned(
+def test_blocks_just_borrowed_are_not_returned(
     own: int, borrowed: int, wanted: int, low: int, gap: int
 ) -> None:
     marks, memory = Marks(low, low + gap), Memory(own, borrowed, wanted)
@@ -72,18 +72,18 @@ def gathering(needed_blocks: int, capacity: Capacity) -> Balance:
     return balance
 
 
-def test_it_lacks_what_the_pool_is_too_small_by_whatever_is_used() -> None:
+def test_the_lack_depends_on_the_pools_size_and_not_on_its_use() -> None:
     assert gathering(16, EMPTY).lacks(0, 0) == 6
     assert gathering(16, Capacity(total_blocks=10, free_blocks=3)).lacks(0, 0) == 6
     assert gathering(0, EMPTY).lacks(0, 0) == 0
 
 
-def test_what_was_granted_since_the_report_is_not_borrowed_again() -> None:
+def test_blocks_granted_since_the_report_are_not_borrowed_again() -> None:
     assert gathering(16, EMPTY).lacks(4, 0) == 2
     assert gathering(16, EMPTY).lacks(6, 0) == 0
 
 
-def test_what_was_given_up_is_not_given_up_again_before_a_report_shows_it() -> None:
+def test_blocks_given_up_wait_for_a_report_before_more_are() -> None:
     grown = Capacity(total_blocks=20, free_blocks=20, borrowed_blocks=10, borrowed_free_blocks=10)
     balance = gathering(16, grown)
     assert balance.may_shrink() and balance.spares(10, 0, 0) == 4
@@ -95,7 +95,7 @@ def test_what_was_given_up_is_not_given_up_again_before_a_report_shows_it() -> N
     assert balance.may_shrink() and balance.spares(6, 0, 0) == 0
 
 
-def test_little_free_is_no_reason_to_borrow_where_that_is_dear_but_a_long_sequence_is() -> None:
+def test_without_borrowing_ahead_only_a_long_sequence_borrows() -> None:
     balance = Balance(Marks(2, 4), EMPTY)
     balance.on_report(Capacity(total_blocks=10, free_blocks=1))
     assert balance.lacks(0, 0) == 2
@@ -106,13 +106,13 @@ def test_little_free_is_no_reason_to_borrow_where_that_is_dear_but_a_long_sequen
     assert balance.lacks(0, 0) >= 6
 
 
-def test_own_memory_that_a_long_sequence_needs_brings_nothing_home_and_is_wanted_back() -> None:
+def test_memory_for_a_long_sequence_stops_recalls_and_is_wanted_back() -> None:
     balance = gathering(16, Capacity(total_blocks=10, free_blocks=10))
     assert (balance.wanted_blocks, balance.own_blocks, balance.keep_blocks) == (16, 10, 16)
     assert balance.short_blocks == 6
 
 
-def test_the_creditor_under_most_pressure_first() -> None:
+def test_the_creditor_under_most_pressure_comes_first() -> None:
     under = {
         "a": CreditorPressure(free_fraction=0.5),
         "b": CreditorPressure(free_fraction=0.1),
@@ -122,7 +122,7 @@ def test_the_creditor_under_most_pressure_first() -> None:
     assert found == {"c": 2, "b": 4, "a": 1}
 
 
-def test_host_memory_before_device_memory_of_those_who_are_not_short() -> None:
+def test_host_memory_comes_before_device_memory_without_pressure() -> None:
     device, host = KvTier.DEVICE, KvTier.HOST
     under = {
         "a": CreditorPressure(2),
@@ -139,13 +139,13 @@ def test_host_memory_before_device_memory_of_those_who_are_not_short() -> None:
     ]
 
 
-def test_far_before_near_and_nothing_without_room() -> None:
+def test_distant_creditors_come_first_and_nothing_without_room() -> None:
     under = {"a": CreditorPressure(distance=0), "b": CreditorPressure(distance=1)}
     assert recalls({"a": 4, "b": 4}, under, free_blocks=5, keep_blocks=0) == {"b": 4, "a": 1}
     assert recalls({"a": 4}, {}, free_blocks=2, keep_blocks=2) == {}
 
 
-def test_pressure_is_what_neighbours_say_of_themselves() -> None:
+def test_pressure_comes_from_heartbeats() -> None:
     neighbours = Neighbours("w0")
     neighbours.hear(report("w0", host="a"), 0.0)
     neighbours.hear(report("w1", host="a", free=5, total=20), 0.0)
