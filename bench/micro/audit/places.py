@@ -173,7 +173,7 @@ class Lent:
             asked = replace(request, layer=layer, q_heads=self._q_heads if kind == ATTEND else 0)
             buffers = [bytes_of(tensor) for tensor in tensors]
             receiver, header = self._creditor.receivers[kind], request_encoder.encode(asked)
-            reception = receiver.admit(Peer("debtor", 1), header, [each.nbytes for each in buffers])
+            reception = receiver(Peer("debtor", 1), header, [each.nbytes for each in buffers])
             for into, given in zip(reception.buffers, buffers, strict=True):
                 into[:] = given
             reception.commit()
@@ -210,7 +210,7 @@ class Frames:
     def __init__(self) -> None:
         self._desk = WorkerDesk(Peer("creditor", 1))
         self._echo = _Echo()
-        self._desk.serve("echo", self._echo)
+        self._desk.serve("echo", self._echo.admit)
         self._listener = TcpTransport().listen(self._desk)
         self._spoil: Callable[[bytearray, bool], None] | None = None
         self._middle = socket.create_server(("127.0.0.1", 0))

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -160,10 +161,10 @@ class Creditor:
         self._described: dict[tuple[Peer, KvTier], OrderedDict[int, _Known]] = {}
         self._lock = threading.Lock()
         self.receivers: dict[str, Receiver] = {
-            ATTEND: _Questions(self),
-            NATIVE: _Exchanges(self),
-            WRITE: _Questions(self),
-            FETCH: _Fetches(self),
+            ATTEND: partial(self._admit, _asked),
+            NATIVE: self._announced,
+            WRITE: partial(self._admit, _asked),
+            FETCH: partial(self._admit, _Fetch),
         }
 
     def enter(self, peer: Peer, header: bytes) -> "Visit":
@@ -182,6 +183,32 @@ class Creditor:
         except BaseException:
             self.grants.leave(peer, request.grants)
             raise
+
+    def _admit(
+        self,
+        make: "Callable[[Visit, Sequence[int]], _Question | _Fetch]",
+        peer: Peer,
+        header: bytes,
+        sizes_bytes: Sequence[int],
+    ) -> "_Question | _Fetch":
+        visit = self.enter(peer, header)
+        try:
+            return make(visit, sizes_bytes)
+        except BaseException:
+            visit.leave()
+            raise
+
+    def _announced(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> "_Exchange":
+        """Receiver of `kv.native`: the debtor's steps follow natively, until it ends the exchange."""
+        request = read_request(header)
+        memory = self.memory_of(request)
+        if not 0 < request.q_heads <= _MAX_Q_HEADS:
+            raise InvalidMessage(f"{request.q_heads} query heads")
+        for layer in range(memory.layers):
+            memory.sizes_bytes(Question(layer, request.q_heads), 0, 0)
+        if sizes_bytes:
+            raise InvalidMessage("an announcement of an exchange carries no buffers")
+        return _Exchange(self, memory, peer, request)
 
     def memory_of(self, request: Request) -> LentBlocks:
         """Return the memory of the request's tier. Raises InvalidMessage when none is lent."""
@@ -275,19 +302,9 @@ class Visit:
             self.creditor.grants.leave(self.peer, self.request.grants)
 
 
-class _Questions:
-    """Receiver of `kv.attend`, and of `kv.write`, which is the same without queries."""
-
-    def __init__(self, creditor: Creditor) -> None:
-        self._creditor = creditor
-
-    def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> "_Question":
-        visit = self._creditor.enter(peer, header)
-        try:
-            return _Question(visit, visit.request.layer, visit.request.q_heads, sizes_bytes)
-        except BaseException:
-            visit.leave()
-            raise
+def _asked(visit: Visit, sizes_bytes: Sequence[int]) -> "_Question":
+    """Make a request of `kv.attend`, or of `kv.write`, which is the same without queries."""
+    return _Question(visit, visit.request.layer, visit.request.q_heads, sizes_bytes)
 
 
 class _Question:
@@ -329,25 +346,6 @@ class _Question:
         compute_s = creditor.clock() - began_s + memory.served_s(spans, is_busy=is_busy)
         creditor.budget.on_computed(compute_s, is_busy=is_busy)
         return Reply(msgspec.msgpack.encode(Attended(compute_s=compute_s)), found)
-
-
-class _Exchanges:
-    """Receiver of `kv.native`: the debtor's steps follow natively, until it ends the exchange."""
-
-    def __init__(self, creditor: Creditor) -> None:
-        self._creditor = creditor
-
-    def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> "_Exchange":
-        request = read_request(header)
-        memory = self._creditor.memory_of(request)
-        q_heads = request.q_heads
-        if not 0 < q_heads <= _MAX_Q_HEADS:
-            raise InvalidMessage(f"{q_heads} query heads")
-        for layer in range(memory.layers):
-            memory.sizes_bytes(Question(layer, q_heads), 0, 0)
-        if sizes_bytes:
-            raise InvalidMessage("an announcement of an exchange carries no buffers")
-        return _Exchange(self._creditor, memory, peer, request)
 
 
 @dataclass(slots=True)
@@ -398,23 +396,8 @@ class _Exchange:
         """Nothing to release."""
 
 
-class _Fetches:
-    """Receiver of `kv.fetch`."""
-
-    def __init__(self, creditor: Creditor) -> None:
-        self._creditor = creditor
-
-    def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> "_Fetch":
-        visit = self._creditor.enter(peer, header)
-        try:
-            return _Fetch(visit, sizes_bytes)
-        except BaseException:
-            visit.leave()
-            raise
-
-
 class _Fetch:
-    """A request for blocks of one layer, which may bring keys and values of another layer."""
+    """A `kv.fetch` of blocks of one layer, which may bring keys and values of another layer."""
 
     def __init__(self, visit: Visit, sizes_bytes: Sequence[int]) -> None:
         request, blocks = visit.request, visit.described.spans.blocks

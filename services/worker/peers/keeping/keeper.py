@@ -47,7 +47,7 @@ class Keeper:
         self.grants = grants
         self.copying = threading.Lock()
         """Held while a thread uses `records`."""
-        self.receivers: dict[str, Receiver] = {KEEP: _Keeping(self), KEPT: _Kept(self)}
+        self.receivers: dict[str, Receiver] = {KEEP: self._keep, KEPT: self._kept}
 
     def enter(self, peer: Peer, header: bytes) -> LentSlot:
         """Return the slot, reserved until `leave`. Raises StaleEpoch when the debtor does not hold it."""
@@ -65,19 +65,17 @@ class Keeper:
     def leave(self, peer: Peer, slot: LentSlot) -> None:
         self.grants.leave(peer, [slot.grant])
 
-
-@dataclass(frozen=True, slots=True)
-class _Keeping:
-    """Receiver of `kv.keep`."""
-
-    keeper: Keeper
-
-    def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> "_Arriving":
-        expected = self.keeper.records.record_bytes
+    def _keep(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> "_Arriving":
+        expected = self.records.record_bytes
         if list(sizes_bytes) != [expected]:
             raise InvalidMessage(f"buffers of {list(sizes_bytes)} bytes where a block has {expected}")
-        slot = self.keeper.enter(peer, header)
-        return _Arriving(self.keeper, peer, slot, np.empty(expected, dtype=np.uint8))
+        slot = self.enter(peer, header)
+        return _Arriving(self, peer, slot, np.empty(expected, dtype=np.uint8))
+
+    def _kept(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> "_Leaving":
+        if sizes_bytes:
+            raise InvalidMessage("a request for a block carries no buffers")
+        return _Leaving(self, peer, self.enter(peer, header))
 
 
 @dataclass(slots=True)
@@ -103,18 +101,6 @@ class _Arriving:
 
     def abandon(self) -> None:
         self.keeper.leave(self.peer, self.slot)
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """Receiver of `kv.kept`."""
-
-    keeper: Keeper
-
-    def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> "_Leaving":
-        if sizes_bytes:
-            raise InvalidMessage("a request for a block carries no buffers")
-        return _Leaving(self.keeper, peer, self.keeper.enter(peer, header))
 
 
 @dataclass(slots=True)

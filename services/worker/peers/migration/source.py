@@ -89,20 +89,15 @@ class BlockSource:
         self.given_blocks = 0
         self.shadowed_blocks = 0
         """Number of these given as shadows."""
-        self.receivers: dict[str, Receiver] = {BLOCKS: _Blocks(self)}
+        self.receivers: dict[str, Receiver] = {BLOCKS: self._give}
 
-
-@dataclass(frozen=True, slots=True)
-class _Blocks:
-    source: BlockSource
-
-    def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> "_Giving":
+    def _give(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> "_Giving":
         wanted = read_wanted(header)
         if sizes_bytes:
             raise InvalidMessage("a request for blocks carries no buffers")
-        if wanted.fingerprint != self.source.fingerprint:
+        if wanted.fingerprint != self.fingerprint:
             raise ModelMismatch(f"{peer.worker_id} has KV of another model, layout or dtype")
-        return _Giving(self.source, wanted)
+        return _Giving(self, wanted)
 
 
 @dataclass(slots=True)

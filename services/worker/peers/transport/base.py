@@ -12,8 +12,8 @@ transfers, dial two links. The answering side serves each link on a thread of it
 Rules for every transport (`tests/services/worker/peers/transport/test_base.py`):
 
 - Dialling takes a ticket: a secret that the answering worker issued to this peer, valid once and briefly.
-- A receiver first says where the buffers go (`admit`). Then it learns that they arrived intact (`commit`) or
-  never will (`abandon`); nothing writes into its buffers after either call.
+- A receiver first says where the buffers go. Then it learns that they arrived intact (`commit`) or never will
+  (`abandon`); nothing writes into its buffers after either call.
 - A side that gives up, on a deadline or an error, aborts the link, and a failed link is never used again. The
   other side abandons what was under way, so a peer that was stopped and resumes commits nothing.
 - A failed transfer may leave parts of `into` and of admitted buffers overwritten. Use their content only
@@ -111,12 +111,9 @@ class Reception(Protocol):
         ...
 
 
-class Receiver(Protocol):
-    """Takes messages of one kind at the answering end of a link."""
-
-    def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> Reception:
-        """Return memory for the buffers. Raises KvasirError to refuse: the peer gets it."""
-        ...
+Receiver = Callable[[Peer, bytes, Sequence[int]], Reception]
+"""Takes messages of one kind at the answering end of a link: admits one with this header and these sizes of
+buffers, in bytes. Raises KvasirError to refuse: the peer gets it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,16 +38,14 @@ _ROUNDS = 3
 """The first only fills caches and windows."""
 
 
-class Probes:
+def answer_probe(peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> "_Probe":
     """Receiver that sends as many arbitrary bytes as the header asks for."""
-
-    def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> "_Probe":
-        size_bytes = decode(header, int)
-        if sizes_bytes:
-            raise InvalidMessage("a probe carries no buffers")
-        if not 0 < size_bytes <= PROBE_BYTES:
-            raise MessageTooLarge(f"a probe asks for at most {PROBE_BYTES} bytes")
-        return _Probe(size_bytes)
+    size_bytes = decode(header, int)
+    if sizes_bytes:
+        raise InvalidMessage("a probe carries no buffers")
+    if not 0 < size_bytes <= PROBE_BYTES:
+        raise MessageTooLarge(f"a probe asks for at most {PROBE_BYTES} bytes")
+    return _Probe(size_bytes)
 
 
 class _Probe:
@@ -102,7 +100,7 @@ class Plane:
     ) -> None:
         self.own = own
         self.desk = WorkerDesk(own, clock=clock)
-        self.desk.serve(KIND, Probes())
+        self.desk.serve(KIND, answer_probe)
         self.choice = TransportChoice([transport.name for transport in transports], host)
         self._clock = clock
         self._transports = {transport.name: transport for transport in transports}

@@ -352,9 +352,8 @@ class Served:
     def _admit(self, envelope: wire.Envelope) -> Reception:
         if not self._desk.is_current(self._peer):
             raise self._stale()
-        reception = self._desk.receiver(envelope.kind).admit(
-            self._peer, envelope.header, envelope.sizes_bytes
-        )
+        receiver = self._desk.receiver(envelope.kind)
+        reception = receiver(self._peer, envelope.header, envelope.sizes_bytes)
         if sizes_of(reception.buffers) != list(envelope.sizes_bytes):
             reception.abandon()
             raise ValueError(f"the receiver of {envelope.kind!r} has buffers of other sizes")

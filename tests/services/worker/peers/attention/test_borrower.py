@@ -318,7 +318,7 @@ def test_borrowed_blocks_are_given_to_the_worker_that_takes_the_sequence(here: W
     records = Records(here.engine.pools)
     source = BlockSource(CacheDoor(here.door, cache, here.borrower), here.transfers, records, b"f")
     wanted = msgspec.msgpack.encode(WantedBlocks(b"f", tuple(names)))
-    reply = source.receivers[BLOCKS].admit(Peer("another", 1), wanted, []).commit()
+    reply = source.receivers[BLOCKS](Peer("another", 1), wanted, []).commit()
 
     assert here.owner.host is not None
     own, lent, host = records, Records(here.owner.engine.pools), Records(here.owner.host.pools)

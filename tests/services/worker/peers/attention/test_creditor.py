@@ -77,7 +77,7 @@ def owner(llama: Any) -> Iterator[Lender]:
 def offer(
     owner: Lender, header: bytes, sizes: list[int], kind: str = ATTEND, peer: Peer = DEBTOR
 ) -> Reception:
-    return owner.creditor.receivers[kind].admit(peer, header, sizes)
+    return owner.creditor.receivers[kind](peer, header, sizes)
 
 
 def fill(reception: Reception, value: float) -> None:
@@ -266,7 +266,7 @@ class World:
         _, kv_heads, dim, _ = self.engine.pools[0][0].shape
         sizes = {ATTEND: [4 * HEADS * dim] + [4 * kv_heads * dim] * 2, WRITE: [4 * kv_heads * dim] * 2}
         receiver = self.creditor.receivers[kind]
-        reception = receiver.admit(DEBTOR, request_encoder.encode(asked), sizes.get(kind, []))
+        reception = receiver(DEBTOR, request_encoder.encode(asked), sizes.get(kind, []))
         fill(reception, 9.0)
         reception.commit()
 

@@ -45,28 +45,19 @@ class Taken:
         self._counts.add("abandoned")
 
 
-class Made:
-    """A `Receiver` from a function of (header, buffers)."""
-
-    def __init__(self, counts: Counts, reply: Callable[[bytes, list[Buffer]], Reply]) -> None:
-        self._counts = counts
-        self._reply = reply
-
-    def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> Taken:
-        buffers = [memoryview(bytearray(size)) for size in sizes_bytes]
-        return Taken(self._counts, buffers, lambda taken: self._reply(header, taken))
-
-
-class Refusing:
-    """Admits nothing."""
-
-    def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> Taken:
-        raise InvalidRequest("no room", param="sizes", retry_after_s=0.5)
-
-
 def furnish(desk: WorkerDesk) -> Counts:
     """Kinds: `echo`, `keep`, `source` (header: sizes), `slow` (header: seconds), `refuse`, `fail`."""
     counts = Counts()
+
+    def serve(kind: str, reply: Callable[[bytes, list[Buffer]], Reply]) -> None:
+        def admit(peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> Taken:
+            buffers = [memoryview(bytearray(size)) for size in sizes_bytes]
+            return Taken(counts, buffers, lambda taken: reply(header, taken))
+
+        desk.serve(kind, admit)
+
+    def refuse(peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> Taken:
+        raise InvalidRequest("no room", param="sizes", retry_after_s=0.5)
 
     def echo(header: bytes, buffers: list[Buffer]) -> Reply:
         return Reply(header, buffers, lambda: counts.add("done"))
@@ -82,12 +73,12 @@ def furnish(desk: WorkerDesk) -> Counts:
     def fail(header: bytes, _: list[Buffer]) -> Reply:
         raise RuntimeError("a bug in a receiver")
 
-    desk.serve("echo", Made(counts, echo))
-    desk.serve("keep", Made(counts, lambda header, buffers: Reply(b"kept")))
-    desk.serve("source", Made(counts, source))
-    desk.serve("slow", Made(counts, slow))
-    desk.serve("fail", Made(counts, fail))
-    desk.serve("refuse", Refusing())
+    serve("echo", echo)
+    serve("keep", lambda header, buffers: Reply(b"kept"))
+    serve("source", source)
+    serve("slow", slow)
+    serve("fail", fail)
+    desk.serve("refuse", refuse)
     return counts
 
 

@@ -70,8 +70,8 @@ class Held:
         self._receiver = end.desk.receiver(kind)
         end.desk.serve(kind, self)
 
-    def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> Taken:
-        taken = self._receiver.admit(peer, header, sizes_bytes)
+    def __call__(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> Taken:
+        taken = self._receiver(peer, header, sizes_bytes)
         self.reached.set()
         assert self.go_on.wait(30.0)
         assert isinstance(taken, Taken)

@@ -17,7 +17,7 @@ from services.worker.peers.transport.plane import (
     Issue,
     PeerAddress,
     Plane,
-    Probes,
+    answer_probe,
     fastest_s,
 )
 from services.worker.peers.transport.server import WorkerDesk
@@ -185,7 +185,7 @@ async def test_a_malformed_address_is_the_peers_error(a: Plane, b: Plane, addres
 
 def test_transfers_are_timed_and_larger_ones_refused() -> None:
     desk = WorkerDesk(B)
-    desk.serve(KIND, Probes())
+    desk.serve(KIND, answer_probe)
     listener = TcpTransport().listen(desk)
     link = TcpTransport().dial(listener.address, A, B, desk.issue(A, valid_for_s=5.0), deadline_s=5.0)
     try:
