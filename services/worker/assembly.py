@@ -13,7 +13,7 @@ from services.worker.core.steps import StepCore
 from services.worker.cores import bind_to
 from services.worker.engine.contract import AttendingEngine, Engine, SharingEngine
 from services.worker.engine.native.sums import checksums
-from services.worker.engine.progress import Progress
+from services.worker.engine.progress import LoadProgress
 from services.worker.engine_thread import Runner
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.borrowed_pool import ExtendedPool, Pool
@@ -187,9 +187,9 @@ def core_of(
     )
 
 
-def make_engine(config: WorkerConfig, progress: Progress | None = None) -> Engine:
+def make_engine(config: WorkerConfig, progress: LoadProgress | None = None) -> Engine:
     """Return the configured engine, warmed up and profiled. Raises ConfigError."""
-    progress = progress or Progress()
+    progress = progress or LoadProgress()
     if config.engine == "simulated":
         from services.worker.engine.simulated import SimulatedEngine
 
@@ -207,7 +207,7 @@ def make_engine(config: WorkerConfig, progress: Progress | None = None) -> Engin
     return build(config, progress)
 
 
-def make_bound_engine(config: WorkerConfig, progress: Progress) -> Engine:
+def make_bound_engine(config: WorkerConfig, progress: LoadProgress) -> Engine:
     """`make_engine` on the engine's cores; compute threads that it starts inherit them."""
     bind_to(config.engine_cores, "engine_cores")
     return make_engine(config, progress)

@@ -12,10 +12,9 @@ import torch
 from services.worker.config import WorkerConfig
 from services.worker.engine.checkpoint import checkpoint_digest, stored_dtype
 from services.worker.engine.engine import TorchEngine, decode_cost, prefill_tokens_per_s, warm_up
-from services.worker.engine.fetching import fetch
 from services.worker.engine.grammar_masks import GrammarMasks
-from services.worker.engine.loading import load
-from services.worker.engine.progress import Progress
+from services.worker.engine.loading import fetch, load
+from services.worker.engine.progress import LoadProgress
 from services.worker.peers.attention.staging import HALVES
 from services.worker.peers.lending.core.settings import LendingConfig
 from services.worker.pie.core.sizes import most_fifo_layers, spare_blocks
@@ -38,11 +37,11 @@ _CONTROL_GROUPS = (
 """Files with the memory limit and usage of control groups v2 and v1, as seen inside a container."""
 
 
-def build(config: WorkerConfig, progress: Progress | None = None) -> TorchEngine:
+def build(config: WorkerConfig, progress: LoadProgress | None = None) -> TorchEngine:
     """Return the native engine of a model, warmed up and profiled. Raises ConfigError."""
     torch.set_num_threads(config.threads)
     dtype = stored_dtype(config.model) if config.dtype == "auto" else config.dtype
-    progress = progress or Progress()
+    progress = progress or LoadProgress()
     fetch(config.model, progress)
     progress.at("reads the weights")
     model = load(config.model, dtype=dtype, device=config.device, progress=progress)

@@ -30,12 +30,11 @@ from services.worker.cores import bind_to
 from services.worker.door import Command, Door
 from services.worker.egress import Courier, Heartbeat, Outbox
 from services.worker.engine.contract import ConstrainedEngine, Engine
-from services.worker.engine.progress import Progress
+from services.worker.engine.progress import LoadProgress
 from services.worker.engine_thread import Runner
 from services.worker.kv.core.stored_events import Event
 from services.worker.kv.figures import CacheFigures, CacheMetrics, read_figures
 from services.worker.kv_events import KvEventPublisher
-from services.worker.loading import Loading
 from services.worker.neighbourhood import Neighbourhood, extended
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler, Listener, fenced, recorder_handlers, status_handlers, status_of
@@ -81,6 +80,26 @@ _foreign = counter(
     "kvasir_worker_foreign_commands_total",
     "Commands about sequences that are not their sender's, or with tokens that no model has; ignored",
 )
+
+
+class Loading:
+    """Status endpoint of a worker that has no engine yet."""
+
+    def __init__(self, bus: Bus, progress: LoadProgress) -> None:
+        self._bus = bus
+        self._progress = progress
+        self._began_s = monotonic_s()
+        self._handlers = status_handlers("worker")
+
+    async def status(self, _: Empty) -> ServiceStatus:
+        details = {"loading": self._progress.text}
+        return status_of(self._bus, "worker", monotonic_s() - self._began_s, details)
+
+    async def listen(self) -> None:
+        await self._bus.attach(self._handlers, self)
+
+    async def close(self) -> None:
+        await self._bus.detach(self._handlers, self)
 
 
 class Worker:
@@ -406,7 +425,7 @@ async def run(config: WorkerConfig) -> None:
 async def _serve(config: WorkerConfig) -> None:
     bus = await Bus.connect(config.bus, service="worker", instance=config.instance)
     try:
-        progress = Progress()
+        progress = LoadProgress()
         loading = Loading(bus, progress)
         await loading.listen()
         engine = await asyncio.to_thread(make_bound_engine, config, progress)

@@ -3,6 +3,7 @@
 Running one token through the model finds each layer's KV shape, so no architecture is a special case.
 """
 
+import contextlib
 import json
 import zlib
 from collections.abc import Collection, Iterator, Sequence
@@ -20,7 +21,7 @@ from transformers.utils import logging as _logging
 
 from services.worker.engine.attention import LayerProbe, LayerShape
 from services.worker.engine.checkpoint import canonical
-from services.worker.engine.progress import Progress
+from services.worker.engine.progress import LoadProgress
 from shared.errors import ConfigError
 from shared.model_files import HubId, check_model, read_json, source_of
 from shared.tokenizer_files import model_folder
@@ -50,6 +51,9 @@ _quiet: Any = _logging
 
 _UNKNOWN_ARCHITECTURE = ("does not recognize this architecture", "Unrecognized configuration class")
 """Phrases of transformers' errors for unknown architectures."""
+_ASK_S = 10.0
+_SMALL = (".json", ".jinja", ".txt", ".model")
+_TOKEN = "set HF_TOKEN to a token of an account that may read it (docs/models.md)"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -71,12 +75,12 @@ class LoadedModel:
         return per_token * block_tokens * self.dtype.itemsize
 
 
-def load(model: str, *, dtype: str, device: str, progress: Progress | None = None) -> LoadedModel:
+def load(model: str, *, dtype: str, device: str, progress: LoadProgress | None = None) -> LoadedModel:
     """Return the model of a folder or hub id. Raises ConfigError if it cannot be loaded or served."""
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}", param="dtype")
     _quiet.disable_progress_bar()
-    _quiet.set_tqdm_hook(partial(_counted, progress or Progress()))
+    _quiet.set_tqdm_hook(partial(_counted, progress or LoadProgress()))
     check_model(model)
     source = source_of(model)
     options = {"revision": source.revision} if isinstance(source, HubId) and source.revision else {}
@@ -101,14 +105,14 @@ def load(model: str, *, dtype: str, device: str, progress: Progress | None = Non
     return describe(torch_module.to(device))
 
 
-def _counted(progress: Progress, make: Any, words: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def _counted(progress: LoadProgress, make: Any, words: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Replace the loader's progress bar over tensors, to report its progress."""
     if not words or not isinstance(words[0], Collection):
         return make(*words, **options)
     return _told(progress, words[0])
 
 
-def _told(progress: Progress, tensors: Collection[Any]) -> Iterator[Any]:
+def _told(progress: LoadProgress, tensors: Collection[Any]) -> Iterator[Any]:
     for done, tensor in enumerate(tensors):
         progress.at(f"reads the weights: {100 * done // len(tensors)} %")
         yield tensor
@@ -171,3 +175,38 @@ def replace_attention(module: Any, name: str) -> None:
         raise ConfigError(
             f"{type(module).__name__} does not use transformers' attention interface", param="model"
         )
+
+
+def fetch(model: str, progress: LoadProgress) -> None:
+    """Download the files of a hub id to the hub's cache; do nothing for a folder.
+
+    If the hub is not reachable, the cache may have all files. Raises ConfigError for a model without access.
+    """
+    source = source_of(model)
+    if not isinstance(source, HubId):
+        return
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    progress.at(f"asks the hub for {source}")
+    try:
+        info = HfApi().model_info(source.name, revision=source.revision, timeout=_ASK_S, files_metadata=True)
+    except GatedRepoError:
+        page = f"https://huggingface.co/{source.name}"
+        text = f"model {source.name} is gated: accept its terms at {page}, then {_TOKEN}"
+        raise ConfigError(text, param="model") from None
+    except RepositoryNotFoundError:
+        text = f"the hub has no model {source.name}, or it is private: check the name, or {_TOKEN}"
+        raise ConfigError(text, param="model") from None
+    except Exception:  # not reachable; the hub client's errors have no common base
+        return
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    top = {name: size for name, size in sizes.items() if "/" not in name}
+    weights = [name for name in top if name.endswith(".safetensors")]
+    weights = weights or [name for name in top if name.startswith("pytorch_model") and name.endswith(".bin")]
+    wanted = {name: size for name, size in top.items() if name in weights or name.endswith(_SMALL)}
+    folder = Path(HF_HUB_CACHE) / f"models--{source.name.replace('/', '--')}"
+    names, whole_bytes = list(wanted), sum(wanted.values())
+    with progress.downloading(str(source), folder, whole_bytes), contextlib.suppress(OSError):
+        snapshot_download(source.name, revision=source.revision, allow_patterns=names)  # the loader raises

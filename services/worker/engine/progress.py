@@ -8,7 +8,7 @@ from pathlib import Path
 _MEGA = 1e6
 
 
-class Progress:
+class LoadProgress:
     """Text that describes the current step."""
 
     def __init__(self) -> None:

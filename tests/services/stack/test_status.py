@@ -20,8 +20,8 @@ from services.predictor.service import HANDLERS, Predictor
 from services.stack.roll_call import RollCall, StatusProbe
 from services.stack.rundir import DEFAULT_RUN_DIR, RunDirectory
 from services.stack.status import _print_rows, _show_summary, process_rows, status
-from services.worker.engine.progress import Progress
-from services.worker.loading import Loading
+from services.worker.engine.progress import LoadProgress
+from services.worker.service import Loading
 from shared import subjects
 from shared.bus import status_handlers
 from shared.config import BusConfig
@@ -202,7 +202,7 @@ async def test_who_answers_is_ready_unless_it_is_the_one_before(
 
 async def test_a_worker_that_loads_says_how_far_it_is(bus_config: BusConfig, connect_bus: ConnectBus) -> None:
     """Instead of "does not answer on the bus yet" for as long as a download takes."""
-    roll, progress = RollCall(bus_config), Progress()
+    roll, progress = RollCall(bus_config), LoadProgress()
     bus = await connect_bus("worker", "worker-0")
     loading = Loading(bus, progress)
     await loading.listen()

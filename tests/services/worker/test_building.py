@@ -12,7 +12,7 @@ from services.worker import building
 from services.worker.building import build, free_bytes, kv_capacity
 from services.worker.config import WorkerConfig
 from services.worker.engine.contract import Row
-from services.worker.engine.progress import Progress
+from services.worker.engine.progress import LoadProgress
 from shared.errors import ConfigError
 
 MIB = 1 << 20
@@ -78,7 +78,7 @@ def test_an_architecture_that_is_not_supported_is_said_in_one_sentence(tmp_path:
 
 
 def test_loading_says_how_far_it_is(tmp_path: Path) -> None:
-    class Told(Progress):
+    class Told(LoadProgress):
         def at(self, step: str | Callable[[], str]) -> None:
             super().at(step)
             steps.append(self.text)
@@ -88,7 +88,7 @@ def test_loading_says_how_far_it_is(tmp_path: Path) -> None:
     shares = [step for step in steps if "%" in step]
     assert steps[0] == "reads the weights" and shares[0] == "reads the weights: 0 %" and len(shares) > 3
     assert steps[-2:] == ["compiles and sets up the engine", "warms up"]
-    progress = Progress()
+    progress = LoadProgress()
     (tmp_path / "blobs").mkdir()
     with progress.downloading("org/name", tmp_path, 4_000_000):
         (tmp_path / "blobs" / "part.incomplete").write_bytes(bytes(1_000_000))
