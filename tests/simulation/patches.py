@@ -34,7 +34,6 @@ import services.worker.peers.keeping.loans as cache_loans
 import services.worker.peers.keeping.ways as ways
 import services.worker.peers.lending.service as lending
 import services.worker.peers.transport.pipe as pipe
-import services.worker.peers.transport.plane as plane
 import services.worker.peers.transport.server as bulk_server
 import services.worker.peers.transport.tcp as tcp
 import shared.bus.connection as bus_connection
@@ -56,7 +55,6 @@ _THREADED = (
     throttle,
     disk,
     peer_tier,
-    plane,
     bulk_server,
     pipe,
     lending,

@@ -104,7 +104,6 @@ def test_a_text_is_cut_where_that_is_asked_for(client: openai.OpenAI) -> None:
         ({"input": ["a"] * 2049}, "input"),
         ({"input": [10**9]}, "input"),
         ({"encoding_format": "int8"}, "encoding_format"),
-        ({"inptu": "a"}, "inptu"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ],
 )

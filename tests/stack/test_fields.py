@@ -144,7 +144,6 @@ def test_prompts_are_cut_and_answers_named(http: httpx.Client, tokenizer: Tokeni
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tempature": 1}, "tempature"),
         ({"suffix": "x"}, "suffix"),
         ({"grammar": "x"}, "grammar"),
         ({"tools": [{"type": "function"}]}, "tools"),

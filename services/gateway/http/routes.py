@@ -86,7 +86,7 @@ def make_app(
     reader = RequestReader(sessions, models, config, store)
     bodies = BodyReader(config, models.first.acceptance.threads)
     desk.reread = reader.read_again
-    completions = _completions(reader, bodies, config, desk)
+    completions = _completions(reader, bodies, config, desk, store)
     for path, handler in completions.items():
         app.add_route(path, handler, methods=["POST"])
     _add_tokenization(app, sessions, models, config, bodies)
@@ -127,7 +127,11 @@ def make_operator_app(sessions: Sessions, add_page: AddPage = lambda _: None) ->
 
 
 def _completions(
-    reader: RequestReader, bodies: BodyReader, config: GatewayConfig, desk: LastingDesk
+    reader: RequestReader,
+    bodies: BodyReader,
+    config: GatewayConfig,
+    desk: LastingDesk,
+    store: ResponseStore | None,
 ) -> dict[str, RouteHandler]:
     async def complete(path: str, request: Request) -> Response:
         record: RequestRecord = request.scope[RECORD]
@@ -169,6 +173,8 @@ def _completions(
             kept = desk.begin(shadow, partial(reader.answer, reading, record, deadline))
             if begun is not None and not reading.job.stream:
                 await desk.shadow(kept)
+                if store is not None:  # its client may ask any gateway for it at once
+                    await store.settle()
                 return _written(begun)
             return Following(desk, kept, record)
 

@@ -94,7 +94,9 @@ class Kept:
     is_counted: bool = False
     """It counts against its key's quota until it ends."""
     told: Start | None = None
-    """The heir that has a copy."""
+    """The heir that has a copy, or is being sent one."""
+    telling: "asyncio.Future[None] | None" = None
+    """Sends that copy."""
     abandoned: asyncio.Event = field(default_factory=asyncio.Event)
 
     def open(self, exchange: Exchange) -> None:
@@ -420,10 +422,12 @@ class LastingDesk:
             self._is_telling_again = False
 
     async def shadow(self, kept: Kept) -> None:
-        """Send a copy to the heir, if there is one."""
+        """Send a copy to the heir, if there is one; return when the heir has it."""
         if kept.told is None and (heir := self._peers.heir) is not None:
             kept.told = heir
-            await self._tell(kept)
+            kept.telling = asyncio.ensure_future(self._tell(kept))
+        if kept.telling is not None:
+            await asyncio.shield(kept.telling)
 
     async def _tell(self, kept: Kept) -> None:
         heir = kept.told

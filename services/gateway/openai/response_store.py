@@ -81,6 +81,10 @@ class ResponseStore:
         """Store in the background; errors are logged."""
         self._thread.submit(self._put, key, name, body, items)
 
+    async def settle(self) -> None:
+        """Wait until everything given to `put` is committed."""
+        await self._on_thread(lambda: None)
+
     async def find(self, key: str, name: str) -> StoredResponse:
         """Return the key's response. Raises HttpError 404 if it has none of that name."""
         return await self._on_thread(lambda: self._find(key, name))

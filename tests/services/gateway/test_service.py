@@ -358,6 +358,7 @@ async def test_it_runs_alone_as_a_process(nats_server: NatsServer, model_folder:
 def test_the_hot_path_runs_inline() -> None:
     inline = {handler.method for handler in HANDLERS if handler.method != "status"}
     told = {"on_worker_reported", "on_scheduler_announced", "on_worker_lost", "on_prepared"}
+    told |= {"on_given_up", "on_verdict"}
     assert inline == {"on_frame", *told}
     assert TokenDelta.__struct_config__.array_like
 

@@ -23,14 +23,14 @@ def test_capacity_can_be_given_in_bytes(model_folder: Path) -> None:
     config = WorkerConfig(model=str(model_folder), block_tokens=4)
     engine = make_engine(config.model_copy(update={"kv_bytes": 11 * block_bytes + 5}))
     assert engine.kv_blocks == 11
-    with pytest.raises(ConfigError, match=f"{block_bytes} bytes"):
+    with pytest.raises(ConfigError, match=r"0 blocks of KV are too few"):
         make_engine(config.model_copy(update={"kv_bytes": block_bytes - 1}))
 
 
 def test_there_is_one_form_of_pie_and_a_setting_for_another_is_refused() -> None:
     both = ["--pie.enabled", "true", "--lending.borrow", "true"]
     assert load(WorkerConfig, section="worker", argv=both).pie.enabled is True
-    with pytest.raises(ConfigError, match=r"unrecognized arguments: --pie\.form layers"):
+    with pytest.raises(ConfigError, match=r"--pie\.form is no setting"):
         load(WorkerConfig, section="worker", argv=[*both, "--pie.form", "layers"])
 
 
