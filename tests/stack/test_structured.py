@@ -82,7 +82,9 @@ def test_refused_before_any_work(victim: RunningStack) -> None:
     refused = httpx.post(f"{victim.url}/v1/chat/completions", json=body, headers=headers)
     assert refused.status_code == 400
     error = refused.json()["error"]
-    assert error["param"] == "response_format.json_schema.schema" and "not is not supported" in error["message"]
+    assert (
+        error["param"] == "response_format.json_schema.schema" and "not is not supported" in error["message"]
+    )
 
 
 class Dog(BaseModel):
