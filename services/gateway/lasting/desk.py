@@ -95,7 +95,7 @@ class Kept:
     """It counts against its key's quota until it ends."""
     told: Start | None = None
     """The heir that has a copy, or is being sent one."""
-    telling: "asyncio.Future[None] | None" = None
+    telling: "asyncio.Task[None] | None" = None
     """Sends that copy."""
     abandoned: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -316,14 +316,14 @@ class LastingDesk:
 
     # --- inside
 
-    def _start(self, work: Coroutine[Any, Any, object]) -> None:
-        """Start a fenced task, whose error affects nothing else."""
+    def _start(self, work: Coroutine[Any, Any, object]) -> "asyncio.Task[None]":
+        """Return a started, fenced task, whose error affects nothing else."""
 
         async def alone() -> None:
             with fenced("an answer that lasts"):
                 await work
 
-        self._tasks.create_task(alone())
+        return self._tasks.create_task(alone())
 
     def _keep(self, shadow: Shadow) -> Kept:
         now_s = self._now_s()
@@ -425,7 +425,7 @@ class LastingDesk:
         """Send a copy to the heir, if there is one; return when the heir has it."""
         if kept.told is None and (heir := self._peers.heir) is not None:
             kept.told = heir
-            kept.telling = asyncio.ensure_future(self._tell(kept))
+            kept.telling = self._start(self._tell(kept))
         if kept.telling is not None:
             await asyncio.shield(kept.telling)
 
