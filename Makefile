@@ -168,13 +168,13 @@ PIP_NEWEST := -m pip install --quiet --disable-pip-version-check --upgrade
 	.venv-clients/bin/python $(PIP_BY_HASH) -r deploy/locks/clients.txt
 	@touch $@
 
-.venv-clients-newest/.installed: requirements-clients.txt FORCE
+.venv-clients-newest/.installed: deploy/requirements/clients.txt FORCE
 	$(PYTHON) -m venv .venv-clients-newest
-	.venv-clients-newest/bin/python $(PIP_NEWEST) -r requirements-clients.txt
+	.venv-clients-newest/bin/python $(PIP_NEWEST) -r deploy/requirements/clients.txt
 
-.venv-aider-newest/.installed: requirements-aider.txt FORCE
+.venv-aider-newest/.installed: deploy/requirements/aider.txt FORCE
 	$(PYTHON) -m venv .venv-aider-newest
-	.venv-aider-newest/bin/python $(PIP_NEWEST) -r requirements-aider.txt
+	.venv-aider-newest/bin/python $(PIP_NEWEST) -r deploy/requirements/aider.txt
 
 # No package's install script runs but these two, which put the binary of a package for this platform in its place.
 # Not `npm ci`: it refuses a lock without the packages of other platforms, which not every registry has.

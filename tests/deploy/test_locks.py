@@ -6,6 +6,7 @@ registry can exchange the base image under the same tag.
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,12 @@ def test_the_image_is_built_on_a_digest_and_by_hashes() -> None:
         r"KVASIR_BASE:-\S+@sha256:", compose
     )
     assert all("--require-hashes" in line for line in re.findall(r".*pip install.*", dockerfile))
+
+
+@pytest.mark.parametrize("words", [[], ["CLIENTS=newest"]])
+def test_every_file_that_a_target_of_the_makefile_needs_is_there(words: list[str]) -> None:
+    targets = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), flags=re.M)[0].split()
+    told = subprocess.run(
+        ["make", "-n", "-k", *targets, *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert told.returncode == 0, told.stderr
