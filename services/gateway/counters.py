@@ -1,17 +1,59 @@
-"""The gateway's metrics. Labels that come from clients are bounded in number and form."""
+"""What this process counts: Prometheus metrics, and figures of each model that are written when scraped.
+
+Labels that come from clients are bounded in number and form. All runs on the event loop's thread.
+"""
 
 import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
 
 from shared import metrics
 
 MOST_IGNORED_NAMES = 64
 _LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
+_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
+_REQUEST_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000)
 
-class Counters:
-    """The counters, gauges and histograms of this process."""
+
+class ModelHistogram:
+    """Counts by upper bound, and their sum. An observation costs a search and two additions."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+class ModelFigures:
+    """Counts and histograms of one model; `vllm_metrics.py` writes them. Times count from acceptance."""
 
     def __init__(self) -> None:
+        self.ttft_s = ModelHistogram(_TTFT_S)
+        self.gap_s = ModelHistogram(_TOKEN_S)
+        """Between two frames of one answer."""
+        self.token_s = ModelHistogram(_TOKEN_S)
+        self.request_s, self.decode_s = ModelHistogram(_REQUEST_S), ModelHistogram(_REQUEST_S)
+        self.prompt, self.answer = ModelHistogram(_TOKENS), ModelHistogram(_TOKENS)
+        self.each_answer, self.most = ModelHistogram(_TOKENS), ModelHistogram(_TOKENS)
+        self.choices = ModelHistogram((1, 2, 5, 10, 20))
+        self.generated_tokens = self.cached_tokens = 0
+        self.reasons: Counter[str] = Counter()
+        """Answers by finish reason."""
+
+
+class Counters:
+    """The counters, gauges and histograms of this process, and the figures of each of `models`."""
+
+    def __init__(self, models: Sequence[str] = ()) -> None:
+        self.models = {name: ModelFigures() for name in models}
         self.requests = metrics.counter("kvasir_gateway_requests_total", "HTTP requests", ("route", "status"))
         self.disconnects = metrics.counter(
             "kvasir_gateway_disconnects_total", "Clients gone before their answer ended"

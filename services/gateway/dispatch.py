@@ -119,26 +119,25 @@ class Dispatch:
             self._tasks.create_task(self._submit(sequence, effect), context=sequence.context)
         elif isinstance(effect, Fetch):
             self._tasks.create_task(self._fetch(sequence, effect), context=sequence.context)
+        else:
+            self.tell(effect)
+
+    def tell(self, effect: Acknowledge | Cancel | Extend) -> None:
+        """Queue a small message. If it is lost, a heartbeat that shows so triggers another."""
+        me = self._bus.instance
+        if isinstance(effect, Acknowledge):
+            self.outbox.acknowledge(effect.worker_id, effect.ref)
         elif isinstance(effect, Extend):
-            me = self._bus.instance
             late = ExtendSequence(
                 ref=effect.ref, sender=me, first_index=effect.first_index, tokens=effect.tokens
             )
             self.outbox.put(subjects.worker_extend(effect.worker_id, me), late)
         else:
-            self.tell(effect)
-
-    def tell(self, effect: Acknowledge | Cancel) -> None:
-        """Send an acknowledgement or a cancellation. A heartbeat that shows it was lost triggers another."""
-        if isinstance(effect, Acknowledge):
-            self.outbox.acknowledge(effect.worker_id, effect.ref)
-            return
-        me = self._bus.instance
-        command = CancelSequence(ref=effect.ref, sender=me)
-        if effect.worker_id is not None:
-            self.outbox.put(subjects.worker_cancel(effect.worker_id, me), command)
-        if effect.is_final:
-            self.outbox.put(subjects.scheduler_cancel(me), command)
+            command = CancelSequence(ref=effect.ref, sender=me)
+            if effect.worker_id is not None:
+                self.outbox.put(subjects.worker_cancel(effect.worker_id, me), command)
+            if effect.is_final:
+                self.outbox.put(subjects.scheduler_cancel(me), command)
 
     async def forget_prefixes(self, workers: Sequence[str]) -> dict[str, int]:
         """Empty the workers' prefix caches; return the number of blocks each dropped.
@@ -172,7 +171,7 @@ class Dispatch:
                 try:
                     spec = sequence.spec(self._bus.instance, self._bus.incarnation, self._now_s())
                     command = SubmitSequence(spec=spec)
-                    self._note("submit", stream.ref, causes=dict(stream.handovers), tokens=len(stream.tokens))
+                    self.note("submit", stream.ref, causes=dict(stream.handovers), tokens=len(stream.tokens))
                     await self._bus.request(
                         subjects.scheduler_submit(self._bus.instance),
                         command,
@@ -182,22 +181,22 @@ class Dispatch:
                 except Exception as error:
                     known = _known(error)
                     self._counters.submits.labels(known.code).inc()
-                    self._note("refused", stream.ref, error=known.code)
+                    self.note("refused", stream.ref, error=known.code)
                     effects = stream.on_submit_failed(effect.serial, known, self._now_s())
                 else:
                     self._counters.submits.labels("taken").inc()
-                    self._note("taken", stream.ref)
+                    self.note("taken", stream.ref)
                     effects = stream.on_submitted(effect.serial, self._now_s())
             self._apply(sequence, effects)
 
-    def _note(self, kind: str, ref: SequenceRef, **fields: Any) -> None:
+    def note(self, kind: str, ref: SequenceRef, **fields: Any) -> None:
         """Write to the flight recorder."""
         self._bus.recorder.note(kind, ref.request_id, choice=ref.choice, attempt=ref.attempt, **fields)
 
     async def _fetch(self, sequence: OpenChoice, effect: Fetch) -> None:
         with fenced(_COMMAND):
             self._counters.fetches.inc()
-            self._note("fetch", effect.ref, worker=effect.worker[0], held=effect.first_index)
+            self.note("fetch", effect.ref, worker=effect.worker[0], held=effect.first_index)
             me = self._bus.instance
             subject = subjects.worker_fetch(effect.worker[0], me)
             question = FetchTokens(ref=effect.ref, sender=me, first_index=effect.first_index)

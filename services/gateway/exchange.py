@@ -8,8 +8,8 @@ from contextvars import Context
 from dataclasses import dataclass, field
 
 from services.gateway.core.stream import Stream, StreamPhase
+from services.gateway.counters import ModelFigures
 from services.gateway.errors import ClientGone
-from services.gateway.vllm_metrics import ModelFigures
 from shared import log, spans
 from shared.clock import monotonic_s
 from shared.errors import DeadlineExceeded, InternalError, InvalidRequest, KvasirError, NoResponder
@@ -99,19 +99,18 @@ class OpenChoice:
     accepted_s: float
     context: Context
     """Context of the original request, so that its trace follows every submission."""
+    figures: ModelFigures = field(default_factory=ModelFigures)
+    """Metrics of its model."""
     cache_salt: bytes = b""
     model: str = ""
     priority: int = 0
     tenant: Tenant = NOBODY
-    figures: ModelFigures | None = None
-    """Metrics of its model, once it has tokens."""
-    heard_s: float = 0.0
-    """Time of its last tokens."""
     heir_digest: bytes = b""
     """Digest of the key for a takeover; empty: no takeover."""
     is_resumed: bool = False
     """Another gateway began it."""
-
+    heard_s: float = 0.0
+    """Time of its last tokens."""
     _told: tuple[int, StreamPhase, bool] = (0, StreamPhase.OPEN, False)
 
     def has_news(self) -> bool:
@@ -204,8 +203,9 @@ async def admitted(exchange: Exchange, timeout_s: float) -> None:
     """
     try:
         async with asyncio.timeout(timeout_s):
-            while not all(sequence.stream.accepted for sequence in exchange.sequences):
-                await exchange.wait()
+            for sequence in exchange.sequences:
+                while not sequence.stream.accepted:
+                    await exchange.wait()
     except TimeoutError:
         left = [sequence for sequence in exchange.sequences if not sequence.stream.accepted]
         text = f"no scheduler took {len(left)} of {len(exchange.sequences)} sequences within {timeout_s:g} s"

@@ -48,9 +48,9 @@ class FleetMetrics:
         yield owed
         scheduler = self._scheduler
         for name, value, text in (
-            ("queued", scheduler.queued, "Sequences that no worker has yet"),
-            ("running", scheduler.running, "Sequences that a worker has"),
-            ("preemptions", scheduler.preemptions, "Preemptions in the present scheduler's term"),
+            ("queued", scheduler.said.queued, "Sequences that no worker has yet"),
+            ("running", scheduler.said.running, "Sequences that a worker has"),
+            ("preemptions", scheduler.said.preemptions, "Preemptions in the present scheduler's term"),
         ):
             yield GaugeMetricFamily(f"kvasir_fleet_{name}", text, value=value)
         text = "Tokens of prompts that are over: placed, expected in caches, found there, wrongly expected"

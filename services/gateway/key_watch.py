@@ -1,37 +1,40 @@
-"""The accepted API keys and quotas, from the configuration and from the key file."""
+"""The accepted API keys and their quotas, from the configuration and from the key file."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.config import GatewayConfig, KeyConfig
-from services.gateway.core.quotas import Quota, Quotas
-from services.gateway.http.middleware import KeyRing
+from services.gateway.core.quotas import UNLIMITED, Quotas
+from services.gateway.http.middleware import API_PATHS, RECORD
 from shared import key_file, log
 from shared.clock import monotonic_s
 from shared.errors import ConfigError
 from shared.messages.sequence import Tenant
 
 _logger = log.get_logger("gateway.keys")
-_Stamp = tuple[int, int, int] | None
 
 
 class KeyWatch:
-    """Keeps a key ring and quotas up to date. An unreadable file changes nothing and is logged once."""
+    """Keeps tenants and quotas up to date. An unreadable file changes nothing and is logged once."""
 
     def __init__(self, config: GatewayConfig) -> None:
         """Raises ConfigError."""
         self._config = config
         self._path = Path(config.keys_file).expanduser() if config.keys_file else None
         self._stamp = self._look()
-        tenants, quotas = self._read()
-        self.ring = KeyRing(tenants)
-        self.quotas = Quotas(quotas)
+        self.tenants: dict[str, Tenant] = {}
+        """By key digest; changed in place."""
+        self.quotas = Quotas({})
+        self._read()
+        quotas = [key.quota() for key in config.keys.values()]
+        self.has_quotas = self._path is not None or any(quota != UNLIMITED for quota in quotas)
 
     def on_over(self, key: str, tokens: int) -> None:
         """Deduct the tokens of a lasting answer that ended from its key's quota."""
-        self.quotas.end(key, tokens, monotonic_s())
+        if self.has_quotas:
+            self.quotas.end(key, tokens, monotonic_s())
 
     def on_tick(self) -> None:
         """Reload the file if it has changed. Call about twice a second."""
@@ -40,32 +43,31 @@ class KeyWatch:
             return
         self._stamp = stamp
         try:
-            tenants, quotas = self._read()
+            self._read()
         except ConfigError as error:
             _logger.error("the keys stay as they were: %s", error.message)
-            return
-        self.ring.replace(tenants)
-        self.quotas.replace(quotas)
-        log.canonical(_logger, "keys read anew", keys=len(tenants))
+        else:
+            log.canonical(_logger, "keys read anew", keys=len(self.tenants))
 
-    def _look(self) -> _Stamp:
+    def _look(self) -> tuple[int, int, int] | None:
         try:
             found = None if self._path is None else self._path.stat()
         except OSError:
             return None
         return None if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
 
-    def _read(self) -> tuple[Mapping[str, Tenant], Mapping[str, Quota]]:
+    def _read(self) -> None:
         keys = dict(self._config.keys)
         for name, options in (key_file.read(self._path) if self._path is not None else {}).items():
             if name in keys:
-                raise ConfigError(
-                    f"the key {name!r} is in {self._path} and in gateway.keys", param="keys_file"
-                )
+                text = f"the key {name!r} is in {self._path} and in gateway.keys"
+                raise ConfigError(text, param="keys_file")
             keys[name] = _checked(name, options, self._path)
         both = self._config.model_copy(update={"keys": keys})
         both.check_keys()
-        return both.tenants(), {key.sha256: key.quota() for key in keys.values()}
+        self.tenants.clear()
+        self.tenants.update(both.tenants())
+        self.quotas.replace({key.sha256: key.quota() for key in keys.values()})
 
 
 def _checked(name: str, options: dict[str, object], path: Path | None) -> KeyConfig:
@@ -74,3 +76,24 @@ def _checked(name: str, options: dict[str, object], path: Path | None) -> KeyCon
     except ValidationError as error:
         said = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         raise ConfigError(f"{path}: the key {name!r}: {said}", param="keys_file") from None
+
+
+class Metered:
+    """ASGI wrapper, inside `Edge`, that counts requests against their keys' quotas."""
+
+    def __init__(self, app: ASGIApp, quotas: Quotas) -> None:
+        self._app = app
+        self._quotas = quotas
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises RateLimited at the limit."""
+        record = scope[RECORD]
+        if scope["method"] != "POST" or not scope["path"].startswith(API_PATHS):
+            return await self._app(scope, receive, send)
+        self._quotas.begin(record.tenant, monotonic_s())
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            if not record.is_lasting:
+                used = (record.prompt_tokens or 0) + (record.completion_tokens or 0)
+                self._quotas.end(record.tenant, used, monotonic_s())

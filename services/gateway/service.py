@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from functools import partial
 from pathlib import Path
@@ -14,19 +14,21 @@ from services.gateway.config import GatewayConfig
 from services.gateway.fleet_metrics import FleetMetrics
 from services.gateway.http.browser import with_cors
 from services.gateway.http.middleware import OPEN_PATHS, OPERATOR_PATHS, Edge
+from services.gateway.http.reading import Models
 from services.gateway.http.routes import make_app, make_operator_app
 from services.gateway.http.server import Server, bind, make_operator_server, make_server, url_of
-from services.gateway.key_watch import KeyWatch
+from services.gateway.key_watch import KeyWatch, Metered
 from services.gateway.lasting.desk import HANDLERS as LASTING
 from services.gateway.lasting.desk import LastingDesk
 from services.gateway.lasting.peers import Peers
-from services.gateway.models import Models, ServedModel
+from services.gateway.openai.admission import Acceptance
 from services.gateway.openai.response_store import ResponseStore
 from services.gateway.sessions import Sessions
 from services.gateway.text.tokenizer import load_codec
 from services.gateway.ui.colleagues import Colleagues
 from services.gateway.ui.routes import PAGE_PATHS, add_page
 from services.gateway.ui.watch import Watch
+from services.gateway.vllm_metrics import VllmMetrics
 from shared import log, metrics, subjects
 from shared.bus import Bus, Listener, fenced, recorder_handlers, status_handlers, status_of
 from shared.clock import Clock, monotonic_s
@@ -58,12 +60,12 @@ HANDLERS = (
     Listener(subjects.SCHEDULER_ABANDONED, SequencesGivenUp, "on_given_up"),
     Listener(subjects.SCHEDULER_PREPARED, MovePrepared, "on_prepared"),
     Listener(subjects.STACK_VERDICT, StackVerdict, "on_verdict"),
-    *status_handlers("gateway"),
 )
+"""Of `Sessions`. They run in the bus's read loop and must be quick."""
 
 
 class Gateway:
-    """Bus handlers. All but `status` run in the bus's read loop and must be quick."""
+    """The process's loops and its status."""
 
     def __init__(
         self, config: GatewayConfig, bus: Bus, sessions: Sessions, now_s: Clock, url: str, operator_url: str
@@ -75,31 +77,6 @@ class Gateway:
         self._url = url
         self._operator_url = operator_url
         self._began_s = monotonic_s()
-
-    def on_frame(self, frame: TokenFrame) -> None:
-        """Deliver a frame; workers send one per step."""
-        now_s = self._now_s()
-        worker = (frame.worker_id, frame.incarnation)
-        for delta in frame.deltas:
-            self._sessions.on_delta(delta, worker, now_s)
-
-    def on_worker_reported(self, report: WorkerReported) -> None:
-        self._sessions.on_worker_reported(report, self._now_s())
-
-    def on_scheduler_announced(self, event: SchedulerAnnounced) -> None:
-        self._sessions.on_scheduler_announced(event, self._now_s())
-
-    def on_worker_lost(self, event: WorkerLost) -> None:
-        self._sessions.on_worker_lost(event, self._now_s())
-
-    def on_given_up(self, event: SequencesGivenUp) -> None:
-        self._sessions.on_given_up(event, self._now_s())
-
-    def on_prepared(self, event: MovePrepared) -> None:
-        self._sessions.on_prepared(event, self._now_s())
-
-    def on_verdict(self, event: StackVerdict) -> None:
-        self._sessions.stack.on_verdict(event, self._now_s())
 
     async def status(self, _: Empty) -> ServiceStatus:
         """Reply to `python -m services status`."""
@@ -115,12 +92,7 @@ class Gateway:
             "unready": "; ".join(self._sessions.unready_reasons()),
             "workers": self._sessions.workers.rows(now_s),
         }
-        return status_of(
-            self._bus,
-            "gateway",
-            monotonic_s() - self._began_s,
-            details,
-        )
+        return status_of(self._bus, "gateway", monotonic_s() - self._began_s, details)
 
     async def report(self) -> None:
         """Send heartbeats until cancelled."""
@@ -133,30 +105,21 @@ class Gateway:
         present_s = monotonic_s()
         while True:
             await asyncio.sleep(TICK_S)
-            now_s = self._now_s()
             if self._bus.connected:
                 absent_s, present_s = monotonic_s() - present_s, monotonic_s()
                 if absent_s >= self._config.absence_s:
                     log.canonical(_logger, "back after an absence", absent_s=round(absent_s, 1))
-                    self._sessions.on_absence(now_s)
+                    self._sessions.on_absence()
             with fenced("gateway tick"):
-                self._sessions.on_tick(now_s)
+                self._sessions.on_tick()
 
 
-async def tend(desk: LastingDesk) -> None:
-    """Advance the timeouts of lasting answers until cancelled."""
+async def every(period_s: float, act: Callable[[], None], what: str) -> None:
+    """Call `act` until cancelled. Its errors are logged."""
     while True:
-        await asyncio.sleep(TICK_S)
-        with fenced("gateway desk"):
-            desk.on_tick()
-
-
-async def watch_keys(watched: KeyWatch) -> None:
-    """Reload changed keys until cancelled."""
-    while True:
-        await asyncio.sleep(_LOOK_S)
-        with fenced("gateway keys"):
-            watched.on_tick()
+        await asyncio.sleep(period_s)
+        with fenced(what):
+            act()
 
 
 def _store_of(config: GatewayConfig) -> ResponseStore | None:
@@ -170,11 +133,9 @@ def _store_of(config: GatewayConfig) -> ResponseStore | None:
 
 async def run(config: GatewayConfig) -> None:
     """Serve until cancelled. Then let running answers continue for `shutdown_grace_s`, and fail the rest."""
-    loaded = {
-        each.served_name: ServedModel(each, await asyncio.to_thread(load_codec, each.model))
-        for each in config.of_models()
-    }
-    models = Models(loaded)
+    models = Models(
+        [Acceptance(each, await asyncio.to_thread(load_codec, each.model)) for each in config.of_models()]
+    )
     async with AsyncExitStack() as ends:
         ends.callback(models.close)
         store = _store_of(config)
@@ -191,38 +152,37 @@ async def run(config: GatewayConfig) -> None:
             now_s = AwakeClock(monotonic_s, lambda: bus.connected)
             sessions = Sessions(config, bus, tasks, now_s)
             gateway = Gateway(config, bus, sessions, now_s, url_of(listener), url_of(operator))
-            await bus.attach(HANDLERS, gateway)
+            await bus.attach(HANDLERS, sessions)
+            await bus.attach(status_handlers("gateway"), gateway)
             await bus.attach(recorder_handlers("gateway"), bus.recorder)
             watched = KeyWatch(config)
-            keys = watched.ring
             desk = LastingDesk(config, Peers(config, bus, sessions, now_s), tasks, now_s, watched.on_over)
             await bus.attach(LASTING, desk)
             await bus.watch_departures(desk.on_gone)
-            tasks.create_task(tend(desk))
             colleagues = Colleagues(bus, monotonic_s)
             watch = Watch(sessions, colleagues, now_s)
-            metrics.collected("vllm", sessions.figures.collect)
+            vllm = VllmMetrics(sessions.counters.models, sessions.workers, sessions.scheduler)
+            metrics.collected("vllm", vllm.collect)
             metrics.collected("fleet", FleetMetrics(sessions, now_s).collect)
-            for loop in (sessions.dispatch.outbox.run(), gateway.report(), gateway.tick(), watch.run()):
+            for loop in (
+                *(sessions.dispatch.outbox.run(), gateway.report(), gateway.tick(), watch.run()),
+                every(TICK_S, desk.on_tick, "gateway desk"),
+                every(_LOOK_S, watched.on_tick, "gateway keys"),
+            ):
                 tasks.create_task(loop)
-            admins = config.admin_key_sha256
-            tasks.create_task(watch_keys(watched))
-            page = partial(add_page, watch=watch, colleagues=colleagues, admin_key_sha256=admins)
-            main = make_app(sessions, models, config, desk, store, page)
-            app: ASGIApp = Edge(
-                main,
-                keys,
-                sessions.counters,
-                OPEN_PATHS | PAGE_PATHS,
-                recorder=bus.recorder,
-                quotas=watched.quotas,
+            page = partial(add_page, watch=watch, colleagues=colleagues)
+            main = make_app(
+                sessions, models, config, desk, store, partial(page, admin_key_sha256=config.admin_key_sha256)
             )
+            if watched.has_quotas:
+                main = Metered(main, watched.quotas)
+            counters, open_paths = sessions.counters, OPEN_PATHS | PAGE_PATHS
+            app: ASGIApp = Edge(main, watched.tenants, counters, open_paths, recorder=bus.recorder)
             app = with_cors(app, config.cors_origins)
-            page = partial(add_page, watch=watch, colleagues=colleagues, admin_key_sha256=None)
             operator_app = Edge(
-                make_operator_app(sessions, page),
-                keys,
-                sessions.counters,
+                make_operator_app(sessions, partial(page, admin_key_sha256=None)),
+                watched.tenants,
+                counters,
                 OPERATOR_PATHS | PAGE_PATHS,
                 open_below="/ui/",
             )
@@ -232,7 +192,7 @@ async def run(config: GatewayConfig) -> None:
                 url=url_of(listener),
                 operator_url=url_of(operator),
                 models=[model.name for model in models],
-                keys=len(keys),
+                keys=len(watched.tenants),
             )
             async with _beside(make_operator_server(operator_app, config), operator):
                 await _serve(make_server(app, config), listener, sessions, config, watch)

@@ -10,21 +10,18 @@ from collections.abc import Mapping
 from contextvars import copy_context
 from itertools import islice
 from secrets import token_bytes
-from typing import Any
 
 from services.gateway.config import GatewayConfig
-from services.gateway.core.effects import StreamEffects, disown, is_for_an_heir
+from services.gateway.core.effects import StreamEffects, disown
 from services.gateway.core.peers import SchedulerView, StackView, WorkerTable
-from services.gateway.core.retries import StreamTiming
-from services.gateway.core.stream import Stream, StreamPhase
+from services.gateway.core.stream import Stream, StreamPhase, StreamTiming
 from services.gateway.counters import Counters
 from services.gateway.dispatch import Dispatch
 from services.gateway.errors import ShuttingDown
 from services.gateway.exchange import NO_LEGACY, NONE, Deadline, Exchange, Legacy, OpenChoice
 from services.gateway.openai.admission import AdmittedRequest
-from services.gateway.text.choice_text import ChoiceText, Given
+from services.gateway.text.choice_text import NOT_GIVEN, ChoiceText
 from services.gateway.text.tokenizer import Codec
-from services.gateway.vllm_metrics import VllmMetrics
 from shared import log, subjects
 from shared.bus import Bus
 from shared.clock import Clock
@@ -35,8 +32,8 @@ from shared.messages.reports import (
     GatewayReported,
     SchedulerAnnounced,
     SequenceFinished,
-    SequenceReport,
     SequencesGivenUp,
+    StackVerdict,
     WorkerLost,
     WorkerReported,
 )
@@ -50,7 +47,7 @@ from shared.messages.sequence import (
     pack_tokens,
     unpack_tokens,
 )
-from shared.messages.tokens import TokenDelta
+from shared.messages.tokens import TokenFrame
 from shared.release import PROTOCOL
 
 _logger = log.get_logger("gateway.sessions")
@@ -70,11 +67,11 @@ class Sessions:
         """Tokens received since the start."""
         self._secret = token_bytes(32)
         self._timing = StreamTiming(frame_timeout_s=config.frame_timeout_s, give_up_s=config.give_up_s)
-        self.counters = Counters()
-        self.workers = WorkerTable((config.served_name, *config.models), config.worker_timeout_s)
+        names = (config.served_name, *config.models)
+        self.counters = Counters(names)
+        self.workers = WorkerTable(names, config.worker_timeout_s)
         self.stack = StackView()
         self.scheduler = SchedulerView(config.scheduler_timeout_s)
-        self.figures = VllmMetrics((config.served_name, *config.models), self.workers, self.scheduler)
         self.dispatch = Dispatch(config, bus, tasks, now_s, self.counters, self.apply)
 
     @property
@@ -130,7 +127,8 @@ class Sessions:
         """
         if self._is_ended:
             raise ShuttingDown
-        if self._is_full(len(job.prompts) * job.n, tenant):
+        more = len(job.prompts) * job.n - self._config.max_active_sequences
+        if len(self._open) + more > 0 and self._is_beyond_share(1 - more, tenant):
             raise Overloaded(f"{len(self._open)} sequences are in progress already", retry_after_s=1.0)
         exchange = Exchange(deadline=deadline)
         now_s = self._now_s()
@@ -143,48 +141,40 @@ class Sessions:
                 stream = Stream((sequence_id, choice), self._timing, now_s, self._secret)
                 if (known := next(so_far, None)) is not None:
                     stream.take_over(unpack_tokens(known.tokens), known.finish_reason, known.cached_tokens)
-                exchange.sequences.append(
-                    OpenChoice(
-                        stream,
-                        packed,
-                        sampling,
-                        exchange,
-                        now_s - legacy.waited_s,
-                        copy_context(),
-                        salt,
-                        model,
-                        job.priority,
-                        tenant,
-                        heir_digest=heir_digest,
-                        is_resumed=legacy.is_resumed,
-                    )
+                sequence = OpenChoice(
+                    stream,
+                    packed,
+                    sampling,
+                    exchange,
+                    now_s - legacy.waited_s,
+                    copy_context(),
+                    self.counters.models[model or self._config.served_name],
+                    salt,
+                    model,
+                    job.priority,
+                    tenant,
+                    heir_digest,
+                    legacy.is_resumed,
                 )
+                exchange.sequences.append(sequence)
         for sequence in exchange.sequences:
             self._open[sequence.stream.key] = sequence
             self.apply(sequence, sequence.stream.submit(now_s))
         return exchange
 
-    def _is_full(self, more: int, tenant: Tenant) -> bool:
-        """Whether `more` sequences would exceed the limit or the tenant's share of it."""
-        limit = self._config.max_active_sequences
-        if len(self._open) + more <= limit:
-            return False
+    def _is_beyond_share(self, limit: int, tenant: Tenant) -> bool:
+        """Whether the tenant has its share of the sequences in progress."""
         counts = Counter(sequence.tenant.name for sequence in self._open.values())
-        return is_beyond_share(counts, tenant.name, limit - more + 1)
+        return is_beyond_share(counts, tenant.name, limit)
 
     def answers(self, exchange: Exchange, job: AdmittedRequest, codec: Codec) -> list[ChoiceText]:
         """Return one text reader per sequence, in order; `codec` is the model's."""
-        return [
-            ChoiceText(
-                index,
-                sequence.stream,
-                codec.tokenizer,
-                sequence.sampling.end_token_ids if not job.rules.includes_stop else codec.end_token_ids,
-                job.rules,
-                job.given[index // job.n] if job.given else Given(),
-            )
-            for index, sequence in enumerate(exchange.sequences)
-        ]
+        answers = []
+        for index, sequence in enumerate(exchange.sequences):
+            ends = codec.end_token_ids if job.rules.includes_stop else sequence.sampling.end_token_ids
+            given = job.given[index // job.n] if job.given else NOT_GIVEN
+            answers.append(ChoiceText(index, sequence.stream, codec.tokenizer, ends, job.rules, given))
+        return answers
 
     def finish(self, sequence: OpenChoice, output_tokens: int) -> None:
         """End a sequence whose stop string is complete; cancel it if it still runs."""
@@ -225,80 +215,96 @@ class Sessions:
 
     # --- for the bus side
 
-    def on_delta(self, delta: TokenDelta, worker: Start, now_s: float) -> None:
-        """Deliver tokens to their sequence."""
-        sequence = self._open.get((delta.request_id, delta.choice))
-        if sequence is None or not sequence.stream.reads(delta.attempt):
-            self.counters.stale_deltas.inc()
-            return
-        self.output_tokens += len(delta.tokens)
-        before = len(sequence.stream.tokens)
-        self.apply(sequence, sequence.stream.on_delta(delta, worker, now_s))
-        if new := len(sequence.stream.tokens) - before:  # a frame may arrive twice
-            self._count(sequence, new, now_s)
-        if new and not before:
-            self._note("first tokens", sequence, worker=worker[0], cached_tokens=delta.cached_tokens)
+    def on_frame(self, frame: TokenFrame) -> None:
+        """Deliver a frame's tokens to their sequences; workers send one frame per step."""
+        now_s, worker = self._now_s(), (frame.worker_id, frame.incarnation)
+        for delta in frame.deltas:
+            sequence = self._open.get((delta.request_id, delta.choice))
+            if sequence is None or not sequence.stream.reads(delta.attempt):
+                self.counters.stale_deltas.inc()
+                continue
+            self.output_tokens += len(delta.tokens)
+            before = len(sequence.stream.tokens)
+            self.apply(sequence, sequence.stream.on_delta(delta, worker, now_s))
+            new = len(sequence.stream.tokens) - before
+            if not new:  # a frame may arrive twice
+                continue
+            sequence.figures.generated_tokens += new
+            if sequence.heard_s:
+                sequence.figures.gap_s.observe(now_s - sequence.heard_s)
+            sequence.heard_s = now_s
+            if not before:
+                ref, cached = sequence.stream.ref, delta.cached_tokens
+                self.dispatch.note("first tokens", ref, worker=worker[0], cached_tokens=cached)
 
-    def on_worker_reported(self, report: WorkerReported, now_s: float) -> None:
+    def on_worker_reported(self, report: WorkerReported) -> None:
         """Update the worker's liveness, and check its listed sequences for gaps and orphans."""
-        worker = (report.worker_id, report.incarnation)
+        now_s, worker = self._now_s(), (report.worker_id, report.incarnation)
         ended_run = self.workers.on_report(report, now_s)
         self._worker_seen.set()
         if ended_run is not None:
-            self.lose(ended_run, {}, now_s)
+            self.lose(ended_run, {})
         for listed in report.sequences:
-            if listed.gateway_id == self._bus.instance:
-                self._on_listed(listed, worker, now_s)
+            if listed.gateway_id != self._bus.instance:
+                continue
+            sequence = self._open.get(listed.ref.key)
+            if sequence is not None:
+                self.apply(sequence, sequence.stream.on_report(listed, worker, now_s))
+            elif listed.heir_of in (0, self._bus.incarnation):  # not one that awaits a takeover
+                self.dispatch.tell(disown(listed, worker, goes_on=False))
 
-    def on_scheduler_announced(self, event: SchedulerAnnounced, now_s: float) -> None:
+    def on_scheduler_announced(self, event: SchedulerAnnounced) -> None:
         """Resubmit every open sequence, under its current attempt, to a new scheduler."""
+        now_s = self._now_s()
         if self.scheduler.on_announced(event, now_s):
             found = {"scheduler": event.scheduler_id, "epoch": event.epoch, "resubmitted": len(self._open)}
             log.canonical(_logger, "scheduler announced", **found)
             for sequence in list(self._open.values()):
                 self.apply(sequence, sequence.stream.submit(now_s))
 
-    def on_worker_lost(self, event: WorkerLost, now_s: float) -> None:
+    def on_worker_lost(self, event: WorkerLost) -> None:
         """Hand over the sequences of a worker that the scheduler declared lost."""
         worker = (event.worker_id, event.incarnation)
         self.workers.on_lost(worker)
-        self.lose(worker, {ref.key: ref.attempt for ref in event.refs}, now_s)
+        self.lose(worker, {ref.key: ref.attempt for ref in event.refs})
 
-    def on_given_up(self, event: SequencesGivenUp, now_s: float) -> None:
+    def on_given_up(self, event: SequencesGivenUp) -> None:
         """Resubmit attempts that the scheduler gave up, so that it refuses them with a reason."""
         for ref in event.refs:
             sequence = self._open.get(ref.key)
             if sequence is not None and sequence.stream.attempt == ref.attempt:
-                self.apply(sequence, sequence.stream.submit(now_s))
+                self.apply(sequence, sequence.stream.submit(self._now_s()))
 
-    def on_prepared(self, event: MovePrepared, now_s: float) -> None:
+    def on_prepared(self, event: MovePrepared) -> None:
         """Hand a sequence over to a prepared worker. The event may concern another gateway."""
-        sequence = self._open.get(event.ref.key)
+        sequence, now_s = self._open.get(event.ref.key), self._now_s()
         if sequence is not None:
-            self.apply(
-                sequence, sequence.stream.on_prepared(event.ref, now_s, event.target, event.open_tokens)
-            )
+            effects = sequence.stream.on_prepared(event.ref, now_s, event.target, event.open_tokens)
+            self.apply(sequence, effects)
 
-    def lose(self, worker: Start, attempts: Mapping[SequenceKey, int], now_s: float) -> None:
+    def on_verdict(self, event: StackVerdict) -> None:
+        self.stack.on_verdict(event, self._now_s())
+
+    def lose(self, worker: Start, attempts: Mapping[SequenceKey, int]) -> None:
         """Hand over the sequences of a worker's run; `attempts` lists those its scheduler had sent it."""
         handed_over = 0
         for key, sequence in list(self._open.items()):
-            effects = sequence.stream.on_worker_lost(worker, attempts.get(key), now_s)
+            effects = sequence.stream.on_worker_lost(worker, attempts.get(key), self._now_s())
             handed_over += bool(effects)
             self.apply(sequence, effects)
-        log.canonical(
-            _logger, "worker gone", worker=worker[0], incarnation=worker[1], handed_over=handed_over
-        )
+        found = {"worker": worker[0], "incarnation": worker[1], "handed_over": handed_over}
+        log.canonical(_logger, "worker gone", **found)
 
-    def on_absence(self, now_s: float) -> None:
+    def on_absence(self) -> None:
         """Hand over unserved sequences after this process was stopped or off the bus for too long."""
         for sequence in list(self._open.values()):
-            self.apply(sequence, sequence.stream.on_absence(now_s))
+            self.apply(sequence, sequence.stream.on_absence(self._now_s()))
 
-    def on_tick(self, now_s: float) -> None:
+    def on_tick(self) -> None:
         """Advance every timeout. Call about ten times a second."""
+        now_s = self._now_s()
         for worker in self.workers.on_tick(now_s):
-            self.lose(worker, {}, now_s)
+            self.lose(worker, {})
         for sequence in list(self._open.values()):
             if effects := sequence.stream.on_tick(now_s):
                 self.apply(sequence, effects)
@@ -314,35 +320,11 @@ class Sessions:
         if sequence.has_news():
             sequence.exchange.notify()
 
-    def _on_listed(self, listed: SequenceReport, worker: Start, now_s: float) -> None:
-        sequence = self._open.get(listed.ref.key)
-        if sequence is None and is_for_an_heir(listed, self._bus.incarnation):
-            return
-        if sequence is None:
-            self.dispatch.tell(disown(listed, worker, goes_on=False))
-        else:
-            self.apply(sequence, sequence.stream.on_report(listed, worker, now_s))
-
-    def _count(self, sequence: OpenChoice, tokens: int, now_s: float) -> None:
-        """Update the model's token and inter-token metrics."""
-        figures, before_s = sequence.figures, sequence.heard_s
-        sequence.heard_s = now_s
-        if figures is None:
-            figures = sequence.figures = self.figures.of(sequence.model or self._config.served_name)
-        figures.counts["generation_tokens"] += tokens
-        if before_s:
-            figures.on_gap(now_s - before_s)
-
-    def _note(self, kind: str, sequence: OpenChoice, **fields: Any) -> None:
-        ref = sequence.stream.ref
-        self._bus.recorder.note(kind, ref.request_id, choice=ref.choice, attempt=ref.attempt, **fields)
-
     def _retire(self, sequence: OpenChoice) -> None:
         stream = sequence.stream
         reason = None if stream.finish_reason is None else str(stream.finish_reason)
-        self._note(
-            "tokens complete", sequence, phase=str(stream.phase), reason=reason, tokens=len(stream.tokens)
-        )
+        found = {"phase": str(stream.phase), "reason": reason, "tokens": len(stream.tokens)}
+        self.dispatch.note("tokens complete", stream.ref, **found)
         for cause, count in stream.handovers.items():
             self.counters.handovers.labels(cause).inc(count)
         if stream.phase is StreamPhase.ENDED and stream.finish_reason is not None:

@@ -6,8 +6,7 @@ import msgspec
 
 from services.gateway.core.effects import Acknowledge, Cancel, Extend, Fetch, StreamEffect, Submit
 from services.gateway.core.peers import SchedulerView, WorkerTable
-from services.gateway.core.retries import StreamTiming
-from services.gateway.core.stream import Stream
+from services.gateway.core.stream import Stream, StreamTiming
 from shared.messages.commands import CancelSequence
 from shared.messages.moves import MovePrepared
 from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerReported

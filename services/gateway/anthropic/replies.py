@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from services.gateway.errors import body_of, status_of
-from services.gateway.openai.replies import NO_DETAILS, FinishedChoice, PieceDetails, Usage
+from services.gateway.openai.replies import NO_DETAILS, AnswerWriter, FinishedChoice, PieceDetails, Usage
 from services.gateway.parts.items import AnswerPart, CallBegun, Content, Reasoning
 from shared.errors import ContextOverflow, KvasirError
 
@@ -48,7 +48,7 @@ def _too_long(prompt: int, answer: int, context: int) -> str:
 
 
 @dataclass(slots=True)
-class MessageWriter:
+class MessageWriter(AnswerWriter):
     """Writer of one answer."""
 
     id: str
@@ -64,11 +64,7 @@ class MessageWriter:
         return _event("message_start", message=message) + _event("ping")
 
     def piece(
-        self,
-        index: int,
-        parts: Sequence[AnswerPart],
-        reason: str | None,
-        details: PieceDetails = NO_DETAILS,
+        self, index: int, parts: Sequence[AnswerPart], reason: str | None, details: PieceDetails = NO_DETAILS
     ) -> bytes:
         """Return the events of a piece."""
         events = [self._part(part) for part in parts]

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from services.gateway.errors import UnsupportedFeature, shown
-from services.gateway.openai.fields import ECHOED, MESSAGES_IGNORED, settle
-from services.gateway.openai.ignored import Ignored
+from services.gateway.openai.fields import ECHOED, MESSAGES_IGNORED, Ignored, settle
 from services.gateway.openai.schemas import MAX_STOPS, StopString, parse_chat, validated
 from shared.errors import InvalidRequest
 

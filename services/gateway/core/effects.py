@@ -56,11 +56,6 @@ StreamEffect = Submit | Fetch | Acknowledge | Cancel | Extend
 StreamEffects = tuple[StreamEffect, ...]
 
 
-def is_for_an_heir(report: SequenceReport, incarnation: int) -> bool:
-    """Whether the sequence is of an earlier run of this gateway and awaits a takeover."""
-    return report.heir_of not in (0, incarnation)
-
-
 def disown(report: SequenceReport, worker: Start, *, goes_on: bool) -> Acknowledge | Cancel:
     """Return the reply to a worker that lists an orphan sequence, or a stale attempt (`goes_on`)."""
     if report.state is SequenceState.ENDED:

@@ -1,7 +1,6 @@
 """State of workers, supervisor and scheduler, from their heartbeats. Pure; `now_s` is passed in."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from shared.liveness import Liveness, Start
 from shared.messages.reports import (
@@ -15,16 +14,6 @@ from shared.messages.reports import (
 
 _VERDICT_S = 15.0
 """Seconds that the supervisor's report is valid; several of its rounds."""
-
-
-@dataclass(slots=True)
-class WorkerView:
-    """A worker's last heartbeat."""
-
-    start: Start
-    model: str
-    max_context_tokens: int
-    report: WorkerReported
 
 
 class StepSums:
@@ -58,7 +47,8 @@ class WorkerTable:
 
     def __init__(self, models: Collection[str], timeout_s: float) -> None:
         self._models = frozenset(models)
-        self._workers: dict[str, WorkerView] = {}
+        self._workers: dict[str, WorkerReported] = {}
+        """Each worker's last heartbeat."""
         self._last_context_tokens: dict[str, int] = {}
         self._liveness = Liveness(timeout_s, return_s=timeout_s)
         self.steps = {model: StepSums() for model in models}
@@ -76,14 +66,14 @@ class WorkerTable:
             counted_start, before = self._counted.pop(report.worker_id, (start, StepsReport()))
             self._counted[report.worker_id] = (start, report.steps)
             self.steps[report.model].add(report.steps, before if counted_start == start else StepsReport())
-        self._workers[report.worker_id] = WorkerView(start, report.model, report.max_context_tokens, report)
+        self._workers[report.worker_id] = report
         self._remember(report.model)
-        return known.start if known is not None and known.start != start else None
+        return None if known is None or known.incarnation == start[1] else (start[0], known.incarnation)
 
     def on_lost(self, start: Start) -> None:
         """Remove a run that the scheduler gave up; a later heartbeat restores it."""
         known = self._workers.get(start[0])
-        if known is not None and known.start == start:
+        if known is not None and known.incarnation == start[1]:
             del self._workers[start[0]]
             self._liveness.forget(start[0])
             self._remember(known.model)
@@ -91,19 +81,18 @@ class WorkerTable:
     def on_tick(self, now_s: float) -> list[Start]:
         """Remove and return the workers that have become silent."""
         lost = [self._workers.pop(worker_id) for worker_id in self._liveness.silent(now_s)]
-        for model in {view.model for view in lost}:
-            self._remember(model)
-        return [view.start for view in lost]
+        for report in lost:
+            self._remember(report.model)
+        return [(report.worker_id, report.incarnation) for report in lost]
 
     @property
     def serving(self) -> int:
         """Number of workers that serve any of the models."""
-        return sum(view.model in self._models for view in self._workers.values())
+        return sum(report.model in self._models for report in self._workers.values())
 
     def absence(self, model: str) -> str:
         """Return the error text for a model without workers."""
-        others = sorted({(view.start[0], view.model) for view in self._workers.values()})
-        told = ", ".join(f"{worker_id} serves {model!r}" for worker_id, model in others)
+        told = ", ".join(f"{name} serves {report.model!r}" for name, report in sorted(self._workers.items()))
         advice = f"; {told}: give gateway and workers the same served_name" if told else ""
         return f"no worker serves {model!r}{advice}"
 
@@ -113,7 +102,7 @@ class WorkerTable:
 
     def reports(self) -> list[WorkerReported]:
         """Return the latest report of each worker, ordered by number."""
-        return sorted((view.report for view in self._workers.values()), key=_by_number)
+        return sorted(self._workers.values(), key=_by_number)
 
     def unheard_s(self, worker_id: str, now_s: float) -> float:
         """Return the seconds since the worker's last heartbeat."""
@@ -123,17 +112,16 @@ class WorkerTable:
         """Return readable rows, one per worker."""
         return [
             {
-                "worker": view.start[0],
-                "model": view.model,
-                "max_context_tokens": view.max_context_tokens,
-                "heard_s_ago": round(self._liveness.unheard_s(view.start[0], now_s), 2),
+                "worker": name,
+                "model": report.model,
+                "max_context_tokens": report.max_context_tokens,
+                "heard_s_ago": round(self.unheard_s(name, now_s), 2),
             }
-            for view in self._workers.values()
+            for name, report in self._workers.items()
         ]
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the table contradicts itself."""
-        assert all(view.start[0] == worker_id for worker_id, view in self._workers.items())
         assert self._workers.keys() == set(self._liveness)
         assert self.serving <= len(self._workers)
 
@@ -142,8 +130,8 @@ class WorkerTable:
             self._last_context_tokens[model] = most
 
     def _most_context(self, model: str) -> int:
-        views = self._workers.values()
-        return max((view.max_context_tokens for view in views if view.model == model), default=0)
+        reports = self._workers.values()
+        return max((report.max_context_tokens for report in reports if report.model == model), default=0)
 
 
 def _by_number(report: WorkerReported) -> tuple[str, int, str]:
@@ -166,6 +154,9 @@ class StackView:
         return self._troubles if now_s - self._heard_s < _VERDICT_S else None
 
 
+_NOTHING = SchedulerAnnounced(scheduler_id="none", incarnation=0, epoch=0, policy="")
+
+
 class SchedulerView:
     """The current scheduler's announcements."""
 
@@ -175,21 +166,13 @@ class SchedulerView:
         self._epoch = -1
         self._heard_s: float | None = None
         self.scheduler_id: str | None = None
-        self.policy = ""
-        self.queued = 0
-        """Sequences without a worker in the last announcement; `running` have one."""
-        self.running = 0
-        self.queued_by_model: dict[str, int] = {}
-        self.preemptions = 0
-        """In the current term."""
+        self.said = _NOTHING
+        """The last announcement; its counts are those of the current term."""
         self.preemptions_total = 0
         """Over all terms, as are `waits` and `waited_s`."""
         self.waits = [0] * (len(WAIT_BOUNDS_S) + 1)
         """Histogram of the wait for the first plan, by `WAIT_BOUNDS_S`."""
         self.waited_s = 0.0
-        self._counted: SchedulerAnnounced | None = None
-        self.hit_tokens: dict[str, int] = {}
-        """Prompt tokens in the current term: placed, expected in cache, found, and wrongly expected."""
 
     def on_announced(self, event: SchedulerAnnounced, now_s: float) -> bool:
         """Process an announcement; return True for a new scheduler, which needs all running sequences.
@@ -201,25 +184,21 @@ class SchedulerView:
         is_new = (event.scheduler_id, event.incarnation) != (self.scheduler_id, self._incarnation)
         self.scheduler_id, self._incarnation, self._epoch = event.scheduler_id, event.incarnation, event.epoch
         self._heard_s = now_s
-        self.policy, self.queued, self.running = event.policy, event.queued, event.running
-        self.queued_by_model, self.preemptions = dict(event.queued_by_model), event.preemptions
-        self._count(event)
-        self.hit_tokens = {
-            "placed": event.placed_prompt_tokens,
-            "expected": event.hits_expected_tokens,
-            "found": event.hits_found_tokens,
-            "error": event.hits_error_tokens,
-        }
+        self._count(event, self.said if event.incarnation == self.said.incarnation else _NOTHING)
+        self.said = event
         return is_new
 
-    def _count(self, event: SchedulerAnnounced) -> None:
+    @property
+    def hit_tokens(self) -> dict[str, int]:
+        """Prompt tokens in the current term: placed, expected in cache, found, and wrongly expected."""
+        said = self.said
+        found = (said.placed_prompt_tokens, said.hits_expected_tokens, said.hits_found_tokens)
+        return dict(
+            zip(("placed", "expected", "found", "error"), (*found, said.hits_error_tokens), strict=True)
+        )
+
+    def _count(self, event: SchedulerAnnounced, before: SchedulerAnnounced) -> None:
         """Add the increase since the last announcement of the same term."""
-        before = self._counted
-        if before is None or before.incarnation != event.incarnation:
-            before = SchedulerAnnounced(
-                scheduler_id=event.scheduler_id, incarnation=event.incarnation, epoch=0, policy=""
-            )
-        self._counted = event
         self.preemptions_total += max(0, event.preemptions - before.preemptions)
         self.waited_s += max(0.0, event.waited_s - before.waited_s)
         _add(self.waits, event.waits, before.waits)

@@ -12,18 +12,11 @@ from enum import StrEnum
 from hashlib import blake2b
 from hmac import compare_digest
 
-from services.gateway.core.effects import (
-    Acknowledge,
-    Cancel,
-    Extend,
-    Fetch,
-    StreamEffects,
-    Submit,
-    disown,
-)
-from services.gateway.core.retries import Faults, GapFetch, SignsOfLife, StreamTiming, Submission
+from services.gateway.core.effects import Acknowledge, Cancel, Extend, Fetch, StreamEffects, Submit, disown
 from shared.errors import (
     CallerError,
+    CreditorLost,
+    DeadlineExceeded,
     ForeignSequence,
     InternalError,
     KvasirError,
@@ -44,6 +37,33 @@ LEFT_TOKENS = 32
 """Least number of remaining tokens for a hand-over with overlap."""
 OVERLAP_S = 1.0
 """Seconds after which the source is stopped even if the target is silent."""
+
+
+MAX_RETRY_S = 1.0
+"""Longest delay between submissions: thousands of streams may wait for a scheduler."""
+_MOST_DOUBLINGS = 10
+MAX_AUDIT_FACTOR = 4
+"""The audit interval doubles up to this multiple of `frame_timeout_s`."""
+MAX_FETCH_FAILURES = 5
+"""Number of failed fetches in a row after which the worker counts as lost for this sequence."""
+MAX_INTERNAL_ERRORS = 3
+"""Limit of errors by the scheduler or engines."""
+MAX_KV_LOSSES = 5
+"""Limit of lost loans of KV in a row, without a new token."""
+FETCH_GRACE_S = 0.25
+"""Time by which a heartbeat may overtake the frames it counts."""
+RETRY_S = 0.2
+"""Delay before a retry of a fetch, and before the first retry of a submission."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTiming:
+    """Timeouts of a stream, in seconds."""
+
+    frame_timeout_s: float = 3.0
+    """Silence after which the stream audits: it resubmits the same attempt."""
+    give_up_s: float = 60.0
+    """Silence of all parties after which the stream fails."""
 
 
 @dataclass(slots=True)
@@ -106,12 +126,6 @@ class Handover:
         return (Extend(self.target, ref, held, news),), None
 
 
-def agrees(delta: TokenDelta, tokens: Sequence[int]) -> bool:
-    """Whether the delta matches `tokens` at every index that both have."""
-    first, both = delta.first_index, min(delta.first_index + len(delta.tokens), len(tokens))
-    return delta.tokens[: max(0, both - first)] == tuple(tokens[first:both])
-
-
 ANSWERS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -128,11 +142,17 @@ class Stream:
     def __init__(self, key: SequenceKey, timing: StreamTiming, now_s: float, secret: bytes = b"") -> None:
         """`secret` derives the capabilities. Without it, the first worker to send tokens is accepted."""
         self.key = key
+        self._timing = timing
         self._secret = secret
         self.tokens: list[int] = []
         self.logprobs: dict[int, TokenLogprobs] = {}
         """By answer index, until the reader takes them."""
-        self.attempt = 1
+        self.attempt = 0
+        self.ref: SequenceRef
+        self.capability = b""
+        """Proof of assignment for the current attempt, sent only to the worker the scheduler chooses."""
+        self._next_attempt()
+        self.is_open = True
         self.phase = StreamPhase.OPEN
         self.finish_reason: FinishReason | None = None
         self.failure: KvasirError | None = None
@@ -140,28 +160,21 @@ class Stream:
         self.cached_tokens = 0
         self.server: Start | None = None
         self.handovers: dict[str, int] = {}
-        self.stale_deltas = 0
-        self._signs = SignsOfLife(timing, now_s)
-        self._submission = Submission(timing)
-        self._missing = GapFetch(timing)
-        self._faults = Faults(timing)
         self._before: Handover | None = None
         """A prepared hand-over, until the new attempt sends a new token."""
-
-    @property
-    def is_open(self) -> bool:
-        return self.phase is StreamPhase.OPEN
-
-    @property
-    def ref(self) -> SequenceRef:
-        return SequenceRef(request_id=self.key[0], choice=self.key[1], attempt=self.attempt)
-
-    @property
-    def capability(self) -> bytes:
-        """Proof of assignment for the current attempt, sent only to the worker the scheduler chooses."""
-        if not self._secret:
-            return b""
-        return blake2b(str(self.ref).encode(), key=self._secret, digest_size=16).digest()
+        self._serial = 0
+        """Number of the latest submission; replies to earlier ones are ignored."""
+        self._is_under_way = False
+        self._again_at_s: float | None = None
+        self._refusals = 0
+        self._anyone_s = self._worker_s = now_s
+        """Last signs of life, by anyone and by the serving worker."""
+        self._audit_s = timing.frame_timeout_s
+        self._behind: tuple[int, bool, float] | None = None
+        """Number of tokens that the worker has, whether it has the end, and when to fetch them."""
+        self._is_fetching = False
+        self._fetch_failures = self._internal_errors = self._kv_losses = 0
+        self._tokens_at_loss = -1
 
     def open_tokens(self, max_tokens: int) -> int:
         """Number of tokens from the previous worker that may follow a submission made now."""
@@ -185,15 +198,17 @@ class Stream:
         """Submit the current attempt, at the start or again."""
         if not self.is_open:
             return ()
-        return (Submit(self.attempt, self._submission.begin()),)
+        self._serial += 1
+        self._is_under_way, self._again_at_s = True, None
+        return (Submit(self.attempt, self._serial),)
 
     def on_submitted(self, serial: int, now_s: float) -> StreamEffects:
         """Note that the scheduler has accepted the attempt."""
-        if not self.is_open or serial != self._submission.serial:
+        if not self.is_open or serial != self._serial:
             return ()
-        self._submission.on_known()
+        self._is_under_way, self._refusals = False, 0
         self.accepted = True
-        self._signs.on_scheduler(now_s)
+        self._anyone_s = now_s
         return ()
 
     def on_submit_failed(self, serial: int, error: KvasirError, now_s: float) -> StreamEffects:
@@ -201,18 +216,21 @@ class Stream:
 
         Overloaded, RoleMissing and ForeignSequence end only a stream that was never accepted.
         """
-        if not self.is_open or serial != self._submission.serial:
+        if not self.is_open or serial != self._serial:
             return ()
-        self._submission.on_refused()
+        self._is_under_way = False
         if isinstance(error, Overloaded | RoleMissing | ForeignSequence):
             is_final = not self.accepted
         else:
             is_final = isinstance(error, CallerError | PolicyFailed)
         if is_final:
             return self._fail(error)
-        if isinstance(error, InternalError) and self._faults.on_internal_error():
-            return self._fail(error)
-        self._submission.again_later(now_s)
+        if isinstance(error, InternalError):
+            self._internal_errors += 1
+            if self._internal_errors >= MAX_INTERNAL_ERRORS:
+                return self._fail(error)
+        self._again_at_s = now_s + min(RETRY_S * 2**self._refusals, MAX_RETRY_S)
+        self._refusals = min(self._refusals + 1, _MOST_DOUBLINGS)
         return ()
 
     # --- workers
@@ -222,35 +240,27 @@ class Stream:
         if self._before is not None and self.is_open and delta.attempt == self._before.ref.attempt:
             return self._on_late(self._before, delta, worker, now_s)
         if not self.is_open or delta.attempt != self.attempt or not self._is_proven(worker, delta.proof):
-            self.stale_deltas += 1
             return ()
         if not self._is_served_by(worker, now_s):
             return self._hand_over("second_server", now_s)
-        end = delta.first_index + len(delta.tokens)
-        held = len(self.tokens)
+        first, held = delta.first_index, len(self.tokens)
+        end = first + len(delta.tokens)
         left: StreamEffects = () if self._before is None else self._before.on_target(end, held, now_s)
-        if not agrees(delta, self.tokens):
+        common = max(0, min(end, held) - first)
+        if delta.tokens[:common] != tuple(self.tokens[first : first + common]):
             return self._hand_over("diverged", now_s)
         if end > held:
             self._before = None
-        return (*left, *self._join(delta, worker, now_s))
-
-    def _join(self, delta: TokenDelta, worker: Start, now_s: float) -> StreamEffects:
-        """Append a delta of the current attempt that agrees with the held tokens."""
-        end = delta.first_index + len(delta.tokens)
-        held = len(self.tokens)
-        if delta.first_index > held:
-            self._missing.on_gap(end, ended=delta.finish_reason is not None, now_s=now_s)
-            return self._fetch_if_due(now_s)
+        if first > held:
+            self._behind = end, delta.finish_reason is not None, now_s
+            return (*left, *self._fetch_if_due(now_s))
         if end > held:
-            self.tokens.extend(delta.tokens[held - delta.first_index :])
-            self.logprobs.update(
-                zip(range(held, end), delta.logprobs[held - delta.first_index :], strict=False)
-            )
+            self.tokens.extend(delta.tokens[held - first :])
+            self.logprobs.update(zip(range(held, end), delta.logprobs[held - first :], strict=False))
         self.cached_tokens = self.cached_tokens or delta.cached_tokens
         if delta.finish_reason is not None and end >= held:
-            return self._end(delta.finish_reason, worker, now_s)
-        return ()
+            return (*left, *self._end(delta.finish_reason, worker, now_s))
+        return left
 
     def _on_late(self, before: Handover, delta: TokenDelta, worker: Start, now_s: float) -> StreamEffects:
         """Process tokens of the previous attempt during an overlap."""
@@ -275,7 +285,8 @@ class Stream:
         ended = report.state is SequenceState.ENDED
         if not ended and report.generated_tokens <= len(self.tokens):
             return ()
-        self._missing.on_listed(report.generated_tokens, ended=ended, now_s=now_s)
+        if self._behind is None:
+            self._behind = report.generated_tokens, ended, now_s + FETCH_GRACE_S
         return self._fetch_if_due(now_s)
 
     def on_fetched(
@@ -284,7 +295,7 @@ class Stream:
         """Process the reply to a fetch; None when the worker does not hold the attempt."""
         if not self.is_open or ref.attempt != self.attempt:
             return ()
-        self._missing.forget()
+        self._forget_fetch()
         if delta is None:
             return self._hand_over("not_held", now_s)
         return self.on_delta(delta, worker, now_s)
@@ -293,7 +304,11 @@ class Stream:
         """Process a failed fetch. Repeated failures hand the sequence over."""
         if not self.is_open or ref.attempt != self.attempt:
             return ()
-        return self._hand_over("fetch_failed", now_s) if self._missing.on_failed(now_s) else ()
+        self._is_fetching = False
+        self._fetch_failures += 1
+        if self._behind is not None:
+            self._behind = (*self._behind[:2], now_s + RETRY_S)
+        return self._hand_over("fetch_failed", now_s) if self._fetch_failures >= MAX_FETCH_FAILURES else ()
 
     def on_worker_lost(self, worker: Start, lost_attempt: int | None, now_s: float) -> StreamEffects:
         """Hand over if that run served this; `lost_attempt` is the attempt its scheduler had sent it."""
@@ -327,19 +342,22 @@ class Stream:
         """Advance the timeouts. Call about ten times a second."""
         if not self.is_open:
             return ()
-        error = self._signs.error(now_s)
-        if error is not None:
+        unheard_s, timing = now_s - self._anyone_s, self._timing
+        if unheard_s >= timing.give_up_s:
+            error = DeadlineExceeded(f"no worker or scheduler answered for {timing.give_up_s:g} s")
             return (Cancel(self.ref, self.server[0] if self.server else None), *self._fail(error))
         if self._before is not None and now_s >= self._before.until_s:
             left, self._before = self._before.leave(), None
             return left
-        if self._submission.is_due(now_s):
+        if self._again_at_s is not None and now_s >= self._again_at_s:
             return self.submit(now_s)
-        if self._missing.is_anything:
+        if self._behind is not None:
             return self._fetch_if_due(now_s)
-        if self.server is not None and self._signs.is_worker_silent(now_s):
+        if self.server is not None and now_s - self._worker_s >= 2 * timing.frame_timeout_s:
             return self._hand_over("silent", now_s)
-        if self._submission.is_settled and self._signs.is_audit_due(now_s):
+        is_settled = not self._is_under_way and self._again_at_s is None
+        if is_settled and unheard_s >= self._audit_s:
+            self._audit_s = min(2 * self._audit_s, MAX_AUDIT_FACTOR * timing.frame_timeout_s)
             return self.submit(now_s)
         return ()
 
@@ -355,7 +373,7 @@ class Stream:
         """Cancel the rest: the client left, or a stop string is complete."""
         if not self.is_open:
             return ()
-        self.phase = StreamPhase.CANCELLED
+        self.phase, self.is_open = StreamPhase.CANCELLED, False
         left, target = self._leave_former()
         return (*left, Cancel(self.ref, self.server[0] if self.server else target))
 
@@ -366,8 +384,10 @@ class Stream:
         assert self.finish_reason is None or self.finish_reason in ANSWERS
         assert (self.phase is StreamPhase.FAILED) == (self.failure is not None)
         assert self.attempt == 1 + sum(self.handovers.values())
-        for part in (self._missing, self._submission, self._signs):
-            part.check_integrity()
+        assert self.is_open == (self.phase is StreamPhase.OPEN)
+        assert not self._is_fetching or self._behind is not None
+        assert not (self._is_under_way and self._again_at_s is not None)
+        assert self._audit_s <= MAX_AUDIT_FACTOR * self._timing.frame_timeout_s
 
     # --- inside
 
@@ -381,13 +401,23 @@ class Stream:
             return False
         self.server = worker
         self.accepted = True
-        self._signs.on_worker(now_s)
+        self._anyone_s = self._worker_s = now_s
+        self._audit_s = self._timing.frame_timeout_s
         return True
 
     def _fetch_if_due(self, now_s: float) -> StreamEffects:
-        if self.server is None or not self._missing.begin_fetch(len(self.tokens), now_s):
+        """Fetch what the worker has more than this stream; at most one fetch is in flight."""
+        if self.server is None or self._behind is None or self._is_fetching:
             return ()
-        return (Fetch(self.server, self.ref, len(self.tokens)),)
+        tokens, has_end, fetch_at_s = self._behind
+        if not has_end and tokens <= len(self.tokens):
+            self._behind = None
+            return ()
+        self._is_fetching = now_s >= fetch_at_s
+        return (Fetch(self.server, self.ref, len(self.tokens)),) if self._is_fetching else ()
+
+    def _forget_fetch(self) -> None:
+        self._behind, self._is_fetching, self._fetch_failures = None, False, 0
 
     def _leave_former(self) -> tuple[StreamEffects, str | None]:
         """Stop reading the previous attempt; also return its target worker."""
@@ -400,26 +430,51 @@ class Stream:
         if self.server is not None and cause != "worker_lost":
             left = (*left, Cancel(self.ref, self.server[0], is_final=False))
         self.handovers[cause] = self.handovers.get(cause, 0) + 1
-        self.attempt += 1
+        self._next_attempt()
         self.server = None
-        self._missing.forget()
-        self._signs.begin_anew()
+        self._forget_fetch()
+        self._audit_s = self._timing.frame_timeout_s
         return (*left, *self.submit(now_s))
+
+    def _next_attempt(self) -> None:
+        self.attempt += 1
+        self.ref = SequenceRef(request_id=self.key[0], choice=self.key[1], attempt=self.attempt)
+        if self._secret:
+            digest = blake2b(str(self.ref).encode(), key=self._secret, digest_size=16)
+            self.capability = digest.digest()
 
     def _end(self, reason: FinishReason, worker: Start, now_s: float) -> StreamEffects:
         seen = Acknowledge(worker[0], self.ref)
         if reason in ANSWERS:
             self._finish(reason)
             return (seen,)
-        failure = self._faults.on_end(reason, len(self.tokens))
+        failure = self._fault(reason)
         if failure is not None:
             return (seen, *self._fail(failure))
         return (seen, *self._hand_over(f"ended_{reason}", now_s))
 
+    def _fault(self, reason: FinishReason) -> KvasirError | None:
+        """Count an end without an answer; return the stream's error if the limit is reached."""
+        if reason is FinishReason.KV_LOST:
+            has_gone_on = len(self.tokens) > self._tokens_at_loss
+            self._kv_losses = 1 if has_gone_on else self._kv_losses + 1
+            self._tokens_at_loss = len(self.tokens)
+            if self._kv_losses >= MAX_KV_LOSSES:
+                return CreditorLost(
+                    f"workers that lent KV for this request were lost {self._kv_losses} times in a row"
+                    " without a new token: try again later, or ask for less",
+                    retry_after_s=5.0,
+                )
+        elif reason is not FinishReason.GATEWAY_LOST:
+            self._internal_errors += 1
+            if self._internal_errors >= MAX_INTERNAL_ERRORS:
+                return InternalError(f"the engine ended the sequence {self._internal_errors} times")
+        return None
+
     def _finish(self, reason: FinishReason | None) -> None:
-        self.phase, self.finish_reason = StreamPhase.ENDED, reason
-        self._missing.forget()
+        self.phase, self.finish_reason, self.is_open = StreamPhase.ENDED, reason, False
+        self._forget_fetch()
 
     def _fail(self, error: KvasirError) -> StreamEffects:
-        self.phase, self.failure = StreamPhase.FAILED, error
+        self.phase, self.failure, self.is_open = StreamPhase.FAILED, error, False
         return ()

@@ -13,6 +13,10 @@ from services.gateway.text.tokenizer import AT_ONCE_BYTES, TokenizerThreads
 from shared.errors import InvalidRequest
 
 _RAW, _GZIP_OR_ZLIB = -zlib.MAX_WBITS, zlib.MAX_WBITS | 32
+_GZIP = b"\x1f\x8b"
+"""Begins each member of a gzip body."""
+_AT_ONCE = 4096
+"""Bytes to inflate at once: the rest of them is copied at the end of each member."""
 _ENCODINGS = {"": False, "identity": False, "gzip": True, "x-gzip": True, "deflate": True}
 """Supported encodings; True: the body is compressed."""
 
@@ -40,9 +44,8 @@ class BodyReader:
         if not _ENCODINGS[encoding]:
             return body
         # The single reader thread bounds how many inflated bodies wait.
-        return await self._threads.read(
-            lambda: inflated(body, self._max_bytes), max(len(body), AT_ONCE_BYTES + 1)
-        )
+        size = max(len(body), AT_ONCE_BYTES + 1)
+        return await self._threads.read(lambda: inflated(body, self._max_bytes), size)
 
     async def _received(self, request: Request) -> bytes:
         announced = request.headers.get("content-length", "")
@@ -57,26 +60,32 @@ class BodyReader:
 
 
 def inflated(body: bytes, max_bytes: int) -> bytes:
-    """Decompress gzip or deflate (zlib or raw), up to `max_bytes`.
+    """Decompress gzip (of any number of members) or deflate (zlib or raw), up to `max_bytes`.
 
     Raises HttpError 413 for a longer result, InvalidRequest for truncated or other data.
     """
-    failure: zlib.error | None = None
-    for bits in (_GZIP_OR_ZLIB, _RAW):
-        unpacking = zlib.decompressobj(bits)
+    content, at, bits = bytearray(), 0, _GZIP_OR_ZLIB
+    while True:
+        unpacking, begin = zlib.decompressobj(bits), at
         try:
-            content = unpacking.decompress(body, max_bytes + 1)
+            while not unpacking.eof and at < len(body):
+                part = body[at : at + _AT_ONCE]
+                content += unpacking.decompress(part, max_bytes + 1 - len(content))
+                if len(content) > max_bytes:
+                    raise _too_large(max_bytes, "inflated ", closes=False)
+                at += len(part) - len(unpacking.unused_data)
         except zlib.error as error:
-            failure = failure or error
+            if begin or bits == _RAW:
+                raise InvalidRequest(f"the body cannot be inflated: {error}") from None
+            at, bits = 0, _RAW
+            content.clear()
             continue
-        if len(content) > max_bytes:
-            raise _too_large(max_bytes, "inflated ", closes=False)
         if not unpacking.eof:
             raise InvalidRequest("the packed body is cut off: it ends before its content does")
-        if unpacking.unused_data:
+        if at == len(body):
+            return bytes(content)
+        if not body.startswith(_GZIP, at):
             raise InvalidRequest("the packed body has more after its end: pack it as one piece")
-        return content
-    raise InvalidRequest(f"the body cannot be inflated: {failure}")
 
 
 async def _collect(receive: Receive, max_bytes: int) -> bytes:

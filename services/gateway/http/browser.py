@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from services.gateway.anthropic.requests import MessagesRequest
 from services.gateway.openai.fields import DESCRIPTIONS
@@ -31,16 +31,6 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         expose_headers=EXPOSED,
         max_age=_PREFLIGHT_S,
     )
-
-
-class HeadAsGet:
-    """Answers HEAD as GET; the server omits the body."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app({**scope, "method": "GET"} if scope["method"] == "HEAD" else scope, receive, send)
 
 
 POSTS: Mapping[str, tuple[str, tuple[type[BaseModel], ...]]] = {
@@ -78,16 +68,6 @@ _STATUSES: Mapping[int, str] = {
     503: "Nobody is there to do it: ask again after `Retry-After` seconds",
     504: "The answer was not complete within `X-Request-Timeout`",
 }
-_OF_GETS: Mapping[str, tuple[int, ...]] = {
-    "/v1/models": (401, 429, 503),
-    "/v1/models/{model}": (401, 404, 429, 503),
-    "/v1/responses/{name}": (401, 404, 429, 503),
-    "/v1/responses/{name}/input_items": (400, 401, 404, 429, 503),
-    "/version": (401, 429, 503),
-    "/health": (429, 503),
-    "/ping": (429, 503),
-    "/ready": (429, 503),
-}
 
 
 def description(version: str, served: Sequence[str]) -> dict[str, Any]:
@@ -105,7 +85,9 @@ def description(version: str, served: Sequence[str]) -> dict[str, Any]:
         responses = _responses(kinds, _STATUSES, error)
         paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": responses}}
     for path, summary in GETS.items():
-        statuses = {status: _STATUSES[status] for status in _OF_GETS[path]}
+        found = {429, 503} if path in _OPEN else {401, 429, 503}
+        found |= ({404} if "{" in path else set()) | ({400} if path.endswith("input_items") else set())
+        statuses = {status: _STATUSES[status] for status in sorted(found)}
         operation: dict[str, Any] = {"summary": summary, "responses": _responses(_JSON, statuses, "Error")}
         if path in _OPEN:
             operation["security"] = []

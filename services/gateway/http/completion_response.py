@@ -5,7 +5,7 @@ headers is a plain HTTP error; after them, an error event. An idle event stream 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -18,8 +18,7 @@ from services.gateway.errors import ClientGone
 from services.gateway.exchange import NO_LEGACY, Deadline, Exchange, Legacy, admitted
 from services.gateway.http.connection import DIRECT_WRITER, DirectWriter
 from services.gateway.http.middleware import RequestRecord
-from services.gateway.models import ServedModel
-from services.gateway.openai.admission import AdmittedRequest
+from services.gateway.openai.admission import Acceptance, AdmittedRequest
 from services.gateway.openai.replies import (
     AnswerWriter,
     FinishedChoice,
@@ -152,7 +151,7 @@ class CompletionResponse(Response):
         writer: AnswerWriter,
         record: RequestRecord,
         deadline: Deadline,
-        served: ServedModel,
+        model: Acceptance,
         lasting: Lasting | None = None,
     ) -> None:
         super().__init__()
@@ -160,57 +159,50 @@ class CompletionResponse(Response):
         self._sessions = sessions
         self._job = job
         self._writer = writer
-        self._record = record
+        self.record = record
         self._deadline = deadline
-        self._served = served
-        self._config = served.config
+        self._model = model
+        self._exchange: Exchange
+        self._answers: list[ChoiceText] = []
+        self._left = 0
+        """Number of choices that have not ended."""
+        self._begun: set[int] = set()
+        """Choices of which something was sent."""
         self._readers: dict[int, PartReader] = {}
         """By choice; empty when answers are not parsed."""
         self._calling: set[int] = set()
         """Choices that call a function."""
 
-    @property
-    def failure(self) -> BaseException | None:
-        """Error that ended the answer after its headers were sent."""
-        return self._record.error
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the job and send the answer. Raises KvasirError only before the headers are sent."""
-        salt = salt_of(self._record.tenant, self._job.cache_salt)
-        exchange = self._sessions.open(
-            self._job,
-            self._record.request_id if self._lasting is None else self._lasting.request_id,
-            self._deadline,
-            salt,
-            self._served.name,
-            self._record.owner,
-            NO_LEGACY if self._lasting is None else self._lasting.legacy,
+        record, config, lasting, deadline = self.record, self._model.config, self._lasting, self._deadline
+        salt = salt_of(record.tenant, self._job.cache_salt)
+        name = record.request_id if lasting is None else lasting.request_id
+        legacy = NO_LEGACY if lasting is None else lasting.legacy
+        exchange = self._exchange = self._sessions.open(
+            self._job, name, deadline, salt, self._model.name, record.owner, legacy
         )
-        if self._lasting is not None:
-            self._lasting.on_open(exchange)
-        answers = self._sessions.answers(exchange, self._job, self._served.acceptance.codec)
+        if lasting is not None:
+            lasting.on_open(exchange)
+        answers = self._answers = self._sessions.answers(exchange, self._job, self._model.codec)
+        self._left = len(answers)
         if self._job.reader is not None:
             self._readers = {answer.index: self._job.reader() for answer in answers}
         watcher = asyncio.create_task(_watch(receive, exchange), name="client watcher")
-        remaining_s = self._deadline.remaining_s()
-        loop = asyncio.get_running_loop()
-        timer = (
-            None
-            if remaining_s is None
-            else loop.call_later(remaining_s, exchange.fail, self._deadline.error())
-        )
+        timer = None
+        if (remaining_s := deadline.remaining_s()) is not None:
+            timer = asyncio.get_running_loop().call_later(remaining_s, exchange.fail, deadline.error())
         try:
-            await admitted(exchange, self._config.admit_timeout_s)
-            if self._lasting is not None:
-                await self._lasting.before_first
+            await admitted(exchange, config.admit_timeout_s)
+            if lasting is not None:
+                await lasting.before_first
             if self._job.stream:
-                note = partial(self._sessions.note_blocked, self._record.request_id)
-                out = EventStream(send, self._config.sse_keep_alive_s, scope.get(DIRECT_WRITER), note)
-                await self._stream(exchange, answers, out)
+                note = partial(self._sessions.note_blocked, record.request_id)
+                await self._stream(EventStream(send, config.sse_keep_alive_s, scope.get(DIRECT_WRITER), note))
             else:
-                await self._whole(exchange, answers, send)
+                await self._whole(send)
         except ClientGone:
-            self._record.is_gone = True
+            record.is_gone = True
         except KvasirError as error:
             if not isinstance(error, UnavailableError):
                 self._writer.failed(error)  # a background response is read later
@@ -221,74 +213,76 @@ class CompletionResponse(Response):
             if timer is not None:
                 timer.cancel()
             self._sessions.close(exchange)
-            self._record.note_answers(answers)
+            record.note_answers(answers)
 
-    async def _whole(self, exchange: Exchange, answers: list[ChoiceText], send: Send) -> None:
-        messages = [AnswerMessage() for _ in answers]
-        tokens: list[list[PlacedToken]] = [[] for _ in answers]
+    async def _whole(self, send: Send) -> None:
+        messages = [AnswerMessage() for _ in self._answers]
+        tokens: list[list[PlacedToken]] = [[] for _ in self._answers]
         while True:
-            for piece, answer in self._read(exchange, answers):
+            for piece, answer in self._read():
                 messages[answer.index].add(self._parts(piece, answer))
                 tokens[answer.index].extend(piece.tokens)
-            if not _pending(answers):
+            if not self._left:
                 break
-            await exchange.wait()
+            await self._exchange.wait()
         choices = [
             FinishedChoice(
                 answer.index,
                 messages[answer.index],
-                self._reason(answer.finish_reason, answer) or "",
+                self._reason(answer) or "",
                 self._logprobs(tokens[answer.index]),
                 self._prompt_logprobs(answer),
                 answer.matched_stop,
                 answer.hidden,
                 answer.ids if self._job.rules.with_ids else None,
             )
-            for answer in answers
+            for answer in self._answers
         ]
-        body = self._writer.whole(choices, self._usage(answers))
+        body = self._writer.whole(choices, self._usage())
         length = (b"content-length", str(len(body)).encode())
         await send({"type": "http.response.start", "status": 200, "headers": [*JSON_HEADERS, length]})
         await send({"type": "http.response.body", "body": body})
 
-    async def _stream(self, exchange: Exchange, answers: list[ChoiceText], out: EventStream) -> None:
-        begun: set[int] = set()
-        exchange.on_news = lambda: self._push(exchange, answers, out, begun)
+    async def _stream(self, out: EventStream) -> None:
+        self._exchange.on_news = partial(self._push, out)
         try:
             while True:
-                if events := self._events(exchange, answers, begun):
+                if events := self._events():
                     await out.write(events)
-                elif any(answer.stream.tokens for answer in answers):
+                elif self._begun:
                     await out.begin()
-                if not _pending(answers):
+                if not self._left:
                     break
-                await out.wait(exchange)
-            tail = self._writer.end(self._usage(answers), include_usage=self._job.include_usage)
+                await out.wait(self._exchange)
+            tail = self._writer.end(self._usage(), include_usage=self._job.include_usage)
         except KvasirError as error:
             if not out.has_begun:
                 raise
-            self._record.error = error
+            self.record.error = error
             tail = self._writer.failed(error)
         await out.write(tail, is_last=True)
 
-    def _push(self, exchange: Exchange, answers: list[ChoiceText], out: EventStream, begun: set[int]) -> bool:
+    def _push(self, out: EventStream) -> bool:
         """Write new tokens without waking a task; False when a task must continue."""
-        if not out.can_push or not all(answer.stream.is_open for answer in answers):
+        if not out.can_push:
             return False
-        if events := self._events(exchange, answers, begun):
+        for answer in self._answers:
+            if not answer.stream.is_open:
+                return False
+        if events := self._events():
             out.push(events)
-        return all(answer.finish_reason is None for answer in answers)
+        return self._left == len(self._answers)
 
-    def _events(self, exchange: Exchange, answers: list[ChoiceText], begun: set[int]) -> bytes:
+    def _events(self) -> bytes:
         events: list[bytes] = []
-        for answer in answers:
-            if answer.stream.tokens and answer.index not in begun:
-                begun.add(answer.index)
+        for answer in self._answers:
+            if answer.stream.tokens and answer.index not in self._begun:
+                self._begun.add(answer.index)
                 events.append(self._writer.begin(answer.index))
-        for piece, answer in self._read(exchange, answers):
+        for piece, answer in self._read():
             logprobs = self._logprobs(piece.tokens) if piece.tokens else None
             parts = self._parts(piece, answer)
-            reason = self._reason(piece.finish_reason, answer)
+            reason = None if piece.finish_reason is None else self._reason(answer)
             if parts or reason is not None or logprobs is not None or piece.ids:
                 stop = answer.matched_stop if reason is not None else None
                 ids = piece.ids if self._job.rules.with_ids else None
@@ -298,9 +292,9 @@ class CompletionResponse(Response):
 
     def _parts(self, piece: TextPiece, answer: ChoiceText) -> list[AnswerPart]:
         """Return the parts of a piece of text."""
-        reader = self._readers.get(answer.index)
-        if reader is None:
+        if not self._readers:
             return [Content(piece.text)] if piece.text else []
+        reader = self._readers[answer.index]
         parts = reader.feed(piece.text) if piece.text else []
         if piece.finish_reason is not None:
             parts += reader.end(is_cut=answer.is_cut or piece.finish_reason is FinishReason.LENGTH)
@@ -308,54 +302,55 @@ class CompletionResponse(Response):
             self._calling.add(answer.index)
         return parts
 
-    def _reason(self, reason: FinishReason | None, answer: ChoiceText) -> str | None:
+    def _reason(self, answer: ChoiceText) -> str | None:
+        """Return why the answer ended; None if it has not."""
+        reason = answer.finish_reason
         if reason is FinishReason.STOP and answer.index in self._calling:
             return "tool_calls"
         return None if reason is None else str(reason)
 
-    def _read(self, exchange: Exchange, answers: list[ChoiceText]) -> list[tuple[TextPiece, ChoiceText]]:
-        """Return new pieces; cancel the rest of a choice that a stop string ended."""
-        pieces: list[tuple[TextPiece, ChoiceText]] = []
-        for answer, sequence in zip(answers, exchange.sequences, strict=True):
-            for piece in self._new_pieces(answer):
-                pieces.append((piece, answer))
-                if piece.finish_reason is not None and answer.is_cut:
-                    self._sessions.finish(sequence, answer.completion_tokens)
-        if pieces and self._record.first_token_s is None and self._record.accepted_s is not None:
-            self._record.first_token_s = monotonic_s() - self._record.accepted_s
-        return pieces
+    def _read(self) -> list[tuple[TextPiece, ChoiceText]]:
+        """Return new pieces; cancel the rest of a choice that a stop string ended.
 
-    def _new_pieces(self, answer: ChoiceText) -> Iterable[TextPiece]:
-        if self._lasting is not None:
-            return answer.read_each()
-        piece = answer.read()
-        return () if piece is None else (piece,)
+        Pieces of a lasting answer are of one token each, so they do not depend on how tokens arrived.
+        """
+        pieces: list[tuple[TextPiece, ChoiceText]] = []
+        for answer, sequence in zip(self._answers, self._exchange.sequences, strict=True):
+            for piece in (answer.read(),) if self._lasting is None else answer.read_each():
+                if piece is None:
+                    continue
+                pieces.append((piece, answer))
+                if piece.finish_reason is not None:
+                    self._left -= 1
+                    if answer.is_cut:
+                        self._sessions.finish(sequence, answer.completion_tokens)
+        record = self.record
+        if pieces and record.first_token_s is None and record.accepted_s is not None:
+            record.first_token_s = monotonic_s() - record.accepted_s
+        return pieces
 
     def _logprobs(self, tokens: Sequence[PlacedToken]) -> dict[str, Any] | None:
         """Return log-probabilities in the API's format; None if not requested."""
         if (top := self._job.top_logprobs) is None:
             return None
         write = chat_logprobs if self._job.kind == "chat" else text_logprobs
-        return write(tokens, self._served.vocabulary, top)
+        return write(tokens, self._model.vocabulary, top)
 
     def _prompt_logprobs(self, answer: ChoiceText) -> list[dict[str, Any] | None] | None:
         top = self._job.prompt_logprobs
         if top is None:
             return None
-        prompt = self._job.given[answer.index // self._job.n].prompt
-        return prompt_logprobs(prompt, answer.echo.logprobs, self._served.vocabulary, top)
+        prompt = self._job.whole_prompts[answer.index // self._job.n]
+        return prompt_logprobs(prompt, answer.prompt_logprobs, self._model.vocabulary, top)
 
-    def _usage(self, answers: list[ChoiceText]) -> Usage:
-        firsts = answers[:: self._job.n]
-        cached = sum(
-            min(answer.stream.cached_tokens, len(prompt))
-            for answer, prompt in zip(firsts, self._job.prompts, strict=True)
-        )
-        return Usage(self._job.prompt_tokens, sum(answer.completion_tokens for answer in answers), cached)
-
-
-def _pending(answers: list[ChoiceText]) -> bool:
-    return any(answer.finish_reason is None for answer in answers)
+    def _usage(self) -> Usage:
+        cached = completion = 0
+        for answer in self._answers:
+            completion += answer.completion_tokens
+            if answer.index % self._job.n == 0:
+                prompt = self._job.prompts[answer.index // self._job.n]
+                cached += min(answer.stream.cached_tokens, len(prompt))
+        return Usage(self._job.prompt_tokens, completion, cached)
 
 
 async def _watch(receive: Receive, exchange: Exchange) -> None:

@@ -20,7 +20,7 @@ from typing import Final, Generic, TypeVar
 
 import orjson
 import uvicorn
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from services.gateway.config import GatewayConfig
@@ -41,12 +41,8 @@ class DirectWriter:
     def is_open(self) -> bool:
         """Whether a chunk can be written now: the response has begun and the client keeps up."""
         cycle = self._cycle
-        return not (
-            cycle.disconnected
-            or cycle.response_complete
-            or not cycle.chunked_encoding
-            or cycle.flow.write_paused
-        )
+        is_over = cycle.disconnected or cycle.response_complete
+        return not is_over and bool(cycle.chunked_encoding) and not cycle.flow.write_paused
 
     def write(self, piece: bytes) -> None:
         """Write one chunk to an open response. It must not be empty: an empty chunk ends the body."""
@@ -88,13 +84,12 @@ class ConnectionTable(Generic[C]):
         if self._counts.get(address, 0) >= self._limit_per_address:
             displaced = next(iter(self._idle_at.get(address, ())), None)
             if displaced is None:
-                raise HttpError(
-                    429,
+                text = (
                     f"{self._limit_per_address} requests are being answered on as many connections from this "
-                    "address: wait for some of them to end",
-                    error_code="too_many_connections",
+                    "address: wait for some of them to end"
                 )
-        elif len(self) >= self._limit:
+                raise HttpError(429, text, error_code="too_many_connections")
+        elif len(self._address_of) >= self._limit:
             displaced = next(iter(self._idle), None)
             if displaced is None:
                 text = "a request is being answered on every connection the server takes: try again later"
@@ -241,6 +236,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._headers_arrived()
         super().on_headers_complete()
         if self.cycle is not None and self.cycle.scope is self.scope:
+            self.cycle.send = self._sender(self.cycle)  # type: ignore[method-assign,assignment]
             self.scope[DIRECT_WRITER] = DirectWriter(self.cycle)  # type: ignore[typeddict-unknown-key]
             self.scope[ENGAGE] = partial(self.config.connections.engage, self)  # type: ignore[typeddict-unknown-key]
 
@@ -285,12 +281,6 @@ class BoundedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         self._refuse(_invalid(self._fault or msg))
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
-        async def framed(scope: Scope, receive: Receive, send: Send) -> None:
-            await app(scope, receive, self._sender(cycle))
-
-        super()._start_asgi_task(cycle, framed)  # type: ignore[arg-type]  # uvicorn's types for the same
-
     def _sender(self, cycle: RequestResponseCycle) -> Send:
         """Return `cycle.send`, adapted to two cases.
 
@@ -298,6 +288,7 @@ class BoundedProtocol(HttpToolsProtocol):
         is complete also ends the connection.
         """
         ends_early = is_unchunked = False
+        send_on = cycle.send
 
         async def send(message: Message) -> None:
             nonlocal ends_early, is_unchunked
@@ -311,7 +302,7 @@ class BoundedProtocol(HttpToolsProtocol):
                     cycle.keep_alive = False
             elif is_unchunked:
                 cycle.expected_content_length = len(message.get("body", b""))
-            await cycle.send(message)  # type: ignore[arg-type]  # uvicorn's types for the same
+            await send_on(message)  # type: ignore[arg-type]  # uvicorn's types for the same
             if ends_early:
                 cycle.keep_alive = True  # `_linger` closes instead, or the answer could be lost
                 if cycle.response_complete:

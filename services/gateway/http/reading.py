@@ -1,34 +1,100 @@
-"""Turns a path and a body into a response, also for requests that another gateway had read before."""
+"""The APIs: reads a body of each, admits it, and makes its response, also for another gateway's request."""
 
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from secrets import token_bytes
+from functools import partial, reduce
+from typing import Any
 
+import msgspec
+
+from services.gateway.anthropic.replies import MessageWriter
+from services.gateway.anthropic.requests import parse_messages
 from services.gateway.config import GatewayConfig
+from services.gateway.errors import HttpError, unknown_model
 from services.gateway.exchange import Deadline
 from services.gateway.http.completion_response import CompletionResponse, Lasting
 from services.gateway.http.middleware import RequestRecord
-from services.gateway.http.surfaces import SURFACES, Naming
-from services.gateway.lasting.desk import MakeAnswer
-from services.gateway.models import Models, ServedModel
-from services.gateway.openai.admission import AdmittedRequest
-from services.gateway.openai.replies import AnswerWriter
+from services.gateway.openai.admission import Acceptance, AdmittedRequest, ContextLimit
+from services.gateway.openai.embeddings import EmbeddingWriter, admit_embeddings
+from services.gateway.openai.replies import AnswerWriter, Letterhead
+from services.gateway.openai.response_replies import ResponseWriter
+from services.gateway.openai.response_requests import (
+    ResponseRequest,
+    chat_of,
+    conversation_of,
+    parse_response,
+)
 from services.gateway.openai.response_store import ResponseStore
+from services.gateway.parts.readers import PlainReader
 from services.gateway.sessions import Sessions
-from shared.clock import monotonic_s
-from shared.messages.sequence import pack_tokens, unpack_tokens
+from shared.clock import monotonic_s, unix_s
+from shared.errors import InvalidRequest
+from shared.messages.sequence import unpack_tokens
 from shared.messages.shadows import Shadow
+
+
+class _Named(msgspec.Struct):
+    model: str | None = None
+
+
+_read = msgspec.json.Decoder(_Named).decode
+
+
+class Models:
+    """The served models in configured order; the first is the default."""
+
+    def __init__(self, served: Sequence[Acceptance]) -> None:
+        """`served` has at least one."""
+        self._served = served
+        self._by_name = {name: model for model in served for name in model.names}
+        self.first = served[0]
+        own = [model.name for model in served]
+        self.names = (*own, *(name for name in self._by_name if name not in own))
+        """All accepted names: the models' own, then aliases."""
+
+    def __iter__(self) -> Iterator[Acceptance]:
+        return iter(self._served)
+
+    def find(self, name: str) -> Acceptance:
+        """Return the model of that name. Raises UnknownModel."""
+        found = self._by_name.get(name)
+        if found is None:
+            raise unknown_model(name, self.names)
+        return found
+
+    def of(self, body: bytes) -> Acceptance:
+        """Return the model that the body names; if it names none or is malformed, the first.
+
+        The field is read before the rest, since the parser belongs to a model. Raises UnknownModel.
+        """
+        if len(self._served) == 1:
+            return self.first
+        try:
+            name = _read(body).model
+        except msgspec.DecodeError:
+            return self.first
+        return self.first if name is None else self.find(name)
+
+    def close(self) -> None:
+        for model in self._served:
+            model.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
     """A request that was read and admitted."""
 
-    served: ServedModel
+    model: Acceptance
     job: AdmittedRequest
     writer: AnswerWriter
     answer_id: str
     created: int
+    """Unix time, in seconds."""
+
+
+MakeWriter = Callable[[str, int], AnswerWriter]
+"""Makes the writer of an answer with this id and creation time."""
 
 
 class RequestReader:
@@ -46,70 +112,155 @@ class RequestReader:
         self, path: str, body: bytes, record: RequestRecord, as_before: Shadow | None = None
     ) -> Reading:
         """Read and admit a request; `as_before` is another gateway's copy. Raises as admission does."""
-        served = self._models.of(body)
-        limit = partial(self._sessions.context_tokens, self._config.admit_timeout_s, served.name)
-        naming = Naming(record, served.config, self._store)
+        model = self._models.of(body)
+        limit = partial(self._sessions.context_tokens, self._config.admit_timeout_s, model.name)
+        created = int(unix_s())
+        job, write = await SURFACES[path](model, body, limit, record.tenant, self._store)
+        answer_id = job.client_id or record.client_request_id or record.request_id.removeprefix("req_")
         if as_before is not None:
-            naming = replace(naming, answer_id=as_before.answer_id, created_s=as_before.created)
-        else:
-            naming = replace(naming, created_s=naming.created)
-        job, writer = await SURFACES[path](served.acceptance, body, limit, naming)
-        if as_before is not None:
-            job = replace(
-                job,
-                prompts=tuple(tuple(unpack_tokens(prompt)) for prompt in as_before.prompts),
-                samplings=as_before.samplings,
-            )
+            answer_id, created = as_before.answer_id, as_before.created
+            prompts = tuple(tuple(unpack_tokens(prompt)) for prompt in as_before.prompts)
+            job = replace(job, prompts=prompts, samplings=as_before.samplings)
         record.note_accepted(job)
-        record.model = served.name
-        record.figures = self._sessions.figures.of(served.name)
-        return Reading(served, job, writer, naming.id(job), naming.created)
+        record.model = model.name
+        record.figures = self._sessions.counters.models[model.name]
+        return Reading(model, job, write(answer_id, created), answer_id, created)
 
     def answer(
         self, reading: Reading, record: RequestRecord, deadline: Deadline, lasting: Lasting | None = None
     ) -> CompletionResponse:
         """Return the response to the request."""
         return CompletionResponse(
-            self._sessions, reading.job, reading.writer, record, deadline, reading.served, lasting
+            self._sessions, reading.job, reading.writer, record, deadline, reading.model, lasting
         )
 
-    async def read_again(self, shadow: Shadow) -> MakeAnswer:
+    async def read_again(self, shadow: Shadow) -> Callable[[Lasting], CompletionResponse]:
         """Read another gateway's request; return the maker of its response. Raises as admission does."""
-        record = RequestRecord("POST", shadow.path, tenant=shadow.key, owner=shadow.tenant)
-        record.request_id = shadow.request_id
+        record = RequestRecord("POST", shadow.path, shadow.request_id, tenant=shadow.key, owner=shadow.tenant)
         deadline = Deadline(monotonic_s(), shadow.deadline_in_s)
         reading = await self.read(shadow.path, shadow.body, record, shadow)
         return partial(self.answer, reading, record, deadline)
 
 
-def shadow_of(
-    reading: Reading,
-    record: RequestRecord,
-    deadline: Deadline,
-    *,
-    path: str,
-    body: bytes,
-    names: tuple[bytes, ...],
-    fingerprint: bytes,
-    is_asked_for: bool,
-    is_background: bool = False,
-) -> Shadow:
-    """Return what another gateway needs to take this answer over."""
-    return Shadow(
-        request_id=record.request_id,
-        names=names,
-        fingerprint=fingerprint,
-        path=path,
-        body=body,
-        answer_id=reading.answer_id,
-        created=reading.created,
-        key=record.tenant,
-        tenant=record.owner,
-        prompts=tuple(pack_tokens(prompt) for prompt in reading.job.prompts),
-        samplings=reading.job.samplings,
-        choices=reading.job.n,
-        heir_key=token_bytes(16),
-        is_asked_for=is_asked_for,
-        is_background=is_background,
-        deadline_in_s=deadline.remaining_s(),
+# --- the APIs
+
+
+async def _chat(
+    model: Acceptance, body: bytes, context: ContextLimit, key: str, _: ResponseStore | None
+) -> tuple[AdmittedRequest, MakeWriter]:
+    job = await model.chat(body, context, key)
+    return job, partial(_letterhead, job, "chatcmpl", model.name)
+
+
+async def _text(
+    model: Acceptance, body: bytes, context: ContextLimit, key: str, _: ResponseStore | None
+) -> tuple[AdmittedRequest, MakeWriter]:
+    job = await model.text(body, context, key)
+    return job, partial(_letterhead, job, "cmpl", model.name)
+
+
+def _letterhead(job: AdmittedRequest, prefix: str, model: str, answer_id: str, created: int) -> Letterhead:
+    prompts = (
+        [prompt for prompt in job.whole_prompts for _ in range(job.n)] if job.n > 1 else job.whole_prompts
     )
+    usage = job.include_usage, job.continuous_usage
+    return Letterhead(job.kind, f"{prefix}-{answer_id}", created, model, prompts, *usage, job.rules.with_ids)
+
+
+async def _embeddings(
+    model: Acceptance, body: bytes, context: ContextLimit, _: str, __: ResponseStore | None
+) -> tuple[AdmittedRequest, MakeWriter]:
+    job, request = await admit_embeddings(model, body, context)
+    return job, lambda answer_id, created: EmbeddingWriter(model.name, request)
+
+
+MESSAGES_WORDS = {
+    ".function.parameters": ".input_schema",
+    ".function": "",
+    "response_format": "output_config.format",
+}
+RESPONSES_WORDS = {
+    ".function": "",
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text.format",
+}
+"""Names that these two APIs give to a chat's fields."""
+
+
+async def _messages(
+    model: Acceptance, body: bytes, context: ContextLimit, key: str, _: ResponseStore | None
+) -> tuple[AdmittedRequest, MakeWriter]:
+    ignored = model.ignored()
+    read = partial(parse_messages, body, model.config.max_messages, ignored)
+    chat = await model.threads.read(read, len(body))
+    with _named_as(MESSAGES_WORDS):
+        job = _in_parts(await model.chat_of(lambda: chat, len(body), context, ignored, key))
+    return job, lambda answer_id, _: MessageWriter(f"msg_{answer_id}", model.name, job.prompt_tokens)
+
+
+async def _responses(
+    model: Acceptance, body: bytes, context: ContextLimit, key: str, store: ResponseStore | None
+) -> tuple[AdmittedRequest, MakeWriter]:
+    most, ignored = model.config.max_messages, model.ignored()
+    request = await model.threads.read(
+        lambda: parse_response(body, most, ignored, can_store=store is not None), len(body)
+    )
+    items = conversation_of(request, await _before(request, store, key), most)
+    chat = await model.threads.read(lambda: chat_of(request, items, ignored), len(body))
+    with _named_as(RESPONSES_WORDS):
+        job = _in_parts(await model.chat_of(lambda: chat, len(body), context, ignored, key))
+
+    def write(answer_id: str, created: int) -> AnswerWriter:
+        name = f"resp_{answer_id}"
+        if store is None or request.store is False:
+            return ResponseWriter(name, created, request)
+
+        def keep(answer: bytes, said: list[Any]) -> None:
+            store.put(key, name, answer, [*items, *said])
+
+        return ResponseWriter(name, created, request, keep)
+
+    return job, write
+
+
+async def _before(request: ResponseRequest, store: ResponseStore | None, key: str) -> list[Any]:
+    """Return the items of the request's previous response."""
+    name = request.previous_response_id
+    if name is None or store is None:
+        return []
+    try:
+        return (await store.find(key, name)).items
+    except HttpError as error:
+        raise InvalidRequest(str(error), param="previous_response_id") from None
+
+
+@contextmanager
+def _named_as(words: Mapping[str, str]) -> Iterator[None]:
+    """Rename fields in InvalidRequest errors to those of the client's API."""
+    try:
+        yield
+    except InvalidRequest as error:
+        ours = error.param or ""
+        theirs = reduce(lambda name, word: name.replace(*word), words.items(), ours)
+        if theirs == ours:
+            raise
+        raise type(error)(error.message.replace(ours, theirs), param=theirs) from None
+
+
+def _in_parts(job: AdmittedRequest) -> AdmittedRequest:
+    return job if job.reader is not None else replace(job, reader=PlainReader)
+
+
+Surface = Callable[
+    [Acceptance, bytes, ContextLimit, str, ResponseStore | None],
+    Awaitable[tuple[AdmittedRequest, MakeWriter]],
+]
+SURFACES: Mapping[str, Surface] = {
+    "/v1/chat/completions": _chat,
+    "/v1/completions": _text,
+    "/v1/embeddings": _embeddings,
+    "/v1/messages": _messages,
+    "/v1/responses": _responses,
+}
+"""Readers of a request by path."""

@@ -40,60 +40,39 @@ def begin(record: "RequestRecord") -> Span | None:
 
 
 def end(span: Span, record: "RequestRecord") -> None:
-    """End the span with the record's attributes."""
-    now_s = monotonic_s()
-    attributes: dict[str, str | bool | int | float | list[str]] = {}
-    if record.status is not None:
-        attributes["http.response.status_code"] = record.status
-    if record.is_gone:
-        attributes["kvasir.client_gone"] = True
+    """End the span with the record's attributes, as far as they are known."""
+    now_s, error, sampling = monotonic_s(), record.error, record.sampling
     if record.model:
         span.update_name(f"{OPERATIONS[record.path]} {record.model}")
-        attributes["gen_ai.request.model"] = attributes["gen_ai.response.model"] = record.model
-    attributes |= _asked(record)
-    attributes |= _given(record)
     if record.accepted_s is not None:
         spans.event(span, "accepted", record.accepted_s)
         if record.first_token_s is not None:
             spans.event(span, "first token", record.accepted_s + record.first_token_s)
-    is_ours = record.error is not None and (record.status is None or record.status >= 500)
-    if record.error is not None and not is_ours:
-        kind = record.error.code if isinstance(record.error, KvasirError) else type(record.error).__name__
-        attributes["error.type"] = kind
-    spans.end(span, ended_s=now_s, error=record.error if is_ours else None, attributes=attributes)
-
-
-def _asked(record: "RequestRecord") -> dict[str, bool | int | float]:
-    """Return the sampling attributes, defaults included."""
-    sampling = record.sampling
-    if sampling is None:
-        return {}
-    asked: dict[str, bool | int | float] = {
-        "gen_ai.request.stream": bool(record.stream),
-        "gen_ai.request.max_tokens": sampling.max_tokens,
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.choice.count": record.choices,
+    is_ours = error is not None and (record.status is None or record.status >= 500)
+    code = error.code if isinstance(error, KvasirError) else type(error).__name__
+    attributes: dict[str, str | bool | int | float | list[str] | None] = {
+        "http.response.status_code": record.status,
+        "kvasir.client_gone": record.is_gone or None,
+        "gen_ai.request.model": record.model or None,
+        "gen_ai.response.model": record.model or None,
+        "error.type": None if error is None or is_ours else code,
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "gen_ai.response.finish_reasons": list(record.finish_reasons.elements()) or None,
+        "gen_ai.response.time_to_first_chunk": record.first_token_s,
     }
-    if sampling.top_k:
-        asked["gen_ai.request.top_k"] = sampling.top_k
-    for name in ("frequency_penalty", "presence_penalty"):
-        if penalty := getattr(sampling, name):
-            asked[f"gen_ai.request.{name}"] = penalty
-    return asked
-
-
-def _given(record: "RequestRecord") -> dict[str, int | float | list[str]]:
-    """Return usage, finish reasons and time to first token, as far as known."""
-    given: dict[str, int | float | list[str]] = {}
-    if record.prompt_tokens is not None:
-        given["gen_ai.usage.input_tokens"] = record.prompt_tokens
     if record.completion_tokens is not None:
-        given["gen_ai.usage.output_tokens"] = record.completion_tokens
-        given["gen_ai.usage.cache_read.input_tokens"] = record.cached_tokens or 0
-    if record.finish_reasons:
-        reasons = [reason for reason, count in record.finish_reasons.items() for _ in range(count)]
-        given["gen_ai.response.finish_reasons"] = reasons
-    if record.first_token_s is not None:
-        given["gen_ai.response.time_to_first_chunk"] = record.first_token_s
-    return given
+        attributes["gen_ai.usage.output_tokens"] = record.completion_tokens
+        attributes["gen_ai.usage.cache_read.input_tokens"] = record.cached_tokens
+    if sampling is not None:
+        attributes |= {
+            "gen_ai.request.stream": bool(record.stream),
+            "gen_ai.request.max_tokens": sampling.max_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.choice.count": record.choices,
+            "gen_ai.request.top_k": sampling.top_k or None,
+            "gen_ai.request.frequency_penalty": sampling.frequency_penalty or None,
+            "gen_ai.request.presence_penalty": sampling.presence_penalty or None,
+        }
+    known = {name: value for name, value in attributes.items() if value is not None}
+    spans.end(span, ended_s=now_s, error=error if is_ours else None, attributes=known)

@@ -1,8 +1,8 @@
 """The HTTP routes. Handlers raise errors; error responses are written elsewhere."""
 
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
 from functools import partial
+from secrets import token_bytes
 from typing import Any
 
 import orjson
@@ -15,23 +15,25 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from services.gateway.anthropic.requests import parse_messages
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import ClientGone, HttpError
-from services.gateway.exchange import HEADER, deadline_of
+from services.gateway.exchange import HEADER, Deadline, deadline_of
 from services.gateway.http.bodies import BodyReader
-from services.gateway.http.browser import HeadAsGet, written
+from services.gateway.http.browser import written
 from services.gateway.http.middleware import CLIENT_GONE_STATUS, RECORD, RequestRecord, refusal
-from services.gateway.http.reading import RequestReader, shadow_of
-from services.gateway.http.stored import add_stored
-from services.gateway.http.surfaces import SURFACES
+from services.gateway.http.reading import SURFACES, Models, Reading, RequestReader
+from services.gateway.http.stored import add_stored, written_json
 from services.gateway.lasting.desk import LastingDesk, fingerprint_of, name_of
 from services.gateway.lasting.following import Following
-from services.gateway.models import Models, ServedModel
+from services.gateway.openai.admission import Acceptance
 from services.gateway.openai.replies import model_body
 from services.gateway.openai.response_replies import ResponseWriter
 from services.gateway.openai.response_store import ResponseStore
+from services.gateway.openai.tokenize import detokenized, tokenized
 from services.gateway.sessions import Sessions
 from shared import metrics
 from shared.clock import unix_s
 from shared.errors import InternalError, InvalidRequest, KvasirError, NoResponder
+from shared.messages.sequence import pack_tokens
+from shared.messages.shadows import Shadow
 from shared.release import VERSION
 
 KEY_HEADER = "Idempotency-Key"
@@ -52,16 +54,18 @@ RouteHandler = Callable[[Request], Awaitable[Response]]
 
 
 class Shortcut:
-    """ASGI wrapper that sends POSTs to the given paths straight to their handlers, past the router."""
+    """ASGI wrapper: POSTs to the given paths go straight to their handlers, past the router; HEAD is
+    answered as GET, whose body the server omits."""
 
     def __init__(self, app: ASGIApp, posts: Mapping[str, RouteHandler]) -> None:
         self._app = app
         self._posts = posts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        handler = self._posts.get(scope["path"]) if scope["method"] == "POST" else None
+        method = scope["method"]
+        handler = self._posts.get(scope["path"]) if method == "POST" else None
         if handler is None:
-            return await self._app(scope, receive, send)
+            return await self._app({**scope, "method": "GET"} if method == "HEAD" else scope, receive, send)
         try:
             response = await handler(Request(scope, receive))
         except ClientGone:
@@ -84,13 +88,12 @@ def make_app(
     """Return the application behind `Edge`. Without `store`, no response is stored."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     reader = RequestReader(sessions, models, config, store)
-    bodies = BodyReader(config, models.first.acceptance.threads)
+    bodies = BodyReader(config, models.first.threads)
     desk.reread = reader.read_again
     completions = _completions(reader, bodies, config, desk, store)
     for path, handler in completions.items():
         app.add_route(path, handler, methods=["POST"])
     _add_tokenization(app, sessions, models, config, bodies)
-    _add_counting(app, models, config, bodies)
     _add_models(app, sessions, models)
     add_stored(app, store, desk)
     _add_probes(app, sessions)
@@ -102,7 +105,7 @@ def make_app(
     _add_description(app, models)
     add_page(app)
     _handle_errors(app)
-    return HeadAsGet(Shortcut(app, completions))
+    return Shortcut(app, completions)
 
 
 def make_operator_app(sessions: Sessions, add_page: AddPage = lambda _: None) -> ASGIApp:
@@ -143,61 +146,76 @@ def _completions(
             config.max_request_timeout_s,
             record.began_s,
         )
-        name = name_of(record.tenant, "key", "" if key is None else key)
-        async with AsyncExitStack() as turn, deadline.enforced():
-            if key is not None:
-                await turn.enter_async_context(desk.turn(name))
-                if (kept := await desk.find(name, fingerprint_of(path, body))) is not None:
-                    return Following(desk, kept, record)
+        if key is not None:
+            return await named(path, body, record, deadline, name_of(record.tenant, "key", key))
+        async with deadline.enforced():
             reading = await reader.read(path, body, record)
-            names: tuple[bytes, ...] = () if key is None else (name,)
-            writer = reading.writer
-            begun = writer.begin_in_background() if isinstance(writer, ResponseWriter) else None
-            is_streamed = path == RESPONSES and reading.job.stream and (names or desk.has_peers)
-            if is_streamed or begun is not None:
-                names += (name_of(record.tenant, "response", f"resp_{reading.answer_id}"),)
-            if not names:
-                return reader.answer(reading, record, deadline)
-            shadow = shadow_of(
-                reading,
-                record,
-                deadline,
-                path=path,
-                body=body,
-                names=names,
-                fingerprint=fingerprint_of(path, body),
-                is_asked_for=key is not None or begun is not None,
-                is_background=begun is not None,
-            )
-            record.is_lasting = True
-            kept = desk.begin(shadow, partial(reader.answer, reading, record, deadline))
-            if begun is not None and not reading.job.stream:
-                await desk.shadow(kept)
-                if store is not None:  # its client may ask any gateway for it at once
-                    await store.settle()
-                return _written(begun)
+        if path == RESPONSES:
+            return await respond(path, body, record, deadline, reading)
+        return reader.answer(reading, record, deadline)
+
+    async def named(
+        path: str, body: bytes, record: RequestRecord, deadline: Deadline, name: bytes
+    ) -> Response:
+        """Answer a request with an Idempotency-Key: as before, if its name is known."""
+        async with deadline.enforced(), desk.turn(name):
+            if (kept := await desk.find(name, fingerprint_of(path, body))) is not None:
+                return Following(desk, kept, record)
+            reading = await reader.read(path, body, record)
+            return await respond(path, body, record, deadline, reading, (name,))
+
+    async def respond(
+        path: str,
+        body: bytes,
+        record: RequestRecord,
+        deadline: Deadline,
+        reading: Reading,
+        names: tuple[bytes, ...] = (),
+    ) -> Response:
+        """Return the response, which lasts if it has `names` or can be read by its id."""
+        is_named, writer = bool(names), reading.writer
+        begun = writer.begin_in_background() if isinstance(writer, ResponseWriter) else None
+        is_streamed = path == RESPONSES and reading.job.stream and (is_named or desk.has_peers)
+        if is_streamed or begun is not None:
+            names += (name_of(record.tenant, "response", f"resp_{reading.answer_id}"),)
+        if not names:
+            return reader.answer(reading, record, deadline)
+        shadow = Shadow(
+            request_id=record.request_id,
+            names=names,
+            fingerprint=fingerprint_of(path, body),
+            path=path,
+            body=body,
+            answer_id=reading.answer_id,
+            created=reading.created,
+            key=record.tenant,
+            tenant=record.owner,
+            prompts=tuple(pack_tokens(prompt) for prompt in reading.job.prompts),
+            samplings=reading.job.samplings,
+            choices=reading.job.n,
+            heir_key=token_bytes(16),
+            is_asked_for=is_named or begun is not None,
+            is_background=begun is not None,
+            deadline_in_s=deadline.remaining_s(),
+        )
+        record.is_lasting = True
+        kept = desk.begin(shadow, partial(reader.answer, reading, record, deadline))
+        if begun is None or reading.job.stream:
             return Following(desk, kept, record)
+        async with deadline.enforced():
+            await desk.shadow(kept)
+            if store is not None:  # its client may ask any gateway for it at once
+                await store.settle()
+        return written_json(begun)
 
     return {path: partial(complete, path) for path in SURFACES}
-
-
-def _add_counting(app: FastAPI, models: Models, config: GatewayConfig, bodies: BodyReader) -> None:
-    @app.post("/v1/messages/count_tokens")
-    async def count_tokens(request: Request) -> Response:
-        body = await bodies.read(request)
-        acceptance = models.of(body).acceptance
-        ignored = acceptance.ignored()
-        read = partial(parse_messages, body, config.max_messages, ignored, counts=True)
-        tokens = await acceptance.count(read, len(body), ignored)
-        request.scope[RECORD].ignored = ignored.names
-        return _json({"input_tokens": tokens})
 
 
 def _add_models(app: FastAPI, sessions: Sessions, models: Models) -> None:
     began_s = int(unix_s())
 
-    def entry(served: ServedModel, name: str) -> dict[str, Any]:
-        return model_body(name, began_s, sessions.workers.context_tokens(served.name))
+    def entry(model: Acceptance, name: str) -> dict[str, Any]:
+        return model_body(name, began_s, sessions.workers.context_tokens(model.name))
 
     @app.get("/v1/models")
     async def every_model() -> Response:
@@ -215,7 +233,7 @@ def _add_description(app: FastAPI, models: Models) -> None:
 
     @app.get("/openapi.json")
     async def show_schema() -> Response:
-        return _written(schema)
+        return written_json(schema)
 
     @app.get("/docs")
     async def show_docs() -> Response:
@@ -239,11 +257,8 @@ def _add_probes(app: FastAPI, sessions: Sessions, *, tells_troubles: bool = Fals
         if reasons:
             raise NoResponder("not ready: " + "; ".join(reasons))
         wrong = sessions.troubles() if tells_troubles else None
-        return _json(
-            {"status": "ready"}
-            if wrong is None
-            else {"status": "ready", "well": not wrong, "troubles": wrong}
-        )
+        told = {} if wrong is None else {"well": not wrong, "troubles": wrong}
+        return _json({"status": "ready", **told})
 
 
 def _add_tokenization(
@@ -252,51 +267,53 @@ def _add_tokenization(
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         body = await bodies.read(request)
-        served = models.of(body)
-        limit = await sessions.context_tokens(config.admit_timeout_s, served.name)
-        return _written(await served.tokenization.tokenize(body, limit))
+        model = models.of(body)
+        limit = await sessions.context_tokens(config.admit_timeout_s, model.name)
+        return written_json(await tokenized(model, body, limit))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = await bodies.read(request)
-        return _written(await models.of(body).tokenization.detokenize(body))
+        return written_json(await detokenized(models.of(body), body))
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> Response:
+        body = await bodies.read(request)
+        model = models.of(body)
+        ignored = model.ignored()
+        read = partial(parse_messages, body, config.max_messages, ignored, counts=True)
+        tokens = await model.count(read, len(body), ignored)
+        request.scope[RECORD].ignored = ignored.names
+        return _json({"input_tokens": tokens})
 
 
 def _json(content: object) -> Response:
-    return _written(orjson.dumps(content))
-
-
-def _written(content: bytes) -> Response:
-    return Response(content, media_type="application/json")
+    return written_json(orjson.dumps(content))
 
 
 def _handle_errors(app: FastAPI) -> None:
-    async def on_kvasir_error(request: Request, error: Exception) -> Response:
-        known = error if isinstance(error, KvasirError) else InternalError(str(error))
-        request.scope[RECORD].error = known
-        return refusal(known, request.url.path)
-
-    async def on_http_error(request: Request, error: Exception) -> Response:
-        known = _known(error, request) if isinstance(error, HTTPException) else InternalError(str(error))
-        request.scope[RECORD].error = known
+    async def on_error(request: Request, error: Exception) -> Response:
         headers = error.headers if isinstance(error, HTTPException) else None
+        known = request.scope[RECORD].error = _known(error, request)
         return refusal(known, request.url.path, headers)
-
-    async def on_invalid(request: Request, error: Exception) -> Response:
-        return await on_kvasir_error(request, InvalidRequest(str(error)))
 
     async def on_client_gone(request: Request, error: Exception) -> Response:
         request.scope[RECORD].is_gone = True
         return Response(status_code=CLIENT_GONE_STATUS)
 
     app.add_exception_handler(ClientGone, on_client_gone)
-    app.add_exception_handler(KvasirError, on_kvasir_error)
-    app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(RequestValidationError, on_invalid)
-    app.add_exception_handler(Exception, on_kvasir_error)
+    for kind in (KvasirError, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, on_error)
 
 
-def _known(error: HTTPException, request: Request) -> KvasirError:
+def _known(error: Exception, request: Request) -> KvasirError:
+    """Return the error with its type and text for the client."""
+    if isinstance(error, KvasirError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return InvalidRequest(str(error))
+    if not isinstance(error, HTTPException):
+        return InternalError(str(error))
     where = f"{request.method} {request.url.path}"
     if error.status_code == 404:
         return HttpError(404, f"there is nothing at {where}", error_code="unknown_url")

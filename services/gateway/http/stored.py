@@ -88,7 +88,7 @@ def add_stored(app: FastAPI, store: ResponseStore | None, desk: LastingDesk) -> 
     async def stored(name: str, request: Request) -> Response:
         record: RequestRecord = request.scope[RECORD]
         if request.query_params.get("stream") != "true":
-            return _written((await of(name).find(record.tenant, name)).body)
+            return written_json((await of(name).find(record.tenant, name)).body)
         after = after_of(request.query_params.get("starting_after"))
         called = name_of(record.tenant, "response", name)
         async with desk.turn(called):
@@ -102,16 +102,16 @@ def add_stored(app: FastAPI, store: ResponseStore | None, desk: LastingDesk) -> 
         found = await of(name).find(request.scope[RECORD].tenant, name)
         said = len(orjson.loads(found.body)["output"])
         items = found.items[: len(found.items) - said]
-        return _written(orjson.dumps(listed_items(name, items, request.query_params)))
+        return written_json(orjson.dumps(listed_items(name, items, request.query_params)))
 
     @app.post("/v1/responses/{name}/cancel")
     async def cancel(name: str, request: Request) -> Response:
-        return _written((await of(name).cancel(request.scope[RECORD].tenant, name)).body)
+        return written_json((await of(name).cancel(request.scope[RECORD].tenant, name)).body)
 
     @app.delete("/v1/responses/{name}")
     async def delete(name: str, request: Request) -> Response:
         await of(name).delete(request.scope[RECORD].tenant, name)
-        return _written(orjson.dumps({"id": name, "object": "response", "deleted": True}))
+        return written_json(orjson.dumps({"id": name, "object": "response", "deleted": True}))
 
 
 def after_of(text: str | None) -> int:
@@ -123,5 +123,6 @@ def after_of(text: str | None) -> int:
     return int(text)
 
 
-def _written(content: bytes) -> Response:
+def written_json(content: bytes) -> Response:
+    """Return a response with this JSON."""
     return Response(content, media_type="application/json")

@@ -95,6 +95,8 @@ class Kept:
     """It counts against its key's quota until it ends."""
     told: Start | None = None
     """The heir that has a copy, or is being sent one."""
+    ignored: Sequence[str] = ()
+    """Names of request fields that had no effect."""
     telling: "asyncio.Task[None] | None" = None
     """Sends that copy."""
     abandoned: asyncio.Event = field(default_factory=asyncio.Event)
@@ -398,13 +400,14 @@ class LastingDesk:
         waited_s, is_resumed = max(0.0, shadow.waited_s), shadow.takeovers > 0
         legacy = Legacy(shadow.heir_key, tuple(so_far), waited_s, is_resumed)
         answer = make(Lasting(request_id, legacy, kept.open, telling))
+        kept.ignored = answer.record.ignored
         try:
             await answer({"type": "http"}, kept.receive, kept.transcript.send)
         except Exception as error:
             return error
         finally:
             telling.cancel()
-        return answer.failure
+        return answer.record.error
 
     async def _tell_again(self) -> None:
         """Send a copy of each answer that has lost its heir to a new one, one at a time."""

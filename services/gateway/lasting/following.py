@@ -1,7 +1,7 @@
 """Connections that read a lasting answer."""
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.errors import ClientGone
 from services.gateway.http.middleware import RequestRecord
@@ -20,10 +20,15 @@ class Following(Response):
         self._after = after
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_on(message: Message) -> None:
+            if self._record.method == "POST":  # a repeated request reads what the first one ignored
+                self._record.ignored = self._kept.ignored
+            await send(message)
+
         is_complete = False
         self._kept.readers += 1
         try:
-            is_complete = await self._kept.transcript.read(send, _gone(receive), self._after)
+            is_complete = await self._kept.transcript.read(send_on, _gone(receive), self._after)
             self._record.is_gone = not is_complete
         except ClientGone:
             self._record.is_gone = True

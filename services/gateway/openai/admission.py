@@ -6,21 +6,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
+
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import UnsupportedFeature, unknown_model
 from services.gateway.forms.checks import GrammarChecks
 from services.gateway.forms.json_schemas import prepared
 from services.gateway.openai import fields, schemas
-from services.gateway.openai.ignored import Ignored
+from services.gateway.openai.fields import Ignored
 from services.gateway.openai.replies import ReplyKind
 from services.gateway.openai.schemas import parse_chat, parse_object
 from services.gateway.openai.structured import GUIDED, grammar_of
-from services.gateway.openai.tools import Tools, chat_text, tools_of
+from services.gateway.openai.tools import TemplateMessage, Tools, for_template, tools_of
 from services.gateway.parts.formats import HARMONY, MOST_CALLS
 from services.gateway.parts.items import PartReader
 from services.gateway.parts.readers import THINK, THOUGHT, HarmonyReader, PlainReader, ThinkingReader
-from services.gateway.text.choice_text import Given, TextRules, decode
-from services.gateway.text.tokenizer import Codec, TokenizerThreads
+from services.gateway.text.choice_text import NOT_GIVEN, Given, TextRules, decode
+from services.gateway.text.tokenizer import Codec, TokenizerThreads, Vocabulary
 from shared.errors import ContextOverflow, InvalidRequest
 from shared.grammars import json_grammar
 from shared.messages.sequence import Sampling, pack_tokens
@@ -43,52 +45,56 @@ def sampling_of(
     """
     temperature = 1.0 if request.temperature is None else float(request.temperature)
     top_p = 1.0 if request.top_p is None else float(request.top_p)
-    min_tokens = request.min_tokens or 0
+    min_tokens, top_logprobs = request.min_tokens or 0, request.logprobs_wanted
     if min_tokens > max_tokens:
         raise InvalidRequest(
             f"min_tokens is {min_tokens}, but the answer may have {max_tokens} tokens at most: "
             "lower it, or raise max_tokens",
             param="min_tokens",
         )
-    return Sampling(
+    if request.prompt_logprobs is not None:
+        top_logprobs = max(top_logprobs or 0, request.prompt_logprobs)
+    ends = () if request.ignore_eos else codec.end_token_ids
+    if request.stop_token_ids:
+        ends = tuple(dict.fromkeys((*ends, *_checked(request.stop_token_ids, codec, "stop_token_ids"))))
+    sampling = Sampling(
         seed=seed,
         max_tokens=max_tokens + len(forced),
         temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
         top_p=max(top_p, LEAST_TOP_P),
         top_k=min(max(request.top_k or 0, 0), codec.vocab_size),
-        end_token_ids=_end_token_ids(request, codec),
+        end_token_ids=ends,
         min_p=float(request.min_p or 0.0),
         min_tokens=min_tokens,
         presence_penalty=float(request.presence_penalty or 0.0),
         frequency_penalty=float(request.frequency_penalty or 0.0),
         repetition_penalty=1.0 if request.repetition_penalty is None else float(request.repetition_penalty),
-        top_logprobs=_top_logprobs(request),
+        top_logprobs=top_logprobs,
         grammar=grammar,
         forced=pack_tokens(forced),
-        logit_bias=_logit_bias(request, codec),
-        allowed_token_ids=_checked(request.allowed_token_ids or (), codec, "allowed_token_ids"),
-        bad_words=bad_word_tokens(request.bad_words or (), codec),
     )
+    if request.logit_bias or request.allowed_token_ids or request.bad_words:
+        return msgspec.structs.replace(sampling, **_token_choices(request, codec))
+    return sampling
 
 
-def _top_logprobs(request: schemas.CompletionRequest) -> int | None:
-    asked = [top for top in (request.logprobs_wanted, request.prompt_logprobs) if top is not None]
-    return max(asked) if asked else None
-
-
-def _logit_bias(request: schemas.CompletionFields, codec: Codec) -> tuple[tuple[int, float], ...]:
+def _token_choices(request: schemas.CompletionFields, codec: Codec) -> dict[str, Any]:
+    """Return the sampling parameters that favour or forbid tokens. Raises InvalidRequest."""
     biases = request.logit_bias or {}
     if not all(token.isdecimal() and len(token) < 10 for token in biases):
         raise InvalidRequest("logit_bias is by token ids", param="logit_bias")
     tokens = _checked([int(token) for token in biases], codec, "logit_bias")
-    return tuple(zip(tokens, map(float, biases.values()), strict=True))
+    return {
+        "logit_bias": tuple(zip(tokens, map(float, biases.values()), strict=True)),
+        "allowed_token_ids": _checked(request.allowed_token_ids or (), codec, "allowed_token_ids"),
+        "bad_words": bad_word_tokens(request.bad_words or (), codec),
+    }
 
 
 def bad_word_tokens(words: Sequence[str], codec: Codec) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of each word, at the start of a text and after a space, as vLLM does."""
-    runs = (
-        codec.encode_text(text, add_special_tokens=False) for word in words for text in (word, f" {word}")
-    )
+    texts = [text for word in words for text in (word, f" {word}")]
+    runs = (codec.encode_text(text, add_special_tokens=False) for text in texts)
     return tuple(dict.fromkeys(tuple(run) for run in runs if run))
 
 
@@ -96,18 +102,6 @@ def _checked(tokens: Sequence[int], codec: Codec, param: str) -> tuple[int, ...]
     if any(token >= codec.vocab_size for token in tokens):
         raise InvalidRequest(f"token ids are from 0 to {codec.vocab_size - 1}", param=param)
     return tuple(tokens)
-
-
-def _end_token_ids(request: schemas.CompletionFields, codec: Codec) -> tuple[int, ...]:
-    """Return the client's stop tokens, and the model's end tokens unless `ignore_eos`."""
-    own = _checked(request.stop_token_ids or (), codec, "stop_token_ids")
-    return tuple(dict.fromkeys((*(() if request.ignore_eos else codec.end_token_ids), *own)))
-
-
-def _own_stop_tokens(request: schemas.CompletionFields, codec: Codec) -> frozenset[int]:
-    """Return the client's stop tokens that are not end tokens of the model."""
-    ends = () if request.ignore_eos else codec.end_token_ids
-    return frozenset(request.stop_token_ids or ()).difference(ends)
 
 
 DEFAULT_TEXT_MAX_TOKENS = 16
@@ -134,7 +128,8 @@ class AdmittedRequest:
     include_usage: bool
     continuous_usage: bool = False
     """Send usage in every chunk; needs `include_usage`."""
-    answer_logprobs: int | None = None
+    top_logprobs: int | None = None
+    """Number of top tokens to return per token; None: no log-probabilities."""
     cache_salt: str = ""
     """From the client: requests with the same salt share cached prefixes."""
     priority: int = 0
@@ -149,21 +144,9 @@ class AdmittedRequest:
     """The client's id for the answer."""
     ignored: tuple[str, ...] = ()
     """Names of request fields that had no effect."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts)) + sum(each.tokens for each in self.given)
-
-    @property
-    def whole_prompts(self) -> tuple[tuple[int, ...], ...]:
-        """Each prompt including its forced tail."""
-        given = self.given or (Given(),) * len(self.prompts)
-        return tuple(each.prompt or prompt for prompt, each in zip(self.prompts, given, strict=True))
-
-    @property
-    def top_logprobs(self) -> int | None:
-        """Number of top tokens to return per token; None: no log-probabilities."""
-        return self.answer_logprobs
+    whole_prompts: tuple[Sequence[int], ...] = ()
+    """Each prompt including its forced tail."""
+    prompt_tokens: int = 0
 
 
 class _Prompt(NamedTuple):
@@ -187,33 +170,33 @@ class _Chat:
 NO_TOOLS = Tools()
 
 
-def names_of(config: GatewayConfig) -> tuple[str, ...]:
-    """Return the configured model's names: its own, then its aliases."""
-    own = config.served_name
-    return (own, *(alias for alias, name in config.aliases.items() if name == own))
-
-
 class Acceptance:
     """Turns bodies into jobs, in a bounded thread pool."""
 
     def __init__(self, config: GatewayConfig, codec: Codec) -> None:
         """For the model that `config` names, and its aliases."""
-        self._config = config
-        self.names = names_of(config)
+        self.config = config
+        self.name = own = config.served_name
+        self.names = (own, *(alias for alias, name in config.aliases.items() if name == own))
         self.codec = codec
+        self.vocabulary = Vocabulary(codec.tokenizer)
         self.threads = TokenizerThreads(config.tokenizer_threads, config.max_waiting_tokenizations)
         self.checks = GrammarChecks(codec.forms_folder)
+        self._thinks = codec.template is not None and codec.template.thinks
+        pooling = config.embedding_pooling
+        self.pools_mean = pooling == "mean" or (pooling == "auto" and codec.pools_mean)
+        """An embedding is the mean over all tokens."""
 
     def ignored(self) -> Ignored:
         """Return a new record of one request's ignored fields."""
-        return Ignored(is_strict=self._config.unknown_fields == "refuse")
+        return Ignored(is_strict=self.config.unknown_fields == "refuse")
 
     async def chat(self, body: bytes, context: ContextLimit, key: str = "") -> AdmittedRequest:
         """Return a job of one prompt; `key` is the client's.
 
         Raises InvalidRequest, UnavailableError and their subclasses, or what `context` raises.
         """
-        read = partial(parse_chat, body, self._config.max_messages)
+        read = partial(parse_chat, body, self.config.max_messages)
         return await self.chat_of(read, len(body), context, self.ignored(), key)
 
     async def chat_of(
@@ -225,43 +208,45 @@ class Acceptance:
         key: str = "",
     ) -> AdmittedRequest:
         """Like `chat`, for a body that `read` converts from another API."""
-        return await self.asked(lambda: self._chat(read(), ignored), size_bytes, context, key)
+        chat = await self.threads.read(partial(self._chat, read, ignored), size_bytes)
+        request = chat.request
+        grammar = await self._grammar(request, key, size_bytes, chat.tools)
+        prompt = await self.threads.encode(partial(self._prompt, chat, grammar), size_bytes)
+        limit = request.max_completion_tokens
+        limit = request.max_tokens if limit is None else limit
+        job = self._job("chat", request, [prompt.tokens], limit, await context(), grammar, chat.ignored)
+        if not (chat.tools.mode != "none" or self._thinks or self.codec.call_format is HARMONY):
+            return job
+        reader = self._reader(chat.tools, prompt, is_held=bool(grammar))
+        marks = self.codec.special_tokens.intersection(self.codec.call_format.marks)
+        shows_special = job.rules.shows_special or (reader is not None and bool(marks))
+        return replace(job, reader=reader, rules=replace(job.rules, shows_special=shows_special))
 
     async def count(self, read: Callable[[], Mapping[str, Any]], size_bytes: int, ignored: Ignored) -> int:
         """Return the number of tokens in the chat's prompt. Raises as `chat` does."""
-        chat = await self.threads.read(lambda: self._chat(read(), ignored), size_bytes)
-        prompt = await self.threads.encode(lambda: self._prompt(chat, ""), size_bytes)
+        chat = await self.threads.read(partial(self._chat, read, ignored), size_bytes)
+        prompt = await self.threads.encode(partial(self._prompt, chat, ""), size_bytes)
         return len(prompt.tokens)
-
-    async def asked(
-        self, read: Callable[[], _Chat], size_bytes: int, context: ContextLimit, key: str
-    ) -> AdmittedRequest:
-        chat = await self.threads.read(read, size_bytes)
-        grammar = await self._grammar(chat.request, key, size_bytes, chat.tools)
-        prompt = await self.threads.encode(lambda: self._prompt(chat, grammar), size_bytes)
-        limit = chat.request.max_completion_tokens
-        limit = chat.request.max_tokens if limit is None else limit
-        job = self._job("chat", chat.request, [prompt.tokens], limit, await context(), grammar)
-        reader = self._reader(chat.tools, prompt, is_held=bool(grammar))
-        marks = self.codec.special_tokens.intersection(self.codec.call_format.marks)
-        rules = replace(
-            job.rules, shows_special=job.rules.shows_special or (reader is not None and bool(marks))
-        )
-        return replace(job, reader=reader, rules=rules, ignored=chat.ignored)
 
     async def text(self, body: bytes, context: ContextLimit, key: str = "") -> AdmittedRequest:
         """Return a job of one or several prompts. Raises as `chat` does."""
         ignored = self.ignored()
-        request = await self.threads.read(lambda: self._text(body, ignored), len(body))
-        prompts = await self.threads.encode(lambda: self._prompts(request), len(body))
-        grammar = await self._grammar(request, key, len(body))
-        job = self._job("text", request, prompts, request.max_tokens, await context(), grammar)
-        return replace(job, ignored=ignored.names)
+        request = await self.threads.read(partial(self._text, body, ignored), len(body))
+        adds_special = request.add_special_tokens is not False
+        prompts = await self.threads.encode(
+            lambda: [self.encode(each, "prompt", adds_special=adds_special) for each in request.prompts],
+            len(body),
+        )
+        grammar = await self._grammar(request, key, len(body), NO_TOOLS)
+        limit = request.max_tokens
+        return self._job("text", request, prompts, limit, await context(), grammar, ignored.names)
 
     async def _grammar(
-        self, request: schemas.CompletionRequest, key: str, size_bytes: int, tools: Tools = NO_TOOLS
+        self, request: schemas.CompletionRequest, key: str, size_bytes: int, tools: Tools
     ) -> str:
         """Return the answer's grammar; empty: none. Raises InvalidRequest, UnavailableError."""
+        if request.model_fields_set.isdisjoint(STRUCTURED_FIELDS) and tools.mode != "required":
+            return ""
         written = await self.threads.encode(lambda: self._written(request, tools), size_bytes)
         return "" if written is None else await self.checks.check(*written[:2], key, written[2])
 
@@ -274,7 +259,7 @@ class Acceptance:
         parts = [(param, form)] if form else []
         if tools.mode == "required" and form:
             raise InvalidRequest(f"an answer that has to call a function has no {param}", param=param)
-        if tools.mode == "required" or (tools.is_any and form):
+        if tools.mode == "required" or (tools.mode != "none" and form):
             functions = [
                 replace(each, parameters=prepared(each.parameters, each.path)) for each in tools.functions
             ]
@@ -292,39 +277,72 @@ class Acceptance:
                 raise InvalidRequest(text, param=name)
         return grammar, param, parts
 
-    def _chat(self, body: Mapping[str, Any], ignored: Ignored) -> _Chat:
-        request = schemas.parse(schemas.ChatRequest, body)
+    def _chat(self, read: Callable[[], Mapping[str, Any]], ignored: Ignored) -> _Chat:
+        request = schemas.parse(schemas.ChatRequest, read())
         self._check(request, ignored)
-        tools = tools_of(request.tools, request.tool_choice, request.parallel_tool_calls, ignored)
+        tools = NO_TOOLS
+        if request.tools or request.tool_choice is not None:
+            tools = tools_of(request.tools, request.tool_choice, request.parallel_tool_calls, ignored)
+        for message in request.messages:
+            if message.model_extra:
+                known = schemas.RequestMessage.model_fields
+                ignored.others(message.model_extra, known, "messages", fields.ECHOED)
         return _Chat(request, schemas.template_messages(request.messages), tools, ignored.names)
 
     def _prompt(self, chat: _Chat, grammar: str) -> _Prompt:
-        variables = dict(chat.request.chat_template_kwargs or {})
-        if chat.request.reasoning_effort is not None:
-            variables.setdefault("reasoning_effort", chat.request.reasoning_effort)
-        if grammar and self.codec.chat_template.thinks:  # reasoning would violate the grammar
+        request = chat.request
+        variables = dict(request.chat_template_kwargs or {})
+        if request.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", request.reasoning_effort)
+        if grammar and self._thinks:  # reasoning would violate the grammar
             variables.setdefault("enable_thinking", False)
-        continues = bool(chat.request.continue_final_message)
-        text = chat_text(
-            self.codec,
+        continues = bool(request.continue_final_message)
+        text = self.rendered(
             chat.messages,
             chat.tools,
             variables,
-            add_generation_prompt=chat.request.add_generation_prompt is not False,
+            add_generation_prompt=request.add_generation_prompt is not False,
             continues_last=continues,
         )
         last = chat.messages[-1]["content"] if continues else ""
         is_thinking = text.rstrip().endswith(THINK) or last.rfind(THINK) > last.rfind(THOUGHT)
         begun = text[text.rfind(HarmonyReader.START) :] if continues else ""
-        return _Prompt(self.codec.encode_rendered(text), is_thinking, begun)
+        return _Prompt(self.codec.encode_text(text, add_special_tokens=False), is_thinking, begun)
+
+    def rendered(
+        self,
+        messages: Sequence[TemplateMessage],
+        tools: Tools,
+        variables: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool,
+        continues_last: bool,
+    ) -> str:
+        """Return the chat as the model's template renders it. Raises InvalidRequest."""
+        described: Sequence[Mapping[str, Any]] = ()
+        has_calls = tools.mode != "none"
+        for message in messages:
+            has_calls = has_calls or message["role"] == "tool" or "tool_calls" in message
+        if has_calls:
+            if continues_last and messages[-1].get("tool_calls"):
+                text = "a last message that calls functions cannot be continued"
+                raise InvalidRequest(text, param="messages")
+            messages, described = for_template(self.codec, messages, tools)
+        return self.codec.chat_template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continues_last=continues_last,
+            tools=described,
+            variables=variables,
+        )
 
     def _reader(self, tools: Tools, prompt: _Prompt, *, is_held: bool) -> Callable[[], PartReader] | None:
         """With `is_held` a grammar constrains the answer, which leaves no room for reasoning."""
         writer, is_thinking = self.codec.call_format, prompt.is_thinking
         if writer is HARMONY:
             return lambda: HarmonyReader(prompt.begun)
-        calls = writer.reader if tools.is_any else None
-        if self.codec.chat_template.thinks and not is_held:
+        calls = writer.reader if tools.mode != "none" else None
+        if self._thinks and not is_held:
             return lambda: ThinkingReader((calls or PlainReader)(), is_open=is_thinking)
         return calls
 
@@ -333,16 +351,10 @@ class Acceptance:
         self._check(request, ignored)
         if (request.best_of or 1) > (request.n or 1):
             raise InvalidRequest("best_of above n is not supported", param="best_of")
-        if len(request.prompts) * (request.n or 1) > self._config.max_sequences_per_request:
-            limit = self._config.max_sequences_per_request
+        if len(request.prompts) * (request.n or 1) > self.config.max_sequences_per_request:
+            limit = self.config.max_sequences_per_request
             raise InvalidRequest(f"prompts times n may be at most {limit}", param="prompt")
         return request
-
-    @property
-    def pools_mean(self) -> bool:
-        """Whether an embedding is the mean over all tokens."""
-        wanted = self._config.embedding_pooling
-        return wanted == "mean" or (wanted == "auto" and self.codec.pools_mean)
 
     def close(self) -> None:
         self.threads.close()
@@ -358,17 +370,10 @@ class Acceptance:
         self.check_fields(request, ignored)
         if (options := request.stream_options) is not None:
             ignored.others(options.model_extra, type(options).model_fields, "stream_options")
-        for message in request.messages if isinstance(request, schemas.ChatRequest) else ():
-            known = schemas.RequestMessage.model_fields
-            ignored.others(message.model_extra, known, "messages", fields.ECHOED)
         if request.stream and request.prompt_logprobs is not None:
             raise UnsupportedFeature("prompt_logprobs is not streamed", param="prompt_logprobs")
-        if (request.n or 1) > self._config.max_n:
-            raise InvalidRequest(f"n may be at most {self._config.max_n}", param="n")
-
-    def _prompts(self, request: schemas.TextRequest) -> list[list[int]]:
-        adds_special = request.add_special_tokens is not False
-        return [self.encode(prompt, "prompt", adds_special=adds_special) for prompt in request.prompts]
+        if (request.n or 1) > self.config.max_n:
+            raise InvalidRequest(f"n may be at most {self.config.max_n}", param="n")
 
     def encode(self, prompt: str | list[int], param: str, *, adds_special: bool = True) -> list[int]:
         """Return the prompt's tokens. Raises InvalidRequest for unknown ids."""
@@ -386,42 +391,50 @@ class Acceptance:
         limit: int | None,
         context_tokens: int,
         grammar: str,
+        ignored: tuple[str, ...],
     ) -> AdmittedRequest:
         seed = secrets.randbits(63) if request.seed is None else request.seed & SEED_MASK
-        prompts = [self._truncated(request, prompt, limit, context_tokens) for prompt in prompts]
-        param = "messages" if kind == "chat" else "prompt"
-        limits = [self.limit(param, len(prompt), limit, context_tokens) for prompt in prompts]
-        given = [self._given(request, prompt, limit, at) for at, prompt in enumerate(prompts)]
+        cut, samplings, given, wanted = [], [], [], request.logprobs_wanted
+        if request.truncate_prompt_tokens is not None:
+            prompts = [self._truncated(request, prompt, limit, context_tokens) for prompt in prompts]
+        echoes = isinstance(request, schemas.TextRequest) and bool(request.echo)
+        has_given = limit == 0 or echoes or request.prompt_logprobs is not None
+        for at, prompt in enumerate(prompts):
+            max_tokens = self.limit(
+                "messages" if kind == "chat" else "prompt", len(prompt), limit, context_tokens
+            )
+            given.append(self._given(request, prompt, limit, at) if has_given else NOT_GIVEN)
+            end = len(prompt) - given[-1].tokens
+            cut.append(tuple(prompt[:end]))
+            samplings.append(sampling_of(request, self.codec, seed, max_tokens, grammar, prompt[end:]))
+        options = request.stream_options
+        ends = () if request.ignore_eos else self.codec.end_token_ids
         return AdmittedRequest(
             kind=kind,
-            prompts=tuple(
-                tuple(prompt[: len(prompt) - end.tokens]) for prompt, end in zip(prompts, given, strict=True)
-            ),
-            samplings=tuple(
-                sampling_of(
-                    request, self.codec, seed, max_tokens, grammar, prompt[len(prompt) - end.tokens :]
-                )
-                for prompt, end, max_tokens in zip(prompts, given, limits, strict=True)
-            ),
+            prompts=tuple(cut),
+            samplings=tuple(samplings),
             n=request.n or 1,
             rules=TextRules(
                 stops=tuple(request.stop or ()),
                 includes_stop=bool(request.include_stop_str_in_output),
                 shows_special=request.skip_special_tokens is False,
-                with_logprobs=request.logprobs_wanted is not None,
+                with_logprobs=wanted is not None,
                 with_ids=bool(request.return_token_ids),
                 min_tokens=request.min_tokens or 0,
-                stop_token_ids=_own_stop_tokens(request, self.codec),
+                stop_token_ids=frozenset(request.stop_token_ids or ()).difference(ends),
             ),
             stream=bool(request.stream),
-            include_usage=bool(request.stream_options and request.stream_options.include_usage),
-            continuous_usage=bool(request.stream_options and request.stream_options.continuous_usage_stats),
+            include_usage=bool(options and options.include_usage),
+            continuous_usage=bool(options and options.continuous_usage_stats),
             cache_salt=request.cache_salt or "",
             priority=request.priority or 0,
-            answer_logprobs=request.logprobs_wanted,
-            given=tuple(given) if any(end.prompt for end in given) else (),
+            top_logprobs=wanted,
+            given=tuple(given) if has_given else (),
             prompt_logprobs=request.prompt_logprobs,
             client_id=request.request_id,
+            ignored=ignored,
+            whole_prompts=tuple(prompts),
+            prompt_tokens=sum(map(len, prompts)),
         )
 
     def _truncated(
@@ -471,5 +484,5 @@ class Acceptance:
             )
         if limit is not None:
             return limit
-        default = DEFAULT_TEXT_MAX_TOKENS if param == "prompt" else self._config.default_max_tokens
+        default = DEFAULT_TEXT_MAX_TOKENS if param == "prompt" else self.config.default_max_tokens
         return min(left, default or left)

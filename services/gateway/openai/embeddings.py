@@ -15,19 +15,11 @@ import orjson
 
 from services.gateway.errors import UnsupportedFeature
 from services.gateway.openai.admission import Acceptance, AdmittedRequest, ContextLimit
-from services.gateway.openai.ignored import Ignored
-from services.gateway.openai.replies import (
-    DONE,
-    NO_DETAILS,
-    FinishedChoice,
-    PieceDetails,
-    Usage,
-    error_event,
-)
+from services.gateway.openai.fields import Ignored
+from services.gateway.openai.replies import AnswerWriter, FinishedChoice, Usage
 from services.gateway.openai.schemas import EmbeddingRequest, parse_object, validated
-from services.gateway.parts.items import AnswerPart
 from services.gateway.text.choice_text import Given, TextRules
-from shared.errors import InvalidRequest, KvasirError
+from shared.errors import InvalidRequest
 from shared.messages.sequence import Sampling, pack_tokens
 
 MAX_INPUTS = 2048
@@ -43,7 +35,11 @@ async def admit_embeddings(
     """
     ignored = acceptance.ignored()
     request = await acceptance.threads.read(lambda: _checked(acceptance, body, ignored), len(body))
-    prompts = await acceptance.threads.encode(lambda: _prompts(acceptance, request), len(body))
+    adds_special = request.add_special_tokens is not False
+    prompts = await acceptance.threads.encode(
+        lambda: [acceptance.encode(each, "input", adds_special=adds_special) for each in request.input],
+        len(body),
+    )
     context_tokens = await context()
     most = request.truncate_prompt_tokens
     most = context_tokens - 1 if most == -1 else most
@@ -57,14 +53,13 @@ async def admit_embeddings(
         samplings=tuple(_sampling(p[len(p) - end :]) for p, end in zip(prompts, given, strict=True)),
         n=1,
         rules=TextRules(sums_hidden=acceptance.pools_mean),
-        given=tuple(Given(end, tuple(p)) for p, end in zip(prompts, given, strict=True))
-        if any(given)
-        else (),
+        given=tuple(Given(end) for end in given),
         stream=False,
         include_usage=True,
         cache_salt=request.cache_salt or "",
         priority=request.priority or 0,
         ignored=ignored.names,
+        prompt_tokens=sum(map(len, prompts)),
     )
     return job, request
 
@@ -99,36 +94,13 @@ def _check_dimensions(wanted: int | None, most: int) -> None:
         raise InvalidRequest(f"dimensions is from 1 to {most}, which this model has", param="dimensions")
 
 
-def _prompts(acceptance: Acceptance, request: EmbeddingRequest) -> list[list[int]]:
-    adds_special = request.add_special_tokens is not False
-    return [acceptance.encode(text, "input", adds_special=adds_special) for text in request.input]
-
-
-class EmbeddingWriter:
+class EmbeddingWriter(AnswerWriter):
     """`AnswerWriter` for embeddings, which are never streamed."""
 
     def __init__(self, model: str, request: EmbeddingRequest) -> None:
         self._model = model
         self._is_packed = request.encoding_format == "base64"
         self._dimensions = request.dimensions
-
-    def begin(self, index: int) -> bytes:
-        return b""
-
-    def piece(
-        self,
-        index: int,
-        parts: Sequence[AnswerPart],
-        reason: str | None,
-        details: PieceDetails = NO_DETAILS,
-    ) -> bytes:
-        return b""
-
-    def end(self, usage: Usage, *, include_usage: bool) -> bytes:
-        return DONE
-
-    def failed(self, error: KvasirError) -> bytes:
-        return error_event(error) + DONE
 
     def whole(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
         """Return the body. Raises UnsupportedFeature if the workers report no hidden states."""

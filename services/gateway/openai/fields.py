@@ -1,18 +1,20 @@
 """Which fields a request may have, and what becomes of each: honoured, ignored, or refused by name.
 
 A field is refused if the client would get another answer than it counts on. Every other field that this
-server does not know is ignored and named (`ignored.py`).
+server does not know has no effect; the `x-kvasir-ignored` header and a metric name it, since vendors and
+their clients add fields every month. With `gateway.unknown_fields: refuse` the request is refused.
 `python -m services.gateway.openai.fields` prints the table that docs/fields.md holds.
 """
 
+import difflib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from pydantic import BaseModel
 
-from services.gateway.errors import UnsupportedFeature
-from services.gateway.openai.ignored import Ignored
+from services.gateway.errors import UnsupportedFeature, shown
 from services.gateway.openai.schemas import MAX_STOPS, ChatRequest, EmbeddingRequest, TextRequest
+from shared.errors import InvalidRequest
 
 DESCRIPTIONS: Mapping[str, str] = {
     "model": "the name that `/v1/models` lists",
@@ -83,64 +85,49 @@ def _is(*values: Any) -> Neutral:
     return lambda value: value is None or value in values
 
 
-UNSUPPORTED: Mapping[str, Neutral] = {
-    "functions": _is_empty,
-    "function_call": _is("none", "auto"),
-    "top_logprobs": _is(0),  # of completions; chats have it
-    "best_of": _is(1),  # of chats; completions have it
-    "grammar": _is_empty,
-    "logits_processors": _is_empty,
-    "chat_template": _is_empty,
-    "documents": _is_empty,
-    "dimensions": _is_empty,  # embeddings have it, chats what follows
-    "length_penalty": _is(1),
-    "audio": _is_empty,
-    "modalities": lambda value: value is None or value == ["text"],
-    "suffix": _is_empty,
-    "echo": _is_empty,  # of chats; completions have it
-    "tools": _is_empty,  # of completions; chats have them
-    "return_tokens_as_token_ids": _is_empty,
-    "use_beam_search": _is_empty,
-    "continue_final_message": _is_empty,
-    "add_generation_prompt": _is(True),
-    "guided_whitespace_pattern": _is_empty,
+_CHATS, _FORMS = "it goes with /v1/chat/completions", "send response_format, or text.format to /v1/responses"
+REFUSED: Mapping[str, tuple[Neutral, str]] = {
+    "functions": (_is_empty, "send them as tools"),
+    "function_call": (_is("none", "auto"), "send it as tool_choice"),
+    "top_logprobs": (_is(0), "here the number goes into logprobs, from 0 to 5"),  # of completions
+    "best_of": (_is(1), ""),  # of chats; completions have it
+    "grammar": (_is_empty, "send it as structured_outputs.grammar"),
+    "logits_processors": (_is_empty, ""),
+    "chat_template": (_is_empty, "the model's own is used; chat_template_kwargs go to it"),
+    "documents": (_is_empty, "put them into a message"),
+    "dimensions": (_is_empty, "it goes with /v1/embeddings"),
+    "length_penalty": (_is(1), ""),
+    "audio": (_is_empty, ""),
+    "modalities": (lambda value: value is None or value == ["text"], ""),
+    "suffix": (_is_empty, ""),
+    "echo": (_is_empty, "it goes with /v1/completions"),
+    "tools": (_is_empty, "they go with /v1/chat/completions"),
+    "return_tokens_as_token_ids": (_is_empty, ""),
+    "use_beam_search": (_is_empty, ""),
+    "continue_final_message": (_is_empty, _CHATS),
+    "add_generation_prompt": (_is(True), _CHATS),
+    "guided_whitespace_pattern": (
+        _is_empty,
+        "JSON is written with single spaces and indented lines at most",
+    ),
+    "n": (_is(1), ""),
+    "stop": (_is_empty, "send stop_sequences to /v1/messages; /v1/responses has none"),
+    "stop_sequences": (_is_empty, "send stop"),
+    "max_tokens": (_is_empty, "send max_output_tokens"),
+    "max_completion_tokens": (_is_empty, "send max_tokens, or max_output_tokens to /v1/responses"),
+    "max_output_tokens": (_is_empty, "send max_tokens"),
+    "response_format": (
+        _is_empty,
+        "send text.format to /v1/responses, output_config.format to /v1/messages",
+    ),
+    "output_format": (_is_empty, _FORMS),
 }
-
-ELSEWHERE: Mapping[str, Neutral] = {
-    "n": _is(1),
-    "stop": _is_empty,
-    "stop_sequences": _is_empty,
-    "max_tokens": _is_empty,
-    "max_completion_tokens": _is_empty,
-    "max_output_tokens": _is_empty,
-    "response_format": _is_empty,
-    "output_format": _is_empty,
-}
-"""Fields of one API that decide how many answers there are, where they end and in which form: refused by the
-others."""
-
-INSTEAD: Mapping[str, str] = {
-    "chat_template": "the model's own is used; chat_template_kwargs go to it",
-    "add_generation_prompt": "it goes with /v1/chat/completions",
-    "continue_final_message": "it goes with /v1/chat/completions",
-    "dimensions": "it goes with /v1/embeddings",
-    "documents": "put them into a message",
-    "echo": "it goes with /v1/completions",
-    "functions": "send them as tools",
-    "function_call": "send it as tool_choice",
-    "guided_whitespace_pattern": "JSON is written with single spaces and indented lines at most",
-    "top_logprobs": "here the number goes into logprobs, from 0 to 5",
-    "grammar": "send it as structured_outputs.grammar",
-    "tools": "they go with /v1/chat/completions",
-    "stop": "send stop_sequences to /v1/messages; /v1/responses has none",
-    "stop_sequences": "send stop",
-    "max_tokens": "send max_output_tokens",
-    "max_completion_tokens": "send max_tokens, or max_output_tokens to /v1/responses",
-    "max_output_tokens": "send max_tokens",
-    "response_format": "send text.format to /v1/responses, output_config.format to /v1/messages",
-    "output_format": "send response_format, or text.format to /v1/responses",
-}
-"""What to do about a refusal, where something can be done."""
+"""Fields that every API refuses unless it has them or the value asks for nothing, and what to do instead."""
+ELSEWHERE = frozenset(
+    {"n", "stop", "stop_sequences", "max_tokens", "max_completion_tokens", "max_output_tokens"}
+    | {"response_format", "output_format"}
+)
+"""Those of one API that decide how many answers there are, where they end and in which form."""
 
 IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "moderation", "prediction"}
@@ -166,11 +153,61 @@ ECHOED = frozenset({"refusal", "annotations", "reasoning", "reasoning_details", 
 """Of messages: fields of answers, which clients send back."""
 
 
-def refuse_unsupported(fields: Mapping[str, Any], which: Mapping[str, Neutral] = UNSUPPORTED) -> None:
-    """Raises UnsupportedFeature naming the first field that asks for something this server does not do."""
-    for name, is_neutral in which.items():
-        if name in fields and not is_neutral(fields[name]):
-            advice = f": {INSTEAD[name]}" if name in INSTEAD else "; leave it out"
+MOST_IGNORED = 32
+"""Limit of names per request."""
+
+
+class Ignored:
+    """Names of one request's fields and tools that have no effect."""
+
+    def __init__(self, *, is_strict: bool = False) -> None:
+        """With `is_strict`, unknown fields are refused."""
+        self._is_strict = is_strict
+        self.names: tuple[str, ...] = ()
+        """Unique names in the request's order."""
+
+    def note(self, name: str) -> None:
+        """Add a name; never refuses."""
+        if len(self.names) < MOST_IGNORED and name[:64] not in self.names:
+            self.names += (name[:64],)
+
+    def others(
+        self,
+        fields: Mapping[str, Any] | None,
+        known: Collection[str],
+        path: str = "",
+        without_effect: Collection[str] = (),
+    ) -> None:
+        """Note fields of the object at `path` that are not `known`, unless their value is empty.
+
+        If strict, raises InvalidRequest for fields that are not in `without_effect` either; it suggests a
+        known name.
+        """
+        for name, value in (fields or {}).items():
+            asks_for_nothing = value is None or value in ("", [], {})
+            if name in known or asks_for_nothing or (value is False and name in without_effect):
+                continue
+            where = f"{path}.{name}" if path else name
+            if self._is_strict and name not in without_effect:
+                close = difflib.get_close_matches(name[:64], [*known, *without_effect], n=1)
+                meant = f": is {close[0]} meant?" if close else "; leave it out"
+                raise InvalidRequest(f"there is no field {shown(where, 64)!r}{meant}", param=shown(where, 64))
+            self.note(where)
+
+    def tool(self, kind: Any, path: str) -> None:
+        """Note a tool that is not a function. Raises UnsupportedFeature if strict."""
+        if self._is_strict:
+            text = f"tools of type {shown(repr(kind), 100)} are not supported: only functions are"
+            raise UnsupportedFeature(text, param=f"{path}.type")
+        self.note(f"tools.{kind}")
+
+
+def refuse_unsupported(fields: Mapping[str, Any], but: Collection[str] = ()) -> None:
+    """Raise UnsupportedFeature naming the first field that asks for something this server does not do."""
+    for name, value in fields.items():
+        is_neutral, instead = REFUSED.get(name, (None, ""))
+        if is_neutral is not None and name not in but and not is_neutral(value):
+            advice = f": {instead}" if instead else "; leave it out"
             raise UnsupportedFeature(f"{name} is not supported by this server{advice}", param=name)
 
 
@@ -179,11 +216,10 @@ def settle(request: BaseModel, ignored: Ignored, without_effect: Collection[str]
 
     Raises UnsupportedFeature and InvalidRequest naming the field.
     """
-    extra = request.model_extra or {}
-    refused = {**UNSUPPORTED, **ELSEWHERE}
-    refuse_unsupported(extra, refused)
-    others = {name: value for name, value in extra.items() if name not in refused}
-    ignored.others(others, type(request).model_fields, without_effect=without_effect)
+    if extra := request.model_extra:
+        refuse_unsupported(extra)
+        others = {name: value for name, value in extra.items() if name not in REFUSED}
+        ignored.others(others, type(request).model_fields, without_effect=without_effect)
 
 
 REQUESTS = (ChatRequest, TextRequest, EmbeddingRequest)
@@ -204,7 +240,7 @@ def table() -> str:
         lines.append(f"- {endpoints}: " + ", ".join(f"`{name}`" for name in sorted(names)))
     lines += ["", "Refused by every API that does not have the field, unless the value asks for nothing:", ""]
     lines += ["| field | instead |", "|---|---|"]
-    lines += [f"| `{name}` | {INSTEAD.get(name, '')} |" for name in sorted({*UNSUPPORTED, *ELSEWHERE})]
+    lines += [f"| `{name}` | {instead} |" for name, (_, instead) in sorted(REFUSED.items())]
     return "\n".join(lines) + "\n"
 
 

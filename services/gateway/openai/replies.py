@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import orjson
 
@@ -104,34 +104,32 @@ class PieceDetails:
 NO_DETAILS = PieceDetails()
 
 
-class AnswerWriter(Protocol):
-    """Writes one answer in the format of one API."""
+class AnswerWriter:
+    """Writes one answer in the format of one API; by itself, one that is never streamed."""
+
+    __slots__ = ()
 
     def begin(self, index: int) -> bytes:
         """Return the bytes before a choice's first piece."""
-        ...
+        return b""
 
     def piece(
-        self,
-        index: int,
-        parts: Sequence[AnswerPart],
-        reason: str | None,
-        details: PieceDetails = NO_DETAILS,
+        self, index: int, parts: Sequence[AnswerPart], reason: str | None, details: PieceDetails = NO_DETAILS
     ) -> bytes:
         """Return the choice's next piece; the last one has a reason."""
-        ...
+        return b""
 
     def end(self, usage: "Usage", *, include_usage: bool) -> bytes:
         """Return the bytes after all choices."""
-        ...
+        return DONE
 
     def failed(self, error: KvasirError) -> bytes:
         """Return the bytes that end an incomplete answer."""
-        ...
+        return error_event(error) + DONE
 
     def whole(self, choices: "Sequence[FinishedChoice]", usage: "Usage") -> bytes:
         """Return the body of an answer that is not streamed."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,19 +164,26 @@ class FinishedChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Extras:
-    """Additional data that the client requested; `prompts` are by choice."""
+class Letterhead(AnswerWriter):
+    """Writer of chats and completions, and the fields that all bodies of one answer share."""
 
+    kind: ReplyKind
+    id: str
+    created: int
+    model: str
     prompts: Sequence[Sequence[int]] = ()
+    """By choice."""
     include_usage: bool = False
     continuous_usage: bool = False
     """Usage in every event; needs `include_usage`."""
     token_ids: bool = False
+    _frames: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, compare=False, repr=False)
+    """Bytes before and after a piece's text, by choice: most events differ only in the text."""
 
-    def prompt_ids(self, index: int) -> dict[str, Any]:
+    def _prompt_ids(self, index: int) -> dict[str, Any]:
         return {"prompt_token_ids": self.prompts[index]} if self.token_ids else {}
 
-    def usage(self, index: int, completion_tokens: int) -> dict[str, Any]:
+    def _usage(self, index: int, completion_tokens: int) -> dict[str, Any]:
         """Return the usage field of an event before the last."""
         if not self.include_usage:
             return {}
@@ -186,22 +191,9 @@ class Extras:
             return {"usage": None}
         return {"usage": Usage(len(self.prompts[index]), completion_tokens).body()}
 
-
-@dataclass(frozen=True, slots=True)
-class Letterhead:
-    """Fields that all bodies of one answer share."""
-
-    kind: ReplyKind
-    id: str
-    created: int
-    model: str
-    extras: Extras = Extras()
-    _frames: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, compare=False, repr=False)
-    """Bytes before and after a piece's text, by choice: most events differ only in the text."""
-
     def begin(self, index: int) -> bytes:
         """Return a chat choice's first delta; a text choice has one only for prompt ids."""
-        ids, usage = self.extras.prompt_ids(index), self.extras.usage(index, 0)
+        ids, usage = self._prompt_ids(index), self._usage(index, 0)
         if self.kind == "text":
             choice = {"index": index, "text": "", "logprobs": None, "finish_reason": None, **ids}
             return self._event([choice], **usage) if ids else b""
@@ -212,7 +204,7 @@ class Letterhead:
     ) -> bytes:
         """Return the event of a choice's text; the last one has a reason."""
         is_plain = details.logprobs is None and details.token_ids is None
-        if text and finish_reason is None and is_plain and not self.extras.continuous_usage:
+        if text and finish_reason is None and is_plain and not self.continuous_usage:
             before, after = self._frames.get(index) or self._frame(index)
             return before + orjson.dumps(text) + after
         if self.kind == "text":
@@ -229,21 +221,22 @@ class Letterhead:
             choice["token_ids"] = details.token_ids
         if choice["finish_reason"] is not None:
             choice["stop_reason"] = details.stop
-        return self._event([choice], **self.extras.usage(choice["index"], details.completion_tokens))
+        return self._event([choice], **self._usage(choice["index"], details.completion_tokens))
 
     def piece(
-        self,
-        index: int,
-        parts: Sequence[AnswerPart],
-        reason: str | None,
-        details: PieceDetails = NO_DETAILS,
+        self, index: int, parts: Sequence[AnswerPart], reason: str | None, details: PieceDetails = NO_DETAILS
     ) -> bytes:
         """Return one event per part, but at most one for text alone."""
-        if self.kind == "text" or all(isinstance(part, Content) for part in parts):
-            text = "".join(part.text for part in parts if isinstance(part, Content))
+        text = ""
+        for part in parts:
+            if isinstance(part, Content):
+                text += part.text
+            elif self.kind != "text":
+                break
+        else:
             return self.text_event(index, text, reason, details)
         *deltas, last = [self._delta(index, part) for part in parts]
-        usage = self.extras.usage(index, details.completion_tokens)
+        usage = self._usage(index, details.completion_tokens)
         events = [self._event([_chat_delta(index, delta, None)], **usage) for delta in deltas]
         return b"".join([*events, self._piece_event(_chat_delta(index, last, reason), details)])
 
@@ -268,7 +261,7 @@ class Letterhead:
             choice = {"index": index, "text": "", "logprobs": None, "finish_reason": None}
         else:
             choice = _chat_delta(index, {"content": ""}, None)
-        before, after = self._event([choice], **self.extras.usage(index, 0)).rsplit(b'""', 1)
+        before, after = self._event([choice], **self._usage(index, 0)).rsplit(b'""', 1)
         self._frames[index] = before, after
         return before, after
 
@@ -276,12 +269,8 @@ class Letterhead:
         """Return the usage event, if requested, and the end of the stream."""
         return (self._event([], usage=usage.body()) if include_usage else b"") + DONE
 
-    def failed(self, error: KvasirError) -> bytes:
-        return error_event(error) + DONE
-
     def whole(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
-        """Return the body of an answer that is not streamed."""
-        ids = self.extras.prompt_ids(0) if self.kind == "chat" else {}
+        ids = self._prompt_ids(0) if self.kind == "chat" else {}
         bodies = [self._choice(choice) for choice in choices]
         return orjson.dumps(self._body("", bodies, usage=usage.body(), **ids))
 
@@ -295,7 +284,7 @@ class Letterhead:
         body["stop_reason"] = choice.stop
         if choice.token_ids is not None:
             body["token_ids"] = choice.token_ids
-            body |= self.extras.prompt_ids(choice.index) if self.kind == "text" else {}
+            body |= self._prompt_ids(choice.index) if self.kind == "text" else {}
         return body if choice.prompt_logprobs is None else {**body, "prompt_logprobs": choice.prompt_logprobs}
 
     def _message(self, choice: FinishedChoice) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from services.gateway.errors import body_of
-from services.gateway.openai.replies import NO_DETAILS, FinishedChoice, PieceDetails, Usage
+from services.gateway.openai.replies import NO_DETAILS, AnswerWriter, FinishedChoice, PieceDetails, Usage
 from services.gateway.openai.response_requests import ResponseRequest, in_namespaces
 from services.gateway.parts.items import AnswerPart, CallArguments, CallBegun, Content, Reasoning
 from shared.errors import InvalidRequest, KvasirError, UnavailableError
@@ -18,7 +18,7 @@ _MOST_LISTED = 100
 
 
 @dataclass(slots=True)
-class ResponseWriter:
+class ResponseWriter(AnswerWriter):
     """Writer of one answer."""
 
     id: str
@@ -51,11 +51,7 @@ class ResponseWriter:
         )
 
     def piece(
-        self,
-        index: int,
-        parts: Sequence[AnswerPart],
-        reason: str | None,
-        details: PieceDetails = NO_DETAILS,
+        self, index: int, parts: Sequence[AnswerPart], reason: str | None, details: PieceDetails = NO_DETAILS
     ) -> bytes:
         """Return the events of a piece."""
         events = [self._part(part, details.logprobs) for part in parts]

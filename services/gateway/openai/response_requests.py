@@ -6,8 +6,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.gateway.errors import UnsupportedFeature, shown
-from services.gateway.openai.fields import RESPONSES_IGNORED, settle
-from services.gateway.openai.ignored import Ignored
+from services.gateway.openai.fields import RESPONSES_IGNORED, Ignored, settle
 from services.gateway.openai.schemas import MAX_ENTRIES, parse_object, validated
 from services.gateway.openai.tools import full_name
 from shared.errors import InvalidRequest

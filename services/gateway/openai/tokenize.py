@@ -3,7 +3,7 @@
 Text made from ids includes special tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import orjson
@@ -11,11 +11,11 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from services.gateway.errors import UnsupportedFeature, unknown_model
 from services.gateway.openai import schemas
-from services.gateway.openai.fields import refuse_unsupported
-from services.gateway.openai.ignored import Ignored
+from services.gateway.openai.admission import Acceptance
+from services.gateway.openai.fields import ELSEWHERE, Ignored, refuse_unsupported
 from services.gateway.openai.schemas import parse_chat, parse_object
-from services.gateway.openai.tools import chat_text, tools_of
-from services.gateway.text.tokenizer import Codec, TokenizerThreads, Vocabulary
+from services.gateway.openai.tools import tools_of
+from services.gateway.text.choice_text import decode
 from shared.errors import InvalidRequest
 
 MAX_DETOKENIZED_TOKENS = 131_072
@@ -54,75 +54,54 @@ class DetokenizeTokens(_Fields):
     )
 
 
-class Tokenization:
-    """Tokenization for one model, under any of its names or none."""
+async def tokenized(model: Acceptance, body: bytes, max_model_len: int) -> bytes:
+    """Return `{count, max_model_len, tokens, token_strs}` as JSON. Raises InvalidRequest, Overloaded."""
+    fields = await model.threads.read(lambda: parse_chat(body, model.config.max_messages), len(body))
+    tokens = await model.threads.encode(lambda: _encoded(model, fields), len(body))
+    texts = None
+    if fields.get("return_token_strs") is True:
+        texts = [model.vocabulary.text(token) for token in tokens]
+    counts = {"count": len(tokens), "max_model_len": max_model_len}
+    return orjson.dumps({**counts, "tokens": tokens, "token_strs": texts})
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        codec: Codec,
-        threads: TokenizerThreads,
-        vocabulary: Vocabulary,
-        max_messages: int,
-    ) -> None:
-        self._names = names
-        self._codec = codec
-        self._threads = threads
-        self._vocabulary = vocabulary
-        self._max_messages = max_messages
 
-    async def tokenize(self, body: bytes, max_model_len: int) -> bytes:
-        """Return `{count, max_model_len, tokens, token_strs}` as JSON. Raises InvalidRequest, Overloaded."""
-        fields = await self._threads.read(lambda: parse_chat(body, self._max_messages), len(body))
-        return await self._threads.encode(lambda: self._tokenized(fields, max_model_len), len(body))
+async def detokenized(model: Acceptance, body: bytes) -> bytes:
+    """Return `{prompt}` as JSON. Raises as `tokenized` does."""
 
-    async def detokenize(self, body: bytes) -> bytes:
-        """Return `{prompt}` as JSON. Raises as `tokenize` does."""
-        return await self._threads.read(lambda: self._detokenized(body), len(body))
-
-    def _tokenized(self, fields: Mapping[str, Any], max_model_len: int) -> bytes:
-        tokens = self._encode(fields)
-        wants_texts = fields.get("return_token_strs") is True
-        texts = [self._vocabulary.text(token) for token in tokens] if wants_texts else None
-        counts = {"count": len(tokens), "max_model_len": max_model_len}
-        return orjson.dumps({**counts, "tokens": tokens, "token_strs": texts})
-
-    def _detokenized(self, body: bytes) -> bytes:
+    def decoded() -> str:
         request = schemas.validated(DetokenizeTokens, parse_object(body))
-        self._check(request)
-        return orjson.dumps({"prompt": self._decode(request.tokens)})
+        _check(model, request)
+        if max(request.tokens, default=0) >= model.codec.vocab_size:
+            raise InvalidRequest(f"token ids are from 0 to {model.codec.vocab_size - 1}", param="tokens")
+        return decode(model.codec.tokenizer, request.tokens, shows_special=True)
 
-    def _decode(self, tokens: list[int]) -> str:
-        if max(tokens, default=0) >= self._codec.vocab_size:
-            raise InvalidRequest(f"token ids are from 0 to {self._codec.vocab_size - 1}", param="tokens")
-        text: str = self._codec.tokenizer.decode(tokens, skip_special_tokens=False)
-        return text
+    return orjson.dumps({"prompt": await model.threads.read(decoded, len(body))})
 
-    def _encode(self, body: Mapping[str, Any]) -> list[int]:
-        if "messages" not in body:
-            text = schemas.validated(TokenizeText, body)
-            self._check(text)
-            return self._codec.encode_text(text.prompt, add_special_tokens=text.add_special_tokens)
-        if body.get("prompt") is not None:
-            raise InvalidRequest("prompt and messages exclude each other", param="prompt")
-        chat = schemas.validated(TokenizeChat, body)
-        self._check(chat)
-        if chat.add_special_tokens:
-            text_of_refusal = "add_special_tokens with messages is not supported: the chat template adds them"
-            raise UnsupportedFeature(text_of_refusal, param="add_special_tokens")
-        schemas.check_continued(chat.continue_final_message, chat.add_generation_prompt)
-        messages = schemas.template_messages(chat.messages)
-        rendered = chat_text(
-            self._codec,
-            messages,
-            tools_of(chat.tools, None, None, Ignored()),
-            chat.chat_template_kwargs or {},
-            add_generation_prompt=chat.add_generation_prompt is not False,
-            continues_last=chat.continue_final_message,
-        )
-        return self._codec.encode_rendered(rendered)
 
-    def _check(self, request: _Fields) -> None:
-        if request.model is not None and request.model not in self._names:
-            raise unknown_model(request.model, self._names)
-        refuse_unsupported(request.model_extra or {})
+def _encoded(model: Acceptance, body: Mapping[str, Any]) -> list[int]:
+    if "messages" not in body:
+        text = schemas.validated(TokenizeText, body)
+        _check(model, text)
+        return model.codec.encode_text(text.prompt, add_special_tokens=text.add_special_tokens)
+    if body.get("prompt") is not None:
+        raise InvalidRequest("prompt and messages exclude each other", param="prompt")
+    chat = schemas.validated(TokenizeChat, body)
+    _check(model, chat)
+    if chat.add_special_tokens:
+        why = "add_special_tokens with messages is not supported: the chat template adds them"
+        raise UnsupportedFeature(why, param="add_special_tokens")
+    schemas.check_continued(chat.continue_final_message, chat.add_generation_prompt)
+    rendered = model.rendered(
+        schemas.template_messages(chat.messages),
+        tools_of(chat.tools, None, None, Ignored()),
+        chat.chat_template_kwargs or {},
+        add_generation_prompt=chat.add_generation_prompt is not False,
+        continues_last=chat.continue_final_message,
+    )
+    return model.codec.encode_text(rendered, add_special_tokens=False)
+
+
+def _check(model: Acceptance, request: _Fields) -> None:
+    if request.model is not None and request.model not in model.names:
+        raise unknown_model(request.model, model.names)
+    refuse_unsupported(request.model_extra or {}, but=ELSEWHERE)

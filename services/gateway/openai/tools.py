@@ -8,16 +8,17 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from services.gateway.errors import shown
-from services.gateway.openai.ignored import Ignored
 from services.gateway.openai.structured import closed
 from services.gateway.parts.formats import Function
 from services.gateway.text.tokenizer import Codec
 from shared.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from services.gateway.openai.fields import Ignored
 
 MOST_TOOLS = 128
 MOST_NAME_CHARS = 256
@@ -41,12 +42,8 @@ class Tools:
     is_parallel: bool = True
     """More than one call per answer is allowed."""
 
-    @property
-    def is_any(self) -> bool:
-        return self.mode != "none"
 
-
-def tools_of(tools: Any, choice: Any, parallel: Any, ignored: Ignored) -> Tools:
+def tools_of(tools: Any, choice: Any, parallel: Any, ignored: "Ignored") -> Tools:
     """Return the functions among `tools`; other tools go to `ignored`.
 
     Raises InvalidRequest and UnsupportedFeature naming the field.
@@ -85,7 +82,7 @@ def full_name(namespace: Any, name: Any) -> Any:
 
 
 def _flat(
-    tools: Sequence[Any], path: str, ignored: Ignored, namespace: Any = None
+    tools: Sequence[Any], path: str, ignored: "Ignored", namespace: Any = None
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the functions with their paths, namespaced ones under their full names."""
     for at, tool in enumerate(tools):
@@ -180,67 +177,27 @@ def _template_call(call: Any, path: str) -> dict[str, Any]:
     }
 
 
-def chat_text(
-    codec: Codec,
-    messages: Sequence[TemplateMessage],
-    tools: Tools,
-    variables: Mapping[str, Any],
-    *,
-    add_generation_prompt: bool = True,
-    continues_last: bool = False,
-) -> str:
-    """Return the prompt as the model's template renders it. Raises InvalidRequest."""
-    if continues_last and messages[-1].get("tool_calls"):
-        raise InvalidRequest("a last message that calls functions cannot be continued", param="messages")
-    template, described = codec.chat_template, tools.described
-    if not template.knows_functions:
-        messages, described = in_words(messages, tools), ()
-    elif codec.call_format.name.startswith("mistral"):
-        messages = with_short_ids(messages)
-    render = partial(
-        template.render,
-        tools=described,
-        variables=variables,
-        add_generation_prompt=add_generation_prompt,
-        continues_last=continues_last,
-    )
-    try:
-        return render(messages)
-    except InvalidRequest:
-        if (joined := system_first(messages)) == list(messages):
-            raise
-    return render(joined)
-
-
-def system_first(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
-    """Adapt the messages to templates with one system message and alternating roles.
-
-    Leading system messages are joined, later ones become the user's, and successive user messages are joined.
-    """
-    joined: list[TemplateMessage] = []
-    for message in messages:
-        role = message["role"]
-        if role == "system" and any(before["role"] != "system" for before in joined):
-            role = "user"
-        if joined and joined[-1]["role"] == role and role in ("system", "user"):
-            joined[-1] = {**joined[-1], "content": f"{joined[-1]['content']}\n\n{message['content']}"}
-        else:
-            joined.append({**message, "role": role})
-    return joined
+def for_template(
+    codec: Codec, messages: Sequence[TemplateMessage], tools: Tools
+) -> tuple[Sequence[TemplateMessage], Sequence[Mapping[str, Any]]]:
+    """Return messages and functions as the model's template handles them."""
+    if not codec.chat_template.knows_functions:
+        return in_words(messages, tools), ()
+    is_mistral = codec.call_format.name.startswith("mistral")
+    return with_short_ids(messages) if is_mistral else messages, tools.described
 
 
 def with_short_ids(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
     """Shorten call ids to nine letters and digits, as Mistral's templates require."""
-    return [_with_short_ids(message) for message in messages]
-
-
-def _with_short_ids(message: TemplateMessage) -> TemplateMessage:
-    short = dict(message)
-    if "tool_call_id" in message:
-        short["tool_call_id"] = _short(message["tool_call_id"])
-    if "tool_calls" in message:
-        short["tool_calls"] = [{**call, "id": _short(call["id"])} for call in message["tool_calls"]]
-    return short
+    shortened = []
+    for message in messages:
+        short = dict(message)
+        if "tool_call_id" in message:
+            short["tool_call_id"] = _short(message["tool_call_id"])
+        if "tool_calls" in message:
+            short["tool_calls"] = [{**call, "id": _short(call["id"])} for call in message["tool_calls"]]
+        shortened.append(short)
+    return shortened
 
 
 def _short(call_id: str) -> str:
@@ -251,7 +208,7 @@ def _short(call_id: str) -> str:
 def in_words(messages: Sequence[TemplateMessage], tools: Tools) -> list[TemplateMessage]:
     """Describe functions, calls and results as text, for templates that do not support them."""
     said = [_in_words(message) for message in messages]
-    if not tools.is_any:
+    if tools.mode == "none":
         return said
     about = _PREAMBLE.format(tools="\n".join(json.dumps(tool) for tool in tools.described))
     if said and said[0]["role"] == "system":

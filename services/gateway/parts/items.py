@@ -1,6 +1,6 @@
 """Parts of an answer: text, reasoning and function calls. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -74,6 +74,14 @@ class AnswerMessage:
                 self.calls[part.index].arguments += part.text
 
 
+def undecided(window: str, marks: Sequence[str]) -> int:
+    """Return the length of the longest suffix of `window` that begins one of `marks`."""
+    for length in range(min(len(window), max(map(len, marks)) - 1), 0, -1):
+        if any(mark.startswith(window[-length:]) for mark in marks):
+            return length
+    return 0
+
+
 class AnswerMarks:
     """Finds marks in a growing text; holds text that may become one."""
 
@@ -91,7 +99,7 @@ class AnswerMarks:
             at, mark = min(found, key=lambda each: (each[0], -len(each[1])))
             self._held = window[at + len(mark) :]
             return window[:at], mark
-        keep = next((n for n in range(_longest(window, marks), 0, -1) if _begins(window[-n:], marks)), 0)
+        keep = undecided(window, marks)
         self._held = window[len(window) - keep :]
         return window[: len(window) - keep], None
 
@@ -103,11 +111,3 @@ class AnswerMarks:
         """Return and clear the held text."""
         held, self._held = self._held, ""
         return held
-
-
-def _longest(window: str, marks: tuple[str, ...]) -> int:
-    return min(len(window), max(map(len, marks)) - 1)
-
-
-def _begins(tail: str, marks: tuple[str, ...]) -> bool:
-    return any(mark.startswith(tail) for mark in marks)

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from services.gateway.core.stream import Stream
+from services.gateway.parts.items import undecided
 from shared.messages.sequence import FinishReason
 from shared.messages.tokens import TokenLogprobs
 from shared.messages.values import MOST_COUNT
@@ -109,7 +110,7 @@ class StopMatcher:
             at, self.matched = min(found)
             self._held = ""
             return window[: at + (len(self.matched) if self._includes else 0)]
-        keep = self._undecided(window)
+        keep = undecided(window, self._stops)
         self._held = window[len(window) - keep :]
         return window[: len(window) - keep]
 
@@ -117,15 +118,6 @@ class StopMatcher:
         """Return the held text, when the answer ended without a stop string."""
         held, self._held = self._held, ""
         return held
-
-    def _undecided(self, window: str) -> int:
-        """Return the length of the longest suffix of `window` that begins a stop string."""
-        longest = min(len(window), max(len(stop) for stop in self._stops) - 1)
-        for length in range(longest, 0, -1):
-            tail = window[-length:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0
 
 
 class Detokenizer:
@@ -200,21 +192,7 @@ class Given:
     """The prompt's text, if the answer is to begin with it."""
 
 
-class PromptEcho:
-    """Log-probabilities of a prompt's tokens; the first has none."""
-
-    def __init__(self, tokenizer: Tokenizer, given: Given) -> None:
-        self._given = given
-        self._tokenizer = tokenizer
-        self.logprobs: list[TokenLogprobs | None] = [None]
-
-    def placed(self) -> tuple[PlacedToken, ...]:
-        """Return each prompt token with its place in the text."""
-        detokenizer, found, offset = Detokenizer(self._tokenizer), [], 0
-        for token, logprobs in zip(self._given.prompt, self.logprobs, strict=False):
-            found.append(PlacedToken(token, logprobs, offset))
-            offset += len(detokenizer.feed(token))
-        return tuple(found)
+NOT_GIVEN = Given()
 
 
 class ChoiceText:
@@ -227,22 +205,26 @@ class ChoiceText:
         tokenizer: Tokenizer,
         end_token_ids: Sequence[int],
         rules: TextRules = TextRules(),
-        given: Given = Given(),
+        given: Given = NOT_GIVEN,
     ) -> None:
         self.index = index
         self.stream = stream
         self.finish_reason: FinishReason | None = None
+        self.is_cut = False
+        """A stop string is complete; the rest of the sequence is not needed."""
         self.completion_tokens = 0
         """Number of tokens read, including the one that ended the answer."""
-        self.echo = PromptEcho(tokenizer, given)
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None]
+        """Of the forced prompt's tokens; the first has none."""
         self.hidden = b""
         """For embeddings: the last token's hidden state, or the sum of all, as packed fp32."""
+        self._tokenizer = tokenizer
         self._rules = rules
         self._given = given
         self._read_tokens = 0
         self._told_tokens = given.tokens
         self._detokenizer = Detokenizer(tokenizer, shows_special=rules.shows_special)
-        self._stops = StopMatcher(rules.stops, includes=rules.includes_stop)
+        self._stops = StopMatcher(rules.stops, includes=rules.includes_stop) if rules.stops else None
         self._end_token_ids = frozenset(end_token_ids)
         self._alignment = Alignment(len(given.text or "")) if rules.with_logprobs else None
         self._shows_prompt = given.text is not None
@@ -250,20 +232,17 @@ class ChoiceText:
     @property
     def matched_stop(self) -> str | int | None:
         """The stop string, or the client's stop token, that ended the answer."""
-        if self.finish_reason is not FinishReason.STOP or self.is_cut:
+        if self.is_cut and self._stops is not None:
             return self._stops.matched
-        last = self.stream.tokens[-1] if self.stream.tokens else None
+        if self.finish_reason is not FinishReason.STOP or not self.stream.tokens:
+            return None
+        last = self.stream.tokens[-1]
         return last if last in self._rules.stop_token_ids else None
 
     @property
     def ids(self) -> tuple[int, ...]:
         """All tokens of the answer read so far."""
         return tuple(self.stream.tokens[self._given.tokens : self._read_tokens])
-
-    @property
-    def is_cut(self) -> bool:
-        """A stop string is complete; the rest of the sequence is not needed."""
-        return self._stops.matched is not None
 
     def read_each(self) -> Iterator[TextPiece]:
         """Like `read`, one token at a time: the pieces do not depend on how tokens arrived."""
@@ -278,30 +257,33 @@ class ChoiceText:
         """Return the text of the new tokens, at most `most_tokens`; None when nothing can be shown yet."""
         if self.finish_reason is not None:
             return None
-        text = "".join(self._texts(self._read_tokens + most_tokens))
+        text = self._next(self._read_tokens + most_tokens)
         if self.is_cut:
             self.finish_reason = FinishReason.STOP
         elif self.stream.finish_reason is not None and self._read_tokens == len(self.stream.tokens):
-            text += self._feed(self._detokenizer.flush()) + self._stops.flush()
+            text += self._feed(self._detokenizer.flush())
+            text += "" if self._stops is None else self._stops.flush()
             self.finish_reason = FinishReason.STOP if self.is_cut else self.stream.finish_reason
-        tokens = self._shown(text)
+        tokens: tuple[PlacedToken, ...] = ()
+        if self._alignment is not None:
+            tokens = self._alignment.on_shown(len(text))
+            if self.finish_reason is not None:
+                tokens += self._alignment.on_end(is_cut=self.is_cut)
         if self._shows_prompt and (self._read_tokens > self._given.tokens or self.finish_reason is not None):
             self._shows_prompt = False
             text = (self._given.text or "") + text
-            tokens = (self.echo.placed() if self._alignment is not None else ()) + tokens
+            tokens = (self._placed_prompt() if self._alignment is not None else ()) + tokens
         if not text and self.finish_reason is None:
             return None
-        return TextPiece(text, self.finish_reason, tokens, self._new_ids())
+        ids: tuple[int, ...] = ()
+        if self._rules.with_ids:
+            told, self._told_tokens = self._told_tokens, max(self._told_tokens, self._read_tokens)
+            ids = tuple(self.stream.tokens[told : self._read_tokens])
+        return TextPiece(text, self.finish_reason, tokens, ids)
 
-    def _new_ids(self) -> tuple[int, ...]:
-        if not self._rules.with_ids:
-            return ()
-        told, self._told_tokens = self._told_tokens, max(self._told_tokens, self._read_tokens)
-        return tuple(self.stream.tokens[told : self._read_tokens])
-
-    def _texts(self, end: int) -> list[str]:
-        texts: list[str] = []
-        tokens = self.stream.tokens
+    def _next(self, end: int) -> str:
+        """Read the tokens up to index `end`; return the text that can be shown then."""
+        text, tokens = "", self.stream.tokens
         end = min(end, len(tokens))
         while self._read_tokens < end and not self.is_cut:
             token = tokens[self._read_tokens]
@@ -311,28 +293,32 @@ class ChoiceText:
                 sums = self._rules.sums_hidden
                 self.hidden = _summed(self.hidden, logprobs.hidden) if sums else logprobs.hidden
             if self._read_tokens <= self._given.tokens:
-                self.echo.logprobs.append(logprobs)
+                self.prompt_logprobs.append(logprobs)
                 continue
             self.completion_tokens += 1
             if token not in self._end_token_ids:
                 if self._alignment is not None:
                     self._alignment.on_token(token, logprobs)
-                texts.append(self._feed(self._detokenizer.feed(token)))
-        return texts
+                text += self._feed(self._detokenizer.feed(token))
+        return text
 
     def _feed(self, text: str) -> str:
         """Return the text that can be shown after this."""
         if self._alignment is not None:
             self._alignment.on_text(len(text))
-        return self._stops.feed(text, is_early=self.completion_tokens <= self._rules.min_tokens)
+        if self._stops is None:
+            return text
+        shown = self._stops.feed(text, is_early=self.completion_tokens <= self._rules.min_tokens)
+        self.is_cut = self._stops.matched is not None
+        return shown
 
-    def _shown(self, text: str) -> tuple[PlacedToken, ...]:
-        if self._alignment is None:
-            return ()
-        tokens = self._alignment.on_shown(len(text))
-        if self.finish_reason is not None:
-            tokens += self._alignment.on_end(is_cut=self.is_cut)
-        return tokens
+    def _placed_prompt(self) -> tuple[PlacedToken, ...]:
+        """Return each prompt token with its place in the text."""
+        detokenizer, found, offset = Detokenizer(self._tokenizer), [], 0
+        for token, logprobs in zip(self._given.prompt, self.prompt_logprobs, strict=False):
+            found.append(PlacedToken(token, logprobs, offset))
+            offset += len(detokenizer.feed(token))
+        return tuple(found)
 
 
 def _summed(sum_so_far: bytes, hidden: bytes) -> bytes:

@@ -60,25 +60,48 @@ class ChatTemplate:
         """
         if continues_last:
             last = {**messages[-1], "content": f"{messages[-1]['content']}{_CUT}"}
-            whole = self.render(
-                [*messages[:-1], last], add_generation_prompt=False, tools=tools, variables=variables
-            )
-            return _up_to_cut(whole)
+            messages, add_generation_prompt = [*messages[:-1], last], False
+        more = {
+            "tools": list(tools) or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        given = {**self._variables, **(variables or {}), **more}
         try:
-            return self._template.render(
-                {
-                    **self._variables,
-                    **(variables or {}),
-                    "messages": [dict(message) for message in messages],
-                    "tools": list(tools) or None,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                }
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, OverflowError) as error:
-            raise InvalidRequest(
-                f"the model's chat template refuses these messages: {error}", param="messages"
-            ) from error
+            text = self._template.render({**given, "messages": list(map(dict, messages))})
+        except _REFUSALS as refusal:
+            text = self._render_joined(messages, given, refusal)
+        return _up_to_cut(text) if continues_last else text
+
+    def _render_joined(
+        self, messages: Sequence[ChatMessage], given: Mapping[str, Any], refusal: Exception
+    ) -> str:
+        """Render for a template with one system message and alternating roles."""
+        joined = _system_first(messages)
+        try:
+            if joined == list(messages):
+                raise refusal
+            return self._template.render({**given, "messages": joined})
+        except _REFUSALS as error:
+            text = f"the model's chat template refuses these messages: {error}"
+            raise InvalidRequest(text, param="messages") from error
+
+
+_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, KeyError, OverflowError)
+
+
+def _system_first(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Join leading system messages, make later ones the user's, and join successive user messages."""
+    joined: list[ChatMessage] = []
+    for message in messages:
+        role = message["role"]
+        if role == "system" and any(before["role"] != "system" for before in joined):
+            role = "user"
+        if joined and joined[-1]["role"] == role and role in ("system", "user"):
+            joined[-1] = {**joined[-1], "content": f"{joined[-1]['content']}\n\n{message['content']}"}
+        else:
+            joined.append({**message, "role": role})
+    return joined
 
 
 _CUT = "\ue0c5cut\ue0c5 "
@@ -186,21 +209,6 @@ class Codec:
         """The model's format of function calls."""
         return format_of(self.template.source if self.template is not None else "")
 
-    def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a plain prompt, with the tokenizer's special tokens."""
-        return self._encode(text, add_special_tokens=add_special_tokens)
-
-    def encode_chat(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
-    ) -> list[int]:
-        """Return the ids of a chat up to the answer, equal to transformers' `apply_chat_template`.
-
-        Raises InvalidRequest when the model has no template or the template refuses the messages.
-        """
-        return self.encode_rendered(
-            self.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
-        )
-
     @property
     def chat_template(self) -> ChatTemplate:
         """The template. Raises InvalidRequest when the model has none."""
@@ -208,12 +216,11 @@ class Codec:
             raise InvalidRequest("this model has no chat template: use /v1/completions", param="messages")
         return self.template
 
-    def encode_rendered(self, text: str) -> list[int]:
-        """Return the ids of rendered template text."""
-        return self._encode(text, add_special_tokens=False)
+    def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a plain prompt, with the tokenizer's special tokens.
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Encode as a batch of one, which releases the interpreter lock and computes no offsets."""
+        A batch of one releases the interpreter lock and computes no offsets.
+        """
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids

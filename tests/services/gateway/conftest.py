@@ -5,7 +5,7 @@ it.
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +78,11 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def codec(model_folder: Path) -> Codec:
     return load_codec(str(model_folder))
+
+
+def encode_chat(codec: Codec, messages: Sequence[dict[str, str]]) -> list[int]:
+    """The ids of a chat up to the answer."""
+    return codec.encode_text(codec.chat_template.render(messages), add_special_tokens=False)
 
 
 @dataclass

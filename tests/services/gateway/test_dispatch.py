@@ -15,8 +15,7 @@ import pytest_asyncio
 from services.gateway import dispatch as module
 from services.gateway.config import GatewayConfig
 from services.gateway.core.effects import Acknowledge, Cancel, Fetch, StreamEffects, Submit
-from services.gateway.core.retries import StreamTiming
-from services.gateway.core.stream import Stream
+from services.gateway.core.stream import Stream, StreamTiming
 from services.gateway.counters import Counters
 from services.gateway.dispatch import Dispatch, NoticeOutbox
 from services.gateway.exchange import Exchange, OpenChoice

@@ -5,8 +5,7 @@ from contextvars import copy_context
 
 import pytest
 
-from services.gateway.core.retries import StreamTiming
-from services.gateway.core.stream import Stream
+from services.gateway.core.stream import Stream, StreamTiming
 from services.gateway.errors import ClientGone
 from services.gateway.exchange import Deadline, Exchange, OpenChoice, admitted
 from shared.clock import monotonic_s

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from services.gateway.config import GatewayConfig
-from services.gateway.models import Models, ServedModel
+from services.gateway.http.reading import Models
+from services.gateway.openai.admission import Acceptance
 from services.gateway.text.tokenizer import Codec
 from shared.errors import ConfigError, UnknownModel
 
@@ -20,7 +21,7 @@ def config(**fields: Any) -> GatewayConfig:
 def models(codec: Codec) -> Models:
     whole = config(models={"b": TINY_CHAT}, aliases={"gpt": "b"})
     whole.check()
-    return Models({each.served_name: ServedModel(each, codec) for each in whole.of_models()})
+    return Models([Acceptance(each, codec) for each in whole.of_models()])
 
 
 @pytest.mark.parametrize(
@@ -47,8 +48,6 @@ def test_others_are_refused_with_all_that_there_are(models: Models) -> None:
     with pytest.raises(UnknownModel, match="there is 'a', 'b', 'gpt'") as caught:
         models.of(b'{"model": "c"}')
     assert caught.value.param == "model"
-    with pytest.raises(UnknownModel):
-        models.find("c")
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from shared import subjects
 from shared.bus import Bus, Listener
 from shared.errors import NoResponder, Overloaded
 from shared.messages.moves import MovePrepared
-from shared.messages.reports import SchedulerAnnounced, SequenceFinished
+from shared.messages.reports import SequenceFinished
 from shared.messages.sequence import FinishReason, Sampling, SequenceRef, proof_of
-from shared.messages.tokens import TokenDelta
+from shared.messages.tokens import TokenDelta, TokenFrame
 from tests.patience import PATIENCE_S, until
 from tests.services.gateway.core.test_peers import report
 
@@ -29,11 +29,15 @@ W = ("worker-0", 1)
 
 def said(
     exchange: Exchange, choice: int, tokens: tuple[int, ...], end: FinishReason | None = None
-) -> TokenDelta:
+) -> TokenFrame:
     """By the worker that was given the sequence."""
     stream = exchange.sequences[choice].stream
     proof = proof_of(stream.capability, *W)
-    return TokenDelta(*stream.key, stream.attempt, 0, tokens, end, proof=proof)
+    return frame(TokenDelta(*stream.key, stream.attempt, 0, tokens, end, proof=proof))
+
+
+def frame(delta: TokenDelta) -> TokenFrame:
+    return TokenFrame(*W, (delta,))
 
 
 class Learner:
@@ -59,11 +63,16 @@ def job(prompts: int = 1, n: int = 1, **fields: Any) -> AdmittedRequest:
     )
 
 
+@pytest.fixture
+def clock() -> list[float]:
+    return [0.0]
+
+
 @pytest_asyncio.fixture
-async def desk(connect_bus: Callable[..., Awaitable[Bus]], codec: Codec) -> AsyncIterator[Sessions]:
+async def desk(connect_bus: Callable[..., Awaitable[Bus]], clock: list[float]) -> AsyncIterator[Sessions]:
     config = GatewayConfig.model_validate({"served_name": "m", "max_active_sequences": 4})
     async with asyncio.TaskGroup() as tasks:
-        desk = Sessions(config, await connect_bus("gateway", "gateway-0"), tasks, lambda: 0.0)
+        desk = Sessions(config, await connect_bus("gateway", "gateway-0"), tasks, lambda: clock[0])
         sending = tasks.create_task(desk.dispatch.outbox.run())
         yield desk
         sending.cancel()
@@ -89,8 +98,8 @@ async def test_an_answer_is_told_once_to_whoever_learns(
     learner = Learner()
     await (await connect_bus()).attach(Learner.HANDLERS, learner)
     exchange = desk.open(job(n=3), "req_1")
-    desk.on_delta(said(exchange, 0, (8, 9, 2), FinishReason.STOP), W, 0.0)
-    desk.on_delta(said(exchange, 1, (8, 9, 9)), W, 0.0)
+    desk.on_frame(said(exchange, 0, (8, 9, 2), FinishReason.STOP))
+    desk.on_frame(said(exchange, 1, (8, 9, 9)))
     desk.finish(exchange.sequences[1], output_tokens=2)
     desk.finish(exchange.sequences[0], output_tokens=1)
     desk.close(exchange)
@@ -103,13 +112,13 @@ async def test_an_answer_is_told_once_to_whoever_learns(
 async def test_deltas_of_nobody_and_of_older_attempts_are_counted_only(desk: Sessions) -> None:
     exchange = desk.open(job(), "req_1")
     before = said(exchange, 0, (8,))
-    desk.lose(W, {("req_1", 0): 1}, 0.0)
+    desk.lose(W, {("req_1", 0): 1})
     stream = exchange.sequences[0].stream
     assert stream.attempt == 2
-    desk.on_delta(before, W, 0.0)
-    desk.on_delta(TokenDelta("req_9", 0, 1, 0, (8,)), W, 0.0)
+    desk.on_frame(before)
+    desk.on_frame(frame(TokenDelta("req_9", 0, 1, 0, (8,))))
     assert stream.tokens == []
-    desk.on_delta(said(exchange, 0, (8,)), W, 0.0)
+    desk.on_frame(said(exchange, 0, (8,)))
     assert stream.tokens == [8]
 
 
@@ -117,7 +126,7 @@ async def test_a_prepared_move_concerns_the_sequence_it_names(desk: Sessions) ->
     exchange = desk.open(job(n=2), "req_1")
     for choice, request in ((0, "req_1"), (0, "req_9")):
         moving = SequenceRef(request_id=request, choice=choice, attempt=1)
-        desk.on_prepared(MovePrepared(ref=moving, target="worker-1"), 0.0)
+        desk.on_prepared(MovePrepared(ref=moving, target="worker-1"))
     assert [sequence.stream.attempt for sequence in exchange.sequences] == [2, 1]
 
 
@@ -126,23 +135,17 @@ async def test_waiting_for_the_first_worker(desk: Sessions) -> None:
         await desk.context_tokens(0.05, "m")
     waiting = asyncio.create_task(desk.context_tokens(5, "m"))
     await asyncio.sleep(0.01)
-    desk.on_worker_reported(report("worker-0", context=77), 0.0)
+    desk.on_worker_reported(report("worker-0", context=77))
     assert await asyncio.wait_for(waiting, PATIENCE_S) == 77
 
 
-async def test_what_is_missing_is_said(desk: Sessions) -> None:
-    assert desk.unready_reasons() == ["no scheduler has announced itself", "no worker serves 'm'"]
-    desk.on_worker_reported(report("worker-0"), 0.0)
-    event = SchedulerAnnounced(scheduler_id="s", incarnation=1, epoch=1, policy="p")
-    desk.on_scheduler_announced(event, 0.0)
-    assert desk.unready_reasons() == []
-
-
-async def test_a_silent_worker_is_lost_on_the_tick(desk: Sessions) -> None:
+async def test_a_silent_worker_is_lost_on_the_tick(desk: Sessions, clock: list[float]) -> None:
     exchange = desk.open(job(), "req_1")
-    desk.on_worker_reported(report("worker-0"), 0.0)
-    desk.on_delta(said(exchange, 0, (8,)), W, 0.0)
-    desk.on_tick(2.9)
+    desk.on_worker_reported(report("worker-0"))
+    desk.on_frame(said(exchange, 0, (8,)))
+    clock[0] = 2.9
+    desk.on_tick()
     assert exchange.sequences[0].stream.attempt == 1
-    desk.on_tick(3.1)
+    clock[0] = 3.1
+    desk.on_tick()
     assert exchange.sequences[0].stream.attempt == 2

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.gateway.core.retries import StreamTiming
+from services.gateway.core.stream import StreamTiming
 from services.scheduler.core.rules import OversizedRules, Rules
 from services.scheduler.policy import BUILT_IN
 from shared.errors import ContextOverflow

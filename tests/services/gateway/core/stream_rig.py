@@ -1,8 +1,7 @@
 """What tests say to one stream: deltas, reports of workers, and a stream that has begun."""
 
 from services.gateway.core.effects import Submit
-from services.gateway.core.retries import StreamTiming
-from services.gateway.core.stream import Stream
+from services.gateway.core.stream import Stream, StreamTiming
 from shared.liveness import Start
 from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import FinishReason, SequenceRef
@@ -10,7 +9,7 @@ from shared.messages.tokens import TokenDelta
 from tests.shared.messages.builders import sequence_report
 
 KEY = ("req_1", 0)
-TIMING = StreamTiming(frame_timeout_s=3, fetch_grace_s=0.25, retry_s=0.2, give_up_s=60)
+TIMING = StreamTiming(frame_timeout_s=3, give_up_s=60)
 A: Start = ("a", 1)
 B: Start = ("b", 1)
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.gateway.core.effects import Fetch, StreamEffect, StreamEffects, Submit
-from services.gateway.core.retries import StreamTiming
-from services.gateway.core.stream import Stream, StreamPhase
+from services.gateway.core.stream import Stream, StreamPhase, StreamTiming
 from shared.errors import DeadlineExceeded
 from shared.liveness import Start
 from shared.messages.reports import SequenceReport

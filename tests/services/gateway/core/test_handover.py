@@ -1,8 +1,7 @@
 """The former worker is read on until the next one has caught up; nothing twice, nothing missing, one text."""
 
 from services.gateway.core.effects import Acknowledge, Cancel, Extend, Submit
-from services.gateway.core.retries import StreamTiming
-from services.gateway.core.stream import FRESH_S, LEFT_TOKENS, OVERLAP_S, Stream, StreamPhase
+from services.gateway.core.stream import FRESH_S, LEFT_TOKENS, OVERLAP_S, Stream, StreamPhase, StreamTiming
 from shared.messages.sequence import FinishReason
 from shared.messages.tokens import TokenDelta
 from tests.shared.messages.builders import ref

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import settings
 
 from services.gateway.core.effects import Acknowledge, Cancel, Fetch, StreamEffects, Submit
-from services.gateway.core.retries import MAX_RETRY_S, Faults, StreamTiming, Submission
-from services.gateway.core.stream import Stream, StreamPhase
+from services.gateway.core.stream import MAX_KV_LOSSES, Stream, StreamPhase
 from shared.errors import (
     CreditorLost,
     DeadlineExceeded,
@@ -301,7 +300,7 @@ def test_only_who_was_given_the_attempt_may_speak_for_it() -> None:
         assert stream.on_delta(one, B, 0.2) == ()
     claim = msgspec.structs.replace(listed(1, 9), proof=proofs[A])
     assert stream.on_report(claim, B, 0.2) == () and stream.on_report(listed(1, 9), B, 0.2) == ()
-    assert (stream.tokens, stream.server, stream.stale_deltas) == ([], None, len(forged))
+    assert (stream.tokens, stream.server) == ([], None)
     stream.on_delta(proven[0], A, 0.3)
     for one in (*forged, delta(1, 2, (66,))):
         assert stream.on_delta(one, B, 0.4) == ()
@@ -324,52 +323,28 @@ def test_a_heartbeat_proves_it_too() -> None:
     assert Fetch(A, ref(1), 0) in (*stream.on_delta(delta(1, 2, (12,)), A, 0.3), *stream.on_tick(0.9))
 
 
-def test_only_the_latest_counts() -> None:
-    submission = Submission(StreamTiming())
-    settled = [submission.is_settled]
-    first, second = submission.begin(), submission.begin()
-    assert submission.serial == second != first
-    settled.append(submission.is_settled)
-    submission.on_known()
-    settled.append(submission.is_settled)
-    assert settled == [True, False, True] and not submission.is_due(1e9)
-
-
-def test_tries_come_ever_more_rarely_until_one_succeeds() -> None:
-    submission = Submission(StreamTiming(retry_s=0.2))
-    waits_s = []
-    for now_s in range(20):
-        submission.begin()
-        submission.on_refused()
-        submission.again_later(float(now_s))
-        submission.check_integrity()
-        assert not submission.is_settled
-        waits_s.append(
-            next(wait / 10 for wait in range(1, 20) if submission.is_due(now_s + wait / 10 + 1e-9))
-        )
-    assert waits_s[:3] == pytest.approx([0.2, 0.4, 0.8]) and set(waits_s[3:]) == {MAX_RETRY_S}
-    submission.begin()
-    submission.on_known()
-    submission.again_later(50.0)
-    assert submission.is_due(50.2), "as early as at first"
-
-
 LOST = FinishReason.KV_LOST
 
 
 def test_losses_count_while_no_token_comes_in_between() -> None:
-    faults = Faults(StreamTiming(max_kv_losses=3))
-    assert [faults.on_end(LOST, tokens) for tokens in (0, 0, 1, 1)] == [None] * 4
-    error = faults.on_end(LOST, 1)
-    assert isinstance(error, CreditorLost) and "3 times" in error.message and error.retry_after_s
+    stream = begun()
+    for attempt in range(1, 2 * MAX_KV_LOSSES):
+        if attempt == MAX_KV_LOSSES:
+            stream.on_delta(delta(attempt, 2, (12,)), A, 1.0)
+        stream.on_delta(delta(attempt, len(stream.tokens), (), LOST), A, 1.0)
+    assert isinstance(stream.failure, CreditorLost) and stream.failure.retry_after_s
+    assert stream.attempt == 2 * MAX_KV_LOSSES - 1
 
 
 def test_errors_of_scheduler_and_engines_count_together() -> None:
-    faults = Faults(StreamTiming(max_internal_errors=3))
-    assert not faults.on_internal_error()
-    assert faults.on_end(FinishReason.ERROR, 5) is None
-    assert faults.on_end(FinishReason.GATEWAY_LOST, 5) is None
-    assert isinstance(faults.on_end(FinishReason.ERROR, 6), InternalError)
+    stream = begun()
+    stream.submit(1.0)
+    stream.on_submit_failed(2, InternalError("x"), 1.0)
+    stream.on_delta(delta(1, 2, (), FinishReason.ERROR), A, 1.1)
+    stream.on_delta(delta(2, 2, (), FinishReason.GATEWAY_LOST), A, 1.2)
+    assert stream.is_open
+    stream.on_delta(delta(3, 2, (), FinishReason.ERROR), A, 1.3)
+    assert isinstance(stream.failure, InternalError)
 
 
 def test_kv_that_is_lost_again_and_again_ends_the_stream_with_a_typed_error() -> None:
@@ -380,7 +355,7 @@ def test_kv_that_is_lost_again_and_again_ends_the_stream_with_a_typed_error() ->
         stream.on_delta(delta(stream.attempt, len(stream.tokens), (), LOST), worker, 1.0 + attempts)
         attempts += 1
         assert attempts < 100
-    assert attempts == TIMING.max_kv_losses
+    assert attempts == MAX_KV_LOSSES
     assert stream.phase is StreamPhase.FAILED
     with pytest.raises(CreditorLost, match="lost 5 times"):
         raise stream.failure or AssertionError("no failure")

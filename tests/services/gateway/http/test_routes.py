@@ -1,7 +1,4 @@
-"""The HTTP surface as OpenAI's client and a raw one see it: routes, errors, schema, readiness.
-
-A POST to a known path goes straight to its handler, everything else to the application.
-"""
+"""The HTTP surface as OpenAI's client and a raw one see it: routes, errors, schema, readiness."""
 
 import asyncio
 import json
@@ -11,13 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
-from starlette.types import Message, Receive, Scope, Send
 
-from services.gateway.errors import ClientGone
-from services.gateway.http.middleware import CLIENT_GONE_STATUS, RECORD, RequestRecord
-from services.gateway.http.routes import Shortcut
 from shared.errors import InvalidRequest, NoResponder, Overloaded
 from tests.conformance.schemas import violations
 from tests.patience import until
@@ -278,7 +269,7 @@ async def test_an_unforeseen_error_is_500_and_says_nothing_of_it(
     def broken() -> float:
         raise ZeroDivisionError("a secret detail")
 
-    monkeypatch.setattr("services.gateway.http.surfaces.unix_s", broken)
+    monkeypatch.setattr("services.gateway.http.reading.unix_s", broken)
     reply = await stack.chat()
     assert reply.status_code == 500
     assert error_of(reply)["code"] == "internal_error"
@@ -294,40 +285,3 @@ async def test_no_worker_ever_is_503(make_stack: MakeStack) -> None:
     assert NoResponder.code == error_of(reply)["code"]
     wrong = await asyncio.wait_for(stack.http.post(CHAT, json={**stack.body, "model": "third"}), 0.2)
     assert wrong.status_code == 404, "what is wrong anyway does not wait for a worker"
-
-
-async def application(scope: Scope, receive: Receive, send: Send) -> None:
-    await PlainTextResponse("application")(scope, receive, send)
-
-
-async def echo(request: Request) -> Response:
-    body = await request.body()
-    if body == b"gone":
-        raise ClientGone
-    return PlainTextResponse(body)
-
-
-async def asked(method: str, path: str, body: bytes = b"") -> tuple[int, bytes, RequestRecord]:
-    record = RequestRecord(method, path, None)
-    scope = {"type": "http", "method": method, "path": path, "headers": [], RECORD: record}
-    sent: list[Message] = []
-
-    async def receive() -> Message:
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    await Shortcut(application, {"/echo": echo})(scope, receive, send)
-    return sent[0]["status"], sent[1]["body"], record
-
-
-async def test_only_a_post_to_a_known_path_is_short() -> None:
-    assert (await asked("POST", "/echo", b"hello"))[:2] == (200, b"hello")
-    assert (await asked("GET", "/echo"))[:2] == (200, b"application")
-    assert (await asked("POST", "/echo/"))[:2] == (200, b"application")
-
-
-async def test_a_client_that_left_is_noted() -> None:
-    status, _, record = await asked("POST", "/echo", b"gone")
-    assert status == CLIENT_GONE_STATUS and record.is_gone

@@ -3,7 +3,6 @@
 From fields to `Sampling`: defaults that do nothing, ends that are merged, refusals that name the field.
 """
 
-import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator
@@ -16,11 +15,12 @@ import pytest_asyncio
 from services.gateway.config import GatewayConfig
 from services.gateway.openai import schemas
 from services.gateway.openai.admission import DEFAULT_TEXT_MAX_TOKENS, Acceptance, sampling_of
-from services.gateway.openai.ignored import MOST_IGNORED
+from services.gateway.openai.fields import MOST_IGNORED
 from services.gateway.openai.schemas import ChatRequest, TextRequest, parse
-from services.gateway.text.tokenizer import AT_ONCE_BYTES, Codec
-from shared.errors import ContextOverflow, InvalidRequest, Overloaded, UnknownModel
+from services.gateway.text.tokenizer import Codec
+from shared.errors import ContextOverflow, InvalidRequest
 from shared.messages.sequence import Sampling
+from tests.services.gateway.conftest import encode_chat
 
 CONTEXT = 100
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -45,7 +45,7 @@ async def test_a_chat_becomes_one_prompt(acceptance: Acceptance, codec: Codec) -
     job = await acceptance.chat(
         orjson.dumps({**CHAT, "n": 2, "stop": "END", "temperature": 0.5, "top_k": 5}), context
     )
-    assert job.prompts == (tuple(codec.encode_chat(CHAT["messages"])),)
+    assert job.prompts == (tuple(encode_chat(codec, CHAT["messages"])),)
     (sampling,) = job.samplings
     assert sampling.max_tokens == CONTEXT - len(job.prompts[0]), "what is left of the context"
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 1.0, 5)
@@ -69,11 +69,12 @@ async def test_limits_in_order_of_precedence(acceptance: Acceptance, codec: Code
     capped = make(codec, default_max_tokens=7)
     assert (await capped.chat(orjson.dumps(CHAT), context)).samplings[0].max_tokens == 7
     capped.close()
-    nearly_full = await acceptance.text(orjson.dumps({"model": "m", "prompt": [5] * (CONTEXT - 3)}), context)
-    assert nearly_full.samplings[0].max_tokens == 3
+    for fields, left in (({}, 3), ({"max_tokens": 3}, 3)):
+        body = {"model": "m", "prompt": [5] * (CONTEXT - 3), **fields}
+        assert (await acceptance.text(orjson.dumps(body), context)).samplings[0].max_tokens == left
 
 
-@pytest.mark.parametrize(("prompt", "limit"), [(100, None), (150, None), (91, 10), (5, 96)])
+@pytest.mark.parametrize(("prompt", "limit"), [(100, None), (150, None), (91, 10)])
 async def test_overflow(acceptance: Acceptance, prompt: int, limit: int | None) -> None:
     body = {"model": "m", "prompt": [5] * prompt, "max_tokens": limit}
     with pytest.raises(ContextOverflow) as caught:
@@ -86,11 +87,6 @@ async def test_overflow(acceptance: Acceptance, prompt: int, limit: int | None) 
         f"{prompt + (limit or 1)} tokens ({prompt} in the prompt, {limit or 1} in the completion)" in message
     )
     assert caught.value.param == "prompt"
-
-
-async def test_a_full_context_is_allowed(acceptance: Acceptance) -> None:
-    job = await acceptance.text(orjson.dumps({"model": "m", "prompt": [5] * 90, "max_tokens": 10}), context)
-    assert job.samplings[0].max_tokens == 10
 
 
 async def test_seeds_are_fixed_at_acceptance(acceptance: Acceptance) -> None:
@@ -128,12 +124,6 @@ async def test_refusals(acceptance: Acceptance, body: dict[str, Any], param: str
     assert caught.value.param == param
 
 
-async def test_another_model_is_unknown(acceptance: Acceptance) -> None:
-    with pytest.raises(UnknownModel) as caught:
-        await acceptance.chat(orjson.dumps({**CHAT, "model": "gpt"}), context)
-    assert caught.value.param == "model"
-
-
 async def test_unknown_fields_are_noted_or_refused(acceptance: Acceptance, codec: Codec) -> None:
     job = await acceptance.chat(orjson.dumps({**CHAT, "frobnicate": 1, "x" * 99: 1, "user": "u"}), context)
     assert job.ignored == ("frobnicate", "x" * 64, "user")
@@ -148,35 +138,9 @@ async def test_unknown_fields_are_noted_or_refused(acceptance: Acceptance, codec
     strict.close()
 
 
-LONG = {"model": "m", "prompt": "x" * (AT_ONCE_BYTES)}
-
-
-async def test_too_many_waiting_are_refused(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
-    accept = make(codec, max_waiting_tokenizations=2, tokenizer_threads=1)
-    release = threading.Event()
-
-    def slow(_: Codec, text: str, *, add_special_tokens: bool) -> list[int]:
-        release.wait(10)
-        return [5]
-
-    monkeypatch.setattr(Codec, "encode_text", slow)
-    first = [asyncio.create_task(accept.text(orjson.dumps(LONG), context)) for _ in range(2)]
-    await asyncio.sleep(0.05)
-    with pytest.raises(Overloaded):
-        await accept.text(orjson.dumps(LONG), context)
-    assert (await accept.text(orjson.dumps({"model": "m", "prompt": [7]}), context)).prompts == ((7,),), (
-        "short: at once"
-    )
-    release.set()
-    await asyncio.gather(*first)
-    await accept.text(orjson.dumps({"model": "m", "prompt": "x"}), context)
-    accept.close()
-
-
 LITTLE_TEXT: list[tuple[str, dict[str, Any]]] = [
     ("chat", {"model": "m", "messages": [{"role": "user", "content": ""}] * 200}),
     ("chat", {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 200}]}),
-    ("text", {"model": "m", "prompt": [5] * 3000}),
     ("text", {"model": "m", "prompt": "x", **{f"unknown_{number}": 0 for number in range(500)}}),
 ]
 
@@ -198,8 +162,7 @@ async def test_whatever_costs_time_is_off_the_event_loop(
         monkeypatch.setattr(owner, name, noting)
 
     note(schemas, "parse")
-    note(Codec, "encode_rendered")
-    note(Acceptance, "encode")
+    note(Codec, "encode_text")
     with contextlib.suppress(ContextOverflow):
         await getattr(acceptance, kind)(orjson.dumps(fields), context)
     assert [name.rstrip("01_") for name in threads] == ["reader", "tokenizer"]
@@ -234,19 +197,16 @@ def test_stop_tokens_join_the_ends_and_outlive_ignore_eos(codec: Codec) -> None:
     assert chat(codec, ignore_eos=True).end_token_ids == ()
 
 
-@pytest.mark.parametrize(
-    ("fields", "wanted"),
-    [({}, None), ({"logprobs": False}, None), ({"logprobs": True}, 0)]
-    + [({"logprobs": True, "top_logprobs": top}, top) for top in (0, 20)],
-)
-def test_logprobs_of_a_chat(codec: Codec, fields: dict[str, Any], wanted: int | None) -> None:
-    assert chat(codec, **fields).top_logprobs == wanted
-
-
-@pytest.mark.parametrize("wanted", [None, 0, 5])
-def test_logprobs_of_a_completion(codec: Codec, wanted: int | None) -> None:
-    request = parse(TextRequest, {"model": "m", "prompt": "x", "logprobs": wanted})
-    assert sampling_of(request, codec, 7, 20).top_logprobs == wanted
+def test_logprobs_of_both(codec: Codec) -> None:
+    asked: dict[str, Any] = {"logprobs": True}
+    found = [
+        chat(codec, **fields).top_logprobs
+        for fields in ({"logprobs": False}, asked, {**asked, "top_logprobs": 20})
+    ]
+    assert found == [None, 0, 20]
+    for wanted in (None, 0, 5):
+        request = parse(TextRequest, {"model": "m", "prompt": "x", "logprobs": wanted})
+        assert sampling_of(request, codec, 7, 20).top_logprobs == wanted
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,16 @@
 """Functions in a request: what may be called, calls and results in the history, and refusals by name."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import orjson
 import pytest
 
-from services.gateway.openai.ignored import Ignored
-from services.gateway.openai.tools import Tools, chat_text, in_words, tools_of, with_short_ids
+from services.gateway.openai.fields import Ignored
+from services.gateway.openai.tools import Tools, for_template, in_words, tools_of, with_short_ids
 from services.gateway.text.tokenizer import ChatTemplate, Codec
 from shared.errors import InvalidRequest
+from tests.services.gateway.conftest import encode_chat
 from tests.services.gateway.openai.test_admission import CHAT, context, make
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -49,8 +49,8 @@ def test_what_may_be_called() -> None:
         "now"
     ]
     for choice in (None, "auto", "none"):
-        assert not tools_of([], choice, None, Ignored()).is_any
-    assert not tools_of([WEATHER], "none", None, Ignored()).is_any
+        assert tools_of([], choice, None, Ignored()) == Tools()
+    assert tools_of([WEATHER], "none", None, Ignored()) == Tools()
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ async def test_calls_that_must_be_are_held_to_a_grammar(codec: Codec) -> None:
     free = await accept.chat(orjson.dumps({**CHAT, "tools": [NOW], "max_tokens": 9}), huge)
     assert not free.samplings[0].grammar and free.reader is not None
     none = await accept.chat(orjson.dumps({**CHAT, "tools": [NOW], "tool_choice": "none"}), huge)
-    assert none.reader is None and none.prompts == (tuple(codec.encode_chat(CHAT["messages"])),)
+    assert none.reader is None and none.prompts == (tuple(encode_chat(codec, CHAT["messages"])),)
     accept.close()
 
 
@@ -126,7 +126,7 @@ def test_a_model_that_knows_no_functions_is_told_in_words(codec: Codec) -> None:
     told = in_words(messages, tools)
     assert [message["role"] for message in told] == ["system", "user"]
     assert told[0]["content"].startswith("Be brief.") and '"weather"' in told[0]["content"]
-    assert "weather" in chat_text(codec, messages[1:], tools, {})
+    assert "weather" in for_template(codec, messages[1:], tools)[0][0]["content"]
 
 
 async def test_history_becomes_text_for_it(codec: Codec) -> None:
@@ -171,16 +171,14 @@ STRICT_TEMPLATES = {
 
 
 @pytest.mark.parametrize("source", STRICT_TEMPLATES.values(), ids=STRICT_TEMPLATES)
-def test_system_messages_anywhere_for_a_template_that_wants_them_first(codec: Codec, source: str) -> None:
+def test_system_messages_anywhere_for_a_template_that_wants_them_first(source: str) -> None:
     """As Codex (two developer messages, two of the user) and Claude Code (one after the user's) send them."""
-    strict = Codec(codec.tokenizer, ChatTemplate(source, {}), (2,), codec.vocab_size, codec.forms_folder)
     roles = ["system", "system", "user", "user", "system", "assistant", "system", "user"]
     messages = [{"role": role, "content": str(at)} for at, role in enumerate(roles)]
-    said = chat_text(strict, messages, Tools(), {})
+    said = ChatTemplate(source, {}).render(messages)
     assert said == "<system>0\n\n1<user>2\n\n3\n\n4<assistant>5<user>6\n\n7"
-    refusing = replace(strict, template=ChatTemplate("{{ raise_exception('no such chat') }}", {}))
     with pytest.raises(InvalidRequest, match="no such chat"):
-        chat_text(refusing, messages, Tools(), {})
+        ChatTemplate("{{ raise_exception('no such chat') }}", {}).render(messages)
 
 
 def test_short_ids_agree() -> None:

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.core.retries import StreamTiming
-from services.gateway.core.stream import Stream
+from services.gateway.core.stream import Stream, StreamTiming
 from services.gateway.text.choice_text import ChoiceText, Detokenizer, TextPiece, TextRules, decode
 from services.gateway.text.tokenizer import Codec, Vocabulary
 from shared.messages.sequence import FinishReason
