@@ -20,9 +20,8 @@ from services.gateway.http.bodies import BodyReader
 from services.gateway.http.browser import written
 from services.gateway.http.middleware import CLIENT_GONE_STATUS, RECORD, RequestRecord, refusal
 from services.gateway.http.reading import SURFACES, Models, Reading, RequestReader
-from services.gateway.http.stored import add_stored, written_json
+from services.gateway.http.stored import Following, add_stored, written_json
 from services.gateway.lasting.desk import LastingDesk, fingerprint_of, name_of
-from services.gateway.lasting.following import Following
 from services.gateway.openai.admission import Acceptance
 from services.gateway.openai.replies import model_body
 from services.gateway.openai.response_replies import ResponseWriter

@@ -18,7 +18,6 @@ from typing import Any
 from starlette.types import Message
 
 from services.gateway.config import GatewayConfig
-from services.gateway.core.shadows import Shadowed
 from services.gateway.errors import HttpError, ShuttingDown
 from services.gateway.exchange import Exchange, Legacy
 from services.gateway.http.completion_response import CompletionResponse, Lasting
@@ -102,7 +101,6 @@ class Kept:
     abandoned: asyncio.Event = field(default_factory=asyncio.Event)
 
     def open(self, exchange: Exchange) -> None:
-        """Attach the opened exchange."""
         self.exchange = exchange
 
     async def receive(self) -> Message:
@@ -162,7 +160,7 @@ class LastingDesk:
         self._news: dict[Start, tuple[list[str], list[str]]] = {}
         """Ended and dropped request ids to report, by heir."""
         self._is_telling_again = False
-        self._inherited: dict[Start, list[Shadowed]] = {}
+        self._inherited: dict[Start, list[Kept]] = {}
         """Answers taken over, by former gateway, to tell it about if it returns."""
         self.reread: Reread | None = None
         self._taken_over = metrics.counter(
@@ -211,8 +209,7 @@ class LastingDesk:
                 answer, is_elsewhere = await self._peers.claim(name, only_asks=True)
                 if answer is None or answer.shadow is None:
                     return is_elsewhere
-                known = Shadowed(("", 0), answer.shadow, self._now_s())
-                kept = self._take_over(known, "asked for", answer.so_far or None)
+                kept = self._take_over(answer.shadow, answer.so_far)
         return not kept.transcript.is_over
 
     async def cancel(self, name: bytes) -> None:
@@ -237,8 +234,7 @@ class LastingDesk:
         while True:
             answer, is_elsewhere = await self._peers.claim(name)
             if answer is not None and answer.shadow is not None:
-                known = Shadowed(("", 0), answer.shadow, self._now_s())
-                return self._take_over(known, "asked for", answer.so_far or None)
+                return self._take_over(answer.shadow, answer.so_far)
             if (kept := self._by_name.get(name)) is not None or not is_elsewhere:
                 return kept
             if monotonic_s() > until_s:
@@ -283,17 +279,13 @@ class LastingDesk:
         return answer
 
     def on_gateway_reported(self, event: GatewayReported) -> None:
-        if self._peers.is_self(event.gateway_id):
+        if event.gateway_id == self._peers.own_id:
             return
         start = event.gateway_id, event.incarnation
         if (mine := self._inherited.pop(start, None)) is not None:
-            shadows = self._peers.shadows_of(*map(self._peers.as_of_now, mine))
-            self._start(self._peers.tell(start, shadows))
-        is_new = not self._peers.is_known(event.gateway_id, event.incarnation)
+            self._start(self._peers.tell(start, *map(self._of_now, mine)))
         if (ended := self._peers.on_reported(event)) is not None:
             self._inherit(ended)
-        if is_new:
-            self._peers.greet()
 
     def on_gone(self, instance: str, incarnation: int) -> None:
         """Take over from a gateway that has left the bus."""
@@ -312,9 +304,8 @@ class LastingDesk:
             self._start(self._tell_again())
         for heir in list(self._news):
             ended, dropped = self._news.pop(heir)
-            message = self._peers.shadows_of(ended=ended, dropped=dropped)
             if self._peers.is_present(heir):
-                self._start(self._peers.tell(heir, message))
+                self._start(self._peers.tell(heir, ended=ended, dropped=dropped))
 
     # --- inside
 
@@ -367,7 +358,7 @@ class LastingDesk:
                 self._drop(kept)
 
     def _of_now(self, kept: Kept) -> Shadow:
-        return self._peers.as_of_now(_known(kept))
+        return self._peers.as_of_now(kept.shadow, kept.began_s)
 
     async def _write(self, kept: Kept, make: MakeAnswer, so_far: Sequence[AnswerSoFar]) -> None:
         """Write the answer to its end. One taken over is retried while the fleet has no room."""
@@ -434,7 +425,7 @@ class LastingDesk:
 
     async def _tell(self, kept: Kept) -> None:
         heir = kept.told
-        if heir is not None and not await self._peers.tell(heir, self._peers.shadows_of(self._of_now(kept))):
+        if heir is not None and not await self._peers.tell(heir, self._of_now(kept)):
             self._unshadowed.inc()
             kept.told = None
 
@@ -443,8 +434,12 @@ class LastingDesk:
         left = self._peers.shadows.on_gone(start)
         if left:
             log.canonical(_logger, "takes over", gateway=start[0], answers=len(left))
-            kept = [(self._keep(self._peers.inherited(known)), known.shadow) for known in left]
-            self._inherited[start] = [_known(mine) for mine, _ in kept]
+            self._taken_over.labels("gone").inc(len(left))
+            kept = [
+                (self._keep(self._peers.inherited(known.shadow, known.told_s)), known.shadow)
+                for known in left
+            ]
+            self._inherited[start] = [mine for mine, _ in kept]
             if len(self._inherited) > _MOST_GONE:
                 del self._inherited[next(iter(self._inherited))]
             self._start(self._go_on(kept))
@@ -460,20 +455,14 @@ class LastingDesk:
     async def _go_on(self, kept: Sequence[tuple[Kept, Shadow]]) -> None:
         found = await self._peers.collect([shadow for _, shadow in kept])
         for mine, shadow in kept:
-            self._taken_over.labels("gone").inc()
             self._start(self._answer(mine, found.get(shadow.request_id, ())))
 
-    def _take_over(self, known: Shadowed, why: str, so_far: Sequence[AnswerSoFar] | None) -> Kept:
-        """Take over one answer; without `so_far` ask the workers for it."""
-        kept = self._keep(self._peers.inherited(known))
-        self._taken_over.labels(why).inc()
-        self._start(self._collected(kept, known.shadow, so_far))
+    def _take_over(self, shadow: Shadow, so_far: Sequence[AnswerSoFar]) -> Kept:
+        """Take over an answer that a client asks for; if it has none `so_far`, ask the workers for it."""
+        kept = self._keep(self._peers.inherited(shadow, self._now_s()))
+        self._taken_over.labels("asked for").inc()
+        self._start(self._answer(kept, so_far) if so_far else self._go_on([(kept, shadow)]))
         return kept
-
-    async def _collected(self, kept: Kept, shadow: Shadow, so_far: Sequence[AnswerSoFar] | None) -> None:
-        if so_far is None:
-            so_far = (await self._peers.collect([shadow])).get(shadow.request_id, ())
-        await self._answer(kept, so_far)
 
     async def _answer(self, kept: Kept, so_far: Sequence[AnswerSoFar]) -> None:
         """Read the request again and write its answer."""
@@ -487,8 +476,3 @@ class LastingDesk:
             self._forget(kept)
             return
         await self._write(kept, make, so_far)
-
-
-def _known(kept: Kept) -> Shadowed:
-    """Return it in the form of another gateway's answer."""
-    return Shadowed(("", 0), kept.shadow, kept.began_s)

@@ -11,7 +11,7 @@ from secrets import token_bytes
 from msgspec.structs import replace
 
 from services.gateway.config import GatewayConfig
-from services.gateway.core.shadows import RequestShadows, Shadowed
+from services.gateway.core.shadows import RequestShadows
 from services.gateway.exchange import Exchange
 from services.gateway.sessions import Sessions
 from shared import log, subjects
@@ -48,38 +48,23 @@ class Peers:
     def __init__(self, config: GatewayConfig, bus: Bus, sessions: Sessions, now_s: Clock) -> None:
         self._config = config
         self._bus = bus
+        self.own_id = bus.instance
         self._sessions = sessions
         self._now_s = now_s
         self._alive = Liveness(_SILENCE_S)
-        self._greeted: dict[str, int] = {}
-        """Last incarnation heard, by gateway."""
         self.shadows = RequestShadows(config.resume_mb * 1024 * 1024, config.resume_s)
         self._at_once = asyncio.Semaphore(_AT_ONCE)
 
     # --- liveness
 
     def on_reported(self, event: GatewayReported) -> Start | None:
-        """Process a heartbeat; return the incarnation that it ends, if any."""
-        self._greeted[event.gateway_id] = event.incarnation
+        """Process a heartbeat; return the run that it ends, if any. A new gateway gets one in return."""
         known = self._alive.present(event.gateway_id)
-        if not self._alive.hear(event.gateway_id, event.incarnation, self._now_s()):
+        is_current = self._alive.hear(event.gateway_id, event.incarnation, self._now_s())
+        if not is_current or known == event.incarnation:
             return None
-        return None if known in (None, event.incarnation) else (event.gateway_id, known or 0)
-
-    @property
-    def own_id(self) -> str:
-        return self._bus.instance
-
-    def is_self(self, gateway_id: str) -> bool:
-        return gateway_id == self._bus.instance
-
-    def is_known(self, gateway_id: str, incarnation: int) -> bool:
-        """Whether this was the last incarnation heard."""
-        return self._greeted.get(gateway_id) == incarnation
-
-    def greet(self) -> None:
-        """Publish a heartbeat for a gateway that has just started."""
         self._sessions.beat()
+        return None if known is None else (event.gateway_id, known)
 
     def on_gone(self, start: Start) -> bool:
         """Note that a gateway has left the bus; return whether that is news."""
@@ -107,27 +92,20 @@ class Peers:
 
     # --- shadows
 
-    async def tell(self, heir: Start, message: TellShadows) -> bool:
-        """Send shadows to the heir; return whether it confirmed."""
-        subject = subjects.gateway_shadow(heir[0], self._bus.instance)
+    async def tell(
+        self, heir: Start, *taken: Shadow, ended: Sequence[str] = (), dropped: Sequence[str] = ()
+    ) -> bool:
+        """Report new, ended and dropped shadows to the heir; return whether it confirmed."""
+        bus = self._bus
+        lists = {"taken": taken, "ended": tuple(ended), "dropped": tuple(dropped)}
+        message = TellShadows(sender=bus.instance, incarnation=bus.incarnation, **lists)
         try:
-            await self._bus.request(subject, message, Empty, deadline_s=_TELL_S)
+            subject = subjects.gateway_shadow(heir[0], bus.instance)
+            await bus.request(subject, message, Empty, deadline_s=_TELL_S)
         except KvasirError as error:
-            _logger.warning("%s keeps no shadow of %d answers: %s", heir[0], len(message.taken), error)
+            _logger.warning("%s keeps no shadow of %d answers: %s", heir[0], len(taken), error)
             return False
         return True
-
-    def shadows_of(
-        self, *taken: Shadow, ended: Sequence[str] = (), dropped: Sequence[str] = ()
-    ) -> TellShadows:
-        """Return the message that reports new, ended and dropped shadows."""
-        return TellShadows(
-            sender=self._bus.instance,
-            incarnation=self._bus.incarnation,
-            taken=taken,
-            ended=tuple(ended),
-            dropped=tuple(dropped),
-        )
 
     def on_told(self, message: TellShadows) -> None:
         """Update the shadows from another gateway's report."""
@@ -139,15 +117,12 @@ class Peers:
         for request_id in message.dropped:
             self.shadows.drop(owner, request_id)
 
-    def inherited(self, known: Shadowed) -> Shadow:
+    def inherited(self, shadow: Shadow, told_s: float) -> Shadow:
         """Return the shadow as this gateway's own: new id and heir key, times as of now."""
-        shadow = self.as_of_now(known)
-        return replace(
-            shadow,
-            request_id=f"{origin_of(shadow.request_id)}~{shadow.takeovers + 1}",
-            heir_key=token_bytes(16),
-            takeovers=shadow.takeovers + 1,
-        )
+        takeovers = shadow.takeovers + 1
+        request_id = f"{origin_of(shadow.request_id)}~{takeovers}"
+        shadow = self.as_of_now(shadow, told_s)
+        return replace(shadow, request_id=request_id, heir_key=token_bytes(16), takeovers=takeovers)
 
     def resume(self, exchange: Exchange) -> None:
         """Continue under new attempts, after a takeover while this gateway was alive."""
@@ -164,15 +139,15 @@ class Peers:
         """
         names = list(self._alive)
         answers = await asyncio.gather(*(self._claim(peer, name, only_asks) for peer in names))
-        of = dict(zip(names, answers, strict=True))
-        for answer in answers:
-            if answer is not None and answer.shadow is not None:
+        of = {peer: answer for peer, answer in zip(names, answers, strict=True) if answer is not None}
+        for answer in of.values():
+            if answer.shadow is not None:
                 return answer, False
-        owners = {answer.owner for answer in answers if answer is not None and answer.owner}
+        owners = {answer.owner for answer in of.values() if answer.owner}
         if (own := self.shadows.find(name)) is not None:
             if own.is_orphan or not self.is_present(own.owner):
                 self.shadows.take(own.shadow.request_id)
-                return ClaimedAnswer(shadow=self.as_of_now(own)), False
+                return ClaimedAnswer(shadow=self.as_of_now(own.shadow, own.told_s)), False
             owners.add(own.owner[0])
         return None, any((said := of.get(owner)) is None or said.owner == owner for owner in owners)
 
@@ -196,17 +171,13 @@ class Peers:
         if not known.is_orphan and self.is_present(known.owner):
             return ClaimedAnswer(owner=known.owner[0])
         self.shadows.take(known.shadow.request_id)
-        return ClaimedAnswer(shadow=self.as_of_now(known))
+        return ClaimedAnswer(shadow=self.as_of_now(known.shadow, known.told_s))
 
-    def as_of_now(self, known: Shadowed) -> Shadow:
-        """Return the shadow with its times moved to now."""
-        since_s = max(0.0, self._now_s() - known.told_s)
-        left_s = known.shadow.deadline_in_s
-        return replace(
-            known.shadow,
-            waited_s=known.shadow.waited_s + since_s,
-            deadline_in_s=None if left_s is None else left_s - since_s,
-        )
+    def as_of_now(self, shadow: Shadow, told_s: float) -> Shadow:
+        """Return the shadow of `told_s` with its times moved to now."""
+        since_s, left_s = max(0.0, self._now_s() - told_s), shadow.deadline_in_s
+        left_s = None if left_s is None else left_s - since_s
+        return replace(shadow, waited_s=shadow.waited_s + since_s, deadline_in_s=left_s)
 
     # --- tokens at workers
 

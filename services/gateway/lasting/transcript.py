@@ -5,7 +5,7 @@ A reader starts at the beginning or after an event, and follows to the end.
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, MutableMapping
 from typing import Any
 
 from starlette.types import Message, Send
@@ -107,23 +107,15 @@ class Transcript:
                     if is_last:
                         return True
                     continue
-                await self._either(news, gone)
+                waiting = asyncio.ensure_future(news.wait())
+                try:
+                    await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    waiting.cancel()
             return False
         finally:
             gone.cancel()
 
-    async def _either(self, news: asyncio.Event, gone: "asyncio.Future[None]") -> None:
-        waiting = asyncio.ensure_future(news.wait())
-        both: set[asyncio.Future[Any]] = {waiting, gone}
-        try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            waiting.cancel()
-
     def _tell(self) -> None:
         news, self._news = self._news, asyncio.Event()
         news.set()
-
-
-Author = Callable[[Transcript], Awaitable[None]]
-"""Writes one answer."""

@@ -5,8 +5,8 @@ instance can reply. Queries run only on demand.
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, TypeVar
 
 from msgspec import structs
 
@@ -14,10 +14,11 @@ from shared import subjects
 from shared.bus import Bus
 from shared.clock import Clock
 from shared.errors import KvasirError
-from shared.messages.base import Empty
+from shared.messages.base import Empty, Message
 from shared.messages.recordings import Recorded, RecordedEvent, TellRecorded
 from shared.messages.reports import ServiceStatus
 
+M = TypeVar("M", bound=Message)
 _FIND_S = 5.0
 _DEADLINE_S = 1.0
 _AT_ONCE = 16
@@ -68,8 +69,7 @@ class Colleagues:
 
     def details(self, instance: str) -> dict[str, Any]:
         """Return the instance's last details; empty if unknown."""
-        told = self._told.get(instance)
-        return {} if told is None else told.details
+        return self._told[instance].details if instance in self._told else {}
 
     def picture(self) -> dict[str, Any]:
         """Return the live page's part about instances without heartbeats here."""
@@ -101,24 +101,16 @@ class Colleagues:
 
     async def remembered(self, request_id: str) -> list[Recorded]:
         """Return all records of a request; instances that do not reply are left out."""
-        await self.find()
-        question = TellRecorded(request_id=request_id)
-        told = await asyncio.gather(
-            *(self._recorded(service, name, question) for name, service in self._names.items())
-        )
-        return [each for each in told if each is not None]
+        return await self._records(TellRecorded(request_id=request_id), subjects.SERVICES)
 
     async def everybodys(self, kinds: Sequence[str]) -> list[Recorded]:
         """Return the latest events of these kinds, of all requests, from schedulers and gateways."""
+        return await self._records(TellRecorded(kinds=tuple(kinds)), ("scheduler", "gateway"))
+
+    async def _records(self, question: TellRecorded, services: Collection[str]) -> list[Recorded]:
         await self.find()
-        question = TellRecorded(kinds=tuple(kinds))
-        told = await asyncio.gather(
-            *(
-                self._recorded(service, name, question)
-                for name, service in self._names.items()
-                if service in ("scheduler", "gateway")
-            )
-        )
+        asked = [(service, name) for name, service in self._names.items() if service in services]
+        told = await asyncio.gather(*(self._recorded(*each, question) for each in asked))
         return [each for each in told if each is not None]
 
     async def _scatter(self, service: str) -> Iterable[tuple[str, str]]:
@@ -129,17 +121,15 @@ class Colleagues:
 
     async def _status(self, service: str, name: str) -> ServiceStatus | None:
         subject = subjects.instance_status(service, name)
-        async with self._at_once:
-            try:
-                return await self._bus.request(subject, Empty(), ServiceStatus, deadline_s=_DEADLINE_S)
-            except KvasirError:
-                return None
+        return await self._answer(subject, Empty(), ServiceStatus, _DEADLINE_S)
 
     async def _recorded(self, service: str, name: str, question: TellRecorded) -> Recorded | None:
-        subject = subjects.recorded(service, name)
+        return await self._answer(subjects.recorded(service, name), question, Recorded, 2 * _DEADLINE_S)
+
+    async def _answer(self, subject: str, question: Message, kind: type[M], deadline_s: float) -> M | None:
         async with self._at_once:
             try:
-                return await self._bus.request(subject, question, Recorded, deadline_s=2 * _DEADLINE_S)
+                return await self._bus.request(subject, question, kind, deadline_s=deadline_s)
             except KvasirError:
                 return None
 

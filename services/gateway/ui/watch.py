@@ -18,6 +18,7 @@ from shared.bus import fenced
 from shared.clock import Clock, unix_s
 from shared.errors import Overloaded
 from shared.messages.recordings import RecordedEvent
+from shared.messages.sequence import TOKEN_BYTES
 
 PICTURE_S = 0.3
 ASK_S = 1.0
@@ -118,10 +119,9 @@ class Watch:
             await self._somebody()
             with fenced("questions of the live page"):
                 await self._colleagues.ask()
-                for event in await self._colleagues.news(EVENT_KINDS):
-                    shown = _shown(event)
-                    self._events.append(shown)
-                    self._fresh.append(shown)
+                shown = [_shown(event) for event in await self._colleagues.news(EVENT_KINDS)]
+                self._events.extend(shown)
+                self._fresh.extend(shown)
             await asyncio.sleep(ASK_S)
 
     async def _show(self) -> None:
@@ -147,11 +147,11 @@ class Watch:
                 )
                 viewer.offer(whole, is_whole=True)
             else:
-                part = part or _event("part", {**picture, "events": fresh, "point": self._latest()})
+                part = part or _event(
+                    "part",
+                    {**picture, "events": fresh, "point": self._history[-1] if self._history else None},
+                )
                 viewer.offer(part)
-
-    def _latest(self) -> dict[str, float] | None:
-        return self._history[-1] if self._history else None
 
     def picture(self) -> dict[str, Any]:
         """Return the current picture without history and events."""
@@ -189,22 +189,19 @@ class Watch:
         return None
 
     def _requests(self, now_s: float) -> list[dict[str, Any]]:
-        rows = []
-        for sequence in self._sessions.latest(SHOWN_REQUESTS):
-            stream = sequence.stream
-            rows.append(
-                {
-                    "id": stream.key[0],
-                    "choice": stream.key[1],
-                    "worker": stream.server[0] if stream.server else None,
-                    "tokens": len(stream.tokens),
-                    "prompt_tokens": len(sequence.prompt) // 4,
-                    "max_tokens": sequence.sampling.max_tokens,
-                    "age_s": round(now_s - sequence.accepted_s, 2),
-                    "attempt": stream.attempt,
-                }
-            )
-        return rows
+        return [
+            {
+                "id": sequence.stream.key[0],
+                "choice": sequence.stream.key[1],
+                "worker": sequence.stream.server[0] if sequence.stream.server else None,
+                "tokens": len(sequence.stream.tokens),
+                "prompt_tokens": len(sequence.prompt) // TOKEN_BYTES,
+                "max_tokens": sequence.sampling.max_tokens,
+                "age_s": round(now_s - sequence.accepted_s, 2),
+                "attempt": sequence.stream.attempt,
+            }
+            for sequence in self._sessions.latest(SHOWN_REQUESTS)
+        ]
 
     def _point(self) -> dict[str, float]:
         sessions = self._sessions
