@@ -33,7 +33,6 @@ class KeyConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _names_exist(cls, options: object) -> object:
-        """Reject unknown options and classes with a message that lists the known ones."""
         if not isinstance(options, Mapping):
             return options
         names = sorted(field.alias or name for name, field in cls.model_fields.items())

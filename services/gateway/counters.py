@@ -1,7 +1,5 @@
 """What this process counts: Prometheus metrics, and figures of each model that are written when scraped.
-
-Labels that come from clients are bounded in number and form. All runs on the event loop's thread.
-"""
+Labels that come from clients are bounded in number and form. All runs on the event loop's thread."""
 
 import re
 from bisect import bisect_left

@@ -140,10 +140,8 @@ class Dispatch:
                 self.outbox.put(subjects.scheduler_cancel(me), command)
 
     async def forget_prefixes(self, workers: Sequence[str]) -> dict[str, int]:
-        """Empty the workers' prefix caches; return the number of blocks each dropped.
-
-        Raises UnavailableError naming the first worker that did not confirm.
-        """
+        """Empty the workers' prefix caches; return the number of blocks each dropped. Raises UnavailableError
+        naming the first worker that did not confirm."""
         me = self._bus.instance
 
         async def ask(worker_id: str) -> int:

@@ -69,10 +69,8 @@ NONE = Deadline()
 
 
 def deadline_of(header: str | None, default_s: float | None, longest_s: float, began_s: float) -> Deadline:
-    """Return the deadline from `X-Request-Timeout`, else from the configuration.
-
-    Raises InvalidRequest unless the header is a number of seconds above 0 and up to `longest_s`.
-    """
+    """Return the deadline from `X-Request-Timeout`, else from the configuration. Raises InvalidRequest unless
+    the header is a number of seconds above 0 and up to `longest_s`."""
     if header is None:
         return Deadline(began_s, default_s)
     try:
@@ -177,10 +175,8 @@ class Exchange:
         self.changed.set()
 
     async def wait(self) -> None:
-        """Wait for a change since the last wait. Raises as `check` does.
-
-        Always returns: a stream without a worker fails by itself.
-        """
+        """Wait for a change since the last wait. Raises as `check` does. Always returns: a stream without a
+        worker fails by itself."""
         await self.changed.wait()
         self.changed.clear()
         self.check()
@@ -197,10 +193,8 @@ class Exchange:
 
 
 async def admitted(exchange: Exchange, timeout_s: float) -> None:
-    """Wait until the scheduler has accepted every sequence, before anything is sent to the client.
-
-    Raises a sequence's refusal, ClientGone, or NoResponder at the timeout.
-    """
+    """Wait until the scheduler has accepted every sequence, before anything is sent to the client. Raises a
+    sequence's refusal, ClientGone, or NoResponder at the timeout."""
     try:
         async with asyncio.timeout(timeout_s):
             for sequence in exchange.sequences:

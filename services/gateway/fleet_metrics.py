@@ -1,7 +1,5 @@
-"""Metrics of the whole fleet, computed from heartbeats when they are scraped.
-
-They use the rows of the live page, so both agree. Labels are worker names, which operators choose.
-"""
+"""Metrics of the whole fleet, computed from heartbeats when they are scraped. They use the rows of the live
+page, so both agree. Labels are worker names, which operators choose."""
 
 from collections.abc import Iterator
 from typing import Any

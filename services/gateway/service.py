@@ -123,7 +123,6 @@ async def every(period_s: float, act: Callable[[], None], what: str) -> None:
 
 
 def _store_of(config: GatewayConfig) -> ResponseStore | None:
-    """Open the configured store, if any. Raises ConfigError."""
     if not config.stored_responses:
         return None
     most_bytes = config.stored_responses_mb * 1024 * 1024
@@ -200,7 +199,6 @@ async def run(config: GatewayConfig) -> None:
 
 @asynccontextmanager
 async def _beside(server: Server, listener: socket.socket) -> AsyncIterator[None]:
-    """Run the server for the duration of the block."""
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="operator's http")
     try:
         yield

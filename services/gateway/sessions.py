@@ -1,8 +1,5 @@
-"""The sequences that this gateway has accepted and not finished.
-
-The HTTP side opens and closes exchanges here; the bus side delivers events. `dispatch` carries out the
-effects.
-"""
+"""The sequences that this gateway has accepted and not finished. The HTTP side opens and closes exchanges
+here; the bus side delivers events. `dispatch` carries out the effects."""
 
 import asyncio
 from collections import Counter
@@ -121,10 +118,8 @@ class Sessions:
         legacy: Legacy = NO_LEGACY,
     ) -> Exchange:
         """Submit the job's sequences to workers of `model`; `legacy` holds tokens from a former gateway.
-
         Requests with the same `salt` share cached prefixes. Raises Overloaded at the sequence limit, and
-        ShuttingDown.
-        """
+        ShuttingDown."""
         if self._is_ended:
             raise ShuttingDown
         more = len(job.prompts) * job.n - self._config.max_active_sequences

@@ -1,8 +1,6 @@
-"""Metrics of this fleet under vLLM's names, for dashboards, autoscalers and endpoint pickers.
-
-One series per model (`engine="0"`): readers see the fleet as one server. Requests are counted at this
-gateway; sequences, KV and preemptions come from heartbeats. docs/metrics.md defines each name.
-"""
+"""Metrics of this fleet under vLLM's names, for dashboards, autoscalers and endpoint pickers. One series per
+model (`engine="0"`): readers see the fleet as one server. Requests are counted at this gateway; sequences, KV
+and preemptions come from heartbeats. docs/metrics.md defines each name."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,7 +74,6 @@ class VllmMetrics:
         yield from self._of_scheduler()
 
     def _of_steps(self) -> Iterator[Metric]:
-        """Yield the metrics of workers' steps."""
         iterations = _histogram("iteration_tokens_total", "Tokens of a step")
         prefills = _histogram("request_prefill_time_seconds", "From its first plan to the first token")
         inferences = _histogram("request_inference_time_seconds", "From its first plan to the last token")

@@ -114,7 +114,6 @@ class MessageWriter(AnswerWriter):
         return self._delta({"type": "input_json_delta", "partial_json": part.text})
 
     def _open(self, kind: str, block: dict[str, Any]) -> bytes:
-        """Open a block unless one of that kind is open; each call has its own."""
         if self._kind == kind and kind != "tool_use":
             return b""
         closed = self._close()

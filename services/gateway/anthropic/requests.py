@@ -1,7 +1,5 @@
 """Converts requests of Anthropic's Messages API to chats (`/v1/messages`, `/v1/messages/count_tokens`).
-
-Fields without an equivalent are refused by name or have no effect.
-"""
+Fields without an equivalent are refused by name or have no effect."""
 
 import json
 from collections.abc import Mapping
@@ -42,10 +40,8 @@ class MessagesRequest(BaseModel):
 def parse_messages(
     body: bytes, max_messages: int, ignored: Ignored, *, counts: bool = False
 ) -> dict[str, Any]:
-    """Return the body as a chat for `/v1/chat/completions`; with `counts`, only for token counting.
-
-    Raises InvalidRequest and UnsupportedFeature naming the field.
-    """
+    """Return the body as a chat for `/v1/chat/completions`; with `counts`, only for token counting. Raises
+    InvalidRequest and UnsupportedFeature naming the field."""
     request = validated(MessagesRequest, parse_chat(body, max_messages))
     settle(request, ignored, MESSAGES_IGNORED)
     if request.max_tokens is None and not counts:
@@ -171,7 +167,6 @@ def _messages(message: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
 
 
 def _text(value: Any, path: str) -> str:
-    """Return a text, or the joined texts of blocks."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(

@@ -1,9 +1,6 @@
-"""Assigns the wall time of one request to causes. Pure.
-
-The input is the flight recorders of all services (`shared.recorder`). Causes overlap (a plan is in flight
-while a step runs), so the highest rank wins: computing before waiting, specific before general. Time without
-a recorded cause is `unexplained`.
-"""
+"""Assigns the wall time of one request to causes. Pure. The input is the flight recorders of all services
+(`shared.recorder`). Causes overlap (a plan is in flight while a step runs), so the highest rank wins:
+computing before waiting, specific before general. Time without a recorded cause is `unexplained`."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -115,10 +112,8 @@ class AnswerAccount:
 
 
 def account_of(events: Sequence[Happened], now_s: float) -> AnswerAccount | None:
-    """Return the account of one request's events, in any order; None without a gateway's events.
-
-    An unfinished request is accounted up to `now_s`.
-    """
+    """Return the account of one request's events, in any order; None without a gateway's events. An
+    unfinished request is accounted up to `now_s`."""
     events = sorted(events, key=lambda event: event.at_s)
     whole = _last(events, "gateway", "request")
     submits = _of(events, "gateway", "submit")
@@ -214,10 +209,8 @@ def _of_steps(events: Sequence[Happened], steps: Sequence[_Step]) -> Iterator[Ti
 
 
 def _of_queue(events: Sequence[Happened], steps: Sequence[_Step], end_s: float) -> Iterator[TimeClaim]:
-    """Claim the time from submission to placement, to the first plan, and to the first step.
-
-    The first step may belong to a later plan if the sequence was deferred.
-    """
+    """Claim the time from submission to placement, to the first plan, and to the first step. The first step
+    may belong to a later plan if the sequence was deferred."""
     places = _of(events, "scheduler", "placed")
     plans = _of(events, "scheduler", "plan")
     for submitted in _of(events, "scheduler", "submitted"):
@@ -235,10 +228,8 @@ def _of_queue(events: Sequence[Happened], steps: Sequence[_Step], end_s: float) 
 
 
 def _of_handovers(events: Sequence[Happened], steps: Sequence[_Step], end_s: float) -> Iterator[TimeClaim]:
-    """Claim the time between the last record of one attempt and the first step of the next.
-
-    A lost worker's record is missing, but the plans sent to it are known.
-    """
+    """Claim the time between the last record of one attempt and the first step of the next. A lost worker's
+    record is missing, but the plans sent to it are known."""
     plans = _of(events, "scheduler", "plan")
     complete = _last(events, "gateway", "tokens complete")
     over_s = end_s if complete is None else complete.at_s
@@ -262,10 +253,8 @@ def _of_handovers(events: Sequence[Happened], steps: Sequence[_Step], end_s: flo
 def _handovers(
     events: Sequence[Happened],
 ) -> Iterator[tuple[tuple[int, int], Happened | None, list[str]]]:
-    """Yield each choice's attempts in order: choice and attempt, the next submission, its causes.
-
-    The next submission is None for the last attempt. A resubmission of the same attempt does not count.
-    """
+    """Yield each choice's attempts in order: choice and attempt, the next submission, its causes. The next
+    submission is None for the last attempt. A resubmission of the same attempt does not count."""
     by_choice: dict[int, dict[int, Happened]] = defaultdict(dict)
     for submit in _of(events, "gateway", "submit"):
         by_choice[int(submit.fields.get("choice", 0))].setdefault(submit.attempt, submit)
@@ -279,12 +268,10 @@ def _handovers(
 
 
 def _refs(batch: Happened) -> set[tuple[int, int]]:
-    """Return the request's choices and attempts in a step or a plan."""
     return {(choice, attempt) for choice, attempt, *_ in (*batch.fields["chunks"], *batch.fields["own"])}
 
 
 def _attempts(batch: Happened) -> set[int]:
-    """Return the request's attempts in a step or a plan."""
     return {attempt for _, attempt in _refs(batch)}
 
 
@@ -312,10 +299,8 @@ def _last(events: Sequence[Happened], service: str, kind: str) -> Happened | Non
 
 
 def _steps(events: Sequence[Happened]) -> list[_Step]:
-    """Return the steps that were still awaited when they ended.
-
-    A step that a frozen worker ends after the request moved on computed nothing for it.
-    """
+    """Return the steps that were still awaited when they ended. A step that a frozen worker ends after the
+    request moved on computed nothing for it."""
     given_up, found = _given_up(events), []
     for event in _of(events, "worker", "step"):
         said = event.fields
@@ -360,7 +345,6 @@ def _between(
 
 
 def _facts(events: Sequence[Happened], steps: Sequence[_Step], whole: Happened | None) -> dict[str, Any]:
-    """Return additional facts for people."""
     submitted = next(iter(_of(events, "scheduler", "submitted")), None)
     predicted = next(iter(_of(events, "scheduler", "predicted")), None)
     complete = _last(events, "gateway", "tokens complete")

@@ -1,7 +1,5 @@
-"""Rows about the fleet, made from heartbeats, for the live page and for metrics. Pure.
-
-Block sizes differ between workers; compare them in tokens.
-"""
+"""Rows about the fleet, made from heartbeats, for the live page and for metrics. Pure. Block sizes differ
+between workers; compare them in tokens."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -175,10 +175,8 @@ class SchedulerView:
         self.waited_s = 0.0
 
     def on_announced(self, event: SchedulerAnnounced, now_s: float) -> bool:
-        """Process an announcement; return True for a new scheduler, which needs all running sequences.
-
-        An earlier epoch is ignored while the later scheduler is present.
-        """
+        """Process an announcement; return True for a new scheduler, which needs all running sequences. An
+        earlier epoch is ignored while the later scheduler is present."""
         if event.epoch < self._epoch and self.is_present(now_s):
             return False
         is_new = (event.scheduler_id, event.incarnation) != (self.scheduler_id, self._incarnation)

@@ -1,8 +1,6 @@
-"""Limits per API key: concurrent requests, requests per minute, tokens per minute. Pure.
-
-Rates are token buckets that hold one minute's worth. Tokens are deducted when an answer ends, so a bucket can
-go negative; the key then waits until it has refilled to one. Each gateway counts by itself.
-"""
+"""Limits per API key: concurrent requests, requests per minute, tokens per minute. Pure. Rates are token
+buckets that hold one minute's worth. Tokens are deducted when an answer ends, so a bucket can go negative;
+the key then waits until it has refilled to one. Each gateway counts by itself."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

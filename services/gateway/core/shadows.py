@@ -1,7 +1,5 @@
-"""Copies of other gateways' requests, kept for a takeover. Pure; bounded in bytes.
-
-When a gateway is gone, its unfinished answers are taken over at once, the others when a client asks for them.
-"""
+"""Copies of other gateways' requests, kept for a takeover. Pure; bounded in bytes. When a gateway is gone,
+its unfinished answers are taken over at once, the others when a client asks for them."""
 
 from collections import OrderedDict
 from dataclasses import dataclass

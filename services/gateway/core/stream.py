@@ -1,10 +1,6 @@
-"""State machine of one sequence: which tokens count, and how to recover missing ones. Pure.
-
-Each `on_x(event, now_s)` returns effects for the shell to carry out. A stream accepts deltas only of the
-current attempt, from one worker, and only where they join the held tokens. That worker is the first to prove,
-with the submission's capability, that it was given the attempt. Otherwise the stream resubmits, fetches, or
-hands the sequence over under a higher attempt. Every open stream reacts to `on_tick`.
-"""
+"""State machine of one sequence: which tokens count, and how to recover missing ones. Pure. Tokens count only
+of the current attempt and from the first worker that proves, with the submission's capability, that it was
+given the attempt. Otherwise the stream resubmits, fetches, or hands over under a higher attempt."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,11 +64,9 @@ class StreamTiming:
 
 @dataclass(slots=True)
 class Handover:
-    """The previous attempt, still read until the next attempt catches up (docs/migration.md).
-
-    Sampling depends on seed and index, so both workers compute the same answer; tokens of one index are
-    compared. A stream has at most one overlap.
-    """
+    """The previous attempt, still read until the next attempt catches up (docs/migration.md). Sampling
+    depends on seed and index, so both workers compute the same answer; tokens of one index are compared. A
+    stream has at most one overlap."""
 
     ref: SequenceRef
     """The previous attempt."""
@@ -110,9 +104,7 @@ class Handover:
         self, delta: TokenDelta, worker: Start, tokens: list[int], ref: SequenceRef, now_s: float
     ) -> tuple[StreamEffects, FinishReason | None]:
         """Append the source's new tokens to `tokens` and forward them to the target, whose attempt is `ref`.
-
-        Also return the source's finish reason, if it ended.
-        """
+        Also return the source's finish reason, if it ended."""
         held = len(tokens)
         if worker != self.server or delta.first_index > held:
             return (), None
@@ -212,10 +204,8 @@ class Stream:
         return ()
 
     def on_submit_failed(self, serial: int, error: KvasirError, now_s: float) -> StreamEffects:
-        """End the stream on a refusal or repeated internal errors; otherwise retry.
-
-        Overloaded, RoleMissing and ForeignSequence end only a stream that was never accepted.
-        """
+        """End the stream on a refusal or repeated internal errors; otherwise retry. Overloaded, RoleMissing
+        and ForeignSequence end only a stream that was never accepted."""
         if not self.is_open or serial != self._serial:
             return ()
         self._is_under_way = False
@@ -263,7 +253,6 @@ class Stream:
         return left
 
     def _on_late(self, before: Handover, delta: TokenDelta, worker: Start, now_s: float) -> StreamEffects:
-        """Process tokens of the previous attempt during an overlap."""
         effects, reason = before.on_source(delta, worker, self.tokens, self.ref, now_s)
         if reason is not None:
             self._before = None
@@ -323,10 +312,8 @@ class Stream:
     def on_prepared(
         self, ref: SequenceRef, now_s: float, target: str = "", open_tokens: int = 0
     ) -> StreamEffects:
-        """Hand over to a worker that is prepared.
-
-        With `open_tokens`, keep reading the old worker until the new one sends a new token.
-        """
+        """Hand over to a worker that is prepared. With `open_tokens`, keep reading the old worker until the
+        new one sends a new token."""
         if not self.is_open or ref.attempt != self.attempt:
             return ()
         server = self.server
@@ -406,7 +393,6 @@ class Stream:
         return True
 
     def _fetch_if_due(self, now_s: float) -> StreamEffects:
-        """Fetch what the worker has more than this stream; at most one fetch is in flight."""
         if self.server is None or self._behind is None or self._is_fetching:
             return ()
         tokens, has_end, fetch_at_s = self._behind

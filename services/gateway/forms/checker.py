@@ -1,14 +1,10 @@
-"""Process that compiles and tests grammars before any other part uses them.
+"""Process that compiles and tests grammars before any other part uses them (docs/decisions/0063).
 
     python -m services.gateway.forms.checker FOLDER DESCRIPTOR...
 
-It loads the tokenizer in FOLDER once and forks a child per socket. A child that crashes or exceeds its memory
-or CPU limit is replaced by a new fork within milliseconds. The process ends when its sockets close. See
-docs/decisions/0063.
-
-A request is a length (4 bytes, big-endian) and a grammar in UTF-8. The reply is a length and one of: `GOOD`
-with the grammar to use, `REFUSED` with the reason, `DIED` with the cause. The first reply on each socket
-reports that it is ready.
+It forks a child per socket. One that crashes or exceeds its memory or CPU limit is replaced at once. A
+request is a length (4 bytes, big-endian) and a grammar in UTF-8; the reply is a length and `GOOD` with the
+grammar to use, `REFUSED` with the reason, or `DIED` with the cause. The first reply reports readiness.
 """
 
 import json

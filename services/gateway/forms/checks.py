@@ -1,8 +1,5 @@
-"""Checks grammars in processes that may crash (`checker.py`).
-
-Verdicts are cached; a grammar that killed a checker is never tried again. The process starts with the first
-grammar.
-"""
+"""Checks grammars in processes that may crash (`checker.py`). Verdicts are cached; a grammar that killed a
+checker is never tried again. The process starts with the first grammar."""
 
 import asyncio
 import json
@@ -47,10 +44,8 @@ DANGEROUS = (
 
 
 class CheckQueue(Generic[_Item]):
-    """Fair queue for a few places: keys alternate, and a key has at most one place at a time.
-
-    The queue of a key is bounded, so a key that floods it delays only itself.
-    """
+    """Fair queue for a few places: keys alternate, and a key has at most one place at a time. The queue of a
+    key is bounded, so a key that floods it delays only itself."""
 
     def __init__(self, places: Iterable[int]) -> None:
         self._free = list(places)
@@ -121,12 +116,9 @@ class GrammarChecks:
     async def check(
         self, grammar: str, param: str, key: str = "", suspects: Sequence[tuple[str, str]] = ()
     ) -> str:
-        """Return the grammar to use.
-
-        Keys do not wait for each other's grammars. `suspects` are the grammar's parts with their paths; the
-        error names the first refused one. Raises InvalidRequest naming `param` or a suspect's path,
-        UnsupportedFeature without `folder`, Overloaded, UnavailableError.
-        """
+        """Return the grammar to use. Keys do not wait for each other's grammars. `suspects` are the grammar's
+        parts with their paths; the error names the first refused one. Raises InvalidRequest naming `param` or
+        a suspect's path, UnsupportedFeature without `folder`, Overloaded, UnavailableError."""
         if self._folder is None:
             raise UnsupportedFeature("this model's answers cannot be kept to a form", param=param)
         (good, reason), where = await self.verdict(grammar, key), ""
@@ -219,7 +211,6 @@ class GrammarChecks:
         return FormVerdict(grammar if text == grammar else text)
 
     async def _running(self) -> tuple[Popen[bytes], list[socket.socket]]:
-        """Start the process if needed; return it. Raises UnavailableError."""
         async with self._starting:
             if self._process is None:
                 try:
@@ -234,7 +225,6 @@ class GrammarChecks:
             return self._process, self._sockets
 
     def _start(self) -> tuple[Popen[bytes], list[socket.socket]]:
-        """Start the process; return it and a socket to each checker. Raises OSError."""
         pairs = [socket.socketpair() for _ in range(CHECKERS)]
         theirs = [far.fileno() for _, far in pairs]
         command = [sys.executable, "-m", "services.gateway.forms.checker", str(self._folder)]
@@ -291,7 +281,6 @@ async def _read(near: socket.socket) -> bytes:
 
 
 async def _read_exactly(near: socket.socket, size: int) -> bytes:
-    """Raises EOFError."""
     data = b""
     while len(data) < size:
         part = await asyncio.get_running_loop().sock_recv(near, size - len(data))

@@ -1,8 +1,6 @@
-"""Rewrites JSON schemas for the grammar library, or refuses what it would get wrong.
-
-The library uses doubles and 64-bit integers and loses digits silently. Bounds are therefore narrowed to exact
-values, and constants that would change are refused. Unknown `format` values are annotations.
-"""
+"""Rewrites JSON schemas for the grammar library, or refuses what it would get wrong. The library uses doubles
+and 64-bit integers and loses digits silently. Bounds are therefore narrowed to exact values, and constants
+that would change are refused. Unknown `format` values are annotations."""
 
 import json
 import re

@@ -30,11 +30,9 @@ class BodyReader:
         self._threads = threads
 
     async def read(self, request: Request) -> bytes:
-        """Return the whole body.
-
-        Raises HttpError 413 above the size limit (packed or unpacked), 408 past the deadline, 415 for an
-        unknown encoding. Raises InvalidRequest for a corrupt body and ClientGone on a disconnect.
-        """
+        """Return the whole body. Raises HttpError 413 above the size limit (packed or unpacked), 408 past the
+        deadline, 415 for an unknown encoding. Raises InvalidRequest for a corrupt body and ClientGone on a
+        disconnect."""
         encoding = request.headers.get("content-encoding", "").strip().lower()
         if encoding not in _ENCODINGS:
             text = f"a body with Content-Encoding {shown(encoding, 64)!r} is not read"
@@ -60,10 +58,8 @@ class BodyReader:
 
 
 def inflated(body: bytes, max_bytes: int) -> bytes:
-    """Decompress gzip (of any number of members) or deflate (zlib or raw), up to `max_bytes`.
-
-    Raises HttpError 413 for a longer result, InvalidRequest for truncated or other data.
-    """
+    """Decompress gzip (of any number of members) or deflate (zlib or raw), up to `max_bytes`. Raises
+    HttpError 413 for a longer result, InvalidRequest for truncated or other data."""
     content, at, bits = bytearray(), 0, _GZIP_OR_ZLIB
     while True:
         unpacking, begin = zlib.decompressobj(bits), at

@@ -145,7 +145,6 @@ _MESSAGES_ERROR: dict[str, Any] = {
 
 
 def _add(model: type[BaseModel], schemas: dict[str, Any], served: Sequence[str]) -> str:
-    """Add the model's schema to `schemas`; return a reference to it."""
     found = model.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas |= found.pop("$defs", {})
     for name, each in found.get("properties", {}).items():

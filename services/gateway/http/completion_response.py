@@ -1,8 +1,6 @@
-"""The response to one completion request, streamed or whole.
-
-It watches the connection from the start, so that a disconnect frees the blocks at once. An error before the
-headers is a plain HTTP error; after them, an error event. An idle event stream sends comments.
-"""
+"""The response to one completion request, streamed or whole. It watches the connection from the start, so
+that a disconnect frees the blocks at once. An error before the headers is a plain HTTP error; after them, an
+error event. An idle event stream sends comments."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -291,7 +289,6 @@ class CompletionResponse(Response):
         return b"".join(events)
 
     def _parts(self, piece: TextPiece, answer: ChoiceText) -> list[AnswerPart]:
-        """Return the parts of a piece of text."""
         if not self._readers:
             return [Content(piece.text)] if piece.text else []
         reader = self._readers[answer.index]
@@ -310,10 +307,8 @@ class CompletionResponse(Response):
         return None if reason is None else str(reason)
 
     def _read(self) -> list[tuple[TextPiece, ChoiceText]]:
-        """Return new pieces; cancel the rest of a choice that a stop string ended.
-
-        Pieces of a lasting answer are of one token each, so they do not depend on how tokens arrived.
-        """
+        """Return new pieces; cancel the rest of a choice that a stop string ended. Pieces of a lasting answer
+        are of one token each, so they do not depend on how tokens arrived."""
         pieces: list[tuple[TextPiece, ChoiceText]] = []
         for answer, sequence in zip(self._answers, self._exchange.sequences, strict=True):
             for piece in (answer.read(),) if self._lasting is None else answer.read_each():
@@ -330,7 +325,6 @@ class CompletionResponse(Response):
         return pieces
 
     def _logprobs(self, tokens: Sequence[PlacedToken]) -> dict[str, Any] | None:
-        """Return log-probabilities in the API's format; None if not requested."""
         if (top := self._job.top_logprobs) is None:
             return None
         write = chat_logprobs if self._job.kind == "chat" else text_logprobs
@@ -354,7 +348,6 @@ class CompletionResponse(Response):
 
 
 async def _watch(receive: Receive, exchange: Exchange) -> None:
-    """Wait for the client to disconnect, ignoring other messages."""
     while (await receive())["type"] != "http.disconnect":
         pass
     exchange.leave()

@@ -1,13 +1,6 @@
-"""uvicorn's HTTP connection with limits on size, time and number.
-
-A request's head has a size and a time limit, body framing (chunk headers, trailers) a size limit, and writes
-a timeout. If an answer completes before its request, the connection closes; remaining bytes are discarded
-unparsed, up to a limit. Errors here have the common error format.
-
-A connection is *engaged* while it answers a request with a valid key; otherwise it is idle. Idle connections
-need no key, so the longest idle one is closed to make room. A client that floods the server displaces its own
-connections.
-"""
+"""uvicorn's HTTP connection with limits on size, time and number. A connection is *engaged* while it answers
+a request with a valid key; otherwise it is idle, and the longest idle one is closed to make room. If an
+answer completes before its request, the connection closes."""
 
 import asyncio
 import ipaddress
@@ -76,10 +69,8 @@ class ConnectionTable(Generic[C]):
         return len(self._address_of)
 
     def arrive(self, connection: C, address: str) -> C | None:
-        """Add an idle connection; return the one it displaces, which the caller closes.
-
-        Raises HttpError when all are engaged: 429 for the address, 503 for the server.
-        """
+        """Add an idle connection; return the one it displaces, which the caller closes. Raises HttpError when
+        all are engaged: 429 for the address, 503 for the server."""
         displaced = None
         if self._counts.get(address, 0) >= self._limit_per_address:
             displaced = next(iter(self._idle_at.get(address, ())), None)
@@ -282,11 +273,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(_invalid(self._fault or msg))
 
     def _sender(self, cycle: RequestResponseCycle) -> Send:
-        """Return `cycle.send`, adapted to two cases.
-
-        HTTP/1.0 has no chunks, so the body ends with the connection. An answer that begins before its request
-        is complete also ends the connection.
-        """
+        """Return `cycle.send`, adapted to two cases. HTTP/1.0 has no chunks, so the body ends with the
+        connection. An answer that begins before its request is complete also ends the connection."""
         ends_early = is_unchunked = False
         send_on = cycle.send
 

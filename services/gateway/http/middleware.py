@@ -1,7 +1,5 @@
-"""Outermost ASGI layer: request ids, API keys, error responses, and one log line per request.
-
-Every path needs a key unless it is listed as open.
-"""
+"""Outermost ASGI layer: request ids, API keys, error responses, and one log line per request. Every path
+needs a key unless it is listed as open."""
 
 import asyncio
 import hashlib
@@ -266,11 +264,9 @@ class Edge:
 
 
 def key_of(headers: Headers, path: str, tenants: Mapping[str, Tenant]) -> tuple[str, Tenant]:
-    """Return the digest of the request's key, and its tenant.
-
-    The key is in `Authorization: Bearer …` or `x-api-key`; the latter wins on Anthropic's API. Raises
-    Unauthorized, and HttpError for two Authorization headers: a proxy may have checked the other.
-    """
+    """Return the digest of the request's key, and its tenant. The key is in `Authorization: Bearer …` or
+    `x-api-key`; the latter wins on Anthropic's API. Raises Unauthorized, and HttpError for two Authorization
+    headers: a proxy may have checked the other."""
     key = own = headers.get("x-api-key")
     if own is None or not path.startswith(MESSAGES):
         values = headers.getlist("authorization")

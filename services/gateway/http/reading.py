@@ -64,10 +64,8 @@ class Models:
         return found
 
     def of(self, body: bytes) -> Acceptance:
-        """Return the model that the body names; if it names none or is malformed, the first.
-
-        The field is read before the rest, since the parser belongs to a model. Raises UnknownModel.
-        """
+        """Return the model that the body names; if it names none or is malformed, the first. The field is
+        read before the rest, since the parser belongs to a model. Raises UnknownModel."""
         if len(self._served) == 1:
             return self.first
         try:
@@ -225,7 +223,6 @@ async def _responses(
 
 
 async def _before(request: ResponseRequest, store: ResponseStore | None, key: str) -> list[Any]:
-    """Return the items of the request's previous response."""
     name = request.previous_response_id
     if name is None or store is None:
         return []

@@ -1,7 +1,5 @@
-"""One span per request, by OpenTelemetry's conventions for generative AI; it never holds texts.
-
-Spans of other services are its children (docs/traces.md).
-"""
+"""One span per request, by OpenTelemetry's conventions for generative AI; it never holds texts. Spans of
+other services are its children (docs/traces.md)."""
 
 from typing import TYPE_CHECKING
 

@@ -306,7 +306,6 @@ def _handle_errors(app: FastAPI) -> None:
 
 
 def _known(error: Exception, request: Request) -> KvasirError:
-    """Return the error with its type and text for the client."""
     if isinstance(error, KvasirError):
         return error
     if isinstance(error, RequestValidationError):

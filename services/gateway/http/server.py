@@ -81,7 +81,6 @@ def _server(app: ASGIApp, config: GatewayConfig, limit: int, limit_per_address: 
 
 
 def _descriptors() -> int:
-    """Raise the descriptor limit to the hard limit; return it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard

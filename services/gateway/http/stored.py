@@ -43,10 +43,8 @@ class StoredResponses:
         return await self._ended(key, name, {"status": "failed", "error": error})
 
     async def cancel(self, key: str, name: str) -> StoredResponse:
-        """Cancel a background response; an ended one is unchanged.
-
-        Raises HttpError 404, InvalidRequest for one not in the background, UnavailableError.
-        """
+        """Cancel a background response; an ended one is unchanged. Raises HttpError 404, InvalidRequest for
+        one not in the background, UnavailableError."""
         found = await self.find(key, name)
         if not _head(found.body).background:
             text = "only a response that was asked for with background: true can be cancelled"
@@ -158,6 +156,5 @@ class Following(Response):
 
 
 async def _gone(receive: Receive) -> None:
-    """Wait for the client to disconnect."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,10 +1,6 @@
-"""Answers that outlive their connection and their gateway.
-
-Covers requests with an `Idempotency-Key` and answers that can be read by id. One task writes the answer into
-a transcript; connections read that. Before the first byte is sent, another gateway (the heir) gets a copy of
-the request. It continues when this gateway is gone. A gateway that lacks an answer claims it from the one
-that has it (docs/gateways.md).
-"""
+"""Answers that outlive their connection and their gateway: one task writes an answer into a transcript, which
+connections read. Another gateway (the heir) has a copy of the request and continues when this one is gone; a
+gateway that lacks an answer claims it (docs/gateways.md)."""
 
 import asyncio
 from collections import Counter
@@ -189,11 +185,9 @@ class LastingDesk:
                 del self._waiting[name], self._turns[name]
 
     async def find(self, name: bytes, fingerprint: bytes | None = None) -> Kept | None:
-        """Return the answer of that name, moved here if another gateway had it; None if unknown.
-
-        Raises HttpError 422 if the name belongs to another request, UnavailableError if its gateway does not
-        reply.
-        """
+        """Return the answer of that name, moved here if another gateway had it; None if unknown. Raises
+        HttpError 422 if the name belongs to another request, UnavailableError if its gateway does not
+        reply."""
         kept = await self._found(name)
         if kept is not None and fingerprint is not None and kept.shadow.fingerprint != fingerprint:
             text = "this Idempotency-Key was sent with another request: send a new key, or the same request"
@@ -310,8 +304,6 @@ class LastingDesk:
     # --- inside
 
     def _start(self, work: Coroutine[Any, Any, object]) -> "asyncio.Task[None]":
-        """Return a started, fenced task, whose error affects nothing else."""
-
         async def alone() -> None:
             with fenced("an answer that lasts"):
                 await work
@@ -430,7 +422,6 @@ class LastingDesk:
             kept.told = None
 
     def _inherit(self, start: Start) -> None:
-        """Take over the unfinished answers of a gateway that is gone."""
         left = self._peers.shadows.on_gone(start)
         if left:
             log.canonical(_logger, "takes over", gateway=start[0], answers=len(left))

@@ -1,8 +1,5 @@
-"""The other gateways: liveness, exchanged shadows, and tokens that workers hold.
-
-Every request to others has a timeout. None is needed for an answer: what cannot be fetched is computed again,
-with the same result.
-"""
+"""The other gateways: liveness, exchanged shadows, and tokens that workers hold. Every request to others has
+a timeout. None is needed for an answer: what cannot be fetched is computed again, with the same result."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -133,10 +130,8 @@ class Peers:
     # --- answers at other gateways
 
     async def claim(self, name: bytes, *, only_asks: bool = False) -> tuple[ClaimedAnswer | None, bool]:
-        """Return the named answer, moved here, and whether another gateway keeps it.
-
-        That is so when its owner did not reply, or still produces it and `only_asks` is set.
-        """
+        """Return the named answer, moved here, and whether another gateway keeps it. That is so when its
+        owner did not reply, or still produces it and `only_asks` is set."""
         names = list(self._alive)
         answers = await asyncio.gather(*(self._claim(peer, name, only_asks) for peer in names))
         of = {peer: answer for peer, answer in zip(names, answers, strict=True) if answer is not None}
@@ -182,10 +177,8 @@ class Peers:
     # --- tokens at workers
 
     async def collect(self, shadows: Sequence[Shadow]) -> dict[str, tuple[AnswerSoFar, ...]]:
-        """Return the tokens that workers hold of each request, and cancel them there.
-
-        Skips answers with log-probabilities, since workers hold only some of these.
-        """
+        """Return the tokens that workers hold of each request, and cancel them there. Skips answers with
+        log-probabilities, since workers hold only some of these."""
         wanted = {
             key: shadow
             for shadow in shadows

@@ -1,7 +1,5 @@
-"""Record of an answer: one task writes it as an ASGI application; any number of connections read it.
-
-A reader starts at the beginning or after an event, and follows to the end.
-"""
+"""Record of an answer: one task writes it as an ASGI application; any number of connections read it. A reader
+starts at the beginning or after an event, and follows to the end."""
 
 import asyncio
 import re
@@ -82,10 +80,8 @@ class Transcript:
             await self._news.wait()
 
     async def read(self, send: Send, until_gone: Awaitable[None], after: int = -1) -> bool:
-        """Send the answer up to its end; return False if the reader disconnects first.
-
-        Raises the failure of an answer that never began, and HttpError for `after` without events.
-        """
+        """Send the answer up to its end; return False if the reader disconnects first. Raises the failure of
+        an answer that never began, and HttpError for `after` without events."""
         gone = asyncio.ensure_future(until_gone)
         events, at, has_begun = EventsAfter(after), 0, False
         try:

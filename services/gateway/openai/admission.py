@@ -39,10 +39,8 @@ def sampling_of(
     grammar: str = "",
     forced: Sequence[int] = (),
 ) -> Sampling:
-    """Return the request's sampling parameters, with edge values replaced by safe equivalents.
-
-    Raises InvalidRequest for `min_tokens` above `max_tokens` and for unknown tokens.
-    """
+    """Return the request's sampling parameters, with edge values replaced by safe equivalents. Raises
+    InvalidRequest for `min_tokens` above `max_tokens` and for unknown tokens."""
     temperature = 1.0 if request.temperature is None else float(request.temperature)
     top_p = 1.0 if request.top_p is None else float(request.top_p)
     min_tokens, top_logprobs = request.min_tokens or 0, request.logprobs_wanted
@@ -159,8 +157,6 @@ class _Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class _Chat:
-    """A parsed chat body."""
-
     request: schemas.ChatRequest
     messages: list[dict[str, Any]]
     tools: Tools
@@ -192,10 +188,8 @@ class Acceptance:
         return Ignored(is_strict=self.config.unknown_fields == "refuse")
 
     async def chat(self, body: bytes, context: ContextLimit, key: str = "") -> AdmittedRequest:
-        """Return a job of one prompt; `key` is the client's.
-
-        Raises InvalidRequest, UnavailableError and their subclasses, or what `context` raises.
-        """
+        """Return a job of one prompt; `key` is the client's. Raises InvalidRequest, UnavailableError and
+        their subclasses, or what `context` raises."""
         read = partial(parse_chat, body, self.config.max_messages)
         return await self.chat_of(read, len(body), context, self.ignored(), key)
 

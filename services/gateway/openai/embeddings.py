@@ -1,10 +1,6 @@
-"""POST /v1/embeddings: the model's last hidden state of each text, normalized to length one.
-
-Each text is a sequence that generates one token, so batching, prefix caching and failover apply. Pooling
-takes the last token, as decoders trained for embeddings do, or the mean over all tokens. For the mean, all
-but the first token are forced, one per step, as for prompt log-probabilities: slow, but it survives a
-hand-over.
-"""
+"""POST /v1/embeddings: the last hidden state of each text, normalized to length one. Each text is a sequence
+that generates one token. For the mean over all tokens, all but the first are forced, one per step, as for
+prompt log-probabilities: slow, but it survives a hand-over."""
 
 import base64
 from collections.abc import Sequence
@@ -29,10 +25,8 @@ MAX_INPUTS = 2048
 async def admit_embeddings(
     acceptance: Acceptance, body: bytes, context: ContextLimit
 ) -> tuple[AdmittedRequest, EmbeddingRequest]:
-    """Return a job of one sequence per text, and the request.
-
-    Raises InvalidRequest (or a subclass), Overloaded, or what `context` raises.
-    """
+    """Return a job of one sequence per text, and the request. Raises InvalidRequest (or a subclass),
+    Overloaded, or what `context` raises."""
     ignored = acceptance.ignored()
     request = await acceptance.threads.read(lambda: _checked(acceptance, body, ignored), len(body))
     adds_special = request.add_special_tokens is not False
@@ -89,7 +83,6 @@ def _checked(acceptance: Acceptance, body: bytes, ignored: Ignored) -> Embedding
 
 
 def _check_dimensions(wanted: int | None, most: int) -> None:
-    """Raise InvalidRequest above `most`; 0 means unknown."""
     if most and (wanted or 0) > most:
         raise InvalidRequest(f"dimensions is from 1 to {most}, which this model has", param="dimensions")
 

@@ -1,10 +1,5 @@
-"""Which fields a request may have, and what becomes of each: honoured, ignored, or refused by name.
-
-A field is refused if the client would get another answer than it counts on. Every other field that this
-server does not know has no effect; the `x-kvasir-ignored` header and a metric name it, since vendors and
-their clients add fields every month. With `gateway.unknown_fields: refuse` the request is refused.
-`python -m services.gateway.openai.fields` prints the table that docs/fields.md holds.
-"""
+"""Which fields a request may have: honoured, refused by name if ignoring it would change the answer, or else
+without effect. `python -m services.gateway.openai.fields` prints docs/fields.md."""
 
 import difflib
 from collections.abc import Callable, Collection, Mapping
@@ -178,11 +173,8 @@ class Ignored:
         path: str = "",
         without_effect: Collection[str] = (),
     ) -> None:
-        """Note fields of the object at `path` that are not `known`, unless their value is empty.
-
-        If strict, raises InvalidRequest for fields that are not in `without_effect` either; it suggests a
-        known name.
-        """
+        """Note fields of the object at `path` that are not `known`, unless their value is empty. If strict,
+        raises InvalidRequest for fields that are not in `without_effect` either; it suggests a known name."""
         for name, value in (fields or {}).items():
             asks_for_nothing = value is None or value in ("", [], {})
             if name in known or asks_for_nothing or (value is False and name in without_effect):
@@ -212,10 +204,8 @@ def refuse_unsupported(fields: Mapping[str, Any], but: Collection[str] = ()) -> 
 
 
 def settle(request: BaseModel, ignored: Ignored, without_effect: Collection[str] = IGNORED) -> None:
-    """Refuse or ignore each field of a body that `request`'s schema does not have.
-
-    Raises UnsupportedFeature and InvalidRequest naming the field.
-    """
+    """Refuse or ignore each field of a body that `request`'s schema does not have. Raises UnsupportedFeature
+    and InvalidRequest naming the field."""
     if extra := request.model_extra:
         refuse_unsupported(extra)
         others = {name: value for name, value in extra.items() if name not in REFUSED}

@@ -184,7 +184,6 @@ class Letterhead(AnswerWriter):
         return {"prompt_token_ids": self.prompts[index]} if self.token_ids else {}
 
     def _usage(self, index: int, completion_tokens: int) -> dict[str, Any]:
-        """Return the usage field of an event before the last."""
         if not self.include_usage:
             return {}
         if not self.continuous_usage:

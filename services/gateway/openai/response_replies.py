@@ -90,7 +90,6 @@ class ResponseWriter(AnswerWriter):
         return self._kept(self._body(status, self._items, usage))
 
     def _kept(self, body: dict[str, Any]) -> bytes:
-        """Serialize the body, and store it if required."""
         written = orjson.dumps(body)
         if self.keep is not None:
             self.keep(written, self._items)
@@ -232,11 +231,8 @@ def _message_of(error: KvasirError) -> str:
 
 
 def listed_items(name: str, items: Sequence[Mapping[str, Any]], wanted: Mapping[str, str]) -> dict[str, Any]:
-    """Return a page of the conversation up to the response `name`.
-
-    `wanted` holds the query: `limit` (1 to 100, default 20), `order` (`asc`, default `desc`) and `after`, an
-    item's id. Raises InvalidRequest.
-    """
+    """Return a page of the conversation up to the response `name`. `wanted` holds the query: `limit` (1 to
+    100, default 20), `order` (`asc`, default `desc`) and `after`, an item's id. Raises InvalidRequest."""
     limit, order = wanted.get("limit", "20"), wanted.get("order", "desc")
     if not (limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= _MOST_LISTED):
         raise InvalidRequest(f"limit is from 1 to {_MOST_LISTED}", param="limit")
@@ -257,7 +253,6 @@ def listed_items(name: str, items: Sequence[Mapping[str, Any]], wanted: Mapping[
 
 
 def _resource(name: str, item: Mapping[str, Any], at: int) -> dict[str, Any]:
-    """Return the item with its optional id and text parts filled in."""
     kind = item.get("type", "message")
     own = f"{_PREFIXES.get(kind, 'item')}_{name.removeprefix('resp_')}_in{at}"
     found = {**item, "id": item.get("id") or own, "type": kind}

@@ -64,7 +64,6 @@ def parse_response(
 
 
 def _refuse_stored(request: ResponseRequest) -> None:
-    """Refuse fields that need the store, when there is none."""
     where = "gateway.stored_responses names no file"
     if request.store:
         text = f"store is not supported by this server ({where}): leave it out"
@@ -89,10 +88,8 @@ def conversation_of(request: ResponseRequest, before: list[Any], max_messages: i
 
 
 def chat_of(request: ResponseRequest, items: list[Any], ignored: Ignored) -> dict[str, Any]:
-    """Return the whole conversation as a chat for `/v1/chat/completions`.
-
-    Raises InvalidRequest and UnsupportedFeature naming the field.
-    """
+    """Return the whole conversation as a chat for `/v1/chat/completions`. Raises InvalidRequest and
+    UnsupportedFeature naming the field."""
     for item in items:
         ignored.others(item if isinstance(item, dict) else {}, _ITEM_FIELDS, "input", ("encrypted_content",))
     ignored.others(request.reasoning, ("effort",), "reasoning", ("summary", "generate_summary"))
@@ -116,7 +113,6 @@ def chat_of(request: ResponseRequest, items: list[Any], ignored: Ignored) -> dic
 
 
 def _tool(tool: Any) -> Any:
-    """Return a function in the chat format; other tools are unchanged."""
     if isinstance(tool, dict) and tool.get("type") == "namespace" and isinstance(tool.get("tools"), list):
         return {**tool, "tools": [_tool(each) for each in tool["tools"]]}
     if not isinstance(tool, dict) or tool.get("type") != "function":
@@ -167,7 +163,6 @@ def _messages(request: ResponseRequest, items: list[Any]) -> list[dict[str, Any]
 
 
 def _add(item: Mapping[str, Any], path: str, messages: list[dict[str, Any]]) -> None:
-    """Append the item as a message, or to the last message."""
     kind = item.get("type", "message")
     if kind == "message":
         if item.get("role") not in _ROLES:
@@ -192,7 +187,6 @@ def _add(item: Mapping[str, Any], path: str, messages: list[dict[str, Any]]) -> 
 
 
 def _called(item: Mapping[str, Any]) -> Any:
-    """Return the item's function name as the model knows it."""
     return full_name(item.get("namespace"), item.get("name"))
 
 

@@ -1,9 +1,6 @@
-"""SQLite store of Responses API answers, each with its conversation. Off unless a file is configured.
-
-Each key has its own answers, bounded in bytes and age; the oldest are evicted. One thread does all reads and
-writes in order, so a read sees earlier writes. Several gateways of one machine may share the file. See
-docs/decisions/0028.
-"""
+"""SQLite store of Responses API answers, each with its conversation; bounded in bytes and age per key. One
+thread does all reads and writes in order. Gateways of one machine may share the file
+(docs/decisions/0028)."""
 
 import asyncio
 import os

@@ -41,11 +41,8 @@ def parse_object(body: bytes, max_entries: int = MAX_ENTRIES) -> dict[str, Any]:
 
 
 def parse_chat(body: bytes, max_messages: int) -> dict[str, Any]:
-    """Like `parse_object`, for a body with `messages`.
-
-    Raises InvalidRequest above `max_messages`; each content part counts as one. Even an empty message takes
-    as long to render as a long one.
-    """
+    """Like `parse_object`, for a body with `messages`. Raises InvalidRequest above `max_messages`; each
+    content part counts as one. Even an empty message takes as long to render as a long one."""
     content = parse_object(body, max(MAX_ENTRIES, ENTRIES_PER_MESSAGE * max_messages))
     messages = content.get("messages")
     if isinstance(messages, list):
@@ -58,11 +55,9 @@ def parse_chat(body: bytes, max_messages: int) -> dict[str, Any]:
 
 
 def _has_more(body: bytes, signs: bytes, limit: int) -> bool:
-    """Whether `signs` occur more than `limit` times outside strings.
-
-    Counts on the raw bytes within milliseconds. Never undercounts up to the first invalid JSON, where a
-    parser stops. May count inside strings if there are very many.
-    """
+    """Whether `signs` occur more than `limit` times outside strings. Counts on the raw bytes within
+    milliseconds. Never undercounts up to the first invalid JSON, where a parser stops. May count inside
+    strings if there are very many."""
     if len(body) <= limit or _count(body, signs) <= limit:
         return False
     texts_apart = body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"', _MOST_QUOTES)
@@ -109,10 +104,8 @@ def _is_tokens(value: Any) -> bool:
 
 
 def texts_or_tokens(value: Any) -> list[Any]:
-    """Return the value as a list of texts or of token lists.
-
-    A pydantic union would collect an error per token in each wrong branch.
-    """
+    """Return the value as a list of texts or of token lists. A pydantic union would collect an error per
+    token in each wrong branch."""
     prompts = [value] if isinstance(value, str) or _is_tokens(value) else value
     if not isinstance(prompts, list) or not prompts:
         raise ValueError(
@@ -290,9 +283,7 @@ def validated(schema: type[M], body: Mapping[str, Any]) -> M:
 
 def template_messages(messages: list[RequestMessage]) -> list[dict[str, Any]]:
     """Return messages for templates: text only, parts joined by newlines, `developer` renamed to `system`.
-
-    Raises UnsupportedFeature for audio and other non-text parts.
-    """
+    Raises UnsupportedFeature for audio and other non-text parts."""
     return [_template_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
 
 

@@ -1,7 +1,5 @@
-"""Structured output: turns `response_format`, `structured_outputs` and `guided_*` into one grammar.
-
-These are OpenAI's and vLLM's fields. `forms/checks.py` checks the grammar.
-"""
+"""Structured output: turns `response_format`, `structured_outputs` and `guided_*` into one grammar. These are
+OpenAI's and vLLM's fields. `forms/checks.py` checks the grammar."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -26,10 +24,8 @@ GrammarWriter = Callable[[Any, str], str]
 
 
 def grammar_of(fields: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the request's grammar and the path of its field; both empty if there is none.
-
-    Raises InvalidRequest for malformed or repeated requests, UnsupportedFeature for unknown kinds.
-    """
+    """Return the request's grammar and the path of its field; both empty if there is none. Raises
+    InvalidRequest for malformed or repeated requests, UnsupportedFeature for unknown kinds."""
     found: list[tuple[str, str]] = []
     response_format = fields.get("response_format")
     if response_format is not None:
@@ -137,12 +133,8 @@ GUIDED: Mapping[str, GrammarWriter] = {f"guided_{kind}": write for kind, write i
 
 
 def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Close what the schema leaves open: unnamed properties and unbounded numbers.
-
-    The result accepts a subset, so that a model ends once it has written what was requested. Schemas that
-    combine subschemas are unchanged, since those may rely on each other's properties. Raises InvalidRequest
-    for nesting of several hundred levels.
-    """
+    """Close what the schema leaves open, unnamed properties and unbounded numbers, so that a model ends.
+    Schemas that combine subschemas are unchanged. Raises InvalidRequest for nesting of hundreds of levels."""
     try:
         return schema if _combines(schema) else _closed(schema)
     except RecursionError:

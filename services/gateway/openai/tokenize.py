@@ -1,7 +1,5 @@
-"""POST /tokenize and /detokenize in vLLM's format: a text or chat to ids, and ids to text.
-
-Text made from ids includes special tokens.
-"""
+"""POST /tokenize and /detokenize in vLLM's format: a text or chat to ids, and ids to text. Text made from ids
+includes special tokens."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any

@@ -1,8 +1,6 @@
-"""`tools` and `tool_choice` of a request, and calls and results in the chat history.
-
-Templates receive what transformers passes: calls with arguments as objects. If the template does not support
-functions, a system message describes them, and calls and results become text.
-"""
+"""`tools` and `tool_choice` of a request, and calls and results in the chat history. Templates receive what
+transformers passes: calls with arguments as objects. If the template does not support functions, a system
+message describes them, and calls and results become text."""
 
 import json
 import re
@@ -44,10 +42,8 @@ class Tools:
 
 
 def tools_of(tools: Any, choice: Any, parallel: Any, ignored: "Ignored") -> Tools:
-    """Return the functions among `tools`; other tools go to `ignored`.
-
-    Raises InvalidRequest and UnsupportedFeature naming the field.
-    """
+    """Return the functions among `tools`; other tools go to `ignored`. Raises InvalidRequest and
+    UnsupportedFeature naming the field."""
     if tools and not isinstance(tools, list):
         raise InvalidRequest("tools should be a list", param="tools")
     found = dict(_flat(tools or (), "tools", ignored))
@@ -122,7 +118,6 @@ def _function(tool: Mapping[str, Any], path: str) -> Function:
 
 
 def _arguments(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema as an object; empty without parameters."""
     if not parameters.get("properties") and not {"$ref", "anyOf", "allOf", "oneOf"} & parameters.keys():
         others = parameters.get("additionalProperties") or False
         return {**parameters, "type": "object", "additionalProperties": others}

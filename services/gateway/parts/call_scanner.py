@@ -1,7 +1,5 @@
-"""Incremental parser of a function call as JSON: `{"name": …, "arguments": {…}}`. Pure.
-
-Arguments are passed on as they arrive. Members may have any order; Llama's name is `parameters`.
-"""
+"""Incremental parser of a function call as JSON: `{"name": …, "arguments": {…}}`. Pure. Arguments are passed
+on as they arrive. Members may have any order; Llama's name is `parameters`."""
 
 import json
 
@@ -106,7 +104,6 @@ class CallScanner:
                     parts.append(CallArguments(self.index, whole))
 
     def _stream(self, parts: list[AnswerPart]) -> None:
-        """Append the arguments read so far."""
         if self._key not in _ARGUMENTS or self._name is None:
             return
         self._has_streamed = self._has_streamed or self._buffer.startswith(("{", "["))

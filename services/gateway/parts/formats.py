@@ -1,8 +1,5 @@
-"""Formats of function calls: a reader and a grammar for each.
-
-The chat template shows which format a model was trained on. Models without one get Hermes' format, described
-in text.
-"""
+"""Formats of function calls: a reader and a grammar for each. The chat template shows which format a model
+was trained on. Models without one get Hermes' format, described in text."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -59,10 +56,8 @@ class CallFormat:
         form: str = "",
         is_free: bool = False,
     ) -> str:
-        """Return a grammar of 1 to `most_calls` calls, or alternatively of what `form` describes.
-
-        `special` maps the text of special tokens to ids.
-        """
+        """Return a grammar of 1 to `most_calls` calls, or alternatively of what `form` describes. `special`
+        maps the text of special tokens to ids."""
         begin, end = self._terms(self.begin, special), self._terms(self.end, special)
         rules = []
         for at, function in enumerate(functions):

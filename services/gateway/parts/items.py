@@ -89,10 +89,8 @@ class AnswerMarks:
         self._held = ""
 
     def split(self, text: str, marks: tuple[str, ...]) -> tuple[str, str | None]:
-        """Return the text before the first of `marks`, and that mark; hold the text after it.
-
-        The mark is None if there is none yet; text that may begin one is held.
-        """
+        """Return the text before the first of `marks`, and that mark; hold the text after it. The mark is
+        None if there is none yet; text that may begin one is held."""
         window, self._held = self._held + text, ""
         found = [(at, mark) for mark in marks if (at := window.find(mark)) >= 0]
         if found:

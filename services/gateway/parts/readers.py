@@ -1,7 +1,5 @@
-"""Parsers for the formats that models use for reasoning and function calls. Pure.
-
-An invalid call is shown as text. A cut answer shows no partial mark.
-"""
+"""Parsers for the formats that models use for reasoning and function calls. Pure. An invalid call is shown as
+text. A cut answer shows no partial mark."""
 
 from services.gateway.parts.call_scanner import CallScanner
 from services.gateway.parts.items import (
@@ -19,10 +17,8 @@ _CALL = '{"name":'
 
 
 class ThinkingReader:
-    """Reasoning up to `</think>`, then `inner`.
-
-    Without `<think>` at the start of the answer or the end of the prompt, `inner` reads everything.
-    """
+    """Reasoning up to `</think>`, then `inner`. Without `<think>` at the start of the answer or the end of
+    the prompt, `inner` reads everything."""
 
     def __init__(self, inner: PartReader, *, is_open: bool) -> None:
         """With `is_open`, the prompt ends inside the reasoning."""
@@ -70,7 +66,6 @@ class ThinkingReader:
         return parts
 
     def _reasoning(self, text: str) -> list[AnswerPart]:
-        """Return the reasoning without surrounding line breaks."""
         text = self._space + text
         if not self._seen:
             text = text.lstrip("\n")

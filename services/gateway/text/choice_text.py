@@ -1,8 +1,5 @@
-"""Turns one choice's tokens into pieces of text, cut at a stop string.
-
-Text is released once no stop string can begin in it. Log-probabilities go with the piece that completes their
-token.
-"""
+"""Turns one choice's tokens into pieces of text, cut at a stop string. Text is released once no stop string
+can begin in it. Log-probabilities go with the piece that completes their token."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -31,10 +28,8 @@ class PlacedToken:
 
 
 class Alignment:
-    """Tracks which tokens of an answer have been shown in full.
-
-    Tokens that share one character have the same offset; a token without text takes the next token's.
-    """
+    """Tracks which tokens of an answer have been shown in full. Tokens that share one character have the same
+    offset; a token without text takes the next token's."""
 
     def __init__(self, chars: int = 0) -> None:
         """`chars` is the offset of the first token."""
@@ -84,10 +79,8 @@ class Alignment:
 
 
 class StopMatcher:
-    """Cuts a growing text before the first stop string, or after it with `includes`.
-
-    Holds back only text that may become a stop string.
-    """
+    """Cuts a growing text before the first stop string, or after it with `includes`. Holds back only text
+    that may become a stop string."""
 
     def __init__(self, stops: Sequence[str], *, includes: bool = False) -> None:
         self._includes = includes
@@ -96,10 +89,8 @@ class StopMatcher:
         self.matched: str | None = None
 
     def feed(self, text: str, *, is_early: bool = False) -> str:
-        """Return the text that can be shown now; set `matched` when a stop string is complete.
-
-        With `is_early`, stop strings that this text completes do not count.
-        """
+        """Return the text that can be shown now; set `matched` when a stop string is complete. With
+        `is_early`, stop strings that this text completes do not count."""
         if self.matched is not None:
             return ""
         if not self._stops:
@@ -303,7 +294,6 @@ class ChoiceText:
         return text
 
     def _feed(self, text: str) -> str:
-        """Return the text that can be shown after this."""
         if self._alignment is not None:
             self._alignment.on_text(len(text))
         if self._stops is None:
@@ -313,7 +303,6 @@ class ChoiceText:
         return shown
 
     def _placed_prompt(self) -> tuple[PlacedToken, ...]:
-        """Return each prompt token with its place in the text."""
         detokenizer, found, offset = Detokenizer(self._tokenizer), [], 0
         for token, logprobs in zip(self._given.prompt, self.prompt_logprobs, strict=False):
             found.append(PlacedToken(token, logprobs, offset))

@@ -1,7 +1,5 @@
-"""Finds a model's chat template and compiles it in a sandbox set up as in transformers.
-
-Has few imports, so that a broken template is found before a stack starts.
-"""
+"""Finds a model's chat template and compiles it in a sandbox set up as in transformers. Has few imports, so
+that a broken template is found before a stack starts."""
 
 import json
 from datetime import datetime

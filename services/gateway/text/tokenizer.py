@@ -1,8 +1,6 @@
-"""A model's tokenizer and chat template, read from a Hugging Face folder without torch.
-
-`Codec` encodes chats and texts; `Vocabulary` returns the bytes of single tokens. Templates are sandboxed
-Jinja, set up as in transformers, so that prompts are equal.
-"""
+"""A model's tokenizer and chat template, read from a Hugging Face folder without torch. `Codec` encodes chats
+and texts; `Vocabulary` returns the bytes of single tokens. Templates are sandboxed Jinja, set up as in
+transformers, so that prompts are equal."""
 
 import asyncio
 import json
@@ -53,11 +51,9 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt text, ready for the answer unless `add_generation_prompt` is off.
-
-        With `continues_last` it ends with the last message's content, as in transformers. `variables` are the
-        template's additional ones. Raises InvalidRequest when the template refuses the messages.
-        """
+        """Return the prompt text, ready for the answer unless `add_generation_prompt` is off. With
+        `continues_last` it ends with the last message's content, as in transformers. `variables` are the
+        template's additional ones. Raises InvalidRequest when the template refuses the messages."""
         if continues_last:
             last = {**messages[-1], "content": f"{messages[-1]['content']}{_CUT}"}
             messages, add_generation_prompt = [*messages[:-1], last], False
@@ -122,12 +118,8 @@ MAX_WAITING_BYTES = 128 * 1024 * 1024
 
 
 class TokenizerThreads:
-    """One reader thread and `count` encoder threads, with limits on waiting requests and bytes.
-
-    Reading (JSON, validation) holds the interpreter lock, up to hundredths of a second for a large body. Two
-    readers would pass the lock to each other and starve the event loop. The one reader therefore rests after
-    each body for as long as the body took. Encoding releases the lock.
-    """
+    """One reader thread and `count` encoder threads, with limits on waiting requests and bytes. Reading holds
+    the interpreter lock, so the one reader rests after each body for as long as the body took."""
 
     def __init__(self, count: int, max_waiting: int) -> None:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
@@ -139,10 +131,8 @@ class TokenizerThreads:
 
     async def read(self, work: Callable[[], T], size_bytes: int) -> T:
         """Return the result of `work`. Raises Overloaded when too much is waiting, or what `work` raises.
-
         `size_bytes`, the body's length, bounds the cost. Small bodies run inline: waking a thread takes
-        longer.
-        """
+        longer."""
         if size_bytes <= AT_ONCE_BYTES:
             return work()
         return await self._run(self._reader, lambda: self._after_a_rest(work), size_bytes)
@@ -217,10 +207,8 @@ class Codec:
         return self.template
 
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a plain prompt, with the tokenizer's special tokens.
-
-        A batch of one releases the interpreter lock and computes no offsets.
-        """
+        """Return the ids of a plain prompt, with the tokenizer's special tokens. A batch of one releases the
+        interpreter lock and computes no offsets."""
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
@@ -246,7 +234,6 @@ def _hidden_size(config: dict[str, Any]) -> int:
 
 
 def _pools_mean(folder: Path) -> bool:
-    """Whether sentence-transformers' configuration asks for mean pooling."""
     return bool(read_json(folder / "1_Pooling" / "config.json").get("pooling_mode_mean_tokens", False))
 
 
@@ -264,12 +251,9 @@ SPACE_MARK = "▁"
 
 
 class Vocabulary:
-    """Bytes and display text of each token, cached.
-
-    The joined bytes of an answer's tokens are the bytes of its text (special tokens aside), even where a
-    character spans tokens. Supports byte-level alphabets and byte fallback; for other tokenizers, the bytes
-    are those of the decoded text.
-    """
+    """Bytes and display text of each token, cached. The joined bytes of an answer's tokens are the bytes of
+    its text (special tokens aside), even where a character spans tokens. Supports byte-level alphabets and
+    byte fallback; for other tokenizers, the bytes are those of the decoded text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -314,7 +298,6 @@ class Vocabulary:
 
 
 def _decoder_kinds(tokenizer: Tokenizer) -> frozenset[str]:
-    """Return the names of the decoder's steps."""
     if tokenizer.decoder is None:
         return frozenset()
     state: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())

@@ -1,8 +1,6 @@
-"""Queries to the other services for people: their `status` and flight recorders.
-
-A scatter finds the instances every few seconds. Each is then queried on its own subject, where no other
-instance can reply. Queries run only on demand.
-"""
+"""Queries to the other services for people: their `status` and flight recorders. A scatter finds the
+instances every few seconds. Each is then queried on its own subject, where no other instance can reply.
+Queries run only on demand."""
 
 import asyncio
 from collections.abc import Collection, Iterable, Sequence
@@ -41,9 +39,7 @@ class Colleagues:
 
     async def ask(self) -> None:
         """Query every instance; workers only every few seconds, since heartbeats carry most of their state.
-
-        An instance that does not reply keeps its last status until it is no longer found.
-        """
+        An instance that does not reply keeps its last status until it is no longer found."""
         await self.find()
         with_workers = self._clock() - self._workers_s >= _FIND_S
         if with_workers:

@@ -1,7 +1,5 @@
-"""One request's events from all services and its time account: the body of `/ui/requests/{id}`.
-
-`python -m services explain` prints its `sentence` and `causes`.
-"""
+"""One request's events from all services and its time account: the body of `/ui/requests/{id}`. `python -m
+services explain` prints its `sentence` and `causes`."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,10 +15,8 @@ _NAMED = 3
 def explained(
     request_id: str, told: Sequence[Recorded], others: Sequence[Recorded], now_s: float
 ) -> dict[str, Any]:
-    """Return the request's events in wall-clock order, and its account if known.
-
-    `others` are all placements and requests, to find those ahead in the queue.
-    """
+    """Return the request's events in wall-clock order, and its account if known. `others` are all placements
+    and requests, to find those ahead in the queue."""
     events = sorted(happened(told), key=lambda event: event.at_s)
     account = account_of(events, now_s)
     shown = [
@@ -92,7 +88,6 @@ def _sentence(account: AnswerAccount, causes: Sequence[dict[str, Any]]) -> str:
 
 
 def _notes(account: AnswerAccount, events: Sequence[Happened], others: Sequence[Happened]) -> dict[str, str]:
-    """Return notes on single causes."""
     facts = account.facts
     found = ", ".join(f"{count} on {tier}" for tier, count in facts["found_blocks"].items() if count)
     shared = f"{facts['rows']} sequences a step on average, {facts['most_rows']} at the most"

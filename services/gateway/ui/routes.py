@@ -1,8 +1,6 @@
-"""HTTP routes of the live page: public files, and data for admins.
-
-On the gateway's listener, data needs an admin key (`gateway.admin_key_sha256`). The operator's listener needs
-no key but a `Host` that is an address or localhost, so that web pages of other names cannot read it.
-"""
+"""HTTP routes of the live page: public files, and data for admins. On the gateway's listener, data needs an
+admin key (`gateway.admin_key_sha256`). The operator's listener needs no key but a `Host` that is an address
+or localhost, so that web pages of other names cannot read it."""
 
 import asyncio
 import ipaddress

@@ -1,9 +1,6 @@
-"""Pictures of the fleet for the live page, a few times a second while it has viewers.
-
-Workers' state comes from heartbeats; other services are queried only for viewers. Each viewer has a short
-queue. A slow viewer misses pictures and then gets a complete one (`whole`), so it costs no memory and delays
-no one. History is always kept: one point a second for ten minutes.
-"""
+"""Pictures of the fleet for the live page, a few times a second while it has viewers. A slow viewer misses
+pictures and then gets a complete one (`whole`). History is always kept: one point a second for ten
+minutes."""
 
 import asyncio
 from collections import deque
