@@ -44,7 +44,6 @@ class ModelFigures:
         self.choices = ModelHistogram((1, 2, 5, 10, 20))
         self.generated_tokens = self.cached_tokens = 0
         self.reasons: Counter[str] = Counter()
-        """Answers by finish reason."""
 
 
 class Counters:

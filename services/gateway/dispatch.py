@@ -111,14 +111,13 @@ class Dispatch:
         self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
         self.outbox = NoticeOutbox(bus)
         self.heartbeats = 0
-        """Number of heartbeats sent."""
 
     def carry_out(self, sequence: OpenChoice, effect: StreamEffect) -> None:
         """Start an effect; never waits."""
         if isinstance(effect, Submit):
-            self._tasks.create_task(self._submit(sequence, effect), context=sequence.context)
+            self._tasks.create_task(self._submit(sequence, effect), context=sequence.exchange.context)
         elif isinstance(effect, Fetch):
-            self._tasks.create_task(self._fetch(sequence, effect), context=sequence.context)
+            self._tasks.create_task(self._fetch(sequence, effect), context=sequence.exchange.context)
         else:
             self.tell(effect)
 

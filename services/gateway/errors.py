@@ -25,9 +25,7 @@ class ClientGone(Exception):
     """The client closed the connection before its answer was complete."""
 
 
-DEFAULT_RETRY_AFTER_S = 1.0
-INVALID = "invalid_request_error"
-RATE_LIMIT, SERVER = "rate_limit_error", "server_error"
+INVALID, RATE_LIMIT, SERVER = "invalid_request_error", "rate_limit_error", "server_error"
 MAX_SHOWN_CHARS = 1000
 """Longest text in an error body or a log line, since clients can supply parts of it."""
 
@@ -117,7 +115,7 @@ def headers_of(error: KvasirError) -> dict[str, str]:
     status, _ = status_of(error)
     headers = {}
     if status in (429, 503):
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s or DEFAULT_RETRY_AFTER_S)))
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s or 1.0)))
     if isinstance(error, PolicyFailed):
         headers = {"x-should-retry": "false"}  # client libraries would retry and hide the reason
     if status == 401:

@@ -4,15 +4,14 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from contextvars import Context
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 
 from services.gateway.core.stream import Stream, StreamPhase
 from services.gateway.counters import ModelFigures
-from services.gateway.errors import ClientGone
 from shared import log, spans
 from shared.clock import monotonic_s
-from shared.errors import DeadlineExceeded, InternalError, InvalidRequest, KvasirError, NoResponder
+from shared.errors import DeadlineExceeded, InternalError, InvalidRequest, NoResponder
 from shared.messages.sequence import NOBODY, Sampling, SequenceSpec, Tenant, pack_tokens
 from shared.messages.shadows import AnswerSoFar
 
@@ -26,7 +25,6 @@ class Legacy:
     heir_key: bytes = b""
     """Secret that another gateway takes the request over with."""
     so_far: tuple[AnswerSoFar, ...] = ()
-    """Answer so far of each sequence; may be empty."""
     waited_s: float = 0.0
     """Seconds since another gateway accepted the request."""
     is_resumed: bool = False
@@ -94,21 +92,7 @@ class OpenChoice:
     prompt: bytes
     sampling: Sampling
     exchange: "Exchange"
-    accepted_s: float
-    context: Context
-    """Context of the original request, so that its trace follows every submission."""
-    figures: ModelFigures = field(default_factory=ModelFigures)
-    """Metrics of its model."""
-    cache_salt: bytes = b""
-    model: str = ""
-    priority: int = 0
-    tenant: Tenant = NOBODY
-    heir_digest: bytes = b""
-    """Digest of the key for a takeover; empty: no takeover."""
-    is_resumed: bool = False
-    """Another gateway began it."""
     heard_s: float = 0.0
-    """Time of its last tokens."""
     _told: tuple[int, StreamPhase, bool] = (0, StreamPhase.OPEN, False)
 
     def has_news(self) -> bool:
@@ -119,6 +103,7 @@ class OpenChoice:
 
     def spec(self, gateway_id: str, gateway_incarnation: int, now_s: float) -> SequenceSpec:
         """Return the message with all that a worker needs to start or continue the sequence."""
+        exchange = self.exchange
         return SequenceSpec(
             ref=self.stream.ref,
             gateway_id=gateway_id,
@@ -126,16 +111,16 @@ class OpenChoice:
             prompt=self.prompt,
             sampling=self.sampling,
             generated=pack_tokens(self.stream.tokens),
-            waited_s=max(0.0, now_s - self.accepted_s),
-            deadline_in_s=self.exchange.deadline.remaining_s(),
-            cache_salt=self.cache_salt,
-            model=self.model,
-            priority=self.priority,
-            tenant=self.tenant,
+            waited_s=max(0.0, now_s - exchange.accepted_s),
+            deadline_in_s=exchange.deadline.remaining_s(),
+            cache_salt=exchange.cache_salt,
+            model=exchange.model,
+            priority=exchange.priority,
+            tenant=exchange.tenant,
             open_tokens=self.stream.open_tokens(self.sampling.max_tokens),
             capability=self.stream.capability,
-            heir_digest=self.heir_digest,
-            is_resumed=self.is_resumed or self.stream.accepted,
+            heir_digest=exchange.heir_digest,
+            is_resumed=exchange.is_resumed or self.stream.accepted,
             traceparent=spans.current_traceparent(),
         )
 
@@ -146,11 +131,20 @@ class Exchange:
 
     sequences: list[OpenChoice] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    is_gone: bool = False
-    """The client closed the connection."""
-    deadline: Deadline = field(default_factory=Deadline)
-    failure: KvasirError | None = None
-    """Failure of the request as a whole."""
+    deadline: Deadline = NONE
+    accepted_s: float = 0.0
+    figures: ModelFigures = field(default_factory=ModelFigures)
+    cache_salt: bytes = b""
+    model: str = ""
+    priority: int = 0
+    tenant: Tenant = NOBODY
+    heir_digest: bytes = b""
+    """Digest of the key for a takeover; empty: no takeover."""
+    is_resumed: bool = False
+    """Another gateway began it."""
+    context: Context = field(default_factory=copy_context)
+    """Of the request, so that its trace follows every submission."""
+    failure: Exception | None = None
     on_news: Callable[[], bool] | None = None
     """Called on news of a sequence; returns True when no task needs to be woken."""
 
@@ -164,13 +158,8 @@ class Exchange:
             self.failure = InternalError(f"{type(error).__name__}: {error}")
         self.changed.set()
 
-    def leave(self) -> None:
-        """Note that the client has disconnected."""
-        self.is_gone = True
-        self.changed.set()
-
-    def fail(self, error: KvasirError) -> None:
-        """End the request with this error."""
+    def fail(self, error: Exception) -> None:
+        """End the request with this error; ClientGone: the client has disconnected."""
         self.failure = error
         self.changed.set()
 
@@ -183,8 +172,6 @@ class Exchange:
 
     def check(self) -> None:
         """Raise ClientGone, the request's failure (such as DeadlineExceeded), or a sequence's failure."""
-        if self.is_gone:
-            raise ClientGone
         if self.failure is not None:
             raise self.failure
         for sequence in self.sequences:

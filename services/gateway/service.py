@@ -11,7 +11,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from services.gateway.config import GatewayConfig
-from services.gateway.fleet_metrics import FleetMetrics
+from services.gateway.fleet_metrics import fleet_metrics
 from services.gateway.http.browser import with_cors
 from services.gateway.http.middleware import OPEN_PATHS, OPERATOR_PATHS, Edge
 from services.gateway.http.reading import Models
@@ -28,10 +28,10 @@ from services.gateway.text.tokenizer import load_codec
 from services.gateway.ui.colleagues import Colleagues
 from services.gateway.ui.routes import PAGE_PATHS, add_page
 from services.gateway.ui.watch import Watch
-from services.gateway.vllm_metrics import VllmMetrics
+from services.gateway.vllm_metrics import vllm_metrics
 from shared import log, metrics, subjects
 from shared.bus import Bus, Listener, fenced, recorder_handlers, status_handlers, status_of
-from shared.clock import Clock, monotonic_s
+from shared.clock import monotonic_s
 from shared.errors import InternalError
 from shared.liveness import AwakeClock
 from shared.messages.base import Empty
@@ -49,7 +49,6 @@ from shared.messages.tokens import TokenFrame
 TICK_S = 0.1
 SHUTDOWN_MARGIN_S = 2.0
 _LOOK_S = 0.5
-"""Seconds between checks of the key file."""
 _logger = log.get_logger("gateway")
 
 HANDLERS = (
@@ -64,54 +63,48 @@ HANDLERS = (
 """Of `Sessions`. They run in the bus's read loop and must be quick."""
 
 
-class Gateway:
-    """The process's loops and its status."""
+class Status:
+    """Replies to `python -m services status`."""
 
-    def __init__(
-        self, config: GatewayConfig, bus: Bus, sessions: Sessions, now_s: Clock, url: str, operator_url: str
-    ) -> None:
-        self._config = config
+    def __init__(self, config: GatewayConfig, bus: Bus, sessions: Sessions, **urls: str) -> None:
         self._bus = bus
         self._sessions = sessions
-        self._now_s = now_s
-        self._url = url
-        self._operator_url = operator_url
+        self._told = {**urls, "model": ", ".join((config.served_name, *config.models))}
         self._began_s = monotonic_s()
 
     async def status(self, _: Empty) -> ServiceStatus:
-        """Reply to `python -m services status`."""
-        now_s = self._now_s()
-        scheduler = self._sessions.scheduler
+        sessions, now_s = self._sessions, self._sessions.now_s()
+        scheduler = sessions.scheduler
         details: dict[str, Any] = {
-            "url": self._url,
-            "operator_url": self._operator_url,
-            "model": ", ".join((self._config.served_name, *self._config.models)),
-            "active": self._sessions.active,
+            **self._told,
+            "active": sessions.active,
             "scheduler": scheduler.scheduler_id if scheduler.is_present(now_s) else "away",
-            "heartbeats": self._sessions.dispatch.heartbeats,
-            "unready": "; ".join(self._sessions.unready_reasons()),
-            "workers": self._sessions.workers.rows(now_s),
+            "heartbeats": sessions.dispatch.heartbeats,
+            "unready": "; ".join(sessions.unready_reasons()),
+            "workers": sessions.workers.rows(now_s),
         }
         return status_of(self._bus, "gateway", monotonic_s() - self._began_s, details)
 
-    async def report(self) -> None:
-        """Send heartbeats until cancelled."""
-        while True:
-            self._sessions.beat()
-            await asyncio.sleep(self._config.report_interval_s)
 
-    async def tick(self) -> None:
-        """Advance the sessions' timeouts until cancelled."""
-        present_s = monotonic_s()
-        while True:
-            await asyncio.sleep(TICK_S)
-            if self._bus.connected:
-                absent_s, present_s = monotonic_s() - present_s, monotonic_s()
-                if absent_s >= self._config.absence_s:
-                    log.canonical(_logger, "back after an absence", absent_s=round(absent_s, 1))
-                    self._sessions.on_absence()
-            with fenced("gateway tick"):
-                self._sessions.on_tick()
+async def beat(sessions: Sessions, period_s: float) -> None:
+    """Send heartbeats until cancelled."""
+    while True:
+        sessions.beat()
+        await asyncio.sleep(period_s)
+
+
+async def tick(config: GatewayConfig, bus: Bus, sessions: Sessions) -> None:
+    """Advance the sessions' timeouts until cancelled."""
+    present_s = monotonic_s()
+    while True:
+        await asyncio.sleep(TICK_S)
+        if bus.connected:
+            absent_s, present_s = monotonic_s() - present_s, monotonic_s()
+            if absent_s >= config.absence_s:
+                log.canonical(_logger, "back after an absence", absent_s=round(absent_s, 1))
+                sessions.on_absence()
+        with fenced("gateway tick"):
+            sessions.on_tick()
 
 
 async def every(period_s: float, act: Callable[[], None], what: str) -> None:
@@ -150,9 +143,9 @@ async def run(config: GatewayConfig) -> None:
         async with asyncio.TaskGroup() as tasks:
             now_s = AwakeClock(monotonic_s, lambda: bus.connected)
             sessions = Sessions(config, bus, tasks, now_s)
-            gateway = Gateway(config, bus, sessions, now_s, url_of(listener), url_of(operator))
+            urls = {"url": url_of(listener), "operator_url": url_of(operator)}
             await bus.attach(HANDLERS, sessions)
-            await bus.attach(status_handlers("gateway"), gateway)
+            await bus.attach(status_handlers("gateway"), Status(config, bus, sessions, **urls))
             await bus.attach(recorder_handlers("gateway"), bus.recorder)
             watched = KeyWatch(config)
             desk = LastingDesk(config, Peers(config, bus, sessions, now_s), tasks, now_s, watched.on_over)
@@ -160,11 +153,13 @@ async def run(config: GatewayConfig) -> None:
             await bus.watch_departures(desk.on_gone)
             colleagues = Colleagues(bus, monotonic_s)
             watch = Watch(sessions, colleagues, now_s)
-            vllm = VllmMetrics(sessions.counters.models, sessions.workers, sessions.scheduler)
-            metrics.collected("vllm", vllm.collect)
-            metrics.collected("fleet", FleetMetrics(sessions, now_s).collect)
+            metrics.collected("vllm", partial(vllm_metrics, sessions))
+            metrics.collected("fleet", partial(fleet_metrics, sessions))
             for loop in (
-                *(sessions.dispatch.outbox.run(), gateway.report(), gateway.tick(), watch.run()),
+                beat(sessions, config.report_interval_s),
+                tick(config, bus, sessions),
+                sessions.dispatch.outbox.run(),
+                watch.run(),
                 every(TICK_S, desk.on_tick, "gateway desk"),
                 every(_LOOK_S, watched.on_tick, "gateway keys"),
             ):
@@ -175,24 +170,13 @@ async def run(config: GatewayConfig) -> None:
             )
             if watched.has_quotas:
                 main = Metered(main, watched.quotas)
-            counters, open_paths = sessions.counters, OPEN_PATHS | PAGE_PATHS
-            app: ASGIApp = Edge(main, watched.tenants, counters, open_paths, recorder=bus.recorder)
+            tenants, counters, open_paths = watched.tenants, sessions.counters, OPEN_PATHS | PAGE_PATHS
+            app: ASGIApp = Edge(main, tenants, counters, open_paths, recorder=bus.recorder)
             app = with_cors(app, config.cors_origins)
-            operator_app = Edge(
-                make_operator_app(sessions, partial(page, admin_key_sha256=None)),
-                watched.tenants,
-                counters,
-                OPERATOR_PATHS | PAGE_PATHS,
-                open_below="/ui/",
-            )
-            log.canonical(
-                _logger,
-                "listening",
-                url=url_of(listener),
-                operator_url=url_of(operator),
-                models=[model.name for model in models],
-                keys=len(watched.tenants),
-            )
+            operators = make_operator_app(sessions, partial(page, admin_key_sha256=None))
+            operator_app = Edge(operators, tenants, counters, OPERATOR_PATHS | PAGE_PATHS, open_below="/ui/")
+            names = [model.name for model in models]
+            log.canonical(_logger, "listening", **urls, models=names, keys=len(watched.tenants))
             async with _beside(make_operator_server(operator_app, config), operator):
                 await _serve(make_server(app, config), listener, sessions, config, watch)
 

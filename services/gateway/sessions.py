@@ -4,7 +4,6 @@ here; the bus side delivers events. `dispatch` carries out the effects."""
 import asyncio
 from collections import Counter
 from collections.abc import Mapping
-from contextvars import copy_context
 from itertools import islice
 from secrets import token_bytes
 
@@ -56,12 +55,11 @@ class Sessions:
     def __init__(self, config: GatewayConfig, bus: Bus, tasks: asyncio.TaskGroup, now_s: Clock) -> None:
         self._config = config
         self._bus = bus
-        self._now_s = now_s
+        self.now_s = now_s
         self._open: dict[SequenceKey, OpenChoice] = {}
         self._worker_seen = asyncio.Event()
         self._is_draining = self._is_ended = False
         self.output_tokens = 0
-        """Tokens received since the start."""
         self._secret = token_bytes(32)
         self._timing = StreamTiming(frame_timeout_s=config.frame_timeout_s, give_up_s=config.give_up_s)
         names = (config.served_name, *config.models)
@@ -98,14 +96,10 @@ class Sessions:
         checks = {
             "the server is shutting down": not self._is_draining,
             "not connected to the bus": self._bus.connected,
-            "no scheduler has announced itself": self.scheduler.is_present(self._now_s()),
+            "no scheduler has announced itself": self.scheduler.is_present(self.now_s()),
             self.workers.absence(self._config.served_name): self.workers.serving > 0,
         }
         return [reason for reason, holds in checks.items() if not holds]
-
-    def troubles(self) -> tuple[str, ...] | None:
-        """Return the supervisor's list of problems with the stack; None without a supervisor."""
-        return self.stack.troubles(self._now_s())
 
     def open(
         self,
@@ -125,10 +119,18 @@ class Sessions:
         more = len(job.prompts) * job.n - self._config.max_active_sequences
         if len(self._open) + more > 0 and self._is_beyond_share(1 - more, tenant):
             raise Overloaded(f"{len(self._open)} sequences are in progress already", retry_after_s=1.0)
-        exchange = Exchange(deadline=deadline)
-        now_s = self._now_s()
-        so_far = iter(legacy.so_far)
-        heir_digest = heir_digest_of(legacy.heir_key)
+        now_s, so_far = self.now_s(), iter(legacy.so_far)
+        exchange = Exchange(
+            deadline=deadline,
+            accepted_s=now_s - legacy.waited_s,
+            figures=self.counters.models[model or self._config.served_name],
+            cache_salt=salt,
+            model=model,
+            priority=job.priority,
+            tenant=tenant,
+            heir_digest=heir_digest_of(legacy.heir_key),
+            is_resumed=legacy.is_resumed,
+        )
         for at, (prompt, sampling) in enumerate(zip(job.prompts, job.samplings, strict=True)):
             packed = pack_tokens(prompt)
             sequence_id = request_id if at == 0 else f"{request_id}-{at}"
@@ -136,22 +138,7 @@ class Sessions:
                 stream = Stream((sequence_id, choice), self._timing, now_s, self._secret)
                 if (known := next(so_far, None)) is not None:
                     stream.take_over(unpack_tokens(known.tokens), known.finish_reason, known.cached_tokens)
-                sequence = OpenChoice(
-                    stream,
-                    packed,
-                    sampling,
-                    exchange,
-                    now_s - legacy.waited_s,
-                    copy_context(),
-                    self.counters.models[model or self._config.served_name],
-                    salt,
-                    model,
-                    job.priority,
-                    tenant,
-                    heir_digest,
-                    legacy.is_resumed,
-                )
-                exchange.sequences.append(sequence)
+                exchange.sequences.append(OpenChoice(stream, packed, sampling, exchange))
         for sequence in exchange.sequences:
             self._open[sequence.stream.key] = sequence
             self.apply(sequence, sequence.stream.submit(now_s))
@@ -159,7 +146,7 @@ class Sessions:
 
     def _is_beyond_share(self, limit: int, tenant: Tenant) -> bool:
         """Whether the tenant has its share of the sequences in progress."""
-        counts = Counter(sequence.tenant.name for sequence in self._open.values())
+        counts = Counter(sequence.exchange.tenant.name for sequence in self._open.values())
         return is_beyond_share(counts, tenant.name, limit)
 
     def answers(self, exchange: Exchange, job: AdmittedRequest, codec: Codec) -> list[ChoiceText]:
@@ -212,7 +199,7 @@ class Sessions:
 
     def on_frame(self, frame: TokenFrame) -> None:
         """Deliver a frame's tokens to their sequences; workers send one frame per step."""
-        now_s, worker = self._now_s(), (frame.worker_id, frame.incarnation)
+        now_s, worker = self.now_s(), (frame.worker_id, frame.incarnation)
         for delta in frame.deltas:
             sequence = self._open.get((delta.request_id, delta.choice))
             if sequence is None or not sequence.stream.reads(delta.attempt):
@@ -224,9 +211,10 @@ class Sessions:
             new = len(sequence.stream.tokens) - before
             if not new:  # a frame may arrive twice
                 continue
-            sequence.figures.generated_tokens += new
+            figures = sequence.exchange.figures
+            figures.generated_tokens += new
             if sequence.heard_s:
-                sequence.figures.gap_s.observe(now_s - sequence.heard_s)
+                figures.gap_s.observe(now_s - sequence.heard_s)
             sequence.heard_s = now_s
             if not before:
                 ref, cached = sequence.stream.ref, delta.cached_tokens
@@ -234,7 +222,7 @@ class Sessions:
 
     def on_worker_reported(self, report: WorkerReported) -> None:
         """Update the worker's liveness, and check its listed sequences for gaps and orphans."""
-        now_s, worker = self._now_s(), (report.worker_id, report.incarnation)
+        now_s, worker = self.now_s(), (report.worker_id, report.incarnation)
         ended_run = self.workers.on_report(report, now_s)
         self._worker_seen.set()
         if ended_run is not None:
@@ -250,7 +238,7 @@ class Sessions:
 
     def on_scheduler_announced(self, event: SchedulerAnnounced) -> None:
         """Resubmit every open sequence, under its current attempt, to a new scheduler."""
-        now_s = self._now_s()
+        now_s = self.now_s()
         if self.scheduler.on_announced(event, now_s):
             found = {"scheduler": event.scheduler_id, "epoch": event.epoch, "resubmitted": len(self._open)}
             log.canonical(_logger, "scheduler announced", **found)
@@ -268,23 +256,23 @@ class Sessions:
         for ref in event.refs:
             sequence = self._open.get(ref.key)
             if sequence is not None and sequence.stream.attempt == ref.attempt:
-                self.apply(sequence, sequence.stream.submit(self._now_s()))
+                self.apply(sequence, sequence.stream.submit(self.now_s()))
 
     def on_prepared(self, event: MovePrepared) -> None:
         """Hand a sequence over to a prepared worker. The event may concern another gateway."""
-        sequence, now_s = self._open.get(event.ref.key), self._now_s()
+        sequence, now_s = self._open.get(event.ref.key), self.now_s()
         if sequence is not None:
             effects = sequence.stream.on_prepared(event.ref, now_s, event.target, event.open_tokens)
             self.apply(sequence, effects)
 
     def on_verdict(self, event: StackVerdict) -> None:
-        self.stack.on_verdict(event, self._now_s())
+        self.stack.on_verdict(event, self.now_s())
 
     def lose(self, worker: Start, attempts: Mapping[SequenceKey, int]) -> None:
         """Hand over the sequences of a worker's run; `attempts` lists those its scheduler had sent it."""
         handed_over = 0
         for key, sequence in list(self._open.items()):
-            effects = sequence.stream.on_worker_lost(worker, attempts.get(key), self._now_s())
+            effects = sequence.stream.on_worker_lost(worker, attempts.get(key), self.now_s())
             handed_over += bool(effects)
             self.apply(sequence, effects)
         found = {"worker": worker[0], "incarnation": worker[1], "handed_over": handed_over}
@@ -293,11 +281,11 @@ class Sessions:
     def on_absence(self) -> None:
         """Hand over unserved sequences after this process was stopped or off the bus for too long."""
         for sequence in list(self._open.values()):
-            self.apply(sequence, sequence.stream.on_absence(self._now_s()))
+            self.apply(sequence, sequence.stream.on_absence(self.now_s()))
 
     def on_tick(self) -> None:
         """Advance every timeout. Call about ten times a second."""
-        now_s = self._now_s()
+        now_s = self.now_s()
         for worker in self.workers.on_tick(now_s):
             self.lose(worker, {})
         for sequence in list(self._open.values()):
@@ -332,6 +320,6 @@ class Sessions:
             output_tokens=output_tokens,
             finish_reason=reason,
             max_tokens=sequence.sampling.max_tokens,
-            model=sequence.model,
+            model=sequence.exchange.model,
         )
         self.dispatch.outbox.put(subjects.GATEWAY_FINISHED, event)

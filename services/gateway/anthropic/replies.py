@@ -56,7 +56,6 @@ class MessageWriter(AnswerWriter):
     prompt_tokens: int
     _block: int = -1
     _kind: str = ""
-    """Kind of the open block; empty: none."""
     _stop: dict[str, Any] = field(default_factory=lambda: {"stop_reason": None, "stop_sequence": None})
 
     def begin(self, index: int) -> bytes:

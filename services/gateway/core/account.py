@@ -4,7 +4,7 @@ computing before waiting, specific before general. Time without a recorded cause
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from heapq import heappop, heappush
 from itertools import pairwise, zip_longest
@@ -74,12 +74,10 @@ class _Step:
     end_s: float
     worker: str
     refs: frozenset[tuple[int, int]]
-    """Choices and attempts of the request."""
     is_prefill: bool
     busy_s: float
     """Seconds that the engine had computed before this step."""
     heard_s: float
-    """Time at which the plan reached the worker."""
     plan: tuple[int, int]
     rows: int
     remote_s: float = 0.0
@@ -93,8 +91,8 @@ class AnswerAccount:
     begin_s: float
     end_s: float
     parts: list[TimePart]
-    facts: dict[str, Any] = field(default_factory=dict)
-    is_over: bool = True
+    facts: dict[str, Any]
+    is_over: bool
 
     @property
     def accounted_share(self) -> float:
@@ -128,9 +126,8 @@ def account_of(events: Sequence[Happened], now_s: float) -> AnswerAccount | None
         *_of_queue(events, steps, end_s),
         *_of_handovers(events, steps, end_s),
     ]
-    account = AnswerAccount(begin_s, end_s, sweep(claims, begin_s, end_s), is_over=whole is not None)
-    account.facts = _facts(events, steps, whole)
-    return account
+    facts = _facts(events, steps, whole)
+    return AnswerAccount(begin_s, end_s, sweep(claims, begin_s, end_s), facts, is_over=whole is not None)
 
 
 TimeClaim = tuple[float, float, Cause]
@@ -186,7 +183,10 @@ def _of_gateway(
 
 
 def _of_steps(events: Sequence[Happened], steps: Sequence[_Step]) -> Iterator[TimeClaim]:
-    plans = _plans(events)
+    plans = {
+        (each.fields["worker"], each.fields["epoch"], each.fields["plan"]): each.at_s
+        for each in _of(events, "scheduler", "plan")
+    }
     for step in steps:
         yield step.end_s - step.remote_s, step.end_s, Cause.LENDERS
         yield step.begin_s, step.end_s, Cause.PREFILL if step.is_prefill else Cause.DECODE
@@ -201,7 +201,7 @@ def _of_steps(events: Sequence[Happened], steps: Sequence[_Step]) -> Iterator[Ti
         yield before.end_s, min(after.begin_s, before.end_s + others_s), Cause.OTHERS
         sent_s = plans.get((after.worker, *after.plan), after.heard_s)
         yield before.end_s, sent_s, Cause.NO_PLAN
-    yield from _between(events, "worker", "waits for blocks", "has blocks", Cause.BLOCKS)
+    yield from _blocked(events)
     for preempted in _of(events, "scheduler", "preempted"):
         again = next((step.begin_s for step in steps if step.begin_s > preempted.at_s), None)
         if again is not None:
@@ -217,7 +217,7 @@ def _of_queue(events: Sequence[Happened], steps: Sequence[_Step], end_s: float) 
         if submitted.fields.get("known"):
             continue
         mine = submitted.attempt
-        first = next((each for each in plans if mine in _attempts(each)), None)
+        first = next((each for each in plans if mine in {attempt for _, attempt in _refs(each)}), None)
         placed = next((each for each in places if each.attempt == mine), first)
         yield submitted.at_s, end_s if placed is None else placed.at_s, Cause.QUEUED
         if placed is not None:
@@ -271,19 +271,6 @@ def _refs(batch: Happened) -> set[tuple[int, int]]:
     return {(choice, attempt) for choice, attempt, *_ in (*batch.fields["chunks"], *batch.fields["own"])}
 
 
-def _attempts(batch: Happened) -> set[int]:
-    return {attempt for _, attempt in _refs(batch)}
-
-
-def _given_up(events: Sequence[Happened]) -> dict[tuple[int, int], float]:
-    """Return when each superseded attempt stopped counting: OVERLAP_S later after a move."""
-    return {
-        ref: following.at_s + ("moved" in fresh) * OVERLAP_S
-        for ref, following, fresh in _handovers(events)
-        if following is not None
-    }
-
-
 # --- reading events
 
 _SLACK_S = 0.002
@@ -301,7 +288,10 @@ def _last(events: Sequence[Happened], service: str, kind: str) -> Happened | Non
 def _steps(events: Sequence[Happened]) -> list[_Step]:
     """Return the steps that were still awaited when they ended. A step that a frozen worker ends after the
     request moved on computed nothing for it."""
-    given_up, found = _given_up(events), []
+    given_up, found = {}, []
+    for ref, following, fresh in _handovers(events):
+        if following is not None:
+            given_up[ref] = following.at_s + ("moved" in fresh) * OVERLAP_S
     for event in _of(events, "worker", "step"):
         said = event.fields
         end_s = event.at_s + said["step_s"]
@@ -324,23 +314,13 @@ def _steps(events: Sequence[Happened]) -> list[_Step]:
     return found
 
 
-def _plans(events: Sequence[Happened]) -> dict[tuple[str, int, int], float]:
-    """Return the time at which each plan was sent, by worker, epoch and number."""
-    return {
-        (event.fields["worker"], event.fields["epoch"], event.fields["plan"]): event.at_s
-        for event in _of(events, "scheduler", "plan")
-    }
-
-
-def _between(
-    events: Sequence[Happened], service: str, begins: str, ends: str, cause: Cause
-) -> Iterator[TimeClaim]:
+def _blocked(events: Sequence[Happened]) -> Iterator[TimeClaim]:
     open_s: float | None = None
     for event in events:
-        if event.service == service and event.kind == begins and open_s is None:
+        if event.service == "worker" and event.kind == "waits for blocks" and open_s is None:
             open_s = event.at_s
-        elif event.service == service and event.kind == ends and open_s is not None:
-            yield open_s, event.at_s, cause
+        elif event.service == "worker" and event.kind == "has blocks" and open_s is not None:
+            yield open_s, event.at_s, Cause.BLOCKS
             open_s = None
 
 

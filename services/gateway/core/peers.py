@@ -48,11 +48,9 @@ class WorkerTable:
     def __init__(self, models: Collection[str], timeout_s: float) -> None:
         self._models = frozenset(models)
         self._workers: dict[str, WorkerReported] = {}
-        """Each worker's last heartbeat."""
         self._last_context_tokens: dict[str, int] = {}
         self._liveness = Liveness(timeout_s, return_s=timeout_s)
         self.steps = {model: StepSums() for model in models}
-        """By model."""
         self._counted: dict[str, tuple[Start, StepsReport]] = {}
         """Last report counted in `steps`, by worker; silent workers may come back."""
 
@@ -171,7 +169,6 @@ class SchedulerView:
         self.preemptions_total = 0
         """Over all terms, as are `waits` and `waited_s`."""
         self.waits = [0] * (len(WAIT_BOUNDS_S) + 1)
-        """Histogram of the wait for the first plan, by `WAIT_BOUNDS_S`."""
         self.waited_s = 0.0
 
     def on_announced(self, event: SchedulerAnnounced, now_s: float) -> bool:

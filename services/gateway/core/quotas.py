@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from shared.errors import Overloaded
 
 _MINUTE_S = 60.0
-_BUSY_RETRY_S = 1.0
-"""An answer's end cannot be predicted."""
 
 
 class RateLimited(Overloaded):
@@ -79,7 +77,7 @@ class Quotas:
         quota = account.quota
         if quota.max_concurrent is not None and account.active >= quota.max_concurrent:
             text = f"{account.active} requests with this key are being answered, and no more may be at once"
-            raise RateLimited(text, retry_after_s=_BUSY_RETRY_S)
+            raise RateLimited(text, retry_after_s=1.0)
         for bucket, what in ((account.tokens, "tokens"), (account.requests, "requests")):
             if bucket is not None and (wait_s := bucket.wait_s()):
                 text = f"this key has used up its {bucket.per_minute:g} {what} per minute"
@@ -99,8 +97,7 @@ class Quotas:
 
     def active(self, key: str) -> int:
         """Return the key's number of requests in progress."""
-        account = self._accounts.get(key)
-        return 0 if account is None else account.active
+        return self._accounts[key].active if key in self._accounts else 0
 
     def _account(self, key: str, now_s: float) -> _Account:
         account = self._accounts.get(key)

@@ -23,7 +23,6 @@ class Shadowed:
     """Time of receipt; the shadow's times refer to it."""
     ended_s: float | None = None
     is_orphan: bool = False
-    """Its owner is gone."""
 
 
 class RequestShadows:
@@ -66,14 +65,11 @@ class RequestShadows:
 
     def find(self, name: bytes) -> Shadowed | None:
         """Return the shadow of that name."""
-        request_id = self._by_name.get(name)
-        return None if request_id is None else self._of.get(request_id)
+        return self._of[self._by_name[name]] if name in self._by_name else None
 
-    def take(self, request_id: str) -> Shadowed | None:
-        """Remove and return a shadow."""
-        known = self._of.get(request_id)
+    def take(self, request_id: str) -> None:
+        """Remove a shadow, whoever owns it."""
         self._forget(request_id)
-        return known
 
     def on_gone(self, owner: Start) -> list[Shadowed]:
         """Remove and return a gone owner's unfinished shadows; the finished ones become orphans."""

@@ -43,13 +43,10 @@ MAX_AUDIT_FACTOR = 4
 MAX_FETCH_FAILURES = 5
 """Number of failed fetches in a row after which the worker counts as lost for this sequence."""
 MAX_INTERNAL_ERRORS = 3
-"""Limit of errors by the scheduler or engines."""
 MAX_KV_LOSSES = 5
-"""Limit of lost loans of KV in a row, without a new token."""
 FETCH_GRACE_S = 0.25
 """Time by which a heartbeat may overtake the frames it counts."""
 RETRY_S = 0.2
-"""Delay before a retry of a fetch, and before the first retry of a submission."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +66,13 @@ class Handover:
     stream has at most one overlap."""
 
     ref: SequenceRef
-    """The previous attempt."""
     server: Start
     target: str
     open_tokens: int
     """Number of tokens the target accepts after the submission."""
     until_s: float
     heard_s: float = 0.0
-    """Time of the source's last token."""
     frames: int = 0
-    """Number of frames received from the target."""
     is_leaving: bool = False
     """The source was told to stop; its earlier tokens still count."""
 

@@ -25,7 +25,6 @@ GOOD, REFUSED, DIED = b"+", b"-", b"!"
 MOST_CPU_S = 0.2
 """CPU seconds per grammar. One within the library's size limit takes about 0.02 s."""
 _MOST_EXTRA_BYTES = 512 * 1024 * 1024
-"""Address space of a child beyond its size at the start."""
 _MOST_REASON_CHARS = 4000
 _NICENESS = 5
 """The gateway's event loop goes first."""

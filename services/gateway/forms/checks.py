@@ -27,11 +27,9 @@ CHECKERS = 4
 _MOST_KNOWN, _MOST_DEADLY = 256, 4096
 """Number of cached verdicts, and of digests of grammars that killed a checker."""
 _START_S = 30.0
-"""Seconds for the process to load the tokenizer."""
 _REPLY_S = 10.0
 """Seconds for one verdict. CPU time is limited to 0.2 s; this is for a checker that hangs idle."""
 _KILL_S = 1.0
-"""Seconds for a killed process to exit, which takes milliseconds."""
 _Item = TypeVar("_Item")
 MOST_WAITING, MOST_WAITING_OF_A_KEY = 512, 64
 """Number of grammars that wait for a checker, and of those of one key."""
@@ -50,7 +48,6 @@ class CheckQueue(Generic[_Item]):
     def __init__(self, places: Iterable[int]) -> None:
         self._free = list(places)
         self._taken: dict[str, int] = {}
-        """Place by key."""
         self._waiting: OrderedDict[str, deque[_Item]] = OrderedDict()
         """By key; the key served last comes last."""
 
@@ -87,7 +84,6 @@ class FormVerdict(NamedTuple):
     """Result for one grammar."""
 
     grammar: str
-    """The grammar to use."""
     reason: str = ""
     """Why it is refused; empty: it is accepted."""
 
@@ -99,17 +95,14 @@ class GrammarChecks:
         """`folder` holds the tokenizer; None: the model has no structured output."""
         self._folder = folder
         self._known: OrderedDict[bytes, FormVerdict] = OrderedDict()
-        """By digest."""
         self._deadly: OrderedDict[bytes, None] = OrderedDict()
         """Kept apart: other grammars must not evict the verdicts that are costliest to find."""
         self._asked: dict[tuple[str, bytes], asyncio.Future[FormVerdict]] = {}
-        """Pending verdicts, by key and digest."""
         self._turns: CheckQueue[tuple[bytes, str]] = CheckQueue(range(CHECKERS))
         self._tasks: set[asyncio.Task[None]] = set()
         self._process: Popen[bytes] | None = None
         self._sockets: list[socket.socket] = []
         self._busy: set[int] = set()
-        """Places whose checker is working."""
         self._starting = asyncio.Lock()
         self._is_closed = False
 

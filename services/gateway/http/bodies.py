@@ -21,40 +21,28 @@ _ENCODINGS = {"": False, "identity": False, "gzip": True, "x-gzip": True, "defla
 """Supported encodings; True: the body is compressed."""
 
 
-class BodyReader:
-    """Reads request bodies."""
-
-    def __init__(self, config: GatewayConfig, threads: TokenizerThreads) -> None:
-        self._max_bytes = config.max_body_bytes
-        self._timeout_s = config.receive_timeout_s
-        self._threads = threads
-
-    async def read(self, request: Request) -> bytes:
-        """Return the whole body. Raises HttpError 413 above the size limit (packed or unpacked), 408 past the
-        deadline, 415 for an unknown encoding. Raises InvalidRequest for a corrupt body and ClientGone on a
-        disconnect."""
-        encoding = request.headers.get("content-encoding", "").strip().lower()
-        if encoding not in _ENCODINGS:
-            text = f"a body with Content-Encoding {shown(encoding, 64)!r} is not read"
-            advice = "send it as it is, or packed with gzip or deflate"
-            raise HttpError(415, f"{text}: {advice}", error_code="unsupported_encoding", closes=True)
-        body = await self._received(request)
-        if not _ENCODINGS[encoding]:
-            return body
-        # The single reader thread bounds how many inflated bodies wait.
-        size = max(len(body), AT_ONCE_BYTES + 1)
-        return await self._threads.read(lambda: inflated(body, self._max_bytes), size)
-
-    async def _received(self, request: Request) -> bytes:
-        announced = request.headers.get("content-length", "")
-        if announced.isdecimal() and int(announced) > self._max_bytes + MAX_DISCARDED_BYTES:
-            raise _too_large(self._max_bytes)
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await _collect(request.receive, self._max_bytes)
-        except TimeoutError:
-            text = f"the request body did not arrive within {self._timeout_s:g} s"
-            raise HttpError(408, text, error_code="request_timeout", closes=True) from None
+async def read_body(request: Request, config: GatewayConfig, threads: TokenizerThreads) -> bytes:
+    """Return the whole body. Raises HttpError 413 above the size limit (packed or unpacked), 408 past the
+    deadline, 415 for an unknown encoding; InvalidRequest for a corrupt body, ClientGone on a disconnect."""
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in _ENCODINGS:
+        text = f"a body with Content-Encoding {shown(encoding, 64)!r} is not read"
+        advice = "send it as it is, or packed with gzip or deflate"
+        raise HttpError(415, f"{text}: {advice}", error_code="unsupported_encoding", closes=True)
+    most, timeout_s = config.max_body_bytes, config.receive_timeout_s
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > most + MAX_DISCARDED_BYTES:
+        raise _too_large(most)
+    try:
+        async with asyncio.timeout(timeout_s):
+            body = await _collect(request.receive, most)
+    except TimeoutError:
+        text = f"the request body did not arrive within {timeout_s:g} s"
+        raise HttpError(408, text, error_code="request_timeout", closes=True) from None
+    if not _ENCODINGS[encoding]:
+        return body
+    # The single reader thread bounds how many inflated bodies wait.
+    return await threads.read(lambda: inflated(body, most), max(len(body), AT_ONCE_BYTES + 1))
 
 
 def inflated(body: bytes, max_bytes: int) -> bytes:

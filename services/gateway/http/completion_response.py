@@ -131,12 +131,20 @@ class Lasting:
     """Parameters of an answer that can be read again at any gateway; its pieces depend only on tokens."""
 
     request_id: str
-    """Id of its sequences."""
     legacy: Legacy
     on_open: Callable[[Exchange], None]
-    """Called with the opened exchange."""
     before_first: Awaitable[None]
-    """Awaited before the first write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A request that was read and admitted."""
+
+    model: Acceptance
+    job: AdmittedRequest
+    writer: AnswerWriter
+    answer_id: str
+    created: int
 
 
 class CompletionResponse(Response):
@@ -145,31 +153,24 @@ class CompletionResponse(Response):
     def __init__(
         self,
         sessions: Sessions,
-        job: AdmittedRequest,
-        writer: AnswerWriter,
+        reading: Reading,
         record: RequestRecord,
         deadline: Deadline,
-        model: Acceptance,
         lasting: Lasting | None = None,
     ) -> None:
         super().__init__()
         self._lasting = lasting
         self._sessions = sessions
-        self._job = job
-        self._writer = writer
+        self._job, self._writer, self._model = reading.job, reading.writer, reading.model
         self.record = record
         self._deadline = deadline
-        self._model = model
         self._exchange: Exchange
         self._answers: list[ChoiceText] = []
         self._left = 0
-        """Number of choices that have not ended."""
         self._begun: set[int] = set()
-        """Choices of which something was sent."""
         self._readers: dict[int, PartReader] = {}
         """By choice; empty when answers are not parsed."""
         self._calling: set[int] = set()
-        """Choices that call a function."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the job and send the answer. Raises KvasirError only before the headers are sent."""
@@ -350,4 +351,4 @@ class CompletionResponse(Response):
 async def _watch(receive: Receive, exchange: Exchange) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    exchange.leave()
+    exchange.fail(ClientGone())

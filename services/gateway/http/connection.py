@@ -63,7 +63,6 @@ class ConnectionTable(Generic[C]):
         self._idle: OrderedDict[C, None] = OrderedDict()
         """Longest idle first."""
         self._idle_at: dict[str, OrderedDict[C, None]] = {}
-        """The same, by address."""
 
     def __len__(self) -> int:
         return len(self._address_of)
@@ -161,7 +160,6 @@ class BoundedProtocol(HttpToolsProtocol):
     _write_timer: asyncio.TimerHandle | None = None
     _linger_timer: asyncio.TimerHandle | None = None
     _head = b""
-    """Part of an incomplete head."""
     _in_head = False
     """The parser holds part of a head that followed a request in the same packet."""
     _in_message = False
@@ -186,7 +184,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Pass the parser complete heads, then body bytes as they arrive."""
         if self._linger_timer is not None:
-            self._discard(data)
+            self._discarded_bytes += len(data)
+            if self._discarded_bytes > MAX_DISCARDED_BYTES:
+                self.transport.abort()
             return
         if not (self._in_message or self._in_head):
             if not self._head and not (data := data.lstrip(b"\r\n")):
@@ -283,7 +283,8 @@ class BoundedProtocol(HttpToolsProtocol):
             begins = message["type"] == "http.response.start"
             if begins:
                 ends_early = cycle.more_body
-                is_unchunked = cycle.scope["http_version"] == "1.0" and not _has_length(message)
+                names = [name.lower() for name, _ in message.get("headers", ())]
+                is_unchunked = cycle.scope["http_version"] == "1.0" and b"content-length" not in names
                 if is_unchunked:
                     cycle.chunked_encoding = False
                 if ends_early:
@@ -297,12 +298,6 @@ class BoundedProtocol(HttpToolsProtocol):
                     self._linger()
 
         return send
-
-    def _is_answering(self) -> bool:
-        """Whether part of an answer is sent, or earlier answers are pending."""
-        cycle = self.cycle
-        begun = cycle is not None and cycle.response_started and not cycle.response_complete
-        return begun or bool(self.pipeline)
 
     def _expect_headers(self) -> None:
         if self._headers_timer is None:
@@ -339,12 +334,14 @@ class BoundedProtocol(HttpToolsProtocol):
         self._headers_arrived()
         if self.transport.is_closing() or self._linger_timer is not None:
             return
-        if self._is_answering():
+        cycle = self.cycle
+        is_open = cycle is not None and not cycle.response_complete
+        if self.pipeline or (cycle is not None and is_open and cycle.response_started):
             self.transport.close()
             return
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True  # the application sees a disconnect
-            self.cycle.message_event.set()
+        if cycle is not None and is_open:
+            cycle.disconnected = True  # the application sees a disconnect
+            cycle.message_event.set()
         self._write(error)
         self._linger()
 
@@ -366,15 +363,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._linger_timer = self.loop.call_later(self.config.limits.receive_timeout_s, self.transport.abort)
         self.transport.write_eof()
 
-    def _discard(self, data: bytes) -> None:
-        self._discarded_bytes += len(data)
-        if self._discarded_bytes > MAX_DISCARDED_BYTES:
-            self.transport.abort()
-
 
 def _invalid(text: str) -> HttpError:
     return HttpError(400, text, error_code=HttpError.code)
-
-
-def _has_length(message: Message) -> bool:
-    return any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))

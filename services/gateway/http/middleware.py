@@ -48,7 +48,6 @@ class RequestRecord:
     tenant: str = ""
     """Digest of the request's key."""
     owner: Tenant = NOBODY
-    """Tenant that holds the key."""
     trace_id: str | None = None
     is_lasting: bool = False
     """The answer outlives this request and is counted when it ends."""
@@ -58,18 +57,13 @@ class RequestRecord:
     stream: bool | None = None
     prompt_tokens: int | None = None
     ignored: Sequence[str] = ()
-    """Names of request fields that had no effect."""
     completion_tokens: int | None = None
     cached_tokens: int = 0
     model: str = ""
-    """Model name in the request."""
     figures: ModelFigures | None = None
-    """Metrics of that model."""
     sampling: Sampling | None = None
-    """Sampling of the first choice."""
     choices: int = 1
     most_tokens: int = 0
-    """Longest answer asked for."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
     handovers: Counter[str] = field(default_factory=Counter)
 
@@ -143,13 +137,11 @@ class RequestRecord:
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/openapi.json", "/docs"})
 """Paths that need no key: probes and the API description."""
 OPERATOR_PATHS = OPEN_PATHS | {"/metrics", "/reset_prefix_cache"}
-"""The same for the operator's listener."""
 API_PATHS = ("/v1/", "/tokenize", "/detokenize")
 """Paths that get their own metric label, unless the answer is 401 or 404; POSTs there count for quotas."""
 MESSAGES = "/v1/messages"
 """Anthropic's API has its own error format and key header."""
 IGNORED_HEADER = b"x-kvasir-ignored"
-"""Lists request fields that had no effect."""
 RECORD = "kvasir.record"
 """Key of the `RequestRecord` in the ASGI scope."""
 CLIENT_GONE_STATUS = 499

@@ -2,9 +2,9 @@
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -13,7 +13,7 @@ from services.gateway.anthropic.requests import parse_messages
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import HttpError, unknown_model
 from services.gateway.exchange import Deadline
-from services.gateway.http.completion_response import CompletionResponse, Lasting
+from services.gateway.http.completion_response import CompletionResponse, Lasting, Reading
 from services.gateway.http.middleware import RequestRecord
 from services.gateway.openai.admission import Acceptance, AdmittedRequest, ContextLimit
 from services.gateway.openai.embeddings import EmbeddingWriter, admit_embeddings
@@ -79,18 +79,6 @@ class Models:
             model.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """A request that was read and admitted."""
-
-    model: Acceptance
-    job: AdmittedRequest
-    writer: AnswerWriter
-    answer_id: str
-    created: int
-    """Unix time, in seconds."""
-
-
 MakeWriter = Callable[[str, int], AnswerWriter]
 """Makes the writer of an answer with this id and creation time."""
 
@@ -113,7 +101,7 @@ class RequestReader:
         model = self._models.of(body)
         limit = partial(self._sessions.context_tokens, self._config.admit_timeout_s, model.name)
         created = int(unix_s())
-        job, write = await SURFACES[path](model, body, limit, record.tenant, self._store)
+        job, write = await SURFACES[path](Asked(model, body, limit, record.tenant, self._store))
         answer_id = job.client_id or record.client_request_id or record.request_id.removeprefix("req_")
         if as_before is not None:
             answer_id, created = as_before.answer_id, as_before.created
@@ -128,9 +116,7 @@ class RequestReader:
         self, reading: Reading, record: RequestRecord, deadline: Deadline, lasting: Lasting | None = None
     ) -> CompletionResponse:
         """Return the response to the request."""
-        return CompletionResponse(
-            self._sessions, reading.job, reading.writer, record, deadline, reading.model, lasting
-        )
+        return CompletionResponse(self._sessions, reading, record, deadline, lasting)
 
     async def read_again(self, shadow: Shadow) -> Callable[[Lasting], CompletionResponse]:
         """Read another gateway's request; return the maker of its response. Raises as admission does."""
@@ -143,17 +129,28 @@ class RequestReader:
 # --- the APIs
 
 
-async def _chat(
-    model: Acceptance, body: bytes, context: ContextLimit, key: str, _: ResponseStore | None
-) -> tuple[AdmittedRequest, MakeWriter]:
-    job = await model.chat(body, context, key)
+class Asked(NamedTuple):
+    """A body, its model, and the digest of its key."""
+
+    model: Acceptance
+    body: bytes
+    context: ContextLimit
+    key: str
+    store: ResponseStore | None
+
+
+Admitted = tuple[AdmittedRequest, MakeWriter]
+
+
+async def _chat(asked: Asked) -> Admitted:
+    model = asked.model
+    job = await model.chat(asked.body, asked.context, asked.key)
     return job, partial(_letterhead, job, "chatcmpl", model.name)
 
 
-async def _text(
-    model: Acceptance, body: bytes, context: ContextLimit, key: str, _: ResponseStore | None
-) -> tuple[AdmittedRequest, MakeWriter]:
-    job = await model.text(body, context, key)
+async def _text(asked: Asked) -> Admitted:
+    model = asked.model
+    job = await model.text(asked.body, asked.context, asked.key)
     return job, partial(_letterhead, job, "cmpl", model.name)
 
 
@@ -165,11 +162,9 @@ def _letterhead(job: AdmittedRequest, prefix: str, model: str, answer_id: str, c
     return Letterhead(job.kind, f"{prefix}-{answer_id}", created, model, prompts, *usage, job.rules.with_ids)
 
 
-async def _embeddings(
-    model: Acceptance, body: bytes, context: ContextLimit, _: str, __: ResponseStore | None
-) -> tuple[AdmittedRequest, MakeWriter]:
-    job, request = await admit_embeddings(model, body, context)
-    return job, lambda answer_id, created: EmbeddingWriter(model.name, request)
+async def _embeddings(asked: Asked) -> Admitted:
+    job, request = await admit_embeddings(asked.model, asked.body, asked.context)
+    return job, lambda answer_id, created: EmbeddingWriter(asked.model.name, request)
 
 
 MESSAGES_WORDS = {
@@ -186,9 +181,8 @@ RESPONSES_WORDS = {
 """Names that these two APIs give to a chat's fields."""
 
 
-async def _messages(
-    model: Acceptance, body: bytes, context: ContextLimit, key: str, _: ResponseStore | None
-) -> tuple[AdmittedRequest, MakeWriter]:
+async def _messages(asked: Asked) -> Admitted:
+    model, body, context, key, _ = asked
     ignored = model.ignored()
     read = partial(parse_messages, body, model.config.max_messages, ignored)
     chat = await model.threads.read(read, len(body))
@@ -197,9 +191,8 @@ async def _messages(
     return job, lambda answer_id, _: MessageWriter(f"msg_{answer_id}", model.name, job.prompt_tokens)
 
 
-async def _responses(
-    model: Acceptance, body: bytes, context: ContextLimit, key: str, store: ResponseStore | None
-) -> tuple[AdmittedRequest, MakeWriter]:
+async def _responses(asked: Asked) -> Admitted:
+    model, body, context, key, store = asked
     most, ignored = model.config.max_messages, model.ignored()
     request = await model.threads.read(
         lambda: parse_response(body, most, ignored, can_store=store is not None), len(body)
@@ -249,15 +242,10 @@ def _in_parts(job: AdmittedRequest) -> AdmittedRequest:
     return job if job.reader is not None else replace(job, reader=PlainReader)
 
 
-Surface = Callable[
-    [Acceptance, bytes, ContextLimit, str, ResponseStore | None],
-    Awaitable[tuple[AdmittedRequest, MakeWriter]],
-]
-SURFACES: Mapping[str, Surface] = {
+SURFACES: Mapping[str, Callable[[Asked], Awaitable[Admitted]]] = {
     "/v1/chat/completions": _chat,
     "/v1/completions": _text,
     "/v1/embeddings": _embeddings,
     "/v1/messages": _messages,
     "/v1/responses": _responses,
 }
-"""Readers of a request by path."""

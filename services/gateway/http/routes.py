@@ -16,10 +16,11 @@ from services.gateway.anthropic.requests import parse_messages
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import ClientGone, HttpError
 from services.gateway.exchange import HEADER, Deadline, deadline_of
-from services.gateway.http.bodies import BodyReader
+from services.gateway.http.bodies import read_body
 from services.gateway.http.browser import written
+from services.gateway.http.completion_response import Reading
 from services.gateway.http.middleware import CLIENT_GONE_STATUS, RECORD, RequestRecord, refusal
-from services.gateway.http.reading import SURFACES, Models, Reading, RequestReader
+from services.gateway.http.reading import SURFACES, Models, RequestReader
 from services.gateway.http.stored import Following, add_stored, written_json
 from services.gateway.lasting.desk import LastingDesk, fingerprint_of, name_of
 from services.gateway.openai.admission import Acceptance
@@ -73,6 +74,7 @@ class Shortcut:
         await response(scope, receive, send)
 
 
+ReadBody = Callable[[Request], Awaitable[bytes]]
 AddPage = Callable[[FastAPI], None]
 
 
@@ -87,23 +89,65 @@ def make_app(
     """Return the application behind `Edge`. Without `store`, no response is stored."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     reader = RequestReader(sessions, models, config, store)
-    bodies = BodyReader(config, models.first.threads)
+    read = partial(read_body, config=config, threads=models.first.threads)
     desk.reread = reader.read_again
-    completions = _completions(reader, bodies, config, desk, store)
+    completions = _completions(reader, read, config, desk, store)
     for path, handler in completions.items():
         app.add_route(path, handler, methods=["POST"])
-    _add_tokenization(app, sessions, models, config, bodies)
-    _add_models(app, sessions, models)
     add_stored(app, store, desk)
     _add_probes(app, sessions)
+    add_page(app)
+    _handle_errors(app)
+    began_s = int(unix_s())
+    schema, page = written(VERSION, models.names)
+
+    def entry(model: Acceptance, name: str) -> dict[str, Any]:
+        return model_body(name, began_s, sessions.workers.context_tokens(model.name))
+
+    @app.get("/v1/models")
+    async def every_model() -> Response:
+        data = [entry(models.find(name), name) for name in models.names]
+        # Codex reads `models`; an entry would replace its own instructions to the model.
+        return _json({"object": "list", "data": data, "models": []})
+
+    @app.get("/v1/models/{model_id:path}")
+    async def model(model_id: str) -> Response:
+        return _json(entry(models.find(model_id), model_id))
+
+    @app.get("/openapi.json")
+    async def show_schema() -> Response:
+        return written_json(schema)
+
+    @app.get("/docs")
+    async def show_docs() -> Response:
+        return Response(page, media_type="text/html")
 
     @app.get("/version")
     async def version() -> Response:
         return _json({"version": VERSION})
 
-    _add_description(app, models)
-    add_page(app)
-    _handle_errors(app)
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = await read(request)
+        model = models.of(body)
+        limit = await sessions.context_tokens(config.admit_timeout_s, model.name)
+        return written_json(await tokenized(model, body, limit))
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body = await read(request)
+        return written_json(await detokenized(models.of(body), body))
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> Response:
+        body = await read(request)
+        model = models.of(body)
+        ignored = model.ignored()
+        chat = partial(parse_messages, body, config.max_messages, ignored, counts=True)
+        tokens = await model.count(chat, len(body), ignored)
+        request.scope[RECORD].ignored = ignored.names
+        return _json({"input_tokens": tokens})
+
     return Shortcut(app, completions)
 
 
@@ -130,7 +174,7 @@ def make_operator_app(sessions: Sessions, add_page: AddPage = lambda _: None) ->
 
 def _completions(
     reader: RequestReader,
-    bodies: BodyReader,
+    read: ReadBody,
     config: GatewayConfig,
     desk: LastingDesk,
     store: ResponseStore | None,
@@ -138,7 +182,7 @@ def _completions(
     async def complete(path: str, request: Request) -> Response:
         record: RequestRecord = request.scope[RECORD]
         key = key_of(request)
-        body = await bodies.read(request)
+        body = await read(request)
         deadline = deadline_of(
             request.headers.get(HEADER),
             config.request_timeout_s,
@@ -210,35 +254,6 @@ def _completions(
     return {path: partial(complete, path) for path in SURFACES}
 
 
-def _add_models(app: FastAPI, sessions: Sessions, models: Models) -> None:
-    began_s = int(unix_s())
-
-    def entry(model: Acceptance, name: str) -> dict[str, Any]:
-        return model_body(name, began_s, sessions.workers.context_tokens(model.name))
-
-    @app.get("/v1/models")
-    async def every_model() -> Response:
-        data = [entry(models.find(name), name) for name in models.names]
-        # Codex reads `models`; an entry would replace its own instructions to the model.
-        return _json({"object": "list", "data": data, "models": []})
-
-    @app.get("/v1/models/{model_id:path}")
-    async def model(model_id: str) -> Response:
-        return _json(entry(models.find(model_id), model_id))
-
-
-def _add_description(app: FastAPI, models: Models) -> None:
-    schema, page = written(VERSION, models.names)
-
-    @app.get("/openapi.json")
-    async def show_schema() -> Response:
-        return written_json(schema)
-
-    @app.get("/docs")
-    async def show_docs() -> Response:
-        return Response(page, media_type="text/html")
-
-
 def _add_probes(app: FastAPI, sessions: Sessions, *, tells_troubles: bool = False) -> None:
     """Add the probes. With `tells_troubles`, /ready also lists the stack's problems."""
 
@@ -255,35 +270,9 @@ def _add_probes(app: FastAPI, sessions: Sessions, *, tells_troubles: bool = Fals
         reasons = sessions.unready_reasons()
         if reasons:
             raise NoResponder("not ready: " + "; ".join(reasons))
-        wrong = sessions.troubles() if tells_troubles else None
+        wrong = sessions.stack.troubles(sessions.now_s()) if tells_troubles else None
         told = {} if wrong is None else {"well": not wrong, "troubles": wrong}
         return _json({"status": "ready", **told})
-
-
-def _add_tokenization(
-    app: FastAPI, sessions: Sessions, models: Models, config: GatewayConfig, bodies: BodyReader
-) -> None:
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        body = await bodies.read(request)
-        model = models.of(body)
-        limit = await sessions.context_tokens(config.admit_timeout_s, model.name)
-        return written_json(await tokenized(model, body, limit))
-
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        body = await bodies.read(request)
-        return written_json(await detokenized(models.of(body), body))
-
-    @app.post("/v1/messages/count_tokens")
-    async def count_tokens(request: Request) -> Response:
-        body = await bodies.read(request)
-        model = models.of(body)
-        ignored = model.ignored()
-        read = partial(parse_messages, body, config.max_messages, ignored, counts=True)
-        tokens = await model.count(read, len(body), ignored)
-        request.scope[RECORD].ignored = ignored.names
-        return _json({"input_tokens": tokens})
 
 
 def _json(content: object) -> Response:

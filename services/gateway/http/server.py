@@ -52,8 +52,10 @@ def url_of(listener: socket.socket) -> str:
 
 def make_server(app: ASGIApp, config: GatewayConfig) -> Server:
     """Return the clients' server. Run `serve(sockets=[listener])`; end it with `should_exit = True`."""
-    limit = min(config.max_connections, _descriptors() - SPARE_DESCRIPTORS)
-    return _server(app, config, max(1, limit), config.max_connections_per_address)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    limit = max(1, min(config.max_connections, hard - SPARE_DESCRIPTORS))
+    return _server(app, config, limit, config.max_connections_per_address)
 
 
 def make_operator_server(app: ASGIApp, config: GatewayConfig) -> Server:
@@ -78,9 +80,3 @@ def _server(app: ASGIApp, config: GatewayConfig, limit: int, limit_per_address: 
         timeout_graceful_shutdown=math.ceil(config.shutdown_grace_s) + 1,
     )
     return Server(settings)
-
-
-def _descriptors() -> int:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard

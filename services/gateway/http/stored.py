@@ -39,8 +39,8 @@ class StoredResponses:
         found = await self._store.find(key, name)
         if not _is_open(found) or await self._desk.is_made(name_of(key, "response", name)):
             return found
-        error = {"code": "server_error", "message": _LOST}
-        return await self._ended(key, name, {"status": "failed", "error": error})
+        how = {"status": "failed", "error": {"code": "server_error", "message": _LOST}}
+        return await self._ended(key, name, how)
 
     async def cancel(self, key: str, name: str) -> StoredResponse:
         """Cancel a background response; an ended one is unchanged. Raises HttpError 404, InvalidRequest for
@@ -88,13 +88,15 @@ def add_stored(app: FastAPI, store: ResponseStore | None, desk: LastingDesk) -> 
         record: RequestRecord = request.scope[RECORD]
         if request.query_params.get("stream") != "true":
             return written_json((await of(name).find(record.tenant, name)).body)
-        after = after_of(request.query_params.get("starting_after"))
+        after = request.query_params.get("starting_after", "-1")
+        if after != "-1" and not (after.isdecimal() and len(after) < 10):
+            raise InvalidRequest("starting_after should be the number of an event", param="starting_after")
         called = name_of(record.tenant, "response", name)
         async with desk.turn(called):
             kept = await desk.find(called)
         if kept is None:
             raise not_found(name, "its events are known while it is made, and for a while after")
-        return Following(desk, kept, record, after)
+        return Following(desk, kept, record, int(after))
 
     @app.get("/v1/responses/{name}/input_items")
     async def input_items(name: str, request: Request) -> Response:
@@ -113,15 +115,6 @@ def add_stored(app: FastAPI, store: ResponseStore | None, desk: LastingDesk) -> 
         return written_json(orjson.dumps({"id": name, "object": "response", "deleted": True}))
 
 
-def after_of(text: str | None) -> int:
-    """Return the number of the last event that the client has; -1 for none. Raises InvalidRequest."""
-    if text is None:
-        return -1
-    if not (text.isdecimal() and len(text) < 10):
-        raise InvalidRequest("starting_after should be the number of an event", param="starting_after")
-    return int(text)
-
-
 def written_json(content: bytes) -> Response:
     """Return a response with this JSON."""
     return Response(content, media_type="application/json")
@@ -131,7 +124,7 @@ class Following(Response):
     """Response that reads one lasting answer, for any connection."""
 
     def __init__(self, desk: LastingDesk, kept: Kept, record: RequestRecord, after: int = -1) -> None:
-        """Events up to the number `after` are skipped."""
+        """Events up to the number `after` are skipped; -1 skips none."""
         super().__init__()
         self._desk = desk
         self._kept = kept

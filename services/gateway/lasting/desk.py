@@ -38,7 +38,6 @@ _YOUNG_S = 0.5
 _RETRY_S = 0.5
 _RETELL_S = 0.5
 _MOST_GONE = 64
-"""Number of departed gateways to remember."""
 
 HANDLERS = (
     Endpoint(subjects.gateway_shadow.to, TellShadows, "on_told", sender="sender"),
@@ -87,13 +86,10 @@ class Kept:
     is_wanted: bool = True
     """A client may come back for it."""
     is_counted: bool = False
-    """It counts against its key's quota until it ends."""
     told: Start | None = None
     """The heir that has a copy, or is being sent one."""
     ignored: Sequence[str] = ()
-    """Names of request fields that had no effect."""
     telling: "asyncio.Task[None] | None" = None
-    """Sends that copy."""
     abandoned: asyncio.Event = field(default_factory=asyncio.Event)
 
     def open(self, exchange: Exchange) -> None:

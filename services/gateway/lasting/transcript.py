@@ -43,21 +43,12 @@ class Transcript:
         self.body = bytearray()
         self.is_over = False
         self.failure: Exception | None = None
-        """Error in place of an answer."""
         self._start: MutableMapping[str, Any] | None = None
         self._news = asyncio.Event()
 
     @property
     def has_begun(self) -> bool:
         return self._start is not None
-
-    @property
-    def is_stream(self) -> bool:
-        """Whether the answer consists of events; False before it begins."""
-        start = self._start or {}
-        return any(
-            name == b"content-type" and b"event-stream" in value for name, value in start.get("headers", ())
-        )
 
     async def send(self, message: Message) -> None:
         """ASGI `send` of the writing task."""
@@ -90,7 +81,8 @@ class Transcript:
                 if self._start is None and self.is_over:
                     raise self.failure or InternalError("an answer ended before it began")
                 if self._start is not None and not has_begun:
-                    if after >= 0 and not self.is_stream:
+                    headers = dict(self._start.get("headers", ()))
+                    if after >= 0 and b"event-stream" not in headers.get(b"content-type", b""):
                         text = "this response was not streamed: leave starting_after out"
                         raise HttpError(400, text, error_code=HttpError.code)
                     has_begun = True

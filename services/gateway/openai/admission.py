@@ -125,23 +125,17 @@ class AdmittedRequest:
     stream: bool
     include_usage: bool
     continuous_usage: bool = False
-    """Send usage in every chunk; needs `include_usage`."""
     top_logprobs: int | None = None
     """Number of top tokens to return per token; None: no log-probabilities."""
     cache_salt: str = ""
     """From the client: requests with the same salt share cached prefixes."""
     priority: int = 0
-    """Lower values are served first."""
     reader: Callable[[], PartReader] | None = None
-    """Makes a parser for each answer; None: all text is content."""
     given: tuple[Given, ...] = ()
     """For each prompt, its tail that is not in `prompts`: the worker is forced to generate it."""
     prompt_logprobs: int | None = None
-    """Number of top tokens to return per prompt token."""
     client_id: str | None = None
-    """The client's id for the answer."""
     ignored: tuple[str, ...] = ()
-    """Names of request fields that had no effect."""
     whole_prompts: tuple[Sequence[int], ...] = ()
     """Each prompt including its forced tail."""
     prompt_tokens: int = 0

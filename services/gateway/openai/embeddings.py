@@ -19,7 +19,6 @@ from shared.errors import InvalidRequest
 from shared.messages.sequence import Sampling, pack_tokens
 
 MAX_INPUTS = 2048
-"""OpenAI's limit."""
 
 
 async def admit_embeddings(

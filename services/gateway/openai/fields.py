@@ -149,7 +149,6 @@ ECHOED = frozenset({"refusal", "annotations", "reasoning", "reasoning_details", 
 
 
 MOST_IGNORED = 32
-"""Limit of names per request."""
 
 
 class Ignored:
@@ -159,7 +158,6 @@ class Ignored:
         """With `is_strict`, unknown fields are refused."""
         self._is_strict = is_strict
         self.names: tuple[str, ...] = ()
-        """Unique names in the request's order."""
 
     def note(self, name: str) -> None:
         """Add a name; never refuses."""

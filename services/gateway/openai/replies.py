@@ -98,7 +98,6 @@ class PieceDetails:
     """The stop string, or the client's stop token, that ended the choice."""
     token_ids: Sequence[int] | None = None
     completion_tokens: int = 0
-    """Of the choice, including this piece."""
 
 
 NO_DETAILS = PieceDetails()
@@ -157,7 +156,6 @@ class FinishedChoice:
     logprobs: dict[str, Any] | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     stop: str | int | None = None
-    """See `PieceDetails`."""
     hidden: bytes = b""
     """For embeddings: the model's last hidden state, as packed fp32."""
     token_ids: Sequence[int] | None = None
@@ -172,7 +170,6 @@ class Letterhead(AnswerWriter):
     created: int
     model: str
     prompts: Sequence[Sequence[int]] = ()
-    """By choice."""
     include_usage: bool = False
     continuous_usage: bool = False
     """Usage in every event; needs `include_usage`."""

@@ -25,12 +25,9 @@ class ResponseWriter(AnswerWriter):
     created: int
     request: ResponseRequest
     keep: Callable[[bytes, list[Any]], None] | None = None
-    """Stores a complete answer's body and items."""
     _number: int = 0
     _items: list[dict[str, Any]] = field(default_factory=list)
-    """Complete items."""
     _open: dict[str, Any] | None = None
-    """Item in progress."""
     _reason: str = "stop"
     _spaces: dict[str, dict[str, str]] = field(init=False)
     """Namespace and name of functions, by the model's name for them."""
@@ -69,7 +66,7 @@ class ResponseWriter(AnswerWriter):
     def failed(self, error: KvasirError) -> bytes:
         body = {
             **self._body("failed", self._items),
-            "error": {"code": _FAILED, "message": _message_of(error)},
+            "error": {"code": _FAILED, "message": body_of(error)["error"]["message"]},
         }
         if self.request.background and not isinstance(error, UnavailableError):  # it may continue elsewhere
             self._kept(body)
@@ -102,7 +99,11 @@ class ResponseWriter(AnswerWriter):
         if isinstance(part, Reasoning):
             content = {"type": "reasoning_text", "text": ""}
             events = self._begin_item("reasoning", {"summary": [], "content": [content]})
-            return events + self._think(part.text)
+            assert self._open is not None
+            self._open["content"][0]["text"] += part.text
+            return events + self._item_event(
+                "response.reasoning_text.delta", content_index=0, delta=part.text
+            )
         if isinstance(part, CallBegun):
             closed = self._close()
             call = {
@@ -112,7 +113,9 @@ class ResponseWriter(AnswerWriter):
                 **self._spaces.get(part.name, {}),
             }
             return closed + self._begin_item("function_call", call)
-        return self._argue(part.text)
+        assert self._open is not None
+        self._open["arguments"] += part.text
+        return self._item_event("response.function_call_arguments.delta", delta=part.text)
 
     def _say(self, text: str, logprobs: Any) -> bytes:
         assert self._open is not None
@@ -121,16 +124,6 @@ class ResponseWriter(AnswerWriter):
         found = (logprobs or {}).get("content") or []
         content["logprobs"] += found
         return self._item_event("response.output_text.delta", content_index=0, delta=text, logprobs=found)
-
-    def _think(self, text: str) -> bytes:
-        assert self._open is not None
-        self._open["content"][0]["text"] += text
-        return self._item_event("response.reasoning_text.delta", content_index=0, delta=text)
-
-    def _argue(self, text: str) -> bytes:
-        assert self._open is not None
-        self._open["arguments"] += text
-        return self._item_event("response.function_call_arguments.delta", delta=text)
 
     def _begin_item(self, kind: str, fields: dict[str, Any]) -> bytes:
         """Begin an item unless one of that kind is open; each call has its own."""
@@ -224,10 +217,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
-
-
-def _message_of(error: KvasirError) -> str:
-    return str(body_of(error)["error"]["message"])
 
 
 def listed_items(name: str, items: Sequence[Mapping[str, Any]], wanted: Mapping[str, str]) -> dict[str, Any]:

@@ -44,7 +44,6 @@ class StoredResponse(NamedTuple):
     """One stored answer."""
 
     body: bytes
-    """Body of the answer."""
     items: list[Any]
     """Conversation including the answer, in the form of `input`."""
 

@@ -18,16 +18,15 @@ MAX_ENTRIES = 32_768
 MAX_VALUES = 524_288
 """Limit of values in lists and objects: four prompts of 131,072 token ids. Two million would block for 0.7
 s."""
-ENTRIES_PER_MESSAGE = 8
 _MOST_QUOTES = 131_072
 
 
 def parse_object(body: bytes, max_entries: int = MAX_ENTRIES) -> dict[str, Any]:
     """Return the JSON object in `body`. Raises InvalidRequest for other data, or above a limit."""
-    if _has_more(body, b"{[:", max_entries):
+    if _has_more(body, (b"{", b"[", b":"), max_entries):
         text = "objects, lists and named fields in one request"
         raise InvalidRequest(f"the body has more than {max_entries} {text}: send fewer")
-    if _has_more(body, b",", MAX_VALUES):
+    if _has_more(body, (b",",), MAX_VALUES):
         raise InvalidRequest(f"the body has more than {MAX_VALUES} values in one request: send fewer")
     try:
         content = orjson.loads(body)
@@ -43,7 +42,7 @@ def parse_object(body: bytes, max_entries: int = MAX_ENTRIES) -> dict[str, Any]:
 def parse_chat(body: bytes, max_messages: int) -> dict[str, Any]:
     """Like `parse_object`, for a body with `messages`. Raises InvalidRequest above `max_messages`; each
     content part counts as one. Even an empty message takes as long to render as a long one."""
-    content = parse_object(body, max(MAX_ENTRIES, ENTRIES_PER_MESSAGE * max_messages))
+    content = parse_object(body, max(MAX_ENTRIES, 8 * max_messages))
     messages = content.get("messages")
     if isinstance(messages, list):
         parts = (message.get("content") for message in messages if isinstance(message, dict))
@@ -54,34 +53,28 @@ def parse_chat(body: bytes, max_messages: int) -> dict[str, Any]:
     return content
 
 
-def _has_more(body: bytes, signs: bytes, limit: int) -> bool:
+def _has_more(body: bytes, signs: tuple[bytes, ...], limit: int) -> bool:
     """Whether `signs` occur more than `limit` times outside strings. Counts on the raw bytes within
     milliseconds. Never undercounts up to the first invalid JSON, where a parser stops. May count inside
     strings if there are very many."""
-    if len(body) <= limit or _count(body, signs) <= limit:
+    if len(body) <= limit or sum(map(body.count, signs)) <= limit:
         return False
     texts_apart = body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"', _MOST_QUOTES)
-    return _count(b"".join(texts_apart[::2]), signs) > limit
-
-
-def _count(data: bytes, signs: bytes) -> int:
-    return sum(data.count(sign) for sign in signs)
+    return sum(map(b"".join(texts_apart[::2]).count, signs)) > limit
 
 
 MAX_STOPS = 32
 """OpenAI allows four; Anthropic has no limit."""
 MAX_STOP_CHARS = 1024
-MAX_STOP_TOKENS = 128
 MAX_TOKEN_CHOICES = 1024
-MAX_BAD_WORDS = 128
-MAX_CACHE_SALT_CHARS = 1024
-MOST_PRIORITY = 2**31 - 1
 MAX_REPETITION_PENALTY = 100.0
 """Its inverse is the minimum: beyond, half-precision logits overflow."""
 _UNION_BRANCH = re.compile(r"(str|int|float|bool|(list|dict)\[.*\]|constrained-.*|function-.*)")
 
 _TokenId = Annotated[int, Field(ge=0)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]
+Priority = Annotated[int, Field(ge=-(2**31) + 1, le=2**31 - 1)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
@@ -146,19 +139,19 @@ class CompletionFields(NamesModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
-    priority: int | None = Field(None, ge=-MOST_PRIORITY, le=MOST_PRIORITY)
+    cache_salt: CacheSalt | None = None
+    priority: Priority | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=1 / MAX_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
     min_p: float | None = Field(None, ge=0, le=1)
     min_tokens: int | None = Field(None, ge=0)
-    stop_token_ids: Annotated[list[_TokenId] | None, Field(max_length=MAX_STOP_TOKENS), FailFast()] = None
+    stop_token_ids: Annotated[list[_TokenId] | None, Field(max_length=128), FailFast()] = None
     logit_bias: Annotated[dict[str, Bias] | None, Field(max_length=MAX_TOKEN_CHOICES), FailFast()] = None
     allowed_token_ids: Annotated[list[_TokenId] | None, Field(max_length=MAX_TOKEN_CHOICES), FailFast()] = (
         None
     )
-    bad_words: Annotated[list[StopString] | None, Field(max_length=MAX_BAD_WORDS), FailFast()] = None
+    bad_words: Annotated[list[StopString] | None, Field(max_length=128), FailFast()] = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
@@ -214,7 +207,6 @@ class TextRequest(CompletionFields):
     """POST /v1/completions. Each prompt is a text or a list of token ids."""
 
     prompt: Annotated[Any, PlainValidator(texts_or_tokens)]
-    """A list of texts or of token lists, in any of the client's four forms."""
     best_of: int | None = Field(None, ge=0, le=20)
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool | None = None
@@ -242,8 +234,8 @@ class EmbeddingRequest(NamesModel):
     dimensions: int | None = Field(None, ge=1)
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     add_special_tokens: bool | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
-    priority: int | None = Field(None, ge=-MOST_PRIORITY, le=MOST_PRIORITY)
+    cache_salt: CacheSalt | None = None
+    priority: Priority | None = None
 
 
 CompletionRequest = ChatRequest | TextRequest
@@ -256,9 +248,9 @@ def parse(schema: type[R], body: Mapping[str, Any]) -> R:
     request = validated(schema, body)
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options goes with stream: true only", param="stream_options")
-    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
-        raise InvalidRequest("top_logprobs goes with logprobs: true only", param="top_logprobs")
     if isinstance(request, ChatRequest):
+        if request.top_logprobs and not request.logprobs:
+            raise InvalidRequest("top_logprobs goes with logprobs: true only", param="top_logprobs")
         check_continued(request.continue_final_message, request.add_generation_prompt)
     return request
 
@@ -284,27 +276,28 @@ def validated(schema: type[M], body: Mapping[str, Any]) -> M:
 def template_messages(messages: list[RequestMessage]) -> list[dict[str, Any]]:
     """Return messages for templates: text only, parts joined by newlines, `developer` renamed to `system`.
     Raises UnsupportedFeature for audio and other non-text parts."""
-    return [_template_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
-
-
-def _template_message(message: RequestMessage, path: str) -> dict[str, Any]:
-    if message.role == "function":
-        raise UnsupportedFeature("messages of role function are not supported", param=f"{path}.role")
-    if message.role == "tool" and message.tool_call_id is None:
-        where = f"{path}.tool_call_id"
-        raise InvalidRequest(f"{where} is required: which call this is the result of", param=where)
-    for field in ("function_call", "audio"):
-        if getattr(message, field):
-            raise UnsupportedFeature(f"{field} in a message is not supported", param=f"{path}.{field}")
-    if message.content is None and message.role != "assistant":
-        raise InvalidRequest(f"{path}.content is required", param=f"{path}.content")
-    role = "system" if message.role == "developer" else message.role
-    rendered: dict[str, Any] = {"role": role, "content": _text(message.content, f"{path}.content")}
-    if message.tool_calls:
-        rendered["tool_calls"] = template_calls(message.tool_calls, f"{path}.tool_calls")
-    for field in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(message, field)) is not None:
-            rendered[field] = value
+    rendered: list[dict[str, Any]] = []
+    for at, message in enumerate(messages):
+        path = f"messages[{at}]"
+        if message.role == "function":
+            raise UnsupportedFeature("messages of role function are not supported", param=f"{path}.role")
+        if message.role == "tool" and message.tool_call_id is None:
+            where = f"{path}.tool_call_id"
+            raise InvalidRequest(f"{where} is required: which call this is the result of", param=where)
+        for field in ("function_call", "audio"):
+            if getattr(message, field):
+                text = f"{field} in a message is not supported"
+                raise UnsupportedFeature(text, param=f"{path}.{field}")
+        if message.content is None and message.role != "assistant":
+            raise InvalidRequest(f"{path}.content is required", param=f"{path}.content")
+        role = "system" if message.role == "developer" else message.role
+        shown: dict[str, Any] = {"role": role, "content": _text(message.content, f"{path}.content")}
+        if message.tool_calls:
+            shown["tool_calls"] = template_calls(message.tool_calls, f"{path}.tool_calls")
+        for field in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(message, field)) is not None:
+                shown[field] = value
+        rendered.append(shown)
     return rendered
 
 

@@ -27,20 +27,16 @@ def grammar_of(fields: Mapping[str, Any]) -> tuple[str, str]:
     """Return the request's grammar and the path of its field; both empty if there is none. Raises
     InvalidRequest for malformed or repeated requests, UnsupportedFeature for unknown kinds."""
     found: list[tuple[str, str]] = []
-    response_format = fields.get("response_format")
-    if response_format is not None:
+    if (response_format := fields.get("response_format")) is not None:
         found += _of_response_format(response_format)
     for name, write in GUIDED.items():
         if (value := fields.get(name)) is not None:
             found.append((write(value, name), name))
-    outputs = fields.get("structured_outputs")
-    if outputs is not None:
+    if (outputs := fields.get("structured_outputs")) is not None:
         found += _of_structured_outputs(outputs)
     if len(found) > 1:
-        first, second = found[0][1], found[1][1]
-        raise InvalidRequest(
-            f"{first} and {second} both say what form the answer has: send one", param=second
-        )
+        text = f"{found[0][1]} and {found[1][1]} both say what form the answer has: send one"
+        raise InvalidRequest(text, param=found[1][1])
     return found[0] if found else ("", "")
 
 
@@ -52,35 +48,30 @@ def _of_response_format(value: Any) -> list[tuple[str, str]]:
     if kind == "json_object":
         return [(json_grammar({"type": "object"}), path)]
     if kind != "json_schema":
-        raise UnsupportedFeature(
-            f"{path}.type {shown(repr(kind), 100)} is not supported: it is text, json_object or json_schema",
-            param=f"{path}.type",
+        text = (
+            f"{path}.type {shown(repr(kind), 100)} is not supported: it is text, json_object or json_schema"
         )
+        raise UnsupportedFeature(text, param=f"{path}.type")
+    path += ".json_schema"
     described = value.get("json_schema")
     if not isinstance(described, dict):
-        raise InvalidRequest(
-            f"{path}.json_schema should be an object with a schema", param=f"{path}.json_schema"
-        )
-    schema_path = f"{path}.json_schema.schema"
-    return [(_of_schema(described.get("schema", {"type": "object"}), schema_path), schema_path)]
+        raise InvalidRequest(f"{path} should be an object with a schema", param=path)
+    path += ".schema"
+    return [(_of_schema(described.get("schema", {"type": "object"}), path), path)]
 
 
 def _of_structured_outputs(value: Any) -> list[tuple[str, str]]:
-    path = "structured_outputs"
+    path, kinds = "structured_outputs", ", ".join(KINDS)
     if not isinstance(value, dict):
         raise InvalidRequest(f"{path} should be an object", param=path)
-    found = []
-    for name, wanted in value.items():
-        if wanted is None or wanted is False:
-            continue
+    asked = {name: wanted for name, wanted in value.items() if wanted is not None and wanted is not False}
+    for name in asked:
         if name not in KINDS:
-            raise UnsupportedFeature(
-                f"{path}.{shown(name, 100)} is not supported; there are {', '.join(KINDS)}", param=path
-            )
-        found.append((KINDS[name](wanted, f"{path}.{name}"), f"{path}.{name}"))
-    if len(found) != 1:
-        raise InvalidRequest(f"{path} should have one of {', '.join(KINDS)}", param=path)
-    return found
+            text = f"{path}.{shown(name, 100)} is not supported; there are {kinds}"
+            raise UnsupportedFeature(text, param=path)
+    if len(asked) != 1:
+        raise InvalidRequest(f"{path} should have one of {kinds}", param=path)
+    return [(KINDS[name](wanted, f"{path}.{name}"), f"{path}.{name}") for name, wanted in asked.items()]
 
 
 def _of_schema(value: Any, path: str) -> str:
@@ -127,7 +118,6 @@ KINDS: Mapping[str, GrammarWriter] = {
     "grammar": _of_grammar,
     "json_object": _of_any_object,
 }
-"""Kinds of `structured_outputs`."""
 GUIDED: Mapping[str, GrammarWriter] = {f"guided_{kind}": write for kind, write in KINDS.items()}
 """The same kinds under their older names."""
 

@@ -33,12 +33,10 @@ class Tools:
     """Functions that an answer may or must call."""
 
     functions: tuple[Function, ...] = ()
-    """The callable ones."""
     described: tuple[Mapping[str, Any], ...] = ()
     """As in the request, for the template."""
     mode: ToolMode = "none"
     is_parallel: bool = True
-    """More than one call per answer is allowed."""
 
 
 def tools_of(tools: Any, choice: Any, parallel: Any, ignored: "Ignored") -> Tools:

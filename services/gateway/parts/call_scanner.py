@@ -19,12 +19,10 @@ class CallScanner:
         """The text is not such an object; no part was returned."""
         self.rest = ""
         self.raw = ""
-        """All text read."""
         self._depth = 0
         self._in_string = self._escapes = False
         self._key: str | None = None
         self._buffer = ""
-        """Current key or value."""
         self._name: str | None = None
         self._arguments: str | None = None
         """Held until the name is known, or when they are JSON inside a string."""

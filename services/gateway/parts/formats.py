@@ -21,9 +21,7 @@ class Function:
     name: str
     description: str
     parameters: Mapping[str, Any]
-    """JSON schema of an object."""
     path: str = ""
-    """Location in the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,6 @@ class CallFormat:
     marks: tuple[str, ...]
     """If the tokenizer has these as special tokens, the answer's text must include them."""
     begin: tuple[str, ...]
-    """Text before each call."""
     call: Callable[[str], tuple[tuple[str, ...], tuple[str, ...]]]
     """Returns the text before and after the arguments of the named function."""
     end: tuple[str, ...] = ()

@@ -35,7 +35,6 @@ class Alignment:
         """`chars` is the offset of the first token."""
         self._unplaced: list[tuple[int, TokenLogprobs]] = []
         self._placed: deque[tuple[PlacedToken, int]] = deque()
-        """With the offset after the token."""
         self._read_chars = self._shown_chars = chars
 
     def on_token(self, token: int, logprobs: TokenLogprobs | None) -> None:
@@ -166,7 +165,6 @@ class TextRules:
     min_tokens: int = 0
     """Stop strings complete within this many tokens are ignored."""
     stop_token_ids: frozenset[int] = frozenset()
-    """The client's own stop tokens."""
     sums_hidden: bool = False
     """For embeddings: sum the hidden states of all tokens instead of keeping the last."""
 
@@ -178,7 +176,6 @@ class Given:
     tokens: int = 0
     """Number of forced tokens at the beginning of the worker's output."""
     prompt: tuple[int, ...] = ()
-    """The whole prompt."""
     text: str | None = None
     """The prompt's text, if the answer is to begin with it."""
 

@@ -23,7 +23,7 @@ from shared.errors import ConfigError, InvalidRequest, Overloaded
 from shared.grammars import Grammars
 from shared.log import get_logger
 from shared.model_files import read_json
-from shared.tokenizer_files import TokenizerFiles, load_tokenizer
+from shared.tokenizer_files import load_tokenizer
 
 _log = get_logger("gateway.tokenizer")
 ChatMessage = Mapping[str, Any]
@@ -218,36 +218,27 @@ def load_codec(model: str) -> Codec:
     """Load from a local folder or a hub id. Raises ConfigError naming what is missing."""
     files = load_tokenizer(model)
     source = template_source(files.folder, files.config)
+    config = read_json(files.folder / "config.json")
+    pooling = read_json(files.folder / "1_Pooling" / "config.json")
+    inner = config.get("text_config") or {}
+    folder: Path | None = files.folder
+    try:
+        Grammars(files)
+    except ConfigError as error:
+        _log.warning("structured output will be refused: %s", error)
+        folder = None
     return Codec(
         tokenizer=files.tokenizer,
         template=ChatTemplate(source, files.special) if source else None,
         end_token_ids=files.end_token_ids,
         vocab_size=files.vocab_size,
-        forms_folder=files.folder if _can_keep_forms(files) else None,
-        pools_mean=_pools_mean(files.folder),
-        hidden_size=_hidden_size(read_json(files.folder / "config.json")),
+        forms_folder=folder,
+        pools_mean=bool(pooling.get("pooling_mode_mean_tokens", False)),
+        hidden_size=int(config.get("hidden_size") or inner.get("hidden_size") or 0),
     )
 
 
-def _hidden_size(config: dict[str, Any]) -> int:
-    return int(config.get("hidden_size") or (config.get("text_config") or {}).get("hidden_size") or 0)
-
-
-def _pools_mean(folder: Path) -> bool:
-    return bool(read_json(folder / "1_Pooling" / "config.json").get("pooling_mode_mean_tokens", False))
-
-
-def _can_keep_forms(files: TokenizerFiles) -> bool:
-    try:
-        Grammars(files)
-    except ConfigError as error:
-        _log.warning("structured output will be refused: %s", error)
-        return False
-    return True
-
-
 SPACE_MARK = "▁"
-"""sentencepiece's mark for a space."""
 
 
 class Vocabulary:
@@ -258,9 +249,8 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._kinds = _decoder_kinds(tokenizer)
-        self._added: dict[int, str] = {
-            token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()
-        }
+        added = tokenizer.get_added_tokens_decoder()
+        self._added: dict[int, str] = {token: each.content for token, each in added.items()}
         self._known: dict[int, tuple[str, bytes]] = {}
 
     def text(self, token: int) -> str:

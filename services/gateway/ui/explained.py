@@ -9,7 +9,6 @@ from services.gateway.core.account import UNEXPLAINED, AnswerAccount, Cause, Hap
 from shared.messages.recordings import Recorded
 
 _NAMED = 3
-"""Number of requests ahead that are named."""
 
 
 def explained(

@@ -21,11 +21,9 @@ PICTURE_S = 0.3
 ASK_S = 1.0
 SAMPLE_S = 1.0
 HISTORY = 600
-"""Number of points."""
 MOST_VIEWERS = 32
 QUEUED_PICTURES = 4
 RECENT = 200
-"""Number of events for a new viewer."""
 SHOWN_REQUESTS = 60
 EVENT_KINDS = ("relief", "move begun", "moved", "worker lost", "preempted")
 
@@ -75,7 +73,6 @@ class Watch:
         self._history: deque[dict[str, float]] = deque(maxlen=HISTORY)
         self._events: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self._fresh: list[dict[str, Any]] = []
-        """Events since the last picture."""
         self._sampled: tuple[float, float, float, float] | None = None
 
     def join(self) -> Viewer:
@@ -169,7 +166,7 @@ class Watch:
                 "policy": scheduler.said.policy,
                 "scheduler": scheduler.scheduler_id if scheduler.is_present(now_s) else None,
                 "unready": sessions.unready_reasons(),
-                "troubles": sessions.troubles() or (),
+                "troubles": sessions.stack.troubles(now_s) or (),
             },
             "requests": self._requests(now_s),
             "open_requests": sessions.active,
@@ -194,7 +191,7 @@ class Watch:
                 "tokens": len(sequence.stream.tokens),
                 "prompt_tokens": len(sequence.prompt) // TOKEN_BYTES,
                 "max_tokens": sequence.sampling.max_tokens,
-                "age_s": round(now_s - sequence.accepted_s, 2),
+                "age_s": round(now_s - sequence.exchange.accepted_s, 2),
                 "attempt": sequence.stream.attempt,
             }
             for sequence in self._sessions.latest(SHOWN_REQUESTS)

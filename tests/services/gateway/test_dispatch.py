@@ -5,7 +5,6 @@ Small messages: in order, acknowledgements together, never in the way.
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextvars import copy_context
 from typing import Any
 
 import msgspec
@@ -81,9 +80,9 @@ class Bench:
         self.dispatch = Dispatch(config, bus, tasks, lambda: 0.0, Counters(), self.apply)
         self.stream = Stream(("req", 0), StreamTiming(), 0.0)
         sampling = Sampling(seed=1, max_tokens=10)
-        context = copy_context()
-        context.run(tracing.attach, {"traceparent": TRACE})
-        self.sequence = OpenChoice(self.stream, pack_tokens([1, 2]), sampling, Exchange(), 0.0, context)
+        exchange = Exchange()
+        exchange.context.run(tracing.attach, {"traceparent": TRACE})
+        self.sequence = OpenChoice(self.stream, pack_tokens([1, 2]), sampling, exchange)
 
     def apply(self, sequence: OpenChoice, effects: StreamEffects) -> None:
         assert sequence is self.sequence

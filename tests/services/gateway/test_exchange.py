@@ -1,7 +1,6 @@
 """Waiting for admission and for tokens: every wait ends."""
 
 import asyncio
-from contextvars import copy_context
 
 import pytest
 
@@ -18,12 +17,12 @@ SAMPLING = Sampling(seed=5, max_tokens=10)
 
 
 def exchange_of(choices: int) -> Exchange:
-    exchange = Exchange()
+    exchange = Exchange(accepted_s=1.0)
     for choice in range(choices):
         stream = Stream(("req", choice), StreamTiming(), 0.0)
         stream.submit(0.0)
         prompt = pack_tokens([1, 2, 3])
-        exchange.sequences.append(OpenChoice(stream, prompt, SAMPLING, exchange, 1.0, copy_context()))
+        exchange.sequences.append(OpenChoice(stream, prompt, SAMPLING, exchange))
     return exchange
 
 
@@ -62,7 +61,7 @@ async def test_a_client_that_leaves_ends_every_wait() -> None:
     exchange = exchange_of(1)
     waiting = asyncio.create_task(admitted(exchange, 5))
     await asyncio.sleep(0)
-    exchange.leave()
+    exchange.fail(ClientGone())
     with pytest.raises(ClientGone):
         await asyncio.wait_for(waiting, PATIENCE_S)
     with pytest.raises(ClientGone):
@@ -148,5 +147,5 @@ def test_what_was_taken_once_is_submitted_as_resumed() -> None:
     accept(exchange, 0)
     assert sequence.spec("g", 9, 3.5).is_resumed
     (inherited,) = exchange_of(1).sequences
-    inherited.is_resumed = True
+    inherited.exchange.is_resumed = True
     assert inherited.spec("g", 9, 3.5).is_resumed

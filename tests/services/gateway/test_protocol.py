@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import ClientGone, HttpError, error_response
-from services.gateway.http.bodies import BodyReader
+from services.gateway.http.bodies import read_body
 from services.gateway.http.connection import ENGAGE
 from services.gateway.http.server import bind, make_server
 from services.gateway.text.tokenizer import TokenizerThreads
@@ -24,7 +24,7 @@ from tests.patience import PATIENCE_S
 
 FLOOD = 64
 LIMITS = GatewayConfig.model_validate({"max_body_bytes": 1000, "receive_timeout_s": 0.3})
-BODIES = BodyReader(LIMITS, TokenizerThreads(1, 8))
+THREADS = TokenizerThreads(1, 8)
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n"
 
 
@@ -44,7 +44,7 @@ class Application:
         scope[ENGAGE]()
         try:
             if scope["path"] != "/early":
-                body = await BODIES.read(Request(scope, receive))
+                body = await read_body(Request(scope, receive), LIMITS, THREADS)
         except ClientGone:
             self.left += 1
             return

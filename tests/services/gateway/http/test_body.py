@@ -1,6 +1,7 @@
 """Bodies: size, time, and form."""
 
 import asyncio
+import time
 import tracemalloc
 import zlib
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from starlette.types import Message, Receive
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import ClientGone, HttpError
 from services.gateway.http import bodies
-from services.gateway.http.bodies import BodyReader, inflated
+from services.gateway.http.bodies import inflated, read_body
 from services.gateway.openai.schemas import MAX_ENTRIES, MAX_VALUES, parse_object
 from services.gateway.text.tokenizer import TokenizerThreads
 from shared.errors import InvalidRequest
@@ -46,7 +47,7 @@ async def read(
     threads = TokenizerThreads(1, 4)
     try:
         config = GatewayConfig.model_validate({"max_body_bytes": most_bytes, "receive_timeout_s": 0.1})
-        return await BodyReader(config, threads).read(Request({"type": "http", "headers": headers}, receive))
+        return await read_body(Request({"type": "http", "headers": headers}, receive), config, threads)
     finally:
         threads.close()
 
@@ -105,6 +106,17 @@ async def test_a_packed_body_is_inflated_up_to_the_cap(encoding: str, bits: int)
     assert (caught.value.status, caught.value.closes) == (413, False)
 
 
+async def test_a_body_of_several_members_is_read_up_to_the_cap() -> None:
+    """As `cat a.gz b.gz`, pigz and bgzip write them."""
+    members = [packed(content, GZIP) for content in (b'{"a": ', b"", b"1" * 9, b"}")]
+    assert await read(arriving([b"".join(members)]), encoding="gzip", most_bytes=300) == b'{"a": 111111111}'
+    with pytest.raises(HttpError, match="inflated"):
+        inflated(packed(b"x" * 9, GZIP) * 100, 500)
+    began_s = time.process_time()
+    assert inflated(packed(b"", GZIP) * 100_000, 10) == b""
+    assert time.process_time() - began_s < 5, "the rest is not copied at the end of each member"
+
+
 def test_of_a_bomb_no_more_than_the_cap_is_made() -> None:
     bomb = packed(bytes(64 * 1024 * 1024), GZIP)
     tracemalloc.start()
@@ -118,7 +130,9 @@ def test_of_a_bomb_no_more_than_the_cap_is_made() -> None:
     ("body", "said"),
     [
         (packed(b"{}", GZIP)[:-3], "cut off"),
-        (packed(b"{}", GZIP) * 2, "more after its end"),
+        (packed(b"{}", GZIP) + b"x", "more after its end"),
+        (packed(b"{}", ZLIB) * 2, "more after its end"),
+        (packed(b"{}", GZIP) + packed(b"{}", GZIP)[:-3], "cut off"),
         (b"no gzip", "cannot be inflated"),
         (b"", "cut off"),
     ],

@@ -56,7 +56,7 @@ async def test_silence_is_filled_with_comments_and_begins_the_stream() -> None:
     assert set(sent.bodies) == {KEEP_ALIVE}
     exchange.changed.set()
     await waiting
-    exchange.leave()
+    exchange.fail(ClientGone())
     with pytest.raises(ClientGone):
         await out.wait(exchange)
 
