@@ -98,9 +98,7 @@ class GatewayConfig(ModelServiceConfig):
     stored_responses_mb: int = Field(64, ge=1, description="of them, for each API key; the oldest leave")
     stored_responses_days: float = Field(30.0, gt=0, description="for which they are kept at most")
     resume_s: float = Field(
-        60.0,
-        gt=0,
-        description="an answer that can be asked for again is kept this long without a reader",
+        60.0, gt=0, description="an answer that can be asked for again is kept this long without a reader"
     )
     resume_mb: int = Field(64, ge=1, description="of such answers, and as much of other gateways'")
     unknown_fields: Literal["refuse", "ignore"] = Field(

@@ -2,6 +2,7 @@
 Fields without an equivalent are refused by name or have no effect."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -13,6 +14,8 @@ from services.gateway.openai.schemas import MAX_STOPS, StopString, parse_chat, v
 from shared.errors import InvalidRequest
 
 _TOOL_FIELDS = frozenset({"type", "name", "description", "input_schema"})
+_LONG = re.compile(rb"-[0-9]{19}|[0-9]{20}")
+"""In a body with integers beyond 64 bits, which the fast parser turns into doubles."""
 _EFFORTS = {"low", "medium", "high"}
 
 
@@ -42,7 +45,13 @@ def parse_messages(
 ) -> dict[str, Any]:
     """Return the body as a chat for `/v1/chat/completions`; with `counts`, only for token counting. Raises
     InvalidRequest and UnsupportedFeature naming the field."""
-    request = validated(MessagesRequest, parse_chat(body, max_messages))
+    content = parse_chat(body, max_messages)
+    if _LONG.search(body) is not None:
+        try:
+            content["messages"] = json.loads(body).get("messages")
+        except (ValueError, RecursionError):
+            raise InvalidRequest("messages have a number of too many digits", param="messages") from None
+    request = validated(MessagesRequest, content)
     settle(request, ignored, MESSAGES_IGNORED)
     if request.max_tokens is None and not counts:
         raise InvalidRequest("max_tokens: Field required", param="max_tokens")

@@ -250,9 +250,7 @@ def _of_handovers(events: Sequence[Happened], steps: Sequence[_Step], end_s: flo
             yield first_s, following.at_s, Cause.LOST
 
 
-def _handovers(
-    events: Sequence[Happened],
-) -> Iterator[tuple[tuple[int, int], Happened | None, list[str]]]:
+def _handovers(events: Sequence[Happened]) -> Iterator[tuple[tuple[int, int], Happened | None, list[str]]]:
     """Yield each choice's attempts in order: choice and attempt, the next submission, its causes. The next
     submission is None for the last attempt. A resubmission of the same attempt does not count."""
     by_choice: dict[int, dict[int, Happened]] = defaultdict(dict)

@@ -101,20 +101,14 @@ REFUSED: Mapping[str, tuple[Neutral, str]] = {
     "use_beam_search": (_is_empty, ""),
     "continue_final_message": (_is_empty, _CHATS),
     "add_generation_prompt": (_is(True), _CHATS),
-    "guided_whitespace_pattern": (
-        _is_empty,
-        "JSON is written with single spaces and indented lines at most",
-    ),
+    "guided_whitespace_pattern": (_is_empty, "JSON is written with single spaces and indented lines at most"),
     "n": (_is(1), ""),
     "stop": (_is_empty, "send stop_sequences to /v1/messages; /v1/responses has none"),
     "stop_sequences": (_is_empty, "send stop"),
     "max_tokens": (_is_empty, "send max_output_tokens"),
     "max_completion_tokens": (_is_empty, "send max_tokens, or max_output_tokens to /v1/responses"),
     "max_output_tokens": (_is_empty, "send max_tokens"),
-    "response_format": (
-        _is_empty,
-        "send text.format to /v1/responses, output_config.format to /v1/messages",
-    ),
+    "response_format": (_is_empty, "send text.format to /v1/responses, output_config.format to /v1/messages"),
     "output_format": (_is_empty, _FORMS),
 }
 """Fields that every API refuses unless it has them or the value asks for nothing, and what to do instead."""

@@ -11,10 +11,7 @@ from services.gateway.openai.schemas import MAX_ENTRIES, parse_object, validated
 from services.gateway.openai.tools import full_name
 from shared.errors import InvalidRequest
 
-_STATE = {
-    "conversation": "send the whole conversation as input",
-    "prompt": "send the text itself",
-}
+_STATE = {"conversation": "send the whole conversation as input", "prompt": "send the text itself"}
 _ROLES = ("user", "assistant", "system", "developer")
 _ITEM_FIELDS = frozenset(
     {"type", "id", "status", "role", "content", "call_id", "namespace", "name", "arguments", "output"}

@@ -1,6 +1,5 @@
 """A gateway as it runs, on a real port and a real bus, with a fake scheduler and two fake workers behind
-it.
-"""
+it."""
 
 import asyncio
 import hashlib
@@ -131,8 +130,7 @@ async def make_stack(
     bus_config: BusConfig, connect_bus: Callable[..., Awaitable[Bus]], model_folder: Path, codec: Codec
 ) -> AsyncIterator[MakeStack]:
     """Starts a gateway with settings of the test's choosing, waits until it is ready, and ends it
-    afterwards.
-    """
+    afterwards."""
     loops: list[asyncio.Task[None]] = []
     async with AsyncExitStack() as ends:
 

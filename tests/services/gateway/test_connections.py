@@ -47,18 +47,6 @@ def test_one_address_displaces_its_own() -> None:
     assert table.arrive("d", "x") is None
 
 
-def test_who_has_left_is_forgotten() -> None:
-    table = full(idle=("a",))
-    assert table.arrive("b", "x") == "a"
-    table.disengage("a")
-    table.engage("a")
-    table.leave("a")
-    assert table.arrive("c", "x") == "b"
-    table.leave("c")
-    assert len(table) == 0
-    assert table.arrive("d", "x") is None
-
-
 @pytest.mark.parametrize(
     ("host", "key"),
     [

@@ -1,7 +1,5 @@
-"""StreamEffects become commands on the bus, and their outcomes events of the stream.
-
-Small messages: in order, acknowledgements together, never in the way.
-"""
+"""StreamEffects become commands on the bus, and their outcomes events of the stream. Small messages: in
+order, acknowledgements together, never in the way."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,7 +18,6 @@ from services.gateway.dispatch import Dispatch, NoticeOutbox
 from services.gateway.exchange import Exchange, OpenChoice
 from shared import subjects
 from shared.bus import Bus, Endpoint, Listener, tracing
-from shared.errors import InvalidRequest
 from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence
 from shared.messages.sequence import Sampling, pack_tokens
 from shared.messages.tokens import AcknowledgeEnds, FetchedTokens, FetchTokens, TokenDelta
@@ -114,27 +111,12 @@ async def test_a_submission_carries_the_sequence_and_its_trace(bench: Bench) -> 
     assert bench.peer.traces == ["0af7651916cd43dd8448eb211c80319c"]
 
 
-async def test_a_refusal_reaches_the_stream_with_its_type(bench: Bench) -> None:
-    bench.peer.refusal = InvalidRequest("too long", param="prompt")
-    await bench.carry_out(*bench.stream.submit(0.0))
-    assert isinstance(bench.stream.failure, InvalidRequest)
-    assert bench.stream.failure.param == "prompt"
-
-
 async def test_a_superseded_submission_is_not_sent(bench: Bench) -> None:
     (old,) = bench.stream.submit(0.0)
     (new,) = bench.stream.on_worker_lost(("w", 1), 1, 0.0)
     await bench.carry_out(old, new)
     await asyncio.sleep(0.05)
     assert [command.spec.ref.attempt for command in bench.peer.submits] == [2]
-
-
-async def test_a_fetch_brings_tokens(bench: Bench) -> None:
-    bench.stream.on_delta(TokenDelta("req", 0, 1, 0, (7,)), ("w", 1), 0.0)
-    effects = bench.stream.on_delta(TokenDelta("req", 0, 1, 3, (10,)), ("w", 1), 0.0)
-    bench.peer.answer = TokenDelta("req", 0, 1, 1, (8, 9, 10))
-    await bench.carry_out(*effects)
-    assert bench.stream.tokens == [7, 8, 9, 10]
 
 
 async def test_a_fetch_from_nobody_fails_in_time(bench: Bench) -> None:

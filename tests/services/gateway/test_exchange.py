@@ -7,8 +7,7 @@ import pytest
 from services.gateway.core.stream import Stream, StreamTiming
 from services.gateway.errors import ClientGone
 from services.gateway.exchange import Deadline, Exchange, OpenChoice, admitted
-from shared.clock import monotonic_s
-from shared.errors import DeadlineExceeded, InternalError, InvalidRequest, NoResponder
+from shared.errors import DeadlineExceeded, InternalError, NoResponder
 from shared.messages.sequence import Sampling, pack_tokens, unpack_tokens
 from shared.messages.tokens import TokenDelta
 from tests.patience import PATIENCE_S
@@ -49,14 +48,6 @@ async def test_admission_ends_in_time() -> None:
     assert caught.value.retry_after_s == 2.0
 
 
-async def test_admission_raises_what_refused_it() -> None:
-    exchange = exchange_of(1)
-    exchange.sequences[0].stream.on_submit_failed(1, InvalidRequest("no"), 0.0)
-    exchange.changed.set()
-    with pytest.raises(InvalidRequest, match="no"):
-        await admitted(exchange, 5)
-
-
 async def test_a_client_that_leaves_ends_every_wait() -> None:
     exchange = exchange_of(1)
     waiting = asyncio.create_task(admitted(exchange, 5))
@@ -66,25 +57,6 @@ async def test_a_client_that_leaves_ends_every_wait() -> None:
         await asyncio.wait_for(waiting, PATIENCE_S)
     with pytest.raises(ClientGone):
         exchange.check()
-
-
-async def test_a_change_before_the_wait_is_not_missed() -> None:
-    exchange = exchange_of(1)
-    exchange.changed.set()
-    await asyncio.wait_for(exchange.wait(), PATIENCE_S)
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(exchange.wait(), 0.02)
-
-
-def test_only_news_wakes_a_reader() -> None:
-    (sequence,) = exchange_of(1).sequences
-    assert not sequence.has_news()
-    sequence.stream.on_submitted(1, 0.0)
-    assert sequence.has_news() and not sequence.has_news()
-    sequence.stream.on_delta(TokenDelta("req", 0, 1, 0, (7, 8)), ("w", 1), 0.0)
-    assert sequence.has_news() and not sequence.has_news()
-    sequence.stream.cancel()
-    assert sequence.has_news() and not sequence.has_news()
 
 
 async def test_a_spec_carries_what_was_received_apart_from_the_prompt() -> None:
@@ -108,27 +80,6 @@ async def test_an_expired_deadline_ends_every_wait() -> None:
     with pytest.raises(DeadlineExceeded, match="within the 2 s"):
         await asyncio.wait_for(waiting, PATIENCE_S)
     assert exchange.sequences[0].spec("g", 9, 3.5).deadline_in_s == 0.0
-
-
-async def test_a_spec_says_how_long_the_client_still_waits() -> None:
-    exchange = exchange_of(1)
-    assert exchange.sequences[0].spec("g", 9, 3.5).deadline_in_s is None
-    exchange.deadline = Deadline(monotonic_s() - 3, 10.0)
-    left_s = exchange.sequences[0].spec("g", 9, 3.5).deadline_in_s
-    assert left_s is not None and 6.0 < left_s <= 7.0
-
-
-def test_who_writes_at_once_is_not_woken() -> None:
-    exchange = exchange_of(1)
-    exchange.notify()
-    assert exchange.changed.is_set(), "nobody writes at once"
-    exchange.changed.clear()
-    exchange.on_news = lambda: True
-    exchange.notify()
-    assert not exchange.changed.is_set()
-    exchange.on_news = lambda: False
-    exchange.notify()
-    assert exchange.changed.is_set()
 
 
 async def test_an_answer_that_cannot_be_written_fails_alone() -> None:

@@ -33,10 +33,7 @@ def test_a_key_has_a_class_and_a_weight_or_the_usual_ones() -> None:
     ("options", "listed"),
     [
         ({"sha256": DIGEST, "class": "gold"}, "guaranteed, standard, sheddable"),
-        (
-            {"sha256": DIGEST, "quota": 5},
-            "class, max_concurrent, requests_per_minute, sha256",
-        ),
+        ({"sha256": DIGEST, "quota": 5}, "class, max_concurrent, requests_per_minute, sha256"),
         ({"sha256": DIGEST, "weight": 0}, "0.01"),
         ({"sha256": "abc"}, "sha256"),
         ({}, "sha256"),

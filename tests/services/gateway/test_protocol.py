@@ -1,6 +1,5 @@
 """What uvicorn alone would wait for, or keep, without end: half a header, half a body, a reader that does not
-read, whatever a client sends after its answer.
-"""
+read, whatever a client sends after its answer."""
 
 import asyncio
 import contextlib
@@ -30,8 +29,7 @@ REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n"
 
 class Application:
     """Reads the body, then answers; `/flood` answers with more than any buffer takes, `/slow` in two parts,
-    `/early` before it has read anything.
-    """
+    `/early` before it has read anything."""
 
     def __init__(self) -> None:
         self.gone = asyncio.Event()

@@ -16,12 +16,12 @@ from services.gateway.text.choice_text import TextRules
 from services.gateway.text.tokenizer import Codec
 from shared import subjects
 from shared.bus import Bus, Listener
-from shared.errors import NoResponder, Overloaded
+from shared.errors import Overloaded
 from shared.messages.moves import MovePrepared
 from shared.messages.reports import SequenceFinished
 from shared.messages.sequence import FinishReason, Sampling, SequenceRef, proof_of
 from shared.messages.tokens import TokenDelta, TokenFrame
-from tests.patience import PATIENCE_S, until
+from tests.patience import until
 from tests.services.gateway.core.test_peers import report
 
 W = ("worker-0", 1)
@@ -56,10 +56,7 @@ def job(prompts: int = 1, n: int = 1, **fields: Any) -> AdmittedRequest:
     sampling = Sampling(seed=1, max_tokens=10, end_token_ids=(2,))
     defaults: dict[str, Any] = {"kind": "chat", "rules": TextRules(), "stream": False, "include_usage": False}
     return AdmittedRequest(
-        prompts=((5, 6, 7),) * prompts,
-        samplings=(sampling,) * prompts,
-        n=n,
-        **defaults | fields,
+        prompts=((5, 6, 7),) * prompts, samplings=(sampling,) * prompts, n=n, **defaults | fields
     )
 
 
@@ -109,34 +106,12 @@ async def test_an_answer_is_told_once_to_whoever_learns(
     assert told == {0: (3, FinishReason.STOP), 1: (2, FinishReason.STOP)}
 
 
-async def test_deltas_of_nobody_and_of_older_attempts_are_counted_only(desk: Sessions) -> None:
-    exchange = desk.open(job(), "req_1")
-    before = said(exchange, 0, (8,))
-    desk.lose(W, {("req_1", 0): 1})
-    stream = exchange.sequences[0].stream
-    assert stream.attempt == 2
-    desk.on_frame(before)
-    desk.on_frame(frame(TokenDelta("req_9", 0, 1, 0, (8,))))
-    assert stream.tokens == []
-    desk.on_frame(said(exchange, 0, (8,)))
-    assert stream.tokens == [8]
-
-
 async def test_a_prepared_move_concerns_the_sequence_it_names(desk: Sessions) -> None:
     exchange = desk.open(job(n=2), "req_1")
     for choice, request in ((0, "req_1"), (0, "req_9")):
         moving = SequenceRef(request_id=request, choice=choice, attempt=1)
         desk.on_prepared(MovePrepared(ref=moving, target="worker-1"))
     assert [sequence.stream.attempt for sequence in exchange.sequences] == [2, 1]
-
-
-async def test_waiting_for_the_first_worker(desk: Sessions) -> None:
-    with pytest.raises(NoResponder, match="no worker serves 'm'"):
-        await desk.context_tokens(0.05, "m")
-    waiting = asyncio.create_task(desk.context_tokens(5, "m"))
-    await asyncio.sleep(0.01)
-    desk.on_worker_reported(report("worker-0", context=77))
-    assert await asyncio.wait_for(waiting, PATIENCE_S) == 77
 
 
 async def test_a_silent_worker_is_lost_on_the_tick(desk: Sessions, clock: list[float]) -> None:

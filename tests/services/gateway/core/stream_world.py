@@ -1,8 +1,6 @@
-"""One stream in a world that loses, doubles and reorders: a state machine for hypothesis.
-
-Workers are models: which attempt each holds and how much of the true answer. At the end everything works
-again, and the answer must be completed.
-"""
+"""One stream in a world that loses, doubles and reorders: a state machine for hypothesis. Workers are models:
+which attempt each holds and how much of the true answer. At the end everything works again, and the answer
+must be completed."""
 
 from dataclasses import dataclass, field
 

@@ -79,22 +79,6 @@ def test_a_story_is_told_in_its_parts() -> None:
     assert sum(spent.values()) == pytest.approx(4.4)
 
 
-def test_what_nobody_recorded_is_unexplained() -> None:
-    story = [
-        event(10.0, "gateway", "submit", causes={}),
-        event(12.0, "gateway", "tokens complete", phase="ended", reason="stop", tokens=2),
-        event(12.0, "gateway", "request", took_s=2.0, status=200, client_gone=False),
-    ]
-    account = account_of(story, now_s=99.0)
-    assert account is not None
-    assert account.seconds() == {UNEXPLAINED: pytest.approx(2.0)}
-    assert account.accounted_share == pytest.approx(0.0)
-
-
-def test_without_its_gateway_there_is_no_account() -> None:
-    assert account_of([step(1.0, 0.1, busy_s=0.0, plan=1)], now_s=2.0) is None
-
-
 def test_one_that_was_put_off_and_begins_under_a_later_plan_is_at_its_worker_meanwhile() -> None:
     story = [
         event(10.0, "gateway", "submit", causes={}),

@@ -41,36 +41,3 @@ def test_tokens_leave_once_in_order_and_not_before_their_text(
         assert all(placed.offset < shown for placed in rest)
     else:
         assert len(everything) == len(sizes)
-
-
-def test_parts_of_a_character_share_its_place() -> None:
-    alignment = Alignment()
-    for token, chars in ((1, 2), (2, 0), (3, 0), (4, 1), (5, 3)):
-        alignment.on_token(token, logprobs(token))
-        alignment.on_text(chars)
-    assert [(placed.token, placed.offset) for placed in alignment.on_shown(6)] == [
-        (1, 0),
-        (2, 2),
-        (3, 2),
-        (4, 2),
-        (5, 3),
-    ]
-
-
-def test_a_token_shown_in_part_belongs_to_a_cut_answer() -> None:
-    alignment = Alignment()
-    for token in (1, 2, 3):
-        alignment.on_token(token, logprobs(token))
-        alignment.on_text(4)
-    assert [placed.token for placed in alignment.on_shown(6)] == [1]
-    assert [placed.token for placed in alignment.on_end(is_cut=True)] == [2]
-
-
-def test_a_token_without_values_is_not_listed() -> None:
-    alignment = Alignment()
-    alignment.on_token(1, None)
-    alignment.on_text(2)
-    alignment.on_token(2, logprobs(2))
-    alignment.on_text(2)
-    (only,) = alignment.on_shown(4)
-    assert (only.token, only.offset) == (2, 2)

@@ -44,18 +44,6 @@ def test_a_restart_ends_the_run_before() -> None:
     assert [row["worker"] for row in table.rows(1.5)] == ["a"]
 
 
-def test_a_worker_given_up_is_gone_until_it_is_heard_again() -> None:
-    table = WorkerTable(["m"], timeout_s=2)
-    table.on_report(report("a", 5), 0)
-    table.on_lost(("a", 4))
-    assert facts(table) == (100, 1)
-    table.on_lost(("a", 5))
-    assert facts(table) == (100, 0)
-    assert table.on_tick(9) == []
-    assert table.on_report(report("a", 5), 9) is None
-    assert table.serving == 1
-
-
 @given(
     st.lists(
         st.tuples(st.sampled_from("abc"), st.integers(1, 3), st.integers(1, 9), st.floats(0, 3)), max_size=30
@@ -119,3 +107,15 @@ def test_steps_are_summed_over_starts_and_silences() -> None:
     sums = table.steps["m"]
     assert (sums.tokens, sums.by_tokens[:3], sums.by_prefill[:3]) == (40, [3, 2, 0], [3, 2, 0])
     assert sums.prefill_s == pytest.approx(4.0)
+
+
+def test_a_worker_given_up_is_gone_until_it_is_heard_again() -> None:
+    table = WorkerTable(["m"], timeout_s=2)
+    table.on_report(report("a", 5), 0)
+    table.on_lost(("a", 4))
+    assert facts(table) == (100, 1)
+    table.on_lost(("a", 5))
+    assert facts(table) == (100, 0)
+    assert table.on_tick(9) == []
+    assert table.on_report(report("a", 5), 9) is None
+    assert table.serving == 1

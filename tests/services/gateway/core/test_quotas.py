@@ -31,10 +31,7 @@ def test_tokens_are_counted_when_an_answer_ends() -> None:
     quotas.begin(KEY, 31.0)
 
 
-@given(
-    per_minute=st.floats(0.5, 120),
-    gaps_s=st.lists(st.floats(0, 40), min_size=1, max_size=60),
-)
+@given(per_minute=st.floats(0.5, 120), gaps_s=st.lists(st.floats(0, 40), min_size=1, max_size=60))
 def test_requests_never_exceed_a_minutes_worth_and_the_rate(per_minute: float, gaps_s: list[float]) -> None:
     """In any stretch; and who waits as told gets in."""
     quotas, now_s, taken = Quotas({KEY: Quota(requests_per_minute=per_minute)}), 0.0, []

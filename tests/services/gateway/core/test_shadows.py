@@ -1,7 +1,5 @@
-"""Requests of other gateways that are kept: found by name, taken over once, never more than there is room
-
-A model that keeps everything in a list says what should be there.
-"""
+"""Requests of other gateways that are kept: found by name, taken over once, never more than there is room A
+model that keeps everything in a list says what should be there."""
 
 from collections.abc import Callable
 

@@ -50,11 +50,3 @@ def test_it_holds_back_only_what_may_become_a_stop(text: str, stops: list[str]) 
     held = text[len(shown) :]
     if matcher.matched is None and held:
         assert any(stop.startswith(held) for stop in stops)
-
-
-def test_after_a_match_nothing_more_is_shown() -> None:
-    matcher = StopMatcher(["END"])
-    assert matcher.feed("the EN") == "the "
-    assert matcher.feed("D and more") == ""
-    assert matcher.matched == "END"
-    assert matcher.feed("still more") == matcher.flush() == ""

@@ -1,9 +1,6 @@
-"""One sequence against everything that may happen to it: the true tokens, each once, or it stays open.
-
-A submission that fails is repeated ever more rarely; only the answer to the latest counts.
-
-A stream whose attempts end without an answer: how often, and what its client is told.
-"""
+"""One sequence against everything that may happen to it: the true tokens, each once, or it stays open. A
+submission that fails is repeated ever more rarely; only the answer to the latest counts. A stream whose
+attempts end without an answer: how often, and what its client is told."""
 
 import msgspec
 import pytest
@@ -63,13 +60,6 @@ def test_a_lost_last_frame_is_fetched_when_a_heartbeat_shows_the_end() -> None:
     assert stream.tokens == [10, 11, 12]
 
 
-def test_a_heartbeat_ahead_of_its_frames_fetches_nothing() -> None:
-    stream = begun()
-    assert stream.on_report(listed(1, 3), A, 1.0) == ()
-    stream.on_delta(delta(1, 2, (12,)), A, 1.1)
-    assert stream.on_tick(1.5) == ()
-
-
 def test_a_lost_worker_means_a_higher_attempt_and_its_late_frames_mean_nothing() -> None:
     stream = begun()
     assert stream.on_worker_lost(A, 1, 1.0) == (Submit(2, 2),)
@@ -108,12 +98,6 @@ def test_two_workers_on_one_attempt_are_one_too_many() -> None:
     effects = stream.on_delta(delta(1, 2, (12,)), B, 1.0)
     assert effects == (Cancel(ref(1), "a", is_final=False), Submit(2, 2))
     assert stream.tokens == [10, 11]
-
-
-def test_a_worker_that_no_longer_holds_the_attempt_means_a_higher_one() -> None:
-    stream = begun()
-    stream.on_delta(delta(1, 5, (15,)), A, 0.3)
-    assert Submit(2, 2) in stream.on_fetched(ref(1), None, A, 0.4)
 
 
 def test_fetches_are_repeated_and_then_given_up() -> None:
@@ -258,15 +242,6 @@ def test_cancelling_tells_scheduler_and_worker_once() -> None:
     assert stream.tokens == [10, 11]
 
 
-def test_cached_tokens_are_those_of_the_first_attempt() -> None:
-    stream = Stream(KEY, TIMING, 0.0)
-    stream.submit(0.0)
-    stream.on_delta(delta(1, 0, (10,), cached=5), A, 0.2)
-    stream.on_worker_lost(A, 1, 1.0)
-    stream.on_delta(delta(2, 1, (11,), cached=7), B, 1.2)
-    assert stream.cached_tokens == 5
-
-
 def test_log_probabilities_of_new_tokens_only_are_kept_over_overlaps_gaps_and_resumes() -> None:
     def with_logprobs(attempt: int, first: int, last: int) -> TokenDelta:
         values = tuple(TokenLogprobs(-at - attempt / 10) for at in range(first, last))
@@ -313,16 +288,6 @@ def test_only_who_was_given_the_attempt_may_speak_for_it() -> None:
     assert stream.server is None and proof_of(stream.capability, *A) != proofs[A]
 
 
-def test_a_heartbeat_proves_it_too() -> None:
-    """Where the first frame was lost, what it missed is fetched, and so on."""
-    stream = Stream(KEY, TIMING, 0.0, secret=b"of this gateway")
-    stream.submit(0.0)
-    proof = proof_of(stream.capability, *A)
-    stream.on_report(msgspec.structs.replace(listed(1, 0), proof=proof), A, 0.2)
-    assert stream.server == A
-    assert Fetch(A, ref(1), 0) in (*stream.on_delta(delta(1, 2, (12,)), A, 0.3), *stream.on_tick(0.9))
-
-
 LOST = FinishReason.KV_LOST
 
 
@@ -360,3 +325,13 @@ def test_kv_that_is_lost_again_and_again_ends_the_stream_with_a_typed_error() ->
     with pytest.raises(CreditorLost, match="lost 5 times"):
         raise stream.failure or AssertionError("no failure")
     stream.check_integrity()
+
+
+def test_a_heartbeat_proves_it_too() -> None:
+    """Where the first frame was lost, what it missed is fetched, and so on."""
+    stream = Stream(KEY, TIMING, 0.0, secret=b"of this gateway")
+    stream.submit(0.0)
+    proof = proof_of(stream.capability, *A)
+    stream.on_report(msgspec.structs.replace(listed(1, 0), proof=proof), A, 0.2)
+    assert stream.server == A
+    assert Fetch(A, ref(1), 0) in (*stream.on_delta(delta(1, 2, (12,)), A, 0.3), *stream.on_tick(0.9))

@@ -28,12 +28,6 @@ async def checks() -> AsyncIterator[GrammarChecks]:
     checking.close()
 
 
-async def test_nothing_runs_until_a_grammar_comes(checks: GrammarChecks) -> None:
-    assert checks._process is None
-    assert await checks.check(GOOD, "x") == GOOD
-    assert checks._process is not None
-
-
 CHAIN = "\n".join(f"a{at} ::= a{at + 1}" for at in range(2500))
 
 
@@ -72,11 +66,6 @@ async def test_other_keys_do_not_wait_behind_it(checks: GrammarChecks) -> None:
     assert await checks.check(json_grammar({"const": "b"}), "x", "b")
     assert not any(task.done() for task in hanging[1:]), "a key's own wait for each other"
     assert {verdict.reason for verdict in await asyncio.gather(*hanging)} == {DANGEROUS}
-
-
-async def test_one_grammar_of_many_requests_is_checked_once(checks: GrammarChecks) -> None:
-    grammar = json_grammar({"const": "once"})
-    assert set(await asyncio.gather(*(checks.check(grammar, "x") for _ in range(200)))) == {grammar}
 
 
 async def test_a_process_that_is_killed_is_replaced(checks: GrammarChecks) -> None:

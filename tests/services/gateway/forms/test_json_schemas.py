@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.forms.json_schemas import EXACT, LARGEST, explained, parts, prepared
+from services.gateway.forms.json_schemas import EXACT, LARGEST, explained, prepared
 from shared.errors import InvalidRequest
 from shared.grammars import Grammars, json_grammar, words_of
 from shared.tokenizer_files import TokenizerFiles, load_tokenizer
@@ -139,11 +139,6 @@ def test_what_the_library_says_becomes_a_sentence() -> None:
     assert "$ref" in explained("NoExtensionBias")
     assert explained("regex parse error:\n    (a\n    ^\nerror: unclosed group").endswith("unclosed group")
     assert len(explained("x" * 10_000 + "\ncall_0: …")) < 400
-
-
-def test_the_parts_of_a_schema_have_their_places() -> None:
-    schema = {"$defs": {"a": {}}, "items": [{}], "anyOf": [True, {}], "properties": {"b": {}, "c": False}}
-    assert [where for where, _ in parts(schema)] == ["$defs.a", "properties.b", "anyOf[1]", "items[0]"]
 
 
 def test_a_schema_of_a_thousand_levels_is_refused() -> None:

@@ -97,6 +97,15 @@ async def test_it_is_named(stack: Stack, path: str, fields: dict[str, Any], name
         assert counted.json()["input_tokens"] and counted.headers["x-kvasir-ignored"] == names
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_repeated_request_names_what_the_first_one_ignored(stack: Stack, stream: bool) -> None:
+    body = {"model": MODEL, "messages": ASKED, "stream": stream, "new": 1}
+    headers = {"idempotency-key": f"key {stream}"}
+    replies = [await stack.http.post("/v1/chat/completions", json=body, headers=headers) for _ in range(2)]
+    assert [reply.headers.get("x-kvasir-ignored") for reply in replies] == ["new"] * 2
+    assert replies[0].content == replies[1].content and len(stack.scheduler.submits) == 1
+
+
 async def test_it_is_counted_by_name_and_names_are_bounded(stack: Stack) -> None:
     def labels(text: str) -> set[str]:
         return {line for line in text.splitlines() if line.startswith("kvasir_gateway_ignored_total{")}

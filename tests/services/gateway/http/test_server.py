@@ -2,11 +2,10 @@
 
 import asyncio
 import socket
-from contextlib import closing
 
 import pytest
 
-from services.gateway.http.server import bind, url_of
+from services.gateway.http.server import bind
 from shared.errors import ConfigError
 from tests.patience import PATIENCE_S
 from tests.services.gateway.conftest import MakeStack
@@ -19,11 +18,6 @@ def test_a_port_in_use_is_a_configuration_error_that_names_the_setting() -> None
         with pytest.raises(ConfigError, match=r"cannot listen on .* set another operator_port") as caught:
             bind("127.0.0.1", taken.getsockname()[1], "operator_port")
     assert caught.value.param == "operator_port"
-
-
-def test_urls() -> None:
-    with closing(bind("127.0.0.1", 0, "port")) as listener:
-        assert url_of(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 async def test_clients_who_take_every_connection_do_not_shut_the_operator_out(make_stack: MakeStack) -> None:

@@ -1,7 +1,5 @@
-"""From body to job: tokens, limits, sampling, and refusals in the words that clients look for.
-
-From fields to `Sampling`: defaults that do nothing, ends that are merged, refusals that name the field.
-"""
+"""From body to job: tokens, limits, sampling, and refusals in the words that clients look for. From fields to
+`Sampling`: defaults that do nothing, ends that are merged, refusals that name the field."""
 
 import contextlib
 import threading
@@ -14,7 +12,7 @@ import pytest_asyncio
 
 from services.gateway.config import GatewayConfig
 from services.gateway.openai import schemas
-from services.gateway.openai.admission import DEFAULT_TEXT_MAX_TOKENS, Acceptance, sampling_of
+from services.gateway.openai.admission import Acceptance, sampling_of
 from services.gateway.openai.fields import MOST_IGNORED
 from services.gateway.openai.schemas import ChatRequest, TextRequest, parse
 from services.gateway.text.tokenizer import Codec
@@ -51,16 +49,6 @@ async def test_a_chat_becomes_one_prompt(acceptance: Acceptance, codec: Codec) -
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 1.0, 5)
     assert sampling.end_token_ids == (2,)
     assert (job.n, job.rules.stops, job.stream, job.include_usage) == (2, ("END",), False, False)
-
-
-async def test_texts_and_tokens(acceptance: Acceptance, codec: Codec) -> None:
-    body = {"model": "m", "prompt": ["hello", "you"]}
-    job = await acceptance.text(orjson.dumps(body), context)
-    assert job.prompts == tuple(tuple(codec.encode_text(prompt)) for prompt in ("hello", "you"))
-    assert [sampling.max_tokens for sampling in job.samplings] == [DEFAULT_TEXT_MAX_TOKENS] * 2
-    assert job.samplings[0].seed == job.samplings[1].seed
-    tokens = await acceptance.text(orjson.dumps({"model": "m", "prompt": [5, 6, 7]}), context)
-    assert tokens.prompts == ((5, 6, 7),)
 
 
 async def test_limits_in_order_of_precedence(acceptance: Acceptance, codec: Codec) -> None:
@@ -184,13 +172,6 @@ def test_what_is_not_asked_for_does_nothing(codec: Codec) -> None:
     assert chat(codec, **dict.fromkeys((*neutral, *nothing))) == chat(codec)
 
 
-def test_everything_is_carried(codec: Codec) -> None:
-    penalties = {"presence_penalty": -1.5, "frequency_penalty": 2, "repetition_penalty": 1.2}
-    sampling = chat(codec, **penalties, min_p=0.1, min_tokens=20, logprobs=True, top_logprobs=20)
-    assert {name: getattr(sampling, name) for name in penalties} == penalties
-    assert (sampling.min_p, sampling.min_tokens, sampling.top_logprobs) == (0.1, 20, 20)
-
-
 def test_stop_tokens_join_the_ends_and_outlive_ignore_eos(codec: Codec) -> None:
     assert chat(codec, stop_token_ids=[9, 2, 9]).end_token_ids == (2, 9)
     assert chat(codec, stop_token_ids=[9], ignore_eos=True).end_token_ids == (9,)
@@ -217,3 +198,10 @@ def test_what_cannot_be_is_refused_by_name(codec: Codec, fields: dict[str, Any],
     with pytest.raises(InvalidRequest) as caught:
         chat(codec, **fields)
     assert caught.value.param == param
+
+
+def test_everything_is_carried(codec: Codec) -> None:
+    penalties = {"presence_penalty": -1.5, "frequency_penalty": 2, "repetition_penalty": 1.2}
+    sampling = chat(codec, **penalties, min_p=0.1, min_tokens=20, logprobs=True, top_logprobs=20)
+    assert {name: getattr(sampling, name) for name in penalties} == penalties
+    assert (sampling.min_p, sampling.min_tokens, sampling.top_logprobs) == (0.1, 20, 20)

@@ -1,7 +1,5 @@
-"""Bodies as OpenAI's schema has them, with nothing optional in them that is null.
-
-Log-probabilities in OpenAI's two shapes; never an infinity.
-"""
+"""Bodies as OpenAI's schema has them, with nothing optional in them that is null. Log-probabilities in
+OpenAI's two shapes; never an infinity."""
 
 import asyncio
 import json
@@ -20,15 +18,11 @@ from services.gateway.openai.replies import (
     ReplyKind,
     Usage,
     chat_logprobs,
-    error_event,
-    finite,
-    model_body,
     text_logprobs,
 )
 from services.gateway.parts.items import AnswerMessage
 from services.gateway.text.choice_text import PlacedToken
 from services.gateway.text.tokenizer import Codec, Vocabulary
-from shared.errors import Overloaded
 from shared.messages.tokens import TokenLogprobs
 from tests.conformance.schemas import violations
 from tests.patience import until
@@ -50,22 +44,6 @@ COUNTS = {
 def event(data: bytes) -> Any:
     assert data.startswith(b"data: ") and data.endswith(b"\n\n") and data.count(b"\n") == 2
     return json.loads(data.removeprefix(b"data: "))
-
-
-def test_a_whole_chat() -> None:
-    body = json.loads(
-        CHAT.whole(
-            [
-                FinishedChoice(0, AnswerMessage("hi\n😀"), "stop"),
-                FinishedChoice(1, AnswerMessage(""), "length"),
-            ],
-            USAGE,
-        )
-    )
-    assert violations("CreateChatCompletionResponse", body) == []
-    assert set(body) == {"id", "object", "created", "model", "choices", "usage"}
-    assert body["usage"] == COUNTS
-    assert body["choices"][0]["message"] == {"role": "assistant", "content": "hi\n😀", "refusal": None}
 
 
 def test_chat_events() -> None:
@@ -95,16 +73,6 @@ def test_completions_have_one_object_streamed_or_not() -> None:
     assert piece["choices"] == [{"index": 0, "text": "x", "logprobs": None, "finish_reason": None}]
 
 
-def test_an_error_event_is_the_error_body() -> None:
-    assert violations("ErrorResponse", event(error_event(Overloaded("full")))) == []
-
-
-def test_models() -> None:
-    assert violations("Model", model_body("m", 1, None)) == []
-    assert "max_model_len" not in model_body("m", 1, None)
-    assert model_body("m", 1, 4096)["max_model_len"] == 4096
-
-
 def test_a_plain_piece_has_the_bytes_of_a_general_one() -> None:
     for kind, model in (("chat", 'a "" b'), ("text", 'm","text":""')):
         head = Letterhead("chat" if kind == "chat" else "text", "id-1", 5, model)
@@ -129,30 +97,6 @@ def placed(codec: Codec) -> list[PlacedToken]:
     ]
 
 
-def test_a_chat(codec: Codec, vocabulary: Vocabulary) -> None:
-    found = chat_logprobs(placed(codec), vocabulary, 3)
-    assert found["refusal"] is None
-    first, second = found["content"]
-    assert (first["token"], first["logprob"], first["bytes"]) == ("a", -0.5, [97])
-    assert [(top["token"], top["logprob"]) for top in first["top_logprobs"]] == [
-        ("a", -0.5),
-        ("b", -1.0),
-        ("c", LOWEST),
-    ]
-    assert second["logprob"] == LOWEST
-    assert second["top_logprobs"][1]["logprob"] == LOWEST
-    assert chat_logprobs(placed(codec), vocabulary, 0)["content"][0]["top_logprobs"] == []
-
-
-def test_a_completion(codec: Codec, vocabulary: Vocabulary) -> None:
-    assert text_logprobs(placed(codec), vocabulary, 1) == {
-        "tokens": ["a", "c"],
-        "token_logprobs": [-0.5, LOWEST],
-        "top_logprobs": [{"a": -0.5}, {"b": -0.25, "c": LOWEST}],
-        "text_offset": [0, 1],
-    }
-
-
 @pytest.mark.parametrize(("kind", "name"), [("chat", "CreateChatCompletion"), ("text", "CreateCompletion")])
 def test_both_conform(codec: Codec, vocabulary: Vocabulary, kind: ReplyKind, name: str) -> None:
     write = chat_logprobs if kind == "chat" else text_logprobs
@@ -167,16 +111,6 @@ def test_both_conform(codec: Codec, vocabulary: Vocabulary, kind: ReplyKind, nam
         piece = event(letterhead.text_event(0, "ac", "stop", PieceDetails(found)))
         stream = "CreateChatCompletionStreamResponse" if kind == "chat" else "CreateCompletionResponse"
         assert violations(stream, piece) == []
-
-
-@pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan, -1e30, -9999.5])
-def test_what_json_or_clients_cannot_take(value: float) -> None:
-    assert finite(value) == LOWEST
-
-
-@pytest.mark.parametrize("value", [0.0, -0.25, -9998.5])
-def test_the_rest_is_left_alone(value: float) -> None:
-    assert finite(value) == value
 
 
 def events_of(reply: httpx.Response) -> list[Any]:

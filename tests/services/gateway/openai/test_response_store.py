@@ -71,15 +71,6 @@ async def test_the_oldest_of_a_key_leave(store: ResponseStore, clock: Clock) -> 
     assert await names_in(store, "theirs", ["old"]) == ["old"]
 
 
-async def test_nothing_grows_older_than_it_may(store: ResponseStore, clock: Clock) -> None:
-    store.put("mine", "old", b"{}", [])
-    clock.now_s += DAY_S
-    store.put("mine", "young", b"{}", [])
-    assert await names_in(store, "mine", ["old", "young"]) == ["old", "young"]
-    clock.now_s += 1.5 * DAY_S
-    assert await names_in(store, "mine", ["old", "young"]) == ["young"]
-
-
 async def test_two_gateways_share_a_file_that_nobody_else_reads(tmp_path: Path, store: ResponseStore) -> None:
     """And it outlives both."""
     path = tmp_path / "responses.db"
@@ -98,3 +89,12 @@ def test_a_file_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere" / "responses.db", tmp_path / "text"):
         with pytest.raises(ConfigError, match="cannot keep responses"):
             ResponseStore(path, most_bytes=1, most_days=1)
+
+
+async def test_nothing_grows_older_than_it_may(store: ResponseStore, clock: Clock) -> None:
+    store.put("mine", "old", b"{}", [])
+    clock.now_s += DAY_S
+    store.put("mine", "young", b"{}", [])
+    assert await names_in(store, "mine", ["old", "young"]) == ["old", "young"]
+    clock.now_s += 1.5 * DAY_S
+    assert await names_in(store, "mine", ["old", "young"]) == ["young"]

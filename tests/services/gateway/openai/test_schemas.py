@@ -87,30 +87,6 @@ def test_an_error_names_its_field(fields: dict[str, Any], param: str) -> None:
     assert caught.value.message.startswith(param) or param == "stream_options"
 
 
-@pytest.mark.parametrize("logprobs", [True, 6, -1, 1.5])
-def test_logprobs_of_a_completion_are_a_number_up_to_five(logprobs: Any) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        text(logprobs=logprobs)
-    assert caught.value.param == "logprobs"
-    assert text(logprobs=5).logprobs_wanted == 5
-    assert text().logprobs_wanted is None
-
-
-def test_null_is_the_same_as_absent() -> None:
-    names = ("max_tokens", "n", "temperature", "top_p", "top_k", "seed", "stop", "stream", "stream_options")
-    request = chat(**dict.fromkeys(names))
-    assert request == chat()
-
-
-def test_one_stop_string_is_a_list_of_one() -> None:
-    assert chat(stop="END").stop == ["END"]
-    assert text(stop=["a", "b"]).stop == ["a", "b"]
-
-
-def test_unknown_fields_are_kept_apart() -> None:
-    assert chat(foo=1, user="u").model_extra == {"foo": 1, "user": "u"}
-
-
 def test_messages_for_a_template() -> None:
     messages = [
         {"role": "developer", "content": "be brief"},

@@ -87,17 +87,6 @@ async def test_what_is_wrong_is_named(codec: Codec, fields: dict[str, Any], para
     accept.close()
 
 
-async def test_a_model_without_grammars_refuses_forms() -> None:
-    with pytest.raises(UnsupportedFeature):
-        await GrammarChecks(None).check("x", "guided_regex")
-
-
-def test_each_form_alone_has_a_grammar_and_a_path() -> None:
-    assert grammar_of({"guided_regex": "a"})[1] == "guided_regex"
-    assert grammar_of({"structured_outputs": {"regex": "a"}})[1] == "structured_outputs.regex"
-    assert grammar_of({}) == ("", "")
-
-
 PARTS = st.recursive(
     st.sampled_from(
         [{"type": "integer"}, {"type": "string"}, {"type": "number", "minimum": 3}, {"enum": [1, "a"]}]
@@ -143,3 +132,8 @@ def test_a_schema_of_a_thousand_levels_is_refused() -> None:
         schema = {"items": schema}
     with pytest.raises(InvalidRequest, match="nested too deeply"):
         grammar_of({"guided_json": schema})
+
+
+async def test_a_model_without_grammars_refuses_forms() -> None:
+    with pytest.raises(UnsupportedFeature):
+        await GrammarChecks(None).check("x", "guided_regex")

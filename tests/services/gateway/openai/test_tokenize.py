@@ -2,10 +2,7 @@
 
 from typing import Any
 
-import pytest
-
 from services.gateway.openai.tokenize import MAX_DETOKENIZED_TOKENS
-from services.gateway.text.tokenizer import Codec
 from tests.services.gateway.conftest import ANSWER, MakeStack, Stack
 from tests.services.gateway.fakes import MODEL
 
@@ -29,13 +26,6 @@ async def test_a_chat_is_what_completions_compute(stack: Stack) -> None:
     shorter = (await stack.http.post("/tokenize", json=fields)).json()
     assert reply["tokens"][: shorter["count"]] == shorter["tokens"] != reply["tokens"]
     assert "".join(shorter["token_strs"]) == "<|bos|><|user|>hello<|end|>\n"
-
-
-async def test_special_tokens_can_be_left_out(stack: Stack, codec: Codec) -> None:
-    fields = {"prompt": "hello", "add_special_tokens": False}
-    assert (await stack.http.post("/tokenize", json=fields)).json()["tokens"] == codec.encode_text("hello")[
-        1:
-    ]
 
 
 BAD: list[tuple[str, dict[str, Any], int, str]] = [
@@ -69,9 +59,3 @@ async def test_keys_and_sizes_are_as_everywhere(make_stack: MakeStack) -> None:
         stranger = await stack.http.post(path, json=body, headers={"authorization": "Bearer no"})
         assert stranger.status_code == 401
         assert (await stack.http.get(path)).status_code == 405
-
-
-@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
-async def test_no_json_is_a_plain_error(stack: Stack, path: str) -> None:
-    reply = await stack.http.post(path, content=b"[")
-    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")

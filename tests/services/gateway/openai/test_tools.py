@@ -181,17 +181,6 @@ def test_system_messages_anywhere_for_a_template_that_wants_them_first(source: s
         ChatTemplate("{{ raise_exception('no such chat') }}", {}).render(messages)
 
 
-def test_short_ids_agree() -> None:
-    call = {"id": "call_abcdef", "type": "function", "function": {}}
-    messages: list[dict[str, Any]] = [
-        {"role": "assistant", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_abcdef"},
-    ]
-    called, result = with_short_ids(messages)
-    assert called["tool_calls"][0]["id"] == result["tool_call_id"]
-    assert len(result["tool_call_id"]) == 9 and result["tool_call_id"].isalnum()
-
-
 async def test_thoughts_are_read_apart(codec: Codec) -> None:
     source = (
         "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -208,3 +197,14 @@ async def test_thoughts_are_read_apart(codec: Codec) -> None:
     assert held.reader is None, "an answer in a form has no room for thoughts"
     assert "<think>" not in codec.tokenizer.decode(list(held.prompts[0]))
     accept.close()
+
+
+def test_short_ids_agree() -> None:
+    call = {"id": "call_abcdef", "type": "function", "function": {}}
+    messages: list[dict[str, Any]] = [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_abcdef"},
+    ]
+    called, result = with_short_ids(messages)
+    assert called["tool_calls"][0]["id"] == result["tool_call_id"]
+    assert len(result["tool_call_id"]) == 9 and result["tool_call_id"].isalnum()

@@ -94,12 +94,6 @@ def test_however_it_is_cut(case: int, data: st.DataObject) -> None:
         json.loads(call.arguments)
 
 
-@pytest.mark.parametrize("case", range(len(CASES)))
-def test_letter_by_letter(case: int) -> None:
-    kind, text, expected = CASES[case]
-    assert read(kind.reader(), list(text)) == expected
-
-
 def test_arguments_come_as_they_are_written() -> None:
     reader = HERMES.reader()
     pieces = ('<tool_call>\n{"name": "f", "arguments": {"te', 'xt": "ab', 'c"}}\n</tool_call>')

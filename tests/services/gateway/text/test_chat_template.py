@@ -50,11 +50,6 @@ def test_a_last_message_that_is_not_written_cannot_be_continued() -> None:
         ChatTemplate(TEMPLATES[0], VARIABLES).render(MESSAGES[:1], continues_last=True)
 
 
-def test_the_time_is_the_hosts() -> None:
-    year = ChatTemplate("{{ strftime_now('%Y') }}", {}).render(MESSAGES)
-    assert len(year) == 4 and year.isdecimal()
-
-
 @pytest.mark.parametrize(
     "source",
     ["{{ raise_exception('only one system message') }}", "{{ messages[9].content.x }}", "{{ 1 + 'a' }}"],

@@ -1,7 +1,5 @@
-"""Tokens to pieces of text: the end token unseen, stop strings cut, usage up to what ended it.
-
-Text from tokens one at a time is the text of all of them at once.
-"""
+"""Tokens to pieces of text: the end token unseen, stop strings cut, usage up to what ended it. Text from
+tokens one at a time is the text of all of them at once."""
 
 from itertools import pairwise
 
@@ -102,26 +100,6 @@ def test_what_was_held_back_for_a_stop_string_shows_at_the_end(codec: Codec) -> 
     assert shown.text + rest.text == ANSWER
 
 
-def test_nothing_to_show_is_none_until_the_end(codec: Codec) -> None:
-    answer = make(codec)
-    assert answer.read() is None
-    feed(answer.stream, ids(codec, "語")[:1])
-    assert answer.read() is None
-    feed(answer.stream, [], FinishReason.LENGTH)
-    piece = answer.read()
-    assert piece is not None
-    assert (piece.text, piece.finish_reason) == ("�", FinishReason.LENGTH)
-
-
-@pytest.mark.parametrize("ends", [(END,), ()])
-def test_an_answer_of_nothing_but_its_end(codec: Codec, ends: tuple[int, ...]) -> None:
-    answer = make(codec, ends=ends)
-    feed(answer.stream, [END], FinishReason.STOP)
-    piece = answer.read()
-    assert piece is not None
-    assert (piece.text, answer.completion_tokens) == ("", 1)
-
-
 def read_one_by_one(answer: ChoiceText, tokens: list[int]) -> list[TextPiece]:
     """Each token as it comes; the last one ends the answer."""
     pieces: list[TextPiece] = []
@@ -165,13 +143,6 @@ def test_a_cut_answer_lists_what_it_shows(codec: Codec) -> None:
     assert listed[-1].offset < len(shown), "the last one is shown at least in part"
 
 
-def test_without_being_asked_nothing_is_listed(codec: Codec) -> None:
-    answer = make(codec)
-    pieces = read_one_by_one(answer, [*ids(codec), END])
-    assert all(piece.tokens == () for piece in pieces)
-    assert answer.stream.logprobs == {}, "nothing is kept either"
-
-
 VOCABULARY = 300
 
 
@@ -181,25 +152,3 @@ def test_any_tokens_even_broken_characters(codec: Codec, tokens: list[int]) -> N
     detokenizer = Detokenizer(codec.tokenizer)
     pieces = [detokenizer.feed(token) for token in tokens]
     assert "".join(pieces) + detokenizer.flush() == decode(codec.tokenizer, tokens)
-
-
-@pytest.mark.parametrize("text", [ANSWER, "😀😀", "日本語" * 5, "  two  spaces\n\n", "häß"])
-def test_characters_of_several_tokens_come_out_whole(codec: Codec, text: str) -> None:
-    detokenizer = Detokenizer(codec.tokenizer)
-    pieces = [detokenizer.feed(t) for t in codec.tokenizer.encode(text, add_special_tokens=False).ids]
-    assert "".join(pieces) == text
-    assert not any("�" in piece for piece in pieces)
-    assert detokenizer.flush() == ""
-
-
-def test_special_tokens_are_not_shown(codec: Codec) -> None:
-    detokenizer = Detokenizer(codec.tokenizer)
-    hello = codec.tokenizer.encode("hello", add_special_tokens=False).ids
-    assert "".join(detokenizer.feed(token) for token in [1, *hello, 5, 2]) == "hello"
-
-
-def test_an_answer_that_ends_inside_a_character_shows_that(codec: Codec) -> None:
-    detokenizer = Detokenizer(codec.tokenizer)
-    cut = codec.tokenizer.encode("語", add_special_tokens=False).ids
-    whole = decode(codec.tokenizer, cut[:-1])
-    assert "".join(detokenizer.feed(token) for token in cut[:-1]) + detokenizer.flush() == whole

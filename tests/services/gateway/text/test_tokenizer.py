@@ -1,7 +1,5 @@
-"""The codec gives the ids that transformers gives, from the files that transformers reads.
-
-Work in threads: its result, its error, and a bound on what waits.
-"""
+"""The codec gives the ids that transformers gives, from the files that transformers reads. Work in threads:
+its result, its error, and a bound on what waits."""
 
 import asyncio
 import json
@@ -70,19 +68,6 @@ def test_the_template_in_a_file_of_its_own_or_one_of_several(folder: Path) -> No
     assert_same(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace("<|assistant|>", "<|assistant|>\nSo: "))
     assert_same(folder)
-
-
-def test_tokens_that_only_the_configuration_knows(folder: Path) -> None:
-    change(
-        folder / "tokenizer_config.json",
-        eos_token="<|over|>",
-        added_tokens_decoder={"900": {"content": "<think>", "special": False}},
-    )
-    codec = load_codec(str(folder))
-    assert codec.tokenizer.encode("<think>", add_special_tokens=False).tokens == ["<think>"]
-    over = codec.tokenizer.token_to_id("<|over|>")
-    assert over is not None
-    assert codec.tokenizer.decode([over], skip_special_tokens=True) == ""
 
 
 def test_an_older_folder_without_tokenizer_json(model_folder: Path, tmp_path: Path) -> None:
@@ -180,3 +165,16 @@ async def test_one_body_is_read_at_a_time_and_then_its_reader_rests_for_as_long(
     for (_, ended_s, took_s), (began_s, _, _) in pairwise(at_work):
         assert began_s - ended_s >= took_s
     threads.close()
+
+
+def test_tokens_that_only_the_configuration_knows(folder: Path) -> None:
+    change(
+        folder / "tokenizer_config.json",
+        eos_token="<|over|>",
+        added_tokens_decoder={"900": {"content": "<think>", "special": False}},
+    )
+    codec = load_codec(str(folder))
+    assert codec.tokenizer.encode("<think>", add_special_tokens=False).tokens == ["<think>"]
+    over = codec.tokenizer.token_to_id("<|over|>")
+    assert over is not None
+    assert codec.tokenizer.decode([over], skip_special_tokens=True) == ""

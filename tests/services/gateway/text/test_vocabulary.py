@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from services.gateway.text.tokenizer import Codec, Vocabulary, byte_alphabet, load_codec
+from services.gateway.text.tokenizer import Codec, Vocabulary
 from tests.services.gateway.conftest import ANSWER
 
 
@@ -42,10 +42,6 @@ def test_byte_fallback(fallback: Tokenizer, text: str) -> None:
     assert joined(fallback, text) == text
 
 
-def test_the_model_that_ships() -> None:
-    assert joined(load_codec("models/tiny_chat").tokenizer, ANSWER) == ANSWER
-
-
 def test_parts_of_characters_are_written_as_bytes(codec: Codec, fallback: Tokenizer) -> None:
     vocabulary = Vocabulary(fallback)
     assert (vocabulary.text(0xE6), vocabulary.bytes_of(0xE6)) == ("\\xe6", b"\xe6")
@@ -66,9 +62,3 @@ def test_other_decoders_show_what_they_decode() -> None:
     assert Vocabulary(tokenizer).text(0) == "hel"
     plain = Tokenizer(models.WordLevel(vocab={"hi": 0, "[UNK]": 1}, unk_token="[UNK]"))
     assert Vocabulary(plain).bytes_of(0) == b"hi"
-
-
-def test_the_alphabet_is_gpt2s() -> None:
-    assert sorted(byte_alphabet().values()) == list(range(256))
-    assert set(byte_alphabet()) == set(pre_tokenizers.ByteLevel.alphabet())
-    assert (byte_alphabet()["Ġ"], byte_alphabet()["Ċ"], byte_alphabet()["æ"]) == (0x20, 0x0A, 0xE6)

@@ -5,8 +5,11 @@ import json
 import pytest
 
 from services.gateway.anthropic.replies import MessageWriter
+from services.gateway.anthropic.requests import parse_messages
+from services.gateway.openai.fields import Ignored
 from services.gateway.openai.replies import FinishedChoice, Usage
 from services.gateway.parts.items import AnswerMessage, ToolCallItem
+from shared.errors import InvalidRequest
 
 
 @pytest.mark.parametrize(
@@ -25,3 +28,18 @@ def test_numbers_in_arguments_keep_their_digits(arguments: str, written: str) ->
     whole = MessageWriter("msg_1", "m", 1).whole([FinishedChoice(0, message, "stop")], Usage(1, 1, 0))
     assert f'"input":{written}'.encode() in whole
     json.loads(whole)
+
+
+@pytest.mark.parametrize(
+    "digits", ["-9223372036854775809", "1234567890123456789012345", "18446744073709551616"]
+)
+def test_numbers_in_the_history_keep_their_digits(digits: str) -> None:
+    """Keeps an id beyond 64 bits, sent back in `tool_use`, from becoming a double."""
+    used = '{"type": "tool_use", "id": "c", "name": "f", "input": {"id": [%s, 0.5]}}' % digits
+    body = '{"model": "m", "max_tokens": 9, "messages": [{"role": "assistant", "content": [%s]}, %s]}'
+    chat = parse_messages((body % (used, '{"role": "user", "content": "x"}')).encode(), 10, Ignored())
+    called = chat["messages"][0]["tool_calls"][0]["function"]
+    assert called["arguments"] == '{"id": [%s, 0.5]}' % digits
+    with pytest.raises(InvalidRequest, match="too many digits") as caught:
+        parse_messages((body % (used.replace(digits, "1" * 5000), "{}")).encode(), 10, Ignored())
+    assert caught.value.param == "messages"
