@@ -30,6 +30,7 @@ _START_S = 30.0
 _REPLY_S = 10.0
 """Seconds for one verdict. CPU time is limited to 0.2 s; this is for a checker that hangs idle."""
 _KILL_S = 1.0
+Streams = list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
 _Item = TypeVar("_Item")
 MOST_WAITING, MOST_WAITING_OF_A_KEY = 512, 64
 """Number of grammars that wait for a checker, and of those of one key."""
@@ -101,8 +102,7 @@ class GrammarChecks:
         self._turns: CheckQueue[tuple[bytes, str]] = CheckQueue(range(CHECKERS))
         self._tasks: set[asyncio.Task[None]] = set()
         self._process: Popen[bytes] | None = None
-        self._sockets: list[socket.socket] = []
-        self._busy: set[int] = set()
+        self._streams: Streams = []
         self._starting = asyncio.Lock()
         self._is_closed = False
 
@@ -180,21 +180,15 @@ class GrammarChecks:
 
     async def _ask(self, place: int, grammar: str) -> FormVerdict:
         """Ask the checker at `place`. Raises UnavailableError."""
-        process, sockets = await self._running()
-        near, question = sockets[place], grammar.encode()
-        self._busy.add(place)
+        process, streams = await self._running()
+        (reader, writer), question = streams[place], grammar.encode()
         try:
             async with asyncio.timeout(_REPLY_S):
-                whole = len(question).to_bytes(4) + question
-                await asyncio.get_running_loop().sock_sendall(near, whole)
-                reply = await _read(near)
+                writer.write(len(question).to_bytes(4) + question)
+                reply = await _read(reader)
         except (OSError, EOFError, TimeoutError) as error:
             self._stop(process)
             raise _unavailable("has ended") from error
-        finally:
-            self._busy.discard(place)
-            if sockets is not self._sockets:  # it was stopped
-                near.close()
         kind, text = reply[:1], reply[1:].decode()
         if kind == DIED:
             _log.warning("a grammar ended its checker: %s; it is refused from now on", text)
@@ -203,21 +197,24 @@ class GrammarChecks:
             return FormVerdict("", text)
         return FormVerdict(grammar if text == grammar else text)
 
-    async def _running(self) -> tuple[Popen[bytes], list[socket.socket]]:
+    async def _running(self) -> tuple[Popen[bytes], Streams]:
+        """Start the process if needed, and wait until its checkers are ready. Raises UnavailableError."""
         async with self._starting:
             if self._process is None:
                 try:
-                    self._process, self._sockets = self._start()
+                    self._process, nears = self._start()
                     async with asyncio.timeout(_START_S):
-                        for near in self._sockets:
-                            await _read(near)
+                        self._streams = [await asyncio.open_connection(sock=near) for near in nears]
+                        for reader, _ in self._streams:
+                            await _read(reader)
                 except (OSError, EOFError, TimeoutError) as error:
                     if self._process is not None:
                         self._stop(self._process)
                     raise _unavailable("does not start") from error
-            return self._process, self._sockets
+            return self._process, self._streams
 
     def _start(self) -> tuple[Popen[bytes], list[socket.socket]]:
+        """Start the process; return it and a socket to each checker. Raises OSError."""
         pairs = [socket.socketpair() for _ in range(CHECKERS)]
         theirs = [far.fileno() for _, far in pairs]
         command = [sys.executable, "-m", "services.gateway.forms.checker", str(self._folder)]
@@ -226,8 +223,6 @@ class GrammarChecks:
         finally:
             for _, far in pairs:
                 far.close()
-        for near, _ in pairs:
-            near.setblocking(False)
         return process, [near for near, _ in pairs]
 
     def _recalled(self, digest: bytes) -> FormVerdict | None:
@@ -251,12 +246,9 @@ class GrammarChecks:
         """Kill the process; the next grammar starts another."""
         if process is not self._process:
             return
-        for place, near in enumerate(self._sockets):
-            with suppress(OSError):
-                near.shutdown(socket.SHUT_RDWR)  # wakes a reader, which closes it
-            if place not in self._busy:
-                near.close()
-        self._process, self._sockets = None, []
+        for _, writer in self._streams:
+            writer.close()  # ends who reads from it
+        self._process, self._streams = None, []
         process.kill()
         with suppress(TimeoutExpired):
             process.wait(_KILL_S)
@@ -269,18 +261,8 @@ class GrammarChecks:
             self._stop(self._process)
 
 
-async def _read(near: socket.socket) -> bytes:
-    return await _read_exactly(near, int.from_bytes(await _read_exactly(near, 4)))
-
-
-async def _read_exactly(near: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = await asyncio.get_running_loop().sock_recv(near, size - len(data))
-        if not part:
-            raise EOFError
-        data += part
-    return data
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    return await reader.readexactly(int.from_bytes(await reader.readexactly(4)))
 
 
 def _unavailable(what: str) -> UnavailableError:

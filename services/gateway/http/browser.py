@@ -112,36 +112,13 @@ def description(version: str, served: Sequence[str]) -> dict[str, Any]:
     }
 
 
-_ERROR: dict[str, Any] = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "required": list(properties), "properties": properties}
 
 
-_MESSAGES_ERROR: dict[str, Any] = {
-    "type": "object",
-    "required": ["type", "error"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-        },
-    },
-}
+_TEXT, _ANY_TEXT = {"type": "string"}, {"type": ["string", "null"]}
+_ERROR = _object(error=_object(message=_TEXT, type=_TEXT, param=_ANY_TEXT, code=_ANY_TEXT))
+_MESSAGES_ERROR = _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT))
 
 
 def _add(model: type[BaseModel], schemas: dict[str, Any], served: Sequence[str]) -> str:

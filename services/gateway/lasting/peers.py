@@ -94,8 +94,13 @@ class Peers:
     ) -> bool:
         """Report new, ended and dropped shadows to the heir; return whether it confirmed."""
         bus = self._bus
-        lists = {"taken": taken, "ended": tuple(ended), "dropped": tuple(dropped)}
-        message = TellShadows(sender=bus.instance, incarnation=bus.incarnation, **lists)
+        message = TellShadows(
+            sender=bus.instance,
+            incarnation=bus.incarnation,
+            taken=taken,
+            ended=tuple(ended),
+            dropped=tuple(dropped),
+        )
         try:
             subject = subjects.gateway_shadow(heir[0], bus.instance)
             await bus.request(subject, message, Empty, deadline_s=_TELL_S)

@@ -104,6 +104,16 @@ class Stack:
         """A small, deterministic chat request."""
         return {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "temperature": 0}
 
+    def pace(self, step_s: float) -> None:
+        """Workers take so long for each token."""
+        for worker in self.workers:
+            worker.step_s = step_s
+
+    def hold(self, *, is_held: bool = True) -> None:
+        """Workers compute no more, or again."""
+        for worker in self.workers:
+            (worker.computing.clear if is_held else worker.computing.set)()
+
     async def chat(self, **fields: object) -> httpx.Response:
         """That request with `fields` on top."""
         return await self.http.post("/v1/chat/completions", json={**self.body, **fields})

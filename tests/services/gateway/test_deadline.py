@@ -24,15 +24,9 @@ def test_what_is_no_time_to_wait_is_refused_by_name(header: str) -> None:
     assert caught.value.param == HEADER
 
 
-def hold(stack: Stack) -> None:
-    """No worker computes anything more."""
-    for worker in stack.workers:
-        worker.computing.clear()
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_no_token_in_time_is_504_and_cancels(stack: Stack, stream: bool) -> None:
-    hold(stack)
+    stack.hold()
     reply = await stack.http.post(
         "/v1/chat/completions", json={**stack.body, "stream": stream, "n": 2}, headers={HEADER: "0.2"}
     )
@@ -46,8 +40,7 @@ async def test_no_token_in_time_is_504_and_cancels(stack: Stack, stream: bool) -
 
 
 async def test_after_the_first_token_it_is_an_event(stack: Stack) -> None:
-    for worker in stack.workers:
-        worker.step_s = 0.03
+    stack.pace(0.03)
     reply = await stack.http.post(
         "/v1/chat/completions", json={**stack.body, "stream": True}, headers={HEADER: "0.4"}
     )
@@ -67,7 +60,7 @@ async def test_the_configuration_sets_one_and_bounds_what_clients_ask_for(make_s
     assert (await stack.http.post(url, json=stack.body, headers={HEADER: "5"})).status_code == 200
     too_long = await stack.http.post(url, json=stack.body, headers={HEADER: "6"})
     assert (too_long.status_code, too_long.json()["error"]["param"]) == (400, HEADER)
-    hold(stack)
+    stack.hold()
     assert (await stack.chat()).status_code == 504
 
 

@@ -5,13 +5,12 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-import msgspec
 import pytest
 import pytest_asyncio
 
 from services.gateway import dispatch as module
 from services.gateway.config import GatewayConfig
-from services.gateway.core.effects import Acknowledge, Cancel, Fetch, StreamEffects, Submit
+from services.gateway.core.effects import Acknowledge, Cancel, StreamEffects, Submit
 from services.gateway.core.stream import Stream, StreamTiming
 from services.gateway.counters import Counters
 from services.gateway.dispatch import Dispatch, NoticeOutbox
@@ -119,14 +118,6 @@ async def test_a_superseded_submission_is_not_sent(bench: Bench) -> None:
     assert [command.spec.ref.attempt for command in bench.peer.submits] == [2]
 
 
-async def test_a_fetch_from_nobody_fails_in_time(bench: Bench) -> None:
-    bench.stream.on_delta(TokenDelta("req", 0, 1, 0, (7,)), ("gone", 1), 0.0)
-    effects = bench.stream.on_delta(TokenDelta("req", 0, 1, 3, (10,)), ("gone", 1), 0.0)
-    assert effects == (Fetch(("gone", 1), REF, 1),)
-    await bench.carry_out(*effects)
-    assert bench.stream.on_tick(0.3) == effects, "it will be tried again"
-
-
 async def test_who_is_told_of_a_cancellation(bench: Bench) -> None:
     bench.dispatch.tell(Cancel(REF, "w"))
     bench.dispatch.tell(Cancel(REF, None))
@@ -152,38 +143,23 @@ async def test_an_unforeseen_error_is_tried_again(
     assert bench.stream.on_tick(0.2) == (Submit(1, 2),)
 
 
-class Reader:
-    """Keeps what arrives for worker-0."""
-
-    HANDLERS = (
-        Listener(subjects.worker_cancel.to, CancelSequence, "on_message", sender="sender"),
-        Listener(subjects.worker_acknowledge.to, AcknowledgeEnds, "on_message", sender="sender"),
-    )
-
-    def __init__(self) -> None:
-        self.messages: list[msgspec.Struct] = []
-
-    def on_message(self, message: msgspec.Struct) -> None:
-        self.messages.append(message)
-
-
 def cancel(number: int) -> CancelSequence:
     return cancelling(ref(f"req_{number}"))
 
 
 async def test_messages_go_in_order_and_ends_together(connect_bus: ConnectBus) -> None:
-    reader = Reader()
-    await (await connect_bus("worker", "worker-0")).attach(Reader.HANDLERS, reader)
+    reader = Peer()
+    await (await connect_bus("worker", "worker-0")).attach(Peer.HANDLERS, reader)
     outbox = NoticeOutbox(await connect_bus())
     for number in range(3):
         outbox.put(subjects.worker_cancel("worker-0", "gateway-0"), cancel(number))
         outbox.acknowledge("worker-0", ref(f"req_{number}"))
     outbox.acknowledge("worker-0", ref("req_2"))
     sending = asyncio.create_task(outbox.run())
-    await until(lambda: len(reader.messages) == 4)
+    await until(lambda: len(reader.to_worker) == 4)
     await cancelled(sending)
-    cancels = [message for message in reader.messages if isinstance(message, CancelSequence)]
-    (acknowledged,) = [message for message in reader.messages if isinstance(message, AcknowledgeEnds)]
+    cancels = [message for message in reader.to_worker if isinstance(message, CancelSequence)]
+    (acknowledged,) = [message for message in reader.to_worker if isinstance(message, AcknowledgeEnds)]
     assert cancels == [cancel(0), cancel(1), cancel(2)]
     assert sorted(r.request_id for r in acknowledged.refs) == ["req_0", "req_1", "req_2"]
 
@@ -192,14 +168,14 @@ async def test_a_full_outbox_drops_its_oldest(
     connect_bus: ConnectBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_MESSAGES", 3)
-    reader = Reader()
-    await (await connect_bus("worker", "worker-0")).attach(Reader.HANDLERS, reader)
+    reader = Peer()
+    await (await connect_bus("worker", "worker-0")).attach(Peer.HANDLERS, reader)
     outbox = NoticeOutbox(await connect_bus())
     for number in range(5):
         outbox.put(subjects.worker_cancel("worker-0", "gateway-0"), cancel(number))
     await outbox.flush()
-    await until(lambda: len(reader.messages) == 3)
-    assert reader.messages == [cancel(2), cancel(3), cancel(4)]
+    await until(lambda: len(reader.to_worker) == 3)
+    assert reader.to_worker == [cancel(2), cancel(3), cancel(4)]
 
 
 async def test_a_bus_that_takes_nothing_does_not_stop_it(

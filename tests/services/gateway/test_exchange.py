@@ -5,11 +5,9 @@ import asyncio
 import pytest
 
 from services.gateway.core.stream import Stream, StreamTiming
-from services.gateway.errors import ClientGone
 from services.gateway.exchange import Deadline, Exchange, OpenChoice, admitted
 from shared.errors import DeadlineExceeded, InternalError, NoResponder
-from shared.messages.sequence import Sampling, pack_tokens, unpack_tokens
-from shared.messages.tokens import TokenDelta
+from shared.messages.sequence import Sampling, pack_tokens
 from tests.patience import PATIENCE_S
 
 SAMPLING = Sampling(seed=5, max_tokens=10)
@@ -46,29 +44,6 @@ async def test_admission_ends_in_time() -> None:
         accept(exchange, 0)
         await admitted(exchange, 0.05)
     assert caught.value.retry_after_s == 2.0
-
-
-async def test_a_client_that_leaves_ends_every_wait() -> None:
-    exchange = exchange_of(1)
-    waiting = asyncio.create_task(admitted(exchange, 5))
-    await asyncio.sleep(0)
-    exchange.fail(ClientGone())
-    with pytest.raises(ClientGone):
-        await asyncio.wait_for(waiting, PATIENCE_S)
-    with pytest.raises(ClientGone):
-        exchange.check()
-
-
-async def test_a_spec_carries_what_was_received_apart_from_the_prompt() -> None:
-    (sequence,) = exchange_of(1).sequences
-    sequence.stream.on_delta(TokenDelta("req", 0, 1, 0, (7, 8)), ("w", 1), 0.0)
-    sequence.stream.on_worker_lost(("w", 1), 1, 0.0)
-    spec = sequence.spec("g", 9, 3.5)
-    assert (spec.ref.request_id, spec.ref.choice, spec.ref.attempt) == ("req", 0, 2)
-    assert unpack_tokens(spec.prompt) == [1, 2, 3]
-    assert unpack_tokens(spec.generated) == [7, 8]
-    assert (spec.gateway_id, spec.gateway_incarnation, spec.waited_s) == ("g", 9, 2.5)
-    assert spec.sampling == SAMPLING
 
 
 async def test_an_expired_deadline_ends_every_wait() -> None:

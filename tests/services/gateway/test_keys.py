@@ -50,14 +50,6 @@ def test_a_key_that_is_there_twice_is_refused() -> None:
         config.check()
 
 
-async def test_requests_carry_whose_they_are(make_stack: MakeStack) -> None:
-    keys = {"team-a": {"sha256": MINE, "class": "sheddable"}}
-    stack = await make_stack(api_key_sha256=(), keys=keys)
-    assert (await stack.chat()).status_code == 200
-    spec = stack.scheduler.submits[0]
-    assert spec.tenant == Tenant(name="team-a", service_class=ServiceClass.SHEDDABLE)
-
-
 async def test_a_key_without_a_name_is_told_apart_by_its_digest(make_stack: MakeStack) -> None:
     stack = await make_stack()
     assert (await stack.chat()).status_code == 200
@@ -104,8 +96,7 @@ async def test_what_goes_on_without_its_client_counts(make_stack: MakeStack) -> 
     """Named answers are written when nobody reads them: they are among those at once, until they end."""
     keys = {"team-a": {"sha256": MINE, "max_concurrent": 1}}
     stack = await make_stack(api_key_sha256=(), keys=keys)
-    for worker in stack.workers:
-        worker.computing.clear()
+    stack.hold()
     asking = asyncio.create_task(
         stack.http.post("/v1/chat/completions", json=stack.body, headers={"Idempotency-Key": "mine"})
     )
@@ -115,8 +106,7 @@ async def test_what_goes_on_without_its_client_counts(make_stack: MakeStack) -> 
     asking.cancel()
     await asyncio.sleep(0.3)
     assert (await stack.chat()).status_code == 429
-    for worker in stack.workers:
-        worker.computing.set()
+    stack.hold(is_held=False)
     async with asyncio.timeout(PATIENCE_S):
         while (await stack.chat()).status_code != 200:
             await asyncio.sleep(0.05)

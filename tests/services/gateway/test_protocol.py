@@ -163,13 +163,6 @@ async def test_headers_that_do_not_arrive_are_408(serve: Serve, part: bytes) -> 
     assert 0.3 < took_s < 1.5
 
 
-async def test_headers_one_byte_at_a_time_are_408_too(serve: Serve) -> None:
-    port, _ = await serve()
-    reply, took_s = await exchange(port, *(bytes([byte]) for byte in REQUEST), pause_s=0.05)
-    assert reply.startswith(b"HTTP/1.1 408 ")
-    assert took_s < 3
-
-
 async def test_bytes_between_two_requests_do_not_hold_a_connection(serve: Serve) -> None:
     port, _ = await serve(keep_alive_s=1)
     reply, took_s = await exchange(port, REQUEST + b"\r\n", *[b"\r\n"] * 30, pause_s=0.1)

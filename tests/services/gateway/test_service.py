@@ -6,7 +6,9 @@ import hashlib
 import json
 import signal
 import sys
-from collections.abc import Callable
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from inspect import iscoroutinefunction
 from pathlib import Path
 
@@ -66,8 +68,7 @@ async def test_a_lost_last_frame_hangs_nobody(stack: Stack) -> None:
 
 
 async def test_a_frozen_worker_is_replaced_and_waking_it_changes_nothing(stack: Stack) -> None:
-    for worker in stack.workers:
-        worker.step_s = 0.01
+    stack.pace(0.01)
     request = await under_way(stack)
     first = holder(stack)
     first.frozen = True
@@ -86,8 +87,7 @@ async def test_a_frozen_worker_is_replaced_and_waking_it_changes_nothing(stack: 
 
 
 async def test_a_restarted_worker_is_noticed(stack: Stack) -> None:
-    for worker in stack.workers:
-        worker.step_s = 0.01
+    stack.pace(0.01)
     request = await under_way(stack)
     first = holder(stack)
     first.held.clear()
@@ -96,25 +96,10 @@ async def test_a_restarted_worker_is_noticed(stack: Stack) -> None:
     assert stack.scheduler.submits[-1].ref.attempt == 2
 
 
-async def test_a_sequence_the_scheduler_forgot_is_submitted_again(make_stack: MakeStack) -> None:
-    stack = await make_stack(frame_timeout_s=0.3)
-    take = FakeWorker.take
-    for worker in stack.workers:
-        worker.take = lambda spec: None  # type: ignore[method-assign]
-    request = asyncio.create_task(stack.chat(temperature=0))
-    await until(lambda: len(stack.scheduler.submits) == 2)
-    stack.scheduler.known.clear()
-    for worker in stack.workers:
-        worker.take = take.__get__(worker)  # type: ignore[method-assign]
-    assert text_of(await request) == ANSWER
-    assert {spec.ref.attempt for spec in stack.scheduler.submits} == {1}
-
-
 async def test_a_new_scheduler_is_given_what_runs(
     stack: Stack, connect_bus: Callable[..., asyncio.Future[Bus]]
 ) -> None:
-    for worker in stack.workers:
-        worker.step_s = 0.01
+    stack.pace(0.01)
     request = await under_way(stack)
     second = FakeScheduler(await connect_bus("scheduler", "scheduler-1"), stack.workers, epoch=2)
     second.known = dict(stack.scheduler.known)
@@ -139,8 +124,7 @@ async def test_a_request_survives_a_scheduler_that_is_late(stack: Stack) -> None
 
 
 async def test_a_bus_that_restarts_loses_nothing(stack: Stack, nats_server: NatsServer) -> None:
-    for worker in stack.workers:
-        worker.step_s = 0.02
+    stack.pace(0.02)
     request = await under_way(stack)
     await asyncio.to_thread(nats_server.stop)
     await asyncio.to_thread(nats_server.start)
@@ -151,8 +135,7 @@ async def test_a_bus_that_is_away_for_long_costs_no_attempt(
     make_stack: MakeStack, nats_server: NatsServer
 ) -> None:
     stack = await make_stack(worker_timeout_s=1.5, frame_timeout_s=1.5, absence_s=2.0)
-    for worker in stack.workers:
-        worker.step_s = 0.02
+    stack.pace(0.02)
     running = await under_way(stack)
     stack.scheduler.workers = []
     waiting = asyncio.create_task(stack.chat(temperature=0))
@@ -169,8 +152,7 @@ async def test_a_bus_that_is_away_for_long_costs_no_attempt(
 
 async def test_a_failure_inside_a_stream_is_an_error_event(make_stack: MakeStack) -> None:
     stack = await make_stack(give_up_s=0.6, frame_timeout_s=5.0, worker_timeout_s=5.0)
-    for worker in stack.workers:
-        worker.step_s = 0.01
+    stack.pace(0.01)
     events: list[str] = []
     async with stack.http.stream(
         "POST", "/v1/chat/completions", json={**stack.body, "stream": True}
@@ -210,8 +192,7 @@ async def test_finished_sequences_are_told_once(stack: Stack) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_outlasts_the_grace_ends_with_a_word(stack: Stack, stream: bool) -> None:
     """Answers in progress used to break off in the middle of a chunked body when the gateway was ended."""
-    for worker in stack.workers:
-        worker.step_s = 0.05
+    stack.pace(0.05)
     request = asyncio.create_task(stack.chat(temperature=0, ignore_eos=True, stream=stream))
     await until(lambda: any(held.tokens for worker in stack.workers for held in worker.held.values()))
     await asyncio.wait_for(cancelled(stack.running), 8)
@@ -233,8 +214,7 @@ async def test_what_outlasts_the_grace_ends_with_a_word(stack: Stack, stream: bo
 
 async def test_what_ends_within_the_grace_is_complete(make_stack: MakeStack) -> None:
     stack = await make_stack(shutdown_grace_s=10.0)
-    for worker in stack.workers:
-        worker.step_s = 0.01
+    stack.pace(0.01)
     request = await under_way(stack)
     ending = asyncio.create_task(cancelled(stack.running))
     await until(lambda: stack.running.cancelling() > 0)
@@ -259,54 +239,49 @@ async def test_a_request_that_is_still_arriving_is_told_to_come_again(make_stack
     await asyncio.wait_for(ending, PATIENCE_S)
 
 
-async def test_sigterm_to_the_process_ends_a_stream_with_a_word(
-    make_stack: MakeStack, nats_server: NatsServer, model_folder: Path
-) -> None:
-    """As the above, with everything between the signal and the socket."""
-    stack = await make_stack()
-    for worker in stack.workers:
-        worker.step_s = 0.05
-    await cancelled(stack.running)
-    flags = ["--port", str(stack.port), "--operator-port", "0", "--model", str(model_folder)]
-    flags += ["--served-name", MODEL, "--bus.url", nats_server.url, "--shutdown-grace-s", "0.5"]
-    flags += ["--api-key-sha256", json.dumps([hashlib.sha256(KEY.encode()).hexdigest()])]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.gateway", *flags, stderr=asyncio.subprocess.DEVNULL
-    )
+@asynccontextmanager
+async def process_of(port: int, *flags: str, probe: str) -> AsyncIterator[Process]:
+    """A gateway as a process, once it answers the probe."""
+    command = [sys.executable, "-m", "services.gateway", "--port", str(port), "--operator-port", "0", *flags]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     try:
-        async with asyncio.timeout(20):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client, asyncio.timeout(20):
             while True:
                 with contextlib.suppress(httpx.ConnectError):
-                    if (await stack.http.get("/ready")).status_code == 200:
+                    if (await client.get(probe)).status_code == 200:
                         break
                 await asyncio.sleep(0.05)
-        request = asyncio.create_task(stack.chat(temperature=0, ignore_eos=True, stream=True))
-        await until(lambda: any(held.tokens for worker in stack.workers for held in worker.held.values()))
-        process.send_signal(signal.SIGTERM)
-        text = (await request).text
-        assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
-        assert '"shutting_down"' in text and text.endswith("data: [DONE]\n\n")
+        yield process
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
 
 
+async def test_sigterm_to_the_process_ends_a_stream_with_a_word(
+    make_stack: MakeStack, nats_server: NatsServer, model_folder: Path
+) -> None:
+    """As the above, with everything between the signal and the socket."""
+    stack = await make_stack()
+    stack.pace(0.05)
+    await cancelled(stack.running)
+    flags = ["--model", str(model_folder), "--served-name", MODEL, "--bus.url", nats_server.url]
+    flags += ["--shutdown-grace-s", "0.5", "--api-key-sha256"]
+    flags += [json.dumps([hashlib.sha256(KEY.encode()).hexdigest()])]
+    async with process_of(stack.port, *flags, probe="/ready") as process:
+        request = asyncio.create_task(stack.chat(temperature=0, ignore_eos=True, stream=True))
+        await until(lambda: any(held.tokens for worker in stack.workers for held in worker.held.values()))
+        process.send_signal(signal.SIGTERM)
+        text = (await request).text
+        assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
+        assert '"shutting_down"' in text and text.endswith("data: [DONE]\n\n")
+
+
 async def test_it_runs_alone_as_a_process(nats_server: NatsServer, model_folder: Path) -> None:
     port = free_port()
-    flags: tuple[str, ...] = ("--port", str(port), "--operator-port", "0", "--model", str(model_folder))
-    flags += ("--bus.url", nats_server.url)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.gateway", *flags, stderr=asyncio.subprocess.PIPE
-    )
-    try:
+    flags = ["--model", str(model_folder), "--bus.url", nats_server.url]
+    async with process_of(port, *flags, probe="/health") as process:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
-            async with asyncio.timeout(20):
-                while True:
-                    with contextlib.suppress(httpx.ConnectError):
-                        if (await client.get("/health")).status_code == 200:
-                            break
-                    await asyncio.sleep(0.05)
             ready = await client.get("/ready")
             assert ready.status_code == 503
             assert "no scheduler has announced itself" in ready.json()["error"]["message"]
@@ -316,10 +291,6 @@ async def test_it_runs_alone_as_a_process(nats_server: NatsServer, model_folder:
         assert process.stderr is not None
         lines = [json.loads(line) for line in (await process.stderr.read()).splitlines()]
         assert {line["level"] for line in lines} == {"info"}
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
 
 
 def test_the_hot_path_runs_inline() -> None:
@@ -334,8 +305,7 @@ async def test_a_worker_that_was_not_given_a_request_cannot_answer_it(
     """One that knows its name (from a heartbeat) and speaks in its own changes nothing."""
     evil = await connect_bus("worker", "worker-evil")
     end = (66, FinishReason.STOP)
-    for worker in stack.workers:
-        worker.step_s = 0.02
+    stack.pace(0.02)
     request = await under_way(stack, tokens=1)
     while not request.done():
         for held in [held for worker in stack.workers for held in worker.held.values()]:

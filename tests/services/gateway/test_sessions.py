@@ -17,9 +17,8 @@ from services.gateway.text.tokenizer import Codec
 from shared import subjects
 from shared.bus import Bus, Listener
 from shared.errors import Overloaded
-from shared.messages.moves import MovePrepared
 from shared.messages.reports import SequenceFinished
-from shared.messages.sequence import FinishReason, Sampling, SequenceRef, proof_of
+from shared.messages.sequence import FinishReason, Sampling, proof_of
 from shared.messages.tokens import TokenDelta, TokenFrame
 from tests.patience import until
 from tests.services.gateway.core.test_peers import report
@@ -104,14 +103,6 @@ async def test_an_answer_is_told_once_to_whoever_learns(
     await asyncio.sleep(0.05)
     told = {event.ref.choice: (event.output_tokens, event.finish_reason) for event in learner.finished}
     assert told == {0: (3, FinishReason.STOP), 1: (2, FinishReason.STOP)}
-
-
-async def test_a_prepared_move_concerns_the_sequence_it_names(desk: Sessions) -> None:
-    exchange = desk.open(job(n=2), "req_1")
-    for choice, request in ((0, "req_1"), (0, "req_9")):
-        moving = SequenceRef(request_id=request, choice=choice, attempt=1)
-        desk.on_prepared(MovePrepared(ref=moving, target="worker-1"))
-    assert [sequence.stream.attempt for sequence in exchange.sequences] == [2, 1]
 
 
 async def test_a_silent_worker_is_lost_on_the_tick(desk: Sessions, clock: list[float]) -> None:

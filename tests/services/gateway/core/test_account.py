@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.core.account import RANK, UNEXPLAINED, Cause, Happened, account_of, sweep
+from services.gateway.core.account import RANK, UNEXPLAINED, AnswerAccount, Cause, Happened, account_of, sweep
 
 times = st.integers(0, 40).map(float)
 claims = st.lists(st.tuples(times, times, st.sampled_from(list(Cause))), max_size=12)
@@ -45,6 +45,18 @@ def step(at_s: float, step_s: float, *, busy_s: float, plan: int, is_prefill: bo
     return event(at_s, "worker", "step", step_s=step_s, busy_s=busy_s, **own, **numbers)
 
 
+def accounted(story: list[Happened]) -> AnswerAccount:
+    account = account_of(story, now_s=99.0)
+    assert account is not None
+    return account
+
+
+def ended(at_s: float, took_s: float, tokens: int = 3) -> list[Happened]:
+    """The last token at `at_s`, and the end of the request at once."""
+    complete = event(at_s, "gateway", "tokens complete", phase="ended", reason="stop", tokens=tokens)
+    return [complete, event(at_s, "gateway", "request", took_s=took_s, status=200, client_gone=False)]
+
+
 def test_a_story_is_told_in_its_parts() -> None:
     """Read for 0.1 s, queued for 1 s, at the worker for 0.5 s, computed; others' steps for 0.3 s in between;
     and a client that takes 2 s to read."""
@@ -60,8 +72,7 @@ def test_a_story_is_told_in_its_parts() -> None:
         event(14.3, "gateway", "reader slow", for_s=1.9),
         event(14.4, "gateway", "request", took_s=4.4, status=200, client_gone=False),
     ]
-    account = account_of(list(reversed(story)), now_s=99.0)
-    assert account is not None
+    account = accounted(list(reversed(story)))
     spent = account.seconds()
     expected = {
         Cause.READER: 1.9,
@@ -86,11 +97,9 @@ def test_one_that_was_put_off_and_begins_under_a_later_plan_is_at_its_worker_mea
         event(10.0, "scheduler", "placed", worker="worker-0"),
         event(10.0, "scheduler", "plan", worker="worker-0", epoch=1, plan=5, chunks=[(0, 1, 0, 8)], own=[]),
         step(11.0, 0.2, busy_s=50.0, plan=9, is_prefill=True),
-        event(11.2, "gateway", "tokens complete", phase="ended", reason="stop", tokens=1),
-        event(11.2, "gateway", "request", took_s=1.2, status=200, client_gone=False),
+        *ended(11.2, 1.2),
     ]
-    account = account_of(story, now_s=99.0)
-    assert account is not None
+    account = accounted(story)
     assert account.seconds()[Cause.BETWEEN] == pytest.approx(1.0)
     assert account.accounted_share == pytest.approx(1.0)
 
@@ -108,11 +117,9 @@ def test_a_step_that_a_frozen_worker_ends_too_late_is_its_loss() -> None:
         event(13.2, "gateway", "submit", **lost),
         replace(again, instance="worker-1"),
         step(16.4, 0.1, busy_s=6.1, plan=3),
-        event(13.4, "gateway", "tokens complete", phase="ended", reason="stop", tokens=3),
-        event(13.5, "gateway", "request", took_s=3.5, status=200, client_gone=False),
+        *ended(13.4, 3.4),
     ]
-    account = account_of(story, now_s=99.0)
-    assert account is not None
+    account = accounted(story)
     spent = account.seconds()
     assert next(iter(spent)) == Cause.LOST
     assert spent[Cause.LOST] == pytest.approx(13.2 - 10.2)
@@ -138,11 +145,9 @@ def test_an_attempt_that_was_submitted_again_is_not_the_last_one() -> None:
         event(16.0, "gateway", "submit", **second),
         event(16.1, "scheduler", "plan", **plan, plan=1, own=[(0, 2)]),
         *later,
-        event(19.2, "gateway", "tokens complete", phase="ended", reason="stop", tokens=3),
-        event(19.2, "gateway", "request", took_s=9.2, status=200, client_gone=False),
+        *ended(19.2, 9.2),
     ]
-    account = account_of(story, now_s=99.0)
-    assert account is not None
+    account = accounted(story)
     spent = account.seconds()
     assert spent[Cause.LOST] == pytest.approx(16.0 - 10.1)
     assert spent.get(Cause.FORGOTTEN, 0.0) == pytest.approx(0.0)
@@ -156,11 +161,9 @@ def test_a_source_that_goes_on_during_a_move_computes_the_answer() -> None:
         step(10.1, 0.1, busy_s=0.0, plan=1, is_prefill=True),
         event(10.2, "gateway", "submit", **moved),
         step(10.2, 0.5, busy_s=0.1, plan=2),
-        event(10.7, "gateway", "tokens complete", phase="ended", reason="stop", tokens=3),
-        event(10.8, "gateway", "request", took_s=0.8, status=200, client_gone=False),
+        *ended(10.7, 0.7),
     ]
-    account = account_of(story, now_s=99.0)
-    assert account is not None
+    account = accounted(story)
     assert account.seconds()[Cause.DECODE] == pytest.approx(0.5)
 
 
@@ -175,11 +178,9 @@ def test_a_source_that_freezes_during_a_move_computes_nothing_of_what_the_target
         event(10.2, "gateway", "submit", **moved),
         step(10.3, 9.0, busy_s=0.1, plan=2),
         target,
-        event(13.2, "gateway", "tokens complete", phase="ended", reason="stop", tokens=3),
-        event(13.2, "gateway", "request", took_s=3.2, status=200, client_gone=False),
+        *ended(13.2, 3.2),
     ]
-    account = account_of(story, now_s=99.0)
-    assert account is not None
+    account = accounted(story)
     spent = account.seconds()
     assert spent[Cause.DECODE] == pytest.approx(0.1)
     assert spent[Cause.MOVING] == pytest.approx(13.0 - 10.2)

@@ -23,8 +23,7 @@ def test_a_port_in_use_is_a_configuration_error_that_names_the_setting() -> None
 async def test_clients_who_take_every_connection_do_not_shut_the_operator_out(make_stack: MakeStack) -> None:
     """Health and metrics are asked for when something is wrong, and then the clients' listener is full."""
     stack = await make_stack(max_connections=4, receive_timeout_s=30.0)
-    for worker in stack.workers:
-        worker.computing.clear()
+    stack.hold()
     await stack.http.aclose()
     async with stack.openai:
         requests = [
@@ -43,8 +42,7 @@ async def test_clients_who_take_every_connection_do_not_shut_the_operator_out(ma
         assert (await stack.operator.get("/health")).json() == {"status": "ok"}
         assert (await stack.operator.get("/ready")).json() == {"status": "ready"}
         assert b"kvasir_gateway_active_sequences" in (await stack.operator.get("/metrics")).content
-        for worker in stack.workers:
-            worker.computing.set()
+        stack.hold(is_held=False)
         await asyncio.gather(*requests)
 
 

@@ -46,57 +46,14 @@ async def test_silence_is_filled_with_comments_and_begins_the_stream() -> None:
         await out.wait(exchange)
 
 
-class OpenLane(DirectWriter):
-    """Collects pieces; open until told otherwise."""
-
-    def __init__(self) -> None:
-        self.pieces: list[bytes] = []
-        self.opened = True
-
-    @property
-    def is_open(self) -> bool:
-        return self.opened
-
-    def write(self, piece: bytes) -> None:
-        self.pieces.append(piece)
-
-
-async def test_events_are_pushed_only_between_beginning_and_end_and_never_overtake() -> None:
-    lane, sent, blocked = OpenLane(), Sent(), asyncio.Event()
-    pushable: list[bool] = []
-
-    async def slow(message: Message) -> None:
-        pushable.append(out.can_push)
-        await blocked.wait()
-        await sent(message)
-
-    out = EventStream(slow, 10, lane)
-    pushable.append(out.can_push)
-    writing = asyncio.create_task(out.write(b"data: 1\n\n"))
-    await asyncio.sleep(0.01)
-    assert [out.has_begun, out.can_push] == [True, False], "an earlier event is on its way"
-    blocked.set()
-    await writing
-    pushable.append(out.can_push)
-    assert pushable == [False, False, False, True], "not without headers, and not while writing"
-    out.push(b"data: 2\n\n")
-    assert lane.pieces == [b"data: 2\n\n"]
-    lane.opened = False
-    pushable.append(out.can_push)
-    assert pushable[-1] is False
-    assert not EventStream(sent, 10).can_push
-
-
 async def test_a_slow_stream_begins_and_is_kept_alive(make_stack: MakeStack) -> None:
     stack = await make_stack(sse_keep_alive_s=0.1)
-    for worker in stack.workers:
-        worker.computing.clear()
+    stack.hold()
     async with stack.http.stream("POST", CHAT, json={**stack.body, "stream": True}) as reply:
         assert reply.status_code == 200, "the headers are there before any token"
         lines = reply.aiter_lines()
         assert [await anext(lines) for _ in range(4)] == [": keep-alive", ""] * 2
-        for worker in stack.workers:
-            worker.computing.set()
+        stack.hold(is_held=False)
         rest = [line async for line in lines]
     chunks = [json.loads(line[6:]) for line in rest if line.startswith("data: {")]
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == ANSWER
@@ -105,8 +62,7 @@ async def test_a_slow_stream_begins_and_is_kept_alive(make_stack: MakeStack) -> 
 
 async def test_once_it_has_begun_errors_are_events(make_stack: MakeStack) -> None:
     stack = await make_stack(sse_keep_alive_s=0.05, request_timeout_s=0.4)
-    for worker in stack.workers:
-        worker.computing.clear()
+    stack.hold()
     reply = await stack.chat(stream=True)
     assert reply.status_code == 200
     *comments, last, done = reply.text.removesuffix("\n\n").split("\n\n")

@@ -21,12 +21,6 @@ async def keeping(make_stack: MakeStack, tmp_path: Path) -> Stack:
     return await make_stack(stored_responses=str(tmp_path / "responses.db"), resume_s=0.2)
 
 
-def hold(stack: Stack, *, is_held: bool = True) -> None:
-    """Workers compute no more, or again."""
-    for worker in stack.workers:
-        (worker.computing.clear if is_held else worker.computing.set)()
-
-
 async def begun(stack: Stack, **fields: Any) -> str:
     """A response in the background that workers have been given."""
     reply = await stack.http.post("/v1/responses", json={**BODY, "background": True, **fields})
@@ -51,11 +45,11 @@ async def ended(stack: Stack, name: str) -> dict[str, Any]:
 
 
 async def test_one_in_the_background_goes_on_though_nobody_reads_it(keeping: Stack) -> None:
-    hold(keeping)
+    keeping.hold()
     name = await begun(keeping)
     await asyncio.sleep(0.5)  # longer than `resume_s`
     assert (await polled(keeping, name))["status"] == "in_progress"
-    hold(keeping, is_held=False)
+    keeping.hold(is_held=False)
     body = await ended(keeping, name)
     assert (body["status"], body["background"]) == ("completed", True)
     assert body["output"][0]["content"][0]["text"] == ANSWER
@@ -64,20 +58,20 @@ async def test_one_in_the_background_goes_on_though_nobody_reads_it(keeping: Sta
 
 
 async def test_its_events_go_on_when_their_reader_leaves(keeping: Stack) -> None:
-    hold(keeping)
+    keeping.hold()
     asked = {**BODY, "background": True, "stream": True}
     posted = asyncio.create_task(keeping.http.post("/v1/responses", json=asked))
     await until(lambda: keeping.scheduler.submits)
     posted.cancel()
     name = "resp_" + keeping.scheduler.submits[0].ref.request_id.removeprefix("req_")
     assert (await polled(keeping, name))["status"] == "in_progress"
-    hold(keeping, is_held=False)
+    keeping.hold(is_held=False)
     assert (await ended(keeping, name))["status"] == "completed"
 
 
 @pytest.mark.parametrize("verb", ["cancel", "delete"])
 async def test_one_that_is_ended_is_computed_no_more(keeping: Stack, verb: str) -> None:
-    hold(keeping)
+    keeping.hold()
     name = await begun(keeping)
     if verb == "cancel":
         for _ in range(2):
@@ -86,7 +80,7 @@ async def test_one_that_is_ended_is_computed_no_more(keeping: Stack, verb: str) 
     else:
         assert (await keeping.http.delete(f"/v1/responses/{name}")).json()["deleted"] is True
     await until(lambda: keeping.scheduler.cancelled)
-    hold(keeping, is_held=False)
+    keeping.hold(is_held=False)
     await asyncio.sleep(0.2)
     reply = await keeping.http.get(f"/v1/responses/{name}")
     assert reply.status_code == (200 if verb == "cancel" else 404)
@@ -96,7 +90,7 @@ async def test_one_that_is_ended_is_computed_no_more(keeping: Stack, verb: str) 
 async def test_one_whose_gateway_is_gone_has_failed(
     keeping: Stack, make_stack: MakeStack, tmp_path: Path
 ) -> None:
-    hold(keeping)
+    keeping.hold()
     name = await begun(keeping)
     await cancelled(keeping.running)
     other = await make_stack(stored_responses=str(tmp_path / "responses.db"), instance="gateway-1")

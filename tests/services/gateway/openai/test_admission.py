@@ -77,22 +77,13 @@ async def test_overflow(acceptance: Acceptance, prompt: int, limit: int | None) 
     assert caught.value.param == "prompt"
 
 
-async def test_seeds_are_fixed_at_acceptance(acceptance: Acceptance) -> None:
-    given = (await acceptance.chat(orjson.dumps({**CHAT, "seed": 7}), context)).samplings[0].seed
-    assert given == 7
-    negative = (await acceptance.chat(orjson.dumps({**CHAT, "seed": -(2**63)}), context)).samplings[0].seed
-    assert 0 <= negative < 2**63
-    drawn = {(await acceptance.chat(orjson.dumps(CHAT), context)).samplings[0].seed for _ in range(5)}
-    assert len(drawn) == 5
-
-
 async def test_extremes_a_sampler_could_trip_over(acceptance: Acceptance) -> None:
-    body = {**CHAT, "temperature": 1e-9, "top_p": 0, "top_k": -1, "ignore_eos": True}
+    body = {**CHAT, "temperature": 1e-9, "top_p": 0, "top_k": -1, "ignore_eos": True, "seed": -(2**63)}
     (sampling,) = (await acceptance.chat(orjson.dumps(body), context)).samplings
     assert sampling.temperature == 0
     assert 0 < sampling.top_p < 1e-3
     assert sampling.top_k == 0
-    assert sampling.end_token_ids == ()
+    assert sampling.end_token_ids == () and 0 <= sampling.seed < 2**63
 
 
 @pytest.mark.parametrize(
@@ -172,12 +163,6 @@ def test_what_is_not_asked_for_does_nothing(codec: Codec) -> None:
     assert chat(codec, **dict.fromkeys((*neutral, *nothing))) == chat(codec)
 
 
-def test_stop_tokens_join_the_ends_and_outlive_ignore_eos(codec: Codec) -> None:
-    assert chat(codec, stop_token_ids=[9, 2, 9]).end_token_ids == (2, 9)
-    assert chat(codec, stop_token_ids=[9], ignore_eos=True).end_token_ids == (9,)
-    assert chat(codec, ignore_eos=True).end_token_ids == ()
-
-
 def test_logprobs_of_both(codec: Codec) -> None:
     asked: dict[str, Any] = {"logprobs": True}
     found = [
@@ -205,3 +190,11 @@ def test_everything_is_carried(codec: Codec) -> None:
     sampling = chat(codec, **penalties, min_p=0.1, min_tokens=20, logprobs=True, top_logprobs=20)
     assert {name: getattr(sampling, name) for name in penalties} == penalties
     assert (sampling.min_p, sampling.min_tokens, sampling.top_logprobs) == (0.1, 20, 20)
+
+
+@pytest.mark.parametrize(
+    ("fields", "ends"),
+    [({"stop_token_ids": [9, 2, 9]}, (2, 9)), ({"stop_token_ids": [9], "ignore_eos": True}, (9,))],
+)
+def test_stop_tokens_join_the_ends(codec: Codec, fields: dict[str, Any], ends: tuple[int, ...]) -> None:
+    assert chat(codec, **fields).end_token_ids == ends

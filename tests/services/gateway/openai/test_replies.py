@@ -62,17 +62,6 @@ def test_chat_events() -> None:
         assert violations("CreateChatCompletionStreamResponse", body) == []
 
 
-def test_completions_have_one_object_streamed_or_not() -> None:
-    whole = json.loads(TEXT.whole([FinishedChoice(0, AnswerMessage("x"), "length")], USAGE))
-    piece = event(TEXT.text_event(0, "x", None))
-    last = event(TEXT.text_event(0, "", "stop"))
-    assert TEXT.begin(0) == b""
-    assert whole["object"] == piece["object"] == "text_completion"
-    for body in (whole, last):
-        assert violations("CreateCompletionResponse", body) == []
-    assert piece["choices"] == [{"index": 0, "text": "x", "logprobs": None, "finish_reason": None}]
-
-
 def test_a_plain_piece_has_the_bytes_of_a_general_one() -> None:
     for kind, model in (("chat", 'a "" b'), ("text", 'm","text":""')):
         head = Letterhead("chat" if kind == "chat" else "text", "id-1", 5, model)
@@ -155,8 +144,7 @@ async def test_a_streamed_completion_lists_what_the_whole_one_does(stack: Stack)
 
 async def test_a_resumed_answer_keeps_those_it_had(stack: Stack) -> None:
     undisturbed = (await stack.chat(logprobs=True, top_logprobs=2)).json()["choices"][0]
-    for worker in stack.workers:
-        worker.step_s = 0.05  # it is not over before its worker is lost
+    stack.pace(0.05)  # it is not over before its worker is lost
     request = asyncio.create_task(stack.chat(logprobs=True, top_logprobs=2))
     await until(lambda: any(len(h.tokens) >= 5 for w in stack.workers for h in w.held.values()))
     first = next(worker for worker in stack.workers if worker.held)
@@ -166,13 +154,6 @@ async def test_a_resumed_answer_keeps_those_it_had(stack: Stack) -> None:
     last = stack.scheduler.submits[-1]
     assert last.ref.attempt == 2 and last.generated_tokens > 0
     assert last.sampling.top_logprobs == 2
-
-
-async def test_lost_frames_lose_none(stack: Stack) -> None:
-    for worker in stack.workers:
-        worker.edit = lambda delta: [] if delta.first_index % 5 == 3 else [delta, delta]
-    content = (await stack.chat(logprobs=True)).json()["choices"][0]["logprobs"]["content"]
-    assert [entry["logprob"] for entry in content] == [-at / 1000 for at in range(len(content))]
 
 
 async def test_a_stop_token_is_not_shown(stack: Stack) -> None:

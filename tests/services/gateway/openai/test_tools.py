@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from services.gateway.openai.fields import Ignored
-from services.gateway.openai.tools import Tools, for_template, in_words, tools_of, with_short_ids
+from services.gateway.openai.tools import Tools, tools_of, with_short_ids
 from services.gateway.text.tokenizer import ChatTemplate, Codec
 from shared.errors import InvalidRequest
 from tests.services.gateway.conftest import encode_chat
@@ -65,6 +65,9 @@ def test_what_may_be_called() -> None:
         ({"tools": [NOW, NOW]}, "tools"),
         ({"tools": [{"function": {"name": "a", "parameters": []}}]}, "tools[0].function.parameters"),
         ({"tools": [NOW], "tool_choice": "now"}, "tool_choice"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls[0]"),
         ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         (
             {"tools": [NOW], "tool_choice": "required", "response_format": {"type": "json_object"}},
@@ -87,22 +90,6 @@ async def test_what_is_wrong_is_named(codec: Codec, fields: dict[str, Any], para
     accept.close()
 
 
-@pytest.mark.parametrize(
-    ("message", "param"),
-    [
-        ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
-        ({"role": "assistant", "tool_calls": "x"}, "messages[0].tool_calls"),
-        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls[0]"),
-    ],
-)
-async def test_calls_in_the_history_that_are_wrong(codec: Codec, message: dict[str, Any], param: str) -> None:
-    accept = make(codec)
-    with pytest.raises(InvalidRequest) as caught:
-        await accept.chat(orjson.dumps({**CHAT, "messages": [message]}), context)
-    assert caught.value.param == param
-    accept.close()
-
-
 async def test_calls_that_must_be_are_held_to_a_grammar(codec: Codec) -> None:
     accept = make(codec, default_max_tokens=20)
     held = await accept.chat(
@@ -120,20 +107,14 @@ async def huge() -> int:
     return 100_000
 
 
-def test_a_model_that_knows_no_functions_is_told_in_words(codec: Codec) -> None:
-    tools = tools_of([WEATHER, NOW], None, None, Ignored())
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
-    told = in_words(messages, tools)
-    assert [message["role"] for message in told] == ["system", "user"]
-    assert told[0]["content"].startswith("Be brief.") and '"weather"' in told[0]["content"]
-    assert "weather" in for_template(codec, messages[1:], tools)[0][0]["content"]
-
-
 async def test_history_becomes_text_for_it(codec: Codec) -> None:
     accept = make(codec)
-    job = await accept.chat(orjson.dumps({**CHAT, "messages": HISTORY}), huge)
+    system = {"role": "system", "content": "Be brief."}
+    body = {**CHAT, "messages": [system, *HISTORY], "tools": [WEATHER, NOW]}
+    job = await accept.chat(orjson.dumps(body), huge)
     text = codec.tokenizer.decode(list(job.prompts[0]), skip_special_tokens=False)
     assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}' in text
+    assert "<|system|>Be brief.\n\nYou may call" in text and '{"name": "weather", "description"' in text
     assert "<|user|><tool_response>\nsunny" in text
     accept.close()
 

@@ -132,17 +132,6 @@ def test_log_probabilities_come_with_the_text_of_their_tokens(codec: Codec, stop
     assert (text, shown.decode()) == (ANSWER, ANSWER)
 
 
-def test_a_cut_answer_lists_what_it_shows(codec: Codec) -> None:
-    vocabulary = Vocabulary(codec.tokenizer)
-    pieces = read_one_by_one(make(codec, ("own fox",), with_logprobs=True), [*ids(codec), END])
-    shown = "".join(piece.text for piece in pieces)
-    assert shown == ANSWER.split("own fox")[0]
-    listed = [placed for piece in pieces for placed in piece.tokens]
-    whole = b"".join(vocabulary.bytes_of(placed.token) for placed in listed).decode()
-    assert whole.startswith(shown)
-    assert listed[-1].offset < len(shown), "the last one is shown at least in part"
-
-
 VOCABULARY = 300
 
 

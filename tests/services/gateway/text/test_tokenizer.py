@@ -22,7 +22,7 @@ from services.gateway.text.tokenizer import (
     TokenizerThreads,
     load_codec,
 )
-from shared.errors import ConfigError, InvalidRequest, Overloaded
+from shared.errors import ConfigError, Overloaded
 from tests.services.gateway.conftest import TEMPLATE, encode_chat
 
 CHATS = [
@@ -88,14 +88,6 @@ def test_what_ends_an_answer(folder: Path) -> None:
     (folder / "generation_config.json").unlink()
     (folder / "config.json").unlink()
     assert load_codec(str(folder)).end_token_ids == (2,)
-
-
-def test_no_template_is_the_callers_error_only_when_it_is_needed(folder: Path) -> None:
-    change(folder / "tokenizer_config.json", chat_template=None)
-    codec = load_codec(str(folder))
-    assert codec.encode_text("hello")
-    with pytest.raises(InvalidRequest, match="no chat template"):
-        encode_chat(codec, CHATS[0])
 
 
 def test_what_cannot_be_loaded_is_said(folder: Path, tmp_path: Path) -> None:
