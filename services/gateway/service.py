@@ -13,10 +13,10 @@ from starlette.types import ASGIApp
 from services.gateway.config import GatewayConfig
 from services.gateway.fleet_metrics import fleet_metrics
 from services.gateway.http.browser import with_cors
+from services.gateway.http.connection import Server, bind, make_operator_server, make_server, url_of
 from services.gateway.http.middleware import OPEN_PATHS, OPERATOR_PATHS, Edge
 from services.gateway.http.reading import Models
 from services.gateway.http.routes import make_app, make_operator_app
-from services.gateway.http.server import Server, bind, make_operator_server, make_server, url_of
 from services.gateway.key_watch import KeyWatch, Metered
 from services.gateway.lasting.desk import HANDLERS as LASTING
 from services.gateway.lasting.desk import LastingDesk
@@ -25,9 +25,8 @@ from services.gateway.openai.admission import Acceptance
 from services.gateway.openai.response_store import ResponseStore
 from services.gateway.sessions import Sessions
 from services.gateway.text.tokenizer import load_codec
-from services.gateway.ui.colleagues import Colleagues
 from services.gateway.ui.routes import PAGE_PATHS, add_page
-from services.gateway.ui.watch import Watch
+from services.gateway.ui.watch import Colleagues, Watch
 from services.gateway.vllm_metrics import vllm_metrics
 from shared import log, metrics, subjects
 from shared.bus import Bus, Listener, fenced, recorder_handlers, status_handlers, status_of

@@ -9,9 +9,9 @@ from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from services.gateway.anthropic.requests import MessagesRequest
+from services.gateway.anthropic import MessagesRequest
 from services.gateway.openai.fields import DESCRIPTIONS
-from services.gateway.openai.response_requests import ResponseRequest
+from services.gateway.openai.responses import ResponseRequest
 from services.gateway.openai.schemas import ChatRequest, EmbeddingRequest, TextRequest
 from services.gateway.openai.tokenize import DetokenizeTokens, TokenizeChat, TokenizeText
 

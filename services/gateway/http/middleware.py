@@ -11,14 +11,14 @@ from secrets import token_hex
 from typing import Any
 from urllib.parse import quote
 
+from opentelemetry.trace import Span, SpanKind
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway.anthropic.replies import error_body
+from services.gateway.anthropic import error_body
 from services.gateway.counters import Counters, ModelFigures
 from services.gateway.errors import HttpError, ShuttingDown, error_response, shown
-from services.gateway.http import request_span
 from services.gateway.http.connection import ENGAGE
 from services.gateway.openai.admission import AdmittedRequest
 from services.gateway.text.choice_text import ChoiceText
@@ -179,7 +179,7 @@ class Edge:
         if (client_id := headers.get("x-request-id")) is not None and _ECHOED.fullmatch(client_id):
             record.client_request_id = client_id
         trace = tracing.attach(headers)
-        span = request_span.begin(record) if spans.is_on() else None
+        span = _span_of(record) if spans.is_on() else None
         within = tracing.enter(span)
         record.trace_id = tracing.trace_id()
         is_open = path in self._open_paths or (bool(self._open_below) and path.startswith(self._open_below))
@@ -190,7 +190,7 @@ class Edge:
             tracing.detach(trace)
             self._log(record, is_probe=is_open)
             if span is not None:
-                request_span.end(span, record)
+                _end_span(span, record)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, headers: Headers | None) -> None:
         """Answer the request. The key is checked if there are `headers`."""
@@ -293,3 +293,67 @@ def _stamped(record: RequestRecord, send: Send) -> Send:
         await send(message)
 
     return stamped
+
+
+OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+}
+"""`gen_ai.operation.name` by path; other paths have no span."""
+
+
+def _span_of(record: RequestRecord) -> Span | None:
+    """Begin a span; None for paths without one and while tracing is off."""
+    operation = OPERATIONS.get(record.path)
+    if operation is None or record.method != "POST":
+        return None
+    attributes = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "kvasir",
+        "http.request.method": record.method,
+        "url.path": record.path,
+        "kvasir.request_id": record.request_id,
+    }
+    return spans.begin(operation, kind=SpanKind.SERVER, began_s=record.began_s, attributes=attributes)
+
+
+def _end_span(span: Span, record: RequestRecord) -> None:
+    """End the span with the record's attributes, as far as they are known."""
+    now_s, error, sampling = monotonic_s(), record.error, record.sampling
+    if record.model:
+        span.update_name(f"{OPERATIONS[record.path]} {record.model}")
+    if record.accepted_s is not None:
+        spans.event(span, "accepted", record.accepted_s)
+        if record.first_token_s is not None:
+            spans.event(span, "first token", record.accepted_s + record.first_token_s)
+    is_ours = error is not None and (record.status is None or record.status >= 500)
+    code = error.code if isinstance(error, KvasirError) else type(error).__name__
+    attributes: dict[str, str | bool | int | float | list[str] | None] = {
+        "http.response.status_code": record.status,
+        "kvasir.client_gone": record.is_gone or None,
+        "gen_ai.request.model": record.model or None,
+        "gen_ai.response.model": record.model or None,
+        "error.type": None if error is None or is_ours else code,
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "gen_ai.response.finish_reasons": list(record.finish_reasons.elements()) or None,
+        "gen_ai.response.time_to_first_chunk": record.first_token_s,
+    }
+    if record.completion_tokens is not None:
+        attributes["gen_ai.usage.output_tokens"] = record.completion_tokens
+        attributes["gen_ai.usage.cache_read.input_tokens"] = record.cached_tokens
+    if sampling is not None:
+        attributes |= {
+            "gen_ai.request.stream": bool(record.stream),
+            "gen_ai.request.max_tokens": sampling.max_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.choice.count": record.choices,
+            "gen_ai.request.top_k": sampling.top_k or None,
+            "gen_ai.request.frequency_penalty": sampling.frequency_penalty or None,
+            "gen_ai.request.presence_penalty": sampling.presence_penalty or None,
+        }
+    known = {name: value for name, value in attributes.items() if value is not None}
+    spans.end(span, ended_s=now_s, error=error if is_ours else None, attributes=known)

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from services.gateway.anthropic.replies import MessageWriter
-from services.gateway.anthropic.requests import parse_messages
+from services.gateway.anthropic import MessageWriter, parse_messages
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import HttpError, unknown_model
 from services.gateway.exchange import Deadline
@@ -18,14 +17,14 @@ from services.gateway.http.middleware import RequestRecord
 from services.gateway.openai.admission import Acceptance, AdmittedRequest, ContextLimit
 from services.gateway.openai.embeddings import EmbeddingWriter, admit_embeddings
 from services.gateway.openai.replies import AnswerWriter, Letterhead
-from services.gateway.openai.response_replies import ResponseWriter
-from services.gateway.openai.response_requests import (
+from services.gateway.openai.response_store import ResponseStore
+from services.gateway.openai.responses import (
     ResponseRequest,
+    ResponseWriter,
     chat_of,
     conversation_of,
     parse_response,
 )
-from services.gateway.openai.response_store import ResponseStore
 from services.gateway.parts.readers import PlainReader
 from services.gateway.sessions import Sessions
 from shared.clock import monotonic_s, unix_s

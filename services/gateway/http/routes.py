@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.gateway.anthropic.requests import parse_messages
+from services.gateway.anthropic import parse_messages
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import ClientGone, HttpError
 from services.gateway.exchange import HEADER, Deadline, deadline_of
@@ -25,8 +25,8 @@ from services.gateway.http.stored import Following, add_stored, written_json
 from services.gateway.lasting.desk import LastingDesk, fingerprint_of, name_of
 from services.gateway.openai.admission import Acceptance
 from services.gateway.openai.replies import model_body
-from services.gateway.openai.response_replies import ResponseWriter
 from services.gateway.openai.response_store import ResponseStore
+from services.gateway.openai.responses import ResponseWriter
 from services.gateway.openai.tokenize import detokenized, tokenized
 from services.gateway.sessions import Sessions
 from shared import metrics

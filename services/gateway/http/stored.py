@@ -11,8 +11,8 @@ from starlette.types import Message, Receive, Scope, Send
 from services.gateway.errors import ClientGone
 from services.gateway.http.middleware import RECORD, RequestRecord
 from services.gateway.lasting.desk import Kept, LastingDesk, name_of
-from services.gateway.openai.response_replies import listed_items
 from services.gateway.openai.response_store import ResponseStore, StoredResponse, not_found
+from services.gateway.openai.responses import listed_items
 from shared.errors import InvalidRequest
 
 _OFF = "this server stores none (gateway.stored_responses names no file)"

@@ -14,9 +14,8 @@ from starlette.responses import Response, StreamingResponse
 
 from services.gateway.errors import HttpError
 from services.gateway.http.middleware import RECORD
-from services.gateway.ui.colleagues import Colleagues
 from services.gateway.ui.explained import explained
-from services.gateway.ui.watch import Watch
+from services.gateway.ui.watch import Colleagues, Watch
 from shared.clock import unix_s
 
 _STATIC = Path(__file__).parent / "static"

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from services.gateway.anthropic.replies import MessageWriter
-from services.gateway.anthropic.requests import parse_messages
+from services.gateway.anthropic import MessageWriter, parse_messages
 from services.gateway.openai.fields import Ignored
 from services.gateway.openai.replies import FinishedChoice, Usage
 from services.gateway.parts.items import AnswerMessage, ToolCallItem

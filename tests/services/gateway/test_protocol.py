@@ -16,8 +16,7 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import ClientGone, HttpError, error_response
 from services.gateway.http.bodies import read_body
-from services.gateway.http.connection import ENGAGE
-from services.gateway.http.server import bind, make_server
+from services.gateway.http.connection import ENGAGE, bind, make_server
 from services.gateway.text.tokenizer import TokenizerThreads
 from tests.patience import PATIENCE_S
 

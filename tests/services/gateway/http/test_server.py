@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from services.gateway.http.server import bind
+from services.gateway.http.connection import bind
 from shared.errors import ConfigError
 from tests.patience import PATIENCE_S
 from tests.services.gateway.conftest import MakeStack

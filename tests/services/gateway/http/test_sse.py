@@ -11,8 +11,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.errors import ClientGone
 from services.gateway.exchange import Exchange
 from services.gateway.http.completion_response import KEEP_ALIVE, EventStream
-from services.gateway.http.connection import DIRECT_WRITER, DirectWriter
-from services.gateway.http.server import bind, make_server
+from services.gateway.http.connection import DIRECT_WRITER, DirectWriter, bind, make_server
 from tests.patience import until
 from tests.services.gateway.conftest import ANSWER, MakeStack
 
