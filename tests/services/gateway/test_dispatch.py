@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from services.gateway import dispatch as module
 from services.gateway.config import GatewayConfig
-from services.gateway.core.effects import Acknowledge, Cancel, StreamEffects, Submit
+from services.gateway.core.effects import StreamEffects, Submit
 from services.gateway.core.stream import Stream, StreamTiming
 from services.gateway.counters import Counters
 from services.gateway.dispatch import Dispatch, NoticeOutbox
@@ -116,16 +116,6 @@ async def test_a_superseded_submission_is_not_sent(bench: Bench) -> None:
     await bench.carry_out(old, new)
     await asyncio.sleep(0.05)
     assert [command.spec.ref.attempt for command in bench.peer.submits] == [2]
-
-
-async def test_who_is_told_of_a_cancellation(bench: Bench) -> None:
-    bench.dispatch.tell(Cancel(REF, "w"))
-    bench.dispatch.tell(Cancel(REF, None))
-    bench.dispatch.tell(Cancel(REF, "w", is_final=False))
-    bench.dispatch.tell(Acknowledge("w", REF))
-    await until(lambda: len(bench.peer.to_worker) == 3 and len(bench.peer.to_scheduler) == 2)
-    kinds = [type(message).__name__ for message in bench.peer.to_worker]
-    assert kinds == ["CancelSequence", "CancelSequence", "AcknowledgeEnds"]
 
 
 async def test_an_unforeseen_error_is_tried_again(

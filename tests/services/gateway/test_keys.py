@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.gateway.config import GatewayConfig
+from services.gateway.core.quotas import Quota, Quotas, RateLimited
 from shared import key_file
 from shared.config import load
 from shared.errors import ConfigError
@@ -110,3 +113,61 @@ async def test_what_goes_on_without_its_client_counts(make_stack: MakeStack) -> 
     async with asyncio.timeout(PATIENCE_S):
         while (await stack.chat()).status_code != 200:
             await asyncio.sleep(0.05)
+
+
+OWNER = "digest"
+
+
+def test_so_many_at_once() -> None:
+    quotas = Quotas({OWNER: Quota(max_concurrent=2)})
+    quotas.begin(OWNER, 0.0)
+    quotas.begin(OWNER, 0.0)
+    with pytest.raises(RateLimited, match="2 requests with this key are being answered"):
+        quotas.begin(OWNER, 0.0)
+    quotas.begin("another", 0.0)
+    quotas.end(OWNER, 5, 1.0)
+    quotas.begin(OWNER, 1.0)
+    assert quotas.active(OWNER) == 2
+
+
+def test_tokens_are_counted_when_an_answer_ends() -> None:
+    quotas = Quotas({OWNER: Quota(tokens_per_minute=60)})
+    quotas.begin(OWNER, 0.0)
+    quotas.end(OWNER, 90, 0.0)
+    with pytest.raises(RateLimited, match="60 tokens per minute") as caught:
+        quotas.begin(OWNER, 0.0)
+    assert caught.value.retry_after_s == pytest.approx(31.0)
+    quotas.begin(OWNER, 31.0)
+
+
+@given(per_minute=st.floats(0.5, 120), gaps_s=st.lists(st.floats(0, 40), min_size=1, max_size=60))
+def test_requests_never_exceed_a_minutes_worth_and_the_rate(per_minute: float, gaps_s: list[float]) -> None:
+    """In any stretch; and who waits as told gets in."""
+    quotas, now_s, taken = Quotas({OWNER: Quota(requests_per_minute=per_minute)}), 0.0, []
+    for gap_s in gaps_s:
+        now_s += gap_s
+        try:
+            quotas.begin(OWNER, now_s)
+        except RateLimited as refused:
+            assert refused.retry_after_s is not None and refused.retry_after_s > 0
+            now_s += refused.retry_after_s + 1e-6
+            quotas.begin(OWNER, now_s)
+        taken.append(now_s)
+        quotas.end(OWNER, 0, now_s)
+    for first, began_s in enumerate(taken):
+        for last in range(first, len(taken)):
+            most = max(1.0, per_minute) + (taken[last] - began_s) * per_minute / 60
+            assert last - first + 1 <= most + 1e-3
+
+
+def test_a_new_quota_holds_from_then_on_and_what_runs_is_counted() -> None:
+    quotas = Quotas({OWNER: Quota(max_concurrent=5)})
+    for _ in range(3):
+        quotas.begin(OWNER, 0.0)
+    quotas.replace({OWNER: Quota(max_concurrent=3)})
+    with pytest.raises(RateLimited):
+        quotas.begin(OWNER, 0.0)
+    quotas.replace({})
+    for _ in range(3):
+        quotas.end(OWNER, 1, 0.0)
+    assert quotas.active(OWNER) == 0

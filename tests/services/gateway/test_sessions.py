@@ -1,4 +1,4 @@
-"""The desk on a bus where nobody answers, told by hand what happened."""
+"""Open sequences on a bus where nobody answers, told by hand what happened; and waits, which all end."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -8,19 +8,19 @@ import pytest
 import pytest_asyncio
 
 from services.gateway.config import GatewayConfig
-from services.gateway.core.stream import StreamPhase
-from services.gateway.exchange import Exchange
+from services.gateway.core.stream import Stream, StreamPhase, StreamTiming
+from services.gateway.exchange import Exchange, OpenChoice, admitted
 from services.gateway.openai.admission import AdmittedRequest
 from services.gateway.sessions import Sessions
 from services.gateway.text.choice_text import TextRules
 from services.gateway.text.tokenizer import Codec
 from shared import subjects
 from shared.bus import Bus, Listener
-from shared.errors import Overloaded
+from shared.errors import InternalError, Overloaded
 from shared.messages.reports import SequenceFinished
-from shared.messages.sequence import FinishReason, Sampling, proof_of
+from shared.messages.sequence import FinishReason, Sampling, pack_tokens, proof_of
 from shared.messages.tokens import TokenDelta, TokenFrame
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 from tests.services.gateway.core.test_peers import report
 
 W = ("worker-0", 1)
@@ -115,3 +115,51 @@ async def test_a_silent_worker_is_lost_on_the_tick(desk: Sessions, clock: list[f
     clock[0] = 3.1
     desk.on_tick()
     assert exchange.sequences[0].stream.attempt == 2
+
+
+SAMPLING = Sampling(seed=5, max_tokens=10)
+
+
+def exchange_of(choices: int) -> Exchange:
+    exchange = Exchange(accepted_s=1.0)
+    for choice in range(choices):
+        stream = Stream(("req", choice), StreamTiming(), 0.0)
+        stream.submit(0.0)
+        prompt = pack_tokens([1, 2, 3])
+        exchange.sequences.append(OpenChoice(stream, prompt, SAMPLING, exchange))
+    return exchange
+
+
+def accept(exchange: Exchange, at: int) -> None:
+    exchange.sequences[at].stream.on_submitted(1, 0.0)
+    exchange.changed.set()
+
+
+async def test_admission_waits_for_all() -> None:
+    exchange = exchange_of(2)
+    waiting = asyncio.create_task(admitted(exchange, 5))
+    accept(exchange, 0)
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    accept(exchange, 1)
+    await asyncio.wait_for(waiting, PATIENCE_S)
+
+
+async def test_an_answer_that_cannot_be_written_fails_alone() -> None:
+    exchange = exchange_of(1)
+    exchange.on_news = lambda: bool(1 // 0)
+    exchange.notify()
+    with pytest.raises(InternalError, match="ZeroDivisionError"):
+        await asyncio.wait_for(exchange.wait(), PATIENCE_S)
+
+
+def test_what_was_taken_once_is_submitted_as_resumed() -> None:
+    """So that a scheduler that is new, or busy, does not refuse it."""
+    exchange = exchange_of(1)
+    (sequence,) = exchange.sequences
+    assert not sequence.spec("g", 9, 3.5).is_resumed
+    accept(exchange, 0)
+    assert sequence.spec("g", 9, 3.5).is_resumed
+    (inherited,) = exchange_of(1).sequences
+    inherited.exchange.is_resumed = True
+    assert inherited.spec("g", 9, 3.5).is_resumed

@@ -35,15 +35,6 @@ def test_the_context_is_that_of_the_roomiest_worker_and_is_remembered() -> None:
     assert facts(table) == (100, 0)
 
 
-def test_a_restart_ends_the_run_before() -> None:
-    table = WorkerTable(["m"], timeout_s=2)
-    assert table.on_report(report("a", 5), 0) is None
-    assert table.on_report(report("a", 5), 1) is None
-    assert table.on_report(report("a", 6), 1) == ("a", 5)
-    assert table.on_report(report("a", 5), 1) is None, "a late heartbeat of the run before"
-    assert [row["worker"] for row in table.rows(1.5)] == ["a"]
-
-
 @given(
     st.lists(
         st.tuples(st.sampled_from("abc"), st.integers(1, 3), st.integers(1, 9), st.floats(0, 3)), max_size=30

@@ -6,8 +6,15 @@ import msgspec
 import pytest
 from hypothesis import settings
 
-from services.gateway.core.effects import Acknowledge, Cancel, Fetch, StreamEffects, Submit
-from services.gateway.core.stream import MAX_KV_LOSSES, Stream, StreamPhase
+from services.gateway.core.effects import Acknowledge, Cancel, Extend, Fetch, StreamEffects, Submit
+from services.gateway.core.stream import (
+    FRESH_S,
+    LEFT_TOKENS,
+    MAX_KV_LOSSES,
+    OVERLAP_S,
+    Stream,
+    StreamPhase,
+)
 from shared.errors import (
     CreditorLost,
     DeadlineExceeded,
@@ -21,8 +28,7 @@ from shared.errors import (
 )
 from shared.messages.sequence import FinishReason, proof_of
 from shared.messages.tokens import TokenDelta, TokenLogprobs
-from tests.services.gateway.core.stream_rig import KEY, TIMING, A, B, begun, delta, listed, ref
-from tests.services.gateway.core.stream_world import Anything
+from tests.services.gateway.core.stream_world import KEY, TIMING, A, Anything, B, begun, delta, listed, ref
 
 TestAnything = Anything.TestCase
 TestAnything.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -286,3 +292,72 @@ def test_a_heartbeat_proves_it_too() -> None:
     stream.on_report(msgspec.structs.replace(listed(1, 0), proof=proof), A, 0.2)
     assert stream.server == A
     assert Fetch(A, ref(1), 0) in (*stream.on_delta(delta(1, 2, (12,)), A, 0.3), *stream.on_tick(0.9))
+
+
+def said(attempt: int, first: int, *tokens: int, reason: FinishReason | None = None) -> TokenDelta:
+    return TokenDelta(*KEY, attempt, first, tokens, reason)
+
+
+def moving() -> Stream:
+    """Three tokens held, and a target that is prepared."""
+    stream = Stream(KEY, TIMING, 0.0)
+    stream.submit(0.0)
+    stream.on_delta(said(1, 0, 10, 11, 12), A, 0.1)
+    assert stream.on_prepared(ref(1), 0.2, "b", 4) == (Submit(2, 2),), "the source is not told to stop"
+    return stream
+
+
+def test_what_the_source_says_counts_and_is_passed_on() -> None:
+    stream = moving()
+    assert stream.on_delta(said(1, 3, 13), A, 0.21) == (Extend("b", ref(2), 3, (13,)),)
+    assert stream.tokens == [10, 11, 12, 13]
+    assert stream.on_delta(said(1, 6, 16), A, 0.22) == (), "a gap is the target's to fill"
+    assert stream.on_delta(said(1, 4, 14), ("c", 1), 0.22) == (), "not the source"
+    stream.check_integrity()
+
+
+def test_the_source_stops_when_the_target_is_level_and_what_it_said_before_still_counts() -> None:
+    stream = moving()
+    stream.on_delta(said(1, 3, 13), A, 0.210)
+    late_s = 0.210 + 2 * FRESH_S
+    assert stream.on_delta(said(2, 3, 13), B, late_s) == (), "not a good moment yet"
+    stream.on_delta(said(1, 4, 14), A, 0.220)
+    level = stream.on_delta(said(2, 4, 14), B, 0.221)
+    assert level == (Cancel(ref(1), "a", is_final=False),)
+    assert stream.on_delta(said(1, 5, 15), A, 0.222) == (), "counts, and nobody needs to hear of it"
+    assert stream.on_delta(said(2, 5, 15, 16), B, 0.23) == ()
+    assert stream.tokens == [10, 11, 12, 13, 14, 15, 16]
+    assert stream.on_delta(said(1, 7, 99), A, 0.24) == () and stream.tokens[-1] == 16
+    stream.check_integrity()
+
+
+def test_answers_that_differ_are_handed_over_again_and_the_reader_keeps_what_it_has() -> None:
+    stream = moving()
+    stream.on_delta(said(1, 3, 13), A, 0.21)
+    effects = stream.on_delta(said(2, 3, 77), B, 0.22)
+    assert Submit(3, 3) in effects and Cancel(ref(2), "b", is_final=False) in effects
+    assert stream.tokens == [10, 11, 12, 13] and stream.handovers["diverged"] == 1
+    stream.check_integrity()
+
+
+def test_an_answer_that_ends_at_the_source_ends() -> None:
+    stream = moving()
+    effects = stream.on_delta(said(1, 3, 13, reason=FinishReason.STOP), A, 0.21)
+    assert effects == (Acknowledge("a", ref(1)), Cancel(ref(2), "b"))
+    assert stream.phase is StreamPhase.ENDED and stream.tokens[-1] == 13
+
+
+def test_deaths_and_silence_end_it() -> None:
+    stream = moving()
+    assert stream.on_worker_lost(A, 1, 0.3) == (), "the target goes on"
+    assert stream.on_delta(said(1, 3, 13), A, 0.31) == () and len(stream.tokens) == 3
+    stream = moving()
+    assert stream.on_tick(0.2 + OVERLAP_S) == (Cancel(ref(1), "a", is_final=False),)
+    stream = moving()
+    assert set(stream.cancel()) == {Cancel(ref(1), "a", is_final=False), Cancel(ref(2), "b")}
+
+
+def test_near_the_limit_nothing_is_left_open() -> None:
+    stream = moving()
+    assert stream.open_tokens(3 + 4 + LEFT_TOKENS) == 4
+    assert stream.open_tokens(3 + 3 + LEFT_TOKENS) == 0

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from services.gateway.forms.checks import DANGEROUS, GrammarChecks
-from shared.errors import InvalidRequest, UnavailableError
+from services.gateway.forms.checks import DANGEROUS, MOST_WAITING_OF_A_KEY, CheckQueue, GrammarChecks
+from shared.errors import InvalidRequest, Overloaded, UnavailableError
 from shared.grammars import MOST_GRAMMAR_CHARS, json_grammar, lark_grammar, regex_grammar, written_grammar
 from tests.patience import STACK_PATIENCE_S
 
@@ -104,3 +104,34 @@ async def test_the_part_at_fault_is_named_with_what_to_write_instead(checks: Gra
         "tools[1] is not supported at $defs.s: "
         "uniqueItems is not supported: leave it out and check the answer"
     )
+
+
+def begun(turns: CheckQueue[int]) -> list[tuple[str, int]]:
+    found = []
+    while (turn := turns.begin()) is not None:
+        found.append((turn[0], turn[2]))
+    return found
+
+
+def test_a_key_has_one_place_and_waits_for_itself_alone() -> None:
+    turns = CheckQueue[int](range(2))
+    for item in (1, 2, 3):
+        turns.ask("a", item)
+    assert begun(turns) == [("a", 1)], "one place stays free for others"
+    turns.ask("b", 4)
+    turns.ask("c", 5)
+    assert begun(turns) == [("b", 4)]
+    turns.end("a")
+    assert begun(turns) == [("c", 5)], "who was served last comes last"
+    turns.end("b")
+    turns.end("c")
+    assert begun(turns) == [("a", 2)]
+
+
+def test_what_waits_is_bounded() -> None:
+    turns = CheckQueue[int](())
+    for item in range(MOST_WAITING_OF_A_KEY):
+        turns.ask("a", item)
+    with pytest.raises(Overloaded):
+        turns.ask("a", 0)
+    turns.ask("b", 0)

@@ -69,12 +69,6 @@ async def test_far_over_the_cap_is_not_even_read(monkeypatch: pytest.MonkeyPatch
     assert caught.value.status == 413
 
 
-async def test_late_is_408() -> None:
-    with pytest.raises(HttpError) as caught:
-        await read(arriving([b"{"], ends=False))
-    assert (caught.value.status, caught.value.closes) == (408, True)
-
-
 def packed(content: bytes, bits: int) -> bytes:
     packing = zlib.compressobj(wbits=bits)
     return packing.compress(content) + packing.flush()

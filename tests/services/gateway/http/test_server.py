@@ -1,14 +1,17 @@
-"""The two listeners: their addresses, and that one of them is never the clients'."""
+"""The two listeners; CORS, HEAD, probes of load balancers, and the description of the API."""
 
 import asyncio
 import socket
 
 import pytest
+from jsonschema import Draft202012Validator
 
+from services.gateway.http.browser import GETS, POSTS
 from services.gateway.http.connection import bind
 from shared.errors import ConfigError
 from tests.patience import PATIENCE_S
-from tests.services.gateway.conftest import MakeStack
+from tests.services.gateway.conftest import MakeStack, Stack
+from tests.services.gateway.fakes import MODEL
 
 
 def test_a_port_in_use_is_a_configuration_error_that_names_the_setting() -> None:
@@ -51,3 +54,59 @@ async def test_the_operators_listener_serves_nothing_else(make_stack: MakeStack)
     assert (await stack.operator.get("/v1/models")).status_code == 401
     reply = await stack.operator.get("/v1/models", headers=stack.http.headers)
     assert (reply.status_code, reply.json()["error"]["code"]) == (404, "unknown_url")
+
+
+PAGE = "https://app.example"
+
+
+async def test_pages_of_known_origins_may_call(make_stack: MakeStack) -> None:
+    stack = await make_stack(cors_origins=(PAGE,))
+    asks = {"origin": PAGE, "access-control-request-method": "POST"}
+    asks["access-control-request-headers"] = "authorization,content-type"
+    preflight = await stack.http.options("/v1/chat/completions", headers={**asks, "authorization": ""})
+    assert preflight.status_code == 200, "a preflight carries no key"
+    assert preflight.headers["access-control-allow-origin"] == PAGE
+    assert "authorization" in preflight.headers["access-control-allow-headers"]
+    body = {
+        "model": MODEL,
+        "stream": True,
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": 4,
+    }
+    for headers, expected in (
+        ({"origin": PAGE}, PAGE),
+        ({"origin": "https://evil.example"}, None),
+        ({}, None),
+    ):
+        reply = await stack.http.post("/v1/chat/completions", json=body, headers=headers)
+        assert reply.status_code == 200
+        assert reply.headers.get("access-control-allow-origin") == expected
+    refused = await stack.http.get("/v1/models", headers={"origin": PAGE, "authorization": "Bearer no"})
+    assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == PAGE
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/ping", "/ready", "/v1/models", "/openapi.json", "/docs", "/version"]
+)
+async def test_head_is_get_without_a_body(stack: Stack, path: str) -> None:
+    got, head = await stack.http.get(path), await stack.http.head(path)
+    assert (head.status_code, head.content) == (got.status_code, b"") == (200, b"")
+    assert head.headers["content-length"] == got.headers["content-length"]
+
+
+async def test_the_description_describes(stack: Stack) -> None:
+    described = (await stack.http.get("/openapi.json")).json()
+    assert set(described["paths"]) == {*POSTS, *GETS, "/v1/responses/{name}/cancel"}
+    for path, operations in described["paths"].items():
+        for method in operations:
+            reply = await stack.http.request(method, path.replace("{model}", MODEL), json={})
+            is_there = reply.status_code not in (404, 405) or "no response" in reply.text
+            assert is_there, path
+    for name, schema in described["components"]["schemas"].items():
+        Draft202012Validator.check_schema(schema), name
+    chat = {**described["components"]["schemas"]["ChatRequest"], "components": described["components"]}
+    validator = Draft202012Validator(chat)
+    assert validator.is_valid({"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stop": "a"})
+    assert not validator.is_valid({"model": MODEL, "messages": [{"role": "bot", "content": "x"}]})
+    page = (await stack.http.get("/docs")).text
+    assert "/v1/chat/completions" in page and "logit_bias" in page

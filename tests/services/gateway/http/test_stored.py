@@ -1,13 +1,22 @@
 """Responses that are stored or made in the background, through a real port and with a real file."""
 
 import asyncio
+import sqlite3
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 import pytest_asyncio
+from hypothesis import given
+from hypothesis import strategies as st
 
-from shared.errors import InvalidRequest
+from services.gateway.errors import HttpError
+from services.gateway.lasting.transcript import EventsAfter, Transcript
+from services.gateway.openai.response_store import ResponseStore
+from shared.errors import ConfigError, InvalidRequest, Overloaded
 from tests.patience import PATIENCE_S, until
 from tests.services.gateway.conftest import ANSWER, MakeStack, Stack
 from tests.services.gateway.fakes import MODEL, cancelled
@@ -156,3 +165,176 @@ async def test_an_operator_empties_the_prefix_caches(stack: Stack) -> None:
     stack.workers[1].frozen = True
     reply = await stack.operator.post("/reset_prefix_cache")
     assert reply.status_code == 503 and "worker-1" in reply.json()["error"]["message"]
+
+
+SSE = [(b"content-type", b"text/event-stream; charset=utf-8")]
+
+
+def event(number: int) -> bytes:
+    body = orjson.dumps({"type": "response.x", "sequence_number": number, "delta": "a\n\nb" * (number % 3)})
+    return b"event: response.x\ndata: " + body + b"\n\n"
+
+
+@given(
+    total=st.integers(0, 12),
+    after=st.integers(-1, 14),
+    cuts=st.lists(st.integers(0, 1500), max_size=8),
+    comments=st.booleans(),
+)
+def test_events_up_to_a_number_are_left_out(total: int, after: int, cuts: list[int], comments: bool) -> None:
+    comment = b": keep-alive\n\n" if comments else b""
+    whole = b"".join(comment + event(number) for number in range(total))
+    edges = sorted({0, len(whole), *(min(cut, len(whole)) for cut in cuts)})
+    events = EventsAfter(after)
+    left = b"".join(events.feed(whole[a:b]) for a, b in pairwise(edges))
+    assert left.replace(comment, b"") == b"".join(event(number) for number in range(after + 1, total))
+
+
+class Reader:
+    """A client's connection."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+        self.left = asyncio.Event()
+
+    async def send(self, message: Any) -> None:
+        self.messages.append(message)
+
+    async def gone(self) -> None:
+        await self.left.wait()
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.messages)
+
+
+async def write(transcript: Transcript, *bodies: bytes, is_last: bool = True) -> None:
+    await transcript.send({"type": "http.response.start", "status": 200, "headers": SSE})
+    for at, body in enumerate(bodies):
+        more = not (is_last and at == len(bodies) - 1)
+        await transcript.send({"type": "http.response.body", "body": body, "more_body": more})
+        await asyncio.sleep(0)
+
+
+async def test_early_and_late_readers_read_the_same() -> None:
+    transcript, early, late, leaving = Transcript(), Reader(), Reader(), Reader()
+    reading = [asyncio.create_task(transcript.read(r.send, r.gone())) for r in (early, leaving)]
+    await asyncio.sleep(0)
+    await write(transcript, b"one ", b"two ", is_last=False)
+    leaving.left.set()
+    async with asyncio.timeout(PATIENCE_S):
+        assert await reading[1] is False
+        await transcript.send({"type": "http.response.body", "body": b"three"})
+        assert await reading[0] is True
+        assert await transcript.read(late.send, late.gone()) is True
+    assert early.body == late.body == b"one two three"
+    assert late.messages[0]["status"] == 200 and late.messages[-1]["more_body"] is False
+    assert leaving.body in (b"one ", b"one two ")
+
+
+async def test_what_failed_before_it_began_is_raised_for_each() -> None:
+    transcript, reader = Transcript(), Reader()
+    transcript.end(Overloaded("full"))
+    for _ in range(2):
+        with pytest.raises(Overloaded):
+            await transcript.read(reader.send, reader.gone())
+    assert reader.messages == []
+
+
+async def test_only_a_stream_has_events() -> None:
+    transcript, reader = Transcript(), Reader()
+    await transcript.send({"type": "http.response.start", "status": 200, "headers": []})
+    await transcript.send({"type": "http.response.body", "body": b"{}"})
+    with pytest.raises(HttpError, match="not streamed"):
+        await transcript.read(reader.send, reader.gone(), 3)
+    assert await transcript.read(reader.send, reader.gone())
+
+
+ITEMS = [{"role": "user", "content": "Hello"}]
+DAY_S = 86_400.0
+
+
+class Clock:
+    now_s = 1e9
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: Clock) -> Iterator[ResponseStore]:
+    made = ResponseStore(tmp_path / "responses.db", most_bytes=1000, most_days=2, now_s=clock)
+    yield made
+    made.close()
+
+
+async def names_in(store: ResponseStore, key: str, names: list[str]) -> list[str]:
+    found = []
+    for name in names:
+        try:
+            await store.find(key, name)
+        except HttpError as error:
+            assert error.status == 404
+        else:
+            found.append(name)
+    return found
+
+
+async def test_each_key_finds_its_own(store: ResponseStore) -> None:
+    store.put("mine", "resp_1", b'{"a":1}', ITEMS)
+    store.put("theirs", "resp_1", b'{"b":2}', [])
+    found = await store.find("mine", "resp_1")
+    assert (found.body, found.items) == (b'{"a":1}', ITEMS)
+    await store.delete("mine", "resp_1")
+    assert await names_in(store, "mine", ["resp_1"]) == []
+    with pytest.raises(HttpError, match="no response 'resp_1'"):
+        await store.delete("mine", "resp_1")
+    assert (await store.find("theirs", "resp_1")).body == b'{"b":2}'
+
+
+async def test_the_oldest_of_a_key_leave(store: ResponseStore, clock: Clock) -> None:
+    """What another key has, stays; and one that is larger than all there may be is not kept at all."""
+    store.put("theirs", "old", b"x" * 900, [])
+    names = [f"resp_{number}" for number in range(6)]
+    for name in names:
+        clock.now_s += 1
+        store.put("mine", name, b"x" * 298, [])
+    assert await names_in(store, "mine", names) == names[-3:]
+    clock.now_s += 1
+    store.put("mine", "large", b"x" * 5000, [])
+    assert await names_in(store, "mine", ["large"]) == []
+    assert await names_in(store, "theirs", ["old"]) == ["old"]
+
+
+async def test_two_gateways_share_a_file_that_nobody_else_reads(tmp_path: Path, store: ResponseStore) -> None:
+    """And it outlives both."""
+    path = tmp_path / "responses.db"
+    other = ResponseStore(path, most_bytes=1000, most_days=1e6)
+    store.put("mine", "resp_1", b"{}", ITEMS)
+    await store.find("mine", "resp_1")
+    assert (await other.find("mine", "resp_1")).items == ITEMS
+    other.close()
+    assert path.stat().st_mode & 0o077 == 0
+    with sqlite3.connect(path) as file:
+        assert file.execute("SELECT count(*) FROM responses").fetchone() == (1,)
+
+
+def test_a_file_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no database " * 100)
+    for path in (tmp_path / "nowhere" / "responses.db", tmp_path / "text"):
+        with pytest.raises(ConfigError, match="cannot keep responses"):
+            ResponseStore(path, most_bytes=1, most_days=1)
+
+
+async def test_nothing_grows_older_than_it_may(store: ResponseStore, clock: Clock) -> None:
+    store.put("mine", "old", b"{}", [])
+    clock.now_s += DAY_S
+    store.put("mine", "young", b"{}", [])
+    assert await names_in(store, "mine", ["old", "young"]) == ["old", "young"]
+    clock.now_s += 1.5 * DAY_S
+    assert await names_in(store, "mine", ["old", "young"]) == ["young"]

@@ -46,22 +46,6 @@ def event(data: bytes) -> Any:
     return json.loads(data.removeprefix(b"data: "))
 
 
-def test_chat_events() -> None:
-    first = event(CHAT.begin(1))
-    assert first["choices"] == [
-        {"index": 1, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-    ]
-    middle = event(CHAT.text_event(1, "a\nb", None))
-    assert middle["choices"] == [{"index": 1, "delta": {"content": "a\nb"}, "finish_reason": None}]
-    last = event(CHAT.text_event(1, "", "stop"))
-    assert last["choices"] == [{"index": 1, "delta": {}, "finish_reason": "stop", "stop_reason": None}]
-    usage = event(CHAT.end(USAGE, include_usage=True).removesuffix(b"data: [DONE]\n\n"))
-    assert (usage["choices"], usage["usage"]) == ([], COUNTS)
-    for body in (first, middle, last, usage):
-        assert body["object"] == "chat.completion.chunk"
-        assert violations("CreateChatCompletionStreamResponse", body) == []
-
-
 def test_a_plain_piece_has_the_bytes_of_a_general_one() -> None:
     for kind, model in (("chat", 'a "" b'), ("text", 'm","text":""')):
         head = Letterhead("chat" if kind == "chat" else "text", "id-1", 5, model)

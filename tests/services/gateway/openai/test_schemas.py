@@ -6,6 +6,7 @@ import pytest
 
 from services.gateway.errors import UnsupportedFeature
 from services.gateway.openai import schemas
+from services.gateway.openai.fields import ELSEWHERE, IGNORED, REFUSED, refuse_unsupported
 from shared.errors import InvalidRequest
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -35,46 +36,39 @@ def test_prompts_of_no_form(prompt: Any) -> None:
     assert "Value error" not in caught.value.message
 
 
+OUT_OF_RANGE: dict[str, list[Any]] = {
+    "model": [None, 5],
+    "n": [0, 129, 1.5],
+    "temperature": [-0.1, 2.1, "1"],
+    "top_p": [1.1],
+    "top_k": [-2],
+    "max_tokens": [-1],
+    "max_completion_tokens": [-1],
+    "seed": [2**63, "x"],
+    "stop": [["a"] * (schemas.MAX_STOPS + 1), {}],
+    "stream": ["yes"],
+    "stream_options": [{"include_usage": True}],
+    "presence_penalty": [2.1],
+    "frequency_penalty": [-2.1],
+    "repetition_penalty": [0, 101],
+    "min_p": [-0.1, 1.1],
+    "min_tokens": [-1],
+    "stop_token_ids": [5, [5] * 129],
+    "logprobs": [1],
+    "top_logprobs": [1],
+    "messages": [[], "hi"],
+}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"model": None}, "model"),
-        ({"model": 5}, "model"),
-        ({"n": 0}, "n"),
-        ({"n": 129}, "n"),
-        ({"n": 1.5}, "n"),
-        ({"temperature": -0.1}, "temperature"),
-        ({"temperature": 2.1}, "temperature"),
-        ({"temperature": "1"}, "temperature"),
-        ({"top_p": 1.1}, "top_p"),
-        ({"top_k": -2}, "top_k"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"max_completion_tokens": -1}, "max_completion_tokens"),
-        ({"seed": 2**63}, "seed"),
-        ({"seed": "x"}, "seed"),
-        ({"stop": ["a"] * (schemas.MAX_STOPS + 1)}, "stop"),
+        *(({name: value}, name) for name, values in OUT_OF_RANGE.items() for value in values),
         ({"stop": [""]}, "stop[0]"),
         ({"stop": ["a", 5]}, "stop[1]"),
-        ({"stop": {}}, "stop"),
-        ({"stream": "yes"}, "stream"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
-        ({"presence_penalty": 2.1}, "presence_penalty"),
-        ({"frequency_penalty": -2.1}, "frequency_penalty"),
-        ({"repetition_penalty": 0}, "repetition_penalty"),
-        ({"repetition_penalty": 101}, "repetition_penalty"),
-        ({"min_p": -0.1}, "min_p"),
-        ({"min_p": 1.1}, "min_p"),
-        ({"min_tokens": -1}, "min_tokens"),
-        ({"stop_token_ids": 5}, "stop_token_ids"),
         ({"stop_token_ids": [5, -1]}, "stop_token_ids[1]"),
-        ({"stop_token_ids": [5] * 129}, "stop_token_ids"),
-        ({"logprobs": 1}, "logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"top_logprobs": 1}, "top_logprobs"),
-        ({"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
-        ({"messages": []}, "messages"),
-        ({"messages": "hi"}, "messages"),
         ({"messages": [*MESSAGES, {"content": "x"}]}, "messages[1].role"),
         ({"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [5]}]}, "messages[0].content"),
@@ -130,3 +124,48 @@ def test_millions_of_wrong_items_cost_one_error() -> None:
         with pytest.raises(InvalidRequest):
             chat(**fields)
     assert len(text(prompt=many).prompts[0]) == len(many)
+
+
+ASKED: dict[str, Any] = {
+    "functions": [{}],
+    "function_call": {"name": "f"},
+    "top_logprobs": 3,
+    "best_of": 2,
+    "grammar": "root ::= x",
+    "logits_processors": ["x"],
+    "chat_template": "x",
+    "documents": [{}],
+    "dimensions": 16,
+    "tools": [{}],
+    "return_tokens_as_token_ids": True,
+    "length_penalty": 0.8,
+    "audio": {"voice": "x"},
+    "modalities": ["text", "audio"],
+    "suffix": "x",
+    "echo": True,
+    "use_beam_search": True,
+    "continue_final_message": True,
+    "add_generation_prompt": False,
+    "guided_whitespace_pattern": " ",
+}
+NOTHING: dict[str, list[Any]] = {
+    "top_logprobs": [0],
+    "modalities": [["text"]],
+    "suffix": [""],
+    "echo": [False],
+    "add_generation_prompt": [True],
+}
+
+
+def test_every_feature_has_a_case() -> None:
+    assert set(ASKED) == set(REFUSED) - ELSEWHERE
+    assert not set(REFUSED) & IGNORED and set(REFUSED) > ELSEWHERE
+
+
+@pytest.mark.parametrize("name", sorted(ASKED))
+def test_asking_for_it_is_refused_by_name_and_asking_for_nothing_is_fine(name: str) -> None:
+    with pytest.raises(UnsupportedFeature, match=REFUSED[name][1] or "leave it out") as caught:
+        refuse_unsupported({"user": "u", name: ASKED[name]})
+    assert caught.value.param == name
+    for value in (None, *NOTHING.get(name, [])):
+        refuse_unsupported({name: value})

@@ -89,17 +89,6 @@ def test_a_stop_string_ends_it_and_what_follows_does_not_count(codec: Codec) -> 
     assert "fox" not in codec.tokenizer.decode(tokens[: answer.completion_tokens - 1])
 
 
-def test_what_was_held_back_for_a_stop_string_shows_at_the_end(codec: Codec) -> None:
-    answer = make(codec, ("truly. And",))
-    feed(answer.stream, ids(codec))
-    shown = answer.read()
-    assert shown is not None and not shown.text.endswith("truly.")
-    feed(answer.stream, [END], FinishReason.STOP)
-    rest = answer.read()
-    assert rest is not None
-    assert shown.text + rest.text == ANSWER
-
-
 def read_one_by_one(answer: ChoiceText, tokens: list[int]) -> list[TextPiece]:
     """Each token as it comes; the last one ends the answer."""
     pieces: list[TextPiece] = []

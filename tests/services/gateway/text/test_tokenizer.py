@@ -13,17 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from services.gateway.text.tokenizer import (
     AT_ONCE_BYTES,
     MAX_WAITING_BYTES,
+    ChatTemplate,
     Codec,
     TokenizerThreads,
+    Vocabulary,
     load_codec,
 )
-from shared.errors import ConfigError, Overloaded
-from tests.services.gateway.conftest import TEMPLATE, encode_chat
+from shared.errors import ConfigError, InvalidRequest, Overloaded
+from tests.services.gateway.conftest import ANSWER, TEMPLATE, encode_chat
 
 CHATS = [
     [{"role": "user", "content": "hello"}],
@@ -170,3 +176,120 @@ def test_tokens_that_only_the_configuration_knows(folder: Path) -> None:
     over = codec.tokenizer.token_to_id("<|over|>")
     assert over is not None
     assert codec.tokenizer.decode([over], skip_special_tokens=True) == ""
+
+
+def with_byte_fallback() -> Tokenizer:
+    """As sentencepiece models come: a space is ▁, an unknown character its bytes."""
+    pieces = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "a": 257, "b": 258, "▁a": 259}
+    tokenizer = Tokenizer(models.BPE(vocab=pieces, merges=[("▁", "a")], byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def fallback() -> Tokenizer:
+    return with_byte_fallback()
+
+
+def joined(tokenizer: Tokenizer, text: str) -> str:
+    vocabulary = Vocabulary(tokenizer)
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    return b"".join(vocabulary.bytes_of(token) for token in ids).decode()
+
+
+@settings(deadline=None, max_examples=50)
+@given(text=st.text(max_size=20))
+def test_byte_level(codec: Codec, text: str) -> None:
+    assert joined(codec.tokenizer, text + ANSWER) == text + ANSWER
+
+
+@settings(deadline=None, max_examples=50)
+@given(text=st.text(st.sampled_from("ab c日😀é\n"), max_size=20))
+def test_byte_fallback(fallback: Tokenizer, text: str) -> None:
+    assert joined(fallback, text) == text
+
+
+def test_parts_of_characters_are_written_as_bytes(codec: Codec, fallback: Tokenizer) -> None:
+    vocabulary = Vocabulary(fallback)
+    assert (vocabulary.text(0xE6), vocabulary.bytes_of(0xE6)) == ("\\xe6", b"\xe6")
+    assert vocabulary.text(259) == " a"
+    part = codec.tokenizer.encode("日", add_special_tokens=False).ids[0]
+    assert Vocabulary(codec.tokenizer).text(part) == "\\xe6\\x97"
+
+
+def test_special_tokens_are_themselves_and_unknown_ids_nothing(codec: Codec) -> None:
+    vocabulary = Vocabulary(codec.tokenizer)
+    assert vocabulary.text(2) == "<|end|>"
+    assert (vocabulary.text(10_000_000), vocabulary.bytes_of(10_000_000)) == ("", b"")
+
+
+def test_other_decoders_show_what_they_decode() -> None:
+    tokenizer = Tokenizer(models.WordPiece(vocab={"hel": 0, "##lo": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    assert Vocabulary(tokenizer).text(0) == "hel"
+    plain = Tokenizer(models.WordLevel(vocab={"hi": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    assert Vocabulary(plain).bytes_of(0) == b"hi"
+
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief. <|end|>"},
+    {"role": "user", "content": " hä?\n\n{{ 1 }} "},
+    {"role": "assistant", "content": "yes"},
+    {"role": "user", "content": "why"},
+]
+THEIRS: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
+VARIABLES: dict[str, str] = THEIRS
+TEMPLATES = [
+    "{{ bos_token }}{% for m in messages %}\n  {% if m.role == 'user' %}\n[{{ m.content | trim }}]\n"
+    "  {% endif %}\n{% endfor %}{% if add_generation_prompt %}>{% endif %}",
+    "{% for m in messages %}{{ m | tojson }}{{ m.content | tojson(indent=2) }}{% endfor %}{{ tools }}",
+    "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m['content'] }}{% endfor %}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("source", TEMPLATES)
+def test_it_renders_as_transformers_does(source: str) -> None:
+    rendered: Any = render_jinja_template(
+        conversations=[MESSAGES], chat_template=source, add_generation_prompt=True, **THEIRS
+    )
+    assert ChatTemplate(source, VARIABLES).render(MESSAGES) == rendered[0][0]
+
+
+@pytest.mark.parametrize("source", [TEMPLATES[4], "{{ messages[-1].content | trim }}."])
+@pytest.mark.parametrize("content", ["", "yes", " yes, \n"])
+def test_it_continues_the_last_message_as_transformers_does(source: str, content: str) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": content}]
+    rendered: Any = render_jinja_template(
+        conversations=[messages], chat_template=source, continue_final_message=True, **THEIRS
+    )
+    assert ChatTemplate(source, VARIABLES).render(messages, continues_last=True) == rendered[0][0]
+
+
+def test_a_last_message_that_is_not_written_cannot_be_continued() -> None:
+    with pytest.raises(InvalidRequest, match="continued"):
+        ChatTemplate(TEMPLATES[0], VARIABLES).render(MESSAGES[:1], continues_last=True)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ raise_exception('only one system message') }}", "{{ messages[9].content.x }}", "{{ 1 + 'a' }}"],
+)
+def test_a_template_that_refuses_is_the_callers_error(source: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        ChatTemplate(source, {}).render(MESSAGES)
+    assert caught.value.param == "messages"
+
+
+def test_a_template_is_kept_in_its_box() -> None:
+    attacks = [
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ namespace.__init__.__globals__ }}",
+    ]
+    for source in attacks:
+        with pytest.raises(InvalidRequest):
+            json.dumps(ChatTemplate(source, {}).render(MESSAGES))
