@@ -52,8 +52,8 @@ def parse_messages(
     if _LONG.search(body) is not None:
         try:
             content["messages"] = json.loads(body).get("messages")
-        except (ValueError, RecursionError):
-            raise InvalidRequest("messages have a number of too many digits", param="messages") from None
+        except RecursionError:
+            raise InvalidRequest("messages are nested too deeply", param="messages") from None
     request = validated(MessagesRequest, content)
     settle(request, ignored, MESSAGES_IGNORED)
     if request.max_tokens is None and not counts:
@@ -157,8 +157,7 @@ def _messages(message: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
         elif kind == "tool_use" and role == "assistant":
             if not isinstance(block.get("name"), str):
                 raise InvalidRequest(f"{where}.name should be a text", param=f"{where}.name")
-            arguments = json.dumps(block.get("input") or {})
-            function = {"name": block.get("name"), "arguments": arguments}
+            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
             text = _text(block.get("content") or "", f"{where}.content")

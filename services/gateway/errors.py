@@ -97,9 +97,7 @@ def code_of(error: KvasirError) -> str | None:
         return error.error_code
     if type(error) is InvalidRequest:
         return None
-    if isinstance(error, ContextOverflow):
-        return ContextOverflow.code
-    return error.code
+    return ContextOverflow.code if isinstance(error, ContextOverflow) else error.code
 
 
 def body_of(error: KvasirError) -> dict[str, dict[str, str | None]]:

@@ -112,8 +112,7 @@ def _of_scheduler(model: str, scheduler: SchedulerView) -> Iterator[Metric]:
     preempted.add_metric([model, "0"], scheduler.preemptions_total)
     yield preempted
     queue = _histogram("request_queue_time_seconds", "From acceptance to the first plan")
-    buckets = _cumulated(WAIT_BOUNDS_S, scheduler.waits)
-    queue.add_metric([model, "0"], buckets, scheduler.waited_s)
+    queue.add_metric([model, "0"], _cumulated(WAIT_BOUNDS_S, scheduler.waits), scheduler.waited_s)
     yield queue
 
 

@@ -55,8 +55,7 @@ def debt_rows(reports: Iterable[WorkerReported]) -> list[dict[str, Any]]:
     """Return the lent blocks by creditor and debtor, host memory included."""
     rows = []
     for report in reports:
-        debtors = {**report.lent_to_blocks, **report.host_lent_to_blocks}
-        for debtor in debtors:
+        for debtor in {**report.lent_to_blocks, **report.host_lent_to_blocks}:
             host = report.host_lent_to_blocks.get(debtor, 0)
             device = report.lent_to_blocks.get(debtor, 0)
             row = {"creditor": report.worker_id, "debtor": debtor, "blocks": device, "host_blocks": host}

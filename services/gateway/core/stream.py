@@ -420,8 +420,7 @@ class Stream:
         self.attempt += 1
         self.ref = SequenceRef(request_id=self.key[0], choice=self.key[1], attempt=self.attempt)
         if self._secret:
-            digest = blake2b(str(self.ref).encode(), key=self._secret, digest_size=16)
-            self.capability = digest.digest()
+            self.capability = blake2b(str(self.ref).encode(), key=self._secret, digest_size=16).digest()
 
     def _end(self, reason: FinishReason, worker: Start, now_s: float) -> StreamEffects:
         seen = Acknowledge(worker[0], self.ref)

@@ -140,6 +140,4 @@ def format_of(template: str) -> CallFormat:
         return MISTRAL_NAMED if "[ARGS]" in template else MISTRAL
     if "<tool_call>" in template:
         return HERMES
-    if "<|python_tag|>" in template or "ipython" in template:
-        return LLAMA
-    return HERMES
+    return LLAMA if "<|python_tag|>" in template or "ipython" in template else HERMES

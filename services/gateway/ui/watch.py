@@ -325,8 +325,7 @@ class Watch:
 
     def _point(self) -> dict[str, float]:
         sessions = self._sessions
-        reports = sessions.workers.reports()
-        totals = totals_of([worker_row(each, 0.0) for each in reports])
+        totals = totals_of([worker_row(each, 0.0) for each in sessions.workers.reports()])
         tokens, hits = totals["tokens"], totals["hits"]
         found = float(hits["device"] + hits["host"] + hits["disk"] + hits["peer"])
         now = (unix_s(), float(sessions.output_tokens), found, found + hits["misses"])

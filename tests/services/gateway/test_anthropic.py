@@ -38,6 +38,7 @@ def test_numbers_in_the_history_keep_their_digits(number: int) -> None:
     chat = parse_messages(body.encode(), 10, Ignored())
     called = chat["messages"][0]["tool_calls"][0]["function"]
     assert called["arguments"] == json.dumps(used["input"])
-    with pytest.raises(InvalidRequest, match="too many digits") as caught:
-        parse_messages(body.replace(str(number), "1" * 5000).encode(), 10, Ignored())
+    deep = body.replace(str(number), f"{'[' * 1000}{number}{']' * 1000}")
+    with pytest.raises(InvalidRequest, match="nested too deeply") as caught:
+        parse_messages(deep.encode(), 10, Ignored())
     assert caught.value.param == "messages"
