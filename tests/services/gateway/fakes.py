@@ -40,7 +40,7 @@ from shared.messages.tokens import (
     TokenFrame,
     TokenLogprobs,
 )
-from tests.shared.messages.builders import worker_report
+from tests.shared.messages.builders import sequence_report, worker_report
 
 HEARTBEAT_S = 0.05
 MODEL = "fake-chat"
@@ -75,17 +75,8 @@ class Held:
         logprobs: tuple[TokenLogprobs, ...] = ()
         if top is not None and is_own:
             logprobs = tuple(true_logprobs(at, token, top) for at, token in enumerate(tokens, first_index))
-        return TokenDelta(
-            ref.request_id,
-            ref.choice,
-            ref.attempt,
-            first_index,
-            tokens,
-            self.finish_reason,
-            3,
-            logprobs,
-            self.proof,
-        )
+        said = tokens, self.finish_reason, 3, logprobs, self.proof
+        return TokenDelta(*ref.key, ref.attempt, first_index, *said)
 
 
 class FakeWorker:
@@ -164,15 +155,13 @@ class FakeWorker:
         )
 
     def _listed(self, held: Held) -> SequenceReport:
-        return SequenceReport(
-            ref=held.spec.ref,
+        return sequence_report(
+            held.spec.ref,
+            SequenceState.ENDED if held.finish_reason else SequenceState.DECODING,
             gateway_id=held.spec.gateway_id,
-            state=SequenceState.ENDED if held.finish_reason else SequenceState.DECODING,
             prompt_tokens=held.spec.prompt_tokens,
             generated_tokens=len(held.tokens),
-            computed_tokens=0,
             max_tokens=held.spec.sampling.max_tokens,
-            allocated_blocks=1,
             finish_reason=held.finish_reason,
             proof=held.proof,
         )

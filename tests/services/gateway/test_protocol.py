@@ -126,14 +126,6 @@ def code_in(reply: bytes) -> str:
     return error_in(reply)["code"]
 
 
-async def test_a_request_is_served_and_the_connection_kept(serve: Serve) -> None:
-    port, _ = await serve()
-    twice = REQUEST + b"\r\n" + REQUEST + b"connection: close\r\n\r\n"
-    reply, took_s = await exchange(port, twice)
-    assert reply.count(b"HTTP/1.1 200") == 2
-    assert took_s < 0.3
-
-
 @pytest.mark.parametrize("cut", range(1, len(REQUEST) + 2))
 async def test_requests_in_one_packet_and_a_bit(serve: Serve, cut: int) -> None:
     """Cut within the empty line after the headers, the second one was never seen to be complete."""
@@ -178,13 +170,6 @@ async def test_a_body_that_does_not_arrive_is_408(serve: Serve) -> None:
     assert took_s < 1.5
 
 
-async def test_long_headers_are_431(serve: Serve) -> None:
-    port, _ = await serve(max_header_bytes=1000)
-    reply, _ = await exchange(port, REQUEST + b"x-long: " + b"y" * 5000, pause_s=0.05)
-    assert reply.startswith(b"HTTP/1.1 431 ")
-    assert code_in(reply) == "headers_too_large"
-
-
 async def test_an_offer_to_upgrade_is_ignored_and_its_body_is_read(serve: Serve) -> None:
     port, _ = await serve()
     head = b"POST / HTTP/1.1\r\nhost: x\r\nConnection: Upgrade, HTTP2-Settings, close\r\nUPGRADE: h2c\r\n"
@@ -199,13 +184,6 @@ async def test_a_body_in_pieces_that_looks_like_headers(serve: Serve) -> None:
     reply, _ = await exchange(port, head, b"\n", b"upgrade: x\r\n\r\n", b"GET / HTTP/1.1\r\n", pause_s=0.02)
     assert reply.count(b"HTTP/1.1 200") == 1
     assert b"upgrade: x" in reply
-
-
-async def test_what_is_no_http_is_400_in_the_same_format(serve: Serve) -> None:
-    port, _ = await serve()
-    reply, _ = await exchange(port, b"\x16\x03\x01 hello\r\n\r\n")
-    assert reply.startswith(b"HTTP/1.1 400 ")
-    assert code_in(reply) == "invalid_http_request"
 
 
 async def test_a_reader_that_does_not_read_is_dropped(serve: Serve) -> None:

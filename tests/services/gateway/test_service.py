@@ -181,14 +181,6 @@ async def test_status_and_heartbeat_say_who_it_is(
     assert stack.scheduler.gateways[0].gateway_id == "gateway-0"
 
 
-async def test_finished_sequences_are_told_once(stack: Stack) -> None:
-    reply = await stack.chat(temperature=0)
-    await until(lambda: bool(stack.scheduler.finished))
-    (event,) = stack.scheduler.finished
-    assert event.output_tokens == reply.json()["usage"]["completion_tokens"]
-    assert event.max_tokens == stack.scheduler.submits[0].sampling.max_tokens
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_outlasts_the_grace_ends_with_a_word(stack: Stack, stream: bool) -> None:
     """Answers in progress used to break off in the middle of a chunked body when the gateway was ended."""
