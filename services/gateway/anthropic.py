@@ -240,7 +240,6 @@ class MessageWriter(AnswerWriter):
     def piece(
         self, index: int, parts: Sequence[AnswerPart], reason: str | None, details: PieceDetails = NO_DETAILS
     ) -> bytes:
-        """Return the events of a piece."""
         events = [self._part(part) for part in parts]
         if reason is not None:
             self._stop = _stop(reason, details.stop)

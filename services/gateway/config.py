@@ -44,11 +44,9 @@ class KeyConfig(BaseModel):
         return options
 
     def tenant(self, name: str) -> Tenant:
-        """Return the tenant of requests with this key."""
         return Tenant(name=name, service_class=self.service_class, weight=self.weight)
 
     def quota(self) -> Quota:
-        """Return the key's quota."""
         return Quota(self.max_concurrent, self.requests_per_minute, self.tokens_per_minute)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.config import GatewayConfig
-from services.gateway.core.effects import (
+from services.gateway.core.stream import (
     Acknowledge,
     Cancel,
     Extend,
@@ -57,13 +57,11 @@ class NoticeOutbox:
         self._filled.set()
 
     async def run(self) -> None:
-        """Send until cancelled."""
         while True:
             await self._filled.wait()
             await self.flush()
 
     async def flush(self) -> None:
-        """Send all pending messages."""
         self._filled.clear()
         while self._messages:
             await self._send(*self._messages.popleft())
@@ -187,7 +185,6 @@ class Dispatch:
             self._apply(sequence, effects)
 
     def note(self, kind: str, ref: SequenceRef, **fields: Any) -> None:
-        """Write to the flight recorder."""
         self._bus.recorder.note(kind, ref.request_id, choice=ref.choice, attempt=ref.attempt, **fields)
 
     async def _fetch(self, sequence: OpenChoice, effect: Fetch) -> None:

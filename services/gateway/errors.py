@@ -86,7 +86,6 @@ def shown(text: str, limit: int = MAX_SHOWN_CHARS) -> str:
 
 
 def unknown_model(name: str, served: Sequence[str]) -> UnknownModel:
-    """Return the error for a model that is not served."""
     known = ", ".join(map(repr, served))
     return UnknownModel(f"the model {shown(name, 100)!r} does not exist; there is {known}", param="model")
 

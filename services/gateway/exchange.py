@@ -48,7 +48,6 @@ class Deadline:
         return max(0.0, self.began_s + self.timeout_s - monotonic_s())
 
     def error(self) -> DeadlineExceeded:
-        """Return the error for the client."""
         return DeadlineExceeded(f"the answer was not complete within the {self.timeout_s:g} s asked for")
 
     @asynccontextmanager
@@ -102,7 +101,6 @@ class OpenChoice:
         return told != now
 
     def spec(self, gateway_id: str, gateway_incarnation: int, now_s: float) -> SequenceSpec:
-        """Return the message with all that a worker needs to start or continue the sequence."""
         exchange = self.exchange
         return SequenceSpec(
             ref=self.stream.ref,

@@ -86,7 +86,6 @@ class Status:
 
 
 async def beat(sessions: Sessions, period_s: float) -> None:
-    """Send heartbeats until cancelled."""
     while True:
         sessions.beat()
         await asyncio.sleep(period_s)

@@ -8,9 +8,8 @@ from itertools import islice
 from secrets import token_bytes
 
 from services.gateway.config import GatewayConfig
-from services.gateway.core.effects import StreamEffects, disown
 from services.gateway.core.peers import SchedulerView, StackView, WorkerTable
-from services.gateway.core.stream import Stream, StreamPhase, StreamTiming
+from services.gateway.core.stream import Stream, StreamEffects, StreamPhase, StreamTiming, disown
 from services.gateway.counters import Counters
 from services.gateway.dispatch import Dispatch
 from services.gateway.errors import ShuttingDown
@@ -71,7 +70,6 @@ class Sessions:
 
     @property
     def active(self) -> int:
-        """Number of sequences in progress."""
         return len(self._open)
 
     def latest(self, count: int) -> list[OpenChoice]:
@@ -165,7 +163,6 @@ class Sessions:
             self._tell_finished(sequence, output_tokens, FinishReason.STOP)
 
     def close(self, exchange: Exchange) -> None:
-        """Cancel the exchange's running sequences."""
         for sequence in exchange.sequences:
             self.apply(sequence, sequence.stream.cancel())
 
@@ -174,7 +171,6 @@ class Sessions:
         self._bus.recorder.note("reader slow", request_id, for_s=for_s)
 
     def beat(self) -> None:
-        """Publish a heartbeat."""
         me = self._bus
         event = GatewayReported(
             gateway_id=me.instance, incarnation=me.incarnation, active=self.active, protocol=PROTOCOL

@@ -4,9 +4,17 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.core.effects import Acknowledge, Cancel, Extend, Fetch, StreamEffect, Submit
 from services.gateway.core.peers import SchedulerView, WorkerTable
-from services.gateway.core.stream import Stream, StreamTiming
+from services.gateway.core.stream import (
+    Acknowledge,
+    Cancel,
+    Extend,
+    Fetch,
+    Stream,
+    StreamEffect,
+    StreamTiming,
+    Submit,
+)
 from shared.messages.commands import CancelSequence
 from shared.messages.moves import MovePrepared
 from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerReported

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.core.effects import StreamEffect as StreamEffect
+from services.gateway.core.stream import StreamEffect as StreamEffect
 from services.scheduler.core.core import SchedulerCore
 from services.scheduler.core.effects import (
     AskPlacement,

@@ -27,7 +27,6 @@ class StepSums:
         self.by_inference = [0] * (len(WAIT_BOUNDS_S) + 1)
 
     def add(self, now: StepsReport, before: StepsReport) -> None:
-        """Add the difference between two reports of one run of a worker."""
         self.tokens += max(0, now.tokens - before.tokens)
         self.prefill_s += max(0.0, now.prefill_s - before.prefill_s)
         self.inference_s += max(0.0, now.inference_s - before.inference_s)
@@ -103,11 +102,9 @@ class WorkerTable:
         return sorted(self._workers.values(), key=_by_number)
 
     def unheard_s(self, worker_id: str, now_s: float) -> float:
-        """Return the seconds since the worker's last heartbeat."""
         return self._liveness.unheard_s(worker_id, now_s)
 
     def rows(self, now_s: float) -> list[dict[str, object]]:
-        """Return readable rows, one per worker."""
         return [
             {
                 "worker": name,
@@ -119,7 +116,6 @@ class WorkerTable:
         ]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the table contradicts itself."""
         assert self._workers.keys() == set(self._liveness)
         assert self.serving <= len(self._workers)
 
@@ -199,5 +195,4 @@ class SchedulerView:
         _add(self.waits, event.waits, before.waits)
 
     def is_present(self, now_s: float) -> bool:
-        """Whether the scheduler was heard of recently."""
         return self._heard_s is not None and now_s - self._heard_s <= self._timeout_s

@@ -87,7 +87,6 @@ class Quotas:
         account.active += 1
 
     def end(self, key: str, tokens: int, now_s: float) -> None:
-        """End a request and deduct its tokens."""
         account = self._account(key, now_s)
         account.active -= 1
         if account.tokens is not None:
@@ -96,7 +95,6 @@ class Quotas:
             del self._accounts[key]
 
     def active(self, key: str) -> int:
-        """Return the key's number of requests in progress."""
         return self._accounts[key].active if key in self._accounts else 0
 
     def _account(self, key: str, now_s: float) -> _Account:

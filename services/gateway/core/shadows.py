@@ -9,7 +9,6 @@ from shared.messages.shadows import Shadow
 
 
 def size_bytes(shadow: Shadow) -> int:
-    """Return the approximate memory use of a shadow."""
     return 1024 + len(shadow.body) + sum(map(len, shadow.prompts))
 
 
@@ -64,7 +63,6 @@ class RequestShadows:
             self._forget(request_id)
 
     def find(self, name: bytes) -> Shadowed | None:
-        """Return the shadow of that name."""
         return self._of[self._by_name[name]] if name in self._by_name else None
 
     def take(self, request_id: str) -> None:
@@ -86,7 +84,6 @@ class RequestShadows:
                 self._forget(known.shadow.request_id)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the tables contradict each other."""
         assert self.bytes == sum(size_bytes(known.shadow) for known in self._of.values()) <= self._most_bytes
         assert {name for known in self._of.values() for name in known.shadow.names} == set(self._by_name)
         assert all(name in self._of[request].shadow.names for name, request in self._by_name.items())

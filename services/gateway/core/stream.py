@@ -8,7 +8,6 @@ from enum import StrEnum
 from hashlib import blake2b
 from hmac import compare_digest
 
-from services.gateway.core.effects import Acknowledge, Cancel, Extend, Fetch, StreamEffects, Submit, disown
 from shared.errors import (
     CallerError,
     CreditorLost,
@@ -24,6 +23,63 @@ from shared.liveness import Start
 from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, proof_of
 from shared.messages.tokens import TokenDelta, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Send the scheduler the prompt and held tokens as `attempt`; report the result with `serial`."""
+
+    attempt: int
+    serial: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Fetch the tokens from `first_index` on from the worker."""
+
+    worker: Start
+    ref: SequenceRef
+    first_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledge:
+    """Tell the worker that this end was seen and can be forgotten."""
+
+    worker_id: str
+    ref: SequenceRef
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """End this and lower attempts at the worker, if known; also at the scheduler if `is_final`."""
+
+    ref: SequenceRef
+    worker_id: str | None
+    is_final: bool = True
+    """False when a higher attempt follows: its submission informs the scheduler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """Send the target of a hand-over the tokens that the source has computed since."""
+
+    worker_id: str
+    ref: SequenceRef
+    first_index: int
+    tokens: tuple[int, ...]
+
+
+StreamEffect = Submit | Fetch | Acknowledge | Cancel | Extend
+StreamEffects = tuple[StreamEffect, ...]
+
+
+def disown(report: SequenceReport, worker: Start, *, goes_on: bool) -> Acknowledge | Cancel:
+    """Return the reply to a worker that lists an orphan sequence, or a stale attempt (`goes_on`)."""
+    if report.state is SequenceState.ENDED:
+        return Acknowledge(worker[0], report.ref)
+    return Cancel(report.ref, worker[0], is_final=not goes_on)
+
 
 FRESH_S = 0.003
 """Largest lag, in seconds, of the target behind the source for an early changeover."""
@@ -77,7 +133,6 @@ class Handover:
     """The source was told to stop; its earlier tokens still count."""
 
     def leave(self) -> tuple[Cancel, ...]:
-        """Tell the source to stop, once."""
         if self.is_leaving:
             return ()
         self.is_leaving = True
@@ -178,10 +233,7 @@ class Stream:
             self.accepted = True
             self._finish(reason)
 
-    # --- the scheduler
-
     def submit(self, now_s: float) -> StreamEffects:
-        """Submit the current attempt, at the start or again."""
         if not self.is_open:
             return ()
         self._serial += 1
@@ -189,7 +241,6 @@ class Stream:
         return (Submit(self.attempt, self._serial),)
 
     def on_submitted(self, serial: int, now_s: float) -> StreamEffects:
-        """Note that the scheduler has accepted the attempt."""
         if not self.is_open or serial != self._serial:
             return ()
         self._is_under_way, self._refusals = False, 0
@@ -217,10 +268,7 @@ class Stream:
         self._refusals = min(self._refusals + 1, _MOST_DOUBLINGS)
         return ()
 
-    # --- workers
-
     def on_delta(self, delta: TokenDelta, worker: Start, now_s: float) -> StreamEffects:
-        """Process tokens from a frame or a fetch."""
         if self._before is not None and self.is_open and delta.attempt == self._before.ref.attempt:
             return self._on_late(self._before, delta, worker, now_s)
         if not self.is_open or delta.attempt != self.attempt or not self._is_proven(worker, delta.proof):
@@ -256,7 +304,6 @@ class Stream:
         return (*effects, Cancel(self.ref, before.target))
 
     def on_report(self, report: SequenceReport, worker: Start, now_s: float) -> StreamEffects:
-        """Process a heartbeat that lists this sequence."""
         if self.is_open and self._before is not None and report.ref == self._before.ref:
             return ()
         if not self.is_open or report.ref.attempt < self.attempt:
@@ -284,7 +331,6 @@ class Stream:
         return self.on_delta(delta, worker, now_s)
 
     def on_fetch_failed(self, ref: SequenceRef, now_s: float) -> StreamEffects:
-        """Process a failed fetch. Repeated failures hand the sequence over."""
         if not self.is_open or ref.attempt != self.attempt:
             return ()
         self._is_fetching = False
@@ -317,10 +363,7 @@ class Stream:
         self._before = Handover(ref, server, target, open_tokens, now_s + OVERLAP_S)
         return tuple(effect for effect in effects if not isinstance(effect, Cancel))
 
-    # --- time and the client
-
     def on_tick(self, now_s: float) -> StreamEffects:
-        """Advance the timeouts. Call about ten times a second."""
         if not self.is_open:
             return ()
         unheard_s, timing = now_s - self._anyone_s, self._timing
@@ -359,7 +402,6 @@ class Stream:
         return (*left, Cancel(self.ref, self.server[0] if self.server else target))
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the record contradicts itself."""
         assert self.attempt >= 1
         assert (self.phase is StreamPhase.ENDED) == (self.finish_reason is not None)
         assert self.finish_reason is None or self.finish_reason in ANSWERS
@@ -369,8 +411,6 @@ class Stream:
         assert not self._is_fetching or self._behind is not None
         assert not (self._is_under_way and self._again_at_s is not None)
         assert self._audit_s <= MAX_AUDIT_FACTOR * self._timing.frame_timeout_s
-
-    # --- inside
 
     def _is_proven(self, worker: Start, proof: bytes) -> bool:
         """Whether the worker serves the attempt, or proves that it was given it."""

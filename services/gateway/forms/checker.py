@@ -31,7 +31,6 @@ _NICENESS = 5
 
 
 def main(folder: str, descriptors: list[int]) -> None:
-    """Serve until every socket is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(_NICENESS)
     grammars = Grammars(load_tokenizer(folder))

@@ -71,7 +71,6 @@ class CheckQueue(Generic[_Item]):
         return key, place, item
 
     def end(self, key: str) -> None:
-        """Free the key's place."""
         self._free.append(self._taken.pop(key))
         if key in self._waiting:
             self._waiting.move_to_end(key)
@@ -82,8 +81,6 @@ class CheckQueue(Generic[_Item]):
 
 
 class FormVerdict(NamedTuple):
-    """Result for one grammar."""
-
     grammar: str
     reason: str = ""
     """Why it is refused; empty: it is accepted."""

@@ -143,7 +143,6 @@ def _responses(kinds: Sequence[str], statuses: Mapping[int, str], error: str) ->
 
 
 def page(version: str, served: Sequence[str]) -> bytes:
-    """Return the description as HTML."""
     described = description(version, served)
     parts = [
         f"<h1>Kvasir {html.escape(version)}</h1><p>As OpenAPI: <a href=openapi.json>openapi.json</a></p>"

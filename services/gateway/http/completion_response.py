@@ -68,13 +68,11 @@ class EventStream:
         """The headers are sent; later errors are events."""
 
     async def begin(self) -> None:
-        """Send the headers, once."""
         if not self.has_begun:
             self.has_begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
 
     async def write(self, events: bytes, *, is_last: bool = False) -> None:
-        """Send events, after the headers."""
         self._is_writing = True
         began_s = self._loop.time()
         try:
@@ -93,7 +91,6 @@ class EventStream:
         return writer is not None and self.has_begun and not self._is_writing and writer.is_open
 
     def push(self, events: bytes) -> None:
-        """Send events without waiting."""
         if self._writer is None:
             raise InternalError("there is no way to push events")
         self._writer.write(events)

@@ -404,7 +404,6 @@ def bind(host: str, port: int, setting: str, *, is_shared: bool = False) -> sock
 
 
 def url_of(listener: socket.socket) -> str:
-    """Return the listener's URL."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

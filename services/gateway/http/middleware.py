@@ -68,7 +68,6 @@ class RequestRecord:
     handovers: Counter[str] = field(default_factory=Counter)
 
     def note_accepted(self, job: AdmittedRequest) -> None:
-        """Record the parameters of a valid, tokenized request."""
         self.accepted_s = monotonic_s()
         self.stream = job.stream
         self.prompt_tokens = job.prompt_tokens
@@ -79,7 +78,6 @@ class RequestRecord:
         self.ignored = job.ignored
 
     def note_answers(self, answers: Sequence[ChoiceText]) -> None:
-        """Record the token counts and finish reasons of ended answers."""
         self.completion_tokens = 0
         for answer in answers:
             self.completion_tokens += answer.completion_tokens

@@ -114,7 +114,6 @@ class RequestReader:
     def answer(
         self, reading: Reading, record: RequestRecord, deadline: Deadline, lasting: Lasting | None = None
     ) -> CompletionResponse:
-        """Return the response to the request."""
         return CompletionResponse(self._sessions, reading, record, deadline, lasting)
 
     async def read_again(self, shadow: Shadow) -> Callable[[Lasting], CompletionResponse]:

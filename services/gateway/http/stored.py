@@ -116,7 +116,6 @@ def add_stored(app: FastAPI, store: ResponseStore | None, desk: LastingDesk) -> 
 
 
 def written_json(content: bytes) -> Response:
-    """Return a response with this JSON."""
     return Response(content, media_type="application/json")
 
 

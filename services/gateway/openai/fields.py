@@ -150,7 +150,6 @@ class Ignored:
         self.names: tuple[str, ...] = ()
 
     def note(self, name: str) -> None:
-        """Add a name; never refuses."""
         if len(self.names) < MOST_IGNORED and name[:64] not in self.names:
             self.names += (name[:64],)
 

@@ -247,7 +247,6 @@ class Letterhead(AnswerWriter):
         return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
 
     def call_id(self, choice: int, call: int) -> str:
-        """Return the id of a choice's call."""
         digest = blake2b(f"{self.id}/{choice}/{call}".encode(), digest_size=12).hexdigest()
         return f"call_{digest}"
 
@@ -311,7 +310,6 @@ def error_event(error: KvasirError) -> bytes:
 
 
 def model_body(name: str, created: int, max_model_len: int | None) -> dict[str, Any]:
-    """Return an entry of /v1/models."""
     body: dict[str, Any] = {"id": name, "object": "model", "created": created, "owned_by": "kvasir"}
     return body if max_model_len is None else body | {"max_model_len": max_model_len}
 

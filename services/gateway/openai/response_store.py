@@ -49,7 +49,6 @@ class StoredResponse(NamedTuple):
 
 
 def not_found(name: str, why: str = "it was never stored, was deleted, or has grown too old") -> HttpError:
-    """Return the error for a missing response."""
     return HttpError(
         404, f"there is no response {shown(name, 100)!r}: {why}", error_code="response_not_found"
     )
@@ -86,11 +85,9 @@ class ResponseStore:
         return await self._on_thread(lambda: self._find(key, name))
 
     async def delete(self, key: str, name: str) -> None:
-        """Delete the response. Raises as `find` does."""
         await self._on_thread(lambda: self._delete(key, name))
 
     def close(self) -> None:
-        """Close after pending writes."""
         self._thread.shutdown(wait=True)
         self._file.close()
 

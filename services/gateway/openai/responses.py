@@ -246,7 +246,6 @@ class ResponseWriter(AnswerWriter):
     def piece(
         self, index: int, parts: Sequence[AnswerPart], reason: str | None, details: PieceDetails = NO_DETAILS
     ) -> bytes:
-        """Return the events of a piece."""
         events = [self._part(part, details.logprobs) for part in parts]
         if reason is not None:
             self._reason = reason

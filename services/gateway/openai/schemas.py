@@ -214,12 +214,10 @@ class TextRequest(CompletionFields):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt."""
         return cast(list[str | list[int]], self.prompt)
 
     @property
     def logprobs_wanted(self) -> int | None:
-        """As in `ChatRequest`."""
         return self.logprobs
 
 

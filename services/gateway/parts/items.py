@@ -102,10 +102,8 @@ class AnswerMarks:
         return window[: len(window) - keep], None
 
     def hold(self, text: str) -> None:
-        """Hold the text until `take` or `split`."""
         self._held += text
 
     def take(self) -> str:
-        """Return and clear the held text."""
         held, self._held = self._held, ""
         return held

@@ -38,7 +38,6 @@ class CallScanner:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the call's name has been returned."""
         return self._name is not None
 
     def feed(self, text: str) -> list[AnswerPart]:

@@ -69,7 +69,6 @@ class Alignment:
         return tuple(rest)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the counts contradict each other."""
         assert 0 <= self._shown_chars <= self._read_chars
         ends = [end for _, end in self._placed]
         assert ends == sorted(ends)

@@ -12,9 +12,9 @@ import orjson
 from fastapi import FastAPI, Request
 from starlette.responses import Response, StreamingResponse
 
+from services.gateway.core.account import explained
 from services.gateway.errors import HttpError
 from services.gateway.http.middleware import RECORD
-from services.gateway.ui.explained import explained
 from services.gateway.ui.watch import Colleagues, Watch
 from shared.clock import unix_s
 

@@ -172,7 +172,6 @@ class Viewer:
             self._pictures.put_nowait(picture)
 
     def end(self) -> None:
-        """End the stream."""
         if self._pictures.full():
             self._drop()
         self._pictures.put_nowait(None)
@@ -216,13 +215,11 @@ class Watch:
         self._viewers.discard(viewer)
 
     def close(self) -> None:
-        """End all streams before shutdown."""
         self._is_closed = True
         for viewer in self._viewers:
             viewer.end()
 
     async def run(self) -> None:
-        """Run until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._sample())
             tasks.create_task(self._ask())

@@ -9,8 +9,7 @@ import pytest_asyncio
 
 from services.gateway import dispatch as module
 from services.gateway.config import GatewayConfig
-from services.gateway.core.effects import StreamEffects, Submit
-from services.gateway.core.stream import Stream, StreamPhase, StreamTiming
+from services.gateway.core.stream import Stream, StreamEffects, StreamPhase, StreamTiming, Submit
 from services.gateway.counters import Counters
 from services.gateway.dispatch import Dispatch, NoticeOutbox
 from services.gateway.exchange import Exchange, OpenChoice, admitted

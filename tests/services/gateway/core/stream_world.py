@@ -7,8 +7,15 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.gateway.core.effects import Fetch, StreamEffect, StreamEffects, Submit
-from services.gateway.core.stream import Stream, StreamPhase, StreamTiming
+from services.gateway.core.stream import (
+    Fetch,
+    Stream,
+    StreamEffect,
+    StreamEffects,
+    StreamPhase,
+    StreamTiming,
+    Submit,
+)
 from shared.errors import DeadlineExceeded
 from shared.liveness import Start
 from shared.messages.reports import SequenceReport, SequenceState

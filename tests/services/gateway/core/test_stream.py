@@ -6,14 +6,19 @@ import msgspec
 import pytest
 from hypothesis import settings
 
-from services.gateway.core.effects import Acknowledge, Cancel, Extend, Fetch, StreamEffects, Submit
 from services.gateway.core.stream import (
     FRESH_S,
     LEFT_TOKENS,
     MAX_KV_LOSSES,
     OVERLAP_S,
+    Acknowledge,
+    Cancel,
+    Extend,
+    Fetch,
     Stream,
+    StreamEffects,
     StreamPhase,
+    Submit,
 )
 from shared.errors import (
     CreditorLost,
