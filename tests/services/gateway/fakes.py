@@ -75,8 +75,8 @@ class Held:
         logprobs: tuple[TokenLogprobs, ...] = ()
         if top is not None and is_own:
             logprobs = tuple(true_logprobs(at, token, top) for at, token in enumerate(tokens, first_index))
-        said = tokens, self.finish_reason, 3, logprobs, self.proof
-        return TokenDelta(*ref.key, ref.attempt, first_index, *said)
+        ended = self.finish_reason
+        return TokenDelta(*ref.key, ref.attempt, first_index, tokens, ended, 3, logprobs, self.proof)
 
 
 class FakeWorker:

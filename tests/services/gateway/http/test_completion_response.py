@@ -64,12 +64,9 @@ async def test_a_streamed_chat_answer(stack: Stack) -> None:
     assert "".join(body["choices"][0]["delta"].get("content", "") for body in bodies) == ANSWER
     reasons = [body["choices"][0]["finish_reason"] for body in bodies]
     assert reasons == [None] * (len(bodies) - 1) + ["stop"]
-    final = json.loads(usage)
+    final, counts = json.loads(usage), json.loads(usage)["usage"]
     assert final["choices"] == []
-    assert (
-        final["usage"]["total_tokens"]
-        == final["usage"]["prompt_tokens"] + final["usage"]["completion_tokens"]
-    )
+    assert counts["total_tokens"] == counts["prompt_tokens"] + counts["completion_tokens"]
     assert all(body["usage"] is None for body in bodies)
 
 
@@ -168,19 +165,15 @@ async def test_a_stop_string_cuts_the_text_and_cancels_the_rest(stack: Stack) ->
     choice = reply.json()["choices"][0]
     assert choice["message"]["content"] == ANSWER.split("lazy")[0]
     assert choice["finish_reason"] == "stop"
-    await until(lambda: bool(stack.scheduler.cancelled) and any(worker.cancelled for worker in stack.workers))
+    await until(lambda: bool(stack.scheduler.cancelled and stack.scheduler.finished))
+    await until(lambda: any(worker.cancelled for worker in stack.workers))
     assert stack.scheduler.finished[0].output_tokens == reply.json()["usage"]["completion_tokens"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_frees_its_sequence_at_once(stack: Stack, stream: bool) -> None:
     stack.pace(0.02)
-    body = {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": "hi"}],
-        "stream": stream,
-        "ignore_eos": True,
-    }
+    body = {**stack.body, "stream": stream, "ignore_eos": True}
     async with httpx.AsyncClient(base_url=stack.url, headers=stack.http.headers) as client:
         request = asyncio.create_task(client.post("/v1/chat/completions", json=body))
         await until(lambda: any(held.tokens for worker in stack.workers for held in worker.held.values()))

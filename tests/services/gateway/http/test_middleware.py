@@ -98,12 +98,9 @@ async def test_an_unforeseen_error_is_logged_and_not_shown(
         None,
         "",
         "Bearer",
-        "Bearer ",
-        "Bearer sk-other",
-        "Basic sk-edge",
+        *(f"Bearer {key}" for key in ("", "sk-other", "sk-Edge", digest(KEY))),
         KEY,
-        "Bearer sk-Edge",
-        f"Bearer {digest(KEY)}",
+        f"Basic {KEY}",
     ],
 )
 async def test_no_key_no_entry(client: httpx.AsyncClient, authorization: str | None) -> None:

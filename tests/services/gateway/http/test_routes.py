@@ -169,9 +169,11 @@ async def test_what_a_client_sends_is_not_repeated_at_length(
     assert len(lines) == 4 and all(len(line) < 4000 for line in lines)
 
 
-async def test_messages_are_counted_before_they_are_looked_at(make_stack: MakeStack) -> None:
+async def test_fields_and_messages_are_counted_before_they_are_looked_at(make_stack: MakeStack) -> None:
     """Without text they cost nothing but their rendering: 100,000 of them stopped all streams for seconds."""
     stack = await make_stack(max_messages=10)
+    reply = await stack.chat(**{f"field_{number}": 0 for number in range(2000)})
+    assert reply.status_code == 400 and "send at most 1024" in error_of(reply)["message"]
     empty = {"role": "user", "content": ""}
     in_parts = {"role": "user", "content": [{"type": "text", "text": ""}] * 10}
     for path in (CHAT, "/tokenize"):
@@ -204,12 +206,6 @@ async def test_metrics_count(stack: Stack) -> None:
     assert 'kvasir_gateway_requests_total{route="/tokenize",status="200"}' in text
     assert 'kvasir_gateway_ignored_total{name="some_new_field"}' in text
     assert (await stack.http.get("/version")).json()["version"]
-
-
-async def test_fields_are_counted(stack: Stack) -> None:
-    reply = await stack.chat(**{f"field_{number}": 0 for number in range(2000)})
-    assert reply.status_code == 400
-    assert "send at most 1024" in error_of(reply)["message"]
 
 
 ASKED = [{"role": "user", "content": "hello"}]

@@ -131,6 +131,7 @@ async def test_a_streamed_completion_lists_what_the_whole_one_does(stack: Stack)
 
 async def test_a_resumed_answer_keeps_those_it_had(stack: Stack) -> None:
     undisturbed = (await stack.chat(logprobs=True, top_logprobs=2)).json()["choices"][0]
+    await until(lambda: not any(worker.held for worker in stack.workers))
     stack.pace(0.05)  # it is not over before its worker is lost
     request = asyncio.create_task(stack.chat(logprobs=True, top_logprobs=2))
     await until(lambda: any(len(h.tokens) >= 5 for w in stack.workers for h in w.held.values()))
