@@ -58,19 +58,15 @@ def parse_messages(
     settle(request, ignored, MESSAGES_IGNORED)
     if request.max_tokens is None and not counts:
         raise InvalidRequest("max_tokens: Field required", param="max_tokens")
-    system = (
-        [] if request.system is None else [{"role": "system", "content": _text(request.system, "system")}]
-    )
+    messages: list[dict[str, Any]] = []
+    if request.system is not None:
+        messages.append({"role": "system", "content": _text(request.system, "system")})
+    for at, message in enumerate(request.messages):
+        ignored.others(message, ("role", "content"), "messages", ECHOED)
+        messages += _messages(message, f"messages[{at}]")
     chat = {
         "model": request.model,
-        "messages": [
-            *system,
-            *(
-                each
-                for at, message in enumerate(request.messages)
-                for each in _messages(message, f"messages[{at}]")
-            ),
-        ],
+        "messages": messages,
         "max_tokens": request.max_tokens,
         "stop": request.stop_sequences or None,
         "stream": request.stream,
@@ -80,9 +76,7 @@ def parse_messages(
         **_tools(request, ignored),
         **_form(request, ignored),
     }
-    for message in request.messages:
-        ignored.others(message, ("role", "content"), "messages", ECHOED)
-    last = chat["messages"][-1]
+    last = messages[-1]
     if last["role"] == "assistant":  # prefill: the answer continues it
         if last.get("tool_calls"):
             where = f"messages[{len(request.messages) - 1}]"
@@ -104,9 +98,8 @@ def _tools(request: MessagesRequest, ignored: Ignored) -> dict[str, Any]:
             continue
         ignored.others(tool, _TOOL_FIELDS, "tools", ("strict", "cache_control", "input_examples"))
         function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
-        tools.append(
-            {"type": "function", "function": {**function, "description": tool.get("description", "")}}
-        )
+        function["description"] = tool.get("description", "")
+        tools.append({"type": "function", "function": function})
     choice = request.tool_choice or {"type": "auto"}
     kinds: dict[Any, Any] = {
         "auto": "auto",
@@ -260,14 +253,8 @@ class MessageWriter(AnswerWriter):
         if message.content or not message.calls:
             blocks.append({"type": "text", "text": message.content})
         for at, call in enumerate(message.calls):
-            blocks.append(
-                {
-                    "type": "tool_use",
-                    "id": self._call_id(at),
-                    "name": call.name,
-                    "input": _input(call.arguments),
-                }
-            )
+            said = {"id": self._call_id(at), "name": call.name, "input": _input(call.arguments)}
+            blocks.append({"type": "tool_use", **said})
         return orjson.dumps({**self._message(blocks, usage), **_stop(choice.finish_reason, choice.stop)})
 
     def _message(self, blocks: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:

@@ -165,14 +165,10 @@ class Dispatch:
                     return
                 try:
                     spec = sequence.spec(self._bus.instance, self._bus.incarnation, self._now_s())
-                    command = SubmitSequence(spec=spec)
+                    command, deadline_s = SubmitSequence(spec=spec), self._config.submit_deadline_s
                     self.note("submit", stream.ref, causes=dict(stream.handovers), tokens=len(stream.tokens))
-                    await self._bus.request(
-                        subjects.scheduler_submit(self._bus.instance),
-                        command,
-                        SubmitReply,
-                        deadline_s=self._config.submit_deadline_s,
-                    )
+                    subject = subjects.scheduler_submit(self._bus.instance)
+                    await self._bus.request(subject, command, SubmitReply, deadline_s=deadline_s)
                 except Exception as error:
                     known = _known(error)
                     self._counters.submits.labels(known.code).inc()

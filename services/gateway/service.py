@@ -85,12 +85,6 @@ class Status:
         return status_of(self._bus, "gateway", monotonic_s() - self._began_s, details)
 
 
-async def beat(sessions: Sessions, period_s: float) -> None:
-    while True:
-        sessions.beat()
-        await asyncio.sleep(period_s)
-
-
 async def tick(config: GatewayConfig, bus: Bus, sessions: Sessions) -> None:
     """Advance the sessions' timeouts until cancelled."""
     present_s = monotonic_s()
@@ -106,11 +100,11 @@ async def tick(config: GatewayConfig, bus: Bus, sessions: Sessions) -> None:
 
 
 async def every(period_s: float, act: Callable[[], None], what: str) -> None:
-    """Call `act` until cancelled. Its errors are logged."""
+    """Call `act` now and then until cancelled. Its errors are logged."""
     while True:
-        await asyncio.sleep(period_s)
         with fenced(what):
             act()
+        await asyncio.sleep(period_s)
 
 
 def _store_of(config: GatewayConfig) -> ResponseStore | None:
@@ -154,7 +148,7 @@ async def run(config: GatewayConfig) -> None:
             metrics.collected("vllm", partial(vllm_metrics, sessions))
             metrics.collected("fleet", partial(fleet_metrics, sessions))
             for loop in (
-                beat(sessions, config.report_interval_s),
+                every(config.report_interval_s, sessions.beat, "gateway heartbeat"),
                 tick(config, bus, sessions),
                 sessions.dispatch.outbox.run(),
                 watch.run(),

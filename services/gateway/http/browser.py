@@ -91,15 +91,11 @@ def description(version: str, served: Sequence[str]) -> dict[str, Any]:
         operation: dict[str, Any] = {"summary": summary, "responses": _responses(_JSON, statuses, "Error")}
         if path in _OPEN:
             operation["security"] = []
-        if "{model}" in path:
-            wanted = {"type": "string", "enum": list(served)}
-            name = {"name": "model", "in": "path", "required": True, "schema": wanted}
-            operation["parameters"] = [name]
+        if "{" in path:
+            name = path[path.index("{") + 1 : path.index("}")]
+            wanted = {"type": "string"} | ({"enum": list(served)} if name == "model" else {})
+            operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": wanted}]
         paths[path] = {"get": operation}
-        if "{name}" in path:
-            operation["parameters"] = [
-                {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-            ]
         if path.endswith("{name}"):
             paths[path]["delete"] = {**operation, "summary": "It is forgotten"}
             paths[f"{path}/cancel"] = {"post": {**operation, "summary": "One in the background ends"}}

@@ -40,8 +40,6 @@ HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-
 BLOCKED_S = 0.005
 """Seconds above which a write counts as blocked by the reader."""
 
@@ -118,9 +116,6 @@ def salt_of(tenant: str, cache_salt: str) -> bytes:
         digest.update(len(encoded).to_bytes(4, "little"))
         digest.update(encoded)
     return digest.digest()
-
-
-JSON_HEADERS = [(b"content-type", b"application/json")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +230,8 @@ class CompletionResponse(Response):
             for answer in self._answers
         ]
         body = self._writer.whole(choices, self._usage())
-        length = (b"content-length", str(len(body)).encode())
-        await send({"type": "http.response.start", "status": 200, "headers": [*JSON_HEADERS, length]})
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
     async def _stream(self, out: EventStream) -> None:

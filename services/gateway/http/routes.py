@@ -183,12 +183,8 @@ def _completions(
         record: RequestRecord = request.scope[RECORD]
         key = key_of(request)
         body = await read(request)
-        deadline = deadline_of(
-            request.headers.get(HEADER),
-            config.request_timeout_s,
-            config.max_request_timeout_s,
-            record.began_s,
-        )
+        limits = config.request_timeout_s, config.max_request_timeout_s
+        deadline = deadline_of(request.headers.get(HEADER), *limits, record.began_s)
         if key is not None:
             return await named(path, body, record, deadline, name_of(record.tenant, "key", key))
         async with deadline.enforced():

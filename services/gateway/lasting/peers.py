@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from services.gateway.config import GatewayConfig
 from services.gateway.core.shadows import RequestShadows
+from services.gateway.core.stream import ANSWERS
 from services.gateway.exchange import Exchange
 from services.gateway.sessions import Sessions
 from shared import log, subjects
@@ -19,7 +20,7 @@ from shared.liveness import Liveness, Start
 from shared.messages.base import Empty
 from shared.messages.commands import CancelSequence
 from shared.messages.reports import GatewayReported, WorkerReported
-from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, pack_tokens
+from shared.messages.sequence import SequenceKey, SequenceRef, pack_tokens
 from shared.messages.shadows import AnswerSoFar, ClaimAnswer, ClaimedAnswer, Shadow, TellShadows
 from shared.messages.tokens import FetchedTokens, FetchTokens
 
@@ -31,7 +32,6 @@ _COLLECT_S = 1.5
 """Seconds for workers to list their sequences; more than a heartbeat period."""
 _LOOK_S = 0.05
 _AT_ONCE = 64
-_ANSWERS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 def origin_of(request_id: str) -> str:
@@ -228,7 +228,7 @@ class Peers:
             return None
         cancel = CancelSequence(ref=ref, sender=me, heir_key=shadow.heir_key)
         self._sessions.dispatch.outbox.put(subjects.worker_cancel(worker_id, me), cancel)
-        reason = delta.finish_reason if delta.finish_reason in _ANSWERS else None
+        reason = delta.finish_reason if delta.finish_reason in ANSWERS else None
         return AnswerSoFar(
             tokens=pack_tokens(delta.tokens), finish_reason=reason, cached_tokens=delta.cached_tokens
         )

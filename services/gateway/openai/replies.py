@@ -124,7 +124,7 @@ class AnswerWriter:
 
     def failed(self, error: KvasirError) -> bytes:
         """Return the bytes that end an incomplete answer."""
-        return error_event(error) + DONE
+        return b"data: " + orjson.dumps(body_of(error)) + b"\n\n" + DONE
 
     def whole(self, choices: "Sequence[FinishedChoice]", usage: "Usage") -> bytes:
         """Return the body of an answer that is not streamed."""
@@ -302,11 +302,6 @@ class Letterhead(AnswerWriter):
         name = "text_completion" if self.kind == "text" else f"chat.completion{suffix}"
         head = {"id": self.id, "object": name, "created": self.created, "model": self.model}
         return {**head, "choices": choices, **more}
-
-
-def error_event(error: KvasirError) -> bytes:
-    """Return the last event before `DONE` of a stream that failed."""
-    return b"data: " + orjson.dumps(body_of(error)) + b"\n\n"
 
 
 def model_body(name: str, created: int, max_model_len: int | None) -> dict[str, Any]:

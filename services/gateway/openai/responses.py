@@ -16,6 +16,8 @@ from services.gateway.parts.items import AnswerPart, CallArguments, CallBegun, C
 from shared.errors import InvalidRequest, KvasirError, UnavailableError
 
 _STATE = {"conversation": "send the whole conversation as input", "prompt": "send the text itself"}
+_STORED = {"store": "leave it out", "background": "leave it out, and stream"}
+_STORED |= {"previous_response_id": "send the whole conversation as input"}
 _ROLES = ("user", "assistant", "system", "developer")
 _ITEM_FIELDS = frozenset(
     {"type", "id", "status", "role", "content", "call_id", "namespace", "name", "arguments", "output"}
@@ -65,18 +67,10 @@ def parse_response(
 
 
 def _refuse_stored(request: ResponseRequest) -> None:
-    where = "gateway.stored_responses names no file"
-    if request.store:
-        text = f"store is not supported by this server ({where}): leave it out"
-        raise UnsupportedFeature(text, param="store")
-    if request.background:
-        text = f"background is not supported by this server ({where}): leave it out, and stream"
-        raise UnsupportedFeature(text, param="background")
-    if request.previous_response_id is not None:
-        text = f"previous_response_id is not supported by this server ({where})"
-        raise UnsupportedFeature(
-            f"{text}: send the whole conversation as input", param="previous_response_id"
-        )
+    for name, instead in _STORED.items():
+        if getattr(request, name):
+            where = "by this server (gateway.stored_responses names no file)"
+            raise UnsupportedFeature(f"{name} is not supported {where}: {instead}", param=name)
 
 
 def conversation_of(request: ResponseRequest, before: list[Any], max_messages: int) -> list[Any]:
@@ -325,8 +319,7 @@ class ResponseWriter(AnswerWriter):
         if self._open is not None and self._open["type"] == kind:
             return b""
         closed = self._close()
-        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
-        name = f"{prefix}_{self.id.removeprefix('resp_')}_{len(self._items)}"
+        name = f"{_PREFIXES[kind]}_{self.id.removeprefix('resp_')}_{len(self._items)}"
         self._open = {"id": name, "type": kind, "status": "in_progress", **fields}
         begun = {**self._open, "content": []} if "content" in self._open else self._open
         events = closed + self._event("response.output_item.added", output_index=len(self._items), item=begun)

@@ -51,7 +51,6 @@ class CallFormat:
         *,
         most_calls: int = MOST_CALLS,
         form: str = "",
-        is_free: bool = False,
     ) -> str:
         """Return a grammar of 1 to `most_calls` calls, or alternatively of what `form` describes. `special`
         maps the text of special tokens to ids."""

@@ -43,14 +43,7 @@ class CallScanner:
     def feed(self, text: str) -> list[AnswerPart]:
         """Return the parts that the text completes. Do not call after `is_over` or `is_broken`."""
         parts: list[AnswerPart] = []
-        begun = 0
-        for at, char in enumerate(text):
-            if self._read(char, parts):
-                continue
-            begun = at + 1
-            break
-        else:
-            begun = len(text)
+        begun = next((at + 1 for at, char in enumerate(text) if not self._read(char, parts)), len(text))
         self.raw += text[:begun]
         self.rest = text[begun:] if self.is_over or self.is_broken else ""
         self._stream(parts)
@@ -98,15 +91,12 @@ class CallScanner:
                 parts.append(CallArguments(self.index, self._arguments))
                 self._arguments = None
         elif key in _ARGUMENTS:
-            if self._has_streamed:
-                if value:
-                    parts.append(CallArguments(self.index, value))
-            else:
-                whole = (_string(value) or "{}") if value.startswith('"') else value
-                if self._name is None:
-                    self._arguments = whole
-                else:
-                    parts.append(CallArguments(self.index, whole))
+            if value.startswith('"') and not self._has_streamed:
+                value = _string(value) or "{}"
+            if self._name is None:
+                self._arguments = value
+            elif value:
+                parts.append(CallArguments(self.index, value))
 
     def _stream(self, parts: list[AnswerPart]) -> None:
         if self._key not in _ARGUMENTS or self._name is None:

@@ -5,7 +5,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,9 +146,8 @@ async def make_stack(
 
         async def make(*, wait_ready: bool = True, **settings: object) -> Stack:
             true_tokens = tokens_of(codec)
-            workers = [
-                FakeWorker(await connect_bus("worker", f"worker-{at}"), true_tokens) for at in range(2)
-            ]
+            buses = [await connect_bus("worker", f"worker-{at}") for at in range(2)]
+            workers = [FakeWorker(bus, true_tokens) for bus in buses]
             scheduler = FakeScheduler(await connect_bus("scheduler", "scheduler-0"), workers)
             for worker in workers:
                 loops.extend(await worker.start())
@@ -190,9 +189,7 @@ async def _until_up(http: httpx.AsyncClient, running: asyncio.Task[None], probe:
     async with asyncio.timeout(20):
         while True:
             assert not running.done(), running
-            try:
+            with suppress(httpx.ConnectError):
                 if (await http.get(probe)).status_code == 200:
                     return
-            except httpx.ConnectError:
-                pass
             await asyncio.sleep(0.01)

@@ -89,10 +89,9 @@ class FakeWorker:
         Endpoint(subjects.worker_forget.to, ForgetPrefixes, "forget", sender="sender"),
     )
 
-    def __init__(self, bus: Bus, true_tokens: TrueTokens, context_tokens: int = 512) -> None:
+    def __init__(self, bus: Bus, true_tokens: TrueTokens) -> None:
         self.bus = bus
         self.true_tokens = true_tokens
-        self.context_tokens = context_tokens
         self.step_s = 0.002
         self.held: dict[SequenceKey, Held] = {}
         self.cancelled: list[SequenceRef] = []
@@ -142,17 +141,10 @@ class FakeWorker:
 
     async def report(self) -> None:
         self._seq += 1
-        await self.bus.publish(
-            subjects.worker_reported(self.bus.instance),
-            worker_report(
-                self.bus.instance,
-                incarnation=self.bus.incarnation,
-                seq=self._seq,
-                model=MODEL,
-                max_context_tokens=self.context_tokens,
-                sequences=tuple(self._listed(held) for held in self.held.values()),
-            ),
-        )
+        me, listed = self.bus, tuple(self._listed(held) for held in self.held.values())
+        numbers = {"incarnation": me.incarnation, "seq": self._seq, "max_context_tokens": 512}
+        report = worker_report(me.instance, model=MODEL, sequences=listed, **numbers)
+        await me.publish(subjects.worker_reported(me.instance), report)
 
     def _listed(self, held: Held) -> SequenceReport:
         return sequence_report(
@@ -183,9 +175,8 @@ class FakeWorker:
 
     async def step(self, held: Held) -> None:
         """One token of one sequence."""
-        spec = held.spec
+        spec, at = held.spec, len(held.tokens)
         answer = self.true_tokens(spec)
-        at = len(held.tokens)
         held.tokens.append(answer[at])
         if answer[at] in spec.sampling.end_token_ids:
             held.finish_reason = FinishReason.STOP
@@ -249,12 +240,6 @@ class FakeScheduler:
     def on_gateway(self, event: GatewayReported) -> None:
         self.gateways.append(event)
 
-    async def announce(self) -> None:
-        event = SchedulerAnnounced(
-            scheduler_id=self.bus.instance, incarnation=self.bus.incarnation, epoch=self.epoch, policy="fake"
-        )
-        await self.bus.publish(subjects.SCHEDULER_ANNOUNCED, event)
-
     async def lose(self, worker: FakeWorker) -> None:
         """Say that a worker is gone, with everything it held."""
         refs = tuple(held.spec.ref for held in worker.held.values())
@@ -262,8 +247,11 @@ class FakeScheduler:
         await self.bus.publish(subjects.SCHEDULER_WORKER_LOST, event)
 
     async def _announce(self) -> None:
+        event = SchedulerAnnounced(
+            scheduler_id=self.bus.instance, incarnation=self.bus.incarnation, epoch=self.epoch, policy="fake"
+        )
         while True:
-            await self.announce()
+            await self.bus.publish(subjects.SCHEDULER_ANNOUNCED, event)
             await asyncio.sleep(HEARTBEAT_S)
 
 

@@ -9,6 +9,8 @@ from shared.errors import InvalidRequest
 from tests.patience import until
 from tests.services.gateway.conftest import ANSWER, MakeStack, Stack
 
+CHAT = "/v1/chat/completions"
+
 
 def test_the_clients_word_counts_before_the_configurations() -> None:
     assert deadline_of("2.5", 60.0, 100.0, 7.0) == Deadline(7.0, 2.5)
@@ -27,9 +29,8 @@ def test_what_is_no_time_to_wait_is_refused_by_name(header: str) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_no_token_in_time_is_504_and_cancels(stack: Stack, stream: bool) -> None:
     stack.hold()
-    reply = await stack.http.post(
-        "/v1/chat/completions", json={**stack.body, "stream": stream, "n": 2}, headers={HEADER: "0.2"}
-    )
+    body = {**stack.body, "stream": stream, "n": 2}
+    reply = await stack.http.post(CHAT, json=body, headers={HEADER: "0.2"})
     assert reply.status_code == 504
     error = reply.json()["error"]
     assert (error["code"], error["type"]) == ("deadline_exceeded", "server_error")
@@ -41,9 +42,7 @@ async def test_no_token_in_time_is_504_and_cancels(stack: Stack, stream: bool) -
 
 async def test_after_the_first_token_it_is_an_event(stack: Stack) -> None:
     stack.pace(0.03)
-    reply = await stack.http.post(
-        "/v1/chat/completions", json={**stack.body, "stream": True}, headers={HEADER: "0.4"}
-    )
+    reply = await stack.http.post(CHAT, json={**stack.body, "stream": True}, headers={HEADER: "0.4"})
     assert reply.status_code == 200
     *events, done = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ")]
     assert done == "[DONE]"
@@ -56,9 +55,8 @@ async def test_after_the_first_token_it_is_an_event(stack: Stack) -> None:
 
 async def test_the_configuration_sets_one_and_bounds_what_clients_ask_for(make_stack: MakeStack) -> None:
     stack = await make_stack(request_timeout_s=0.2, max_request_timeout_s=5.0)
-    url = "/v1/chat/completions"
-    assert (await stack.http.post(url, json=stack.body, headers={HEADER: "5"})).status_code == 200
-    too_long = await stack.http.post(url, json=stack.body, headers={HEADER: "6"})
+    assert (await stack.http.post(CHAT, json=stack.body, headers={HEADER: "5"})).status_code == 200
+    too_long = await stack.http.post(CHAT, json=stack.body, headers={HEADER: "6"})
     assert (too_long.status_code, too_long.json()["error"]["param"]) == (400, HEADER)
     stack.hold()
     assert (await stack.chat()).status_code == 504
@@ -67,5 +65,5 @@ async def test_the_configuration_sets_one_and_bounds_what_clients_ask_for(make_s
 async def test_waiting_for_a_first_worker_counts(make_stack: MakeStack) -> None:
     stack = await make_stack(wait_ready=False, served_name="another")
     body = {**stack.body, "model": "another"}
-    reply = await stack.http.post("/v1/chat/completions", json=body, headers={HEADER: "0.1"})
+    reply = await stack.http.post(CHAT, json=body, headers={HEADER: "0.1"})
     assert reply.status_code == 504

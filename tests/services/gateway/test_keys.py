@@ -15,7 +15,7 @@ from shared import key_file
 from shared.config import load
 from shared.errors import ConfigError
 from shared.messages.sequence import ServiceClass, Tenant
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.services.gateway.conftest import KEY, MakeStack
 
 DIGEST = hashlib.sha256(b"sk-a").hexdigest()
@@ -66,14 +66,11 @@ async def test_keys_come_and_go_while_it_runs(make_stack: MakeStack, tmp_path: P
     key = key_file.add(file, "team-a", {"requests_per_minute": 2, "class": "sheddable"})
 
     async def status() -> int:
-        reply = await stack.http.post(
-            "/v1/chat/completions",
-            json={**stack.body, "max_tokens": 1},
-            headers={"authorization": f"Bearer {key}"},
-        )
+        body, headers = {**stack.body, "max_tokens": 1}, {"authorization": f"Bearer {key}"}
+        reply = await stack.http.post("/v1/chat/completions", json=body, headers=headers)
         if reply.status_code == 429:
-            assert reply.json()["error"]["code"] == "rate_limit_exceeded"
-            assert reply.json()["error"]["type"] == "rate_limit_error"
+            error = reply.json()["error"]
+            assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
             assert 1 <= int(reply.headers["retry-after"]) <= 31
         return reply.status_code
 
@@ -103,9 +100,7 @@ async def test_what_goes_on_without_its_client_counts(make_stack: MakeStack) -> 
     asking = asyncio.create_task(
         stack.http.post("/v1/chat/completions", json=stack.body, headers={"Idempotency-Key": "mine"})
     )
-    async with asyncio.timeout(PATIENCE_S):
-        while not stack.scheduler.submits:
-            await asyncio.sleep(0.01)
+    await until(lambda: stack.scheduler.submits)
     asking.cancel()
     await asyncio.sleep(0.3)
     assert (await stack.chat()).status_code == 429

@@ -20,7 +20,7 @@ from services.gateway.errors import ClientGone, HttpError, error_response
 from services.gateway.http.bodies import read_body
 from services.gateway.http.connection import ENGAGE, ConnectionTable, address_key, bind, make_server
 from services.gateway.text.tokenizer import TokenizerThreads
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 FLOOD = 64
 LIMITS = GatewayConfig.model_validate({"max_body_bytes": 1000, "receive_timeout_s": 0.3})
@@ -87,8 +87,7 @@ async def serve() -> AsyncIterator[Serve]:
                 await serving
 
             ends.push_async_callback(stop)
-            while not server.started:
-                await asyncio.sleep(0.01)
+            await until(lambda: server.started)
             port: int = listener.getsockname()[1]
             return port, application
 

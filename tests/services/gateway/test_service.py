@@ -165,8 +165,7 @@ async def test_a_failure_inside_a_stream_is_an_error_event(make_stack: MakeStack
                     worker.frozen = True
     assert events[-1] == "data: [DONE]"
     error = json.loads(events[-2].removeprefix("data: "))["error"]
-    assert error["type"] == "server_error"
-    assert error["code"] == "deadline_exceeded"
+    assert (error["type"], error["code"]) == ("server_error", "deadline_exceeded")
 
 
 async def test_status_and_heartbeat_say_who_it_is(

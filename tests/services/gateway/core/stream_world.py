@@ -7,15 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.gateway.core.stream import (
-    Fetch,
-    Stream,
-    StreamEffect,
-    StreamEffects,
-    StreamPhase,
-    StreamTiming,
-    Submit,
-)
+from services.gateway.core.stream import Fetch, Stream, StreamEffects, StreamPhase, StreamTiming, Submit
 from shared.errors import DeadlineExceeded
 from shared.liveness import Start
 from shared.messages.reports import SequenceReport, SequenceState
@@ -108,19 +100,16 @@ class Anything(RuleBasedStateMachine):
 
     def do(self, effects: StreamEffects) -> None:
         for effect in effects:
-            self.carry_out(effect)
+            if isinstance(effect, Submit):
+                self.flights.append(Flight(effect, held=len(self.stream.tokens)))
+            elif isinstance(effect, Fetch):
+                self.flights.append(Flight(effect, effect.worker))
+            else:
+                for worker in self.workers:
+                    if worker.start[0] == effect.worker_id and worker.attempt <= effect.ref.attempt:
+                        worker.attempt, worker.tokens = 0, []
         for worker in self.workers:
             worker.is_stale = worker.attempt < self.stream.attempt
-
-    def carry_out(self, effect: StreamEffect) -> None:
-        if isinstance(effect, Submit):
-            self.flights.append(Flight(effect, held=len(self.stream.tokens)))
-        elif isinstance(effect, Fetch):
-            self.flights.append(Flight(effect, effect.worker))
-        else:
-            for worker in self.workers:
-                if worker.start[0] == effect.worker_id and worker.attempt <= effect.ref.attempt:
-                    worker.attempt, worker.tokens = 0, []
 
     def compute(self, worker: World) -> None:
         """One step. A superseded attempt goes astray, so that a single token taken from it shows."""

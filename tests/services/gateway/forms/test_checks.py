@@ -29,17 +29,10 @@ async def checks() -> AsyncIterator[GrammarChecks]:
 
 
 CHAIN = "\n".join(f"a{at} ::= a{at + 1}" for at in range(2500))
+DEEP = written_grammar(f'root ::= a0\n{CHAIN}\na2500 ::= "x"')
 
 
-@pytest.mark.parametrize(
-    "grammar",
-    [
-        CRASHES,
-        json_grammar(HANGS),
-        regex_grammar("(a{1000}){1000}"),
-        written_grammar(f'root ::= a0\n{CHAIN}\na2500 ::= "x"'),
-    ],
-)
+@pytest.mark.parametrize("grammar", [CRASHES, json_grammar(HANGS), regex_grammar("(a{1000}){1000}"), DEEP])
 async def test_what_ends_a_checker_is_refused_and_never_tried_again(
     checks: GrammarChecks, grammar: str
 ) -> None:
@@ -100,10 +93,9 @@ async def test_the_part_at_fault_is_named_with_what_to_write_instead(checks: Gra
     with pytest.raises(InvalidRequest) as caught:
         await checks.check(whole, "tools", "", suspects)
     assert caught.value.param == "tools[1]"
-    assert caught.value.message == (
-        "tools[1] is not supported at $defs.s: "
-        "uniqueItems is not supported: leave it out and check the answer"
-    )
+    where, why = caught.value.message.split(": ", 1)
+    assert where == "tools[1] is not supported at $defs.s"
+    assert why == "uniqueItems is not supported: leave it out and check the answer"
 
 
 def begun(turns: CheckQueue[int]) -> list[tuple[str, int]]:

@@ -34,23 +34,13 @@ async def test_a_whole_chat_answer(stack: Stack) -> None:
     assert body["object"] == "chat.completion"
     assert body["id"].startswith("chatcmpl-")
     assert body["model"] == MODEL
-    assert body["choices"] == [
-        {
-            "index": 0,
-            "message": {"role": "assistant", "content": ANSWER, "refusal": None},
-            "logprobs": None,
-            "finish_reason": "stop",
-            "stop_reason": None,
-        }
-    ]
+    message = {"role": "assistant", "content": ANSWER, "refusal": None}
+    ended = {"logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    assert body["choices"] == [{"index": 0, "message": message, **ended}]
     tokens = len(stack.codec.tokenizer.encode(ANSWER, add_special_tokens=False).ids) + 1
     prompt = len(encode_chat(stack.codec, [{"role": "user", "content": "hello"}]))
-    assert body["usage"] == {
-        "prompt_tokens": prompt,
-        "completion_tokens": tokens,
-        "total_tokens": prompt + tokens,
-        "prompt_tokens_details": {"cached_tokens": 3},
-    }
+    counts = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+    assert body["usage"] == {**counts, "prompt_tokens_details": {"cached_tokens": 3}}
 
 
 async def test_a_streamed_chat_answer(stack: Stack) -> None:
@@ -296,8 +286,7 @@ async def served(path: bytes, *, reads_at_once: bool) -> tuple[bytes, Applicatio
     listener = bind(config.host, config.port, "port")
     server = make_server(application, config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    while not server.started:
-        await asyncio.sleep(0.01)
+    await until(lambda: server.started)
     reader, writer = await asyncio.open_connection("127.0.0.1", listener.getsockname()[1])
     writer.write(REQUEST.replace(b" / ", b" " + path + b" "))
     if not reads_at_once:

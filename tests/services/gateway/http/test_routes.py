@@ -180,9 +180,8 @@ async def test_fields_and_messages_are_counted_before_they_are_looked_at(make_st
         for messages in ([empty] * 11, [in_parts], [None] * 11):
             reply = await stack.http.post(path, json={**stack.body, "messages": messages})
             assert (reply.status_code, error_of(reply)["param"]) == (400, "messages")
-            assert (
-                error_of(reply)["message"] == "11 messages and content parts; send at most 10 in one request"
-            )
+            said = "11 messages and content parts; send at most 10 in one request"
+            assert error_of(reply)["message"] == said
         assert (await stack.http.post(path, json={**stack.body, "messages": [empty] * 10})).status_code == 200
 
 

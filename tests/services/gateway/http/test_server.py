@@ -9,7 +9,7 @@ from jsonschema import Draft202012Validator
 from services.gateway.http.browser import GETS, POSTS
 from services.gateway.http.connection import bind
 from shared.errors import ConfigError
-from tests.patience import PATIENCE_S
+from tests.patience import until
 from tests.services.gateway.conftest import MakeStack, Stack
 from tests.services.gateway.fakes import MODEL
 
@@ -29,15 +29,9 @@ async def test_clients_who_take_every_connection_do_not_shut_the_operator_out(ma
     stack.hold()
     await stack.http.aclose()
     async with stack.openai:
-        requests = [
-            asyncio.create_task(
-                stack.openai.completions.create(model="fake-chat", prompt="hello", max_tokens=1)
-            )
-            for _ in range(4)
-        ]
-        async with asyncio.timeout(PATIENCE_S):
-            while len(stack.scheduler.submits) < 4:
-                await asyncio.sleep(0.01)
+        ask = stack.openai.completions.create
+        requests = [asyncio.create_task(ask(model=MODEL, prompt="hello", max_tokens=1)) for _ in range(4)]
+        await until(lambda: len(stack.scheduler.submits) == 4)
         reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
         assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
         writer.close()
@@ -67,17 +61,9 @@ async def test_pages_of_known_origins_may_call(make_stack: MakeStack) -> None:
     assert preflight.status_code == 200, "a preflight carries no key"
     assert preflight.headers["access-control-allow-origin"] == PAGE
     assert "authorization" in preflight.headers["access-control-allow-headers"]
-    body = {
-        "model": MODEL,
-        "stream": True,
-        "messages": [{"role": "user", "content": "hello"}],
-        "max_tokens": 4,
-    }
-    for headers, expected in (
-        ({"origin": PAGE}, PAGE),
-        ({"origin": "https://evil.example"}, None),
-        ({}, None),
-    ):
+    body = {**stack.body, "stream": True, "max_tokens": 4}
+    for origin, expected in ((PAGE, PAGE), ("https://evil.example", None), (None, None)):
+        headers = {} if origin is None else {"origin": origin}
         reply = await stack.http.post("/v1/chat/completions", json=body, headers=headers)
         assert reply.status_code == 200
         assert reply.headers.get("access-control-allow-origin") == expected

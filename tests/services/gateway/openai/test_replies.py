@@ -32,17 +32,6 @@ from tests.patience import until
 from tests.services.gateway.conftest import ANSWER, Stack
 from tests.services.gateway.fakes import MODEL
 
-CHAT = Letterhead("chat", "chatcmpl-1", 1_700_000_000, "m")
-TEXT = Letterhead("text", "cmpl-1", 1_700_000_000, "m")
-USAGE = Usage(prompt_tokens=5, completion_tokens=7, cached_tokens=2)
-
-COUNTS = {
-    "prompt_tokens": 5,
-    "completion_tokens": 7,
-    "total_tokens": 12,
-    "prompt_tokens_details": {"cached_tokens": 2},
-}
-
 
 def event(data: bytes) -> Any:
     assert data.startswith(b"data: ") and data.endswith(b"\n\n") and data.count(b"\n") == 2
@@ -79,9 +68,8 @@ def test_both_conform(codec: Codec, vocabulary: Vocabulary, kind: ReplyKind, nam
     letterhead = Letterhead(kind, "id-1", 1_700_000_000, "m")
     for tokens in (placed(codec), []):
         found: dict[str, Any] = write(tokens, vocabulary, 2)
-        whole = json.loads(
-            letterhead.whole([FinishedChoice(0, AnswerMessage("ac"), "stop", found)], Usage(1, 2, 0))
-        )
+        finished = [FinishedChoice(0, AnswerMessage("ac"), "stop", found)]
+        whole = json.loads(letterhead.whole(finished, Usage(1, 2, 0)))
         assert violations(f"{name}Response", whole) == []
         assert whole["choices"][0]["logprobs"] == json.loads(orjson.dumps(found))
         piece = event(letterhead.text_event(0, "ac", "stop", PieceDetails(found)))
@@ -119,8 +107,8 @@ async def test_a_streamed_completion_lists_what_the_whole_one_does(stack: Stack)
     whole = (await stack.http.post("/v1/completions", json=body)).json()
     assert violations("CreateCompletionResponse", whole) == []
     listed = whole["choices"][0]["logprobs"]
-    characters = len(ANSWER)
-    assert listed["text_offset"] == sorted(listed["text_offset"]) and listed["text_offset"][-1] < characters
+    offsets = listed["text_offset"]
+    assert offsets == sorted(offsets) and offsets[-1] < len(ANSWER)
     assert all(len(top) == 2 for top in listed["top_logprobs"])
     merged: dict[str, list[Any]] = {name: [] for name in listed}
     for choice in events_of(await stack.http.post("/v1/completions", json={**body, "stream": True})):

@@ -17,6 +17,12 @@ from shared.errors import InvalidRequest
 from tests.services.gateway.openai.test_admission import CHAT, context, make
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+
+
+def of_schema(**fields: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": fields}}
+
+
 OTHERS: list[dict[str, Any]] = [
     {"response_format": {"type": "json_object"}},
     {"guided_json": SCHEMA},
@@ -28,26 +34,15 @@ OTHERS: list[dict[str, Any]] = [
     {"structured_outputs": {"json": SCHEMA, "regex": None}},
     {"structured_outputs": {"choice": ["a"]}},
     {"structured_outputs": {"json_object": True}},
-    {
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "x", "strict": True, "schema": SCHEMA},
-        }
-    },
-    {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+    of_schema(name="x", strict=True, schema=SCHEMA),
+    of_schema(name="x"),
 ]
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"response_format": "json"}, "response_format.type"),
     ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}},
-        "response_format.json_schema.schema",
-    ),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
-        "response_format.json_schema.schema",
-    ),
+    (of_schema(schema=[1]), "response_format.json_schema.schema"),
+    (of_schema(schema={"not": {}}), "response_format.json_schema.schema"),
     ({"guided_json": "{"}, "guided_json"),
     ({"guided_regex": ""}, "guided_regex"),
     ({"guided_regex": "(a"}, "guided_regex"),
@@ -87,10 +82,9 @@ async def test_what_is_wrong_is_named(codec: Codec, fields: dict[str, Any], para
     accept.close()
 
 
+LEAVES = [{"type": "integer"}, {"type": "string"}, {"type": "number", "minimum": 3}, {"enum": [1, "a"]}]
 PARTS = st.recursive(
-    st.sampled_from(
-        [{"type": "integer"}, {"type": "string"}, {"type": "number", "minimum": 3}, {"enum": [1, "a"]}]
-    ),
+    st.sampled_from(LEAVES),
     lambda inner: st.one_of(
         inner.map(lambda part: {"type": "array", "items": part}),
         st.lists(inner, min_size=1, max_size=2).map(lambda parts: {"anyOf": parts}),
@@ -103,9 +97,7 @@ PARTS = st.recursive(
 )
 VALUES = st.recursive(
     st.sampled_from([1, "a", 3.5, 2**60]),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=2), st.dictionaries(st.sampled_from("abcd"), inner, max_size=3)
-    ),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("abcd"), inner, max_size=3),
     max_leaves=5,
 )
 
@@ -117,9 +109,7 @@ def test_what_a_closed_schema_describes_the_schema_does(schema: dict[str, Any], 
 
 
 def test_closing_leaves_what_may_count_on_more() -> None:
-    parts = {
-        "allOf": [{"type": "object", "properties": {"a": {}}}, {"type": "object", "properties": {"b": {}}}]
-    }
+    parts = {"allOf": [{"type": "object", "properties": {name: {}}} for name in "ab"]}
     assert closed(parts) == parts
     assert closed(SCHEMA) == {**SCHEMA, "additionalProperties": False}
     assert closed({**SCHEMA, "additionalProperties": True})["additionalProperties"] is True

@@ -14,6 +14,7 @@ from tests.services.gateway.conftest import encode_chat
 from tests.services.gateway.openai.test_admission import CHAT, context, make
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+NEGATED = {"function": {"name": "a", "parameters": {"not": {}, "properties": {"b": {}}}}}
 WEATHER = {
     "type": "function",
     "function": {"name": "weather", "description": "of a city", "parameters": CITY},
@@ -38,16 +39,10 @@ def test_what_may_be_called() -> None:
     assert tools.functions[0].parameters["additionalProperties"] is False
     assert tools.functions[1].parameters == {"type": "object", "additionalProperties": False}
     named = tools_of([WEATHER, NOW], {"type": "function", "function": {"name": "now"}}, None, Ignored())
-    assert (named.mode, named.is_parallel, len(named.functions), len(named.described)) == (
-        "required",
-        False,
-        1,
-        2,
-    )
+    assert (named.mode, named.is_parallel) == ("required", False)
+    assert (len(named.functions), len(named.described)) == (1, 2)
     some = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NOW]}}
-    assert [function.name for function in tools_of([WEATHER, NOW], some, False, Ignored()).functions] == [
-        "now"
-    ]
+    assert [each.name for each in tools_of([WEATHER, NOW], some, False, Ignored()).functions] == ["now"]
     for choice in (None, "auto", "none"):
         assert tools_of([], choice, None, Ignored()) == Tools()
     assert tools_of([WEATHER], "none", None, Ignored()) == Tools()
@@ -74,10 +69,7 @@ def test_what_may_be_called() -> None:
             "response_format",
         ),
         (
-            {
-                "tools": [{"function": {"name": "a", "parameters": {"not": {}, "properties": {"b": {}}}}}],
-                "tool_choice": "required",
-            },
+            {"tools": [{"function": {"name": "a", "parameters": NEGATED}}], "tool_choice": "required"},
             "tools[0]",
         ),
     ],

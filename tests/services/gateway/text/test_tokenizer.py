@@ -34,11 +34,7 @@ from tests.services.gateway.conftest import ANSWER, TEMPLATE, encode_chat
 CHATS = [
     [{"role": "user", "content": "hello"}],
     [{"role": "system", "content": " be nice "}, {"role": "user", "content": "häß 日本語 😀\n\n<|end|>"}],
-    [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": ""},
-        {"role": "user", "content": "b"},
-    ],
+    [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", ""), ("user", "b"))],
 ]
 
 
@@ -285,11 +281,6 @@ def test_a_template_that_refuses_is_the_callers_error(source: str) -> None:
 
 
 def test_a_template_is_kept_in_its_box() -> None:
-    attacks = [
-        "{{ messages.append(1) }}",
-        "{{ ''.__class__.__mro__ }}",
-        "{{ namespace.__init__.__globals__ }}",
-    ]
-    for source in attacks:
+    for source in ("messages.append(1)", "''.__class__.__mro__", "namespace.__init__.__globals__"):
         with pytest.raises(InvalidRequest):
-            json.dumps(ChatTemplate(source, {}).render(MESSAGES))
+            json.dumps(ChatTemplate(f"{{{{ {source} }}}}", {}).render(MESSAGES))
