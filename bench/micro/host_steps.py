@@ -20,8 +20,8 @@ from services.worker.core.sampling import Sampled
 from services.worker.core.sequences import SequenceLimits, SequenceTable
 from services.worker.core.steps import StepCore
 from services.worker.engine.engine import TorchEngine
-from services.worker.engine.logits import Logits
 from services.worker.engine.partition import Homes, split
+from services.worker.engine.sampler import Logits
 from services.worker.engine.spans import Span, pack
 from services.worker.engine_thread import row_of
 from services.worker.kv.core.block_table import block_table

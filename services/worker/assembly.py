@@ -91,7 +91,7 @@ def costs_of(engine: Engine) -> dict[str, Any]:
         if expansion.fifo_layers and meter.step_s:
             stall_s = expansion.stall_share * meter.step_s / expansion.fifo_layers
     return {
-        "remote_block_s": engine.remote_block_s,
+        "remote_block_s": engine.remote.block_s,
         "expand_stall_s": stall_s,
         "swapped_layers": swapped_layers,
     }
@@ -142,7 +142,7 @@ def remote_seconds(engine: Engine) -> Callable[[], float]:
     """Return a function that returns the total seconds spent on attention over remote blocks."""
     if not isinstance(engine, SharingEngine):
         return lambda: 0.0
-    return lambda: engine.remote_total_s
+    return lambda: engine.remote.total_s
 
 
 def pool_of(engine: Engine, store: KvStore | None) -> BlockPool | PrefixCache:

@@ -17,21 +17,16 @@ import torch
 from transformers import AttentionInterface
 
 from services.worker.engine import paged
-from services.worker.engine.backends import (
-    Backend,
-    NativeBackend,
-    PartialBackend,
-    Pools,
-    TorchBackend,
-    no_tables,
-)
+from services.worker.engine.backends import NativeBackend, PartialBackend, Pools, TorchBackend
+from services.worker.engine.contract import RemoteMeter
 from services.worker.engine.native import library as native
 from services.worker.engine.native.arena import Arena
 from services.worker.engine.partition import Homes, split_by_window
-from services.worker.engine.remote import MeteredRemote, RemoteAttention, merge_into
+from services.worker.engine.remote import RemoteAttention, decode_blocks, merge_into
 from services.worker.engine.spans import PackedSpans, Span, pack
 from services.worker.kv.tiers.resident import ResidentKv
-from shared.errors import ConfigError, InternalError
+from shared.clock import Clock, monotonic_s
+from shared.errors import ConfigError
 
 if TYPE_CHECKING:
     from services.worker.engine.gpu.backend import TritonBackend
@@ -85,15 +80,12 @@ class LayerProbe:
 class PagedAttention:
     """The KV pools of all layers, and attention over them for one step at a time.
 
-    Call `begin` before each forward with the spans of the packed input; the first `decodes` have one token
-    each and are sorted by position. `mode`: see `native.library.choose`. With `resident` some blocks are in
-    host memory, and `enter` waits for each layer's copies.
+    Call `begin` before each forward with the spans of the packed input. `mode`: see `native.library.choose`.
+    With `resident` some blocks are in host memory, and `enter` waits for each layer's copies.
     """
 
-    library: ctypes.CDLL | None
-    """The native library if it computes the attention; else None."""
-    native_spans: native.Spans
-    """The step's own spans without a window, valid until the next `begin`; set only with `library`."""
+    packed: PackedSpans
+    """The engine's own part of the current step, without a window."""
 
     def __init__(
         self,
@@ -106,17 +98,23 @@ class PagedAttention:
         mode: native.AttentionMode = "auto",
         threads: int = 1,
         resident: ResidentKv | None = None,
+        clock: Clock = monotonic_s,
     ) -> None:
         self.name = f"kvasir_{next(_numbers)}"
-        self._block_tokens = block_tokens
-        self._device = device
-        self._dtype = dtype
+        self._block_tokens, self._device, self._dtype = block_tokens, device, dtype
         self.threads = threads
-        self._remote: tuple[Homes, MeteredRemote] | None = None
-        self._is_reading = False
+        self.meter = RemoteMeter()
+        self._remote: tuple[Homes, RemoteAttention] | None = None
+        self._clock = clock
+        self._waited_s, self._remote_blocks = 0.0, 0
+        """Of the current step: seconds spent on creditors, and `remote.decode_blocks`."""
         self._slots: torch.Tensor | None = None
         self._own: dict[int, PackedSpans] = {}
         """The engine's own part of a partitioned step, by window."""
+        self.is_partitioned = False
+        """Whether rows of the current step see keys that other workers hold."""
+        self.is_reading = False
+        """Whether the running step reads KV from other workers or the host. Any thread may read this."""
         self.windows = [shape.window_tokens for shape in layers]
         """`window_tokens` of each layer."""
         self.resident = resident
@@ -125,12 +123,15 @@ class PagedAttention:
         else:
             self.pools = [make_pools(shape, kv_blocks, block_tokens, dtype, device) for shape in layers]
         self.library = native.choose(mode, device=device, dtype=dtype)
-        self._native: NativeBackend | None = None
-        if self.library is not None:
-            in_arena = resident is not None
-            self._native = NativeBackend(self.library, self.pools, threads, in_arena=in_arena)
+        """The native library if it computes the attention; else None."""
         self.triton = _make_triton(self.pools, block_tokens, device) if mode != "torch" else None
-        self._backend: Backend = self._native or self.triton or self._in_torch(self.pools)
+        self.native: NativeBackend | None = None
+        self._stepped: TorchBackend | TritonBackend | None = None
+        """The backend if it is not the native one."""
+        if self.library is not None:
+            self.native = NativeBackend(self.library, self.pools, threads, in_arena=resident is not None)
+        else:
+            self._stepped = self.triton or self._in_torch(self.pools)
         self.begin((), 0)
         self._partial: PartialBackend = self.triton or self.partial_backend(self.pools)
         AttentionInterface.register(self.name, self)
@@ -139,18 +140,8 @@ class PagedAttention:
     def slots(self) -> torch.Tensor:
         """int64 `[rows]` on the device: slots that the step's K and V are written to."""
         if self._slots is None:
-            self._slots = paged.to_device(torch.from_numpy(self._packed.slots), self._device)
+            self._slots = paged.to_device(torch.from_numpy(self.packed.slots), self._device)
         return self._slots
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether the running step reads KV from other workers or the host. Any thread may call this."""
-        return self._is_reading
-
-    @property
-    def is_partitioned(self) -> bool:
-        """Whether rows of the current step see keys that other workers hold."""
-        return bool(self._own)
 
     def partial_backend(self, pools: Sequence[Pools]) -> PartialBackend:
         """Return a backend for attention over parts of the keys, for use by one thread.
@@ -173,36 +164,31 @@ class PagedAttention:
 
     def _in_torch(self, pools: Sequence[Pools]) -> TorchBackend:
         arena = self.resident.arena if self.resident is not None and pools is self.pools else None
-        return TorchBackend(pools, self._block_tokens, self._dtype, pools[0][0].device, arena=arena)
+        return TorchBackend(pools, self._block_tokens, self._dtype, arena=arena)
 
     def extend(self, homes: Homes, remote: RemoteAttention) -> None:
         """Allow blocks at other workers from now on."""
-        self._remote = homes, MeteredRemote(remote)
-
-    @property
-    def remote_block_s(self) -> float:
-        """See `MeteredRemote.block_s`."""
-        return 0.0 if self._remote is None else self._remote[1].block_s
-
-    @property
-    def remote_total_s(self) -> float:
-        """Total seconds that steps have waited for creditors since the start."""
-        return 0.0 if self._remote is None else self._remote[1].total_s
+        self._remote = homes, remote
 
     def begin(self, spans: Sequence[Span], decodes: int) -> None:
-        """Prepare a step. Raises ValueError for a block without a holder or a table short of its span."""
-        self._own = {}
-        resident = self.resident
+        """Prepare a step; unless in C++, the first `decodes` spans have one token each and are sorted.
+
+        Raises ValueError for a block without a holder or a table short of its span.
+        """
+        resident, self.is_partitioned = self.resident, False
         packed = pack(spans, self._block_tokens, None if resident is None else resident.locate)
-        if self._remote is not None and not self._remote[0].are_own(packed.blocks):
-            packed = self._begin_partitioned(packed, *self._remote)
+        if self._remote is not None and packed.blocks.size:
+            homes, remote = self._remote
+            if int(packed.blocks.max()) >= homes.own_blocks:
+                packed = self._begin_partitioned(packed, homes, remote)
         if resident is not None:
             resident.point(packed.blocks)
-        self._is_reading = self.is_partitioned or (resident is not None and resident.is_streaming)
-        self._packed, self._slots = packed, None
-        self._backend.begin(spans, decodes, packed, no_tables if resident is None else resident.tables)
-        if self._native is not None:
-            self.native_spans = self._native.spans(None)
+        self.is_reading = self.is_partitioned or (resident is not None and resident.is_streaming)
+        self.packed, self._slots = packed, None
+        if self.native is not None:
+            self.native.packed = packed
+        elif self._stepped is not None:
+            self._stepped.begin(spans, decodes, packed, None if resident is None else resident.tables)
 
     def _begin_partitioned(self, packed: PackedSpans, homes: Homes, remote: RemoteAttention) -> PackedSpans:
         """Return the engine's own part of the step, and begin the creditors' parts if there are any."""
@@ -211,36 +197,30 @@ class PagedAttention:
         others = [part for _, *parts in kinds for part in parts]
         if not others:
             return packed
+        self.is_partitioned = True
         self._own = {window: kind[0].spans for window, kind in zip(windows, kinds, strict=True)}
+        began_s, self._remote_blocks = self._clock(), decode_blocks(others)
         remote.begin(others)
+        self._waited_s = self._clock() - began_s
         return kinds[0][0].spans
 
     def end(self) -> None:
         """End the step after its last layer. Raises CreditorLost."""
-        if self._own and self._remote is not None:
+        if self.is_partitioned and self._remote is not None:
+            began_s = self._clock()
             self._remote[1].end()
+            self.meter.on_step(self._waited_s + self._clock() - began_s, self._remote_blocks)
         if self.resident is not None:
             self.resident.end(is_complete=True)
-        self._is_reading = False
+        self.is_reading = False
 
     def abandon(self) -> None:
         """End a failed step. Creditors remain usable for the next one."""
-        self._is_reading = False
-        if self._own and self._remote is not None:
+        self.is_reading = False
+        if self.is_partitioned and self._remote is not None:
             self._remote[1].abandon()
         if self.resident is not None:
             self.resident.end(is_complete=False)
-
-    @property
-    def stream(self) -> tuple[int | None, float]:
-        """Address of the step's stream (`stream.h`; None: no host blocks) and seconds a layer may wait."""
-        return (None, 0.0) if self.resident is None else self.resident.stream_of_step
-
-    def native_pool(self, layer: int) -> native.KvPool:
-        """Return a layer's pools, valid while this object lives. Raises InternalError without a library."""
-        if self._native is None:
-            raise InternalError("pools are described for the native library, and there is none")
-        return self._native.pool(layer)
 
     def __call__(
         self,
@@ -277,12 +257,20 @@ class PagedAttention:
         `queries` `[rows, q_heads, head_dim]` → `[rows, q_heads, value_dim]`. Raises CreditorLost in a
         partitioned step.
         """
-        if self._own:
+        if self.is_partitioned:
+            self._partial.write(layer, keys, values, self.slots)
+            self.send(layer, queries, keys, values, shape)
+            self.enter(layer)
             own = self._own[self.windows[layer]]
-            return self._attend_partitioned(layer, own, self._partial, queries, keys, values, shape)
+            output, lse = self._partial.attend_part(layer, own, queries, shape)
+            self.leave(layer)
+            self.join(layer, output, lse)
+            return output.to(queries.dtype)
+        backend = self.native or self._stepped
+        assert backend is not None
         self.enter(layer)
-        self._backend.write(layer, keys, values, self.slots)
-        attended = self._backend.attend(layer, queries, keys, values, shape, window_tokens)
+        backend.write(layer, keys, values, self.slots)
+        attended = backend.attend(layer, queries, keys, values, shape, window_tokens)
         self.leave(layer)
         return attended
 
@@ -304,35 +292,26 @@ class PagedAttention:
         All tensors `[rows, heads, dim]`, with all rows of the step. Raises CreditorLost.
         """
         if self._remote is not None:
-            self._remote[1].send(layer, *_in_ram(queries, keys, values), shape)
+            given, began_s = _in_ram(queries, keys, values), self._clock()
+            self._remote[1].send(layer, *given, shape)
+            self._waited_s += self._clock() - began_s
 
     def join(self, layer: int, output: torch.Tensor, lse: torch.Tensor) -> None:
         """Merge the creditors' results into the engine's own part of the layer, in place.
 
         `output` `[rows, q_heads, value_dim]` and `lse` `[rows, q_heads]`, fp32. Raises CreditorLost.
         """
-        if self._remote is not None:
-            for found in self._remote[1].collect(layer):
-                rows, part, part_lse = (each.to(output.device) for each in found)
-                merge_into(output, lse, part, part_lse, rows, self.library)
-
-    def _attend_partitioned(
-        self,
-        layer: int,
-        own: PackedSpans,
-        backend: PartialBackend,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        shape: paged.Shape,
-    ) -> torch.Tensor:
-        backend.write(layer, keys, values, self.slots)
-        self.send(layer, queries, keys, values, shape)
-        self.enter(layer)
-        output, lse = backend.attend_part(layer, own, queries, shape)
-        self.leave(layer)
-        self.join(layer, output, lse)
-        return output.to(queries.dtype)
+        if self._remote is None:
+            return
+        parts = self._remote[1].collect(layer)
+        while True:
+            began_s = self._clock()
+            found = next(parts, None)
+            self._waited_s += self._clock() - began_s
+            if found is None:
+                return
+            rows, part, part_lse = (each.to(output.device) for each in found)
+            merge_into(output, lse, part, part_lse, rows, self.library)
 
 
 def _in_ram(

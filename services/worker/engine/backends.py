@@ -17,47 +17,11 @@ Tables = Callable[[], torch.Tensor | None]
 """Returns a step's block tables, int32 on the device, if they change from layer to layer; else None."""
 
 
-def no_tables() -> None:
-    """`Tables` of a step whose block tables are the same in all layers."""
-
-
-class Backend(Protocol):
-    """Attention over any layer's pools, for one step at a time."""
-
-    def begin(
-        self,
-        spans: Sequence[Span],
-        decodes: int,
-        packed: PackedSpans,
-        tables: Tables = no_tables,
-    ) -> None: ...
-
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write `keys`, `values` `[rows, kv_heads, …]` to `slots`, int64 `[rows]`."""
-        ...
-
-    def attend(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        shape: paged.Shape,
-        window_tokens: int | None,
-    ) -> torch.Tensor:
-        """Attend over all keys that each row sees; `queries` `[rows, q_heads, head_dim]`.
-
-        `keys`, `values` `[rows, kv_heads, …]`: the step's, already written. Returns
-        `[rows, q_heads, value_dim]`.
-        """
-        ...
-
-
 class PartialBackend(Protocol):
     """Attention over a part of the keys, whose results can be merged."""
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """`Backend.write` that skips rows with slot -1."""
+        """Write `keys`, `values` `[rows, kv_heads, …]` to `slots`, int64 `[rows]`; skip slots of -1."""
         ...
 
     def attend_part(
@@ -73,47 +37,25 @@ class PartialBackend(Protocol):
 class NativeBackend:
     """Attention by the C++ operator, over pools in host memory."""
 
+    packed: PackedSpans
+    """The current step, for `attend`."""
+
     def __init__(
         self, library: ctypes.CDLL, pools: Sequence[Pools], threads: int, *, in_arena: bool = False
     ) -> None:
         """`in_arena`: the pools have one size and are contiguous in memory; each may read the others."""
-        self._library = library
-        reach = len(pools[0][0]) if in_arena else 0
-        last = len(pools) - 1
-        self._pools = [
+        self._library, self._threads = library, threads
+        reach, last = len(pools[0][0]) if in_arena else 0, len(pools) - 1
+        self.pools = [
             native.describe_pool(*each, before=layer * reach, behind=(last - layer) * reach)
             for layer, each in enumerate(pools)
         ]
-        self._threads = threads
-        self._digests: Sequence[native.KvDigests | None] | ctypes.Array[native.KvDigests] = [None] * len(
-            pools
-        )
+        self._digests: Sequence[native.KvDigests | None] | ctypes.Array[native.KvDigests]
+        self._digests = [None] * len(pools)
         """Digests that verify each layer's blocks on read and write; None: not verified."""
-        self._packed = pack((), 1)
-        self._spans: dict[int, native.Spans] = {}
-
-    def pool(self, layer: int) -> native.KvPool:
-        return self._pools[layer]
-
-    def begin(
-        self,
-        spans: Sequence[Span],
-        decodes: int,
-        packed: PackedSpans,
-        tables: Tables = no_tables,
-    ) -> None:
-        self._packed = packed
-        self._spans.clear()
-
-    def spans(self, window_tokens: int | None) -> native.Spans:
-        """Return the step's spans for layers with this window."""
-        found = self._spans.get(window_tokens or 0)
-        if found is None:
-            found = self._spans[window_tokens or 0] = native.describe_spans(self._packed, window_tokens)
-        return found
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        native.write(self._library, self._pools[layer], keys, values, slots, self._digests[layer])
+        native.write(self._library, self.pools[layer], keys, values, slots, self._digests[layer])
 
     def attend(
         self,
@@ -124,10 +66,11 @@ class NativeBackend:
         shape: paged.Shape,
         window_tokens: int | None,
     ) -> torch.Tensor:
+        """See `TorchBackend`."""
         return native.attend(
             self._library,
-            self._pools[layer],
-            self.spans(window_tokens),
+            self.pools[layer],
+            native.describe_spans(self.packed, window_tokens),
             queries,
             scaling=shape.scaling,
             softcap=shape.softcap,
@@ -140,7 +83,7 @@ class NativeBackend:
         lse = torch.empty(queries.shape[:2])
         output = native.attend(
             self._library,
-            self._pools[layer],
+            self.pools[layer],
             native.describe_spans(packed),
             queries,
             scaling=shape.scaling,
@@ -156,38 +99,25 @@ class TorchBackend:
     """Reference backend: gathers the blocks and attends over the copies in torch."""
 
     def __init__(
-        self,
-        pools: Sequence[Pools],
-        block_tokens: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        arena: Pools | None = None,
+        self, pools: Sequence[Pools], block_tokens: int, dtype: torch.dtype, *, arena: Pools | None = None
     ) -> None:
         """`arena`: all pools, of one size and contiguous in memory; each may read the others."""
-        self._pools = pools
-        self._arena = arena
-        self._block_tokens = block_tokens
-        self._dtype = dtype
-        self._device = device
-        self._scratch = paged.GatherScratch(device)
+        self._pools, self._arena = pools, arena
+        self._block_tokens, self._dtype = block_tokens, dtype
+        self._device = pools[0][0].device
+        self._scratch = paged.GatherScratch(self._device)
         self._spans: Sequence[Span] = ()
         self._decodes = 0
         self._packed = pack((), 1)
-        self._tables = torch.empty(0, dtype=torch.int32, device=device)
+        self._tables = torch.empty(0, dtype=torch.int32, device=self._device)
         self._layouts: dict[int | None, Layout] = {}
 
     def begin(
-        self,
-        spans: Sequence[Span],
-        decodes: int,
-        packed: PackedSpans,
-        tables: Tables = no_tables,
+        self, spans: Sequence[Span], decodes: int, packed: PackedSpans, tables: Tables | None = None
     ) -> None:
-        self._spans = spans
-        self._decodes = decodes
-        self._packed = packed
-        changing = tables()
+        """Begin a step; see `PagedAttention.begin`."""
+        self._spans, self._decodes, self._packed = spans, decodes, packed
+        changing = None if tables is None else tables()
         self._tables = torch.from_numpy(packed.blocks).to(self._device) if changing is None else changing
         self._layouts.clear()
 
@@ -206,6 +136,11 @@ class TorchBackend:
         shape: paged.Shape,
         window_tokens: int | None,
     ) -> torch.Tensor:
+        """Attend over all keys that each row sees; return `[rows, q_heads, value_dim]`.
+
+        `queries` `[rows, q_heads, head_dim]`; `keys`, `values` `[rows, kv_heads, …]`: the step's, already
+        written.
+        """
         k_pool, v_pool = self._readable(layer)
         layout = self._layout(window_tokens)
         output = queries.new_empty(queries.shape[0], queries.shape[1], values.shape[2])
@@ -222,7 +157,10 @@ class TorchBackend:
                 parts.append(paged.attend_chunk(queries[rows], keys[rows], values[rows], shape))
             if span.context_tokens:
                 parts.append(self._attend_context(layer, queries[rows], span, shape))
-            output[rows] = parts[0][0] if len(parts) == 1 else _merged(parts)
+            if len(parts) > 1:
+                outputs, lses = zip(*parts, strict=True)
+                parts = [paged.merge(torch.stack(outputs), torch.stack(lses))]
+            output[rows] = parts[0][0]
         return output
 
     def attend_part(
@@ -233,12 +171,11 @@ class TorchBackend:
         lse = torch.full(queries.shape[:2], float("-inf"), device=queries.device)
         for span in range(len(packed.first_position)):
             rows = slice(int(packed.first_row[span]), int(packed.first_row[span + 1]))
-            start = int(packed.table_position[span])
+            start, at = int(packed.table_position[span]), int(packed.table_start[span])
             first, tokens = int(packed.first_position[span]) - start, int(packed.key_end[span]) - start
-            at = int(packed.table_start[span])
-            table = torch.from_numpy(packed.blocks[at : at - (-tokens // self._block_tokens)])
             if tokens <= 0 or rows.start == rows.stop:
                 continue
+            table = torch.from_numpy(packed.blocks[at : at - (-tokens // self._block_tokens)])
             output[rows], lse[rows] = paged.attend_part(
                 queries[rows],
                 k_pool,
@@ -268,14 +205,13 @@ class TorchBackend:
         return blocks if self._arena is None else blocks + layer * len(self._pools[0][0])
 
     def _layout(self, window_tokens: int | None) -> Layout:
-        layout = self._layouts.get(window_tokens)
-        if layout is None:
+        if window_tokens not in self._layouts:
             # Uses indices into the step's tables instead of block ids, because the ids may change.
-            starts = self._packed.table_start.tolist()
-            layout = self._layouts[window_tokens] = build(
+            pairs = zip(self._spans, self._packed.table_start.tolist(), strict=False)
+            self._layouts[window_tokens] = build(
                 [
                     Span(span.first_position, span.count, range(start, start + len(span.blocks)))
-                    for span, start in zip(self._spans, starts, strict=False)
+                    for span, start in pairs
                 ],
                 self._decodes,
                 block_tokens=self._block_tokens,
@@ -283,11 +219,4 @@ class TorchBackend:
                 dtype=self._dtype,
                 device=self._device,
             )
-        return layout
-
-
-def _merged(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    output, _ = paged.merge(
-        torch.stack([part[0] for part in parts]), torch.stack([part[1] for part in parts])
-    )
-    return output
+        return self._layouts[window_tokens]

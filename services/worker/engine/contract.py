@@ -11,11 +11,15 @@ import numpy.typing as npt
 from services.worker.core.sampling import Sampled, SamplePoint
 from services.worker.engine.partition import Homes, Part
 from services.worker.kv.core.block_pool import BlockPool
+from shared.average import averaged
 
 if TYPE_CHECKING:
     from services.worker.engine.attention import PagedAttention
     from services.worker.kv.tiers.records import LayerPools
     from services.worker.pie.blocks import BlockPie
+
+_WEIGHT = 0.1
+"""Weight of the newest step in averages."""
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
@@ -32,27 +36,14 @@ class Row(msgspec.Struct, frozen=True, gc=False):
 class Engine(Protocol):
     """An engine; called from one thread."""
 
-    @property
-    def vocabulary(self) -> int: ...
-
-    @property
-    def max_positions(self) -> int: ...
-
-    @property
-    def kv_blocks(self) -> int: ...
-
-    @property
-    def block_tokens(self) -> int: ...
-
-    @property
-    def weights(self) -> str:
-        """Hex digest of the model's configuration and weights."""
-        ...
-
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        """Prefill throughput as profiled at the start; 0: not profiled."""
-        ...
+    vocabulary: int
+    max_positions: int
+    kv_blocks: int
+    block_tokens: int
+    weights: str
+    """Hex digest of the model's configuration and weights."""
+    prefill_tokens_per_s: float
+    """Prefill throughput as profiled at the start; 0: not profiled."""
 
     def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
         """Compute all rows, write their KV, and return one sampled token per row.
@@ -71,37 +62,35 @@ class ConstrainedEngine(Engine, Protocol):
         ...
 
 
+@dataclass(slots=True)
+class RemoteMeter:
+    """Seconds that an engine's steps have waited for creditors. Any thread may read it."""
+
+    block_s: float = 0.0
+    """Extra seconds of a decode step per remote block in use, smoothed; 0 before the first."""
+    total_s: float = 0.0
+
+    def on_step(self, waited_s: float, decode_blocks: int) -> None:
+        """Count a step; `decode_blocks`: remote blocks of a step that only decodes, else 0."""
+        self.total_s += waited_s
+        if decode_blocks:
+            self.block_s = averaged(self.block_s or None, waited_s / decode_blocks, _WEIGHT)
+
+
 @runtime_checkable
 class SharingEngine(Engine, Protocol):
     """An engine that can use blocks of other workers and compute on its own blocks for them."""
 
+    device_type: str
+    """`cpu` or `cuda`."""
+    own_ids: int
+    """Smallest block id that is not this engine's own."""
+    is_divisible: bool
+    """Whether other workers may hold some of a sequence's keys."""
+    remote: RemoteMeter
+
     @property
     def pools(self) -> "LayerPools": ...
-
-    @property
-    def device_type(self) -> str:
-        """Return `cpu` or `cuda`."""
-        ...
-
-    @property
-    def own_ids(self) -> int:
-        """Smallest block id that is not this engine's own."""
-        ...
-
-    @property
-    def is_divisible(self) -> bool:
-        """Whether other workers may hold some of a sequence's keys."""
-        ...
-
-    @property
-    def remote_block_s(self) -> float:
-        """Extra seconds of a decode step per remote block in use, smoothed; 0 before the first."""
-        ...
-
-    @property
-    def remote_total_s(self) -> float:
-        """Total seconds that steps have waited for creditors since the start."""
-        ...
 
     def make_pool(self) -> BlockPool: ...
 
@@ -110,14 +99,9 @@ class SharingEngine(Engine, Protocol):
 class AttendingEngine(SharingEngine, Protocol):
     """An engine with its own attention over paged pools, which can attend to a part of a sequence's keys."""
 
-    @property
-    def pie(self) -> "BlockPie | None": ...
-
-    @property
-    def attention(self) -> "PagedAttention": ...
-
-    @property
-    def q_heads(self) -> int: ...
+    pie: "BlockPie | None"
+    attention: "PagedAttention"
+    q_heads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +129,7 @@ class RemoteTokens(Protocol):
 class TokenEngine(SharingEngine, Protocol):
     """An engine whose blocks hold token ids instead of KV: `[blocks, block_tokens]`, int32."""
 
-    @property
-    def tokens(self) -> npt.NDArray[np.int32]: ...
+    tokens: npt.NDArray[np.int32]
 
     def extend(self, homes: Homes, remote: RemoteTokens) -> None:
         """Allow blocks at other workers from now on."""

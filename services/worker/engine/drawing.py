@@ -15,25 +15,11 @@ import numpy as np
 import torch
 
 from services.worker.core.sampling import SamplePoint
-from services.worker.engine.native.library import declare
+from services.worker.engine.native.library import NativeDraw
 from shared.messages.sequence import Sampling
 
 _CANDIDATES = 256
 _MOST_RANKS = 2**31 - 1
-
-
-class NativeDraw(ctypes.Structure):
-    """One row's sampling parameters as in `draw.h`; `token` is the result."""
-
-    _fields_ = (
-        ("row", ctypes.c_int64),
-        ("temperature", ctypes.c_float),
-        ("min_p", ctypes.c_float),
-        ("top_p", ctypes.c_float),
-        ("top_k", ctypes.c_int32),
-        ("key", ctypes.c_uint64),
-        ("token", ctypes.c_int64),
-    )
 
 
 def wish_of(row: int, point: SamplePoint) -> NativeDraw:
@@ -49,21 +35,6 @@ def wish_of(row: int, point: SamplePoint) -> NativeDraw:
     )
 
 
-_PROTOTYPES = {
-    "draw_tokens": (
-        None,
-        (
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_int32,
-            ctypes.c_void_p,
-            ctypes.POINTER(NativeDraw),
-            ctypes.c_int32,
-        ),
-    ),
-}
-
-
 def draw_natively(
     library: ctypes.CDLL, logits: torch.Tensor, highest: torch.Tensor, wishes: list[NativeDraw]
 ) -> list[int]:
@@ -71,11 +42,10 @@ def draw_natively(
 
     `logits` `[rows, vocabulary]` fp32, contiguous; `highest` `[rows]` fp32.
     """
-    declare(library, _PROTOTYPES)
-    draws = (NativeDraw * len(wishes))(*wishes)
-    scratch = torch.empty(logits.shape[1])
+    draws, vocabulary = (NativeDraw * len(wishes))(*wishes), logits.shape[1]
+    scratch = torch.empty(vocabulary)
     library.draw_tokens(
-        logits.data_ptr(), highest.data_ptr(), logits.shape[1], scratch.data_ptr(), draws, len(wishes)
+        logits.data_ptr(), highest.data_ptr(), vocabulary, scratch.data_ptr(), draws, len(wishes)
     )
     return [draw.token for draw in draws]
 
@@ -88,9 +58,15 @@ def draw(logits: torch.Tensor, points: Sequence[SamplePoint]) -> torch.Tensor:
     floored = [row for row, point in enumerate(points) if point.sampling.min_p > 0]
     if floored:
         rows = torch.tensor(floored, device=device)
-        logits[rows] = _floor(logits[rows], [points[row].sampling.min_p for row in floored])
+        floors = [
+            math.log(points[row].sampling.min_p) for row in floored
+        ]  # The likeliest token's logit is 0.
+        unlikely = logits[rows] < torch.tensor(floors, dtype=torch.float32, device=device)[:, None]
+        logits[rows] = logits[rows].masked_fill(unlikely, -math.inf)
     probabilities = logits.softmax(-1)
-    filtered = [row for row, point in enumerate(points) if _is_filtered(point.sampling)]
+    filtered = [
+        row for row, point in enumerate(points) if point.sampling.top_k > 0 or point.sampling.top_p < 1
+    ]
     if filtered:
         rows = torch.tensor(filtered, device=device)
         probabilities[rows] = _filter(probabilities[rows], [points[row].sampling for row in filtered])
@@ -102,18 +78,18 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-def _mix(value: int) -> int:
-    """splitmix64's finalizer (Steele, Lea, Flood 2014)."""
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
-
-
 def key_of(seed: int, choice: int, index: int) -> int:
-    """Return the 64-bit hash key of the race for one token of one answer."""
-    state = _mix((seed + _GOLDEN) & _MASK)
-    state = _mix((state ^ choice) + _GOLDEN & _MASK)
-    return _mix((state ^ index) + _GOLDEN & _MASK)
+    """Return the 64-bit hash key of the race for one token of one answer.
+
+    The hash is splitmix64's finalizer (Steele, Lea, Flood 2014), once for each part.
+    """
+    state = 0
+    for part in (seed, choice, index):
+        state = ((state ^ part) + _GOLDEN) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
 
 
 _HALF = (1 << 32) - 1
@@ -135,16 +111,6 @@ def _scatter(value: torch.Tensor) -> torch.Tensor:
     value = (value ^ (value >> 16)) * 0x7FEB352D & _HALF
     value = (value ^ (value >> 15)) * 0x846CA68B & _HALF
     return value ^ (value >> 16)
-
-
-def _floor(logits: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
-    """Mask tokens less likely than a share of the likeliest token, whose logit is 0."""
-    floors = torch.tensor([math.log(share) for share in shares], dtype=torch.float32, device=logits.device)
-    return logits.masked_fill(logits < floors[:, None], -math.inf)
-
-
-def _is_filtered(sampling: Sampling) -> bool:
-    return sampling.top_k > 0 or sampling.top_p < 1
 
 
 def _filter(

@@ -2,20 +2,17 @@
 
 from array import array
 from collections.abc import Sequence
-from itertools import accumulate, chain
 
 import torch
 
 from services.worker.core.sampling import Sampled, SamplePoint
 from services.worker.engine.attention import LayerShape, PagedAttention, make_pools
-from services.worker.engine.backends import Pools
 from services.worker.engine.contract import Engine, Row
-from services.worker.engine.embedding import with_hidden
 from services.worker.engine.forward import make_forward
 from services.worker.engine.grammar_masks import GrammarMasks
 from services.worker.engine.loading import LoadedModel, layout_name, model_digest
 from services.worker.engine.native.library import AttentionMode, choose
-from services.worker.engine.sampler import sample
+from services.worker.engine.sampler import sample, with_hidden
 from services.worker.engine.spans import Span
 from services.worker.engine.states import tap_of
 from services.worker.engine.stream import stream_opener
@@ -39,10 +36,8 @@ class TorchEngine:
     them. With `pie`, the memory of `kv_blocks` serves more blocks, because some layers move to the host.
     """
 
-    kv_blocks: int
-    """Number of blocks at the start; with Pie the pool of `make_pool` grows and shrinks."""
     prefill_tokens_per_s = 0.0
-    """Prefill throughput as profiled at the start; 0: not profiled."""
+    is_divisible = True
 
     def __init__(
         self,
@@ -62,7 +57,10 @@ class TorchEngine:
 
         `states_every`: return a hidden state with every so many tokens of an answer; 0: never.
         """
-        self._model = model
+        config = model.module.config.get_text_config()
+        self.vocabulary, self.max_positions = model.vocabulary, model.max_positions
+        self.device_type: str = model.device.type
+        self.q_heads = int(config.num_attention_heads)
         self._grammars = grammars
         self.weights = model_digest(model.module)
         self.fingerprint = fingerprint(
@@ -72,6 +70,7 @@ class TorchEngine:
             block_tokens=block_tokens,
         )
         self.kv_blocks = kv_blocks
+        """Number of blocks at the start; with Pie the pool of `make_pool` grows and shrinks."""
         self.block_tokens = block_tokens
         open_stream = stream_opener(choose(attention, device=model.device, dtype=model.dtype), model.device)
         self.pie: BlockPie | None = None
@@ -88,7 +87,9 @@ class TorchEngine:
                 cache_blocks=host_blocks,
             )
             self.kv_blocks = self.pie.capacity_blocks
-        self._attention = PagedAttention(
+        self._resident = None if self.pie is None else self.pie.kv
+        self.own_ids = kv_blocks if self._resident is None else self._resident.residency.ids
+        self.attention = PagedAttention(
             model.layers,
             kv_blocks=kv_blocks,
             block_tokens=block_tokens,
@@ -96,65 +97,17 @@ class TorchEngine:
             device=model.device,
             mode=attention,
             threads=threads,
-            resident=None if self.pie is None else self.pie.kv,
+            resident=self._resident,
         )
-        self._tap = tap_of(model.module.config.get_text_config(), states_every)
-        self._forward = make_forward(model, self._attention, threads=threads, release=release, tap=self._tap)
-
-    @property
-    def pools(self) -> Sequence[Pools]:
+        self.remote = self.attention.meter
+        self.pools = self.attention.pools
         """K and V pools of each layer; see `engine.paged` for their shapes."""
-        return self._attention.pools
-
-    @property
-    def device_type(self) -> str:
-        """Return `cpu` or `cuda`."""
-        return self._model.device.type
-
-    @property
-    def q_heads(self) -> int:
-        """Number of query heads of a layer."""
-        config = self._model.module.config.get_text_config()
-        return int(config.num_attention_heads)
-
-    @property
-    def is_divisible(self) -> bool:
-        """See `SharingEngine`."""
-        return True
-
-    @property
-    def remote_block_s(self) -> float:
-        """See `SharingEngine`."""
-        return self._attention.remote_block_s
-
-    @property
-    def remote_total_s(self) -> float:
-        """See `SharingEngine`."""
-        return self._attention.remote_total_s
-
-    @property
-    def own_ids(self) -> int:
-        """See `SharingEngine`."""
-        resident = self._attention.resident
-        return self.kv_blocks if resident is None else resident.residency.ids
+        self._tap = tap_of(config, states_every)
+        self._forward = make_forward(model, self.attention, threads=threads, release=release, tap=self._tap)
 
     def records(self) -> Records:
         """Return the blocks as rows of bytes, for use by one thread."""
-        resident = self._attention.resident
-        return records_of(self.pools) if resident is None else resident.records()
-
-    @property
-    def attention(self) -> PagedAttention:
-        """The paged attention; its `extend` allows blocks at other workers."""
-        return self._attention
-
-    @property
-    def vocabulary(self) -> int:
-        return self._model.vocabulary
-
-    @property
-    def max_positions(self) -> int:
-        return self._model.max_positions
+        return records_of(self.pools) if self._resident is None else self._resident.records()
 
     def expect_grammar(self, grammar: str) -> None:
         """See `ConstrainedEngine`."""
@@ -169,15 +122,16 @@ class TorchEngine:
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
-        if self.pie is None or (self.pie.kv.residency.is_plain and not self.pie.watches_steps):
-            return self._step_in_order(rows)
-        room_blocks = self.pie.kv.residency.room_blocks
+        pie = self.pie
+        if pie is None or (pie.kv.residency.is_plain and not pie.watches_steps):
+            return self._computed(rows)
+        room_blocks = pie.kv.residency.room_blocks
         if room_blocks is not None and _written_blocks(rows, self.block_tokens) > room_blocks:
             return self._step_in_parts(rows, room_blocks)
-        self.pie.step_begins()
-        sampled = self._step_in_order(rows)
+        pie.step_begins()
+        sampled = self._computed(rows)
         is_decoding = all(len(row.tokens) == 1 for row in rows)
-        self.pie.step_ends(sum(each is not None for each in sampled), is_decoding=is_decoding)
+        pie.step_ends(sum(each is not None for each in sampled), is_decoding=is_decoding)
         return sampled
 
     def _step_in_parts(self, rows: Sequence[Row], room_blocks: int) -> list[Sampled | None]:
@@ -193,40 +147,56 @@ class TorchEngine:
         self.step([first])
         return self.step([rest])
 
-    def _step_in_order(self, rows: Sequence[Row]) -> list[Sampled | None]:
-        if self._attention.library is not None:
-            return self._step(rows)
-        order = sorted(range(len(rows)), key=lambda index: _packing_key(rows[index]))
-        tokens: list[Sampled | None] = [None] * len(rows)
-        for index, sampled in zip(order, self._step([rows[index] for index in order]), strict=True):
-            tokens[index] = sampled
-        return tokens
+    def _computed(self, rows: Sequence[Row]) -> list[Sampled | None]:
+        """Return the rows' tokens. Plain torch and Triton compute decodes first, by context length.
 
-    def _step(self, rows: Sequence[Row]) -> list[Sampled | None]:
+        Rows of similar length then share a padded table.
+        """
         try:
-            return self._computed(rows)
+            if self.attention.library is not None:
+                return self._computed_in_order(rows)
+            order = sorted(
+                range(len(rows)), key=lambda at: (len(rows[at].tokens) > 1, rows[at].first_position)
+            )
+            tokens: list[Sampled | None] = [None] * len(rows)
+            for at, sampled in zip(order, self._computed_in_order([rows[at] for at in order]), strict=True):
+                tokens[at] = sampled
+            return tokens
         except BaseException:
-            self._attention.abandon()
+            self.attention.abandon()
             raise
 
-    def _computed(self, rows: Sequence[Row]) -> list[Sampled | None]:
-        """Compute rows in packed order; see `PagedAttention.begin`."""
-        decodes = sum(len(row.tokens) == 1 for row in rows)
-        self._attention.begin(
-            [Span(row.first_position, len(row.tokens), row.blocks) for row in rows], decodes
-        )
-        points = [row.point for row in rows if row.point is not None]
+    def _computed_in_order(self, rows: Sequence[Row]) -> list[Sampled | None]:
+        tokens, positions, kept = array("q"), array("q"), array("q")
+        spans: list[Span] = []
+        points: list[SamplePoint] = []
+        decodes, is_constrained, is_embedding = 0, False, False
+        for row in rows:
+            count, first, point = len(row.tokens), row.first_position, row.point
+            spans.append(Span(first, count, row.blocks))
+            tokens.extend(row.tokens)
+            if count == 1:
+                decodes += 1
+                positions.append(first)
+            else:
+                positions.extend(range(first, first + count))
+            if point is not None:
+                points.append(point)
+                kept.append(len(tokens) - 1)
+                is_constrained = is_constrained or bool(point.sampling.grammar)
+                is_embedding = is_embedding or point.sampling.embeds
+        self.attention.begin(spans, decodes)
         if self._tap is not None:
             self._tap.begin(rows)
-        masks = None if self._grammars is None else self._grammars.begin(points)
-        logits = self._forward(*pack(rows, decodes, len(points)))
-        is_submitted = self.device_type != "cpu"
-        if not is_submitted:
-            self._attention.end()
-        drawn = sample(logits, points, self._attention.library, masks) if points else []
-        if is_submitted:  # Submit the sampling to a GPU before waiting for the step.
-            self._attention.end()
-        if any(point.sampling.embeds for point in points):
+        masks = self._grammars.begin(points) if is_constrained and self._grammars is not None else None
+        packed = (torch.frombuffer(each, dtype=torch.int64) for each in (tokens, positions))
+        logits = self._forward(*packed, torch.frombuffer(kept, dtype=torch.int64) if kept else _NONE)
+        if self.device_type == "cpu":
+            self.attention.end()
+        drawn = sample(logits, points, self.attention.library, masks) if points else []
+        if self.device_type != "cpu":  # Submit the sampling to a GPU before waiting for the step.
+            self.attention.end()
+        if is_embedding:
             drawn = with_hidden(drawn, points, logits.hidden)
         if len(drawn) != len(rows):
             following = iter(drawn)
@@ -234,6 +204,9 @@ class TorchEngine:
         if self._tap is not None:
             self._tap.attach(drawn)
         return drawn
+
+
+_NONE = torch.empty(0, dtype=torch.int64)
 
 
 def _is_swapped(pie: PieSettings, layers: Sequence[LayerShape], *, can_swap_blocks: bool) -> bool:
@@ -251,28 +224,6 @@ def _written_blocks(rows: Sequence[Row], block_tokens: int) -> int:
         -(-(row.first_position + len(row.tokens)) // block_tokens) - row.first_position // block_tokens
         for row in rows
     )
-
-
-def pack(rows: Sequence[Row], decodes: int, sampled: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return tokens and positions `[packed rows]` and the sampled indices `[sampled]`; int64, on the CPU.
-
-    `decodes`: number of rows with one token. `sampled`: number of rows with a point.
-    """
-    tokens = array("q", chain.from_iterable([row.tokens for row in rows]))
-    if decodes == len(rows):
-        positions = array("q", [row.first_position for row in rows])
-    else:
-        spans = [range(row.first_position, row.first_position + len(row.tokens)) for row in rows]
-        positions = array("q", chain.from_iterable(spans))
-    if sampled == len(tokens):
-        return _int64(tokens), _int64(positions), torch.arange(sampled)
-    ends = accumulate(len(row.tokens) for row in rows)
-    kept = array("q", [end - 1 for end, row in zip(ends, rows, strict=True) if row.point is not None])
-    return _int64(tokens), _int64(positions), _int64(kept)
-
-
-def _int64(packed: "array[int]") -> torch.Tensor:
-    return torch.frombuffer(packed, dtype=torch.int64) if packed else torch.empty(0, dtype=torch.int64)
 
 
 def warm_up(engine: Engine) -> None:
@@ -296,11 +247,6 @@ def warm_up(engine: Engine) -> None:
     for first, count in ((0, half), (half, last - half), (last, 1)):
         if count > 0:
             engine.step([Row([0] * count, first, blocks, SamplePoint(sampling, 0, 1, [0]))])
-
-
-def _packing_key(row: Row) -> tuple[bool, int]:
-    """Sort decodes first, by context length, so that rows of similar length share a padded table."""
-    return len(row.tokens) > 1, row.first_position
 
 
 CHUNK_TOKENS = 128

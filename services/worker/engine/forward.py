@@ -15,9 +15,9 @@ from transformers.models.llama import LlamaForCausalLM
 from services.worker.engine.attention import PagedAttention
 from services.worker.engine.llama_parts import JoinedLayer, join_layer
 from services.worker.engine.loading import LoadedModel, replace_attention
-from services.worker.engine.logits import Logits
 from services.worker.engine.native.llama import NativeLlama, is_computable
 from services.worker.engine.paged import Shape, to_device
+from services.worker.engine.sampler import Logits
 from services.worker.engine.states import StateTap
 
 

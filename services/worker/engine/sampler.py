@@ -7,25 +7,56 @@ sign as in transformers; frequency and presence penalties are OpenAI's. On the C
 drawing run in C++ (`draw.h`) if the library is built.
 """
 
-import ctypes
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from ctypes import CDLL
+from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from services.worker.core.sampling import Sampled, SamplePoint
 from services.worker.engine.drawing import draw, draw_natively, wish_of
-from services.worker.engine.grammar_masks import RowMasks
-from services.worker.engine.logits import Logits
-from services.worker.engine.native.library import declare
+from services.worker.engine.native.library import NativeDraw
+from shared.errors import InternalError
 from shared.grammars import Words
 from shared.messages.tokens import TokenLogprobs
 
+if TYPE_CHECKING:
+    from services.worker.engine.grammar_masks import RowMasks
+
 _LARGEST = torch.finfo(torch.float32).max
 _INFINITY = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """Output of a forward pass: `values` `[rows, vocabulary]`. Valid until the next pass.
+
+    If the pass computes them: `highest` `[rows]`, each row's maximum (NaN if any value is NaN), and
+    `likeliest`, int64 `[rows]`, the first token that has it. The sampler may change all three.
+    """
+
+    values: torch.Tensor
+    highest: torch.Tensor | None = None
+    likeliest: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+    """`[rows, hidden size]`: input of the model's head, after its last norm."""
+
+
+def _is_steered(point: SamplePoint) -> bool:
+    """Return whether `penalize` may change the point's logits."""
+    how = point.sampling
+    return bool(
+        how.repetition_penalty != 1
+        or (point.index > 0 and (how.frequency_penalty != 0 or how.presence_penalty != 0))
+        or point.index < how.min_tokens
+        or how.logit_bias
+        or how.allowed_token_ids
+        or how.bad_words
+    )
 
 
 def penalize(logits: torch.Tensor, points: Sequence[SamplePoint]) -> None:
@@ -33,68 +64,46 @@ def penalize(logits: torch.Tensor, points: Sequence[SamplePoint]) -> None:
 
     `logits` `[rows, vocabulary]` fp32. Biases and penalties leave values that are not finite unchanged.
     """
+    vocabulary = logits.shape[-1]
     biased = [row for row, point in enumerate(points) if point.sampling.logit_bias]
     if biased:
-        _add_biases(logits, points, biased)
+        biases = [points[row].sampling.logit_bias for row in biased]
+        row, token = _occurrences(biased, [[token for token, _ in bias] for bias in biases], logits.device)
+        added = _floats([value for bias in biases for _, value in bias], logits)
+        _write(logits, row, token, logits[row, token] + added)
     repeated = [row for row, point in enumerate(points) if point.sampling.repetition_penalty != 1]
-    if repeated:
-        _penalize_repetition(logits, points, repeated)
-    counted = [row for row, point in enumerate(points) if point.index > 0 and _is_counted(point)]
+    if repeated:  # A repeated token is written several times with the same value.
+        row, token = _occurrences(repeated, [points[row].tokens for row in repeated], logits.device)
+        penalty = _floats([point.sampling.repetition_penalty for point in points], logits)[row]
+        before = logits[row, token]
+        _write(logits, row, token, torch.where(before > 0, before / penalty, before * penalty))
+    frequencies = [point.sampling.frequency_penalty for point in points]
+    presences = [point.sampling.presence_penalty for point in points]
+    counted = [
+        row for row, point in enumerate(points) if point.index > 0 and (frequencies[row] or presences[row])
+    ]
     if counted:
-        _penalize_counts(logits, points, counted)
+        answers = [points[row].tokens[-points[row].index :] for row in counted]
+        row, token = _occurrences(counted, answers, logits.device)
+        places, counts = torch.unique(row * vocabulary + token, return_counts=True)
+        row, token = places // vocabulary, places % vocabulary
+        lost = _floats(frequencies, logits)[row] * counts + _floats(presences, logits)[row]
+        _write(logits, row, token, logits[row, token] - lost)
     short = [row for row, point in enumerate(points) if point.index < point.sampling.min_tokens]
     if short:
-        _mask_ends(logits, points, short)
-    for row, point in enumerate(points):
+        ends = [[end for end in points[row].sampling.end_token_ids if 0 <= end < vocabulary] for row in short]
+        row, token = _occurrences(short, ends, logits.device)
+        before = logits[row, token]
+        logits[row, token] = torch.where(before < _INFINITY, -_INFINITY, before)
+    for at, point in enumerate(points):
         if point.sampling.allowed_token_ids or point.sampling.bad_words:
-            _mask_tokens(logits[row], point)
-
-
-def _is_counted(point: SamplePoint) -> bool:
-    return point.sampling.frequency_penalty != 0 or point.sampling.presence_penalty != 0
-
-
-def _penalize_repetition(logits: torch.Tensor, points: Sequence[SamplePoint], rows: Sequence[int]) -> None:
-    """Apply the repetition penalty. A repeated token is written several times with the same value."""
-    row, token = _occurrences(rows, [points[row].tokens for row in rows], logits.device)
-    penalty = _by_row([point.sampling.repetition_penalty for point in points], logits)[row]
-    before = logits[row, token]
-    _write(logits, row, token, before, torch.where(before > 0, before / penalty, before * penalty))
-
-
-def _penalize_counts(logits: torch.Tensor, points: Sequence[SamplePoint], rows: Sequence[int]) -> None:
-    vocabulary = logits.shape[-1]
-    answers = [points[row].tokens[-points[row].index :] for row in rows]
-    row, token = _occurrences(rows, answers, logits.device)
-    places, counts = torch.unique(row * vocabulary + token, return_counts=True)
-    row, token = places // vocabulary, places % vocabulary
-    frequency = _by_row([point.sampling.frequency_penalty for point in points], logits)[row]
-    presence = _by_row([point.sampling.presence_penalty for point in points], logits)[row]
-    before = logits[row, token]
-    _write(logits, row, token, before, before - (frequency * counts + presence))
-
-
-def _mask_ends(logits: torch.Tensor, points: Sequence[SamplePoint], rows: Sequence[int]) -> None:
-    vocabulary = logits.shape[-1]
-    ends = [[end for end in points[row].sampling.end_token_ids if 0 <= end < vocabulary] for row in rows]
-    row, token = _occurrences(rows, ends, logits.device)
-    before = logits[row, token]
-    logits[row, token] = torch.where(before < _INFINITY, -_INFINITY, before)
-
-
-def _add_biases(logits: torch.Tensor, points: Sequence[SamplePoint], rows: Sequence[int]) -> None:
-    biases = [points[row].sampling.logit_bias for row in rows]
-    row, token = _occurrences(rows, [[token for token, _ in bias] for bias in biases], logits.device)
-    added = _by_row([value for bias in biases for _, value in bias], logits)
-    before = logits[row, token]
-    _write(logits, row, token, before, before + added)
+            _mask_tokens(logits[at], point)
 
 
 def _mask_tokens(logits: torch.Tensor, point: SamplePoint) -> None:
     """Mask the tokens of one row `[vocabulary]` that are not allowed or would complete a bad word."""
-    allowed = point.sampling.allowed_token_ids
-    if allowed:
-        kept = torch.tensor(allowed, device=logits.device)
+    if point.sampling.allowed_token_ids:
+        kept = torch.tensor(point.sampling.allowed_token_ids, device=logits.device)
         values = logits[kept]
         logits.fill_(-_INFINITY)
         logits[kept] = values
@@ -119,49 +128,33 @@ def _int64(numbers: Iterable[int]) -> torch.Tensor:
     return torch.frombuffer(packed, dtype=torch.int64) if packed else torch.empty(0, dtype=torch.int64)
 
 
-def _by_row(values: Sequence[float], logits: torch.Tensor) -> torch.Tensor:
+def _floats(values: Sequence[float], logits: torch.Tensor) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32, device=logits.device)
 
 
-def _write(
-    logits: torch.Tensor, row: torch.Tensor, token: torch.Tensor, before: torch.Tensor, after: torch.Tensor
-) -> None:
-    after = after.clamp(-_LARGEST, _LARGEST)
+def _write(logits: torch.Tensor, row: torch.Tensor, token: torch.Tensor, after: torch.Tensor) -> None:
+    before, after = logits[row, token], after.clamp(-_LARGEST, _LARGEST)
     logits[row, token] = torch.where(before.isfinite(), after, before)
 
 
-_POINTER, _INT32 = ctypes.c_void_p, ctypes.c_int32
-_PROTOTYPES = {
-    "mask_logits": (None, (_POINTER, _INT32, _POINTER, _POINTER, _INT32, _INT32)),
-    "find_likeliest": (
-        None,
-        (_POINTER, _INT32, _POINTER, _POINTER, _INT32, _INT32, _POINTER, _POINTER),
-    ),
-}
-
-
-def mask_rows(
-    logits: torch.Tensor, rows: Sequence[int], words: Words, library: ctypes.CDLL | None = None
-) -> None:
+def mask_rows(logits: torch.Tensor, rows: Sequence[int], words: Words, library: CDLL | None = None) -> None:
     """Set the logits of tokens whose bit in `words` is 0 to −inf, in place.
 
     `logits` `[all rows, vocabulary]` fp32, `words` `[len(rows), words]` uint32.
     """
     if library is not None and logits.is_contiguous():
-        declare(library, _PROTOTYPES)
         at = np.array(rows, dtype=np.int64)
         library.mask_logits(
             logits.data_ptr(), logits.shape[1], at.ctypes.data, words.ctypes.data, len(rows), words.shape[1]
         )
         return
     bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, : logits.shape[1]]
-    forbidden = torch.from_numpy(bits == 0).to(logits.device)
     at_rows = torch.tensor(rows, dtype=torch.int64, device=logits.device)
-    logits[at_rows] = logits[at_rows].masked_fill(forbidden, -_INFINITY)
+    logits[at_rows] = logits[at_rows].masked_fill(torch.from_numpy(bits == 0).to(logits.device), -_INFINITY)
 
 
 def likeliest(
-    logits: torch.Tensor, library: ctypes.CDLL | None, rows: Sequence[int], words: Words | None = None
+    logits: torch.Tensor, library: CDLL | None, rows: Sequence[int], words: Words | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the highest logit of each of `rows`, fp32, and the first token id that has it, int64.
 
@@ -175,10 +168,8 @@ def likeliest(
             logits = logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
         highest, tokens = logits.max(-1)
         return highest, tokens
-    declare(library, _PROTOTYPES)
     at = np.array(rows, dtype=np.int64)
-    tokens = torch.empty(len(rows), dtype=torch.int64)
-    highest = torch.empty(len(rows))
+    tokens, highest = torch.empty(len(rows), dtype=torch.int64), torch.empty(len(rows))
     library.find_likeliest(
         logits.data_ptr(),
         logits.shape[1],
@@ -211,19 +202,47 @@ def sample(
     found: Logits,
     points: Sequence[SamplePoint],
     library: CDLL | None = None,
-    masks: RowMasks | None = None,
+    masks: "RowMasks | None" = None,
 ) -> list[Sampled | None]:
     """Return one token per row; None if the row's highest logit is not finite.
 
-    Changes `found.values` in place. `library`: the native library, for logits on the CPU.
+    Changes `found` in place. `library`: the native library, for logits on the CPU.
     """
-    if all(map(_takes_likeliest, points)):
-        if found.likeliest is not None and found.highest is not None:
-            return _plain(*_allowed(found.likeliest, found.highest, found.values.float(), library, masks))
-        if masks is None:
-            highest, tokens = likeliest(found.values.float(), library, range(len(points)))
-            return _plain(tokens, highest)
-    return _sample(found.values.float(), points, library, masks)
+    logits, is_steered = found.values.float(), False
+    tops: dict[int, int] = {}
+    drawn: list[int] = []
+    wishes: list[NativeDraw] = []
+    forced: list[int] = []
+    for row, point in enumerate(points):
+        is_steered = is_steered or _is_steered(point)
+        if point.sampling.top_logprobs is not None:
+            tops[row] = point.sampling.top_logprobs
+        if point.index < 0:
+            forced.append(row)
+        elif point.sampling.temperature > 0:
+            drawn.append(row)
+            wishes += [wish_of(row, point)] if library is not None else []
+    measured = list(tops)
+    raw = logits[measured] if tops else logits[:0]
+    if is_steered:
+        penalize(logits, points)
+    masked = () if masks is None else (masks.rows, masks.wait())
+    highest, tokens = found.highest, found.likeliest
+    if masked and (drawn or is_steered or highest is None):
+        mask_rows(logits, *masked, library)
+    if highest is None or tokens is None or is_steered:
+        highest, tokens = likeliest(logits, library, range(len(points)))
+    elif masked:
+        highest[masked[0]], tokens[masked[0]] = likeliest(logits, library, *masked)
+    if drawn and library is not None:
+        tokens[drawn] = torch.tensor(draw_natively(library, logits.contiguous(), highest, wishes))
+    elif drawn:
+        rows = torch.tensor(drawn, device=logits.device)
+        tokens[rows] = draw(logits[rows] - highest[rows, None], [points[row] for row in drawn])
+    for row in forced:
+        tokens[row] = points[row].forced or 0
+    logprobs = measure(raw, tokens[measured], list(tops.values())) if tops else []
+    return _answers(tokens, highest, dict(zip(tops, logprobs, strict=True)))
 
 
 def take_likeliest(
@@ -233,73 +252,37 @@ def take_likeliest(
 
     Return None if any of `points` needs more than the likeliest token.
     """
-    if not all(map(_takes_likeliest, points)):
-        return None
+    for point in points:
+        how = point.sampling
+        if how.temperature > 0 or how.top_logprobs is not None or point.index < 0 or _is_steered(point):
+            return None
     highest, tokens = likeliest(logits.float(), library, rows)
-    return _plain(tokens, highest)
+    return _answers(tokens, highest, {})
 
 
-def _allowed(
-    tokens: torch.Tensor,
-    highest: torch.Tensor,
-    logits: torch.Tensor,
-    library: CDLL | None,
-    masks: RowMasks | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return likeliest tokens and highest logits `[rows]`, with the grammar masks applied."""
-    if masks is None:
-        return tokens, highest
-    of_masked = likeliest(logits, library, masks.rows, masks.wait())
-    if len(masks.rows) < len(tokens):
-        highest[masks.rows], tokens[masks.rows] = of_masked
-        return tokens, highest
-    return of_masked[1], of_masked[0]
-
-
-def _takes_likeliest(point: SamplePoint) -> bool:
-    sampling = point.sampling
-    return (
-        sampling.temperature == 0
-        and sampling.top_logprobs is None
-        and sampling.repetition_penalty == 1
-        and sampling.frequency_penalty == 0
-        and sampling.presence_penalty == 0
-        and sampling.min_tokens <= point.index
-        and not (sampling.logit_bias or sampling.allowed_token_ids or sampling.bad_words)
-    )
-
-
-def _plain(tokens: torch.Tensor, highest: torch.Tensor) -> list[Sampled | None]:
-    return [Sampled(token) if is_finite else None for token, is_finite in _told(tokens, highest)]
-
-
-def _told(tokens: torch.Tensor, highest: torch.Tensor) -> list[tuple[int, bool]]:
-    """Return each row's token and whether its logit is finite, in one copy, as each copy waits for a GPU."""
-    both = torch.stack([tokens, highest.isfinite().to(tokens.dtype)]).tolist()
-    return [(token, bool(is_finite)) for token, is_finite in zip(*both, strict=True)]
-
-
-def _sample(
-    logits: torch.Tensor, points: Sequence[SamplePoint], library: CDLL | None, masks: RowMasks | None
+def _answers(
+    tokens: torch.Tensor, highest: torch.Tensor, logprobs: Mapping[int, TokenLogprobs]
 ) -> list[Sampled | None]:
-    tops = {row: top for row, point in enumerate(points) if (top := point.sampling.top_logprobs) is not None}
-    measured = list(tops)
-    raw = logits[measured] if tops else logits[:0]
-    penalize(logits, points)
-    if masks is not None:
-        mask_rows(logits, masks.rows, masks.wait(), library)
-    highest, tokens = likeliest(logits, library, range(len(points)))
-    drawn = [row for row, point in enumerate(points) if point.sampling.temperature > 0 and point.index >= 0]
-    if drawn and library is not None:
-        wishes = [wish_of(row, points[row]) for row in drawn]
-        tokens[drawn] = torch.tensor(draw_natively(library, logits.contiguous(), highest, wishes))
-    elif drawn:
-        rows = torch.tensor(drawn, device=logits.device)
-        tokens[rows] = draw(logits[rows] - highest[rows, None], [points[row] for row in drawn])
-    for row, point in enumerate(points):
-        if (forced := point.forced) is not None:
-            tokens[row] = forced
-    found = measure(raw, tokens[measured], list(tops.values())) if tops else []
-    logprobs = dict(zip(tops, found, strict=True))
-    chosen = enumerate(_told(tokens, highest))
-    return [Sampled(token, logprobs.get(row)) if ok else None for row, (token, ok) in chosen]
+    """Return the rows' tokens and log-probabilities, in one copy, as each copy waits for a GPU."""
+    told = torch.stack([tokens, highest.isfinite().to(tokens.dtype)]).tolist()
+    rows = enumerate(zip(*told, strict=True))
+    return [Sampled(token, logprobs.get(row)) if is_finite else None for row, (token, is_finite) in rows]
+
+
+def with_hidden(
+    drawn: Sequence[Sampled | None], points: Sequence[SamplePoint], hidden: torch.Tensor | None
+) -> list[Sampled | None]:
+    """Return `drawn` with each embedding row's `hidden` `[rows, hidden size]` attached as fp32 bytes.
+
+    None for a row that is not finite. Raises InternalError without `hidden`.
+    """
+    if hidden is None:
+        raise InternalError("this way of computing the model keeps no hidden states")
+    found = list(drawn)
+    for row, (sampled, point) in enumerate(zip(drawn, points, strict=True)):
+        if sampled is not None and sampled.logprobs is not None and point.sampling.embeds:
+            values, measured, found[row] = hidden[row].float().cpu(), sampled.logprobs, None
+            if bool(values.isfinite().all()):
+                packed = values.numpy().astype("<f4").tobytes()
+                found[row] = Sampled(sampled.token, TokenLogprobs(measured.chosen, measured.top, packed))
+    return found

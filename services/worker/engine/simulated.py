@@ -25,12 +25,11 @@ from services.worker.core.costs import find_cost
 from services.worker.core.costs.base import CostModel, split_singles
 from services.worker.core.costs.fitted import RemoteCost
 from services.worker.core.sampling import Sampled, SamplePoint
-from services.worker.engine.contract import RemoteTokens, Row
-from services.worker.engine.partition import Homes, Part, split
+from services.worker.engine.contract import RemoteMeter, RemoteTokens, Row
+from services.worker.engine.partition import Homes, split
 from services.worker.engine.spans import PackedSpans, Span, pack
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.tiers.records import Records, records_of
-from shared.average import averaged
 from shared.blocks import fingerprint
 from shared.errors import ConfigError, InternalError
 from shared.messages.sequence import Sampling
@@ -46,8 +45,6 @@ _FIRST_TEXT_TOKEN = 16
 _MEDIAN_ANSWER_TOKENS, _ANSWER_SPREAD = 128, 0.8
 """Median and sigma of the log-normal answer lengths: mean 176, 99th percentile 800, about as in chats."""
 _PROFILED_TOKENS = 128
-_WEIGHT = 0.1
-"""Weight of the newest step in averages."""
 
 
 class SimulatedEngine:
@@ -78,10 +75,10 @@ class SimulatedEngine:
         self.prefill_tokens_per_s = speed * _PROFILED_TOKENS / profiled_s
         self._cost, self._speed, self._sleep = cost, speed, sleep
         self.tokens = np.zeros((kv_blocks, block_tokens), dtype=np.int32)
+        self.own_ids, self.device_type = kv_blocks, "cpu"
+        self.remote, self._remote_cost = RemoteMeter(), remote_cost
+        self.is_divisible = remote_cost is not None
         self._elsewhere: tuple[Homes, RemoteTokens] | None = None
-        self._remote_cost = remote_cost
-        self.remote_block_s = self.remote_total_s = 0.0
-        """See `SharingEngine`."""
         self._served_s = 0.0
         """Seconds of serving debtors since the last step, by the cost model."""
         self._serving = threading.Lock()
@@ -121,20 +118,6 @@ class SimulatedEngine:
         """Return the blocks as rows of bytes, for use by one thread."""
         return records_of(self.pools)
 
-    @property
-    def device_type(self) -> str:
-        """See `SharingEngine`."""
-        return "cpu"
-
-    @property
-    def own_ids(self) -> int:
-        """See `SharingEngine`."""
-        return self.kv_blocks
-
-    @property
-    def is_divisible(self) -> bool:
-        return self._remote_cost is not None
-
     def extend(self, homes: Homes, remote: RemoteTokens) -> None:
         """See `TokenEngine`."""
         self._elsewhere = homes, remote
@@ -157,13 +140,8 @@ class SimulatedEngine:
         divided = self._divided(rows)
         for row in rows:
             self._write(row)
-        chunks, decodes, context_tokens = split_singles(
-            [(row.first_position, row.first_position + len(row.tokens)) for row in rows]
-        )
-        if divided is None:
-            took_s = self._cost.step_s(chunks, decodes, context_tokens)
-        else:
-            took_s = self._divided_s(divided, chunks, decodes, context_tokens)
+        work = split_singles([(row.first_position, row.first_position + len(row.tokens)) for row in rows])
+        took_s = self._cost.step_s(*work) if divided is None else self._divided_s(divided, *work)
         with self._serving:
             served_s, self._served_s = self._served_s, 0.0
         self._sleep((took_s + served_s) / self._speed)
@@ -206,39 +184,35 @@ class SimulatedEngine:
             return None
         homes, remote = self._elsewhere
         away = [row for row in rows if max(row.blocks) >= self.kv_blocks]
-        if not away:
-            return None
-        packed = pack(
-            [Span(row.first_position, len(row.tokens), row.blocks) for row in away], self.block_tokens
-        )
-        parts = split(packed, homes, self.block_tokens)[1:]
+        spans = [Span(row.first_position, len(row.tokens), row.blocks) for row in away]
+        packed = pack(spans, self.block_tokens)
+        parts = split(packed, homes, self.block_tokens)[1:] if away else []
         if not parts:
             return None
         seen = remote.attend(parts, np.concatenate([np.asarray(row.tokens, dtype=np.int32) for row in away]))
         divided = _Divided()
-        found: dict[tuple[int, int], int] = {}
+        sums: list[dict[int, int]] = [{} for _ in away]
         for part, each in zip(parts, seen, strict=True):
-            row_of = np.searchsorted(packed.first_row, part.rows[part.spans.first_row[:-1]], side="right") - 1
-            found.update(
-                zip(((part.holder, row) for row in row_of.tolist()), each.sums.tolist(), strict=True)
+            blocks = part.spans.blocks.size
+            divided.blocks += blocks
+            if each.is_copied:
+                divided.copied_tokens += blocks * self.block_tokens
+            else:
+                divided.remote_tokens[part.holder] = 0
+            at = np.searchsorted(packed.first_row, part.rows[part.spans.first_row[:-1]], side="right") - 1
+            for row, sum_ in zip(at.tolist(), each.sums.tolist(), strict=True):
+                sums[row][part.holder] = sum_
+        for row, found in zip(away, sums, strict=True):
+            end = row.first_position + len(row.tokens)
+            holders = np.repeat(
+                homes.locate(row.blocks[: -(-end // self.block_tokens)])[0], self.block_tokens
             )
-            divided.add(part, is_copied=each.is_copied, copied_tokens=part.seen_keys * self.block_tokens)
-        for index, row in enumerate(away):
-            self._check(row, homes, {holder: sum_ for (holder, at), sum_ in found.items() if at == index})
-            divided.see(row, homes, self.block_tokens)
+            if row.point is not None and len(row.point.tokens) >= end:
+                _check_seen(np.asarray(row.point.tokens[:end], dtype=np.int32), holders[:end], found)
+            if len(row.tokens) == 1:
+                for holder in divided.remote_tokens:
+                    divided.remote_tokens[holder] += int(np.count_nonzero(holders[:end] == holder))
         return divided
-
-    def _check(self, row: Row, homes: Homes, found: dict[int, int]) -> None:
-        """Check the creditors' checksums of a row whose tokens are all known."""
-        end = row.first_position + len(row.tokens)
-        if row.point is None or len(row.point.tokens) < end:
-            return
-        holders, _ = homes.locate(row.blocks[: -(-end // self.block_tokens)])
-        known = np.asarray(row.point.tokens[:end], dtype=np.int32)
-        of_token = np.repeat(holders, self.block_tokens)[:end]
-        for holder, sum_ in found.items():
-            if zlib.crc32(known[of_token == holder].tobytes()) != sum_:
-                raise InternalError("a creditor holds the KV of other tokens than the sequence's")
 
     def _divided_s(
         self, divided: "_Divided", chunks: Sequence[tuple[int, int]], decodes: int, context_tokens: int
@@ -249,9 +223,7 @@ class SimulatedEngine:
         took_s = self._remote_cost.step_s(chunks, decodes, local_tokens, divided.remote_tokens.values())
         took_s += self._remote_cost.copy_s(divided.copied_tokens)
         waited_s = (took_s - self._cost.step_s(chunks, decodes, local_tokens)) / self._speed
-        self.remote_total_s += waited_s
-        if not chunks and divided.blocks:
-            self.remote_block_s = averaged(self.remote_block_s or None, waited_s / divided.blocks, _WEIGHT)
+        self.remote.on_step(waited_s, 0 if chunks else divided.blocks)
         return took_s
 
     def _sampled(self, point: SamplePoint) -> Sampled:
@@ -273,22 +245,12 @@ class _Divided:
     blocks: int = 0
     """Number of remote blocks in use."""
 
-    def add(self, part: Part, *, is_copied: bool, copied_tokens: int) -> None:
-        self.blocks += part.seen_keys
-        if is_copied:
-            self.copied_tokens += copied_tokens
-        else:
-            self.remote_tokens[part.holder] = 0
 
-    def see(self, row: Row, homes: Homes, block_tokens: int) -> None:
-        """Count the context tokens of a decode row."""
-        if len(row.tokens) > 1:
-            return
-        end = row.first_position + 1
-        holders, _ = homes.locate(row.blocks[: -(-end // block_tokens)])
-        for holder, tokens in enumerate(np.bincount(np.repeat(holders, block_tokens)[:end]).tolist()):
-            if holder in self.remote_tokens:
-                self.remote_tokens[holder] += tokens
+def _check_seen(tokens: npt.NDArray[np.int32], holders: npt.NDArray[np.int32], sums: dict[int, int]) -> None:
+    """Compare the creditors' checksums with a row's tokens, of which each is at one of `holders`."""
+    for holder, sum_ in sums.items():
+        if zlib.crc32(tokens[holders == holder].tobytes()) != sum_:
+            raise InternalError("a creditor holds the KV of other tokens than the sequence's")
 
 
 def token_sums(tokens: npt.NDArray[np.int32], spans: PackedSpans) -> npt.NDArray[np.uint32]:

@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from time import perf_counter
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from services.worker.engine.native import stream as native
+from services.worker.engine.native.stream import NativeStream
 from services.worker.kv.core.fetch_buffers import Blocks
 from services.worker.kv.tiers.resident import BlockStream, OpenStream, StreamFigures, StreamWork
 from shared.errors import InternalError
@@ -476,7 +477,7 @@ class RamLanes:
 def stream_opener(library: ctypes.CDLL | None, device: torch.device) -> OpenStream | None:
     """Return the function that opens streams on `device`; None on a GPU without Triton."""
     if library is not None:
-        return native.opener(library)
+        return partial(NativeStream, library)
     if device.type == "cpu":
         return _open_in_ram
     if find_spec("triton") is None:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from services.worker.engine.backends import Pools, Tables, no_tables
+from services.worker.engine.backends import Pools, Tables
 from services.worker.engine.gpu.attention import attend_paged, compile_ahead, write_kv
 from services.worker.engine.gpu.spans import DeviceSpans, Heads, pack
 from services.worker.engine.paged import Shape, to_device
@@ -41,7 +41,7 @@ class Gate(Protocol):
 
 
 class TritonBackend:
-    """Implements `backends.Backend` and `PartialBackend` on one CUDA device."""
+    """Attention on one CUDA device, as `TorchBackend` computes it."""
 
     def __init__(self, pools: Sequence[Pools], block_tokens: int, device: torch.device) -> None:
         self.pools = pools
@@ -54,7 +54,7 @@ class TritonBackend:
         """Spans that `begin` was called with."""
         self.gate: Gate | None = None
         """Gate of the step inside `fixed`, or None."""
-        self._tables: Tables = no_tables
+        self._tables: Tables | None = None
         self._step: Step | None = None
         self._compiled: set[tuple[object, ...]] = set()
         """Kinds of layers whose kernels are compiled."""
@@ -64,9 +64,9 @@ class TritonBackend:
         spans: Sequence[Span],
         decodes: int,
         packed: PackedSpans,
-        tables: Tables = no_tables,
+        tables: Tables | None = None,
     ) -> None:
-        """See `backends.Backend`. Copies nothing to the device yet. `tables` must end with `TABLE_END`."""
+        """Begin a step; copies nothing to the device yet. `tables` must end with `TABLE_END`."""
         self.packed, self._tables = packed, tables
         self._step = None
 
@@ -85,7 +85,8 @@ class TritonBackend:
         if self._step is None:
             if self.packed is None:
                 raise RuntimeError("attention before `begin`")
-            self._step = _PackedStep(self.packed, self.device, self.multiprocessors, self._tables())
+            tables = None if self._tables is None else self._tables()
+            self._step = _PackedStep(self.packed, self.device, self.multiprocessors, tables)
         return self._step
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
@@ -102,7 +103,7 @@ class TritonBackend:
         shape: Shape,
         window_tokens: int | None,
     ) -> torch.Tensor:
-        """See `backends.Backend`."""
+        """See `TorchBackend`."""
         k_pool, v_pool = self.pools[layer]
         kv_heads = k_pool.shape[1]
         spans = self.step.spans(Heads(queries.shape[1] // kv_heads, kv_heads))

@@ -28,7 +28,7 @@ from services.worker.engine.gpu.spans import (
     tile_shape,
 )
 from services.worker.engine.gpu.streaming import GpuStream
-from services.worker.engine.logits import Logits
+from services.worker.engine.sampler import Logits
 from services.worker.engine.spans import PackedSpans, pack
 
 _log = logging.getLogger("kvasir.worker.graphs")

@@ -29,55 +29,85 @@ _REFUSALS = {
 _NOT_AS_SEALED = -4
 
 
+ADDRESS, INT32, INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+FLOAT, DOUBLE, UINT64 = ctypes.c_float, ctypes.c_double, ctypes.c_uint64
+
+
+def fields(*kinds: tuple[Any, str]) -> list[tuple[str, Any]]:
+    """Return the `_fields_` of a C structure from types, each with the names of consecutive members."""
+    return [(name, kind) for kind, names in kinds for name in names.split()]
+
+
 class KvPool(ctypes.Structure):
     """`KvPool` of `attention.h`. Holds addresses: the tensors must outlive it."""
 
-    _fields_ = (
-        ("key", ctypes.c_void_p),
-        ("value", ctypes.c_void_p),
-        ("dtype", ctypes.c_int32),
-        ("num_blocks", ctypes.c_int32),
-        ("before", ctypes.c_int32),
-        ("block_tokens", ctypes.c_int32),
-        ("kv_heads", ctypes.c_int32),
-        ("head_dim", ctypes.c_int32),
-        ("value_dim", ctypes.c_int32),
+    _fields_ = fields(
+        (ADDRESS, "key value"), (INT32, "dtype num_blocks before block_tokens kv_heads head_dim value_dim")
     )
 
 
 class Spans(ctypes.Structure):
     """`Spans` of `attention.h`. Holds addresses: the arrays must outlive it."""
 
-    _fields_ = (
-        ("count", ctypes.c_int32),
-        ("first_row", ctypes.c_void_p),
-        ("first_position", ctypes.c_void_p),
-        ("table_start", ctypes.c_void_p),
-        ("table_position", ctypes.c_void_p),
-        ("key_end", ctypes.c_void_p),
-        ("blocks", ctypes.c_void_p),
-        ("window_tokens", ctypes.c_int32),
+    _fields_ = fields(
+        (INT32, "count"),
+        (ADDRESS, "first_row first_position table_start table_position key_end blocks"),
+        (INT32, "window_tokens"),
     )
 
 
 class KvDigests(ctypes.Structure):
     """`KvDigests` of `attention.h`. Holds an address: the array must outlive it."""
 
-    _fields_ = (("of", ctypes.c_void_p), ("bad", ctypes.c_int32))
+    _fields_ = fields((ADDRESS, "of"), (INT32, "bad"))
 
 
 class _AttendCall(ctypes.Structure):
-    _fields_ = (
-        ("query", ctypes.c_void_p),
-        ("query_stride", ctypes.c_int64),
-        ("q_heads", ctypes.c_int32),
-        ("scaling", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-        ("output", ctypes.c_void_p),
-        ("lse", ctypes.c_void_p),
-        ("threads", ctypes.c_int32),
-        ("digests", ctypes.c_void_p),
+    _fields_ = fields(
+        (ADDRESS, "query"),
+        (INT64, "query_stride"),
+        (INT32, "q_heads"),
+        (FLOAT, "scaling softcap"),
+        (ADDRESS, "output lse"),
+        (INT32, "threads"),
+        (ADDRESS, "digests"),
     )
+
+
+class NativeDraw(ctypes.Structure):
+    """One row's sampling parameters as in `draw.h`; `token` is the result."""
+
+    _fields_ = fields(
+        (INT64, "row"),
+        (FLOAT, "temperature min_p top_p"),
+        (INT32, "top_k"),
+        (UINT64, "key"),
+        (INT64, "token"),
+    )
+
+
+_POOL, _DIGESTS = ctypes.POINTER(KvPool), ctypes.POINTER(KvDigests)
+_ROWS = (_POOL, ADDRESS, INT64, ADDRESS, INT64, ADDRESS, INT32)
+Prototype = tuple[Any, tuple[Any, ...]]
+"""Result type (None: void) and argument types."""
+_PROTOTYPES: dict[str, Prototype] = {
+    "kv_attend": (INT32, (_POOL, ctypes.POINTER(Spans), ctypes.POINTER(_AttendCall))),
+    "kv_write": (INT32, _ROWS),
+    "kv_write_sealed": (INT32, (*_ROWS, _DIGESTS)),
+    "kv_verify": (INT32, (_POOL, _DIGESTS, ADDRESS, INT32)),
+    "kv_digest": (UINT64, (ADDRESS, INT64)),
+    "kv_merge": (None, (ADDRESS,) * 5 + (INT32,) * 3),
+    "mask_logits": (None, (ADDRESS, INT32, ADDRESS, ADDRESS, INT32, INT32)),
+    "find_likeliest": (None, (ADDRESS, INT32, ADDRESS, ADDRESS, INT32, INT32, ADDRESS, ADDRESS)),
+    "draw_tokens": (None, (ADDRESS, ADDRESS, INT32, ADDRESS, ctypes.POINTER(NativeDraw), INT32)),
+}
+
+
+def declare(library: ctypes.CDLL, prototypes: Mapping[str, Prototype]) -> None:
+    """Set the types of library functions. Raises AttributeError for a missing one."""
+    for name, (result, arguments) in prototypes.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
 
 
 @cache
@@ -88,18 +118,7 @@ def load() -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise ConfigError(f"{path} cannot be loaded: {error}; remove it to have it built again") from error
-    pool, pointer, wide, whole = ctypes.POINTER(KvPool), ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    library.kv_attend.argtypes = (pool, ctypes.POINTER(Spans), ctypes.POINTER(_AttendCall))
-    library.kv_attend.restype = whole
-    library.kv_write.argtypes = (pool, pointer, wide, pointer, wide, pointer, whole)
-    library.kv_write.restype = whole
-    digests = ctypes.POINTER(KvDigests)
-    library.kv_write_sealed.argtypes = (pool, pointer, wide, pointer, wide, pointer, whole, digests)
-    library.kv_write_sealed.restype = whole
-    library.kv_verify.argtypes = (pool, digests, pointer, whole)
-    library.kv_verify.restype = whole
-    library.kv_digest.argtypes = (pointer, wide)
-    library.kv_digest.restype = ctypes.c_uint64
+    declare(library, _PROTOTYPES)
     return library
 
 
@@ -181,15 +200,8 @@ def write(
     With `digests` the blocks are verified first (raises CorruptedKv) and digested again.
     """
     keys, values = _rows_of_heads(keys), _rows_of_heads(values)
-    given = (
-        pool,
-        keys.data_ptr(),
-        keys.stride(0),
-        values.data_ptr(),
-        values.stride(0),
-        slots.data_ptr(),
-        keys.shape[0],
-    )
+    strides = keys.data_ptr(), keys.stride(0), values.data_ptr(), values.stride(0)
+    given = pool, *strides, slots.data_ptr(), keys.shape[0]
     if digests is None:
         _check(library.kv_write(*given))
     else:
@@ -248,14 +260,3 @@ def _check(answer: Any, digests: KvDigests | None = None) -> None:
     if answer:
         reason = _REFUSALS.get(answer, "an unknown reason")
         raise InternalError(f"the native attention operator refused: {reason} ({answer})")
-
-
-Prototype = tuple[Any, tuple[Any, ...]]
-"""Result type (None: void) and argument types."""
-
-
-def declare(library: ctypes.CDLL, prototypes: Mapping[str, Prototype]) -> None:
-    """Set the types of library functions. Raises AttributeError for a missing one."""
-    for name, (result, arguments) in prototypes.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments

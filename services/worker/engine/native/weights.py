@@ -12,14 +12,13 @@ import torch
 
 from services.worker.engine.llama_parts import JoinedLayer
 from services.worker.engine.native.arena import Arena
-from services.worker.engine.native.library import declare
+from services.worker.engine.native.library import ADDRESS, INT32, INT64, declare
 
-_POINTER, _INT32, _INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 _PROTOTYPES = {
-    "gemm_packed_floats": (_INT64, (_INT32, _INT32)),
-    "gemm_packed_pair_floats": (_INT64, (_INT32, _INT32)),
-    "gemm_pack": (None, (_POINTER, _INT64, _INT32, _INT32, _POINTER)),
-    "gemm_pack_pair": (None, (_POINTER, _POINTER, _INT64, _INT32, _INT32, _POINTER)),
+    "gemm_packed_floats": (INT64, (INT32, INT32)),
+    "gemm_packed_pair_floats": (INT64, (INT32, INT32)),
+    "gemm_pack": (None, (ADDRESS, INT64, INT32, INT32, ADDRESS)),
+    "gemm_pack_pair": (None, (ADDRESS, ADDRESS, INT64, INT32, INT32, ADDRESS)),
 }
 _ROTARY_CHUNK = 4096
 

@@ -7,11 +7,9 @@ from typing import Any
 import torch
 
 from services.worker.core.sampling import Sampled, SamplePoint
-from services.worker.engine.embedding import with_hidden
 from services.worker.engine.grammar_masks import RowMasks
-from services.worker.engine.logits import Logits
 from services.worker.engine.native.library import choose
-from services.worker.engine.sampler import sample, take_likeliest
+from services.worker.engine.sampler import Logits, sample, take_likeliest, with_hidden
 from shared.grammars import Words
 
 

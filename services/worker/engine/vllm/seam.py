@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from services.worker.core.sampling import Sampled
-from services.worker.engine.logits import Logits
+from services.worker.engine.sampler import Logits
 from services.worker.engine.vllm.requests import ContinuedRequest, NewRequest
 from shared.errors import ConfigError
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from services.worker.engine.logits import Logits
+from services.worker.engine.sampler import Logits
 from services.worker.engine.vllm.requests import ContinuedRequest, NewRequest
 from services.worker.engine.vllm.seam import Draw, require
 from shared.errors import ConfigError

@@ -55,17 +55,17 @@ class NativeSeals(NativeBackend):
 
     def __init__(self, library: ctypes.CDLL, pools: Sequence[Pools], threads: int) -> None:
         super().__init__(library, pools, threads)
-        sizes = [(pool.num_blocks, pool.kv_heads, 2) for pool in self._pools]
+        sizes = [(pool.num_blocks, pool.kv_heads, 2) for pool in self.pools]
         self._seals = [np.zeros(size, dtype=np.uint64) for size in sizes]
         digests = [native.KvDigests(seals.ctypes.data, -1) for seals in self._seals]
         self._digests = (native.KvDigests * len(digests))(*digests)
-        kv_pools = (native.KvPool * len(self._pools))(*self._pools)
+        kv_pools = (native.KvPool * len(self.pools))(*self.pools)
         self.memory = exchange.NativeMemory(library, kv_pools, self._digests, threads)
         """The memory for C++."""
         self._loans = _Loans(len(pools[0][0]))
 
     def verify(self, layer: int, blocks: npt.NDArray[np.int32]) -> None:
-        native.verify(self._library, self._pools[layer], self._digests[layer], blocks)
+        native.verify(self._library, self.pools[layer], self._digests[layer], blocks)
 
     def adopt(self, blocks: npt.NDArray[np.int32], loans: npt.NDArray[np.int64]) -> None:
         changed = self._loans.replace(blocks, loans)

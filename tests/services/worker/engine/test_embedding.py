@@ -9,10 +9,10 @@ import torch
 
 from services.worker.core.sampling import Sampled, SamplePoint
 from services.worker.engine.contract import Row
-from services.worker.engine.embedding import with_hidden
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
 from services.worker.engine.native.library import AttentionMode
+from services.worker.engine.sampler import with_hidden
 from shared.errors import InternalError
 from shared.messages.sequence import Sampling
 from shared.messages.tokens import TokenLogprobs

@@ -38,7 +38,7 @@ def steps(draw: st.DrawFn) -> tuple[list[Span], list[int]]:
 def backend(pool: tuple[torch.Tensor, torch.Tensor], kind: str) -> PartialBackend:
     if kind == "native":
         return NativeBackend(native.load(), [pool], 1)
-    return TorchBackend([pool], BLOCK, torch.float32, torch.device("cpu"))
+    return TorchBackend([pool], BLOCK, torch.float32)
 
 
 @pytest.mark.parametrize("kind", ["native", "torch"])

@@ -12,9 +12,8 @@ from transformers import MinPLogitsWarper
 
 from services.worker.core.sampling import Sampled, SamplePoint
 from services.worker.engine.drawing import arrivals, key_of
-from services.worker.engine.logits import Logits
 from services.worker.engine.native.library import load
-from services.worker.engine.sampler import measure
+from services.worker.engine.sampler import Logits, measure
 from services.worker.engine.sampler import sample as sample_logits
 from shared.messages.sequence import Sampling
 

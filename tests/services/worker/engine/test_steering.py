@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.core.sampling import SamplePoint
-from services.worker.engine.logits import Logits
-from services.worker.engine.sampler import penalize, sample
+from services.worker.engine.sampler import Logits, penalize, sample
 from shared.messages.sequence import Sampling, pack_tokens
 
 VOCABULARY = 9

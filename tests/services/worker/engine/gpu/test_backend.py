@@ -11,11 +11,9 @@ from tests.services.worker.engine.reference import Problem, expected
 
 pytest.importorskip("triton", reason="Triton is not installed (make setup-gpu)")
 
-from services.worker.engine.backends import Backend
 from services.worker.engine.gpu.backend import TritonBackend
 from services.worker.engine.gpu.kernels import attend_kernel, merge_kernel
-from services.worker.engine.paged import Shape
-from services.worker.engine.remote import merge_partials
+from services.worker.engine.paged import Shape, merge
 from services.worker.engine.spans import Span, pack
 
 KV_HEADS, GROUP, DIM, BLOCK_TOKENS = 2, 3, 16, 4
@@ -23,7 +21,7 @@ TABLES = ([3, 0, 5, 7], [1, 6, 2, 4])
 
 
 def attend(
-    backend: Backend, spans: list[Span], queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    backend: TritonBackend, spans: list[Span], queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
     packed = pack(spans, BLOCK_TOKENS)
     backend.begin(spans, 0, packed)
@@ -93,7 +91,7 @@ def test_a_part_is_what_is_seen_of_it_and_how_much_that_weighs(device: torch.dev
         replace(whole, table_position=np.full_like(whole.table_position, 8), blocks=whole.blocks[2:])
     )
     parts = [backend.attend_part(0, half, queries, Shape(0.25)) for half in halves]
-    joined, joined_lse = merge_partials(*zip(*parts, strict=True))
+    joined, joined_lse = merge(*(torch.stack(each) for each in zip(*parts, strict=True)))
     torch.testing.assert_close(joined, output, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(joined_lse, lse, rtol=1e-5, atol=1e-5)
     expect = expected(Problem(*pools, [Span(12, 3, TABLES[0])], queries), 0.25)

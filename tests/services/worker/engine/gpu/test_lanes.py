@@ -213,7 +213,7 @@ def test_the_text_is_the_same_where_blocks_come_by_streams(
     found, made = answers(llama, 10, 4, device)
     llama.to("cpu")
     assert found == expected
-    assert made._attention.triton is not None
+    assert made.attention.triton is not None
     figures = made.pie.kv.figures()
     assert figures.fetched > 0 and figures.layers > 0 and figures.stall_s >= 0
     assert made.pie.kv.stream.fetches.add_to(NO_FIGURES).fetched > 0, (

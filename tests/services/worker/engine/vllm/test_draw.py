@@ -8,7 +8,7 @@ import torch
 
 from services.worker.core.sampling import SamplePoint
 from services.worker.engine.grammar_masks import RowMasks
-from services.worker.engine.logits import Logits
+from services.worker.engine.sampler import Logits
 from services.worker.engine.vllm.draw import StepDraw
 from shared.grammars import Words
 from shared.messages.sequence import Sampling

@@ -9,7 +9,7 @@ from zlib import crc32
 
 import torch
 
-from services.worker.engine.logits import Logits
+from services.worker.engine.sampler import Logits
 from services.worker.engine.vllm.requests import NULL_BLOCKS, ContinuedRequest, NewRequest
 from services.worker.engine.vllm.seam import Draw
 

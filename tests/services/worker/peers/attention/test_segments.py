@@ -50,8 +50,7 @@ def test_segments_add_up(spans: PackedSpans, most_blocks: int, refetch: bool) ->
     query = torch.randn(rows, HEADS, DIM, generator=generator)
     keys = torch.randn(rows, HEADS, DIM, generator=generator)
     values = torch.randn(rows, HEADS, DIM, generator=generator)
-    cpu = torch.device("cpu")
-    whole = TorchBackend([pool], BLOCK, torch.float32, cpu)
+    whole = TorchBackend([pool], BLOCK, torch.float32)
     whole.write(0, keys, values, torch.from_numpy(spans.slots))
     expected, expected_lse = whole.attend_part(0, spans, query, SHAPE)
     output, lse = torch.zeros_like(expected), torch.full_like(expected_lse, float("-inf"))
@@ -60,7 +59,7 @@ def test_segments_add_up(spans: PackedSpans, most_blocks: int, refetch: bool) ->
         staging = (torch.full_like(pool[0], torch.nan), torch.full_like(pool[1], torch.nan))
         for at, index in enumerate(segment.fetched):
             staging[0][at], staging[1][at] = (each[spans.blocks[index]] for each in pool)
-        backend = TorchBackend([staging], BLOCK, torch.float32, cpu)
+        backend = TorchBackend([staging], BLOCK, torch.float32)
         backend.write(0, keys, values, torch.from_numpy(segment.spans.slots))
         part, part_lse = backend.attend_part(0, _without_nan(staging, segment.spans), query, SHAPE)
         merge_into(output, lse, part, part_lse, torch.arange(rows))

@@ -151,7 +151,7 @@ def test_a_step_and_its_creditors_take_the_modelled_time() -> None:
             local, first, second = (BLOCK_TOKENS * blocks for blocks in (3, 3, 3))
             assert decode_s * speed == pytest.approx(COST.step_s([], 1, local, [first, second]))
             waited_s = decode_s - COST.step_s([], 1, local, []) / speed
-            assert here.debtor.engine.remote_block_s == pytest.approx(waited_s / 6)
+            assert here.debtor.engine.remote.block_s == pytest.approx(waited_s / 6)
             lender = here.creditors[0]
             row = Row([5], 0, [5], None)
             for _ in range(2):
