@@ -6,6 +6,7 @@ Only this thread changes the core. Other threads reach it through its `Door`.
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from services.worker.core.plans import WorkItem
 from services.worker.core.sampling import FAILED, KV_LOST, Sampled, SamplePoint
@@ -40,6 +41,7 @@ class Occupancy:
 
 _log = logging.getLogger("kvasir.worker.runner")
 _TICK_S = 0.25
+_IS_ALIVE = attrgetter("sequence.alive")
 _MOST_BROKEN_STEPS = 3
 """Number of consecutive steps without a computed row after which the engine counts as broken."""
 
@@ -125,20 +127,19 @@ class Runner:
         if work is None:
             self.occupancy.on_nothing()
             return
-        rows = [row_of(item) for item in work.items]
+        rows = list(map(row_of, work.items))
         began_s, remote_s = self._clock(), self._remote_s()
         tokens = self._compute(rows)
         ended_s = self._clock()
         effects = self._core.finish_step(work, tokens, ended_s, ended_s - began_s)
         self.door.emit(effects)
         if record is not None:
-            record.found(work)
             record.ran(work, began_s, ended_s - began_s, effects, self._remote_s() - remote_s)
             record.said(effects, ended_s)
         if self._gone_blocks:
             gone, self._gone_blocks = self._gone_blocks, set()
             self.door.emit(self._core.on_kv_lost(gone, ended_s))
-        is_more_to_do = any(item.sequence.alive for item in work.items)
+        is_more_to_do = any(map(_IS_ALIVE, work.items))
         self.occupancy.on_iteration(began_s, ended_s, is_more_to_do=is_more_to_do)
 
     def _compute(self, rows: Sequence[Row]) -> list[Sampled | None]:

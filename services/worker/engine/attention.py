@@ -2,8 +2,7 @@
 
 transformers passes every layer's query, key and value to the registered function, and builds no mask for an
 implementation without a mask function. This one writes K and V to the paged pools and attends over the blocks
-of the current step, in C++, Triton or plain torch.
-"""
+of the current step, in C++, Triton or plain torch."""
 
 import ctypes
 import logging
@@ -20,7 +19,7 @@ from services.worker.engine import paged
 from services.worker.engine.backends import NativeBackend, PartialBackend, Pools, TorchBackend
 from services.worker.engine.contract import RemoteMeter
 from services.worker.engine.native import library as native
-from services.worker.engine.native.arena import Arena
+from services.worker.engine.native.weights import Arena
 from services.worker.engine.partition import Homes, split_by_window
 from services.worker.engine.remote import RemoteAttention, decode_blocks, merge_into
 from services.worker.engine.spans import PackedSpans, Span, pack
@@ -81,8 +80,7 @@ class PagedAttention:
     """The KV pools of all layers, and attention over them for one step at a time.
 
     Call `begin` before each forward with the spans of the packed input. `mode`: see `native.library.choose`.
-    With `resident` some blocks are in host memory, and `enter` waits for each layer's copies.
-    """
+    With `resident` some blocks are in host memory, and `enter` waits for each layer's copies."""
 
     packed: PackedSpans
     """The engine's own part of the current step, without a window."""
@@ -146,8 +144,7 @@ class PagedAttention:
     def partial_backend(self, pools: Sequence[Pools]) -> PartialBackend:
         """Return a backend for attention over parts of the keys, for use by one thread.
 
-        `pools`: the engine's own, or others of the same shape in host memory.
-        """
+        `pools`: the engine's own, or others of the same shape in host memory."""
         device = pools[0][0].device
         library = self.library_for(device)
         if library is not None:
@@ -173,8 +170,7 @@ class PagedAttention:
     def begin(self, spans: Sequence[Span], decodes: int) -> None:
         """Prepare a step; unless in C++, the first `decodes` spans have one token each and are sorted.
 
-        Raises ValueError for a block without a holder or a table short of its span.
-        """
+        Raises ValueError for a block without a holder or a table short of its span."""
         resident, self.is_partitioned = self.resident, False
         packed = pack(spans, self._block_tokens, None if resident is None else resident.locate)
         if self._remote is not None and packed.blocks.size:
@@ -236,8 +232,7 @@ class PagedAttention:
     ) -> tuple[torch.Tensor, None]:
         """Attend as transformers calls it; return `[1, rows, q_heads, value_dim]`.
 
-        `query` `[1, q_heads, rows, head_dim]`, `key` and `value` `[1, kv_heads, rows, …]`.
-        """
+        `query` `[1, q_heads, rows, head_dim]`, `key` and `value` `[1, kv_heads, rows, …]`."""
         shape = paged.Shape(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
         queries, keys, values = (packed[0].transpose(0, 1) for packed in (query, key, value))
         output = self.attend(module.layer_idx, queries, keys, values, shape, sliding_window)
@@ -255,8 +250,7 @@ class PagedAttention:
         """Write `keys`, `values` `[rows, kv_heads, …]` to their slots, then attend.
 
         `queries` `[rows, q_heads, head_dim]` → `[rows, q_heads, value_dim]`. Raises CreditorLost in a
-        partitioned step.
-        """
+        partitioned step."""
         if self.is_partitioned:
             self._partial.write(layer, keys, values, self.slots)
             self.send(layer, queries, keys, values, shape)
@@ -289,8 +283,7 @@ class PagedAttention:
     ) -> None:
         """Let the creditors start on their parts of a layer, in a partitioned step.
 
-        All tensors `[rows, heads, dim]`, with all rows of the step. Raises CreditorLost.
-        """
+        All tensors `[rows, heads, dim]`, with all rows of the step. Raises CreditorLost."""
         if self._remote is not None:
             given, began_s = _in_ram(queries, keys, values), self._clock()
             self._remote[1].send(layer, *given, shape)
@@ -299,8 +292,7 @@ class PagedAttention:
     def join(self, layer: int, output: torch.Tensor, lse: torch.Tensor) -> None:
         """Merge the creditors' results into the engine's own part of the layer, in place.
 
-        `output` `[rows, q_heads, value_dim]` and `lse` `[rows, q_heads]`, fp32. Raises CreditorLost.
-        """
+        `output` `[rows, q_heads, value_dim]` and `lse` `[rows, q_heads]`, fp32. Raises CreditorLost."""
         if self._remote is None:
             return
         parts = self._remote[1].collect(layer)
@@ -348,10 +340,8 @@ def make_pools(
     key_size = (kv_blocks, shape.kv_heads, shape.head_dim, block_tokens)
     value_size = (kv_blocks, shape.kv_heads, block_tokens, shape.value_dim)
     if device.type != "cpu":
-        return (
-            torch.zeros(key_size, dtype=dtype, device=device),
-            torch.zeros(value_size, dtype=dtype, device=device),
-        )
+        key, value = (torch.zeros(size, dtype=dtype, device=device) for size in (key_size, value_size))
+        return key, value
     sizes = [math.prod(size) * dtype.itemsize for size in (key_size, value_size)]
     # Blocks are scattered: with small pages nearly every access costs a page-table walk.
     arena = Arena(sum(-(-size // _ALIGNED_BYTES) for size in sizes) * _ALIGNED_BYTES // 4)

@@ -29,8 +29,7 @@ class PartialBackend(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return outputs `[rows, q_heads, value_dim]` and log-sum-exps `[rows, q_heads]`, both fp32.
 
-        `queries` `[rows, q_heads, head_dim]`. Zeros and −inf for a row that sees no key.
-        """
+        `queries` `[rows, q_heads, head_dim]`. Zeros and −inf for a row that sees no key."""
         ...
 
 
@@ -67,31 +66,15 @@ class NativeBackend:
         window_tokens: int | None,
     ) -> torch.Tensor:
         """See `TorchBackend`."""
-        return native.attend(
-            self._library,
-            self.pools[layer],
-            native.describe_spans(self.packed, window_tokens),
-            queries,
-            scaling=shape.scaling,
-            softcap=shape.softcap,
-            threads=self._threads,
-        )
+        spans = native.describe_spans(self.packed, window_tokens)
+        return native.attend(self._library, self.pools[layer], spans, queries, shape, self._threads)
 
     def attend_part(
         self, layer: int, packed: PackedSpans, queries: torch.Tensor, shape: paged.Shape
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        lse = torch.empty(queries.shape[:2])
-        output = native.attend(
-            self._library,
-            self.pools[layer],
-            native.describe_spans(packed),
-            queries,
-            scaling=shape.scaling,
-            softcap=shape.softcap,
-            threads=self._threads,
-            lse=lse,
-            digests=self._digests[layer],
-        )
+        spans, lse = native.describe_spans(packed), torch.empty(queries.shape[:2])
+        how = shape, self._threads, lse, self._digests[layer]
+        output = native.attend(self._library, self.pools[layer], spans, queries, *how)
         return output.float(), lse
 
 
@@ -139,8 +122,7 @@ class TorchBackend:
         """Attend over all keys that each row sees; return `[rows, q_heads, value_dim]`.
 
         `queries` `[rows, q_heads, head_dim]`; `keys`, `values` `[rows, kv_heads, …]`: the step's, already
-        written.
-        """
+        written."""
         k_pool, v_pool = self._readable(layer)
         layout = self._layout(window_tokens)
         output = queries.new_empty(queries.shape[0], queries.shape[1], values.shape[2])

@@ -1,8 +1,7 @@
 """Digest of a checkpoint's configuration and stored tensors, equal for all kinds of engines.
 
 All workers of a stack must serve the same checkpoint. Engines name loaded tensors differently, so the digest
-is of the files.
-"""
+is of the files."""
 
 import json
 import struct
@@ -16,29 +15,14 @@ from typing import Any
 from shared.model_files import read_json, source_of
 from shared.tokenizer_files import model_folder
 
-SAYS_NOTHING_OF_KV = frozenset(
-    {
-        "architectures",  # the class is in the digest
-        "bos_token_id",
-        "dtype",  # the loaded weights' dtype is in the digest
-        "eos_token_id",
-        "id2label",
-        "initializer_range",
-        "label2id",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "problem_type",
-        "return_dict",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    }
+_SAYS_NOTHING_OF_KV = frozenset(
+    "architectures bos_token_id dtype eos_token_id id2label initializer_range label2id output_attentions "
+    "output_hidden_states pad_token_id problem_type return_dict torch_dtype transformers_version "
+    "use_cache".split()
 )
-"""Configuration keys that do not affect KV, beside those that begin with `_`.
+"""Configuration keys that do not affect KV, or are in the digest apart, beside those that begin with `_`.
 
-Unknown keys count: a harmless difference costs a cache miss, an overlooked one gives wrong answers.
-"""
+Unknown keys count: a harmless difference costs a cache miss, an overlooked one gives wrong answers."""
 _LENGTH = struct.Struct("<Q")
 _PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
@@ -50,7 +34,7 @@ def canonical(value: Any) -> Any:
         return {
             name: canonical(each)
             for name, each in kept
-            if not name.startswith("_") and name not in SAYS_NOTHING_OF_KV
+            if not name.startswith("_") and name not in _SAYS_NOTHING_OF_KV
         }
     return [canonical(each) for each in value] if isinstance(value, list | tuple) else value
 
@@ -58,8 +42,7 @@ def canonical(value: Any) -> Any:
 def checkpoint_digest(model: str, dtype: str) -> str:
     """Return the hex digest of a local or downloaded model and the dtype that it is computed in.
 
-    Tensors count by name, shape, dtype and CRC-32, not by file. Raises OSError for unreadable files.
-    """
+    Tensors count by name, shape, dtype and CRC-32, not by file. Raises OSError for unreadable files."""
     folder = _local(model)
     head = json.dumps(canonical(read_json(folder / "config.json")), sort_keys=True)
     digest = blake2b(f"{head}\n{dtype}\n".encode(), digest_size=16)
@@ -71,8 +54,7 @@ def checkpoint_digest(model: str, dtype: str) -> str:
 def stored_dtype(model: str) -> str:
     """Return the weights' dtype from the model's configuration; "float32" if it names none.
 
-    Raises ConfigError if there is no such model.
-    """
+    Raises ConfigError if there is no such model."""
     config = read_json(model_folder(model) / "config.json")
     text = config.get("text_config")
     inner = text if isinstance(text, dict) else {}
@@ -87,16 +69,13 @@ def _local(model: str) -> Path:
     from huggingface_hub import snapshot_download  # the import takes half a second
 
     wanted = [*_PATTERNS, "config.json"]
-    found = snapshot_download(
-        source.name, revision=source.revision, allow_patterns=wanted, local_files_only=True
+    return Path(
+        snapshot_download(source.name, revision=source.revision, allow_patterns=wanted, local_files_only=True)
     )
-    return Path(found)
 
 
 def _tensors(folder: Path) -> Iterator[str]:
-    files = {pattern: sorted(folder.glob(pattern)) for pattern in _PATTERNS}
-    stored = next((found for found in files.values() if found), [])
-    for path in stored:
+    for path in next(filter(None, (sorted(folder.glob(pattern)) for pattern in _PATTERNS)), []):
         with (
             path.open("rb") as file,
             mmap(file.fileno(), 0, access=ACCESS_READ) as data,

@@ -2,10 +2,8 @@
 
 A truncated JSON text is useless. When few tokens are left, the mask allows only tokens that close the open
 strings, lists and objects: quotes, brackets and end tokens. The decision depends on the answer's tokens and
-limit alone, so it is the same on every worker.
-"""
+limit alone, so it is the same on every worker."""
 
-from collections.abc import Callable
 from math import inf
 from time import thread_time
 
@@ -34,20 +32,20 @@ class Closer:
         self._first = np.array([text[0] if text else 0 for text in texts], dtype=np.uint8)
         self._length = np.array([len(text) for text in texts], dtype=np.int64)
         self._is_list = [text.endswith(b"[") for text in texts]
-        self._ends = self._of({*grammars.end_token_ids}.__contains__, len(texts))
-        self._letters = self._of(lambda token: texts[token][:1] in _OF_STRINGS, len(texts))
-        self._digits = self._of(lambda token: texts[token][:1].isdigit(), len(texts))
-        self._quotes = self._of(lambda token: texts[token] == b'"', len(texts))
-        self._singles = self._of(lambda token: len(texts[token]) == 1 and texts[token].isalnum(), len(texts))
-        self._brackets = self._of(lambda token: texts[token] in (b"}", b"]"), len(texts))
-        self._others = self._of(lambda token: not texts[token].startswith(_OPENING), len(texts))
-        self._commas = self._of(lambda token: texts[token] in (b",", b":"), len(texts))
+        ends = {*grammars.end_token_ids}
+        self._ends = self._of([token in ends for token in range(len(texts))])
+        self._letters = self._of([text[:1] in _OF_STRINGS for text in texts])
+        self._digits = self._of([text[:1].isdigit() for text in texts])
+        self._quotes = self._of([text == b'"' for text in texts])
+        self._singles = self._of([len(text) == 1 and text.isalnum() for text in texts])
+        self._brackets = self._of([text in (b"}", b"]") for text in texts])
+        self._others = self._of([not text.startswith(_OPENING) for text in texts])
+        self._commas = self._of([text in (b",", b":") for text in texts])
 
     def unit_tokens(self, matcher: GrammarMatcher) -> int:
         """Return about how many tokens one more list item or call adds to closing; 0: cannot be closed.
 
-        `matcher` is at the start of its grammar.
-        """
+        `matcher` is at the start of its grammar."""
         until_s = thread_time() + _MOST_CPU_S
         found = self._tokens_to_close(matcher, _MOST_TOKENS, fills_lists=True, until_s=until_s)
         return found if found < _MOST_TOKENS else 0
@@ -61,8 +59,7 @@ class Closer:
         """Reduce the mask `words` to tokens that lead to the end, in place.
 
         Inside a string that may not end yet, `matcher` finds a letter after which it may. Return False if
-        there is none.
-        """
+        there is none."""
         if _has(words, self._ends):
             words &= self._ends
         elif _has(words, self._letters):
@@ -71,8 +68,7 @@ class Closer:
                 return True
             before = None if matcher is None else self._before_a_quote(words, matcher)
             if before is not None:
-                words[:] = 0
-                words[before >> 5] = np.uint32(1 << (before & 31))
+                _keep_only(words, before)
                 return True
             if _has(words, ~self._digits):
                 words &= ~self._digits
@@ -103,8 +99,7 @@ class Closer:
         ids = _ids(words)
         if len(ids) and (self._first[ids] == self._first[ids[0]]).all():
             longest = ids[self._length[ids].argmax()]
-            words[:] = 0
-            words[longest >> 5] = np.uint32(1 << (longest & 31))
+            _keep_only(words, int(longest))
 
     def _tokens_to_close(
         self, matcher: GrammarMatcher, most: int, *, fills_lists: bool = False, until_s: float = inf
@@ -134,10 +129,16 @@ class Closer:
             count += 1
         return most
 
-    def _of(self, belongs: Callable[[int], bool], tokens: int) -> Words:
+    def _of(self, belongs: list[bool]) -> Words:
+        """Return the mask of the tokens that belong to a kind."""
         bits = np.zeros(self._words_per_row * 32, dtype=np.uint8)
-        bits[: min(tokens, len(bits))] = [belongs(token) for token in range(tokens)]
+        bits[: len(belongs)] = belongs[: len(bits)]
         return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+def _keep_only(words: Words, token: int) -> None:
+    words[:] = 0
+    words[token >> 5] = np.uint32(1 << (token & 31))
 
 
 def _ids(words: Words) -> np.typing.NDArray[np.int64]:

@@ -48,8 +48,7 @@ class Engine(Protocol):
     def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
         """Compute all rows, write their KV, and return one sampled token per row.
 
-        The token is None if the row's `point` is None or its logits are not finite. Steps are idempotent.
-        """
+        The token is None if the row's `point` is None or its logits are not finite. Steps are idempotent."""
         ...
 
 
@@ -120,8 +119,7 @@ class RemoteTokens(Protocol):
     def attend(self, parts: Sequence[Part], tokens: npt.NDArray[np.int32]) -> list[SeenTokens]:
         """Write the step's `tokens` `[rows]` to their holders and return what each part sees.
 
-        Raises CreditorLost.
-        """
+        Raises CreditorLost."""
         ...
 
 
@@ -138,6 +136,5 @@ class TokenEngine(SharingEngine, Protocol):
     def serve(self, seen_tokens: int, *, is_busy: bool) -> float:
         """Return the seconds that a debtor's step over `seen_tokens` tokens takes here.
 
-        If this engine `is_busy`, they are added to its next step. Any thread may call this.
-        """
+        If this engine `is_busy`, they are added to its next step. Any thread may call this."""
         ...

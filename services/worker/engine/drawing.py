@@ -4,8 +4,7 @@ The draw is an exponential race: each token gets an exponential arrival time wit
 and the earliest wins. Times are hashes of (seed, choice, index, token), so no generator state moves between
 workers. If rounding changes the probabilities, the token differs with probability at most 2·d / (1 + d),
 where d is the total variation distance. That is optimal (Bavarian et al. 2016, The optimality of correlated
-sampling); see decision 0005. On the CPU the draw runs in C++ (`draw.h`) if the library is built.
-"""
+sampling); see decision 0005. On the CPU the draw runs in C++ (`draw.h`) if the library is built."""
 
 import ctypes
 import math
@@ -40,8 +39,7 @@ def draw_natively(
 ) -> list[int]:
     """Return a token for each of `wishes`, in C++; any token if the row's highest logit is not finite.
 
-    `logits` `[rows, vocabulary]` fp32, contiguous; `highest` `[rows]` fp32.
-    """
+    `logits` `[rows, vocabulary]` fp32, contiguous; `highest` `[rows]` fp32."""
     draws, vocabulary = (NativeDraw * len(wishes))(*wishes), logits.shape[1]
     scratch = torch.empty(vocabulary)
     library.draw_tokens(
@@ -81,8 +79,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 def key_of(seed: int, choice: int, index: int) -> int:
     """Return the 64-bit hash key of the race for one token of one answer.
 
-    The hash is splitmix64's finalizer (Steele, Lea, Flood 2014), once for each part.
-    """
+    The hash is splitmix64's finalizer (Steele, Lea, Flood 2014), once for each part."""
     state = 0
     for part in (seed, choice, index):
         state = ((state ^ part) + _GOLDEN) & _MASK
@@ -123,7 +120,10 @@ def _filter(
     device, vocabulary = probabilities.device, probabilities.shape[-1]
     most = [sampling.top_k if 0 < sampling.top_k < vocabulary else vocabulary for sampling in samplings]
     width = min(vocabulary, candidates)
-    ordered = _ordered(probabilities, width)
+    if width < vocabulary or device.type != "cpu":
+        ordered = probabilities.topk(width).values
+    else:  # numpy sorts values with vector instructions; torch also sorts indices, far slower on a CPU.
+        ordered = torch.from_numpy(np.sort(probabilities.numpy(), axis=-1)).flip(-1)
     ranks = torch.arange(width, device=device)
     ordered = ordered.masked_fill(ranks >= torch.tensor(most, device=device)[:, None], 0.0)
     shares = torch.tensor([sampling.top_p for sampling in samplings], device=device)[:, None]
@@ -139,11 +139,3 @@ def _filter(
         rows = open_ended.tolist()
         result[open_ended] = _filter(probabilities[open_ended], [samplings[row] for row in rows], vocabulary)
     return result
-
-
-def _ordered(probabilities: torch.Tensor, width: int) -> torch.Tensor:
-    """Return the `width` highest values of each row, descending."""
-    if width < probabilities.shape[-1] or probabilities.device.type != "cpu":
-        return probabilities.topk(width).values
-    # numpy sorts values with vector instructions; torch also sorts indices, far slower on a CPU.
-    return torch.from_numpy(np.sort(probabilities.numpy(), axis=-1)).flip(-1)

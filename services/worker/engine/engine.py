@@ -33,8 +33,7 @@ class TorchEngine:
     """Implements `AttendingEngine` for a transformers model with paged KV.
 
     `attention`: see `native.library.choose`. `release` frees the module's weights if a packed copy replaces
-    them. With `pie`, the memory of `kv_blocks` serves more blocks, because some layers move to the host.
-    """
+    them. With `pie`, the memory of `kv_blocks` serves more blocks, because some layers move to the host."""
 
     prefill_tokens_per_s = 0.0
     is_divisible = True
@@ -55,19 +54,16 @@ class TorchEngine:
     ) -> None:
         """Allocate the pools; with Pie also host memory for `host_blocks` blocks of the prefix cache.
 
-        `states_every`: return a hidden state with every so many tokens of an answer; 0: never.
-        """
+        `states_every`: return a hidden state with every so many tokens of an answer; 0: never."""
         config = model.module.config.get_text_config()
         self.vocabulary, self.max_positions = model.vocabulary, model.max_positions
         self.device_type: str = model.device.type
         self.q_heads = int(config.num_attention_heads)
         self._grammars = grammars
         self.weights = model_digest(model.module)
+        layout, dtype = layout_name(model.layers), str(model.dtype)
         self.fingerprint = fingerprint(
-            model=self.weights,
-            dtype=str(model.dtype),
-            layout=layout_name(model.layers),
-            block_tokens=block_tokens,
+            model=self.weights, dtype=dtype, layout=layout, block_tokens=block_tokens
         )
         self.kv_blocks = kv_blocks
         """Number of blocks at the start; with Pie the pool of `make_pool` grows and shrinks."""
@@ -150,8 +146,7 @@ class TorchEngine:
     def _computed(self, rows: Sequence[Row]) -> list[Sampled | None]:
         """Return the rows' tokens. Plain torch and Triton compute decodes first, by context length.
 
-        Rows of similar length then share a padded table.
-        """
+        Rows of similar length then share a padded table."""
         try:
             if self.attention.library is not None:
                 return self._computed_in_order(rows)
@@ -260,23 +255,22 @@ _MOST_ROUNDS, _SHORT_S = 30, 0.1
 """Decodes repeat until they take 0.1 s, at most 30 times: a busy machine interrupts some."""
 _LONG_S = 1.0
 """Total seconds after which prefill profiling stops."""
+_GREEDY = SamplePoint(Sampling(seed=0, max_tokens=1, temperature=0.0), 0, 0)
 
 
 def decode_cost(engine: Engine, blocks: int, clock: Clock = monotonic_s) -> DecodeCost | None:
     """Return the cost of a decode step from the fastest steps of one and of several rows.
 
-    Overwrites the first blocks. None if there are fewer than two.
-    """
+    Overwrites the first blocks. None if there are fewer than two."""
     many = min(_DECODE_ROWS, blocks)
     if many < 2:
         return None
-    point = SamplePoint(Sampling(seed=0, max_tokens=1, temperature=0.0), 0, 0)
     taken: list[tuple[int, float]] = []
     for rows in (1, many):
         took_s: list[float] = []
         while len(took_s) < _ROUNDS or (sum(took_s) < _SHORT_S and len(took_s) < _MOST_ROUNDS):
             began_s = clock()
-            engine.step([Row([0], 0, [block], point) for block in range(rows)])
+            engine.step([Row([0], 0, [block], _GREEDY) for block in range(rows)])
             took_s.append(clock() - began_s)
         taken.append((rows, min(took_s)))
     return DecodeCost.of(*taken)
@@ -285,19 +279,15 @@ def decode_cost(engine: Engine, blocks: int, clock: Clock = monotonic_s) -> Deco
 def prefill_tokens_per_s(engine: Engine, blocks: int, clock: Clock = monotonic_s) -> float:
     """Return the throughput of the fastest prefill chunk; 0 if fewer than `LEAST_TOKENS` tokens fit.
 
-    Overwrites the first blocks.
-    """
+    Overwrites the first blocks."""
     tokens = min(CHUNK_TOKENS, blocks * engine.block_tokens, engine.max_positions)
     if tokens < LEAST_TOKENS:
         return 0.0
-    held = list(range(-(-tokens // engine.block_tokens)))
-    point = SamplePoint(Sampling(seed=0, max_tokens=1, temperature=0.0), 0, 0)
-    took_s = []
-    for _ in range(_ROUNDS):
+    rows = [Row([0] * tokens, 0, list(range(-(-tokens // engine.block_tokens))), _GREEDY)]
+    took_s: list[float] = []
+    while len(took_s) < _ROUNDS and sum(took_s) < _LONG_S:
         began_s = clock()
-        engine.step([Row([0] * tokens, 0, held, point)])
+        engine.step(rows)
         took_s.append(clock() - began_s)
-        if sum(took_s) >= _LONG_S:
-            break
     fastest_s = min(took_s[1:] or took_s)
     return tokens / fastest_s if fastest_s > 0 else 0.0

@@ -2,8 +2,7 @@
 
 Call `PagedAttention.begin` first. `LlamaForward` writes the Llama architecture out in torch, because
 transformers' modules cost 1 to 2 ms per step on one core. Weights are joined (`llama_parts.py`), and `addmm`
-adds the residuals.
-"""
+adds the residuals."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -13,19 +12,12 @@ from torch.nn import functional
 from transformers.models.llama import LlamaForCausalLM
 
 from services.worker.engine.attention import PagedAttention
-from services.worker.engine.llama_parts import JoinedLayer, join_layer
+from services.worker.engine.llama_parts import JoinedLayer, is_plain, join_layer
 from services.worker.engine.loading import LoadedModel, replace_attention
 from services.worker.engine.native.llama import NativeLlama, is_computable
 from services.worker.engine.paged import Shape, to_device
 from services.worker.engine.sampler import Logits
 from services.worker.engine.states import StateTap
-
-
-def is_plain(module: Any) -> bool:
-    """Return whether `LlamaForward` supports a LlamaForCausalLM: fp32, SiLU, no biases."""
-    config = module.config
-    biased = any(name.endswith("proj.bias") for name, _ in module.named_parameters())
-    return config.hidden_act == "silu" and not biased and next(module.parameters()).dtype is torch.float32
 
 
 class LlamaForward:
@@ -39,19 +31,15 @@ class LlamaForward:
         layers: Sequence[JoinedLayer] | None = None,
     ) -> None:
         """`layers`: the joined weights, if they exist already."""
-        config = module.config
-        self._attention = attention
-        self._tap = tap
-        self._head_dim = module.model.layers[0].self_attn.head_dim
+        config, body, first = module.config, module.model, module.model.layers[0].self_attn
+        self._attention, self._tap = attention, tap
+        self._head_dim, self._shape = first.head_dim, Shape(first.scaling)
         self._q_heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
         self._eps: float = config.rms_norm_eps
-        self._shape = Shape(module.model.layers[0].self_attn.scaling)
-        self._embedding = module.model.embed_tokens.weight
-        self._rotary = module.model.rotary_emb
-        self._norm = module.model.norm.weight
-        self._head = module.lm_head.weight
-        self._layers = layers or [join_layer(layer) for layer in module.model.layers]
+        self._embedding, self._rotary = body.embed_tokens.weight, body.rotary_emb
+        self._norm, self._head = body.norm.weight, module.lm_head.weight
+        self._layers = layers or [join_layer(layer) for layer in body.layers]
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
         """See `Forward`."""
@@ -93,30 +81,15 @@ class Forward(Protocol):
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
         """Return logits `[kept, vocabulary]` of the rows `kept`.
 
-        `tokens`, `positions` int64 `[rows]` and `kept` int64, all in host memory.
-        """
+        `tokens`, `positions` int64 `[rows]` and `kept` int64, all in host memory."""
         ...
-
-
-class ByReach:
-    """`Forward` that uses `divided` for partitioned steps and `whole` for all others."""
-
-    def __init__(self, attention: PagedAttention, whole: Forward, divided: Forward) -> None:
-        self._attention = attention
-        self._whole = whole
-        self._divided = divided
-
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
-        chosen = self._divided if self._attention.is_partitioned else self._whole
-        return chosen(tokens, positions, kept)
 
 
 class TransformersForward:
     """`Forward` of any decoder: transformers' modules with paged attention in every layer."""
 
     def __init__(self, model: LoadedModel, attention: PagedAttention, tap: StateTap | None = None) -> None:
-        self._module = model.module
-        self._device = model.device
+        self._module, self._device = model.module, model.device
         self._hidden: torch.Tensor | None = None
         replace_attention(model.module, attention.name)
         layers = getattr(model.module.get_decoder(), "layers", ())
@@ -129,17 +102,16 @@ class TransformersForward:
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
         tokens, positions, kept = (to_device(each, self._device) for each in (tokens, positions, kept))
+        count = kept.numel()
         output = self._module(
             input_ids=tokens[None],
             position_ids=positions[None],
             use_cache=False,
             # Some models cannot slice with an empty index.
-            logits_to_keep=kept if kept.numel() else torch.zeros_like(tokens[:1]),
+            logits_to_keep=kept if count else torch.zeros_like(tokens[:1]),
         )
         hidden, self._hidden = self._hidden, None
-        return Logits(
-            output.logits[0, : kept.numel()], hidden=None if hidden is None else hidden[: kept.numel()]
-        )
+        return Logits(output.logits[0, :count], hidden=None if hidden is None else hidden[:count])
 
 
 def _tap_output(tap: StateTap, output: Any) -> None:
@@ -158,8 +130,7 @@ def make_forward(
 ) -> Forward:
     """Return the fastest forward pass: for Llamas on CUDA or in fp32 a special one, else transformers'.
 
-    `release` frees the module's weights if the pass has packed copies. The CUDA pass does not fill `tap`.
-    """
+    `release` frees the module's weights if the pass has packed copies. The CUDA pass does not fill `tap`."""
     if attention.triton is not None and isinstance(model.module, LlamaForCausalLM):
         from services.worker.engine.gpu import llama as gpu_llama  # imports Triton
 
@@ -168,8 +139,15 @@ def make_forward(
             whole = gpu_llama.with_graphs(
                 model.module, attention.triton, model.max_positions, gate=attention, layers=layers
             )
-            return ByReach(attention, whole, LlamaForward(model.module, attention, layers=layers))
-    if not (isinstance(model.module, LlamaForCausalLM) and is_plain(model.module)):
+            divided = LlamaForward(model.module, attention, layers=layers)
+
+            def by_reach(tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
+                chosen: Forward = divided if attention.is_partitioned else whole
+                return chosen(tokens, positions, kept)
+
+            return by_reach
+    is_llama = isinstance(model.module, LlamaForCausalLM) and is_plain(model.module)
+    if not is_llama or model.dtype is not torch.float32:
         return TransformersForward(model, attention, tap)
     library = attention.library
     if library is not None and is_computable(model.module):

@@ -3,8 +3,7 @@
 One thread compiles grammars and another computes `Closer.unit_tokens`, as soon as a plan starts a sequence.
 A third thread computes expensive masks during the forward pass; the engine's thread computes the rest. An
 answer's matcher is rebuilt from its tokens after a migration, a preemption, or eviction from this cache. An
-answer near its token limit is closed (`closing.py`).
-"""
+answer near its token limit is closed (`closing.py`)."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -41,6 +40,10 @@ _MOST_LEFT = 3
 """Number of compiler threads that may be abandoned to grammars that hang; each occupies a core."""
 
 
+_Compiled = tuple[GrammarMatcher, "Future[int]"]
+"""A matcher at the start of its grammar, and `Closer.unit_tokens`, for which first tokens do not wait."""
+
+
 @dataclass(slots=True)
 class _Answer:
     """State of one answer in its grammar."""
@@ -48,18 +51,18 @@ class _Answer:
     tokens: Sequence[int]
     """The sequence's token list, which only grows; another list object is another attempt."""
     matcher: GrammarMatcher
-    unit_tokens: "Future[int]"
+    unit_tokens_found: "Future[int]"
     accepted: int = 0
     is_broken: bool = False
     is_closing: bool = False
 
-
-@dataclass(frozen=True, slots=True)
-class _Compiled:
-    matcher: GrammarMatcher
-    """Positioned at the start of the grammar."""
-    unit_tokens: "Future[int]"
-    """See `Closer.unit_tokens`; computed later than the matcher, because first tokens wait for that."""
+    @property
+    def unit_tokens(self) -> int:
+        """See `Closer`; 0 (cannot be closed) if it is not known in time."""
+        try:
+            return self.unit_tokens_found.result(_DEADLINE_S)
+        except (TimeoutError, CancelledError):
+            return 0
 
 
 class RowMasks:
@@ -124,10 +127,6 @@ class GrammarMasks:
         self._row_s = 0.0
         """Average seconds per mask."""
 
-    def expect(self, grammar: str) -> None:
-        """Compile a grammar ahead, unless it is cached. Any thread may call this."""
-        self._compile(grammar)
-
     def begin(self, points: Sequence[SamplePoint]) -> RowMasks | None:
         """Start computing the masks of the points that have a grammar; return None if none has."""
         rows = [row for row, point in enumerate(points) if point.sampling.grammar and point.index >= 0]
@@ -143,10 +142,11 @@ class GrammarMasks:
 
     def _takes_long(self, point: SamplePoint) -> bool:
         """Return whether the mask needs a check for closing, or a matcher rebuilt from all tokens."""
-        left_tokens = _limit(point) - point.index
-        may_be_looked_at = left_tokens <= _FAR_TOKENS and left_tokens % _OFTEN == 0
-        answer = self._answers.get(id(point.tokens))
-        return may_be_looked_at or (point.index > 0 and (answer is None or answer.tokens is not point.tokens))
+        left_tokens, answer = _limit(point) - point.index, self._answers.get(id(point.tokens))
+        is_known = answer is not None and answer.tokens is point.tokens
+        return (left_tokens <= _FAR_TOKENS and left_tokens % _OFTEN == 0) or not (
+            is_known or point.index <= 0
+        )
 
     def close(self) -> None:
         """End the threads."""
@@ -154,7 +154,8 @@ class GrammarMasks:
             threads.shutdown(wait=False, cancel_futures=True)
         self._wanted.put(None)
 
-    def _compile(self, grammar: str) -> "Future[_Compiled]":
+    def expect(self, grammar: str) -> "Future[_Compiled]":
+        """Compile a grammar unless it is cached. Any thread may call this."""
         with self._lock:
             self._leave_a_hung_compiler()
             compiled = self._compiled.get(grammar)
@@ -168,18 +169,14 @@ class GrammarMasks:
     def _leave_a_hung_compiler(self) -> None:
         """Abandon the compiler's thread if a grammar holds it past the deadline, and start another.
 
-        Grammars queued behind it are compiled when they are requested again.
-        """
+        Grammars queued behind it are compiled when they are requested again."""
         began_s = self._compiling_since_s
-        if (
-            began_s is not None
-            and monotonic_s() - began_s > _DEADLINE_S
-            and self._left_compilers < _MOST_LEFT
-        ):
-            _log.error("a grammar has taken longer than %g s to compile: another thread goes on", _DEADLINE_S)
-            self._compiler.shutdown(wait=False, cancel_futures=True)
-            self._compiler, self._compiling_since_s = _new_compiler(), None
-            self._left_compilers += 1
+        if began_s is None or monotonic_s() - began_s <= _DEADLINE_S or self._left_compilers >= _MOST_LEFT:
+            return
+        _log.error("a grammar has taken longer than %g s to compile: another thread goes on", _DEADLINE_S)
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+        self._compiler, self._compiling_since_s = _new_compiler(), None
+        self._left_compilers += 1
 
     def _compiled_now(self, grammar: str) -> _Compiled:
         """Compile a grammar; called on the compiler's thread."""
@@ -190,7 +187,7 @@ class GrammarMasks:
         finally:
             if self._compiling_since_s == began_s:  # else the thread was abandoned
                 self._compiling_since_s = None
-        return _Compiled(matcher, self._closing.submit(closer.unit_tokens, matcher.copy()))
+        return matcher, self._closing.submit(closer.unit_tokens, matcher.copy())
 
     def _help(self) -> None:
         """Compute queued masks; the main loop of the masks' thread."""
@@ -204,7 +201,7 @@ class GrammarMasks:
             return
         answer.matcher.mask(words)
         if answer.is_closing:
-            self._closer.restrict(words, answer.matcher)
+            self._vocabulary.result()[1].restrict(words, answer.matcher)
         if not words.any():
             _log.warning("an answer left its grammar: %s", answer.matcher.error)
         self._row_s = averaged(self._row_s, thread_time() - began_s, _WEIGHT)
@@ -215,67 +212,45 @@ class GrammarMasks:
         answer = self._answers.get(key)
         if answer is None or answer.tokens is not point.tokens or answer.accepted > point.index:
             try:
-                compiled = self._compile(point.sampling.grammar).result(_DEADLINE_S)
+                matcher, unit_tokens = self.expect(point.sampling.grammar).result(_DEADLINE_S)
             except (KvasirError, TimeoutError, CancelledError) as error:
                 _log.warning("a grammar cannot be compiled: %s", error)
                 return None
-            answer = _Answer(point.tokens, compiled.matcher.copy(), compiled.unit_tokens)
+            answer = _Answer(point.tokens, matcher.copy(), unit_tokens)
         with self._lock:
             self._answers[key] = answer
             self._answers.move_to_end(key)
             while len(self._answers) > self._most:
                 self._answers.popitem(last=False)
         news = point.tokens[len(point.tokens) - point.index + answer.accepted :]
-        look_at = self._last_look(answer, answer.accepted + len(news), limit)
+        # Only the last check matters, so an answer that migrates closes in the same way.
+        counts = range(answer.accepted + len(news), answer.accepted, -1)
+        look_at = next((at for at in counts if _look_every(answer, at, limit)), 0)
         for token in news:
             answer.is_broken = answer.is_broken or not answer.matcher.accept(token)
             answer.accepted += 1
             if answer.accepted == look_at and not answer.is_broken:
-                self._look(answer, limit)
+                every, left_tokens = _look_every(answer, look_at, limit), limit - look_at
+                closer = self._vocabulary.result()[1]
+                answer.is_closing = closer.is_due(answer.matcher, left_tokens, answer.unit_tokens, every)
         return answer
 
-    def _last_look(self, answer: _Answer, until: int, max_tokens: int) -> int:
-        """Return the last token count up to `until` at which an answer is checked for closing; 0: none.
 
-        Earlier checks do not matter, so an answer that migrates closes in the same way.
-        """
-        looks = (at for at in range(until, answer.accepted, -1) if self._look_every(answer, at, max_tokens))
-        return next(looks, 0)
+def _look_every(answer: _Answer, at: int, max_tokens: int) -> int:
+    """Return the tokens to the next check for closing if there is a check after `at` tokens, else 0.
 
-    def _look_every(self, answer: _Answer, at: int, max_tokens: int) -> int:
-        """Return the tokens to the next check if there is a check after `at` tokens, else 0.
-
-        The same on every worker. The first token does not wait for `unit_tokens`.
-        """
-        left_tokens = max_tokens - at
-        is_first = at == 1 and left_tokens <= _NEAR_TOKENS
-        if left_tokens > _FAR_TOKENS or (left_tokens % _OFTEN and not is_first):
-            return 0
-        unit_tokens = _unit_tokens(answer)
-        every = _OFTEN if left_tokens <= 2 * unit_tokens + _NEAR_TOKENS else _SELDOM
-        return every if unit_tokens and (left_tokens % every == 0 or is_first) else 0
-
-    def _look(self, answer: _Answer, max_tokens: int) -> None:
-        """Decide whether the answer should close now."""
-        every = self._look_every(answer, answer.accepted, max_tokens)
-        unit_tokens, left_tokens = _unit_tokens(answer), max_tokens - answer.accepted
-        answer.is_closing = self._closer.is_due(answer.matcher, left_tokens, unit_tokens, every)
-
-    @property
-    def _closer(self) -> Closer:
-        return self._vocabulary.result()[1]
+    The same on every worker. The first token does not wait for `unit_tokens`."""
+    left_tokens = max_tokens - at
+    is_first = at == 1 and left_tokens <= _NEAR_TOKENS
+    if left_tokens > _FAR_TOKENS or (left_tokens % _OFTEN and not is_first):
+        return 0
+    unit_tokens = answer.unit_tokens
+    every = _OFTEN if left_tokens <= 2 * unit_tokens + _NEAR_TOKENS else _SELDOM
+    return every if unit_tokens and (left_tokens % every == 0 or is_first) else 0
 
 
 def _new_compiler() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="grammar compiler")
-
-
-def _unit_tokens(answer: _Answer) -> int:
-    """Return the answer's `unit_tokens`, or 0 (cannot be closed) if they are not known in time."""
-    try:
-        return answer.unit_tokens.result(_DEADLINE_S)
-    except (TimeoutError, CancelledError):
-        return 0
 
 
 def _limit(point: SamplePoint) -> int:

@@ -7,7 +7,7 @@ import torch
 
 from services.worker.engine.spans import Span
 
-_NEGATIVE_INFINITY = float("-inf")
+_HIDDEN = float("-inf")
 _SPARE_BLOCKS = 4
 """Rows share a padded table if the longest has at most twice the blocks of the shortest plus these."""
 
@@ -41,8 +41,8 @@ class PrefillSpan:
 class Layout:
     """Layout of a step for layers of one window size."""
 
-    groups: tuple[DecodeGroup, ...]
-    spans: tuple[PrefillSpan, ...]
+    groups: list[DecodeGroup]
+    spans: list[PrefillSpan]
 
 
 def build(
@@ -56,85 +56,46 @@ def build(
 ) -> Layout:
     """Return the layout of packed spans; the first `decodes` have one token each, sorted by position.
 
-    `window_tokens`: see `LayerShape`; None: no window.
-    """
-    groups = [
-        _group(spans, start, end, block_tokens, window_tokens, dtype, device)
-        for start, end in _ranges(spans[:decodes], block_tokens, window_tokens)
-    ]
+    `window_tokens`: see `LayerShape`; None: no window."""
+    zero = torch.zeros((), dtype=dtype, device=device)
+    groups: list[DecodeGroup] = []
+    start, seen = 0, [_seen(span, window_tokens) for span in spans[:decodes]]
+    blocks = [range(low // block_tokens, (end - 1) // block_tokens + 1) for low, end in seen]
+    for row in range(1, decodes + 1):
+        if row == decodes or len(blocks[row]) > 2 * len(blocks[start]) + _SPARE_BLOCKS:
+            width = max(map(len, blocks[start:row]))
+            tables, bounds = [], []
+            for span, (low, end), visible in zip(
+                spans[start:row], seen[start:row], blocks[start:row], strict=True
+            ):
+                table = list(span.blocks[visible.start : visible.stop])
+                tables.append(table + table[-1:] * (width - len(table)))
+                first = visible.start * block_tokens
+                bounds.append((low - first, end - first))
+            mask = None
+            if any(bound != (0, width * block_tokens) for bound in bounds):
+                lows, ends = torch.tensor(bounds, device=device).unsqueeze(1).unbind(-1)
+                slot = torch.arange(width * block_tokens, device=device)
+                mask = zero.where((slot >= lows) & (slot < ends), _HIDDEN)[:, None, None, :]
+            groups.append(DecodeGroup(start, row, torch.tensor(tables, device=device), mask))
+            start = row
     prefills: list[PrefillSpan] = []
-    row = decodes
     for span in spans[decodes:]:
-        prefills.append(_prefill(span, row, block_tokens, window_tokens, dtype, device))
-        row += span.count
-    return Layout(tuple(groups), tuple(prefills))
+        end, mask = span.first_position + span.count, None
+        is_cut = window_tokens is not None and end > window_tokens
+        context_tokens = end if is_cut else span.first_position
+        if is_cut and window_tokens is not None:
+            query = torch.arange(span.first_position, end, device=device).unsqueeze(1)
+            key = torch.arange(end, device=device)
+            mask = zero.where((key <= query) & (key > query - window_tokens), _HIDDEN)
+        table = list(span.blocks[: -(-context_tokens // block_tokens)])
+        on_device = torch.tensor(table, dtype=torch.int64, device=device)
+        prefills.append(PrefillSpan(start, start + span.count, on_device, context_tokens, mask))
+        start += span.count
+    return Layout(groups, prefills)
 
 
-def _visible_blocks(span: Span, block_tokens: int, window_tokens: int | None) -> tuple[int, int]:
-    """Return the block range [first, end) that the span's only token sees."""
-    first = 0 if window_tokens is None else max(0, span.first_position + 1 - window_tokens)
-    return first // block_tokens, span.first_position // block_tokens + 1
-
-
-def _ranges(decodes: Sequence[Span], block_tokens: int, window_tokens: int | None) -> list[tuple[int, int]]:
-    """Return runs of rows with tables of similar length."""
-    ranges: list[tuple[int, int]] = []
-    start, shortest = 0, 0
-    for row, span in enumerate(decodes):
-        first, end = _visible_blocks(span, block_tokens, window_tokens)
-        if row == 0:
-            shortest = end - first
-        elif end - first > 2 * shortest + _SPARE_BLOCKS:
-            ranges.append((start, row))
-            start, shortest = row, end - first
-    return [*ranges, (start, len(decodes))] if decodes else []
-
-
-def _group(
-    spans: Sequence[Span],
-    start: int,
-    end: int,
-    block_tokens: int,
-    window_tokens: int | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> DecodeGroup:
-    visible = [_visible_blocks(span, block_tokens, window_tokens) for span in spans[start:end]]
-    width = max(last - first for first, last in visible)
-    rows: list[Sequence[int]] = []
-    bounds: list[tuple[int, int]] = []
-    for span, (first, last) in zip(spans[start:end], visible, strict=True):
-        row = list(span.blocks[first:last])
-        rows.append(row + row[-1:] * (width - len(row)))
-        lowest = 0 if window_tokens is None else max(0, span.first_position + 1 - window_tokens)
-        bounds.append((lowest - first * block_tokens, span.first_position + 1 - first * block_tokens))
-    mask = None
-    if any(bound != (0, width * block_tokens) for bound in bounds):
-        low, high = torch.tensor(bounds, device=device).unsqueeze(1).unbind(-1)
-        slot = torch.arange(width * block_tokens, device=device)
-        hidden = (slot < low) | (slot >= high)
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, _NEGATIVE_INFINITY)
-        mask = mask[:, None, None, :]
-    return DecodeGroup(start, end, torch.tensor(rows, device=device), mask)
-
-
-def _prefill(
-    span: Span,
-    start: int,
-    block_tokens: int,
-    window_tokens: int | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> PrefillSpan:
-    end_position = span.first_position + span.count
-    cut = window_tokens is not None and end_position > window_tokens
-    context_tokens = end_position if cut else span.first_position
-    blocks = -(-context_tokens // block_tokens)
-    mask = None
-    if cut and window_tokens is not None:
-        query = torch.arange(span.first_position, end_position, device=device).unsqueeze(1)
-        key = torch.arange(end_position, device=device)
-        hidden = (key > query) | (key <= query - window_tokens)
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, _NEGATIVE_INFINITY)
-    table = torch.tensor(list(span.blocks[:blocks]), dtype=torch.int64, device=device)
-    return PrefillSpan(start, start + span.count, table, context_tokens, mask)
+def _seen(span: Span, window_tokens: int | None) -> tuple[int, int]:
+    """Return the positions [low, end) that the span's only token sees."""
+    end = span.first_position + 1
+    return 0 if window_tokens is None else max(0, end - window_tokens), end

@@ -1,7 +1,4 @@
-"""Shared parts of the Llama implementations: joined weights and a check of the rotary embedding.
-
-Q, K and V projections are joined to one matrix, gate and up projections to another.
-"""
+"""Shared parts of the Llama implementations: joined weights and checks of the architecture."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +22,9 @@ class JoinedLayer:
 
 
 def join_layer(layer: Any) -> JoinedLayer:
-    """Return the joined weights of a `LlamaDecoderLayer`, whose own weights become views of them."""
+    """Return the weights of a `LlamaDecoderLayer`: Q, K and V as one matrix, gate and up as another.
+
+    The layer's own weights become views of them."""
     attention, mlp = layer.self_attn, layer.mlp
     return JoinedLayer(
         input_norm=layer.input_layernorm.weight,
@@ -38,14 +37,16 @@ def join_layer(layer: Any) -> JoinedLayer:
 
 
 def _joined(linears: Sequence[Any]) -> torch.Tensor:
-    """Join linear layers to one matrix. Their own weights become views of it, to save memory."""
     joined = torch.cat([linear.weight.data for linear in linears])
-    first = 0
-    for linear in linears:
-        rows = linear.weight.shape[0]
-        linear.weight.data = joined[first : first + rows]
-        first += rows
+    for linear, rows in zip(linears, joined.split([len(each.weight) for each in linears]), strict=True):
+        linear.weight.data = rows
     return joined
+
+
+def is_plain(module: Any) -> bool:
+    """Return whether a LlamaForCausalLM has SiLU and no biases."""
+    biased = any(name.endswith("proj.bias") for name, _ in module.named_parameters())
+    return module.config.hidden_act == "silu" and not biased
 
 
 def is_rotation_fixed(config: Any) -> bool:

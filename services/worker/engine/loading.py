@@ -1,7 +1,6 @@
 """Loads any Hugging Face decoder, from a folder or the hub.
 
-Running one token through the model finds each layer's KV shape, so no architecture is a special case.
-"""
+Running one token through the model finds each layer's KV shape, so no architecture is a special case."""
 
 import contextlib
 import json
@@ -27,14 +26,10 @@ from shared.model_files import HubId, check_model, read_json, source_of
 from shared.tokenizer_files import model_folder
 
 
-def configuration(module: Any) -> str:
-    """Return the settings of a transformers model that affect KV, with defaults, as canonical JSON."""
-    return json.dumps(canonical(module.config.to_dict()), sort_keys=True, default=str)
-
-
 def model_digest(module: Any) -> str:
-    """Return the hex digest of a model's class, `configuration`, parameters and buffers (by CRC-32)."""
-    digest = blake2b(f"{type(module).__name__}\n{configuration(module)}\n".encode(), digest_size=16)
+    """Return the hex digest of a model's class, settings that affect KV, parameters and buffers (CRC-32)."""
+    configuration = json.dumps(canonical(module.config.to_dict()), sort_keys=True, default=str)
+    digest = blake2b(f"{type(module).__name__}\n{configuration}\n".encode(), digest_size=16)
     for name, tensor in sorted(module.state_dict().items()):
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {zlib.crc32(data)}\n".encode())
@@ -86,10 +81,8 @@ def load(model: str, *, dtype: str, device: str, progress: LoadProgress | None =
     options = {"revision": source.revision} if isinstance(source, HubId) and source.revision else {}
     name = source.name if isinstance(source, HubId) else str(source)
     if device != "cpu" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"device {device}: torch finds no GPU here: write worker.device=cpu, or look at `nvidia-smi`",
-            param="device",
-        )
+        text = f"device {device}: torch finds no GPU here: write worker.device=cpu, or look at `nvidia-smi`"
+        raise ConfigError(text, param="device")
     try:
         module = AutoModelForCausalLM.from_pretrained(
             name, dtype=DTYPES[dtype], attn_implementation="eager", **options
@@ -98,9 +91,8 @@ def load(model: str, *, dtype: str, device: str, progress: LoadProgress | None =
         if any(words in str(error) for words in _UNKNOWN_ARCHITECTURE):
             raise ConfigError(_unsupported(model), param="model") from None
         kind = "folder" if isinstance(source, Path) else "hub id"
-        raise ConfigError(
-            f"{kind} {model!r} holds no model that can be loaded: {error}", param="model"
-        ) from error
+        text = f"{kind} {model!r} holds no model that can be loaded: {error}"
+        raise ConfigError(text, param="model") from error
     torch_module: Any = module
     return describe(torch_module.to(device))
 
@@ -109,13 +101,13 @@ def _counted(progress: LoadProgress, make: Any, words: tuple[Any, ...], options:
     """Replace the loader's progress bar over tensors, to report its progress."""
     if not words or not isinstance(words[0], Collection):
         return make(*words, **options)
-    return _told(progress, words[0])
 
+    def told(tensors: Collection[Any]) -> Iterator[Any]:
+        for done, tensor in enumerate(tensors):
+            progress.at(f"reads the weights: {100 * done // len(tensors)} %")
+            yield tensor
 
-def _told(progress: LoadProgress, tensors: Collection[Any]) -> Iterator[Any]:
-    for done, tensor in enumerate(tensors):
-        progress.at(f"reads the weights: {100 * done // len(tensors)} %")
-        yield tensor
+    return told(words[0])
 
 
 def _unsupported(model: str) -> str:
@@ -138,20 +130,15 @@ def describe(module: Any) -> LoadedModel:
     token = torch.zeros(1, 1, dtype=torch.int64, device=parameter.device)
     with torch.inference_mode():
         module(input_ids=token, position_ids=token, use_cache=False)
+    layers = tuple(probe.layers[index] for index in sorted(probe.layers))
     if sorted(probe.layers) != list(range(config.num_hidden_layers)):
         raise ConfigError(
             f"{type(module).__name__} calls attention in layers {sorted(probe.layers)} of "
             f"{config.num_hidden_layers}; only decoders with attention in every layer are served",
             param="model",
         )
-    return LoadedModel(
-        module=module,
-        layers=tuple(probe.layers[index] for index in sorted(probe.layers)),
-        vocabulary=module.get_input_embeddings().num_embeddings,
-        max_positions=_max_positions(config),
-        dtype=parameter.dtype,
-        device=parameter.device,
-    )
+    vocabulary, dtype = module.get_input_embeddings().num_embeddings, parameter.dtype
+    return LoadedModel(module, layers, vocabulary, _max_positions(config), dtype, parameter.device)
 
 
 def _max_positions(config: Any) -> int:

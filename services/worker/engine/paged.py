@@ -10,10 +10,10 @@ It is the reference for the C++ operator and the Triton kernels, and the fallbac
   fp32: ln Σ exp(scaling · q·k)
 - every query sees at least one key in each operation; `merge` also accepts −inf for a part without keys
 
-Source of the merge: Infinite-LLM §4 (DistAttention), with m + ln l written as one number.
-"""
+Source of the merge: Infinite-LLM §4 (DistAttention), with m + ln l written as one number."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -93,12 +93,11 @@ def attend(
     """Return attention `[batch, q_heads, n, value_dim]` and log-sum-exp `[batch, q_heads, n]` fp32.
 
     `query` `[batch, q_heads, n, head_dim]`, `key`, `value` `[batch, kv_heads, m, …]`. `causal` needs n == m.
-    `mask` is additive, broadcastable to `[batch, q_heads, n, m]`.
-    """
+    `mask` is additive, broadcastable to `[batch, q_heads, n, m]`."""
     fused = query.device.type == "cpu" and shape.softcap is None and key.shape[-1] == value.shape[-1]
     # The fused kernel ignores the stride of the last dimension.
     if not fused or any(each.stride(-1) != 1 for each in (query, key, value)):
-        return _attend_plainly(query, key, value, shape, causal=causal, mask=mask)
+        return _attend_plainly(query, key, value, shape, causal, mask)
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, causal, attn_mask=mask, scale=shape.scaling
     )
@@ -106,13 +105,7 @@ def attend(
 
 
 def _attend_plainly(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    shape: Shape,
-    *,
-    causal: bool,
-    mask: torch.Tensor | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shape: Shape, causal: bool, mask: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, q_heads, rows, head_dim = query.shape
     kv_heads, width = key.shape[1], key.shape[2]
@@ -144,26 +137,21 @@ def attend_blocks(
     """Return attention and log-sum-exp of a decode: one query per sequence, each over its own blocks.
 
     `query` `[rows, q_heads, head_dim]`; `tables` int64 `[rows, blocks]`, padded with any valid id; `mask`
-    additive `[rows, 1, 1, blocks * block_tokens]`, −inf on padding (None when every slot counts; each row
-    sees at least one).
-    """
+    additive `[rows, 1, 1, blocks * block_tokens]`, −inf on padding; None: every slot counts."""
     rows, q_heads, head_dim = query.shape
-    kv_heads = k_pool.shape[1]
     key, value = scratch.keys_values(k_pool, v_pool, tables)
     # Query heads that share a KV head become query positions, so that each KV head is read once.
-    grouped = query.reshape(rows, kv_heads, q_heads // kv_heads, head_dim)
+    grouped = query.reshape(rows, k_pool.shape[1], -1, head_dim)
     output, lse = attend(grouped, key, value, shape, mask=mask)
     return output.reshape(rows, q_heads, -1), lse.reshape(rows, q_heads)
 
 
 def attend_chunk(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    shape: Shape,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shape: Shape
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return causal attention and log-sum-exp of a prefill chunk `[n, heads, …]` with itself."""
-    output, lse = attend(_heads_first(query), _heads_first(key), _heads_first(value), shape, causal=True)
+    heads_first = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
+    output, lse = attend(*heads_first, shape, causal=True)
     return output[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
@@ -180,22 +168,17 @@ def attend_context(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return attention and log-sum-exp of a chunk over the first tokens of `table` `[blocks]`.
 
-    `query` `[n, q_heads, head_dim]`; `mask` additive `[n, context_tokens]`, None: no mask.
-    """
+    `query` `[n, q_heads, head_dim]`; `mask` additive `[n, context_tokens]`, None: no mask."""
     key, value = scratch.keys_values(k_pool, v_pool, table[None])
     key, value = key[:, :, :context_tokens], value[:, :, :context_tokens]
+    rows, q_heads, head_dim = query.shape
+    kv_heads = key.shape[1]
     if mask is None:
-        rows, q_heads, head_dim = query.shape
-        kv_heads = key.shape[1]
-        grouped = (
-            query.view(rows, kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, head_dim)
-        )
-        output, lse = attend(grouped, key, value, shape)
-        output, lse = output.reshape(q_heads, rows, -1), lse.reshape(q_heads, rows)
+        grouped = query.view(rows, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+        output, lse = attend(grouped.reshape(1, kv_heads, -1, head_dim), key, value, shape)
     else:
-        output, lse = attend(_heads_first(query), key, value, shape, mask=mask[None, None])
-        output, lse = output[0], lse[0]
-    return output.transpose(0, 1), lse.transpose(0, 1)
+        output, lse = attend(query.transpose(0, 1).unsqueeze(0), key, value, shape, mask=mask[None, None])
+    return output.reshape(q_heads, rows, -1).transpose(0, 1), lse.reshape(q_heads, rows).transpose(0, 1)
 
 
 def attend_part(
@@ -211,8 +194,7 @@ def attend_part(
     """Return causal attention over the first `tokens` keys of `table` `[blocks]`, and its log-sum-exp.
 
     `query` `[n, q_heads, head_dim]` → `[n, q_heads, value_dim]` and `[n, q_heads]`, fp32; zeros and −inf for
-    a row that sees no key. `window_tokens` 0: no window.
-    """
+    a row that sees no key. `window_tokens` 0: no window."""
     rows, q_heads, head_dim = query.shape
     kv_heads = k_pool.shape[1]
     key = k_pool[table].transpose(2, 3).transpose(0, 1).flatten(1, 2)[:, :tokens].float()
@@ -242,12 +224,5 @@ def merge(outputs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torc
     reference = torch.where(highest == _NEGATIVE_INFINITY, torch.zeros_like(highest), highest)
     weights = torch.exp(lses - reference)
     total = weights.sum(0)
-    output = (outputs.float() * weights.unsqueeze(-1)).sum(0) / total.clamp_min(
-        torch.finfo(torch.float32).tiny
-    ).unsqueeze(-1)
-    return output, reference + total.log()
-
-
-def _heads_first(rows: torch.Tensor) -> torch.Tensor:
-    """`[n, heads, dim]` → `[1, heads, n, dim]`, a view."""
-    return rows.transpose(0, 1).unsqueeze(0)
+    divisor = total.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
+    return (outputs.float() * weights.unsqueeze(-1)).sum(0) / divisor, reference + total.log()

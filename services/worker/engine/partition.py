@@ -8,8 +8,7 @@ computes the others' parts and `remote.merge_into` merges them with the engine's
     merged: outputs weighted by exp(log-sum-exp), exact within rounding in any order
 
 A part's result is its normalised output and its log-sum-exp, m + ln l of the paper's running maximum and sum.
-Source: Infinite-LLM §4.2 (papers/001), plus the values and the scale 1/√d that its equations omit.
-"""
+Source: Infinite-LLM §4.2 (papers/001), plus the values and the scale 1/√d that its equations omit."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -44,11 +43,9 @@ class Homes:
         named = np.array(ids, dtype=np.int64)
         if len(ids) != len(blocks) or holder == OWN or bool((named < self.own_blocks).any()):
             raise ValueError(f"{len(ids)} ids cannot be {len(blocks)} blocks of {holder}")
-        if not named.size:
-            return
-        self._make_room(int(named.min()), int(named.max()) + 1)
-        at = named - self._first
-        self._holder[at], self._block[at] = holder, blocks
+        if named.size:
+            self._make_room(int(named.min()), int(named.max()) + 1)
+            self._holder[named - self._first], self._block[named - self._first] = holder, blocks
 
     def forget(self, ids: Iterable[int]) -> None:
         """Remove ids from the map."""
@@ -59,10 +56,6 @@ class Homes:
     def is_empty(self) -> bool:
         """Whether no creditor holds a block."""
         return not self._holder.any()
-
-    def are_own(self, blocks: npt.NDArray[np.int32]) -> bool:
-        """Whether all blocks are in the engine's own pools."""
-        return not blocks.size or int(blocks.max()) < self.own_blocks
 
     def locate(
         self, ids: Sequence[int] | npt.NDArray[np.int32]
@@ -140,8 +133,7 @@ def split_by_window(
     """Return the parts of a step for each window size in tokens (0: no window), in the order of `windows`.
 
     The engine's own part comes first and has every row, even rows that see nothing there. The own parts share
-    one `blocks` array. `packed`: from `spans.pack`. Raises ValueError for a block without a holder.
-    """
+    one `blocks` array. `packed`: from `spans.pack`. Raises ValueError for a block without a holder."""
     rows = np.arange(packed.first_row[-1], dtype=np.int64)
     needed = -(-(packed.first_position + np.diff(packed.first_row)) // block_tokens)
     elsewhere = np.flatnonzero(packed.blocks >= homes.own_blocks)
@@ -149,15 +141,14 @@ def split_by_window(
     found = np.searchsorted(elsewhere, start + needed) > np.searchsorted(elsewhere, start)
     if not found.any():
         return [
-            [Part(OWN, rows, replace(packed, window_tokens=window) if window else packed)]
-            for window in windows
+            [Part(OWN, rows, replace(packed, window_tokens=each) if each else packed)] for each in windows
         ]
     spans = np.flatnonzero(found)
     kinds = [_Divided(packed, spans, needed, homes, block_tokens, window) for window in windows]
-    tables = [packed.blocks, *(kind.blocks(OWN) for kind in kinds)]
+    tables = [packed.blocks, *(kind.block[kind.holder == OWN] for kind in kinds)]
     joined, ends = np.concatenate(tables), np.cumsum([len(table) for table in tables]).tolist()
     return [
-        [Part(OWN, rows, _with_pieces(packed, kind, joined, first)), *kind.others()]
+        [Part(OWN, rows, kind.own_spans(packed, joined, first)), *kind.others()]
         for kind, first in zip(kinds, ends[:-1], strict=True)
     ]
 
@@ -185,8 +176,7 @@ class _Divided:
     key that the row sees; `key_end` cuts off later keys:
 
         window of 4, blocks of 2: a row at position 6 sees 3 4 5 6; a creditor holds blocks 1 (2 3), 3 (6 7)
-        its table there: 1 3, keys 2 3 6 7 as 0 1 2 3; it sees 1 and 2: position 1 + 4 - 1 = 4, key_end 3
-    """
+        its table there: 1 3, keys 2 3 6 7 as 0 1 2 3; it sees 1 and 2: position 1 + 4 - 1 = 4, key_end 3"""
 
     def __init__(
         self,
@@ -198,9 +188,7 @@ class _Divided:
         window_tokens: int,
     ) -> None:
         """`spans`: their indices, ascending. `needed`: number of blocks that each span of the step fills."""
-        self.spans = spans
-        self.window_tokens = window_tokens
-        self._block_tokens = block_tokens
+        self._spans, self._block_tokens, self.window_tokens = spans, block_tokens, window_tokens
         first = packed.first_position[spans]
         end = first + (packed.first_row[spans + 1] - packed.first_row[spans])
         self._first, self._count = first, end - first
@@ -222,13 +210,13 @@ class _Divided:
         self._end = np.minimum(end[span], border + block_tokens)
         count = self._end - self._position
         within = _counted(count)
-        self.rows = np.repeat(packed.first_row[spans][span] + self._position - first[span], count) + within
+        self._rows = np.repeat(packed.first_row[spans][span] + self._position - first[span], count) + within
         """Packed rows of all these spans, ascending."""
         slot = self.block[self._tail].astype(np.int64) * block_tokens + self._position % block_tokens
         self._slot = np.repeat(slot, count) + within
         self._kept_by = np.repeat(self.holder[self._tail], count)
 
-    def pieces(self, holder: int) -> _Pieces:
+    def _pieces(self, holder: int) -> _Pieces:
         """Return the pieces of all rows, including rows that see nothing at the holder."""
         return self._rows_alone(holder) if self.window_tokens else self._runs(holder)
 
@@ -247,7 +235,7 @@ class _Divided:
     def _rows_alone(self, holder: int) -> _Pieces:
         is_there = self.holder == holder
         before = starts(is_there)
-        span = np.repeat(np.arange(len(self.spans), dtype=np.int32), self._count)
+        span = np.repeat(np.arange(len(self._spans), dtype=np.int32), self._count)
         position = self._first[span] + _counted(self._count)
         lowest = np.maximum(0, position + 1 - self.window_tokens)
         first = self._origin[span] + lowest // self._block_tokens
@@ -259,22 +247,16 @@ class _Divided:
         return _Pieces(span, np.ones_like(span), seen, before[first], key_end)
 
     def others(self) -> "list[Part]":
-        """Return one part for each creditor that holds any of the blocks."""
+        """Return one part for each creditor that holds any of the blocks, without rows that see nothing."""
         creditors = 1 + np.flatnonzero(np.bincount(self.holder)[OWN + 1 :])
-        return [self.part(holder) for holder in creditors.tolist()]
+        return [self._part(holder) for holder in creditors.tolist()]
 
-    def blocks(self, holder: int) -> npt.NDArray[np.int32]:
-        """Return the concatenated block tables at a holder."""
-        found: npt.NDArray[np.int32] = self.block[self.holder == holder]
-        return found
-
-    def slots(self, holder: int) -> npt.NDArray[np.int64]:
+    def _slots(self, holder: int) -> npt.NDArray[np.int64]:
         """Return the slots of `rows` at a holder; `ELSEWHERE` if it does not store them."""
         return np.where(self._kept_by == holder, self._slot, ELSEWHERE)
 
-    def part(self, holder: int) -> Part:
-        """Return a creditor's part, without rows that see nothing there."""
-        pieces = self.pieces(holder)
+    def _part(self, holder: int) -> Part:
+        pieces = self._pieces(holder)
         is_seen = pieces.key_end > 0
         is_sent = np.repeat(is_seen, pieces.count)
         spans = PackedSpans(
@@ -283,38 +265,35 @@ class _Divided:
             table_start=pieces.table_start[is_seen],
             table_position=np.zeros(np.count_nonzero(is_seen), dtype=np.int32),
             key_end=pieces.key_end[is_seen],
-            blocks=self.blocks(holder),
-            slots=self.slots(holder)[is_sent],
+            blocks=self.block[self.holder == holder],
+            slots=self._slots(holder)[is_sent],
             window_tokens=self.window_tokens,
         )
-        return Part(holder, self.rows[is_sent].astype(np.int64), spans)
+        return Part(holder, self._rows[is_sent].astype(np.int64), spans)
 
-
-def _with_pieces(
-    packed: PackedSpans, divided: _Divided, blocks: npt.NDArray[np.int32], first: int
-) -> PackedSpans:
-    """Return the own part's spans, with divided spans as pieces whose tables are at `blocks[first:]`."""
-    pieces = divided.pieces(OWN)
-    many = np.ones(len(packed.first_position), dtype=np.int64)
-    many[divided.spans] = np.bincount(pieces.span)
-    of = np.repeat(np.arange(len(many)), many)
-    undivided_before = divided.spans - np.arange(len(divided.spans))
-    at = np.arange(len(pieces.span)) + undivided_before[pieces.span]
-    count, first_position = np.diff(packed.first_row)[of], packed.first_position[of]
-    table_start, key_end, slots = packed.table_start[of], packed.key_end[of], packed.slots.copy()
-    count[at], first_position[at], key_end[at] = pieces.count, pieces.seen, pieces.key_end
-    table_start[at] = first + pieces.table_start
-    slots[divided.rows] = divided.slots(OWN)
-    return PackedSpans(
-        first_row=starts(count),
-        first_position=first_position,
-        table_start=table_start,
-        table_position=np.zeros_like(first_position),
-        key_end=key_end,
-        blocks=blocks,
-        slots=slots,
-        window_tokens=divided.window_tokens,
-    )
+    def own_spans(self, packed: PackedSpans, blocks: npt.NDArray[np.int32], first: int) -> PackedSpans:
+        """Return the own part's spans, with divided spans as pieces whose tables are at `blocks[first:]`."""
+        pieces = self._pieces(OWN)
+        many = np.ones(len(packed.first_position), dtype=np.int64)
+        many[self._spans] = np.bincount(pieces.span)
+        of = np.repeat(np.arange(len(many)), many)
+        undivided_before = self._spans - np.arange(len(self._spans))
+        at = np.arange(len(pieces.span)) + undivided_before[pieces.span]
+        count, first_position = np.diff(packed.first_row)[of], packed.first_position[of]
+        table_start, key_end, slots = packed.table_start[of], packed.key_end[of], packed.slots.copy()
+        count[at], first_position[at], key_end[at] = pieces.count, pieces.seen, pieces.key_end
+        table_start[at] = first + pieces.table_start
+        slots[self._rows] = self._slots(OWN)
+        return PackedSpans(
+            first_row=starts(count),
+            first_position=first_position,
+            table_start=table_start,
+            table_position=np.zeros_like(first_position),
+            key_end=key_end,
+            blocks=blocks,
+            slots=slots,
+            window_tokens=self.window_tokens,
+        )
 
 
 def _counted(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

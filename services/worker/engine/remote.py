@@ -61,8 +61,7 @@ def merge_into(
     """Merge a part that only some rows have, in place; in C++ with `library`. Tensors are fp32.
 
     `output` `[rows, heads, value_dim]`, `lse` `[rows, heads]`; `part` `[n, heads, value_dim]`, `part_lse`
-    `[n, heads]` of `rows`, int64 `[n]`, all different.
-    """
+    `[n, heads]` of `rows`, int64 `[n]`, all different."""
     if library is not None and output.is_contiguous() and part.is_contiguous() and part_lse.is_contiguous():
         tensors = (output, lse, part, part_lse, rows)
         library.kv_merge(*(each.data_ptr() for each in tensors), *part.shape)

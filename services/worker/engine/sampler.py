@@ -4,8 +4,7 @@ The order is vLLM's: log-probabilities of the raw logits, penalties and `min_tok
 argmax at temperature 0 or a draw (`drawing.py`). Penalties touch only tokens that occur in the text, so
 their cost does not depend on the vocabulary. The repetition penalty is CTRL's (Keskar et al. 2019, §4.1), by
 sign as in transformers; frequency and presence penalties are OpenAI's. On the CPU masking, argmax and
-drawing run in C++ (`draw.h`) if the library is built.
-"""
+drawing run in C++ (`draw.h`) if the library is built."""
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,8 +35,7 @@ class Logits:
     """Output of a forward pass: `values` `[rows, vocabulary]`. Valid until the next pass.
 
     If the pass computes them: `highest` `[rows]`, each row's maximum (NaN if any value is NaN), and
-    `likeliest`, int64 `[rows]`, the first token that has it. The sampler may change all three.
-    """
+    `likeliest`, int64 `[rows]`, the first token that has it. The sampler may change all three."""
 
     values: torch.Tensor
     highest: torch.Tensor | None = None
@@ -62,8 +60,7 @@ def _is_steered(point: SamplePoint) -> bool:
 def penalize(logits: torch.Tensor, points: Sequence[SamplePoint]) -> None:
     """Apply biases, repetition, frequency and presence penalties, then token masks, in place.
 
-    `logits` `[rows, vocabulary]` fp32. Biases and penalties leave values that are not finite unchanged.
-    """
+    `logits` `[rows, vocabulary]` fp32. Biases and penalties leave values that are not finite unchanged."""
     vocabulary = logits.shape[-1]
     biased = [row for row, point in enumerate(points) if point.sampling.logit_bias]
     if biased:
@@ -140,8 +137,7 @@ def _write(logits: torch.Tensor, row: torch.Tensor, token: torch.Tensor, after: 
 def mask_rows(logits: torch.Tensor, rows: Sequence[int], words: Words, library: CDLL | None = None) -> None:
     """Set the logits of tokens whose bit in `words` is 0 to −inf, in place.
 
-    `logits` `[all rows, vocabulary]` fp32, `words` `[len(rows), words]` uint32.
-    """
+    `logits` `[all rows, vocabulary]` fp32, `words` `[len(rows), words]` uint32."""
     if library is not None and logits.is_contiguous():
         at = np.array(rows, dtype=np.int64)
         library.mask_logits(
@@ -159,8 +155,7 @@ def likeliest(
     """Return the highest logit of each of `rows`, fp32, and the first token id that has it, int64.
 
     `logits` `[all rows, vocabulary]` fp32. Only tokens whose bit is set in `words` `[len(rows), words]`
-    count: −inf if none is, NaN if any of them is NaN. Without `library`, `words` mask `logits` in place.
-    """
+    count: −inf if none is, NaN if any of them is NaN. Without `library`, `words` mask `logits` in place."""
     if library is None or not logits.is_contiguous():
         if words is not None:
             mask_rows(logits, rows, words)
@@ -186,8 +181,7 @@ def likeliest(
 def measure(logits: torch.Tensor, tokens: torch.Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
     """Return log-probabilities of raw `logits` `[rows, vocabulary]` fp32, one entry per row.
 
-    Each holds that of `tokens[row]`, int64, and those of the `tops[row]` likeliest tokens.
-    """
+    Each holds that of `tokens[row]`, int64, and those of the `tops[row]` likeliest tokens."""
     total = logits.logsumexp(-1, keepdim=True)
     chosen = (logits.gather(-1, tokens[:, None]) - total).squeeze(-1).tolist()
     best = logits.topk(min(max(tops), logits.shape[-1]))
@@ -206,8 +200,7 @@ def sample(
 ) -> list[Sampled | None]:
     """Return one token per row; None if the row's highest logit is not finite.
 
-    Changes `found` in place. `library`: the native library, for logits on the CPU.
-    """
+    Changes `found` in place. `library`: the native library, for logits on the CPU."""
     logits, is_steered = found.values.float(), False
     tops: dict[int, int] = {}
     drawn: list[int] = []
@@ -250,8 +243,7 @@ def take_likeliest(
 ) -> list[Sampled | None] | None:
     """Sample `rows` of `logits` `[all rows, vocabulary]` greedily without copying them.
 
-    Return None if any of `points` needs more than the likeliest token.
-    """
+    Return None if any of `points` needs more than the likeliest token."""
     for point in points:
         how = point.sampling
         if how.temperature > 0 or how.top_logprobs is not None or point.index < 0 or _is_steered(point):
@@ -274,8 +266,7 @@ def with_hidden(
 ) -> list[Sampled | None]:
     """Return `drawn` with each embedding row's `hidden` `[rows, hidden size]` attached as fp32 bytes.
 
-    None for a row that is not finite. Raises InternalError without `hidden`.
-    """
+    None for a row that is not finite. Raises InternalError without `hidden`."""
     if hidden is None:
         raise InternalError("this way of computing the model keeps no hidden states")
     found = list(drawn)

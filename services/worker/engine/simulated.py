@@ -3,8 +3,7 @@
 A token depends on (seed, choice, index) only, so an answer continues the same after a migration. Answer
 lengths are drawn from the same hash, distributed like chats'. Blocks hold token ids instead of KV: copies
 move real bytes, and wrong block contents raise an error. Creditors return checksums of the tokens that they
-see (`peers/attention/tokens.py`).
-"""
+see (`peers/attention/tokens.py`)."""
 
 import json
 import math
@@ -50,8 +49,7 @@ _PROFILED_TOKENS = 128
 class SimulatedEngine:
     """Implements `TokenEngine`. Each step calls `sleep` with its cost in seconds divided by `speed`.
 
-    Other workers may hold blocks if `remote_cost` is given.
-    """
+    Other workers may hold blocks if `remote_cost` is given."""
 
     def __init__(
         self,
@@ -90,24 +88,16 @@ class SimulatedEngine:
         """Return an engine with the vocabulary and context of the model in a folder. Raises ConfigError."""
         folder = source_of(model)
         if not isinstance(folder, Path):
-            raise ConfigError(
-                f"a simulated engine reads config.json, and {model!r} is no folder: name one", param="model"
-            )
+            text = f"a simulated engine reads config.json, and {model!r} is no folder: name one"
+            raise ConfigError(text, param="model")
         found = json.loads((folder / "config.json").read_bytes())
         try:
-            vocabulary, max_positions = found["vocab_size"], found["max_position_embeddings"]
+            sizes = {"vocabulary": found["vocab_size"], "max_positions": found["max_position_embeddings"]}
         except KeyError as missing:
             raise ConfigError(f"{folder}/config.json has no {missing}", param="model") from missing
+        sizes |= {"kv_blocks": kv_blocks, "block_tokens": block_tokens}
         cost = find_cost(config.cost)
-        return cls(
-            vocabulary=vocabulary,
-            max_positions=max_positions,
-            kv_blocks=kv_blocks,
-            block_tokens=block_tokens,
-            cost=cost,
-            remote_cost=RemoteCost(cost),
-            speed=config.speed,
-        )
+        return cls(**sizes, cost=cost, remote_cost=RemoteCost(cost), speed=config.speed)
 
     @property
     def pools(self) -> "LayerPools":
@@ -178,8 +168,7 @@ class SimulatedEngine:
     def _divided(self, rows: Sequence[Row]) -> "_Divided | None":
         """Run the creditors' parts of a step; return None if all blocks are own.
 
-        Raises CreditorLost, or InternalError if a creditor holds other tokens than the sequence's.
-        """
+        Raises CreditorLost, or InternalError if a creditor holds other tokens than the sequence's."""
         if self._elsewhere is None or self._elsewhere[0].is_empty:
             return None
         homes, remote = self._elsewhere
@@ -256,9 +245,7 @@ def _check_seen(tokens: npt.NDArray[np.int32], holders: npt.NDArray[np.int32], s
 def token_sums(tokens: npt.NDArray[np.int32], spans: PackedSpans) -> npt.NDArray[np.uint32]:
     """Return `SeenTokens.sums` of a part whose blocks are rows of `tokens` `[blocks, block_tokens]`."""
     found = np.zeros(len(spans.key_end), dtype=np.uint32)
-    for index, (start, end) in enumerate(
-        zip(spans.table_start.tolist(), spans.key_end.tolist(), strict=True)
-    ):
+    for index, (start, end) in enumerate(zip(spans.table_start, spans.key_end, strict=True)):
         table = spans.blocks[start : start - (-end // tokens.shape[1])]
         found[index] = zlib.crc32(tokens[table].reshape(-1)[:end].tobytes())
     return found

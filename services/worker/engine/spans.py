@@ -43,8 +43,7 @@ Locate = Callable[[npt.NDArray[np.int32], npt.NDArray[np.int32]], npt.NDArray[np
 def pack(spans: Sequence[Span], block_tokens: int, locate: Locate | None = None) -> PackedSpans:
     """Return the arrays of packed spans. `locate` maps block ids to places; None: they are the same.
 
-    Raises ValueError for a block table that is too short for its span.
-    """
+    Raises ValueError for a block table that is too short for its span."""
     bounds = np.array(
         [(span.first_position, span.count, len(span.blocks)) for span in spans], dtype=np.int32
     ).reshape(-1, 3)

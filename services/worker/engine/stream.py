@@ -1,12 +1,11 @@
 """Fetches blocks from the host during a step, on a GPU or without the native library.
 
-`TorchStream` submits copies to `CopyLanes`, which run in order per direction: on threads in RAM (here), on
+`TorchStream` submits copies to lanes, which run in order per direction: on threads in RAM (`RamLanes`), on
 CUDA streams on a GPU (`gpu/lanes.py`). As in `native/stream.h`, layer l goes to buffer l % 2 once layer l - 2
 has attended.
 
 A *part* is one layer's K and V of a block: at row * layers + layer in host memory, at
-layer * device_blocks + block on the device.
-"""
+layer * device_blocks + block on the device."""
 
 import ctypes
 import queue
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from time import perf_counter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +27,9 @@ from services.worker.kv.core.fetch_buffers import Blocks
 from services.worker.kv.tiers.resident import BlockStream, OpenStream, StreamFigures, StreamWork
 from shared.errors import InternalError
 
+if TYPE_CHECKING:
+    from services.worker.engine.gpu.lanes import GpuLanes
+
 Moment = Any
 """A point in the computation: seconds in RAM, an event on a GPU."""
 Index = Any
@@ -37,83 +39,11 @@ _MOST_COPIES = 4096
 """Most copies queued at a time, and most kept for the figures."""
 
 
-class CopyTicket(Protocol):
-    """A submitted copy."""
-
-    @property
-    def blocks(self) -> int:
-        """Number of whole blocks that it copies to the host."""
-        ...
-
-    @property
-    def began(self) -> Moment: ...
-
-    @property
-    def ended(self) -> Moment: ...
-
-
-class CopyLanes(Protocol):
-    """Copies parts in parallel to the computation, in order per direction.
-
-    Each copy starts after the computation that was submitted before it.
-    """
-
-    def upload(self, numbers: Blocks) -> Index: ...
-
-    def tables(self, tables: Blocks) -> Index:
-        """Return a step's block tables for the computation; `TorchStream` changes them for each layer."""
-        ...
-
-    def bring(self, parts: Index, places: Index) -> CopyTicket:
-        """Copy parts from the host to the device."""
-        ...
-
-    def take(self, places: Blocks, parts: Blocks, is_over: Callable[[], bool]) -> Sequence[CopyTicket]:
-        """Copy `[blocks, layers]` parts from the device to the host, unless the step `is_over` by then."""
-        ...
-
-    def copy_now(self, parts: Blocks, places: Blocks, *, is_in: bool) -> None:
-        """Copy parts and return when that is done."""
-        ...
-
-    def join(self, ticket: Any, timeout_s: float) -> bool:
-        """Let the computation wait for the copy. Return False after the timeout."""
-        ...
-
-    def settle(self, ticket: Any) -> bool:
-        """Wait for the copy and return whether it was made. Raises InternalError if it failed."""
-        ...
-
-    def moment(self) -> Moment:
-        """Return the end of the computation that was submitted so far."""
-        ...
-
-    def is_past(self, moment: Moment) -> bool: ...
-
-    def between(self, earlier: Moment, later: Moment) -> float:
-        """Return the seconds between two past moments; negative if `later` is the earlier one."""
-        ...
-
-    def pace(self, bytes_s: float) -> None:
-        """Limit the bytes per second in each direction; 0: no limit. No effect on a GPU."""
-        ...
-
-    def hurry(self, *, all_of_it: bool) -> None:
-        """Lift the limit until the next step for copies to the host, or for all."""
-        ...
-
-    def begin(self) -> None:
-        """Begin a step."""
-        ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(slots=True)
 class _Fetch:
     """The copy of one layer to the device, for the figures."""
 
-    ticket: CopyTicket
+    ticket: Any
     blocks: int
     is_ahead: bool
     wanted: Moment | None = None
@@ -123,48 +53,41 @@ class _Fetch:
 
 
 class TorchStream:
-    """Implements `BlockStream` over `CopyLanes`, for use by one thread."""
+    """Implements `BlockStream` over lanes, for use by one thread."""
 
     address: int | None = None
 
-    def __init__(self, lanes: CopyLanes, layers: int, device_blocks: int) -> None:
+    def __init__(self, lanes: "RamLanes | GpuLanes", layers: int, device_blocks: int) -> None:
         self._lanes, self._layers, self._device_blocks = lanes, layers, device_blocks
-        self._first = 0
-        """Index of layer 0's buffer."""
-        self._ahead = 0
-        """Number of layers submitted for this step before it began."""
-        self._left = layers
-        """Number of layers that have attended."""
+        self._first, self._ahead = 0, 0
+        """Index of layer 0's buffer; number of layers submitted for this step before it began."""
+        self._left, self._is_over = layers, True
+        """Number of layers that have attended; whether the step is over."""
         self._copies: list[tuple[Index, Index]] = []
         """Parts and places by layer, followed by those of the next step's first layers."""
         self._fetches: list[_Fetch] = []
-        self._saves: list[CopyTicket] = []
+        self._saves: list[Any] = []
         self._noted: deque[_Fetch] = deque(maxlen=_MOST_COPIES)
-        self._noted_saves: deque[CopyTicket] = deque(maxlen=_MOST_COPIES)
-        self._last: CopyTicket | None = None
+        self._noted_saves: deque[Any] = deque(maxlen=_MOST_COPIES)
+        self._last: Any = None
         """Last copy to the device."""
         self._tables: Index = None
         self._at: Index = None
         self._buffers: tuple[Index, Index] = (None, None)
-        self._is_over = True
         self._figures = NO_FIGURES
 
     @property
     def tables(self) -> torch.Tensor | None:
-        """See `BlockStream`."""
         return self._tables if isinstance(self._tables, torch.Tensor) else None
 
     def pace(self, bytes_s: float) -> None:
-        """See `BlockStream`."""
         self._lanes.pace(bytes_s)
 
     def begin(self, work: StreamWork) -> None:
-        """See `BlockStream`."""
         lanes = self._lanes
         lanes.begin()
         self._left, self._is_over = 0, False
-        self._fetches, self._copies = [], []
-        self._tables = None
+        self._fetches, self._copies, self._tables = [], [], None
         if len(work.save_from):
             parts, places = self._parts_of(work.save_to, work.save_from)
             self._saves.extend(lanes.take(places, parts, lambda: self._is_over))
@@ -191,13 +114,11 @@ class TorchStream:
 
     def _copies_of(self, work: StreamWork) -> list[tuple[Blocks, Blocks]]:
         """Return parts and places by layer, followed by two layers of the next step."""
-        layers, is_passing = self._layers, work.place < 0
-        buffers = (work.even, work.odd)
-        found = []
+        layers, is_passing, found = self._layers, work.place < 0, []
         for layer in range(layers):
-            stays = work.place + layer * self._device_blocks
+            buffers = (work.even, work.odd)[(self._first + layer) % 2]
             first = work.kept if layer < self._ahead else 0
-            places = np.where(is_passing, buffers[(self._first + layer) % 2], stays)
+            places = np.where(is_passing, buffers, work.place + layer * self._device_blocks)
             found.append(_as_int32(work.fetched[first:] * layers + layer, places[first:]))
         return [*found, *self._copies_ahead(work)]
 
@@ -220,7 +141,6 @@ class TorchStream:
         self._fetches.append(fetch)
 
     def enter(self, layer: int, timeout_s: float) -> bool:
-        """See `BlockStream`."""
         if not self._fetches:
             return True
         fetch = self._fetches[layer]
@@ -232,7 +152,6 @@ class TorchStream:
         return True
 
     def leave(self, layer: int) -> None:
-        """See `BlockStream`."""
         self._left = layer + 1
         if self._fetches:
             self._fetches[layer + 1].left = self._lanes.moment()
@@ -261,7 +180,6 @@ class TorchStream:
         return 2
 
     def halt(self) -> None:
-        """See `BlockStream`."""
         self._lanes.hurry(all_of_it=True)
         if self._last is not None:
             self._lanes.settle(self._last)
@@ -290,20 +208,19 @@ class TorchStream:
 
     def _is_known(self, fetch: _Fetch) -> bool:
         """Return whether all moments of a fetch are past."""
-        if not fetch.is_ahead and not self._is_over:
-            return False
         moments = (fetch.ticket.began, fetch.ticket.ended, fetch.wanted, fetch.left)
-        return all(each is None or self._lanes.is_past(each) for each in moments)
+        is_settled = fetch.is_ahead or self._is_over
+        return is_settled and all(each is None or self._lanes.is_past(each) for each in moments)
 
     def load(self, rows: Blocks, blocks: Blocks) -> None:
-        """See `BlockStream`."""
-        parts, places = self._parts_of(rows, blocks)
-        self._lanes.copy_now(parts.reshape(-1), places.reshape(-1), is_in=True)
+        self._copy_now(rows, blocks, is_in=True)
 
     def save(self, blocks: Blocks, rows: Blocks) -> None:
-        """See `BlockStream`."""
+        self._copy_now(rows, blocks, is_in=False)
+
+    def _copy_now(self, rows: Blocks, blocks: Blocks, *, is_in: bool) -> None:
         parts, places = self._parts_of(rows, blocks)
-        self._lanes.copy_now(parts.reshape(-1), places.reshape(-1), is_in=False)
+        self._lanes.copy_now(parts.reshape(-1), places.reshape(-1), is_in=is_in)
 
     def _parts_of(self, rows: Blocks, blocks: Blocks) -> tuple[Blocks, Blocks]:
         """Return parts and places of whole blocks, both `[blocks, layers]`."""
@@ -312,7 +229,6 @@ class TorchStream:
         return parts.astype(np.int32), places.astype(np.int32)
 
     def close(self) -> None:
-        """See `BlockStream`."""
         self.halt()
         self._lanes.close()
 
@@ -325,10 +241,11 @@ class _RamTicket:
     """A copy by a thread. `ended` includes the simulated time of the link."""
 
     blocks = 1
+    """Number of whole blocks that it copies to the host."""
 
     def __init__(self, copy: Callable[[], int]) -> None:
+        """`copy` returns the number of bytes; below 0: the copy was skipped."""
         self.copy = copy
-        """Copies and returns the number of bytes; below 0: the copy was skipped."""
         self.began = self.ended = 0.0
         self.was_made = False
         self.failure: BaseException | None = None
@@ -381,7 +298,10 @@ class _Lane:
 
 
 class RamLanes:
-    """Implements `CopyLanes` within RAM, with a thread for each direction."""
+    """Lanes within RAM, with a thread for each direction.
+
+    Lanes copy parts in parallel to the computation, in order per direction. Each copy starts after the
+    computation that was submitted before it."""
 
     def __init__(
         self, keys: torch.Tensor, values: torch.Tensor, rows: npt.NDArray[np.uint8], layers: int
@@ -395,26 +315,27 @@ class RamLanes:
         self._in, self._out = _Lane("kv-in"), _Lane("kv-out")
 
     def upload(self, numbers: Blocks) -> Blocks:
-        """See `CopyLanes`."""
         return numbers
 
     def tables(self, tables: Blocks) -> Blocks:
-        """See `CopyLanes`."""
+        """Return a step's block tables for the computation; `TorchStream` changes them for each layer."""
         return tables
 
     def bring(self, parts: Blocks, places: Blocks) -> _RamTicket:
-        """See `CopyLanes`."""
+        """Copy parts from the host to the device."""
         return self._in.submit(lambda: self._copy(parts, places, is_in=True))
 
     def take(self, places: Blocks, parts: Blocks, is_over: Callable[[], bool]) -> list[_RamTicket]:
-        """See `CopyLanes`. Makes one copy per block, so that a step's end skips the rest."""
+        """Copy `[blocks, layers]` parts from the device to the host, unless the step `is_over` by then.
+
+        Makes one copy per block, so that a step's end skips the rest."""
         return [self._take(*each, is_over) for each in zip(places, parts, strict=True)]
 
     def _take(self, places: Blocks, parts: Blocks, is_over: Callable[[], bool]) -> _RamTicket:
         return self._out.submit(lambda: -1 if is_over() else self._copy(parts, places, is_in=False))
 
     def copy_now(self, parts: Blocks, places: Blocks, *, is_in: bool) -> None:
-        """See `CopyLanes`."""
+        """Copy parts and return when that is done."""
         self._copy(parts, places, is_in=is_in)
 
     def _copy(self, parts: Blocks, places: Blocks, *, is_in: bool) -> int:
@@ -429,47 +350,44 @@ class RamLanes:
         return len(parts) * int(self._parts.shape[1])
 
     def join(self, ticket: _RamTicket, timeout_s: float) -> bool:
-        """See `CopyLanes`."""
-        if not ticket.is_over.wait(timeout_s):
-            return False
-        return self.settle(ticket)
+        """Let the computation wait for the copy. Return False after the timeout."""
+        return ticket.is_over.wait(timeout_s) and self.settle(ticket)
 
     def settle(self, ticket: _RamTicket) -> bool:
-        """See `CopyLanes`."""
+        """Wait for the copy and return whether it was made. Raises InternalError if it failed."""
         ticket.is_over.wait()
         if ticket.failure is not None:
             raise InternalError("KV could not be copied to or from host memory") from ticket.failure
         return ticket.was_made
 
     def moment(self) -> float:
-        """See `CopyLanes`."""
+        """Return the end of the computation that was submitted so far."""
         return perf_counter()
 
     def is_past(self, moment: float) -> bool:
-        """See `CopyLanes`. The end of an unfinished copy is 0."""
+        """Return whether a moment is past; the end of an unfinished copy is 0."""
         return moment > 0
 
     def between(self, earlier: float, later: float) -> float:
-        """See `CopyLanes`."""
+        """Return the seconds between two past moments; negative if `later` is the earlier one."""
         return later - earlier
 
     def pace(self, bytes_s: float) -> None:
-        """See `CopyLanes`."""
+        """Limit the bytes per second in each direction; 0: no limit. No effect on a GPU."""
         self._in.bytes_s = self._out.bytes_s = bytes_s
 
     def hurry(self, *, all_of_it: bool) -> None:
-        """See `CopyLanes`."""
+        """Lift the limit until the next step for copies to the host, or for all."""
         self._out.is_hurried.set()
         if all_of_it:
             self._in.is_hurried.set()
 
     def begin(self) -> None:
-        """See `CopyLanes`."""
+        """Begin a step."""
         self._out.is_hurried.clear()
         self._in.is_hurried.clear()
 
     def close(self) -> None:
-        """See `CopyLanes`."""
         self._in.close()
         self._out.close()
 

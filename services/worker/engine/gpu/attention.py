@@ -3,8 +3,7 @@
 Pools are K `[num_blocks, kv_heads, head_dim, block_tokens]` and V `[num_blocks, kv_heads, block_tokens,
 value_dim]`, contiguous, fp32, bf16 or fp16. All tensors of a call are on one CUDA device, or in host memory
 if TRITON_INTERPRET=1 is set on import (slow; for tests). Calls do not synchronise or copy to the host, so a
-CUDA graph can capture them.
-"""
+CUDA graph can capture them."""
 
 from functools import cache
 from typing import Any
@@ -54,16 +53,47 @@ def attend_paged(
     `query` `[rows, q_heads, head_dim]`, heads contiguous; the output has its dtype. A row that sees no key
     gets zeros and −inf. `spans` must be packed for this number of query heads per KV head.
 
-    Raises ValueError for tensors that the kernel does not support.
-    """
+    Raises ValueError for tensors that the kernel does not support."""
     _check(k_pool, v_pool)
     rows, q_heads, head_dim = query.shape
     if head_dim != k_pool.shape[2] or q_heads % k_pool.shape[1] or query.stride()[1:] != (head_dim, 1):
         raise ValueError(f"queries {tuple(query.shape)} of strides {query.stride()} do not fit these pools")
-    output = query.new_empty(rows, q_heads, v_pool.shape[3])
+    value_dim = v_pool.shape[3]
+    output = query.new_empty(rows, q_heads, value_dim)
     lse = query.new_empty(rows, q_heads, dtype=torch.float32)
+    numbers = (spans.first_position, spans.table_start, spans.table_position, spans.key_end, spans.blocks)
     for tiles in spans.tiles:
-        _attend_tiles(k_pool, v_pool, spans, tiles, query, scaling, softcap, window_tokens, output, lse)
+        parts, parts_lse = output, lse
+        if tiles.splits > 1:
+            parts = query.new_empty(rows, q_heads, tiles.splits, value_dim, dtype=torch.float32)
+            parts_lse = query.new_empty(rows, q_heads, tiles.splits, dtype=torch.float32)
+        tensors = (query, k_pool, v_pool, parts, parts_lse, tiles.span, tiles.row, spans.first_row, *numbers)
+        launch(
+            attend_kernel,
+            (tiles.span.shape[0], k_pool.shape[1], tiles.splits),
+            (*tensors, query.stride(0), scaling, softcap or 1.0, tiles.splits),
+            HAS_SOFTCAP=bool(softcap),
+            WINDOW=window_tokens or 0,
+            Q_HEADS=q_heads,
+            TILE_ROWS=tiles.rows,
+            TILE_TOKENS=tiles.tokens,
+            WIDEN=INTERPRETED,
+            **pool_shape(k_pool, v_pool),
+            num_warps=4,
+            num_stages=_stages(query.device),
+        )
+        if tiles.splits > 1:
+            launch(
+                merge_kernel,
+                (tiles.row.shape[0] * tiles.tokens, q_heads),
+                (parts, parts_lse, output, lse, tiles.span, tiles.row, spans.first_row),
+                VALUE_DIM=value_dim,
+                VALUE_LANES=_lanes(value_dim),
+                TILE_TOKENS=tiles.tokens,
+                Q_HEADS=q_heads,
+                SPLITS=tiles.splits,
+                num_warps=4,
+            )
     return output, lse
 
 
@@ -77,8 +107,7 @@ def compile_ahead(
 ) -> None:
     """Compile all variants of `attend_paged` and `write_kv`, so that no step waits seconds for the compiler.
 
-    `query` `[1, q_heads, head_dim]`.
-    """
+    `query` `[1, q_heads, head_dim]`."""
     if INTERPRETED:
         return
     kv_heads = k_pool.shape[1]
@@ -99,8 +128,7 @@ def write_kv(
 ) -> None:
     """Write K and V `[rows, kv_heads, …]`, heads contiguous, to `slots` (block · block_tokens + offset).
 
-    `slots` is int64 `[rows]`; a row with a slot below 0 is skipped.
-    """
+    `slots` is int64 `[rows]`; a row with a slot below 0 is skipped."""
     _check(k_pool, v_pool)
     rows, kv_heads, head_dim = key.shape
     if key.stride()[1:] != (head_dim, 1) or value.stride()[1:] != (value.shape[2], 1):
@@ -130,8 +158,7 @@ def rotate_and_write(
     """Apply rotary embedding, to queries in place, and write keys and values to `slots`.
 
     `joined` `[rows, q_heads + 2 · kv_heads, head_dim]`, contiguous: queries, keys, values. `angles`: cosines
-    and sines, fp32 `[positions, head_dim / 2]`; `positions`, `slots` int64 `[rows]`.
-    """
+    and sines, fp32 `[positions, head_dim / 2]`; `positions`, `slots` int64 `[rows]`."""
     _check(k_pool, v_pool)
     rows, heads, head_dim = joined.shape
     kv_heads = k_pool.shape[1]
@@ -157,63 +184,6 @@ def gated(joined: torch.Tensor) -> torch.Tensor:
     grid = (rows, triton.cdiv(both // 2, _GATE_LANES))
     launch(gate_kernel, grid, (joined, output), WIDTH=both // 2, LANES=_GATE_LANES, num_warps=4)
     return output
-
-
-def _attend_tiles(
-    k_pool: torch.Tensor,
-    v_pool: torch.Tensor,
-    spans: DeviceSpans,
-    tiles: Tiles,
-    query: torch.Tensor,
-    scaling: float,
-    softcap: float | None,
-    window_tokens: int | None,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    """Compute the rows of `tiles` in `output` and `lse`, in place."""
-    rows, q_heads, value_dim = output.shape
-    parts, parts_lse = output, lse
-    if tiles.splits > 1:
-        parts = query.new_empty(rows, q_heads, tiles.splits, value_dim, dtype=torch.float32)
-        parts_lse = query.new_empty(rows, q_heads, tiles.splits, dtype=torch.float32)
-    tensors: list[torch.Tensor] = [
-        query,
-        k_pool,
-        v_pool,
-        parts,
-        parts_lse,
-        tiles.span,
-        tiles.row,
-        spans.first_row,
-    ]
-    tensors += (spans.first_position, spans.table_start, spans.table_position, spans.key_end, spans.blocks)
-    launch(
-        attend_kernel,
-        (tiles.span.shape[0], k_pool.shape[1], tiles.splits),
-        (*tensors, query.stride(0), scaling, softcap or 1.0, tiles.splits),
-        HAS_SOFTCAP=bool(softcap),
-        WINDOW=window_tokens or 0,
-        Q_HEADS=q_heads,
-        TILE_ROWS=tiles.rows,
-        TILE_TOKENS=tiles.tokens,
-        WIDEN=INTERPRETED,
-        **pool_shape(k_pool, v_pool),
-        num_warps=4,
-        num_stages=_stages(query.device),
-    )
-    if tiles.splits > 1:
-        launch(
-            merge_kernel,
-            (tiles.row.shape[0] * tiles.tokens, q_heads),
-            (parts, parts_lse, output, lse, tiles.span, tiles.row, spans.first_row),
-            VALUE_DIM=value_dim,
-            VALUE_LANES=_lanes(value_dim),
-            TILE_TOKENS=tiles.tokens,
-            Q_HEADS=q_heads,
-            SPLITS=tiles.splits,
-            num_warps=4,
-        )
 
 
 def pool_shape(k_pool: torch.Tensor, v_pool: torch.Tensor) -> dict[str, int]:

@@ -1,7 +1,6 @@
 """Attention backend of `PagedAttention` on a CUDA device, with Triton kernels.
 
-A step is either built from its spans (`begin`), or uses static arrays for CUDA graphs (`fixed`).
-"""
+A step is either built from its spans (`begin`), or uses static arrays for CUDA graphs (`fixed`)."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +19,8 @@ from services.worker.engine.spans import PackedSpans, Span
 class Step(Protocol):
     """Rows of a step in the form that the kernels need."""
 
-    @property
-    def slots(self) -> torch.Tensor:
-        """int64 `[rows]` on the device: slots for K and V; below 0: not written."""
-        ...
+    slots: torch.Tensor
+    """int64 `[rows]` on the device: slots for K and V; below 0: not written."""
 
     def spans(self, heads: Heads) -> DeviceSpans: ...
 
@@ -44,9 +41,7 @@ class TritonBackend:
     """Attention on one CUDA device, as `TorchBackend` computes it."""
 
     def __init__(self, pools: Sequence[Pools], block_tokens: int, device: torch.device) -> None:
-        self.pools = pools
-        self.block_tokens = block_tokens
-        self.device = device
+        self.pools, self.block_tokens, self.device = pools, block_tokens, device
         self.multiprocessors = (
             torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         )
@@ -60,15 +55,10 @@ class TritonBackend:
         """Kinds of layers whose kernels are compiled."""
 
     def begin(
-        self,
-        spans: Sequence[Span],
-        decodes: int,
-        packed: PackedSpans,
-        tables: Tables | None = None,
+        self, spans: Sequence[Span], decodes: int, packed: PackedSpans, tables: Tables | None = None
     ) -> None:
         """Begin a step; copies nothing to the device yet. `tables` must end with `TABLE_END`."""
-        self.packed, self._tables = packed, tables
-        self._step = None
+        self.packed, self._tables, self._step = packed, tables, None
 
     @contextmanager
     def fixed(self, step: Step, gate: Gate | None = None) -> Iterator[None]:
@@ -86,8 +76,12 @@ class TritonBackend:
             if self.packed is None:
                 raise RuntimeError("attention before `begin`")
             tables = None if self._tables is None else self._tables()
-            self._step = _PackedStep(self.packed, self.device, self.multiprocessors, tables)
+            self._step = _PackedStep(self.packed, self, tables)
         return self._step
+
+    def upload(self, packed: PackedSpans, heads: Heads) -> DeviceSpans:
+        """Return spans and their tiles on the device."""
+        return pack(packed, heads, device=self.device, multiprocessors=self.multiprocessors)
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Write `keys`, `values` `[rows, kv_heads, …]` to `slots`, int64 `[rows]` on the device."""
@@ -122,10 +116,7 @@ class TritonBackend:
         k_pool, v_pool = self.pools[layer]
         kv_heads = k_pool.shape[1]
         heads = Heads(queries.shape[1] // kv_heads, kv_heads)
-        if packed is self.packed:
-            spans = self.step.spans(heads)
-        else:
-            spans = pack(packed, heads, device=self.device, multiprocessors=self.multiprocessors)
+        spans = self.step.spans(heads) if packed is self.packed else self.upload(packed, heads)
         queries = _heads_contiguous(queries.to(k_pool.dtype))  # the dtype that the kernels are compiled for
         window = packed.window_tokens or None
         output, lse = attend_paged(k_pool, v_pool, spans, queries, shape.scaling, shape.softcap, window)
@@ -135,24 +126,15 @@ class TritonBackend:
 class _PackedStep:
     """A step of any shape; its arrays are built once per kind of layer."""
 
-    def __init__(
-        self,
-        packed: PackedSpans,
-        device: torch.device,
-        multiprocessors: int,
-        tables: torch.Tensor | None = None,
-    ) -> None:
-        self._packed = packed
-        self._tables = tables
-        self._device = device
-        self._multiprocessors = multiprocessors
+    def __init__(self, packed: PackedSpans, backend: TritonBackend, tables: torch.Tensor | None) -> None:
+        self._packed, self._backend, self._tables = packed, backend, tables
         self._spans: dict[Heads, DeviceSpans] = {}
-        self.slots = to_device(torch.from_numpy(packed.slots), device)
+        self.slots = to_device(torch.from_numpy(packed.slots), backend.device)
 
     def spans(self, heads: Heads) -> DeviceSpans:
         found = self._spans.get(heads)
         if found is None:
-            found = pack(self._packed, heads, device=self._device, multiprocessors=self._multiprocessors)
+            found = self._backend.upload(self._packed, heads)
             if self._tables is not None:
                 found = replace(found, blocks=self._tables)
             self._spans[heads] = found

@@ -3,14 +3,13 @@
 A step has some hundred kernel launches of a few microseconds; a graph replays them without the host. Batches
 are padded to captured sizes; a padded row is at position 0, sees no key and writes nothing. Steps that fetch
 blocks from the host have graphs of their own, which contain the copies (`streaming.py`). All other steps
-(chunks, larger batches, longer tables) run the forward pass directly.
-"""
+(chunks, larger batches, longer tables) run the forward pass directly."""
 
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,18 +38,10 @@ Results = tuple[torch.Tensor, torch.Tensor]
 """Logits `[kept, vocabulary]` and the head's input `[kept, hidden size]`."""
 Compute = Callable[[], Results]
 GraphReplay = Callable[[], Results]
-
-
-class Computation(Protocol):
-    """A forward pass that can be captured; arguments as in `forward.Forward`."""
-
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Results: ...
-
-
-class Capture(Protocol):
-    """Turns a computation on static tensors into a function that replays it, with static results."""
-
-    def __call__(self, compute: Compute) -> GraphReplay: ...
+Computation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Results]
+"""A forward pass that can be captured; arguments as in `forward.Forward`."""
+Capture = Callable[[Compute], GraphReplay]
+"""Turns a computation on static tensors into a function that replays it, with static results."""
 
 
 class CudaCapture:
@@ -145,20 +136,12 @@ class DecodeStep:
     """The static arrays as a `Step` of one batch size; `is_streaming`: its tables change per layer."""
 
     def __init__(
-        self,
-        arrays: DecodeArrays,
-        batch: int,
-        block_tokens: int,
-        multiprocessors: int,
-        *,
-        is_streaming: bool = False,
+        self, arrays: DecodeArrays, batch: int, backend: TritonBackend, *, is_streaming: bool
     ) -> None:
         self.tokens, self.positions, self.slots = arrays.rows_of(batch)
-        self._arrays = arrays
-        self._is_streaming = is_streaming
-        self._batch = batch
-        self._longest_tokens = arrays.limits.max_blocks * block_tokens
-        self._multiprocessors = multiprocessors
+        self._arrays, self._batch, self._is_streaming = arrays, batch, is_streaming
+        self._longest_tokens = arrays.limits.max_blocks * backend.block_tokens
+        self._multiprocessors = backend.multiprocessors
 
     def spans(self, heads: Heads) -> DeviceSpans:
         arrays, batch = self._arrays, self._batch
@@ -189,10 +172,8 @@ class DecodeGraphs:
         stream: GpuStream | None = None,
     ) -> None:
         """`capture_all` captures the graphs. `stream` fetches blocks from the host."""
-        self._forward = forward
-        self._backend = backend
-        self._capture = capture
-        self._stream = stream
+        self._forward, self._backend = forward, backend
+        self._capture, self._stream = capture, stream
         self._sizes = batch_sizes(limits.max_batch)
         self._arrays = DecodeArrays(limits, backend.device)
         self._kept = torch.arange(limits.max_batch, device=backend.device)
@@ -230,13 +211,7 @@ class DecodeGraphs:
     def _captured(self, batch: int, stream: GpuStream | None = None) -> GraphReplay:
         """Capture a batch size, with the copies of `stream` if it is given."""
         arrays, backend = self._arrays, self._backend
-        step = DecodeStep(
-            arrays,
-            batch,
-            backend.block_tokens,
-            backend.multiprocessors,
-            is_streaming=stream is not None,
-        )
+        step = DecodeStep(arrays, batch, backend, is_streaming=stream is not None)
         gate = None if stream is None else stream.fetches.gate(arrays.changing(batch)[3], arrays.pointed)
 
         def compute() -> Results:

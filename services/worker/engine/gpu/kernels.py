@@ -6,8 +6,7 @@ The contract is that of `services/worker/engine/native/attention.h`. One kernel 
 prefill. A program computes a tile of (token, query head) pairs that share a KV head. Each key and value is
 read once per group, and products have the 16 rows that tensor cores need. Softmax is online over tiles of
 keys (FlashAttention-2). For small batches the keys are split between programs and a second kernel merges
-(flash-decoding; Infinite-LLM §4). Reductions have a fixed order, so results are bit-identical.
-"""
+(flash-decoding; Infinite-LLM §4). Reductions have a fixed order, so results are bit-identical."""
 
 import triton
 import triton.language as tl

@@ -1,8 +1,7 @@
-"""`CopyLanes` of a CUDA device: a CUDA stream per direction, synchronised with the computation by events.
+"""Copy lanes of a CUDA device: a CUDA stream per direction, synchronised with the computation by events.
 
 One kernel copies many scattered blocks from and to page-locked host memory, because a call per part would
-take longer than its transfer. The host never waits while it submits a step. Source: papers/004 §3.3.
-"""
+take longer than its transfer. The host never waits while it submits a step. Source: papers/004 §3.3."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -36,7 +35,7 @@ class _GpuTicket:
 
 
 class GpuLanes:
-    """Implements `CopyLanes`; `cuda` is `torch.cuda` or a stand-in."""
+    """As `stream.RamLanes`, which has the docs; `cuda` is `torch.cuda` or a stand-in."""
 
     def __init__(
         self,
@@ -50,8 +49,7 @@ class GpuLanes:
     ) -> None:
         """`keys` and `values` `[layers * device_blocks, …]`, `rows` `[rows, bytes]`, all contiguous.
 
-        `close` calls `release`.
-        """
+        `close` calls `release`."""
         self.device, self.cuda, self._release = keys.device, cuda, release
         self._in, self._out = cuda.Stream(self.device), cuda.Stream(self.device)
         key_bytes, value_bytes = keys[0].nbytes, values[0].nbytes
@@ -62,7 +60,7 @@ class GpuLanes:
         self.words = key_bytes // word.itemsize, value_bytes // word.itemsize
 
     def upload(self, numbers: Blocks) -> torch.Tensor:
-        """See `CopyLanes`. Copies asynchronously, in order with the computation."""
+        """Copies asynchronously, in order with the computation."""
         pinned = torch.from_numpy(numbers)
         if self.device.type == "cuda":
             pinned = pinned.pin_memory()
@@ -73,15 +71,14 @@ class GpuLanes:
         return uploaded
 
     def tables(self, tables: Blocks) -> torch.Tensor:
-        """See `CopyLanes`. Appends `spans.TABLE_END`, which the kernels need."""
+        """Appends `spans.TABLE_END`, which the kernels need."""
         return self.upload(np.concatenate([tables, TABLE_END]))
 
     def bring(self, parts: torch.Tensor, places: torch.Tensor) -> _GpuTicket:
-        """See `CopyLanes`."""
         return self._submit(self._in, parts, places, is_in=True)
 
     def take(self, places: Blocks, parts: Blocks, is_over: Callable[[], bool]) -> list[_GpuTicket]:
-        """See `CopyLanes`. Makes a single copy; the step cannot be over when it is submitted."""
+        """Makes a single copy; the step cannot be over when it is submitted."""
         flat = self.upload(np.concatenate([parts.reshape(-1), places.reshape(-1)]))
         halves = flat[: parts.size], flat[parts.size :]
         return [self._submit(self._out, *halves, is_in=False, blocks=len(places))]
@@ -102,8 +99,7 @@ class GpuLanes:
     def inwards(self) -> Iterator[Any]:
         """Launch the kernels inside on the inbound stream, after the computation submitted so far.
 
-        Yields the event of their end, without timing, so that a graph can contain it.
-        """
+        Yields the event of their end, without timing, so that a graph can contain it."""
         reached, ended = self.cuda.Event(), self.cuda.Event()
         reached.record(self.cuda.current_stream(self.device))
         self._in.wait_event(reached)
@@ -112,7 +108,6 @@ class GpuLanes:
             ended.record(self._in)
 
     def copy_now(self, parts: Blocks, places: Blocks, *, is_in: bool) -> None:
-        """See `CopyLanes`."""
         self._copy(self.upload(parts), self.upload(places), is_in=is_in)
         self.cuda.current_stream(self.device).synchronize()
 
@@ -131,40 +126,35 @@ class GpuLanes:
         )
 
     def join(self, ticket: _GpuTicket, timeout_s: float) -> bool:
-        """See `CopyLanes`. Only the device waits."""
+        """Only the device waits."""
         self.cuda.current_stream(self.device).wait_event(ticket.ended)
         return True
 
     def settle(self, ticket: _GpuTicket) -> bool:
-        """See `CopyLanes`."""
         ticket.ended.synchronize()
         return True
 
     def moment(self) -> Any:
-        """See `CopyLanes`."""
         event = self.cuda.Event(enable_timing=True)
         event.record(self.cuda.current_stream(self.device))
         return event
 
     def is_past(self, moment: Any) -> bool:
-        """See `CopyLanes`."""
         return bool(moment.query())
 
     def between(self, earlier: Any, later: Any) -> float:
-        """See `CopyLanes`."""
         return float(earlier.elapsed_time(later)) / 1e3
 
     def pace(self, bytes_s: float) -> None:
-        """See `CopyLanes`. Does nothing."""
+        pass
 
     def hurry(self, *, all_of_it: bool) -> None:
-        """See `CopyLanes`. Does nothing."""
+        pass
 
     def begin(self) -> None:
-        """See `CopyLanes`."""
+        pass
 
     def close(self) -> None:
-        """See `CopyLanes`."""
         self._release()
 
 

@@ -1,8 +1,7 @@
 """A plain Llama on a CUDA device: nine kernel launches per layer, all of which a CUDA graph can contain.
 
 Weights are joined (`llama_parts.py`), one kernel rotates and writes to the pools, and `addmm` adds the
-residuals.
-"""
+residuals."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from services.worker.engine.gpu.backend import TritonBackend
 from services.worker.engine.gpu.graphs import CudaCapture, DecodeGraphs, GraphLimits
 from services.worker.engine.gpu.spans import Heads
 from services.worker.engine.gpu.streaming import GpuStream
-from services.worker.engine.llama_parts import JoinedLayer, is_rotation_fixed, join_layer
+from services.worker.engine.llama_parts import JoinedLayer, is_plain, is_rotation_fixed, join_layer
 from services.worker.engine.paged import to_device
 
 MAX_BATCH = 128
@@ -25,9 +24,7 @@ MAX_BATCH = 128
 
 def is_computable(module: Any) -> bool:
     """Return whether `CudaLlama` supports a `LlamaForCausalLM`."""
-    config = module.config
-    biased = any(name.endswith("proj.bias") for name, _ in module.named_parameters())
-    return config.hidden_act == "silu" and not biased and is_rotation_fixed(config)
+    return is_plain(module) and is_rotation_fixed(module.config)
 
 
 def with_graphs(
@@ -41,8 +38,7 @@ def with_graphs(
 ) -> DecodeGraphs:
     """Return a `forward.Forward` for a CUDA device, with its decodes captured as graphs.
 
-    `gate` waits for each layer's KV. `layers`: the joined weights, if they exist already.
-    """
+    `gate` waits for each layer's KV. `layers`: the joined weights, if they exist already."""
     limits = GraphLimits(max_batch, -(-max_positions // backend.block_tokens))
     llama = CudaLlama(module, backend, max_positions, gate, layers)
     llama.compile_ahead()
@@ -64,29 +60,24 @@ class CudaLlama:
         gate: PagedAttention | None = None,
         layers: Sequence[JoinedLayer] | None = None,
     ) -> None:
-        config, attention = module.config, module.model.layers[0].self_attn
-        self._backend = backend
-        self._gate = gate
+        config, body, attention = module.config, module.model, module.model.layers[0].self_attn
+        self._backend, self._gate = backend, gate
         self._head_dim: int = attention.head_dim
-        self._heads = Heads(
-            config.num_attention_heads // config.num_key_value_heads, config.num_key_value_heads
-        )
         self._q_heads: int = config.num_attention_heads
+        self._heads = Heads(self._q_heads // config.num_key_value_heads, config.num_key_value_heads)
         self._scaling: float = attention.scaling
         self._eps: float = config.rms_norm_eps
-        self._embedding = module.model.embed_tokens.weight
-        self._norm = module.model.norm.weight
-        self._head = module.lm_head.weight
-        self._layers = layers or [join_layer(layer) for layer in module.model.layers]
-        self._angles = _angles(module.model.rotary_emb, max_positions, self._embedding.device)
+        self._embedding = body.embed_tokens.weight
+        self._norm, self._head = body.norm.weight, module.lm_head.weight
+        self._layers = layers or [join_layer(layer) for layer in body.layers]
+        self._angles = _angles(body.rotary_emb, max_positions, self._embedding.device)
 
     def __call__(
         self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits `[kept, vocabulary]` and the head's input `[kept, hidden size]` of the rows `kept`.
 
-        `tokens`, `positions` int64 `[rows]`, `kept` int64.
-        """
+        `tokens`, `positions` int64 `[rows]`, `kept` int64."""
         device = self._embedding.device
         tokens, positions, kept = (to_device(each, device) for each in (tokens, positions, kept))
         hidden = functional.embedding(tokens, self._embedding)

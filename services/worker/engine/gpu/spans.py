@@ -1,7 +1,6 @@
 """Device arrays that describe a step's spans and their tiles for the kernels, uploaded in one copy.
 
-The arrays are those of `Spans` in `services/worker/engine/native/attention.h`.
-"""
+The arrays are those of `Spans` in `services/worker/engine/native/attention.h`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,27 +76,13 @@ def pack(packed: PackedSpans, heads: Heads, *, device: torch.device, multiproces
         for chosen, tile_rows in ((single, DECODE_ROWS), (chunks, PREFILL_ROWS))
         if chosen
     ]
-    parts: list[npt.ArrayLike] = [
-        packed.first_row,
-        packed.first_position,
-        packed.table_start[: len(rows) - 1],
-    ]
-    parts += [packed.table_position, packed.key_end]
-    for division in divisions:
-        parts += [division.span, division.row]
+    parts: list[npt.ArrayLike] = [packed.first_row, packed.first_position]
+    parts += [packed.table_start[: len(rows) - 1], packed.table_position, packed.key_end]
+    for span, row, _ in divisions:
+        parts += [span, row]
     views = upload([*parts, packed.blocks], device)
-    return DeviceSpans(
-        first_row=views[0],
-        first_position=views[1],
-        table_start=views[2],
-        table_position=views[3],
-        key_end=views[4],
-        blocks=views[-1],
-        tiles=tuple(
-            Tiles(views[5 + 2 * index], views[6 + 2 * index], division.tokens, division.rows, division.splits)
-            for index, division in enumerate(divisions)
-        ),
-    )
+    tiles = [Tiles(*views[5 + 2 * at : 7 + 2 * at], *shape) for at, (_, _, shape) in enumerate(divisions)]
+    return DeviceSpans(*views[:5], blocks=views[-1], tiles=tuple(tiles))
 
 
 def upload(parts: Sequence[npt.ArrayLike], device: torch.device) -> list[torch.Tensor]:
@@ -121,15 +106,6 @@ def choose_splits(tiles: int, kv_heads: int, longest_tokens: int, multiprocessor
     return 1 << (max(1, most).bit_length() - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Division:
-    span: list[int]
-    row: list[int]
-    tokens: int
-    rows: int
-    splits: int
-
-
 def _divide(
     first_rows: Sequence[int],
     chosen: Sequence[int],
@@ -137,7 +113,8 @@ def _divide(
     heads: Heads,
     longest_tokens: int,
     multiprocessors: int,
-) -> _Division:
+) -> tuple[list[int], list[int], tuple[int, int, int]]:
+    """Return span and first row of each tile of the chosen spans, and tokens, rows and splits of all."""
     rows, tokens = tile_shape(tile_rows, heads.group)
     of_span: list[int] = []
     first: list[int] = []
@@ -146,4 +123,4 @@ def _divide(
         of_span += [index] * len(starts)
         first += starts
     splits = choose_splits(len(first), heads.kv_heads, longest_tokens, multiprocessors)
-    return _Division(of_span, first, tokens, rows, splits)
+    return of_span, first, (tokens, rows, splits)

@@ -8,8 +8,7 @@ memory, which one upload per step fills:
              [rows of host memory] [places that stay, -1: none] [buffers, even] [buffers, odd]
 
 Events inside a graph cannot be timed, so the kernels record timestamps, and the last one adds them up in
-memory that the host reads.
-"""
+memory that the host reads."""
 
 import logging
 from collections.abc import Callable
@@ -117,15 +116,10 @@ class LayerFetches:
 
     def add_to(self, figures: StreamFigures) -> StreamFigures:
         """Return `figures` plus the sums of all replays."""
-        stall_ns, fetch_ns, layers, early, fetched = self._sums.tolist()
-        return replace(
-            figures,
-            stall_s=figures.stall_s + stall_ns / 1e9,
-            fetch_s=figures.fetch_s + fetch_ns / 1e9,
-            layers=figures.layers + layers,
-            early=figures.early + early,
-            fetched=figures.fetched + fetched,
-        )
+        stall_ns, fetch_ns, *counts = self._sums.tolist()
+        found = {"stall_s": stall_ns / 1e9, "fetch_s": fetch_ns / 1e9}
+        found |= zip(("layers", "early", "fetched"), counts, strict=True)
+        return replace(figures, **{name: getattr(figures, name) + value for name, value in found.items()})
 
 
 class ReplayedGate:
@@ -173,20 +167,17 @@ class GpuStream(TorchStream):
 
     @property
     def tables(self) -> torch.Tensor | None:
-        """See `BlockStream`."""
         self._begin_now()
         return super().tables
 
     def enter(self, layer: int, timeout_s: float) -> bool:
-        """See `BlockStream`."""
         self._begin_now()
         return super().enter(layer, timeout_s)
 
     def replay(self, graph: Callable[[], _Found]) -> _Found | None:
         """Run the graph with the step's fetches, fetch two layers ahead, and return the graph's result.
 
-        Return None, without running it, if the step fetches nothing.
-        """
+        Return None, without running it, if the step fetches nothing."""
         work, self._waiting = self._waiting, None
         if work is None:
             return None
@@ -202,13 +193,11 @@ class GpuStream(TorchStream):
         return found
 
     def end(self) -> int:
-        """See `BlockStream`."""
         saved = super().end()
         self._waiting = self._replayed = None
         return saved
 
     def figures(self) -> StreamFigures:
-        """See `BlockStream`."""
         return self.fetches.add_to(super().figures())
 
     def _settle(self) -> int:

@@ -2,8 +2,7 @@
 
 `python -m services.worker.engine.native.build` builds it at setup and prints its path; a worker without a
 library builds it at start. Concurrent builds use separate folders; the first one to finish is renamed into
-place.
-"""
+place."""
 
 import hashlib
 import os
@@ -41,12 +40,10 @@ def find_compiler() -> str | None:
 def build(folder: Path = BUILDS) -> Path:
     """Return the path of the library, compiled if necessary.
 
-    Raises ConfigError if there is neither compiler nor library, or with the compiler's error.
-    """
+    Raises ConfigError if there is neither compiler nor library, or with the compiler's error."""
     compiler = find_compiler()
     if compiler is None:
-        made = _made_elsewhere(folder)
-        if made is not None:
+        if made := _made_elsewhere(folder):
             return made
         raise ConfigError(f"no C++ compiler: install one of {', '.join(_COMPILERS)}, or name one in CXX")
     home = folder / _digest(compiler)
@@ -55,7 +52,11 @@ def build(folder: Path = BUILDS) -> Path:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder, prefix=".building-") as scratch:
                 _compile(compiler, Path(scratch) / "out")
-                _publish(Path(scratch) / "out", home)
+                try:
+                    (Path(scratch) / "out").rename(home)
+                except OSError:
+                    if not (home / LIBRARY).exists():  # else another process was first
+                        raise
         except OSError as error:
             raise ConfigError(f"the native library cannot be written below {folder}: {error}") from error
     return home / LIBRARY
@@ -63,32 +64,17 @@ def build(folder: Path = BUILDS) -> Path:
 
 def _made_elsewhere(folder: Path) -> Path | None:
     """Return a library of the same sources and CPU by any compiler, as in a container image, or None."""
-    for note in sorted(folder.glob(f"*/{_NOTE}")):
-        if note.read_text() == _digest():
-            return note.parent / LIBRARY
-    return None
-
-
-def _publish(made: Path, home: Path) -> None:
-    try:
-        made.rename(home)
-    except OSError:
-        if not (home / LIBRARY).exists():
-            raise
+    notes = (note for note in sorted(folder.glob(f"*/{_NOTE}")) if note.read_text() == _digest())
+    return next((note.parent / LIBRARY for note in notes), None)
 
 
 def _compile(compiler: str, out: Path) -> None:
     out.mkdir()
     flags = [*FLAGS, _OPENMP] if _has_openmp(compiler, out) else [*FLAGS]
-    sources = sorted(SOURCES.glob("*.cpp"))
-    objects = [out / f"{source.stem}.o" for source in sources]
-    commands = [
-        [compiler, *flags, "-c", str(source), "-o", str(made)]
-        for source, made in zip(sources, objects, strict=True)
-    ]
-    _run_all(commands)
-    _run_all([[compiler, *flags, "-shared", *map(str, objects), "-o", str(out / LIBRARY)]])
-    for made in objects:
+    objects = {source: out / f"{source.stem}.o" for source in sorted(SOURCES.glob("*.cpp"))}
+    _run_all([[compiler, *flags, "-c", str(source), "-o", str(made)] for source, made in objects.items()])
+    _run_all([[compiler, *flags, "-shared", *map(str, objects.values()), "-o", str(out / LIBRARY)]])
+    for made in objects.values():
         made.unlink()
     (out / _NOTE).write_text(_digest())
 
@@ -114,12 +100,10 @@ def _run_all(commands: Sequence[Sequence[str]]) -> None:
 
 
 def _has_openmp(compiler: str, folder: Path) -> bool:
-    probe = folder / "probe.cc"
+    probe, made = folder / "probe.cc", folder / "probe.so"
     probe.write_text("#include <omp.h>\nint threads() { return omp_get_max_threads(); }\n")
-    made = folder / "probe.so"
-    command = [compiler, _OPENMP, "-fPIC", "-shared", str(probe), "-o", str(made)]
     try:
-        _run_all([command])
+        _run_all([[compiler, _OPENMP, "-fPIC", "-shared", str(probe), "-o", str(made)]])
     except ConfigError:
         return False
     finally:

@@ -1,7 +1,6 @@
 """Loads the native library and wraps its attention operator for torch tensors (`attention.h`).
 
-Calls go through ctypes, which releases the GIL.
-"""
+Calls go through ctypes, which releases the GIL."""
 
 import ctypes
 import logging
@@ -14,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from services.worker.engine.native.build import build
+from services.worker.engine.paged import Shape
 from services.worker.engine.spans import PackedSpans
 from shared.errors import ConfigError, CorruptedKv, InternalError
 
@@ -134,8 +134,7 @@ def _load_or_warn() -> ctypes.CDLL | None:
 def choose(mode: AttentionMode, *, device: torch.device, dtype: torch.dtype) -> ctypes.CDLL | None:
     """Return the library, or None to compute in plain torch.
 
-    Raises ConfigError in mode "native" without a library for this device and dtype.
-    """
+    Raises ConfigError in mode "native" without a library for this device and dtype."""
     fits = device.type == "cpu" and dtype in _DTYPES
     if mode == "torch" or (mode == "auto" and not fits):
         return None
@@ -153,24 +152,14 @@ def describe_pool(k_pool: torch.Tensor, v_pool: torch.Tensor, before: int = 0, b
     """Return the `KvPool` of K `[num_blocks, kv_heads, head_dim, block_tokens]` and V `[…, value_dim]`.
 
     Both are contiguous. `before`, `behind`: number of readable blocks on either side in the same memory, with
-    ids below 0 and from `num_blocks` on.
-    """
+    ids below 0 and from `num_blocks` on."""
     num_blocks, kv_heads, head_dim, block_tokens = k_pool.shape
     if (num_blocks, kv_heads, block_tokens) != tuple(v_pool.shape[:3]) or k_pool.dtype != v_pool.dtype:
         raise InternalError(f"K {tuple(k_pool.shape)} and V {tuple(v_pool.shape)} are no pools of one layer")
     if not (k_pool.is_contiguous() and v_pool.is_contiguous()):
         raise InternalError("KV pools must be contiguous")
-    return KvPool(
-        key=k_pool.data_ptr(),
-        value=v_pool.data_ptr(),
-        dtype=_DTYPES[k_pool.dtype],
-        num_blocks=num_blocks + behind,
-        before=before,
-        block_tokens=block_tokens,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        value_dim=v_pool.shape[3],
-    )
+    sizes = num_blocks + behind, before, block_tokens, kv_heads, head_dim, v_pool.shape[3]
+    return KvPool(k_pool.data_ptr(), v_pool.data_ptr(), _DTYPES[k_pool.dtype], *sizes)
 
 
 def describe_spans(packed: PackedSpans, window_tokens: int | None = None) -> Spans:
@@ -197,8 +186,7 @@ def write(
 ) -> None:
     """Write `keys`, `values` `[rows, kv_heads, …]` to `slots`, int64 `[rows]`: block * block_tokens + offset.
 
-    With `digests` the blocks are verified first (raises CorruptedKv) and digested again.
-    """
+    With `digests` the blocks are verified first (raises CorruptedKv) and digested again."""
     keys, values = _rows_of_heads(keys), _rows_of_heads(values)
     strides = keys.data_ptr(), keys.stride(0), values.data_ptr(), values.stride(0)
     given = pool, *strides, slots.data_ptr(), keys.shape[0]
@@ -218,9 +206,7 @@ def attend(
     pool: KvPool,
     spans: Spans,
     queries: torch.Tensor,
-    *,
-    scaling: float,
-    softcap: float | None = None,
+    shape: Shape,
     threads: int = 1,
     lse: torch.Tensor | None = None,
     digests: KvDigests | None = None,
@@ -228,8 +214,7 @@ def attend(
     """Return attention `[rows, q_heads, value_dim]` of `queries` `[rows, q_heads, head_dim]`, in their dtype.
 
     Fills `lse`, fp32 `[rows, q_heads]`, contiguous, if given. A row that sees no key gets zeros and −inf.
-    Raises CorruptedKv if a block does not match its digest.
-    """
+    Raises CorruptedKv if a block does not match its digest."""
     flat = _rows_of_heads(queries)
     rows, q_heads, _ = flat.shape
     output = torch.empty(rows, q_heads, pool.value_dim)
@@ -237,8 +222,8 @@ def attend(
         query=flat.data_ptr(),
         query_stride=flat.stride(0),
         q_heads=q_heads,
-        scaling=scaling,
-        softcap=softcap or 0.0,
+        scaling=shape.scaling,
+        softcap=shape.softcap or 0.0,
         output=output.data_ptr(),
         lse=None if lse is None else lse.data_ptr(),
         threads=threads,

@@ -96,8 +96,7 @@ class NativeLlama:
     """`Forward` of a plain `LlamaForCausalLM`; see `is_computable`.
 
     `release` frees the module's own matrices, so that it can no longer compute. The functions of `llama.h`
-    take `model` and the result of `prepare`, for callers that run single layers.
-    """
+    take `model` and the result of `prepare`, for callers that run single layers."""
 
     def __init__(
         self,
@@ -153,8 +152,7 @@ class NativeLlama:
     def _run_partitioned(self, step: LlamaStep) -> int:
         """`llama_forward` with creditors: send their parts before each attention and merge them after it.
 
-        Rows without remote blocks use the same kernels in the same order.
-        """
+        Rows without remote blocks use the same kernels in the same order."""
         library, model, kv, rows = self._library, self.model, self._kv, step.rows
         scratch = self._scratch.tensors
         heads = scratch["heads"][:rows].view(rows, -1, model.head_dim)

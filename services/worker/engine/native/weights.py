@@ -1,9 +1,9 @@
 """Packs the weights of a transformers Llama into panels for `llama.h`.
 
-`release` frees the module's own copies, so that it can no longer compute.
-"""
+`release` frees the module's own copies, so that it can no longer compute."""
 
 import ctypes
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from services.worker.engine.llama_parts import JoinedLayer
-from services.worker.engine.native.arena import Arena
 from services.worker.engine.native.library import ADDRESS, INT32, INT64, declare
 
 _PROTOTYPES = {
@@ -21,6 +20,33 @@ _PROTOTYPES = {
     "gemm_pack_pair": (None, (ADDRESS, ADDRESS, INT64, INT32, INT32, ADDRESS)),
 }
 _ROTARY_CHUNK = 4096
+
+
+_PAGE_BYTES = 2 << 20
+_FLOAT_BYTES = 4
+
+
+class Arena:
+    """Memory for weights or KV, in huge pages if possible: consecutive fp32 tensors, which keep it alive.
+
+    The mapping is private: Linux backs shared memory with huge pages only if configured to. With small pages
+    a killed worker's sockets stay open while its pages are freed."""
+
+    def __init__(self, floats: int) -> None:
+        size = max(floats * _FLOAT_BYTES, 1) + _PAGE_BYTES
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        whole = torch.frombuffer(memory, dtype=torch.float32)
+        start = -whole.data_ptr() % _PAGE_BYTES // _FLOAT_BYTES
+        self._free = whole[start : start + floats]
+
+    def take(self, floats: int) -> torch.Tensor:
+        """Return the next tensor `[floats]`, zeroed. Raises ValueError if the arena is full."""
+        if floats > len(self._free):
+            raise ValueError(f"{floats} floats wanted of {len(self._free)}")
+        taken, self._free = self._free[:floats], self._free[floats:]
+        return taken
 
 
 class Gemm:
@@ -51,9 +77,8 @@ class Gemm:
         gate, up = gate.contiguous(), up.contiguous()
         outputs, inputs = gate.shape
         packed = arena.take(self.packed_pair_floats(outputs, inputs))
-        self._library.gemm_pack_pair(
-            gate.data_ptr(), up.data_ptr(), inputs, outputs, inputs, packed.data_ptr()
-        )
+        pair = gate.data_ptr(), up.data_ptr()
+        self._library.gemm_pack_pair(*pair, inputs, outputs, inputs, packed.data_ptr())
         return packed
 
 
@@ -78,19 +103,12 @@ def pack(library: ctypes.CDLL, module: Any, positions: int, *, release: bool) ->
     tied = body.embed_tokens.weight.data_ptr() == head.data_ptr()
     gemm = Gemm(library)
     arena = Arena(_floats(gemm, module))
-    cosine, sine = rotation(module, positions)
     layers = tuple(_layer(gemm, arena, layer, release) for layer in body.layers)
-    weights = ModelWeights(
-        layers=layers,
-        embedding=None if tied else body.embed_tokens.weight.detach().contiguous(),
-        final_norm=body.norm.weight.detach(),
-        head=gemm.pack([head], arena),
-        cosine=cosine,
-        sine=sine,
-    )
+    embedding = None if tied else body.embed_tokens.weight.detach().contiguous()
+    packed = gemm.pack([head], arena)
     if release:
         _release([module.lm_head, body.embed_tokens] if tied else [module.lm_head])
-    return weights
+    return ModelWeights(layers, embedding, body.norm.weight.detach(), packed, *rotation(module, positions))
 
 
 def rotation(module: Any, positions: int) -> tuple[torch.Tensor, torch.Tensor]:

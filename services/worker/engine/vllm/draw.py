@@ -44,12 +44,14 @@ class StepDraw:
         library = _library(logits.values.device.type)
         embeds = any(point.sampling.embeds for point in self._points)
         if self._masks is None and not embeds:
-            likeliest = take_likeliest(logits.values, rows, self._points, library)
-            if likeliest is not None:
-                return likeliest
-        mine = _of(logits, rows)
-        found = sample(mine, self._points, library, self._masks)
-        return with_hidden(found, self._points, mine.hidden) if embeds else found
+            found = take_likeliest(logits.values, rows, self._points, library)
+            if found is not None:
+                return found
+        values, hidden = logits.values, logits.hidden
+        if rows != list(range(len(values))):
+            values, hidden = values[rows], None if hidden is None else hidden[rows]
+        found = sample(Logits(values.float(), hidden=hidden), self._points, library, self._masks)
+        return with_hidden(found, self._points, hidden) if embeds else found
 
     def noted(self, name: str) -> int | None:
         """Return the sampled token of a request, or None."""
@@ -67,14 +69,6 @@ def _brief(point: SamplePoint) -> SamplePoint:
     how = point.sampling
     reads = how.repetition_penalty != 1 or how.frequency_penalty or how.presence_penalty or how.bad_words
     return point if reads else SamplePoint(how, point.choice, point.index)
-
-
-def _of(logits: Logits, rows: list[int]) -> Logits:
-    """Return these rows of the logits, in this order, as fp32."""
-    values, hidden = logits.values, logits.hidden
-    if rows != list(range(len(values))):
-        values, hidden = values[rows], None if hidden is None else hidden[rows]
-    return Logits(values.float(), hidden=hidden)
 
 
 @cache

@@ -1,8 +1,7 @@
 """Engine with vLLM's models, kernels and KV, and Kvasir's block ids and sampler.
 
 Prefix cache, tiers and migration work as with the native engine; distributed attention and Pie do not
-(`docs/vllm.md`).
-"""
+(`docs/vllm.md`)."""
 
 from collections.abc import Iterator, Sequence
 
@@ -23,7 +22,6 @@ class VllmEngine:
     """Implements `ConstrainedEngine` and `CacheableEngine`."""
 
     prefill_tokens_per_s = 0.0
-    """Prefill throughput as profiled at the start; 0: not profiled."""
 
     def __init__(
         self,
@@ -36,18 +34,14 @@ class VllmEngine:
         grammars: GrammarMasks | None = None,
     ) -> None:
         """`weights`: digest of the checkpoint."""
-        self._runner = runner
-        self._grammars = grammars
+        self._runner, self._grammars = runner, grammars
         self._max_rows, self._max_step_tokens = max_rows, max_step_tokens
-        self.block_tokens = block_tokens
+        self.block_tokens, self.weights = block_tokens, weights
         self.kv_blocks = len(runner.kv[0]) - NULL_BLOCKS
         self.vocabulary, self.max_positions = runner.vocabulary, runner.max_positions
-        self.weights = weights
+        model, dtype = f"vllm {runner.version} {weights}", str(runner.dtype)
         self.fingerprint = fingerprint(
-            model=f"vllm {runner.version} {weights}",
-            dtype=str(runner.dtype),
-            layout=runner.layout,
-            block_tokens=block_tokens,
+            model=model, dtype=dtype, layout=runner.layout, block_tokens=block_tokens
         )
         self.requests = Requests(block_tokens)
 

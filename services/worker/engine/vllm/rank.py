@@ -1,7 +1,6 @@
 """Extension of vLLM's worker class, for each rank of a tensor-parallel model.
 
-Every rank has all logits and samples the same tokens from them.
-"""
+Every rank has all logits and samples the same tokens from them."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -11,8 +10,7 @@ from typing import Any
 from services.worker.core.sampling import Sampled
 from services.worker.engine.vllm.requests import ContinuedRequest, NewRequest
 from services.worker.engine.vllm.seam import Draw
-from services.worker.engine.vllm.steps import KvPart, Steps
-from services.worker.engine.vllm.steps_v1 import StepsV1
+from services.worker.engine.vllm.steps import KvPart, Steps, StepsV1
 from services.worker.engine.vllm.steps_v2 import StepsV2
 
 _SHARED = Path("/dev/shm")

@@ -2,8 +2,7 @@
 
 A runner keeps the requests of its last step. A row continues a request if it has the request's blocks, next
 position and sampled token. Every other row becomes a new request with its full state, so answers do not
-depend on a match. A request without a row in a step is finished in that step.
-"""
+depend on a match. A request without a row in a step is finished in that step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -72,8 +71,6 @@ class Requests:
     """Requests of one runner over its steps: call `begin`, then `end` or `fail`."""
 
     block_tokens: int
-    told_anew: int = 0
-    told_on: int = 0
     _numbers: "count[int]" = field(default_factory=count)
     _known: dict[int, _Known] = field(default_factory=dict)
     """Requests of the last step, by the block of their last position, which is unique."""
@@ -91,8 +88,6 @@ class Requests:
             step.append(self._anew(row, new) if known is None else known)
         finished = self._doomed | {known.name for known in self._known.values()}
         self._known, self._doomed, self._step = {}, finished, step
-        self.told_anew += len(new)
-        self.told_on += len(continued)
         names = [known.name for known in step]
         counts = {name: len(row.tokens) for name, row in zip(names, rows, strict=True)}
         return StepRequests(names, new, continued, counts, finished)

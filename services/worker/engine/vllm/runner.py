@@ -1,8 +1,7 @@
 """`ModelRunner` for vLLM 0.32 with either of its runners, in this process or on several ranks.
 
 `EngineCore` creates the executor and KV tensors and warms up; its scheduler is not used. Only this module,
-`rank.py` and `steps*.py` use private parts of vLLM.
-"""
+`rank.py` and `steps*.py` use private parts of vLLM."""
 
 import os
 import random
@@ -55,8 +54,7 @@ class VllmRunner:
     ) -> None:
         """`kv_blocks` 0: as many as `kv_bytes` hold; both 0: as `memory_fraction` of the GPU allows.
 
-        Raises ConfigError for another version of vLLM or a model that needs several block tables.
-        """
+        Raises ConfigError for another version of vLLM or a model that needs several block tables."""
         os.environ.update(_ENVIRONMENT)
         if settings.model_runner == "auto":
             os.environ.pop(_MODEL_RUNNER, None)
@@ -114,32 +112,17 @@ class VllmRunner:
         else:
             self.layout = " and ".join(self._executor.collective_rpc("kvasir_open"))
             self.kv = self._shared()
-        self._check(kv_blocks)
-
-    def _check(self, kv_blocks: int) -> None:
+        self.kind = "v2" if self._config.use_v2_model_runner else "v1"
+        """vLLM's model runner."""
+        model_config: Any = self._config.model_config
+        self.vocabulary = int(model_config.get_vocab_size())
+        self.max_positions = int(model_config.max_model_len) - 1  # vLLM asserts this in _bookkeeping_sync
+        self.dtype: torch.dtype = model_config.dtype
         shapes = {tuple(each.shape) for each in self.kv}
         blocks = self._config.cache_config.num_gpu_blocks
         require(bool(shapes), "KV is a list of tensors")
         require(not kv_blocks or blocks == kv_blocks + NULL_BLOCKS, f"{kv_blocks} blocks and block 0", blocks)
         require(all(shape[0] == blocks for shape in shapes), "KV begins with the blocks", shapes)
-
-    @property
-    def kind(self) -> str:
-        """vLLM's model runner: `v1` or `v2`."""
-        return "v2" if self._config.use_v2_model_runner else "v1"
-
-    @property
-    def vocabulary(self) -> int:
-        return int(self._config.model_config.get_vocab_size())
-
-    @property
-    def max_positions(self) -> int:
-        return int(self._config.model_config.max_model_len) - 1  # vLLM asserts this in _bookkeeping_sync
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self._config.model_config.dtype
-        return dtype
 
     def run(
         self,

@@ -24,30 +24,18 @@ class Draw(Protocol):
 class ModelRunner(Protocol):
     """A model with its KV and kernels; called from one thread."""
 
-    @property
-    def version(self) -> str: ...
-
-    @property
-    def vocabulary(self) -> int: ...
-
-    @property
-    def max_positions(self) -> int:
-        """Most positions of a sequence: one less than the model's, so that the last sampled token fits."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of weights and KV."""
-        ...
+    version: str
+    vocabulary: int
+    max_positions: int
+    """Most positions of a sequence: one less than the model's, so that the last sampled token fits."""
+    dtype: torch.dtype
+    """Dtype of weights and KV."""
+    layout: str
+    """Name of a block's memory layout."""
 
     @property
     def kv(self) -> Sequence[torch.Tensor]:
         """Tensors `[NULL_BLOCKS + kv_blocks, …]` by rank and layer, contiguous, with K and V of a block."""
-        ...
-
-    @property
-    def layout(self) -> str:
-        """Name of a block's memory layout."""
         ...
 
     def run(
@@ -60,8 +48,7 @@ class ModelRunner(Protocol):
     ) -> None:
         """Run one step. `draw` is called once, and returns each request's next token.
 
-        After an exception the requests of this step must be in `finished` of the next step.
-        """
+        After an exception the requests of this step must be in `finished` of the next step."""
         ...
 
     def close(self) -> None:

@@ -1,8 +1,7 @@
 """Runs steps of a vLLM 0.32 model runner, in the runner's process; see `runner.py`.
 
-A step is a `SchedulerOutput` made here, and Kvasir's sampler replaces vLLM's. `steps_v1.py` and `steps_v2.py`
-have the differences between runner V1 and V2.
-"""
+A step is a `SchedulerOutput` made here, and Kvasir's sampler replaces vLLM's. `StepsV1` and `steps_v2.py`
+have the differences between runner V1 and V2."""
 
 import math
 from abc import ABC, abstractmethod
@@ -55,8 +54,7 @@ def require_names(thing: Any, used: Sequence[str]) -> None:
 def as_it_lies(kv: torch.Tensor) -> torch.Tensor:
     """Return a layer's KV `[blocks, heads, tokens, content]` with its dimensions in memory order.
 
-    Raises ConfigError unless blocks are contiguous and in order.
-    """
+    Raises ConfigError unless blocks are contiguous and in order."""
     strides = kv.stride()
     order = sorted(range(kv.dim()), key=lambda axis: (-strides[axis], axis))
     told = kv.permute(order)
@@ -207,6 +205,29 @@ class Steps(ABC):
         assert self._draw is not None
         tokens = self._draw(Logits(logits, hidden=self._hidden), names)
         return torch.tensor(tokens, dtype=dtype, device=logits.device).unsqueeze(1)
+
+
+class StepsV1(Steps):
+    """Steps of vLLM's model runner V1, whose sampler is replaced."""
+
+    def _take_the_sampler(self) -> None:
+        from vllm.v1.outputs import SamplerOutput
+
+        require_names(self._runner, ("input_batch",))
+        self._sampler_output = SamplerOutput
+        self._runner.sampler = self._sampled
+
+    def _sampled_from(self, state: Any) -> torch.Tensor:
+        hidden: torch.Tensor = state.sample_hidden_states
+        return hidden
+
+    def _tokens(self, request: NewRequest) -> dict[str, Any]:
+        return {"prompt_token_ids": request.tokens}
+
+    def _sampled(self, logits: torch.Tensor, sampling_metadata: Any = None, **_: Any) -> Any:
+        """Sample in place of vLLM's `Sampler`."""
+        noted = self._drawn(logits, self._runner.input_batch.req_ids, torch.int32)
+        return self._sampler_output(sampled_token_ids=noted, logprobs_tensors=None)
 
 
 def check_groups(groups: Sequence[Any]) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from services.worker.core.sampling import SamplePoint
 from services.worker.engine.contract import Row
-from services.worker.engine.engine import TorchEngine, warm_up
+from services.worker.engine.engine import TorchEngine, prefill_tokens_per_s, warm_up
 from services.worker.engine.loading import describe
 from services.worker.kv.core.block_pool import BlockPool
 from shared.messages.sequence import Sampling
@@ -65,18 +65,9 @@ def test_a_token_does_not_depend_on_what_else_is_in_the_batch(
     assert answers[0] == answers[1]
 
 
-PENALIZED = Sampling(
-    seed=21,
-    max_tokens=64,
-    temperature=1.2,
-    min_p=0.01,
-    repetition_penalty=1.3,
-    frequency_penalty=0.4,
-    presence_penalty=0.3,
-    min_tokens=18,
-    end_token_ids=(3, 8),
-    top_logprobs=3,
-)
+PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.3}
+ENDS = {"min_tokens": 18, "end_token_ids": (3, 8), "top_logprobs": 3}
+PENALIZED = Sampling(seed=21, max_tokens=64, temperature=1.2, min_p=0.01, **PENALTIES, **ENDS)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "opt"])
@@ -147,3 +138,21 @@ def test_warm_up_fits_the_smallest_pool(blocks: int, make_model: ModelFactory) -
     engine = TorchEngine(describe(make_model("llama")), kv_blocks=blocks, block_tokens=1)
     warm_up(engine)
     assert engine.pools[0][0][: min(2, blocks)].any(), "it computed something"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "took_s", "tokens_per_s"),
+    [
+        (6, (0.001, 0.5, 0.25), 24 / 0.25),
+        (6, (3.0,), 24 / 3.0),
+        (3, (), 0.0),
+        (64, (0.1, 0.2, 0.4), 128 / 0.2),
+    ],
+    ids=["the fastest but the first", "a slow engine, once", "too small", "one chunk"],
+)
+def test_prefill_is_timed_before_serving(
+    blocks: int, took_s: tuple[float, ...], tokens_per_s: float, make_model: ModelFactory
+) -> None:
+    times = [100.0 + sum(took_s[: (at + 1) // 2]) for at in range(2 * len(took_s))]
+    engine = TorchEngine(describe(make_model("llama")), kv_blocks=blocks, block_tokens=BLOCK_TOKENS)
+    assert prefill_tokens_per_s(engine, blocks, iter(times).__next__) == pytest.approx(tokens_per_s)

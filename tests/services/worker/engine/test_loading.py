@@ -12,7 +12,7 @@ import transformers
 from services.worker.engine.attention import LayerShape
 from services.worker.engine.contract import Row
 from services.worker.engine.engine import TorchEngine
-from services.worker.engine.loading import configuration, describe, layout_name, load, model_digest
+from services.worker.engine.loading import describe, layout_name, load, model_digest
 from shared.errors import ConfigError
 from tests.services.worker.conftest import ARCHITECTURES, MAX_POSITIONS, VOCABULARY, ModelFactory, build_model
 from tests.services.worker.prefix_rig import make_engine
@@ -29,54 +29,43 @@ def test_a_layer_is_described_by_what_it_keeps(architecture: str, make_model: Mo
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_folder_is_loaded_in_the_dtype_asked_for(model_folder: Path, dtype: str) -> None:
+def test_a_folder_is_loaded_with_its_weights_in_the_dtype_asked_for(
+    model_folder: Path, make_model: ModelFactory, dtype: str
+) -> None:
     loaded = load(str(model_folder), dtype=dtype, device="cpu")
-    assert loaded.dtype is getattr(torch, dtype)
     assert not loaded.module.training and len(loaded.layers) == 2
-
-
-def test_weights_survive_the_folder(model_folder: Path, make_model: ModelFactory) -> None:
-    loaded = load(str(model_folder), dtype="float32", device="cpu")
     original = dict(make_model("llama").named_parameters())
     for name, parameter in loaded.module.named_parameters():
-        assert torch.equal(parameter, original[name])
+        assert torch.equal(parameter, original[name].to(getattr(torch, dtype))), name
 
 
-def test_an_unknown_dtype_is_refused(model_folder: Path) -> None:
+def test_what_cannot_be_loaded_is_refused(model_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="float64"):
         load(str(model_folder), dtype="float64", device="cpu")
-
-
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="holds no model"):
-        load(str(tmp_path), dtype="float32", device="cpu")
+        load(str(tmp_path / "empty"), dtype="float32", device="cpu")
 
 
 SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32}
 SMALL |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 
 
-def test_layers_without_attention_are_refused() -> None:
+LINEAR = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2)
+LINEAR |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8)
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+
+
+def test_attention_that_is_not_computed_is_refused() -> None:
+    kinds = ["linear_attention", "full_attention"]
     config = transformers.Qwen3NextConfig(
-        **SMALL,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
+        **SMALL, **LINEAR, **EXPERTS, layer_types=kinds, shared_expert_intermediate_size=16
     )
     with pytest.raises(ConfigError, match="attention in layers"):
         describe(transformers.Qwen3NextForCausalLM(config))
-
-
-def test_attention_sinks_are_refused() -> None:
-    config = transformers.GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1)
+    sinks = transformers.GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1)
     with pytest.raises(ConfigError, match="s_aux"):
-        describe(transformers.GptOssForCausalLM(config))
+        describe(transformers.GptOssForCausalLM(sinks))
 
 
 def test_context_is_limited_to_what_is_computed_exactly() -> None:
@@ -103,9 +92,6 @@ def test_equal_weights_have_one_digest_and_one_changed_number_another() -> None:
     with torch.no_grad():
         next(other.parameters())[3, 5] += 1e-3
     assert model_digest(model) != model_digest(other)
-
-
-def test_the_layout_tells_layers_apart() -> None:
     assert layout_name([LayerShape(2, 16, 16)]) != layout_name([LayerShape(1, 32, 16)])
 
 
@@ -150,7 +136,7 @@ def test_where_a_model_came_from_and_how_answers_end_are_not(tmp_path: Path) -> 
     model.save_pretrained(tmp_path)
     again = load(str(tmp_path), dtype="float32", device="cpu").module
     assert model_digest(again) == model_digest(model)
-    assert configuration(llama(eos_token_id=3, use_cache=False)) == configuration(model)
+    assert model_digest(llama(eos_token_id=3, use_cache=False)) == model_digest(model)
 
 
 def test_an_engines_fingerprint_covers_model_dtype_and_block_size() -> None:

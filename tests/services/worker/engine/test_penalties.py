@@ -1,7 +1,8 @@
-"""Penalties and masked ends against a plain loop, and against transformers' own processors."""
+"""Penalties, biases, masked and forced tokens against a plain loop, and against transformers' processors."""
 
 import math
 from collections import Counter
+from typing import Any
 
 import torch
 from hypothesis import given, settings
@@ -9,47 +10,58 @@ from hypothesis import strategies as st
 from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from services.worker.core.sampling import SamplePoint
-from services.worker.engine.sampler import penalize
-from shared.messages.sequence import Sampling
+from services.worker.engine.sampler import Logits, penalize, sample
+from shared.messages.sequence import Sampling, pack_tokens
 
 VOCABULARY = 11
 
 
 def reference(logits: list[float], point: SamplePoint) -> list[float]:
     """The contract, one token at a time."""
-    sampling = point.sampling
-    answer = Counter(point.tokens[len(point.tokens) - point.index :])
-    changed = []
+    how, text = point.sampling, list(point.tokens[len(point.tokens) - point.index :])
+    answer, biases, changed = Counter(text), dict(how.logit_bias), []
     for token, logit in enumerate(logits):
-        value = logit
+        value = logit + biases.get(token, 0.0)
         if token in point.tokens:
-            penalty = sampling.repetition_penalty
-            value = value / penalty if value > 0 else value * penalty
+            value = value / how.repetition_penalty if value > 0 else value * how.repetition_penalty
         if answer[token]:
-            value -= sampling.frequency_penalty * answer[token] + sampling.presence_penalty
-        if point.index < sampling.min_tokens and token in sampling.end_token_ids:
+            value -= how.frequency_penalty * answer[token] + how.presence_penalty
+        is_bad = any(
+            word[-1] == token and text[len(text) - len(word) + 1 :] == list(word[:-1])
+            for word in how.bad_words
+            if len(word) - 1 <= len(text)
+        )
+        is_early = point.index < how.min_tokens and token in how.end_token_ids
+        if is_bad or is_early or (how.allowed_token_ids and token not in how.allowed_token_ids):
             value = -math.inf
         changed.append(value)
     return changed
 
 
-TEXTS = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=20)
+TOKENS = st.integers(0, VOCABULARY - 1)
+TEXTS = st.lists(TOKENS, min_size=1, max_size=20)
 PENALTIES = st.sampled_from([0.0, 0.0, 0.3, -1.5, 2.0])
+SAMPLINGS = st.builds(
+    Sampling,
+    seed=st.just(0),
+    max_tokens=st.just(40),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 0.7, 1.3, 2.0]),
+    frequency_penalty=PENALTIES,
+    presence_penalty=PENALTIES,
+    min_tokens=st.integers(0, 20),
+    end_token_ids=st.lists(st.integers(0, VOCABULARY + 3), max_size=3).map(tuple),
+    logit_bias=st.dictionaries(TOKENS, st.floats(-100, 100, width=32), max_size=3).map(
+        lambda biases: tuple(biases.items())
+    ),
+    allowed_token_ids=st.one_of(st.just(()), st.lists(TOKENS, max_size=3, unique=True).map(tuple)),
+    bad_words=st.lists(st.lists(TOKENS, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+)
 
 
 @st.composite
 def points(draw: st.DrawFn) -> SamplePoint:
     tokens = draw(TEXTS)
-    sampling = Sampling(
-        seed=0,
-        max_tokens=40,
-        repetition_penalty=draw(st.sampled_from([1.0, 1.0, 0.7, 1.3, 2.0])),
-        frequency_penalty=draw(PENALTIES),
-        presence_penalty=draw(PENALTIES),
-        min_tokens=draw(st.integers(0, 20)),
-        end_token_ids=tuple(draw(st.lists(st.integers(0, VOCABULARY + 3), max_size=3))),
-    )
-    return SamplePoint(sampling, 0, draw(st.integers(0, len(tokens))), tokens)
+    return SamplePoint(draw(SAMPLINGS), 0, draw(st.integers(0, len(tokens))), tokens)
 
 
 ROWS = st.lists(
@@ -59,7 +71,7 @@ ROWS = st.lists(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=300)
 @given(ROWS)
 def test_logits_are_those_of_the_definition(rows: list[tuple[SamplePoint, list[float]]]) -> None:
     logits = torch.tensor([values for _, values in rows])
@@ -109,17 +121,33 @@ def test_rows_that_ask_for_nothing_are_not_touched() -> None:
 
 
 def test_what_is_not_finite_stays_so_and_what_is_finite_stays_finite() -> None:
-    broken = [math.inf, math.nan, -math.inf, 3.0, -3.0]
-    sampling = Sampling(
-        seed=0,
-        max_tokens=9,
-        repetition_penalty=1e-39,
-        presence_penalty=2.0,
-        min_tokens=9,
-        end_token_ids=(0, 1),
-    )
-    logits = torch.tensor([broken])
+    logits = torch.tensor([[math.inf, math.nan, -math.inf, 3.0, -3.0]])
+    tiny = {"repetition_penalty": 1e-39, "presence_penalty": 2.0}
+    sampling = Sampling(seed=0, max_tokens=9, min_tokens=9, end_token_ids=(0, 1), **tiny)
     penalize(logits, [SamplePoint(sampling, 0, 5, [0, 1, 2, 3, 4])])
     infinite, unknown, forbidden, large, small = logits[0].tolist()
     assert infinite == math.inf and math.isnan(unknown) and forbidden == -math.inf
     assert 1e38 < large < math.inf and small == -2.0
+
+
+def test_forced_tokens_come_whatever_the_model_says() -> None:
+    forced = pack_tokens([4, 70_000, 1])
+    sampling = Sampling(seed=3, max_tokens=5, temperature=1.0, top_logprobs=1, forced=forced)
+    points = [SamplePoint(sampling, 0, index, [8, 4, 1]) for index in (-3, -1)]
+    assert [SamplePoint(sampling, 0, index).forced for index in range(-3, 1)] == [4, 70_000, 1, None]
+    logits = torch.randn(2, VOCABULARY)
+    for row, (sampled, token) in enumerate(zip(sample(Logits(logits.clone()), points), (4, 1), strict=True)):
+        assert sampled is not None and sampled.token == token and sampled.logprobs is not None
+        assert abs(sampled.logprobs.chosen - torch.log_softmax(logits[row], -1)[token].item()) < 1e-5
+
+
+def test_what_is_forced_changes_nothing_after_it() -> None:
+    penalties: dict[str, Any] = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
+    penalties |= {"min_tokens": 2, "end_token_ids": (0,)}
+    plain = Sampling(seed=9, max_tokens=5, **penalties)
+    forced = Sampling(seed=9, max_tokens=8, forced=pack_tokens([4, 4, 1]), **penalties)
+    logits = torch.randn(1, VOCABULARY)
+    for index in range(3):
+        points = [SamplePoint(how, 0, index, [4, 4, 1, *range(2, 2 + index)]) for how in (plain, forced)]
+        first, second = (sample(Logits(logits.clone()), [point]) for point in points)
+        assert first == second

@@ -23,28 +23,11 @@ VOCABULARY = 4096
 END = 2
 
 
-class Slept:
-    """In place of a clock: how long each step was to take."""
-
-    def __init__(self) -> None:
-        self.steps_s: list[float] = []
-
-    def __call__(self, step_s: float) -> None:
-        self.steps_s.append(step_s)
-
-
-def make(speed: float = 1.0) -> tuple[SimulatedEngine, Slept]:
-    slept = Slept()
-    engine = SimulatedEngine(
-        vocabulary=VOCABULARY,
-        max_positions=4096,
-        kv_blocks=16,
-        block_tokens=4,
-        cost=COST,
-        speed=speed,
-        sleep=slept,
-    )
-    return engine, slept
+def make(speed: float = 1.0) -> tuple[SimulatedEngine, list[float]]:
+    """Return an engine, and the list of the seconds that its steps take."""
+    slept: list[float] = []
+    sizes = {"vocabulary": VOCABULARY, "max_positions": 4096, "kv_blocks": 16, "block_tokens": 4}
+    return SimulatedEngine(**sizes, cost=COST, speed=speed, sleep=slept.append), slept
 
 
 def sampling(seed: int = 7, *, ends: tuple[int, ...] = (END,), least: int = 0) -> Sampling:
@@ -63,9 +46,8 @@ def answer(seed: int, choice: int = 0, **fields: object) -> list[int]:
 def test_it_is_an_engine_whose_kv_can_be_copied_and_no_more() -> None:
     engine, _ = make()
     as_engine: Engine = engine
-    assert (
-        as_engine.weights and isinstance(engine, CacheableEngine) and not isinstance(engine, AttendingEngine)
-    )
+    assert as_engine.weights and isinstance(engine, CacheableEngine)
+    assert not isinstance(engine, AttendingEngine)
     assert engine.prefill_tokens_per_s == pytest.approx(128 / COST.step_s([(0, 128)], 0, 0))
 
 
@@ -98,10 +80,10 @@ def test_steps_take_what_the_cost_model_says_and_a_fast_clock_makes_them_short()
         engine.step([Row(list(range(20, 30)), 0, [3, 1, 2], point)])
         engine.step([Row([99], 10, [3, 1, 2], SamplePoint(sampling(), 0, 1, [*range(20, 30), 99]))])
         costs = [COST.step_s([(0, 10)], 0, 0), COST.step_s([], 1, 11)]
-        assert slept.steps_s == pytest.approx([cost / speed for cost in costs])
+        assert slept == pytest.approx([cost / speed for cost in costs])
 
 
-def test_blocks_that_hold_something_else_are_found_before_the_first_token() -> None:
+def test_blocks_that_hold_something_else_are_found_with_the_first_token_and_each_full_block() -> None:
     engine, _ = make()
     prompt = list(range(20, 32))
     engine.step([Row(prompt[:8], 0, [5, 6], None)])
@@ -110,16 +92,12 @@ def test_blocks_that_hold_something_else_are_found_before_the_first_token() -> N
     engine.step([Row([1, 2, 3, 4], 0, [6], None)])
     with pytest.raises(InternalError, match="other tokens"):
         engine.step([last])
-
-
-def test_blocks_are_looked_at_whenever_an_answer_fills_one() -> None:
-    engine, _ = make()
     tokens = list(range(20, 30))
     engine.step([Row(tokens, 0, [5, 6, 7], SamplePoint(sampling(), 0, 0, tokens))])
     engine.tokens[5, 2] += 1
     tokens.append(40)
     engine.step([Row([40], 10, [5, 6, 7], SamplePoint(sampling(), 0, 1, tokens))])
-    tokens.append(41)
+    tokens.append(41)  # fills a block
     with pytest.raises(InternalError, match="other tokens"):
         engine.step([Row([41], 11, [5, 6, 7], SamplePoint(sampling(), 0, 2, tokens))])
 

@@ -69,11 +69,6 @@ def test_transposed_views_are_taken_too(device: torch.device) -> None:
     torch.testing.assert_close(actual.cpu(), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_attention_before_a_step_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="before `begin`"):
-        _ = TritonBackend([], BLOCK_TOKENS, torch.device("cpu")).step
-
-
 def test_a_part_is_what_is_seen_of_it_and_how_much_that_weighs(device: torch.device) -> None:
     """Two halves of a sequence's keys, joined, are attention over all of them."""
     generator = torch.Generator().manual_seed(4)

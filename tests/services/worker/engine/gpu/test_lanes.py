@@ -1,6 +1,5 @@
 """Copies by a CUDA device's streams: on a device the real ones; on a CPU the same code, its streams those of
-a device that does everything as late, or as early, as it may.
-"""
+a device that does everything as late, or as early, as it may."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -23,17 +23,9 @@ TRAINED = Path(__file__).parents[5] / "models" / "tiny_chat"
 
 def make_module(device: torch.device, **settings: Any) -> Any:
     torch.manual_seed(4)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        head_dim=24,
-        max_position_embeddings=POSITIONS,
-        **settings,
-    )
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 40, "head_dim": 24}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1}
+    config = transformers.LlamaConfig(**sizes, max_position_embeddings=POSITIONS, **settings)
     module: Any = transformers.LlamaForCausalLM(config)
     return module.eval().requires_grad_(False).to(device)
 
@@ -91,13 +83,11 @@ def test_joining_weights_leaves_the_module_as_it_was(device: torch.device) -> No
     )
 
 
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"attention_bias": True},
-        {"hidden_act": "gelu"},
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
-    ],
+    "settings", [{"attention_bias": True}, {"hidden_act": "gelu"}, {"rope_parameters": DYNAMIC}]
 )
 def test_what_it_does_not_know_it_says(settings: dict[str, Any]) -> None:
     assert not is_computable(make_module(torch.device("cpu"), **settings))

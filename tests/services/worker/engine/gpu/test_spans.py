@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.engine import spans as steps
-from services.worker.engine.gpu.spans import MOST_TILE_KEYS, Heads, choose_splits, pack, tile_shape, upload
+from services.worker.engine.gpu.spans import MOST_TILE_KEYS, Heads, choose_splits, pack
 from services.worker.engine.spans import Span
 
 CPU = torch.device("cpu")
@@ -37,19 +37,16 @@ def test_every_row_is_in_exactly_one_tile(
 
 
 @given(spans)
-def test_arrays_say_what_the_spans_say(spans: list[Span]) -> None:
+def test_arrays_say_what_the_spans_say_and_ids_of_blocks_that_exist_follow(spans: list[Span]) -> None:
+    """A tile is read whole, beyond the end of its sequence's table."""
     packed = pack(steps.pack(spans, 4), Heads(2, 2), device=CPU, multiprocessors=1)
     assert packed.first_position.tolist() == [span.first_position for span in spans]
     assert packed.key_end.tolist() == [span.first_position + span.count for span in spans]
-    assert packed.table_position.tolist() == [0] * len(spans)
+    assert packed.table_position.tolist() == [0] * len(spans) and packed.first_row.dtype is torch.int32
     for start, span in zip(packed.table_start.tolist(), spans, strict=True):
         assert packed.blocks[start : start + len(span.blocks)].tolist() == list(span.blocks)
-
-
-def test_a_tile_holds_at_least_one_tokens_heads() -> None:
-    assert tile_shape(16, 1) == (16, 16)
-    assert tile_shape(16, 6) == (16, 2)
-    assert tile_shape(16, 71) == (128, 1)
+    rest = packed.blocks.storage_offset() + len(packed.blocks)
+    assert packed.blocks.as_strided((MOST_TILE_KEYS,), (1,), rest).tolist() == [0] * MOST_TILE_KEYS
 
 
 @pytest.mark.parametrize(
@@ -67,17 +64,3 @@ def test_few_tiles_are_split_as_far_as_it_fills_the_device(
     tiles: int, kv_heads: int, longest_tokens: int, splits: int
 ) -> None:
     assert choose_splits(tiles, kv_heads, longest_tokens, multiprocessors=132) == splits
-
-
-@given(spans)
-def test_ids_of_blocks_that_exist_follow_the_last_table(spans: list[Span]) -> None:
-    """A tile is read whole, beyond the end of its sequence's table."""
-    packed = pack(steps.pack(spans, 4), Heads(2, 2), device=CPU, multiprocessors=1)
-    rest = packed.blocks.storage_offset() + len(packed.blocks)
-    assert packed.blocks.as_strided((MOST_TILE_KEYS,), (1,), rest).tolist() == [0] * MOST_TILE_KEYS
-
-
-def test_an_upload_keeps_lists_apart() -> None:
-    first, empty, last = upload([[1, 2], [], [3]], CPU)
-    assert (first.tolist(), empty.tolist(), last.tolist()) == ([1, 2], [], [3])
-    assert first.dtype is torch.int32

@@ -1,16 +1,51 @@
-"""The packed product is torch's, for shapes of every kind; a row's result depends on nothing but the row."""
+"""Packed weights and their product are torch's; a row's result depends on nothing but the row."""
+
+import ctypes
+from enum import IntEnum
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from services.worker.engine.native.arena import Arena
-from services.worker.engine.native.library import load
-from services.worker.engine.native.weights import Gemm
+from services.worker.engine.native.library import ADDRESS, INT32, INT64, declare, fields, load
+from services.worker.engine.native.weights import Arena, Gemm, pack, rotation
 from tests.rounding import assert_within, gated_bound, product_bound
-from tests.services.worker.engine.native.products import Epilogue, multiply
+
+
+class Epilogue(IntEnum):
+    """What is done to a product's result before it is written (`gemm.h`)."""
+
+    STORE = 0
+    ADD = 1
+    SILU_MUL = 2
+
+
+class GemmCall(ctypes.Structure):
+    """The arguments of one product, laid out as `gemm.h` has them."""
+
+    _fields_ = fields(
+        (ADDRESS, "a"), (INT64, "a_stride"), (ADDRESS, "packed c"), (INT64, "c_stride"),
+        (INT32, "rows outputs inputs epilogue threads"),
+    )  # fmt: skip
+
+
+def multiply(
+    a: torch.Tensor,
+    packed: torch.Tensor,
+    c: torch.Tensor,
+    epilogue: Epilogue = Epilogue.STORE,
+    threads: int = 1,
+) -> None:
+    """`c` `[rows, outputs]` from `a` `[rows, inputs]`, fp32 on the CPU, rows at any stride."""
+    library = load()
+    declare(library, {"gemm": (None, (ctypes.POINTER(GemmCall),))})
+    at = a.data_ptr(), a.stride(0), packed.data_ptr(), c.data_ptr(), c.stride(0)
+    library.gemm(GemmCall(*at, a.shape[0], c.shape[1], a.shape[1], epilogue, threads))
+
 
 GEMM = Gemm(load())
 rows = st.one_of(st.integers(1, 26), st.sampled_from([64, 190, 200, 385]))
@@ -92,3 +127,54 @@ def test_what_is_not_a_number_stays_so() -> None:
     c = torch.zeros(7, 80)
     multiply(a, weight, c)
     assert c[3].isnan().all() and c[[0, 1, 2, 4, 5, 6]].isfinite().all()
+
+
+def make_module(tied: bool) -> Any:
+    torch.manual_seed(1)
+    sizes: dict[str, Any] = {"vocab_size": 70, "hidden_size": 24, "intermediate_size": 40, "head_dim": 10}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = transformers.LlamaConfig(
+        **sizes, **heads, max_position_embeddings=9000, tie_word_embeddings=tied
+    )
+    module: Any = transformers.LlamaForCausalLM(config)
+    return module.eval().requires_grad_(False)
+
+
+def unpacked(matrix: torch.Tensor, inputs: int, outputs: int) -> torch.Tensor:
+    """By a product with the identity, `[outputs, inputs]`."""
+    columns = torch.empty(inputs, outputs)
+    multiply(torch.eye(inputs), matrix, columns)
+    return columns.T
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_matrices_come_back_out_of_their_panels(tied: bool) -> None:
+    module = make_module(tied)
+    weights = pack(load(), module, 16, release=False)
+    attention = module.model.layers[0].self_attn
+    joined = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+    assert torch.equal(unpacked(weights.layers[0].query_key_value, 24, 40), joined)
+    assert torch.equal(unpacked(weights.head, 24, 70), module.lm_head.weight)
+    assert (weights.embedding is None) == tied
+    assert weights.embedding is None or torch.equal(weights.embedding, module.model.embed_tokens.weight)
+
+
+def test_released_weights_are_gone_and_the_norms_are_not() -> None:
+    module = make_module(True)
+    pack(load(), module, 16, release=True)
+    sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
+    assert {name for name, size in sizes.items() if size} == {
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.0.post_attention_layernorm.weight",
+        "model.norm.weight",
+    }
+
+
+def test_the_table_is_the_modules_rotation_at_every_position() -> None:
+    module = make_module(True)
+    cosine, sine = rotation(module, 8200)
+    assert cosine.shape == sine.shape == (8200, 5)
+    for position in (0, 1, 4095, 4096, 8199):
+        expected = module.model.rotary_emb(torch.empty(1), torch.tensor([[position]]))
+        torch.testing.assert_close(cosine[position].repeat(2), expected[0][0, 0], rtol=0, atol=1e-6)
+        torch.testing.assert_close(sine[position].repeat(2), expected[1][0, 0], rtol=0, atol=1e-6)

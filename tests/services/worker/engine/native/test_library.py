@@ -6,20 +6,100 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.worker.engine import paged
-from services.worker.engine.native import build, library, timings
-from services.worker.engine.native.arena import Arena
+from services.worker.engine.native import build, library
+from services.worker.engine.native.weights import Arena
+from services.worker.engine.spans import PackedSpans
 from shared.errors import ConfigError, InternalError
 from tests.rounding import assert_within
-from tests.services.worker.engine.native.cases import Case, World
+from tests.services.worker.engine.reference import Attended, expected, problem
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="there is no C++ compiler")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of the operator."""
+
+    block_tokens: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    value_dim: int
+    rows: tuple[tuple[int, int], ...]
+    """(first position, count) of each span."""
+    dtype: torch.dtype = torch.float32
+    window_tokens: int | None = None
+    softcap: float | None = None
+    sharpness: float = 1.0
+    """Of the scores, in standard deviations. Rounding errors grow with it: 1 is what models have."""
+    seed: int = 0
+    parts: tuple[float, ...] = ()
+    """Where each sequence's table is cut, as shares of its blocks."""
+
+    @property
+    def q_heads(self) -> int:
+        return self.kv_heads * self.group
+
+    @property
+    def scaling(self) -> float:
+        return self.sharpness * float(self.head_dim**-0.5)
+
+
+class World:
+    """Pools that hold a case's keys and values in shuffled blocks; every slot of no sequence is NaN."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        made = problem(
+            case.rows,
+            heads=(case.q_heads, case.kv_heads),
+            dims=(case.head_dim, case.value_dim),
+            block_tokens=case.block_tokens,
+            seed=case.seed,
+        )
+        self.k, self.v, self.query = made.k_pool.to(case.dtype), made.v_pool.to(case.dtype), made.query
+        self.made = dataclasses.replace(made, k_pool=self.k, v_pool=self.v)
+        self.tables = [list(span.blocks) for span in made.spans]
+
+    def packed(self, part: int = 0) -> PackedSpans:
+        """The step over the `part`-th piece of every table."""
+        case = self.case
+        shares = (0.0, *case.parts, 1.0)
+        tables, starts, ends = [], [], []
+        for table, (first, count) in zip(self.tables, case.rows, strict=True):
+            low, high = (round(share * len(table)) for share in shares[part : part + 2])
+            tables.append(table[low:high])
+            starts.append(low * case.block_tokens)
+            ends.append(min(high * case.block_tokens, first + count))
+        return PackedSpans(
+            first_row=_starts([count for _, count in case.rows]),
+            first_position=np.array([first for first, _ in case.rows], dtype=np.int32),
+            table_start=_starts([len(table) for table in tables]),
+            table_position=np.array(starts, dtype=np.int32),
+            key_end=np.array(ends, dtype=np.int32),
+            blocks=np.array([block for table in tables for block in table], dtype=np.int32),
+            slots=np.zeros(0, dtype=np.int64),
+        )
+
+    def bounds(self) -> tuple[float, float]:
+        return self.made.bounds(self.case.scaling, self.case.softcap, len(self.case.parts) + 1)
+
+    def expected(self) -> Attended:
+        return expected(self.made, self.case.scaling, self.case.softcap, self.case.window_tokens)
+
+
+def _starts(lengths: list[int]) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
+    return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+
+
 cases = st.builds(
     Case,
     block_tokens=st.sampled_from([1, 3, 4, 8, 16, 24, 32, 64]),
@@ -42,16 +122,9 @@ cases = st.builds(
 def attend(world: World, part: int = 0, threads: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     case, packed = world.case, world.packed(part)
     lse = torch.full(world.query.shape[:2], math.nan)
-    output = library.attend(
-        library.load(),
-        library.describe_pool(world.k, world.v),
-        library.describe_spans(packed, case.window_tokens),
-        world.query,
-        scaling=case.scaling,
-        softcap=case.softcap,
-        threads=threads,
-        lse=lse,
-    )
+    pool, spans = library.describe_pool(world.k, world.v), library.describe_spans(packed, case.window_tokens)
+    shape = paged.Shape(case.scaling, case.softcap)
+    output = library.attend(library.load(), pool, spans, world.query, shape, threads, lse)
     return output, lse
 
 
@@ -154,7 +227,7 @@ def test_blocks_that_do_not_exist_are_refused(block: int) -> None:
     packed = world.packed()
     packed.blocks[1] = block
     with pytest.raises(InternalError, match="does not exist"):
-        library.attend(library.load(), pool, library.describe_spans(packed), world.query, scaling=1.0)
+        library.attend(library.load(), pool, library.describe_spans(packed), world.query, paged.Shape(1.0))
     with pytest.raises(InternalError, match="does not exist"):
         library.write(
             library.load(), pool, torch.zeros(1, 1, 32), torch.zeros(1, 1, 32), torch.tensor([block * 4])
@@ -162,16 +235,12 @@ def test_blocks_that_do_not_exist_are_refused(block: int) -> None:
 
 
 @needs_compiler
-def test_heads_that_cannot_be_grouped_are_refused() -> None:
+def test_heads_and_pools_that_do_not_fit_are_refused() -> None:
     world = World(Case(4, 2, 1, 32, 32, ((7, 1),)))
-    query = torch.zeros(1, 3, 32)
     pool, spans = library.describe_pool(world.k, world.v), library.describe_spans(packed := world.packed())
     with pytest.raises(InternalError, match="no multiple"):
-        library.attend(library.load(), pool, spans, query, scaling=1.0)
+        library.attend(library.load(), pool, spans, torch.zeros(1, 3, 32), paged.Shape(1.0))
     assert len(packed.blocks) == 2
-
-
-def test_pools_that_do_not_belong_together_are_refused() -> None:
     with pytest.raises(InternalError, match="no pools of one layer"):
         library.describe_pool(torch.zeros(2, 1, 32, 4), torch.zeros(2, 1, 8, 32))
 
@@ -209,26 +278,13 @@ def test_who_computes_where() -> None:
 def test_tensors_lie_side_by_side_zero_and_outlive_the_arena() -> None:
     arena = Arena(100)
     first, second = arena.take(60), arena.take(40)
+    with pytest.raises(ValueError, match="5 floats wanted of 0"):
+        arena.take(5)
     assert second.data_ptr() - first.data_ptr() == 60 * 4
     assert first.data_ptr() % 64 == 0
     first.fill_(1.0)
     del arena
     assert torch.equal(second, torch.zeros(40)) and first.sum() == 60
-
-
-def test_no_more_is_given_than_there_is() -> None:
-    arena = Arena(10)
-    arena.take(6)
-    with pytest.raises(ValueError, match="5 floats wanted of 4"):
-        arena.take(5)
-    assert len(arena.take(4)) == 4
-
-
-@needs_compiler
-def test_a_measurement_is_of_a_step_and_of_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timings, "_ROUNDS", 2)
-    step_ms, read_ms = timings._measure((2, 2, 4, 64), 2, 40, "native")
-    assert 0 < step_ms < 1e4 and 0 <= read_ms < 1e4
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="not Linux")

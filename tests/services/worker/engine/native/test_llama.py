@@ -11,7 +11,7 @@ import transformers
 
 from services.worker.engine.attention import PagedAttention
 from services.worker.engine.engine import TorchEngine
-from services.worker.engine.forward import LlamaForward, make_forward
+from services.worker.engine.forward import LlamaForward, TransformersForward, make_forward
 from services.worker.engine.loading import LoadedModel, describe
 from services.worker.engine.native.library import load
 from services.worker.engine.native.llama import LlamaLayer, LlamaModel, LlamaStep, NativeLlama, is_computable
@@ -260,15 +260,21 @@ def test_what_does_not_exist_is_refused(token: int, position: int, row: int, cod
         llama.native(torch.tensor([token]), torch.tensor([position]), torch.tensor([row]))
 
 
-def test_it_is_used_where_it_can_be() -> None:
-    model = describe(make_module("grouped"))
-    attention = paged(model)
-    assert isinstance(make_forward(model, attention), NativeLlama)
+def test_each_model_takes_the_fastest_pass_that_computes_it() -> None:
+    module = make_module("grouped")
+    model = describe(module)
+    assert isinstance(make_forward(model, paged(model)), NativeLlama)
+    plain = TorchEngine(model, kv_blocks=8, block_tokens=BLOCK_TOKENS, attention="torch")
+    assert isinstance(plain._forward, LlamaForward)
     stretched = make_module("grouped")
     stretched.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     assert not is_computable(stretched)
-    plain = TorchEngine(model, kv_blocks=8, block_tokens=BLOCK_TOKENS, attention="torch")
-    assert isinstance(plain._forward, LlamaForward)
+    half = describe(make_module("grouped").to(torch.bfloat16))
+    curved, biased = (describe(make_module("grouped")) for _ in range(2))
+    curved.module.config.hidden_act = "gelu"
+    biased.module.model.layers[0].mlp.up_proj.bias = torch.nn.Parameter(torch.zeros(96))
+    for other in (half, curved, biased):
+        assert isinstance(make_forward(other, paged(model)), TransformersForward)
 
 
 def test_structures_are_as_large_as_in_cpp() -> None:

@@ -2,8 +2,7 @@
 shapes at random, run once more with a library that was compiled with both.
 
 The compiler is a script that adds the flags, so that the library is built and found as any other is. The
-sanitizer's own library has to be there before Python is: it is preloaded.
-"""
+sanitizer's own library has to be there before Python is: it is preloaded."""
 
 import os
 import subprocess
@@ -16,7 +15,7 @@ from services.worker.engine.native import build
 from tests.stack.running import ROOT
 
 HERE = Path(__file__).parent
-OPERATORS = ("test_gemm.py", "test_draw.py", "test_llama.py", "test_library.py", "test_weights.py")
+OPERATORS = ("test_gemm.py", "test_draw.py", "test_llama.py", "test_library.py")
 _FLAGS = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
 _DEADLINE_S = 1500.0
 

@@ -111,12 +111,12 @@ def decode(engine: VllmEngine, driven: list[Driven], free: list[int]) -> None:
 
 
 def test_an_answer_that_goes_on_is_not_told_anew() -> None:
-    engine, _ = make()
+    engine, runner = make()
     free = list(range(BLOCKS))
     driven = [Driven([1, 2, 3]), Driven([4])]
     for _ in range(10):
         decode(engine, driven, free)
-    assert (engine.requests.told_anew, engine.requests.told_on) == (2, 18)
+    assert (runner.new, runner.continued) == (2, 18)
 
 
 def test_steps_larger_than_the_buffers() -> None:

@@ -1,6 +1,7 @@
 """What is looked at when a worker starts vLLM; what is not as expected is refused in a sentence."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 
 from services.worker.engine.vllm.runner import check_device
 from services.worker.engine.vllm.seam import require
-from services.worker.engine.vllm.steps import as_it_lies, check_groups, require_fields, require_names
+from services.worker.engine.vllm.steps import KvPart, as_it_lies, check_groups, require_fields, require_names
 from shared.errors import ConfigError
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 5, 2, 4, 6
@@ -98,3 +99,15 @@ def test_what_is_private_and_gone_is_named() -> None:
         require_names(SimpleNamespace(sampler=None), ("sampler", "req_states"))
     with pytest.raises(ConfigError, match=r"written for 0\.32\.x \(found: 0\.33\.0\)"):
         require(False, "written for 0.32.x", "0.33.0")
+
+
+def test_mapped_kv_is_one_memory_also_once_its_file_is_gone(tmp_path: Path) -> None:
+    part = KvPart(str(tmp_path / "0-0"), (3, 2, 4), torch.bfloat16)
+    one, other = part.mapped(), part.mapped()
+    (tmp_path / "0-0").unlink()
+    kept = torch.zeros(3, 2, 4, dtype=torch.bfloat16)
+    alias = kept  # as a layer has it
+    kept.set_(one.untyped_storage(), 0, one.shape, one.stride())
+    alias[1] = 7.0
+    assert torch.equal(other[1], torch.full((2, 4), 7.0, dtype=torch.bfloat16))
+    assert not other[0].any() and not other[2].any()

@@ -1,8 +1,7 @@
 """A model runner that keeps requests as vLLM's does, and whose KV shows which tokens it was computed from.
 
 In place of keys and values the blocks hold tokens. The likeliest next token is a hash of all tokens that the
-block table leads to: a wrong block, a stale request or a token too many changes the answer.
-"""
+block table leads to: a wrong block, a stale request or a token too many changes the answer."""
 
 from collections.abc import Mapping, Sequence
 from zlib import crc32
@@ -47,7 +46,7 @@ class TokenRunner:
         self._requests: dict[str, _Kept] = {}
         self.break_next = ""
         self.closed = False
-        self.most_requests = 0
+        self.most_requests = self.new = self.continued = 0
 
     @property
     def kv(self) -> Sequence[torch.Tensor]:
@@ -75,6 +74,7 @@ class TokenRunner:
             kept.computed = each.computed
             assert len(kept.tokens) == kept.prompt_tokens + each.outputs == each.computed + 1
         assert set(counts) == set(self._requests), "requests are kept that no step has"
+        self.new, self.continued = self.new + len(new), self.continued + len(continued)
         self.most_requests = max(self.most_requests, len(counts))
         if breaks == "after":
             raise Broken
