@@ -1,8 +1,7 @@
 """Paged attention for transformers models, registered through their attention interface.
 
-transformers passes every layer's query, key and value to the registered function, and builds no mask for an
-implementation without a mask function. This one writes K and V to the paged pools and attends over the blocks
-of the current step, in C++, Triton or plain torch."""
+It gets every layer's query, key and value, writes K and V to the paged pools and attends over the blocks of
+the current step, in C++, Triton or plain torch."""
 
 import ctypes
 import logging
@@ -57,13 +56,7 @@ class LayerProbe:
         AttentionInterface.register(self.name, self)
 
     def __call__(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        **kwargs: Any,
+        self, module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
         found = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
         found += ["more than causal masking"] if not getattr(module, "is_causal", True) else []
@@ -168,7 +161,7 @@ class PagedAttention:
         self._remote = homes, remote
 
     def begin(self, spans: Sequence[Span], decodes: int) -> None:
-        """Prepare a step; unless in C++, the first `decodes` spans have one token each and are sorted.
+        """Prepare a step of packed spans. In torch, the first `decodes` have one token each and are sorted.
 
         Raises ValueError for a block without a holder or a table short of its span."""
         resident, self.is_partitioned = self.resident, False
@@ -310,15 +303,13 @@ def _in_ram(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return `[rows, heads, dim]` tensors in host memory; from a GPU as fp32, in one copy."""
+    given = queries, keys, values
     if queries.device.type == "cpu":
-        return queries, keys, values
-    rows, q_size, k_size = len(queries), queries[0].numel(), keys[0].numel()
-    came = torch.cat([queries.flatten(1), keys.flatten(1), values.flatten(1)], 1).float().cpu()
-    return (
-        came[:, :q_size].view(rows, *queries.shape[1:]),
-        came[:, q_size : q_size + k_size].view(rows, *keys.shape[1:]),
-        came[:, q_size + k_size :].view(rows, *values.shape[1:]),
-    )
+        return given
+    joined = torch.cat([each.flatten(1) for each in given], 1).float().cpu()
+    parts = torch.split(joined, [each[0].numel() for each in given], 1)
+    queries, keys, values = (part.view(each.shape) for part, each in zip(parts, given, strict=True))
+    return queries, keys, values
 
 
 def _make_triton(pools: Sequence[Pools], block_tokens: int, device: torch.device) -> "TritonBackend | None":

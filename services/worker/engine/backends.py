@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from services.worker.engine import paged
-from services.worker.engine.layout import Layout, PrefillSpan, build
+from services.worker.engine.layout import Layout, build
 from services.worker.engine.native import library as native
 from services.worker.engine.spans import PackedSpans, Span, pack
 
@@ -22,7 +22,6 @@ class PartialBackend(Protocol):
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Write `keys`, `values` `[rows, kv_heads, …]` to `slots`, int64 `[rows]`; skip slots of -1."""
-        ...
 
     def attend_part(
         self, layer: int, packed: PackedSpans, queries: torch.Tensor, shape: paged.Shape
@@ -30,7 +29,6 @@ class PartialBackend(Protocol):
         """Return outputs `[rows, q_heads, value_dim]` and log-sum-exps `[rows, q_heads]`, both fp32.
 
         `queries` `[rows, q_heads, head_dim]`. Zeros and −inf for a row that sees no key."""
-        ...
 
 
 class NativeBackend:
@@ -65,7 +63,6 @@ class NativeBackend:
         shape: paged.Shape,
         window_tokens: int | None,
     ) -> torch.Tensor:
-        """See `TorchBackend`."""
         spans = native.describe_spans(self.packed, window_tokens)
         return native.attend(self._library, self.pools[layer], spans, queries, shape, self._threads)
 
@@ -138,7 +135,9 @@ class TorchBackend:
             if span.mask is None:
                 parts.append(paged.attend_chunk(queries[rows], keys[rows], values[rows], shape))
             if span.context_tokens:
-                parts.append(self._attend_context(layer, queries[rows], span, shape))
+                table = self._located(layer, self._tables[span.table])
+                context = k_pool, v_pool, table, span.context_tokens, shape, self._scratch
+                parts.append(paged.attend_context(queries[rows], *context, mask=span.mask))
             if len(parts) > 1:
                 outputs, lses = zip(*parts, strict=True)
                 parts = [paged.merge(torch.stack(outputs), torch.stack(lses))]
@@ -169,14 +168,6 @@ class TorchBackend:
                 packed.window_tokens,
             )
         return output, lse
-
-    def _attend_context(
-        self, layer: int, queries: torch.Tensor, span: PrefillSpan, shape: paged.Shape
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        table, context_tokens = self._located(layer, self._tables[span.table]), span.context_tokens
-        return paged.attend_context(
-            queries, *self._readable(layer), table, context_tokens, shape, self._scratch, mask=span.mask
-        )
 
     def _readable(self, layer: int) -> Pools:
         """Return the pools that a layer reads: its own, or the arena."""

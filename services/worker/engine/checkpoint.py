@@ -1,7 +1,6 @@
 """Digest of a checkpoint's configuration and stored tensors, equal for all kinds of engines.
 
-All workers of a stack must serve the same checkpoint. Engines name loaded tensors differently, so the digest
-is of the files."""
+All workers of a stack must serve the same checkpoint, whatever their engines call the loaded tensors."""
 
 import json
 import struct

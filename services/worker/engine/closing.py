@@ -1,8 +1,7 @@
 """Closes a constrained answer within its grammar before it reaches `max_tokens`.
 
-A truncated JSON text is useless. When few tokens are left, the mask allows only tokens that close the open
-strings, lists and objects: quotes, brackets and end tokens. The decision depends on the answer's tokens and
-limit alone, so it is the same on every worker."""
+When few tokens are left, the mask allows only tokens that close the open strings, lists and objects. The
+decision depends on the answer's tokens and limit alone, so it is the same on every worker."""
 
 from math import inf
 from time import thread_time
@@ -80,7 +79,9 @@ class Closer:
                     return True
             if _has(words, self._others):
                 words &= self._others
-            self._shorten(words)
+            ids = _ids(words)
+            if len(ids) and (self._first[ids] == self._first[ids[0]]).all():
+                _keep_only(words, int(ids[self._length[ids].argmax()]))  # All begin with the same byte.
         return True
 
     def _before_a_quote(self, words: Words, matcher: GrammarMatcher) -> int | None:
@@ -93,13 +94,6 @@ class Closer:
             if _has(following, self._quotes):
                 return int(token)
         return None
-
-    def _shorten(self, words: Words) -> None:
-        """If all allowed tokens begin with the same byte, keep only the longest."""
-        ids = _ids(words)
-        if len(ids) and (self._first[ids] == self._first[ids[0]]).all():
-            longest = ids[self._length[ids].argmax()]
-            _keep_only(words, int(longest))
 
     def _tokens_to_close(
         self, matcher: GrammarMatcher, most: int, *, fills_lists: bool = False, until_s: float = inf

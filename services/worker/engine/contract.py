@@ -49,7 +49,6 @@ class Engine(Protocol):
         """Compute all rows, write their KV, and return one sampled token per row.
 
         The token is None if the row's `point` is None or its logits are not finite. Steps are idempotent."""
-        ...
 
 
 @runtime_checkable
@@ -58,7 +57,6 @@ class ConstrainedEngine(Engine, Protocol):
 
     def expect_grammar(self, grammar: str) -> None:
         """Compile a grammar ahead of its first row. Any thread may call this."""
-        ...
 
 
 @dataclass(slots=True)
@@ -120,7 +118,6 @@ class RemoteTokens(Protocol):
         """Write the step's `tokens` `[rows]` to their holders and return what each part sees.
 
         Raises CreditorLost."""
-        ...
 
 
 @runtime_checkable
@@ -131,10 +128,8 @@ class TokenEngine(SharingEngine, Protocol):
 
     def extend(self, homes: Homes, remote: RemoteTokens) -> None:
         """Allow blocks at other workers from now on."""
-        ...
 
     def serve(self, seen_tokens: int, *, is_busy: bool) -> float:
         """Return the seconds that a debtor's step over `seen_tokens` tokens takes here.
 
         If this engine `is_busy`, they are added to its next step. Any thread may call this."""
-        ...

@@ -1,10 +1,9 @@
 """Draws a token from a row of logits, after temperature, min_p, top-k and top-p in this order.
 
-The draw is an exponential race: each token gets an exponential arrival time with its probability as rate,
-and the earliest wins. Times are hashes of (seed, choice, index, token), so no generator state moves between
-workers. If rounding changes the probabilities, the token differs with probability at most 2·d / (1 + d),
-where d is the total variation distance. That is optimal (Bavarian et al. 2016, The optimality of correlated
-sampling); see decision 0005. On the CPU the draw runs in C++ (`draw.h`) if the library is built."""
+The draw is an exponential race: each token's arrival time is a hash of (seed, choice, index, token), with
+its probability as rate, and the earliest wins. No generator state moves between workers, and logits that
+differ a little seldom give another token (Bavarian et al. 2016; decision 0005). On the CPU the draw runs in
+C++ (`draw.h`)."""
 
 import ctypes
 import math
@@ -19,6 +18,8 @@ from shared.messages.sequence import Sampling
 
 _CANDIDATES = 256
 _MOST_RANKS = 2**31 - 1
+_MASK, _GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15
+_HALF, _STEP, _SECOND = (1 << 32) - 1, 0x9E3779B1, 0x85EBCA6B
 
 
 def wish_of(row: int, point: SamplePoint) -> NativeDraw:
@@ -72,10 +73,6 @@ def draw(logits: torch.Tensor, points: Sequence[SamplePoint]) -> torch.Tensor:
     return (arrivals(keys, logits.shape[-1], device) / probabilities).argmin(-1)
 
 
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-
-
 def key_of(seed: int, choice: int, index: int) -> int:
     """Return the 64-bit hash key of the race for one token of one answer.
 
@@ -87,10 +84,6 @@ def key_of(seed: int, choice: int, index: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
     return state
-
-
-_HALF = (1 << 32) - 1
-_STEP, _SECOND = 0x9E3779B1, 0x85EBCA6B
 
 
 def arrivals(keys: Sequence[int], vocabulary: int, device: torch.device) -> torch.Tensor:

@@ -28,6 +28,8 @@ from shared.clock import Clock, monotonic_s
 from shared.errors import InternalError
 from shared.messages.sequence import Sampling
 
+_NONE = array("q", [0])  # torch takes no empty buffer
+
 
 class TorchEngine:
     """Implements `AttendingEngine` for a transformers model with paged KV.
@@ -106,7 +108,6 @@ class TorchEngine:
         return records_of(self.pools) if self._resident is None else self._resident.records()
 
     def expect_grammar(self, grammar: str) -> None:
-        """See `ConstrainedEngine`."""
         if self._grammars is not None:
             self._grammars.expect(grammar)
 
@@ -184,8 +185,9 @@ class TorchEngine:
         if self._tap is not None:
             self._tap.begin(rows)
         masks = self._grammars.begin(points) if is_constrained and self._grammars is not None else None
-        packed = (torch.frombuffer(each, dtype=torch.int64) for each in (tokens, positions))
-        logits = self._forward(*packed, torch.frombuffer(kept, dtype=torch.int64) if kept else _NONE)
+        arrays = tokens, positions, kept
+        packed = [torch.frombuffer(each or _NONE, dtype=torch.int64)[: len(each)] for each in arrays]
+        logits = self._forward(*packed)
         if self.device_type == "cpu":
             self.attention.end()
         drawn = sample(logits, points, self.attention.library, masks) if points else []
@@ -201,16 +203,12 @@ class TorchEngine:
         return drawn
 
 
-_NONE = torch.empty(0, dtype=torch.int64)
-
-
 def _is_swapped(pie: PieSettings, layers: Sequence[LayerShape], *, can_swap_blocks: bool) -> bool:
     """Return whether to use Pie; with `auto` only if all layers have one shape and blocks can be swapped."""
     if pie.enabled != "auto":
         return pie.enabled
     sizes = {(layer.kv_heads, layer.head_dim, layer.value_dim) for layer in layers}
-    is_possible = len(sizes) == 1 and most_fifo_layers(len(layers)) > 0
-    return can_swap_blocks and is_possible
+    return can_swap_blocks and len(sizes) == 1 and most_fifo_layers(len(layers)) > 0
 
 
 def _written_blocks(rows: Sequence[Row], block_tokens: int) -> int:

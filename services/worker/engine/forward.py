@@ -1,8 +1,7 @@
 """Forward passes from packed tokens to logits: in C++, in torch, or with transformers' modules.
 
 Call `PagedAttention.begin` first. `LlamaForward` writes the Llama architecture out in torch, because
-transformers' modules cost 1 to 2 ms per step on one core. Weights are joined (`llama_parts.py`), and `addmm`
-adds the residuals."""
+transformers' modules cost 1 to 2 ms per step on one core."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -42,7 +41,6 @@ class LlamaForward:
         self._layers = layers or [join_layer(layer) for layer in body.layers]
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
-        """See `Forward`."""
         device = self._embedding.device
         tokens, positions, kept = (to_device(each, device) for each in (tokens, positions, kept))
         hidden = functional.embedding(tokens, self._embedding)
@@ -82,7 +80,6 @@ class Forward(Protocol):
         """Return logits `[kept, vocabulary]` of the rows `kept`.
 
         `tokens`, `positions` int64 `[rows]` and `kept` int64, all in host memory."""
-        ...
 
 
 class TransformersForward:

@@ -1,9 +1,9 @@
 """Computes grammar masks: which tokens each constrained row may sample next.
 
-One thread compiles grammars and another computes `Closer.unit_tokens`, as soon as a plan starts a sequence.
-A third thread computes expensive masks during the forward pass; the engine's thread computes the rest. An
-answer's matcher is rebuilt from its tokens after a migration, a preemption, or eviction from this cache. An
-answer near its token limit is closed (`closing.py`)."""
+One thread compiles grammars, another computes `Closer.unit_tokens`, as soon as a plan starts a sequence. A
+third computes expensive masks during the forward pass; the engine's thread computes the rest. An answer's
+matcher is rebuilt from its tokens after a migration or a preemption. Near its limit an answer is closed
+(`closing.py`)."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence

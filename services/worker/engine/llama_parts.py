@@ -38,7 +38,9 @@ def join_layer(layer: Any) -> JoinedLayer:
 
 def _joined(linears: Sequence[Any]) -> torch.Tensor:
     joined = torch.cat([linear.weight.data for linear in linears])
-    for linear, rows in zip(linears, joined.split([len(each.weight) for each in linears]), strict=True):
+    for linear, rows in zip(
+        linears, torch.split(joined, [len(each.weight) for each in linears]), strict=True
+    ):
         linear.weight.data = rows
     return joined
 

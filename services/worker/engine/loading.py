@@ -114,10 +114,8 @@ def _unsupported(model: str) -> str:
     """Return the error message for a model whose architecture is not supported."""
     config = read_json(model_folder(model) / "config.json")
     name = ", ".join(config.get("architectures") or [str(config.get("model_type", "unknown"))])
-    return (
-        f"model {model!r} has the architecture {name}, which Kvasir cannot serve: it serves decoders that "
-        f"transformers {transformers.__version__} has as causal language models (docs/models.md)"
-    )
+    text = f"model {model!r} has the architecture {name}, which Kvasir cannot serve: it serves decoders that "
+    return f"{text}transformers {transformers.__version__} has as causal language models (docs/models.md)"
 
 
 def describe(module: Any) -> LoadedModel:
@@ -132,11 +130,9 @@ def describe(module: Any) -> LoadedModel:
         module(input_ids=token, position_ids=token, use_cache=False)
     layers = tuple(probe.layers[index] for index in sorted(probe.layers))
     if sorted(probe.layers) != list(range(config.num_hidden_layers)):
-        raise ConfigError(
-            f"{type(module).__name__} calls attention in layers {sorted(probe.layers)} of "
-            f"{config.num_hidden_layers}; only decoders with attention in every layer are served",
-            param="model",
-        )
+        text = f"{type(module).__name__} calls attention in layers {sorted(probe.layers)} of "
+        text += f"{config.num_hidden_layers}; only decoders with attention in every layer are served"
+        raise ConfigError(text, param="model")
     vocabulary, dtype = module.get_input_embeddings().num_embeddings, parameter.dtype
     return LoadedModel(module, layers, vocabulary, _max_positions(config), dtype, parameter.device)
 
@@ -159,9 +155,8 @@ def replace_attention(module: Any, name: str) -> None:
     """Let every layer call the attention function registered under `name`. Raises ConfigError."""
     module.set_attn_implementation(name)
     if module.config.get_text_config()._attn_implementation != name:
-        raise ConfigError(
-            f"{type(module).__name__} does not use transformers' attention interface", param="model"
-        )
+        text = f"{type(module).__name__} does not use transformers' attention interface"
+        raise ConfigError(text, param="model")
 
 
 def fetch(model: str, progress: LoadProgress) -> None:

@@ -48,25 +48,24 @@ class GatherScratch:
         self._device = device
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
-    def gather(self, name: str, pool: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        """Return `pool[blocks]`, valid until the next gather under this name."""
+    def _gather(self, name: str, pool: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
         elements = blocks.numel() * pool[0].numel()
         buffer = self._buffers.get((name, pool.dtype))
         if buffer is None or buffer.numel() < elements:
             buffer = torch.empty(max(elements, 1 << 16) * 3 // 2, dtype=pool.dtype, device=self._device)
             self._buffers[(name, pool.dtype)] = buffer
         gathered = buffer[:elements].view(blocks.numel(), *pool.shape[1:])
-        torch.index_select(pool, 0, blocks, out=gathered)
-        return gathered
+        return torch.index_select(pool, 0, blocks.reshape(-1), out=gathered).view(
+            *blocks.shape, *pool.shape[1:]
+        )
 
     def keys_values(
         self, k_pool: torch.Tensor, v_pool: torch.Tensor, tables: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V of `tables`, int64 `[rows, blocks]`, as `[rows, kv_heads, slots, …]`."""
-        rows, blocks = tables.shape
-        flat = tables.reshape(-1)
-        key = self.gather("k", k_pool, flat).view(rows, blocks, *k_pool.shape[1:])
-        value = self.gather("v", v_pool, flat).view(rows, blocks, *v_pool.shape[1:])
+        """Return K and V of `tables`, int64 `[rows, blocks]`, as `[rows, kv_heads, slots, …]`.
+
+        They are valid until the next call."""
+        key, value = self._gather("k", k_pool, tables), self._gather("v", v_pool, tables)
         key = key.permute(0, 2, 1, 4, 3).contiguous()
         return key.flatten(2, 3), value.transpose(1, 2).flatten(2, 3)
 
@@ -150,8 +149,8 @@ def attend_chunk(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shape: Shape
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return causal attention and log-sum-exp of a prefill chunk `[n, heads, …]` with itself."""
-    heads_first = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
-    output, lse = attend(*heads_first, shape, causal=True)
+    q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
+    output, lse = attend(q, k, v, shape, causal=True)
     return output[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 

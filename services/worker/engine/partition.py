@@ -1,13 +1,12 @@
 """Distributed attention: splits a step into one part per holder of its blocks.
 
-`Homes` maps block ids to holders and `split` makes one `Part` for each holder. `remote.RemoteAttention`
-computes the others' parts and `remote.merge_into` merges them with the engine's own:
+`Homes` maps block ids to holders and `split` makes one `Part` for each holder; `remote.py` merges their
+results:
 
     a row sees blocks 0 1 2 3; 0 and 3 are its engine's own, worker 1 holds 1 and 2 (as its blocks 7 and 8)
     split → [Part(OWN, blocks 0 3), Part(1, blocks 7 8)]; each yields (output, log-sum-exp) for that row
     merged: outputs weighted by exp(log-sum-exp), exact within rounding in any order
 
-A part's result is its normalised output and its log-sum-exp, m + ln l of the paper's running maximum and sum.
 Source: Infinite-LLM §4.2 (papers/001), plus the values and the scale 1/√d that its equations omit."""
 
 from collections.abc import Iterable, Sequence

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _MEGA = 1e6
@@ -47,8 +47,6 @@ def _size_of(folder: Path) -> int:
     """Return the bytes of all files below a folder, including unfinished downloads."""
     total = 0
     for path in folder.rglob("*"):
-        try:
+        with suppress(OSError):  # renamed in the meantime
             total += path.lstat().st_size if path.is_file() and not path.is_symlink() else 0
-        except OSError:  # renamed in the meantime
-            continue
     return total

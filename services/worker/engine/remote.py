@@ -19,25 +19,20 @@ class RemoteAttention(Protocol):
 
     def begin(self, parts: Sequence[Part]) -> None:
         """Begin a step; each layer uses the parts of its own window."""
-        ...
 
     def send(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: paged.Shape
     ) -> None:
         """Send each creditor its rows of `[rows, heads, dim]` tensors, which have all rows of the step."""
-        ...
 
     def collect(self, layer: int) -> Iterator[Partial]:
         """Yield the creditors' results. The caller computes its own part before this call."""
-        ...
 
     def end(self) -> None:
         """End the step: return when all K and V are written."""
-        ...
 
     def abandon(self) -> None:
         """End a failed step: on return nothing of it is in progress."""
-        ...
 
 
 def decode_blocks(parts: Sequence[Part]) -> int:

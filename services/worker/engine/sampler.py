@@ -1,10 +1,9 @@
 """Sampler: turns logits into tokens, from the sampling parameters, the choice and the token's index.
 
 The order is vLLM's: log-probabilities of the raw logits, penalties and `min_tokens`, grammar mask, then
-argmax at temperature 0 or a draw (`drawing.py`). Penalties touch only tokens that occur in the text, so
-their cost does not depend on the vocabulary. The repetition penalty is CTRL's (Keskar et al. 2019, §4.1), by
-sign as in transformers; frequency and presence penalties are OpenAI's. On the CPU masking, argmax and
-drawing run in C++ (`draw.h`) if the library is built."""
+argmax at temperature 0 or a draw (`drawing.py`). The repetition penalty is CTRL's (Keskar et al. 2019,
+§4.1), by sign as in transformers; frequency and presence penalties are OpenAI's. On the CPU, C++ (`draw.h`)
+masks and finds the argmax."""
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -165,16 +164,9 @@ def likeliest(
         return highest, tokens
     at = np.array(rows, dtype=np.int64)
     tokens, highest = torch.empty(len(rows), dtype=torch.int64), torch.empty(len(rows))
-    library.find_likeliest(
-        logits.data_ptr(),
-        logits.shape[1],
-        at.ctypes.data,
-        None if words is None else words.ctypes.data,
-        len(rows),
-        0 if words is None else words.shape[1],
-        tokens.data_ptr(),
-        highest.data_ptr(),
-    )
+    mask, width = (None, 0) if words is None else (words.ctypes.data, words.shape[1])
+    given = logits.data_ptr(), logits.shape[1], at.ctypes.data, mask, len(rows), width
+    library.find_likeliest(*given, tokens.data_ptr(), highest.data_ptr())
     return highest, tokens
 
 

@@ -1,9 +1,8 @@
 """Engine without a model: a cost model sets its step times, and its tokens are hashes. Needs no torch.
 
-A token depends on (seed, choice, index) only, so an answer continues the same after a migration. Answer
-lengths are drawn from the same hash, distributed like chats'. Blocks hold token ids instead of KV: copies
-move real bytes, and wrong block contents raise an error. Creditors return checksums of the tokens that they
-see (`peers/attention/tokens.py`)."""
+A token depends on (seed, choice, index) only, and answers are as long as chats'. Blocks hold token ids
+instead of KV: copies move real bytes, and wrong block contents raise an error, also at creditors
+(`peers/attention/tokens.py`)."""
 
 import json
 import math
@@ -109,11 +108,9 @@ class SimulatedEngine:
         return records_of(self.pools)
 
     def extend(self, homes: Homes, remote: RemoteTokens) -> None:
-        """See `TokenEngine`."""
         self._elsewhere = homes, remote
 
     def serve(self, seen_tokens: int, *, is_busy: bool) -> float:
-        """See `TokenEngine`."""
         assert self._remote_cost is not None
         served_s = self._remote_cost.serving_s(seen_tokens)
         if is_busy:
@@ -139,29 +136,26 @@ class SimulatedEngine:
 
     def _write(self, row: Row) -> None:
         """Write the row's tokens to own blocks; after a chunk or a full block check all earlier tokens."""
-        end = row.first_position + len(row.tokens)
-        if _is_chunk(row):
-            table = np.asarray(row.blocks[: -(-end // self.block_tokens)], dtype=np.int64)
+        end, point, size = row.first_position + len(row.tokens), row.point, self.block_tokens
+        if len(row.tokens) > 1 or point is None or point.index == -point.sampling.forced_tokens:  # a chunk
+            table = np.asarray(row.blocks[: -(-end // size)], dtype=np.int64)
             places = np.arange(row.first_position, end)
-            blocks = table[places // self.block_tokens]
+            blocks = table[places // size]
             is_own = blocks < self.kv_blocks
             written = np.asarray(row.tokens, dtype=np.int32)[is_own]
-            self.tokens[blocks[is_own], places[is_own] % self.block_tokens] = written
+            self.tokens[blocks[is_own], places[is_own] % size] = written
         else:
-            block, offset = divmod(row.first_position, self.block_tokens)
+            block, offset = divmod(row.first_position, size)
             if row.blocks[block] < self.kv_blocks:
                 self.tokens[row.blocks[block], offset] = row.tokens[0]
-            if end % self.block_tokens:
+            if end % size:
                 return
-        if row.point is not None and len(row.point.tokens) >= end:
-            self._check_own(row.blocks, row.point.tokens[:end])
-
-    def _check_own(self, blocks: Sequence[int], tokens: Sequence[int]) -> None:
-        """Raise InternalError if the own blocks among `blocks` do not hold `tokens`."""
-        table = np.asarray(blocks[: -(-len(tokens) // self.block_tokens)], dtype=np.int64)
+        if point is None or len(point.tokens) < end:
+            return
+        table = np.asarray(row.blocks[: -(-end // size)], dtype=np.int64)
         is_own = table < self.kv_blocks
         held = self.tokens[table[is_own]].reshape(-1)
-        due = np.asarray(tokens, dtype=np.int32)[np.repeat(is_own, self.block_tokens)[: len(tokens)]]
+        due = np.asarray(point.tokens[:end], dtype=np.int32)[np.repeat(is_own, size)[:end]]
         if not np.array_equal(held[: len(due)], due):
             raise InternalError("blocks hold the KV of other tokens than the sequence's")
 
@@ -275,8 +269,3 @@ def _hash(seed: int, choice: int, index: int) -> int:
     """Return a 64-bit hash."""
     digest = blake2b(f"{seed} {choice} {index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
-
-
-def _is_chunk(row: Row) -> bool:
-    """Return whether the row is a part of a prompt; else it is one token of an answer."""
-    return len(row.tokens) > 1 or row.point is None or row.point.index == -row.point.sampling.forced_tokens

@@ -1,7 +1,7 @@
 """Captures hidden states of a middle layer for the predictor of answer lengths.
 
-A state is the mean over the last prompt chunk, or that of an answer's latest token. Source: TRAIL, arXiv
-2410.01035 (middle layers predict best)."""
+A state is the mean over the last prompt chunk, or that of an answer's latest token. Source: TRAIL
+(2410.01035)."""
 
 from collections.abc import Sequence
 
@@ -17,10 +17,8 @@ class StateTap:
     def __init__(self, layer: int, width: int, every_tokens: int) -> None:
         """Capture the output `[rows, width]` of `layer` (from 0) once in `every_tokens` answer tokens."""
         self.layer, self._width, self._every, self.count = layer, width, every_tokens, 0
-        self.spans = torch.empty(0, 2, dtype=torch.int64)
-        """`[count, 2]`: first packed row and number of rows."""
-        self.states = torch.empty(0, width)
-        """fp32 `[count, width]`."""
+        self.spans, self.states = torch.empty(0, 2, dtype=torch.int64), torch.empty(0, width)
+        """`[count, 2]`: first packed row and number of rows; fp32 `[count, width]`."""
         self.is_filled = False
         self._rows: list[int] = []
 

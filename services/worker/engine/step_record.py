@@ -154,15 +154,13 @@ class StepRecord:
         """Record the sequences that ended in `effects`."""
         for stepped in effects.stepped:
             for ended in stepped.ended:
-                self._recorder.note_at(
-                    now_s,
-                    "ended",
-                    ended.ref.request_id,
-                    choice=ended.ref.choice,
-                    attempt=ended.ref.attempt,
-                    reason=str(ended.finish_reason),
-                    generated_tokens=ended.generated_tokens,
-                )
+                ref, reason = ended.ref, str(ended.finish_reason)
+                numbers = {
+                    "choice": ref.choice,
+                    "attempt": ref.attempt,
+                    "generated_tokens": ended.generated_tokens,
+                }
+                self._recorder.note_at(now_s, "ended", ref.request_id, reason=reason, **numbers)
                 if self._spans is not None:
                     self._spans.ended(ended)
 

@@ -1,18 +1,18 @@
 """Fetches blocks from the host during a step, on a GPU or without the native library.
 
 `TorchStream` submits copies to lanes, which run in order per direction: on threads in RAM (`RamLanes`), on
-CUDA streams on a GPU (`gpu/lanes.py`). As in `native/stream.h`, layer l goes to buffer l % 2 once layer l - 2
-has attended.
+CUDA streams on a GPU (`gpu/lanes.py`). As in `native/stream.h`, layer l goes to buffer l % 2 once layer l -
+2 has attended.
 
-A *part* is one layer's K and V of a block: at row * layers + layer in host memory, at
-layer * device_blocks + block on the device."""
+A *part* is one layer's K and V of a block: at row * layers + layer in host memory, at layer * device_blocks
++ block on the device."""
 
 import ctypes
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 from time import perf_counter
@@ -187,23 +187,21 @@ class TorchStream:
 
     def figures(self) -> StreamFigures:
         """See `BlockStream`. Counts completed copies only."""
-        sums, between = self._figures, self._lanes.between
-        stall_s, fetch_s, save_s = sums.stall_s, sums.fetch_s, sums.save_s
-        layers, early, fetched, saved = sums.layers, sums.early, sums.fetched, sums.saved
+        between, found = self._lanes.between, asdict(self._figures)
         while self._noted and self._is_known(self._noted[0]):
             each = self._noted.popleft()
-            fetch_s += between(each.ticket.began, each.ticket.ended)
-            fetched += each.blocks
-            layers += not each.is_ahead
+            found["fetch_s"] += between(each.ticket.began, each.ticket.ended)
+            found["fetched"] += each.blocks
+            found["layers"] += not each.is_ahead
             if each.wanted is not None:
-                stall_s += max(0.0, between(each.wanted, each.ticket.ended))
+                found["stall_s"] += max(0.0, between(each.wanted, each.ticket.ended))
             if each.left is not None and not each.is_ahead:
-                early += between(each.ticket.ended, each.left) > 0
+                found["early"] += between(each.ticket.ended, each.left) > 0
         while self._noted_saves:
             ticket = self._noted_saves.popleft()
-            save_s += between(ticket.began, ticket.ended)
-            saved += ticket.blocks
-        self._figures = StreamFigures(stall_s, fetch_s, save_s, layers, early, fetched, saved)
+            found["save_s"] += between(ticket.began, ticket.ended)
+            found["saved"] += ticket.blocks
+        self._figures = StreamFigures(**found)
         return self._figures
 
     def _is_known(self, fetch: _Fetch) -> bool:

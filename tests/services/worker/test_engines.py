@@ -36,6 +36,8 @@ def test_every_engine_may_lend_host_memory_and_have_its_cache_in_that_of_others(
         ({"engine": "vllm", "device": "cuda", "vllm__tensor_parallel": "2"}, "set vllm.tensor_parallel 1"),
         ({"engine": "vllm", "block_tokens": "16"}, "blocks of a multiple of 32 tokens"),
         ({"engine": "simulated", "kv_bytes": "4096"}, "leave out kv_bytes"),
+        ({"engine": "simulated", "pie__enabled": "true"}, "leave out pie.enabled"),
+        ({"engine": "simulated", "states_every": "1"}, "leave out states_every"),
         ({"prefix_cache__peer_mb": "64", "prefix_cache__host_mb": "0"}, "peer_mb needs host_mb"),
     ],
 )

@@ -1,9 +1,7 @@
 """Functions that launch the Triton kernels: attention over paged KV, KV writes, rotation and SiLU.
 
-Pools are K `[num_blocks, kv_heads, head_dim, block_tokens]` and V `[num_blocks, kv_heads, block_tokens,
-value_dim]`, contiguous, fp32, bf16 or fp16. All tensors of a call are on one CUDA device, or in host memory
-if TRITON_INTERPRET=1 is set on import (slow; for tests). Calls do not synchronise or copy to the host, so a
-CUDA graph can capture them."""
+Pools are as in `engine.paged`, contiguous. All tensors of a call are on one CUDA device, or in host memory
+if TRITON_INTERPRET=1 is set on import (slow; for tests). A CUDA graph can capture the calls."""
 
 from functools import cache
 from typing import Any
@@ -11,13 +9,7 @@ from typing import Any
 import torch
 import triton
 
-from services.worker.engine.gpu.kernels import (
-    attend_kernel,
-    gate_kernel,
-    merge_kernel,
-    rotate_write_kernel,
-    write_kernel,
-)
+from services.worker.engine.gpu import kernels
 from services.worker.engine.gpu.spans import (
     ALL_SPLITS,
     DECODE_ROWS,
@@ -69,7 +61,7 @@ def attend_paged(
             parts_lse = query.new_empty(rows, q_heads, tiles.splits, dtype=torch.float32)
         tensors = (query, k_pool, v_pool, parts, parts_lse, tiles.span, tiles.row, spans.first_row, *numbers)
         launch(
-            attend_kernel,
+            kernels.attend_kernel,
             (tiles.span.shape[0], k_pool.shape[1], tiles.splits),
             (*tensors, query.stride(0), scaling, softcap or 1.0, tiles.splits),
             HAS_SOFTCAP=bool(softcap),
@@ -84,7 +76,7 @@ def attend_paged(
         )
         if tiles.splits > 1:
             launch(
-                merge_kernel,
+                kernels.merge_kernel,
                 (tiles.row.shape[0] * tiles.tokens, q_heads),
                 (parts, parts_lse, output, lse, tiles.span, tiles.row, spans.first_row),
                 VALUE_DIM=value_dim,
@@ -134,7 +126,7 @@ def write_kv(
     if key.stride()[1:] != (head_dim, 1) or value.stride()[1:] != (value.shape[2], 1):
         raise ValueError("the heads of keys and values must be contiguous")
     launch(
-        write_kernel,
+        kernels.write_kernel,
         (rows, kv_heads),
         (key, value, k_pool, v_pool, slots, key.stride(0), value.stride(0)),
         KV_HEADS=kv_heads,
@@ -165,7 +157,7 @@ def rotate_and_write(
     if not joined.is_contiguous() or head_dim != k_pool.shape[2] or head_dim != v_pool.shape[3]:
         raise ValueError(f"joined heads {tuple(joined.shape)} do not fit these pools")
     launch(
-        rotate_write_kernel,
+        kernels.rotate_write_kernel,
         (rows, heads),
         (joined, *angles, positions, slots, k_pool, v_pool),
         Q_HEADS=heads - 2 * kv_heads,
@@ -182,7 +174,7 @@ def gated(joined: torch.Tensor) -> torch.Tensor:
     rows, both = joined.shape
     output = joined.new_empty(rows, both // 2)
     grid = (rows, triton.cdiv(both // 2, _GATE_LANES))
-    launch(gate_kernel, grid, (joined, output), WIDTH=both // 2, LANES=_GATE_LANES, num_warps=4)
+    launch(kernels.gate_kernel, grid, (joined, output), WIDTH=both // 2, LANES=_GATE_LANES, num_warps=4)
     return output
 
 

@@ -30,11 +30,9 @@ class Gate(Protocol):
 
     def enter(self, layer: int) -> None:
         """Called before the layer attends."""
-        ...
 
     def leave(self, layer: int) -> None:
         """Called after the layer has attended."""
-        ...
 
 
 class TritonBackend:
@@ -97,7 +95,6 @@ class TritonBackend:
         shape: Shape,
         window_tokens: int | None,
     ) -> torch.Tensor:
-        """See `TorchBackend`."""
         k_pool, v_pool = self.pools[layer]
         kv_heads = k_pool.shape[1]
         spans = self.step.spans(Heads(queries.shape[1] // kv_heads, kv_heads))
@@ -112,7 +109,6 @@ class TritonBackend:
     def attend_part(
         self, layer: int, packed: PackedSpans, queries: torch.Tensor, shape: Shape
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `backends.PartialBackend`."""
         k_pool, v_pool = self.pools[layer]
         kv_heads = k_pool.shape[1]
         heads = Heads(queries.shape[1] // kv_heads, kv_heads)

@@ -1,9 +1,8 @@
-"""CUDA graphs for decode steps: replays the graph that was captured for the batch size.
+"""CUDA graphs for decode steps: replays the graph that was captured for the batch size, without the host.
 
-A step has some hundred kernel launches of a few microseconds; a graph replays them without the host. Batches
-are padded to captured sizes; a padded row is at position 0, sees no key and writes nothing. Steps that fetch
-blocks from the host have graphs of their own, which contain the copies (`streaming.py`). All other steps
-(chunks, larger batches, longer tables) run the forward pass directly."""
+Batches are padded to captured sizes; a padded row is at position 0, sees no key and writes nothing. Steps
+that fetch blocks from the host have graphs of their own, which contain the copies (`streaming.py`). All
+other steps (chunks, larger batches, longer tables) run the forward pass directly."""
 
 import logging
 from collections.abc import Callable

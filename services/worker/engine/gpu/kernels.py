@@ -428,11 +428,7 @@ def point_kernel(
 
 
 @triton.jit(do_not_specialize=["at"])
-def stamp_kernel(
-    stamps,
-    at,
-    IS_TIMED: tl.constexpr,
-):
+def stamp_kernel(stamps, at, IS_TIMED: tl.constexpr):
     """One program: store the current time."""
     tl.store(stamps + at, _now(IS_TIMED))
 

@@ -1,7 +1,6 @@
 """Copy lanes of a CUDA device: a CUDA stream per direction, synchronised with the computation by events.
 
-One kernel copies many scattered blocks from and to page-locked host memory, because a call per part would
-take longer than its transfer. The host never waits while it submits a step. Source: papers/004 §3.3."""
+One kernel copies many scattered blocks from and to page-locked host memory. Source: papers/004 §3.3."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -56,7 +55,7 @@ class GpuLanes:
         word = _WORDS[math.gcd(key_bytes, value_bytes, 8)]
         self.rows = len(rows)
         host = torch.from_numpy(rows.reshape(len(rows) * layers, -1))
-        self.memory = host.view(word), _as_words(keys, word), _as_words(values, word)
+        self.memory = host.view(word), *(pool.view(len(pool), -1).view(word) for pool in (keys, values))
         self.words = key_bytes // word.itemsize, value_bytes // word.itemsize
 
     def upload(self, numbers: Blocks) -> torch.Tensor:
@@ -145,18 +144,10 @@ class GpuLanes:
     def between(self, earlier: Any, later: Any) -> float:
         return float(earlier.elapsed_time(later)) / 1e3
 
-    def pace(self, bytes_s: float) -> None:
-        pass
+    def _nothing(self, *_: object, **__: object) -> None:
+        """There is no limit to set."""
 
-    def hurry(self, *, all_of_it: bool) -> None:
-        pass
-
-    def begin(self) -> None:
-        pass
+    pace = hurry = begin = _nothing
 
     def close(self) -> None:
         self._release()
-
-
-def _as_words(pool: torch.Tensor, word: torch.dtype) -> torch.Tensor:
-    return pool.view(len(pool), -1).view(word)

@@ -21,8 +21,6 @@ MOST_TILE_KEYS = 128
 ALL_SPLITS = (1, 2, 4, 8, 16, 32, 64)
 _MIN_SPLIT_TOKENS = 128
 _PROGRAMS_PER_MULTIPROCESSOR = 4
-
-
 TABLE_END = np.zeros(MOST_TILE_KEYS, np.int32)
 """Valid block ids behind the last table, because kernels read a table's last tile as a whole."""
 
@@ -81,8 +79,12 @@ def pack(packed: PackedSpans, heads: Heads, *, device: torch.device, multiproces
     for span, row, _ in divisions:
         parts += [span, row]
     views = upload([*parts, packed.blocks], device)
-    tiles = [Tiles(*views[5 + 2 * at : 7 + 2 * at], *shape) for at, (_, _, shape) in enumerate(divisions)]
-    return DeviceSpans(*views[:5], blocks=views[-1], tiles=tuple(tiles))
+    tiles = [
+        Tiles(views[5 + 2 * at], views[6 + 2 * at], *shape) for at, (_, _, shape) in enumerate(divisions)
+    ]
+    first_row, first_position, table_start, table_position, key_end = views[:5]
+    arrays = first_row, first_position, table_start, table_position, key_end, views[-1]
+    return DeviceSpans(*arrays, tuple(tiles))
 
 
 def upload(parts: Sequence[npt.ArrayLike], device: torch.device) -> list[torch.Tensor]:

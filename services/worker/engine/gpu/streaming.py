@@ -1,8 +1,8 @@
 """Fetches blocks from the host during a step on a CUDA device, also inside CUDA graphs.
 
-Without a graph, each layer's copy is submitted during the step (`TorchStream`). In a graph, layer l's copy is
-a branch that starts after layer l - 2 and that layer l joins. The kernels read the copied blocks from static
-memory, which one upload per step fills:
+Without a graph, each layer's copy is submitted during the step (`TorchStream`). In a graph, layer l's copy
+is a branch that starts after layer l - 2 and that layer l joins. The kernels read the copied blocks from
+static memory, which one upload per step fills:
 
     numbers: [fetched blocks, of them kept, parity of layer 0, table entries]
              [rows of host memory] [places that stay, -1: none] [buffers, even] [buffers, odd]
@@ -21,12 +21,7 @@ import torch
 
 from services.worker.engine import paged
 from services.worker.engine.gpu.attention import INTERPRETED, launch
-from services.worker.engine.gpu.kernels import (
-    account_kernel,
-    fetch_layer_kernel,
-    point_kernel,
-    stamp_kernel,
-)
+from services.worker.engine.gpu.kernels import account_kernel, fetch_layer_kernel, point_kernel, stamp_kernel
 from services.worker.engine.gpu.lanes import COPY_LANES, COPY_PROGRAMS, GpuLanes
 from services.worker.engine.gpu.spans import TABLE_END
 from services.worker.engine.stream import TorchStream
@@ -136,13 +131,11 @@ class ReplayedGate:
         self._came = [self._fetches.bring(layer) for layer in range(min(2, self._layers))]
 
     def enter(self, layer: int) -> None:
-        """See `Gate`."""
         self._fetches.note(layer, _WANTED)
         self._cuda.current_stream(self._raw.device).wait_event(self._came[layer])
         self._fetches.point(layer, self._raw, self._pointed)
 
     def leave(self, layer: int) -> None:
-        """See `Gate`."""
         self._fetches.note(layer, _LEFT)
         if layer + 2 < self._layers:
             self._came.append(self._fetches.bring(layer + 2))

@@ -1,8 +1,7 @@
 """Compiles this folder's C++ to one shared library, once per source, compiler and CPU.
 
-`python -m services.worker.engine.native.build` builds it at setup and prints its path; a worker without a
-library builds it at start. Concurrent builds use separate folders; the first one to finish is renamed into
-place."""
+`python -m services.worker.engine.native.build` builds it at setup; a worker without a library builds it at
+start. Concurrent builds use separate folders; the first one to finish is renamed into place."""
 
 import hashlib
 import os

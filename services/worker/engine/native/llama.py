@@ -7,17 +7,7 @@ import torch
 
 from services.worker.engine.attention import PagedAttention
 from services.worker.engine.llama_parts import is_rotation_fixed
-from services.worker.engine.native.library import (
-    ADDRESS,
-    DOUBLE,
-    FLOAT,
-    INT32,
-    KvPool,
-    Spans,
-    declare,
-    describe_spans,
-    fields,
-)
+from services.worker.engine.native import library as native
 from services.worker.engine.native.weights import ModelWeights, pack
 from services.worker.engine.paged import Shape
 from services.worker.engine.sampler import Logits
@@ -31,16 +21,18 @@ _LATE = -104
 class LlamaLayer(ctypes.Structure):
     """Weights and pools of one layer, laid out as in `llama.h`."""
 
-    _fields_ = fields((ADDRESS, "input_norm query_key_value output post_norm gate_up down"), (KvPool, "pool"))
+    _fields_ = native.fields(
+        (native.ADDRESS, "input_norm query_key_value output post_norm gate_up down"), (native.KvPool, "pool")
+    )
 
 
 class LlamaModel(ctypes.Structure):
     """Sizes, weights and layers of a model, laid out as in `llama.h`."""
 
-    _fields_ = fields(
-        (INT32, "layers hidden intermediate q_heads kv_heads head_dim vocabulary positions threads"),
-        (FLOAT, "eps scaling"),
-        (ADDRESS, "embedding final_norm head cosine sine"),
+    _fields_ = native.fields(
+        (native.INT32, "layers hidden intermediate q_heads kv_heads head_dim vocabulary positions threads"),
+        (native.FLOAT, "eps scaling"),
+        (native.ADDRESS, "embedding final_norm head cosine sine"),
         (ctypes.POINTER(LlamaLayer), "layer"),
     )
 
@@ -48,24 +40,24 @@ class LlamaModel(ctypes.Structure):
 class LlamaStep(ctypes.Structure):
     """Rows and scratch memory of a step, laid out as in `llama.h`."""
 
-    _fields_ = fields(
-        (INT32, "rows kept"),
-        (ADDRESS, "tokens positions slots kept_rows"),
-        (ctypes.POINTER(Spans), "spans"),
-        (ADDRESS, "hidden normed heads attended gated lse logits likeliest highest"),
-        (INT32, "tap_layer taps"),
-        (ADDRESS, "tap_spans tapped"),
+    _fields_ = native.fields(
+        (native.INT32, "rows kept"),
+        (native.ADDRESS, "tokens positions slots kept_rows"),
+        (ctypes.POINTER(native.Spans), "spans"),
+        (native.ADDRESS, "hidden normed heads attended gated lse logits likeliest highest"),
+        (native.INT32, "tap_layer taps"),
+        (native.ADDRESS, "tap_spans tapped"),
     )
 
 
 _MODEL, _STEP = ctypes.POINTER(LlamaModel), ctypes.POINTER(LlamaStep)
 _PROTOTYPES = {
-    "llama_embed": (INT32, (_MODEL, _STEP)),
-    "llama_layer_qkv": (INT32, (_MODEL, INT32, _STEP)),
-    "llama_layer_attend": (INT32, (_MODEL, INT32, _STEP)),
-    "llama_layer_rest": (None, (_MODEL, INT32, _STEP)),
+    "llama_embed": (native.INT32, (_MODEL, _STEP)),
+    "llama_layer_qkv": (native.INT32, (_MODEL, native.INT32, _STEP)),
+    "llama_layer_attend": (native.INT32, (_MODEL, native.INT32, _STEP)),
+    "llama_layer_rest": (None, (_MODEL, native.INT32, _STEP)),
     "llama_logits": (None, (_MODEL, _STEP)),
-    "llama_forward": (INT32, (_MODEL, _STEP, ADDRESS, DOUBLE)),
+    "llama_forward": (native.INT32, (_MODEL, _STEP, native.ADDRESS, native.DOUBLE)),
 }
 
 
@@ -108,7 +100,7 @@ class NativeLlama:
         release: bool,
         tap: StateTap | None = None,
     ) -> None:
-        declare(library, _PROTOTYPES)
+        native.declare(library, _PROTOTYPES)
         self._library, self._kv, self._tap = library, kv, tap
         config = module.config
         self.model = _describe(module, threads)
@@ -132,7 +124,6 @@ class NativeLlama:
         self._results = StepScratch(self._step, logits=self.model.vocabulary, likeliest=1, highest=1)
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
-        """See `forward.Forward`."""
         step, resident = self.prepare(tokens, positions, kept), self._kv.resident
         if self._kv.is_partitioned:
             answer = self._run_partitioned(step)
@@ -197,7 +188,7 @@ class NativeLlama:
             self._results.grow(max(1, step.kept))
         step.tokens, step.positions = tokens.data_ptr(), positions.data_ptr()
         step.slots, step.kept_rows = packed.slots.ctypes.data, kept.data_ptr()
-        step.spans, step.lse, step.taps = ctypes.pointer(describe_spans(packed)), None, 0
+        step.spans, step.lse, step.taps = ctypes.pointer(native.describe_spans(packed)), None, 0
         if tap is not None and tap.count:
             step.tap_layer, step.taps = tap.layer, tap.count
             step.tap_spans, step.tapped = tap.spans.data_ptr(), tap.states.data_ptr()
@@ -214,7 +205,7 @@ def _describe(module: Any, threads: int) -> LlamaModel:
         q_heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=attention.head_dim,
-        vocabulary=module.lm_head.weight.shape[0],
+        vocabulary=len(module.lm_head.weight),
         threads=threads,
         eps=config.rms_norm_eps,
         scaling=attention.scaling,

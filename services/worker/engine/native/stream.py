@@ -71,17 +71,9 @@ class NativeStream:
         self._library = library
         self._memory = keys, values, rows
         """Keeps the tensors alive for the thread."""
-        address = library.stream_open(
-            _Memory(
-                key=keys.data_ptr(),
-                value=values.data_ptr(),
-                host=rows.ctypes.data,
-                key_bytes=keys[0].nbytes,
-                value_bytes=values[0].nbytes,
-                layers=layers,
-                device_blocks=len(keys) // layers,
-            )
-        )
+        sizes = keys[0].nbytes, values[0].nbytes, layers, len(keys) // layers
+        memory = _Memory(keys.data_ptr(), values.data_ptr(), rows.ctypes.data, *sizes)
+        address = library.stream_open(memory)
         self.address: int | None = int(address)
         self.tables: torch.Tensor | None = None
         self._at_work: tuple[object, ...] = ()

@@ -125,7 +125,7 @@ def rotation(module: Any, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _floats(gemm: Gemm, module: Any) -> int:
     attention, mlp = module.model.layers[0].self_attn, module.model.layers[0].mlp
-    joined = sum(linear.weight.shape[0] for linear in _projections(attention))
+    joined = sum(len(linear.weight) for linear in (attention.q_proj, attention.k_proj, attention.v_proj))
     layer = gemm.packed_floats(joined, attention.q_proj.weight.shape[1])
     layer += gemm.packed_floats(*attention.o_proj.weight.shape)
     layer += gemm.packed_pair_floats(*mlp.gate_proj.weight.shape)
@@ -133,22 +133,19 @@ def _floats(gemm: Gemm, module: Any) -> int:
     return layer * len(module.model.layers) + gemm.packed_floats(*module.lm_head.weight.shape)
 
 
-def _projections(attention: Any) -> tuple[Any, Any, Any]:
-    return attention.q_proj, attention.k_proj, attention.v_proj
-
-
 def _layer(gemm: Gemm, arena: Arena, layer: Any, release: bool) -> JoinedLayer:
     attention, mlp = layer.self_attn, layer.mlp
+    projections = [attention.q_proj, attention.k_proj, attention.v_proj]
     weights = JoinedLayer(
         input_norm=layer.input_layernorm.weight.detach(),
-        query_key_value=gemm.pack([linear.weight for linear in _projections(attention)], arena),
+        query_key_value=gemm.pack([linear.weight for linear in projections], arena),
         output=gemm.pack([attention.o_proj.weight], arena),
         post_norm=layer.post_attention_layernorm.weight.detach(),
         gate_up=gemm.pack_pair(mlp.gate_proj.weight, mlp.up_proj.weight, arena),
         down=gemm.pack([mlp.down_proj.weight], arena),
     )
     if release:
-        _release([*_projections(attention), attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj])
+        _release([*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj])
     return weights
 
 

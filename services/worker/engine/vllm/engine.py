@@ -59,7 +59,6 @@ class VllmEngine:
         return BlockPool(self.kv_blocks, self.block_tokens)
 
     def expect_grammar(self, grammar: str) -> None:
-        """See `ConstrainedEngine`."""
         if self._grammars is not None:
             self._grammars.expect(grammar)
 
@@ -82,8 +81,9 @@ class VllmEngine:
         for whole in rows:
             row = whole
             while len(row.tokens) > self._max_step_tokens:
-                head, row = _split(row, self._max_step_tokens)
-                yield [head], False
+                head, tail = row.tokens[: self._max_step_tokens], row.tokens[self._max_step_tokens :]
+                yield [Row(head, row.first_position, row.blocks, None)], False
+                row = Row(tail, row.first_position + len(head), row.blocks, row.point)
             if part and (len(part) == self._max_rows or tokens + len(row.tokens) > self._max_step_tokens):
                 yield part, True
                 part, tokens = [], 0
@@ -105,9 +105,3 @@ class VllmEngine:
             raise
         self.requests.end([draw.noted(name) for name in step.names])
         return [draw.drawn.get(name) for name in step.names]
-
-
-def _split(row: Row, tokens: int) -> tuple[Row, Row]:
-    """Split a row after its first `tokens` tokens."""
-    head = Row(row.tokens[:tokens], row.first_position, row.blocks, None)
-    return head, Row(row.tokens[tokens:], row.first_position + tokens, row.blocks, row.point)

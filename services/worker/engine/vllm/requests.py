@@ -1,8 +1,8 @@
 """Maps rows to requests of a vLLM model runner: continued, new or finished.
 
 A runner keeps the requests of its last step. A row continues a request if it has the request's blocks, next
-position and sampled token. Every other row becomes a new request with its full state, so answers do not
-depend on a match. A request without a row in a step is finished in that step."""
+position and sampled token; else it is a new request with its full state. A request without a row in a step
+is finished."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -18,7 +18,6 @@ class Draw(Protocol):
 
     def __call__(self, logits: Logits, names: Sequence[str]) -> list[int]:
         """Return a token for each request; `logits` `[requests, vocabulary]` in the order of `names`."""
-        ...
 
 
 class ModelRunner(Protocol):
@@ -36,7 +35,6 @@ class ModelRunner(Protocol):
     @property
     def kv(self) -> Sequence[torch.Tensor]:
         """Tensors `[NULL_BLOCKS + kv_blocks, …]` by rank and layer, contiguous, with K and V of a block."""
-        ...
 
     def run(
         self,
@@ -49,11 +47,9 @@ class ModelRunner(Protocol):
         """Run one step. `draw` is called once, and returns each request's next token.
 
         After an exception the requests of this step must be in `finished` of the next step."""
-        ...
 
     def close(self) -> None:
         """End the other processes."""
-        ...
 
 
 def require(condition: bool, what: str, found: Any = None) -> None:

@@ -76,9 +76,8 @@ class KvPart(NamedTuple):
 
     def mapped(self) -> torch.Tensor:
         """Return the memory mapped into this process; the file is created if necessary."""
-        return torch.from_file(self.file, shared=True, size=math.prod(self.shape), dtype=self.dtype).view(
-            self.shape
-        )
+        size = math.prod(self.shape)
+        return torch.from_file(self.file, shared=True, size=size, dtype=self.dtype).view(self.shape)
 
 
 class Steps(ABC):
@@ -140,7 +139,6 @@ class Steps(ABC):
         finished: set[str],
         draw: Draw,
     ) -> None:
-        """See `ModelRunner.run`."""
         scheduled = self._output.SchedulerOutput(
             scheduled_new_reqs=[self._new(each) for each in new],
             scheduled_cached_reqs=self._continued(continued),

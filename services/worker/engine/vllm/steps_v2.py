@@ -1,7 +1,7 @@
 """Steps of vLLM's model runner V2, whose sampler is wrapped because the runner also uses its other methods.
 
-The sampler, not the runner as in V1, returns how many tokens each request got: one, or none for an unfinished
-prompt."""
+The sampler, not the runner as in V1, returns how many tokens each request got: one, or none for an
+unfinished prompt."""
 
 from typing import Any
 

@@ -36,36 +36,19 @@ class Problem:
 
     def bounds(self, scaling: float, softcap: float | None = None, parts: int = 1) -> tuple[float, float]:
         """What rounding allows an output and a log-sum-exp to be off, whatever the order of the sums."""
-        return attention_bounds(
-            self.query,
-            self.k_pool.transpose(2, 3),
-            self.v_pool,
-            scaling,
-            most_keys=max(span.first_position + span.count for span in self.spans),
-            softcap=softcap,
-            parts=parts,
-        )
+        most_keys = max(span.first_position + span.count for span in self.spans)
+        tensors = self.query, self.k_pool.transpose(2, 3), self.v_pool
+        return attention_bounds(*tensors, scaling, most_keys=most_keys, softcap=softcap, parts=parts)
 
 
 def step_bounds(
-    pool: tuple[torch.Tensor, torch.Tensor],
-    packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    shape: Shape,
-    *,
-    most_keys: int,
-    parts: int,
+    pool: tuple[torch.Tensor, torch.Tensor], packed: tuple[torch.Tensor, ...], shape: Shape, **counts: int
 ) -> tuple[float, float]:
-    """Of a step over a pool; `packed`: its queries, and its keys and values, which are not there yet."""
+    """Return bounds of a step over a pool; `packed`: its queries, keys and values, not in the pool yet."""
     query, keys, values = packed
-    return attention_bounds(
-        query,
-        torch.cat([pool[0].transpose(2, 3).flatten(0, 2), keys.flatten(0, 1)]),
-        torch.cat([pool[1].flatten(0, 2), values.flatten(0, 1)]),
-        shape.scaling,
-        most_keys=most_keys,
-        softcap=shape.softcap,
-        parts=parts,
-    )
+    all_keys = torch.cat([pool[0].transpose(2, 3).flatten(0, 2), keys.flatten(0, 1)])
+    all_values = torch.cat([pool[1].flatten(0, 2), values.flatten(0, 1)])
+    return attention_bounds(query, all_keys, all_values, shape.scaling, softcap=shape.softcap, **counts)
 
 
 def problem(

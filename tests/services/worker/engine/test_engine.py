@@ -98,35 +98,6 @@ def test_an_answer_goes_on_as_it_would_have_after_a_preemption_and_on_another_wo
         assert {3, 8}.isdisjoint(answer[:18])
 
 
-@pytest.mark.parametrize("architecture", ["llama", "opt"])
-def test_penalized_greedy_tokens_are_those_of_generate(architecture: str, make_model: ModelFactory) -> None:
-    dice = random.Random(9)
-    model = make_model(architecture)
-    prompts = [[dice.randrange(VOCABULARY) for _ in range(length)] for length in (3, 17)]
-    sampling = Sampling(seed=0, max_tokens=64, temperature=0.0, repetition_penalty=1.4)
-    expected = [reference(model, prompt, 16, repetition_penalty=1.4) for prompt in prompts]
-    assert expected != [reference(model, prompt, 16) for prompt in prompts]
-    engine = TorchEngine(describe(model), kv_blocks=64, block_tokens=BLOCK_TOKENS)
-    sequences = Sequences(engine, BlockPool(64, BLOCK_TOKENS), prompts, sampling)
-    for _ in range(16):
-        sequences.step([0, 1], most_tokens=64)
-    assert [sequences.answer(index, 16) for index in (0, 1)] == expected
-
-
-def test_a_row_whose_logits_are_not_finite_gives_no_token(make_model: ModelFactory) -> None:
-    model = make_model("qwen3")
-    engine = TorchEngine(describe(model), kv_blocks=8, block_tokens=BLOCK_TOKENS)
-    embedding = model.get_input_embeddings().weight
-    kept = embedding[5].clone()
-    try:
-        embedding[5] = float("nan")
-        rows = [Row([3], 0, [0], SamplePoint(GREEDY, 0, 0)), Row([5], 0, [1], SamplePoint(GREEDY, 0, 0))]
-        tokens = engine.step(rows)
-    finally:
-        embedding[5] = kept
-    assert tokens[0] is not None and tokens[1] is None
-
-
 def test_computing_a_row_again_changes_nothing(make_model: ModelFactory) -> None:
     engine = TorchEngine(describe(make_model("llama")), kv_blocks=8, block_tokens=BLOCK_TOKENS)
     rows = [Row([1, 2, 3, 4, 5, 6], 0, [2, 5], SamplePoint(GREEDY, 0, 0))]

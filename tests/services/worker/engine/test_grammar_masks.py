@@ -27,54 +27,27 @@ from tests.patience import STACK_PATIENCE_S, wait_until
 
 MODEL = Path(__file__).resolve().parents[4] / "models" / "tiny_chat"
 PROMPT = [1, 4, 90]
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string"},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "mood": {"enum": ["glad", "sad"]},
-        "friends": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {"name": {"type": "string", "minLength": 3}, "pet": {"type": "boolean"}},
-                "required": ["name", "pet"],
-                "additionalProperties": False,
-            },
-        },
-    },
-    "required": ["name", "age", "mood", "friends"],
-    "additionalProperties": False,
-}
-TREE = {
-    "$defs": {
-        "node": {
-            "type": "object",
-            "properties": {
-                "value": {"type": "number"},
-                "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
-            },
-            "required": ["value", "next"],
-            "additionalProperties": False,
-        }
-    },
-    "$ref": "#/$defs/node",
-}
-WITHIN: dict[str, Any] = {
-    "type": "object",
-    "properties": {"value": {"type": "number"}, "name": {"pattern": "e+"}},
-    "required": ["value", "name"],
-    "additionalProperties": False,
-}
+
+
+def closed(**properties: Any) -> dict[str, Any]:
+    """Return the schema of an object with exactly these properties."""
+    kinds = {"type": "object", "properties": properties, "required": [*properties]}
+    return kinds | {"additionalProperties": False}
+
+
+FRIEND = closed(name={"type": "string", "minLength": 3}, pet={"type": "boolean"})
+PERSON = closed(
+    name={"type": "string"},
+    age={"type": "integer", "minimum": 0, "maximum": 150},
+    mood={"enum": ["glad", "sad"]},
+    friends={"type": "array", "items": FRIEND},
+)
+NODE = closed(value={"type": "number"}, next={"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]})
+TREE = {"$defs": {"node": NODE}, "$ref": "#/$defs/node"}
+WITHIN = closed(value={"type": "number"}, name={"pattern": "e+"})
 """A string that may end only after a letter that is not there yet; numbers beside it were cut off, too."""
-SCHEMAS: list[dict[str, Any]] = [
-    PERSON,
-    TREE,
-    WITHIN,
-    {"type": "object"},
-    {"type": "array"},
-    {"type": "string"},
-]
+SCHEMAS: list[dict[str, Any]] = [PERSON, TREE, WITHIN]
+SCHEMAS += [{"type": kind} for kind in ("object", "array", "string")]
 
 
 @pytest.fixture(scope="module")
@@ -207,18 +180,14 @@ def test_other_grammars_end_where_they_may(masks: GrammarMasks) -> None:
         assert tokens[-1] == 2 and len(tokens) - len(PROMPT) <= 40
 
 
-def test_rows_without_a_grammar_are_left_alone(masks: GrammarMasks) -> None:
+def test_rows_get_the_masks_of_their_own_grammars(masks: GrammarMasks) -> None:
+    """A row without a grammar has none; one that left its grammar, or has a wrong one, gets nothing."""
     free = SamplePoint(Sampling(seed=0, max_tokens=5), 0, 0, PROMPT)
     assert masks.begin([free, free]) is None
-    found = masks.begin([free, point_of(regex_grammar("a"), list(PROMPT))])
-    assert found is not None and found.rows == [1]
-
-
-def test_what_leaves_its_grammar_or_has_none_may_have_nothing(masks: GrammarMasks) -> None:
     strayed = point_of(regex_grammar("a"), [*PROMPT, 500])
     broken = point_of("no grammar at all", list(PROMPT))
-    found = masks.begin([strayed, broken, point_of(regex_grammar("a"), list(PROMPT))])
-    assert found is not None
+    found = masks.begin([free, strayed, broken, point_of(regex_grammar("a"), list(PROMPT))])
+    assert found is not None and found.rows == [1, 2, 3]
     assert found.wait().any(axis=1).tolist() == [False, False, True]
 
 

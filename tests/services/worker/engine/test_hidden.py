@@ -2,6 +2,7 @@
 
 import copy
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ Found = list[tuple[int, int, int, np.ndarray]]
 
 def engine_of(module: torch.nn.Module, attention: AttentionMode, states_every: int = 0) -> TorchEngine:
     described = describe(copy.deepcopy(module))
-    sizes = {"kv_blocks": 32, "block_tokens": BLOCK_TOKENS, "states_every": states_every}
+    sizes: dict[str, Any] = {"kv_blocks": 32, "block_tokens": BLOCK_TOKENS, "states_every": states_every}
     return TorchEngine(described, attention=attention, **sizes)
 
 

@@ -1,6 +1,8 @@
 """Any decoder folder loads or is refused with a reason; KV is exchanged between equal models only."""
 
 import copy
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from services.worker.engine.attention import LayerShape
+from services.worker.engine.checkpoint import checkpoint_digest, stored_dtype
 from services.worker.engine.contract import Row
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe, layout_name, load, model_digest
 from shared.errors import ConfigError
 from tests.services.worker.conftest import ARCHITECTURES, MAX_POSITIONS, VOCABULARY, ModelFactory, build_model
 from tests.services.worker.prefix_rig import make_engine
+from tests.stack.running import TINY_CHAT
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -51,9 +56,9 @@ SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermedi
 SMALL |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 
 
-LINEAR = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2)
+LINEAR: dict[str, Any] = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2)
 LINEAR |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8)
-EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+EXPERTS: dict[str, Any] = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
 
 
 def test_attention_that_is_not_computed_is_refused() -> None:
@@ -124,13 +129,6 @@ def test_kv_that_the_configuration_makes_different_has_another_fingerprint(chang
     assert len({engine.fingerprint for engine in engines}) == len({engine.weights for engine in engines}) == 2
 
 
-def test_a_window_is_part_of_what_a_model_is() -> None:
-    """It changes the KV of every layer but the first."""
-    wide = copy.deepcopy(build_model("mistral_window"))
-    wide.config.sliding_window += 1
-    assert model_digest(wide) != model_digest(build_model("mistral_window"))
-
-
 def test_where_a_model_came_from_and_how_answers_end_are_not(tmp_path: Path) -> None:
     model = llama()
     model.save_pretrained(tmp_path)
@@ -147,3 +145,54 @@ def test_an_engines_fingerprint_covers_model_dtype_and_block_size() -> None:
     assert sizes[0].fingerprint != sizes[1].fingerprint and sizes[0].weights == sizes[1].weights
     half = TorchEngine(describe(llama().to(torch.bfloat16)), kv_blocks=2, block_tokens=4)
     assert half.fingerprint != sizes[0].fingerprint
+
+
+FP32 = "torch.float32"
+
+
+@pytest.fixture
+def tiny_chat(tmp_path: Path) -> Path:
+    copy = tmp_path / "model"
+    shutil.copytree(TINY_CHAT, copy)
+    return copy
+
+
+def configure(tiny_chat: Path, **fields: object) -> None:
+    path = tiny_chat / "configure.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def test_files_may_be_cut_and_written_otherwise(tiny_chat: Path) -> None:
+    held = checkpoint_digest(str(tiny_chat), FP32)
+    tensors = load_file(tiny_chat / "model.safetensors")
+    (tiny_chat / "model.safetensors").unlink()
+    names = sorted(tensors)
+    for number, part in enumerate((names[::2], names[1::2])):
+        save_file({name: tensors[name] for name in part}, tiny_chat / f"model-{number}.safetensors")
+    configure(tiny_chat, transformers_version="0.0", dtype="float64", _name_or_path="elsewhere")
+    assert checkpoint_digest(str(tiny_chat), FP32) == held
+
+
+def test_another_weight_configuration_or_dtype_is_another(tiny_chat: Path) -> None:
+    seen = {checkpoint_digest(str(tiny_chat), FP32), checkpoint_digest(str(tiny_chat), "torch.bfloat16")}
+    configure(tiny_chat, rms_norm_eps=1e-6)
+    seen.add(checkpoint_digest(str(tiny_chat), FP32))
+    path = tiny_chat / "model.safetensors"
+    tensors = load_file(path)
+    first = min(tensors)
+    tensors[first].view(-1)[0] += torch.ones((), dtype=tensors[first].dtype)
+    save_file(tensors, path)
+    seen.add(checkpoint_digest(str(tiny_chat), FP32))
+    path.unlink()
+    for old in (b"one", b"two"):
+        (tiny_chat / "pytorch_model.bin").write_bytes(old)
+        seen.add(checkpoint_digest(str(tiny_chat), FP32))
+    assert len(seen) == 6
+
+
+def test_the_dtype_that_it_was_made_in(tiny_chat: Path) -> None:
+    assert stored_dtype(str(tiny_chat)) == "bfloat16"
+    configure(tiny_chat, dtype=None, text_config={"torch_dtype": "float16"})
+    assert stored_dtype(str(tiny_chat)) == "float16"
+    configure(tiny_chat, text_config={})
+    assert stored_dtype(str(tiny_chat)) == "float32"

@@ -1,6 +1,6 @@
-"""Whatever worker a block lies at, each row sees each of its keys exactly once."""
+"""Keys at other workers: each row sees each of its keys exactly once, and merged parts are exact."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.engine import paged
+from services.worker.engine.attention import LayerShape, PagedAttention
 from services.worker.engine.backends import NativeBackend, PartialBackend, TorchBackend
 from services.worker.engine.native import library as native
 from services.worker.engine.partition import ELSEWHERE, OWN, Homes, split, split_by_window
-from services.worker.engine.remote import merge_into
+from services.worker.engine.remote import Partial, merge_into
 from services.worker.engine.spans import PackedSpans, Span, pack
-from tests.rounding import assert_within
+from tests.rounding import assert_within, merge_bounds
 from tests.services.worker.engine.reference import step_bounds
 
 BLOCK, Q_HEADS, KV_HEADS, DIM = 4, 4, 2, 8
@@ -83,16 +84,6 @@ def test_parts_are_the_whole(kind: str, step: tuple[list[Span], list[int]], wind
     bounds = step_bounds(pool, (query, keys, values), SHAPE, most_keys=most_keys, parts=HOLDERS + 1)
     for mine, theirs, bound in zip((output, lse), (expected, expected_lse), bounds, strict=True):
         assert_within(mine, theirs, 2 * bound)  # Both are rounded.
-
-
-def test_a_row_that_a_creditor_cannot_help_is_not_sent() -> None:
-    homes = Homes(4)
-    homes.place([4, 5], 1, [0, 1])
-    own, there = split(pack([Span(2, 8, [0, 4, 5]), Span(3, 1, [1])], BLOCK), homes, BLOCK)
-    assert own.rows.tolist() == list(range(9))
-    assert there.rows.tolist() == [2, 3, 4, 5, 6, 7], "positions 4 to 9; the first two see nothing there"
-    assert there.spans.slots.tolist() == [0, 1, 2, 3, 4, 5]
-    assert own.spans.slots.tolist() == [2, 3] + [ELSEWHERE] * 6 + [4 + 3]
 
 
 def test_blocks_that_nobody_holds_or_that_are_missing_are_refused() -> None:
@@ -252,3 +243,100 @@ def test_own_ids_are_never_elsewhere() -> None:
     for ids, holder, blocks in (([1], 1, [0]), ([2], OWN, [0]), ([2, 3], 1, [0])):
         with pytest.raises(ValueError, match="cannot be"):
             Homes(2).place(ids, holder, blocks)
+
+
+ROWS_, HEADS_, DIM_ = 5, 3, 20
+NOTHING = torch.zeros(0, 1, 4)
+
+
+def random_parts(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return outputs and log-sum-exps; some random_parts saw no key."""
+    generator = torch.Generator().manual_seed(seed)
+    outputs = torch.randn(count, ROWS_, HEADS_, DIM_, generator=generator)
+    lses = torch.randn(count, ROWS_, HEADS_, generator=generator) * 20
+    unseen = torch.rand(count, ROWS_, HEADS_, generator=generator) < 0.3
+    return outputs.masked_fill(unseen.unsqueeze(-1), 0.0), lses.masked_fill(unseen, float("-inf"))
+
+
+def by_definition(outputs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    weights = torch.softmax(lses.double(), 0).nan_to_num(0.0)
+    return (outputs.double() * weights.unsqueeze(-1)).sum(0), torch.logsumexp(lses.double(), 0)
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_parts_merged_in_any_order_are_the_whole(seed: int, is_native: bool) -> None:
+    library = native.load() if is_native else None
+    outputs, lses = random_parts(4, seed)
+    expected, expected_lse = by_definition(outputs, lses)
+    bound, lse_bound = merge_bounds(outputs, lses)
+    seen = expected_lse > -torch.inf
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
+        output, lse = outputs[order[0]].clone(), lses[order[0]].clone()
+        for index in order[1:]:
+            merge_into(output, lse, outputs[index], lses[index], torch.arange(ROWS_), library)
+        assert_within(output, expected, bound)
+        assert_within(lse[seen], expected_lse[seen], lse_bound)
+        assert torch.equal(lse > -torch.inf, seen)
+    merge_into(output, lse, outputs[0], torch.full_like(lse, float("nan")), torch.arange(ROWS_), library)
+    assert bool(output.isnan().all()), "NaN stays visible"
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_only_the_named_rows_change(is_native: bool) -> None:
+    library = native.load() if is_native else None
+    outputs, lses = random_parts(2, 9)
+    (output, part), (lse, part_lse), rows = outputs.clone(), lses.clone(), torch.tensor([3, 1])
+    merge_into(output, lse, part[rows].contiguous(), part_lse[rows].contiguous(), rows, library)
+    assert torch.equal(output[[0, 2, 4]], outputs[0, [0, 2, 4]])
+    merged = outputs[:, rows], lses[:, rows]
+    assert_within(output[rows], by_definition(*merged)[0], merge_bounds(*merged)[0])
+
+
+class Slow:
+    """A `RemoteAttention` whose calls take 1 s each, with two empty results per layer."""
+
+    now_s = 0.0
+
+    def _work(self, *_: object) -> None:
+        self.now_s += 1.0
+
+    begin = send = end = abandon = _work
+
+    def collect(self, layer: int) -> Iterator[Partial]:
+        for _ in range(2):
+            self._work()
+            yield torch.zeros(0, dtype=torch.int64), NOTHING, NOTHING[..., 0]
+
+
+def run_step(attention: PagedAttention, slow: Slow, spans: Sequence[Span]) -> None:
+    attention.begin(spans, 0)
+    rows = sum(span.count for span in spans)
+    queries, keys, values = torch.zeros(3, rows, 1, 4)
+    attention.send(0, queries, keys, values, paged.Shape(1.0))
+    slow.now_s += 100.0  # The caller's own work is not counted.
+    attention.join(0, torch.zeros(rows, 1, 4), torch.zeros(rows, 1))
+    attention.end()
+
+
+def test_a_decode_steps_waiting_time_is_divided_by_its_remote_blocks() -> None:
+    slow = Slow()
+    attention = PagedAttention(
+        [LayerShape(1, 4, 4)],
+        kv_blocks=4,
+        block_tokens=4,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        mode="torch",
+        clock=lambda: slow.now_s,
+    )
+    homes, meter = Homes(4), attention.meter
+    homes.place(range(4, 14), 1, range(10))
+    homes.place(range(14, 19), 2, range(5))
+    attention.extend(homes, slow)
+    run_step(attention, slow, [Span(9, 4, [0, 4, 5, 1])])
+    assert (meter.block_s, meter.total_s) == (0.0, 5.0), "a prefill says nothing of a decode run_step"
+    run_step(attention, slow, [Span(15, 1, [0, 4, 5, 6]), Span(31, 1, [1, 7, 8, 9, 10, 11, 12, 13])])
+    assert meter.block_s == pytest.approx(5.0 / 10)
+    run_step(attention, slow, [Span(20, 1, [*range(14, 19), 2])])
+    assert meter.block_s == pytest.approx(0.5 + 0.1 * (1.0 - 0.5)) and meter.total_s == 15.0

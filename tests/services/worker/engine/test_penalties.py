@@ -122,7 +122,7 @@ def test_rows_that_ask_for_nothing_are_not_touched() -> None:
 
 def test_what_is_not_finite_stays_so_and_what_is_finite_stays_finite() -> None:
     logits = torch.tensor([[math.inf, math.nan, -math.inf, 3.0, -3.0]])
-    tiny = {"repetition_penalty": 1e-39, "presence_penalty": 2.0}
+    tiny: dict[str, Any] = {"repetition_penalty": 1e-39, "presence_penalty": 2.0}
     sampling = Sampling(seed=0, max_tokens=9, min_tokens=9, end_token_ids=(0, 1), **tiny)
     penalize(logits, [SamplePoint(sampling, 0, 5, [0, 1, 2, 3, 4])])
     infinite, unknown, forbidden, large, small = logits[0].tolist()

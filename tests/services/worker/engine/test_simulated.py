@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,12 @@ END = 2
 def make(speed: float = 1.0) -> tuple[SimulatedEngine, list[float]]:
     """Return an engine, and the list of the seconds that its steps take."""
     slept: list[float] = []
-    sizes = {"vocabulary": VOCABULARY, "max_positions": 4096, "kv_blocks": 16, "block_tokens": 4}
+    sizes: dict[str, Any] = {
+        "vocabulary": VOCABULARY,
+        "max_positions": 4096,
+        "kv_blocks": 16,
+        "block_tokens": 4,
+    }
     return SimulatedEngine(**sizes, cost=COST, speed=speed, sleep=slept.append), slept
 
 
@@ -121,14 +127,6 @@ def test_its_sizes_are_the_models() -> None:
     assert other.fingerprint != engine.fingerprint, "blocks of another size are not exchanged"
     with pytest.raises(ConfigError, match="no folder"):
         SimulatedEngine.of("somebody/something", 8, 16, SimulatedConfig())
-
-
-@pytest.mark.parametrize("setting", ["pie.enabled", "states_every", "kv_bytes"])
-def test_what_needs_real_kv_is_refused_beside_it(setting: str) -> None:
-    argv = ["--engine=simulated", f"--{setting}=1"]
-    with pytest.raises(ConfigError, match=setting):
-        load(WorkerConfig, "worker", argv=argv)
-    load(WorkerConfig, "worker", argv=argv[1:])
 
 
 def test_it_borrows_where_it_is_told_to() -> None:

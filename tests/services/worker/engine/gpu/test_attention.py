@@ -10,12 +10,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from services.worker.engine import spans as steps
 from tests.rounding import assert_within
 from tests.services.worker.engine.reference import Problem, expected, problem
 
 pytest.importorskip("triton", reason="Triton is not installed (make setup-gpu)")
 
-from services.worker.engine import spans as steps
 from services.worker.engine.gpu.attention import attend_paged, write_kv
 from services.worker.engine.gpu.spans import DeviceSpans, Heads, pack
 from services.worker.engine.paged import merge
@@ -42,8 +42,7 @@ def check(
     seen: list[tuple[int, int]] | None = None,
     parts: int = 1,
 ) -> None:
-    """Against the definition, to what rounding may do; `parts`: that were merged here. The kernel may have
-    merged some itself."""
+    """Compare within rounding; `parts`: parts merged here, besides those that the kernel merges."""
     wanted = expected(made, scaling, softcap, window_tokens, seen=seen)
     bounds = made.bounds(scaling, softcap, parts + 1)
     for mine, theirs, bound in zip(actual, wanted, bounds, strict=True):

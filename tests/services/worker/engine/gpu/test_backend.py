@@ -29,43 +29,31 @@ def attend(
     return backend.attend(0, queries, keys, values, Shape(0.25), None)
 
 
-def run(device: torch.device, steps: list[list[tuple[int, int, int]]]) -> list[tuple[Problem, torch.Tensor]]:
-    """Steps of (sequence, first position, count); returns the pools after each, and what came out."""
-    generator = torch.Generator().manual_seed(1)
+def make(device: torch.device) -> TritonBackend:
     k_pool = torch.full((8, KV_HEADS, DIM, BLOCK_TOKENS), float("nan"), device=device)
     v_pool = torch.full((8, KV_HEADS, BLOCK_TOKENS, DIM), float("nan"), device=device)
-    backend = TritonBackend([(k_pool, v_pool)], BLOCK_TOKENS, device)
-    results = []
-    for step in steps:
+    return TritonBackend([(k_pool, v_pool)], BLOCK_TOKENS, device)
+
+
+def test_decodes_and_chunks_see_what_was_written_before(device: torch.device) -> None:
+    """Steps of (sequence, first position, count)."""
+    backend, generator = make(device), torch.Generator().manual_seed(1)
+    for step in ([(0, 0, 5)], [(0, 5, 1), (1, 0, 7)], [(1, 7, 1), (0, 6, 1)], [(1, 8, 3), (0, 7, 4)]):
         spans = [Span(first, count, TABLES[sequence]) for sequence, first, count in step]
         rows = sum(span.count for span in spans)
         joined = torch.randn(rows, KV_HEADS * (GROUP + 2), DIM, generator=generator).to(device)
         queries, keys, values = torch.split(joined, [KV_HEADS * GROUP, KV_HEADS, KV_HEADS], 1)
-        result = attend(backend, spans, queries, keys, values)
-        results.append((Problem(k_pool.clone(), v_pool.clone(), spans, queries), result))
-    return results
-
-
-def test_decodes_and_chunks_see_what_was_written_before(device: torch.device) -> None:
-    steps = [
-        [(0, 0, 5)],
-        [(0, 5, 1), (1, 0, 7)],
-        [(1, 7, 1), (0, 6, 1)],
-        [(1, 8, 3), (0, 7, 4)],
-    ]
-    for made, actual in run(device, steps):
-        torch.testing.assert_close(actual.cpu(), expected(made, 0.25)[0], rtol=1e-5, atol=1e-5)
+        actual = attend(backend, spans, queries, keys, values)
+        wanted, _ = expected(Problem(*backend.pools[0], spans, queries), 0.25)
+        torch.testing.assert_close(actual.cpu(), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_transposed_views_are_taken_too(device: torch.device) -> None:
-    k_pool = torch.zeros(8, KV_HEADS, DIM, BLOCK_TOKENS, device=device)
-    v_pool = torch.zeros(8, KV_HEADS, BLOCK_TOKENS, DIM, device=device)
     heads_first = torch.randn(3, KV_HEADS, 5, DIM, generator=torch.Generator().manual_seed(2)).to(device)
     queries, keys, values = (each.transpose(0, 1) for each in heads_first)
-    spans = [Span(0, 5, TABLES[0])]
-    backend = TritonBackend([(k_pool, v_pool)], BLOCK_TOKENS, device)
+    backend, spans = make(device), [Span(0, 5, TABLES[0])]
     actual = attend(backend, spans, queries, keys, values)
-    wanted, _ = expected(Problem(k_pool, v_pool, spans, queries), 0.25)
+    wanted, _ = expected(Problem(*backend.pools[0], spans, queries), 0.25)
     torch.testing.assert_close(actual.cpu(), wanted, rtol=1e-5, atol=1e-5)
 
 

@@ -1,9 +1,11 @@
-"""Copies by a CUDA device's streams: on a device the real ones; on a CPU the same code, its streams those of
-a device that does everything as late, or as early, as it may."""
+"""Copies by a CUDA device's streams, on the way or in a graph: what a step brings in is there in time.
+
+On a CPU the streams are those of a device that does everything as late, or as early, as it may."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -21,13 +23,14 @@ from services.worker.engine.gpu import streaming as gpu_streaming
 from services.worker.engine.gpu.attention import launch
 from services.worker.engine.gpu.backend import TritonBackend
 from services.worker.engine.gpu.lanes import GpuLanes
+from services.worker.engine.gpu.spans import TABLE_END
 from services.worker.engine.gpu.streaming import GpuStream, open_on_gpu
 from services.worker.engine.loading import describe
 from services.worker.engine.stream import NO_FIGURES
-from services.worker.kv.tiers.resident import BlockStream
+from services.worker.kv.tiers.resident import BlockStream, ResidentKv
 from services.worker.pie.blocks import BlockPie
 from services.worker.pie.settings import PieSettings
-from tests.services.worker.engine.gpu.capturing import recording
+from tests.services.worker.engine.gpu.test_graphs import recording
 from tests.services.worker.engine.rig import BLOCK_TOKENS, GREEDY, Sequences
 from tests.services.worker.pie.test_assembly import llama  # noqa: F401  the model of six layers
 
@@ -220,3 +223,86 @@ def test_the_text_is_the_same_where_blocks_come_by_streams(
     )
     assert figures.early > 0 if is_early and device.type == "cpu" else figures.early >= 0
     made.pie.close()
+
+
+DEVICE_BLOCKS, IDS, SPARE, HEAD = 12, 20, 4, (2, 3, 4)
+
+
+class Rig:
+    """Blocks of which each layer's part has its own number in it, some of them outside."""
+
+    def __init__(self, device: torch.device, layers: int, monkeypatch: pytest.MonkeyPatch, *, is_early: bool):
+        self.layers, self.device = layers, device
+        size = (layers * DEVICE_BLOCKS, *HEAD)
+        open_stream = open_on_gpu
+        if device.type == "cpu":
+            cuda = Device(is_early=is_early)
+            for module in (gpu_lanes, gpu_streaming):
+                monkeypatch.setattr(module, "launch", cuda.launch)
+
+            def open_stream(keys: Any, values: Any, rows: Any, layers: int) -> GpuStream:
+                lanes = GpuLanes(keys, values, rows, layers, cuda=cuda)
+                return GpuStream(lanes, layers, len(keys) // layers)
+
+        keys, values = torch.zeros(2, *size, device=device)
+        self.kv = ResidentKv(open_stream, keys, values, layers, IDS, rows=IDS, timeout_s=5.0)
+        assert isinstance(self.kv.stream, GpuStream)
+        self.stream = self.kv.stream
+        assert self.kv.set_buffers(SPARE)
+        self.kv.residency.take(list(range(IDS - SPARE)))
+        self.pointed = torch.zeros(64 + len(TABLE_END), dtype=torch.int32, device=device)
+
+    def fill(self) -> None:
+        """Each block's part of each layer has the number of both."""
+        for block in range(IDS - SPARE):
+            parts = np.repeat(np.arange(self.layers, dtype=np.float32) + 100 * block, 2 * np.prod(HEAD))
+            self.kv.records().write([parts.view(np.uint8)], [block])
+
+    def step(self, blocks: list[int], *, is_replayed: bool) -> None:
+        wanted = np.array(blocks, np.int32)
+        tables = self.kv.locate(wanted, wanted[:0])
+        self.kv.point(tables)
+        raw = torch.from_numpy(np.concatenate([tables, TABLE_END])).to(self.device)
+        if is_replayed:
+            gate = self.stream.fetches.gate(raw, self.pointed)
+            self.stream.replay(lambda: self._as_a_graph(gate, blocks))
+        else:
+            self._layers(self.kv, blocks, self.kv.tables)
+        self.kv.end(is_complete=True)
+        self.kv.residency.check_integrity()
+
+    def _as_a_graph(self, gate: Any, blocks: list[int]) -> None:
+        with gate:
+            self._layers(gate, blocks, lambda: self.pointed)
+
+    def _layers(self, gate: Any, blocks: list[int], tables: Any) -> None:
+        for layer in range(self.layers):
+            gate.enter(layer)
+            found = tables()
+            if found is not None:
+                arena, first = self.kv.arena, layer * DEVICE_BLOCKS
+                for block, place in zip(blocks, found.tolist(), strict=False):
+                    for pool in arena:
+                        part = pool[first + place]
+                        assert (part == 100 * block + layer).all(), (layer, block, place, part.flatten()[0])
+            gate.leave(layer)
+
+
+@pytest.mark.parametrize("layers", [5, 6])
+@pytest.mark.parametrize("is_early", [True, False])
+def test_each_layer_finds_its_blocks(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, layers: int, is_early: bool
+) -> None:
+    rig = Rig(device, layers, monkeypatch, is_early=is_early)
+    rig.fill()
+    dice = Random(layers)
+    blocks, replays = dice.sample(range(IDS - SPARE), 10), 0
+    for _ in range(40):
+        if dice.random() < 0.4:  # Else what the last step brought in is kept.
+            blocks = dice.sample(range(IDS - SPARE), dice.randint(4, 12))
+        is_replayed = dice.random() < 0.6
+        replays += is_replayed
+        rig.step(blocks, is_replayed=is_replayed)
+    figures = rig.kv.figures()
+    assert 0 < rig.stream.fetches.add_to(NO_FIGURES).fetched < figures.fetched
+    rig.kv.close()

@@ -11,7 +11,7 @@ import pytest
 from services.worker.engine.native import build
 from shared.errors import ConfigError
 
-needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="there is no C++ compiler")
 DRIVER = Path(__file__).with_name("attention_driver.cpp")
 _BUILD = "import sys; from pathlib import Path; from services.worker.engine.native.build import build"
 
@@ -26,7 +26,6 @@ def small_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@needs_compiler
 def test_a_second_build_compiles_nothing_and_a_changed_source_does(
     small_sources: Path, tmp_path: Path
 ) -> None:
@@ -39,7 +38,6 @@ def test_a_second_build_compiles_nothing_and_a_changed_source_does(
     assert build.build(tmp_path / "builds") != library
 
 
-@needs_compiler
 def test_what_the_compiler_says_is_told_and_nothing_is_left(small_sources: Path, tmp_path: Path) -> None:
     (small_sources / "small.cpp").write_text("this is no C++")
     with pytest.raises(ConfigError, match=r"small\.cpp"):
@@ -47,7 +45,6 @@ def test_what_the_compiler_says_is_told_and_nothing_is_left(small_sources: Path,
     assert list((tmp_path / "builds").iterdir()) == []
 
 
-@needs_compiler
 def test_a_library_made_before_is_found_without_a_compiler(
     small_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,7 +56,6 @@ def test_a_library_made_before_is_found_without_a_compiler(
         build.build(tmp_path / "builds")
 
 
-@needs_compiler
 def test_a_folder_that_cannot_be_written_is_told(small_sources: Path, tmp_path: Path) -> None:
     blocker = tmp_path / "file"
     blocker.write_text("")
@@ -67,7 +63,6 @@ def test_a_folder_that_cannot_be_written_is_told(small_sources: Path, tmp_path: 
         build.build(blocker / "builds")
 
 
-@needs_compiler
 def test_several_processes_may_build_at_once(small_sources: Path, tmp_path: Path) -> None:
     program = (
         f"{_BUILD}; import services.worker.engine.native.build as b; b.SOURCES = Path(sys.argv[1]);"
@@ -82,7 +77,6 @@ def test_several_processes_may_build_at_once(small_sources: Path, tmp_path: Path
     assert len(list((tmp_path / "builds").iterdir())) == 1
 
 
-@needs_compiler
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("machine", ["-march=native", "-DKVASIR_PORTABLE"])

@@ -103,13 +103,6 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(
     assert torch.equal(together[row], alone[0])
 
 
-def test_matrices_packed_as_one_stand_one_after_the_other() -> None:
-    parts = [random(count, 37, seed=count) for count in (70, 1, 64)]
-    c = torch.empty(37, 135)
-    multiply(torch.eye(37), packed(*parts), c)
-    assert torch.equal(c.T, torch.cat(parts))
-
-
 @pytest.mark.parametrize("value", [-100.0, -88.5, -20.0, -0.0, 0.0, 1e-8, 20.0, 88.0, 100.0, 1e19])
 def test_silu_holds_at_the_borders(value: float) -> None:
     one = torch.ones(1, 1)
@@ -132,10 +125,8 @@ def test_what_is_not_a_number_stays_so() -> None:
 def make_module(tied: bool) -> Any:
     torch.manual_seed(1)
     sizes: dict[str, Any] = {"vocab_size": 70, "hidden_size": 24, "intermediate_size": 40, "head_dim": 10}
-    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = transformers.LlamaConfig(
-        **sizes, **heads, max_position_embeddings=9000, tie_word_embeddings=tied
-    )
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = transformers.LlamaConfig(**sizes, max_position_embeddings=9000, tie_word_embeddings=tied)
     module: Any = transformers.LlamaForCausalLM(config)
     return module.eval().requires_grad_(False)
 

@@ -21,7 +21,7 @@ from tests.rounding import assert_within
 from tests.services.worker.engine.reference import Attended, expected, problem
 
 CPU = torch.device("cpu")
-needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="there is no C++ compiler")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,6 @@ def assert_close(actual: tuple[torch.Tensor, torch.Tensor], world: World) -> Non
         assert_within(mine, theirs, bound)
 
 
-@needs_compiler
 @settings(max_examples=150)
 @given(cases)
 @example(Case(16, 2, 2, 64, 64, ((499, 1), (99, 1))))
@@ -145,7 +144,6 @@ def test_it_is_attention_over_what_each_row_sees(case: Case) -> None:
     assert_close(attend(world), world)
 
 
-@needs_compiler
 @settings(max_examples=100)
 @given(cases)
 def test_any_partition_of_the_blocks_merges_to_the_whole(case: Case) -> None:
@@ -155,7 +153,6 @@ def test_any_partition_of_the_blocks_merges_to_the_whole(case: Case) -> None:
     assert_close(merged, world)
 
 
-@needs_compiler
 @settings(max_examples=20)
 @given(cases)
 def test_threads_change_nothing(case: Case) -> None:
@@ -164,14 +161,12 @@ def test_threads_change_nothing(case: Case) -> None:
     assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
 
 
-@needs_compiler
 def test_a_row_that_sees_nothing_gets_nothing() -> None:
     world = World(Case(4, 1, 2, 32, 32, ((9, 1), (3, 2)), parts=(1.0,)))
     output, lse = attend(world, part=1)
     assert torch.equal(output, torch.zeros_like(output)) and bool((lse == -math.inf).all())
 
 
-@needs_compiler
 @pytest.mark.parametrize("where", ["query", "key", "value"])
 def test_what_is_not_a_number_stays_visible_in_its_own_row(where: str) -> None:
     world = World(Case(16, 2, 2, 64, 64, ((40, 1), (20, 1))))
@@ -184,13 +179,11 @@ def test_what_is_not_a_number_stays_visible_in_its_own_row(where: str) -> None:
     assert bool(output[0].isnan().all()) and bool(output[1].isfinite().all())
 
 
-@needs_compiler
 def test_scores_of_any_size_are_survived() -> None:
     world = World(Case(16, 1, 1, 64, 64, ((63, 1),), sharpness=300.0))
     assert_close(attend(world), world)
 
 
-@needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block_tokens", [3, 16])
 def test_rows_are_written_as_torch_writes_them(dtype: torch.dtype, block_tokens: int) -> None:
@@ -200,25 +193,14 @@ def test_rows_are_written_as_torch_writes_them(dtype: torch.dtype, block_tokens:
     joined = torch.randn(12, 2 * 32 + 2 * 48, generator=generator) * 100
     joined[3, 5], joined[4, 70] = math.nan, math.inf
     keys, values = joined[:, :64].view(12, 2, 32), joined[:, 64:].view(12, 2, 48)
-    slots = torch.randperm(5 * block_tokens, generator=generator)[:12]
-    library.write(library.load(), library.describe_pool(k, v), keys, values, slots)
-    paged.write(expected_k, expected_v, keys, values, slots)
+    scattered = torch.randperm(5 * block_tokens, generator=generator)[:12]
+    for slots in (scattered, torch.arange(2, 14)):  # Consecutive slots are written together.
+        library.write(library.load(), library.describe_pool(k, v), keys, values, slots)
+        paged.write(expected_k, expected_v, keys, values, slots)
     torch.testing.assert_close(k, expected_k, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(v, expected_v, rtol=0, atol=0, equal_nan=True)
 
 
-@needs_compiler
-def test_consecutive_slots_are_written_as_single_ones() -> None:
-    k, v = torch.zeros(6, 2, 64, 16), torch.zeros(6, 2, 16, 64)
-    expected_k, expected_v = k.clone(), v.clone()
-    keys, values = torch.randn(2, 70, 2, 64).unbind(0)
-    slots = torch.cat([torch.arange(5, 48), torch.arange(64, 91)])
-    library.write(library.load(), library.describe_pool(k, v), keys, values, slots)
-    paged.write(expected_k, expected_v, keys, values, slots)
-    assert torch.equal(k, expected_k) and torch.equal(v, expected_v)
-
-
-@needs_compiler
 @pytest.mark.parametrize("block", [-1, 2])
 def test_blocks_that_do_not_exist_are_refused(block: int) -> None:
     k, v = torch.zeros(2, 1, 32, 4), torch.zeros(2, 1, 4, 32)
@@ -234,7 +216,6 @@ def test_blocks_that_do_not_exist_are_refused(block: int) -> None:
         )
 
 
-@needs_compiler
 def test_heads_and_pools_that_do_not_fit_are_refused() -> None:
     world = World(Case(4, 2, 1, 32, 32, ((7, 1),)))
     pool, spans = library.describe_pool(world.k, world.v), library.describe_spans(packed := world.packed())

@@ -24,46 +24,24 @@ from shared.errors import InternalError
 BLOCK_TOKENS = 4
 VOCABULARY = 97
 PROMPT = [(7 * place + 3) % VOCABULARY for place in range(41)]
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+ORIGINAL = {"factor": 8.0, "original_max_position_embeddings": 32}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0}
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped": {"num_key_value_heads": 2, "tie_word_embeddings": True},
     "multi_head": {"num_key_value_heads": 4},
     "one_kv_head": {"num_key_value_heads": 1},
     "heads_of_64": {"num_key_value_heads": 2, "head_dim": 64, "hidden_size": 80},
     "heads_of_128": {"num_key_value_heads": 1, "head_dim": 128, "intermediate_size": 300},
-    "odd": {
-        "hidden_size": 44,
-        "intermediate_size": 51,
-        "head_dim": 22,
-        "vocab_size": 131,
-        "tie_word_embeddings": True,
-    },
-    "llama3": {"rope_parameters": LLAMA3},
-    "yarn": {"rope_parameters": YARN},
+    "odd": {"hidden_size": 44, "intermediate_size": 51, "head_dim": 22, "vocab_size": 131},
+    "llama3": {"rope_parameters": LLAMA3 | ORIGINAL},
+    "yarn": {"rope_parameters": YARN | ORIGINAL},
     "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
 }
-BASE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.15,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
-}
+BASE: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96}
+BASE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+BASE |= {"max_position_embeddings": 256, "initializer_range": 0.15, "tie_word_embeddings": False}
+BASE |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
 def make_module(shape: str) -> Any:
@@ -73,13 +51,9 @@ def make_module(shape: str) -> Any:
 
 
 def paged(model: LoadedModel, blocks: int = 40) -> PagedAttention:
+    sizes: dict[str, Any] = {"kv_blocks": blocks, "block_tokens": BLOCK_TOKENS}
     return PagedAttention(
-        model.layers,
-        kv_blocks=blocks,
-        block_tokens=BLOCK_TOKENS,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        mode="native",
+        model.layers, **sizes, dtype=torch.float32, device=torch.device("cpu"), mode="native"
     )
 
 
@@ -212,15 +186,6 @@ def test_rows_whose_keys_are_all_own_are_computed_as_in_a_whole_step() -> None:
         torch.testing.assert_close(found[count:], expected_rows[count:], rtol=0, atol=2e-5)
 
 
-def test_the_likeliest_token_is_the_first_of_the_highest() -> None:
-    llama = Llama(make_module("odd"))
-    inputs = llama.inputs([Span(0, 41, list(range(11)))], [PROMPT])
-    found = llama.native(*inputs)
-    assert found.highest is not None and found.likeliest is not None
-    assert torch.equal(found.likeliest, found.values.argmax(-1))
-    assert torch.equal(found.highest, found.values.max(-1).values)
-
-
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("token", [0, 5, 96])
 def test_a_row_that_is_not_finite_says_so(poison: float, token: int) -> None:
@@ -232,21 +197,16 @@ def test_a_row_that_is_not_finite_says_so(poison: float, token: int) -> None:
     assert found.highest is not None and not found.highest[0].isfinite() and found.highest[1].isfinite()
 
 
-def test_what_is_packed_is_not_held_twice() -> None:
+def test_what_is_packed_is_not_held_twice_and_only_on_demand() -> None:
     module = make_module("grouped")
-    wanted = expected(module, PROMPT)
+    wanted, before = expected(module, PROMPT), copy.deepcopy(dict(module.named_parameters()))
+    Llama(module)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in module.named_parameters())
     llama = Llama(module, release=True)
     held = sum(parameter.numel() for parameter in module.parameters())
     assert held == 5 * 64  # The norms.
     found = llama.logits([Span(0, len(PROMPT), list(range(11)))], [PROMPT])
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
-
-
-def test_without_release_the_module_stays_as_it_was() -> None:
-    module = make_module("grouped")
-    before = copy.deepcopy(dict(module.named_parameters()))
-    Llama(module)
-    assert all(torch.equal(parameter, before[name]) for name, parameter in module.named_parameters())
 
 
 @pytest.mark.parametrize(
@@ -264,8 +224,12 @@ def test_each_model_takes_the_fastest_pass_that_computes_it() -> None:
     module = make_module("grouped")
     model = describe(module)
     assert isinstance(make_forward(model, paged(model)), NativeLlama)
+    before = copy.deepcopy(dict(module.named_parameters()))
     plain = TorchEngine(model, kv_blocks=8, block_tokens=BLOCK_TOKENS, attention="torch")
     assert isinstance(plain._forward, LlamaForward)
+    assert all(torch.equal(each, before[name]) for name, each in module.named_parameters()), "joined"
+    storages = (getattr(module.model.layers[0].self_attn, name).weight for name in ("q_proj", "v_proj"))
+    assert len({weight.untyped_storage().data_ptr() for weight in storages}) == 1
     stretched = make_module("grouped")
     stretched.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     assert not is_computable(stretched)

@@ -15,7 +15,7 @@ from services.worker.engine.native import build
 from tests.stack.running import ROOT
 
 HERE = Path(__file__).parent
-OPERATORS = ("test_gemm.py", "test_draw.py", "test_llama.py", "test_library.py")
+OPERATORS = ("test_gemm.py", "test_llama.py", "test_library.py", "../test_sampler.py")
 _FLAGS = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
 _DEADLINE_S = 1500.0
 

@@ -1,19 +1,115 @@
 """The engine above the seam: whatever steps rows come in, answers are those of the tokens in their blocks."""
 
+import pickle
 from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from zlib import crc32
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.core.sampling import SamplePoint
 from services.worker.engine.contract import AttendingEngine, ConstrainedEngine, Row
+from services.worker.engine.grammar_masks import RowMasks
+from services.worker.engine.sampler import Logits
+from services.worker.engine.vllm.draw import StepDraw
 from services.worker.engine.vllm.engine import VllmEngine
+from services.worker.engine.vllm.requests import NULL_BLOCKS, ContinuedRequest, NewRequest
+from services.worker.engine.vllm.seam import Draw
 from services.worker.kv.store import CacheableEngine
+from shared.grammars import Words
 from shared.messages.sequence import Sampling
-from tests.services.worker.engine.vllm.token_runner import Broken, TokenRunner, next_token
+
+VOCABULARY = 64
+
+
+class Broken(Exception):
+    """A step that was told to fail."""
+
+
+def next_token(context: Sequence[int]) -> int:
+    """What a greedy answer goes on with."""
+    return crc32(bytes(context)) % VOCABULARY
+
+
+class _Kept:
+    def __init__(self, request: NewRequest) -> None:
+        self.tokens = [int(token) for token in request.tokens]
+        self.prompt_tokens = len(self.tokens)
+        self.blocks = list(request.blocks)
+        self.computed = request.computed
+
+
+class TokenRunner:
+    """A `ModelRunner`. `break_next`: "before" or "after" the next step's requests are known, it fails."""
+
+    version = "0"
+    max_positions = 1024
+    vocabulary = VOCABULARY
+    dtype = torch.float32
+    layout = "tokens"
+
+    def __init__(self, kv_blocks: int, block_tokens: int) -> None:
+        self._blocks = torch.zeros(kv_blocks + NULL_BLOCKS, block_tokens, dtype=torch.int32)
+        self._requests: dict[str, _Kept] = {}
+        self.break_next = ""
+        self.closed = False
+        self.most_requests = self.new = self.continued = 0
+
+    @property
+    def kv(self) -> Sequence[torch.Tensor]:
+        return [self._blocks]
+
+    def run(
+        self,
+        new: Sequence[NewRequest],
+        continued: Sequence[ContinuedRequest],
+        counts: Mapping[str, int],
+        finished: set[str],
+        draw: Draw,
+    ) -> None:
+        breaks, self.break_next = self.break_next, ""
+        if breaks == "before":
+            raise Broken
+        for name in finished:
+            self._requests.pop(name, None)
+        for request in new:
+            assert request.name not in self._requests
+            self._requests[request.name] = _Kept(request)
+        for each in continued:
+            kept = self._requests[each.name]
+            kept.blocks += each.more_blocks
+            kept.computed = each.computed
+            assert len(kept.tokens) == kept.prompt_tokens + each.outputs == each.computed + 1
+        assert set(counts) == set(self._requests), "requests are kept that no step has"
+        self.new, self.continued = self.new + len(new), self.continued + len(continued)
+        self.most_requests = max(self.most_requests, len(counts))
+        if breaks == "after":
+            raise Broken
+        names = sorted(counts, key=lambda name: crc32(name.encode()))
+        logits = torch.stack([self._computed(self._requests[name], counts[name]) for name in names])
+        for name, token in zip(names, draw(Logits(logits), names), strict=True):
+            kept = self._requests[name]
+            if kept.computed + counts[name] >= kept.prompt_tokens:
+                kept.tokens.append(token)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _computed(self, kept: _Kept, count: int) -> torch.Tensor:
+        block_tokens = self._blocks.shape[1]
+        end = kept.computed + count
+        assert 0 not in kept.blocks
+        for position in range(kept.computed, end):
+            block, offset = divmod(position, block_tokens)
+            self._blocks[kept.blocks[block], offset] = kept.tokens[position]
+        context = self._blocks[kept.blocks].reshape(-1)[:end].tolist()
+        return torch.nn.functional.one_hot(torch.tensor(next_token(context)), VOCABULARY).float()
+
 
 BLOCK_TOKENS, BLOCKS = 4, 96
 GREEDY = Sampling(seed=0, max_tokens=32, temperature=0.0)
@@ -131,12 +227,10 @@ def test_steps_larger_than_the_buffers() -> None:
 
 
 def test_what_it_can() -> None:
-    """Its blocks are copied and its answers keep to grammars; nobody else's keys are attended to."""
+    """Its blocks are copied and its answers keep to grammars; it attends to no other worker's keys."""
     engine, runner = make()
-    kinds: tuple[type, ...] = (CacheableEngine, ConstrainedEngine)
-    assert all(isinstance(engine, kind) for kind in kinds)
-    assert not isinstance(engine, AttendingEngine)
-    assert (engine.kv_blocks, engine.records().record_bytes) == (BLOCKS, 4 * BLOCK_TOKENS)
+    assert isinstance(engine, CacheableEngine) and isinstance(engine, ConstrainedEngine)
+    assert not isinstance(engine, AttendingEngine) and engine.records().record_bytes == 4 * BLOCK_TOKENS
     engine.close()
     assert runner.closed
 
@@ -157,3 +251,64 @@ def test_copied_blocks_are_as_good_as_computed_ones() -> None:
     for _ in range(4):
         decode(engine, [one], free)
     assert one.tokens == expected(list(range(22)), 8)
+
+
+TEXT = list(range(40))
+
+
+def some_points() -> list[SamplePoint]:
+    """Greedy, seeded, penalized, with log-probabilities, constrained."""
+    ways: Sequence[dict[str, object]] = (
+        {"temperature": 0.0},
+        {"temperature": 0.9, "top_p": 0.8},
+        {"temperature": 0.0, "repetition_penalty": 4.0},
+        {"temperature": 1.0, "frequency_penalty": 2.0, "top_logprobs": 2},
+        {"temperature": 0.0},
+    )
+    return [
+        SamplePoint(Sampling(seed=index, max_tokens=99, **how), 0, 30, TEXT)  # type: ignore[arg-type]
+        for index, how in enumerate(ways)
+    ]
+
+
+def some_masks() -> RowMasks:
+    """The last row may have tokens 5 and 6 only."""
+
+    def find(at: int, words: Words) -> None:
+        words[at] = np.uint32(0b1100000)
+
+    return RowMasks([4], VOCABULARY // 32, find)
+
+
+def test_sent_and_drawn_there() -> None:
+    names = [f"row-{index}" for index in range(5)]
+    values = torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(3))
+    order = ["row-3", "chunk", "row-0", "row-4", "row-1", "row-2"]
+    here = StepDraw(names, some_points(), some_masks())
+    there: StepDraw = pickle.loads(pickle.dumps(here))
+    tokens = here(Logits(values.clone()), order)
+    assert there(Logits(values.clone()), order) == tokens
+    assert there.drawn == here.drawn
+    assert list(here.drawn) == names
+    assert here.noted("chunk") is None and tokens[1] == 0
+    assert here.noted("row-4") in (5, 6)
+    assert here.noted("row-0") == int(values[2].argmax())
+
+
+def test_rows_that_want_the_likeliest_alone_have_it_whatever_their_order() -> None:
+    """Without a copy of the logits; one that is not finite has none, and one that is to go on does."""
+    values = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(4))
+    values[2, 7] = float("nan")
+    end = int(values[3].argmax())
+    goes_on = Sampling(seed=0, max_tokens=99, temperature=0.0, min_tokens=31, end_token_ids=(end,))
+    greedy = Sampling(seed=0, max_tokens=99, temperature=0.0)
+    order = ["chunk", "b", "a", "c"]
+    wanted = {name: SamplePoint(greedy, 0, 30, TEXT) for name in ("a", "b", "c")}
+    alone = StepDraw(list(wanted), list(wanted.values()), None)
+    tokens = alone(Logits(values.clone()), order)
+    assert tokens == [0, int(values[1].argmax()), 0, end]
+    assert alone.drawn["a"] is None
+    wanted["c"] = SamplePoint(goes_on, 0, 30, TEXT)
+    beside = StepDraw(list(wanted), list(wanted.values()), None)
+    assert beside(Logits(values.clone()), order)[:3] == tokens[:3]
+    assert beside.noted("c") not in (None, end)
