@@ -158,7 +158,7 @@ def tiny_chat(tmp_path: Path) -> Path:
 
 
 def configure(tiny_chat: Path, **fields: object) -> None:
-    path = tiny_chat / "configure.json"
+    path = tiny_chat / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
