@@ -25,8 +25,7 @@ from shared.messages.tokens import TokenLogprobs
 if TYPE_CHECKING:
     from services.worker.engine.grammar_masks import RowMasks
 
-_LARGEST = torch.finfo(torch.float32).max
-_INFINITY = float("inf")
+_LARGEST, _INFINITY = torch.finfo(torch.float32).max, float("inf")
 
 
 @dataclass(frozen=True, slots=True)
