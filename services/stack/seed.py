@@ -38,15 +38,20 @@ def main() -> None:
     supervisor = os.getppid()
     for module in arguments.modules:
         importlib.import_module(module)
+    serve(arguments.socket, supervisor)
+
+
+def serve(path: Path, supervisor: int) -> None:
+    """Listen at `path`, and fork children of `supervisor` until killed."""
     gc.collect()
     gc.freeze()  # garbage collection in children leaves shared pages alone
     with socket.socket(socket.AF_UNIX) as listening:
-        unnamed = arguments.socket.with_suffix(".new")
+        unnamed = path.with_suffix(".new")
         unnamed.unlink(missing_ok=True)
         listening.bind(str(unnamed))
         unnamed.chmod(0o600)
         listening.listen()
-        unnamed.rename(arguments.socket)  # a client that finds the socket gets a reply, unless the seed died
+        unnamed.rename(path)  # a client that finds the socket gets a reply, unless the seed died
         while True:
             connection, _ = listening.accept()
             with connection, contextlib.suppress(OSError, ValueError, KeyError):

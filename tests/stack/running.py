@@ -1,19 +1,28 @@
-"""A whole stack as real processes, started with the command that a user types."""
+"""A whole stack as real processes, started as by the command that a user types (`tests.stack.warm`)."""
 
+import asyncio
+import io
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from rich.console import Console
+
+from services.stack.down import down
 from services.stack.obstructions import free_port
+from services.stack.rundir import RunDirectory
+from services.stack.status import status
 from tests.patience import STACK_PATIENCE_S
 from tests.stack.client import Client
+from tests.stack.warm import Running, warm
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_CHAT = ROOT / "models" / "tiny_chat"
@@ -28,17 +37,31 @@ class RunningStack:
 
     def __init__(self, run_dir: Path, model: Path = TINY_CHAT) -> None:
         self.run_dir = run_dir
+        self._run = RunDirectory(run_dir)
+        self._running: Running | None = None
         self.model = model
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
 
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """`python -m services WORDS` against this run directory, to its end."""
-        argv = [sys.executable, "-m", "services", words[0], "--run-dir", str(self.run_dir), *words[1:]]
-        return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
+        """`kvasir WORDS` against this run directory, to its end."""
+        argv = [words[0], "--run-dir", str(self.run_dir), *words[1:]]
+        with TemporaryDirectory() as folder:
+            out, errors = Path(folder, "out"), Path(folder, "errors")
+            code = warm().run(argv, out, errors).code(_COMMAND_S)
+            assert code is not None, f"{argv} did not end within {_COMMAND_S:g} s\n{errors.read_text()}"
+            return subprocess.CompletedProcess(argv, code, out.read_text(), errors.read_text())
 
     def start(self, *, workers: int = 2, settings: tuple[str, ...] = (), flags: tuple[str, ...] = ()) -> None:
-        words = ["--detach", "--port", str(self.port), "--nats-port", str(free_port())]
+        words = [
+            "up",
+            "--run-dir",
+            str(self.run_dir),
+            "--port",
+            str(self.port),
+            "--nats-port",
+            str(free_port()),
+        ]
         words += ["--workers", str(workers), "--model", str(self.model), *flags]
         if not any(setting.startswith("worker.kv_b") for setting in settings):
             settings = (*settings, "worker.kv_blocks=1024")  # the same on all, whatever else has memory here
@@ -46,12 +69,19 @@ class RunningStack:
             settings = (*settings, "scheduler.refuse_wait_s=0")  # slow machines foresee long waits
         for setting in settings:
             words += ["--set", setting]
-        done = self.command("up", *words)
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{self.logs()}"
+        self._run.create()
+        log = self.run_dir / "supervisor.log"
+        self._running = warm().run(words, log, log)
+        while True:
+            code, state = self._running.code(0.02), self._run.read_state()
+            assert code is None, f"the start ended with {code}: {log.read_text()}\n{self.logs()}"
+            if (state.get("pid"), state.get("phase")) == (self._running.pid, "ready"):
+                return
 
     def stop(self) -> None:
-        done = self.command("down")
-        assert done.returncode == 0, done.stdout + done.stderr
+        said = io.StringIO()
+        assert down(self._run, Console(file=said)) == 0, said.getvalue()
+        assert self._running is None or self._running.code(_COMMAND_S) is not None
 
     @property
     def key(self) -> str:
@@ -75,10 +105,12 @@ class RunningStack:
         os.kill(int(self.child(name)["pid"]), number)
 
     def status(self) -> dict[str, Any]:
-        """What `python -m services status --json` prints."""
-        done = self.command("status", "--json")
-        assert done.returncode == 0, done.stdout + done.stderr
-        return dict(json.loads(done.stdout))
+        """What `kvasir status --json` prints."""
+        said = io.StringIO()
+        work = status(self._run, Console(file=said), as_json=True)
+        with ThreadPoolExecutor(1) as apart:  # whoever asks may have an event loop
+            assert apart.submit(asyncio.run, work).result(_COMMAND_S) == 0, said.getvalue()
+        return dict(json.loads(said.getvalue()))
 
     def details(self, instance: str) -> dict[str, Any]:
         """The status details of one service instance."""
