@@ -10,6 +10,9 @@ import httpx
 
 from tests.patience import STACK_PATIENCE_S
 
+OTHER_KEY = "sk-another-tenant"
+"""Of the second tenant of the stack `featured`."""
+
 
 @dataclass
 class Answer:

@@ -64,9 +64,8 @@ async def test_runs_alone(bus_config: BusConfig, service: str) -> None:
         await bus.close()
 
 
-@pytest.mark.parametrize("service", subjects.SERVICES)
-async def test_an_unknown_setting_is_named(service: str) -> None:
-    argv = (sys.executable, "-m", f"services.{service}", "--colour", "blue")
+async def test_an_unknown_setting_is_named() -> None:
+    argv = (sys.executable, "-m", "services.ledger", "--colour", "blue")
     async with process(*argv, env=dict(os.environ)) as child:
         async with asyncio.timeout(30):
             _, errors = await child.communicate()

@@ -9,7 +9,6 @@ import pytest
 from tests.patience import STACK_PATIENCE_S
 from tests.stack.client import Answer, Question
 from tests.stack.prompts import passage
-from tests.stack.roomy import roomy_answers
 from tests.stack.running import RunningStack, running_stack
 from tests.stack.small_workers import (
     BLOCK_TOKENS,
@@ -33,12 +32,14 @@ async def ask_twice(stack: RunningStack, question: Question) -> list[Answer]:
     return [answer for _ in range(2) for answer in await stack.client().ask_all([question])]
 
 
-def test_a_long_prompt_that_comes_again_is_found_at_its_creditors(tmp_path: Path) -> None:
+def test_a_long_prompt_that_comes_again_is_found_at_its_creditors(
+    tmp_path: Path, roomy: RunningStack
+) -> None:
     """Nothing of it fits on a host: what it finds beyond a worker's own KV is borrowed, or came home."""
     text = passage(int(1.5 * OWN_TOKENS / 1.19), random.Random(5))
     fields = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
     question = Question(text, fields)
-    ((expected,),) = roomy_answers(tmp_path / "one", [[question]])
+    (expected,) = asyncio.run(roomy.client().ask_all([question]))
     with running_stack(tmp_path / "run", workers=2, settings=(*SETTINGS, *CACHED)) as two:
         first, again = asyncio.run(ask_twice(two, question))
         told = [two.details(name) for name in ("worker-0", "worker-1")]

@@ -86,7 +86,17 @@ def test_alone(element: Element) -> None:
     assert longs or is_known, "what is slow alone is written down, and no more"
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=name_of)
+NAMED = {"policy", "placement", "order"}
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param(pair, marks=pytest.mark.slow if {one[0] for one in pair} <= NAMED else [])
+        for pair in PAIRS
+    ],
+    ids=name_of,
+)
 def test_together(pair: tuple[Element, Element]) -> None:
     """Only workers that lend can be asked for prompts longer than one, so with those only that half is
     compared. A pair can be no faster than a half that is slow alone."""

@@ -14,7 +14,6 @@ from shared.messages.reports import WorkerReported
 from tests.patience import BUSY_S, STACK_PATIENCE_S
 from tests.stack.client import Answer, Question
 from tests.stack.prompts import passage
-from tests.stack.roomy import roomy_answers
 from tests.stack.running import RunningStack, running_stack
 from tests.stack.small_workers import (
     BLOCK_TOKENS,
@@ -72,11 +71,10 @@ async def prompt_tokens(stack: RunningStack, question: Question) -> int:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Answer]:
+def expected(roomy: RunningStack) -> dict[int, Answer]:
     """What one worker says that holds it all."""
-    in_turn = [[long_question(seed)] for seed in SHAPES]
-    answers = [answer for (answer,) in roomy_answers(tmp_path_factory.mktemp("one") / "run", in_turn)]
-    return dict(zip(SHAPES, answers, strict=True))
+    ask_all = roomy.client().ask_all
+    return {seed: asyncio.run(ask_all([long_question(seed)]))[0] for seed in SHAPES}
 
 
 async def test_the_context_that_is_announced_is_the_pools(four: RunningStack) -> None:

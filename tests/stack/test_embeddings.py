@@ -2,7 +2,6 @@
 
 import base64
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conformance.schemas import violations
 from tests.patience import STACK_PATIENCE_S
-from tests.stack.running import TINY_CHAT, RunningStack, running_stack
+from tests.stack.running import TINY_CHAT, RunningStack
 
 pytestmark = pytest.mark.stack
 TEXTS = ["A dog ran home.", "Rain.", "Once upon a time there was a fox. " * 12]
@@ -114,14 +113,12 @@ def test_refusals_name_the_field(stack: RunningStack, fields: dict[str, Any], pa
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
 
 
-def test_the_mean_of_all_tokens(tmp_path: Path, states: list[torch.Tensor]) -> None:
+def test_the_mean_of_all_tokens(featured: RunningStack, states: list[torch.Tensor]) -> None:
     """Twice, the second time with what the prefix cache has; one token; cut."""
     means = [torch.nn.functional.normalize(each.mean(0), dim=-1).tolist() for each in states]
-    settings = ("gateway.embedding_pooling=mean",)
-    with (
-        running_stack(tmp_path / "run", workers=1, settings=settings) as stack,
-        openai.OpenAI(base_url=f"{stack.url}/v1", api_key=stack.key, timeout=STACK_PATIENCE_S) as client,
-    ):
+    with openai.OpenAI(
+        base_url=f"{featured.url}/v1", api_key=featured.key, timeout=STACK_PATIENCE_S
+    ) as client:
         for _ in range(2):
             reply = client.embeddings.create(model="tiny_chat", input=TEXTS, encoding_format="float")
             np.testing.assert_allclose(vectors(reply), means, atol=1e-4)

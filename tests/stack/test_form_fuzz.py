@@ -1,16 +1,15 @@
-"""Forms that somebody drew to end a process, against a gateway and a worker: each is answered or refused."""
+"""Forms drawn to end a process, against a gateway and its workers: each is answered or refused."""
 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from tests.fuzz.schemas import request_of
 from tests.patience import STACK_PATIENCE_S
-from tests.stack.running import RunningStack, running_stack
+from tests.stack.running import RunningStack
 
 pytestmark = pytest.mark.stack
 AT_ONCE = 6
@@ -26,7 +25,7 @@ async def ask(client: httpx.AsyncClient, seed: int, model: str) -> tuple[int, fl
 
 
 async def all_of(stack: RunningStack, seeds: range) -> None:
-    before = [stack.child(name)["pid"] for name in ("gateway-0", "worker-0")]
+    before = [stack.child(name)["pid"] for name in ("gateway-0", "worker-0", "worker-1")]
     left, found, slow = iter(seeds), Counter[int](), list[int]()
     headers = {"Authorization": f"Bearer {stack.key}", "Content-Type": "application/json"}
     async with httpx.AsyncClient(base_url=stack.url, headers=headers, timeout=STACK_PATIENCE_S) as client:
@@ -44,19 +43,15 @@ async def all_of(stack: RunningStack, seeds: range) -> None:
     print(dict(found), "slow:", slow)
     assert found.total() == len(seeds) and min(found[200], found[400]) > len(seeds) // 10
     assert [(seed, took_s) for seed, (_, took_s, _) in alone if took_s > MOST_S] == []
-    assert [stack.child(name)["pid"] for name in ("gateway-0", "worker-0")] == before, stack.logs()
+    assert [stack.child(name)["pid"] for name in ("gateway-0", "worker-0", "worker-1")] == before, (
+        stack.logs()
+    )
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    with running_stack(tmp_path_factory.mktemp("forms") / "run", workers=1) as running:
-        yield running
-
-
-async def test_a_few_hundred_forms_end_no_process(alone: RunningStack) -> None:
-    await all_of(alone, range(300))
+async def test_a_few_hundred_forms_end_no_process(stack: RunningStack) -> None:
+    await all_of(stack, range(300))
 
 
 @pytest.mark.slow
-async def test_twenty_thousand_forms_end_no_process(alone: RunningStack) -> None:
-    await all_of(alone, range(20_000))
+async def test_twenty_thousand_forms_end_no_process(stack: RunningStack) -> None:
+    await all_of(stack, range(20_000))

@@ -11,7 +11,6 @@ from services.worker.peers.lending.core.settings import HostAttention
 from shared.messages.reports import WorkerReported
 from tests.stack.client import Answer, Question
 from tests.stack.prompts import passage
-from tests.stack.roomy import roomy_answers
 from tests.stack.running import RunningStack, running_stack
 from tests.stack.small_workers import BLOCKS, OWN_TOKENS, SETTINGS, STAGED_BLOCKS, heartbeats
 from tests.stack.watch import Seen, watching
@@ -50,10 +49,9 @@ def three(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
+def expected(roomy: RunningStack) -> list[Answer]:
     """What one worker says that holds it all."""
-    in_turn = [[question] for question in questions()]
-    return [answer for (answer,) in roomy_answers(tmp_path_factory.mktemp("one") / "run", in_turn)]
+    return [asyncio.run(roomy.client().ask_all([question]))[0] for question in questions()]
 
 
 def check_memory(report: WorkerReported) -> None:

@@ -10,7 +10,7 @@ import json
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -214,12 +214,6 @@ async def disturbed(faults: Faults, pause_s: float) -> AsyncIterator[None]:
         assert isinstance(ended[0], asyncio.CancelledError), ended
 
 
-@pytest.fixture(scope="module")
-def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    with running_stack(tmp_path_factory.mktemp("kinds") / "run") as running:
-        yield running
-
-
 async def compare(stack: RunningStack, requests: int, least_faults: int, pause_s: float) -> None:
     """Rounds of the same requests, undisturbed once, until there were so many faults."""
     expected = await answers(stack, requests)
@@ -240,8 +234,8 @@ async def compare(stack: RunningStack, requests: int, least_faults: int, pause_s
             return
 
 
-async def test_forty_requests(victim: RunningStack) -> None:
-    await compare(victim, 40, least_faults=3, pause_s=0.4)
+async def test_forty_requests(stack: RunningStack) -> None:
+    await compare(stack, 40, least_faults=3, pause_s=0.4)
 
 
 @pytest.mark.slow
@@ -249,5 +243,5 @@ async def test_forty_requests(victim: RunningStack) -> None:
 async def test_five_hundred_requests_under_fifty_faults(tmp_path: Path) -> None:
     """The only scheduler is killed three times in a row here, with a lease of 3 s each time: a request waits
     longer for it than the 10 s that are the default."""
-    with running_stack(tmp_path / "run", settings=("gateway.admit_timeout_s=30",)) as stack:
-        await compare(stack, 500, least_faults=50, pause_s=0.3)
+    with running_stack(tmp_path / "run", settings=("gateway.admit_timeout_s=30",)) as patient:
+        await compare(patient, 500, least_faults=50, pause_s=0.3)

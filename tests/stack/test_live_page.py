@@ -17,24 +17,16 @@ import pytest
 from tests.chromium import EXECUTABLE, Page, browser
 from tests.stack.client import Question
 from tests.stack.prompts import mixed
-from tests.stack.running import RunningStack, running_stack
+from tests.stack.running import RunningStack
 
 pytestmark = pytest.mark.stack
 needs_chromium = pytest.mark.skipif(
     EXECUTABLE is None, reason="there is no Chromium (apt-get install chromium)"
 )
-SETTINGS = ("worker.kv_blocks=64", "worker.simulated.speed=20")
-
-
-@pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    folder = tmp_path_factory.mktemp("page") / "run"
-    with running_stack(folder, workers=2, settings=SETTINGS, flags=("--engine", "simulated")) as running:
-        yield running
 
 
 @pytest.fixture
-def page(watched: RunningStack) -> Iterator[Page]:
+def page(simulated: RunningStack) -> Iterator[Page]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, browser(Path(profile)) as opened:
         yield opened
 
@@ -80,19 +72,19 @@ def told(stack: RunningStack, path: str) -> dict[str, Any]:
 
 
 @needs_chromium
-def test_figures_are_those_of_metrics(watched: RunningStack, page: Page) -> None:
-    ask_all(watched)
-    look(page, watched)
+def test_figures_are_those_of_metrics(simulated: RunningStack, page: Page) -> None:
+    ask_all(simulated)
+    look(page, simulated)
     page.until("[...document.querySelectorAll('[data-tile=running] b')].some((b) => b.textContent === '0')")
     page.until("document.querySelectorAll('.worker').length === 2")
-    blocks = gauges(watched, "kvasir_worker_kv_blocks")
-    hits = gauges(watched, "kvasir_worker_prefix_blocks")
+    blocks = gauges(simulated, "kvasir_worker_kv_blocks")
+    hits = gauges(simulated, "kvasir_worker_prefix_blocks")
     for worker in ("worker-0", "worker-1"):
         title = page.evaluate(f"document.querySelector('[data-worker={worker}]').title")
         shown = [int(number) for number in re.findall(r"\d+", title)]
         places = ("used", "evictable", "free", "total", "host_used", "host", "disk_used", "disk")
         assert shown[: len(places)] == [blocks[f"{worker} {place}"] for place in places], title
-        row = told(watched, f"/ui/workers/{worker}")
+        row = told(simulated, f"/ui/workers/{worker}")
         assert row["hits"] == {tier: hits[f"{worker} {tier}"] for tier in row["hits"]}
     found = sum(value for name, value in hits.items() if name.split()[1] in ("device", "host", "disk"))
     misses = sum(value for name, value in hits.items() if name.endswith("misses"))
@@ -104,19 +96,19 @@ def test_figures_are_those_of_metrics(watched: RunningStack, page: Page) -> None
 
 @needs_chromium
 def test_tenants_hits_and_preemptions_are_those_of_status_and_metrics(
-    watched: RunningStack, page: Page
+    simulated: RunningStack, page: Page
 ) -> None:
-    ask_all(watched)
-    look(page, watched)
+    ask_all(simulated)
+    look(page, simulated)
     page.until("document.querySelector('[data-tile=running] b').textContent === '0'")
-    (row,) = watched.details("scheduler-0")["tenants"]
+    (row,) = simulated.details("scheduler-0")["tenants"]
     read = "[...document.querySelectorAll('#tenant-rows td')].map((cell) => cell.textContent)"
     page.until(f"{read}[0] === '{row['tenant']}' && {read}[2] === '0'")
     tenant, waiting, running, served, *_ = page.evaluate(read)
     assert (tenant, waiting, running, served) == (row["tenant"], "0", "0", str(row["sequences"]))
     preempted = page.evaluate("document.querySelector('[data-tile=preempted] b').textContent")
-    assert float(preempted) == gauges(watched, "kvasir_fleet_preemptions")[""]
-    hits = gauges(watched, "kvasir_fleet_prefix_tokens")
+    assert float(preempted) == gauges(simulated, "kvasir_fleet_preemptions")[""]
+    hits = gauges(simulated, "kvasir_fleet_prefix_tokens")
     tile = "[...document.querySelectorAll('.tile')].find((t) => /expected/.test(t.dataset.tile))"
     expected, found = page.evaluate(f"{tile}.querySelector('b').textContent").split(" / ")
     assert hits[" found"] > 0
@@ -127,27 +119,27 @@ def test_tenants_hits_and_preemptions_are_those_of_status_and_metrics(
 
 @needs_chromium
 def test_a_loss_is_told_as_it_happens_and_a_click_says_where_a_request_s_time_went(
-    watched: RunningStack, page: Page
+    simulated: RunningStack, page: Page
 ) -> None:
-    look(page, watched)
-    asking = threading.Thread(target=ask_all, args=(watched,))
+    look(page, simulated)
+    asking = threading.Thread(target=ask_all, args=(simulated,))
     asking.start()
     page.until("document.querySelectorAll('#request-rows button').length > 4")
-    before = watched.child("worker-1")["restarts"]
-    watched.signal("worker-1", signal.SIGKILL)
+    before = simulated.child("worker-1")["restarts"]
+    simulated.signal("worker-1", signal.SIGKILL)
     page.until("/worker lost/.test(document.getElementById('event-rows').textContent)")
     page.evaluate("document.querySelector('#request-rows button').click()")
     page.until("document.querySelectorAll('#detail-body .lane i').length > 1")
     causes = page.evaluate("document.querySelector('#detail-body .causes').textContent")
     assert "%" in causes
     asking.join()
-    watched.until_restarted("worker-1", restarts=before + 1)
+    simulated.until_restarted("worker-1", restarts=before + 1)
     assert page.faults == []
 
 
 @needs_chromium
-def test_decisions_have_words_and_costs(watched: RunningStack, page: Page) -> None:
-    look(page, watched)
+def test_decisions_have_words_and_costs(simulated: RunningStack, page: Page) -> None:
+    look(page, simulated)
     page.evaluate("document.getElementById('pause').click()")
     common = {"unix_s": 1.7e9, "request": "req_1"}
     offers = [["pause", 11, 0.952, ""], ["swap", 15, 1.2, ""]]
@@ -170,9 +162,9 @@ def test_decisions_have_words_and_costs(watched: RunningStack, page: Page) -> No
 
 
 @needs_chromium
-def test_charts_stay_side_by_side_when_the_theme_changes(watched: RunningStack, page: Page) -> None:
+def test_charts_stay_side_by_side_when_the_theme_changes(simulated: RunningStack, page: Page) -> None:
     """Each was once as wide as all of them when made anew: its box was alone on the page then."""
-    look(page, watched)
+    look(page, simulated)
     page.until("document.querySelectorAll('.chart canvas').length === 4")
     for _ in range(2):
         page.evaluate("document.getElementById('theme').click()")
@@ -184,8 +176,8 @@ def test_charts_stay_side_by_side_when_the_theme_changes(watched: RunningStack, 
 
 
 @needs_chromium
-def test_traffic_from_the_chat_box_and_what_a_click_tells(watched: RunningStack, page: Page) -> None:
-    look(page, watched)
+def test_traffic_from_the_chat_box_and_what_a_click_tells(simulated: RunningStack, page: Page) -> None:
+    look(page, simulated)
     page.evaluate("document.activeElement.blur()")
     page.press("/")
     assert page.evaluate("document.activeElement.id") == "question"
@@ -204,10 +196,10 @@ def test_traffic_from_the_chat_box_and_what_a_click_tells(watched: RunningStack,
 @needs_chromium
 @pytest.mark.parametrize(("workers", "drawn"), [(0, "p"), (3, "svg table"), (12, "table"), (40, "table")])
 def test_debts_are_a_graph_a_matrix_or_a_list(
-    watched: RunningStack, page: Page, workers: int, drawn: str
+    simulated: RunningStack, page: Page, workers: int, drawn: str
 ) -> None:
     """Simulated workers lend nothing: the module is asked itself."""
-    look(page, watched)
+    look(page, simulated)
     page.evaluate("document.getElementById('pause').click()")
     debts = [
         {
@@ -233,27 +225,29 @@ def test_debts_are_a_graph_a_matrix_or_a_list(
 
 
 @needs_chromium
-def test_the_space_bar_holds_the_page_still_and_nothing_is_missed(watched: RunningStack, page: Page) -> None:
-    look(page, watched)
+def test_the_space_bar_holds_the_page_still_and_nothing_is_missed(
+    simulated: RunningStack, page: Page
+) -> None:
+    look(page, simulated)
     page.evaluate("document.activeElement.blur()")
     page.press(" ")
     page.until("document.getElementById('state-text').textContent.startsWith('held still')")
     shown = page.evaluate("document.body.dataset.heard")
-    preempted = gauges(watched, "kvasir_fleet_preemptions")[""]
-    ask_all(watched)
+    preempted = gauges(simulated, "kvasir_fleet_preemptions")[""]
+    ask_all(simulated)
     assert page.evaluate("document.body.dataset.heard") == shown
     page.press(" ")
     page.until(f"Number(document.body.dataset.heard) > {shown}")
-    if gauges(watched, "kvasir_fleet_preemptions")[""] > preempted:
+    if gauges(simulated, "kvasir_fleet_preemptions")[""] > preempted:
         page.until("/preempted/.test(document.getElementById('event-rows').textContent)")
     assert page.faults == []
 
 
 @needs_chromium
-def test_it_asks_for_a_key_and_takes_one(watched: RunningStack, page: Page) -> None:
-    page.open(f"{watched.url}/ui")
+def test_it_asks_for_a_key_and_takes_one(simulated: RunningStack, page: Page) -> None:
+    page.open(f"{simulated.url}/ui")
     page.until("document.getElementById('key-form')?.hidden === false")
-    page.type(watched.key)
+    page.type(simulated.key)
     page.press("Enter")
     page.until("Number(document.body.dataset.heard) > 1")
     assert page.evaluate("document.getElementById('key-form').hidden") is True
@@ -261,8 +255,8 @@ def test_it_asks_for_a_key_and_takes_one(watched: RunningStack, page: Page) -> N
 
 @needs_chromium
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_it_fits_a_phone_in_either_theme(watched: RunningStack, page: Page, theme: str) -> None:
-    look(page, watched, f"&theme={theme}")
+def test_it_fits_a_phone_in_either_theme(simulated: RunningStack, page: Page, theme: str) -> None:
+    look(page, simulated, f"&theme={theme}")
     page.size(390, 844, is_phone=True)
     page.until("document.documentElement.scrollWidth <= 390")
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -273,12 +267,12 @@ def test_it_fits_a_phone_in_either_theme(watched: RunningStack, page: Page, them
     assert page.faults == []
 
 
-def test_data_are_the_admins_and_the_operators(watched: RunningStack) -> None:
-    assert get(f"{watched.url}/ui")[0] == 200
-    assert get(f"{watched.url}/ui/vendor/uPlot.LICENSE")[0] == 200
+def test_data_are_the_admins_and_the_operators(simulated: RunningStack) -> None:
+    assert get(f"{simulated.url}/ui")[0] == 200
+    assert get(f"{simulated.url}/ui/vendor/uPlot.LICENSE")[0] == 200
     for path in ("/ui/stream", "/ui/workers/worker-0", "/ui/requests/req_1"):
-        assert get(f"{watched.url}{path}")[0] == 401
-        assert get(f"{watched.operator_url}{path}", host="evil.example")[0] == 403
-    assert get(f"{watched.operator_url}/ui/workers/worker-0")[0] == 200
-    assert get(f"{watched.url}/ui/../config.py", watched.key)[0] == 404
-    assert get(f"{watched.url}/ui/%2e%2e/routes.py", watched.key)[0] == 404
+        assert get(f"{simulated.url}{path}")[0] == 401
+        assert get(f"{simulated.operator_url}{path}", host="evil.example")[0] == 403
+    assert get(f"{simulated.operator_url}/ui/workers/worker-0")[0] == 200
+    assert get(f"{simulated.url}/ui/../config.py", simulated.key)[0] == 404
+    assert get(f"{simulated.url}/ui/%2e%2e/routes.py", simulated.key)[0] == 404

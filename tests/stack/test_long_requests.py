@@ -9,7 +9,6 @@ import pytest
 from tests.patience import STACK_PATIENCE_S
 from tests.stack.client import Answer, Question
 from tests.stack.prompts import passage
-from tests.stack.roomy import roomy_answers
 from tests.stack.running import RunningStack, running_stack
 from tests.stack.small_workers import OWN_TOKENS, SETTINGS
 from tests.stack.watch import watching
@@ -34,10 +33,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
+def expected(roomy: RunningStack) -> list[Answer]:
     """What one worker says that holds it all."""
-    (answers,) = roomy_answers(tmp_path_factory.mktemp("one") / "run", [questions()])
-    return answers
+    return asyncio.run(roomy.client().ask_all(questions()))
 
 
 @pytest.mark.parametrize("turn", range(2))

@@ -4,7 +4,7 @@ import asyncio
 import json
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from shared.messages.moves import MoveMode
 from tests.services.stack.test_chrome_trace import check_trace
 from tests.stack.client import Answer, Question, assert_same
 from tests.stack.prompts import long_questions
-from tests.stack.running import RunningStack, running_stack
+from tests.stack.running import RunningStack
 
 pytestmark = pytest.mark.stack
 STREAMS = 12
@@ -31,21 +31,15 @@ def questions() -> list[Question]:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    with running_stack(tmp_path_factory.mktemp("migration") / "run") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def undisturbed(pair: RunningStack) -> list[Answer]:
-    answers = asyncio.run(pair.client().ask_all(questions()))
+def undisturbed(stack: RunningStack) -> list[Answer]:
+    answers = asyncio.run(stack.client().ask_all(questions()))
     assert all(answer.complete for answer in answers)
     return answers
 
 
 @pytest.fixture(params=["kv", "tokens"])
-async def moving(pair: RunningStack, request: pytest.FixtureRequest) -> AsyncIterator[Mover]:
-    async with mover(pair.run_dir, request.param) as made:
+async def moving(stack: RunningStack, request: pytest.FixtureRequest) -> AsyncIterator[Mover]:
+    async with mover(stack.run_dir, request.param) as made:
         yield made
 
 
@@ -63,13 +57,13 @@ async def order(moving: Mover, count: int, *, within_s: float = 20.0) -> int:
     return begun
 
 
-async def test_moved_while_read(pair: RunningStack, undisturbed: list[Answer], moving: Mover) -> None:
+async def test_moved_while_read(stack: RunningStack, undisturbed: list[Answer], moving: Mover) -> None:
     begun: list[int] = []
 
     async def move() -> None:
         begun.append(await order(moving, MOVES))
 
-    answers = await pair.client().ask_all(questions(), midway=move, after=MIDWAY)
+    answers = await stack.client().ask_all(questions(), midway=move, after=MIDWAY)
     assert_same(answers, undisturbed)
     await moving.until_over(begun[0], within_s=10)
     assert len(moving.done) >= MOVES // 4, (moving.outcomes, moving.refusals)
@@ -78,53 +72,60 @@ async def test_moved_while_read(pair: RunningStack, undisturbed: list[Answer], m
         assert by_kv, moving.outcomes
 
 
-@pytest.mark.parametrize("victim", ["worker-0", "worker-1", "scheduler-0", "placement-0"])
-@pytest.mark.parametrize("delay_s", [0.0, 0.02])
+@pytest.mark.parametrize(
+    ("victim", "moving", "delay_s"),
+    [
+        pytest.param(victim, way, delay_s, marks=[] if (number + at) % 4 == 0 else pytest.mark.slow)
+        for number, victim in enumerate(("worker-0", "worker-1", "scheduler-0", "placement-0"))
+        for at, (way, delay_s) in enumerate((("kv", 0.0), ("kv", 0.02), ("tokens", 0.0), ("tokens", 0.02)))
+    ],
+    indirect=["moving"],
+)
 async def test_killed_during_moves(
-    pair: RunningStack, undisturbed: list[Answer], moving: Mover, victim: str, delay_s: float
+    stack: RunningStack, undisturbed: list[Answer], moving: Mover, victim: str, delay_s: float
 ) -> None:
     """Sources and targets alike: half of the moves go either way."""
-    before = pair.child(victim)["restarts"]
+    before = stack.child(victim)["restarts"]
 
     async def move_and_kill() -> None:
         await order(moving, 6)
         await asyncio.sleep(delay_s)
-        pair.signal(victim, signal.SIGKILL)
+        stack.signal(victim, signal.SIGKILL)
 
-    answers = await pair.client().ask_all(questions(), midway=move_and_kill, after=MIDWAY)
+    answers = await stack.client().ask_all(questions(), midway=move_and_kill, after=MIDWAY)
     assert_same(answers, undisturbed)
-    await asyncio.to_thread(pair.until_restarted, victim, restarts=before + 1)
+    await asyncio.to_thread(stack.until_restarted, victim, restarts=before + 1)
 
 
 @pytest.mark.parametrize("moving", ["kv"], indirect=True)
-async def test_frozen_source(pair: RunningStack, undisturbed: list[Answer], moving: Mover) -> None:
+async def test_frozen_source(stack: RunningStack, undisturbed: list[Answer], moving: Mover) -> None:
     async def move_and_freeze() -> None:
         await order(moving, 6)
-        pair.signal("worker-0", signal.SIGSTOP)
+        stack.signal("worker-0", signal.SIGSTOP)
 
     try:
-        answers = await pair.client().ask_all(questions(), midway=move_and_freeze, after=MIDWAY)
+        answers = await stack.client().ask_all(questions(), midway=move_and_freeze, after=MIDWAY)
     finally:
-        pair.signal("worker-0", signal.SIGCONT)
+        stack.signal("worker-0", signal.SIGCONT)
     assert_same(answers, undisturbed)
-    assert_same(await pair.client().ask_all(questions()), undisturbed)
+    assert_same(await stack.client().ask_all(questions()), undisturbed)
 
 
 @pytest.mark.parametrize("moving", ["kv"], indirect=True)
 async def test_a_trace_for_perfetto_has_those_that_moved_and_those_that_were_resumed(
-    pair: RunningStack, undisturbed: list[Answer], moving: Mover, tmp_path: Path
+    stack: RunningStack, undisturbed: list[Answer], moving: Mover, tmp_path: Path
 ) -> None:
-    before, began_s = pair.child("worker-1")["restarts"], time.time()
+    before, began_s = stack.child("worker-1")["restarts"], time.time()
 
     async def move_and_kill() -> None:
         await moving.until_over(await order(moving, 2), within_s=10)
-        pair.signal("worker-1", signal.SIGKILL)
+        stack.signal("worker-1", signal.SIGKILL)
 
-    answers = await pair.client().ask_all(questions(), midway=move_and_kill, after=MIDWAY)
+    answers = await stack.client().ask_all(questions(), midway=move_and_kill, after=MIDWAY)
     assert_same(answers, undisturbed)
-    await asyncio.to_thread(pair.until_restarted, "worker-1", restarts=before + 1)
+    await asyncio.to_thread(stack.until_restarted, "worker-1", restarts=before + 1)
     for flags in (("--out", "all.jsonl"), ("--perfetto", "--out", "trace.json")):
-        done = await asyncio.to_thread(pair.command, "record", *flags[:-1], str(tmp_path / flags[-1]))
+        done = await asyncio.to_thread(stack.command, "record", *flags[:-1], str(tmp_path / flags[-1]))
         assert done.returncode == 0, done.stdout + done.stderr
     _, *events = map(json.loads, (tmp_path / "all.jsonl").read_text().splitlines())
     traced = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -1,6 +1,5 @@
 """openai-python against the stack; every body is held against OpenAI's own schemas."""
 
-import httpx
 import openai
 import pytest
 from openai import OpenAI
@@ -94,38 +93,6 @@ def test_stop_is_cut_and_not_shown(client: OpenAI) -> None:
     assert cut.choices[0].finish_reason == "stop"
 
 
-def test_limits(client: OpenAI) -> None:
-    for field in ("max_tokens", "max_completion_tokens"):
-        reply = client.chat.completions.create(
-            model=MODEL, messages=ASK, temperature=0, extra_body={field: 5, "ignore_eos": True}
-        )
-        assert reply.choices[0].finish_reason == "length"
-        assert reply.usage is not None and reply.usage.completion_tokens == 5
-
-
-def test_a_deadline_that_cannot_be_met(client: OpenAI) -> None:
-    with pytest.raises(openai.InternalServerError) as caught:
-        client.chat.completions.create(
-            model=MODEL,
-            messages=ASK,
-            max_tokens=1000,
-            extra_body={"ignore_eos": True},
-            extra_headers={"X-Request-Timeout": "0.05"},
-        )
-    assert caught.value.status_code == 504
-    body = caught.value.response.json()
-    conforms("ErrorResponse", body)
-    assert body["error"]["code"] == "deadline_exceeded"
-
-
-def test_models(client: OpenAI) -> None:
-    raw = client.models.with_raw_response.list()
-    conforms("ListModelsResponse", raw.http_response.json())
-    assert [model.id for model in raw.parse().data] == [MODEL]
-    one = client.models.with_raw_response.retrieve(MODEL)
-    conforms("Model", one.http_response.json())
-
-
 def test_a_long_prompt_is_answered(client: OpenAI) -> None:
     prompt = "The old house stood silent beside the road. " * 150 + "Write one sentence about a house."
     reply = client.chat.completions.create(
@@ -136,81 +103,18 @@ def test_a_long_prompt_is_answered(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "param", "code", "fields"),
+    ("error", "param", "fields"),
     [
-        (openai.NotFoundError, 404, "model", "model_not_found", {"model": "gpt-5"}),
-        (openai.BadRequestError, 400, "temperature", None, {"temperature": -1}),
-        (openai.BadRequestError, 400, "n", None, {"n": 0}),
-        (
-            openai.BadRequestError,
-            400,
-            "tools[0].function",
-            None,
-            {"extra_body": {"tools": [{"type": "function"}]}},
-        ),
-        (openai.BadRequestError, 400, "top_logprobs", None, {"logprobs": True, "top_logprobs": 21}),
-        (openai.BadRequestError, 400, "presence_penalty", None, {"presence_penalty": 3}),
-        (
-            openai.BadRequestError,
-            400,
-            "response_format.type",
-            "unsupported_parameter",
-            {"response_format": {"type": "structural_tag"}},
-        ),
-        (openai.BadRequestError, 400, "messages", "context_length_exceeded", {"long": True}),
+        (openai.NotFoundError, "model", {"model": "gpt-5"}),
+        (openai.BadRequestError, "temperature", {"temperature": -1}),
+        (openai.BadRequestError, "messages", {"messages": [{"role": "user", "content": "word " * 6000}]}),
     ],
 )
 def test_errors(
-    client: OpenAI,
-    error: type[openai.APIStatusError],
-    status: int,
-    param: str,
-    code: str | None,
-    fields: dict[str, object],
+    client: OpenAI, error: type[openai.APIStatusError], param: str, fields: dict[str, object]
 ) -> None:
-    messages = [{"role": "user", "content": "word " * 6000}] if fields.pop("long", False) else ASK
-    body = {"model": MODEL, "messages": messages, **fields}
     with pytest.raises(error) as caught:
-        client.chat.completions.create(**body)  # type: ignore[call-overload]
-    assert caught.value.status_code == status
+        client.chat.completions.create(**{"model": MODEL, "messages": ASK, **fields})  # type: ignore[call-overload]
     body = caught.value.response.json()
     conforms("ErrorResponse", body)
     assert body["error"]["param"] == param
-    if code is not None:
-        assert body["error"]["code"] == code
-    if code == "context_length_exceeded":
-        assert "This model's maximum context length is" in body["error"]["message"]
-
-
-def test_a_wrong_key_is_refused(stack: RunningStack) -> None:
-    stranger = OpenAI(base_url=f"{stack.url}/v1", api_key="sk-wrong", max_retries=0)
-    with pytest.raises(openai.AuthenticationError) as caught:
-        stranger.models.list()
-    conforms("ErrorResponse", caught.value.response.json())
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "content", "status"),
-    [
-        ("GET", "/nowhere", b"", 404),
-        ("GET", "/v1/chat/completions", b"", 405),
-        ("POST", "/v1/chat/completions", b"{", 400),
-        ("POST", "/v1/chat/completions", b'{"model": "\xff"}', 400),
-        ("POST", "/v1/chat/completions", b"[]", 400),
-    ],
-)
-def test_every_fault_has_the_same_form(
-    stack: RunningStack, method: str, path: str, content: bytes, status: int
-) -> None:
-    headers = {"Authorization": f"Bearer {stack.key}", "Content-Type": "application/json"}
-    response = httpx.request(method, stack.url + path, content=content, headers=headers)
-    assert response.status_code == status
-    conforms("ErrorResponse", response.json())
-
-
-def test_request_ids(stack: RunningStack) -> None:
-    def echoed(value: str) -> httpx.Headers:
-        return httpx.get(f"{stack.url}/health", headers={"X-Request-Id": value}).headers
-
-    assert echoed("my-id.1_a")["x-request-id"] == "my-id.1_a"
-    assert echoed("bad id!")["x-request-id"] != "bad id!"

@@ -113,16 +113,6 @@ def test_penalties_change_the_answer_and_seeds_repeat_it(client: OpenAI) -> None
         assert text(**fields) == penalised
 
 
-def test_min_p_of_one_is_greedy(client: OpenAI) -> None:
-    def text(temperature: float, **extra: float) -> str | None:
-        reply = client.chat.completions.create(
-            model=MODEL, messages=ASK, max_tokens=32, temperature=temperature, extra_body=extra
-        )
-        return reply.choices[0].message.content
-
-    assert text(1.5, min_p=1.0) == text(0)
-
-
 def test_min_tokens_and_stop_tokens(client: OpenAI, stack: RunningStack) -> None:
     asked: dict[str, Any] = {"model": MODEL, "messages": ASK, "temperature": 0}
     whole = client.chat.completions.create(**asked, max_tokens=16, logprobs=True)

@@ -1,6 +1,5 @@
 """Stored prefixes through the whole stack: what is asked again is fast, and answered the same."""
 
-import hashlib
 import json
 import random
 import signal
@@ -13,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.stack.client import OTHER_KEY
 from tests.stack.running import BLOCK_TOKENS, RunningStack, running_stack
 
 pytestmark = pytest.mark.stack
-OTHER_KEY = "sk-another-tenant"
 MOST_CACHED = 1499 // BLOCK_TOKENS * BLOCK_TOKENS
 """Of a prompt of 1,500 tokens."""
 
@@ -82,15 +81,9 @@ def prompt_of(seed: int, tokens: int) -> list[int]:
     return [dice.randrange(100, 4000) for _ in range(tokens)]
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    with running_stack(tmp_path_factory.mktemp("prefix") / "run", workers=1) as running:
-        yield running
-
-
 @pytest.fixture
-def tenant(stack: RunningStack) -> Iterator[Tenant]:
-    made = Tenant(stack)
+def tenant(featured: RunningStack) -> Iterator[Tenant]:
+    made = Tenant(featured)
     yield made
     made.close()
 
@@ -109,7 +102,7 @@ def test_a_long_prompt_asked_again_has_its_first_token_at_once(tenant: Tenant) -
     assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": MOST_CACHED}
 
 
-def test_a_chat_computes_its_new_turn_only(stack: RunningStack, tenant: Tenant) -> None:
+def test_a_chat_computes_its_new_turn_only(tenant: Tenant) -> None:
     messages = [{"role": "system", "content": "You answer in one sentence. " * 12}]
     known_tokens = 0
     for turn in range(10):
@@ -128,38 +121,17 @@ def test_a_cache_salt_keeps_requests_apart(tenant: Tenant) -> None:
     assert [tenant.complete(prompt, cache_salt=salt).cached_tokens for salt in ("a", "b", "a")] == [0, 0, 192]
 
 
-def test_two_keys_do_not_share(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    hashes = [hashlib.sha256(key.encode()).hexdigest() for key in ("sk-one", OTHER_KEY)]
-    keys = json.dumps(hashes)
-    with running_stack(run_dir, workers=1, settings=(f"gateway.api_key_sha256={keys}",)) as stack:
-        one, other = Tenant(stack, "sk-one"), Tenant(stack, OTHER_KEY)
-        prompt = prompt_of(5, 300)
-        answers = [one.complete(prompt), other.complete(prompt), one.complete(prompt), other.complete(prompt)]
-        assert [answer.cached_tokens for answer in answers] == [0, 0, 288, 288]
-        assert len({answer.text for answer in answers}) == 1
-        one.close()
-        other.close()
+def test_two_keys_do_not_share(featured: RunningStack, tenant: Tenant) -> None:
+    other = Tenant(featured, OTHER_KEY)
+    prompt = prompt_of(5, 300)
+    answers = [one.complete(prompt) for one in (tenant, other, tenant, other)]
+    assert [answer.cached_tokens for answer in answers] == [0, 0, 288, 288]
+    assert len({answer.text for answer in answers}) == 1
+    other.close()
 
 
-def test_a_worker_that_is_stopped_leaves_what_was_hot_on_disk(tmp_path: Path) -> None:
-    """Nothing has left the device by then: without the flush nothing would be found."""
-    settings = ("worker.prefix_cache.disk_mb=64", f"worker.prefix_cache.disk_path={tmp_path / 'kv'}")
-    with running_stack(tmp_path / "run", workers=1, settings=settings) as stack:
-        tenant = Tenant(stack)
-        prompt = prompt_of(8, 400)
-        first = tenant.complete(prompt)
-        stack.signal("worker-0", signal.SIGTERM)
-        stack.until_restarted("worker-0", restarts=1)
-        again = tenant.complete(prompt)
-        assert (first.cached_tokens, again.cached_tokens) == (0, 384)
-        assert again.text == first.text
-        disk = stack.details("worker-0")["prefix_tiers"][2]
-        assert disk["hits"] > 0 and disk["faults"] == 0
-        tenant.close()
-
-
-def test_a_killed_worker_finds_its_disk_again(tmp_path: Path) -> None:
+def test_a_worker_that_ends_or_is_killed_finds_its_disk_again(tmp_path: Path) -> None:
+    """What is hot goes to disk when a worker is stopped; what has left the device is there already."""
     settings = (
         f"worker.kv_blocks={64 * 16 // BLOCK_TOKENS}",
         "worker.prefix_cache.host_mb=8",
@@ -168,14 +140,21 @@ def test_a_killed_worker_finds_its_disk_again(tmp_path: Path) -> None:
     )
     with running_stack(tmp_path / "run", workers=1, settings=settings) as stack:
         tenant = Tenant(stack)
+        prompt = prompt_of(8, 400)
+        first = tenant.complete(prompt)
+        stack.signal("worker-0", signal.SIGTERM)  # nothing has left the device: it is flushed
+        stack.until_restarted("worker-0", restarts=1)
+        again = tenant.complete(prompt)
+        assert (first.cached_tokens, again.cached_tokens) == (0, 384)
+        assert again.text == first.text
         prompts = [prompt_of(seed, 400) for seed in range(4)]
-        first = [tenant.complete(prompt) for prompt in prompts]
+        before = [tenant.complete(prompt).text for prompt in prompts]
         time.sleep(0.5)
         stack.signal("worker-0", signal.SIGKILL)
-        stack.until_restarted("worker-0", restarts=1)
-        again = [tenant.complete(prompt) for prompt in prompts]
-        assert [answer.text for answer in again] == [answer.text for answer in first]
-        assert again[0].cached_tokens > 0
+        stack.until_restarted("worker-0", restarts=2)
+        after = [tenant.complete(prompt) for prompt in prompts]
+        assert [answer.text for answer in after] == before
+        assert after[0].cached_tokens > 0
         disk = stack.details("worker-0")["prefix_tiers"][2]
         assert disk["hits"] > 0 and disk["faults"] == 0
         tenant.close()

@@ -22,7 +22,7 @@ import yaml
 from services.stack.obstructions import free_port
 from tests.stack.client import Question
 from tests.stack.prompts import mixed
-from tests.stack.running import ROOT, RunningStack, running_stack
+from tests.stack.running import ROOT, RunningStack
 
 MONITORING = ROOT / "deploy" / "monitoring"
 FETCHED = ROOT / ".prometheus" / "usr" / "bin"
@@ -36,7 +36,6 @@ pytestmark = [
     pytest.mark.stack,
     pytest.mark.skipif(program("prometheus") is None, reason="no Prometheus: `make dashboards` fetches one"),
 ]
-SETTINGS = ("worker.kv_blocks=64", "worker.simulated.speed=10")
 OF_MODEL = '{model_name="$model_name"}'
 OF_MODELS = '{model_name=~"$Deployment_id"}'
 WHILE, ALL = "[$__rate_interval]", "[$__range]"
@@ -166,31 +165,24 @@ class Prometheus:
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    folder = tmp_path_factory.mktemp("prometheus") / "run"
-    with running_stack(folder, workers=2, settings=SETTINGS, flags=("--engine", "simulated")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def prometheus(stack: RunningStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+def prometheus(simulated: RunningStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     """It has seen the stack before, under and after load."""
     folder = tmp_path_factory.mktemp("prometheus-data") / "data"
-    running = Prometheus(folder, stack.operator_url.removeprefix("http://"))
+    running = Prometheus(folder, simulated.operator_url.removeprefix("http://"))
     try:
-        running.until_scraped(stack.model.name, times=3)
-        asyncio.run(load(stack))
+        running.until_scraped(simulated.model.name, times=3)
+        asyncio.run(load(simulated))
         time.sleep(2.5)  # the scheduler's next announcement, and a scrape after it
         yield running
     finally:
         running.close()
 
 
-async def load(stack: RunningStack) -> None:
+async def load(simulated: RunningStack) -> None:
     prompts = mixed(24, longest_words=200, seed=8)
     questions = [Question(prompt, {"seed": seed, "max_tokens": 100}) for seed, prompt in enumerate(prompts)]
     for _ in range(2):
-        answers = await stack.client().ask_all(questions)
+        answers = await simulated.client().ask_all(questions)
         assert all(answer.complete for answer in answers)
 
 
@@ -201,25 +193,27 @@ def has_data(series: list[dict[str, Any]]) -> bool:
 
 @pytest.mark.parametrize("dashboard", VLLM)
 def test_every_expression_of_a_dashboard_of_vllm_has_data(
-    prometheus: Prometheus, stack: RunningStack, dashboard: str
+    prometheus: Prometheus, simulated: RunningStack, dashboard: str
 ) -> None:
     asked = VLLM[dashboard]
-    assert [each for each in asked if not has_data(prometheus.ask(each, stack.model.name))] == []
+    assert [each for each in asked if not has_data(prometheus.ask(each, simulated.model.name))] == []
 
 
-def test_every_expression_of_our_dashboard_has_data(prometheus: Prometheus, stack: RunningStack) -> None:
+def test_every_expression_of_our_dashboard_has_data(prometheus: Prometheus, simulated: RunningStack) -> None:
     board = json.loads((MONITORING / "grafana" / "dashboards" / "kvasir.json").read_text())
     asked = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
     assert len(asked) > 20
-    assert [each for each in asked if not has_data(prometheus.ask(each, stack.model.name))] == []
+    assert [each for each in asked if not has_data(prometheus.ask(each, simulated.model.name))] == []
 
 
-def test_labels_are_where_dashboards_look_for_them(prometheus: Prometheus, stack: RunningStack) -> None:
+def test_labels_are_where_dashboards_look_for_them(prometheus: Prometheus, simulated: RunningStack) -> None:
     with urllib.request.urlopen(f"{prometheus.url}/api/v1/label/model_name/values", timeout=20) as answer:
-        assert json.load(answer)["data"] == [stack.model.name]
+        assert json.load(answer)["data"] == [simulated.model.name]
 
 
-def test_a_gateway_tells_no_other_service_s_own_metrics(prometheus: Prometheus, stack: RunningStack) -> None:
+def test_a_gateway_tells_no_other_service_s_own_metrics(
+    prometheus: Prometheus, simulated: RunningStack
+) -> None:
     """`kvasir_worker_…` there is what heartbeats say, by worker."""
     series = prometheus.ask('{__name__=~"kvasir_(worker|scheduler|predictor|placement|ledger)_.+"}', "")
     assert series

@@ -2,8 +2,6 @@
 
 import asyncio
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ import pytest
 
 from tests.stack.client import Answer, Question, assert_same
 from tests.stack.prompts import long_questions
-from tests.stack.running import ROOT, RunningStack, running_stack
+from tests.stack.running import RunningStack, running_stack
 
 pytestmark = pytest.mark.stack
 STREAMS = 8
@@ -33,10 +31,9 @@ def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
+def undisturbed(stack: RunningStack) -> list[Answer]:
     """As a stack without roles gives them."""
-    with running_stack(tmp_path_factory.mktemp("both") / "run", workers=1) as running:
-        answers = asyncio.run(running.client().ask_all(questions()))
+    answers = asyncio.run(stack.client().ask_all(questions()))
     assert all(answer.complete for answer in answers)
     return answers
 
@@ -92,13 +89,13 @@ async def test_killed_again_and_again(
 
 def test_a_fleet_without_a_role_refuses_at_once_and_says_so(tmp_path: Path) -> None:
     settings = ("placement.roles=decode,decode",)
-    with running_stack(tmp_path / "run", workers=2, settings=settings) as stack:
+    with running_stack(tmp_path / "run", workers=2, settings=settings) as decoders:
         time.sleep(1.5)
         began_s = time.monotonic()
         answer = httpx.post(
-            f"{stack.url}/v1/chat/completions",
-            headers={"Authorization": f"Bearer {stack.key}"},
-            json={"model": stack.model.name, "messages": [{"role": "user", "content": "Hello!"}]},
+            f"{decoders.url}/v1/chat/completions",
+            headers={"Authorization": f"Bearer {decoders.key}"},
+            json={"model": decoders.model.name, "messages": [{"role": "user", "content": "Hello!"}]},
             timeout=20,
         )
         assert answer.status_code == 503, answer.text
@@ -109,8 +106,7 @@ def test_a_fleet_without_a_role_refuses_at_once_and_says_so(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("value", "hint"), [("prefil", "prefill, decode, both"), ("sometimes", "adaptive, both")]
 )
-def test_an_unknown_role_stops_the_start(value: str, hint: str) -> None:
-    argv = [sys.executable, "-m", "services", "up", "--set", f"placement.roles={value}"]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+def test_an_unknown_role_stops_the_start(tmp_path: Path, value: str, hint: str) -> None:
+    done = RunningStack(tmp_path / "run").command("up", "--set", f"placement.roles={value}")
     assert done.returncode != 0
     assert hint in done.stdout + done.stderr

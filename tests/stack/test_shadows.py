@@ -1,13 +1,12 @@
 """A long answer whose worker is killed goes on where another worker has copies of its KV, and is the same."""
 
-import asyncio
 import random
 import signal
 from collections.abc import Iterator
 
 import pytest
 
-from tests.stack.client import Answer, Question, assert_same
+from tests.stack.client import Question, assert_same
 from tests.stack.prompts import passage
 from tests.stack.running import BLOCK_TOKENS, RunningStack, running_stack
 from tests.stack.watch import Seen, watching
@@ -18,7 +17,6 @@ PROMPT_BLOCKS = PROMPT_WORDS // BLOCK_TOKENS
 """At least: a word is a token or more."""
 SHADOWED = ("scheduler.shadow_from_s=0.001", "worker.transfer.shadow_link_share=1")
 """This model computes such a prompt within a fifth of a second, which is not worth a copy by default."""
-UNSHADOWED = ("scheduler.shadow_from_s=0",)
 
 
 def question() -> Question:
@@ -26,17 +24,10 @@ def question() -> Question:
     return Question(passage(PROMPT_WORDS, random.Random(11)), fields)
 
 
-@pytest.fixture(params=[SHADOWED, UNSHADOWED], ids=["shadowed", "unshadowed"])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    folder = tmp_path_factory.mktemp("shadows") / "run"
-    with running_stack(folder, settings=request.param) as running:
-        yield running
-
-
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
-    with running_stack(tmp_path_factory.mktemp("one") / "run", workers=1) as running:
-        return asyncio.run(running.client().ask_all([question()]))
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    with running_stack(tmp_path_factory.mktemp("shadows") / "run", settings=SHADOWED) as running:
+        yield running
 
 
 def told(seen: Seen, name: str, what: str) -> int:
@@ -44,9 +35,9 @@ def told(seen: Seen, name: str, what: str) -> int:
 
 
 async def test_a_killed_workers_answer_goes_on_from_the_copies_of_its_kv(
-    pair: RunningStack, expected: list[Answer], request: pytest.FixtureRequest
+    pair: RunningStack, roomy: RunningStack
 ) -> None:
-    is_shadowed = "unshadowed" not in request.node.name
+    expected = await roomy.client().ask_all([question()])
     keepers: list[str] = []
 
     async def kill_its_worker() -> None:
@@ -54,12 +45,9 @@ async def test_a_killed_workers_answer_goes_on_from_the_copies_of_its_kv(
             seen = await watch.ask("worker", 2)
             victim = next(name for name in seen if told(seen, name, "sequences"))
             keeper = next(name for name in seen if name != victim)
-            if is_shadowed:
-                await watch.until(
-                    lambda now: keeper in now and told(now, keeper, "shadow_blocks") >= PROMPT_BLOCKS,
-                    within_s=60.0,
-                    expected=2,
-                )
+            await watch.until(
+                lambda now: keeper in now and told(now, keeper, "shadow_blocks") >= PROMPT_BLOCKS
+            )
             keepers.append(keeper)
         pair.signal(victim, signal.SIGKILL)
 
@@ -68,8 +56,5 @@ async def test_a_killed_workers_answer_goes_on_from_the_copies_of_its_kv(
     details = pair.details(keepers[0])
     used = int(details["shadows_used"])
     hits = {row["tier"]: row["hits"] for row in details["prefix_tiers"]}
-    if is_shadowed:
-        assert used >= PROMPT_BLOCKS and hits["host"] == used
-        assert int(details["fetched_as_shadows_blocks"]) >= used
-    else:
-        assert used == 0 and sum(hits.values()) == 0
+    assert used >= PROMPT_BLOCKS and hits["host"] == used
+    assert int(details["fetched_as_shadows_blocks"]) >= used

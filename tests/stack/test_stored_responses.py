@@ -1,34 +1,25 @@
 """Responses that are stored, on a whole stack: found again, gone on with, deleted; or refused by name."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
 from tests.patience import STACK_PATIENCE_S
-from tests.stack.running import RunningStack, running_stack
+from tests.stack.running import RunningStack
 
 pytestmark = pytest.mark.stack
 ASK, THEN = "Tell me a short story about a dog.", "Thank you! What was it about?"
 
 
-@pytest.fixture(scope="module")
-def keeping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    folder = tmp_path_factory.mktemp("keeping")
-    settings = (f"gateway.stored_responses={folder / 'responses.db'}",)
-    with running_stack(folder / "run", workers=1, settings=settings) as stack:
-        yield stack
-
-
 @pytest.fixture
-def client(keeping: RunningStack) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{keeping.url}/v1", api_key=keeping.key, timeout=STACK_PATIENCE_S) as made:
+def client(featured: RunningStack) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{featured.url}/v1", api_key=featured.key, timeout=STACK_PATIENCE_S) as made:
         yield made
 
 
-def test_one_is_found_again_and_deleted(client: openai.OpenAI, keeping: RunningStack) -> None:
+def test_one_is_found_again_and_deleted(client: openai.OpenAI) -> None:
     reply = client.responses.create(model="tiny_chat", input=ASK, max_output_tokens=20, temperature=0)
     again = client.responses.retrieve(reply.id)
     assert again == reply and again.output_text and again.store is True  # type: ignore[attr-defined]
@@ -80,7 +71,7 @@ def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
         client.responses.create(model="tiny_chat", input=THEN, previous_response_id=first.id)
 
 
-def test_where_nothing_is_stored_that_is_said(stack: RunningStack, tmp_path: Path) -> None:
+def test_where_nothing_is_stored_that_is_said(stack: RunningStack) -> None:
     with httpx.Client(
         base_url=stack.url, headers={"Authorization": f"Bearer {stack.key}"}, timeout=STACK_PATIENCE_S
     ) as http:

@@ -2,7 +2,6 @@
 
 import json
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,7 +12,7 @@ from pydantic import BaseModel
 
 from tests.patience import STACK_PATIENCE_S
 from tests.stack.client import Answer, Question, assert_same
-from tests.stack.running import RunningStack, running_stack
+from tests.stack.running import RunningStack
 
 pytestmark = pytest.mark.stack
 STREAMS = 16
@@ -37,10 +36,7 @@ def question(at: int) -> Question:
         "temperature": (0.0, 0.8, 1.0)[at % 3],
         "seed": at,
         "frequency_penalty": 0.5 * (at % 2),
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "book", "strict": True, "schema": SCHEMA},
-        },
+        "response_format": FORM,
     }
     return Question(f"Tell me about book number {at}.", fields)
 
@@ -51,35 +47,30 @@ def check(answers: list[Answer]) -> None:
         jsonschema.validate(json.loads(answer.text), SCHEMA)
 
 
-@pytest.fixture(scope="module")
-def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    with running_stack(tmp_path_factory.mktemp("structured") / "run") as running:
-        yield running
-
-
-async def test_answers_keep_their_form_when_a_worker_is_killed(victim: RunningStack) -> None:
+async def test_answers_keep_their_form_when_a_worker_is_killed(stack: RunningStack) -> None:
     questions = [question(at) for at in range(STREAMS)]
-    undisturbed = await victim.client().ask_all(questions)
+    undisturbed = await stack.client().ask_all(questions)
     check(undisturbed)
-    for restarts, name in enumerate(("worker-0", "worker-1", "worker-0")):
+    for name in ("worker-0", "worker-1"):
+        before = stack.child(name)["restarts"]
 
         async def kill(name: str = name) -> None:
-            victim.signal(name, signal.SIGKILL)
+            stack.signal(name, signal.SIGKILL)
 
-        answers = await victim.client().ask_all(questions, midway=kill, after=STREAMS * 12)
+        answers = await stack.client().ask_all(questions, midway=kill, after=STREAMS * 12)
         assert_same(answers, undisturbed)
         check(answers)
-        victim.until_restarted(name, restarts=1 + restarts // 2)
+        stack.until_restarted(name, restarts=before + 1)
 
 
-def test_refused_before_any_work(victim: RunningStack) -> None:
+def test_refused_before_any_work(stack: RunningStack) -> None:
     body = {
-        "model": victim.model.name,
+        "model": stack.model.name,
         "messages": [{"role": "user", "content": "hi"}],
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}},
     }
-    headers = {"Authorization": f"Bearer {victim.key}"}
-    refused = httpx.post(f"{victim.url}/v1/chat/completions", json=body, headers=headers)
+    headers = {"Authorization": f"Bearer {stack.key}"}
+    refused = httpx.post(f"{stack.url}/v1/chat/completions", json=body, headers=headers)
     assert refused.status_code == 400
     error = refused.json()["error"]
     assert (
@@ -92,11 +83,11 @@ class Dog(BaseModel):
     age: int
 
 
-def test_parse_of_the_openai_client(victim: RunningStack) -> None:
-    url = f"{victim.url}/v1"
-    with openai.OpenAI(base_url=url, api_key=victim.key, timeout=STACK_PATIENCE_S) as client:
+def test_parse_of_the_openai_client(stack: RunningStack) -> None:
+    url = f"{stack.url}/v1"
+    with openai.OpenAI(base_url=url, api_key=stack.key, timeout=STACK_PATIENCE_S) as client:
         parsed = client.chat.completions.parse(
-            model=victim.model.name,
+            model=stack.model.name,
             messages=[{"role": "user", "content": "Invent a dog."}],
             response_format=Dog,
             n=2,

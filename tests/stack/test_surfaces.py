@@ -10,7 +10,6 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.conformance.schemas import violations
 from tests.patience import STACK_PATIENCE_S
 from tests.stack.running import RunningStack
 
@@ -75,31 +74,6 @@ def test_a_response_is_the_chats_answer(client: openai.OpenAI) -> None:
         max_output_tokens=300,
     )
     assert told.status == "completed" and told.output_text
-
-
-def test_responses_and_their_events_conform(client: openai.OpenAI, stack: RunningStack) -> None:
-    tools = [{"type": "function", "name": "weather", "parameters": CITY, "strict": True}]
-    bodies: list[dict[str, Any]] = [
-        {"input": ASK, "max_output_tokens": 12, "temperature": 0},
-        {"input": ASK, "max_output_tokens": 60, "tools": tools, "tool_choice": "required"},
-    ]
-    headers = {"Authorization": f"Bearer {stack.key}"}
-    for fields in bodies:
-        body = {"model": "tiny_chat", **fields}
-        whole = httpx.post(f"{stack.url}/v1/responses", json=body, headers=headers, timeout=60).json()
-        assert violations("Response", whole) == []
-        streamed = httpx.post(
-            f"{stack.url}/v1/responses", json={**body, "stream": True}, headers=headers, timeout=60
-        )
-        events = events_of(streamed.text)
-        for number, (name, data) in enumerate(events):
-            assert (data["type"], data["sequence_number"]) == (name, number)
-            assert violations("ResponseStreamEvent", data) == [], name
-        assert [events[0][0], events[1][0]] == ["response.created", "response.in_progress"]
-        final = events[-1][1]["response"]
-        assert final["output"] == [
-            data["item"] for name, data in events if name == "response.output_item.done"
-        ]
 
 
 def test_calls_of_responses(client: openai.OpenAI) -> None:

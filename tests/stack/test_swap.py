@@ -3,7 +3,6 @@
 import asyncio
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -28,9 +27,8 @@ def questions() -> list[Question]:
 
 
 @pytest.fixture(scope="module")
-def roomy(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
-    with running_stack(tmp_path_factory.mktemp("roomy") / "run", workers=1) as stack:
-        answers = asyncio.run(stack.client().ask_all(questions()))
+def expected(roomy: RunningStack) -> list[Answer]:
+    answers = asyncio.run(roomy.client().ask_all(questions()))
     assert all(answer.complete for answer in answers)
     return answers
 
@@ -41,8 +39,8 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
         yield stack
 
 
-def test_swapped_and_back(crowded: RunningStack, roomy: list[Answer]) -> None:
-    assert_same(asyncio.run(crowded.client().ask_all(questions())), roomy)
+def test_swapped_and_back(crowded: RunningStack, expected: list[Answer]) -> None:
+    assert_same(asyncio.run(crowded.client().ask_all(questions())), expected)
     scheduler, worker = crowded.details("scheduler-0"), crowded.details("worker-0")
     assert scheduler["preempted_swap"] > 0, scheduler
     assert worker["swaps"] > 0 and worker["swapped_blocks"] == 0, worker
@@ -50,20 +48,12 @@ def test_swapped_and_back(crowded: RunningStack, roomy: list[Answer]) -> None:
     assert from_host["hits"] > 0, worker
 
 
-def test_killed_while_some_wait_on_the_host(crowded: RunningStack, roomy: list[Answer]) -> None:
+def test_killed_while_some_wait_on_the_host(crowded: RunningStack, expected: list[Answer]) -> None:
     before = crowded.child("worker-0")["restarts"]
 
     async def kill() -> None:
         crowded.signal("worker-0", signal.SIGKILL)
 
     answers = asyncio.run(crowded.client().ask_all(questions(), midway=kill, after=300))
-    assert_same(answers, roomy)
+    assert_same(answers, expected)
     crowded.until_restarted("worker-0", restarts=before + 1)
-
-
-def test_the_rung_can_be_switched_off(tmp_path: Path, roomy: list[Answer]) -> None:
-    off = (*SMALL, 'scheduler.relief_off=["swap"]')
-    with running_stack(tmp_path / "run", workers=1, settings=off) as stack:
-        assert_same(asyncio.run(stack.client().ask_all(questions())), roomy)
-        scheduler = stack.details("scheduler-0")
-    assert scheduler["preempted_recompute"] > 0 and "preempted_swap" not in scheduler, scheduler

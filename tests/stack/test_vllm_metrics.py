@@ -2,18 +2,16 @@
 
 import asyncio
 import urllib.request
-from collections.abc import Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.stack.client import Question
 from tests.stack.prompts import mixed
-from tests.stack.running import RunningStack, running_stack
+from tests.stack.running import RunningStack
 
 pytestmark = pytest.mark.stack
 STREAMS = 24
-SETTINGS = ("worker.kv_blocks=64", "worker.simulated.speed=10")
 HISTOGRAMS = (
     "time_to_first_token_seconds",
     "inter_token_latency_seconds",
@@ -34,48 +32,41 @@ HISTOGRAMS = (
 Samples = dict[str, float]
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    folder = tmp_path_factory.mktemp("metrics") / "run"
-    with running_stack(folder, workers=2, settings=SETTINGS, flags=("--engine", "simulated")) as running:
-        yield running
-
-
-def read(stack: RunningStack) -> Samples:
+def read(simulated: RunningStack) -> Samples:
     """Values of vLLM's names; of those with a reason, by it."""
-    with urllib.request.urlopen(f"{stack.operator_url}/metrics", timeout=20) as answer:
+    with urllib.request.urlopen(f"{simulated.operator_url}/metrics", timeout=20) as answer:
         text = answer.read().decode()
     found: Samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name.startswith("vllm:") and "le" not in sample.labels:
-                assert sample.labels["model_name"] == stack.model.name
+                assert sample.labels["model_name"] == simulated.model.name
                 assert sample.labels["engine"] == "0"
                 reason = sample.labels.get("finished_reason", "")
                 found[sample.name.removeprefix("vllm:") + (f" {reason}" if reason else "")] = sample.value
     return found
 
 
-async def test_each_moves_by_what_was_asked(stack: RunningStack) -> None:
-    before = await asyncio.to_thread(read, stack)
+async def test_each_moves_by_what_was_asked(simulated: RunningStack) -> None:
+    before = await asyncio.to_thread(read, simulated)
     prompts = mixed(STREAMS, longest_words=200, seed=8)
     questions = [Question(prompt, {"seed": seed, "max_tokens": 150}) for seed, prompt in enumerate(prompts)]
     most: Samples = {}
 
     async def watch() -> None:
         while True:
-            for name, value in (await asyncio.to_thread(read, stack)).items():
+            for name, value in (await asyncio.to_thread(read, simulated)).items():
                 most[name] = max(most.get(name, 0.0), value)
             await asyncio.sleep(0.05)
 
     watching = asyncio.create_task(watch())
-    first = await stack.client().ask_all(questions)
-    again = await stack.client().ask_all(questions)
+    first = await simulated.client().ask_all(questions)
+    again = await simulated.client().ask_all(questions)
     watching.cancel()
     assert all(answer.complete for answer in (*first, *again))
     tokens = sum(answer.completion_tokens for answer in (*first, *again))
     await asyncio.sleep(1.5)  # the scheduler's next announcement
-    after = await asyncio.to_thread(read, stack)
+    after = await asyncio.to_thread(read, simulated)
     moved = {name: value - before.get(name, 0.0) for name, value in after.items()}
     assert moved["generation_tokens_total"] == moved["request_generation_tokens_sum"] == tokens
     assert moved["prompt_tokens_total"] == moved["prefix_cache_queries_total"]

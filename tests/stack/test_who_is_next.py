@@ -70,34 +70,15 @@ async def order_of_starts(stack: RunningStack, priority: int | None = None) -> l
 
 @pytest.mark.parametrize(
     ("policy", "is_long_first"),
-    [(("scheduler.policy=vllm",), True), (("scheduler.policy_options.passing_share=0.9",), False)],
+    [("scheduler.policy=vllm", True), ("scheduler.policy_options.passing_share=0.9", False)],
 )
-async def test_the_policy_says_who_is_next(
-    tmp_path: Path, policy: tuple[str, ...], is_long_first: bool
-) -> None:
-    """First come, first served: the long one, and nobody before it. `kvasir`: all short ones."""
-    begun = await starts_in(tmp_path / "run", policy)
-    assert begun[0] == "filling"
-    assert begun.index("long") == (1 if is_long_first else SHORTS + 1), begun
-
-
-@pytest.mark.parametrize("policy", ["vllm", "kvasir"])
-async def test_a_lower_priority_is_next(tmp_path: Path, policy: str) -> None:
-    """Though it was the last to ask."""
-    begun = await starts_in(tmp_path / "run", (f"scheduler.policy={policy}",), priority=-1)
-    assert begun[:2] == ["filling", f"short {SHORTS - 1}"], begun
-
-
-async def starts_in(folder: Path, policy: tuple[str, ...], priority: int | None = None) -> list[str]:
-    """`order_of_starts` of a stack of one worker."""
-
-    def started() -> Any:
-        settings = (*SETTINGS, *policy)
-        return running_stack(folder, workers=1, settings=settings, flags=("--engine", "simulated"))
-
-    context = started()
-    stack = await asyncio.to_thread(context.__enter__)
-    try:
-        return await order_of_starts(stack, priority)
-    finally:
-        await asyncio.to_thread(context.__exit__, None, None, None)
+def test_the_policy_says_who_is_next(tmp_path: Path, policy: str, is_long_first: bool) -> None:
+    """First come, first served: the long one, and nobody before it. `kvasir`: all short ones. With either,
+    whoever has a lower priority is next, though it was the last to ask."""
+    flags = ("--engine", "simulated")
+    with running_stack(tmp_path / "run", workers=1, settings=(*SETTINGS, policy), flags=flags) as stack:
+        begun = asyncio.run(order_of_starts(stack))
+        assert begun[0] == "filling"
+        assert begun.index("long") == (1 if is_long_first else SHORTS + 1), begun
+        begun = asyncio.run(order_of_starts(stack, priority=-1))
+        assert begun[:2] == ["filling", f"short {SHORTS - 1}"], begun

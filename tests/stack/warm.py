@@ -185,6 +185,7 @@ def _begin(env: Mapping[str, str], out: str | Path, errors: str | Path) -> None:
     os.closerange(3, 1024)
     os.environ.clear()
     os.environ.update(env)
+    sys.path[:0] = [each for each in env.get("PYTHONPATH", "").split(os.pathsep) if each not in sys.path]
     random.seed()
 
 
