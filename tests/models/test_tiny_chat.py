@@ -102,6 +102,7 @@ def test_tokenizer_loses_nothing(tokenizer: Any, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
+@pytest.mark.slow  # weights that ship do not change
 def test_answers_end_and_their_lengths_follow_the_prompt(model: Any, tokenizer: Any) -> None:
     short = [greedy(model, tokenizer, question) for question in SHORT_PROMPTS]
     long = [greedy(model, tokenizer, question) for question in LONG_PROMPTS]
@@ -111,6 +112,7 @@ def test_answers_end_and_their_lengths_follow_the_prompt(model: Any, tokenizer: 
     assert statistics.median(map(len, short)) * 5 < statistics.median(map(len, long))
 
 
+@pytest.mark.slow  # weights that ship do not change
 @pytest.mark.parametrize(
     "questions",
     [
@@ -123,6 +125,7 @@ def test_what_asks_for_more_gets_more(model: Any, tokenizer: Any, questions: tup
     assert all(longer > 2 * shorter for shorter, longer in pairwise(lengths))
 
 
+@pytest.mark.slow  # weights that ship do not change
 def test_a_prompt_of_1500_tokens_gets_a_finite_answer(model: Any, tokenizer: Any) -> None:
     sentence = "The old man walked to the village, and the children asked him where he had been all the day. "
     passage = sentence * 75 + "In the evening it began to rain."
