@@ -1,31 +1,5 @@
 """All error types of Kvasir.
 
-KvasirError
-├── CallerError                 caller's fault: repeating the call fails again
-│   ├── InvalidMessage          bytes that do not decode to the expected message
-│   ├── InvalidRequest          a well-formed request that cannot be served; `param` names the field
-│   │   ├── ContextOverflow     prompt + answer exceed what any worker can hold
-│   │   └── UnknownModel
-│   ├── Unauthorized
-│   ├── PermissionRefused       this NATS user may not publish or subscribe to that subject
-│   ├── ForeignSequence         the sequence belongs to another gateway
-│   ├── StaleEpoch              a command from a scheduler that has been replaced
-│   ├── ModelMismatch           a worker's model differs from the rest of the stack
-│   └── MessageTooLarge         over the server's payload limit; nothing was sent
-├── UnavailableError            temporary: retry, after `retry_after_s` if set
-│   ├── DeadlineExceeded        no reply in time
-│   ├── NoResponder             the subject has no subscriber now
-│   ├── BusUnavailable          not connected to NATS
-│   ├── PeerLost                the connection to another worker broke during a transfer
-│   ├── Overloaded              a queue is full
-│   ├── RoleMissing             no worker's role allows prefill, or none allows decode
-│   ├── CreditorLost            a worker that lends KV is silent, dead, or ended the loan
-│   ├── CorruptedKv             stored KV fails its check
-│   └── NotLeader               this instance is a standby
-├── PolicyFailed                a policy raised; the message names both
-├── ConfigError                 an invalid setting; says which, and what to write instead
-└── InternalError               a bug in Kvasir
-
 Each class has a wire code. `to_wire` and `from_wire` carry errors across the bus without losing their type.
 """
 
@@ -45,15 +19,15 @@ class KvasirError(Exception):
 
 
 class CallerError(KvasirError):
-    code = "caller_error"
+    code = "caller_error"  # the caller's fault: repeating the call fails again
 
 
 class InvalidMessage(CallerError):
-    code = "invalid_message"
+    code = "invalid_message"  # bytes that do not decode to the expected message
 
 
 class InvalidRequest(CallerError):
-    code = "invalid_request"
+    code = "invalid_request"  # well-formed, but cannot be served; `param` names the field
 
 
 class ContextOverflow(InvalidRequest):
@@ -61,15 +35,8 @@ class ContextOverflow(InvalidRequest):
 
     code = "context_length_exceeded"
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        tokens: tuple[int, int, int] | None = None,
-        param: str | None = None,
-        retry_after_s: float | None = None,
-    ) -> None:
-        super().__init__(message, param=param, retry_after_s=retry_after_s)
+    def __init__(self, message: str, *, tokens: tuple[int, int, int] | None = None, **more: Any) -> None:
+        super().__init__(message, **more)
         self.tokens = tokens
 
 
@@ -82,47 +49,47 @@ class Unauthorized(CallerError):
 
 
 class PermissionRefused(CallerError):
-    code = "permission_refused"
+    code = "permission_refused"  # this NATS user may not publish or subscribe to that subject
 
 
 class ForeignSequence(CallerError):
-    code = "foreign_sequence"
+    code = "foreign_sequence"  # the sequence belongs to another gateway
 
 
 class StaleEpoch(CallerError):
-    code = "stale_epoch"
+    code = "stale_epoch"  # a command from a scheduler that has been replaced
 
 
 class ModelMismatch(CallerError):
-    code = "model_mismatch"
+    code = "model_mismatch"  # a worker's model differs from the rest of the stack
 
 
 class MessageTooLarge(CallerError):
-    code = "message_too_large"
+    code = "message_too_large"  # over the server's payload limit; nothing was sent
 
 
 class UnavailableError(KvasirError):
-    code = "unavailable"
+    code = "unavailable"  # temporary: retry, after `retry_after_s` if set
 
 
 class DeadlineExceeded(UnavailableError):
-    code = "deadline_exceeded"
+    code = "deadline_exceeded"  # no reply in time
 
 
 class NoResponder(UnavailableError):
-    code = "no_responder"
+    code = "no_responder"  # the subject has no subscriber now
 
 
 class BusUnavailable(UnavailableError):
-    code = "bus_unavailable"
+    code = "bus_unavailable"  # not connected to NATS
 
 
 class PeerLost(UnavailableError):
-    code = "peer_lost"
+    code = "peer_lost"  # the connection to another worker broke during a transfer
 
 
 class Overloaded(UnavailableError):
-    code = "overloaded"
+    code = "overloaded"  # a queue is full
 
 
 class RoleMissing(UnavailableError):
@@ -136,15 +103,8 @@ class CreditorLost(UnavailableError):
 
     code = "creditor_lost"
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        creditor_id: str = "",
-        param: str | None = None,
-        retry_after_s: float | None = None,
-    ) -> None:
-        super().__init__(message, param=param, retry_after_s=retry_after_s)
+    def __init__(self, message: str, *, creditor_id: str = "", **more: Any) -> None:
+        super().__init__(message, **more)
         self.creditor_id = creditor_id
 
 
@@ -153,32 +113,25 @@ class CorruptedKv(UnavailableError):
 
     code = "corrupted_kv"
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        block: int = -1,
-        param: str | None = None,
-        retry_after_s: float | None = None,
-    ) -> None:
-        super().__init__(message, param=param, retry_after_s=retry_after_s)
+    def __init__(self, message: str, *, block: int = -1, **more: Any) -> None:
+        super().__init__(message, **more)
         self.block = block
 
 
 class NotLeader(UnavailableError):
-    code = "not_leader"
+    code = "not_leader"  # this instance is a standby
 
 
 class PolicyFailed(KvasirError):
-    code = "policy_failed"
+    code = "policy_failed"  # a policy raised; the message names both
 
 
 class ConfigError(KvasirError):
-    code = "config_error"
+    code = "config_error"  # an invalid setting; the message says what to write instead
 
 
 class InternalError(KvasirError):
-    code = "internal_error"
+    code = "internal_error"  # a bug in Kvasir
 
 
 _MOST_MESSAGE_CHARS = 2000

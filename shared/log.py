@@ -37,7 +37,10 @@ def configure(level: str, service: str, instance: str, log_format: LogFormat = "
 
 def canonical(logger: logging.Logger, event: str, **fields: Any) -> None:
     """Log the canonical line of a request, a start, a takeover or the like. Omit fields that are None."""
-    logger.info(event, extra={"fields": {name: value for name, value in fields.items() if value is not None}})
+    for name in [*fields]:
+        if fields[name] is None:
+            del fields[name]
+    logger.info(event, extra={"fields": fields})
 
 
 class JsonFormatter(logging.Formatter):

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from services.stack.display import command_line
+from services.stack.display import nothing_runs
 from services.stack.rundir import RunDirectory
 from shared.errors import UnavailableError
 
@@ -77,9 +77,7 @@ def chat(options: ChatOptions, console: Console) -> int:
     """Chat until /exit or end of input, or print one answer. Raise ChatFailed without a stack."""
     state = options.run.read_state()
     if options.run.holder() is None or "url" not in state:
-        raise ChatFailed(
-            f"nothing runs from {options.run.path}; `{command_line('up', options.run)}` starts it"
-        )
+        raise ChatFailed(nothing_runs(options.run))
     headers = {"Authorization": f"Bearer {options.run.credentials().api_key}"}
     timeout = httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)
     with httpx.Client(base_url=state["url"], headers=headers, timeout=timeout, trust_env=False) as client:

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from rich.console import Console
 from services.stack.config import StackConfig
 from services.stack.obstructions import Obstructed
 from services.stack.rundir import DEFAULT_RUN_DIR, RunDirectory
-from services.stack.table import ROOT, TableMaker, kvasir_table, parse_override
+from services.stack.table import ROOT, Sources, TableMaker, kvasir_table, parse_override
 from shared import log
 from shared.command_line import Parser
 from shared.config import load
@@ -35,6 +36,9 @@ _STACK_FLAGS = (
     "start_timeout_s",
     "stop_grace_s",
 )
+
+
+_KEY_OPTIONS = ("class", "weight", "max_concurrent", "requests_per_minute", "tokens_per_minute")
 
 
 @dataclass(frozen=True)
@@ -241,7 +245,9 @@ def _add_keys(keys: argparse.ArgumentParser) -> None:
 
 
 def _keys(arguments: argparse.Namespace, console: Console) -> int:
-    from services.stack import keys
+    """Add, list and revoke API keys while the stack runs; only hashes are stored."""
+    from services.stack.display import say
+    from shared import key_file
 
     run = RunDirectory(arguments.run_dir)
     path: Path = arguments.file or run.keys_file
@@ -249,19 +255,23 @@ def _keys(arguments: argparse.Namespace, console: Console) -> int:
         run.create()
     match arguments.action:
         case "add":
-            options = {name: getattr(arguments, name) for name in keys.OPTIONS}
-            return keys.add(path, arguments.name, options, console)
+            options = {name: getattr(arguments, name) for name in _KEY_OPTIONS}
+            print(key_file.add(path, arguments.name, options))
         case "revoke":
-            return keys.revoke(path, arguments.name, console)
+            key_file.revoke(path, arguments.name)
+            say(console, f"{arguments.name} gets in no more")
         case "hash":
-            return keys.hash_plain(path, console)
+            names = key_file.hash_plain(path)
+            say(console, f"hashed: {', '.join(names)}" if names else "every key was hashed already")
         case _:
-            return keys.listed(path, console)
+            for name, options in sorted(key_file.read(path).items()):
+                shown = "  ".join(f"{each} {options[each]}" for each in _KEY_OPTIONS if each in options)
+                say(console, f"{name:24} {str(options.get('sha256'))[:8]}…  {shown}".rstrip())
+    return 0
 
 
 def _up(arguments: argparse.Namespace, console: Console) -> int:
-    from services.stack.detach import up_detached
-    from services.stack.up import UpOptions, up
+    from services.stack.up import UpOptions, up, up_detached
 
     program: Program = arguments.program
     file: Path | None = arguments.config or (_DEFAULT_FILE if _DEFAULT_FILE.exists() else None)
@@ -275,8 +285,7 @@ def _up(arguments: argparse.Namespace, console: Console) -> int:
     options = UpOptions(
         config=config,
         run=RunDirectory(arguments.run_dir),
-        config_file=file,
-        overrides=tuple(parse_override(text) for text in arguments.set),
+        sources=Sources(file, tuple(parse_override(text) for text in arguments.set), os.environ),
         make_table=program.make_table,
     )
     if arguments.detach:

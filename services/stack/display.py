@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -14,6 +15,7 @@ from rich.table import Table
 
 from services.stack.rundir import RunDirectory
 from services.stack.supervisor import Child, ChildState
+from shared.errors import ConfigError
 
 _ROOT = Path(__file__).resolve().parents[2]
 _REFRESH_S = 0.1
@@ -99,6 +101,19 @@ def command_line(words: str, run: RunDirectory, module: str = "services") -> str
     """Return the shell command for these words and this run directory."""
     where = "" if run.is_default else f" --run-dir {shlex.quote(str(run.path))}"
     return f"{_program(module)} {words}{where}"
+
+
+def nothing_runs(run: RunDirectory) -> str:
+    """Say that there is no stack, and how to start it."""
+    return f"nothing runs from {run.path}; `{command_line('up', run)}` starts it"
+
+
+def running_state(run: RunDirectory) -> dict[str, Any]:
+    """Return the state of the stack that runs. Raise ConfigError if none does."""
+    pid, state = run.holder(), run.read_state()
+    if pid is None or state.get("pid") != pid:
+        raise ConfigError(nothing_runs(run))
+    return state
 
 
 def _program(module: str) -> str:

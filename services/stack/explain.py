@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from services.stack.display import command_line, say
+from services.stack.display import running_state, say
 from services.stack.record import recording
 from services.stack.rundir import RunDirectory
 from shared.errors import ConfigError, NoResponder
@@ -36,10 +36,7 @@ def explain(
     """Return 0 if the request is recorded, else 1. `otherwise` lists policies, or `+N` workers, to replay the
     recorded run with; if empty, another policy and one more worker. Raise ConfigError if no stack runs or the
     replay fails, NoResponder if the gateway does not reply."""
-    pid, state = run.holder(), run.read_state()
-    if pid is None or state.get("pid") != pid:
-        raise ConfigError(f"nothing runs from {run.path}; `{command_line('up', run)}` starts it")
-    told = _ask(f"{state['operator_url']}/ui/requests/{request_id}")
+    told = _ask(f"{running_state(run)['operator_url']}/ui/requests/{request_id}")
     if otherwise is not None and told["events"]:
         told["what_if"] = what_if(run, request_id, otherwise)
     if as_json:

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from services.stack.access import BusAccess
 from services.stack.config import StackConfig
-from services.stack.display import command_line, say
+from services.stack.display import running_state, say
 from services.stack.rundir import RunDirectory
 from shared import subjects
 from shared.errors import BusUnavailable, ConfigError, InternalError
@@ -52,6 +52,9 @@ def _subjects(allowed: tuple[str, ...]) -> str:
 
 _ADVISORIES = "$SYS.ACCOUNT.KVASIR"
 _CHECK_DEADLINE_S = 20.0
+_MOST_CONNECTIONS = 1024
+_MEMORY_STORE_BYTES, _FILE_STORE_BYTES = 16 * 1024 * 1024, 64 * 1024 * 1024
+"""Limits of JetStream, which stores the leases on disk and nothing in memory."""
 _USERS_BEGIN, _USERS_END = "    users: [\n", "\n    ]\n"
 
 
@@ -77,11 +80,11 @@ def config_text(config: StackConfig, access: BusAccess, store: Path) -> str:
 listen: "127.0.0.1:{access.port}"
 server_name: "kvasir"
 max_payload: {config.nats_max_payload_bytes}
-max_connections: {config.nats_max_connections}
+max_connections: {_MOST_CONNECTIONS}
 jetstream {{
   store_dir: {_quoted(store)}
-  max_memory_store: {config.nats_max_memory_store_bytes}
-  max_file_store: {config.nats_max_file_store_bytes}
+  max_memory_store: {_MEMORY_STORE_BYTES}
+  max_file_store: {_FILE_STORE_BYTES}
 }}
 {_tls_text(access)}system_account: SYS
 accounts {{
@@ -96,7 +99,7 @@ accounts {{
       {{ stream: {{ account: SYS, subject: "{_ADVISORIES}.CONNECT" }}, to: "{subjects.BUS_CONNECTED}" }}
       {{ stream: {{ account: SYS, subject: "{_ADVISORIES}.DISCONNECT" }}, to: "{subjects.BUS_DISCONNECTED}" }}
     ]
-    jetstream {{ max_file: {config.nats_max_file_store_bytes}, max_streams: 1 }}
+    jetstream {{ max_file: {_FILE_STORE_BYTES}, max_streams: 1 }}
 {_USERS_BEGIN}{users_text(access.credentials.nats_passwords)}{_USERS_END}  }}
 }}
 """
@@ -155,9 +158,7 @@ def credentials(run: RunDirectory, name: str, console: Console) -> int:
         subjects.permissions_of(name)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    state = run.read_state()
-    if run.holder() is None or "nats_url" not in state:
-        raise ConfigError(f"nothing runs from {run.path}; `{command_line('up', run)}` starts it")
+    state = running_state(run)
     is_known = name in run.credentials().nats_passwords
     access = BusAccess.from_state(state, run.credentials(name))
     if not is_known:

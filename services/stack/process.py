@@ -12,10 +12,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -167,24 +166,15 @@ _MAX_SOCKET_PATH_BYTES = 100
 """Below the kernel's limit of 108."""
 
 
-class Launcher(Protocol):
-    """A way to start a child."""
-
-    async def launch(
-        self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, log_path: Path
-    ) -> ChildProcess:
-        """Start the child. Raise OSError."""
-        ...
+Launch = Callable[[Sequence[str], Mapping[str, str], Path, Path], Awaitable["ChildProcess"]]
+"""Starts a child of these words, variables, folder and log. Raises OSError."""
 
 
-@dataclass(frozen=True)
-class ProgramLauncher:
-    """Executes `argv` as a program."""
-
-    async def launch(
-        self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, log_path: Path
-    ) -> ChildProcess:
-        return ChildProcess.start(argv, env, cwd, log_path)
+async def start_program(
+    argv: Sequence[str], env: Mapping[str, str], cwd: Path, log_path: Path
+) -> ChildProcess:
+    """Execute `argv` as a program."""
+    return ChildProcess.start(argv, env, cwd, log_path)
 
 
 @dataclass(frozen=True)
@@ -199,7 +189,7 @@ class SeedLauncher:
     module: str
     arguments: tuple[str, ...]
 
-    async def launch(
+    async def __call__(
         self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, log_path: Path
     ) -> ChildProcess:
         try:

@@ -10,11 +10,10 @@ from rich.console import Console
 
 from services.stack.access import BusAccess
 from services.stack.chrome_trace import chrome_trace
-from services.stack.display import command_line, say
+from services.stack.display import running_state, say
 from services.stack.roll_call import RollCall
 from services.stack.rundir import RunDirectory
 from shared import subjects
-from shared.errors import ConfigError
 from shared.messages.recordings import RecordedEvent
 from shared.messages.reports import ServiceStatus
 
@@ -43,9 +42,7 @@ def record(run: RunDirectory, console: Console, out: Path, *, as_trace: bool = F
 
 def recording(run: RunDirectory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the head and all events by wall clock. Raise the errors of `record`."""
-    pid, state = run.holder(), run.read_state()
-    if pid is None or state.get("pid") != pid:
-        raise ConfigError(f"nothing runs from {run.path}; `{command_line('up', run)}` starts it")
+    state = running_state(run)
     found, events = asyncio.run(_everybodys(BusAccess.from_state(state, run.credentials())))
     head = {
         "format": FORMAT,

@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from services.stack.display import command_line, say
+from services.stack.display import command_line, nothing_runs, say
 from services.stack.rundir import RunDirectory
 from services.stack.supervisor import StartFailed, Supervisor
 from services.stack.table import ROOT
@@ -99,7 +99,7 @@ def roll(run: RunDirectory, console: Console, names: Sequence[str], code: Path |
         raise ConfigError(f"{folder} has no code of Kvasir: name the folder of a checkout with --code")
     pid, state = run.holder(), run.read_state()
     if pid is None or state.get("pid") != pid:
-        say(console, f"nothing runs from {run.path}; `{command_line('up', run)}` starts it")
+        say(console, nothing_runs(run))
         return 1
     if "roll" not in state:
         raise ConfigError(

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from services.stack.access import BusAccess
-from services.stack.display import command_line, say
+from services.stack.display import command_line, nothing_runs, say
 from services.stack.roll_call import RollCall
 from services.stack.rundir import RunDirectory
 from services.stack.supervisor import ChildState
@@ -45,8 +45,7 @@ async def status(run: RunDirectory, console: Console, *, as_json: bool, names: S
     """
     pid, state = run.holder(), run.read_state()
     if pid is None or state.get("pid") != pid:
-        message = f"nothing runs from {run.path}; `{command_line('up', run)}` starts it"
-        console.print(json.dumps({"running": False}) if as_json else message, highlight=False, markup=False)
+        say(console, json.dumps({"running": False}) if as_json else nothing_runs(run))
         return 1
     problem, answers = None, []
     there = [name for child in state["children"] for name in instances_of(child)]

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from services.stack.probes import AliveProbe, Probe
-from services.stack.process import ChildProcess, Launcher, ProgramLauncher, describe_exit
+from services.stack.process import ChildProcess, Launch, describe_exit, start_program
 from shared.errors import InternalError, KvasirError
 
 _ALIVE = AliveProbe()
-_PROGRAM = ProgramLauncher()
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class ChildSpec:
     env: Mapping[str, str]
     """Complete environment."""
     ready: Probe = _ALIVE
-    launcher: Launcher = _PROGRAM
+    launch: Launch = start_program
     stage: int = 0
     """Higher stages are stopped first; all are started together."""
     instances: tuple[str, ...] = ()
@@ -356,9 +355,7 @@ class Supervisor:
 
     async def _launched(self, spec: ChildSpec, code: Path) -> ChildProcess | None:
         """Launch the process; return None if the supervisor stops first. Raise OSError."""
-        launching = asyncio.ensure_future(
-            spec.launcher.launch(spec.argv, spec.env, code, self.log_path(spec.name))
-        )
+        launching = asyncio.ensure_future(spec.launch(spec.argv, spec.env, code, self.log_path(spec.name)))
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:
             await asyncio.wait({launching, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -3,9 +3,10 @@
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -16,7 +17,7 @@ from services.stack.config import StackConfig
 from services.stack.models import named
 from services.stack.obstructions import check_override, free_port, gateway_hosts
 from services.stack.probes import HttpProbe, TcpProbe, UnixProbe
-from services.stack.process import ProgramLauncher, SeedLauncher, socket_fits
+from services.stack.process import SeedLauncher, socket_fits, start_program
 from services.stack.roll_call import RollCall, StatusProbe
 from services.stack.rundir import RunDirectory
 from services.stack.supervisor import ChildSpec
@@ -38,21 +39,66 @@ _BUS, _BACKEND, _FRONT = 0, 1, 2
 """Stages: the gateway stops first, so that answers can finish; the bus stops last."""
 
 
-class TableMaker(Protocol):
-    """Builds the child table of a stack; tests use small programs instead."""
+TableMaker = Callable[..., list[ChildSpec]]
+"""`kvasir_table`, or what tests build instead."""
 
-    def __call__(
-        self,
-        config: StackConfig,
-        run: RunDirectory,
-        *,
-        port: int,
-        access: BusAccess,
-        config_file: Path | None,
-        overrides: Sequence[tuple[str, str, str]],
-        environ: Mapping[str, str],
-        roll: RollCall,
-    ) -> list[ChildSpec]: ...
+
+@dataclass(frozen=True)
+class Sources:
+    """Where settings come from, the last one first: file, environment, command line."""
+
+    config_file: Path | None
+    overrides: Sequence[tuple[str, str, str]]
+    """Section or instance, setting, value."""
+    environ: Mapping[str, str]
+
+    def value(self, instance: str, setting: str, **more: str) -> Any:
+        """Return what the instance will be told, or None; `more` are variables that are set for it."""
+        service = subjects.service_of(instance)
+        variables = {**self.environ, **more, **self.environment(service, instance)}
+        name = _variable(service, setting)
+        said = [value for variable, value in variables.items() if variable.upper() == name and value]
+        return said[-1] if said else self.in_file(service, setting)
+
+    def in_file(self, section: str, setting: str) -> Any:
+        """Return a setting of the file, or None. Services report unreadable files."""
+        file = self.config_file or Path(self.environ.get(ENV_CONFIG_FILE) or os.devnull)
+        try:
+            content: Any = yaml.safe_load(file.read_bytes())
+            for key in (section, *setting.split(".")):
+                content = content.get(key)
+            return content
+        except (OSError, yaml.YAMLError, AttributeError):
+            return None
+
+    def environment(self, service: str, instance: str) -> dict[str, str]:
+        """Return the variables of the command line's settings."""
+        return {
+            _variable(service if section == instance else section, setting): value
+            for section, setting, value in self.overrides
+            if section in (service, instance) or section in SHARED_SETTINGS
+        }
+
+    def policy_file(self, instance: str) -> dict[str, str]:
+        """Return the absolute path of this service's policy file, because services run in another folder.
+        Relative paths start at the current directory."""
+        service = subjects.service_of(instance)
+        found = self.value(instance, PLUGIN_SETTINGS[service]) if service in PLUGIN_SETTINGS else None
+        if not isinstance(found, str) or not is_file(found):
+            return {}
+        return {_variable(service, PLUGIN_SETTINGS[service]): absolute(found)}
+
+    @property
+    def is_scaled(self) -> bool:
+        """True if placement is configured to control the number of workers."""
+        try:
+            return TypeAdapter(bool).validate_python(self.value("placement-0", "scale"))
+        except ValidationError:
+            return False  # unset or invalid; placement reports the latter
+
+
+def _variable(section: str, setting: str) -> str:
+    return ENV_PREFIX + "__".join([section, *filter(None, setting.split("."))]).upper()
 
 
 def kvasir_table(
@@ -61,33 +107,31 @@ def kvasir_table(
     *,
     port: int,
     access: BusAccess,
-    config_file: Path | None,
-    overrides: Sequence[tuple[str, str, str]],
-    environ: Mapping[str, str],
+    sources: Sources,
     roll: RollCall,
 ) -> list[ChildSpec]:
-    """Return all children. `overrides` are (section or instance, setting, value). Raise ConfigError."""
+    """Return all children. Raise ConfigError."""
     _check_models(config)
     nats_server.write_config(run.nats_config, config, access, run.path / "nats")
     shared_env = {
-        **environ,
+        **sources.environ,
         f"{ENV_PREFIX}GATEWAY__PORT": str(port),
         f"{ENV_PREFIX}GATEWAY__OPERATOR_PORT": str(config.operator_port),
         f"{ENV_PREFIX}GATEWAY__API_KEY_SHA256": json.dumps([access.credentials.api_key_sha256]),
         f"{ENV_PREFIX}GATEWAY__ADMIN_KEY_SHA256": json.dumps([access.credentials.api_key_sha256]),
         **_model_env(config),
     }
-    if _in_file(config_file, "gateway", "keys_file") is None:
+    if sources.in_file("gateway", "keys_file") is None:
         shared_env.setdefault(f"{ENV_PREFIX}GATEWAY__KEYS_FILE", str(run.keys_file))
-    if config_file is not None:
-        shared_env[ENV_CONFIG_FILE] = str(config_file.resolve())
+    if sources.config_file is not None:
+        shared_env[ENV_CONFIG_FILE] = str(sources.config_file.resolve())
     shared_env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // config.workers)))
     shared_env.setdefault("MALLOC_ARENA_MAX", str(_ARENAS))
-    if _in_file(config_file, "predictor", "state_dir") is None:
+    if sources.in_file("predictor", "state_dir") is None:
         shared_env.setdefault(f"{ENV_PREFIX}PREDICTOR__STATE_DIR", str(run.path / "predictor"))
     instances = {name: subjects.service_of(name) for name in config.instances}
     instances = {name: service for name, service in instances.items() if service not in config.without}
-    for section, setting, _ in overrides:
+    for section, setting, _ in sources.overrides:
         known = {*subjects.SERVICES, *instances, *SHARED_SETTINGS}
         if section not in known:
             raise ConfigError(f"--set {section}.{setting}: no section {section!r}{hint(section, [*known])}")
@@ -98,12 +142,12 @@ def kvasir_table(
             raise ConfigError(f"the stack looks for the gateway where it starts it: write {flag} PORT")
         check_override(section, setting)
     engines = {
-        name: _engine_of(name, config, config_file, overrides, environ)
+        name: str(sources.value(name, "engine", **_model_env(config)) or "native")
         for name, service in instances.items()
         if service == "worker"
     }
     nats_argv = (nats_server.binary(), "-c", str(run.nats_config))
-    table = [ChildSpec("nats", nats_argv, dict(environ), TcpProbe(access.port), stage=_BUS)]
+    table = [ChildSpec("nats", nats_argv, dict(sources.environ), TcpProbe(access.port), stage=_BUS)]
     seed = run.path / "seed.sock"
     seed.unlink(missing_ok=True)
     preload = config.preload and socket_fits(seed)
@@ -113,9 +157,7 @@ def kvasir_table(
         modules += [_ENGINE_MODULE] if "native" in engines.values() else []
         seed_argv = (sys.executable, "-m", "services.stack.seed", str(seed), *modules)
         table.append(ChildSpec("seed", seed_argv, shared_env, UnixProbe(seed), stage=_BUS))
-    together = 1
-    if not is_scaled(config_file, overrides, environ):
-        together = _workers_together(config, overrides)
+    together = 1 if sources.is_scaled else _workers_together(config, sources.overrides)
     for crew in _processes(instances, together):
         instance, service = crew[0], instances[crew[0]]
         front = service == "gateway"
@@ -130,8 +172,8 @@ def kvasir_table(
             | (_own_port(config, operator_ports[instance]) if front else {})
             | access.environment(instance)
             | _crew_env(crew, access)
-            | _override_env(overrides, service, instance)
-            | _file_env(config_file, overrides, environ, service, instance)
+            | sources.environment(service, instance)
+            | sources.policy_file(instance)
         )
         table.append(
             ChildSpec(
@@ -141,7 +183,7 @@ def kvasir_table(
                 ready=HttpProbe(operator_ports[instance], page, gateway_hosts(env)[1])
                 if front
                 else StatusProbe(roll, service, crew),
-                launcher=SeedLauncher(seed, instance, module, arguments) if is_forked else ProgramLauncher(),
+                launch=SeedLauncher(seed, instance, module, arguments) if is_forked else start_program,
                 stage=_FRONT if front else _BACKEND,
                 instances=crew,
             )
@@ -164,22 +206,6 @@ def _own_port(config: StackConfig, operator_port: int) -> dict[str, str]:
         f"{ENV_PREFIX}GATEWAY__OPERATOR_PORT": str(operator_port),
         f"{ENV_PREFIX}GATEWAY__SHARES_PORT": json.dumps(config.gateways > 1),
     }
-
-
-def _engine_of(
-    instance: str,
-    config: StackConfig,
-    config_file: Path | None,
-    overrides: Sequence[tuple[str, str, str]],
-    environ: Mapping[str, str],
-) -> str:
-    """Return the engine that this worker will use."""
-    if config_file is None and environ.get(ENV_CONFIG_FILE):
-        config_file = Path(environ[ENV_CONFIG_FILE])
-    name = f"{ENV_PREFIX}WORKER__ENGINE"
-    variables = {**environ, **_model_env(config), **_override_env(overrides, "worker", instance)}
-    said = [value for variable, value in variables.items() if variable.upper() == name and value]
-    return str((said or [_in_file(config_file, "worker", "engine")])[-1] or "native")
 
 
 def _vllm_python(config: StackConfig) -> str:
@@ -289,57 +315,3 @@ def workers_by_model(config: StackConfig) -> dict[str, list[str]]:
         model: [worker for worker in workers if _turn(config, worker) == turn]
         for turn, model in enumerate(names)
     }
-
-
-def is_scaled(
-    config_file: Path | None, overrides: Sequence[tuple[str, str, str]], environ: Mapping[str, str]
-) -> bool:
-    """Return True if placement is configured to control the number of workers."""
-    variables = {**environ, **_override_env(overrides, "placement", "placement-0")}
-    name = f"{ENV_PREFIX}PLACEMENT__SCALE"
-    said = [value for variable, value in variables.items() if variable.upper() == name and value]
-    if config_file is None and environ.get(ENV_CONFIG_FILE):
-        config_file = Path(environ[ENV_CONFIG_FILE])
-    try:
-        return TypeAdapter(bool).validate_python((said or [_in_file(config_file, "placement", "scale")])[-1])
-    except ValidationError:
-        return False  # unset or invalid; placement reports the latter
-
-
-def _in_file(config_file: Path | None, section: str, setting: str) -> Any:
-    """Return a setting of the file, or None. Services report unreadable files."""
-    try:
-        content: Any = yaml.safe_load(config_file.read_bytes()) if config_file is not None else None
-        for key in (section, *setting.split(".")):
-            content = content.get(key)
-        return content
-    except (OSError, yaml.YAMLError, AttributeError):
-        return None
-
-
-def _file_env(
-    config_file: Path | None,
-    overrides: Sequence[tuple[str, str, str]],
-    environ: Mapping[str, str],
-    service: str,
-    instance: str,
-) -> dict[str, str]:
-    """Return the absolute path of this service's policy file, because services run in another folder.
-    Relative paths start at the current directory."""
-    setting = PLUGIN_SETTINGS.get(service)
-    if setting is None:
-        return {}
-    name = f"{ENV_PREFIX}{service}__{setting.replace('.', '__')}".upper()
-    variables = {**environ, **_override_env(overrides, service, instance)}
-    said = [value for variable, value in variables.items() if variable.upper() == name and value]
-    found = (said or [_in_file(config_file, service, setting)])[-1]
-    return {name: absolute(found)} if isinstance(found, str) and is_file(found) else {}
-
-
-def _override_env(overrides: Sequence[tuple[str, str, str]], service: str, instance: str) -> dict[str, str]:
-    env: dict[str, str] = {}
-    for section, setting, value in overrides:
-        own = service if section == instance else section
-        if section in (service, instance) or section in SHARED_SETTINGS:
-            env[ENV_PREFIX + "__".join([own, *filter(None, setting.split("."))]).upper()] = value
-    return env

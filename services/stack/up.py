@@ -1,4 +1,4 @@
-"""`up`: start a stack, supervise it until a signal, and stop it."""
+"""`up`: start a stack, supervise it until a signal, and stop it; with `--detach`, in a session of its own."""
 
 import asyncio
 import contextlib
@@ -6,6 +6,8 @@ import json
 import os
 import resource
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +19,7 @@ from rich.console import Console
 
 from services.stack.access import BusAccess, certificate_for
 from services.stack.config import StackConfig
-from services.stack.display import StartDisplay, ready_text, say
+from services.stack.display import StartDisplay, access_text, ready_text, say
 from services.stack.down import end_leftovers
 from services.stack.logs import reason
 from services.stack.obstructions import (
@@ -33,7 +35,7 @@ from services.stack.rolling import SIGNAL as ROLL_SIGNAL
 from services.stack.rolling import Roller
 from services.stack.rundir import RunDirectory
 from services.stack.supervisor import ChildState, StartFailed, Supervisor, tail
-from services.stack.table import ROOT, TableMaker, is_scaled, kvasir_table, workers_by_model
+from services.stack.table import ROOT, Sources, TableMaker, kvasir_table, workers_by_model
 from services.stack.verdict import troubles
 from shared.errors import KvasirError
 from shared.messages.moves import WorkersWanted
@@ -53,8 +55,7 @@ class UpOptions:
 
     config: StackConfig
     run: RunDirectory
-    config_file: Path | None
-    overrides: tuple[tuple[str, str, str], ...]
+    sources: Sources
     make_table: TableMaker = kvasir_table
 
 
@@ -93,9 +94,7 @@ class _Stack:
             self._run,
             port=self._port,
             access=self._access,
-            config_file=options.config_file,
-            overrides=options.overrides,
-            environ=os.environ,
+            sources=options.sources,
             roll=self._roll,
         )
         check_settings(specs, ROOT)
@@ -139,8 +138,7 @@ class _Stack:
         beside = [asyncio.create_task(self._trim_logs())]
         beside.append(asyncio.create_task(self._roller.run(self._write_state)))
         beside.append(asyncio.create_task(self._judge()))
-        options = self._options
-        if is_scaled(options.config_file, options.overrides, os.environ):
+        if self._options.sources.is_scaled:
             beside.append(asyncio.create_task(self._follow_placement()))
         try:
             await self._supervisor.until_broken()
@@ -316,3 +314,73 @@ async def _first(stop: asyncio.Event, work: Any) -> int:
         for task in (working, stopping):
             task.cancel()
         await asyncio.wait({working, stopping})
+
+
+_POLL_S = 0.05
+_STOP_WAIT_S = 60.0
+
+
+def up_detached(
+    run: RunDirectory, module: str, argv: Sequence[str], console: Console, *, if_needed: bool = False
+) -> int:
+    """Run `python -m <module> <argv>` in the background. Return 0 once it is ready, else its exit code.
+
+    With `if_needed`, accept a ready stack in this run directory. Raise Obstructed.
+    """
+    run.create()
+    if run.holder() is not None:
+        if if_needed and _show_running(run, console):
+            return 0
+        raise running_already(run)
+    log_path = run.path / "supervisor.log"
+    search = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # keep relative paths valid
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *argv],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(search)},
+        )
+    try:
+        ready = _await_ready(run, process, log_path, console)
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=_STOP_WAIT_S)
+        raise
+    if not ready:
+        return process.returncode or 1
+    state = run.read_state()
+    say(console, access_text(state["url"], run.credentials().api_key, state["model"], run))
+    say(console, f"running in the background (pid {process.pid})")
+    return 0
+
+
+def _show_running(run: RunDirectory, console: Console) -> bool:
+    """Show the running stack; return False if it is not ready."""
+    state = run.read_state()
+    if state.get("pid") != run.holder() or state.get("phase") != "ready":
+        return False
+    text = ready_text(state["url"], run.credentials().api_key, state["model"], state["ready_s"], run)
+    age_s = time.time() - state["started_unix_s"]
+    say(console, f"runs already, since {age_s:.0f} s, with the code and settings of then; was {text}")
+    return True
+
+
+def _await_ready(
+    run: RunDirectory, process: subprocess.Popen[bytes], log_path: Path, console: Console
+) -> bool:
+    """Relay the supervisor's output until ready or ended. The supervisor has its own start timeout."""
+    with log_path.open() as log:
+        while True:
+            ended, state = process.poll() is not None, run.read_state()
+            ready = state.get("pid") == process.pid and state.get("phase") == "ready"
+            for line in log.read().splitlines():
+                if line.startswith("error: "):
+                    print(line, file=sys.stderr)
+                else:
+                    say(console, line)
+            if ended or ready:
+                return ready and not ended
+            time.sleep(_POLL_S)

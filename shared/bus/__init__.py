@@ -10,7 +10,6 @@ from shared.bus.lease import Lease
 from shared.bus.runtime import fenced, run_main, run_service
 from shared.bus.serving import (
     Endpoint,
-    Gatherable,
     Handler,
     Listener,
     recorder_handlers,
@@ -22,7 +21,6 @@ __all__ = [
     "Bus",
     "Endpoint",
     "Express",
-    "Gatherable",
     "Handler",
     "Lease",
     "Listener",

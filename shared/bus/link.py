@@ -12,6 +12,7 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,9 +20,8 @@ import nats.errors
 from nats.aio.client import Client
 
 from shared.bus.counters import BusCounters
-from shared.bus.waits import Waits
 from shared.config import BusConfig
-from shared.errors import BusUnavailable, ConfigError, PermissionRefused
+from shared.errors import BusUnavailable, ConfigError, KvasirError, PermissionRefused
 from shared.subjects import is_inbox
 
 TURN_S = 0.004
@@ -98,6 +98,7 @@ def next_attempt(client: Client, servers: list[Any], _info: dict[str, Any]) -> t
 
 
 _log = logging.getLogger("kvasir.bus")
+T = TypeVar("T")
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
 _LOG_EVERY_S = 5.0
 _ANSWERS_S = 120.0
@@ -115,7 +116,67 @@ def heeded_cancellation() -> Iterator[None]:
         raise asyncio.CancelledError
 
 
-T = TypeVar("T")
+@dataclass(eq=False)
+class _Wait:
+    task: asyncio.Task[Any]
+    publishes: tuple[str, ...]
+    error: KvasirError | None = None
+
+    def fail(self, error: KvasirError) -> None:
+        if not self.task.done():
+            self.error = error
+            self.task.cancel()
+
+
+class Waits:
+    """Pending calls to the server, which fail at once when the connection is lost or the server refuses."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[_Wait, None] = {}  # ordered: the oldest wait fails first
+
+    async def result(self, work: Coroutine[Any, Any, T], publishes: tuple[str, ...] = ()) -> T:
+        """Return or raise the outcome of `work`, or raise the error that it was failed with. `publishes`
+        lists prefixes of the subjects that it publishes to."""
+        wait = self._start(work, publishes)
+        try:
+            await asyncio.wait({wait.task})
+            if wait.error is not None:
+                raise wait.error
+            result: T = wait.task.result()
+            return result
+        finally:
+            wait.task.cancel()
+
+    async def is_done_within(self, work: Coroutine[Any, Any, Any], limit_s: float) -> bool:
+        """Return True if `work` succeeds in time. Late work is not cancelled."""
+        task = self._start(work, ()).task
+        await asyncio.wait({task}, timeout=limit_s)
+        return task.done() and not task.cancelled() and task.exception() is None
+
+    def fail_all(self, error: KvasirError) -> None:
+        """Fail all waits, because the connection is lost."""
+        for wait in self._waiting:
+            wait.fail(error)
+
+    def fail_publishers(self, subject: str, error: KvasirError) -> None:
+        """Fail the waits that publish to `subject`, which is in lower case."""
+        for wait in self._waiting:
+            if any(subject.startswith(beginning.lower()) for beginning in wait.publishes):
+                wait.fail(error)
+
+    def _start(self, work: Coroutine[Any, Any, Any], publishes: tuple[str, ...]) -> _Wait:
+        wait = _Wait(asyncio.get_running_loop().create_task(work), publishes)
+        self._waiting[wait] = None
+
+        def forget(task: asyncio.Task[Any]) -> None:
+            self._waiting.pop(wait, None)
+            if not task.cancelled():
+                task.exception()  # avoid asyncio's warning if nobody awaits the task
+
+        wait.task.add_done_callback(forget)
+        return wait
+
+
 Hook = Callable[[], Awaitable[None]]
 
 

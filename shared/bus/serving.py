@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 import nats.errors
@@ -41,6 +41,9 @@ from shared.messages.recordings import TellRecorded
 from shared.messages.reports import ServiceStatus
 from shared.release import PROTOCOL, VERSION
 from shared.subjects import checked_id, instance_status, recorded, status
+
+if TYPE_CHECKING:
+    from shared.bus.connection import Bus
 
 
 def handle_inline(subscription: Subscription, handle: Callable[[Msg], None]) -> None:
@@ -74,17 +77,8 @@ class Endpoint:
     sender: str | None = None
     """Request field that names the sender (`spec.gateway_id`). It must equal the end of the subject, which
     NATS has checked."""
-
-
-@dataclass(frozen=True)
-class Gatherable:
-    """Like `Endpoint`, but every instance replies."""
-
-    subject: Subject
-    request: type[Message]
-    method: str
-    concurrency: int = 4
-    pending_limit: int = 64
+    is_gathered: bool = False
+    """True if every instance replies, instead of one of the service."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +103,7 @@ class Listener:
     """For messages of nats-server itself."""
 
 
-Handler = Endpoint | Gatherable | Listener
+Handler = Endpoint | Listener
 
 
 def subject_for(subject: Subject, instance: str) -> str:
@@ -120,11 +114,11 @@ def subject_for(subject: Subject, instance: str) -> str:
 def status_handlers(service: str) -> tuple[Handler, ...]:
     """Handlers for `async def status(self, _: Empty)`: queried by the operator and by the own health
     check."""
-    own = Endpoint(partial(instance_status, service), Empty, "status")
-    return (Gatherable(status(service), Empty, "status"), own)
+    every = Endpoint(status(service), Empty, "status", concurrency=4, pending_limit=64, is_gathered=True)
+    return (every, Endpoint(partial(instance_status, service), Empty, "status"))
 
 
-def status_of(bus: "Speaker", service: str, uptime_s: float, details: dict[str, Any]) -> ServiceStatus:
+def status_of(bus: "Bus", service: str, uptime_s: float, details: dict[str, Any]) -> ServiceStatus:
     """Build an instance's status reply. Call it in the event loop."""
     return ServiceStatus(
         service=service,
@@ -136,16 +130,6 @@ def status_of(bus: "Speaker", service: str, uptime_s: float, details: dict[str, 
         tasks=len(asyncio.all_tasks()),
         details=details,
     )
-
-
-class Speaker(Protocol):
-    """Identity of an instance on the bus."""
-
-    @property
-    def instance(self) -> str: ...
-
-    @property
-    def incarnation(self) -> int: ...
 
 
 def recorder_handlers(service: str) -> tuple[Handler, ...]:
@@ -292,11 +276,11 @@ class ServedListener:
 
 
 class ServedEndpoint:
-    """An `Endpoint` or `Gatherable` on one connection, as a NATS micro endpoint."""
+    """An `Endpoint` on one connection, as a NATS micro endpoint."""
 
     def __init__(
         self,
-        spec: Endpoint | Gatherable,
+        spec: Endpoint,
         target: object,
         instance: str,
         incarnation: int,
@@ -309,8 +293,8 @@ class ServedEndpoint:
         self._handle: Callable[[Any], Awaitable[msgspec.Struct]] = getattr(target, spec.method)
         if not inspect.iscoroutinefunction(self._handle):
             raise TypeError(f"{spec.method} serves {self.subject}, so it must be an async def")
-        self._check_sender = sender_check(spec.sender if isinstance(spec, Endpoint) else None)
-        self._group = f"{instance}-{incarnation}" if isinstance(spec, Gatherable) else None
+        self._check_sender = sender_check(spec.sender)
+        self._group = f"{instance}-{incarnation}" if spec.is_gathered else None
         self._counters = counters
         self._link = link
         self._received = counters.received(spec.request)

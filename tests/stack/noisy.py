@@ -32,7 +32,7 @@ from services.stack.obstructions import free_port
 from services.worker.config import WorkerConfig
 from services.worker.service import run as run_worker
 from shared import subjects
-from shared.bus import Endpoint, Gatherable, Listener
+from shared.bus import Endpoint, Listener
 from shared.config import BusConfig
 from shared.errors import InvalidMessage
 from shared.messages.base import decode
@@ -181,7 +181,7 @@ def targets() -> list[Target]:
         if not name.startswith("services."):
             continue
         for handler in table:
-            if not isinstance(handler, Endpoint | Gatherable | Listener):
+            if not isinstance(handler, Endpoint | Listener):
                 continue
             message = handler.message if isinstance(handler, Listener) else handler.request
             service = name.split(".")[1]

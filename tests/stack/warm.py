@@ -108,7 +108,7 @@ class ForkedSeed:
 
     socket: Path
 
-    async def launch(
+    async def __call__(
         self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, log_path: Path
     ) -> ChildProcess:
         if cwd != ROOT:
@@ -126,7 +126,7 @@ class ForkedSeed:
 def _table(*arguments: Any, **named: Any) -> list[ChildSpec]:
     specs = kvasir_table(*arguments, **named)
     return [
-        replace(spec, launcher=ForkedSeed(Path(spec.argv[3]))) if spec.name == "seed" else spec
+        replace(spec, launch=ForkedSeed(Path(spec.argv[3]))) if spec.name == "seed" else spec
         for spec in specs
     ]
 

@@ -6,8 +6,6 @@ The environment adds one more: STANDIN_EXTRA is the code of a child called `extr
 """
 
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from services.stack.access import BusAccess
 from services.stack.cli import Program, main
@@ -17,6 +15,7 @@ from services.stack.process import SeedLauncher
 from services.stack.roll_call import RollCall
 from services.stack.rundir import RunDirectory
 from services.stack.supervisor import ChildSpec
+from services.stack.table import Sources
 
 FRONT = """
 import http.server, sys
@@ -40,13 +39,11 @@ def standin_table(
     *,
     port: int,
     access: BusAccess,
-    config_file: Path | None,
-    overrides: Sequence[tuple[str, str, str]],
-    environ: Mapping[str, str],
+    sources: Sources,
     roll: RollCall,
 ) -> list[ChildSpec]:
     """Six children, and `extra`."""
-    env = dict(environ) | {"SPROUT": "green"}
+    env = dict(sources.environ) | {"SPROUT": "green"}
     seed = run.path / "seed.sock"
     seed.unlink(missing_ok=True)
     table = [
@@ -56,7 +53,7 @@ def standin_table(
         ChildSpec(
             "seed", (sys.executable, "-m", "services.stack.seed", str(seed), "json"), env, UnixProbe(seed)
         ),
-        ChildSpec("sprout", ("false",), env, launcher=SeedLauncher(seed, "sprout", SPROUT, ("--leaf", "1"))),
+        ChildSpec("sprout", ("false",), env, launch=SeedLauncher(seed, "sprout", SPROUT, ("--leaf", "1"))),
         ChildSpec("front", (*PYTHON, FRONT, str(port)), env, HttpProbe(port, "/ready"), stage=2),
     ]
     if "STANDIN_EXTRA" in env:

@@ -13,7 +13,7 @@ import pytest
 
 from services.stack import process
 from services.stack.down import is_alive as alive
-from services.stack.process import ProgramLauncher, SeedLauncher, socket_fits
+from services.stack.process import SeedLauncher, socket_fits, start_program
 from services.stack.rundir import RunDirectory
 from tests.patience import PATIENCE_S
 from tests.services.stack.commands import command, pids_of, state_of, until
@@ -23,7 +23,7 @@ HELLO = (*PYTHON, "print('hello')")
 
 
 async def test_a_program_runs_its_argv(tmp_path: Path) -> None:
-    child = await ProgramLauncher().launch(HELLO, os.environ, tmp_path, tmp_path / "log")
+    child = await start_program(HELLO, os.environ, tmp_path, tmp_path / "log")
     assert await child.wait() == 0
     assert (tmp_path / "log").read_text() == "hello\n"
 
@@ -41,7 +41,7 @@ async def test_a_seed_that_does_not_help_is_done_without(
 
     async with await asyncio.start_unix_server(serve, tmp_path / "seed.sock"):
         seedling = SeedLauncher(tmp_path / "seed.sock", "x", "json", ())
-        child = await seedling.launch(HELLO, os.environ, tmp_path, tmp_path / "log")
+        child = await seedling(HELLO, os.environ, tmp_path, tmp_path / "log")
         assert await child.wait() == 0
     assert (tmp_path / "log").read_text() == "hello\n"
 
@@ -52,7 +52,7 @@ async def test_no_seed_at_all_is_waited_for_and_then_done_without(
     monkeypatch.setattr(process, "become_subreaper", lambda: True)
     monkeypatch.setattr(process, "_SEED_DEADLINE_S", 0.1)
     seedling = SeedLauncher(tmp_path / "none.sock", "x", "json", ())
-    child = await seedling.launch(HELLO, os.environ, tmp_path, tmp_path / "log")
+    child = await seedling(HELLO, os.environ, tmp_path, tmp_path / "log")
     assert await child.wait() == 0
 
 
@@ -64,7 +64,7 @@ async def test_a_seed_that_has_died_is_not_waited_for(
         dead.bind(str(tmp_path / "dead.sock"))
     seedling = SeedLauncher(tmp_path / "dead.sock", "x", "json", ())
     async with asyncio.timeout(PATIENCE_S):
-        child = await seedling.launch(HELLO, os.environ, tmp_path, tmp_path / "log")
+        child = await seedling(HELLO, os.environ, tmp_path, tmp_path / "log")
         assert await child.wait() == 0
     assert PATIENCE_S < process._SEED_DEADLINE_S
 

@@ -17,11 +17,11 @@ from services.stack.access import BusAccess
 from services.stack.config import StackConfig
 from services.stack.display import StartDisplay, curl_line
 from services.stack.probes import HttpProbe, TcpProbe
-from services.stack.process import ProgramLauncher, SeedLauncher
+from services.stack.process import SeedLauncher, start_program
 from services.stack.roll_call import RollCall, StatusProbe
 from services.stack.rundir import RunDirectory
 from services.stack.supervisor import Backoff, Child, ChildSpec, ChildState
-from services.stack.table import is_scaled, kvasir_table, parse_override, workers_by_model
+from services.stack.table import Sources, kvasir_table, parse_override, workers_by_model
 from shared.config import BusConfig
 from shared.errors import ConfigError
 
@@ -36,9 +36,11 @@ async def table(
         run,
         port=8080,
         access=BusAccess.to_local(4222, run.credentials(*(config or StackConfig()).instances), None),
-        config_file=path / "local.yaml",
-        overrides=[parse_override(text) for text in overrides],
-        environ={"PATH": "/bin", **(environ or {})},
+        sources=Sources(
+            path / "local.yaml",
+            [parse_override(text) for text in overrides],
+            {"PATH": "/bin", **(environ or {})},
+        ),
         roll=RollCall(BusConfig()),
     )
     return {spec.name: spec for spec in specs}
@@ -49,13 +51,13 @@ async def test_six_services_and_the_bus_with_the_gateway_ending_first(tmp_path: 
     services = ["gateway-0", "scheduler-0", "predictor-0", "placement-0", "ledger-0", "worker-0", "worker-1"]
     assert list(specs) == ["nats", "seed", *services]
     assert specs["worker-1"].argv[1:] == ("-m", "services.worker", "--instance", "worker-1")
-    assert isinstance(specs["nats"].launcher, ProgramLauncher)
-    assert all(isinstance(specs[service].launcher, SeedLauncher) for service in services)
+    assert specs["nats"].launch is start_program
+    assert all(isinstance(specs[service].launch, SeedLauncher) for service in services)
     imported = {argument for argument in specs["seed"].argv if argument.endswith(".service")}
     assert imported == {f"services.{name.rpartition('-')[0]}.service" for name in services}
     plain = await table(tmp_path, config=StackConfig(workers=1, preload=False))
     assert list(plain) == ["nats", *services[:-1]]
-    assert isinstance(plain["worker-0"].launcher, ProgramLauncher)
+    assert plain["worker-0"].launch is start_program
     assert specs["gateway-0"].stage > specs["worker-0"].stage > specs["nats"].stage
     assert isinstance(specs["nats"].ready, TcpProbe)
     assert isinstance(specs["gateway-0"].ready, HttpProbe)
@@ -187,8 +189,8 @@ def test_a_stack_is_scaled_only_where_its_configuration_says_so(
     path.write_text(file or "")
     environ = {} if variable is None else {"KVASIR_PLACEMENT__SCALE": variable}
     overrides = [] if override is None else [parse_override(override)]
-    assert is_scaled(path, overrides, environ) is expected
-    assert is_scaled(None, overrides, {**environ, "KVASIR_CONFIG": str(path)}) is expected
+    assert Sources(path, overrides, environ).is_scaled is expected
+    assert Sources(None, overrides, {**environ, "KVASIR_CONFIG": str(path)}).is_scaled is expected
 
 
 def children() -> list[Child]:
@@ -233,8 +235,8 @@ async def test_a_worker_of_vllms_is_a_program_of_its_own_python(tmp_path: Path) 
     config = StackConfig(workers=2, vllm_python=python)
     specs = await table(tmp_path, "worker-1.engine=vllm", config=config)
     assert specs["worker-1"].argv == (str(python), "-m", "services.worker", "--instance", "worker-1")
-    assert isinstance(specs["worker-1"].launcher, ProgramLauncher)
-    assert isinstance(specs["worker-0"].launcher, SeedLauncher)
+    assert specs["worker-1"].launch is start_program
+    assert isinstance(specs["worker-0"].launch, SeedLauncher)
     assert "services.worker.building" in specs["seed"].argv
     (tmp_path / "local.yaml").write_text("worker: {engine: vllm}\n")
     specs = await table(tmp_path, config=config)

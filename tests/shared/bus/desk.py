@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from shared import errors
-from shared.bus import Endpoint, Gatherable, Listener
+from shared.bus import Endpoint, Listener
 from shared.bus.tracing import trace_id
 from shared.messages.base import Message
 
@@ -93,7 +93,7 @@ class Desk:
 
 
 ASK_ENDPOINT = Endpoint(ASK, Question, "ask", concurrency=4, pending_limit=3)
-CENSUS_GATHERABLE = Gatherable(CENSUS, Question, "census")
+CENSUS_GATHERABLE = Endpoint(CENSUS, Question, "census", is_gathered=True)
 NOTE_LISTENER = Listener(NOTED, Note, "note")
 FILE_LISTENER = Listener(FILED, Note, "file", pending_limit=50)
 HANDLERS = (ASK_ENDPOINT, CENSUS_GATHERABLE, NOTE_LISTENER, FILE_LISTENER)

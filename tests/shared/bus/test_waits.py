@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from shared.bus.waits import Waits
+from shared.bus.link import Waits
 from shared.errors import BusUnavailable, PermissionRefused
 from tests.patience import PATIENCE_S
 
