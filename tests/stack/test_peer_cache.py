@@ -24,7 +24,7 @@ SETTINGS = (
     "worker.prefix_cache.shadow_share=0",
     f"worker.prefix_cache.peer_blocks={LENT_BLOCKS}",
     f"worker.lending.host_blocks={LENT_BLOCKS}",
-    "worker.lending.lease_s=3",
+    "worker.lending.lease_s=10",
 )
 """Device and host hold a third of the prompts together."""
 
@@ -113,9 +113,10 @@ async def check_a_hit(cache: PeerCache) -> None:
     assert borrower.cache is not None and borrower.cache.peer_used_blocks > 0
     again = await asyncio.to_thread(cache.ask, cache.prompts(1))
     assert texts(again) == texts(filled.answers)
-    tier = cache.peer_tier(filled.debtor)
+    tier, lost = cache.peer_tier(filled.debtor), cache.details(filled.debtor)["cache_lost_blocks"]
     assert tier["hits"] >= PROMPT_BLOCKS, tier
-    assert tier["faults"] == 0
+    # A busy machine may not renew a lease in time: its blocks are lost, and reading one is a fault and a miss.
+    assert tier["faults"] == 0 or lost > 0, tier
 
 
 def check_a_killed_creditor(cache: PeerCache) -> None:
