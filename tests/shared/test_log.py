@@ -112,13 +112,3 @@ def test_configure(level: str, log_format: str, events: list[str]) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert [json.loads(line)["event"] for line in done.stderr.splitlines()] == events
     assert done.stdout == ""
-
-
-def test_configure_for_people() -> None:
-    command = [sys.executable, "-c", SCRIPT, "info", "worker", "worker-0", "console"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    assert [line.split()[1:] for line in done.stderr.splitlines()] == [
-        ["INFO", "worker-0", "said"],
-        ["WARNING", "worker-0", "warned"],
-        ["INFO", "worker-0", "once"],
-    ]

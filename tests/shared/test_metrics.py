@@ -39,12 +39,6 @@ def test_rendered_text_is_what_prometheus_reads() -> None:
     assert buckets == {"0.1": 0, "1.0": 1, "+Inf": 1}
 
 
-def test_the_processes_own_registry_is_the_default() -> None:
-    metrics.gauge("kvasir_test_metrics_default", "Only in this test").set(1)
-    text = metrics.render().decode()
-    assert "kvasir_test_metrics_default 1.0" in text and "process_resident_memory_bytes" in text
-
-
 def test_who_was_forked_from_one_that_loads_all_services_keeps_its_own_metrics() -> None:
     registry = CollectorRegistry()
     for name in ("kvasir_worker_steps_total", "kvasir_gateway_requests_total", "kvasir_bus_messages_total"):

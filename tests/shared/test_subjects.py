@@ -77,25 +77,6 @@ def test_subjects_are_unique_and_well_shaped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wildcard", "build"),
-    [
-        (subjects.ANY_WORKER_REPORTED, subjects.worker_reported),
-        (subjects.ANY_WORKER_STEPPED, subjects.worker_stepped),
-        (subjects.ANY_WORKER_CACHED, subjects.worker_cached),
-        (subjects.ANY_WORKER_OBSERVED, subjects.worker_observed),
-        (subjects.ANY_PREDICTOR_REVISED, subjects.predictor_revised),
-        (subjects.ANY_GATEWAY_REPORTED, subjects.gateway_reported),
-        (subjects.ANY_SCHEDULER_SUBMIT, subjects.scheduler_submit),
-        (subjects.ANY_SCHEDULER_CANCEL, subjects.scheduler_cancel),
-        (subjects.ANY_LEDGER_CANDIDATES, subjects.ledger_candidates),
-        (subjects.tokens.to("gateway-0"), lambda sender: subjects.tokens("gateway-0", sender)),
-    ],
-)
-def test_a_wildcard_covers_its_instances(wildcard: str, build: Callable[[str], str]) -> None:
-    assert build("some-id") == wildcard.removesuffix("*") + "some-id"
-
-
-@pytest.mark.parametrize(
     "bad",
     ["", "a.b", "*", ">", "a b", "a\n", "\r\nPUB x 0", "x" * 65, "ü", "a/b", "$SRV", "_INBOX.x", "a\x00"],
 )
@@ -107,13 +88,6 @@ def test_bad_ids_are_refused_everywhere(bad: str) -> None:
         for make in (signed.to, signed.by, partial(signed, "id-0"), partial(signed, sender="id-0")):
             with pytest.raises(ValueError, match="is no instance id"):
                 make(bad)
-
-
-@pytest.mark.parametrize("name", ["worker", "worker-", "janitor-0", "bench-tap", "Worker-0", "a.b"])
-def test_a_user_is_an_instance_of_a_service_or_the_operator(name: str) -> None:
-    with pytest.raises(ValueError, match="is no instance"):
-        subjects.permissions_of(name)
-    assert subjects.service_of("worker-gpu-3") == "worker"
 
 
 @given(st.text(max_size=70))

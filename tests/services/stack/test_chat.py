@@ -168,8 +168,3 @@ def test_ctrl_c_ends_the_answer_not_the_program(run: RunDirectory) -> None:
 def test_a_stream_that_breaks_off_is_an_error(lines: list[str], message: str) -> None:
     with pytest.raises(ChatFailed, match=message):
         list(contents(iter(lines)))
-
-
-def test_other_event_lines_are_passed_over() -> None:
-    lines = [": ping", "event: x", 'data: {"choices":[],"usage":{}}', "data: [DONE]", "data: after"]
-    assert list(contents(iter(lines))) == []

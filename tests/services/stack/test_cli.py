@@ -14,16 +14,6 @@ from shared.release import VERSION
 UP = ["up", "--port=0", "--nats-port=0"]
 
 
-def test_wrong_settings_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    where = ["--run-dir", str(tmp_path)]
-    assert main(["up", *where, "--workers", "0"]) == 2
-    assert "workers" in capfd.readouterr().err
-    assert main(["up", *where, "--set", "nonsense"]) == 2
-    assert "section.setting=value" in capfd.readouterr().err
-    assert main(["up", *where, "--config", str(tmp_path / "none.yaml")]) == 2
-    assert "none.yaml" in capfd.readouterr().err
-
-
 def test_without_a_stack_there_is_nothing_to_look_at_or_talk_to(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -47,19 +37,14 @@ def test_the_root_has_the_command_and_it_completes() -> None:
     run(["bash", "-n"], input=script)
 
 
-def test_help_is_not_an_error(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["up", "--help"])
-    assert ended.value.code == 0
-    assert "--detach" in capfd.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["up", "--without", "nope"], "invalid choice: 'nope' (choose from"),
         (["up", "--port", "many"], "port: Input should be a valid integer"),
         (["up", "--set", "nonsense"], "--set 'nonsense': write it as section.setting=value"),
+        ([*UP, "--workers", "0"], "workers: "),
+        ([*UP, "--config", "none.yaml"], "none.yaml"),
         (["nonsense"], "invalid choice: 'nonsense'"),
         (["statsu"], "'statsu' is unknown; did you mean 'status'?"),
         (["up", "--worker", "3"], "unrecognized argument --worker; did you mean --workers?"),

@@ -90,14 +90,6 @@ def test_secrets_are_kept_and_private(tmp_path: Path, capsys: pytest.CaptureFixt
     assert first["api_key"].strip() not in shown
 
 
-def test_two_stacks_have_nothing_in_common(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        write_secrets(tmp_path / name)
-    a, b = (json.loads((tmp_path / name / "credentials.json").read_text()) for name in ("a", "b"))
-    assert a["api_key"] != b["api_key"]
-    assert not set(a["nats_passwords"].values()) & set(b["nats_passwords"].values())
-
-
 def test_every_container_is_fenced_in_and_asked_how_it_is(tmp_path: Path) -> None:
     write_secrets(tmp_path)
     services = services_of("docker-compose.yml")
@@ -153,10 +145,6 @@ def test_up_waits_for_a_slow_start(file: str) -> None:
     assert checks
     assert {check["start_period"] for check in checks} == {"5m"}
     assert {check["timeout"] for check in checks} == {"30s"}
-
-
-def test_the_example_swaps_one_service() -> None:
-    assert set(services_of("deploy/compose.best-fit.yml")) == {"placement"}
 
 
 def test_the_profile_gpu_is_a_worker_like_the_others_with_a_device(tmp_path: Path) -> None:

@@ -13,19 +13,13 @@ import pytest
 
 from services.stack import process
 from services.stack.down import is_alive as alive
-from services.stack.process import SeedLauncher, socket_fits, start_program
+from services.stack.process import SeedLauncher
 from services.stack.rundir import RunDirectory
 from tests.patience import PATIENCE_S
 from tests.services.stack.commands import command, pids_of, state_of, until
 from tests.services.stack.standin import PYTHON
 
 HELLO = (*PYTHON, "print('hello')")
-
-
-async def test_a_program_runs_its_argv(tmp_path: Path) -> None:
-    child = await start_program(HELLO, os.environ, tmp_path, tmp_path / "log")
-    assert await child.wait() == 0
-    assert (tmp_path / "log").read_text() == "hello\n"
 
 
 @pytest.mark.parametrize("answer", [b"", b"nonsense\n", b"1\n"])
@@ -67,11 +61,6 @@ async def test_a_seed_that_has_died_is_not_waited_for(
         child = await seedling(HELLO, os.environ, tmp_path, tmp_path / "log")
         assert await child.wait() == 0
     assert PATIENCE_S < process._SEED_DEADLINE_S
-
-
-def test_long_names_do_not_fit_a_socket(tmp_path: Path) -> None:
-    assert socket_fits(Path("/tmp/seed.sock"))
-    assert not socket_fits(Path("/tmp") / ("x" * 120) / "seed.sock")
 
 
 def test_detached_life(tmp_path: Path, free_port: int) -> None:

@@ -33,13 +33,6 @@ def test_taken_ports_are_refused_with_the_way_out(taken_port: int, monkeypatch: 
         choose_nats_port(taken_port, print)
 
 
-def test_free_and_any_ports(free_port: int) -> None:
-    assert choose_port(free_port) == free_port
-    assert choose_port(0) > 0
-    assert choose_nats_port(free_port, print) == free_port
-    assert choose_nats_port(0, print) > 0
-
-
 def test_nats_moves_aside_unless_told_where_to_be(taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(obstructions, "DEFAULT_NATS_PORT", taken_port)
@@ -70,10 +63,6 @@ def test_a_taken_port_is_not_free_and_its_owner_is_named() -> None:
         assert f"pid {os.getpid()} (" in str(owner)
     assert obstructions.is_free(port)
     assert obstructions.owner(port).pid is None
-
-
-def test_free_ports_are_free() -> None:
-    assert obstructions.is_free(obstructions.free_port())
 
 
 def test_a_port_that_was_asked_for_and_is_not_listened_on_yet_is_given_to_nobody_else() -> None:

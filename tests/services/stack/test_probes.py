@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from services.stack.obstructions import gateway_hosts
-from services.stack.probes import AliveProbe, HttpProbe, TcpProbe, http_get
+from services.stack.probes import HttpProbe, TcpProbe, http_get
 
 
 @asynccontextmanager
@@ -28,11 +28,6 @@ async def answering(answer: bytes) -> AsyncIterator[tuple[int, list[bytes]]]:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
         yield server.sockets[0].getsockname()[1], asked
-
-
-async def test_alive_for_a_moment() -> None:
-    assert await AliveProbe(10.0).obstacle(0.0) is not None
-    assert await AliveProbe(10.0).obstacle(11.0) is None
 
 
 async def test_tcp(free_port: int) -> None:
@@ -60,13 +55,6 @@ async def test_what_is_not_http_is_no_answer(answer: bytes, free_port: int) -> N
     async with answering(answer) as (port, _):
         assert await HttpProbe(port, "/ready").obstacle(0.0) == f"no answer on port {port} yet"
     assert await HttpProbe(free_port, "/ready").obstacle(0.0) == f"no answer on port {free_port} yet"
-
-
-async def test_get_sends_its_headers() -> None:
-    async with answering(b"HTTP/1.0 200 OK\r\n\r\nbody") as (port, asked):
-        assert await http_get(port, "/v1/models", ("Authorization: Bearer x",)) == (200, "body")
-    assert b"GET /v1/models HTTP/1.0\r\n" in asked[0]
-    assert b"\r\nAuthorization: Bearer x\r\n" in asked[0]
 
 
 async def test_an_address_of_version_6_is_asked_there() -> None:

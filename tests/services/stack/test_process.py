@@ -5,16 +5,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from services.stack.down import is_alive as alive
-from services.stack.process import ChildProcess, describe_exit
-from tests.patience import BUSY_S, PATIENCE_S
-from tests.services.stack.standin import DEAF, PARENT, PYTHON
+from services.stack.process import ChildProcess
+from tests.patience import PATIENCE_S
+from tests.services.stack.standin import PARENT, PYTHON
 
 PARENT_OF_ONE = """
 import os, pathlib, sys, time
@@ -46,27 +45,12 @@ async def test_tells_how_it_ended_and_logs_what_it_said(tmp_path: Path) -> None:
     assert sorted((tmp_path / "child.log").read_text().split()) == ["err", "out"]
 
 
-async def test_leads_a_session_of_its_own(tmp_path: Path) -> None:
-    running = child(("sleep", "1000"), tmp_path)
-    assert os.getsid(running.pid) == running.pid
-    running.terminate()
-    async with asyncio.timeout(PATIENCE_S):
-        assert await running.wait() == -signal.SIGTERM
-
-
 async def test_a_stopped_child_is_woken_to_end(tmp_path: Path) -> None:
     running = child(("sleep", "1000"), tmp_path)
     os.kill(running.pid, signal.SIGSTOP)
     running.terminate()
     async with asyncio.timeout(PATIENCE_S):
         assert await running.wait() == -signal.SIGTERM
-
-
-async def test_kill_ends_the_deaf(tmp_path: Path) -> None:
-    running = child((*PYTHON, DEAF), tmp_path)
-    running.kill()
-    async with asyncio.timeout(PATIENCE_S):
-        assert await running.wait() == -signal.SIGKILL
 
 
 async def test_what_a_child_leaves_behind_ends_with_it(tmp_path: Path) -> None:
@@ -92,24 +76,3 @@ def test_killed_parent_takes_its_child_along(tmp_path: Path) -> None:
         parent.kill()
         parent.wait(timeout=PATIENCE_S)
     asyncio.run(until_gone(pid))
-
-
-def test_no_program_is_an_error_at_once(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        child(("/nonexistent/program",), tmp_path)
-
-
-async def test_an_end_is_noticed_at_once(tmp_path: Path) -> None:
-    running = child(("sleep", "1000"), tmp_path)
-    waiting = asyncio.create_task(running.wait())
-    await asyncio.sleep(0.05)
-    began_s = time.monotonic()
-    os.kill(running.pid, signal.SIGKILL)
-    await waiting
-    assert time.monotonic() - began_s < BUSY_S
-
-
-def test_exit_statuses_in_words() -> None:
-    assert describe_exit(3) == "exit code 3"
-    assert describe_exit(-9) == "killed by SIGKILL"
-    assert describe_exit(-200) == "killed by signal 200"

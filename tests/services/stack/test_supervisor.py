@@ -185,12 +185,6 @@ async def test_a_stop_does_not_wait_for_a_launch(tmp_path: Path) -> None:
         assert stage.ends == ["late"]
 
 
-def test_tail_of_a_missing_log_says_so(tmp_path: Path) -> None:
-    assert tail(tmp_path / "none.log") == "    (empty)"
-    (tmp_path / "long.log").write_text("\n".join(map(str, range(100))))
-    assert tail(tmp_path / "long.log", lines=2) == "    98\n    99"
-
-
 async def test_a_child_is_renewed_from_other_code_at_once_and_that_is_no_failure(tmp_path: Path) -> None:
     code = {name: tmp_path / name for name in ("old", "new")}
     for folder in (*code.values(), tmp_path):
@@ -258,29 +252,6 @@ async def test_a_parked_child_stays_ended_until_it_is_needed(tmp_path: Path) -> 
         stage.supervisor.park("b")
         await until(lambda: stage.supervisor.children["b"].state is ChildState.PARKED)
     assert sorted(stage.ends) == ["a", "b"], "a parked one stops with the rest"
-
-
-def test_first_restart_is_quick_and_then_they_double() -> None:
-    backoff = Backoff()
-    assert [round(backoff.on_exit(0.5), 3) for _ in range(9)] == [
-        0.1,
-        0.2,
-        0.4,
-        0.8,
-        1.6,
-        3.2,
-        6.4,
-        10.0,
-        10.0,
-    ]
-
-
-def test_a_stable_life_starts_over() -> None:
-    backoff = Backoff()
-    for _ in range(5):
-        backoff.on_exit(0.0)
-    assert backoff.on_exit(10.0) == 0.1
-    assert backoff.failures == 1
 
 
 @given(lives=st.lists(st.floats(0, 100), min_size=1, max_size=200))

@@ -5,7 +5,6 @@ What people are shown while a stack starts.
 
 import io
 import json
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from rich.console import Console
 from services.stack import display
 from services.stack.access import BusAccess
 from services.stack.config import StackConfig
-from services.stack.display import StartDisplay, curl_line
+from services.stack.display import StartDisplay
 from services.stack.probes import HttpProbe, TcpProbe
 from services.stack.process import SeedLauncher, start_program
 from services.stack.roll_call import RollCall, StatusProbe
@@ -62,11 +61,6 @@ async def test_six_services_and_the_bus_with_the_gateway_ending_first(tmp_path: 
     assert isinstance(specs["nats"].ready, TcpProbe)
     assert isinstance(specs["gateway-0"].ready, HttpProbe)
     assert isinstance(specs["ledger-0"].ready, StatusProbe)
-
-
-async def test_threads_share_two_arenas_unless_somebody_says_otherwise(tmp_path: Path) -> None:
-    assert (await table(tmp_path))["worker-0"].env["MALLOC_ARENA_MAX"] == "2"
-    assert (await table(tmp_path, environ={"MALLOC_ARENA_MAX": "8"}))["seed"].env["MALLOC_ARENA_MAX"] == "8"
 
 
 async def test_secrets_go_where_they_are_needed_only(tmp_path: Path) -> None:
@@ -163,11 +157,6 @@ def test_overrides_that_say_nothing_are_refused(text: str) -> None:
         parse_override(text)
 
 
-async def test_unknown_sections_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no section 'worker-7'; did you mean 'worker-1'"):
-        await table(tmp_path, "worker-7.kv_blocks=1")
-
-
 @pytest.mark.parametrize(
     ("override", "variable", "file", "expected"),
     [
@@ -211,22 +200,6 @@ def test_plain_lines_name_who_is_late() -> None:
     assert lines[0] == "starting nats, worker-0"
     assert lines[1].endswith("waiting for worker-0 (loads its model)")
     assert len(lines) == 2
-
-
-def test_a_terminal_gets_a_table() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=80)
-    with StartDisplay(console, children()) as shown:
-        shown._shown_s -= 1.0
-        shown.tick()
-    assert isinstance(console.file, io.StringIO)
-    assert "loads its model" in console.file.getvalue()
-
-
-def test_the_curl_line_survives_a_shell() -> None:
-    words = shlex.split(curl_line("http://127.0.0.1:1", "sk-x", "tiny"))
-    assert words[:3] == ["curl", "-N", "http://127.0.0.1:1/v1/chat/completions"]
-    assert "Authorization: Bearer sk-x" in words
-    assert json.loads(words[-1])["stream"] is True
 
 
 async def test_a_worker_of_vllms_is_a_program_of_its_own_python(tmp_path: Path) -> None:

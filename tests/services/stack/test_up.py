@@ -70,14 +70,6 @@ def test_no_zombie_stays_with_the_supervisor(tmp_path: Path, foreground: "subpro
     assert foreground.poll() is None
 
 
-def test_a_log_is_told_where_the_key_is_and_not_the_key(
-    tmp_path: Path, free_port: int, foreground: object
-) -> None:
-    said, run = (tmp_path / "out").read_text(), RunDirectory(tmp_path)
-    assert f"at http://127.0.0.1:{free_port}; the key is in {run.credentials_file}" in said
-    assert run.credentials().api_key not in said
-
-
 def test_a_terminal_gets_lines_to_paste_and_its_loss_ends_the_stack(tmp_path: Path, free_port: int) -> None:
     words = [
         *STANDIN,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shared.bus import Bus
-from shared.bus.departures import GRACE_S, BusAdvisory, BusClient, BusServer, Departures, connection_name
+from shared.bus.departures import GRACE_S, BusAdvisory, BusClient, BusServer, Departures
 from tests.patience import PATIENCE_S
 from tests.services.stack.secured import secured_server
 
@@ -195,10 +195,3 @@ async def test_nobody_is_called_after_the_end() -> None:
     departures.close()
     await asyncio.sleep(2 * GRACE_S)
     assert heard.gone == []
-
-
-def test_a_name_says_which_start_of_whom() -> None:
-    client = BusClient(1, "worker-0", connection_name("worker-0", 2**62))
-    assert client.start == ("worker-0", 2**62)
-    with pytest.raises(ValueError, match="no instance id"):
-        connection_name("worker/0", 1)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nats.aio.msg import Msg
-from opentelemetry import context, trace
+from opentelemetry import context
 
 from shared import subjects
 from shared.bus import Listener, tracing
@@ -138,24 +138,6 @@ async def test_order_holds_across_subscriptions(connect_bus: ConnectBus) -> None
     await bus.detach(listeners, reader)
 
 
-async def test_nothing_counts_as_pending(connect_bus: ConnectBus) -> None:
-    bus, sender = await connect_bus(), await connect_bus()
-    sizes: list[int] = []
-
-    async def never(_: object) -> None:
-        raise AssertionError("nats-py's own task is not used")
-
-    subscription = await bus._link.client.subscribe(EVENTS[0], cb=never)
-    handle_inline(subscription, lambda msg: sizes.append(len(msg.data)))
-    await bus._link.barrier()
-    for number in range(3):
-        await sender.publish(EVENTS[0], Note(number=number))
-    await until(lambda: len(sizes) == 3)
-    assert sizes == [len(encode(Note(number=0)))] * 3
-    assert subscription.pending_msgs == 0 and subscription.pending_bytes == 0
-    await subscription.drain()  # type: ignore[no-untyped-call]
-
-
 async def test_many_messages_at_once_leave_the_loop_to_others(connect_bus: ConnectBus) -> None:
     """They come in one piece. Each takes a millisecond, so without a pause the loop would be held for as many
     as there are, and nothing else have a turn."""
@@ -220,9 +202,3 @@ def test_no_or_broken_headers_leave_no_trace() -> None:
         assert tracing.trace_id() is None
         tracing.detach(token)
         assert context.get_current() == before
-
-
-def test_a_span_of_this_process_is_injected() -> None:
-    span = trace.NonRecordingSpan(trace.SpanContext(0xAB, 0xCD, is_remote=False))
-    with trace.use_span(span):
-        assert tracing.inject() == {"traceparent": f"00-{0xAB:032x}-{0xCD:016x}-00"}

@@ -29,10 +29,6 @@ async def test_answers_find_their_question(nats_server: NatsServer) -> None:
     await client.close()
 
 
-async def test_two_inboxes_never_share_a_subject() -> None:
-    assert Inbox("_INBOX_desk").subject != Inbox("_INBOX_desk").subject
-
-
 async def test_failing_one_subject_leaves_the_others_open() -> None:
     inbox = Inbox("_INBOX_desk")
     (_, asked_a), (_, asked_b) = inbox.open_one("a"), inbox.open_one("b")

@@ -1,7 +1,6 @@
 """The error boundary and the lanes, against a real nats-server."""
 
 import asyncio
-import logging
 
 import nats
 import pytest
@@ -137,22 +136,6 @@ async def test_many_lanes_run_side_by_side(connect_bus: ConnectBus) -> None:
     desk.gate.set()
     await until(lambda: sorted(desk.filed) == list(range(5)))
     assert desk.most_running == 3
-
-
-async def test_a_plain_function_cannot_serve_an_endpoint(connect_bus: ConnectBus) -> None:
-    bus = await connect_bus("desk", "desk-0")
-    with pytest.raises(TypeError, match="async def"):
-        await bus.attach([Endpoint(ASK, Note, "note")], Desk())
-
-
-async def test_a_refusal_on_purpose_is_not_logged_with_a_traceback(
-    connect_bus: ConnectBus, caplog: pytest.LogCaptureFixture
-) -> None:
-    _, caller, _ = await served(connect_bus)
-    with caplog.at_level(logging.INFO), pytest.raises(errors.ContextOverflow):
-        await caller.request(ASK, Question(text="typed"), Answer, deadline_s=PATIENCE_S)
-    record = next(record for record in caplog.records if "context_length_exceeded" in record.getMessage())
-    assert record.exc_info is None
 
 
 async def test_nobody_speaks_in_another_s_name(connect_bus: ConnectBus) -> None:

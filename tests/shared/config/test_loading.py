@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from shared.config import BusConfig, ModelServiceConfig, ServiceConfig, load
+from shared.config import ModelServiceConfig, ServiceConfig, load
 from shared.errors import ConfigError
 from tests.shared.config.gateway import GatewayConfig
 
@@ -39,17 +39,6 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "kvasir.yaml"
     path.write_text(FILE)
     return path
-
-
-def test_defaults() -> None:
-    config = loaded()
-    assert (config.port, config.instance, config.log_level, config.log_format) == (
-        8000,
-        "gateway-0",
-        "info",
-        "auto",
-    )
-    assert config.bus == BusConfig() and config.bus.url == "nats://127.0.0.1:4222"
 
 
 def test_defaults_then_file_then_environment_then_flags(file: Path) -> None:
@@ -100,21 +89,11 @@ def test_collections_in_the_environment_are_json() -> None:
         loaded(KVASIR_GATEWAY__NAMES="x, y")
 
 
-def test_an_empty_variable_is_none_at_all() -> None:
-    assert loaded(KVASIR_BUS__URL="", KVASIR_GATEWAY__PORT="").port == 8000
-
-
 def test_the_process_arguments_and_environment_are_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["services.gateway", "--port", "12"])
     monkeypatch.setenv("KVASIR_GATEWAY__INSTANCE", "gateway-3")
     config = load(GatewayConfig, section="gateway")
     assert (config.port, config.instance) == (12, "gateway-3")
-
-
-def test_an_empty_file_is_no_error(tmp_path: Path) -> None:
-    path = tmp_path / "kvasir.yaml"
-    path.write_text("# nothing yet\ngateway:\n")
-    assert loaded(path).port == 8000
 
 
 def test_help_lists_settings_with_their_descriptions(capsys: pytest.CaptureFixture[str]) -> None:
