@@ -37,7 +37,7 @@ chat: .venv/.runtime ## talk to the model in this terminal
 	@$(BIN)/python -m services chat $(ARGS)
 
 test: .venv/.dev ## set up, run the tests (no GPU, no network, nothing slow); AT_ONCE=1: one file after another
-	$(BIN)/python -m pytest -m "not slow and not gpu and not vllm" -n $(AT_ONCE) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not vllm" -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # The same tests as of native stacks, with vLLM as every worker's engine, then those of its own.
 OF_ANY_ENGINE := $(patsubst %,tests/stack/test_%.py,openai_client openai_sampling structured tools surfaces \

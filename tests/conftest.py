@@ -32,6 +32,11 @@ settings.register_profile("kvasir", deadline=None, derandomize=False, print_blob
 settings.load_profile("kvasir")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole stacks first: they take longest, and wait while others compute."""
+    items.sort(key=lambda item: item.get_closest_marker("stack") is None)
+
+
 class _CheckedEncoder:
     """What is sent in a test is what its reader takes: a field beyond its bounds fails at the sender."""
 

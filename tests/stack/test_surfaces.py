@@ -21,7 +21,6 @@ CITY: dict[str, Any] = {
     "required": ["city"],
     "additionalProperties": False,
 }
-SAMPLING = {"temperature": 0.0}
 
 
 @pytest.fixture(scope="module")
