@@ -15,10 +15,8 @@ HASH_BYTES = 16
 
 
 def fingerprint(*, model: str, dtype: str, layout: str, block_tokens: int) -> bytes:
-    """Return the 16-byte fingerprint of everything that must match to exchange KV; never empty.
-
-    `model` is a digest of class, configuration and weights.
-    """
+    """Return the 16-byte fingerprint of everything that must match to exchange KV; never empty. `model` is a
+    digest of class, configuration and weights."""
     digest = blake2b(digest_size=HASH_BYTES)
     for part in (model, dtype, layout, str(block_tokens)):
         encoded = part.encode()
@@ -38,10 +36,8 @@ def child(parent: BlockHash, tokens: bytes) -> BlockHash:
 
 
 def chain(parent: BlockHash, tokens: bytes, block_tokens: int) -> list[BlockHash]:
-    """Return the hashes of the whole blocks of packed `tokens`, in order; a partial block has none.
-
-    Raise ValueError unless `tokens` is a whole number of tokens.
-    """
+    """Return the hashes of the whole blocks of packed `tokens`, in order; a partial block has none. Raise
+    ValueError unless `tokens` is a whole number of tokens."""
     if len(tokens) % TOKEN_BYTES:
         raise ValueError(f"{len(tokens)} bytes are no whole number of tokens")
     size = block_tokens * TOKEN_BYTES

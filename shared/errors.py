@@ -1,7 +1,5 @@
-"""All error types of Kvasir.
-
-Each class has a wire code. `to_wire` and `from_wire` carry errors across the bus without losing their type.
-"""
+"""All error types of Kvasir. Each class has a wire code. `to_wire` and `from_wire` carry errors across the
+bus without losing their type."""
 
 from typing import Any, ClassVar
 
@@ -159,10 +157,8 @@ def to_wire(error: BaseException) -> dict[str, Any]:
 
 
 def from_wire(wire: dict[str, Any]) -> KvasirError:
-    """Return the error that `to_wire` encoded; an unknown code becomes a plain `KvasirError`.
-
-    Never raise: fields of unexpected type are ignored.
-    """
+    """Return the error that `to_wire` encoded; an unknown code becomes a plain `KvasirError`. Never raise:
+    fields of unexpected type are ignored."""
     code, message, param = (wire.get(name) for name in ("code", "message", "param"))
     return _tree(KvasirError).get(code if isinstance(code, str) else "", KvasirError)(
         message[:_MOST_MESSAGE_CHARS] if isinstance(message, str) else "unknown error",

@@ -103,10 +103,8 @@ class Grammars:
     """Compiles grammars for one vocabulary. Thread-safe."""
 
     def __init__(self, files: TokenizerFiles, vocabulary: int | None = None) -> None:
-        """Set `vocabulary`, the number of logits, if the model folder's value does not apply.
-
-        Raise ConfigError if the tokenizer cannot map tokens to bytes, or if the model has no end token.
-        """
+        """Set `vocabulary`, the number of logits, if the model folder's value does not apply. Raise
+        ConfigError if the tokenizer cannot map tokens to bytes, or if the model has no end token."""
         self.vocabulary = vocabulary or files.vocab_size
         if not files.end_token_ids:
             raise ConfigError("a model without an end token cannot keep to a grammar", param="model")

@@ -30,11 +30,9 @@ def new_incarnation() -> int:
 
 
 class AwakeTime:
-    """Seconds in which this process could receive: not stopped, starved, or off the bus.
-
-    Query it more often than every `longest_gap_s`; a longer gap means that the process was stopped. Time off
-    the bus is excluded up to `longest_pause_s` in a row, so that waits still end.
-    """
+    """Seconds in which this process could receive: not stopped, starved, or off the bus. Query it more often
+    than every `longest_gap_s`; a longer gap means that the process was stopped. Time off the bus is excluded
+    up to `longest_pause_s` in a row, so that waits still end."""
 
     def __init__(self, longest_gap_s: float = 1.0, longest_pause_s: float = 20.0) -> None:
         self._longest_gap_s = longest_gap_s
@@ -127,10 +125,8 @@ class Incarnations:
 
 
 class Liveness:
-    """Live instances: all that were heard within the last `silence_s`.
-
-    The owner keeps its data in a table with the same ids and drops the entries that `silent` returns.
-    """
+    """Live instances: all that were heard within the last `silence_s`. The owner keeps its data in a table
+    with the same ids and drops the entries that `silent` returns."""
 
     def __init__(self, silence_s: float, return_s: float = SILENCE_S) -> None:
         """For `return_s` see `silence_s` of `Incarnations`."""

@@ -1,7 +1,5 @@
-"""Logging: console lines on a terminal, otherwise JSON lines. The root logger is `kvasir`.
-
-Each service logs one canonical line per request.
-"""
+"""Logging: console lines on a terminal, otherwise JSON lines. The root logger is `kvasir`. Each service logs
+one canonical line per request."""
 
 import logging
 import sys
@@ -20,10 +18,8 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def configure(level: str, service: str, instance: str, log_format: LogFormat = "auto") -> None:
-    """Log everything under `kvasir`, and warnings of libraries, to standard error. Idempotent.
-
-    `auto` selects console lines if standard error is a terminal, else JSON lines.
-    """
+    """Log everything under `kvasir`, and warnings of libraries, to standard error. Idempotent. `auto` selects
+    console lines if standard error is a terminal, else JSON lines."""
     if log_format == "auto":
         log_format = "console" if sys.stderr.isatty() else "json"
     handler = logging.StreamHandler()

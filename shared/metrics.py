@@ -1,7 +1,5 @@
-"""Prometheus metrics: one registry per process, metrics created on first use.
-
-Labels have few values (message kinds, error codes); ids are never labels.
-"""
+"""Prometheus metrics: one registry per process, metrics created on first use. Labels have few values (message
+kinds, error codes); ids are never labels."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar

@@ -1,8 +1,5 @@
-"""Locate a model and check its files without loading it.
-
-A model is a folder, or a hub id with an optional revision (`org/name`, `org/name@0123abc`). Knows the layout
-of Hugging Face folders and safetensors files.
-"""
+"""Locate a model and check its files without loading it. A model is a folder, or a hub id with an optional
+revision (`org/name`, `org/name@0123abc`). Knows the layout of Hugging Face folders and safetensors files."""
 
 import json
 import struct

@@ -1,7 +1,5 @@
-"""Flight recorder: answers what an instance has noted in its ring (`shared.ring`).
-
-`TellRecorded` reads the events of one request (`kvasir explain`) or all (`kvasir record`, the live page).
-"""
+"""Flight recorder: answers what an instance has noted in its ring (`shared.ring`). `TellRecorded` reads the
+events of one request (`kvasir explain`) or all (`kvasir record`, the live page)."""
 
 import asyncio
 from collections.abc import Iterator, Sequence

@@ -1,9 +1,6 @@
-"""Version of the code, and of its messages.
-
-`PROTOCOL` increases by one in each release that changes a message. Releases one apart work together, because
-fields are only added, with defaults. A running stack can therefore be upgraded (`services roll`). A larger
-distance is logged.
-"""
+"""Version of the code, and of its messages. `PROTOCOL` increases by one in each release that changes a
+message. Releases one apart work together, because fields are only added, with defaults. A running stack can
+therefore be upgraded (`services roll`). A larger distance is logged."""
 
 import logging
 

@@ -1,8 +1,6 @@
-"""Ring of an instance's latest events: always on, in bounded memory. `shared.recorder` tells what is in it.
-
-A note costs about a microsecond: a tuple appended, without formatting or copying. Steps and plans have many
-rows, so they have a ring of their own, bounded by rows. Any thread may note.
-"""
+"""Ring of an instance's latest events: always on, in bounded memory. `shared.recorder` tells what is in it. A
+note costs about a microsecond: a tuple appended, without formatting or copying. Steps and plans have many
+rows, so they have a ring of their own, bounded by rows. Any thread may note."""
 
 from collections import deque
 from collections.abc import Sequence

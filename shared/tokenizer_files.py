@@ -1,8 +1,6 @@
-"""A model's tokenizer: tokenizer.json plus token settings from the folder's other files.
-
-Used by the gateway for prompts, and by workers for grammars. Needs no torch; needs transformers only for a
-folder without tokenizer.json.
-"""
+"""A model's tokenizer: tokenizer.json plus token settings from the folder's other files. Used by the gateway
+for prompts, and by workers for grammars. Needs no torch; needs transformers only for a folder without
+tokenizer.json."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,10 +53,8 @@ def load_tokenizer(model: str) -> TokenizerFiles:
 
 
 def model_folder(model: str) -> Path:
-    """Return the local folder, or a downloaded snapshot of the hub id's small files.
-
-    Raise ConfigError if there is neither.
-    """
+    """Return the local folder, or a downloaded snapshot of the hub id's small files. Raise ConfigError if
+    there is neither."""
     source = source_of(model)
     if isinstance(source, Path):
         return source

@@ -1,7 +1,5 @@
-"""Attempts that must not start or return, kept per gateway.
-
-A gateway's cancellations affect and displace only its own entries. Pure.
-"""
+"""Attempts that must not start or return, kept per gateway. A gateway's cancellations affect and displace
+only its own entries. Pure."""
 
 from shared.messages.sequence import SequenceKey, SequenceRef
 from shared.ttl_map import RecentMap

@@ -34,10 +34,8 @@ class Certificate:
 
 
 def certificate_for(config: StackConfig, directory: Path) -> Certificate | None:
-    """Return the configured certificate: none, the operator's files, or a new one in `directory`.
-
-    Raise ConfigError.
-    """
+    """Return the configured certificate: none, the operator's files, or a new one in `directory`. Raise
+    ConfigError."""
     cert, key, ca = config.nats_tls_cert, config.nats_tls_key, config.nats_tls_ca
     if cert is None and key is None:
         if ca is not None:

@@ -1,8 +1,5 @@
-"""Certificate authority for one signature.
-
-Its key signs one server certificate and is never stored. A separate module, because `cryptography` is slow to
-import and few stacks need it.
-"""
+"""Certificate authority for one signature. Its key signs one server certificate and is never stored. A
+separate module, because `cryptography` is slow to import and few stacks need it."""
 
 import datetime
 import ipaddress

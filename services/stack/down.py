@@ -1,8 +1,6 @@
-"""`down`: stop the stack of a run directory, wait until it is gone, and report.
-
-A killed supervisor may leave children, and children of theirs. They are identified by process group and start
-time, because pids are reused.
-"""
+"""`down`: stop the stack of a run directory, wait until it is gone, and report. A killed supervisor may leave
+children, and children of theirs. They are identified by process group and start time, because pids are
+reused."""
 
 import contextlib
 import os

@@ -1,7 +1,5 @@
-"""`logs`: print the logs of the stack's processes, oldest first; with `--follow`, also new lines.
-
-Services log JSON lines (`shared.log`), which are formatted; other lines are printed unchanged.
-"""
+"""`logs`: print the logs of the stack's processes, oldest first; with `--follow`, also new lines. Services
+log JSON lines (`shared.log`), which are formatted; other lines are printed unchanged."""
 
 import heapq
 import itertools

@@ -1,7 +1,5 @@
-"""`models`: list, pull and remove the local models of this installation.
-
-A pulled model is selected by name: `up --model NAME`.
-"""
+"""`models`: list, pull and remove the local models of this installation. A pulled model is selected by name:
+`up --model NAME`."""
 
 import os
 import shutil

@@ -1,8 +1,6 @@
-"""nats-server of a stack: configuration file, validation, executable.
-
-Every instance is a NATS user of its own. `up` creates the users of its own instances. For others (another
-worker, a standby, your own service), `credentials NAME` adds a user without disturbing connections.
-"""
+"""nats-server of a stack: configuration file, validation, executable. Every instance is a NATS user of its
+own. `up` creates the users of its own instances. For others (another worker, a standby, your own service),
+`credentials NAME` adds a user without disturbing connections."""
 
 import asyncio
 import json
@@ -71,11 +69,9 @@ def binary() -> str:
 
 
 def config_text(config: StackConfig, access: BusAccess, store: Path) -> str:
-    """Return the server's configuration: loopback, an account, one user per instance, JetStream on files.
-
-    The system account has no user and exports connection events. No user has all permissions, and none lacks
-    a password.
-    """
+    """Return the server's configuration: loopback, an account, one user per instance, JetStream on files. The
+    system account has no user and exports connection events. No user has all permissions, and none lacks a
+    password."""
     return f"""\
 listen: "127.0.0.1:{access.port}"
 server_name: "kvasir"
@@ -150,10 +146,8 @@ _ACCEPTED_S = 10.0
 
 
 def credentials(run: RunDirectory, name: str, console: Console) -> int:
-    """Print the variables that let instance `name`, or the operator, connect. Return 0.
-
-    Raise ConfigError for an invalid name or without a stack, InternalError if nats-server refuses the user.
-    """
+    """Print the variables that let instance `name`, or the operator, connect. Return 0. Raise ConfigError for
+    an invalid name or without a stack, InternalError if nats-server refuses the user."""
     try:
         subjects.permissions_of(name)
     except ValueError as error:

@@ -1,8 +1,5 @@
-"""Obstacles to a start: another stack, a taken port, or invalid settings.
-
-The settings of all services are checked before the first process starts. Only `services.NAME.config` is
-imported, by name.
-"""
+"""Obstacles to a start: another stack, a taken port, or invalid settings. The settings of all services are
+checked before the first process starts. Only `services.NAME.config` is imported, by name."""
 
 import contextlib
 import errno
@@ -55,11 +52,9 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def free_port(host: str = "127.0.0.1", taken: Collection[int] = ()) -> int:
-    """Return a free port, not in `taken`, that is unlikely to be given to another process soon.
-
-    It lies below the kernel's ephemeral ports. Each process searches its own share from a random position, so
-    that concurrent starts get different ports. Raise OSError if the share is full.
-    """
+    """Return a free port, not in `taken`, that is unlikely to be given to another process soon. It lies below
+    the kernel's ephemeral ports. Each process searches its own share from a random position, so that
+    concurrent starts get different ports. Raise OSError if the share is full."""
     share = _FIRST_PORT + os.getpid() % _SHARES * _PORTS_OF_SHARE
     for _ in range(_PORTS_OF_SHARE):
         port = share + next(_turns) % _PORTS_OF_SHARE
@@ -160,10 +155,8 @@ _PREFIX = "services."
 
 
 def check_settings(specs: Iterable[ChildSpec], root: Path) -> None:
-    """Check the settings of all services. Raise ConfigError listing all faults, one per line.
-
-    The services will run in the folder `root`.
-    """
+    """Check the settings of all services. Raise ConfigError listing all faults, one per line. The services
+    will run in the folder `root`."""
     problems: dict[str, list[str]] = {}
     with contextlib.chdir(root):
         for spec in specs:

@@ -1,7 +1,5 @@
-"""Readiness probes of children. A probe returns what is still missing, or None.
-
-They use bare sockets, because they run while everything else starts on the same cores.
-"""
+"""Readiness probes of children. A probe returns what is still missing, or None. They use bare sockets,
+because they run while everything else starts on the same cores."""
 
 import asyncio
 import contextlib

@@ -1,8 +1,6 @@
-"""A child process in its own session, which logs to a file and dies with its parent.
-
-On Linux, the kernel kills the child whenever the supervisor dies; elsewhere, only an orderly stop ends it. A
-child is an executed program, or a fork of the seed, which has already imported its modules.
-"""
+"""A child process in its own session, which logs to a file and dies with its parent. On Linux, the kernel
+kills the child whenever the supervisor dies; elsewhere, only an orderly stop ends it. A child is an executed
+program, or a fork of the seed, which has already imported its modules."""
 
 import asyncio
 import contextlib
@@ -179,10 +177,8 @@ async def start_program(
 
 @dataclass(frozen=True)
 class SeedLauncher:
-    """Asks the seed to fork a child that runs `python -m module …`.
-
-    The seed listens at `socket` and has imported the modules. Without a seed, `argv` is executed.
-    """
+    """Asks the seed to fork a child that runs `python -m module …`. The seed listens at `socket` and has
+    imported the modules. Without a seed, `argv` is executed."""
 
     socket: Path
     name: str

@@ -23,10 +23,8 @@ FORMAT = "kvasir-recording-1"
 
 
 def record(run: RunDirectory, console: Console, out: Path, *, as_trace: bool = False) -> int:
-    """Write a head and one event per JSON line, or Chrome trace events. Return 0.
-
-    Raise ConfigError if no stack runs, KvasirError if an instance stops replying.
-    """
+    """Write a head and one event per JSON line, or Chrome trace events. Return 0. Raise ConfigError if no
+    stack runs, KvasirError if an instance stops replying."""
     head, events = recording(run)
     if as_trace:
         out.write_text(json.dumps(chrome_trace(events)))

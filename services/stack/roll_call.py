@@ -1,9 +1,6 @@
-"""Query the status of all instances over the bus.
-
-A scatter-gather per service finds its instances. Each is then asked on its own subject, where no other
-instance can reply. The supervisor uses it as a probe, and `status` prints it. The bus is imported on first
-use, after the children have been started.
-"""
+"""Query the status of all instances over the bus. A scatter-gather per service finds its instances. Each is
+then asked on its own subject, where no other instance can reply. The supervisor uses it as a probe, and
+`status` prints it. The bus is imported on first use, after the children have been started."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -60,10 +57,8 @@ class RollCall:
         return await bus.request(subject, question, Recorded, deadline_s=deadline_s)
 
     async def ask_all(self, expected: Mapping[str, int], *, deadline_s: float) -> list[ServiceStatus]:
-        """Return the status of all instances, in the order of `subjects.SERVICES`, then by instance.
-
-        Stop waiting for a service after `expected` replies from it.
-        """
+        """Return the status of all instances, in the order of `subjects.SERVICES`, then by instance. Stop
+        waiting for a service after `expected` replies from it."""
         answers = await asyncio.gather(
             *(self.ask(s, deadline_s=deadline_s, expected=expected.get(s)) for s in subjects.SERVICES)
         )

@@ -1,8 +1,6 @@
-"""Run directory: lock, state, credentials and logs of one stack.
-
-The supervisor holds `lock` (flock) while it lives, which proves that it runs, and alone writes `state.json`.
-`credentials.json` is created once, readable only by its owner.
-"""
+"""Run directory: lock, state, credentials and logs of one stack. The supervisor holds `lock` (flock) while it
+lives, which proves that it runs, and alone writes `state.json`. `credentials.json` is created once, readable
+only by its owner."""
 
 import fcntl
 import hashlib
@@ -152,10 +150,8 @@ class RunDirectory:
                     newer.replace(older)
 
     def trim_logs(self, limit_bytes: int = LOG_LIMIT_BYTES) -> list[str]:
-        """Move logs above the limit to `x.log.1` and empty them in place, since their writers append.
-
-        Return the names of trimmed logs. Lines written meanwhile may be lost.
-        """
+        """Move logs above the limit to `x.log.1` and empty them in place, since their writers append. Return
+        the names of trimmed logs. Lines written meanwhile may be lost."""
         trimmed = []
         for log in self.logs.glob("*.log"):
             if log.stat().st_size > limit_bytes:

@@ -1,9 +1,6 @@
-"""`status`: state of the children and self-reported status of the services.
-
-Without names, prints ten lines: a verdict (`verdict.py`) and the most important instances. `all` prints one
-line per process. A named instance or service prints its full status: scalars as one row per instance, lists
-as tables.
-"""
+"""`status`: state of the children and self-reported status of the services. Without names, prints ten lines:
+a verdict (`verdict.py`) and the most important instances. `all` prints one line per process. A named instance
+or service prints its full status: scalars as one row per instance, lists as tables."""
 
 import json
 import time
@@ -39,10 +36,8 @@ ALL = "all"
 
 
 async def status(run: RunDirectory, console: Console, *, as_json: bool, names: Sequence[str] = ()) -> int:
-    """Return 0 if a stack runs and its bus replies, else 1. `names` are instances or services.
-
-    Raise ConfigError for an unknown name.
-    """
+    """Return 0 if a stack runs and its bus replies, else 1. `names` are instances or services. Raise
+    ConfigError for an unknown name."""
     pid, state = run.holder(), run.read_state()
     if pid is None or state.get("pid") != pid:
         say(console, json.dumps({"running": False}) if as_json else nothing_runs(run))

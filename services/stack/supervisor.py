@@ -1,7 +1,5 @@
-"""Supervisor: starts child processes together, restarts those that die, and stops all without orphans.
-
-It knows no NATS, model or terminal. It reports through `say`, and calls `on_change` on each change.
-"""
+"""Supervisor: starts child processes together, restarts those that die, and stops all without orphans. It
+knows no NATS, model or terminal. It reports through `say`, and calls `on_change` on each change."""
 
 import asyncio
 import contextlib
@@ -51,11 +49,8 @@ class ChildState(StrEnum):
 
 @dataclass
 class Backoff:
-    """Delay before a dead child is restarted.
-
-    It doubles with every death, from `first_s` to `longest_s`. A child that lived for `stable_s` starts over
-    at `first_s`.
-    """
+    """Delay before a dead child is restarted. It doubles with every death, from `first_s` to `longest_s`. A
+    child that lived for `stable_s` starts over at `first_s`."""
 
     first_s: float = 0.1
     longest_s: float = 10.0

@@ -256,10 +256,8 @@ def differences(
 
 
 class WorkerScaling:
-    """Adjusts the number of running workers to placement's demand.
-
-    Placement repeats its demand, so nothing is remembered here.
-    """
+    """Adjusts the number of running workers to placement's demand. Placement repeats its demand, so nothing
+    is remembered here."""
 
     def __init__(self, supervisor: Supervisor, workers_by_model: Mapping[str, Sequence[str]]) -> None:
         """Set up scaling for worker groups by model; the empty name applies to every model."""
@@ -323,10 +321,8 @@ _STOP_WAIT_S = 60.0
 def up_detached(
     run: RunDirectory, module: str, argv: Sequence[str], console: Console, *, if_needed: bool = False
 ) -> int:
-    """Run `python -m <module> <argv>` in the background. Return 0 once it is ready, else its exit code.
-
-    With `if_needed`, accept a ready stack in this run directory. Raise Obstructed.
-    """
+    """Run `python -m <module> <argv>` in the background. Return 0 once it is ready, else its exit code. With
+    `if_needed`, accept a ready stack in this run directory. Raise Obstructed."""
     run.create()
     if run.holder() is not None:
         if if_needed and _show_running(run, console):

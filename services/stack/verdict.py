@@ -36,11 +36,9 @@ def verdict(
 def troubles(
     children: Sequence[Mapping[str, Any]], answers: Sequence[ServiceStatus], now_unix_s: float
 ) -> list[str]:
-    """Return the stack's faults, most urgent first; empty if it is healthy.
-
-    This is the only place that decides. `status` prints the result; the supervisor sends it to the gateways,
-    which show it at /ready, on the live page and in metrics.
-    """
+    """Return the stack's faults, most urgent first; empty if it is healthy. This is the only place that
+    decides. `status` prints the result; the supervisor sends it to the gateways, which show it at /ready, on
+    the live page and in metrics."""
     heard = {answer.instance for answer in answers}
     processes = [trouble for child in children for trouble in _of_process(child, heard)]
     crashes = [trouble for child in children for trouble in _crashes(child, now_unix_s)]

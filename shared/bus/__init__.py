@@ -1,8 +1,6 @@
-"""The bus: typed commands and events over NATS.
-
-A handler table lists subjects, message types and methods; `Bus.attach` serves it. All failures are raised as
-`shared.errors`. This package knows no service and no message by name.
-"""
+"""The bus: typed commands and events over NATS. A handler table lists subjects, message types and methods;
+`Bus.attach` serves it. All failures are raised as `shared.errors`. This package knows no service and no
+message by name."""
 
 from shared.bus.connection import Bus
 from shared.bus.express import Express

@@ -1,8 +1,5 @@
-"""`Bus`: a service's connection to NATS.
-
-Publish, request, gather, serve a handler table, hold a lease. All failures are `shared.errors`; every wait
-takes a deadline. Commands carry W3C trace context, events do not.
-"""
+"""`Bus`: a service's connection to NATS. Publish, request, gather, serve a handler table, hold a lease. All
+failures are `shared.errors`; every wait takes a deadline. Commands carry W3C trace context, events do not."""
 
 import asyncio
 import logging
@@ -104,11 +101,9 @@ class Bus:
         return self._link.reconnections
 
     async def attach(self, handlers: Sequence[Handler], target: object) -> None:
-        """Serve the table with `target`'s methods. Return once the server knows the subscriptions.
-
-        Raise PermissionRefused if the bus user may not subscribe to a subject; none of the table is then
-        served. Raise BusUnavailable without a connection.
-        """
+        """Serve the table with `target`'s methods. Return once the server knows the subscriptions. Raise
+        PermissionRefused if the bus user may not subscribe to a subject; none of the table is then served.
+        Raise BusUnavailable without a connection."""
         fresh = [self._bind(handler, target) for handler in handlers]
         subjects = {served.subject for served in fresh}
         self._clearance.begin_subscribing(subjects)
@@ -140,22 +135,17 @@ class Bus:
         await asyncio.gather(*(served.stop(self.config.drain_timeout_s) for served in leaving))
 
     async def publish(self, subject: str, message: msgspec.Struct) -> None:
-        """Send an event. While disconnected, buffer it, up to `outbound_buffer_bytes`.
-
-        Raise MessageTooLarge, PermissionRefused (the server refused it), or BusUnavailable (closed, or the
-        buffer is full). The message is then not delivered.
-        """
+        """Send an event. While disconnected, buffer it, up to `outbound_buffer_bytes`. Raise MessageTooLarge,
+        PermissionRefused (the server refused it), or BusUnavailable (closed, or the buffer is full). The
+        message is then not delivered."""
         data = self._encoded(subject, message, 0)
         await self._clearance.publish(subject, data)
         self._counters.sent(type(message)).inc()
 
     async def request(self, subject: str, message: msgspec.Struct, reply: type[R], *, deadline_s: float) -> R:
-        """Send a command and return its reply.
-
-        Raise DeadlineExceeded, NoResponder, MessageTooLarge, PermissionRefused, or the peer's `KvasirError`.
-        Raise BusUnavailable if there is no connection, or if it is lost while waiting; the command may then
-        have run.
-        """
+        """Send a command and return its reply. Raise DeadlineExceeded, NoResponder, MessageTooLarge,
+        PermissionRefused, or the peer's `KvasirError`. Raise BusUnavailable if there is no connection, or if
+        it is lost while waiting; the command may then have run."""
         try:
             data = self._encoded(subject, message, _HEADER_BYTES)
             self._counters.sent(type(message)).inc()
@@ -183,9 +173,8 @@ class Bus:
         expected: int | None = None,
     ) -> list[R]:
         """Return the replies of all instances within the deadline, or the first `expected`; skip errors.
-
-        Raise BusUnavailable, MessageTooLarge or PermissionRefused. Without any responder the list is empty.
-        """
+        Raise BusUnavailable, MessageTooLarge or PermissionRefused. Without any responder the list is
+        empty."""
         data = self._encoded(subject, message, _HEADER_BYTES)
         answers = Gathering(reply, expected, self._counted)
         inbox = self._inbox.open(subject, answers.on_reply, answers.on_failure)

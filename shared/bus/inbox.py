@@ -1,7 +1,5 @@
-"""Replies to this process's requests: one wildcard subscription, one token per request.
-
-Unlike in nats-py, pending requests fail at once if the connection is lost or the server refuses the subject.
-"""
+"""Replies to this process's requests: one wildcard subscription, one token per request. Unlike in nats-py,
+pending requests fail at once if the connection is lost or the server refuses the subject."""
 
 import asyncio
 from collections.abc import Callable

@@ -105,11 +105,8 @@ class Lease:
         self._store = store
 
     async def renew(self) -> None:
-        """Renew the lease; call it several times per `ttl_s`.
-
-        Raise NotLeader if another instance took the role. Raise BusUnavailable or DeadlineExceeded if the
-        store does not answer.
-        """
+        """Renew the lease; call it several times per `ttl_s`. Raise NotLeader if another instance took the
+        role. Raise BusUnavailable or DeadlineExceeded if the store does not answer."""
         revision = await self._store.write(self.role, self.holder, last=self._revision)
         if revision is None:
             entry = await self._store.read(self.role)
@@ -129,11 +126,9 @@ class Lease:
 
 
 class Silence:
-    """Time for which an observer has seen an unchanged revision. Reads no clock.
-
-    A long gap between two observations counts only up to `longest_gap_s`. A lost connection restarts the
-    count, because the holder could not renew either.
-    """
+    """Time for which an observer has seen an unchanged revision. Reads no clock. A long gap between two
+    observations counts only up to `longest_gap_s`. A lost connection restarts the count, because the holder
+    could not renew either."""
 
     def __init__(self, longest_gap_s: float) -> None:
         self._longest_gap_s = longest_gap_s
@@ -192,10 +187,8 @@ async def acquire(
 
 
 def _is_takeable(held_by: LeaseHolder, wanted_by: LeaseHolder, *, is_new: bool) -> bool:
-    """Return True if the role is released, held by this process, or by an earlier run of this instance.
-
-    For a process that was frozen, the other run is a later one; `is_new` is then False.
-    """
+    """Return True if the role is released, held by this process, or by an earlier run of this instance. For a
+    process that was frozen, the other run is a later one; `is_new` is then False."""
     if not held_by.instance or held_by == wanted_by:
         return True
     return is_new and held_by.instance == wanted_by.instance

@@ -1,8 +1,6 @@
-"""Connection to nats-server: opened within a deadline, then kept open indefinitely.
-
-nats-py reconnects by itself, but closes for good after some server errors (refused credentials, protocol
-errors). The link then dials again.
-"""
+"""Connection to nats-server: opened within a deadline, then kept open indefinitely. nats-py reconnects by
+itself, but closes for good after some server errors (refused credentials, protocol errors). The link then
+dials again."""
 
 import asyncio
 import logging
@@ -29,11 +27,8 @@ TURN_S = 0.004
 
 
 class FairClient(Client):
-    """NATS client that yields to the event loop while it reads.
-
-    nats-py reads as long as its socket has data. After a stall of one second, that blocked a gateway's new
-    requests for 0.17 s.
-    """
+    """NATS client that yields to the event loop while it reads. nats-py reads as long as its socket has data.
+    After a stall of one second, that blocked a gateway's new requests for 0.17 s."""
 
     _turn_began_s = 0.0
 
@@ -248,10 +243,8 @@ class Link:
             raise BusUnavailable("the bus is closed") from None
 
     async def barrier(self) -> None:
-        """Wait until the server has processed all sent messages.
-
-        nats-py's own flush overtakes buffered messages.
-        """
+        """Wait until the server has processed all sent messages. nats-py's own flush overtakes buffered
+        messages."""
         with heeded_cancellation():
             await self.client._flush_pending(force_flush=True)
             await self.client.flush()
@@ -279,11 +272,8 @@ class Link:
         self._mark(up=False)
 
     async def unless_lost(self, work: Coroutine[Any, Any, T], *, publishes: tuple[str, ...] = ()) -> T:
-        """Return the result of `work`, which publishes to subjects with these prefixes.
-
-        Raise BusUnavailable as soon as the connection is lost, and PermissionRefused if the server refuses
-        such a subject.
-        """
+        """Return the result of `work`, which publishes to subjects with these prefixes. Raise BusUnavailable
+        as soon as the connection is lost, and PermissionRefused if the server refuses such a subject."""
         if not self.connected:
             work.close()
             raise BusUnavailable(f"not connected to NATS at {self._config.url}")

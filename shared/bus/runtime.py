@@ -55,10 +55,8 @@ def run_service(main: Main) -> None:
 
 @contextmanager
 def fenced(what: str) -> Iterator[None]:
-    """Run one iteration of a service loop: log and count exceptions, so that the loop continues.
-
-    A `KvasirError` is logged in one line, other exceptions with a traceback.
-    """
+    """Run one iteration of a service loop: log and count exceptions, so that the loop continues. A
+    `KvasirError` is logged in one line, other exceptions with a traceback."""
     try:
         yield
     except KvasirError as error:

@@ -1,8 +1,6 @@
-"""Serve a handler table: decode, call, reply, and contain errors.
-
-No exception of a handler leaves this module. nats-py would drop the subscription at a `CancelledError`. The
-caller gets a typed `KvasirError`, never the text of another exception.
-"""
+"""Serve a handler table: decode, call, reply, and contain errors. No exception of a handler leaves this
+module. nats-py would drop the subscription at a `CancelledError`. The caller gets a typed `KvasirError`,
+never the text of another exception."""
 
 import asyncio
 import inspect
@@ -62,11 +60,8 @@ Subject = str | Callable[[str], str]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A command with a reply, served as a NATS micro endpoint by one instance of the service.
-
-    The method is `async def method(self, message) -> Message`. Its `KvasirError` reaches the caller with its
-    type.
-    """
+    """A command with a reply, served as a NATS micro endpoint by one instance of the service. The method is
+    `async def method(self, message) -> Message`. Its `KvasirError` reaches the caller with its type."""
 
     subject: Subject
     request: type[Message]
@@ -83,11 +78,9 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Listener:
-    """An event, or a command without a reply: `async def` or `def method(self, message) -> None`.
-
-    A plain `def` runs inside the read loop; it is cheapest and must be quick. For an `async def`, messages
-    beyond `pending_limit` are dropped, counted and logged.
-    """
+    """An event, or a command without a reply: `async def` or `def method(self, message) -> None`. A plain
+    `def` runs inside the read loop; it is cheapest and must be quick. For an `async def`, messages beyond
+    `pending_limit` are dropped, counted and logged."""
 
     subject: Subject
     message: type[Any]

@@ -1,7 +1,5 @@
-"""W3C trace context in the headers of commands; token frames and step reports carry none.
-
-A command that carries a context is served in a child span of its sender (`shared.spans`).
-"""
+"""W3C trace context in the headers of commands; token frames and step reports carry none. A command that
+carries a context is served in a child span of its sender (`shared.spans`)."""
 
 import contextvars
 from collections.abc import Iterator, Mapping

@@ -124,11 +124,8 @@ def load(
     argv: Sequence[str] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> C:
-    """Return the configuration of one service; `argv` defaults to the process's arguments.
-
-    `--help` lists the settings and exits. Raise ConfigError naming the setting, its origin, and what to write
-    instead.
-    """
+    """Return the configuration of one service; `argv` defaults to the process's arguments. `--help` lists the
+    settings and exits. Raise ConfigError naming the setting, its origin, and what to write instead."""
     environment = os.environ if environ is None else environ
     file_name, flags = _take_config_flag(list(sys.argv[1:] if argv is None else argv), environment)
     layers = [("the file", layer) for layer in _from_yaml(file_name, section)]

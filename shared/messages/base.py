@@ -1,8 +1,6 @@
-"""Base class and codec of all bus messages: frozen structs encoded as MessagePack maps.
-
-Within one version of the subject prefix, fields are never renamed or removed. A new field needs a default,
-and readers ignore unknown fields. Token frames are arrays, so their new fields go at the end.
-"""
+"""Base class and codec of all bus messages: frozen structs encoded as MessagePack maps. Within one version of
+the subject prefix, fields are never renamed or removed. A new field needs a default, and readers ignore
+unknown fields. Token frames are arrays, so their new fields go at the end."""
 
 from typing import Any, TypeVar
 

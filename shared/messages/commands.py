@@ -23,11 +23,8 @@ class SubmitReply(Message, frozen=True, kw_only=True):
 
 
 class CancelSequence(Message, frozen=True, kw_only=True):
-    """Gateway → scheduler or worker: end this attempt and all lower ones.
-
-    The receiver keeps a tombstone, because the message may arrive before the sequence. A gateway can only
-    cancel its own sequences.
-    """
+    """Gateway → scheduler or worker: end this attempt and all lower ones. The receiver keeps a tombstone,
+    because the message may arrive before the sequence. A gateway can only cancel its own sequences."""
 
     ref: SequenceRef
     sender: Id
@@ -140,10 +137,8 @@ class Placements(Message, frozen=True, kw_only=True):
 
 
 class WantKv(Message, frozen=True, kw_only=True):
-    """Scheduler → worker: make room for one sequence of `tokens` tokens, borrowing KV if needed.
-
-    Repeated while the need lasts; it expires when repetitions stop.
-    """
+    """Scheduler → worker: make room for one sequence of `tokens` tokens, borrowing KV if needed. Repeated
+    while the need lasts; it expires when repetitions stop."""
 
     tokens: Count
     """Size of that sequence in tokens; 0: every waiting sequence fits the worker."""

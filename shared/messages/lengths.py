@@ -1,7 +1,5 @@
 """Answer lengths predicted mid-answer: hidden states to the predictor, revised predictions to the scheduler.
-
-Nothing waits for these messages. If one is lost, the previous prediction stays in use.
-"""
+Nothing waits for these messages. If one is lost, the previous prediction stays in use."""
 
 from typing import Annotated
 

@@ -1,7 +1,5 @@
-"""Migration commands, progress and results; and the number and roles of workers that should run.
-
-See docs/migration.md.
-"""
+"""Migration commands, progress and results; and the number and roles of workers that should run. See
+docs/migration.md."""
 
 from enum import StrEnum
 

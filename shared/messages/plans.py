@@ -1,8 +1,6 @@
-"""Batch plans from the scheduler, and the worker's report after each step.
-
-The worker applies an item only if the attempt is alive, the chunk starts at the next uncomputed token, and
-blocks are free. It skips all other items and reports them.
-"""
+"""Batch plans from the scheduler, and the worker's report after each step. The worker applies an item only if
+the attempt is alive, the chunk starts at the next uncomputed token, and blocks are free. It skips all other
+items and reports them."""
 
 from enum import StrEnum
 
@@ -89,10 +87,8 @@ class SkippedItem(Message, frozen=True, kw_only=True):
 
 
 class PrefixHit(Message, frozen=True, kw_only=True):
-    """The worker's prefix cache holds the beginning of a sequence; the next chunk may start after it.
-
-    A chunk planned earlier may start before that point; only its missing part is computed.
-    """
+    """The worker's prefix cache holds the beginning of a sequence; the next chunk may start after it. A chunk
+    planned earlier may start before that point; only its missing part is computed."""
 
     ref: SequenceRef
     cached_tokens: Count

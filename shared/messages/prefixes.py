@@ -1,7 +1,5 @@
-"""Contents of workers' prefix caches: updates, the query after a gap, and block-hash chains of prompts.
-
-Names are packed `shared.blocks.BlockHash`es. Updates state the result, so applying one twice changes nothing.
-"""
+"""Contents of workers' prefix caches: updates, the query after a gap, and block-hash chains of prompts. Names
+are packed `shared.blocks.BlockHash`es. Updates state the result, so applying one twice changes nothing."""
 
 from shared.blocks import HASH_BYTES
 from shared.messages.base import Message

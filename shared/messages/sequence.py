@@ -1,7 +1,6 @@
 """A sequence is one of a request's `n` choices: the unit of scheduling, computing, resuming and cancelling.
-
-Each resubmission or migration raises its `attempt`. Of two attempts of one sequence, the higher one is valid.
-"""
+Each resubmission or migration raises its `attempt`. Of two attempts of one sequence, the higher one is
+valid."""
 
 from array import array
 from collections.abc import Iterable, Mapping
@@ -70,11 +69,8 @@ class SequenceRef(Message, frozen=True, kw_only=True, gc=False):
 
 
 class Sampling(Message, frozen=True, kw_only=True):
-    """Sampling parameters. Fixed when the request is accepted.
-
-    The token at index `i` depends only on its logits, these fields, the choice and `i`. A sequence resumed
-    elsewhere therefore continues identically.
-    """
+    """Sampling parameters. Fixed when the request is accepted. The token at index `i` depends only on its
+    logits, these fields, the choice and `i`. A sequence resumed elsewhere therefore continues identically."""
 
     seed: Seed
     max_tokens: Count

@@ -54,10 +54,8 @@ class TokenFrame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FetchTokens(Message, frozen=True, kw_only=True):
-    """Gateway or scheduler → worker: resend tokens from `first_index` on, after a missed frame.
-
-    Fails with `ForeignSequence` for another gateway's sequence, unless `heir_key` is valid.
-    """
+    """Gateway or scheduler → worker: resend tokens from `first_index` on, after a missed frame. Fails with
+    `ForeignSequence` for another gateway's sequence, unless `heir_key` is valid."""
 
     ref: SequenceRef
     sender: Id

@@ -1,8 +1,6 @@
-"""Types of message fields, with the bounds that decoding enforces for every sender.
-
-Ids are valid subject tokens, counts fit 32 bits, durations are finite and not negative, and adding to a
-number does not overflow 64 bits.
-"""
+"""Types of message fields, with the bounds that decoding enforces for every sender. Ids are valid subject
+tokens, counts fit 32 bits, durations are finite and not negative, and adding to a number does not overflow 64
+bits."""
 
 from typing import Annotated
 
