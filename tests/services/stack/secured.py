@@ -35,7 +35,9 @@ async def secured_server(
         async with asyncio.timeout(PATIENCE_S):
             while await TcpProbe(access.port).obstacle(0.0):
                 await asyncio.sleep(0.01)
-        run.write_state({**access.state(), "children": [{"name": "nats", "pid": server.pid}]})
+        run.write_state(
+            {"pid": os.getpid(), **access.state(), "children": [{"name": "nats", "pid": server.pid}]}
+        )
         yield access
     finally:
         server.kill()

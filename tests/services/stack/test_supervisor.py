@@ -178,7 +178,7 @@ async def test_nothing_is_restarted_while_stopping(tmp_path: Path) -> None:
 
 async def test_a_stop_does_not_wait_for_a_launch(tmp_path: Path) -> None:
     waiting = SeedLauncher(tmp_path / "no seed.sock", "late", "json", ())
-    async with staged(tmp_path, ChildSpec("late", ("sleep", "1000"), ENV, launcher=waiting)) as stage:
+    async with staged(tmp_path, ChildSpec("late", ("sleep", "1000"), ENV, launch=waiting)) as stage:
         await asyncio.sleep(0.05)
         async with asyncio.timeout(PATIENCE_S):
             await stage.supervisor.stop(2 * PATIENCE_S)
