@@ -115,7 +115,7 @@ async def check_a_hit(cache: PeerCache) -> None:
     assert texts(again) == texts(filled.answers)
     tier, lost = cache.peer_tier(filled.debtor), cache.details(filled.debtor)["cache_lost_blocks"]
     assert tier["hits"] >= PROMPT_BLOCKS, tier
-    # A busy machine may not renew a lease in time: its blocks are lost, and reading one is a fault and a miss.
+    # A busy machine may not renew a lease in time. Its blocks are lost then: a fault each, and a miss.
     assert tier["faults"] == 0 or lost > 0, tier
 
 
