@@ -44,10 +44,19 @@ class Page:
         self._numbers = itertools.count(1)
         self._rest = b""
         self._session: str | None = None
+        self._context = ""
         self.faults: list[str] = []
 
     def attach(self) -> None:
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        """A new tab, which remembers nothing of the one before."""
+        if self._session is not None:
+            self._session = None
+            self.call("Target.disposeBrowserContext", browserContextId=self._context)
+        self.faults.clear()
+        self._context = self.call("Target.createBrowserContext")["browserContextId"]
+        target = self.call("Target.createTarget", url="about:blank", browserContextId=self._context)[
+            "targetId"
+        ]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")

@@ -4,8 +4,11 @@ import hashlib
 import json
 from collections.abc import Iterator
 
+import httpx
+import openai
 import pytest
 
+from tests.patience import STACK_PATIENCE_S
 from tests.stack.client import OTHER_KEY
 from tests.stack.running import RunningStack, running_stack
 
@@ -15,6 +18,21 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     """Two workers under default settings. Tests also kill its processes."""
     with running_stack(tmp_path_factory.mktemp("stack") / "run") as running:
         yield running
+
+
+@pytest.fixture
+def http(stack: RunningStack) -> Iterator[httpx.Client]:
+    headers = {"Authorization": f"Bearer {stack.key}"}
+    with httpx.Client(base_url=stack.url, headers=headers, timeout=STACK_PATIENCE_S) as client:
+        yield client
+
+
+@pytest.fixture
+def client(stack: RunningStack) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{stack.url}/v1", api_key=stack.key, timeout=STACK_PATIENCE_S, max_retries=0
+    ) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

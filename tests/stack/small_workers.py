@@ -1,5 +1,6 @@
 """Settings of small workers that lend each other all they have, and everything that they report."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -8,6 +9,7 @@ import httpx
 from shared import subjects
 from shared.bus import Bus, Handler, Listener
 from shared.messages.reports import WorkerReported
+from tests.patience import STACK_PATIENCE_S
 from tests.stack.running import RunningStack
 from tests.stack.watch import bus_access
 
@@ -61,3 +63,10 @@ async def announced_tokens(stack: RunningStack) -> int:
     async with httpx.AsyncClient(base_url=stack.url, timeout=30) as http:
         reply = await http.get("/v1/models", headers={"Authorization": f"Bearer {stack.key}"})
         return max(int(row.get("max_model_len") or 0) for row in reply.json()["data"])
+
+
+async def until_announced(stack: RunningStack, tokens: float) -> None:
+    """Until all workers are known to lend, so that requests may be so long."""
+    async with asyncio.timeout(STACK_PATIENCE_S):
+        while await announced_tokens(stack) < tokens:
+            await asyncio.sleep(0.1)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import STACK_PATIENCE_S
 from tests.stack.client import Answer, Question
 from tests.stack.prompts import passage
 from tests.stack.running import RunningStack, running_stack
@@ -16,7 +15,7 @@ from tests.stack.small_workers import (
     OWN_TOKENS,
     SETTINGS,
     STAGED_BLOCKS,
-    announced_tokens,
+    until_announced,
 )
 
 pytestmark = pytest.mark.stack
@@ -25,10 +24,7 @@ LONGEST_TOKENS = 2 * (BLOCKS - STAGED_BLOCKS - 1) * BLOCK_TOKENS
 
 
 async def ask_twice(stack: RunningStack, question: Question) -> list[Answer]:
-    """As soon as it is known that all workers lend."""
-    async with asyncio.timeout(STACK_PATIENCE_S):
-        while await announced_tokens(stack) < LONGEST_TOKENS:
-            await asyncio.sleep(0.1)
+    await until_announced(stack, LONGEST_TOKENS)
     return [answer for _ in range(2) for answer in await stack.client().ask_all([question])]
 
 

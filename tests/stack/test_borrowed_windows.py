@@ -8,15 +8,14 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from tests.patience import STACK_PATIENCE_S
 from tests.stack.client import Answer, Question
 from tests.stack.prompts import passage
 from tests.stack.reference import ReferenceModel
 from tests.stack.running import RunningStack, running_stack
-from tests.stack.small_workers import OWN_TOKENS, SETTINGS, announced_tokens
+from tests.stack.small_workers import OWN_TOKENS, SETTINGS, until_announced
 from tests.stack.test_other_models import copy_tokenizer
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
 WINDOW_TOKENS = 200
 
 
@@ -44,10 +43,7 @@ def make_gemma(folder: Path) -> None:
 
 
 async def ask(stack: RunningStack, questions: list[Question]) -> list[Answer]:
-    """As soon as it is known that all workers lend."""
-    async with asyncio.timeout(STACK_PATIENCE_S):
-        while await announced_tokens(stack) < 1.6 * OWN_TOKENS:
-            await asyncio.sleep(0.1)
+    await until_announced(stack, 1.6 * OWN_TOKENS)
     return await stack.client().ask_all(questions)
 
 

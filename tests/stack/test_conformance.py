@@ -2,15 +2,12 @@
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.conformance.schemas import violations
-from tests.patience import STACK_PATIENCE_S
-from tests.stack.running import RunningStack
 
 pytestmark = pytest.mark.stack
 ASK = [{"role": "user", "content": "Tell me a short story about a dog."}]
@@ -72,13 +69,6 @@ RESPONSES: dict[str, dict[str, Any]] = {
         "tool_choice": "required",
     },
 }
-
-
-@pytest.fixture(scope="module")
-def http(stack: RunningStack) -> Iterator[httpx.Client]:
-    headers = {"Authorization": f"Bearer {stack.key}"}
-    with httpx.Client(base_url=stack.url, headers=headers, timeout=STACK_PATIENCE_S) as client:
-        yield client
 
 
 def whole(http: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:

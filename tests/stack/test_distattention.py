@@ -37,9 +37,9 @@ POOL_TOKENS = WORKERS * (BLOCKS - STAGED_BLOCKS - 1) * BLOCK_TOKENS
 NAMES = [f"worker-{index}" for index in range(WORKERS)]
 SHAPES = {
     1: (3.02, ANSWER_TOKENS),
-    2: (3.02, 200),
-    3: (2.02, 120),
-    4: (2.02, 200),
+    2: (3.02, 100),
+    3: (2.02, 80),
+    4: (2.02, 100),
     5: (1.52, 300),
     6: (1.3, ANSWER_TOKENS),
 }

@@ -1,7 +1,6 @@
 """Embeddings on a whole stack: the model's own last hidden states, however they are asked for."""
 
 import base64
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -17,14 +16,6 @@ from tests.stack.running import TINY_CHAT, RunningStack
 
 pytestmark = pytest.mark.stack
 TEXTS = ["A dog ran home.", "Rain.", "Once upon a time there was a fox. " * 12]
-
-
-@pytest.fixture(scope="module")
-def client(stack: RunningStack) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{stack.url}/v1", api_key=stack.key, timeout=STACK_PATIENCE_S, max_retries=0
-    ) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
@@ -59,23 +50,18 @@ def test_they_are_the_models_hidden_states(client: openai.OpenAI, expected: list
     np.testing.assert_allclose(vectors(single), expected[:1], atol=1e-4)
 
 
-def test_base64_and_tokens(stack: RunningStack, client: openai.OpenAI, expected: list[list[float]]) -> None:
+def test_base64_and_tokens(http: httpx.Client, client: openai.OpenAI, expected: list[list[float]]) -> None:
     np.testing.assert_allclose(
         vectors(client.embeddings.create(model="tiny_chat", input=TEXTS)), expected, atol=1e-4
     )  # the SDK asks for base64 by itself
     tokenizer: Any = AutoTokenizer.from_pretrained(TINY_CHAT)
     tokens = [tokenizer(text).input_ids for text in TEXTS]
-    headers = {"Authorization": f"Bearer {stack.key}"}
     body = {"model": "tiny_chat", "input": tokens, "encoding_format": "base64"}
-    reply = httpx.post(
-        f"{stack.url}/v1/embeddings", headers=headers, json=body, timeout=STACK_PATIENCE_S
-    ).json()
+    reply = http.post("/v1/embeddings", json=body).json()
     packed = [np.frombuffer(base64.b64decode(each["embedding"]), "<f4") for each in reply["data"]]
     np.testing.assert_allclose(packed, expected, atol=1e-4)
     body["encoding_format"] = "float"
-    reply = httpx.post(
-        f"{stack.url}/v1/embeddings", headers=headers, json=body, timeout=STACK_PATIENCE_S
-    ).json()
+    reply = http.post("/v1/embeddings", json=body).json()
     assert violations("CreateEmbeddingResponse", reply) == []
 
 
@@ -106,10 +92,8 @@ def test_a_text_is_cut_where_that_is_asked_for(client: openai.OpenAI) -> None:
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ],
 )
-def test_refusals_name_the_field(stack: RunningStack, fields: dict[str, Any], param: str) -> None:
-    body = {"model": "tiny_chat", "input": "a", **fields}
-    headers = {"Authorization": f"Bearer {stack.key}"}
-    reply = httpx.post(f"{stack.url}/v1/embeddings", headers=headers, json=body, timeout=STACK_PATIENCE_S)
+def test_refusals_name_the_field(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    reply = http.post("/v1/embeddings", json={"model": "tiny_chat", "input": "a", **fields})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
 
 

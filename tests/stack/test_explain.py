@@ -18,7 +18,7 @@ from tests.stack.prompts import mixed
 from tests.stack.running import RunningStack, running_stack
 
 pytestmark = pytest.mark.stack
-STREAMS = 40
+STREAMS = 24
 SETTINGS = ("worker.kv_blocks=96", "worker.simulated.speed=10")
 
 
@@ -38,7 +38,7 @@ def accounts(stack: RunningStack) -> list[dict[str, Any]]:
     async def kill() -> None:
         stack.signal("worker-1", signal.SIGKILL)
 
-    answers = asyncio.run(stack.client().ask_all(questions, midway=kill, after=300))
+    answers = asyncio.run(stack.client().ask_all(questions, midway=kill, after=200))
     assert all(answer.complete for answer in answers), [answer.errors for answer in answers]
     stack.until_restarted("worker-1", restarts=1)
     deadline_s = time.monotonic() + STACK_PATIENCE_S

@@ -1,7 +1,7 @@
 """Fields of vLLM's and OpenAI's on a whole stack: honoured, as the model itself says, or refused by name."""
 
 import json
-from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import httpx
@@ -10,18 +10,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from tests.patience import STACK_PATIENCE_S
-from tests.stack.running import TINY_CHAT, RunningStack
+from tests.stack.running import TINY_CHAT
 
 pytestmark = pytest.mark.stack
 TEXT = "The old house stood silent beside the road."
-
-
-@pytest.fixture(scope="module")
-def http(stack: RunningStack) -> Iterator[httpx.Client]:
-    headers = {"Authorization": f"Bearer {stack.key}"}
-    with httpx.Client(base_url=stack.url, headers=headers, timeout=STACK_PATIENCE_S) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +40,15 @@ def text_of(reply: dict[str, Any]) -> str:
     return str(reply["choices"][0]["text"])
 
 
+@cache
+def reference() -> Any:
+    return AutoModelForCausalLM.from_pretrained(str(TINY_CHAT), dtype=torch.float32)
+
+
 def true_logprobs(tokens: list[int]) -> list[float]:
     """Of each token but the first, by the model as transformers computes it."""
-    model: Any = AutoModelForCausalLM.from_pretrained(str(TINY_CHAT), dtype=torch.float32)
     with torch.inference_mode():
-        logits = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        logits = reference()(torch.tensor([tokens])).logits[0].log_softmax(-1)
     return [logits[at, token].item() for at, token in enumerate(tokens[1:])]
 
 

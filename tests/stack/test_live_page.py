@@ -25,10 +25,16 @@ needs_chromium = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def page(simulated: RunningStack) -> Iterator[Page]:
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Page]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, browser(Path(profile)) as opened:
         yield opened
+
+
+@pytest.fixture
+def page(tab: Page) -> Page:
+    tab.attach()
+    return tab
 
 
 def ask_all(stack: RunningStack, count: int = 24) -> None:

@@ -17,8 +17,8 @@ from tests.stack.prompts import long_questions
 from tests.stack.running import RunningStack
 
 pytestmark = pytest.mark.stack
-STREAMS = 12
-MIDWAY = 60
+STREAMS = 8
+MIDWAY = 40
 """Chunks received over all streams before anything is moved."""
 MOVES = 12
 ALL_ENDED_S = 1.0

@@ -6,16 +6,10 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
 from tests.conformance.schemas import violations
-from tests.stack.running import RunningStack
 
 pytestmark = pytest.mark.stack
 ASK: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Tell me a short story about a dog."}]
 MODEL = "tiny_chat"
-
-
-@pytest.fixture(scope="module")
-def client(stack: RunningStack) -> OpenAI:
-    return OpenAI(base_url=f"{stack.url}/v1", api_key=stack.key, max_retries=0, timeout=60)
 
 
 def conforms(name: str, body: object) -> None:

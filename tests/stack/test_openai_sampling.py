@@ -20,11 +20,6 @@ from tests.stack.test_openai_client import ASK, MODEL, conforms
 pytestmark = pytest.mark.stack
 
 
-@pytest.fixture(scope="module")
-def client(stack: RunningStack) -> OpenAI:
-    return OpenAI(base_url=f"{stack.url}/v1", api_key=stack.key, max_retries=0, timeout=60)
-
-
 def test_logprobs_of_a_chat(client: OpenAI) -> None:
     raw = client.chat.completions.with_raw_response.create(
         model=MODEL, messages=ASK, max_tokens=24, temperature=0, logprobs=True, top_logprobs=5
@@ -113,14 +108,13 @@ def test_penalties_change_the_answer_and_seeds_repeat_it(client: OpenAI) -> None
         assert text(**fields) == penalised
 
 
-def test_min_tokens_and_stop_tokens(client: OpenAI, stack: RunningStack) -> None:
+def test_min_tokens_and_stop_tokens(client: OpenAI, http: httpx.Client) -> None:
     asked: dict[str, Any] = {"model": MODEL, "messages": ASK, "temperature": 0}
     whole = client.chat.completions.create(**asked, max_tokens=16, logprobs=True)
     assert whole.choices[0].logprobs is not None and whole.choices[0].logprobs.content is not None
     first = whole.choices[0].logprobs.content[0].token
-    headers = {"Authorization": f"Bearer {stack.key}"}
     fields = {"prompt": first, "add_special_tokens": False}
-    (token,) = httpx.post(f"{stack.url}/tokenize", json=fields, headers=headers).json()["tokens"]
+    (token,) = http.post("/tokenize", json=fields).json()["tokens"]
     ended = client.chat.completions.create(**asked, max_tokens=16, extra_body={"stop_token_ids": [token]})
     assert ended.choices[0].message.content == ""
     assert ended.choices[0].finish_reason == "stop"
@@ -131,15 +125,12 @@ def test_min_tokens_and_stop_tokens(client: OpenAI, stack: RunningStack) -> None
     assert longer.usage is not None and longer.usage.completion_tokens >= 8
 
 
-def test_tokenize_and_back(client: OpenAI, stack: RunningStack) -> None:
-    headers = {"Authorization": f"Bearer {stack.key}"}
-    counted = httpx.post(
-        f"{stack.url}/tokenize", json={"model": MODEL, "messages": ASK}, headers=headers
-    ).json()
+def test_tokenize_and_back(client: OpenAI, http: httpx.Client, stack: RunningStack) -> None:
+    counted = http.post("/tokenize", json={"model": MODEL, "messages": ASK}).json()
     reply = client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1)
     assert reply.usage is not None and reply.usage.prompt_tokens == counted["count"] == len(counted["tokens"])
     body = {"model": MODEL, "tokens": counted["tokens"]}
-    shown = httpx.post(f"{stack.url}/detokenize", json=body, headers=headers).json()["prompt"]
+    shown = http.post("/detokenize", json=body).json()["prompt"]
     assert str(ASK[0]["content"]) in shown
     assert httpx.post(f"{stack.url}/tokenize", json={"prompt": "x"}).status_code == 401
 

@@ -1,16 +1,14 @@
 """Pie beside the prefix cache in a real stack: long prompts, and the texts of a large worker."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.patience import STACK_PATIENCE_S
 from tests.stack.client import Question
 from tests.stack.prompts import mixed
 from tests.stack.running import RunningStack, running_stack
-from tests.stack.small_workers import announced_tokens
+from tests.stack.small_workers import until_announced
 
 pytestmark = pytest.mark.stack
 SMALL = ("worker.kv_blocks=48", "worker.pie.enabled=true")
@@ -48,9 +46,7 @@ async def test_what_own_host_memory_cannot_hold_is_borrowed(tmp_path: Path, room
     story = "Once upon a time there was a fox who wanted to see the sea. " * 68
     questions = [Question(story, {"temperature": 0, "ignore_eos": True, "max_tokens": 24})]
     with running_stack(tmp_path / "run", workers=3, settings=("worker.kv_blocks=24",)) as small:
-        async with asyncio.timeout(STACK_PATIENCE_S):
-            while await announced_tokens(small) < 68 * 16:
-                await asyncio.sleep(0.1)
+        await until_announced(small, 68 * 16)
         assert await asked_twice(small, questions) == await asked_twice(roomy, questions)
         logged = "".join(path.read_text() for path in sorted(small.run_dir.glob("logs/worker-*.log")))
     assert "blocks outside for a sequence" in logged and '"event":"borrowed"' in logged

@@ -12,7 +12,7 @@ from tests.stack.running import BLOCK_TOKENS, RunningStack, running_stack
 from tests.stack.watch import Seen, watching
 
 pytestmark = pytest.mark.stack
-PROMPT_WORDS, ANSWER_TOKENS = 1000, 1200
+PROMPT_WORDS, ANSWER_TOKENS = 1000, 600
 PROMPT_BLOCKS = PROMPT_WORDS // BLOCK_TOKENS
 """At least: a word is a token or more."""
 SHADOWED = ("scheduler.shadow_from_s=0.001", "worker.transfer.shadow_link_share=1")

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.patience import STACK_PATIENCE_S
 from tests.stack.client import Answer, Question, assert_same
 from tests.stack.prompts import passage
 from tests.stack.running import RunningStack, running_stack
-from tests.stack.small_workers import BLOCK_TOKENS, BLOCKS, OWN_TOKENS, SETTINGS, announced_tokens
+from tests.stack.small_workers import BLOCK_TOKENS, BLOCKS, OWN_TOKENS, SETTINGS, until_announced
 from tests.stack.watch import Seen, debtor_of, nobody_owes, watching
 
 pytestmark = pytest.mark.stack
@@ -28,6 +27,7 @@ def question(seed: int) -> Question:
 
 
 QUESTIONS = [question(1), question(2)]
+ALL_LEND_TOKENS = 1.9 * (BLOCKS - 1) * BLOCK_TOKENS
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +46,10 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
         yield running
 
 
-async def until_all_announced(stack: RunningStack) -> None:
-    async with asyncio.timeout(STACK_PATIENCE_S):
-        while await announced_tokens(stack) < 1.9 * (BLOCKS - 1) * BLOCK_TOKENS:
-            await asyncio.sleep(0.1)
-
-
 async def test_a_prompt_longer_than_a_worker_is_answered_and_all_comes_home(
     two: RunningStack, expected: list[Answer]
 ) -> None:
-    await until_all_announced(two)
+    await until_announced(two, ALL_LEND_TOKENS)
     told: list[str] = []
 
     async def look() -> None:
@@ -80,7 +74,7 @@ async def test_a_prompt_longer_than_a_worker_is_answered_and_all_comes_home(
 
 
 async def test_a_killed_creditor_costs_time_and_no_token(two: RunningStack, expected: list[Answer]) -> None:
-    await until_all_announced(two)
+    await until_announced(two, ALL_LEND_TOKENS)
     killed: list[str] = []
 
     async def strike() -> None:

@@ -71,15 +71,12 @@ def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
         client.responses.create(model="tiny_chat", input=THEN, previous_response_id=first.id)
 
 
-def test_where_nothing_is_stored_that_is_said(stack: RunningStack) -> None:
-    with httpx.Client(
-        base_url=stack.url, headers={"Authorization": f"Bearer {stack.key}"}, timeout=STACK_PATIENCE_S
-    ) as http:
-        body = {"model": "tiny_chat", "input": ASK, "max_output_tokens": 4}
-        assert http.post("/v1/responses", json=body).json()["store"] is False
-        for field in ({"store": True}, {"previous_response_id": "resp_1"}):
-            error = http.post("/v1/responses", json={**body, **field}).json()["error"]
-            assert error["param"] in field and "gateway.stored_responses" in error["message"]
-        for method in ("GET", "DELETE"):
-            reply = http.request(method, "/v1/responses/resp_1")
-            assert reply.status_code == 404 and "gateway.stored_responses" in reply.text
+def test_where_nothing_is_stored_that_is_said(http: httpx.Client) -> None:
+    body = {"model": "tiny_chat", "input": ASK, "max_output_tokens": 4}
+    assert http.post("/v1/responses", json=body).json()["store"] is False
+    for field in ({"store": True}, {"previous_response_id": "resp_1"}):
+        error = http.post("/v1/responses", json={**body, **field}).json()["error"]
+        assert error["param"] in field and "gateway.stored_responses" in error["message"]
+    for method in ("GET", "DELETE"):
+        reply = http.request(method, "/v1/responses/resp_1")
+        assert reply.status_code == 404 and "gateway.stored_responses" in reply.text

@@ -10,7 +10,6 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.patience import STACK_PATIENCE_S
 from tests.stack.client import Answer, Question, assert_same
 from tests.stack.running import RunningStack
 
@@ -63,14 +62,13 @@ async def test_answers_keep_their_form_when_a_worker_is_killed(stack: RunningSta
         stack.until_restarted(name, restarts=before + 1)
 
 
-def test_refused_before_any_work(stack: RunningStack) -> None:
+def test_refused_before_any_work(http: httpx.Client) -> None:
     body = {
-        "model": stack.model.name,
+        "model": "tiny_chat",
         "messages": [{"role": "user", "content": "hi"}],
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}},
     }
-    headers = {"Authorization": f"Bearer {stack.key}"}
-    refused = httpx.post(f"{stack.url}/v1/chat/completions", json=body, headers=headers)
+    refused = http.post("/v1/chat/completions", json=body)
     assert refused.status_code == 400
     error = refused.json()["error"]
     assert (
@@ -83,17 +81,15 @@ class Dog(BaseModel):
     age: int
 
 
-def test_parse_of_the_openai_client(stack: RunningStack) -> None:
-    url = f"{stack.url}/v1"
-    with openai.OpenAI(base_url=url, api_key=stack.key, timeout=STACK_PATIENCE_S) as client:
-        parsed = client.chat.completions.parse(
-            model=stack.model.name,
-            messages=[{"role": "user", "content": "Invent a dog."}],
-            response_format=Dog,
-            n=2,
-            seed=7,
-            max_tokens=64,
-            logprobs=True,
-        )
+def test_parse_of_the_openai_client(client: openai.OpenAI) -> None:
+    parsed = client.chat.completions.parse(
+        model="tiny_chat",
+        messages=[{"role": "user", "content": "Invent a dog."}],
+        response_format=Dog,
+        n=2,
+        seed=7,
+        max_tokens=64,
+        logprobs=True,
+    )
     for choice in parsed.choices:
         assert isinstance(choice.message.parsed, Dog)

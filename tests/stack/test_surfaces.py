@@ -24,13 +24,7 @@ CITY: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def client(stack: RunningStack) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key=stack.key, timeout=STACK_PATIENCE_S) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def http(stack: RunningStack) -> Iterator[httpx.Client]:
+def anthropic(stack: RunningStack) -> Iterator[httpx.Client]:
     headers = {"x-api-key": stack.key, "anthropic-version": "2023-06-01"}
     with httpx.Client(base_url=stack.url, headers=headers, timeout=STACK_PATIENCE_S) as client:
         yield client
@@ -159,17 +153,17 @@ def test_what_responses_have_not(client: openai.OpenAI, fields: dict[str, Any], 
     assert caught.value.param == param
 
 
-def message(http: httpx.Client, **fields: Any) -> httpx.Response:
+def message(anthropic: httpx.Client, **fields: Any) -> httpx.Response:
     asked = [{"role": "user", "content": ASK}]
     body = {"model": "tiny_chat", "messages": asked, "max_tokens": 20, "temperature": 0, **fields}
-    return http.post("/v1/messages", json=body)
+    return anthropic.post("/v1/messages", json=body)
 
 
-def test_a_message_is_the_chats_answer(client: openai.OpenAI, http: httpx.Client) -> None:
-    found = message(http).json()
+def test_a_message_is_the_chats_answer(client: openai.OpenAI, anthropic: httpx.Client) -> None:
+    found = message(anthropic).json()
     assert found["content"] == [{"type": "text", "text": chat(client)}]
     assert (found["type"], found["role"], found["stop_reason"]) == ("message", "assistant", "max_tokens")
-    counted = http.post(
+    counted = anthropic.post(
         "/v1/messages/count_tokens",
         json={"model": "tiny_chat", "messages": [{"role": "user", "content": ASK}]},
     ).json()["input_tokens"]
@@ -177,10 +171,10 @@ def test_a_message_is_the_chats_answer(client: openai.OpenAI, http: httpx.Client
     assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
     assert usage["output_tokens"] == 20
     word = chat(client).split()[3]
-    stopped = message(http, stop_sequences=[*"ABCDEF", word]).json()
+    stopped = message(anthropic, stop_sequences=[*"ABCDEF", word]).json()
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", word)
     briefed = [{"type": "text", "text": "Be brief."}]
-    assert message(http, system=briefed, max_tokens=300).json()["stop_reason"] == "end_turn"
+    assert message(anthropic, system=briefed, max_tokens=300).json()["stop_reason"] == "end_turn"
 
 
 @pytest.mark.parametrize(
@@ -192,13 +186,13 @@ def test_a_message_is_the_chats_answer(client: openai.OpenAI, http: httpx.Client
         ({"tools": [{"name": "a", "input_schema": {}}, {"name": "a"}]}, "two tools have one name"),
     ],
 )
-def test_errors_in_anthropics_words(http: httpx.Client, fields: dict[str, Any], words: str) -> None:
+def test_errors_in_anthropics_words(anthropic: httpx.Client, fields: dict[str, Any], words: str) -> None:
     """Claude Code reads the first two: it asks again with fewer tokens, or compacts the chat."""
-    assert re.search(words, message(http, **fields).json()["error"]["message"])
+    assert re.search(words, message(anthropic, **fields).json()["error"]["message"])
 
 
-def test_events_of_a_message(client: openai.OpenAI, http: httpx.Client) -> None:
-    events = events_of(message(http, stream=True).text)
+def test_events_of_a_message(client: openai.OpenAI, anthropic: httpx.Client) -> None:
+    events = events_of(message(anthropic, stream=True).text)
     names = [name for name, _ in events]
     assert names[:3] == ["message_start", "ping", "content_block_start"]
     assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
@@ -208,17 +202,17 @@ def test_events_of_a_message(client: openai.OpenAI, http: httpx.Client) -> None:
     assert delta["delta"]["stop_reason"] == "max_tokens" and delta["usage"]["output_tokens"] == 20
 
 
-def test_tools_of_messages(http: httpx.Client) -> None:
+def test_tools_of_messages(anthropic: httpx.Client) -> None:
     tools = [{"name": "weather", "description": "Of a city.", "input_schema": CITY}]
     fields: dict[str, Any] = {
         "tools": tools,
         "tool_choice": {"type": "tool", "name": "weather"},
         "max_tokens": 60,
     }
-    called = message(http, **fields).json()
+    called = message(anthropic, **fields).json()
     (block,) = called["content"]
     assert (called["stop_reason"], block["type"], list(block["input"])) == ("tool_use", "tool_use", ["city"])
-    events = events_of(message(http, **fields, stream=True).text)
+    events = events_of(message(anthropic, **fields, stream=True).text)
     written = "".join(data["delta"]["partial_json"] for name, data in events if name == "content_block_delta")
     assert json.loads(written) == block["input"]
     result = {
@@ -231,7 +225,7 @@ def test_tools_of_messages(http: httpx.Client) -> None:
         {"role": "assistant", "content": called["content"]},
         {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
     ]
-    after = message(http, messages=history, tools=tools, max_tokens=8)
+    after = message(anthropic, messages=history, tools=tools, max_tokens=8)
     assert after.status_code == 200 and after.json()["content"][0]["text"]
 
 
@@ -244,11 +238,11 @@ def test_tools_of_messages(http: httpx.Client) -> None:
         ({"stop_sequences": ["x"] * 33}, 400, "invalid_request_error"),
     ],
 )
-def test_errors_of_messages(http: httpx.Client, fields: dict[str, Any], status: int, kind: str) -> None:
-    reply = message(http, **fields)
+def test_errors_of_messages(anthropic: httpx.Client, fields: dict[str, Any], status: int, kind: str) -> None:
+    reply = message(anthropic, **fields)
     assert (reply.status_code, reply.json()["error"]["type"]) == (status, kind)
     assert next(iter(fields)) in reply.json()["error"]["message"]
-    listed = http.get("/v1/models").json()  # with x-api-key alone; Codex looks for `models`
+    listed = anthropic.get("/v1/models").json()  # with x-api-key alone; Codex looks for `models`
     assert (listed["data"][0]["id"], listed["models"]) == ("tiny_chat", [])
-    stranger = http.post("/v1/messages", json={}, headers={"x-api-key": "no"})
+    stranger = anthropic.post("/v1/messages", json={}, headers={"x-api-key": "no"})
     assert (stranger.status_code, stranger.json()["error"]["type"]) == (401, "authentication_error")

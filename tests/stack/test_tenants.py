@@ -14,7 +14,7 @@ from tests.stack.prompts import passage
 from tests.stack.running import running_stack
 
 pytestmark = pytest.mark.stack
-FLOOD, ASKED = 60, 4
+FLOOD, ASKED = 40, 4
 
 
 def keys_of(**classes: str) -> str:

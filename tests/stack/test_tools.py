@@ -1,7 +1,6 @@
 """Tool calls on a whole stack through OpenAI's own client, held to their parameters, streamed and not."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -9,8 +8,6 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionToolParam
 
-from tests.patience import STACK_PATIENCE_S
-from tests.stack.running import RunningStack
 from tests.stack.test_openai_client import conforms
 
 pytestmark = pytest.mark.stack
@@ -25,12 +22,6 @@ TOOLS: list[ChatCompletionToolParam] = [
     {"type": "function", "function": {"name": "now", "description": "The time."}},
 ]
 ASK: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
-
-
-@pytest.fixture
-def client(stack: RunningStack) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key=stack.key, timeout=STACK_PATIENCE_S) as made:
-        yield made
 
 
 def check(name: str, arguments: str) -> None:

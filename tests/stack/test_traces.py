@@ -112,7 +112,7 @@ async def test_what_is_resumed_elsewhere_stays_in_its_trace(
     """The worker that is killed sends nothing any more; the one that goes on does."""
     trace_id = f"{0xABC2:032x}"
     before = len(routes(stack))
-    asking = asyncio.create_task(ask(stack, trace_id, max_tokens=1500, ignore_eos=True))
+    asking = asyncio.create_task(ask(stack, trace_id, max_tokens=600, ignore_eos=True))
     await until(lambda: len(routes(stack)) > before, STACK_PATIENCE_S)
     await asyncio.sleep(0.1)
     stack.signal(routes(stack)[-1], signal.SIGKILL)
