@@ -48,6 +48,17 @@ class StackConfig(ServiceConfig):
         le=64 * 1024 * 1024,
         description="maximum message size of nats-server; the services' own limit is bus.max_payload_bytes",
     )
+    nats_max_connections: int = Field(
+        default=1024, ge=16, description="maximum number of connections to nats-server"
+    )
+    nats_max_memory_store_bytes: int = Field(
+        default=16 * 1024 * 1024, gt=0, description="memory limit of JetStream; the stack uses none"
+    )
+    nats_max_file_store_bytes: int = Field(
+        default=64 * 1024 * 1024,
+        ge=1024 * 1024,
+        description="disk limit of JetStream, which stores the leases",
+    )
     tls: bool = Field(
         default=False,
         description="encrypt the bus, with a new certificate at every start unless nats_tls_cert is set",

@@ -50,9 +50,6 @@ def _subjects(allowed: tuple[str, ...]) -> str:
 
 _ADVISORIES = "$SYS.ACCOUNT.KVASIR"
 _CHECK_DEADLINE_S = 20.0
-_MOST_CONNECTIONS = 1024
-_MEMORY_STORE_BYTES, _FILE_STORE_BYTES = 16 * 1024 * 1024, 64 * 1024 * 1024
-"""Limits of JetStream, which stores the leases on disk and nothing in memory."""
 _USERS_BEGIN, _USERS_END = "    users: [\n", "\n    ]\n"
 
 
@@ -76,11 +73,11 @@ def config_text(config: StackConfig, access: BusAccess, store: Path) -> str:
 listen: "127.0.0.1:{access.port}"
 server_name: "kvasir"
 max_payload: {config.nats_max_payload_bytes}
-max_connections: {_MOST_CONNECTIONS}
+max_connections: {config.nats_max_connections}
 jetstream {{
   store_dir: {_quoted(store)}
-  max_memory_store: {_MEMORY_STORE_BYTES}
-  max_file_store: {_FILE_STORE_BYTES}
+  max_memory_store: {config.nats_max_memory_store_bytes}
+  max_file_store: {config.nats_max_file_store_bytes}
 }}
 {_tls_text(access)}system_account: SYS
 accounts {{
@@ -95,7 +92,7 @@ accounts {{
       {{ stream: {{ account: SYS, subject: "{_ADVISORIES}.CONNECT" }}, to: "{subjects.BUS_CONNECTED}" }}
       {{ stream: {{ account: SYS, subject: "{_ADVISORIES}.DISCONNECT" }}, to: "{subjects.BUS_DISCONNECTED}" }}
     ]
-    jetstream {{ max_file: {_FILE_STORE_BYTES}, max_streams: 1 }}
+    jetstream {{ max_file: {config.nats_max_file_store_bytes}, max_streams: 1 }}
 {_USERS_BEGIN}{users_text(access.credentials.nats_passwords)}{_USERS_END}  }}
 }}
 """

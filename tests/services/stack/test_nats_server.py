@@ -88,16 +88,21 @@ async def test_tls_lets_nobody_in_without_it(tmp_path: Path) -> None:
             await connect(plain, "scheduler-0")
 
 
-async def test_the_limit_of_a_message_is_that_of_the_settings(tmp_path: Path) -> None:
-    config = StackConfig(nats_max_payload_bytes=64 * 1024)
+async def test_limits_are_those_of_the_settings(tmp_path: Path) -> None:
+    config = StackConfig(nats_max_payload_bytes=64 * 1024, nats_max_connections=16)
     async with secured_server(tmp_path, config) as access:
-        bus = await connect(access.config("scheduler-0"), "scheduler-0")
+        buses = [await connect(access.config("scheduler-0"), "scheduler-0") for _ in range(16)]
+        with pytest.raises(BusUnavailable, match="no NATS connection"):
+            await connect(access.config("scheduler-0", connect_timeout_s=0.5), "scheduler-0")
         status = ServiceStatus(
             service="x", instance="x-0", incarnation=1, uptime_s=1.0, details={"x": "x" * 70_000}
         )
         with pytest.raises(MessageTooLarge):
-            await bus.publish(SCHEDULER_ANNOUNCED, status)
-        await bus.close()
+            await buses[0].publish(SCHEDULER_ANNOUNCED, status)
+        await buses.pop().close()
+        buses.append(await connect(access.config("scheduler-0"), "scheduler-0"))
+        for bus in buses:
+            await bus.close()
 
 
 async def test_the_lease_is_the_only_stream(tmp_path: Path) -> None:
