@@ -77,7 +77,7 @@ def test_no_message_forbids_unknown_fields() -> None:
 
 
 @pytest.mark.parametrize("message_type", [kind for found in MODULES for kind in message_types(found)])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_every_message_keeps_the_contract(message_type: type[msgspec.Struct], data: st.DataObject) -> None:
     message = data.draw(values_of(message_type))

@@ -65,7 +65,7 @@ def test_every_number_and_text_has_bounds(message_type: type[msgspec.Struct]) ->
 
 
 @pytest.mark.parametrize("message_type", ALL)
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_one_value_beyond_its_bounds_and_the_message_is_refused(
     message_type: type[msgspec.Struct], data: st.DataObject
