@@ -200,33 +200,24 @@ def test_traffic_from_the_chat_box_and_what_a_click_tells(simulated: RunningStac
 
 
 @needs_chromium
-@pytest.mark.parametrize(("workers", "drawn"), [(0, "p"), (3, "svg table"), (12, "table"), (40, "table")])
-def test_debts_are_a_graph_a_matrix_or_a_list(
-    simulated: RunningStack, page: Page, workers: int, drawn: str
-) -> None:
+def test_debts_are_a_graph_a_matrix_or_a_list(simulated: RunningStack, page: Page) -> None:
     """Simulated workers lend nothing: the module is asked itself."""
     look(page, simulated)
     page.evaluate("document.getElementById('pause').click()")
-    debts = [
-        {
-            "creditor": f"worker-{at}",
-            "debtor": f"worker-{(at + 1) % workers}",
-            "blocks": at + 1,
-            "host_blocks": 1,
-        }
-        for at in range(workers)
-    ]
-    page.evaluate(f"window.debts = {json.dumps(debts)}")
-    show = (
-        "import('/ui/debts.js').then((m) => m.showDebts(document.getElementById('debt-rows'), window.debts))"
-    )
-    page.evaluate(show)
-    made = "[...document.getElementById('debt-rows').children].map((e) => e.tagName.toLowerCase()).join(' ')"
-    assert page.evaluate(made) == drawn
-    if workers == 3:
-        label = page.evaluate("document.querySelector('#debt-rows svg').getAttribute('aria-label')")
-        assert label.endswith("worker-2 lends 4 to worker-0")
-        assert page.evaluate("document.querySelectorAll('#debt-rows path.debt').length") == 3
+    rows = "document.getElementById('debt-rows')"
+    for workers, drawn in ((0, "p"), (3, "svg table"), (12, "table"), (40, "table")):
+        names = [f"worker-{at}" for at in range(workers)]
+        debts = [
+            {"creditor": one, "debtor": names[(at + 1) % workers], "blocks": at + 1, "host_blocks": 1}
+            for at, one in enumerate(names)
+        ]
+        page.evaluate(f"import('/ui/debts.js').then((m) => m.showDebts({rows}, {json.dumps(debts)}))")
+        made = page.evaluate(f"[...{rows}.children].map((e) => e.tagName.toLowerCase()).join(' ')")
+        assert made == drawn
+        if workers == 3:
+            label = page.evaluate("document.querySelector('#debt-rows svg').getAttribute('aria-label')")
+            assert label.endswith("worker-2 lends 4 to worker-0")
+            assert page.evaluate("document.querySelectorAll('#debt-rows path.debt').length") == 3
     assert page.faults == []
 
 
