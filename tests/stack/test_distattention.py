@@ -138,6 +138,7 @@ def midway(
     return strike
 
 
+@pytest.mark.slow  # a killed one is in every run
 async def test_a_frozen_creditor_costs_a_pause_and_no_token(
     four: RunningStack, expected: dict[int, Answer]
 ) -> None:

@@ -97,6 +97,7 @@ async def test_a_prompt_of_three_workers_kv_lies_in_host_memory(
     await until_nobody_owes(three)
 
 
+@pytest.mark.slow  # test_distattention has the same of devices in every run
 async def test_a_killed_creditor_of_host_memory_costs_time_and_no_token(
     three: RunningStack, expected: list[Answer]
 ) -> None:

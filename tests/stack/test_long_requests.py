@@ -39,6 +39,7 @@ def expected(roomy: RunningStack) -> list[Answer]:
 
 
 @pytest.mark.parametrize("turn", range(2))
+@pytest.mark.slow  # on virtual time in every run: test_long_requests_cores
 async def test_all_long_requests_at_once_are_answered(
     two: RunningStack, expected: list[Answer], turn: int
 ) -> None:

@@ -98,6 +98,7 @@ async def test_killed_during_moves(
 
 
 @pytest.mark.parametrize("moving", ["kv"], indirect=True)
+@pytest.mark.slow  # killed ones are in every run
 async def test_frozen_source(stack: RunningStack, undisturbed: list[Answer], moving: Mover) -> None:
     async def move_and_freeze() -> None:
         await order(moving, 6)

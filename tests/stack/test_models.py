@@ -132,6 +132,7 @@ def test_a_stack_needs_a_worker_for_each(tmp_path: Path) -> None:
 SCALED = ("placement.policy=mell", "placement.scale=true", "placement.idle_s=1", "placement.epoch_s=0.2")
 
 
+@pytest.mark.slow  # test_mell has the same of one model in every run
 def test_idle_workers_of_each_model_stop_and_the_last_of_each_stays(tmp_path: Path) -> None:
     flags = ("--model", f"twin={TINY_CHAT}")
     with running_stack(tmp_path / "run", workers=4, flags=flags, settings=SCALED) as stack:

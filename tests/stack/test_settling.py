@@ -131,6 +131,7 @@ async def test_debts_are_settled_in_mid_decode_and_the_text_is_the_same(
         await watch.until(nobody_owes)
 
 
+@pytest.mark.slow  # on virtual time in every run: test_settling_cores
 async def test_a_participant_killed_in_mid_settlement_leaves_nothing_half_done(
     two: RunningStack, expected: dict[int, list[Answer]]
 ) -> None:
