@@ -15,8 +15,8 @@ from rich.console import Console
 
 from services.stack.config import StackConfig
 from services.stack.obstructions import Obstructed
-from services.stack.rundir import DEFAULT_RUN_DIR, RunDirectory
-from services.stack.table import ROOT, Sources, TableMaker, kvasir_table, parse_override
+from services.stack.rundir import DEFAULT_RUN_DIR, ROOT, RunDirectory
+from services.stack.table import Sources, TableMaker, kvasir_table, parse_override
 from shared import log
 from shared.command_line import Parser
 from shared.config import load

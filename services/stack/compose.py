@@ -16,8 +16,7 @@ from pathlib import Path
 from services.stack import nats_server
 from services.stack.access import BusAccess, Certificate
 from services.stack.config import StackConfig
-from services.stack.rundir import RunDirectory
-from services.stack.table import ROOT
+from services.stack.rundir import ROOT, RunDirectory
 from shared import subjects
 from shared.config import ENV_PREFIX
 from shared.errors import ConfigError

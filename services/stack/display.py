@@ -13,11 +13,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from services.stack.rundir import RunDirectory
+from services.stack.rundir import ROOT, RunDirectory
 from services.stack.supervisor import Child, ChildState
 from shared.errors import ConfigError
 
-_ROOT = Path(__file__).resolve().parents[2]
 _REFRESH_S = 0.1
 _PLAIN_EVERY_S = 5.0
 _FEW = 2
@@ -119,11 +118,11 @@ def running_state(run: RunDirectory) -> dict[str, Any]:
 def _program(module: str) -> str:
     if module != "services":
         return f"{sys.executable} -m {module}"
-    script = _ROOT / "kvasir"
+    script = ROOT / "kvasir"
     found = shutil.which(script.name)
     if found is not None and Path(found).resolve() == script:
         return script.name
-    return f"./{script.name}" if Path.cwd() == _ROOT else shlex.quote(str(script))
+    return f"./{script.name}" if Path.cwd() == ROOT else shlex.quote(str(script))
 
 
 def ready_text(url: str, key: str, model: str, ready_s: float, run: RunDirectory) -> str:

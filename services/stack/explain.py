@@ -15,12 +15,11 @@ from rich.table import Table
 
 from services.stack.display import running_state, say
 from services.stack.record import recording
-from services.stack.rundir import RunDirectory
+from services.stack.rundir import ROOT, RunDirectory
 from shared.errors import ConfigError, NoResponder
 
 _DEADLINE_S = 30.0
 _REPLAY_S = 120.0
-_ROOT = Path(__file__).resolve().parents[2]
 _QUIET = {"unix_s", "instance", "kind"}
 
 
@@ -62,7 +61,7 @@ def what_if(run: RunDirectory, request_id: str, otherwise: Sequence[str]) -> dic
         command = [sys.executable, "-m", "sim.replay", str(path), "--request", request_id, *flags]
         try:
             done = subprocess.run(
-                command, cwd=_ROOT, capture_output=True, text=True, timeout=_REPLAY_S, check=False
+                command, cwd=ROOT, capture_output=True, text=True, timeout=_REPLAY_S, check=False
             )
         except subprocess.TimeoutExpired:
             raise ConfigError(f"the simulator took more than {_REPLAY_S:.0f} s over this run") from None

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.stack.rundir import ROOT
 from shared.errors import ConfigError
 from shared.model_files import HubId, check_model, name_of, source_of
 
-ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = "tiny_chat"
 ENV_FOLDER = "KVASIR_MODELS"
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")

@@ -18,9 +18,8 @@ from typing import Any
 from rich.console import Console
 
 from services.stack.display import command_line, nothing_runs, say
-from services.stack.rundir import RunDirectory
+from services.stack.rundir import ROOT, RunDirectory
 from services.stack.supervisor import StartFailed, Supervisor
-from services.stack.table import ROOT
 from shared import subjects
 from shared.errors import ConfigError
 

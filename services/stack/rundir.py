@@ -16,7 +16,9 @@ from typing import Any
 from shared.errors import ConfigError
 from shared.subjects import OPERATOR, permissions_of
 
-DEFAULT_RUN_DIR = Path(__file__).resolve().parents[2] / ".run"
+ROOT = Path(__file__).resolve().parents[2]
+"""Repository root, where `python -m services.…` works."""
+DEFAULT_RUN_DIR = ROOT / ".run"
 _KEPT_LOGS = 3
 _PROBE_BYTES = 65_536
 _LEAST_FREE_BYTES = 100_000_000

@@ -19,7 +19,7 @@ from services.stack.obstructions import check_override, free_port, gateway_hosts
 from services.stack.probes import HttpProbe, TcpProbe, UnixProbe
 from services.stack.process import SeedLauncher, socket_fits, start_program
 from services.stack.roll_call import RollCall, StatusProbe
-from services.stack.rundir import RunDirectory
+from services.stack.rundir import ROOT, RunDirectory
 from services.stack.supervisor import ChildSpec
 from shared import subjects
 from shared.command_line import hint
@@ -27,8 +27,6 @@ from shared.config import ENV_CONFIG_FILE, ENV_PREFIX, SHARED_SETTINGS
 from shared.errors import ConfigError
 from shared.plugins import PLUGIN_SETTINGS, absolute, is_file
 
-ROOT = Path(__file__).resolve().parents[2]
-"""Repository root, where `python -m services.…` works."""
 _MODEL_SERVICES = ("GATEWAY", "WORKER")
 _ENGINE_MODULE = "services.worker.building"
 """Imports torch and transformers; workers need it to build an engine."""

@@ -33,9 +33,9 @@ from services.stack.probes import authority, http_get
 from services.stack.roll_call import RollCall
 from services.stack.rolling import SIGNAL as ROLL_SIGNAL
 from services.stack.rolling import Roller
-from services.stack.rundir import RunDirectory
+from services.stack.rundir import ROOT, RunDirectory
 from services.stack.supervisor import ChildState, StartFailed, Supervisor, tail
-from services.stack.table import ROOT, Sources, TableMaker, kvasir_table, workers_by_model
+from services.stack.table import Sources, TableMaker, kvasir_table, workers_by_model
 from services.stack.verdict import troubles
 from shared.errors import KvasirError
 from shared.messages.moves import WorkersWanted

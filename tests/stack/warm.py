@@ -28,8 +28,9 @@ from typing import Any
 from services.stack import seed
 from services.stack.cli import Program, main
 from services.stack.process import ChildProcess, die_with_parent
+from services.stack.rundir import ROOT
 from services.stack.supervisor import ChildSpec
-from services.stack.table import ROOT, kvasir_table
+from services.stack.table import kvasir_table
 from shared.subjects import SERVICES
 
 _IMPORTED = (

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from services.stack import models
+from services.stack.rundir import ROOT
 from shared.errors import ConfigError
 from shared.model_files import HubId
 
-TINY_CHAT = models.ROOT / "models" / "tiny_chat"
+TINY_CHAT = ROOT / "models" / "tiny_chat"
 
 
 @pytest.fixture(autouse=True)
