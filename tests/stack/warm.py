@@ -1,7 +1,7 @@
-"""Runs `kvasir` commands as forks of one process that has imported everything, which is most of their time.
+"""Run `kvasir` commands as forks of a process that has imported everything: imports take most of a start.
 
-`Warm` is the test's end. A supervisor so started forks its seed in the same way. From its first line on, a
-command is the one that a user types.
+`Warm` is the client, in the test's process. A supervisor forks its seed in the same way. The commands
+themselves are those that a user types.
 """
 
 import atexit
@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from shutil import rmtree
 from tempfile import mkdtemp
 from typing import Any
 
@@ -43,14 +44,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 
 
 class Running:
-    """A command that runs."""
+    """A started command."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._said = connection, b""
         self.pid = self._number(0, _START_S)
 
     def code(self, within_s: float) -> int | None:
-        """Its exit code, negative for a signal; None if it runs longer than that."""
+        """Return the exit code, negative for a signal, or None if the command still runs after `within_s`."""
         try:
             code = self._number(1, within_s)
         except TimeoutError:
@@ -69,7 +70,7 @@ class Running:
 
 
 class Warm:
-    """The process that forks commands, a child of this one."""
+    """Client of the process that forks commands; that process is a child of this one."""
 
     def __init__(self) -> None:
         self._socket = Path(mkdtemp(prefix="warm-")) / "socket"
@@ -79,7 +80,7 @@ class Warm:
         atexit.register(self._end)
 
     def run(self, argv: Sequence[str], out: Path, errors: Path) -> Running:
-        """Starts a command whose output goes to these files."""
+        """Start a command whose output goes to these files."""
         request = {"argv": argv, "env": dict(os.environ), "out": str(out), "errors": str(errors)}
         deadline_s = time.monotonic() + _START_S
         connection = socket.socket(socket.AF_UNIX)
@@ -95,17 +96,18 @@ class Warm:
 
     def _end(self) -> None:
         self._process.communicate(timeout=_START_S)
+        rmtree(self._socket.parent, ignore_errors=True)
 
 
 @cache
 def warm() -> Warm:
-    """The one of this test process."""
+    """Return the client of this test process."""
     return Warm()
 
 
 @dataclass(frozen=True)
 class ForkedSeed:
-    """Forks the seed from the supervisor, unless it is to have other code."""
+    """Forks the seed from the supervisor, unless the seed runs other code."""
 
     socket: Path
 
@@ -135,7 +137,7 @@ def _table(*arguments: Any, **named: Any) -> list[ChildSpec]:
 def _listen(path: Path) -> None:
     for module in _IMPORTED:
         import_module(module)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody has to wait for forks
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended forks need no wait
     gc.collect()
     gc.freeze()
     with socket.socket(socket.AF_UNIX) as listening:
@@ -152,7 +154,7 @@ def _listen(path: Path) -> None:
 
 
 def _carry_out(connection: socket.socket) -> None:
-    """Fork the command, tell its pid, and its exit code when it has ended."""
+    """Fork the command and send its pid, then its exit code when it ends."""
     die_with_parent(os.getppid())()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with connection.makefile("rb") as lines:
@@ -164,7 +166,7 @@ def _carry_out(connection: socket.socket) -> None:
             _begin(request["env"], request["out"], request["errors"])
             die_with_parent(between)()
             os._exit(main(request["argv"], Program(make_table=_table)))
-    os.setsid()  # out of reach of what ends the test's own group
+    os.setsid()  # signals to the test's process group do not reach it
     connection.sendall(b"%d\n" % pid)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(OSError):
@@ -173,7 +175,7 @@ def _carry_out(connection: socket.socket) -> None:
 
 
 def _begin(env: Mapping[str, str], out: str | Path, errors: str | Path) -> None:
-    """Make this fork like a program that was just started: its session, signals, files and variables."""
+    """Give this fork the session, signals, files and variables of a program that was just started."""
     signal.set_wakeup_fd(-1)
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -192,7 +194,7 @@ def _begin(env: Mapping[str, str], out: str | Path, errors: str | Path) -> None:
 
 @contextlib.contextmanager
 def _ending() -> Any:
-    """The end of a fork: it must not go on as what it was forked from."""
+    """End the process with the block: a fork must not go on as what it was forked from."""
     code = 1
     try:
         yield
