@@ -26,7 +26,11 @@ from shared.errors import ConfigError
 
 
 async def table(
-    path: Path, *overrides: str, config: StackConfig | None = None, environ: Mapping[str, str] | None = None
+    path: Path,
+    *overrides: str,
+    config: StackConfig | None = None,
+    environ: Mapping[str, str] | None = None,
+    has_file: bool = True,
 ) -> dict[str, ChildSpec]:
     run = RunDirectory(path)
     run.create()
@@ -36,7 +40,7 @@ async def table(
         port=8080,
         access=BusAccess.to_local(4222, run.credentials(*(config or StackConfig()).instances), None),
         sources=Sources(
-            path / "local.yaml",
+            path / "local.yaml" if has_file else None,
             [parse_override(text) for text in overrides],
             {"PATH": "/bin", **(environ or {})},
         ),
@@ -61,6 +65,14 @@ async def test_six_services_and_the_bus_with_the_gateway_ending_first(tmp_path: 
     assert isinstance(specs["nats"].ready, TcpProbe)
     assert isinstance(specs["gateway-0"].ready, HttpProbe)
     assert isinstance(specs["ledger-0"].ready, StatusProbe)
+
+
+async def test_a_file_that_the_environment_names_is_not_overruled(tmp_path: Path) -> None:
+    """Its `keys_file` and `state_dir` gave way to those of the run directory."""
+    (tmp_path / "own.yaml").write_text("gateway: {keys_file: mine.json}\npredictor: {state_dir: there}\n")
+    own = {"KVASIR_CONFIG": str(tmp_path / "own.yaml")}
+    env = (await table(tmp_path, environ=own, has_file=False))["gateway-0"].env
+    assert not {"KVASIR_GATEWAY__KEYS_FILE", "KVASIR_PREDICTOR__STATE_DIR"} & env.keys()
 
 
 async def test_secrets_go_where_they_are_needed_only(tmp_path: Path) -> None:
