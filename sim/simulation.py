@@ -17,12 +17,7 @@ from services.placement.core.seating import Opening, seat
 from services.placement.core.speeds import PromptSpeeds
 from services.scheduler.core.rules import PLACEMENT_BATCH
 from services.scheduler.policy import find_policy
-from services.scheduler.policy.contract import (
-    PlannedBatch,
-    Task,
-    priority_in,
-    queue_rule,
-)
+from services.scheduler.policy.contract import PlannedBatch, Task, priority_in, queue_rule
 from services.scheduler.policy.fleet_queue import Feed, FleetQueue, Rank
 from shared.messages.commands import PlacementItem, WaitingAhead
 from shared.messages.sequence import SequenceKey, SequenceRef

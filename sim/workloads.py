@@ -8,7 +8,7 @@ policies know of an answer's length.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -243,13 +243,17 @@ def _request(index: int, arrival_s: float, row: TraceRow, max_tokens: int) -> Si
 def poisson_requests(source: Source, *, count: int, rate_per_s: float, seed: int) -> list[SimRequest]:
     """Return `count` requests with Poisson arrivals; with an infinite rate all arrive at 0. The same seed
     gives the same requests and the same gaps, scaled by 1/rate."""
-    rows = _pick(source, count, Random(f"{seed}/lengths"))
-    random, limit = Random(f"{seed}/arrivals"), limit_tokens(source)
-    requests, at_s = [], 0.0
-    for index, row in enumerate(rows):
+    rows, limit = _pick(source, count, Random(f"{seed}/lengths")), limit_tokens(source)
+    times_s = poisson_times(Random(f"{seed}/arrivals"), rate_per_s)
+    return [_request(index, next(times_s), row, limit) for index, row in enumerate(rows)]
+
+
+def poisson_times(random: Random, rate_per_s: float) -> Iterator[float]:
+    """Yield arrival times without end, in seconds; another rate only scales them."""
+    at_s = 0.0
+    while True:
         at_s += random.expovariate(1.0) / rate_per_s
-        requests.append(_request(index, at_s, row, limit))
-    return requests
+        yield at_s
 
 
 def trace_requests(source: Source, *, count: int | None = None, speed: float = 1.0) -> list[SimRequest]:

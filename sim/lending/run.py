@@ -6,8 +6,6 @@ Messages take no time and are never lost. Source: papers/001 §6.4, Figure 10.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from itertools import count
 
 from services.ledger.core.debt_ledger import DebtLedger, candidates
 from services.ledger.core.dgfm.coordinator import Coordinator, SettlementAsk, SettleRules
@@ -20,6 +18,7 @@ from services.worker.peers.lending.core.settling import Copy, Swap
 from services.worker.peers.lending.core.table import BlockState
 from shared.messages.commands import CreditorCandidates
 from shared.messages.lending import BorrowReply, Settled
+from sim.events import EventQueue
 from sim.lending.member import BLOCK_TOKENS, LendingWorker
 from sim.lending.workload import Mix, jobs
 
@@ -92,8 +91,7 @@ class LendingSimulation:
         }
         threshold = scenario.threshold_blocks * BLOCK_TOKENS
         self.coordinator = Coordinator("sim", SettleRules(threshold_tokens=threshold, interval_s=1.0))
-        self._later: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = count()
+        self._later: EventQueue[Callable[[], None]] = EventQueue()
         self._recalled = 0
         self._repaying: set[str] = set()
 
@@ -221,7 +219,7 @@ class LendingSimulation:
         def done() -> None:
             self._hear(ask, member.settling.on_copied(ask.message, copy, whole=True))
 
-        heappush(self._later, (self.now_s + took_s, next(self._numbers), done))
+        self._later.push(self.now_s + took_s, 0, done)
 
     def _swap(self, member: LendingWorker, swap: Swap) -> None:
         member.swap(swap.pairs)
@@ -268,8 +266,8 @@ class LendingSimulation:
             self._recalled += len(pairs)
             self._return(member, member.debts.recalled(chosen))
 
-        heappush(self._later, (self.now_s + took_s, next(self._numbers), done))
+        self._later.push(self.now_s + took_s, 0, done)
 
     def _run_due(self) -> None:
-        while self._later and self._later[0][0] <= self.now_s:
-            heappop(self._later)[2]()
+        while self._later.due_s <= self.now_s:
+            self._later.pop()[1]()

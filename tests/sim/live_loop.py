@@ -1,4 +1,4 @@
-"""The live scheduler's core, placement's books and workers by the live rules: no bus, a virtual clock.
+"""The live scheduler's core, placement's books and workers by the live rules: no bus, virtual time.
 
 Messages take no time, but what reaches a worker in the middle of a step counts from the step's end on. Speeds
 are not measured, and predictions are there at once, or after a while.
@@ -7,6 +7,7 @@ are not measured, and predictions are there at once, or after a while.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from services.placement.core.fleet import FleetCapacity
 from services.placement.policy.contract import PlacementPolicy
@@ -31,6 +32,7 @@ from services.worker.kv.core.block_pool import BlockPool
 from shared.messages.commands import LengthPrediction, TakeSnapshot
 from shared.messages.plans import BatchPlan, WorkerStepped
 from shared.messages.sequence import SequenceKey, SequenceRef, SequenceSpec
+from sim.events import EventPriority, EventQueue
 from sim.predictors import SimPredictor
 from sim.requests import SimRequest
 from tests.shared.messages.builders import ref, spec
@@ -80,7 +82,6 @@ class LiveWorker:
     work: StepWork | None = None
     tokens: list[Sampled | None] = field(default_factory=list)
     step_s: float = 0.0
-    step_ends_s: float = _EVER_S
 
     @property
     def core(self) -> StepCore:
@@ -97,12 +98,11 @@ class LiveWorker:
         self.stepped += effects.stepped
         if self.work is not None:
             self.tokens, self.step_s = self.compute(self.work)
-            self.step_ends_s = now_s + self.step_s
 
     def end(self, now_s: float) -> None:
         assert self.work is not None
         self.stepped += self.core.finish_step(self.work, self.tokens, now_s, self.step_s).stepped
-        self.work, self.step_ends_s = None, _EVER_S
+        self.work = None
 
 
 def live_worker(name: str, shape: WorkerShape, compute: Compute = told) -> LiveWorker:
@@ -149,8 +149,7 @@ class LiveLoop:
         self._predictor = predictor
         self._spec_of = spec_of
         self._prediction_delay_s = prediction_delay_s
-        self._told: deque[tuple[float, SequenceRef, LengthPrediction]] = deque()
-        """Predictions that are on their way, with their times."""
+        self._events: EventQueue[Callable[[], None]] = EventQueue()
         self._requests: dict[SequenceKey, SimRequest] = {}
         self.ended: list[SequenceKey] = []
         for worker in self._workers.values():
@@ -159,21 +158,16 @@ class LiveLoop:
         self._carry_out(self._core.on_tick(0.0), 0.0)
 
     def run(self, requests: Sequence[SimRequest]) -> None:
-        """Steps end before what arrives at the same instant."""
-        arrivals = deque(sorted(requests, key=lambda request: request.arrival_s))
-        while True:
-            worker = min(self._workers.values(), key=lambda one: one.step_ends_s)
-            arrival_s = arrivals[0].arrival_s if arrivals else _EVER_S
-            told_s = self._told[0][0] if self._told else _EVER_S
-            if told_s < min(arrival_s, worker.step_ends_s):
-                self._predict()
-            elif arrival_s < worker.step_ends_s:
-                self._submit(arrivals.popleft())
-            elif worker.work is not None:
-                self._end_step(worker, worker.step_ends_s)
-            else:
-                break
+        """Events at the same instant come in the simulator's order."""
+        for request in requests:
+            self._events.push(request.arrival_s, EventPriority.ARRIVAL, partial(self._submit, request))
+        while self._events:
+            self._events.pop()[1]()
         assert len(self.ended) == len(requests)
+
+    @property
+    def now_s(self) -> float:
+        return self._events.now_s
 
     def _submit(self, request: SimRequest) -> None:
         self._requests[request.key] = request
@@ -181,12 +175,12 @@ class LiveLoop:
         self._carry_out(effects, request.arrival_s)
         self._start_steps(request.arrival_s)
 
-    def _predict(self) -> None:
-        now_s, ref, told = self._told.popleft()
-        self._carry_out(self._core.on_predicted(ref, told, now_s), now_s)
-        self._start_steps(now_s)
+    def _predict(self, ref: SequenceRef, told: LengthPrediction) -> None:
+        self._carry_out(self._core.on_predicted(ref, told, self.now_s), self.now_s)
+        self._start_steps(self.now_s)
 
-    def _end_step(self, worker: LiveWorker, now_s: float) -> None:
+    def _end_step(self, worker: LiveWorker) -> None:
+        now_s = self.now_s
         worker.end(now_s)
         worker.deliver(now_s)
         self._report(worker, now_s)
@@ -203,6 +197,9 @@ class LiveLoop:
                 worker.begin(now_s)
                 if worker.work is None:
                     self._report(worker, now_s)
+                else:
+                    ends_s = now_s + worker.step_s
+                    self._events.push(ends_s, EventPriority.STEP, partial(self._end_step, worker))
 
     def _report(self, worker: LiveWorker, now_s: float) -> None:
         stepped, worker.stepped = worker.stepped, []
@@ -222,7 +219,8 @@ class LiveLoop:
         if told is None:
             return
         if self._prediction_delay_s:
-            self._told.append((now_s + self._prediction_delay_s, asked.ref, told))
+            heard = partial(self._predict, asked.ref, told)
+            self._events.push(now_s + self._prediction_delay_s, EventPriority.ANSWER, heard)
         else:
             self._carry_out(self._core.on_predicted(asked.ref, told, now_s), now_s)
 

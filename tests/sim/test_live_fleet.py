@@ -21,6 +21,7 @@ from services.scheduler.policy.contract import (
     WorkerShape,
 )
 from services.scheduler.policy.fleet_queue import FleetQueue
+from services.worker.core.costs.base import CostModel
 from services.worker.core.costs.fitted import OPT_13B_A100
 from services.worker.engine.simulated import SimulatedEngine, answer_tokens
 from shared.messages.sequence import SequenceSpec
@@ -31,6 +32,7 @@ from sim.setup import Setup
 from sim.simulation import Simulation
 from tests.shared.messages.builders import ref, spec
 from tests.sim.live_loop import EngineOnClock, LiveLoop
+from tests.sim.simple import OneSecond
 from tests.stack.actors import END_TOKEN
 
 SHAPE = WorkerShape(block_tokens=16, capacity_blocks=48)
@@ -39,8 +41,8 @@ LONGEST_ANSWER = 160
 WORKERS = 3
 PREDICTION_S = 0.004
 """Until a prediction is there: later than a place, as live."""
-Decision = tuple[float, str, str]
-"""When, what, whom."""
+Decision = tuple[float, str, object]
+"""When, what, whom; or a whole batch."""
 
 
 class Witness:
@@ -66,6 +68,8 @@ class Witness:
 
     def plan(self, now_s: float) -> PlannedBatch | None:
         batch = self._policy.plan(now_s)
+        if batch is not None:
+            self._note(now_s, "is planned", batch)
         for item in batch.preemptions if batch else ():
             self._started.discard(item.key[0])
             self._note(now_s, "is preempted", item.key[0])
@@ -75,7 +79,7 @@ class Witness:
                 self._note(now_s, "starts", chunk.key[0])
         return batch
 
-    def _note(self, now_s: float, what: str, whom: str) -> None:
+    def _note(self, now_s: float, what: str, whom: object) -> None:
         self._decisions.append((round(now_s, 6), what, whom))
 
 
@@ -114,13 +118,13 @@ def asked(request: SimRequest) -> SequenceSpec:
     return msgspec.structs.replace(made, sampling=sampling)
 
 
-def engine(let_pass: Callable[[float], None]) -> SimulatedEngine:
+def engine(let_pass: Callable[[float], None], cost: CostModel = OPT_13B_A100) -> SimulatedEngine:
     return SimulatedEngine(
         vocabulary=512,
         max_positions=4096,
         kv_blocks=SHAPE.capacity_blocks,
         block_tokens=SHAPE.block_tokens,
-        cost=OPT_13B_A100,
+        cost=cost,
         sleep=let_pass,
     )
 
@@ -161,3 +165,32 @@ def test_simulated_workers_do_what_the_simulator_says(
     assert all(any(what == "starts" for _, what, _ in decisions) for decisions in live)
     if policy == "vllm":
         assert any(what == "is preempted" for decisions in live for _, what, _ in decisions)
+
+
+def apart(seed: int) -> list[SimRequest]:
+    """Bursts and lulls, never at a step's end."""
+    drawn, at_s, made = Random(seed), 0.0, []
+    for index in range(40):
+        at_s += drawn.choice([0, 0, 0, 1, 2, 5, 30])
+        prompt, output = drawn.randint(1, 24), drawn.randint(1, 20)
+        made.append(SimRequest(index, at_s + 0.5 + index / 1000, prompt, output, 20))
+    return made
+
+
+@pytest.mark.parametrize("policy", sorted(BUILT_IN))
+@pytest.mark.parametrize("max_steps", [1, 2, 4, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_simulator_plans_what_the_live_scheduler_plans(
+    policy: str, max_steps: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FleetQueue, "on_measured", lambda *_: None)
+    simulated: list[list[Decision]] = []
+    live: list[list[Decision]] = []
+    settings = PolicySettings(
+        max_batch_sequences=6, token_budget=24, max_steps=max_steps, start_tokens=1 << 20
+    )
+    shape, oracle = WorkerShape(block_tokens=4, capacity_blocks=24), find_predictor("oracle")
+    LiveLoop(witnessed(policy, live), shape, settings, oracle).run(apart(seed))
+    monkeypatch.setitem(BUILT_IN, "witnessed", witnessed(policy, simulated))
+    Simulation(Setup("witnessed", shape, settings, OneSecond(), oracle), apart(seed)).run()
+    assert simulated[0] == live[0]

@@ -19,10 +19,11 @@ from services.scheduler.recording import TermRecord
 from services.stack.record import FORMAT, written
 from services.worker.core.costs.linear import LinearCost
 from services.worker.core.steps import StepEffects
-from services.worker.engine.simulated import SimulatedEngine
 from services.worker.engine.step_record import StepRecord
 from shared.errors import ConfigError
+from shared.messages.commands import LengthPrediction
 from shared.messages.recordings import TellRecorded
+from shared.messages.sequence import SequenceRef
 from shared.recorder import Recorder
 from sim.meters import WorkerMeter
 from sim.predictors import find_predictor
@@ -30,17 +31,19 @@ from sim.replay import Replay, main, read_recording, recorded_run
 from sim.requests import SimRequest
 from sim.routers import find_router
 from tests.sim.live_loop import EngineOnClock, LiveLoop, LiveWorker
-from tests.sim.test_live_fleet import PREDICTION_S, SETTINGS, SHAPE, WORKERS, asked, crowd
+from tests.sim.test_live_fleet import PREDICTION_S, SETTINGS, SHAPE, WORKERS, asked, crowd, engine
 
 COST = LinearCost("linear", "made up", 0.02, 0.0002, 0.0003, 0.000001)
 """A fit can find it exactly, so that what is compared are decisions."""
+
+
+_TOLD_SETTINGS = ("chunked_prefill", "max_batch_sequences", "token_budget", "max_steps", "start_tokens")
 
 
 class RecordedLoop(LiveLoop):
     """Notes what the live services note, on the loop's clock."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.now_s = 0.0
         self.scheduler = Recorder("scheduler", "scheduler-0", 1, clock=lambda: self.now_s)
         self.recorders: dict[str, Recorder] = defaultdict(
             lambda: Recorder("worker", "", 1, clock=lambda: self.now_s)
@@ -50,25 +53,21 @@ class RecordedLoop(LiveLoop):
         super().__init__(*arguments, **options)
 
     def _submit(self, request: SimRequest) -> None:
-        self.now_s = request.arrival_s
         self._term.submitted(self._spec_of(request), known=False, queued=1)
         super()._submit(request)
 
-    def _predict(self) -> None:
-        self.now_s, ref, told = self._told[0]
+    def _predict(self, ref: SequenceRef, told: LengthPrediction) -> None:
         self._term.predicted(ref, told)
-        super()._predict()
+        super()._predict(ref, told)
 
-    def _end_step(self, worker: LiveWorker, now_s: float) -> None:
-        self.now_s = now_s
+    def _end_step(self, worker: LiveWorker) -> None:
         assert worker.work is not None
         name = worker.process.name
         record = self._steps.setdefault(name, StepRecord(self.recorders[name]))
-        record.ran(worker.work, now_s - worker.step_s, worker.step_s, StepEffects())
-        super()._end_step(worker, now_s)
+        record.ran(worker.work, self.now_s - worker.step_s, worker.step_s, StepEffects())
+        super()._end_step(worker)
 
     def _carry_out(self, effects: list[Effect], now_s: float) -> None:
-        self.now_s = now_s
         for effect in effects:
             self._term.carried_out(effect)
         super()._carry_out(effects, now_s)
@@ -78,19 +77,7 @@ def recorded(
     policy: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The lines of a recording."""
-    engines = [
-        EngineOnClock(
-            lambda let_pass: SimulatedEngine(
-                vocabulary=512,
-                max_positions=4096,
-                kv_blocks=SHAPE.capacity_blocks,
-                block_tokens=SHAPE.block_tokens,
-                cost=COST,
-                sleep=let_pass,
-            )
-        )
-        for _ in range(WORKERS)
-    ]
+    engines = [EngineOnClock(lambda let_pass: engine(let_pass, COST)) for _ in range(WORKERS)]
     loop = RecordedLoop(
         find_policy(policy),
         SHAPE,
@@ -110,26 +97,12 @@ def recorded(
             events += written(name, told.events, 0.0)
             since_seq = told.next_seq
     setup = {
-        "rules": {
-            "policy": policy,
-            "policy_options": {},
-            "queue": "",
-            "outstanding_steps": 2,
-            "ahead_s": 0.0,
-            "chunked_prefill": SETTINGS.chunked_prefill,
-            "max_batch_sequences": SETTINGS.max_batch_sequences,
-            "token_budget": SETTINGS.token_budget,
-            "max_steps": SETTINGS.max_steps,
-            "start_tokens": SETTINGS.start_tokens,
-        },
+        "rules": {"policy": policy, "policy_options": {}, "queue": "", "outstanding_steps": 2, "ahead_s": 0.0}
+        | {name: getattr(SETTINGS, name) for name in _TOLD_SETTINGS},
         "placement": "worst_fit",
         "workers": [
-            {
-                "worker": f"{index:05d}",
-                "block_tokens": SHAPE.block_tokens,
-                "total_blocks": SHAPE.capacity_blocks,
-            }
-            for index in range(WORKERS)
+            {"worker": f"{at:05d}", "block_tokens": SHAPE.block_tokens, "total_blocks": SHAPE.capacity_blocks}
+            for at in range(WORKERS)
         ],
     }
     lines = json.dumps(

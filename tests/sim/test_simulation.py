@@ -89,12 +89,7 @@ sizes = st.tuples(st.integers(1, 150), st.integers(1, 100), st.floats(0, 3))
     blocks=st.integers(16, 40),
 )
 def test_no_workload_wedges_or_breaks_a_law(
-    policy: str,
-    drawn: list[tuple[int, int, float]],
-    predictor: str,
-    ahead: int,
-    chunked: bool,
-    blocks: int,
+    policy: str, drawn: list[tuple[int, int, float]], predictor: str, ahead: int, chunked: bool, blocks: int
 ) -> None:
     requests = [SimRequest(i, at_s, p, o, 100) for i, (p, o, at_s) in enumerate(drawn)]
     shape = WorkerShape(16, blocks)

@@ -1,27 +1,12 @@
 """One worker by a script: stretches, ends in mid-plan, plans made ahead and plans cut short."""
 
-from random import Random
-from typing import Any, cast
-
-import pytest
-
-from services.scheduler.policy import BUILT_IN, find_policy
 from services.scheduler.policy.contract import (
-    BatchPolicy,
     PlannedBatch,
-    PolicyFactory,
-    PolicySettings,
-    WorkerShape,
 )
-from services.scheduler.policy.fleet_queue import FleetQueue
 from sim.books import Held
 from sim.meters import WorkerMeter
-from sim.predictors import find_predictor
 from sim.requests import ServedRecord, SimRequest
-from sim.setup import Setup
-from sim.simulation import Simulation
 from sim.worker import SimWorker
-from tests.sim.live_loop import LiveLoop
 from tests.sim.simple import OneSecond, Scripted, books, decode, prefill, request
 
 
@@ -99,61 +84,3 @@ def test_parts_of_a_latency_are_told_apart() -> None:
     record = next(iter(made.books.over), None) and one
     assert record is one
     assert now_s == 15.0
-
-
-class Witness:
-    """A policy that writes down what it plans, and is told no speeds."""
-
-    def __init__(self, policy: BatchPolicy, plans: list[PlannedBatch]) -> None:
-        self._policy, self._plans = policy, plans
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._policy, name)
-
-    def on_measured(self, prefill_tokens_per_s: float, decode_step_s: float, now_s: float) -> None:
-        """The live side measures nothing here."""
-
-    def plan(self, now_s: float) -> PlannedBatch | None:
-        batch = self._policy.plan(now_s)
-        if batch is not None:
-            self._plans.append(batch)
-        return batch
-
-
-def witnessed(policy: str, plans: list[PlannedBatch]) -> PolicyFactory:
-    factory = find_policy(policy)
-
-    def made(shape: WorkerShape, settings: PolicySettings) -> BatchPolicy:
-        return cast(BatchPolicy, Witness(factory(shape, settings), plans))
-
-    return made
-
-
-def crowd(seed: int) -> list[SimRequest]:
-    """Bursts and lulls, never at a step's end."""
-    drawn, at_s, made = Random(seed), 0.0, []
-    for index in range(40):
-        at_s += drawn.choice([0, 0, 0, 1, 2, 5, 30])
-        prompt, output = drawn.randint(1, 24), drawn.randint(1, 20)
-        made.append(SimRequest(index, at_s + 0.5 + index / 1000, prompt, output, 20))
-    return made
-
-
-@pytest.mark.parametrize("policy", sorted(BUILT_IN))
-@pytest.mark.parametrize("max_steps", [1, 2, 4, 8])
-@pytest.mark.parametrize("seed", range(3))
-def test_it_plans_what_the_live_scheduler_plans(
-    policy: str, max_steps: int, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same requests at the same times to the live core and to the simulator: the same plans, in order."""
-    monkeypatch.setattr(FleetQueue, "on_measured", lambda *_: None)
-    simulated: list[PlannedBatch] = []
-    live: list[PlannedBatch] = []
-    settings = PolicySettings(
-        max_batch_sequences=6, token_budget=24, max_steps=max_steps, start_tokens=1 << 20
-    )
-    shape, oracle = WorkerShape(block_tokens=4, capacity_blocks=24), find_predictor("oracle")
-    LiveLoop(witnessed(policy, live), shape, settings, oracle).run(crowd(seed))
-    monkeypatch.setitem(BUILT_IN, "witnessed", witnessed(policy, simulated))
-    Simulation(Setup("witnessed", shape, settings, OneSecond(), oracle), crowd(seed)).run()
-    assert simulated == live

@@ -79,12 +79,7 @@ _ALWAYS: dict[str, dict[str, Any]] = {
     "gateway": {"api_key_sha256": (hashlib.sha256(KEY.encode()).hexdigest(),), "model": MODEL},
     "scheduler": {"tick_s": 0.04, "shadow_from_s": 0.001},
     "predictor": {"learn": False, "rest_head": "none"},
-    "worker": {
-        "engine": "simulated",
-        "model": MODEL,
-        "bulk": {"transports": ("tcp",)},
-        "kv_blocks": 40,
-    },
+    "worker": {"engine": "simulated", "model": MODEL, "bulk": {"transports": ("tcp",)}, "kv_blocks": 40},
 }
 
 

@@ -6,15 +6,14 @@ their times; what is due at the same time happens in an order that the seed choo
 runs in it.
 """
 
-import heapq
 import random
 from collections.abc import Callable, Coroutine
 from hashlib import blake2b
-from itertools import count
 from typing import Any
 
 from greenlet import getcurrent, greenlet
 
+from sim.events import EventQueue
 from tests.simulation.loop import VirtualLoop
 
 BEGAN_S = 1000.0
@@ -31,19 +30,17 @@ class Stuck(BaseException):
 
 
 class World:
-    """One run. `now_s` is the true time."""
+    """One run."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.now_s = BEGAN_S
+        self._queue: EventQueue[Callable[[], object]] = EventQueue(BEGAN_S)
         self.strand: Strand | None = None
         """What runs; None: the world itself."""
         self.processes: list[Process] = []
         """All lives, the dead ones, too."""
         self.events = 0
         self._hub = getcurrent()
-        self._heap: list[tuple[float, float, int, Callable[[], object]]] = []
-        self._numbers = count()
         self._digest = blake2b(digest_size=16)
         self.server: Any = None
         """What stands in for nats-server."""
@@ -53,10 +50,14 @@ class World:
 
     # --- time
 
+    @property
+    def now_s(self) -> float:
+        """The true time."""
+        return self._queue.now_s
+
     def at(self, time_s: float, action: Callable[[], object]) -> None:
         """Once, then; not before now."""
-        entry = (max(time_s, self.now_s), self.random.random(), next(self._numbers), action)
-        heapq.heappush(self._heap, entry)
+        self._queue.push(max(time_s, self.now_s), self.random.random(), action)
 
     def after(self, delay_s: float, action: Callable[[], object]) -> None:
         self.at(self.now_s + delay_s, action)
@@ -65,10 +66,10 @@ class World:
         """Whether `done` came true within so much virtual time."""
         end_s = self.now_s + limit_s
         while not done():
-            if not self._heap or self._heap[0][0] > end_s:
-                self.now_s = end_s
+            if self._queue.due_s > end_s:
+                self._queue.now_s = end_s
                 return False
-            self.now_s, _, _, action = heapq.heappop(self._heap)
+            _, action = self._queue.pop()
             self.events += 1
             action()
             self.after_event()
@@ -90,7 +91,7 @@ class World:
 
     def end(self) -> None:
         """Nothing runs in it any more."""
-        self._heap.clear()
+        self._queue.clear()
         for process in self.processes:
             process.alive = False
 
