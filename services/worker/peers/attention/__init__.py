@@ -1,1 +1,1 @@
-"""DistAttention: attention over KV blocks that other workers lend (docs/distattention.md)."""
+"""DistAttention: attention over KV blocks that other workers lend (docs/lending.md)."""
