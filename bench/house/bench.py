@@ -1,11 +1,7 @@
 """`python -m bench house`: how hard the code is to enter, in counts without timings.
 
 Static (`static.py`): lines, words, the share of imports, splinters, names with several meanings. Live: files
-and functions that run in a stack of two workers during a chat request of 16 tokens. Some of those files
-belong to unused features. Also the files of worker and ledger that run while a prompt longer than one
-worker's KV borrows from the other. Code that runs on timers in an idle stack is left out.
-
-`--check` fails if a figure is above its ceiling in `house.toml`.
+and functions that run in a stack of two workers during a chat request of 16 tokens.
 """
 
 import json

@@ -44,14 +44,7 @@ def sources() -> list[Source]:
     """Return all known files."""
     with _TABLE.open(newline="") as table:
         return [
-            Source(
-                row["path"],
-                int(row["bytes"]),
-                row["sha256"],
-                row["licence"],
-                row["upstream"],
-                row["url"],
-            )
+            Source(row["path"], int(row["bytes"]), row["sha256"], row["licence"], row["upstream"], row["url"])
             for row in csv.DictReader(table, delimiter="\t", quoting=csv.QUOTE_NONE)
         ]
 

@@ -266,6 +266,8 @@ class LoadResult:
 
     answers: Sequence[Answer]
     elapsed_s: float
+    began_s: float = 0.0
+    """`time.perf_counter()` at its start."""
 
     @property
     def failures(self) -> int:
@@ -312,4 +314,4 @@ async def serve_all(
 
     pairs = list(zip(bodies, due_s or [0.0] * len(bodies), strict=True))
     answers = await asyncio.gather(*(one(*pair) for pair in pairs))
-    return LoadResult(answers, time.perf_counter() - began_s)
+    return LoadResult(answers, time.perf_counter() - began_s, began_s)

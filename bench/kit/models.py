@@ -16,6 +16,8 @@ from bench.kit.provenance import ROOT
 from shared.errors import ConfigError
 
 TINY_CHAT = ROOT / "models" / "tiny_chat"
+CACHE = ROOT / ".cache" / "bench"
+"""Folder of generated checkpoints and converted weights."""
 RANDOM_SHAPES: dict[str, dict[str, Any]] = {
     "random-100m": {
         "hidden_size": 768,
@@ -49,9 +51,8 @@ _FIRST_TOKEN = 100
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
-def checkpoint(name: str, cache: Path) -> Path:
-    """Return the folder of a checkpoint, generating a random one in `cache` if missing. Raises
-    ConfigError."""
+def checkpoint(name: str, cache: Path = CACHE) -> Path:
+    """Return the folder of a checkpoint; a random one is generated if missing. Raises ConfigError."""
     if name in RANDOM_SHAPES:
         folder = cache / name
         if not (folder / "model.safetensors").exists():

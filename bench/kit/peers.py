@@ -37,7 +37,12 @@ class VllmVariant:
         return f"{'compiled' if self.compiled else 'eager'}-{'uni' if self.one_process else 'mp'}"
 
 
-VLLM_VARIANTS = tuple(VllmVariant(compiled, one) for one in (True, False) for compiled in (False, True))
+VLLM_VARIANTS = {
+    variant.name: variant
+    for variant in (VllmVariant(compiled, one) for one in (True, False) for compiled in (False, True))
+}
+FASTEST = "compiled-uni"
+"""The fastest variant on one core (docs/benchmarks/engine.md)."""
 
 
 def vllm_binary() -> Path:

@@ -121,6 +121,18 @@ class Stack(Server):
             raise InternalError(f"the stack's status does not tell {key}")
         return details
 
+    def until(self, ready: Callable[[], object], within_s: float) -> None:
+        """Wait until `ready()` is true; a process or a status that is missing counts as false. Raises
+        InternalError on a timeout."""
+
+        def is_ready() -> bool:
+            try:
+                return bool(ready())
+            except (psutil.NoSuchProcess, InternalError):
+                return False
+
+        self.tree.await_(is_ready, within_s)
+
     def services(self) -> list[dict[str, Any]]:
         """Return the status of every service instance. Raises InternalError if the stack does not respond."""
         return list(self._status()["services"])

@@ -1,8 +1,7 @@
-"""Statistics: ratios of two sides with intervals, percentiles, exponents. Pure.
+"""Alternating turns of sides, and statistics: ratios with intervals, percentiles, exponents.
 
 Machines are noisy, so a comparison is a ratio within one turn, with the sides measured back to back. Reports
-have the median and the worst ratio, or the overall ratio with its 95 % interval. The bootstrap is seeded. It
-samples stretches of rounds, because neighbouring rounds are correlated (long answers last several rounds).
+have the median and the worst ratio, or the overall ratio with its 95 % interval. The bootstrap is seeded.
 """
 
 import math
@@ -41,6 +40,20 @@ def ratio_of(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     return Ratio(statistics.median(ratios), min(ratios), max(ratios), len(ratios))
 
 
+def alternate(sides: Sequence[Callable[[], T]], times: int) -> list[list[T]]:
+    """Call A B, B A, A B …, so that a drift of the machine favours neither; return results by side."""
+    results: list[list[T]] = [[] for _ in sides]
+    for turn in range(times):
+        for side in order_of(turn, len(sides)):
+            results[side].append(sides[side]())
+    return results
+
+
+def order_of(turn: int, sides: int) -> list[int]:
+    """Return the order of the sides in a turn."""
+    return list(range(sides))[:: -1 if turn % 2 else 1]
+
+
 def median_of_ratios(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Return the median of the ratios per round."""
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
@@ -66,6 +79,14 @@ def interval(
     )
     tail = round((1 - _SHARE) / 2 * (_DRAWS - 1))
     return found[tail], found[-1 - tail]
+
+
+def with_interval(
+    name: str, ours: Sequence[T], theirs: Sequence[T], of: Callable[[Sequence[T], Sequence[T]], float]
+) -> dict[str, float]:
+    """Return a statistic as figure `name`, and its 95 % interval as `name_low` and `name_high`."""
+    low, high = interval(ours, theirs, of)
+    return {name: of(ours, theirs), f"{name}_low": low, f"{name}_high": high}
 
 
 def _rounds(draw: Random, rounds: int, stretch: int) -> list[int]:
@@ -107,9 +128,12 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def exponent(costs: Mapping[float, float]) -> float:
-    """Return how a cost grows with size: the slope of log cost over log size, by least squares."""
-    points = [(math.log(size), math.log(cost)) for size, cost in costs.items()]
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
+    """Return how a cost grows with size: the slope of log cost over log size."""
+    return slope([(math.log(size), math.log(cost)) for size, cost in costs.items()])
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """Return the slope of the least-squares line through (x, y); 0 if all x are equal."""
+    if len({x for x, _ in points}) < 2:
+        return 0.0
+    return statistics.linear_regression(*zip(*points, strict=True)).slope

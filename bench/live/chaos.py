@@ -1,14 +1,7 @@
 """`python -m bench chaos`: effect on clients when processes of a stack are killed or frozen under load.
 
 Rounds of streams run on one stack with default settings: first undisturbed, then the same requests with one
-fault or two in each round. Answers are compared with the undisturbed ones: a greedy or seeded request has
-only one correct answer. Answers with a JSON schema are also validated. A pause is the longest gap between two
-events of a stream that ends after the fault.
-
-With `--tight` memory is short and every mechanism for short memory is on. Faults then hit blocks that are
-lent, swapped, in transfer or on disk, and pauses include waits for memory.
-
-`--minutes` continues with the same rounds without faults, and reports what grows.
+fault or two in each round. A pause is the longest gap of a stream that ends after the fault.
 """
 
 import asyncio
@@ -24,7 +17,6 @@ from random import Random
 from typing import Any
 
 import orjson
-import psutil
 import uvloop
 
 from bench.kit.context import Context
@@ -71,6 +63,8 @@ TIGHT: Settings = {
 Pie has little, so blocks are borrowed as well."""
 LONG_TOKENS = 1300
 """Prompt tokens of the longest request; with its answer it exceeds the 1,440 tokens beside Pie's buffers."""
+_PROMPTS, _HANDED_OVER = (20, 80, 300), (600, 1500, 2400)
+"""Prompt tokens; those with `--roles` are worth a hand-over."""
 _LOST_LOANS = "borrowed blocks lost"
 _EVENTS = {
     "borrowed": "blocks borrowed from the other worker",
@@ -160,6 +154,7 @@ def longest_pause_s(event_s: Sequence[float], at_s: float) -> float:
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--tight", action="store_true", help="every mechanism on, and short memory")
+    parser.add_argument("--roles", metavar="SPLIT", help="of the workers, such as prefill,decode,decode")
     parser.add_argument("--faults", type=int, help="of them [60; --quick 6]")
     parser.add_argument(
         "--part",
@@ -179,12 +174,16 @@ def run(context: Context) -> Outcome:
         return shadowing.run(context)
     count = context.arguments.faults or (6 if context.quick else 60)
     dice, seen, growth = context.random("faults"), Seen(), Growth()
-    is_tight = context.arguments.tight
-    bodies = drawn_bodies(context.random("requests"), LONG_TOKENS if is_tight else 0)
-    faults = drawn_faults(dice, count)
+    is_tight, roles = context.arguments.tight, context.arguments.roles
+    workers = len(roles.split(",")) if roles else WORKERS
+    bodies = drawn_bodies(
+        context.random("requests"), LONG_TOKENS if is_tight else 0, _HANDED_OVER if roles else _PROMPTS
+    )
+    faults = drawn_faults(dice, count, workers)
     run_dir = context.run_dir / "stack"
     settings = _tight(context.run_dir / "disk") if is_tight else {}
-    with start_stack(run_dir, settings, workers=WORKERS, gateways=GATEWAYS) as stack:
+    settings = {**settings, "placement.roles": roles} if roles else settings
+    with start_stack(run_dir, settings, workers=workers, gateways=GATEWAYS) as stack:
         uvloop.run(_until_known(stack.target, bodies[0]))
         wanted = uvloop.run(complete_all(stack.target, bodies, _DEADLINE_S))
         if not all(answer.ok for answer in wanted):
@@ -200,18 +199,22 @@ def run(context: Context) -> Outcome:
                 _until_whole(stack)
                 bar.advance()
         lost_loans = -_events(run_dir / "logs")[_LOST_LOANS]
-        _serve_on(context, stack, bodies, wanted, seen, growth)
+        _serve_on(context, stack, workers, bodies, wanted, seen, growth)
         lost_loans += _events(run_dir / "logs")[_LOST_LOANS]
+        handed_over = {"hand_overs": stack.details("hand_overs")["hand_overs"]} if roles else {}
     worked = [work_table(run_dir / "logs")] if is_tight else []
+    if grown := growth.rows():
+        worked.append(Table("What grows most", ("what", "where", "from → to", "per hour"), grown))
     frozen = ", ".join(f"a {kind} for {frozen_s:g} s" for kind, frozen_s in FROZEN_S.items())
+    loans = {"loans_lost": lost_loans} if grown else {}
     return Outcome(
-        _figures(seen, count) | growth.figures() | ({"loans_lost": lost_loans} if growth.figures() else {}),
+        _figures(seen, count) | handed_over | growth.figures() | loans,
         seen.lost + seen.duplicated + seen.changed + seen.invalid,
-        tables=[_table(seen), *worked, *_growth_tables(growth)],
+        tables=[_table(seen), *worked],
         notes=[
             *([_TIGHT_NOTE] if is_tight else []),
-            f"{WORKERS} workers, {GATEWAYS} gateways, {STREAMS} requests at once: greedy, with a seed, "
-            "held to a JSON schema, and of three choices; the same undisturbed before",
+            f"workers: {roles or workers}; {GATEWAYS} gateways, {STREAMS} requests at once: greedy, with a "
+            "seed, held to a JSON schema, and of three choices; the same undisturbed before",
             "a client whose connection breaks asks again with the same Idempotency-Key",
             *([] if is_tight else ["no round finds KV of an earlier one: what is lost is computed again"]),
             "pause: the longest gap of a stream that was under way when the fault happened, in seconds",
@@ -255,6 +258,7 @@ def _events(logs: Path) -> Counter[str]:
 def _serve_on(
     context: Context,
     stack: Stack,
+    workers: int,
     bodies: Sequence[dict[str, Any]],
     wanted: Sequence[Answer],
     seen: Seen,
@@ -262,7 +266,9 @@ def _serve_on(
 ) -> None:
     """Serve the same requests for `--minutes`, and sample what grows."""
     if context.arguments.minutes:
-        _fill_records(context, stack)
+        _serve_short(context, stack, MOST_EVENTS, _AT_ONCE, 1)
+        rows = _ROWS * workers
+        _serve_short(context, stack, MOST_BATCHES // _STEPS * rows, rows, _STEPS)
     began_s = time.monotonic()
     until_s = began_s + 60.0 * context.arguments.minutes
     while time.monotonic() < until_s:
@@ -276,12 +282,6 @@ def _serve_on(
             context.record(row, file="growth.jsonl")
 
 
-def _fill_records(context: Context, stack: Stack) -> None:
-    """Fill the flight recorders with requests and steps. Raises InternalError if a request fails."""
-    _serve_short(context, stack, MOST_EVENTS, _AT_ONCE, 1)
-    _serve_short(context, stack, MOST_BATCHES // _STEPS * _ROWS * WORKERS, _ROWS * WORKERS, _STEPS)
-
-
 def _serve_short(context: Context, stack: Stack, count: int, at_once: int, tokens: int) -> None:
     """Serve `count` requests with answers of `tokens` tokens. Raises InternalError if one fails."""
     bodies = [full_answer([token], tokens) for token in range(1, at_once + 1)]
@@ -293,15 +293,10 @@ def _serve_short(context: Context, stack: Stack, count: int, at_once: int, token
             bar.advance(len(answers))
 
 
-def _growth_tables(growth: Growth) -> list[Table]:
-    rows = growth.rows()
-    return [Table("What grows most", ("what", "where", "from → to", "per hour"), rows)] if rows else []
-
-
-def drawn_faults(dice: Random, count: int) -> list[Fault]:
+def drawn_faults(dice: Random, count: int, workers: int = WORKERS) -> list[Fault]:
     """Return random faults, every kind equally often, with pairs and freezes."""
     instances = {kind: [kind if kind == "nats" else f"{kind}-0"] for kind in _KINDS}
-    instances["worker"] = [f"worker-{index}" for index in range(WORKERS)]
+    instances["worker"] = [f"worker-{index}" for index in range(workers)]
     instances["gateway"] = [f"gateway-{index}" for index in range(GATEWAYS)]
     found = []
     for number in range(count):
@@ -317,9 +312,9 @@ def drawn_faults(dice: Random, count: int) -> list[Fault]:
     return found
 
 
-def drawn_bodies(dice: Random, long_tokens: int = 0) -> list[dict[str, Any]]:
-    """Return greedy, seeded, constrained and multi-choice requests in turn. The first prompt has
-    `long_tokens` tokens if that is not 0."""
+def drawn_bodies(dice: Random, long_tokens: int = 0, sizes: Sequence[int] = _PROMPTS) -> list[dict[str, Any]]:
+    """Return greedy, seeded, constrained and multi-choice requests in turn, with prompts of `sizes` tokens.
+    The first has `long_tokens` if that is not 0."""
     ids = vocabulary(TINY_CHAT)
     kinds: list[dict[str, Any]] = [
         {"temperature": 0, "max_tokens": 400, "ignore_eos": True},
@@ -327,7 +322,7 @@ def drawn_bodies(dice: Random, long_tokens: int = 0) -> list[dict[str, Any]]:
         {"temperature": 0.8, "max_tokens": 400, "guided_json": SCHEMA},
         {"temperature": 0.8, "max_tokens": 150, "ignore_eos": True, "n": 3},
     ]
-    lengths = [dice.choice((20, 80, 300)) for _ in range(STREAMS)]
+    lengths = [dice.choice(sizes) for _ in range(STREAMS)]
     lengths[0] = long_tokens or lengths[0]
     return [
         {"prompt": drawn_tokens(dice, ids, length), "seed": number} | kinds[number % len(kinds)]
@@ -367,16 +362,8 @@ async def _disturbed(
 
 def _until_whole(stack: Stack) -> None:
     """Wait until every process runs and the stack is ready. Raises InternalError on a timeout."""
-    until_s = time.monotonic() + _REST_S
-    while time.monotonic() < until_s:
-        try:
-            if is_up(stack.target, "/ready") and stack.cpu_s():
-                time.sleep(1.0)  # The next fault needs an idle stack.
-                return
-        except (psutil.NoSuchProcess, InternalError):
-            pass
-        time.sleep(0.1)
-    raise InternalError(f"the stack was not whole again within {_REST_S:g} s")
+    stack.until(lambda: is_up(stack.target, "/ready") and stack.cpu_s(), _REST_S)
+    time.sleep(1.0)  # The next fault needs an idle stack.
 
 
 def _figures(seen: Seen, faults: int) -> dict[str, float]:

@@ -9,19 +9,20 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import uvloop
 
-from bench.kit.load import Answer, complete
+from bench.kit.load import Answer, serve_all
 from bench.kit.stacks import Stack, on_bus
 from models.train_tiny_chat.stories import story_chat
 from models.train_tiny_chat.templates import template_chat
 from shared import subjects
 from shared.bus import Listener
 from shared.messages.plans import WorkerStepped
+from sim.workloads import poisson_times
 
-_REQUEST_DEADLINE_S = 300.0
 _STORY_SHARE = 0.3
 _LISTENER = Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped")
 
@@ -74,14 +75,9 @@ def run_load(
 async def _run_load(
     stack: Stack, bodies: Sequence[Mapping[str, Any]], rate_per_s: float, seed: int, max_tokens: int
 ) -> LiveRun:
-    draw, at_s, tap = random.Random(f"live/{seed}/arrivals"), 0.0, Tap()
-    target = replace(stack.target, path="/v1/chat/completions")
+    tap, target = Tap(), replace(stack.target, path="/v1/chat/completions")
+    due_s = list(islice(poisson_times(random.Random(f"live/{seed}/arrivals"), rate_per_s), len(bodies)))
     async with on_bus(stack.run_dir, "placement-0", [_LISTENER], tap):
-        start_s, tasks = time.perf_counter(), []
-        for body in bodies:
-            at_s += draw.expovariate(rate_per_s)
-            await asyncio.sleep(max(0.0, start_s + at_s - time.perf_counter()))
-            tasks.append(asyncio.create_task(complete(target, dict(body), _REQUEST_DEADLINE_S)))
-        answers = list(await asyncio.gather(*tasks))
+        sent = await serve_all(target, [dict(body) for body in bodies], len(bodies), due_s=due_s)
         await asyncio.sleep(0.2)
-    return LiveRun(start_s, answers, tap.steps, max_tokens)
+    return LiveRun(sent.began_s, list(sent.answers), tap.steps, max_tokens)

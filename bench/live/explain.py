@@ -1,8 +1,6 @@
 """`python -m bench explain`: time accounted for by `services explain`, and whether it names a planted cause.
 
-A mixed run of 200 requests uses three workers with little memory that migrate and lend; one is killed. Then
-each stack has one planted cause: a flooding tenant, a slow reader, a slow disk, a slow link to a lender, a
-frozen worker. `recorder_cost` measures the cost of the recorder.
+A mixed run of 200 requests uses three workers with little memory that migrate and lend; one is killed.
 """
 
 import json
@@ -65,8 +63,7 @@ def run(context: Context) -> Outcome:
         turns = context.arguments.turns or (2 if context.quick else 10)
         figures |= recorder_cost.compare(context, turns, requests=8 if context.quick else 48)
     tables = [Table("Planted causes", ("planted", "named first", "share", "note", "right"), rows)]
-    notes = ["recorder_cost_counted is an estimate: events times the price of one, over CPU seconds"]
-    return Outcome(figures, failures, tables=tables if rows else [], notes=notes)
+    return Outcome(figures, failures, tables=tables if rows else [])
 
 
 def mixed(context: Context, count: int) -> tuple[dict[str, float], int]:
@@ -81,18 +78,15 @@ def mixed(context: Context, count: int) -> tuple[dict[str, float], int]:
         for _ in range(count)
     ]
     with start_stack(context.run_dir / "mixed", MIXED, workers=3) as stack:
-        cpu_s = sum(stack.cpu_s().values())
         answers: list[Answer] = []
         timer = threading.Timer(3.0, lambda: stack.process("worker-2").send_signal(signal.SIGKILL))
         timer.start()
         for first in range(0, count, 50):
             answers += run_batch(stack.target, bodies[first : first + 50], _DEADLINE_S)
         timer.join()
-        cpu_s = sum(stack.cpu_s().values()) - cpu_s
         for error in {answer.error for answer in answers if answer.error}:
             context.record({"error": error}, "errors.jsonl")
         accounts = [account for name in served(stack) if (account := account_of(stack, name))]
-        noted_s = recorder_cost.recorded_s(stack)
     shares = [account["accounted"] for account in accounts]
     for account in accounts:
         context.record({"accounted": account["accounted"], "causes": account["causes"], **account["facts"]})
@@ -103,7 +97,6 @@ def mixed(context: Context, count: int) -> tuple[dict[str, float], int]:
         "moved_requests": float(sum(account["facts"]["moves"] > 0 for account in accounts)),
         "resumed_requests": float(sum(account["facts"]["attempts"] > 1 for account in accounts)),
         "preempted_requests": float(sum(account["facts"]["preemptions"] > 0 for account in accounts)),
-        "recorder_cost_counted": noted_s / cpu_s,
     }
     refused, failed = counted(answers)
     return figures | {"refused_requests": float(refused)}, failed

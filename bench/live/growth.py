@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from bench.kit.stacks import Stack
+from bench.kit.stats import slope
 
 KINDS = {"rss_mb": "MB", "descriptors": "", "tasks": "", "blocks": ""}
 """Units by kind."""
@@ -61,12 +62,10 @@ class Growth:
 
     def figures(self) -> dict[str, float]:
         """Return the steepest growth of each kind per hour, without kinds that have too few samples."""
-        found = {}
-        for kind, by_process in self.samples.items():
-            slopes = [slope for _, slope in slopes_of(by_process)]
-            if slopes:
-                found[f"growth_{kind}_per_h"] = max(slopes)
-        return found
+        slopes = {kind: slopes_of(by_process) for kind, by_process in self.samples.items()}
+        return {
+            f"growth_{kind}_per_h": max(rise for _, rise in each) for kind, each in slopes.items() if each
+        }
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """Return kind, process, first and last value, and growth per hour for the process with most
@@ -74,30 +73,16 @@ class Growth:
         made = []
         for kind, by_process in self.samples.items():
             if slopes := slopes_of(by_process):
-                process, slope = max(slopes, key=lambda one: one[1])
+                process, rise = max(slopes, key=lambda one: one[1])
                 samples = by_process[process]
                 ends = f"{samples[0][1]:.1f} → {samples[-1][1]:.1f} {KINDS[kind]}".strip()
-                made.append((kind, process[0], ends, f"{slope:+.2f}"))
+                made.append((kind, process[0], ends, f"{rise:+.2f}"))
         return made
 
 
 def slopes_of(
     by_process: Mapping[tuple[str, int], Sequence[tuple[float, float]]],
 ) -> list[tuple[tuple[str, int], float]]:
-    """Return the slope of each process with enough samples in its second half."""
-    found = []
-    for process, samples in by_process.items():
-        later = samples[len(samples) // 2 :]
-        if len(later) >= _LEAST:
-            found.append((process, slope_per_h(later)))
-    return found
-
-
-def slope_per_h(samples: Sequence[tuple[float, float]]) -> float:
-    """Return the slope of the least-squares line through (seconds, value); 0 if all times are equal."""
-    middle_s = sum(at_s for at_s, _ in samples) / len(samples)
-    mean = sum(value for _, value in samples) / len(samples)
-    spread = sum((at_s - middle_s) ** 2 for at_s, _ in samples)
-    if not spread:
-        return 0.0
-    return _HOUR_S * sum((at_s - middle_s) * (value - mean) for at_s, value in samples) / spread
+    """Return the slope per hour of each process with enough samples in its second half."""
+    later = {process: samples[len(samples) // 2 :] for process, samples in by_process.items()}
+    return [(name, _HOUR_S * slope(half)) for name, half in later.items() if len(half) >= _LEAST]

@@ -1,9 +1,7 @@
 """`python -m bench overload`: three times as many requests as a stack can serve.
 
 First it measures the stack's peak with enough concurrent requests to keep it full. Then requests arrive at
-Poisson times at three times that rate. Goodput is the tokens of completed answers per second, once the queue
-is full. Then there are two keys: one sends a fifth of the peak; the other first keeps the stack busy, then
-sends three times the peak. Settings are the defaults except for engine and keys.
+Poisson times at three times that rate.
 """
 
 import asyncio
@@ -13,18 +11,18 @@ import time
 from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from random import Random
 from typing import Any
 
 import uvloop
 
 from bench.kit.context import Context
-from bench.kit.load import Answer, Target, complete
+from bench.kit.load import Answer, Target, complete, serve_all
 from bench.kit.models import TINY_CHAT, drawn_tokens, vocabulary
 from bench.kit.outcome import Outcome, Table, joined
 from bench.kit.stacks import start_stack
 from bench.kit.stats import percentile
 from shared.errors import InternalError
+from sim.workloads import poisson_times
 
 OVERLOAD = 3.0
 WORKERS = 4
@@ -216,88 +214,36 @@ class _Load:
                     await asyncio.sleep(1.0)
 
         clients = [asyncio.create_task(client()) for _ in range(_AT_ONCE * self._workers)]
-        part = await _window(times, answers)
-        await _given_up(clients)
-        return part
+        from_s = time.perf_counter() + times.ramp_s
+        await asyncio.sleep(times.ramp_s + times.window_s)
+        for each in clients:
+            each.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+        return Part(answers, from_s, from_s + times.window_s)
 
     async def over(self, rate: float, times: Times) -> Part:
         """Send `rate` requests per second until the window ends, then wait for those accepted."""
-        answers = list[Answer]()
-        sending = _Sending(self._target, self._bodies("over"), rate, self._context.random("gaps"), answers)
-        sender = asyncio.create_task(sending.run())
-        part = await _window(times, answers)
-        await _given_up([sender])
-        await sending.ended()
-        return part
+        return await self._sent(self._target, "over", rate, times)
 
     async def two_keys(self, peak: float, times: Times) -> tuple[Part, Part]:
         """Return one key's answers beside a busy other key, and beside a flooding one."""
+        steady, other = (replace(self._target, key=self._keys[name]) for name in ("steady", "other"))
         parts = []
         for purpose, share in (("busy", _BUSY), ("flood", OVERLOAD)):
-            steady, other = list[Answer](), list[Answer]()
-            sendings = [
-                self._sending("steady", "steady", _STEADY * peak, steady),
-                self._sending("other", purpose, share * peak, other),
-            ]
-            senders = [asyncio.create_task(each.run()) for each in sendings]
-            part = await _window(times, steady)
-            await _given_up(senders)
-            for each in sendings:
-                await each.ended()
+            part, _ = await asyncio.gather(
+                self._sent(steady, "steady", _STEADY * peak, times),
+                self._sent(other, purpose, share * peak, times),
+            )
             parts.append(part)
         return parts[0], parts[1]
 
-    def _sending(self, key: str, purpose: str, rate: float, answers: list[Answer]) -> "_Sending":
-        target = replace(self._target, key=self._keys[key])
-        gaps = self._context.random(f"{purpose} gaps")
-        return _Sending(target, self._bodies(purpose), rate, gaps, answers)
-
-
-class _Sending:
-    """Sends requests at Poisson times."""
-
-    def __init__(
-        self,
-        target: Target,
-        bodies: Iterator[dict[str, Any]],
-        rate: float,
-        gaps: Random,
-        answers: list[Answer],
-    ) -> None:
-        self._target, self._bodies, self._rate, self._gaps = target, bodies, rate, gaps
-        self._answers = answers
-        self._open: set[asyncio.Task[None]] = set()
-
-    async def run(self) -> None:
-        """Send until cancelled."""
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        for at_s in itertools.accumulate(self._gaps.expovariate(self._rate) for _ in itertools.count()):
-            await asyncio.sleep(began_s + at_s - loop.time())
-            task = asyncio.create_task(self._ask(next(self._bodies)))
-            self._open.add(task)
-            task.add_done_callback(self._open.discard)
-
-    async def ended(self) -> None:
-        """Wait until all requests ended."""
-        await asyncio.gather(*self._open)
-
-    async def _ask(self, body: dict[str, Any]) -> None:
-        self._answers.append(await complete(self._target, body, _DEADLINE_S))
-
-
-async def _window(times: Times, answers: Sequence[Answer]) -> Part:
-    """Wait for the window to pass."""
-    from_s = time.perf_counter() + times.ramp_s
-    to_s = from_s + times.window_s
-    await asyncio.sleep(to_s - time.perf_counter())
-    return Part(answers, from_s, to_s)
-
-
-async def _given_up(tasks: Sequence["asyncio.Task[None]"]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    async def _sent(self, target: Target, purpose: str, rate: float, times: Times) -> Part:
+        end_s = times.ramp_s + times.window_s
+        gaps = poisson_times(self._context.random(f"{purpose} gaps"), rate)
+        due_s = list(itertools.takewhile(lambda at_s: at_s < end_s, gaps))
+        bodies = list(itertools.islice(self._bodies(purpose), len(due_s)))
+        sent = await serve_all(target, bodies, len(bodies) or 1, due_s=due_s)
+        return Part(sent.answers, sent.began_s + times.ramp_s, sent.began_s + end_s)
 
 
 def _table(engine: str, peak: Part, over: Part) -> Table:

@@ -2,8 +2,7 @@
 
 Recording cannot be turned off. The other side starts with a `sitecustomize` on its path that replaces the
 recorder's functions with empty ones before any import of ours; the bench checks that it records nothing.
-Sides take turns with the same requests. An estimate is reported as well: number of events times the cost of
-one, over the CPU seconds used.
+Sides take turns with the same requests.
 """
 
 import json
@@ -19,8 +18,7 @@ from bench.kit.load import full_answer, run_batch
 from bench.kit.models import TINY_CHAT, drawn_tokens, vocabulary
 from bench.kit.provenance import ROOT
 from bench.kit.stacks import ONE_THREAD, Stack, start_stack
-from bench.kit.stats import Work, interval, ratio_of_wholes
-from bench.kit.turns import alternate
+from bench.kit.stats import Work, alternate, ratio_of_wholes, with_interval
 from shared.errors import InternalError
 from shared.messages.sequence import SequenceRef
 from shared.recorder import MOST_BATCHES, MOST_EVENTS, MOST_ROWS, Batch, Recorder
@@ -60,13 +58,8 @@ def compare(context: Context, turns: int, requests: int) -> dict[str, float]:
             raise InternalError(f"the side that is not to record has recorded {events} events")
     for turn, (one, other) in enumerate(zip(with_it, without, strict=True)):
         context.record({"turn": turn, "recording": one, "deaf": other}, "recorder.jsonl")
-    low, high = interval(without, with_it, ratio_of_wholes)
-    return {
-        "recorder_cost": ratio_of_wholes(without, with_it) - 1.0,
-        "recorder_cost_low": low - 1.0,
-        "recorder_cost_high": high - 1.0,
-        "recorder_full_mb": full_bytes() / 1e6,
-    }
+    costs = with_interval("recorder_cost", without, with_it, ratio_of_wholes)
+    return {name: value - 1.0 for name, value in costs.items()} | {"recorder_full_mb": full_bytes() / 1e6}
 
 
 def _deaf_path(run_dir: Path) -> Path:
@@ -86,47 +79,12 @@ def _tokens_and_cpu_s(stack: Stack, bodies: list[dict[str, object]]) -> Work:
     return sum(answer.completion_tokens for answer in answers), sum(stack.cpu_s().values()) - before_s
 
 
-# --- estimate from the number of events
-
-
 def recording_of(stack: Stack) -> list[dict[str, object]]:
     """Return all events recorded by the stack's instances."""
     path = stack.run_dir / "recording.jsonl"
     argv = [sys.executable, "-m", "services", "record", "--run-dir", str(stack.run_dir), "--out", str(path)]
     subprocess.run(argv, cwd=ROOT, capture_output=True, check=True, timeout=_DEADLINE_S)
     return [json.loads(line) for line in path.read_text().splitlines()[1:]]
-
-
-def recorded_s(stack: Stack) -> float:
-    """Return the estimated seconds spent on recording since the start."""
-    note_s, file_s, row_s = prices()
-    cost_s = 0.0
-    for event in recording_of(stack):
-        if event["kind"] in ("step", "plan"):
-            cost_s += file_s + row_s * (int(str(event["prefills"])) + int(str(event["decodes"])))
-        else:
-            cost_s += note_s
-    return cost_s
-
-
-def prices(rounds: int = 20_000) -> tuple[float, float, float]:
-    """Return the CPU seconds of an event, of a step without rows, and of each row of a step."""
-    recorder = Recorder("bench", "bench-0", 1)
-    refs = [SequenceRef(request_id=f"req_{at}", choice=0, attempt=1) for at in range(64)]
-
-    def timed(work: Callable[[], None]) -> float:
-        began_s = time.process_time()
-        for _ in range(rounds):
-            work()
-        return (time.process_time() - began_s) / rounds
-
-    def file(rows: int) -> None:
-        fields = {"step_s": 0.1, "busy_s": 1.0, "plan": 5, "epoch": 1, "heard_s": 2.0}
-        recorder.file(0.0, "step", Batch([], refs[:rows], fields))
-
-    note_s = timed(lambda: recorder.note("submitted", "req_1", choice=0, attempt=1, prompt_tokens=9))
-    empty_s, full_s = timed(lambda: file(0)), timed(lambda: file(64))
-    return note_s, empty_s, max(0.0, full_s - empty_s) / 64
 
 
 def full_bytes() -> int:
@@ -138,21 +96,12 @@ def full_bytes() -> int:
     try:
         recorder = Recorder("bench", "bench-0", 1)
         for at, ref in enumerate(rows):
-            found = {
-                "tokens": 1000 + at,
-                "device_blocks": 2000 + at,
-                "host_blocks": 3000 + at,
-                "disk_blocks": 0,
-            }
+            found = {"tokens": 1000 + at, "device_blocks": 2000 + at, "host_blocks": 3000 + at}
+            found["disk_blocks"] = 0
             recorder.note_at(0.1 * at, "found", ref.request_id, choice=0, attempt=1, **found)
         for at in range(MOST_BATCHES):
-            fields = {
-                "step_s": 0.1 * at,
-                "busy_s": 0.2 * at,
-                "plan": 1000 + at,
-                "epoch": 1,
-                "heard_s": 0.3 * at,
-            }
+            fields = {"step_s": 0.1 * at, "busy_s": 0.2 * at, "plan": 1000 + at, "epoch": 1}
+            fields["heard_s"] = 0.3 * at
             recorder.file(0.4 * at, "step", Batch([], [rows[at]] * each, fields))
         return tracemalloc.get_traced_memory()[0]
     finally:

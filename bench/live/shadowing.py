@@ -1,9 +1,7 @@
 """Part `shadow` of `bench chaos`: the pause when a worker dies during an answer with long context.
 
 It compares workers with and without copies of the KV at another worker. One answer at a time runs on two
-workers of a model with an expensive prompt of 4,000 tokens; its worker is killed partway. Pauses are in
-seconds and in steps of the same answer. Before that, the two stacks take turns under the same load without
-kills, to measure the cost of copying.
+workers of a model with an expensive prompt of 4,000 tokens; its worker is killed partway.
 """
 
 import asyncio
@@ -22,16 +20,13 @@ from bench.kit.context import Context
 from bench.kit.load import Answer, complete, complete_all, full_answer
 from bench.kit.models import checkpoint, drawn_tokens, vocabulary
 from bench.kit.outcome import Outcome, Table
-from bench.kit.provenance import ROOT
 from bench.kit.stacks import Stack, start_stack
-from bench.kit.stats import Work, interval, percentile, ratio_of_wholes
-from bench.kit.turns import alternate
+from bench.kit.stats import Work, alternate, percentile, ratio_of_wholes, with_interval
 from shared.errors import InternalError
 
 MODEL, PROMPT_TOKENS, ANSWER_TOKENS = "random-100m", 3700, 240
 _LOAD = (4, 1200, 120)
 """(concurrent answers, prompt tokens, answer tokens) of the load without kills."""
-_CACHE = ROOT / "runs" / "bench" / "checkpoints"
 _COMMON: Mapping[str, object] = {"worker.kv_blocks": 1100, "worker.prefix_cache.host_mb": 1024}
 SIDES: Mapping[str, Mapping[str, object]] = {
     "shadow": _COMMON,
@@ -70,7 +65,7 @@ def run(context: Context) -> Outcome:
     """Run the part. Raises InternalError if a stack does not recover."""
     kills = context.arguments.faults or (2 if context.quick else 20)
     turns = 2 if context.quick else 12
-    model = checkpoint(MODEL, _CACHE)
+    model = checkpoint(MODEL)
     dice, ids = context.random("shadow"), vocabulary(model)
     seen = {name: Pauses() for name in SIDES}
     found: dict[str, float] = {}
@@ -154,13 +149,8 @@ def _cost(
     ours, theirs = alternate(sides, turns)
     for turn, (one_work, other) in enumerate(zip(ours, theirs, strict=True)):
         context.record({"turn": turn, "shadow": one_work, "unshadowed": other})
-    low, high = interval(ours, theirs, ratio_of_wholes)
-    return {
-        "shadow_throughput": ratio_of_wholes(ours, theirs),
-        "shadow_throughput_low": low,
-        "shadow_throughput_high": high,
-        "shadow_copied_blocks": float(_sum(stacks["shadow"], "shadow_blocks_kept")),
-    }
+    found = with_interval("shadow_throughput", ours, theirs, ratio_of_wholes)
+    return found | {"shadow_copied_blocks": float(_sum(stacks["shadow"], "shadow_blocks_kept"))}
 
 
 def _served(stack: Stack, bodies: Sequence[dict[str, Any]]) -> Work:
@@ -203,11 +193,5 @@ def _sum(stack: Stack, what: str) -> int:
 
 def _until_two(stack: Stack) -> None:
     """Wait until both workers run. Raises InternalError on a timeout."""
-    until_s = time.monotonic() + _REST_S
-    while time.monotonic() < until_s:
-        workers = [row for row in stack.services() if row["service"] == "worker"]
-        if len(workers) == 2:
-            time.sleep(1.0)
-            return
-        time.sleep(0.2)
-    raise InternalError(f"the stack was not whole again within {_REST_S:g} s")
+    stack.until(lambda: sum(row["service"] == "worker" for row in stack.services()) == 2, _REST_S)
+    time.sleep(1.0)

@@ -20,10 +20,8 @@ from bench.kit.context import Context
 from bench.kit.load import Answer, check, first_error, full_answer, run_batch
 from bench.kit.models import TINY_CHAT, checkpoint, drawn_tokens, vocabulary
 from bench.kit.outcome import Outcome, Table
-from bench.kit.provenance import ROOT
 from bench.kit.stacks import PLAIN, Stack, start_stack
-from bench.kit.stats import median_of_ratios
-from bench.kit.turns import alternate
+from bench.kit.stats import alternate, median_of_ratios
 from bench.live.structured_suite import derived, digest_of, suite_schemas
 from shared.errors import InternalError
 
@@ -100,7 +98,7 @@ def run(context: Context) -> Outcome:
 
 
 def _model(context: Context) -> Path:
-    return checkpoint(context.arguments.model, ROOT / "runs" / "bench" / "checkpoints")
+    return checkpoint(context.arguments.model)
 
 
 def _row(name: str, told: Sequence[str]) -> Sequence[object]:
@@ -164,12 +162,7 @@ def long_schema(number: int) -> dict[str, Any]:
 def validated(context: Context, stack: Stack, schemas: Sequence[dict[str, Any]]) -> list[str]:
     """Return the fault of an answer to each schema (`fault_of`)."""
     bodies = [
-        {
-            "prompt": "Write JSON.",
-            "max_tokens": ANSWER_TOKENS,
-            "seed": at,
-            "guided_json": schema,
-        }
+        {"prompt": "Write JSON.", "max_tokens": ANSWER_TOKENS, "seed": at, "guided_json": schema}
         for at, schema in enumerate(schemas)
     ]
     told: list[str] = []

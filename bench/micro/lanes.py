@@ -1,9 +1,7 @@
 """Cost of one event in the scheduler's core with many busy workers: the second part of `bench scheduler`.
 
 Workers are simulated: every plan runs to its end and is reported. Placement answers at once with the worker
-that has the fewest sequences. As many answers end as requests arrive, so each worker always has 64. An event
-is one call into the core with all its plans and questions, and the answers to those. The simulation itself is
-not counted.
+that has the fewest sequences. As many answers end as requests arrive, so each worker always has 64.
 """
 
 import time

@@ -3,9 +3,6 @@
 The bundled model answers exercises with sampling. Both heads get the states as in production, and predict
 before they learn from the answer. The last third is compared with the histogram given the tokens so far.
 Kendall's tau is the share of pairs in the right order minus the share in the wrong one.
-
-A large model's states are not available here. For comparison, the bench predicts Vicuna's answers from
-prompts alone.
 """
 
 import argparse
@@ -22,15 +19,12 @@ from bench.kit.context import Context
 from bench.kit.models import TINY_CHAT
 from bench.kit.outcome import Outcome, Table
 from bench.kit.stats import median_of_ratios
-from bench.micro.predictor import Workload, alpaca, has_alpaca, tokenizer
+from bench.micro.predictor import tokenizer
 from models.train_tiny_chat.templates import template_chat
 from services.predictor.core.histogram import HistogramModel
-from services.predictor.core.length_model import LengthQuery, LengthSample
+from services.predictor.core.length_model import LengthSample
 from services.predictor.core.rest_heads import HEADS
 from services.predictor.core.rest_learner import RestLearner
-from services.predictor.models.regressor import RegressorModel
-from services.predictor.models.training import TrainingPlan, train
-from services.predictor.models.versions import Trained
 from services.worker.core.sampling import SamplePoint
 from services.worker.engine.contract import Row
 from services.worker.engine.engine import TorchEngine
@@ -59,7 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--answers", type=int, help="of the shipped model [3000; quick: 300]")
     parser.add_argument("--every", type=int, default=4, help="tokens between two states [%(default)s]")
     parser.add_argument("--turns", type=int, help="pairs of runs for the cost [8; quick: 2]")
-    parser.add_argument("--members", type=int, default=2, help="networks of the regressor [%(default)s]")
 
 
 def run(context: Context) -> Outcome:
@@ -83,12 +76,9 @@ def run(context: Context) -> Outcome:
     tables = [Table("on tiny_chat's own answers, last third", ("head", *found), rows)]
     for every in (16, 32):
         figures[f"cost_every_{every}"] = cost_of(context, every, flags.turns or (2 if context.quick else 8))
-    if has_alpaca() and not context.quick:
-        figures |= prompts_alone(context, alpaca(), flags.members)
     lengths = [one.tokens for one in written]
     notes = [
         f"{answers} sampled answers, {np.mean(lengths):.0f} tokens in the mean; a state in {flags.every}",
-        "vicuna_tau: of predictions from prompts alone; hidden states of such a model are not to be had here",
     ]
     return Outcome(figures, 0, tables, notes)
 
@@ -233,17 +223,3 @@ def _decode_s(engine: TorchEngine, asked: list[list[int]], steps: int = 64) -> f
             one.computed = len(one.tokens)
             one.tokens.append(sampled.token)
     return time.process_time() - began_s
-
-
-def prompts_alone(context: Context, workload: Workload, members: int) -> dict[str, float]:
-    """Return Kendall's tau of the regressor on Vicuna's answers."""
-    plan = TrainingPlan(members=members, seed=context.seed)
-    total = plan.members * plan.epochs_for(len(workload.train))
-    with context.progress("training on Vicuna's answers", total) as bar:
-        trained = train(workload.train, plan, progress=lambda done, of, mae: bar.advance(1))
-    model = RegressorModel(Trained(trained, 1, {}))
-    told = model.predict_batch([LengthQuery(sample.prompt, 1 << 20) for sample in workload.test])
-    lengths = np.array([sample.output_tokens for sample in workload.test], np.float64)
-    medians = np.array([one.p50_tokens for one in told], np.float64)
-    sizes = np.array([len(sample.prompt) for sample in workload.test], np.float64)
-    return {"vicuna_tau": kendall(medians, lengths), "vicuna_tau_prompt_length": kendall(sizes, lengths)}

@@ -1,9 +1,7 @@
 """`python -m bench pie-gpu`: Pie's real copies during a computation of Llama-2-13B's shapes.
 
 Decode steps of a batch, layer by layer through the worker's block store. Each layer is its matrix products
-(all layers share weights larger than any cache) and a pass over the KV that it reads. Overlap is measured by
-the device's clock: a step at a level with all blocks in use, against one with all those blocks on the device.
-Needs a CUDA device; `measure` itself runs anywhere. Source: papers/004 §5.
+(all layers share weights larger than any cache) and a pass over the KV that it reads.
 """
 
 import statistics

@@ -1,8 +1,7 @@
 """`bench predictor`: accuracy of length predictions, against the median by prompt length.
 
 The bundled regressor is trained on the first part of a workload and tested on the rest; it also chooses
-epochs and corrections within the first part. The rival is the median length in each of 32 quantile buckets of
-the prompt length. Times are of one call for 32 prompts, on one thread.
+epochs and corrections within the first part.
 """
 
 import argparse

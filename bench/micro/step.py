@@ -48,9 +48,7 @@ def run(context: Context) -> Outcome:
     """Run the bench. Raises ConfigError for an unloadable model, or --attention native without a compiler."""
     flags = context.arguments
     torch.set_num_threads(1)
-    model = load(
-        str(checkpoint(flags.model, context.run_dir.parent / "checkpoints")), dtype="float32", device="cpu"
-    )
+    model = load(str(checkpoint(flags.model)), dtype="float32", device="cpu")
     blocks = max(flags.batches) * _blocks(max(flags.contexts))
     engine = Timed(model, kv_blocks=blocks, block_tokens=_BLOCK_TOKENS, attention=flags.attention)
     sampling = Sampling(seed=0, max_tokens=1, temperature=flags.temperature, top_p=flags.top_p)

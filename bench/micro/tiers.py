@@ -1,10 +1,8 @@
 """`python -m bench tiers`: how much longer a step is while blocks are copied to or from the host.
 
 One engine runs under the worker's core and prefix cache in one thread, with the copying threads beside it.
-Some sequences decode all the time. In a `demote` window each of them needs a new block, either free or
-evicted from prefixes that only the device has. In a `load` window a prompt arrives whose prefix is stored, on
-the device or on the host. The result is the longest step of a window, from the end of the previous step to
-its own, which every reader waits for.
+In a `demote` window each running sequence needs a new block, free or evicted. In a `load` window a prompt
+arrives whose prefix is stored, on the device or on the host. The result is the longest step of a window.
 """
 
 import gc
@@ -20,8 +18,7 @@ import torch
 from bench.kit.context import Context
 from bench.kit.models import checkpoint
 from bench.kit.outcome import Outcome, Table
-from bench.kit.stats import interval, median_of_ratios
-from bench.kit.turns import alternate
+from bench.kit.stats import alternate, interval, median_of_ratios
 from services.worker.core.prefixes import Prefixes
 from services.worker.core.reports import Identity
 from services.worker.core.sequences import SequenceLimits, SequenceTable
@@ -71,7 +68,7 @@ def run(context: Context) -> Outcome:
     flags = context.arguments
     turns = 2 if context.quick else flags.turns
     torch.set_num_threads(1)
-    folder = str(checkpoint(flags.model, context.run_dir.parent / "checkpoints"))
+    folder = str(checkpoint(flags.model))
     worker = BusyWorker(folder, flags.block_tokens, flags.batch, flags.hit_blocks, turns)
     figures: dict[str, float] = {}
     rows: list[Sequence[object]] = []
@@ -89,7 +86,7 @@ def run(context: Context) -> Outcome:
         counts = worker.store.cache.counts
         notes = [
             f"{worker.store.record_bytes / 2**20:.2f} MiB a block; {counts['hits_host']} came from the host, "
-            f"{counts['evicted_device']} left the device",
+            f"{counts['evicted_device']} left the device"
         ]
     finally:
         worker.store.close(10.0)

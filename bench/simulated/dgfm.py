@@ -1,8 +1,7 @@
 """`python -m bench dgfm`: four workers under a long mixed workload, with and without DGFM.
 
 The paper's Figure 10, simulated with the live cores of lending, ledger and settlement (`sim/lending/`). With
-`--live`: real processes (`contest`). Sides: no settlement; cycles of debts settled; cycles settled and debts
-repaid into free memory.
+`--live`: real processes.
 """
 
 import random
@@ -14,8 +13,7 @@ from statistics import fmean, median
 
 from bench.kit.context import Context
 from bench.kit.outcome import Outcome, Table
-from bench.live.dgfm.contest import run_live
-from bench.live.dgfm.live import LOADS, draw_figure_10
+from bench.live.dgfm import LOADS, draw_figure_10, run_live
 from services.ledger.core.dgfm.plan import settlements
 from shared.errors import ConfigError
 from sim.lending.run import LendingSimulation, Result, Scenario

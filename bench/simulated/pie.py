@@ -1,8 +1,7 @@
 """The simulated part of `python -m bench pie`: Pie at its paper's settings, and its figure 4.
 
 The live swap and expansion controllers run in simulated time (`sim/pie`) under the `vllm` policy, with
-GH200's measured bandwidth and H100 kernel costs. Baseline: the same policy with recomputation and the same
-device bytes.
+GH200's measured bandwidth and H100 kernel costs.
 """
 
 from argparse import ArgumentParser
@@ -282,18 +281,9 @@ def _curve(found: Grid, model: str, trace: str, side: str) -> dict[float, float]
 def _tables(found: Grid, cells: Sequence[tuple[str, str]], sizes: Sequence[float]) -> list[Table]:
     tables = []
     columns = (
-        "GB",
-        "vllm tok/s",
-        "pie tok/s",
-        "/vllm",
-        "best fixed",
-        "expansion",
-        "pie/best",
-        "stall",
-        "blocks/pie",
-        "stall",
-        "s/token /vllm",
-    )
+        "GB", "vllm tok/s", "pie tok/s", "/vllm", "best fixed", "expansion", "pie/best", "stall",
+        "blocks/pie", "stall", "s/token /vllm",
+    )  # fmt: skip
     for model, trace in cells:
         rows = []
         for gb in sizes:

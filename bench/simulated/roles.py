@@ -1,23 +1,34 @@
 """The `--roles` half of `bench fleet`: prefill and decode on separate workers, or on the same.
 
 It compares mixed workers, fixed splits and adaptive roles on the same requests. Rates are shares of the rate
-that one worker under `vllm` sustains, for each worker. KV moves over links of 25 GB/s, starting with the
-first prefill chunk. The first `WARM_S` of a run are not counted.
+that one worker under `vllm` sustains, for each worker.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import fmean
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from random import Random
+from statistics import fmean, median
+from typing import Any
 
 import numpy as np
+import uvloop
 
 from bench.kit.context import Context
 from bench.kit.datasets import find
+from bench.kit.load import LoadResult, first_error, full_answer, serve_all
+from bench.kit.models import TINY_CHAT, drawn_tokens, vocabulary
 from bench.kit.outcome import Outcome, Table, joined
-from bench.simulated import roles_live
-from bench.simulated.ecoserve.measures import KneeQuestion, answer_knee, measure_reference
-from services.placement.core.roles import FleetRoles, Role
+from bench.kit.stacks import Stack, on_bus, start_stack
+from bench.kit.stats import percentile
+from bench.simulated.ecoserve.measures import peer_knee
+from services.placement.core.roles import BOTH, FleetRoles, Role
 from services.worker.core.costs import find_cost
+from shared import subjects
+from shared.bus import Handler, Listener
+from shared.errors import InternalError
+from shared.messages.moves import SequenceMoved
+from shared.messages.plans import WorkerStepped
 from sim.case import Case, Machine
 from sim.meters import gap_quantile_s
 from sim.predictors import find_predictor
@@ -126,19 +137,11 @@ _SHOWN = {
 }
 
 
-def _knee(source: Source, requests: int) -> tuple[float, ServiceLevel]:
-    """Return the rate that one worker sustains under `vllm`, and the service level at low load."""
-    case = Case(source, "vllm", "none", requests=requests, machine=find_machine(source))
-    reference = measure_reference(case)
-    question = KneeQuestion(source.name, case, reference.limit_s, reference.capacity_per_s, (0,))
-    return answer_knee(question), reference.level
-
-
 def run(context: Context) -> Outcome:
-    """Run the bench: simulated, live, or both."""
+    """Run the bench: simulated, live, or both. Raises InternalError if a stack does not serve."""
     live = context.arguments.live
     parts = [] if live == "only" else [_simulated(context)]
-    return joined([*parts, *([roles_live.run(context)] if live else [])])
+    return joined([*parts, *([_live(context)] if live else [])])
 
 
 def _simulated(context: Context) -> Outcome:
@@ -152,13 +155,13 @@ def _simulated(context: Context) -> Outcome:
     for name in names:
         source = Source(name, find(WORKLOADS[name].file))
         context.say(f"what one worker sustains under vllm: {name}")
-        knee, level = _knee(source, 200 if context.quick else 500)
+        reference, knee = peer_knee(source, find_machine(source), 200 if context.quick else 500)
         for count in counts:
             sides: list[int | None] = [0, *sorted({count // 4, count // 2, 3 * count // 4}), None]
             for load in LOADS[-1:] if context.quick else LOADS:
                 rate = load * knee * count
                 runs += [
-                    Roles(source, count, decoders, load, rate, level, duration_s, seed)
+                    Roles(source, count, decoders, load, rate, reference.level, duration_s, seed)
                     for decoders in sides
                     for seed in seeds
                 ]
@@ -213,3 +216,97 @@ def _figures(found: dict[Cell, dict[str, dict[str, float]]]) -> dict[str, float]
             key = "slo" if figure == "slo" else "tbt_p99_s"
             figures[f"roles_{figure}_ratio_{name}_w{workers}"] = ratio((name, workers, load), key)
     return figures
+
+
+ROUNDS = 3
+"""Rounds in which the live sides take turns."""
+_SPLITS = {2: "prefill,decode", 4: "prefill,prefill,decode,decode"}
+"""`placement.roles` by number of workers."""
+_PROMPT, _ANSWER, _EVERY_S = (400, 2000), (30, 60), 0.6
+"""Requests come so far apart that none waits for another's prefill."""
+_LIVE_SHOWN = {
+    "first token p50 s, both": "ttft_p50_s_both",
+    "split": "ttft_p50_s_split",
+    "later p50 s": "first_later_s_p50",
+    "p90": "first_later_s_p90",
+    "step s": "step_s",
+    "hand-overs": "hand_overs",
+    "copied after the prompt": "late_share",
+    "taking s": "late_s_p50",
+}
+_HANDLERS: tuple[Handler, ...] = (
+    Listener(subjects.SCHEDULER_MOVED, SequenceMoved, "on_moved"),
+    Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped"),
+)
+
+
+@dataclass
+class _Watch:
+    """Collects finished hand-overs, and the durations of decode-only steps."""
+
+    moves: list[SequenceMoved] = field(default_factory=list)
+    steps_s: list[float] = field(default_factory=list)
+
+    def on_moved(self, moved: SequenceMoved) -> None:
+        if not moved.reason:
+            self.moves.append(moved)
+
+    def on_stepped(self, event: WorkerStepped) -> None:
+        if event.decoded_tokens and not event.prefilled_tokens and event.step_s:
+            self.steps_s.append(event.step_s)
+
+
+def _live(context: Context) -> Outcome:
+    figures: dict[str, float] = {}
+    rows = []
+    for workers in (2,) if context.quick else tuple(_SPLITS):
+        context.say(f"first tokens, {workers} live workers")
+        dice, ids = context.random(f"times {workers}"), vocabulary(TINY_CHAT)
+        bodies = [_timed_body(dice, ids) for _ in range(4 if context.quick else 20)]
+        with ExitStack() as running:
+            stacks = {
+                side: running.enter_context(
+                    start_stack(
+                        context.run_dir / f"{side}-{workers}",
+                        {"worker.engine": "simulated", "worker.kv_blocks": 960, "placement.roles": roles},
+                        workers=workers,
+                        name=side,
+                    )
+                )
+                for side, roles in (("both", BOTH), ("split", _SPLITS[workers]))
+            }
+            found = uvloop.run(_in_turns(stacks, bodies))
+        rows.append((workers, *(f"{found[name]:.3g}" for name in _LIVE_SHOWN.values())))
+        figures |= {f"live_{name}_w{workers}": found[name] for name in ("first_later_s_p50", "late_share")}
+        figures[f"live_first_later_steps_w{workers}"] = found["first_later_s_p50"] / found["step_s"]
+    title = "engine `simulated`, prompts that do not wait for each other"
+    return Outcome(figures, 0, [Table(title, ("workers", *_LIVE_SHOWN), rows)])
+
+
+def _timed_body(dice: Random, ids: int) -> dict[str, Any]:
+    return full_answer(drawn_tokens(dice, ids, dice.randint(*_PROMPT)), dice.randint(*_ANSWER))
+
+
+async def _in_turns(stacks: dict[str, Stack], bodies: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Measure times to the first token; every round has a new cache salt, so that no prefix is cached."""
+    first_s: dict[str, list[float]] = {side: [] for side in stacks}
+    watch, due_s = _Watch(), [_EVERY_S * at for at in range(len(bodies))]
+    async with on_bus(stacks["split"].run_dir, "placement-0", _HANDLERS, watch):
+        for number in range(ROUNDS):
+            salted = [{**body, "cache_salt": f"round {number}"} for body in bodies]
+            for side, stack in stacks.items():
+                load: LoadResult = await serve_all(stack.target, salted, len(salted), due_s=due_s)
+                if error := first_error(load.answers):
+                    raise InternalError(f"the stack {side!r} does not serve: {error}")
+                first_s[side] += [answer.first_s for answer in load.answers]
+    later_s = [one - other for one, other in zip(first_s["split"], first_s["both"], strict=True)]
+    moved = sum(one.moved_bytes for one in watch.moves)
+    return {
+        **{f"ttft_p50_s_{side}": percentile(times, 50) for side, times in first_s.items()},
+        "first_later_s_p50": median(later_s),
+        "first_later_s_p90": percentile(later_s, 90),
+        "step_s": median(watch.steps_s),
+        "hand_overs": float(len(watch.moves)),
+        "late_share": sum(one.late_bytes for one in watch.moves) / max(1, moved),
+        "late_s_p50": median(one.late_s for one in watch.moves) if watch.moves else 0.0,
+    }

@@ -26,32 +26,9 @@ def tree(tmp_path: Path) -> list[static.Module]:
     return static.modules(tmp_path, ["services"])
 
 
-def test_a_splinter_is_short_and_has_one_importer(tree: list[static.Module]) -> None:
-    """`three` has two importers, `config` is a name that every service has, the rest nobody imports."""
-    assert [module.name for module in static.splinters(tree)] == ["services.two"]
-
-
-def test_a_long_module_is_no_splinter(tree: list[static.Module], tmp_path: Path) -> None:
-    (tmp_path / "services/two.py").write_text("class Link: ...\n" * static.SPLINTER_LINES)
-    assert static.splinters(static.modules(tmp_path, ["services"])) == []
-
-
-def test_a_word_with_two_meanings_counts_whether_class_or_alias(tree: list[static.Module]) -> None:
-    assert static.homonyms(tree) == {"Link": ["services.three", "services.two"]}
-
-
-def test_imports_count_all_their_lines(tree: list[static.Module]) -> None:
-    lines = sum(text.count("\n") for text in TREE.values())
-    assert static.import_share(tree) == pytest.approx((2 + 3 + 1) / lines)
-
-
 def test_rooms_that_import_each_other_share_a_box() -> None:
     circle = {"top": {"left"}, "left": {"right"}, "right": {"left", "base"}, "base": set[str]()}
-    assert layers.without_cycles(circle) == {
-        "top": {"left + right"},
-        "left + right": {"base"},
-        "base": set(),
-    }
+    assert layers.without_cycles(circle) == {"top": {"left + right"}, "left + right": {"base"}, "base": set()}
 
 
 def test_an_arrow_is_left_out_where_a_longer_way_leads_there() -> None:

@@ -1,8 +1,7 @@
 """Records which functions of the project run while a flag is set; Python imports it in each process.
 
 `bench house` puts this folder on PYTHONPATH and names a folder in KVASIR_TRACE. A byte of the file `flag`
-there is a command: 0 wait, 1 record, 2 write the record to `PID.json` and start anew. Forked processes
-continue to record. Recording costs a few microseconds per call, so nothing is timed meanwhile.
+there is a command: 0 wait, 1 record, 2 write the record to `PID.json` and start anew.
 """
 
 import json

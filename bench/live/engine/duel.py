@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from bench.kit.cells import CELLS_FILE
-from bench.kit.context import Context
+from bench.kit.context import CELLS_FILE, Context
 from bench.kit.cores import Cores, pin
 from bench.kit.load import Answer, check, first_error, full_answer, run_batch
 from bench.kit.stacks import Server
-from bench.kit.turns import order_of
+from bench.kit.stats import order_of
 
 _SPREAD = 0.1
 """Prompt lengths vary uniformly by this share, so that sequences are not in step."""

@@ -35,11 +35,6 @@ def figures(rows: Rows, cells: Sequence[BatchCell], peer: str) -> dict[str, floa
     return made
 
 
-def headline(made: Mapping[str, float]) -> list[str]:
-    """Return the names of the main figures."""
-    return [name for name in made if name.startswith(("tok_s", "decode_ratio", "client_share"))]
-
-
 def table(rows: Rows, cells: Sequence[BatchCell], peer: str) -> Table:
     """Return a table of tokens per second of both sides for each workload."""
     lines: list[Sequence[object]] = []
@@ -59,11 +54,6 @@ def table(rows: Rows, cells: Sequence[BatchCell], peer: str) -> Table:
             )
     columns = ("workload", "alternations", "kvasir tok/s", f"{peer} tok/s", "ratio", "worst", "decode only")
     return Table(f"engine: kvasir against {peer}", columns, lines)
-
-
-def failures(rows: Rows) -> int:
-    """Return the number of failed requests."""
-    return sum(int(row["failures"]) for row in rows)
 
 
 def _pairs(rows: Rows, cell: str, peer: str, value: str) -> dict[int, tuple[float, float]]:

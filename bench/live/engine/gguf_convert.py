@@ -1,8 +1,7 @@
 """Convert a Llama checkpoint to GGUF in F32: `python gguf_convert.py FOLDER FILE`, in llama.cpp's
 environment.
 
-It imports only gguf and numpy, which that environment has. It supports the engine bench's checkpoints: Llama,
-byte-level BPE, one safetensors file in float32 or bfloat16.
+It imports only gguf and numpy, which that environment has.
 """
 
 import json

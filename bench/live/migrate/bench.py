@@ -1,9 +1,7 @@
 """`python -m bench migrate`: a hundred live migrations while clients read, and their effect on the clients.
 
 Two workers have a steady load of greedy answers. Sequences are migrated in turn; the same requests ran before
-without migrations. In mode `kv` the target fetches the blocks while the source continues; in `tokens` it
-recomputes the sequence. `adaptive` uses the cheaper mode by the workers' measurements. `cold` has no prefix
-cache, so the target computes everything during the pause: the baseline for live migration.
+without migrations.
 """
 
 import asyncio
@@ -17,9 +15,8 @@ from typing import Any
 
 from bench.kit.context import Context
 from bench.kit.load import Answer, Target, complete_all, first_error, full_answer
-from bench.kit.models import checkpoint, vocabulary
+from bench.kit.models import checkpoint, drawn_tokens, vocabulary
 from bench.kit.outcome import Outcome, Table
-from bench.kit.provenance import ROOT
 from bench.kit.stacks import PLAIN, start_stack
 from bench.kit.stats import percentile
 from bench.live.migrate.mover import Mover, Pause, Watch, mover, watch
@@ -44,20 +41,10 @@ _DEADLINE_S = 240.0
 _EVERY_S = 0.03
 _SETTLE_S = 1.0
 HEADLINE = (
-    "moves",
-    "moves_failed",
-    "gaps",
-    "duplicates",
-    "same_text_share",
-    "pause_ms_p50",
-    "pause_ms_p99",
-    "step_ms_p50",
-    "pause_over_step_ms_p50",
-    "prepare_ms_p50",
-    "pause_over_step_ms_p50_tokens",
-    "prepare_ms_p50_tokens",
-    "pause_over_step_ms_p50_cold",
-)
+    "moves", "moves_failed", "gaps", "duplicates", "same_text_share", "pause_ms_p50", "pause_ms_p99",
+    "step_ms_p50", "pause_over_step_ms_p50", "prepare_ms_p50", "pause_over_step_ms_p50_tokens",
+    "prepare_ms_p50_tokens", "pause_over_step_ms_p50_cold",
+)  # fmt: skip
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -96,7 +83,7 @@ class Measured:
 
 def run(context: Context) -> Outcome:
     """Run the bench. Raises ConfigError for an invalid model, InternalError if a stack does not serve."""
-    model = checkpoint(context.arguments.model, ROOT / "runs" / "bench" / "checkpoints")
+    model = checkpoint(context.arguments.model)
     count = context.arguments.moves or (20 if context.quick else 100)
     found = []
     pairs = [(mode, under) for under in context.arguments.under for mode in context.arguments.modes]
@@ -138,10 +125,7 @@ def _measure(context: Context, model: Path, mode: str, under: str, count: int) -
 def _bodies(context: Context, tokens: int) -> list[dict[str, Any]]:
     dice = context.random("questions")
     return [
-        full_answer(
-            [dice.randrange(100, tokens - 1) for _ in range(dice.randint(*PROMPT_TOKENS))],
-            dice.randint(*ANSWER_TOKENS),
-        )
+        full_answer(drawn_tokens(dice, tokens, dice.randint(*PROMPT_TOKENS)), dice.randint(*ANSWER_TOKENS))
         for _ in range(context.arguments.streams)
     ]
 
@@ -233,6 +217,12 @@ def _account(context: Context, measured: Measured, moving: Mover, seen: Watch) -
 
 def _figures(one: Measured) -> dict[str, float]:
     """Return the figures; those of mode `kv` have no suffix."""
+    suffix = "" if one.mode == "kv" else f"_{one.mode}"
+    suffix += "" if one.under == "load" else f"_{one.under}"
+    return {f"{name}{suffix}": value for name, value in _plain(one).items()}
+
+
+def _plain(one: Measured) -> dict[str, float]:
     found = {
         "moves": float(len(one.done)),
         "moves_failed": float(one.failed),
@@ -255,35 +245,19 @@ def _figures(one: Measured) -> dict[str, float]:
         found["prepare_ms_p50"] = percentile([moved.prepare_s * 1e3 for moved in one.done], 50)
         found["rounds"] = fmean(moved.rounds for moved in one.done)
         found["by_kv_share"] = fmean(moved.mode is MoveMode.KV for moved in one.done)
-    suffix = "" if one.mode == "kv" else f"_{one.mode}"
-    suffix += "" if one.under == "load" else f"_{one.under}"
-    return {f"{name}{suffix}": value for name, value in found.items()}
+    return found
 
 
 def _table(found: Sequence[Measured]) -> Table:
-    columns = (
-        *("mode", "under", "moves", "failed", "gaps", "duplicates", "same text", "by KV", "prepared p50"),
-        *("pause p50", "p99", "step", "tokens/s"),
-    )
     rows = []
     for one in found:
-        pauses = [pause.pause_s * 1e3 for pause in one.pauses] or [0.0]
-        steps = [pause.step_s * 1e3 for pause in one.pauses] or [0.0]
-        rows.append(
-            (
-                one.mode,
-                one.under,
-                len(one.done),
-                one.failed,
-                one.gaps,
-                one.duplicates,
-                f"{one.same} of {one.answers}",
-                sum(moved.mode is MoveMode.KV for moved in one.done),
-                f"{percentile([moved.prepare_s * 1e3 for moved in one.done] or [0.0], 50):.0f} ms",
-                f"{percentile(pauses, 50):.1f} ms",
-                f"{percentile(pauses, 99):.1f} ms",
-                f"{percentile(steps, 50):.1f} ms",
-                f"{one.tokens / one.took_s:.0f}",
-            )
-        )
+        figures = {name.partition("_ms_")[0]: value for name, value in _plain(one).items()}
+        times = [figures.get(name) for name in ("prepare", "pause", "step")]
+        same = f"{one.same} of {one.answers}"
+        counts = (len(one.done), one.failed, one.gaps, one.duplicates, same, figures.get("by_kv_share"))
+        rows.append((one.mode, one.under, *counts, *times, one.tokens / one.took_s))
+    columns = (
+        *("mode", "under", "moves", "failed", "gaps", "duplicates", "same text", "share by KV"),
+        *("prepare ms, p50", "pause ms, p99", "step ms, p50", "tokens/s"),
+    )
     return Table("migrations while clients read", columns, rows)

@@ -6,9 +6,10 @@ It has placement's heartbeats and rights. It has no policy: running sequences mo
 import asyncio
 import math
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -76,7 +77,8 @@ class Mover:
 
     async def move(self, listed: SequenceReport, source: str, target: str) -> bool:
         """Order a migration in the chosen mode; return whether the scheduler accepted it."""
-        wanted = WantedMove(SequenceMove(ref=listed.ref, target=target), source, _tokens(listed))
+        tokens = listed.prompt_tokens + listed.generated_tokens
+        wanted = WantedMove(SequenceMove(ref=listed.ref, target=target), source, tokens)
         costs = {name: MoveCosts.of(report) for name, report in self.reports.items()}
         now, _ = self.modes.divide([wanted], costs, time.monotonic())
         if not now:
@@ -84,11 +86,9 @@ class Mover:
         order = MoveSequences(moves=tuple(now))
         try:
             answer = await self._bus.request(subjects.SCHEDULER_MOVE, order, MovesTaken, deadline_s=_ANSWER_S)
+            (refusal,) = answer.refusals
         except KvasirError as error:
-            self.refusals.append(error.message)
-            self.modes.on_over(listed.ref)
-            return False
-        (refusal,) = answer.refusals
+            refusal = error.message
         if refusal:
             self.refusals.append(refusal)
             self.modes.on_over(listed.ref)
@@ -112,10 +112,6 @@ class Mover:
                 await asyncio.sleep(0.005)
 
 
-def _tokens(listed: SequenceReport) -> int:
-    return listed.prompt_tokens + listed.generated_tokens
-
-
 @asynccontextmanager
 async def mover(run_dir: Path, choice: ModeChoice = "tokens") -> AsyncIterator[Mover]:
     """Yield a mover on the bus of the stack in `run_dir`."""
@@ -127,14 +123,6 @@ async def mover(run_dir: Path, choice: ModeChoice = "tokens") -> AsyncIterator[M
 
 GATEWAY = "gateway-0"
 WATCH_HANDLERS: tuple[Handler, ...] = (Listener(subjects.tokens.to(GATEWAY), TokenFrame, "on_frame"),)
-
-
-@dataclass
-class Seen:
-    """Arrival times of one sequence's tokens."""
-
-    arrived_s: dict[int, dict[int, float]] = field(default_factory=dict)
-    """Maps attempt and index in the answer to a time."""
 
 
 @dataclass(frozen=True)
@@ -151,22 +139,19 @@ class Watch:
     """Collects token frames."""
 
     def __init__(self) -> None:
-        self.sequences: dict[SequenceKey, Seen] = {}
+        self._arrived_s: dict[tuple[str, int, int], dict[int, float]] = defaultdict(dict)
+        """Time by index in the answer, by (request, choice, attempt)."""
 
     def on_frame(self, frame: TokenFrame) -> None:
         now_s = time.perf_counter()
         for delta in frame.deltas:
-            seen = self.sequences.setdefault((delta.request_id, delta.choice), Seen())
-            times = seen.arrived_s.setdefault(delta.attempt, {})
+            times = self._arrived_s[delta.request_id, delta.choice, delta.attempt]
             for offset in range(len(delta.tokens)):
                 times.setdefault(delta.first_index + offset, now_s)
 
     def pause(self, key: SequenceKey, attempt: int) -> Pause | None:
         """Return the pause after `attempt`, or None if it or the next one was not seen."""
-        seen = self.sequences.get(key)
-        if seen is None:
-            return None
-        before, after = seen.arrived_s.get(attempt, {}), seen.arrived_s.get(attempt + 1, {})
+        before, after = self._arrived_s[(*key, attempt)], self._arrived_s[(*key, attempt + 1)]
         first = next((at for at in sorted(after) if after[at] < before.get(at, math.inf)), None)
         if first is None or first - 1 not in before:
             return None

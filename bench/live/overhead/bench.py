@@ -1,8 +1,7 @@
 """`python -m bench overhead`: the engine through gateway, bus and scheduler, against direct calls.
 
 One core is for the engine, one for everything else and the client. Sides take turns with prompts of one
-length, batched by the same policy. Then many streams open at once. The engine's own cost cancels out; `bench
-engine` measures it.
+length, batched by the same policy. Then many streams open at once.
 """
 
 import itertools
@@ -20,8 +19,7 @@ from bench.kit.load import Answer, check, first_error, full_answer, run_batch
 from bench.kit.models import TINY_CHAT, vocabulary
 from bench.kit.outcome import Outcome, Table
 from bench.kit.stacks import PLAIN, Stack, start_stack
-from bench.kit.stats import ratio_of
-from bench.kit.turns import alternate
+from bench.kit.stats import alternate, ratio_of
 from bench.live.overhead.direct import DirectEngine
 from bench.live.overhead.streams import Held, hold
 from shared.errors import InternalError

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from bench.kit.context import Context
 from bench.kit.models import TINY_CHAT, checkpoint
-from bench.kit.provenance import ROOT
 from bench.live.pie.rounds import Measure, SideResult, Slice, take_turns
 from bench.live.pie.sides import BLOCK_TOKENS, EngineSide, Ground, Kind, Workload
 
@@ -15,8 +14,7 @@ from bench.live.pie.sides import BLOCK_TOKENS, EngineSide, Ground, Kind, Workloa
 class Pace:
     """Durations of a slice, of its ramp, of `EngineSide.settle`, and of background traffic.
 
-    On the narrow link and against the best fixed queue, sides do equal work. Their settings are answers
-    before the first slice and per slice.
+    On the narrow link sides do equal work: so many answers before the first slice, and per slice.
     """
 
     rounds: int
@@ -28,13 +26,10 @@ class Pace:
     narrow_rounds: int
     narrow_settle_answers: int
     narrow_answers: int
-    best_settle_answers: int
-    best_answers: int
-    best_rounds: int
 
 
-FULL = Pace(8, 8.0, 8.0, 8.0, 60.0, 20.0, 24, 60, 6, 200, 24, 20)
-QUICK = Pace(1, 1.5, 0.3, 0.6, 3.0, 2.0, 2, 8, 4, 8, 4, 2)
+FULL = Pace(8, 8.0, 8.0, 8.0, 60.0, 20.0, 24, 60, 6)
+QUICK = Pace(1, 1.5, 0.3, 0.6, 3.0, 2.0, 2, 8, 4)
 
 
 class Arena:
@@ -44,7 +39,7 @@ class Arena:
         flags = context.arguments
         self.context = context
         name = flags.model or (str(TINY_CHAT) if context.quick else "random-50m")
-        model = checkpoint(name, ROOT / "runs" / "bench" / "checkpoints")
+        model = checkpoint(name)
         self.workload = Workload(name, context.seed, flags.trace)
         self.mean_tokens = self.workload.mean_tokens()
         blocks = int(flags.fits * self.mean_tokens // BLOCK_TOKENS)
@@ -73,14 +68,7 @@ class Arena:
         self, part: str, sides: Sequence[EngineSide], rounds: int, one_slice: Measure
     ) -> list[SideResult]:
         def on_slice(side: EngineSide, one: Slice) -> None:
-            row = {
-                "part": part,
-                "side": side.kind.name,
-                "tokens_per_s": one.tokens_per_s,
-                "step_s": one.step_s,
-            }
-            row |= {"batch": one.batch, "stall_share": one.stall_share, "fifo_layers": one.fifo_layers}
-            self.context.record(row, "slices.jsonl")
+            self.context.record({"part": part, "side": side.kind.name, **asdict(one)}, "slices.jsonl")
             bar.advance(now=f"{part}, {side.kind.name}")
 
         with self.context.progress("slices", rounds * len(sides)) as bar:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.kit.plots import Chart, draw_lines
-from bench.kit.stats import Ratio, Work, interval, ratio_of, ratio_of_wholes
-from bench.kit.turns import order_of
+from bench.kit.stats import Ratio, Work, order_of, ratio_of, ratio_of_wholes, with_interval
 from bench.live.pie.sides import EngineSide
 
 
@@ -110,14 +109,9 @@ def compared(ours: SideResult, theirs: SideResult) -> Ratio:
 
 def spread(name: str, ours: SideResult, theirs: SideResult) -> dict[str, float]:
     """Return the overall ratio with its 95 % interval, and the median and worst round."""
-    found, (low, high) = compared(ours, theirs), interval(ours.work, theirs.work, ratio_of_wholes)
-    return {
-        name: ratio_of_wholes(ours.work, theirs.work),
-        f"{name}_low": low,
-        f"{name}_high": high,
-        f"{name}_median": found.median,
-        f"{name}_worst": found.worst,
-    }
+    found = compared(ours, theirs)
+    whole = with_interval(name, ours.work, theirs.work, ratio_of_wholes)
+    return whole | {f"{name}_median": found.median, f"{name}_worst": found.worst}
 
 
 def waiting(

@@ -1,9 +1,7 @@
 """Sides of the live bench: one engine each, on the same device bytes.
 
 `recompute` and `swap` preempt sequences that do not fit, and recompute them or keep their KV in host memory.
-`swap` uses the prefix cache's host tier, block by block, at the link's speed, in the engine's time. `fixed`
-and `auto` use Pie. `ample` is an upper bound: its device has as many blocks as the longest queue makes room
-for.
+`swap` uses the prefix cache's host tier, block by block, at the link's speed, in the engine's time.
 """
 
 import json

@@ -19,7 +19,6 @@ from bench.kit.load import LoadResult, Target, first_error
 from bench.kit.models import checkpoint, vocabulary
 from bench.kit.outcome import Outcome, Table, joined
 from bench.kit.plots import draw_bars
-from bench.kit.provenance import ROOT
 from bench.kit.stacks import PLAIN, start_stack
 from bench.live.prefix import workloads
 from bench.live.prefix.workloads import BLOCK_TOKENS, Templates
@@ -106,7 +105,7 @@ class Measured:
 def run(context: Context) -> Outcome:
     """Run the part. Raises ConfigError if there is only one core, InternalError if a stack does not serve."""
     cores = Cores.choose()
-    model = checkpoint(context.arguments.model, ROOT / "runs" / "bench" / "checkpoints")
+    model = checkpoint(context.arguments.model)
     stacks = Stacks(context, model, cores)
     parts: list[Outcome] = []
     if "text" in context.arguments.workloads:
@@ -128,10 +127,7 @@ class Stacks:
         self.block_bytes = block_bytes(model)
 
     def measure(
-        self,
-        kv_blocks: int,
-        settings: Mapping[str, object],
-        load: Callable[[Target], Coroutine[Any, Any, T]],
+        self, kv_blocks: int, settings: Mapping[str, object], load: Callable[[Target], Coroutine[Any, Any, T]]
     ) -> tuple[T, dict[str, int]]:
         """Return the result of `load` on a new stack with these settings, and the hits by tier."""
         self._count += 1
@@ -244,10 +240,7 @@ def _text_outcome(context: Context, measured: list[Measured]) -> Outcome:
     full = [ratios[one.cell.name] for one in measured if one.cell.tiers == TIERS[-1]]
     best = {"text_throughput_vs_none": max(full)} if full else {}
     return Outcome(
-        figures={
-            **best,
-            **{f"text_vs_none_{_key(name)}": ratio for name, ratio in with_cache.items()},
-        },
+        figures={**best, **{f"text_vs_none_{_key(name)}": ratio for name, ratio in with_cache.items()}},
         failures=sum(one.served.failures for one in measured),
         tables=[_text_table(measured, ratios)],
         notes=[

@@ -1,25 +1,25 @@
 """The running sides: bound to their cores, all but one stopped, with every cell recorded at once."""
 
-import asyncio
+import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
-from bench.kit.cells import CELLS_FILE, read_cells
-from bench.kit.context import Context
+from bench.kit.context import CELLS_FILE, Context, read_cells
 from bench.kit.cores import Cores, pin, watch
-from bench.kit.load import Answer, Target, complete, first_error, serve_all
+from bench.kit.load import Answer, Target, first_error, serve_all
 from bench.kit.stacks import Server
 from bench.live.engine.duel import warm
-from bench.live.serve.prompts import arrivals
+from bench.live.serve.prompts import indices
 from shared.errors import InternalError
+from sim.workloads import poisson_times
 
-REQUEST_DEADLINE_S = 180.0
 _AT_ONCE = 96
 """Concurrent requests at full speed."""
 
@@ -117,20 +117,16 @@ def ask_at_rate(
     seed: str,
 ) -> list[Asked]:
     """Send requests at Poisson times until all ended. `truths` are only recorded, not sent."""
-    plan = list(arrivals(len(prompts), requests, rate_per_s, seed))
-
-    async def all_of_them() -> list[Asked]:
-        start_s = time.perf_counter() + 0.05
-
-        async def one(at_s: float, index: int) -> Asked:
-            planned_s = start_s + at_s
-            await asyncio.sleep(max(0.0, planned_s - time.perf_counter()))
-            answer = await complete(target, body_of(prompts[index], max_tokens), REQUEST_DEADLINE_S)
-            return Asked(index, planned_s, truths[index], answer)
-
-        return list(await asyncio.gather(*(one(at_s, index) for at_s, index in plan)))
-
-    return uvloop.run(all_of_them())
+    draw = random.Random(seed)
+    chosen = indices(len(prompts), requests, draw)
+    due_s = list(islice(poisson_times(draw, rate_per_s), requests))
+    bodies = [body_of(prompts[index], max_tokens) for index in chosen]
+    sent = uvloop.run(serve_all(target, bodies, requests, due_s=due_s))
+    planned_s = [sent.began_s + at_s for at_s in due_s]
+    return [
+        Asked(index, at_s, truths[index], answer)
+        for index, at_s, answer in zip(chosen, planned_s, sent.answers, strict=True)
+    ]
 
 
 def measure(asked: Sequence[Asked], level: Level | None) -> Measured:

@@ -9,8 +9,7 @@ from argparse import ArgumentParser
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench.kit.cells import check_resumable
-from bench.kit.context import Context
+from bench.kit.context import Context, check_resumable
 from bench.kit.cores import Cores
 from bench.kit.outcome import Outcome
 from bench.kit.plots import draw_latency

@@ -11,9 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from bench.kit.context import Context
-from bench.kit.peers import vllm_binary
+from bench.kit.peers import FASTEST, VLLM_VARIANTS, vllm_binary
 from bench.kit.stacks import Server, start_all
-from bench.live.engine.variants import chosen
 from bench.live.serve.arena import Arena, Workload, true_lengths
 from bench.live.serve.plan import Plan
 from bench.live.serve.sides import (
@@ -43,7 +42,7 @@ def open_arena(context: Context, plan: Plan, arena: Arena, running: ExitStack) -
     Raises ConfigError if the peer is not installed, InternalError if a side does not start or answer.
     """
     folder = context.run_dir.resolve()
-    variant = chosen(plan.model)[0] if plan.engines or PEER in plan.sides else None
+    variant = VLLM_VARIANTS[FASTEST] if plan.engines or PEER in plan.sides else None
     core, ours = arena.cores.engine, variant if plan.engines else None
     shape = Shape(plan.model, plan.kv_tokens, plan.context_tokens, core, folder, plan.workers, ours)
     starts = [partial(start_ours, shape, Policy(BASE, "vllm", "constant"))]

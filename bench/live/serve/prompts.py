@@ -6,7 +6,7 @@ from its training; the predictor knows none of those measured.
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,18 +98,9 @@ def _different(chats: Iterable[Chat], count: int) -> list[Chat]:
     return list(seen.values())
 
 
-def arrivals(prompts: int, requests: int, rate_per_s: float, seed: str) -> Iterator[tuple[float, int]]:
-    """Yield (seconds since the start, prompt index) at Poisson times; rates only scale the times."""
-    draw, at_s = random.Random(seed), 0.0
-    indices = _indices(prompts, requests, draw)
-    for index in indices:
-        at_s += draw.expovariate(1.0) / rate_per_s
-        yield at_s, index
-
-
-def _indices(prompts: int, requests: int, draw: random.Random) -> Sequence[int]:
+def indices(prompts: int, requests: int, draw: random.Random) -> Sequence[int]:
     """Return prompt indices; every prompt comes once before any repeats."""
-    indices: list[int] = []
-    while len(indices) < requests:
-        indices += draw.sample(range(prompts), prompts)
-    return indices[:requests]
+    found: list[int] = []
+    while len(found) < requests:
+        found += draw.sample(range(prompts), prompts)
+    return found[:requests]

@@ -8,7 +8,7 @@ from math import isclose, log
 from typing import Any
 
 from bench.kit.context import Context
-from bench.kit.turns import order_of
+from bench.kit.stats import order_of
 from bench.live.serve import figures
 from bench.live.serve.arena import Arena, Level, RateCell, Row, Workload, rows_of
 from bench.live.serve.plan import Plan

@@ -1,10 +1,7 @@
 """`python -m bench sim-check`: error of the simulator against live runs on this machine.
 
 Live workers use policy `vllm` and Tiny Chat, without swapping, lending or migration, which are not simulated.
-Their throughput is measured first; that load and two more give the costs (`costs.py`). Other loads, with
-different prompts, seeds and rates, are then predicted. The simulator gets what a trace has: arrival times,
-and prompt and answer lengths. Workers share this machine's cores with the rest of the server
-(`sim/cores.py`).
+Their throughput is measured first; that load and two more give the costs (`costs.py`).
 """
 
 import os
@@ -122,10 +119,7 @@ def _record(context: Context, percent: int, live: Sequence[Seen], made: Sequence
 
 
 def _outcome(
-    measured: Sequence[Load],
-    predicted: Mapping[int, Load],
-    found: Mapping[int, Sequence[Seen]],
-    costs: Costs,
+    measured: Sequence[Load], predicted: Mapping[int, Load], found: Mapping[int, Sequence[Seen]], costs: Costs
 ) -> Outcome:
     """Return `NAME_error_PERCENT`: simulated / live - 1."""
     told: dict[str, float] = {}

@@ -1,10 +1,7 @@
 """Costs of this machine from live loads, and replays of loads with them.
 
 Step costs are fitted to step reports by tokens, sequences and contexts; `ratios` are the deviations of single
-steps. Their total is the CPU time of the engine threads, because reports omit the time between steps and the
-fit favours short steps. The rest costs CPU time per step and token. Two values come from replaying the
-lessons: the number of other threads at work at once, and the extra time of a first token on an idle machine.
-Predicted loads are not used.
+steps.
 """
 
 import math

@@ -1,9 +1,7 @@
 """`python -m bench together`: the mechanisms for short memory combined, against each alone and none.
 
 Every measurement has a new stack, warmed up with a few requests of the same kind. So no side inherits caches,
-debts or queues, and the start order does not matter (`bench ladder` describes that effect). Within a turn of
-a workload, the order of the sides is random. Two workers share two cores with everything else, so nothing is
-bound to a core.
+debts or queues. Of two equal stacks that run side by side, the one started first is slower.
 """
 
 from argparse import ArgumentParser
@@ -16,19 +14,14 @@ from bench.kit.load import Answer, LoadResult, Target, first_error, full_answer,
 from bench.kit.mechanisms import CACHE, LENDING, OFF, PIE, RELIEF, Settings
 from bench.kit.models import TINY_CHAT, checkpoint, vocabulary
 from bench.kit.outcome import Outcome
-from bench.kit.provenance import ROOT
 from bench.kit.stacks import PLAIN, start_stack
-from bench.live.together.figures import AMPLE, EVERYTHING, NONE, Turn, figures_of, table_of
+from bench.live.together import rungs
+from bench.live.together.figures import AMPLE, EVERYTHING, NONE, Turn, figures_of, rung_figures, table_of
 from bench.live.together.workloads import BLOCK_TOKENS, KV_BLOCKS, WORKERS, WORKLOADS, Request, Workload
 from shared.errors import InternalError
 
 _BORROWED_FREELY: Settings = {**LENDING, "worker.lending.max_lent_fraction": 1}
-SINGLES: Mapping[str, Settings] = {
-    "cache": CACHE,
-    "lending": _BORROWED_FREELY,
-    "relief": RELIEF,
-    "pie": PIE,
-}
+SINGLES: Mapping[str, Settings] = {"cache": CACHE, "lending": _BORROWED_FREELY, "relief": RELIEF, "pie": PIE}
 SIDES: Mapping[str, Settings] = {
     NONE: OFF,
     **{name: {**OFF, **own} for name, own in SINGLES.items()},
@@ -40,7 +33,6 @@ with enough memory, the upper bound of every mechanism."""
 _COMMON: Settings = {
     **PLAIN,
     "scheduler.policy": "kvasir",
-    "worker.kv_blocks": KV_BLOCKS,
     "worker.block_tokens": BLOCK_TOKENS,
 }
 TURNS = 7
@@ -51,7 +43,8 @@ _UNTIL_S = 120.0
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    names = [workload.name for workload in WORKLOADS]
+    names = sorted({workload.name for workload in (*WORKLOADS, *rungs.WORKLOADS)})
+    parser.add_argument("--rungs", action="store_true", help="each rung of the relief ladder off, in turn")
     parser.add_argument(
         "--workloads", nargs="+", choices=names, help=f"only these [all; --quick {' '.join(_QUICK)}]"
     )
@@ -74,37 +67,47 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(context: Context) -> Outcome:
     """Run the bench. Raises InternalError if a stack does not start, or serves nothing of a load."""
     flags = context.arguments
-    names = flags.workloads or (_QUICK if context.quick else [workload.name for workload in WORKLOADS])
-    workloads = [workload for workload in WORKLOADS if workload.name in names]
-    sides = [side for side in SIDES if side in (NONE, EVERYTHING, AMPLE, *flags.singles)]
+    known, settings = (rungs.WORKLOADS, rungs.VARIANTS) if flags.rungs else (WORKLOADS, SIDES)
+    quick = ("repeats",) if flags.rungs else _QUICK
+    names = flags.workloads or (quick if context.quick else [workload.name for workload in known])
+    workloads = [workload for workload in known if workload.name in names]
+    wanted = rungs.VARIANTS if flags.rungs else (NONE, EVERYTHING, AMPLE, *flags.singles)
     count = flags.turns or (1 if context.quick else TURNS)
     turns: dict[str, dict[str, list[Turn]]] = {
-        workload.name: {side: [] for side in sides} for workload in workloads
+        workload.name: {side: [] for side in workload.sides or settings if side in wanted}
+        for workload in workloads
     }
-    with context.progress("stacks", count * len(workloads) * len(sides)) as progress:
+    with context.progress("stacks", count * sum(map(len, turns.values()))) as progress:
         for turn in range(count):
             for workload in workloads:
-                order = context.random(f"order/{workload.name}/{turn}").sample(sides, len(sides))
-                for side in order:
+                sides = list(turns[workload.name])
+                for side in context.random(f"order/{workload.name}/{turn}").sample(sides, len(sides)):
                     progress.advance(0, now=f"{workload.name}, {side}")
-                    turns[workload.name][side].append(_measure(context, workload, side, turn))
+                    measured = _measure(context, workload, side, settings[side], turn)
+                    turns[workload.name][side].append(measured)
                     progress.advance()
+    tables = [table_of(workload.name, workload.about, turns[workload.name]) for workload in workloads]
+    if flags.rungs:
+        figures = {k: v for name, by_side in turns.items() for k, v in rung_figures(name, by_side).items()}
+        notes = ["speed_of: tokens/s over `all` in the same turn, median; expand_only: over recompute_only"]
+        headline = [name for name in figures if not name.startswith("tok_s_")]
+        return Outcome(figures, 0, tables, notes, headline=headline)
     short = [workload.name for workload in workloads if workload.is_short]
     harmless = [workload.name for workload in workloads if not workload.is_short]
     figures = figures_of(turns, short, harmless)
     return Outcome(
         figures,
         failures=int(figures["unserved"]),
-        tables=[table_of(workload.name, workload.about, turns[workload.name]) for workload in workloads],
+        tables=tables,
         notes=_notes(context),
         headline=[name for name in figures if not name.startswith(("p99_ttft_s_", "unserved_"))],
     )
 
 
-def _measure(context: Context, workload: Workload, side: str, turn: int) -> Turn:
+def _measure(context: Context, workload: Workload, side: str, settings: Settings, turn: int) -> Turn:
     """Measure a side on a new stack, with the same requests as all sides in this turn."""
     flags = context.arguments
-    model = checkpoint(flags.model, ROOT / "runs" / "bench" / "checkpoints")
+    model = checkpoint(workload.model or flags.model)
     tokens = vocabulary(model)
     warm, asked = (
         workload.draw(context.random(f"{workload.name}/{purpose}"), tokens, quick=context.quick)
@@ -113,7 +116,8 @@ def _measure(context: Context, workload: Workload, side: str, turn: int) -> Turn
     asked = asked[: flags.requests]
     folder = context.run_dir.resolve() / f"{workload.name}-{side}-{turn}"
     device = {} if flags.device == "cpu" else {"worker.device": flags.device, "worker.dtype": "bfloat16"}
-    with start_stack(folder, {**_COMMON, **SIDES[side], **device}, model=model, workers=WORKERS) as stack:
+    whole = {**_COMMON, "worker.kv_blocks": workload.kv_blocks, **settings, **workload.settings, **device}
+    with start_stack(folder, whole, model=model, workers=WORKERS) as stack:
         _serve(stack.target, warm[:_WARM_REQUESTS], workload.at_once)
         load = _serve(stack.target, asked, workload.at_once)
     named = {"workload": workload.name, "side": side, "turn": turn}

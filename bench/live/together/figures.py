@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from bench.kit.outcome import Table
-from bench.kit.stats import geometric_mean, interval, median_of_ratios, percentile
+from bench.kit.stats import geometric_mean, median_of_ratios, percentile, with_interval
+from bench.live.together.rungs import AGAINST
 
 NONE, EVERYTHING, AMPLE = "none", "everything", "ample"
 
@@ -54,30 +55,24 @@ def figures_of(turns: Turns, short: Sequence[str], harmless: Sequence[str]) -> d
     for workload in turns:
         figures[f"vs_none_{workload}"] = _against(rounds, workload, [NONE])
         figures[f"work_vs_none_{workload}"] = _against(worked, workload, [NONE])
+
+    def best(some: Sequence[_Rates], _: Sequence[_Rates]) -> float:
+        return geometric_mean(_against(some, each, _singles(turns, each)) for each in short)
+
+    def none(some: Sequence[_Rates], _: Sequence[_Rates]) -> float:
+        return geometric_mean(_against(some, each, [NONE]) for each in short)
+
+    def least(some: Sequence[_Rates], _: Sequence[_Rates]) -> float:
+        return min(_against(some, each, [NONE]) for each in harmless)
+
     if short:
-        figures |= _with_interval(
-            "work_vs_best_single", worked, lambda some: vs_best_single(some, turns, short)
-        )
-        figures |= _with_interval("work_vs_none", worked, lambda some: vs_none(some, short))
-        figures |= _with_interval("vs_best_single", rounds, lambda some: vs_best_single(some, turns, short))
-        figures |= _with_interval("vs_none", rounds, lambda some: vs_none(some, short))
+        for name, of in (("vs_best_single", best), ("vs_none", none)):
+            figures |= with_interval(f"work_{name}", worked, worked, of)
+            figures |= with_interval(name, rounds, rounds, of)
     if harmless:
-        figures |= _with_interval("harmless", rounds, lambda some: least_vs_none(some, harmless))
+        figures |= with_interval("harmless", rounds, rounds, least)
     every = [turn for by_side in turns.values() for turn in by_side[EVERYTHING]]
     return figures | {"unserved": float(sum(turn.unserved for turn in every))}
-
-
-def vs_best_single(rounds: Sequence[_Rates], turns: Turns, workloads: Sequence[str]) -> float:
-    """Return the geometric mean over workloads against the best single mechanism of each."""
-    return geometric_mean(_against(rounds, each, _singles(turns, each)) for each in workloads)
-
-
-def vs_none(rounds: Sequence[_Rates], workloads: Sequence[str]) -> float:
-    return geometric_mean(_against(rounds, each, [NONE]) for each in workloads)
-
-
-def least_vs_none(rounds: Sequence[_Rates], workloads: Sequence[str]) -> float:
-    return min(_against(rounds, each, [NONE]) for each in workloads)
 
 
 def _against(rounds: Sequence[_Rates], workload: str, sides: Sequence[str]) -> float:
@@ -103,17 +98,25 @@ def _rounds(turns: Turns, rate: Callable[[Turn], float]) -> list[_Rates]:
     ]
 
 
-def _with_interval(
-    name: str, rounds: Sequence[_Rates], of: Callable[[Sequence[_Rates]], float]
-) -> dict[str, float]:
-    low, high = interval(rounds, rounds, lambda some, _: of(some))
-    return {name: of(rounds), f"{name}_low": low, f"{name}_high": high}
+def rung_figures(workload: str, by_side: Mapping[str, Sequence[Turn]]) -> dict[str, float]:
+    """Return the rates of each variant, and `speed_of_…`: its rate over that of the variant it differs from
+    by one rung, in the same turn."""
+    figures: dict[str, float] = {}
+    for side, own in by_side.items():
+        name, base = f"{workload}_{side}", AGAINST.get(side, "all")
+        figures[f"tok_s_{name}"] = median(turn.tok_s for turn in own)
+        figures[f"unserved_{name}"] = sum(turn.unserved for turn in own)
+        if side != base and base in by_side:
+            rates = [[turn.tok_s for turn in each] for each in (own, by_side[base])]
+            figures |= with_interval(f"speed_of_{name}", *rates, median_of_ratios)
+    return figures
 
 
 def table_of(workload: str, title: str, by_side: Mapping[str, Sequence[Turn]]) -> Table:
     """Return the table of one workload, with a row per side."""
-    columns = ("side", "tok/s", "with prompts", "everything / it", "p99 first token", "unserved", "requests")
-    everything = [turn.tok_s for turn in by_side[EVERYTHING]]
+    first = EVERYTHING if EVERYTHING in by_side else next(iter(by_side))
+    columns = ("side", "tok/s", "with prompts", f"{first} / it", "p99 first token", "unserved", "requests")
+    reference = [turn.tok_s for turn in by_side[first]]
     lines = []
     for side, own in by_side.items():
         firsts = [each for turn in own for each in turn.ttft_s]
@@ -122,7 +125,7 @@ def table_of(workload: str, title: str, by_side: Mapping[str, Sequence[Turn]]) -
                 side,
                 f"{median(turn.tok_s for turn in own):.0f}",
                 f"{median(turn.work_tok_s for turn in own):.0f}",
-                f"{median_of_ratios(everything, [turn.tok_s for turn in own]):.2f}",
+                f"{median_of_ratios(reference, [turn.tok_s for turn in own]):.2f}",
                 f"{percentile(firsts, 99):.2f} s" if firsts else "",
                 sum(turn.unserved for turn in own),
                 sum(turn.unserved + len(turn.ttft_s) for turn in own),

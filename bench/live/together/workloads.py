@@ -1,15 +1,15 @@
-"""Workloads that are short of memory in several ways, and one that is not. Pure.
+"""Workloads that are short of memory in several ways, and one that is not.
 
-Sizes are for two workers of `KV_BLOCKS`, 3,072 tokens together. Prompts are random token ids and answers end
-at their limit, so all sides have the same work; every turn has new requests. Later turns of a chat have
-random tokens in place of earlier answers, because answers differ between sides.
+Pure. Sizes are for two workers of `KV_BLOCKS`, 3,072 tokens together. Prompts are random token ids and
+answers end at their limit, so all sides have the same work; every turn has new requests.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from random import Random
 
+from bench.kit.mechanisms import Settings
 from bench.kit.models import drawn_tokens
 
 WORKERS, KV_BLOCKS, BLOCK_TOKENS = 2, 96, 16
@@ -40,6 +40,14 @@ class Workload:
     """Yields requests, given the size of the vocabulary."""
     is_short: bool = True
     """Whether memory is short."""
+    kv_blocks: int = KV_BLOCKS
+    """KV blocks of each worker."""
+    settings: Settings = field(default_factory=dict)
+    """Further settings of every side."""
+    sides: tuple[str, ...] = ()
+    """Sides to measure; empty for all."""
+    model: str = ""
+    """Replaces the model of the run."""
 
     def draw(self, dice: Random, vocabulary: int, *, quick: bool = False) -> list[Request]:
         """Return the requests of one turn in order."""

@@ -2,9 +2,6 @@
 
 Corruptions are one or two bits, a byte, or a stretch of zeros, noise or other bytes. Equal parts go into host
 slots, disk records, payloads between two workers, and lent blocks. `caught_share` is the share refused.
-`cost_share` is the largest share of a request's time that checks take. Its requests have all KV lent, with
-queries shipped or blocks fetched for the prompt, or load the prompt from host or disk. `cost_share_decode` is
-the share in a decode step with all keys lent, the worst case.
 """
 
 import logging
@@ -62,7 +59,7 @@ def run(context: Context) -> Outcome:
             progress.advance(each)
     figures["caught_share"] = caught / (4 * each)
     context.say("what checking costs")
-    folder = str(checkpoint(flags.model, context.run_dir.parent / "checkpoints"))
+    folder = str(checkpoint(flags.model))
     model = load(folder, dtype="float32", device="cpu")
     costs: dict[str, Sequence[Cost]] = {}
     with tempfile.TemporaryDirectory() as scratch, cores.client():

@@ -1,8 +1,7 @@
 """Places where KV is stored or sent, each with a corruption: is it detected before use?
 
 Each place is the worker's own part with real memory, files and sockets. `caught` writes valid bytes, corrupts
-them, reads them as a worker does, and returns whether the read was refused. A read that returns the original
-bytes is an error of the bench (AssertionError).
+them, reads them as a worker does, and returns whether the read was refused.
 """
 
 import socket

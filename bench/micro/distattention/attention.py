@@ -13,8 +13,7 @@ from itertools import product
 
 import torch
 
-from bench.kit.stats import ratio_of
-from bench.kit.turns import alternate
+from bench.kit.stats import alternate, ratio_of
 from bench.micro.distattention.creditor import GRANT, Settings, fill, lenders, make_attention
 from services.worker.engine.attention import PagedAttention
 from services.worker.engine.paged import Shape

@@ -15,11 +15,9 @@ from bench.kit.models import TINY_CHAT
 from bench.kit.outcome import Outcome, Table
 from bench.kit.plots import Chart, draw_lines
 from bench.micro.distattention.attention import LAYER, Q_HEADS, LayerTimes, measure_cells, measure_error
-from bench.micro.distattention.longest import measure_longest
 from bench.micro.distattention.steps import RemoteStep, measure_steps
 from services.worker.peers.attention.core.cost import ShipMode
 
-_WORKERS = 4
 _COLUMNS = ("rows", "context", "undivided ms", "shipped ms", "fetched ms", "overhead", "half here", "chosen")
 
 _STEP_COLUMNS = "batch,remote ms,local ms,begin ms,send ms,wait ms,ratio,low,high,of the core".split(",")
@@ -29,8 +27,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 2048, 4096, 8192, 16384, 32768])
     parser.add_argument("--chunks", nargs="+", type=int, default=[1, 64, 512], help="rows; 1 is a decode")
     parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--model", default=str(TINY_CHAT), help="for the longest context [%(default)s]")
-    parser.add_argument("--blocks", type=int, default=40, help="KV blocks of each of the four workers")
+    parser.add_argument("--model", default=str(TINY_CHAT), help="for whole steps [%(default)s]")
 
 
 def run(context: Context) -> Outcome:
@@ -38,9 +35,9 @@ def run(context: Context) -> Outcome:
     flags = context.arguments
     cores = Cores.choose()
     torch.set_num_threads(1)
-    contexts, chunks, turns, cases, blocks = flags.contexts, flags.chunks, flags.turns, 40, flags.blocks
+    contexts, chunks, turns, cases = flags.contexts, flags.chunks, flags.turns, 40
     if context.quick:
-        contexts, chunks, turns, cases, blocks = [1024, 4096], [1, 64], 3, 6, min(blocks, 16)
+        contexts, chunks, turns, cases = [1024, 4096], [1, 64], 3, 6
     with cores.client():
         context.say("exactness: random partitions over four workers")
         error = measure_error(cores.engine, cases)
@@ -50,22 +47,16 @@ def run(context: Context) -> Outcome:
         steps = measure_steps(
             Path(flags.model), cores.engine, batches=[1, 8], context=1024, away=0.25, turns=10 * turns
         )
-        context.say("the longest context of four workers")
-        longest = measure_longest(
-            Path(flags.model), cores.engine, blocks=blocks, workers=_WORKERS, answer_tokens=16
-        )
     draw(context.picture("query-shipping-and-fetching"), cells)
     figures = {
         "max_abs_error": error,
-        "context_ratio": longest.ratio,
-        "same_text": float(longest.is_same_text),
         **_figures(cells),
         **_step_figures(steps),
     }
     heads, dim, _ = LAYER
     return Outcome(
         figures,
-        failures=int(not longest.is_same_text),
+        failures=0,
         tables=[
             Table("one layer, all keys at one creditor", _COLUMNS, [_row(cell) for cell in cells]),
             Table(
@@ -74,13 +65,11 @@ def run(context: Context) -> Outcome:
         ],
         notes=[
             f"one layer of {Q_HEADS} query and {heads} KV heads of {dim}, fp32; a thread and a core a worker",
-            f"longest context: {longest.answered_tokens} tokens where one worker holds {longest.own_tokens}",
         ],
         headline=(
             "max_abs_error",
             "remote_overhead",
             "query_vs_fetch_speedup",
-            "context_ratio",
             "choice_regret",
             "remote_step_ratio",
             "remote_step_ratio_low",

@@ -19,6 +19,7 @@ import torch
 from bench.kit.cores import bind_threads
 from bench.kit.provenance import ROOT
 from services.worker.engine.attention import LayerShape, PagedAttention
+from services.worker.engine.loading import LoadedModel
 from services.worker.peers.attention.core.cost import ComputeBudget
 from services.worker.peers.attention.creditor import Creditor, LentGrants
 from services.worker.peers.attention.memory import device_memory
@@ -48,6 +49,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     core: int
     """Core to bind to."""
+
+
+def settings_of(
+    model: LoadedModel, blocks: int, core: int, block_tokens: int, name: str = "creditor"
+) -> Settings:
+    """Return the settings of a creditor for `model`."""
+    layers = tuple((layer.kv_heads, layer.head_dim, layer.value_dim) for layer in model.layers)
+    return Settings(name=name, layers=layers, blocks=blocks, block_tokens=block_tokens, seed=1, core=core)
 
 
 def make_attention(layers: Any, blocks: int, block_tokens: int) -> PagedAttention:
@@ -135,10 +144,7 @@ def _all_lent(settings: Settings) -> LentGrants:
     table = RBlockTable(settings.name, settings.blocks)
     grants = Grants(table, 1, Terms(settings.blocks, lease_s=1e9), threading.RLock())
     asked = BorrowBlocks(
-        debtor_id=DEBTOR.worker_id,
-        debtor_incarnation=DEBTOR.incarnation,
-        request=1,
-        blocks=settings.blocks,
+        debtor_id=DEBTOR.worker_id, debtor_incarnation=DEBTOR.incarnation, request=1, blocks=settings.blocks
     )
     grants.lend(asked, range(settings.blocks), 0.0)
     return LentGrants(grants, table, lambda freed: None)

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from bench.kit.stats import interval, median_of_ratios
-from bench.kit.turns import alternate
-from bench.micro.distattention.creditor import GRANT, Settings, lenders
+from bench.kit.stats import alternate, interval, median_of_ratios
+from bench.micro.distattention.creditor import GRANT, lenders, settings_of
 from services.worker.core.sampling import SamplePoint
 from services.worker.engine.contract import Row
 from services.worker.engine.engine import TorchEngine, warm_up
@@ -51,17 +50,13 @@ def measure_steps(
 ) -> list[RemoteStep]:
     """Measure steps with a share `away` of each sequence's newest blocks at a creditor on `core`."""
     model = load(str(folder), dtype="float32", device="cpu")
-    layers = tuple((layer.kv_heads, layer.head_dim, layer.value_dim) for layer in model.layers)
     needed = -(-(context + 1) // BLOCK_TOKENS)
     far = max(1, round(needed * away))
     near = needed - far
     found = []
     for batch in batches:
-        settings = Settings(
-            name="creditor", layers=layers, blocks=batch * far, block_tokens=BLOCK_TOKENS, seed=1, core=core
-        )
         own = batch * needed
-        with lenders([settings]) as (link,):
+        with lenders([settings_of(model, batch * far, core, BLOCK_TOKENS)]) as (link,):
             engine = TorchEngine(model, kv_blocks=own, block_tokens=BLOCK_TOKENS)
             warm_up(engine)
             debtor = Debtor(

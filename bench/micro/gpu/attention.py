@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from bench.kit.turns import alternate
+from bench.kit.stats import alternate
 from bench.micro.gpu.steps import BLOCK_TOKENS, DTYPE, TURNS, Shape, graphed
 
 _COLD_BYTES = 1 << 28

@@ -1,8 +1,7 @@
 """`python -m bench gpu`: memory bandwidth used by decodes, with Llama shapes and random weights.
 
 It measures one layer's attention against PyTorch's, and whole decode steps. The limit is a copy on the
-device, bytes read and written together. Times come from replayed CUDA graphs over more keys and values than
-any cache holds.
+device, bytes read and written together.
 """
 
 import argparse

@@ -1,9 +1,7 @@
 """The headline of `bench sim-ecoserve`: the gain of `kvasir` over `vllm`, by length predictor.
 
 A stack can have `histogram`, and `learned` if the trace has a trained model's predictions; a noisy oracle and
-the truth are bounds. For every seed it measures the rate at the peer's latency limit, and the SLO attainment
-and p99.9 wait at 1.2 times the peer's rate. A figure is the median of the ratios per seed, with its 95 %
-interval.
+the truth are bounds.
 """
 
 from collections.abc import Callable, Sequence
@@ -104,9 +102,7 @@ def _knee(question: SeedQuestion, case: Case) -> float:
 
 
 def measure_headline(
-    sources: Sequence[Source],
-    effort: Effort,
-    tell: Callable[[str], None],
+    sources: Sequence[Source], effort: Effort, tell: Callable[[str], None]
 ) -> dict[tuple[str, int], Answers]:
     """Return the answers by trace and seed."""
     first = [

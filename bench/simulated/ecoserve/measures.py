@@ -4,9 +4,10 @@ import math
 from dataclasses import dataclass, replace
 from statistics import mean
 
-from sim.case import Case, latency_within_s, run_case
+from sim.case import Case, Machine, latency_within_s, run_case
 from sim.knee import TOLERANCE, sustained_rate
 from sim.summary import ServiceLevel, measure_level, normalized_latency_s, summarize
+from sim.workloads import Source
 
 LOW_LOAD = 0.1
 """Share of the peer's highest throughput."""
@@ -85,6 +86,14 @@ def is_sustained(question: KneeQuestion, rate_per_s: float) -> bool:
 def answer_knee(question: KneeQuestion) -> float:
     """Return the sustained rate in requests per second."""
     return sustained_rate(lambda rate: is_sustained(question, rate), question.start_rate, question.tolerance)
+
+
+def peer_knee(source: Source, machine: Machine, requests: int) -> tuple[Reference, float]:
+    """Return the reference, and the rate that one worker sustains under `vllm`."""
+    case = Case(source, "vllm", "none", machine, requests=requests)
+    reference = measure_reference(case)
+    question = KneeQuestion("vllm", case, reference.limit_s, reference.capacity_per_s, (0,))
+    return reference, answer_knee(question)
 
 
 def answer_rate(question: RateQuestion) -> dict[str, float]:

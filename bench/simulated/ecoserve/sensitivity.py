@@ -2,7 +2,6 @@
 settings.
 
 Measured just past the peer's knee, where requests queue and memory is short; elsewhere nothing is sensitive.
-The SLO scale applies to both the policy and the reference.
 """
 
 from collections.abc import Callable, Sequence

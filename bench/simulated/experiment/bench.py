@@ -19,7 +19,7 @@ from bench.kit.context import Context
 from bench.kit.outcome import Outcome, Table
 from bench.kit.plots import draw_knees
 from bench.kit.provenance import ROOT
-from bench.kit.turns import order_of
+from bench.kit.stats import order_of
 from bench.simulated.experiment.cells import (
     CellAnswer,
     CellQuestion,

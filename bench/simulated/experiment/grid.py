@@ -1,9 +1,7 @@
 """An experiment file: a grid in YAML, checked before anything runs.
 
 Every list in `grid` is an axis; a cell is one choice of each. A policy, predictor, placement or eviction
-order is the name of an installed one, or `FILE.py:CLASS`. A cell's folder is named by its choices and a
-digest of everything that determines its result, plugin files included. So a changed file never reuses an old
-result.
+order is the name of an installed one, or `FILE.py:CLASS`.
 """
 
 import hashlib
@@ -45,18 +43,9 @@ _DEFAULTS: dict[str, list[Any]] = {
     "seed": [0],
 }
 _TOP = {
-    "name",
-    "mode",
-    "grid",
-    "requests",
-    "workers",
-    "machine",
-    "options",
-    "settings",
-    "slo_scale",
-    "max_tokens",
-    "turns",
-}
+    "name", "mode", "grid", "requests", "workers", "machine", "options", "settings", "slo_scale",
+    "max_tokens", "turns",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,7 @@
 """The report of an experiment: rankings, latency by rate, and a closing sentence.
 
 A side is a policy with a predictor, a placement and an eviction order. Its knee on a trace is the rate at
-which its mean normalized latency exceeds `LIMIT` times the least of any side. The logarithm of the latency is
-linear between measured rates. Sides with overlapping intervals (live cells, or several seeds) share a place.
-Pure.
+which its mean normalized latency exceeds `LIMIT` times the least of any side.
 """
 
 import math

@@ -1,8 +1,7 @@
 """`python -m bench placement`: number of GPUs, memory use, migrations and speed of placement.
 
 Simulated, papers/000 §VIII: long conversations on LLaMA-13B (A100-40G) and LLaMA-7B (24 GB), MELL against
-best fit, worst fit and load balancing. `replay.py` simplifies: moves take no time, and every request decodes
-at one speed.
+best fit, worst fit and load balancing.
 """
 
 from argparse import ArgumentParser
@@ -14,7 +13,7 @@ from bench.kit.datasets import data_folder
 from bench.kit.outcome import Outcome, Table
 from bench.kit.plots import Chart, draw_bars, draw_lines
 from bench.kit.stats import exponent
-from bench.simulated.placement import adversaries, measures, replay
+from bench.simulated.placement import measures, replay
 from bench.simulated.placement.jobs import A100, RTX4090, Hardware, Workload, make_jobs
 from bench.simulated.placement.measures import COLUMNS, PackingCell, figures_of, rows_of
 from bench.simulated.placement.replay import (
@@ -37,26 +36,11 @@ WARM_UP_S = 300.0
 QUICK_AZURE_S = 400.0
 SHOWN = tuple(side.label for side in (MELL, EAGER_SIDE, BEST_FIT, WORST_FIT, BALANCE))
 HEADLINE = (
-    "gpus_vs_ideal",
-    "gpus_vs_bf",
-    "gpus_vs_wf",
-    "gpus_vs_lb",
-    "utilization",
-    "utilization_least",
-    "migrations_vs_lb",
-    "migrations_vs_lb_lazy",
-    "migrations_vs_bf_recomputes",
-    "batching_moves",
-    "batching_moves_eager",
-    "worst_ratio",
-    "worst_ratio_adversarial",
-    "moves_max",
-    "ops_per_s",
-    "ops_growth",
-    "served_gain_1",
-    "served_gain_1.2",
-    "served_gain_1.5",
-)
+    "gpus_vs_ideal", "gpus_vs_bf", "gpus_vs_wf", "gpus_vs_lb", "utilization", "utilization_least",
+    "migrations_vs_lb", "migrations_vs_lb_lazy", "migrations_vs_bf_recomputes", "batching_moves",
+    "batching_moves_eager", "worst_ratio", "moves_max", "ops_per_s", "ops_growth", "served_gain_1",
+    "served_gain_1.2", "served_gain_1.5",
+)  # fmt: skip
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -75,7 +59,6 @@ def run(context: Context) -> Outcome:
     data = None if context.quick else data_folder()
     cells = _replay(context, duration_s, data, source)
     figures = figures_of(cells)
-    figures |= _worst(context, figures, cells)
     served = _serving(context, data, source)
     figures |= replay.figures(served)
     speeds = _speeds(
@@ -130,28 +113,6 @@ def _cell(
         )
         bar.advance(1, f"{cell.name} {side.label}")
     return cell
-
-
-def _worst(context: Context, figures: dict[str, float], cells: Sequence[PackingCell]) -> dict[str, float]:
-    """Return the worst (GPUs - 6) / LB and most moves of one operation, over both modes of MELL."""
-    count = 300 if context.quick else 2000
-    policies = ("mell", "mell_eager")
-    single = [cell.tallies[side.label] for cell in cells for side in (MELL_BY_OPERATION, EAGER_BY_OPERATION)]
-    with context.progress("worst cases", len(policies) * (len(adversaries.STREAMS) + 3)) as bar:
-        hurt, random_ones = [], []
-        for policy in policies:
-            for stream in adversaries.STREAMS:
-                hurt.append(adversaries.worst_ratio(policy, stream, count, context.seed))
-                bar.advance(1, stream)
-            for seed in range(context.seed, context.seed + 3):
-                random_ones.append(adversaries.random_stream(policy, count, seed))
-                bar.advance(1, "random")
-    return {
-        "worst_ratio": max(figures["worst_ratio_trace"], *(ratio for ratio, _ in random_ones)),
-        "worst_ratio_adversarial": max(ratio for ratio, _ in hurt),
-        "moves_max": float(max(*(n for _, n in (*hurt, *random_ones)), *(t.moves_max for t in single))),
-        "requests_moved_max": float(max(tally.requests_max for tally in single)),
-    }
 
 
 def _serving(context: Context, data: Path | None, source: Source | None) -> list[replay.ServedShare]:

@@ -1,9 +1,7 @@
 """Long conversations for placement: arrivals, sizes and growth.
 
-papers/000 §VIII-B: conversations made ten times longer, with Poisson or Azure arrivals. Lengths are
-ShareGPT's (LMSYS-Chat-1M may not be copied), from the trace or its fitted quantiles. Azure's arrivals are its
-conversation trace's, else gamma gaps of the same mean and spread. A conversation larger than a GPU is left
-out and counted: it would borrow (design §4).
+papers/000 §VIII-B: ShareGPT's conversations made ten times longer, with Poisson or Azure arrivals (or gamma
+gaps of the same mean and spread). A conversation larger than a GPU is left out and counted.
 """
 
 from dataclasses import dataclass

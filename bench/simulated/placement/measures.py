@@ -63,12 +63,20 @@ def figures_of(cells: Sequence[PackingCell]) -> dict[str, float]:
         figures |= {f"{name}_{cell}": value for name, value in found.items()}
     shares = [found["utilization"] for found in by_cell.values()]
     figures["utilization_least"] = min(shares)
-    figures["worst_ratio_trace"] = max(
+    figures["worst_ratio"] = max(
         cell.tallies[side.label].worst_ratio
         for cell in cells
         for side in (MELL, MELL_BY_OPERATION, EAGER_SIDE, EAGER_BY_OPERATION)
         if side.label in cell.tallies
     )
+    single = [
+        cell.tallies[side.label]
+        for cell in cells
+        for side in (MELL_BY_OPERATION, EAGER_BY_OPERATION)
+        if side.label in cell.tallies
+    ]
+    figures["moves_max"] = float(max((tally.moves_max for tally in single), default=0))
+    figures["requests_moved_max"] = float(max((tally.requests_max for tally in single), default=0))
     return figures
 
 

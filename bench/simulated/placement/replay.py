@@ -191,17 +191,9 @@ BEST_FIT_RESERVE = PackingSide("best_fit, reserve", "best_fit", reserves=True)
 WORST_FIT_RESERVE = PackingSide("worst_fit, reserve", "worst_fit", reserves=True)
 
 SIDES = (
-    MELL,
-    MELL_BY_OPERATION,
-    EAGER_SIDE,
-    EAGER_BY_OPERATION,
-    BEST_FIT,
-    BEST_FIT_RESERVE,
-    WORST_FIT,
-    WORST_FIT_RESERVE,
-    BALANCE,
-    BALANCE_LAZY,
-)
+    MELL, MELL_BY_OPERATION, EAGER_SIDE, EAGER_BY_OPERATION, BEST_FIT, BEST_FIT_RESERVE, WORST_FIT,
+    WORST_FIT_RESERVE, BALANCE, BALANCE_LAZY,
+)  # fmt: skip
 
 
 WITHOUT = ("best_fit", "worst_fit")

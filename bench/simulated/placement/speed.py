@@ -1,8 +1,7 @@
 """Placement operations per second on a fixed mix, and their growth with the number of GPUs.
 
 Long conversations of a trace arrive at a steady load, grow at decoding speed, and end. Arrivals, ends, and
-growths that change the size class or move something are counted and timed. Other growths are applied without
-counting or timing. Times are CPU time of the thread.
+growths that change the size class or move something are counted and timed.
 """
 
 import heapq

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from bench.kit import datasets
-from bench.kit.datasets import Source, cache_folder, download, find, folders, sha256_of, sources, state_of
-from shared.errors import InternalError, UnavailableError
+from bench.kit.datasets import Source, cache_folder, download, find, folders, sources, state_of
+from shared.errors import InternalError
 
 
 def test_every_file_has_licence_upstream_and_hash() -> None:
@@ -45,12 +45,6 @@ def test_another_content_under_the_name_is_noticed(tmp_path: Path, monkeypatch: 
     (tmp_path / source.path).parent.mkdir(parents=True)
     (tmp_path / source.path).write_text("something else")
     assert state_of(source, environ) == "differs"
-
-
-def test_the_hash_is_of_the_content(tmp_path: Path) -> None:
-    file = tmp_path / "x"
-    file.write_bytes(b"abc")
-    assert sha256_of(file).startswith("ba7816bf8f01cfea414140de5dae2223")
 
 
 CONTENT = b"arrival_s,prompt_tokens,output_tokens\n0.0,1,2\n"
@@ -90,12 +84,6 @@ def test_a_changed_file_is_not_kept(url: str, tmp_path: Path) -> None:
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
 
-def test_what_is_not_there_or_not_reachable(url: str, tmp_path: Path) -> None:
-    for wrong in (f"{url}/nothing.csv", "http://127.0.0.1:1/trace.csv"):
-        with pytest.raises(UnavailableError):
-            download(source(wrong), tmp_path / "cache")
-
-
 @pytest.fixture
 def listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Source]:
     """Two files, one of them present; nothing can be downloaded."""
@@ -110,15 +98,6 @@ def listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Source]:
     ]
     monkeypatch.setattr(datasets, "sources", lambda: found)
     return found
-
-
-def test_the_list_says_what_is_there(listed: list[Source], capsys: pytest.CaptureFixture[str]) -> None:
-    assert datasets.main(["--list"]) == 0
-    shown = capsys.readouterr().out
-    for source in listed:
-        assert source.sha256 in shown and source.licence in shown and source.upstream in shown
-    assert "present" in shown
-    assert "missing" in shown
 
 
 def test_without_a_network_it_says_so_and_lists_all_the_same(

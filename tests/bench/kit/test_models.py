@@ -7,6 +7,7 @@ import pytest
 
 from bench.kit import models as module
 from bench.kit.models import TINY_CHAT, checkpoint, vocabulary
+from bench.kit.peers import vllm_binary
 from shared.errors import ConfigError
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -26,14 +27,10 @@ def test_a_random_checkpoint_is_made_once_and_loads(tmp_path: Path, monkeypatch:
     assert load(str(folder), dtype="float32", device="cpu").vocabulary == vocabulary(folder)
 
 
-def test_the_named_shape_has_about_a_hundred_million_parameters() -> None:
-    shape = module.RANDOM_SHAPES["random-100m"]
-    width, inner, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
-    kv = shape["num_key_value_heads"] * shape["head_dim"]
-    parameters = (
-        layers * (2 * width * width + 2 * width * kv + 3 * width * inner) + vocabulary(TINY_CHAT) * width
-    )
-    assert 95e6 < parameters < 110e6
+def test_a_peer_that_is_not_set_up_says_how_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.kit.peers.ROOT", tmp_path)
+    with pytest.raises(ConfigError, match="make setup-vllm"):
+        vllm_binary()
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:

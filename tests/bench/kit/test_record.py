@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bench.kit.outcome import Outcome, as_json, document
-from bench.kit.record import inserted, label_of, main
+from bench.kit.record import inserted, main
 
 TEXT = "# `engine`\n\nWhat it is.\n"
 
@@ -30,17 +30,6 @@ def test_a_block_is_put_at_the_end_of_the_page_and_replaced_later() -> None:
     both = inserted(twice, "engine, llamacpp", result(tok_s_ratio_b1=2.0))
     assert both.index("| `tok_s_ratio_b1` | 1.5 |") < both.index("| `tok_s_ratio_b1` | 2 |")
     assert both.startswith(TEXT)
-
-
-def test_only_the_headline_is_shown_where_there_is_one() -> None:
-    shown = inserted(TEXT, "x", {**result(a=1.0, b=2.0), "headline": ["b"]})
-    assert "`b`" in shown
-    assert "`a`" not in shown
-
-
-def test_the_label_tells_peer_model_and_quick() -> None:
-    assert label_of(result(a=1.0)) == "engine, vllm, tiny_chat"
-    assert label_of({"name": "overhead", "config": {"quick": True}}) == "overhead, quick"
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

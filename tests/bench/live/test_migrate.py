@@ -1,17 +1,12 @@
 """What `bench migrate` makes of frames and outcomes: pauses between workers, refusals, figures by mode."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.live.migrate import bench
-from bench.live.migrate.mover import Mover, Pause, Watch
-from shared.errors import ConfigError
+from bench.live.migrate.mover import Mover, Watch
 from shared.messages.moves import MoveSequences, MovesTaken, SequenceMoved
-from shared.messages.sequence import SequenceRef
 from shared.messages.tokens import TokenDelta, TokenFrame
-from tests.bench.rig import context_of
 from tests.services.placement.rig import listed, report
 
 KEY = ("req_1", 0)
@@ -72,21 +67,3 @@ async def test_the_mover_moves_what_runs_to_the_next_worker_once_at_a_time() -> 
     mover.on_moved(SequenceMoved(ref=target.ref, source="w0", target="w1", reason="late"))
     assert mover.under_way == 0 and len(mover.done) == 1
     await mover.until_over(2, within_s=1)
-
-
-def test_figures_of_a_mode_have_its_name() -> None:
-    ref = SequenceRef(request_id="r", choice=0, attempt=1)
-    done = [SequenceMoved(ref=ref, source="w0", target="w1", rounds=2, prepare_s=0.05)]
-    one = bench.Measured(
-        "cold", took_s=1.0, pauses=[Pause(0.03, 0.01)], done=done, failed=1, answers=4, same=3
-    )
-    made = bench._figures(one)
-    assert made["pause_over_step_ms_p50_cold"] == pytest.approx(20)
-    assert (made["moves_cold"], made["same_text_share_cold"], made["rounds_cold"]) == (1, 0.75, 2)
-    plain = bench._figures(bench.Measured("kv", "busy", took_s=1.0, answers=1))
-    assert "moves_busy" in plain and "pause_ms_p50_busy" not in plain, "what was not measured is left out"
-
-
-def test_a_model_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no folder"):
-        bench.run(context_of("migrate", tmp_path, "--model", "nonsense"))

@@ -1,18 +1,15 @@
 """Direct calls of the engine run the policy's batches; a short run of the whole bench yields every figure."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 import pytest
 
-from bench.live.overhead.bench import _bodies, median_difference_ms, pace_of
+from bench.live.overhead.bench import pace_of
 from bench.live.overhead.direct import run_direct
-from bench.live.overhead.streams import Held, _PeakMemory
 from services.worker.core.sampling import Sampled
 from services.worker.engine.contract import Row
 from shared.errors import InternalError
@@ -89,35 +86,6 @@ def test_a_pace_is_medians_and_a_rate() -> None:
     assert (pace.first_s, pace.gap_s, pace.tok_s) == (2.0, 1.0, 2.0)
     with pytest.raises(ValueError, match="two tokens"):
         pace_of([[1.0]], tokens=1, total_s=1.0)
-
-
-def test_differences_are_taken_within_alternations() -> None:
-    assert median_difference_ms([3.0, 10.0, 5.0], [1.0, 9.5, 4.0]) == pytest.approx(1000.0)
-    with pytest.raises(ValueError, match="argument"):
-        median_difference_ms([1.0], [])
-
-
-def test_prompts_are_drawn_from_the_seed_and_have_their_length() -> None:
-    import random
-
-    first, again = (_bodies(TINY_CHAT, 12, 3, 4, random.Random(5)) for _ in range(2))
-    assert first == again and [len(body["prompt"]) for body in first] == [12] * 4
-    assert len({tuple(body["prompt"]) for body in first}) == 4
-
-
-def test_the_peak_of_memory_is_seen() -> None:
-    process = psutil.Process(os.getpid())
-    before = process.memory_info().rss
-    watch = _PeakMemory(process)
-    with watch:
-        held = bytearray(os.urandom(1 << 20) * 64)
-        seen = False
-        for _ in range(500):
-            seen = watch._over.wait(0.01) or watch.peak_bytes > before + (32 << 20)
-            if seen:
-                break
-    assert seen and len(held) == 64 << 20
-    assert Held(10, 0, "", 0.1, 1.0, 0.2, 100.0, 101.0).kb_per_stream == pytest.approx(100.0)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 
 from bench.kit.load import Answer
 from bench.kit.provenance import ROOT
-from bench.live.overload import Part, cpu_shares, figures, is_refused
+from bench.live.overload import Part, figures, is_refused
 
 
 def answer(sent_s: float, took_s: float = 1.0, tokens: int = 10, error: str = "") -> Answer:
@@ -56,10 +56,6 @@ def test_figures_are_ratios_of_the_parts() -> None:
     assert found["steady_refused"] == 1.0
     assert found["refused_share"] == pytest.approx(100 / 110)
     assert "refusal_ms_p99" not in figures(peak, peak, busy, busy)
-
-
-def test_cores_are_listed_by_how_busy_they_are() -> None:
-    assert cpu_shares({"a": 1.0}, {"a": 3.0, "b": 8.0}, 4.0) == [("b", 2.0), ("a", 0.5)]
 
 
 @pytest.mark.slow

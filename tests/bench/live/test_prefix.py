@@ -8,7 +8,7 @@ import pytest
 from bench.kit.load import Answer, LoadResult
 from bench.kit.models import TINY_CHAT
 from bench.live.prefix import bench, live
-from bench.live.prefix.live import NONE, ORDERS, TIERS, TierCell, block_bytes, cells
+from bench.live.prefix.live import NONE, TIERS, TierCell, block_bytes
 from bench.live.prefix.workloads import QUICK, Talked, Templates, requests_of
 from tests.bench.rig import context_of
 
@@ -19,12 +19,6 @@ def served(elapsed_s: float, cached: int = 0, error: str = "") -> LoadResult:
         for _ in range(4)
     ]
     return LoadResult(answers, elapsed_s)
-
-
-def test_every_combination_of_tiers_and_order_is_measured_once() -> None:
-    full = cells(quick=False)
-    assert len({cell.name for cell in full}) == len(full) == 1 + len(TIERS) * len(ORDERS) + 2
-    assert full[0].tiers == NONE
 
 
 def test_tiers_are_as_large_as_the_paper_says(tmp_path: Path) -> None:

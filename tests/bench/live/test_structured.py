@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from bench.kit.load import Answer
-from bench.live.structured import REFUSED, fault_of, long_schema, random_schema
+from bench.live.structured import REFUSED, fault_of, random_schema
 from bench.live.structured_suite import derived, digest_of, suite_schemas
 from shared.errors import InternalError
 from shared.grammars import Grammars, json_grammar
@@ -29,12 +29,6 @@ def test_what_is_drawn_can_be_answered(grammars: Grammars) -> None:
         schema = random_schema(draw, depth=2)
         jsonschema.Draft202012Validator.check_schema(schema)
         grammars.check(json_grammar(schema))
-
-
-def test_the_long_schema_is_always_another(grammars: Grammars) -> None:
-    first, second = json_grammar(long_schema(1)), json_grammar(long_schema(2))
-    assert first != second and 1500 < len(first) < 4000
-    grammars.check(first)
 
 
 def test_faults() -> None:

@@ -11,8 +11,8 @@ import pytest
 from bench.kit.load import Answer, LoadResult
 from bench.kit.mechanisms import CACHE, OFF
 from bench.kit.provenance import ROOT
-from bench.live.together.bench import SIDES, SINGLES, turn_of
-from bench.live.together.figures import EVERYTHING, Turn, figures_of, table_of
+from bench.live.together.bench import SIDES, turn_of
+from bench.live.together.figures import EVERYTHING, Turn, figures_of
 from bench.live.together.workloads import BLOCK_TOKENS, KV_BLOCKS, WORKERS, WORKLOADS, Request, Workload
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
@@ -29,12 +29,6 @@ def test_every_side_has_settings_that_there_are() -> None:
         }
         load(WorkerConfig, "worker", [], variables).check()
         load(SchedulerConfig, "scheduler", [], variables).check()
-
-
-def test_a_single_mechanism_changes_nothing_else() -> None:
-    for name, own in SINGLES.items():
-        changed = {key: value for key, value in SIDES[name].items() if OFF.get(key) != value}
-        assert changed == dict(own), name
 
 
 def test_everything_is_what_is_on_by_default() -> None:
@@ -76,14 +70,6 @@ def test_some_prompts_are_longer_than_a_worker_also_in_a_quick_run() -> None:
         assert any(len(one.prompt) > ONE_WORKER_TOKENS for one in drawn), name
 
 
-def test_turns_of_a_chat_return_with_what_was_said_before() -> None:
-    (workload,) = (one for one in WORKLOADS if one.name == "prefixes")
-    drawn = workload.draw(Random(1), 4096)
-    first, second = drawn[0], drawn[24]
-    assert second.prompt[: len(first.prompt)] == first.prompt
-    assert drawn[6].prompt[:400] == first.prompt[:400] != drawn[1].prompt[:400]
-
-
 def answer(tokens: int, first_s: float = 1.0, error: str = "") -> Answer:
     return Answer(10.0, [10.0 + first_s], 12.0, tokens, error=error)
 
@@ -120,29 +106,6 @@ def test_ratios_are_of_one_turn_and_their_geometric_mean_is_over_workloads() -> 
     assert figures["tok_s_mixed_cache"] == pytest.approx(30)
     whole = ("vs_best_single", "vs_none", "work_vs_best_single", "work_vs_none", "harmless")
     assert {f"{name}{end}" for name in whole for end in ("", "_low", "_high")} <= figures.keys()
-
-
-def test_the_best_single_mechanism_is_that_of_the_workload() -> None:
-    by_side = {"none": turns(10), "cache": turns(20), "lending": turns(5), "everything": turns(30)}
-    other = {"none": turns(10), "cache": turns(5), "lending": turns(40), "everything": turns(30)}
-    figures = figures_of({"a": by_side, "b": other}, ["a", "b"], [])
-    assert figures["vs_best_single_a"] == pytest.approx(1.5)
-    assert figures["vs_best_single_b"] == pytest.approx(0.75)
-    assert figures["vs_best_single"] == pytest.approx((1.5 * 0.75) ** 0.5)
-    assert "harmless" not in figures
-
-
-def test_memory_enough_is_no_mechanism() -> None:
-    by_side = {"none": turns(10), "cache": turns(20), "ample": turns(40), "everything": turns(30)}
-    figures = figures_of({"a": by_side}, ["a"], [])
-    assert figures["vs_best_single_a"] == pytest.approx(1.5)
-    assert figures["of_ample_a"] == pytest.approx(0.75)
-
-
-def test_the_table_has_a_line_for_each_side() -> None:
-    table = table_of("mixed", "chats", MEASURED["mixed"])
-    assert [row[0] for row in table.rows] == ["none", "cache", "everything"]
-    assert [row[3] for row in table.rows] == ["4.00", "2.00", "1.00"]
 
 
 @pytest.mark.slow

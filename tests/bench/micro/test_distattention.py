@@ -3,13 +3,10 @@
 import os
 from pathlib import Path
 
-import pytest
 import torch
 
-from bench.kit.models import TINY_CHAT
 from bench.micro.distattention.attention import LayerTimes, measure_cells, measure_error
 from bench.micro.distattention.bench import _figures, draw
-from bench.micro.distattention.longest import measure_longest
 from services.worker.peers.attention.core.cost import ShipMode
 
 CORE = max(os.sched_getaffinity(0))
@@ -29,14 +26,6 @@ def test_every_side_of_a_cell_is_measured() -> None:
     )
     assert len(done) == 2
     assert all(min(cell.whole_s, cell.ship_s, cell.fetch_s) > 0 for cell in cells)
-
-
-@pytest.mark.slow
-def test_four_workers_answer_more_than_three_workers_kv() -> None:
-    longest = measure_longest(Path(TINY_CHAT), CORE, blocks=8, workers=4, answer_tokens=4)
-    assert longest.is_same_text
-    assert longest.ratio > 3
-    assert longest.own_tokens == 128
 
 
 def cell(rows: int, tokens: int, ship_s: float, fetch_s: float, chosen: ShipMode) -> LayerTimes:

@@ -48,15 +48,6 @@ def test_the_histogram_is_the_median_of_each_bucket() -> None:
     assert predictor.histogram_mae(train, test) == pytest.approx((1 + 10) / 2)
 
 
-def test_templates_are_drawn_from_the_generator_they_are_given() -> None:
-    first, second, third = (predictor.templates(random.Random(seed), 20, 5) for seed in (1, 1, 2))
-    assert first == second != third
-    assert (len(first.train), len(first.test)) == (20, 5)
-    decoded = predictor.tokenizer().decode(unpack_tokens(first.train[0].prompt), skip_special_tokens=False)
-    assert decoded.endswith("<|assistant|>")
-    assert all(sample.output_tokens >= 2 for sample in first.train), "a word and the end"
-
-
 def test_a_file_is_split_in_halves_and_a_small_one_refused(tmp_path: Path) -> None:
     rows = [{"prompt": f"Give {number} tips.", "length": number + 1} for number in range(300)]
     path = tmp_path / "rows.jsonl"
@@ -84,15 +75,3 @@ def test_alpaca_is_split_as_the_file_says(tmp_path: Path, monkeypatch: pytest.Mo
     assert [sample.output_tokens for sample in made.test] == [n % 7 + 1 for n in (10_001, 10_002, 10_003)]
     text = predictor.tokenizer().decode(unpack_tokens(made.test[0].prompt))
     assert text == "Say 10001\nx"
-
-
-def test_the_shipped_model_writes_answers() -> None:
-    made = None
-    counts = []
-    for count, workload in predictor.tiny_chat(random.Random(0), 4, 2, max_tokens=12, batch=3):
-        counts.append(count)
-        made = workload
-    assert counts == [3, 6, 6] and made is not None
-    assert (len(made.train), len(made.test)) == (4, 2)
-    assert all(1 <= sample.output_tokens <= 12 for sample in made.train)
-    assert all(sample.output_tokens == 12 for sample in made.train if sample.censored)

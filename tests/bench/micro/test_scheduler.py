@@ -9,7 +9,6 @@ from bench.micro.lanes import RUNNING, BusyFleet
 from services.scheduler.core.effects import Effect
 from services.scheduler.core.worker_pipeline import WorkerPipeline
 from services.scheduler.policy import find_policy
-from shared.errors import ConfigError
 from tests.bench.rig import context_of
 
 
@@ -62,10 +61,3 @@ def test_one_event_visits_only_workers_to_which_something_happened(monkeypatch: 
             planned.clear()
             on_event()
             assert len(set(planned)) <= most
-
-
-def test_wrong_flags_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="vlm"):
-        scheduler.run(context_of("scheduler", tmp_path, "--policies", "vlm", seed=7))
-    with pytest.raises(ConfigError, match="at least 1"):
-        scheduler.run(context_of("scheduler", tmp_path, "--queued", "0", seed=7))

@@ -13,14 +13,11 @@ from bench.simulated.ecoserve.comparison import CURVE, Comparison, Effort, add_c
 from bench.simulated.ecoserve.measures import (
     LATENCY_FACTOR,
     KneeQuestion,
-    RateQuestion,
     Reference,
     answer_knee,
-    answer_rate,
     measure_reference,
 )
-from bench.simulated.ecoserve.sensitivity import best_rows
-from bench.simulated.ecoserve.sides import OURS, RIVALS, PolicySide, case_of, existing
+from bench.simulated.ecoserve.sides import RIVALS, PolicySide, case_of
 from sim.case import Case, Machine, run_case
 from sim.summary import ServiceLevel, normalized_latency_s
 from sim.workloads import Source
@@ -50,11 +47,6 @@ def test_the_peer_is_the_better_of_its_settings() -> None:
     assert one.rate_ratio("ecoserve", "orca") is None
     assert one.stable_ratio("ecoserve", "vllm") is None
     assert one.slo_ratio("ecoserve") == 4.0
-
-
-def test_an_unknown_policy_is_a_wrong_flag(tmp_path: Path) -> None:
-    words = ["sim-ecoserve", "--quick", "--policies", "nobody", "--out", str(tmp_path)]
-    assert main(words) == 2
 
 
 def test_pictures_and_sensitivities(tmp_path: Path) -> None:
@@ -113,21 +105,6 @@ def test_the_peer_is_its_own_yardstick() -> None:
     assert answer_knee(replace(stable, longest_s=1.0)) < 4 * reference.capacity_per_s
 
 
-def test_a_rate_is_summarized_over_seeds() -> None:
-    level = measure_reference(PEER).level
-    both = answer_rate(RateQuestion("vllm", PEER, 5.0, level, (0, 1)))
-    each = [answer_rate(RateQuestion("vllm", PEER, 5.0, level, (seed,))) for seed in (0, 1)]
-    assert both["normalized_s"] == pytest.approx(sum(one["normalized_s"] for one in each) / 2)
-
-
-def test_best_and_worst() -> None:
-    curves = {"JCT": {"alpaca": [(0.0, 12.0), (0.1, 10.0), (0.5, 15.0)]}, "throughput": {}, "SLO": {}}
-    (row,) = best_rows({"pad": curves})
-    assert row[:3] == ("pad", "alpaca", 0.1)
-    assert row[3] == pytest.approx(0.5)
-    assert row[4] == "0.1"
-
-
 def test_each_side_has_the_settings_of_the_paper() -> None:
     made = {
         side.label: case_of(side, Source("books"), Machine(), requests=9, seed=1)
@@ -139,14 +116,3 @@ def test_each_side_has_the_settings_of_the_paper() -> None:
     assert made["vllm"].options == ()
     assert made["vllm"].chunked_prefill
     assert not made["vllm whole prompts"].chunked_prefill
-
-
-def test_the_predictor_is_replaced_where_it_is_the_standard_one() -> None:
-    sides = existing((*RIVALS, *OURS, PolicySide("nobody", "nobody")), "random")
-    assert "nobody" not in {side.label for side in sides}
-    assert {side.predictor for side in sides} == {"none", "random"}
-
-
-def test_bands_are_printed() -> None:
-    assert sides.band("sharegpt", "vllm") == "2.5–4"
-    assert sides.band("azure", "vllm") == ""

@@ -9,14 +9,9 @@ from typing import Any
 import pytest
 
 from bench.cli import main
-from bench.kit.load import Answer
-from bench.live.chats import LiveRun
 from bench.simulated.experiment.cells import (
     CellQuestion,
-    _live_figures,
     answer_simulated,
-    over_turns,
-    source_of,
 )
 from bench.simulated.experiment.grid import read_experiment
 from shared.errors import ConfigError
@@ -88,12 +83,6 @@ def test_a_live_cell_starts_a_stack_of_its_own(tmp_path: Path) -> None:
         assert row[kind] == name
 
 
-def test_an_interval_holds_the_mean_of_the_turns() -> None:
-    figures = over_turns([{"normalized_s": each, "failures": 1.0} for each in (1.0, 2.0, 3.0)])
-    assert (figures["normalized_s"], figures["failures"], figures["turns"]) == (2.0, 3.0, 3.0)
-    assert figures["normalized_s_low"] == pytest.approx(2 - 4.303 / 3**0.5)
-
-
 def mooncake(at: int) -> str:
     """A request of that trace: three whole blocks, the first shared by a third of all."""
     names = [at % 3, 10 + at % 5, at + 99]
@@ -159,12 +148,6 @@ def test_a_changed_file_has_a_folder_of_its_own(tmp_path: Path) -> None:
     assert first.folder(first.cells[0]) != before
 
 
-def test_a_file_that_is_wrong_is_a_wrong_flag(tmp_path: Path) -> None:
-    file = tmp_path / "e.yaml"
-    file.write_text("grid: {policy: [nobody]}")
-    assert main(["experiment", str(file), "--out", str(tmp_path / "run")]) == 2
-
-
 TEXT = """
 grid: {policy: [vllm], predictor: [none], placement: [least_work], trace: [alpaca], rate: [2]}
 requests: 30
@@ -178,22 +161,6 @@ def test_a_cell_has_figures_and_a_row_per_request(tmp_path: Path) -> None:
     assert answer.figures["requests"] == len(answer.rows) == 30
     assert answer.figures["failures"] == 0
     assert answer.figures["slo"] > 0.9, "an idle worker keeps its levels"
-
-
-def test_a_name_is_a_workload_and_all_else_a_file() -> None:
-    assert source_of("alpaca").workload == "alpaca"
-    assert source_of("mine.csv").path == Path("mine.csv")
-
-
-def test_live_figures_leave_out_what_failed() -> None:
-    good = Answer(10.0, [11.0, 12.0], 14.0, completion_tokens=4)
-    run = LiveRun(10.0, [good, Answer(10.0, error="refused")], [], 99)
-    figures = _live_figures(run)
-    assert (figures["requests"], figures["failures"]) == (2, 1)
-    assert figures["normalized_s"] == pytest.approx(1.0)
-    assert figures["tokens_per_s"] == pytest.approx(1.0)
-    assert figures["ttft_s_p50"] == pytest.approx(1.0)
-    assert "jct_s" not in _live_figures(LiveRun(0.0, [Answer(0.0, error="refused")], [], 9))
 
 
 GOOD = """
@@ -224,14 +191,6 @@ def test_the_grid_is_the_product_of_its_axes(tmp_path: Path) -> None:
     ]
     assert experiment.machine.capacity_blocks == 100
     assert experiment.mode == "simulator"
-
-
-def test_each_trace_may_have_rates_of_its_own(tmp_path: Path) -> None:
-    text = GOOD.replace("[alpaca]", "[alpaca, sharegpt]")
-    rates = "rate: {alpaca: [8, 16], sharegpt: [1]}"
-    experiment = read_experiment(write(tmp_path, text.replace("rate: [1, 2.5]", rates)))
-    found = {(cell.trace, cell.rate) for cell in experiment.cells}
-    assert found == {("alpaca", 8), ("alpaca", 16), ("sharegpt", 1)} and len(experiment.cells) == 6
 
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -283,8 +242,3 @@ def test_a_folder_belongs_to_everything_that_determines_the_result(tmp_path: Pat
 def test_what_cannot_be_run_is_refused(tmp_path: Path, old: str, new: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         read_experiment(write(tmp_path, GOOD.replace(old, new)))
-
-
-def test_no_file_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_experiment(tmp_path / "none.yaml")

@@ -28,12 +28,6 @@ def results(**latencies: tuple[float, ...]) -> list[tuple[GridCell, dict[str, fl
     return made
 
 
-def test_the_knee_is_where_the_limit_is_passed() -> None:
-    assert knee_of([(1, 1.0), (2, 1.0), (3, 100.0)], 10.0) == pytest.approx(2.5)
-    assert knee_of([(1, 1.0), (2, 1.0)], 10.0) == float("inf")
-    assert knee_of([(1, 11.0), (2, 1.0)], 10.0) is None
-
-
 @given(st.lists(st.floats(0.001, 1000), min_size=2, max_size=8), st.floats(0.01, 100))
 def test_a_knee_lies_between_the_last_rate_that_is_well_and_the_next(
     latencies: list[float], limit: float

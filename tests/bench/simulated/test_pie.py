@@ -3,10 +3,8 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from bench.cli import main
-from bench.simulated.pie import MODELS, Question, answer, fixed_lengths, memory_saving, requests_of
+from bench.simulated.pie import Question, answer
 from sim.workloads import Source
 
 
@@ -38,26 +36,8 @@ def question(path: Path, fifo_layers: int | None) -> Question:
     return Question("opt-13b", Source(path=trace), 2.0, 50.0, fifo_layers, 80, 0)
 
 
-def test_arrivals_keep_the_rate_and_long_prompts_are_left_out(tmp_path: Path) -> None:
-    drawn = requests_of(question(tmp_path, 0))
-    assert len(drawn) == 80 and [one.index for one in drawn] == list(range(80))
-    assert max(one.prompt_tokens for one in drawn) <= 1024
-    assert drawn[-1].arrival_s == pytest.approx(79 / 50)
-
-
 def test_pie_serves_more_on_the_same_bytes(tmp_path: Path) -> None:
     plain, fixed, adaptive = (answer(question(tmp_path, q)) for q in (0, 20, None))
     assert fixed.tokens_per_s > 1.1 * plain.tokens_per_s
     assert adaptive.tokens_per_s > plain.tokens_per_s
     assert adaptive.fifo_layers >= 3
-
-
-def test_lengths_give_the_papers_expansions() -> None:
-    lengths = fixed_lengths(MODELS["opt-13b"])
-    assert lengths == [9, 13, 17, 20, 22, 24, 25]
-
-
-def test_memory_is_saved_where_the_peer_needs_more_for_as_much() -> None:
-    vllm = {3.0: 100.0, 5.0: 200.0, 9.0: 300.0}
-    assert memory_saving(vllm, {3.0: 200.0 / 0.99}) == pytest.approx(5 / 3)
-    assert memory_saving(vllm, {3.0: 90.0, 5.0: 400.0}) == 1.0

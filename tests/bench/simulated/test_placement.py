@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.simulated.placement import adversaries, bench, replay
+from bench.simulated.placement import bench, replay
 from bench.simulated.placement.jobs import A100, Job, Workload, make_jobs
 from bench.simulated.placement.replay import (
     BEST_FIT,
@@ -14,9 +14,7 @@ from bench.simulated.placement.replay import (
     SIDES,
     Replay,
 )
-from bench.simulated.placement.speed import Churn
 from services.placement.policy import create_packing
-from shared.errors import ConfigError
 from tests.bench.rig import context_of
 
 
@@ -54,27 +52,6 @@ def test_reserving_recomputes_nothing_and_uses_less_of_the_memory() -> None:
     assert reserve.recomputes == 0 and reserve.mean_gpus() > grow.mean_gpus()
 
 
-@pytest.mark.parametrize("policy", ["mell", "mell_eager"])
-def test_worst_ratios(policy: str) -> None:
-    for stream in adversaries.STREAMS:
-        ratio, moves = adversaries.worst_ratio(policy, stream, 150, 1)
-        assert ratio <= 3 / 2 and moves <= 10, stream
-    ratio, moves = adversaries.random_stream(policy, 400, 1)
-    assert ratio <= 4 / 3 and moves <= 10
-
-
-def test_arrivals_are_those_asked_for() -> None:
-    poisson, azure = jobs(400.0), jobs(100.0, None)
-    assert 140 < len(poisson) < 260
-    assert 350 < len(azure) < 700
-    assert jobs(400.0) == poisson
-
-
-def test_a_churn_holds_its_load() -> None:
-    speed = Churn(A100, jobs(400.0), 20, 1).run(100)
-    assert 15 <= speed.gpus <= 30 and speed.operations == 100 and speed.ops_per_s > 0
-
-
 def test_figures_have_the_agreed_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "WARM_UP_S", 60.0)
     monkeypatch.setattr(bench, "QUICK_AZURE_S", 120.0)
@@ -84,11 +61,6 @@ def test_figures_have_the_agreed_names(tmp_path: Path, monkeypatch: pytest.Monke
     assert agreed <= set(outcome.figures) and set(bench.HEADLINE) <= set(outcome.figures)
     assert outcome.simulated and outcome.failures == 0
     assert len(outcome.tables[0].rows) == len(SIDES)
-
-
-def test_wrong_flags_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--duration"):
-        bench.run(context_of("placement", tmp_path, "--duration", "10", seed=7))
 
 
 def test_with_migration_more_requests_keep_their_kv() -> None:

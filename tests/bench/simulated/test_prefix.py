@@ -12,8 +12,6 @@ from bench.simulated.prefix import (
     BELADY,
     PRESETS,
     Chain,
-    Conversations,
-    Future,
     Sizes,
     generate,
     infinite_hit_rate,
@@ -22,7 +20,6 @@ from bench.simulated.prefix import (
 )
 from services.worker.kv.core.eviction import ORDERS
 from services.worker.kv.core.prefix_cache import PrefixCache
-from shared.errors import ConfigError
 from tests.bench.rig import context_of
 
 ALONE = ("--processes", "1")
@@ -44,25 +41,6 @@ def test_a_run_without_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (tmp_path / "hit_rates.png").stat().st_size > 1000
 
 
-def test_a_trace_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix, "find", lambda path: None)
-    with pytest.raises(ConfigError, match="mooncake"):
-        prefix.load_trace(context_of("prefix", tmp_path, *ALONE, "--trace", "mooncake"))
-    trace = prefix.load_trace(context_of("prefix", tmp_path, *ALONE))
-    assert trace.name == "chats"
-    assert trace.chains
-
-
-def test_any_file_of_that_kind_can_be_replayed(tmp_path: Path) -> None:
-    file = tmp_path / "mine.jsonl"
-    file.write_text("".join(json.dumps({"hash_ids": [1, 2, at]}) + "\n" for at in range(3, 6)))
-    trace = prefix.load_trace(context_of("prefix", tmp_path, *ALONE, "--trace", str(file)))
-    assert (trace.name, len(trace.chains)) == ("mine", 3)
-    file.write_text("arrival_s,prompt_tokens\n")
-    with pytest.raises(ConfigError, match="hash_ids"):
-        prefix.load_trace(context_of("prefix", tmp_path, *ALONE, "--trace", str(file)))
-
-
 def test_no_better_than_lru_is_a_failure_unless_nothing_could_be() -> None:
     best = {**dict.fromkeys(prefix.POLICIES, 0.4), "lru": 0.3}
     same = {**best, prefix.OURS: 0.3}
@@ -72,11 +50,6 @@ def test_no_better_than_lru_is_a_failure_unless_nothing_could_be() -> None:
     assert outcome.figures["hit_vs_lru"] == 1.0
     assert outcome.figures["hit_vs_infinite_90"] == 1.0
     assert any("not better than LRU at 10" in note for note in outcome.notes)
-
-
-def test_something_has_to_be_measured(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nothing is measured"):
-        bench.run(context_of("prefix", tmp_path, *ALONE, "--no-live", "--no-simulated"))
 
 
 def test_a_recorded_trace_keeps_what_requests_share(tmp_path: Path) -> None:
@@ -95,33 +68,6 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str) -> None:
     file.write_text('{"hash_ids": [1]}\n' + line)
     with pytest.raises(ValueError, match="line 2"):
         read_mooncake(file)
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_generated_trace_repeats_with_its_seed(preset: str) -> None:
-    first, again, other = (generate(PRESETS[preset], 200, random.Random(seed)) for seed in (1, 1, 2))
-    assert first == again != other
-    assert len(first) == 200
-
-
-def test_a_block_has_one_beginning() -> None:
-    parents: dict[bytes, bytes | None] = {}
-    for chain in generate(PRESETS["chats"], 500, random.Random(3)):
-        for index, name in enumerate(chain):
-            parent = chain[index - 1] if index else None
-            assert parents.setdefault(name, parent) == parent
-
-
-def test_turns_and_singles_are_as_stated() -> None:
-    alone = generate(Conversations(system_prompts=1, single=1.0), 300, random.Random(4))
-    assert len({chain[4] for chain in alone}) == 300
-    chatty = generate(Conversations(single=0.0, turns=8.0, think=(1.0, 0.1)), 3000, random.Random(4))
-    chats = len({chain[4] for chain in chatty})
-    assert 3000 / 10 < chats < 3000 / 7
-
-
-def test_of_nothing_nothing_is_found() -> None:
-    assert infinite_hit_rate([]) == 0.0
 
 
 @pytest.fixture(scope="module")
@@ -166,27 +112,3 @@ def test_tiers_stay_consistent(trace: list[Chain]) -> None:
 
     tiered = replay(trace[:60], Sizes(150, 300, 900), "frequent", after_each=check)
     assert tiered.found[1] > 0
-
-
-def test_a_prompt_larger_than_the_cache_is_kept_as_far_as_it_fits() -> None:
-    assert replay(chains("abcdef", "abcdef"), Sizes(4), "lru").found == (4, 0, 0)
-
-
-def test_belady_keeps_what_is_wanted_sooner() -> None:
-    prompts = chains("a", "b", "c", "a", "b")
-    assert replay(prompts, Sizes(2), BELADY).found == (1, 0, 0)
-    assert replay(prompts, Sizes(2), "lru").found == (0, 0, 0)
-
-
-def test_the_future_ends() -> None:
-    future = Future(chains("a", "b", "a"))
-    assert future.next_use(b"a") == 0
-    future.advance((b"a",))
-    assert future.next_use(b"a") == 2
-    future.advance((b"a",))
-    assert future.next_use(b"a") == float("inf")
-
-
-def test_an_unknown_order_is_refused(trace: list[Chain]) -> None:
-    with pytest.raises(ConfigError, match="best"):
-        replay(trace, Sizes(10), "best")

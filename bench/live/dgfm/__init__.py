@@ -1,1 +1,0 @@
-"""`python -m bench dgfm --live`: four workers that borrow from each other."""

@@ -1,1 +1,0 @@
-"""`python -m bench ladder`: value of each relief mechanism when memory is full."""
