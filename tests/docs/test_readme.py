@@ -99,12 +99,7 @@ def test_a_failure_says_its_seed(tmp_path: Path) -> None:
     for number in (1, 2):
         environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SEED": str(number)}
         done = subprocess.run(
-            [ROOT / ".ci" / "run"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
+            [ROOT / ".ci" / "run"], env=environment, capture_output=True, text=True, timeout=60, check=False
         )
         assert done.returncode != 0
         assert done.stdout.splitlines() == ["make check", f"make test ARGS=--hypothesis-seed={number}"]
