@@ -136,10 +136,7 @@ _WARM_SHARE = 0.2
 """Share at the start of a run that does not count."""
 _MOST_REQUESTS = 20_000
 
-_COUNTS = {
-    "ledger": ("settlements", "settlements_aborted"),
-    "worker": ("settled_blocks", "recalled_blocks"),
-}
+_COUNTS = {"ledger": ("settlements", "settlements_aborted"), "worker": ("settled_blocks", "recalled_blocks")}
 
 Runs = Mapping[str, Sequence[LiveRun]]
 """One run per workload, by side."""

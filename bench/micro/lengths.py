@@ -78,7 +78,7 @@ def run(context: Context) -> Outcome:
         figures[f"cost_every_{every}"] = cost_of(context, every, flags.turns or (2 if context.quick else 8))
     lengths = [one.tokens for one in written]
     notes = [
-        f"{answers} sampled answers, {np.mean(lengths):.0f} tokens in the mean; a state in {flags.every}",
+        f"{answers} sampled answers, {np.mean(lengths):.0f} tokens in the mean; a state in {flags.every}"
     ]
     return Outcome(figures, 0, tables, notes)
 

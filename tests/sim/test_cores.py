@@ -22,22 +22,6 @@ def test_a_step_beside_a_free_core_takes_its_own_time() -> None:
     assert cores.ends_s(0, [STEP_S, STEP_S], 0.0) == pytest.approx([STEP_S, 2 * STEP_S])
 
 
-def test_three_on_two_cores_get_two_thirds_each() -> None:
-    cores = SharedCores(CoreCosts(2, 1.0, 0.0001, lanes=1.0), workers=2)
-    cores.arrive(0.0)
-    cores.ends_s(0, [1.0], 0.0)
-    assert cores.ends_s(1, [STEP_S], 0.0) == pytest.approx([1.5 * STEP_S])
-
-
-def test_tokens_that_come_together_wait_for_each_other() -> None:
-    cores = SharedCores(CoreCosts(2, 0.0, 0.001, lanes=1.0), workers=1)
-    assert cores.emit([1.0], 8, 1.0) == pytest.approx(0.008)
-    assert cores.emit([1.002], 1, 1.002) == pytest.approx(0.007), "six were left, and one came"
-    assert cores.emit([2.0], 1, 2.0) == pytest.approx(0.001)
-    wider = SharedCores(CoreCosts(2, 0.0, 0.001, lanes=2.0), workers=1)
-    assert wider.emit([1.0], 8, 1.0) == pytest.approx(0.004)
-
-
 @given(
     st.integers(1, 3),
     st.floats(0.5, 4.0),
@@ -78,12 +62,3 @@ def test_with_cores_enough_and_nothing_else_to_do_it_is_the_simulator_as_it_was(
     for one, other in zip(plain.records, shared.records, strict=True):
         assert (one.first_token_s, one.end_s) == pytest.approx((other.first_token_s, other.end_s))
     assert not any(one.first_late_s or one.end_late_s for one in shared.records)
-
-
-def test_two_engines_on_one_core_take_twice_as_long() -> None:
-    """All the time that both are at work; and what is measured of steps is stretched by its ratios."""
-    alone, together = serve(CoreCosts(2, 0.0, 0.0), 2), serve(CoreCosts(1, 0.0, 0.0), 2)
-    assert alone.end_s < together.end_s <= 2 * alone.end_s + STEP_S
-    paused = serve(CoreCosts(2, 0.0, 0.0, ratios=(1.5,)), 2)
-    assert step_s(alone) == pytest.approx(STEP_S)
-    assert step_s(paused) == pytest.approx(1.5 * STEP_S)

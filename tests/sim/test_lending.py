@@ -41,15 +41,6 @@ def test_requests_run_to_their_end_and_give_their_memory_back() -> None:
     one.check_integrity()
 
 
-def test_time_that_serves_debtors_is_not_its_own() -> None:
-    one = member()
-    one.fill_queue(0.0)
-    one.start(0, blocks=1, now_s=0.0)
-    one.prefill_s = 0.0
-    one.advance(10 * 0.02, 0.02, 0.5)
-    assert one.iterations == 5
-
-
 def test_nobody_overtakes_who_has_waited_for_long() -> None:
     one = member()
     one.fill_queue(0.0)
@@ -57,17 +48,6 @@ def test_nobody_overtakes_who_has_waited_for_long() -> None:
     assert one.next_job(3, PATIENCE_S + 1) is None
     assert one.next_job(0, PATIENCE_S + 1) is not None
     assert one.next_job(LOOKAHEAD, 0.0) is None
-
-
-def test_remote_context_costs_the_network_and_no_more_while_it_is_the_smaller_part() -> None:
-    whole = COST.step_s([], 10, 20_000, [])
-    assert COST.step_s([], 10, 20_000, [20_000]) - whole == pytest.approx(40 * COST.round_trip_s)
-    assert COST.step_s([], 10, 20_000, [5_000, 30_000]) > COST.step_s([], 10, 20_000, [5_000])
-    assert COST.serving_s(1000) == pytest.approx(1000 * 2.965e-7)
-
-
-def test_copies_go_at_the_links_speed() -> None:
-    assert COST.copy_s(25_000) == pytest.approx(25_000 * 819_200 / 20e9)
 
 
 BUSY = Scenario(
@@ -86,15 +66,3 @@ def test_invariants_hold_with_and_without_settling() -> None:
         assert result.tok_s() > 0
         assert (result.recalled_blocks > 0) == (settles or repays)
         assert (result.settlements > 0) <= settles
-
-
-def test_the_same_seed_gives_the_same_run() -> None:
-    short = replace(BUSY, duration_s=20.0)
-    assert LendingSimulation(short).run() == LendingSimulation(short).run()
-    assert LendingSimulation(short).run() != LendingSimulation(replace(short, seed=1)).run()
-
-
-def test_what_is_settled_is_not_remote_any_more() -> None:
-    on = LendingSimulation(BUSY).run()
-    off = LendingSimulation(replace(BUSY, settles=False, repays=False)).run()
-    assert on.remote_share() < off.remote_share()

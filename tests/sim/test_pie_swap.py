@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -10,7 +9,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from services.worker.pie.core.meter import Direction
 from services.worker.pie.core.sizes import expansion, higher, lower, most_fifo_layers
 from sim.pie.swap import SlotMove, SwapController, SwapTransfer
-from sim.pie.table import LayerPlace, MappingTable
 from sim.pie.timeline import Pace, Timeline
 
 _PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
@@ -32,46 +30,6 @@ def test_figure_4_with_six_slots_stalls() -> None:
     timeline.run(40)
     assert timeline.controller.table.slots == 6
     assert all(stalled > 0 for stalled in timeline.stalls[4:])
-
-
-def test_the_first_steps_of_figure_4() -> None:
-    """Layers counted from 1, as in the paper: 8 and 9 begin on the host."""
-    controller = SwapController(9, 4)
-    assert controller.on_awaited(0, 0.0) == []  # 8 and 9 are colder than any on the device.
-    controller.on_started(0)
-    (out,) = controller.on_ended(0, 1.0)
-    assert (out.layer, out.direction) == (0, Direction.OUT)
-    for layer in (1, 2):
-        assert controller.on_awaited(layer, layer) == []  # No slot is free, the way out is taken.
-        controller.on_started(layer)
-        assert controller.on_ended(layer, layer + 1.0) == []
-    started = controller.on_completed(out, 3.0)
-    assert [(each.layer, each.direction) for each in started] == [(7, Direction.IN), (2, Direction.OUT)]
-    assert started[0].device_slot == out.device_slot
-
-
-def test_a_layer_is_not_started_without_its_kv() -> None:
-    controller = SwapController(9, 4)
-    controller.on_awaited(8, 0.0)
-    with pytest.raises(ValueError, match="layer 8 is"):
-        controller.on_started(8)
-
-
-def test_a_completion_counts_once() -> None:
-    controller = SwapController(9, 4)
-    (out,) = controller.on_awaited(4, 0.0)
-    controller.on_completed(out, 1.0)
-    with pytest.raises(ValueError, match="not in flight"):
-        controller.on_completed(out, 1.0)
-
-
-def test_without_a_queue_nothing_moves() -> None:
-    controller = SwapController(6)
-    assert controller.is_static
-    for layer in range(6):
-        assert controller.on_awaited(layer, 0.0) == []
-        controller.on_started(layer)
-        assert controller.on_ended(layer, 0.0) == []
 
 
 class Bytes:
@@ -202,44 +160,3 @@ def test_a_queue_that_is_back_in_time_never_stalls(
     timeline.run(12)
     if fifo_layers * max(swap_in, swap_out) <= (layers - 2) * compute:
         assert timeline.stalls[4:] == [0] * 8
-
-
-def test_a_destination_is_taken_first_and_the_source_is_free_when_the_copy_is_complete() -> None:
-    table = MappingTable(5)
-    entry = table.begin_leaving(2, 1.0)
-    assert (entry.place, entry.device_slot, entry.host_slot) == (LayerPlace.LEAVING, 2, 0)
-    assert not table.is_present(2) and table.free_slots == 0
-    table.end_leaving(2, 2.0)
-    assert (entry.place, entry.device_slot, entry.since_s) == (
-        LayerPlace.HOST,
-        None,
-        2.0,
-    ) and table.free_slots == 1
-    table.begin_arriving(2, 3.0)
-    assert (entry.place, table.free_slots) == (LayerPlace.ARRIVING, 0) and not table.is_present(2)
-    table.end_arriving(2, 4.0)
-    assert table.is_present(2) and entry.host_slot is None
-    table.check_integrity()
-
-
-def test_what_is_elsewhere_cannot_be_moved() -> None:
-    table = MappingTable(5, 3)
-    assert table.layers_at(LayerPlace.HOST) == [4] and table.slots == 4
-    for move in (table.begin_leaving, table.end_arriving):
-        with pytest.raises(ValueError, match="layer 4 is host"):
-            move(4, 0.0)
-    with pytest.raises(ValueError, match="layer 0 is device, not host"):
-        table.begin_arriving(0, 0.0)
-
-
-def test_the_last_slot_is_given_up_and_its_layer_moves_to_the_free_one() -> None:
-    table = MappingTable(5)
-    with pytest.raises(ValueError, match="cannot be retired"):
-        table.retire_slot()
-    table.begin_leaving(1, 0.0)
-    table.end_leaving(1, 0.0)
-    assert table.retire_slot() == (4, 1) and table.entries[4].device_slot == 1
-    table.check_integrity()
-    assert table.add_slot() == 4 and table.free_slots == 1
-    assert table.retire_slot() is None and table.slots == 4
-    table.check_integrity()

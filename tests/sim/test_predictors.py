@@ -2,16 +2,14 @@
 
 from statistics import fmean
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.scheduler.policy.contract import PolicySettings
 from services.worker.core.costs import find_cost
-from shared.errors import ConfigError
 from shared.messages.commands import LengthPrediction
 from sim.case import Machine
-from sim.predictors import PREDICTORS, Histogram, NoisyOracle, Sharpening, find_predictor
+from sim.predictors import PREDICTORS, Histogram, Sharpening, find_predictor
 from sim.requests import SimRequest
 from sim.setup import Setup
 from sim.simulation import Simulation
@@ -41,16 +39,6 @@ def test_predictions_are_possible(name: str, output: int, share: float, index: i
     lengths = (told.rl_tokens, told.p50_tokens, told.p80_tokens, told.p90_tokens, told.p95_tokens)
     assert all(generated < tokens <= 200 for tokens in lengths)
     assert list(lengths[1:]) == sorted(lengths[1:])
-
-
-def test_the_oracle_knows_and_its_error_is_log_normal() -> None:
-    assert all((told := NoisyOracle().predict(made(i), 0)) and told.rl_tokens == 50 for i in range(9))
-    noisy = NoisyOracle(sigma=0.5, seed=1)
-    guesses = [noisy.predict(made(i, 1000, 100_000), 0) for i in range(800)]
-    below = fmean(guess.rl_tokens < 1000 for guess in guesses if guess)
-    far = fmean(guess.rl_tokens > 1000 * 1.6487 for guess in guesses if guess)
-    assert below == pytest.approx(0.5, abs=0.05)
-    assert far == pytest.approx(0.16, abs=0.04), "one sigma"
 
 
 def test_what_a_trace_brings_is_made_a_distribution() -> None:
@@ -103,8 +91,3 @@ def test_the_histogram_learns_while_it_runs_only_if_told() -> None:
     assert before is not None
     assert after is not None
     assert after.p50_tokens > 150 > before.p50_tokens
-
-
-def test_an_unknown_name_is_told() -> None:
-    with pytest.raises(ConfigError, match="oracle"):
-        find_predictor("crystal ball")

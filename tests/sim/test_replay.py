@@ -143,13 +143,6 @@ def test_a_recorded_run_is_decided_the_same_way_again(policy: str, monkeypatch: 
         ]
 
 
-def test_the_fit_finds_what_steps_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    head, events = recorded("vllm", 0, monkeypatch)
-    cost = recorded_run(head["setup"], events).cost
-    assert cost.fixed_s == pytest.approx(COST.fixed_s, rel=0.02)
-    assert cost.prefill_token_s == pytest.approx(COST.prefill_token_s, rel=0.05)
-
-
 def test_more_workers_end_requests_earlier_and_the_same_setting_at_the_same_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

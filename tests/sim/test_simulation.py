@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.placement.policy.contract import Room
 from services.scheduler.policy import BUILT_IN, policy_names
 from services.scheduler.policy.contract import PlannedBatch, PlannedQuestion, PolicySettings, WorkerShape
 from services.worker.core.costs.fitted import OPT_13B_A100
@@ -27,7 +26,6 @@ from sim.requests import SimRequest
 from sim.routers import find_router
 from sim.setup import Outcome, Setup
 from sim.simulation import Simulation, WedgeError
-from sim.summary import normalized_latency_s
 from sim.workloads import Source
 from tests.sim.simple import SETTINGS, SHAPE, OneSecond, Scripted, decode, prefill, request
 
@@ -156,31 +154,6 @@ def test_time_then_priority_then_order_of_pushing() -> None:
     assert queue.now_s == 2.0
 
 
-def test_the_past_is_refused() -> None:
-    queue: EventQueue[str] = EventQueue()
-    queue.push(3.0, EventPriority.STEP, "x")
-    queue.pop()
-    with pytest.raises(ValueError, match="already"):
-        queue.push(2.0, EventPriority.STEP, "y")
-
-
-def rooms(*free_tokens: int) -> list[Room]:
-    return [Room(str(i), free, 100, i) for i, free in enumerate(free_tokens)]
-
-
-def test_each_by_its_rule() -> None:
-    robin = find_router("round_robin")
-    assert [robin.choose(20, rooms(9, 9)) for _ in range(3)] == ["0", "1", "0"]
-    assert find_router("least_work").choose(20, rooms(5, 90)) == "0"
-    assert find_router("best_fit").choose(20, rooms(30, 90, 40)) == "0"
-    assert find_router("worst_fit").choose(20, rooms(30, 90, 40)) == "1"
-
-
-def test_an_unknown_name_is_told() -> None:
-    with pytest.raises(ConfigError):
-        find_router("astrology")
-
-
 CASE = Case(Source("alpaca"), requests=60, rate_per_s=3.0, predictor="oracle")
 
 
@@ -190,25 +163,10 @@ def test_a_case_runs_and_replays() -> None:
     assert first.records == second.records
 
 
-def test_a_latency_within_its_limit_is_the_run_s_own() -> None:
-    latency_s = normalized_latency_s(run_case(CASE).records)
-    assert latency_within_s(CASE, 2 * latency_s) == pytest.approx(latency_s)
-    assert latency_within_s(CASE, 0.9 * latency_s) == math.inf
-
-
 def test_a_queue_that_is_left_over_breaks_the_run_off() -> None:
     crowd = CASE.at(200.0)
     assert latency_within_s(crowd, 1e9) < math.inf
     assert latency_within_s(crowd, 1e9, longest_drain_s=1.0) == math.inf
-
-
-@pytest.mark.parametrize(
-    "case",
-    [replace(CASE, policy="nobody"), replace(CASE, predictor="nobody"), replace(CASE, placement="nobody")],
-)
-def test_names_that_do_not_exist_are_told(case: Case) -> None:
-    with pytest.raises(ConfigError):
-        run_case(case)
 
 
 def test_a_request_that_no_worker_holds_is_told_before_anything_runs() -> None:

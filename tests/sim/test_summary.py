@@ -1,9 +1,4 @@
-"""Figures of a run, by hand.
-
-Sweeps: order kept, every result told, errors with their argument.
-
-Bisection finds the edge to its tolerance, and says when there is none.
-"""
+"""Figures of a run, by hand."""
 
 import pytest
 from hypothesis import given
@@ -13,8 +8,8 @@ from sim.knee import TOLERANCE, sustained_rate
 from sim.meters import WorkerMeter
 from sim.requests import ServedRecord
 from sim.setup import Outcome
-from sim.summary import ServiceLevel, measure_level, summarize
-from sim.sweep import cores, sweep
+from sim.summary import ServiceLevel, summarize
+from sim.sweep import sweep
 from tests.sim.simple import SHAPE, request
 
 
@@ -47,12 +42,6 @@ def test_figures() -> None:
     assert figures["queue_s"] + figures["preempted_s"] == pytest.approx(6.0)
 
 
-def test_the_level_is_measured_from_means() -> None:
-    level = measure_level(outcome(), scale=1.5)
-    assert (level.prefill_s, level.token_s) == (1.5, 8 / 6)
-    assert level.limit_s(10) == pytest.approx(1.5 * (1.5 + 80 / 6))
-
-
 def square(number: int) -> int:
     if number < 0:
         raise ValueError("negative")
@@ -67,23 +56,7 @@ def test_results_are_in_order_and_told(processes: int) -> None:
     assert sorted(told) == [(1, 1), (2, 4), (3, 9)]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_an_error_names_its_argument(processes: int) -> None:
-    with pytest.raises(ValueError, match="negative") as caught:
-        sweep(square, [1, -5], processes=processes)
-    assert any("-5" in note for note in caught.value.__notes__)
-
-
-def test_there_is_a_core() -> None:
-    assert cores() >= 1
-
-
 @given(edge=st.floats(0.01, 3.9))
 def test_the_edge_is_found(edge: float) -> None:
     found = sustained_rate(lambda rate: rate <= edge, 1.0)
     assert found <= edge <= found * (1 + TOLERANCE) * (1 + 1e-9)
-
-
-def test_nothing_and_everything() -> None:
-    assert sustained_rate(lambda rate: False, 1.0) == 0.0
-    assert sustained_rate(lambda rate: True, 1.0) == pytest.approx(4.0)

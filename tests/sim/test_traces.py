@@ -37,19 +37,6 @@ def test_mooncake_is_in_milliseconds(tmp_path: Path) -> None:
     assert [row.arrival_s for row in read_trace(path)] == [0.0, 2.5]
 
 
-def test_lengths_alone_have_no_arrivals(tmp_path: Path) -> None:
-    text = "num_prefill_tokens,num_decode_tokens,num_total_tokens\n5,6,11\n7,0,7\n"
-    assert read_trace(write(tmp_path, "v.csv", text)) == [TraceRow(5, 6)], "an answer of nothing is left out"
-    assert read_trace(write(tmp_path, "a.csv", "id,in_llama,out_llama\n1,9,53\n")) == [TraceRow(9, 53)]
-
-
-def test_books_are_cut_into_chunks(tmp_path: Path) -> None:
-    write(tmp_path, "book.txt", "x" * 4 * 5000 + "\nCHAPTER II\n" + "y" * 4 * 100)
-    lengths = [row.prompt_tokens for row in read_trace(tmp_path)]
-    assert lengths[:3] == [2048, 2048, 904]
-    assert len(lengths) == 4
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [("a,b\n1,2\n", "columns"), ("prompt_tokens,output_tokens\n1,x\n", "cannot be read"), ("", "no request")],
@@ -57,8 +44,3 @@ def test_books_are_cut_into_chunks(tmp_path: Path) -> None:
 def test_what_is_no_trace_is_told(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         read_trace(write(tmp_path, "t.csv", text))
-
-
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_trace(tmp_path / "nothing.csv")

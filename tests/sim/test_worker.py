@@ -1,8 +1,6 @@
 """One worker by a script: stretches, ends in mid-plan, plans made ahead and plans cut short."""
 
-from services.scheduler.policy.contract import (
-    PlannedBatch,
-)
+from services.scheduler.policy.contract import PlannedBatch
 from sim.books import Held
 from sim.meters import WorkerMeter
 from sim.requests import ServedRecord, SimRequest
@@ -72,15 +70,3 @@ def test_an_arrival_cuts_a_long_plan_at_the_next_step() -> None:
     now_s, _ = step(made, 3.0)
     assert now_s == 4.0
     assert made.books.held[new.key].generated_tokens == 1
-
-
-def test_parts_of_a_latency_are_told_apart() -> None:
-    one = request(output=3, arrival_s=0.0)
-    script = [prefill(one, 0, 2, 1), prefill(one, 2, 4, 1), decode(one, 1, 2), decode(one, 1, 2)]
-    made, _ = worker(script, one)
-    now_s = 2.0
-    for pause_s in (0.0, 1.0, 3.0, 5.0):
-        now_s, _ = step(made, now_s + pause_s)
-    record = next(iter(made.books.over), None) and one
-    assert record is one
-    assert now_s == 15.0

@@ -6,15 +6,7 @@ from statistics import fmean
 import pytest
 
 from shared.errors import ConfigError
-from sim.workloads import (
-    WORKLOADS,
-    Source,
-    find_source,
-    limit_tokens,
-    poisson_requests,
-    trace_requests,
-    training_requests,
-)
+from sim.workloads import WORKLOADS, Source, limit_tokens, poisson_requests, trace_requests, training_requests
 
 MEANS = {
     "sharegpt": (175, 322),
@@ -69,9 +61,3 @@ def test_a_trace_keeps_its_arrivals(tmp_path: Path) -> None:
     assert [one.arrival_s for one in trace_requests(Source(path=path), speed=2.0)] == [0.0, 3.0]
     with pytest.raises(ConfigError, match="no arrival times"):
         trace_requests(Source("alpaca"))
-
-
-def test_unknown_names_and_missing_data(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="sharegpt"):
-        find_source("lost", tmp_path)
-    assert find_source("alpaca", tmp_path) == Source("alpaca")

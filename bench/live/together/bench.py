@@ -30,11 +30,7 @@ SIDES: Mapping[str, Settings] = {
 }
 """`everything` is the default configuration: only `PLAIN` disables the cache. `ample` has the same workers
 with enough memory, the upper bound of every mechanism."""
-_COMMON: Settings = {
-    **PLAIN,
-    "scheduler.policy": "kvasir",
-    "worker.block_tokens": BLOCK_TOKENS,
-}
+_COMMON: Settings = {**PLAIN, "scheduler.policy": "kvasir", "worker.block_tokens": BLOCK_TOKENS}
 TURNS = 7
 _QUICK = ("mixed", "harmless")
 _WARM_REQUESTS = 8

@@ -48,11 +48,7 @@ def run(context: Context) -> Outcome:
             Path(flags.model), cores.engine, batches=[1, 8], context=1024, away=0.25, turns=10 * turns
         )
     draw(context.picture("query-shipping-and-fetching"), cells)
-    figures = {
-        "max_abs_error": error,
-        **_figures(cells),
-        **_step_figures(steps),
-    }
+    figures = {"max_abs_error": error, **_figures(cells), **_step_figures(steps)}
     heads, dim, _ = LAYER
     return Outcome(
         figures,
@@ -64,7 +60,7 @@ def run(context: Context) -> Outcome:
             ),
         ],
         notes=[
-            f"one layer of {Q_HEADS} query and {heads} KV heads of {dim}, fp32; a thread and a core a worker",
+            f"one layer of {Q_HEADS} query and {heads} KV heads of {dim}, fp32; a thread and a core a worker"
         ],
         headline=(
             "max_abs_error",

@@ -1,7 +1,6 @@
 """The table of data files, and where files are looked for."""
 
 import hashlib
-import json
 import re
 import threading
 from collections.abc import Iterator
@@ -98,17 +97,3 @@ def listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Source]:
     ]
     monkeypatch.setattr(datasets, "sources", lambda: found)
     return found
-
-
-def test_without_a_network_it_says_so_and_lists_all_the_same(
-    listed: list[Source], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert datasets.main(["--json"]) == 0
-    captured = capsys.readouterr()
-    assert [one["state"] for one in json.loads(captured.out)["sets"]] == ["present", "missing"]
-    assert "127.0.0.1:1" in captured.err
-
-
-def test_a_file_with_another_content_is_an_error(listed: list[Source], tmp_path: Path) -> None:
-    (tmp_path / "data" / "here.csv").write_bytes(b"3,4\n")
-    assert datasets.main(["--list", "--json"]) == 1

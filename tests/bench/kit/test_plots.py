@@ -42,9 +42,3 @@ def test_an_experiment_runs_and_says_that_it_draws_nothing(tmp_path: Path) -> No
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr.count("no pictures, as matplotlib is not installed") == 1
     assert (tmp_path / "summary.md").exists() or list(tmp_path.rglob("summary.md"))
-
-
-def test_the_example_imports_what_is_installed() -> None:
-    program = "import runpy; runpy.run_path('docs/examples/own_scheduler.py', run_name='example')"
-    ran = without_development_packages(program)
-    assert "sys.argv[1]" in ran.stderr, "it imports, and wants to know the run directory"

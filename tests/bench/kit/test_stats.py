@@ -8,24 +8,15 @@ from hypothesis import strategies as st
 
 from bench.kit.stats import (
     alternate,
-    exponent,
     interval,
     median_of_ratios,
     percentile,
     ratio_of,
-    ratio_of_wholes,
 )
 
 
 def test_what_is_the_same_in_every_round_is_certain() -> None:
     assert interval([2.0, 4.0, 6.0], [1.0, 2.0, 3.0], median_of_ratios) == (2.0, 2.0)
-
-
-def test_wholes_weigh_rounds_by_their_time() -> None:
-    ours, theirs = [(10.0, 1.0), (90.0, 4.0)], [(10.0, 1.0), (30.0, 3.0)]
-    assert ratio_of_wholes(ours, theirs) == 2.0
-    low, high = interval(ours, theirs, ratio_of_wholes)
-    assert low == 1.0 and high == 2.25
 
 
 def test_the_true_ratio_is_within_nearly_always() -> None:
@@ -51,17 +42,7 @@ def test_a_percentile_has_so_many_values_at_or_below_it(values: list[float], per
     assert sum(value <= found for value in values) >= percent / 100 * len(values) - 1e-9
 
 
-def test_the_exponent_of_a_cost_is_its_slope_in_logarithms() -> None:
-    assert exponent({100: 1.0, 1000: 2.0, 10_000: 4.0}) == pytest.approx(0.30103)
-    assert exponent({size: size**0.5 for size in (100, 1000, 10_000)}) == pytest.approx(0.5)
-
-
 RATES = st.lists(st.tuples(st.floats(0.1, 1e4), st.floats(0.1, 1e4)), min_size=1, max_size=20)
-
-
-def test_median_and_worst_are_of_pairs() -> None:
-    ratio = ratio_of([2.0, 30.0, 8.0], [1.0, 10.0, 2.0])
-    assert (ratio.median, ratio.worst, ratio.highest, ratio.alternations) == (3.0, 2.0, 4.0, 3)
 
 
 @given(RATES, st.lists(st.floats(0.1, 10.0), min_size=20, max_size=20))

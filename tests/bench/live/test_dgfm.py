@@ -7,15 +7,7 @@ from random import Random
 import pytest
 
 from bench.cli import main
-from bench.live.dgfm import (
-    LONGEST_TOKENS,
-    LiveRun,
-    _Witness,
-    bodies,
-    figures_of,
-    settings,
-    table_of,
-)
+from bench.live.dgfm import LONGEST_TOKENS, LiveRun, _Witness, bodies, figures_of, settings, table_of
 from tests.services.ledger.builders import report
 
 

@@ -153,21 +153,6 @@ def test_ratios_are_taken_within_an_alternation_and_contexts_combined_within_it(
     assert len(table(rows, ONE_BATCH, "vllm").rows) == 2
 
 
-def test_what_is_not_complete_has_no_figure() -> None:
-    short, _ = ONE_BATCH
-    rows = [*both(0, short, 4.0, 2.0), row(1, short, "kvasir", 100.0)]
-    made = figures(rows, ONE_BATCH, "vllm")
-    assert made["tok_s_ratio_b1_ctx100"] == made["tok_s_ratio_b1_ctx100_worst"] == 2.0
-    assert "tok_s_ratio_b1_ctx500" not in made
-    assert figures([], ONE_BATCH, "vllm") == {}
-
-
-def test_an_alternation_with_failures_is_counted_and_not_compared() -> None:
-    short, _ = ONE_BATCH
-    rows = [*both(0, short, 4.0, 2.0), row(1, short, "kvasir", 90.0, failures=3), row(1, short, "vllm", 1.0)]
-    assert figures(rows, ONE_BATCH, "vllm")["tok_s_ratio_b1_ctx100"] == 2.0
-
-
 def test_the_same_seed_makes_the_same_prompts_and_they_differ_among_each_other() -> None:
     cell = BatchCell(100, 8, 4)
     first, again = (bodies(cell, 4096, random.Random(3)) for _ in range(2))

@@ -35,12 +35,6 @@ def test_a_pause_ends_with_the_first_of_the_next_worker(monkeypatch: pytest.Monk
     assert watch.pause(KEY, 2) is None and watch.pause(("other", 0), 1) is None
 
 
-def test_what_both_workers_say_counts_when_it_is_heard_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = ((0.0, 1, 0), (0.1, 1, 1), (0.2, 1, 2), (0.25, 2, 2), (0.3, 1, 3), (0.34, 2, 3), (0.44, 2, 4))
-    found = watched(monkeypatch, *seen).pause(KEY, 1)
-    assert found is not None and found.pause_s == pytest.approx(0.14), "from index 3 to index 4"
-
-
 class FakeBus:
     """Takes every order but the first."""
 

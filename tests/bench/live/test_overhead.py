@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from bench.live.overhead.bench import pace_of
 from bench.live.overhead.direct import run_direct
 from services.worker.core.sampling import Sampled
 from services.worker.engine.contract import Row
@@ -60,13 +59,6 @@ def test_direct_calls_answer_every_prompt_in_full() -> None:
     assert engine.steps == [12, 2, 2, 2, 2, 2]
 
 
-def test_sequences_beyond_the_batch_wait_for_their_turn() -> None:
-    engine = AddingEngine()
-    answers = run_direct(engine, [[7, number] for number in range(5)], 3, 2, engine.clock)
-    assert [one.token_s[0] for one in answers] == sorted(one.token_s[0] for one in answers)
-    assert max(engine.steps[1:]) <= 4 and answers[4].token_s[-1] == engine.now_s
-
-
 def test_preempted_sequences_are_computed_again() -> None:
     roomy, tight = AddingEngine(), AddingEngine(kv_blocks=7)
     prompts = [[number + 1] * 6 for number in range(3)]
@@ -79,13 +71,6 @@ def test_a_prompt_that_never_fits_is_an_error() -> None:
     engine = AddingEngine(kv_blocks=2)
     with pytest.raises(InternalError, match="more KV"):
         run_direct(engine, [[1] * 20], 4, 8, engine.clock)
-
-
-def test_a_pace_is_medians_and_a_rate() -> None:
-    pace = pace_of([[1.0, 2.0, 4.0], [3.0, 4.0, 5.0]], tokens=6, total_s=3.0)
-    assert (pace.first_s, pace.gap_s, pace.tok_s) == (2.0, 1.0, 2.0)
-    with pytest.raises(ValueError, match="two tokens"):
-        pace_of([[1.0]], tokens=1, total_s=1.0)
 
 
 @pytest.mark.slow

@@ -12,14 +12,12 @@ from bench.kit.models import TINY_CHAT
 from bench.live.pie import arena
 from bench.live.pie.rounds import (
     Moment,
-    Reaction,
     SideResult,
     Slice,
     compared,
     measure,
     measure_work,
     react,
-    reaction_figures,
     same_text_share,
     spread,
     take_turns,
@@ -90,14 +88,6 @@ def test_sides_begin_after_the_same_work_and_are_closed(tmp_path: Path) -> None:
         assert len(sides[0].loop.answers) >= answered + 2
 
 
-def test_what_there_is_not_is_refused(tmp_path: Path) -> None:
-    nothing = tmp_path / "nothing.jsonl"
-    nothing.write_text("\n")
-    assert main(["pie", "--simulated", "--models", "nobody", "--out", str(tmp_path)]) == 2
-    assert main(["pie", "--quick", "--model", "nobody", "--out", str(tmp_path)]) == 2
-    assert main(["pie", "--quick", "--trace", str(nothing), "--out", str(tmp_path)]) == 2
-
-
 def test_the_live_parts_on_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "QUICK", arena.Pace(1, 0.4, 0.1, 0.2, 0.4, 1.0, 2, 2, 2))
     words = ["pie", "--quick", "--out", str(tmp_path)]
@@ -126,17 +116,6 @@ def test_traffic_slows_the_link_and_goes_away() -> None:
         assert max(each.stall_share for each in under) > 0
     finally:
         side.close()
-
-
-def test_figures_say_how_soon_it_settled() -> None:
-    lengths = [9] * 6 + [9, 5, 3, 3, 3, 3] + [3, 3, 6, 9, 9, 9, 9, 9, 9]
-    moments = tuple(Moment(0.5 * (i + 1), 100.0 * length, length, 0.0) for i, length in enumerate(lengths))
-    found = reaction_figures(Reaction(moments, ((3.0, 6.0),)))
-    assert found["reaction_down_s"] == pytest.approx(1.5)
-    assert found["reaction_up_s"] == pytest.approx(2.0)
-    assert (found["reaction_layers_before"], found["reaction_layers_under"]) == (9, 3)
-    assert found["reaction_tok_s_under"] == pytest.approx(1 / 3)
-    assert found["reaction_tok_s_after"] == pytest.approx(1.0)
 
 
 GROUND = Ground(TINY_CHAT, 40, 0.0, clients=8)

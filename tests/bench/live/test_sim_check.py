@@ -12,9 +12,7 @@ from bench.live.sim_check import loads
 from bench.live.sim_check.costs import Costs, figures, learn, replay, simulated
 from bench.live.sim_check.loads import Load, Seen, Setting, Step
 from services.worker.core.costs.linear import LinearCost
-from shared.errors import ConfigError
 from sim.cores import CoreCosts
-from tests.bench.rig import context_of
 
 SETTING = Setting(workers=1, kv_blocks=256, sequences=32, policy="vllm", max_tokens=256, cores=2)
 TRUE = Costs(
@@ -66,16 +64,6 @@ def test_costs_of_a_machine_are_found_from_what_its_lessons_took() -> None:
     assert made["throughput"] == pytest.approx(live["throughput"], rel=0.03)
     for name in ("ttft_p50", "latency_p50", "latency_p99"):
         assert made[name] == pytest.approx(live[name], rel=0.15), name
-
-
-def test_loads_are_kept_as_they_were_measured(tmp_path: Path) -> None:
-    context = context_of("sim-check", tmp_path)
-    kept = [load_of("lesson", 35, 8.0, 1, count=5), load_of("predicted", 50, 8.0, 2, count=5)]
-    loads.keep(context, SETTING, kept)
-    assert loads.kept(tmp_path / loads.FILE) == (SETTING, kept)
-    (tmp_path / "other.jsonl").write_text('{"name": 1}\n')
-    with pytest.raises(ConfigError, match="no loads"):
-        loads.kept(tmp_path / "other.jsonl")
 
 
 @pytest.mark.slow

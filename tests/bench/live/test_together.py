@@ -63,13 +63,6 @@ def test_memory_is_short_but_where_it_is_said_not_to_be() -> None:
         assert all(len(one.prompt) + one.answer_tokens < WORKERS * ONE_WORKER_TOKENS for one in drawn)
 
 
-def test_some_prompts_are_longer_than_a_worker_also_in_a_quick_run() -> None:
-    for name in ("mixed", "long"):
-        (workload,) = (one for one in WORKLOADS if one.name == name)
-        drawn = workload.draw(Random(1), 4096, quick=True)
-        assert any(len(one.prompt) > ONE_WORKER_TOKENS for one in drawn), name
-
-
 def answer(tokens: int, first_s: float = 1.0, error: str = "") -> Answer:
     return Answer(10.0, [10.0 + first_s], 12.0, tokens, error=error)
 

@@ -10,8 +10,7 @@ import pytest
 from bench.micro import predictor
 from services.predictor.core.length_model import LengthSample
 from services.predictor.samples import write_samples
-from shared.errors import ConfigError
-from shared.messages.sequence import pack_tokens, unpack_tokens
+from shared.messages.sequence import pack_tokens
 from sim.traces import read_trace
 from sim.workloads import Source, has_predictions
 from tests.bench.rig import context_of
@@ -46,32 +45,3 @@ def test_the_histogram_is_the_median_of_each_bucket() -> None:
         LengthSample(pack_tokens([2] * 90), 1, censored=True),
     ]
     assert predictor.histogram_mae(train, test) == pytest.approx((1 + 10) / 2)
-
-
-def test_a_file_is_split_in_halves_and_a_small_one_refused(tmp_path: Path) -> None:
-    rows = [{"prompt": f"Give {number} tips.", "length": number + 1} for number in range(300)]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    made = predictor.from_file(path)
-    assert (made.name, len(made.train), len(made.test)) == ("rows", 150, 150)
-    assert [sample.output_tokens for sample in made.test] == list(range(151, 301))
-    path.write_text("\n".join(map(json.dumps, rows[:150])))
-    with pytest.raises(ConfigError, match="200"):
-        predictor.from_file(path)
-
-
-def test_alpaca_is_split_as_the_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVASIR_DATA", str(tmp_path))
-    assert not predictor.has_alpaca()
-    folder = tmp_path / "alpaca"
-    folder.mkdir()
-    prompts = [{"id": number, "instruction": f"Say {number}", "input": "x"} for number in range(1, 10_004)]
-    (folder / "alpaca_52002.jsonl").write_text("\n".join(map(json.dumps, prompts)))
-    lines = ["id,split,L_t0.0", *(f"{number},a,{number % 7 + 1}" for number in range(1, 10_004))]
-    (folder / "alpaca_vicuna7b_response_lengths_20k.csv").write_text("\n".join(lines))
-    assert predictor.has_alpaca()
-    made = predictor.alpaca(5, 3)
-    assert [sample.output_tokens for sample in made.train] == [2, 3, 4, 5, 6]
-    assert [sample.output_tokens for sample in made.test] == [n % 7 + 1 for n in (10_001, 10_002, 10_003)]
-    text = predictor.tokenizer().decode(unpack_tokens(made.test[0].prompt))
-    assert text == "Say 10001\nx"

@@ -8,7 +8,6 @@ from bench.micro import scheduler
 from bench.micro.lanes import RUNNING, BusyFleet
 from services.scheduler.core.effects import Effect
 from services.scheduler.core.worker_pipeline import WorkerPipeline
-from services.scheduler.policy import find_policy
 from tests.bench.rig import context_of
 
 
@@ -32,17 +31,6 @@ def test_figures_have_the_agreed_names(tmp_path: Path) -> None:
     assert set(outcome.figures) == names | events | {f"vllm_{name}" for name in names}
     assert all(outcome.figures[name] > 0 for name in names - {"growth"})
     assert len(outcome.tables[0].rows) == 4
-
-
-def test_replays_make_the_same_calls_with_64_running_and_the_queue_full() -> None:
-    replays = [
-        scheduler.Replay(find_policy("kvasir")(scheduler.SHAPE, scheduler.SETTINGS), 100, 3) for _ in range(2)
-    ]
-    for _ in range(50):
-        for replay in replays:
-            assert replay.call() > 0
-        assert list(replays[0]._decoding) == list(replays[1]._decoding)
-    assert replays[0].running >= scheduler.RUNNING - 2
 
 
 def test_one_event_visits_only_workers_to_which_something_happened(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,25 +1,17 @@
 """`bench sim-ecoserve` on little: the figures it names, the pictures it draws, the better of two peers."""
 
 import json
-import math
-from dataclasses import replace
 from pathlib import Path
-
-import pytest
 
 from bench.cli import main
 from bench.simulated.ecoserve import sides
 from bench.simulated.ecoserve.comparison import CURVE, Comparison, Effort, add_curves, compare
 from bench.simulated.ecoserve.measures import (
-    LATENCY_FACTOR,
-    KneeQuestion,
     Reference,
-    answer_knee,
-    measure_reference,
 )
 from bench.simulated.ecoserve.sides import RIVALS, PolicySide, case_of
-from sim.case import Case, Machine, run_case
-from sim.summary import ServiceLevel, normalized_latency_s
+from sim.case import Case, Machine
+from sim.summary import ServiceLevel
 from sim.workloads import Source
 
 
@@ -90,19 +82,6 @@ def test_sides_are_compared_on_the_same_requests() -> None:
 
 
 PEER = Case(Source("alpaca"), "vllm", "none", requests=150)
-
-
-def test_the_peer_is_its_own_yardstick() -> None:
-    reference = measure_reference(PEER)
-    calm_s = reference.limit_s / LATENCY_FACTOR
-    assert normalized_latency_s(run_case(PEER.at(reference.capacity_per_s / 10)).records) == pytest.approx(
-        calm_s
-    )
-    knee = answer_knee(KneeQuestion("vllm", PEER, reference.limit_s, reference.capacity_per_s, (0, 1)))
-    assert knee > 0.3 * reference.capacity_per_s
-    stable = KneeQuestion("vllm", PEER, math.inf, reference.capacity_per_s, (0,), reference.longest_s)
-    assert answer_knee(replace(stable, longest_s=math.inf)) == pytest.approx(4 * reference.capacity_per_s)
-    assert answer_knee(replace(stable, longest_s=1.0)) < 4 * reference.capacity_per_s
 
 
 def test_each_side_has_the_settings_of_the_paper() -> None:

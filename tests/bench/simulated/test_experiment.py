@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 
 from bench.cli import main
-from bench.simulated.experiment.cells import (
-    CellQuestion,
-    answer_simulated,
-)
+from bench.simulated.experiment.cells import CellQuestion, answer_simulated
 from bench.simulated.experiment.grid import read_experiment
 from shared.errors import ConfigError
 from tests.installed import EXAMPLES, KINDS, install_examples
@@ -138,29 +135,10 @@ requests: 300
     assert 5 * shortest < first_come < longest / 1.5
 
 
-def test_a_changed_file_has_a_folder_of_its_own(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    text = f'grid: {{policy: ["{file}:LongestFirst"]}}'
-    file.write_text((EXAMPLES / "longest_first.py").read_text())
-    first = read_experiment(write(tmp_path, text))
-    before = first.folder(first.cells[0])
-    file.write_text(file.read_text() + "\n# changed\n")
-    assert first.folder(first.cells[0]) != before
-
-
 TEXT = """
 grid: {policy: [vllm], predictor: [none], placement: [least_work], trace: [alpaca], rate: [2]}
 requests: 30
 """
-
-
-def test_a_cell_has_figures_and_a_row_per_request(tmp_path: Path) -> None:
-    (tmp_path / "e.yaml").write_text(TEXT)
-    experiment = read_experiment(tmp_path / "e.yaml")
-    answer = answer_simulated(CellQuestion(experiment, experiment.cells[0]))
-    assert answer.figures["requests"] == len(answer.rows) == 30
-    assert answer.figures["failures"] == 0
-    assert answer.figures["slo"] > 0.9, "an idle worker keeps its levels"
 
 
 GOOD = """

@@ -3,7 +3,6 @@
 import io
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -54,18 +53,6 @@ def test_those_that_go_furthest_come_first_and_the_sentence_says_how_far() -> No
     ranking, by_rate = tables(cells)
     assert [row[:3] for row in ranking.rows] == [(1, "quick", "2.5"), (2, "slow", "1.5"), (3, "never", "<1")]
     assert by_rate.columns == ("policy", "1", "2", "3", "4")
-
-
-@pytest.mark.parametrize(
-    ("latencies", "says"),
-    [
-        ({"a": (1.0, 1.1)}, "the highest rate, 2/s, was not too much for a: try more"),
-        ({"a": (1.0,), "b": (2.0,)}, "On alpaca a is fastest with 1 s a token, before b (2)."),
-        ({"a__x": (1.0, 9.0), "a__y": (1.0, 1.0, 9.0)}, "On alpaca a with y goes furthest"),
-    ],
-)
-def test_the_sentence_says_what_is_missing(latencies: dict[str, tuple[float, ...]], says: str) -> None:
-    assert says in closing(results(**latencies))
 
 
 def test_tables_fit_80_columns_and_the_sentence_is_last(tmp_path: Path) -> None:

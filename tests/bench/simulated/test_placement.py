@@ -8,29 +8,16 @@ from bench.simulated.placement import bench, replay
 from bench.simulated.placement.jobs import A100, Job, Workload, make_jobs
 from bench.simulated.placement.replay import (
     BEST_FIT,
-    BEST_FIT_RESERVE,
     MELL,
     MELL_BY_OPERATION,
     SIDES,
-    Replay,
 )
-from services.placement.policy import create_packing
 from tests.bench.rig import context_of
 
 
 def jobs(duration_s: float = 120.0, rate_per_s: float | None = 0.5) -> list[Job]:
     workload = Workload("w", "w", rate_per_s, duration_s)
     return make_jobs(workload, A100, data=None, source=None, seed=3)[0]
-
-
-def test_one_conversation_takes_one_gpu_while_it_runs() -> None:
-    policy = create_packing("mell", A100.capacity_blocks)
-    policy.add_worker("w0")
-    alone = [Job(0, 0.0, 1600, 3000, 8000), Job(1, 150.0, 16, 30, 100)]
-    tally = Replay(A100).run(policy, alone, 0.0)
-    assert (tally.epochs, tally.peak_gpus, tally.moves) == (150, 1, 0)
-    assert tally.timeline[98] == (99.0, 1) and tally.timeline[100] == (101.0, 0)
-    assert 100 * 100 / 1000 < tally.volume < 100 * 288 / 1000
 
 
 def test_sides_see_the_same_jobs_and_batching_saves_moves() -> None:
@@ -44,12 +31,6 @@ def test_sides_see_the_same_jobs_and_batching_saves_moves() -> None:
     assert mell.mean_gpus() < tight.mean_gpus() and mell.recomputes == 0 < tight.recomputes
     assert mell.moves < single.moves and single.moves_max <= 10
     assert all(tally.waits == 0 for tally in tallies.values())
-
-
-def test_reserving_recomputes_nothing_and_uses_less_of_the_memory() -> None:
-    conversations = jobs(500.0)
-    reserve, grow = (side.run(conversations, A100, 100.0) for side in (BEST_FIT_RESERVE, BEST_FIT))
-    assert reserve.recomputes == 0 and reserve.mean_gpus() > grow.mean_gpus()
 
 
 def test_figures_have_the_agreed_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

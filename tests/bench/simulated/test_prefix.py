@@ -1,6 +1,5 @@
 """The table says what was replayed, and a size at which LRU is as good is a failure."""
 
-import json
 import random
 from pathlib import Path
 
@@ -52,16 +51,6 @@ def test_no_better_than_lru_is_a_failure_unless_nothing_could_be() -> None:
     assert any("not better than LRU at 10" in note for note in outcome.notes)
 
 
-def test_a_recorded_trace_keeps_what_requests_share(tmp_path: Path) -> None:
-    file = tmp_path / "trace.jsonl"
-    rows = [{"timestamp": 0, "hash_ids": [0, 1, 2]}, {"timestamp": 5, "hash_ids": [0, 1, 7]}]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    first, second = read_mooncake(file)
-    assert first[:2] == second[:2]
-    assert first[2] != second[2]
-    assert infinite_hit_rate([first, second]) == pytest.approx(2 / 6)
-
-
 @pytest.mark.parametrize("line", ["{}", "no json", '{"hash_ids": [-1]}', '{"hash_ids": 3}'])
 def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "trace.jsonl"
@@ -97,13 +86,6 @@ def test_our_order_finds_more_than_lru(preset: str, blocks: int) -> None:
     made = generate(PRESETS[preset], 1200, random.Random(6))
     ours, lru = (replay(made, Sizes(blocks), policy).hit_rate for policy in ("frequent", "lru"))
     assert ours > lru
-
-
-def test_lower_tiers_find_what_the_device_lost() -> None:
-    found = replay(chains("ab", "cd", "ef", "ab"), Sizes(2, 4), "lru").found
-    assert found == (0, 2, 0)
-    found = replay(chains("ab", "cd", "ef", "gh", "ab"), Sizes(2, 4, 10), "lru").found
-    assert sum(found) == 2
 
 
 def test_tiers_stay_consistent(trace: list[Chain]) -> None:
