@@ -39,7 +39,7 @@ class Bench:
 
 
 BENCHES = (
-    Bench("audit", "micro.audit.bench", "flipped bits: are all caught, and what checking costs"),
+    Bench("audit", "micro.audit", "what checking KV for flipped bits costs"),
     Bench("bulk", "micro.bulk.bench", "GB/s between two workers, by each transport"),
     Bench("distattention", "micro.distattention.bench", "attention over keys that other workers hold"),
     Bench("engine", "live.engine.bench", "our engine, served, against vLLM or llama.cpp"),

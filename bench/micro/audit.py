@@ -1,27 +1,33 @@
-"""Cost of checks as a share of the work that contains them, in seconds.
+"""`python -m bench audit`: what the checks of KV cost, as a share of the work that contains them.
 
-The difference of two whole steps is lost in their noise. So the checks are timed alone, on the same bytes,
-right after the work that contains them.
+`cost_share` is the largest share of a request: all KV lent, with queries shipped or blocks fetched for the
+prompt, or the prompt loaded from host or disk. The checks are timed alone, on the same bytes, after the work.
 """
 
+import tempfile
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 
 import msgspec
 import numpy as np
 import torch
 
-from bench.micro.audit.places import BLOCK_TOKENS, small_attention
-from bench.micro.distattention.creditor import GRANT, Settings, lenders
+from bench.kit.context import Context
+from bench.kit.cores import Cores
+from bench.kit.models import checkpoint
+from bench.kit.outcome import Outcome, Table
+from bench.kit.stats import with_interval
+from bench.micro.distattention.creditor import GRANT, fill, lenders, make_attention, settings_of
 from services.worker.core.sampling import SamplePoint
 from services.worker.engine.backends import NativeBackend, PartialBackend
 from services.worker.engine.contract import Row
 from services.worker.engine.engine import TorchEngine
-from services.worker.engine.loading import LoadedModel
+from services.worker.engine.loading import LoadedModel, load
 from services.worker.engine.native import library as native
 from services.worker.engine.native.sums import checksums
 from services.worker.engine.paged import Shape
@@ -42,6 +48,8 @@ from services.worker.peers.transport.digest import digest
 from shared.errors import InternalError
 from shared.messages.sequence import Sampling
 
+_ANSWER = 32
+BLOCK_TOKENS = 16
 _REPEATS = 15
 _CHUNK_TOKENS = 256
 _EVER_S = 1e9
@@ -73,11 +81,8 @@ def answers_over_lent_blocks(
 ) -> tuple[list[Cost], list[Cost]]:
     """Measure whole requests, and a decode step of all, with all blocks at one creditor on another core.
     Prompts use `mode`; decodes ship queries."""
-    layers = tuple((layer.kv_heads, layer.head_dim, layer.value_dim) for layer in model.layers)
     each = -(-(context + 1) // BLOCK_TOKENS)
-    settings = Settings(
-        name="creditor", layers=layers, blocks=batch * each, block_tokens=BLOCK_TOKENS, seed=1, core=core
-    )
+    settings = settings_of(model, batch * each, core, BLOCK_TOKENS)
     chosen = mode
     requests, steps = [], []
     with lenders([settings]) as (link,):
@@ -98,7 +103,7 @@ def answers_over_lent_blocks(
             Row([5] * min(_CHUNK_TOKENS, context - first), first, tables[0], None)
             for first in range(0, context, _CHUNK_TOKENS)
         ]
-        bench = _Checks(layers, batch * each, engine.q_heads)
+        bench = _Checks(settings.layers, batch * each, engine.q_heads)
         for turn in range(turns + 1):
             chosen = mode
             rows = [msgspec.structs.replace(row, blocks=table) for table in tables for row in chunks]
@@ -122,7 +127,9 @@ class _Checks:
     def __init__(self, layers: Sequence[tuple[int, int, int]], blocks: int, q_heads: int) -> None:
         library = native.load()
         self._layers, self._q_heads = layers, q_heads
-        self._pools = small_attention(blocks, 1, layers[0]).pools
+        attention = make_attention(layers[:1], blocks, BLOCK_TOKENS)
+        fill(attention, 0, blocks, seed=1)
+        self._pools = attention.pools
         self._sealed = NativeSeals(library, self._pools, 1)
         self._plain = NativeBackend(library, self._pools, 1)
         slots = torch.arange(blocks * BLOCK_TOKENS)
@@ -204,3 +211,49 @@ def stored_prefixes(
 
 def _point(tokens: list[int]) -> SamplePoint:
     return SamplePoint(Sampling(seed=0, max_tokens=1, temperature=0.0), 0, 0, tokens)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--turns", type=int, default=15, help="of each cost [%(default)s]")
+    parser.add_argument("--model", default="models/tiny_chat", help="whose steps are timed [%(default)s]")
+    parser.add_argument("--batch", type=int, default=8, help="sequences over lent blocks [%(default)s]")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of each [%(default)s]")
+
+
+def run(context: Context) -> Outcome:
+    """Run the bench. Raises ConfigError if there is only one core, or no C++ library."""
+    flags = context.arguments
+    turns = 3 if context.quick else flags.turns
+    cores = Cores.choose()
+    torch.set_num_threads(1)
+    figures: dict[str, float] = {}
+    cost_rows = []
+    folder = str(checkpoint(flags.model))
+    model = load(folder, dtype="float32", device="cpu")
+    costs: dict[str, Sequence[Cost]] = {}
+    with tempfile.TemporaryDirectory() as scratch, cores.client():
+        for mode in ShipMode:
+            sizes = {"batch": flags.batch, "context": flags.context, "answer": _ANSWER, "turns": turns}
+            costs[f"lent_{mode}"], steps = answers_over_lent_blocks(model, cores.engine, mode, **sizes)
+        for tier in (Tier.HOST, Tier.DISK):
+            name = tier.name.lower()
+            costs[name] = stored_prefixes(model, Path(scratch), tier, blocks=32, answer=_ANSWER, turns=turns)
+    costs["decode"] = steps
+    for name, found in costs.items():
+        checks, works = [one.check_s for one in found], [one.work_s for one in found]
+        shares = with_interval(f"cost_share_{name}", checks, works, _share)
+        figures |= shares
+        cost_rows.append((name, 1e3 * fmean(works), 1e3 * fmean(checks), *shares.values()))
+    worst = max((name for name in costs if name != "decode"), key=lambda name: figures[f"cost_share_{name}"])
+    figures |= {f"cost_share{end}": figures[f"cost_share_{worst}{end}"] for end in ("", "_low", "_high")}
+    table = Table("checks", ("of", "work ms", "checks ms", "share", "low", "high"), cost_rows)
+    notes = [
+        f"lent: {flags.batch} prompts of {flags.context} tokens, {_ANSWER} answered, all at another worker",
+        f"decode: one step of those; host, disk: 512 tokens stored, loaded, and {_ANSWER} tokens answered",
+    ]
+    headline = ("cost_share", "cost_share_low", "cost_share_high", "cost_share_decode")
+    return Outcome(figures, 0, [table], notes, headline=headline)
+
+
+def _share(checks_s: Sequence[float], works_s: Sequence[float]) -> float:
+    return sum(checks_s) / sum(works_s)
