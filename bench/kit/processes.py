@@ -5,15 +5,19 @@ only.
 """
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from bench.kit.provenance import ROOT
 from shared.errors import ConfigError, InternalError
 
 _POLL_S = 0.05
@@ -147,3 +151,35 @@ def _alive(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except _GONE:
         return False
+
+
+class Child:
+    """A `python -m MODULE …` that speaks in lines of JSON; killed at the end of its `with` block."""
+
+    def __init__(self, *words: str) -> None:
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.name = words[0]
+        self.process = subprocess.Popen([sys.executable, "-m", *words], cwd=ROOT, **pipes)
+
+    def hear(self) -> dict[str, Any]:
+        """Return its next line. Raises InternalError if it has ended."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise InternalError(f"{self.name} ended with code {self.process.wait()}: its error is above")
+        return dict(json.loads(line))
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Write a line and return the next one. Raises InternalError if it has ended."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(question), file=self.process.stdin, flush=True)
+        return self.hear()
+
+    def __enter__(self) -> "Child":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.communicate()

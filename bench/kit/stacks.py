@@ -28,7 +28,25 @@ from services.stack.rundir import RunDirectory
 from shared.bus import Bus, Handler
 from shared.errors import InternalError
 
-PLAIN: Mapping[str, object] = {
+Settings = Mapping[str, object]
+"""Settings of a stack, by `section.name`."""
+
+OFF: Settings = {
+    "worker.prefix_cache.enabled": False,
+    "worker.lending.lend": False,
+    "worker.lending.borrow": False,
+    "scheduler.relief": False,
+    "worker.pie.enabled": False,
+}
+"""Evicted sequences are recomputed, and requests larger than a worker are refused."""
+CACHE: Settings = {"worker.prefix_cache.enabled": True}
+"""Prefix cache with a tier on the host."""
+LENDING: Settings = {"worker.lending.lend": True, "worker.lending.borrow": True}
+RELIEF: Settings = {"scheduler.relief": True}
+"""Relief ladder: sequences are migrated, paused or, with a cache, swapped."""
+PIE: Settings = {"worker.pie.enabled": True}
+"""Blocks are swapped to the worker's host memory during the computation."""
+PLAIN: Settings = {
     "worker.threads": 1,
     "worker.prefix_cache.enabled": False,
     "scheduler.policy": "vllm",

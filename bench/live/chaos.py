@@ -22,10 +22,9 @@ import uvloop
 from bench.kit.context import Context
 from bench.kit.load import Answer, Target, complete, complete_all, first_error, full_answer, insist
 from bench.kit.load import answers as is_up
-from bench.kit.mechanisms import CACHE, LENDING, PIE, RELIEF, Settings
 from bench.kit.models import TINY_CHAT, drawn_tokens, vocabulary
 from bench.kit.outcome import Outcome, Table
-from bench.kit.stacks import Stack, start_stack
+from bench.kit.stacks import CACHE, LENDING, PIE, RELIEF, Settings, Stack, start_stack
 from bench.kit.stats import percentile
 from bench.live import shadowing
 from bench.live.growth import Growth
@@ -153,19 +152,18 @@ def longest_pause_s(event_s: Sequence[float], at_s: float) -> float:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--tight", action="store_true", help="every mechanism on, and short memory")
-    parser.add_argument("--roles", metavar="SPLIT", help="of the workers, such as prefill,decode,decode")
-    parser.add_argument("--faults", type=int, help="of them [60; --quick 6]")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--tight", action="store_true", help="every mechanism on, and short memory")
+    add("--roles", metavar="SPLIT", help="of the workers, such as prefill,decode,decode")
+    add("--faults", type=int, help="of them [60; --quick 6]")
+    add(
         "--part",
         choices=("faults", "shadow"),
         default="faults",
         help="shadow: a worker dies under 4k tokens of context, with copies of its KV and without, "
         "--faults times each [%(default)s]",
     )
-    parser.add_argument(
-        "--minutes", type=float, default=0.0, help="so long without faults: what grows? [%(default)s]"
-    )
+    add("--minutes", type=float, default=0.0, help="so long without faults: what grows? [%(default)s]")
 
 
 def run(context: Context) -> Outcome:
@@ -383,16 +381,10 @@ def _figures(seen: Seen, faults: int) -> dict[str, float]:
 
 def _table(seen: Seen) -> Table:
     rows = [
-        (
-            kind,
-            len(pauses_s),
-            f"{percentile(pauses_s, 50):.2f} s",
-            f"{percentile(pauses_s, 99):.2f} s",
-            f"{max(pauses_s):.2f} s",
-        )
+        (kind, len(pauses_s), percentile(pauses_s, 50), percentile(pauses_s, 99), max(pauses_s))
         for kind, pauses_s in sorted(seen.pauses_s.items())
     ]
-    return Table("Pauses by fault", ("fault", "streams", "p50", "p99", "longest"), rows)
+    return Table("Pauses by fault", ("fault", "streams", "p50 s", "p99 s", "longest s"), rows)
 
 
 def _record(context: Context, fault: Fault, answers: Sequence[Answer], at_s: float) -> None:

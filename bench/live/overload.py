@@ -248,14 +248,7 @@ class _Load:
 
 def _table(engine: str, peak: Part, over: Part) -> Table:
     rows = [
-        (
-            name,
-            len(part.sent),
-            f"{part.requests_per_s:.1f}",
-            f"{part.tokens_per_s:.0f}",
-            len(part.refused),
-            len(part.failed),
-        )
+        (name, len(part.sent), part.requests_per_s, part.tokens_per_s, len(part.refused), len(part.failed))
         for name, part in (("peak", peak), (f"{OVERLOAD:g} × the peak", over))
     ]
     columns = ("load", "sent in the window", "answered/s", "tokens/s", "refused", "failed")

@@ -119,15 +119,12 @@ def table(seen: Mapping[str, Pauses]) -> Table:
         (
             name,
             len(one.pauses_s),
-            f"{percentile(one.pauses_s, 50):.2f} s",
-            f"{percentile(one.pauses_s, 99):.2f} s",
-            f"{percentile(one.steps, 50):.1f}",
-            f"{percentile(one.steps, 99):.1f}",
+            *(percentile(each, at) for each in (one.pauses_s, one.steps) for at in (50, 99)),
         )
         for name, one in seen.items()
         if one.pauses_s
     ]
-    return Table("Pauses at 4k context", ("side", "kills", "p50", "p99", "p50 steps", "p99 steps"), rows)
+    return Table("Pauses at 4k context", ("side", "kills", "p50 s", "p99 s", "p50 steps", "p99 steps"), rows)
 
 
 def _cost(

@@ -45,26 +45,21 @@ _REPEATS = 3
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--live", action="store_true", help="real workers instead of simulated ones")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--live", action="store_true", help="real workers instead of simulated ones")
+    add(
         "--load",
         choices=sorted(LOADS),
         default="circle",
         help="live: debts in a circle and more requests than fit, the same with memory to spare, or whatever "
         "debts chats and documents lead to [%(default)s]",
     )
-    parser.add_argument(
-        "--model", default="models/tiny_chat", help="live: folder, or random-50m [%(default)s]"
-    )
-    parser.add_argument(
-        "--duration-s", type=float, help="of one run; simulated [1800; quick: 240], live [14; quick: 7]"
-    )
-    parser.add_argument("--seeds", type=int, help="workloads to repeat it with [3; quick: 2, live 1]")
-    parser.add_argument("--workers", type=int, default=4, help="[%(default)s]")
-    parser.add_argument(
-        "--round-trip-us", type=float, default=40.0, help="of one layer's query [%(default)s]"
-    )
-    parser.add_argument("--link-gb-s", type=float, default=20.0, help="for copies of KV [%(default)s]")
+    add("--model", default="models/tiny_chat", help="live: folder, or random-50m [%(default)s]")
+    add("--duration-s", type=float, help="of one run; simulated [1800; quick: 240], live [14; quick: 7]")
+    add("--seeds", type=int, help="workloads to repeat it with [3; quick: 2, live 1]")
+    add("--workers", type=int, default=4, help="[%(default)s]")
+    add("--round-trip-us", type=float, default=40.0, help="of one layer's query [%(default)s]")
+    add("--link-gb-s", type=float, default=20.0, help="for copies of KV [%(default)s]")
 
 
 def run(context: Context) -> Outcome:

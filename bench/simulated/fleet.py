@@ -37,24 +37,21 @@ Cell = tuple[int, str]
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the bench's flags."""
-    parser.add_argument("--queue", action="store_true", help="the queue by work against first come (default)")
-    parser.add_argument("--routes", action="store_true", help="which worker, where prompts begin alike")
-    parser.add_argument("--roles", action="store_true", help="prompts and answers on workers of their own")
-    parser.add_argument(
-        "--live", nargs="?", const="too", choices=("too", "only"), help="routes, roles: a real stack as well"
-    )
-    parser.add_argument("--live-rate", type=float, default=12.0, help="requests per second [%(default)s]")
-    parser.add_argument("--requests", type=int, help="routes: of the trace [3000, quick: 400]")
-    parser.add_argument("--load", type=float, default=0.8, help="routes: of capacity [%(default)s]")
-    parser.add_argument(
-        "--cache-blocks", type=int, default=2000, help="routes: of 512 tokens, at each worker [%(default)s]"
-    )
-    parser.add_argument("--trace", default="sharegpt", help="a workload by name [%(default)s]")
-    parser.add_argument("--workers", type=int, nargs="+", help="[4 8 16, quick: 4]")
-    parser.add_argument("--predictor", default="histogram", choices=sorted(PREDICTORS), help="[%(default)s]")
-    parser.add_argument("--duration", type=float, help="of arrivals, in s [300, quick: 60]")
-    parser.add_argument("--seeds", type=int, help="runs of each [3, quick: 1]")
-    parser.add_argument("--processes", type=int, help="[one per core]")
+    add = parser.add_argument
+    add("--queue", action="store_true", help="the queue by work against first come (default)")
+    add("--routes", action="store_true", help="which worker, where prompts begin alike")
+    add("--roles", action="store_true", help="prompts and answers on workers of their own")
+    add("--live", nargs="?", const="too", choices=("too", "only"), help="routes, roles: a real stack as well")
+    add("--live-rate", type=float, default=12.0, help="requests per second [%(default)s]")
+    add("--requests", type=int, help="routes: of the trace [3000, quick: 400]")
+    add("--load", type=float, default=0.8, help="routes: of capacity [%(default)s]")
+    add("--cache-blocks", type=int, default=2000, help="routes: of 512 tokens, at each worker [%(default)s]")
+    add("--trace", default="sharegpt", help="a workload by name [%(default)s]")
+    add("--workers", type=int, nargs="+", help="[4 8 16, quick: 4]")
+    add("--predictor", default="histogram", choices=sorted(PREDICTORS), help="[%(default)s]")
+    add("--duration", type=float, help="of arrivals, in s [300, quick: 60]")
+    add("--seeds", type=int, help="runs of each [3, quick: 1]")
+    add("--processes", type=int, help="[one per core]")
 
 
 def run(context: Context) -> Outcome:

@@ -6,7 +6,7 @@ GH200's measured bandwidth and H100 kernel costs.
 
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby, pairwise
 
 from bench.kit.context import Context, Progressing
@@ -289,21 +289,12 @@ def _tables(found: Grid, cells: Sequence[tuple[str, str]], sizes: Sequence[float
         for gb in sizes:
             sides = found[model, trace, gb]
             peer, pie, (label, best) = sides["vllm"], sides["pie"], _best_fixed(sides)
-            rows.append(
-                (
-                    gb,
-                    f"{peer.tokens_per_s:.0f}",
-                    f"{pie.tokens_per_s:.0f}",
-                    f"{pie.tokens_per_s / peer.tokens_per_s:.2f}",
-                    label,
-                    f"{expansion(MODELS[model].layers, best.fifo_layers):.2f}",
-                    f"{pie.tokens_per_s / best.tokens_per_s:.3f}",
-                    f"{pie.stall_share:.4f}",
-                    f"{sides[_BLOCKS].tokens_per_s / pie.tokens_per_s:.3f}",
-                    f"{sides[_BLOCKS].stall_share:.4f}",
-                    f"{pie.normalized_s / peer.normalized_s:.2f}",
-                )
-            )
+            blocks, rate = sides[_BLOCKS], pie.tokens_per_s
+            gains = (peer.tokens_per_s, rate, rate / peer.tokens_per_s, label)
+            of_best = (expansion(MODELS[model].layers, best.fifo_layers), rate / best.tokens_per_s)
+            of_blocks = (blocks.tokens_per_s / rate, blocks.stall_share)
+            slower = pie.normalized_s / peer.normalized_s
+            rows.append((gb, *gains, *of_best, pie.stall_share, *of_blocks, slower))
         stated = PAPER.get((model, trace), "not stated")
         tables.append(Table(f"{model}, {trace} (simulated); paper's best gain: {stated}", columns, rows))
     return tables
@@ -312,19 +303,8 @@ def _tables(found: Grid, cells: Sequence[tuple[str, str]], sizes: Sequence[float
 def _record(context: Context, found: Grid) -> None:
     for (model, trace, gb), sides in found.items():
         for side, one in sides.items():
-            row = {
-                "model": model,
-                "trace": trace,
-                "device_gb": gb,
-                "side": side,
-                "tokens_per_s": one.tokens_per_s,
-            }
-            row |= {
-                "stall_share": one.stall_share,
-                "evictions": one.evictions,
-                "normalized_s": one.normalized_s,
-            }
-            context.record(row | {"most_fifo_layers": one.fifo_layers}, "cells.jsonl")
+            row = {"model": model, "trace": trace, "device_gb": gb, "side": side}
+            context.record(row | asdict(one), "cells.jsonl")
 
 
 def _notes(requests: int) -> list[str]:

@@ -20,30 +20,27 @@ _ALTERNATIONS, _QUICK_ALTERNATIONS = 5, 2
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--peer", choices=("vllm", "llamacpp"), default="vllm")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--peer", choices=("vllm", "llamacpp"), default="vllm")
+    add(
         "--gguf",
         type=_gguf_file,
         metavar="FILE",
         help="the same model for --peer llamacpp, its weights of any type [made of --model, F32]",
     )
-    parser.add_argument(
+    add(
         "--model",
         default="models/tiny_chat",
         help=f"folder, or {', '.join(RANDOM_SHAPES)}: random weights, made on first use [%(default)s]",
     )
-    parser.add_argument("--batches", type=_numbers, help="concurrent requests [1,8,32,64]")
-    parser.add_argument("--contexts", type=_numbers, help="prompt tokens [100,500; a random model: 100]")
-    parser.add_argument("--output-tokens", type=int, help="of every answer [64; a random model: 32]")
-    parser.add_argument("--alternations", type=int, help="[5]")
-    parser.add_argument("--kv-gib", type=int, default=2, help="KV of each side [%(default)s]")
-    parser.add_argument(
-        "--vllm", choices=sorted(VLLM_VARIANTS), default=FASTEST, help="how vLLM runs [%(default)s]"
-    )
-    parser.add_argument(
-        "--budget-s", type=float, default=450.0, help="start nothing that would end later [%(default)g]"
-    )
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    add("--batches", type=_numbers, help="concurrent requests [1,8,32,64]")
+    add("--contexts", type=_numbers, help="prompt tokens [100,500; a random model: 100]")
+    add("--output-tokens", type=int, help="of every answer [64; a random model: 32]")
+    add("--alternations", type=int, help="[5]")
+    add("--kv-gib", type=int, default=2, help="KV of each side [%(default)s]")
+    add("--vllm", choices=sorted(VLLM_VARIANTS), default=FASTEST, help="how vLLM runs [%(default)s]")
+    add("--budget-s", type=float, default=450.0, help="start nothing that would end later [%(default)g]")
+    add("--resume", action="store_true", help="go on with the run in --out")
 
 
 def run(context: Context) -> Outcome:

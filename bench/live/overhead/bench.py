@@ -91,7 +91,8 @@ def run(context: Context) -> Outcome:
     with start_stack(context.run_dir.resolve() / "stack", settings, model=model) as stack:
         stack.confine(cores)
         cores.bind_client()
-        with DirectEngine(model, cores.engine, _KV_BLOCKS) as direct:
+        direct = DirectEngine(model, cores.engine, _KV_BLOCKS)
+        with direct:
             compared = [_compare(context, stack, direct, batch) for batch in _BATCHES]
         held = _hold(context, stack)
     return _outcome(compared, held)

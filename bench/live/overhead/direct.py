@@ -6,16 +6,14 @@
 """
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from bench.kit.cores import bind_threads
-from bench.kit.provenance import ROOT
+from bench.kit.processes import Child
 from services.scheduler.policy.contract import BatchPolicy, PlannedBatch, PolicySettings, Task, WorkerShape
 from services.scheduler.policy.first_come import VllmPolicy
 from services.worker.core.sampling import SamplePoint
@@ -129,45 +127,18 @@ class _Calls:
         one.blocks, one.computed_tokens = [], 0
 
 
-_END_DEADLINE_S = 10.0
-
-
-class DirectEngine:
-    """A running engine process, as a context manager."""
+class DirectEngine(Child):
+    """A running engine process."""
 
     def __init__(self, model: Path, core: int, kv_blocks: int) -> None:
-        argv = [sys.executable, "-m", "bench.live.overhead.direct", str(model), str(core), str(kv_blocks)]
-        self._process = subprocess.Popen(
-            argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def __enter__(self) -> "DirectEngine":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        try:
-            self._process.wait(_END_DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        super().__init__("bench.live.overhead.direct", str(model), str(core), str(kv_blocks))
 
     def run(
         self, prompts: Sequence[Sequence[int]], output_tokens: int, max_sequences: int
     ) -> list[list[float]]:
         """Return the engine time in seconds until each token, for each prompt. Raises InternalError."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        if stdin is None or stdout is None or self._process.poll() is not None:
-            raise InternalError("the engine's process has ended")
-        question: dict[str, Any] = {"prompts": [list(prompt) for prompt in prompts]}
-        question |= {"output_tokens": output_tokens, "max_sequences": max_sequences}
-        print(json.dumps(question), file=stdin, flush=True)
-        line = stdout.readline()
-        if not line:
-            raise InternalError("the engine's process ended without an answer: its error is above")
-        token_s: list[list[float]] = json.loads(line)["token_s"]
-        return token_s
+        sizes = {"output_tokens": output_tokens, "max_sequences": max_sequences}
+        return list(self.ask({"prompts": [list(prompt) for prompt in prompts], **sizes})["token_s"])
 
 
 def main(model: str, core: str, kv_blocks: str) -> None:

@@ -136,22 +136,15 @@ def layers_of(arena: Arena) -> int:
 
 def _table(title: str, served: Sequence[SideResult], layers: int) -> Table:
     columns = "side,tok/s,step ms,batch,stall,layers,expansion,ms/token,ttft s,answers".split(",")
-    means: tuple[tuple[Callable[[Slice], float], str], ...] = (
-        (lambda one: one.step_s * 1e3, ".1f"),
-        (lambda one: one.batch, ".1f"),
-        (lambda one: one.stall_share, ".4f"),
-        (lambda one: one.fifo_layers, ".1f"),
-        (lambda one: expansion(layers, one.fifo_layers), ".2f"),
+    means: tuple[Callable[[Slice], float], ...] = (
+        lambda one: one.step_s * 1e3,
+        lambda one: one.batch,
+        lambda one: one.stall_share,
+        lambda one: one.fifo_layers,
+        lambda one: expansion(layers, one.fifo_layers),
     )
     rows = [
-        (
-            each.name,
-            f"{each.tokens_per_s:.0f}",
-            *(f"{each.mean(of):{form}}" for of, form in means),
-            f"{each.normalized_s * 1e3:.0f}",
-            f"{each.first_s:.2f}",
-            each.ended,
-        )
-        for each in served
+        (one.name, one.tokens_per_s, *map(one.mean, means), one.normalized_s * 1e3, one.first_s, one.ended)
+        for one in served
     ]
     return Table(title, columns, rows)

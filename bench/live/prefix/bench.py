@@ -13,30 +13,21 @@ from shared.errors import ConfigError
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--trace",
         default="auto",
         help="a file as mooncake's, mooncake, or generated: "
         + ", ".join(PRESETS)
         + "; auto: mooncake's if it is there, else chats [%(default)s]",
     )
-    parser.add_argument("--sizes", nargs="+", type=int, metavar="BLOCKS", help="of the cache, in one tier")
-    parser.add_argument("--processes", type=int, help="replays at a time [one per core]")
-    parser.add_argument(
-        "--model", default=str(TINY_CHAT), help="folder of a checkpoint, or random-100m, for the live part"
-    )
-    parser.add_argument(
-        "--simulated", action=BooleanOptionalAction, default=True, help="replay a trace [%(default)s]"
-    )
-    parser.add_argument(
-        "--workloads", nargs="+", choices=("text", "chat"), default=("text", "chat"), help="of the live part"
-    )
-    parser.add_argument(
-        "--tiers", nargs="+", choices=TIERS, default=TIERS, help="compared with none for text"
-    )
-    parser.add_argument(
-        "--live", action=BooleanOptionalAction, default=True, help="serve text and chats [%(default)s]"
-    )
+    add("--sizes", nargs="+", type=int, metavar="BLOCKS", help="of the cache, in one tier")
+    add("--processes", type=int, help="replays at a time [one per core]")
+    add("--model", default=str(TINY_CHAT), help="folder of a checkpoint, or random-100m, for the live part")
+    add("--simulated", action=BooleanOptionalAction, default=True, help="replay a trace [%(default)s]")
+    add("--workloads", nargs="+", choices=("text", "chat"), default=("text", "chat"), help="of the live part")
+    add("--tiers", nargs="+", choices=TIERS, default=TIERS, help="compared with none for text")
+    add("--live", action=BooleanOptionalAction, default=True, help="serve text and chats [%(default)s]")
 
 
 def run(context: Context) -> Outcome:

@@ -22,56 +22,47 @@ from bench.live.serve.turns import Turns
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--peer", choices=("vllm", "none"), help="[vllm; --quick none]")
-    parser.add_argument(
-        "--predictor", choices=("histogram", "regressor"), help="of kvasir [regressor; --quick histogram]"
-    )
-    parser.add_argument(
-        "--oracle", choices=("yes", "no"), help="kvasir told the lengths too [yes; --quick no]"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--peer", choices=("vllm", "none"), help="[vllm; --quick none]")
+    add("--predictor", choices=("histogram", "regressor"), help="of kvasir [regressor; --quick histogram]")
+    add("--oracle", choices=("yes", "no"), help="kvasir told the lengths too [yes; --quick no]")
+    add(
         "--mechanisms",
         nargs="*",
         choices=MECHANISMS,
         default=[],
         help="kvasir with these besides, a side each",
     )
-    parser.add_argument(
-        "--workers", type=int, default=1, help="of each side; several: --peer none [%(default)s]"
-    )
-    parser.add_argument(
+    add("--workers", type=int, default=1, help="of each side; several: --peer none [%(default)s]")
+    add(
         "--engines",
         action="store_true",
         help="our workers' engine is vLLM, too: what our control plane brings",
     )
-    parser.add_argument("--prefix-tokens", type=int, default=0, help="before every prompt [none]")
-    parser.add_argument("--prefixes", type=int, default=8, help="different ones of those [%(default)s]")
-    parser.add_argument("--requests", type=int, help="of a cell [500; --quick 24]")
-    parser.add_argument("--low-requests", type=int, help="of the cell at a tenth of the load [100; quick 6]")
-    parser.add_argument(
+    add("--prefix-tokens", type=int, default=0, help="before every prompt [none]")
+    add("--prefixes", type=int, default=8, help="different ones of those [%(default)s]")
+    add("--requests", type=int, help="of a cell [500; --quick 24]")
+    add("--low-requests", type=int, help="of the cell at a tenth of the load [100; quick 6]")
+    add(
         "--beyond-requests",
         type=int,
         help="of a cell at 1.2 times the knee: overload shows late [2000; quick 24]",
     )
-    parser.add_argument("--lessons", type=int, help="prompts served beforehand [600; --quick 24]")
-    parser.add_argument("--pool", type=int, help="different prompts to be measured [500; --quick 24]")
-    parser.add_argument("--kv-requests", type=float, default=12, help="mean requests in the KV [%(default)g]")
-    parser.add_argument("--kv-tokens", type=int, help="size of the KV, instead")
-    parser.add_argument("--max-tokens", type=int, help="of every request [400; --quick 96]")
-    parser.add_argument("--story-share", type=float, default=0.6, help="of the prompts [%(default)g]")
-    parser.add_argument("--trace", type=Path, help="JSONL with prompt and response or length, instead")
-    parser.add_argument("--tolerance", type=float, help="of the sustained rate [0.05; --quick 0.5]")
-    parser.add_argument("--repeats", type=int, default=1, help="seeds of every rate searched [%(default)s]")
-    parser.add_argument("--alternations", type=int, help="at 1.2 times the knee [5; --quick 1]")
-    parser.add_argument(
-        "--price-turns", type=int, help="with --engines: bare vLLM against the policy vllm [5; --quick 1]"
-    )
-    parser.add_argument("--slo-scale", type=float, default=2.0, help="[%(default)g]")
-    parser.add_argument("--model", type=Path, default=Path("models/tiny_chat"), help="[%(default)s]")
-    parser.add_argument(
-        "--budget-s", type=float, help="no cell begins that would end later [3600; --quick 20]"
-    )
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    add("--lessons", type=int, help="prompts served beforehand [600; --quick 24]")
+    add("--pool", type=int, help="different prompts to be measured [500; --quick 24]")
+    add("--kv-requests", type=float, default=12, help="mean requests in the KV [%(default)g]")
+    add("--kv-tokens", type=int, help="size of the KV, instead")
+    add("--max-tokens", type=int, help="of every request [400; --quick 96]")
+    add("--story-share", type=float, default=0.6, help="of the prompts [%(default)g]")
+    add("--trace", type=Path, help="JSONL with prompt and response or length, instead")
+    add("--tolerance", type=float, help="of the sustained rate [0.05; --quick 0.5]")
+    add("--repeats", type=int, default=1, help="seeds of every rate searched [%(default)s]")
+    add("--alternations", type=int, help="at 1.2 times the knee [5; --quick 1]")
+    add("--price-turns", type=int, help="with --engines: bare vLLM against the policy vllm [5; --quick 1]")
+    add("--slo-scale", type=float, default=2.0, help="[%(default)g]")
+    add("--model", type=Path, default=Path("models/tiny_chat"), help="[%(default)s]")
+    add("--budget-s", type=float, help="no cell begins that would end later [3600; --quick 20]")
+    add("--resume", action="store_true", help="go on with the run in --out")
 
 
 def run(context: Context) -> Outcome:

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.kit.mechanisms import OFF
 from bench.kit.peers import VLLM_BLOCK_TOKENS, VllmVariant, start_vllm
 from bench.kit.provenance import ROOT
-from bench.kit.stacks import PLAIN, Server, start_stack
+from bench.kit.stacks import OFF, PLAIN, Server, start_stack
 from shared.errors import InternalError
 
 LENGTHS = "lengths"

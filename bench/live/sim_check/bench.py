@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.kit.context import Context
-from bench.kit.mechanisms import OFF
 from bench.kit.outcome import Outcome, Table
-from bench.kit.stacks import start_stack
+from bench.kit.stacks import OFF, start_stack
 from bench.live.sim_check import loads
 from bench.live.sim_check.costs import BLOCK_TOKENS, MAX_STEPS, TOKEN_BUDGET, Costs, figures, learn, replay
 from bench.live.sim_check.loads import Load, Seen, Setting
@@ -25,21 +24,20 @@ _ALL_AT_ONCE = 1e6
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--policy", default="vllm", help="[%(default)s]")
-    parser.add_argument("--workers", type=int, default=1, help="live, and simulated [%(default)s]")
-    parser.add_argument("--requests", type=int, help="of each run [500, quick: 60]")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--policy", default="vllm", help="[%(default)s]")
+    add("--workers", type=int, default=1, help="live, and simulated [%(default)s]")
+    add("--requests", type=int, help="of each run [500, quick: 60]")
+    add(
         "--shares",
         type=int,
         nargs="+",
         help="loads that are predicted, in %% of the throughput [20 50 80, quick: 50]",
     )
-    parser.add_argument("--kv-blocks", type=int, default=256, help=f"of {BLOCK_TOKENS} tokens [%(default)s]")
-    parser.add_argument("--sequences", type=int, default=32, help="in one batch [%(default)s]")
-    parser.add_argument("--max-tokens", type=int, default=256, help="of every request [%(default)s]")
-    parser.add_argument(
-        "--loads", type=Path, help=f"replay the {loads.FILE} of an earlier run; nothing is measured"
-    )
+    add("--kv-blocks", type=int, default=256, help=f"of {BLOCK_TOKENS} tokens [%(default)s]")
+    add("--sequences", type=int, default=32, help="in one batch [%(default)s]")
+    add("--max-tokens", type=int, default=256, help="of every request [%(default)s]")
+    add("--loads", type=Path, help=f"replay the {loads.FILE} of an earlier run; nothing is measured")
 
 
 def run(context: Context) -> Outcome:

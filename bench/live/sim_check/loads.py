@@ -5,7 +5,7 @@ without a stack.
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -96,28 +96,13 @@ def measure(
 
 
 def _seen(answer: Answer, start_s: float) -> Seen:
-    return Seen(
-        answer.sent_s - start_s,
-        answer.first_s,
-        answer.ended_s - answer.sent_s,
-        answer.prompt_tokens,
-        answer.completion_tokens,
-    )
+    sent_s, tokens = answer.sent_s, (answer.prompt_tokens, answer.completion_tokens)
+    return Seen(sent_s - start_s, answer.first_s, answer.ended_s - sent_s, *tokens)
 
 
 def _steps(run: LiveRun) -> list[Step]:
     return [
-        Step(
-            at_s - run.start_s,
-            event.worker_id,
-            event.seq,
-            event.plan_seq,
-            event.steps_done,
-            event.prefilled_tokens,
-            event.decoded_tokens,
-            event.context_tokens,
-            event.step_s,
-        )
+        Step(at_s - run.start_s, *(getattr(event, one.name) for one in fields(Step)[1:]))
         for at_s, event in run.steps
     ]
 

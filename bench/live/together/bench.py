@@ -11,10 +11,9 @@ import uvloop
 
 from bench.kit.context import Context
 from bench.kit.load import Answer, LoadResult, Target, first_error, full_answer, serve_all
-from bench.kit.mechanisms import CACHE, LENDING, OFF, PIE, RELIEF, Settings
 from bench.kit.models import TINY_CHAT, checkpoint, vocabulary
 from bench.kit.outcome import Outcome
-from bench.kit.stacks import PLAIN, start_stack
+from bench.kit.stacks import CACHE, LENDING, OFF, PIE, PLAIN, RELIEF, Settings, start_stack
 from bench.live.together import rungs
 from bench.live.together.figures import AMPLE, EVERYTHING, NONE, Turn, figures_of, rung_figures, table_of
 from bench.live.together.workloads import BLOCK_TOKENS, KV_BLOCKS, WORKERS, WORKLOADS, Request, Workload
@@ -39,19 +38,16 @@ _UNTIL_S = 120.0
 
 
 def add_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
     names = sorted({workload.name for workload in (*WORKLOADS, *rungs.WORKLOADS)})
-    parser.add_argument("--rungs", action="store_true", help="each rung of the relief ladder off, in turn")
-    parser.add_argument(
-        "--workloads", nargs="+", choices=names, help=f"only these [all; --quick {' '.join(_QUICK)}]"
-    )
-    parser.add_argument("--turns", type=int, help=f"of all sides [{TURNS}; --quick 1]")
-    parser.add_argument("--requests", type=int, help="at most so many of each workload [all that it has]")
-    parser.add_argument(
-        "--model", default=str(TINY_CHAT), help="a folder, or random-50m, random-100m, random-1b [Tiny Chat]"
-    )
-    parser.add_argument("--device", default="cpu", help="of the workers; all share one GPU, in bfloat16")
+    add("--rungs", action="store_true", help="each rung of the relief ladder off, in turn")
+    add("--workloads", nargs="+", choices=names, help=f"only these [all; --quick {' '.join(_QUICK)}]")
+    add("--turns", type=int, help=f"of all sides [{TURNS}; --quick 1]")
+    add("--requests", type=int, help="at most so many of each workload [all that it has]")
+    add("--model", default=str(TINY_CHAT), help="a folder, or random-50m, random-100m, random-1b [Tiny Chat]")
+    add("--device", default="cpu", help="of the workers; all share one GPU, in bfloat16")
     singles = list(SINGLES)
-    parser.add_argument(
+    add(
         "--singles",
         nargs="+",
         choices=singles,

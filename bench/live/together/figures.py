@@ -115,20 +115,13 @@ def rung_figures(workload: str, by_side: Mapping[str, Sequence[Turn]]) -> dict[s
 def table_of(workload: str, title: str, by_side: Mapping[str, Sequence[Turn]]) -> Table:
     """Return the table of one workload, with a row per side."""
     first = EVERYTHING if EVERYTHING in by_side else next(iter(by_side))
-    columns = ("side", "tok/s", "with prompts", f"{first} / it", "p99 first token", "unserved", "requests")
+    columns = ("side", "tok/s", "with prompts", f"{first} / it", "p99 first token, s", "unserved", "requests")
     reference = [turn.tok_s for turn in by_side[first]]
     lines = []
     for side, own in by_side.items():
         firsts = [each for turn in own for each in turn.ttft_s]
-        lines.append(
-            (
-                side,
-                f"{median(turn.tok_s for turn in own):.0f}",
-                f"{median(turn.work_tok_s for turn in own):.0f}",
-                f"{median_of_ratios(reference, [turn.tok_s for turn in own]):.2f}",
-                f"{percentile(firsts, 99):.2f} s" if firsts else "",
-                sum(turn.unserved for turn in own),
-                sum(turn.unserved + len(turn.ttft_s) for turn in own),
-            )
-        )
+        speeds, unserved = [turn.tok_s for turn in own], sum(turn.unserved for turn in own)
+        rates = (median(speeds), median(turn.work_tok_s for turn in own), median_of_ratios(reference, speeds))
+        first_s = percentile(firsts, 99) if firsts else ""
+        lines.append((side, *rates, first_s, unserved, unserved + len(firsts)))
     return Table(f"{workload}: {title}", columns, lines)

@@ -7,8 +7,8 @@ two workers at once.
 from collections.abc import Callable, Iterator, Mapping
 from random import Random
 
-from bench.kit.mechanisms import CACHE, LENDING, OFF, PIE, RELIEF, Settings
 from bench.kit.models import drawn_tokens
+from bench.kit.stacks import CACHE, LENDING, OFF, PIE, RELIEF, Settings
 from bench.live.together.workloads import BLOCK_TOKENS, Request, Workload
 
 _ALL: Settings = {"scheduler.policy": "kvasir", **OFF, **CACHE, **LENDING, **RELIEF}

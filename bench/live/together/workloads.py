@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from random import Random
 
-from bench.kit.mechanisms import Settings
 from bench.kit.models import drawn_tokens
+from bench.kit.stacks import Settings
 
 WORKERS, KV_BLOCKS, BLOCK_TOKENS = 2, 96, 16
 

@@ -4,10 +4,7 @@ Two processes on one host. Sides take turns in each round; figures are medians o
 the rounds' ratios. A transfer ends when the receiver has verified it and replied.
 """
 
-import json
 import socket
-import subprocess
-import sys
 from argparse import ArgumentParser
 from collections import defaultdict
 from statistics import median, quantiles
@@ -18,12 +15,12 @@ import numpy as np
 
 from bench.kit.context import Context
 from bench.kit.outcome import Outcome, Table
-from bench.kit.provenance import ROOT
+from bench.kit.processes import Child
 from bench.micro.bulk.peer import ANSWERING, ASKING
 from services.worker.peers.transport.base import Buffer
 from services.worker.peers.transport.settings import BulkConfig, make_transports
 from services.worker.peers.transport.tcp import split_address
-from shared.errors import ConfigError, InternalError
+from shared.errors import ConfigError
 
 _DEADLINE_S = 60.0
 
@@ -61,31 +58,16 @@ class Memcpy:
         """Close nothing."""
 
 
-class _Process:
+class _Process(Child):
     """A process of `bench.micro.bulk.peer` for one transport."""
 
     def __init__(self, name: str) -> None:
-        self._popen = subprocess.Popen(
-            [sys.executable, "-m", "bench.micro.bulk.peer", name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-        )
-        assert self._popen.stdout is not None
-        line = self._popen.stdout.readline()
-        if not line:
-            self.close()
-            raise InternalError(f"the peer for {name} did not start")
-        said = json.loads(line)
-        self.address: str = said["address"]
-        self.ticket = bytes.fromhex(said["ticket"])
+        super().__init__("bench.micro.bulk.peer", name)
+        said = self.hear()
+        self.address, self.ticket = str(said["address"]), bytes.fromhex(said["ticket"])
 
     def close(self) -> None:
-        self._popen.kill()
-        self._popen.wait()
-        for stream in (self._popen.stdin, self._popen.stdout):
-            if stream is not None:
-                stream.close()
+        self.__exit__()
 
 
 class BareSocket:

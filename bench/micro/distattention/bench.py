@@ -127,11 +127,5 @@ def _regret(cell: LayerTimes) -> float:
 
 def _row(cell: LayerTimes) -> tuple[object, ...]:
     times_ms = [round(each * 1e3, 3) for each in (cell.whole_s, cell.ship_s, cell.fetch_s)]
-    return (
-        cell.rows,
-        cell.context_tokens,
-        *times_ms,
-        round(cell.overhead, 3),
-        round(cell.half_ratio, 3),
-        str(cell.chosen),
-    )
+    ratios = (round(cell.overhead, 3), round(cell.half_ratio, 3))
+    return (cell.rows, cell.context_tokens, *times_ms, *ratios, str(cell.chosen))

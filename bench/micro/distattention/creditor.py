@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from bench.kit.cores import bind_threads
-from bench.kit.provenance import ROOT
+from bench.kit.processes import Child
 from services.worker.engine.attention import LayerShape, PagedAttention
 from services.worker.engine.loading import LoadedModel
 from services.worker.peers.attention.core.cost import ComputeBudget
@@ -29,7 +29,6 @@ from services.worker.peers.lending.core.table import RBlockTable
 from services.worker.peers.transport.base import Peer, PeerLink
 from services.worker.peers.transport.server import WorkerDesk
 from services.worker.peers.transport.tcp import TcpTransport
-from shared.errors import InternalError
 from shared.messages.lending import BorrowBlocks
 
 DEBTOR = Peer("bench-debtor", 1)
@@ -97,25 +96,13 @@ class CreditorProcess:
 def creditor_processes(modules: Mapping[str, Sequence[str]]) -> Iterator[list[CreditorProcess]]:
     """Start modules that call `serve`, with their arguments, by name; end them with the block. Raises
     InternalError if one does not start."""
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    started = {
-        name: subprocess.Popen([sys.executable, "-m", *words], cwd=ROOT, **pipes)
-        for name, words in modules.items()
-    }
-    try:
-        running = []
-        for name, process in started.items():
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line:
-                raise InternalError(f"creditor {name} ended with code {process.wait()}")
-            said = json.loads(line)
-            running.append(CreditorProcess(process, name, said["address"], bytes.fromhex(said["ticket"])))
-        yield running
-    finally:
-        for process in started.values():
-            process.kill()
-            process.communicate()
+    with ExitStack() as children:
+        started = {name: children.enter_context(Child(*words)) for name, words in modules.items()}
+        said = {name: child.hear() for name, child in started.items()}
+        yield [
+            CreditorProcess(started[name].process, name, it["address"], bytes.fromhex(it["ticket"]))
+            for name, it in said.items()
+        ]
 
 
 def serve(creditor: Creditor, name: str, debtor: Peer) -> None:

@@ -48,32 +48,31 @@ _SHOWN = {
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--traces", nargs="+", metavar="NAME", help=f"[{' '.join(TRACES)}, quick: sharegpt]")
-    parser.add_argument("--trace", type=Path, metavar="PATH", help="a trace file instead of those")
-    parser.add_argument("--policies", nargs="+", metavar="NAME", help="only these, beside the peer")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--traces", nargs="+", metavar="NAME", help=f"[{' '.join(TRACES)}, quick: sharegpt]")
+    add("--trace", type=Path, metavar="PATH", help="a trace file instead of those")
+    add("--policies", nargs="+", metavar="NAME", help="only these, beside the peer")
+    add(
         "--predictor", default=PREDICTOR, choices=sorted(PREDICTORS), help="what our side knows [%(default)s]"
     )
-    parser.add_argument("--requests", type=int, help="least of a run [500, quick: 200]")
-    parser.add_argument("--duration", type=float, help="of arrivals at least, in s [600, quick: 60]")
-    parser.add_argument("--seeds", type=int, help="runs per rate [2, quick: 1]")
-    parser.add_argument(
+    add("--requests", type=int, help="least of a run [500, quick: 200]")
+    add("--duration", type=float, help="of arrivals at least, in s [600, quick: 60]")
+    add("--seeds", type=int, help="runs per rate [2, quick: 1]")
+    add(
         "--tolerance",
         type=float,
         default=TOLERANCE,
         help="of sustained rates: above them, this is too much [%(default)s]",
     )
-    parser.add_argument("--processes", type=int, help="[one per core]")
-    parser.add_argument(
+    add("--processes", type=int, help="[one per core]")
+    add(
         "--headline",
         action="store_true",
         help="only what kvasir is to vllm by predictor, with intervals over seeds [7, quick: 2]",
     )
-    parser.add_argument("--predictors", action="store_true", help="also every predictor, with our policies")
-    parser.add_argument(
-        "--pictures", action=BooleanOptionalAction, help="which cost as many runs again [not with --quick]"
-    )
-    parser.add_argument("--sensitivities", action="store_true", help="also EcoServe's figure 12")
+    add("--predictors", action="store_true", help="also every predictor, with our policies")
+    add("--pictures", action=BooleanOptionalAction, help="which cost as many runs again [not with --quick]")
+    add("--sensitivities", action="store_true", help="also EcoServe's figure 12")
 
 
 def run(context: Context) -> Outcome:
@@ -183,14 +182,11 @@ def _tables(found: Sequence[Comparison]) -> list[Table]:
     tables = []
     for one in found:
         trace = one.source.name
+        band = sides.band(trace, PEER)
         rows = [
             (
-                label,
-                f"{rate:.3g}",
-                f"{one.rate_ratio(label, PEER) or 0:.2f}",
-                sides.band(trace, PEER) if label == "ecoserve" else "",
-                f"{one.stable[label]:.3g}",
-                *(f"{one.past_knee[label][name]:.3g}" for name in _SHOWN.values()),
+                *(label, rate, one.rate_ratio(label, PEER) or 0, band if label == "ecoserve" else ""),
+                *(one.stable[label], *(one.past_knee[label][name] for name in _SHOWN.values())),
             )
             for label, rate in one.knees.items()
         ]

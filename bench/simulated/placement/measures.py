@@ -115,20 +115,10 @@ def _moves_ratio(tallies: Mapping[str, Tally], ours: PackingSide, theirs: Packin
 def rows_of(cell: PackingCell) -> list[tuple[object, ...]]:
     """Return a table row per side."""
     rows: list[tuple[object, ...]] = []
-    for label, tally in cell.tallies.items():
-        rows.append(
-            (
-                label,
-                f"{tally.mean_gpus():.2f}",
-                tally.peak_gpus,
-                f"{tally.gpu_epochs / tally.least_gpus:.3f}",
-                f"{100 * tally.used_share / tally.epochs:.1f} %",
-                f"{(tally.moves - tally.recomputes) / tally.seconds:.2f}",
-                f"{tally.item_moves / tally.seconds:.2f}",
-                f"{tally.recomputes / tally.seconds:.2f}",
-                tally.waits,
-            )
-        )
+    for label, one in cell.tallies.items():
+        per_s = [n / one.seconds for n in (one.moves - one.recomputes, one.item_moves, one.recomputes)]
+        sizes = (one.mean_gpus(), one.peak_gpus, one.gpu_epochs / one.least_gpus, one.used_share / one.epochs)
+        rows.append((label, *sizes, *per_s, one.waits))
     return rows
 
 

@@ -9,8 +9,8 @@ from random import Random
 import pytest
 
 from bench.kit.load import Answer, LoadResult
-from bench.kit.mechanisms import CACHE, OFF
 from bench.kit.provenance import ROOT
+from bench.kit.stacks import CACHE, OFF
 from bench.live.together.bench import SIDES, turn_of
 from bench.live.together.figures import EVERYTHING, Turn, figures_of
 from bench.live.together.workloads import BLOCK_TOKENS, KV_BLOCKS, WORKERS, WORKLOADS, Request, Workload
