@@ -57,8 +57,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(context: Context) -> Outcome:
     """Run the bench. Raises ConfigError for an unknown trace."""
     flags = context.arguments
-    if flags.routes or flags.roles:
-        return (routes if flags.routes else roles).run(context)
+    if flags.routes:
+        return routes.run(context)
+    if flags.roles:
+        return roles.run(context)
     duration_s = flags.duration or (60.0 if context.quick else 300.0)
     seeds = tuple(range(context.seed, context.seed + (flags.seeds or (1 if context.quick else 3))))
     counts = flags.workers or ([4] if context.quick else [4, 8, 16])

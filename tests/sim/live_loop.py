@@ -92,12 +92,13 @@ class LiveWorker:
         while self.on_the_way:
             self.stepped += self.core.on_plan(self.on_the_way.popleft(), now_s).stepped
 
-    def begin(self, now_s: float) -> None:
+    def begin(self, now_s: float) -> bool:
         """The next step, if there is one."""
         self.work, effects = self.core.begin_step(now_s)
         self.stepped += effects.stepped
         if self.work is not None:
             self.tokens, self.step_s = self.compute(self.work)
+        return self.work is not None
 
     def end(self, now_s: float) -> None:
         assert self.work is not None
@@ -194,12 +195,11 @@ class LiveLoop:
                     worker.deliver(now_s)
                 if not worker.core.has_plans:
                     break
-                worker.begin(now_s)
-                if worker.work is None:
+                if not worker.begin(now_s):
                     self._report(worker, now_s)
-                else:
-                    ends_s = now_s + worker.step_s
-                    self._events.push(ends_s, EventPriority.STEP, partial(self._end_step, worker))
+                    continue
+                ends_s = now_s + worker.step_s
+                self._events.push(ends_s, EventPriority.STEP, partial(self._end_step, worker))
 
     def _report(self, worker: LiveWorker, now_s: float) -> None:
         stepped, worker.stepped = worker.stepped, []

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 BUGS = Path(__file__).resolve().parent / "bugs"
 _COPIED = ("services", "shared", "tests/simulation")
-_LINKED = ("models",)
+_LINKED = ("models", "sim")
 _FOUND = re.compile(r"^seed (\d+): (.*)$", re.MULTILINE)
 
 

@@ -107,8 +107,8 @@ def rung_figures(workload: str, by_side: Mapping[str, Sequence[Turn]]) -> dict[s
         figures[f"tok_s_{name}"] = median(turn.tok_s for turn in own)
         figures[f"unserved_{name}"] = sum(turn.unserved for turn in own)
         if side != base and base in by_side:
-            rates = [[turn.tok_s for turn in each] for each in (own, by_side[base])]
-            figures |= with_interval(f"speed_of_{name}", *rates, median_of_ratios)
+            ours, theirs = ([turn.tok_s for turn in each] for each in (own, by_side[base]))
+            figures |= with_interval(f"speed_of_{name}", ours, theirs, median_of_ratios)
     return figures
 
 
