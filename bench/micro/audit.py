@@ -183,7 +183,7 @@ def stored_prefixes(
     if disk is None:
         raise InternalError(f"no disk tier in {folder}: see the log")
     transfers = TransferEngine(lambda: None)
-    mover = TierMover(transfers, records, host, disk, lambda _: None)
+    mover = TierMover(transfers, records, host, disk)
     table = list(range(blocks + -(-answer // BLOCK_TOKENS)))
     tokens = [5] * (blocks * BLOCK_TOKENS + answer)
 

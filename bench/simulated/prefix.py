@@ -18,6 +18,7 @@ from bench.kit.context import Context
 from bench.kit.datasets import find
 from bench.kit.outcome import Outcome, Table
 from bench.kit.plots import Chart, draw_lines
+from services.worker.kv.core.block_manager import Tiers
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.eviction import (
     EvictionOrder,
@@ -27,8 +28,8 @@ from services.worker.kv.core.eviction import (
     order_maker,
 )
 from services.worker.kv.core.load_policy import CostGate
-from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
-from services.worker.kv.core.radix_tree import Node
+from services.worker.kv.core.prefix_cache import PrefixCache
+from services.worker.kv.core.radix_tree import Node, Tier
 from services.worker.kv.core.tier_copier import Load, Loaded, Store, StoredBlock
 from shared.blocks import HASH_BYTES, BlockHash
 from shared.errors import ConfigError
@@ -141,17 +142,14 @@ class Counting:
     """A block mover without bytes. Every copy succeeds; background copies end after the request."""
 
     def __init__(self) -> None:
-        self._written: list[StoredBlock] = []
-        self._read: list[tuple[BlockHash, int]] = []
-        self._loads: list[tuple[int, int]] = []
-        self._stores: list[int] = []
+        self._open: list[Callable[[], None]] = []
 
-    def start_load(self, ticket: int, loads: Sequence[Load], most_s: float) -> bool:
-        self._loads.append((ticket, len(loads)))
+    def start_load(self, loads: Sequence[Load], most_s: float, ended: Callable[[Loaded], None]) -> bool:
+        self._open.append(lambda: ended(Loaded(len(loads))))
         return True
 
-    def start_store(self, ticket: int, stores: Sequence[Store]) -> bool:
-        self._stores.append(ticket)
+    def start_store(self, ticket: int, stores: Sequence[Store], ended: Callable[[bool], None]) -> bool:
+        self._open.append(lambda: ended(True))
         return True
 
     def finish_store(self, ticket: int) -> bool:
@@ -163,36 +161,19 @@ class Counting:
     def seal(self, place: int, name: BlockHash) -> None:
         """See `BlockMover`. Only copied blocks are on the host, so there is nothing to do."""
 
-    def start_write(self, source: int, node: StoredBlock) -> bool:
-        self._written.append(node)
+    def start_write(self, tier: Tier, source: int, node: StoredBlock, ended: Callable[[bool], None]) -> bool:
+        self._open.append(lambda: ended(True))
         return True
 
-    def start_send(self, source: int, node: StoredBlock) -> bool:
-        """See `BlockMover`. Nothing is lent."""
-        return False
-
-    def start_read(self, place: int, target: int, name: BlockHash) -> bool:
-        self._read.append((name, target))
+    def start_read(self, place: int, target: int, name: BlockHash, ended: Callable[[bool], None]) -> bool:
+        self._open.append(lambda: ended(True))
         return True
 
-    def settle(self, cache: PrefixCache) -> None:
+    def settle(self) -> None:
         """End every copy with success."""
-        self.settle_loads(cache)
-        stores, self._stores = self._stores, []
-        for ticket in stores:
-            cache.on_stored(ticket, ok=True)
-        written, self._written = self._written, []
-        read, self._read = self._read, []
-        for node in written:
-            cache.on_written(node.name, node.place, ok=True)
-        for name, place in read:
-            cache.on_read(name, place, ok=True)
-
-    def settle_loads(self, cache: PrefixCache) -> None:
-        """End all loads."""
-        loads, self._loads = self._loads, []
-        for ticket, count in loads:
-            cache.on_loaded(ticket, Loaded(count))
+        ends, self._open = self._open, []
+        for end in ends:
+            end()
 
 
 class Future:
@@ -252,8 +233,8 @@ def replay(
         for tier, blocks in enumerate(_request(cache, mover, chain)):
             found[tier] += blocks
         cache.save_ahead()
-        cache.save(sizes.host)
-        mover.settle(cache)
+        cache.writes.start(sizes.host)
+        mover.settle()
         if after_each is not None:
             after_each(cache)
     return Replayed(asked, (found[0], found[1], found[2]))
@@ -265,7 +246,7 @@ def _request(cache: PrefixCache, mover: Counting, chain: Chain) -> tuple[int, in
     hit = cache.acquire(chain, len(chain))
     found, tiers = hit.blocks, hit.loaded
     if hit.awaited is not None:
-        mover.settle_loads(cache)
+        mover.settle()
         came = cache.collect(hit.awaited)
         found += came.blocks
         tiers = (tiers[0] + came.loaded[0], tiers[1] + came.loaded[1], tiers[2] + came.loaded[2])

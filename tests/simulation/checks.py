@@ -192,9 +192,9 @@ class Checks:
                 left.append(f"{process.name} lends or has borrowed blocks: {owed}")
             recalls = lending._recalls
             kept = 0 if recalls is None else len(recalls._core.bounce) + len(recalls._spare)
-            if pool.withdrawn_blocks != kept:
+            if pool.base.withdrawn_blocks != kept:
                 left.append(
-                    f"{process.name} has {pool.withdrawn_blocks} own blocks withdrawn, and uses {kept}"
+                    f"{process.name} has {pool.base.withdrawn_blocks} own blocks withdrawn, and uses {kept}"
                 )
             host = lending._stock.host_free_blocks + lending.table.lent_blocks(KvTier.HOST)
             if host != lending.table.host_blocks:
@@ -226,7 +226,7 @@ class Checks:
                 continue
             owed |= {key: set(blocks) for key, blocks in loans.table._by_grant.items()}
             peers = loans._cache.peers
-            if under_way := [*loans._errands._open, *map(str, peers.sending)]:
+            if under_way := [*loans._errands._open, *map(str, peers.open.values())]:
                 left.append(f"{process.name} is at {', '.join(under_way)} for its cache")
             slots = {*peers._books.peers._free, *peers._books.peers._used}
             used = loans.table.in_state(BlockState.USED)

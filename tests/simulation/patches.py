@@ -16,6 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import services.worker.kv.tiers.throttle as throttle
+
 import services.gateway.http.routes as routes
 import services.gateway.service as gateway_service
 import services.worker.assembly as worker_assembly
@@ -26,7 +28,6 @@ import services.worker.kv.store as store
 import services.worker.kv.tiers.copier as copier
 import services.worker.kv.tiers.disk as disk
 import services.worker.kv.tiers.peers as peer_tier
-import services.worker.kv.tiers.throttle as throttle
 import services.worker.kv.transfers as transfers
 import services.worker.peers.attention.creditor as creditor
 import services.worker.peers.keeping.keeper as keeper

@@ -194,7 +194,7 @@ class MixedWorld(World):
             balance.on_shrunk()
 
     def _lendable(self, name: str) -> int:
-        return CAP - self.loans[name].pool.own.withdrawn_blocks
+        return CAP - self.loans[name].pool.own.base.withdrawn_blocks
 
     def _wanted_back(self, loans: Loans) -> int:
         """By creditors that are short."""
@@ -203,7 +203,7 @@ class MixedWorld(World):
 
     def _bring_home(self, loans: Loans, most_blocks: int) -> int:
         pool = loans.pool
-        most_blocks = min(most_blocks, pool.own.lendable_blocks)
+        most_blocks = min(most_blocks, pool.own.base.lendable_blocks)
         chosen = pool.set_apart(pool.are_used(loans.places), most_blocks)
         home = pool.own.withdraw(pool.own.allocate(len(chosen)))
         for number, place in zip(chosen, home, strict=True):

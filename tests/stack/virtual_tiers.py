@@ -42,14 +42,13 @@ class VirtualTiers:
         """Such slots, ever."""
         self.adopted_blocks = self.written_blocks = self.full_disks = self.read_blocks = 0
 
-    def start_load(self, ticket: int, loads: Sequence[Load], most_s: float) -> bool:
+    def start_load(self, loads: Sequence[Load], most_s: float, ended: Callable[[Loaded], None]) -> bool:
         done, failed = len(loads), False
         if self._random.random() < self._faults:
             done, failed = self._random.randrange(len(loads)), self._random.random() < 0.5
             self.lost_loads += 1
 
         def end() -> None:
-            assert self.cache is not None
             whole, broken = done, failed
             for at, load in enumerate(loads):
                 is_there = self._at(load.tier, load.place)[0] == load.name
@@ -61,22 +60,21 @@ class VirtualTiers:
             for load in loads[:whole]:
                 self.write(load.block, self._at(load.tier, load.place)[1])
             self.loaded_blocks += whole
-            self.cache.on_loaded(ticket, Loaded(whole, failed=broken))
+            ended(Loaded(whole, failed=broken))
 
         self._after(self._random.choice(self._copies_s), end)
         return True
 
-    def start_store(self, ticket: int, stores: Sequence[Store]) -> bool:
+    def start_store(self, ticket: int, stores: Sequence[Store], ended: Callable[[bool], None]) -> bool:
         self._open[ticket] = stores
         is_fine = self._random.random() >= self._faults
 
         def end() -> None:
-            assert self.cache is not None
             if ticket in self._open:
                 del self._open[ticket]
                 if is_fine:
                     self._fill(stores)
-                self.cache.on_stored(ticket, ok=is_fine)
+                ended(is_fine)
 
         self._after(self._random.choice(self._copies_s), end)
         return True
@@ -99,30 +97,17 @@ class VirtualTiers:
         self._slots[place] = name
         self.adopted_blocks += 1
 
-    def start_write(self, source: int, node: StoredBlock) -> bool:
+    def start_write(self, tier: Tier, source: int, node: StoredBlock, ended: Callable[[bool], None]) -> bool:
         content, is_fine = self.content[source], self._random.random() >= self._faults
         assert self._slots[source] == node.name
 
         def end() -> None:
-            assert self.cache is not None
             if is_fine:
-                self.file[node.place] = node, content
-            self.written_blocks += is_fine
-            self.full_disks += not is_fine
-            self.cache.on_written(node.name, node.place, ok=is_fine)
-
-        self._after(self._random.choice(self._copies_s), end)
-        return True
-
-    def start_send(self, source: int, node: StoredBlock) -> bool:
-        content, is_fine = self.content[source], self._random.random() >= self._faults
-        assert self._slots[source] == node.name
-
-        def end() -> None:
-            assert self.cache is not None
-            if is_fine:
-                self.sent[node.place] = node, content
-            self.cache.peers.on_sent(node.name, node.place, ok=is_fine)
+                (self.file if tier is Tier.DISK else self.sent)[node.place] = node, content
+            if tier is Tier.DISK:
+                self.written_blocks += is_fine
+                self.full_disks += not is_fine
+            ended(is_fine)
 
         self._after(self._random.choice(self._copies_s), end)
         return True
@@ -146,17 +131,16 @@ class VirtualTiers:
             peers.admit(places)
             peers.searched(found=bool(places))
 
-    def start_read(self, place: int, target: int, name: BlockHash) -> bool:
+    def start_read(self, place: int, target: int, name: BlockHash, ended: Callable[[bool], None]) -> bool:
         is_fine = self._random.random() >= self._faults
 
         def end() -> None:
-            assert self.cache is not None
             found, content = self._at(Tier.DISK, place)
             is_whole = is_fine and found == name
             if is_whole:
                 self._slots[target], self.content[target] = name, content
             self.read_blocks += is_whole
-            self.cache.on_read(name, target, ok=is_whole)
+            ended(is_whole)
 
         self._after(self._random.choice(self._copies_s), end)
         return True

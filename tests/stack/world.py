@@ -37,10 +37,11 @@ from services.worker.core.plans import StepWork
 from services.worker.core.prefixes import Prefixes
 from services.worker.core.sampling import KV_LOST
 from services.worker.core.steps import StepCore, StepEffects
+from services.worker.kv.core.block_manager import Tiers
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.borrowed_pool import OwnPool, Pool
 from services.worker.kv.core.load_policy import CostGate
-from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
+from services.worker.kv.core.prefix_cache import PrefixCache
 from shared.errors import InvalidRequest
 from shared.liveness import AwakeTime
 from shared.messages.commands import CancelSequence, PlacementItem, TakeSnapshot

@@ -198,14 +198,14 @@ class Prefixes:
         """Start copies between two steps; nothing waits for them."""
         self.cache.save_ahead()
         if self.cache.has_peers:
-            self.cache.peers.send(_SAVED_BLOCKS)
+            self.cache.peers.start(_SAVED_BLOCKS)
         if not self.cache.has_disk:
             return
-        self.cache.save(_SAVED_BLOCKS)
+        self.cache.writes.start(_SAVED_BLOCKS)
         needed = {name for names in self._expected for name in names}
         while self._expected:
             names = self._expected[0]
-            if self.cache.prefetch(names, len(names), needed) or self.cache.is_reading:
+            if self.cache.prefetch(names, len(names), needed) or self.cache.reading:
                 return
             self._expected.popleft()
 

@@ -123,7 +123,7 @@ class StepReports:
     @property
     def _plannable_blocks(self) -> int:
         pool = self._pool
-        return max(0, pool.free_blocks + pool.evictable_blocks - pool.doomed_blocks)
+        return max(0, pool.free_blocks + pool.evictable_blocks - pool.base.doomed_blocks)
 
 
 class StepTally:

@@ -1,205 +1,138 @@
-"""What the prefix cache did, tier by tier, in numbers: for metrics and for people. Reads, changes nothing."""
+"""Figures of the prefix cache, per tier and overall, for metrics and for people."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
-
-from prometheus_client import Gauge
 
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.store import KvStore
 from shared.metrics import gauge
 
-
-@dataclass(frozen=True, slots=True)
-class TierFigures:
-    """What one tier did since the start."""
-
-    tier: str
-    hits: int
-    """Blocks found there first, and used."""
-    evictions: int
-    refused: int
-    """Blocks that were there, and computed instead because that was thought to be faster."""
-    faults: int
-    """Copies that were torn, corrupt, or could not be read or written."""
-    checksum_failures: int
-    loaded_bytes: int
-    saved_s: float
-    """What computing the blocks found there would have taken."""
-    spent_s: float
-    """What loading from there and filling it took the engine."""
-    in_use: bool
-    """False while loading from there is slower than computing."""
-
-    @property
-    def helped_s(self) -> float:
-        """Did this tier help?"""
-        return self.saved_s - self.spent_s
+BY_TIER = {
+    "hits": ("hit_blocks", "Blocks found in a tier."),
+    "evictions": ("evicted_blocks", "Blocks that had to leave a tier."),
+    "refused": ("refused_blocks", "Stored blocks that were computed because that is faster."),
+    "faults": ("faults", "Copies that were torn, corrupt or could not be made."),
+    "checksum_failures": ("checksum_failures", "Copies whose bytes had changed."),
+    "loaded_bytes": ("loaded_bytes", "Bytes brought to the device."),
+    "saved_s": ("saved_seconds", "Prefill that a tier made unnecessary."),
+    "spent_s": ("spent_seconds", "Time that a tier took the engine."),
+    "helped_s": ("helped_seconds", "Saved less spent: did this tier help?"),
+    "in_use": ("tier_in_use", "0 while a tier is slower than computing and left alone."),
+}
+"""Metric and help of each figure of a tier."""
+OVERALL = {
+    "hits_borrowed": "Of the device's hits, blocks that lie at creditors.",
+    "misses": "Blocks of prompts that were stored nowhere.",
+    "loads_abandoned": "Loads given up because computing is faster.",
+    "lost_unsaved": "Blocks that left the host before they were on disk.",
+    "prefetched": "Blocks that were read ahead.",
+    "saved_ahead": "Blocks copied to the host before they had to leave the device.",
+    "saved_late": "Blocks whose copy to the host the engine waited for.",
+    "not_saved": "Blocks that left without a copy, as few like them come back.",
+    "adopted": "Blocks that were on the host already when they left the pool.",
+    "shadow_blocks": "On the host, copies of blocks of sequences that run on other workers.",
+    "shadow_blocks_kept": "Such copies made since the start.",
+    "shadows_used": "Of these, copies that a sequence here has used.",
+    "shadows_dropped": "Of these, copies that had to leave.",
+    "peer_blocks": "In host memory that other workers lend.",
+    "sent_blocks": "Copied there since the start.",
+    "lost_peer_blocks": "Of these, lost with the grant, or with the creditor.",
+}
+"""Help of each figure of the whole cache."""
+_RENAMED = {
+    "hits_borrowed": "prefix_hits_borrowed",
+    "misses": "prefix_misses",
+    "prefetched": "prefetched_blocks",
+    "saved_late": "saved_late_blocks",
+    "not_saved": "not_saved_blocks",
+    "adopted": "adopted_blocks",
+}
+"""Other names of figures in a worker's status, which leaves out `_HIDDEN`."""
+_HIDDEN = {"loads_abandoned", "lost_unsaved", "saved_ahead"}
 
 
 @dataclass(frozen=True, slots=True)
 class CacheFigures:
-    """What a prefix cache did since the start, over all tiers and tier by tier."""
+    """Figures since the start; the keys are those of `BY_TIER` and `OVERALL`."""
 
-    tiers: tuple[TierFigures, ...]
-    hits_borrowed: int
-    """Of the device's: blocks that lie at creditors."""
-    misses: int
-    loads_abandoned: int
-    lost_unsaved: int
-    prefetched: int
-    saved_ahead: int
-    """Blocks copied to the host before they had to leave the device."""
-    saved_late: int
-    """Those whose copy the engine waited for."""
-    not_saved: int
-    """Those that left the device without a copy: few like them come back."""
-    adopted: int
-    """Those that lay there already, in use."""
+    tiers: dict[Tier, dict[str, float]]
+    overall: dict[str, int]
     kept_blocks: int
-    """Of sequences that were taken off the device and are not back."""
-    shadow_blocks: int
-    """On the host now, of sequences that run on other workers."""
-    shadow_blocks_kept: int
-    """That ever were."""
-    shadows_used: int
-    """Of these, those that a sequence here has used."""
-    shadows_dropped: int
-    """Those that had to leave."""
-    peer_blocks: int
-    """In other workers' host memory now."""
-    sent_blocks: int
-    """Copied there since the start."""
-    lost_peer_blocks: int
-    """Of these, those that were lost with the grant, or with the creditor."""
-    trouble: str = ""
-    """What an eviction order from outside raised last."""
+    """Blocks of preempted sequences."""
+    trouble: str
+    """Last error of an eviction order from outside."""
 
     def details(self) -> dict[str, Any]:
-        """What `python -m services status` shows."""
+        """For `python -m services status`."""
+        names = ("hits", "evictions", "refused", "faults")
         rows = [
             {
-                **{name: getattr(tier, name) for name in ("tier", "hits", "evictions", "refused", "faults")},
-                "saved_s": round(tier.saved_s, 4),
-                "spent_s": round(tier.spent_s, 4),
-                "in_use": tier.in_use,
+                "tier": tier.name.lower(),
+                **{name: each[name] for name in names},
+                "saved_s": round(each["saved_s"], 4),
+                "spent_s": round(each["spent_s"], 4),
+                "in_use": bool(each["in_use"]),
             }
-            for tier in self.tiers
+            for tier, each in self.tiers.items()
         ]
         return {
-            "prefix_hits_borrowed": self.hits_borrowed,
-            "prefix_misses": self.misses,
-            "prefetched_blocks": self.prefetched,
-            "saved_late_blocks": self.saved_late,
-            "not_saved_blocks": self.not_saved,
-            "adopted_blocks": self.adopted,
+            **{_RENAMED.get(name, name): self.overall[name] for name in OVERALL if name not in _HIDDEN},
             "swapped_blocks": self.kept_blocks,
-            **{f.name: getattr(self, f.name) for f in fields(self) if f.name.startswith("shadow")},
-            "peer_blocks": self.peer_blocks,
-            "sent_blocks": self.sent_blocks,
-            "lost_peer_blocks": self.lost_peer_blocks,
             "prefix_tiers": rows,
             **({"trouble": self.trouble} if self.trouble else {}),
         }
 
 
 def read_figures(store: KvStore) -> CacheFigures:
-    """On the engine's thread."""
-    counts, gate = store.cache.counts, store.cache.gate
-    faults = _faults(store)
-    tiers = tuple(
-        TierFigures(
-            tier=tier.name.lower(),
-            hits=counts[f"hits_{tier.name.lower()}"],
-            evictions=counts[f"evicted_{tier.name.lower()}"],
-            refused=gate.refused_blocks[tier],
-            faults=sum(faults[tier].values()),
-            checksum_failures=faults[tier].get("checksum_failures", 0),
-            loaded_bytes=0
-            if tier is Tier.DEVICE
-            else counts[f"hits_{tier.name.lower()}"] * store.record_bytes,
-            saved_s=gate.saved_s[tier],
-            spent_s=gate.spent_s[tier],
-            in_use=tier not in gate.losing,
-        )
-        for tier in Tier
-    )
-    return CacheFigures(
-        tiers=tiers,
-        hits_borrowed=counts["hits_borrowed"],
-        misses=counts["misses"],
-        loads_abandoned=counts["loads_abandoned"],
-        lost_unsaved=counts["lost_unsaved"],
-        prefetched=counts["prefetched"],
-        saved_ahead=counts["saved_ahead"],
-        saved_late=counts["saved_late"],
-        not_saved=counts["not_saved"],
-        adopted=counts["adopted"],
-        kept_blocks=store.cache.kept_blocks,
-        shadow_blocks=store.cache.shadows.blocks,
-        shadow_blocks_kept=store.cache.shadows.kept_in_all,
-        shadows_used=counts["shadows_used"],
-        shadows_dropped=counts["shadows_dropped"],
-        peer_blocks=store.cache.peers.used_blocks,
-        sent_blocks=counts["sent"],
-        lost_peer_blocks=counts["lost_peer"],
-        trouble=store.cache.trouble,
-    )
+    """Return the figures; on the engine's thread."""
+    cache, counts = store.cache, store.cache.counts
+    overall = {name: counts[name] for name in OVERALL} | {
+        "shadow_blocks": len(cache.shadows),
+        "shadow_blocks_kept": cache.shadows.kept_in_all,
+        "peer_blocks": cache.peers.slots.used,
+        "sent_blocks": counts["written_peer"],
+        "lost_peer_blocks": counts["lost_peer"],
+    }
+    tiers = {tier: _of_tier(store, tier) for tier in Tier}
+    return CacheFigures(tiers, overall, cache.kept_blocks, cache.trouble)
 
 
-def _faults(store: KvStore) -> dict[Tier, Mapping[str, int]]:
-    host = {"checksum_failures": store.mover.counts["host_checksum_failures"]}
-    disk = {} if store.disk is None else dict(store.disk.counts)
-    peers = {} if store.peers is None else dict(store.peers.counts)
-    return {Tier.DEVICE: {}, Tier.HOST: host, Tier.DISK: disk, Tier.PEER: peers}
+def _of_tier(store: KvStore, tier: Tier) -> dict[str, float]:
+    counts, gate, name = store.cache.counts, store.cache.gate, tier.name.lower()
+    below = {Tier.HOST: store.host, Tier.DISK: store.disk, Tier.PEER: store.peers}.get(tier)
+    faults = {} if below is None else below.counts
+    hits = counts[f"hits_{name}"]
+    return {
+        "hits": hits,
+        "evictions": counts[f"evicted_{name}"],
+        "refused": gate.refused_blocks[tier],
+        "faults": sum(faults.values()),
+        "checksum_failures": faults.get("checksum_failures", 0),
+        "loaded_bytes": 0 if tier is Tier.DEVICE else hits * store.record_bytes,
+        "saved_s": gate.saved_s[tier],
+        "spent_s": gate.spent_s[tier],
+        "helped_s": gate.saved_s[tier] - gate.spent_s[tier],
+        "in_use": tier not in gate.losing,
+    }
 
 
 class CacheMetrics:
     """The figures as Prometheus gauges, set with each heartbeat."""
 
     def __init__(self) -> None:
-        def by_tier(name: str, text: str) -> dict[str, Gauge]:
-            metric = gauge(f"kvasir_worker_prefix_{name}", text, ["tier"])
-            return {tier.name.lower(): metric.labels(tier.name.lower()) for tier in Tier}
-
+        metrics = {
+            name: gauge(f"kvasir_worker_prefix_{metric}", text, ["tier"])
+            for name, (metric, text) in BY_TIER.items()
+        }
         self._by_tier = {
-            "hits": by_tier("hit_blocks", "Blocks found in a tier."),
-            "evictions": by_tier("evicted_blocks", "Blocks that had to leave a tier."),
-            "refused": by_tier("refused_blocks", "Stored blocks that were computed because that is faster."),
-            "faults": by_tier("faults", "Copies that were torn, corrupt or could not be made."),
-            "checksum_failures": by_tier("checksum_failures", "Copies whose bytes had changed."),
-            "loaded_bytes": by_tier("loaded_bytes", "Bytes brought to the device."),
-            "saved_s": by_tier("saved_seconds", "Prefill that a tier made unnecessary."),
-            "spent_s": by_tier("spent_seconds", "What a tier took the engine."),
-            "helped_s": by_tier("helped_seconds", "Saved less spent: did this tier help?"),
-            "in_use": by_tier("tier_in_use", "0 while a tier is slower than computing and left alone."),
+            (tier, name): metric.labels(tier.name.lower())
+            for tier in Tier
+            for name, metric in metrics.items()
         }
-        self._overall = {
-            name: gauge(f"kvasir_worker_prefix_{name}", text)
-            for name, text in (
-                ("hits_borrowed", "Of the device's hits, blocks that lie at creditors."),
-                ("misses", "Blocks of prompts that were stored nowhere."),
-                ("loads_abandoned", "Loads given up because computing is faster."),
-                ("lost_unsaved", "Blocks that left the host before they were on disk."),
-                ("prefetched", "Blocks that were read ahead."),
-                ("saved_ahead", "Blocks copied to the host before they had to leave the device."),
-                ("saved_late", "Blocks whose copy to the host the engine waited for."),
-                ("not_saved", "Blocks that left without a copy, as few like them come back."),
-                ("adopted", "Blocks that were on the host already when they left the pool."),
-                ("shadow_blocks", "On the host, copies of blocks of sequences that run on other workers."),
-                ("shadow_blocks_kept", "Such copies made since the start."),
-                ("shadows_used", "Of these, copies that a sequence here has used."),
-                ("shadows_dropped", "Of these, copies that had to leave."),
-                ("peer_blocks", "In host memory that other workers lend."),
-                ("sent_blocks", "Copied there since the start."),
-                ("lost_peer_blocks", "Of these, lost with the grant, or with the creditor."),
-            )
-        }
+        self._overall = {name: gauge(f"kvasir_worker_prefix_{name}", text) for name, text in OVERALL.items()}
 
     def show(self, figures: CacheFigures) -> None:
-        for tier in figures.tiers:
-            for name, metrics in self._by_tier.items():
-                metrics[tier.tier].set(getattr(tier, name))
+        for (tier, name), metric in self._by_tier.items():
+            metric.set(figures.tiers[tier][name])
         for name, metric in self._overall.items():
-            metric.set(getattr(figures, name))
+            metric.set(figures.overall[name])

@@ -10,14 +10,15 @@ from time import monotonic
 from typing import Protocol, runtime_checkable
 
 from services.worker.kv.audit import SampledAudit
+from services.worker.kv.core.block_manager import Tiers
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.grown_pool import GrownPool
 from services.worker.kv.core.load_policy import CostGate
-from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
+from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.tiers.checksums import CRC, Checksums
-from services.worker.kv.tiers.copier import Throttles, TierMover
+from services.worker.kv.tiers.copier import TierMover
 from services.worker.kv.tiers.disk import DiskTier, open_disk
 from services.worker.kv.tiers.host import HostTier
 from services.worker.kv.tiers.peers import PeerTier
@@ -129,9 +130,13 @@ def open_store(
         disk = open_disk(path, Geometry(engine.fingerprint, size, disk_blocks), sums)
     peer_blocks = config.peer_slots(size)
     peers = PeerTier(engine.fingerprint, sums) if peer_blocks else None
-    throttles = Throttles.of(config.host_bytes_per_s, config.disk_bytes_per_s, config.peer_bytes_per_s)
+    bytes_per_s = {
+        Tier.HOST: config.host_bytes_per_s,
+        Tier.DISK: config.disk_bytes_per_s,
+        Tier.PEER: config.peer_bytes_per_s,
+    }
     host = HostTier(host_blocks, size, engine.fingerprint, sums, records.host_rows)
-    mover = TierMover(transfers, records, host, disk, lambda ended: ended.apply(cache), throttles, peers)
+    mover = TierMover(transfers, records, host, disk, bytes_per_s, peers)
     kept_blocks = int(host_blocks * config.swap_share)
     shadow_blocks = int(host_blocks * config.shadow_share)
     tiers = Tiers(

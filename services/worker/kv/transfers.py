@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from math import inf
 from queue import PriorityQueue
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, sleep
 from typing import Any, Generic, TypeVar
 
 from shared.errors import DeadlineExceeded, InternalError, Overloaded
@@ -35,6 +35,24 @@ _seconds = counter("kvasir_worker_transfer_seconds_total", "Time that these copi
 _lost = counter("kvasir_worker_transfers_lost_total", "Copies that failed, or were given up.", ["route"])
 
 T = TypeVar("T")
+
+
+class Throttle:
+    """Limits a copy to so many bytes a second, for tests and benches; 0 does not limit."""
+
+    def __init__(self, bytes_per_s: float = 0.0) -> None:
+        if bytes_per_s < 0:
+            raise ValueError("a speed cannot be negative")
+        self._bytes_per_s = bytes_per_s
+
+    def wait(self, size_bytes: int, until_s: float = inf) -> bool:
+        """Sleep as long as so many bytes need. False, after the time left, if that is past `until_s`
+        (monotonic clock)."""
+        if not self._bytes_per_s:
+            return True
+        needed_s, left_s = size_bytes / self._bytes_per_s, until_s - monotonic()
+        sleep(max(0.0, min(needed_s, left_s)))
+        return needed_s <= left_s
 
 
 class Route(IntEnum):

@@ -17,6 +17,7 @@ from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
 from services.worker.engine_thread import row_of
 from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.store import KvStore, open_store
 from services.worker.kv.transfers import TransferEngine
@@ -119,7 +120,7 @@ class PrefixRig:
         while True:
             self.store.transfers.settle()
             self.prefixes.work_ahead()
-            if not self.store.transfers.open_copies and not self.store.cache._books.unsaved:
+            if not self.store.transfers.open_copies and not self.store.cache._books.waiting[Tier.DISK]:
                 self.store.transfers.settle()
                 return
             assert time.monotonic() < deadline_s, "copies do not end"

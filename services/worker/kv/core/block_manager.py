@@ -6,22 +6,36 @@ moves no bytes and decides only which copy to evict.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 
 from services.worker.kv.core.block_pool import BlockPool
-from services.worker.kv.core.eviction import NEVER, OrderMaker, PeerSlots, ReuseHistory, SlotPool, group_of
+from services.worker.kv.core.eviction import OrderMaker, PeerSlots, ReuseHistory, SlotPool, group_of
 from services.worker.kv.core.grown_pool import GrownPool
 from services.worker.kv.core.radix_tree import Node, PrefixTree, Tier
 from services.worker.kv.core.shadows import Shadows
 from shared.blocks import BlockHash
 
 
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """Sizes of the lower tiers in blocks; 0: there is no such tier."""
+
+    host_blocks: int = 0
+    disk_blocks: int = 0
+    eviction: str = "frequent"
+    seed: int = 0
+    kept_blocks: int = 0
+    """Maximum number of host blocks for preempted sequences."""
+    shadow_blocks: int = 0
+    """Maximum number of host blocks for sequences that run on other workers."""
+    peer_blocks: int = 0
+    """Maximum number of blocks in other workers' host memory."""
+
+
 class Inventory:
     """The tree of named blocks, the device's pool, the lower tiers' slots, and the orders of eviction."""
 
-    def __init__(
-        self, pool: BlockPool, host_blocks: int, disk_blocks: int, make: OrderMaker, peer_blocks: int = 0
-    ) -> None:
-        """`peer_blocks`: maximum number of blocks in other workers' host memory."""
+    def __init__(self, pool: BlockPool, tiers: Tiers, make: OrderMaker) -> None:
         self.pool = pool
         self.residency = pool.residency if isinstance(pool, GrownPool) else None
         """Where blocks in use lie, if they may lie in host memory; None: all are on the device."""
@@ -29,19 +43,22 @@ class Inventory:
         self.history = ReuseHistory()
         self._device = make(Tier.DEVICE, self.history)
         rows = None if self.residency is None else self.residency.rows
-        self.host = SlotPool(host_blocks, make(Tier.HOST, self.history), rows)
-        self.disk = SlotPool(disk_blocks, make(Tier.DISK, self.history))
-        self.peers = PeerSlots(peer_blocks, make(Tier.PEER, self.history))
+        self.host = SlotPool(tiers.host_blocks, make(Tier.HOST, self.history), rows)
+        self.disk = SlotPool(tiers.disk_blocks, make(Tier.DISK, self.history))
+        self.peers = PeerSlots(tiers.peer_blocks, make(Tier.PEER, self.history))
+        self.shelves: dict[Tier, SlotPool | PeerSlots] = {
+            Tier.HOST: self.host,
+            Tier.DISK: self.disk,
+            Tier.PEER: self.peers,
+        }
         self._orders = (self._device, self.host.order, self.disk.order, self.peers.order)
         self._saved = make(Tier.DEVICE, self.history)
         """Evictable device blocks that the host has too: they can leave without a copy."""
-        self.shadows = Shadows()
+        self.shadows = Shadows(self, min(tiers.shadow_blocks, self.host.total))
         """Shadows on the host. They are in no order and are evicted first."""
         self._published: dict[int, Node] = {}
-        self.unsaved: dict[Node, None] = {}
-        """Blocks on the host that are not on disk yet, oldest first."""
-        self.unsent: dict[Node, None] = {}
-        """Blocks on the host that are not at a peer yet, oldest first."""
+        self.waiting: dict[Tier, dict[Node, None]] = {Tier.DISK: {}, Tier.PEER: {}}
+        """Blocks on the host that are not on disk, or at a peer, yet; oldest first."""
         self.requests = 0
         self.evictable = 0
         """Number of own device blocks that have a name and no user."""
@@ -87,12 +104,7 @@ class Inventory:
         self._published[block] = node
         self._count(node, 1)
         self._share(node)
-        self._rank(node)
-
-    def drop_place(self, node: Node) -> None:
-        """Drop a lost borrowed copy and all unused copies below it. Users of those have their own copy."""
-        self._clear_below(node)
-        self.remove(node, Tier.DEVICE)
+        self.rank(node)
 
     def idle_borrowed(self) -> list[Node]:
         """Return borrowed blocks with a name and no user, least recently used and deepest first."""
@@ -116,7 +128,7 @@ class Inventory:
             if not node.hits:
                 self.history.on_returned()
         node.hits += 1
-        self._rank(node)
+        self.rank(node)
 
     def hold(self, node: Node | None) -> None:
         """Add a user; the first one also holds the blocks before it."""
@@ -127,7 +139,7 @@ class Inventory:
             self._count(node, -1)
             node.busy = 1
             node.is_leaving = False
-            self._rank(node)
+            self.rank(node)
             node = node.parent
 
     def let_go(self, node: Node | None) -> None:
@@ -140,11 +152,11 @@ class Inventory:
             if node.busy > 0:
                 break
             self._count(node, 1)
-            self._rank(node)
+            self.rank(node)
             above = node.parent
             is_there = node.places[Tier.DEVICE] is not None
             if is_there and above is not None and above.places[Tier.DEVICE] is None:
-                self._clear_below(node)
+                self.clear_below(node)
                 self._give(Tier.DEVICE, self._take(node, Tier.DEVICE), node)
             gone = gone if node.stored else node
             node = node.parent
@@ -159,7 +171,7 @@ class Inventory:
                 return False
         self.kept += not node.keepers
         node.keepers += 1
-        self._rank(node)
+        self.rank(node)
         return True
 
     def unkeep(self, node: Node) -> None:
@@ -170,7 +182,7 @@ class Inventory:
         self.kept -= not node.keepers
         if not node.keepers:
             self._give_kept_slot(node)
-            self._rank(node)
+            self.rank(node)
 
     def host_slot(self, node: Node, *, ahead: bool = False) -> int | None:
         """Return a host slot for a block that leaves the device: its reserved slot, else any.
@@ -206,11 +218,6 @@ class Inventory:
         self.counts["adopted"] += 1
         return True
 
-    def set_leaving(self, node: Node, *, is_leaving: bool) -> None:
-        """Mark whether it is one of the next to leave the device."""
-        node.is_leaving = is_leaving
-        self._rank(node)
-
     def leaving(self) -> Iterator[Node]:
         """Iterate over blocks in their order of eviction from the device. Nothing may change meanwhile."""
         return self._device.preview()
@@ -233,28 +240,19 @@ class Inventory:
             self.peers.at[place] = node
         self._rank_with_parent(node)
 
-    def shadow(self, node: Node, place: int, now_s: float) -> None:
-        """Record a new node's copy on the host, kept for another worker's sequence."""
-        node.used = NEVER
-        self.shadows.add(node, now_s)
-        self.put(node, Tier.HOST, place)
-
     def make_own(self, node: Node) -> None:
         """Turn a shadow into an ordinary cached block, stored now: a sequence here uses it."""
         self.shadows.discard(node)
         self.history.on_stored(node, self.requests)
         self.counts["shadows_used"] += 1
         self.note_unsaved(node)
-        self._rank(node)
+        self.rank(node)
 
     def note_unsaved(self, node: Node) -> None:
         """Queue a block on the host for the tiers below."""
-        if node.is_shadow:
-            return
-        if node.places[Tier.DISK] is None and self.disk.total:
-            self.unsaved[node] = None
-        if node.places[Tier.PEER] is None and self.peers.most:
-            self.unsent[node] = None
+        for tier, waiting in self.waiting.items():
+            if self.shelves[tier].most and node.places[tier] is None and not node.is_shadow:
+                waiting[node] = None
 
     def lose_peers(self, places: Collection[int]) -> int:
         """Drop slots that are no longer lent; return the number of blocks lost with them."""
@@ -282,7 +280,7 @@ class Inventory:
         saved = self._saved.pop()
         if saved is None:
             return node
-        self._rank(node)
+        self.rank(node)
         return saved
 
     def is_worth_a_copy(self, node: Node) -> bool:
@@ -296,7 +294,7 @@ class Inventory:
         """Return a slot of a lower tier, evicting a copy outside `kept` if necessary; None: no copy may go.
 
         `for_shadow`: evict neither a shadow nor a block that is about to leave the device."""
-        shelf = {Tier.HOST: self.host, Tier.DISK: self.disk}.get(tier, self.peers)
+        shelf = self.shelves[tier]
         free = shelf.take()
         if free is not None or shelf.total == 0:
             return free
@@ -305,9 +303,9 @@ class Inventory:
         if victim is None:
             return None
         if for_shadow and victim.is_leaving:
-            self._rank(victim)
+            self.rank(victim)
             return None
-        if victim in self.unsaved:
+        if victim in self.waiting[Tier.DISK]:
             self.counts["lost_unsaved"] += 1
         self._give(tier, self._take(victim, tier), victim)
         self.counts[f"evicted_{tier.name.lower()}"] += 1
@@ -371,10 +369,11 @@ class Inventory:
             assert (node in self._saved) == (
                 node.is_loose(Tier.DEVICE) and node.places[Tier.HOST] is not None and self.is_own(node)
             )
-        waiting = [*self.unsaved, *self.unsent]
+        waiting = [node for each in self.waiting.values() for node in each]
         assert all(node.places[Tier.HOST] is not None for node in waiting), "nothing to save"
 
-    def _rank(self, node: Node) -> None:
+    def rank(self, node: Node) -> None:
+        """Rank it again in each order of eviction, after a change."""
         for tier, order in zip(Tier, self._orders, strict=True):
             if node.is_loose(tier) and not node.is_shadow:
                 order.add(node, group_of(node, tier))
@@ -396,16 +395,16 @@ class Inventory:
             self.borrowed_idle += by
 
     def _rank_with_parent(self, node: Node) -> None:
-        self._rank(node)
+        self.rank(node)
         if node.parent is not None:
-            self._rank(node.parent)
+            self.rank(node.parent)
 
     def on_moved_block(self, block: int) -> None:
         """Note that a block whose host row is shared left or entered the device."""
         node = self._published.get(block)
         if node is not None and self.residency is not None:
             node.is_outside = self.residency.is_outside(block)
-            self._rank(node)
+            self.rank(node)
 
     def _share(self, node: Node) -> None:
         """Share the host row with the device block, so that it can leave the device without a copy."""
@@ -424,8 +423,8 @@ class Inventory:
             node.is_outside = node.is_leaving = False
         self._count(node, 1)
         if tier is Tier.HOST:
-            self.unsaved.pop(node, None)
-            self.unsent.pop(node, None)
+            for waiting in self.waiting.values():
+                waiting.pop(node, None)
             if node.is_shadow:
                 self.counts["shadows_dropped"] += self.shadows.discard(node)
         self._rank_with_parent(node)
@@ -439,21 +438,14 @@ class Inventory:
             else:
                 self.on_borrowed_free(place)
         elif tier is Tier.HOST:
-            self._leave_host(node, place)
-        elif tier is Tier.DISK:
-            self.disk.give(place)
+            block, node.is_outside = node.places[Tier.DEVICE], False
+            residency = self.residency if self.is_own(node) else None
+            if residency is not None and block is not None and residency.unshare(block):
+                self.host.used -= 1  # Its block in use keeps the row.
+            else:
+                self.host.give(place)
         else:
-            self.peers.at.pop(place, None)
-            self.peers.give(place)
-
-    def _leave_host(self, node: Node, place: int) -> None:
-        """Free its slot on the host, unless its block in use lies in that row."""
-        block, node.is_outside = node.places[Tier.DEVICE], False
-        residency = self.residency if self.is_own(node) else None
-        if residency is not None and block is not None and residency.unshare(block):
-            self.host.used -= 1
-        else:
-            self.host.give(place)
+            self.shelves[tier].give(place)
 
     def _give_kept_slot(self, node: Node) -> None:
         if node.kept_slot is not None:
@@ -467,10 +459,10 @@ class Inventory:
             spared.append(victim)
             victim = shelf.order.pop()
         for node in spared:
-            self._rank(node)
+            self.rank(node)
         return victim
 
-    def _clear_below(self, node: Node) -> None:
+    def clear_below(self, node: Node) -> None:
         """Remove unused device copies below a node."""
         for lost in reversed(self.tree.below(node)):
             if lost.places[Tier.DEVICE] is not None and not lost.busy:

@@ -76,6 +76,10 @@ class BlockPool:
         if total_blocks < 1 or block_tokens < 1:
             raise ValueError(f"a pool needs blocks and tokens in them, got {total_blocks} of {block_tokens}")
         self.block_tokens = block_tokens
+        self.base = self
+        """The pool of the device's blocks, in which a cache gives blocks names and another extends it."""
+        self.evictable_blocks = 0
+        """Always 0: a taken block stays taken until it is released."""
         self.growable_blocks = 0
         """Number of blocks by which the pool could grow."""
         self.doomed_blocks = 0
@@ -106,11 +110,6 @@ class BlockPool:
     @property
     def free_blocks(self) -> int:
         return len(self._free) - self._barred
-
-    @property
-    def evictable_blocks(self) -> int:
-        """0: a taken block stays taken until it is released."""
-        return 0
 
     def can_allocate(self, blocks: int) -> bool:
         return blocks <= len(self._free) - self._barred

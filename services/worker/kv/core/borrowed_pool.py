@@ -6,73 +6,20 @@ too: they are shared and outlive their sequence. The pool ignores creditors and 
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
 
+from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.prefix_cache import PrefixCache
 from shared.messages.reports import Capacity
 
-
-class Pool(Protocol):
-    """The blocks of a table of sequences."""
-
-    @property
-    def block_tokens(self) -> int: ...
-
-    @property
-    def total_blocks(self) -> int: ...
-
-    @property
-    def free_blocks(self) -> int: ...
-
-    @property
-    def evictable_blocks(self) -> int: ...
-
-    @property
-    def growable_blocks(self) -> int: ...
-
-    @property
-    def doomed_blocks(self) -> int: ...
-
-    @property
-    def withdrawn_blocks(self) -> int: ...
-
-    def can_allocate(self, blocks: int) -> bool: ...
-
-    def allocate(self, blocks: int) -> list[int]:
-        """Raises ValueError, and takes none, when there are fewer."""
-        ...
-
-    def release(self, blocks: Iterable[int]) -> None:
-        """Raises ValueError on one that is not taken."""
-        ...
-
-    def check_integrity(self, held: Iterable[int]) -> None: ...
-
-
-class OwnPool(Pool, Protocol):
-    """A worker's own blocks; blocks that are lent, or reserved for copies, are withdrawn."""
-
-    @property
-    def lendable_blocks(self) -> int: ...
-
-    def withdraw(self, blocks: Iterable[int]) -> list[int]:
-        """Return their fixed places in the engine's memory."""
-        ...
-
-    def readmit(self, places: Iterable[int]) -> None:
-        """Put withdrawn blocks back, free."""
-        ...
-
-    def rejoin(self, places: Iterable[int]) -> list[int]:
-        """Put withdrawn blocks back, taken; return their ids."""
-        ...
+OwnPool = BlockPool | PrefixCache
+"""A worker's own blocks; `base` is the pool without names, which lends and grows."""
 
 
 class ExtendedPool:
     """The pool `own`, with ids below `own_blocks`, and borrowed blocks, which come and go."""
 
     def __init__(self, own: OwnPool, own_blocks: int) -> None:
-        self.own = own
+        self.own, self.base = own, own.base
         self.own_blocks = own_blocks
         self.block_tokens = own.block_tokens
         self.on_moved: Callable[[Mapping[int, int]], None] = lambda _: None
@@ -104,18 +51,6 @@ class ExtendedPool:
         if self._cache is None:
             return 0
         return self._cache.idle_borrowed_blocks - sum(self._cache.is_idle(block) for block in self._apart)
-
-    @property
-    def growable_blocks(self) -> int:
-        return self.own.growable_blocks
-
-    @property
-    def doomed_blocks(self) -> int:
-        return self.own.doomed_blocks
-
-    @property
-    def withdrawn_blocks(self) -> int:
-        return self.own.withdrawn_blocks
 
     @property
     def borrowed_blocks(self) -> int:
@@ -253,16 +188,20 @@ class ExtendedPool:
             self._apart.discard(block)
 
 
+Pool = OwnPool | ExtendedPool
+"""The blocks of a table of sequences."""
+
+
 def capacity_of(pool: Pool) -> Capacity:
     """Return the pool's part of the heartbeat."""
-    extended = pool if isinstance(pool, ExtendedPool) else None
+    is_extended = isinstance(pool, ExtendedPool)
     return Capacity(
         total_blocks=pool.total_blocks,
         free_blocks=pool.free_blocks,
         evictable_blocks=pool.evictable_blocks,
-        growable_blocks=pool.growable_blocks,
-        doomed_blocks=pool.doomed_blocks,
-        lent_blocks=pool.withdrawn_blocks,
-        borrowed_blocks=0 if extended is None else extended.borrowed_blocks,
-        borrowed_free_blocks=0 if extended is None else extended.borrowed_free_blocks,
+        growable_blocks=pool.base.growable_blocks,
+        doomed_blocks=pool.base.doomed_blocks,
+        lent_blocks=pool.base.withdrawn_blocks,
+        borrowed_blocks=pool.borrowed_blocks if is_extended else 0,
+        borrowed_free_blocks=pool.borrowed_free_blocks if is_extended else 0,
     )

@@ -279,7 +279,10 @@ class SlotPool(RowShare):
     def __init__(self, total: int, order: EvictionOrder, rows: RowPool | None = None) -> None:
         """`rows` may be shared with other owners; None: the pool has its own."""
         super().__init__(RowPool(max(0, total)) if rows is None else rows, total)
-        self.order = order
+        self.order, self.most = order, total
+
+    def __contains__(self, place: object) -> bool:
+        return True
 
     def claim(self, places: Collection[int]) -> None:
         """Take certain slots, each once. Raises ValueError, and takes none, unless all are free."""
@@ -318,6 +321,10 @@ class PeerSlots:
     def free(self) -> int:
         return len(self._free)
 
+    @property
+    def used(self) -> int:
+        return len(self._used)
+
     def admit(self, places: Iterable[int]) -> None:
         """Add slots."""
         self._free.update(dict.fromkeys(places))
@@ -333,6 +340,7 @@ class PeerSlots:
 
     def give(self, place: int) -> None:
         """Free a slot, unless it was dropped meanwhile."""
+        self.at.pop(place, None)
         if place in self._used:
             self._used.remove(place)
             self._free[place] = None

@@ -1,10 +1,11 @@
-"""The tiers below the device: prefetches, write-behind, restart and the final flush. Pure.
+"""The tiers below the device: write-behind, prefetches, preempted blocks, restart and the final flush. Pure.
 
 Nothing waits for these copies. A block may lose its copies or be forgotten during one; then the copied bytes
 are dropped and the slot is free again.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 
 from services.worker.kv.core.block_manager import Inventory
 from services.worker.kv.core.kv_events import PrefixNews
@@ -19,64 +20,116 @@ Write = Callable[[StoredBlock, Tier, int], bool]
 """Copies a block from a tier and place to its slot on disk; returns whether that worked."""
 
 
-def worth_keeping(books: Inventory) -> list[Node]:
-    """Return the most recently used blocks in this worker that fit on disk, parents first."""
-    kept: dict[Node, None] = {}
-    stored = (node for node in books.tree if books.own_place(node) is not None and not node.is_shadow)
-    for node in sorted(stored, key=lambda node: (-node.used, -node.hits, node.depth)):
-        path: list[Node] = []
-        above: Node | None = node
-        while above is not None and above not in kept:
-            path.append(above)
-            above = above.parent
-        is_whole = all(books.own_place(one) is not None for one in path)
-        if is_whole and len(kept) + len(path) <= books.disk.total:
-            kept.update(dict.fromkeys(reversed(path)))
-    return list(kept)
+def _stored(node: Node, place: int) -> StoredBlock:
+    return StoredBlock(node.name, b"" if node.parent is None else node.parent.name, node.depth, place)
 
 
-def flush(books: Inventory, write: Write, may_go_on: Callable[[], bool]) -> tuple[int, int]:
-    """Write blocks worth keeping to disk; return the numbers of blocks written and left out.
+class WriteBehind:
+    """Copies of host blocks to one tier below, oldest first, before they leave the host."""
 
-    Nothing may be in flight."""
-    kept = worth_keeping(books)
-    missing = [node for node in kept if node.places[Tier.DISK] is None]
-    spare = sorted(
-        (node for node in books.tree if node.places[Tier.DISK] is not None and node not in set(kept)),
-        key=lambda node: (node.used, node.hits, -node.depth),
-        reverse=True,
-    )
-    written = 0
-    for node in missing:
-        if not may_go_on():
-            break
-        place = _slot(books, spare)
+    def __init__(self, books: Inventory, mover: BlockMover, tier: Tier) -> None:
+        self._books = books
+        self._mover = mover
+        self._tier = tier
+        self.open: dict[BlockHash, int] = {}
+        """Slots that are being filled, even if lost meanwhile, by name of the block."""
+
+    def start(self, most_blocks: int) -> int:
+        """Start up to so many copies; return the number started."""
+        waiting, started = self._books.waiting[self._tier], 0
+        while waiting and started < most_blocks:
+            node = next(iter(waiting))
+            is_needed = node.places[Tier.HOST] is not None and node.places[self._tier] is None
+            if is_needed and node.name not in self.open:
+                if not self._start(node):
+                    break
+                started += 1
+            waiting.pop(node, None)
+        return started
+
+    def _start(self, node: Node) -> bool:
+        """False also when making room for it evicted the block itself."""
+        place = self._books.slot(self._tier)
         if place is None:
-            break
-        source = books.own_place(node)
-        parent = b"" if node.parent is None else node.parent.name
-        if source is not None and write(StoredBlock(node.name, parent, node.depth, place), *source):
-            books.put(node, Tier.DISK, place)
-            books.unsaved.pop(node, None)
-            written += 1
-        else:
-            books.disk.give(place)
-    return written, len(missing) - written
+            return False
+        source, ended = node.places[Tier.HOST], partial(self._ended, node.name, place)
+        if source is None or not self._mover.start_write(self._tier, source, _stored(node, place), ended):
+            self._books.shelves[self._tier].give(place)
+            return False
+        self.open[node.name] = place
+        return True
+
+    def _ended(self, name: BlockHash, place: int, ok: bool) -> None:
+        del self.open[name]
+        node, shelf = self._books.tree.find(name), self._books.shelves[self._tier]
+        self._books.counts[f"write_failures_{self._tier.name.lower()}"] += not ok
+        if ok and place in shelf and node is not None and node.places[self._tier] is None:
+            self._books.put(node, self._tier, place)
+            self._books.waiting[self._tier].pop(node, None)
+            self._books.counts[f"written_{self._tier.name.lower()}"] += 1
+            return
+        shelf.give(place)
+        if place not in shelf and node is not None and node.places[Tier.HOST] is not None:
+            self._books.note_unsaved(node)
 
 
-def _slot(books: Inventory, spare: list[Node]) -> int | None:
-    """Return a free disk slot, else the slot of the least of `spare`."""
-    place = books.disk.take()
-    while place is None and spare:
-        victim = spare.pop()
-        if victim.places[Tier.DISK] is not None:  # It may have been dropped with another block.
-            books.remove(victim, Tier.DISK)
-        place = books.disk.take()
-    return place
+_FILLING_SHARE = 8
+"""The host is filling up when fewer than one slot in so many is free."""
+_ASKED_SHARE = 8
+"""Each request asks for at least one in so many of the borrowable blocks."""
+
+
+class PeerKeeping(WriteBehind):
+    """The peer tier: host memory lent by other workers, used once the own fills up. A block lost with its
+    creditor is a miss. The tier is neither filled nor enlarged while it is slower than computing."""
+
+    def __init__(self, books: Inventory, mover: BlockMover, gate: CostGate) -> None:
+        super().__init__(books, mover, Tier.PEER)
+        self._gate = gate
+        self.slots = books.peers
+
+    def wanted_blocks(self) -> int:
+        """Return the number of further blocks to borrow now."""
+        peers = self.slots
+        missing = len(self._books.waiting[Tier.PEER]) - peers.free
+        if missing <= 0 or not self._is_of_use():
+            return 0
+        return max(0, min(peers.most - peers.total, max(missing, peers.most // _ASKED_SHARE)))
+
+    def admit(self, places: Iterable[int], block_s: float = 0.0) -> None:
+        """Add lent slots; no number is used twice. `block_s`: measured time per block; 0: unknown."""
+        self.slots.admit(places)
+        if not self._gate.block_s(Tier.PEER):
+            self._gate.profile(Tier.PEER, block_s)
+
+    def searched(self, *, found: bool) -> None:
+        """Note the result of a search for more slots. Without more, new blocks replace old ones."""
+        self.slots.is_refused = not found
+
+    def lose(self, places: Collection[int]) -> None:
+        """Drop slots that are no longer lent, and their blocks."""
+        self._books.counts["lost_peer"] += self._books.lose_peers(places)
+
+    def retire(self) -> list[int]:
+        """Give up and return the empty slots; none while more are wanted."""
+        return [] if self.wanted_blocks() else self.slots.retire()
+
+    def start(self, most_blocks: int) -> int:
+        return super().start(most_blocks) if self.slots.total and self._is_of_use() else 0
+
+    def _start(self, node: Node) -> bool:
+        peers = self.slots
+        if not peers.free and peers.total < peers.most and not peers.is_refused:
+            return False  # more is being asked for
+        return super()._start(node)
+
+    def _is_of_use(self) -> bool:
+        host = self._books.host
+        return host.free <= host.total // _FILLING_SHARE and Tier.PEER not in self._gate.losing
 
 
 class LowerTiers:
-    """The host and disk tiers of one prefix cache; `counts` are the cache's."""
+    """The tiers of one prefix cache below the device; `counts` are the cache's."""
 
     def __init__(self, books: Inventory, mover: BlockMover, gate: CostGate, most_kept_blocks: int) -> None:
         self._books = books
@@ -85,15 +138,10 @@ class LowerTiers:
         self.has_disk, self.has_peers = books.disk.total > 0, books.peers.most > 0
         self.gate = gate
         self.counts = books.counts
-        self._reading: dict[BlockHash, int] = {}
+        self.writes = WriteBehind(books, mover, Tier.DISK)
+        self.peers = PeerKeeping(books, mover, gate)
+        self.reading: dict[BlockHash, int] = {}
         """Host slots that are being filled from disk."""
-        self._writing: dict[BlockHash, int] = {}
-        """Disk slots that are being written."""
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether prefetches are in flight."""
-        return bool(self._reading)
 
     @property
     def kept_blocks(self) -> int:
@@ -102,20 +150,17 @@ class LowerTiers:
 
     def report(self) -> CacheReport:
         """Return the cache's part of the heartbeat."""
-        host, disk, counts = self._books.host, self._books.disk, self.counts
+        host, disk, peers = self._books.host, self._books.disk, self._books.peers
+        hits = {f"{name}_hits": self.counts[f"hits_{name}"] for name in _HITS}
         return CacheReport(
             host_blocks=host.total,
             host_used_blocks=host.total - host.free,
             disk_blocks=disk.total,
             disk_used_blocks=disk.total - disk.free,
-            peer_blocks=self._books.peers.total,
-            peer_used_blocks=self._books.peers.total - self._books.peers.free,
-            device_hits=counts["hits_device"],
-            host_hits=counts["hits_host"],
-            disk_hits=counts["hits_disk"],
-            peer_hits=counts["hits_peer"],
-            borrowed_hits=counts["hits_borrowed"],
-            misses=counts["misses"],
+            peer_blocks=peers.total,
+            peer_used_blocks=peers.used,
+            misses=self.counts["misses"],
+            **hits,
         )
 
     @property
@@ -134,7 +179,6 @@ class LowerTiers:
             if node is None or node.places[Tier.DEVICE] is None or not has_room or not self._books.keep(node):
                 break
             kept.append(node)
-        self.counts["kept"] += len(kept)
         return kept
 
     def unkeep(self, nodes: Iterable[Node]) -> None:
@@ -155,9 +199,7 @@ class LowerTiers:
     ) -> int:
         """Start to read blocks of this prefix from disk to the host; return the number of reads started.
 
-        No block of `needed` is evicted for it (default: of this prefix). A disk that is slower than computing
-        is not used.
-        """
+        No block of `needed` is evicted for it (default: of this prefix). A slow disk is not used."""
         if Tier.DISK in self.gate.losing:
             return 0
         kept = set(names) if needed is None else needed
@@ -165,7 +207,7 @@ class LowerTiers:
         for node in self._books.tree.match(names):
             if started >= most_blocks:
                 break
-            if not node.stored or node.nearest is not Tier.DISK or node.name in self._reading:
+            if not node.stored or node.nearest is not Tier.DISK or node.name in self.reading:
                 continue
             if not self._start_read(node, kept):
                 break
@@ -173,9 +215,19 @@ class LowerTiers:
         self.counts["prefetched"] += started
         return started
 
-    def on_read(self, name: BlockHash, place: int, *, ok: bool) -> None:
-        """Apply the end of a read that `prefetch` started."""
-        self._reading.pop(name, None)
+    def _start_read(self, node: Node, kept: Collection[BlockHash]) -> bool:
+        place = self._books.slot(Tier.HOST, kept)
+        if place is None:
+            return False
+        source, ended = node.places[Tier.DISK], partial(self._on_read, node.name, place)
+        if source is None or not self._mover.start_read(source, place, node.name, ended):
+            self._books.host.give(place)
+            return False
+        self.reading[node.name] = place
+        return True
+
+    def _on_read(self, name: BlockHash, place: int, ok: bool) -> None:
+        del self.reading[name]
         node = self._books.tree.find(name)
         if ok and node is not None and node.places[Tier.HOST] is None:
             self._books.put(node, Tier.HOST, place)
@@ -184,37 +236,10 @@ class LowerTiers:
         if not ok and node is not None:
             self._lose(node, Tier.DISK)
 
-    def save(self, most_blocks: int) -> int:
-        """Start to write blocks from the host to disk, oldest first; return the number of writes started."""
-        unsaved = self._books.unsaved
-        started = 0
-        while unsaved and started < most_blocks:
-            node = next(iter(unsaved))
-            if node.places[Tier.HOST] is None or node.places[Tier.DISK] is not None:
-                del unsaved[node]
-                continue
-            if node.name not in self._writing and not self._start_write(node):
-                break
-            unsaved.pop(node, None)
-            started += 1
-        return started
-
-    def on_written(self, name: BlockHash, place: int, *, ok: bool) -> None:
-        """Apply the end of a write to disk."""
-        self._writing.pop(name, None)
-        node = self._books.tree.find(name)
-        self.counts["write_failures"] += not ok
-        if ok and node is not None and node.places[Tier.DISK] is None:
-            self._books.put(node, Tier.DISK, place)
-            self._books.unsaved.pop(node, None)
-        else:
-            self._books.disk.give(place)
-
     def restore(self, stored: Iterable[StoredBlock]) -> int:
         """Add the disk tier's blocks from an earlier run; return the number of blocks added.
 
-        Call this first. Blocks without their parent, or in slots out of range, are overwritten later.
-        """
+        Call this first. Blocks without their parent, or in slots out of range, are overwritten later."""
         taken: list[int] = []
         for block in sorted(stored, key=lambda block: block.depth):
             parent = self._books.tree.find(block.parent) if block.depth else None
@@ -228,36 +253,57 @@ class LowerTiers:
         return len(taken)
 
     def flush(self, write: Write, may_go_on: Callable[[], bool]) -> tuple[int, int]:
-        """Write blocks worth keeping at the end; see `flush` above."""
-        return flush(self._books, write, may_go_on)
+        """Write blocks worth keeping to disk; return the numbers of blocks written and left out.
 
-    def _start_read(self, node: Node, kept: Collection[BlockHash]) -> bool:
-        place = self._books.slot(Tier.HOST, kept)
-        if place is None:
-            return False
-        source = node.places[Tier.DISK]
-        if source is None or not self._mover.start_read(source, place, node.name):
-            self._books.host.give(place)
-            return False
-        self._reading[node.name] = place
-        return True
+        Nothing may be in flight."""
+        books = self._books
+        kept = self._worth_keeping()
+        missing = [node for node in kept if node.places[Tier.DISK] is None]
+        spare = sorted(
+            (node for node in books.tree if node.places[Tier.DISK] is not None and node not in kept),
+            key=lambda node: (-node.used, -node.hits, node.depth),
+        )
+        written = 0
+        for node in missing:
+            if not may_go_on():
+                break
+            place = books.disk.take()
+            while place is None and spare:
+                victim = spare.pop()
+                if victim.places[Tier.DISK] is not None:  # It may have been dropped with another block.
+                    books.remove(victim, Tier.DISK)
+                place = books.disk.take()
+            if place is None:
+                break
+            source = books.own_place(node)
+            if source is not None and write(_stored(node, place), *source):
+                books.put(node, Tier.DISK, place)
+                books.waiting[Tier.DISK].pop(node, None)
+                written += 1
+            else:
+                books.disk.give(place)
+        return written, len(missing) - written
 
-    def _start_write(self, node: Node) -> bool:
-        """False also when making room for it evicted the block itself."""
-        place = self._books.slot(Tier.DISK)
-        if place is None:
-            return False
-        source = node.places[Tier.HOST]
-        parent = b"" if node.parent is None else node.parent.name
-        stored = StoredBlock(node.name, parent, node.depth, place)
-        if source is None or not self._mover.start_write(source, stored):
-            self._books.disk.give(place)
-            return False
-        self._writing[node.name] = place
-        return True
+    def _worth_keeping(self) -> dict[Node, None]:
+        """Return the most recently used blocks in this worker that fit on disk, parents first."""
+        books, kept = self._books, dict[Node, None]()
+        stored = (node for node in books.tree if books.own_place(node) is not None and not node.is_shadow)
+        for node in sorted(stored, key=lambda node: (-node.used, -node.hits, node.depth)):
+            path: list[Node] = []
+            above: Node | None = node
+            while above is not None and above not in kept:
+                path.append(above)
+                above = above.parent
+            is_whole = all(books.own_place(one) is not None for one in path)
+            if is_whole and len(kept) + len(path) <= books.disk.total:
+                kept.update(dict.fromkeys(reversed(path)))
+        return kept
 
     def _lose(self, node: Node, tier: Tier) -> None:
         """Drop an unusable copy of a block."""
         self.counts["copies_lost"] += 1
         if node.places[tier] is not None:
             self._books.remove(node, tier)
+
+
+_HITS = ("device", "host", "disk", "peer", "borrowed")

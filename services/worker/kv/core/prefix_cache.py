@@ -9,45 +9,24 @@ sequence may give up at any time. Source: papers/002 §IV; `algorithms.md` §5.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 
-from services.worker.kv.core.block_manager import Inventory
+from services.worker.kv.core.block_manager import Inventory, Tiers
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.eviction import EvictionOrder, OrderMaker, ReuseHistory, order_maker
 from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.lower_tiers import LowerTiers
-from services.worker.kv.core.peer_keeping import PeerKeeping
 from services.worker.kv.core.radix_tree import Node, Tier
 from services.worker.kv.core.save_ahead import SaveAhead, block_of
-from services.worker.kv.core.shadow_keeping import ShadowKeeping
 from services.worker.kv.core.tier_copier import Awaited, BlockMover, Hit, Load, Loaded, Store
 from shared.blocks import BlockHash
-
-
-@dataclass(frozen=True, slots=True)
-class Tiers:
-    """Sizes of the lower tiers in blocks; 0: there is no such tier."""
-
-    host_blocks: int = 0
-    disk_blocks: int = 0
-    eviction: str = "frequent"
-    seed: int = 0
-    kept_blocks: int = 0
-    """Maximum number of host blocks for preempted sequences."""
-    shadow_blocks: int = 0
-    """Maximum number of host blocks for sequences that run on other workers."""
-    peer_blocks: int = 0
-    """Maximum number of blocks in other workers' host memory."""
 
 
 class PrefixCache(LowerTiers):
     """The named blocks of one worker, for one thread. It counts requests instead of reading a clock.
 
-    `counts`, in blocks: hits_… (hits_borrowed is part of hits_device), misses, evicted_…, dropped,
-    lost_unsaved, copies_lost, write_failures, prefetched, saved_ahead, saved_late (the engine waited for the
-    copy), not_saved (evicted without a copy), adopted (Pie had it on the host), loads_abandoned,
-    shadows_used, shadows_dropped, sent, send_failures, lost_peer (its creditor left).
-    """
+    `counts`, in blocks: hits_TIER (hits_borrowed is part of hits_device), misses, evicted_TIER, written_TIER,
+    write_failures_TIER, copies_lost, lost_peer (its creditor left) and those of `figures.OVERALL`."""
 
     def __init__(
         self,
@@ -65,20 +44,19 @@ class PrefixCache(LowerTiers):
             self._made.append(make(tier, history))
             return self._made[-1]
 
-        books = Inventory(pool, tiers.host_blocks, tiers.disk_blocks, kept, tiers.peer_blocks)
+        books = Inventory(pool, tiers, kept)
         super().__init__(books, mover, gate, min(tiers.kept_blocks, tiers.host_blocks))
-        self._pool = pool
+        self.base = self._pool = pool
+        self.readmit, self.rejoin = pool.readmit, pool.rejoin
         self.ids = pool.ids
         """All own block ids are below this."""
         self.block_tokens = pool.block_tokens
         self.on_moved_block = books.on_moved_block
         self._ahead = SaveAhead(books, mover)
-        self.shadows = ShadowKeeping(books, tiers.shadow_blocks)
-        self.peers = PeerKeeping(books, mover, gate)
+        self.shadows = books.shadows
         self._waits: dict[Awaited, None] = {}
-        self._loads: dict[int, list[tuple[Node, Load]]] = {}
-        """Loads by ticket. A load owns the blocks that it fills until it is answered."""
-        self._tickets = 0
+        self._loads: list[list[tuple[Node, Load]]] = []
+        """Loads under way. A load owns the blocks that it fills until it ends."""
 
     @property
     def trouble(self) -> str:
@@ -101,37 +79,12 @@ class PrefixCache(LowerTiers):
         """Named and used by nobody."""
         return self._books.evictable
 
-    @property
-    def growable_blocks(self) -> int:
-        return self._pool.growable_blocks
-
-    @property
-    def doomed_blocks(self) -> int:
-        return self._pool.doomed_blocks
-
-    @property
-    def withdrawn_blocks(self) -> int:
-        """Number of blocks lent to other workers, which are not in `total_blocks`."""
-        return self._pool.withdrawn_blocks
-
-    @property
-    def lendable_blocks(self) -> int:
-        return self._pool.lendable_blocks
-
     def withdraw(self, blocks: Iterable[int]) -> list[int]:
         """Withdraw allocated blocks without a name from the pool. Raises ValueError on others."""
         blocks = list(blocks)
         if any(self._books.node_of(block) is not None for block in blocks):
             raise ValueError("a block that has a name cannot be withdrawn")
         return self._pool.withdraw(blocks)
-
-    def readmit(self, places: Iterable[int]) -> None:
-        """Put withdrawn blocks back, free. Raises ValueError on one that was not withdrawn."""
-        self._pool.readmit(places)
-
-    def rejoin(self, places: Iterable[int]) -> list[int]:
-        """Put withdrawn blocks back, taken and unnamed; return their ids. Raises ValueError on others."""
-        return self._pool.rejoin(places)
 
     def can_allocate(self, blocks: int) -> bool:
         return blocks <= self._pool.free_blocks + self.evictable_blocks
@@ -206,9 +159,9 @@ class PrefixCache(LowerTiers):
         loaded = (tiers[Tier.DEVICE], tiers[Tier.HOST], tiers[Tier.DISK])
         return Hit(blocks, loaded, from_peers=tiers[Tier.PEER])
 
-    def on_loaded(self, ticket: int, loaded: Loaded) -> None:
+    def _on_loaded(self, pairs: list[tuple[Node, Load]], loaded: Loaded) -> None:
         """Apply the end of a load: loaded blocks are on the device, and unfilled blocks are free."""
-        pairs = self._loads.pop(ticket)
+        self._loads.remove(pairs)
         for at, (node, load) in enumerate(pairs):
             node.arriving = False
             is_reachable = node.parent is None or _is_near(node.parent)
@@ -226,17 +179,12 @@ class PrefixCache(LowerTiers):
     @property
     def arriving_blocks(self) -> int:
         """Number of device blocks that loads are filling: neither free, nor evictable, nor held yet."""
-        return sum(len(pairs) for pairs in self._loads.values())
+        return sum(map(len, self._loads))
 
     def save_ahead(self) -> int:
         """Start copying blocks to the host that are about to be evicted; return the number started."""
-        returning = self._books.history.returning
-        self._books.keeps_unused = self.gate.worth_storing(Tier.HOST, returning)
+        self._books.keeps_unused = self.gate.worth_storing(Tier.HOST, self._books.history.returning)
         return self._ahead.work()
-
-    def on_stored(self, ticket: int, *, ok: bool) -> None:
-        """Apply the end of a copy that `save_ahead` started."""
-        self._ahead.on_stored(ticket, ok=ok)
 
     def known_blocks(self, names: Sequence[BlockHash]) -> int:
         """Return the number of leading `names` on the device, without holding them."""
@@ -305,7 +253,6 @@ class PrefixCache(LowerTiers):
         return self._books.borrowed_idle
 
     def is_idle(self, block: int) -> bool:
-        """Named and used by nobody."""
         node = self._books.node_of(block)
         return node is not None and not node.busy
 
@@ -326,7 +273,8 @@ class PrefixCache(LowerTiers):
         for block in blocks:
             node = self._books.node_of(block)
             if node is not None:
-                self._books.drop_place(node)
+                self._books.clear_below(node)  # Users of those blocks have their own copy.
+                self._books.remove(node, Tier.DEVICE)
 
     def rename(self, moves: Mapping[int, int]) -> None:
         """Rename borrowed blocks to taken own blocks that have their contents now."""
@@ -377,16 +325,16 @@ class PrefixCache(LowerTiers):
     def check_integrity(self, held: Iterable[int]) -> None:
         """Raise AssertionError unless blocks and slots are conserved; `held` has each block as often as
         sequences hold it."""
-        loads = [pair for pairs in self._loads.values() for pair in pairs]
+        loads = [pair for pairs in self._loads for pair in pairs]
         awaited = [node for wait in self._waits for node in wait.nodes]
         assert all(node.arriving for node, _ in loads), "a load is on the way to nothing"
         self._books.check_integrity(
             held,
             [*awaited, *(node for node, _ in loads)],
             [load.block for _, load in loads],
-            [*self._ahead.slots, *self._reading.values(), *self.shadows.open_places],
-            self._writing.values(),
-            self.peers.sending,
+            [*self._ahead.slots, *self.reading.values(), *self.shadows.open_places],
+            self.writes.open.values(),
+            self.peers.open.values(),
         )
 
     def _send_for(self, nodes: Sequence[Node]) -> Awaited | None:
@@ -412,14 +360,15 @@ class PrefixCache(LowerTiers):
         usable = min(len(nodes), self._pool.free_blocks + self.evictable_blocks)
         blocks = self.allocate(usable)
         loads = [_load_of(node, block) for node, block in zip(nodes, blocks, strict=False)]
-        begun: list[Node] = []
-        if loads and self._mover.start_load(self._tickets + 1, loads, self.gate.most_s(usable)):
-            begun = list(nodes[:usable])
-            self._tickets += 1
-            self._loads[self._tickets] = list(zip(begun, loads, strict=True))
+        begun = list(nodes[:usable])
+        pairs = list(zip(begun, loads, strict=True))
+        ended = partial(self._on_loaded, pairs)
+        if loads and self._mover.start_load(loads, self.gate.most_s(usable), ended):
+            self._loads.append(pairs)
             for node in begun:
                 node.arriving = True
         else:
+            begun = []
             self._pool.release(blocks)
         for node in reversed(nodes[len(begun) :]):
             self._books.let_go(node)

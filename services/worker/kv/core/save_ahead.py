@@ -6,6 +6,7 @@ free only after the copy. Several blocks share a copy, since each copy wakes a t
 """
 
 from collections import deque
+from functools import partial
 from itertools import islice
 
 from services.worker.kv.core.block_manager import Inventory
@@ -92,7 +93,7 @@ class SaveAhead:
         self._books.put(node, Tier.HOST, row)
         return True
 
-    def on_stored(self, ticket: int, *, ok: bool) -> None:
+    def _on_stored(self, ticket: int, ok: bool) -> None:
         """Apply the end of a copy. `finish` may have applied it already."""
         copy = self._open.pop(ticket, [])
         self._storing -= len(copy)
@@ -106,8 +107,7 @@ class SaveAhead:
     def finish(self, node: Node) -> None:
         """Finish the block's copy, if one is under way."""
         if node.storing:
-            ticket = node.storing
-            self.on_stored(ticket, ok=self._mover.finish_store(ticket))
+            self._on_stored(node.storing, self._mover.finish_store(node.storing))
 
     def _choose(self) -> bool:
         """Choose the next blocks to copy; whether there are any."""
@@ -119,9 +119,11 @@ class SaveAhead:
         kept = set(leaving)
         for node in self._leaving:
             if node not in kept and node.is_leaving:
-                self._books.set_leaving(node, is_leaving=False)
+                node.is_leaving = False
+                self._books.rank(node)
         for node in leaving:
-            self._books.set_leaving(node, is_leaving=True)
+            node.is_leaving = True
+            self._books.rank(node)
         self._leaving = leaving
         self._unworthy = sum(not self._books.is_worth_a_copy(node) for node in leaving)
         self._evicted = self._books.counts["evicted_device"]
@@ -139,7 +141,7 @@ class SaveAhead:
             return 0
         self._tickets += 1
         stores = [Store(node.name, block_of(node), place) for node, place in copy]
-        if not self._mover.start_store(self._tickets, stores):
+        if not self._mover.start_store(self._tickets, stores, partial(self._on_stored, self._tickets)):
             for node, place in reversed(copy):
                 self._books.give_host_slot(node, place)
                 self._next.appendleft(node)

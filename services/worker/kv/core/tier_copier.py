@@ -1,6 +1,6 @@
 """Copies of blocks between tiers: their descriptions, the protocol of the mover, and hits that wait. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -92,20 +92,19 @@ class Hit:
 
 
 class BlockMover(Protocol):
-    """Copies blocks between tiers. Until a copy is answered, its source and target belong to the mover, even
-    if its result is no longer needed."""
+    """Copies blocks between tiers. `ended` gets the result once, between two steps; until then source and
+    target belong to the mover. The calls that start a copy return False when too many are open."""
 
-    def start_load(self, ticket: int, loads: Sequence[Load], most_s: float) -> bool:
-        """Start verified loads in order, abandoned after `most_s` seconds; `PrefixCache.on_loaded` answers.
-        False: too many are open."""
+    def start_load(self, loads: Sequence[Load], most_s: float, ended: Callable[[Loaded], None]) -> bool:
+        """Start verified loads in order, abandoned after `most_s` seconds."""
         ...
 
-    def start_store(self, ticket: int, stores: Sequence[Store]) -> bool:
-        """Start copies to host slots; `PrefixCache.on_stored` answers. False: too many are open."""
+    def start_store(self, ticket: int, stores: Sequence[Store], ended: Callable[[bool], None]) -> bool:
+        """Start copies to host slots."""
         ...
 
     def finish_store(self, ticket: int) -> bool:
-        """Finish that copy ahead of all others; whether it worked. Its later answer has no effect."""
+        """Finish that copy ahead of all others; whether it worked."""
         ...
 
     def store(self, stores: Sequence[Store]) -> float:
@@ -117,14 +116,10 @@ class BlockMover(Protocol):
         """Take the checksum of a host slot that another part filled with block `name`."""
         ...
 
-    def start_write(self, source: int, node: StoredBlock) -> bool:
-        """Start a copy from host to disk; `PrefixCache.on_written` answers. False: too many are open."""
+    def start_write(self, tier: Tier, source: int, node: StoredBlock, ended: Callable[[bool], None]) -> bool:
+        """Start a copy from the host to the disk or a peer."""
         ...
 
-    def start_send(self, source: int, node: StoredBlock) -> bool:
-        """Start a copy from host to a peer; `PeerKeeping.on_sent` answers. False: too many are open."""
-        ...
-
-    def start_read(self, place: int, target: int, name: BlockHash) -> bool:
-        """Start a copy from disk to host; `PrefixCache.on_read` answers. False: too many are open."""
+    def start_read(self, place: int, target: int, name: BlockHash, ended: Callable[[bool], None]) -> bool:
+        """Start a copy from disk to host."""
         ...

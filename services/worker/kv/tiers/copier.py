@@ -1,127 +1,34 @@
 """Moves blocks between device, host, peers and disk: what the cache decides, carried out and verified.
 
-Each copy goes through the worker's `TransferEngine`. How it ended is handed to `on_done` on the thread that
-owns the cache, which applies it (`Ended.apply`) between two steps. Knows no order of eviction and no
-sequence.
+Each copy goes through the worker's `TransferEngine`, which hands its result over on the cache's thread.
 """
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from time import monotonic, perf_counter
-from typing import Protocol
 
 import numpy as np
 
-from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.tier_copier import Load, Loaded, Store, StoredBlock
 from services.worker.kv.tiers.disk import DiskTier
 from services.worker.kv.tiers.host import HostTier
 from services.worker.kv.tiers.peers import PeerTier
 from services.worker.kv.tiers.records import RecordRow, Records
-from services.worker.kv.tiers.throttle import Throttle
-from services.worker.kv.transfers import Route, Ticket, TransferEngine
+from services.worker.kv.transfers import Route, T, Throttle, Ticket, TransferEngine
 from shared.blocks import BlockHash
 
-
-class Ended(Protocol):
-    """A copy is over; how it ended is for the cache to know."""
-
-    def apply(self, cache: PrefixCache) -> None:
-        """On the cache's own thread, once."""
-        ...
-
-
 _MOST_STORES = 256
-"""Remembered: far more than can be waiting for their answer."""
+"""Number of stores remembered: far more than can be open."""
 _BATCH_BLOCKS = 16
-"""So many are brought to the device in one copy."""
+"""Maximum number of blocks in one copy to the device."""
 _PROFILED_BLOCKS, _PROFILES, _PROFILE_S = 4, 3, 0.05
-"""Timed at the start, so many times; a tier so slow that it takes longer is known well enough."""
-
-
-@dataclass(frozen=True, slots=True)
-class DiskCopyDone:
-    """A copy between host and disk is over."""
-
-    name: BlockHash
-    place: int
-    """The host slot that was read into, or the disk slot that was written."""
-    ok: bool
-    written: bool
-
-    def apply(self, cache: PrefixCache) -> None:
-        """On the cache's own thread, once."""
-        if self.written:
-            cache.on_written(self.name, self.place, ok=self.ok)
-        else:
-            cache.on_read(self.name, self.place, ok=self.ok)
-
-
-@dataclass(frozen=True, slots=True)
-class SendDone:
-    """A copy to a peer is over."""
-
-    name: BlockHash
-    place: int
-    """The peer's slot."""
-    ok: bool
-
-    def apply(self, cache: PrefixCache) -> None:
-        """On the cache's own thread, once."""
-        cache.peers.on_sent(self.name, self.place, ok=self.ok)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadDone:
-    """What came to the device."""
-
-    ticket: int
-    loaded: Loaded
-
-    def apply(self, cache: PrefixCache) -> None:
-        """On the cache's own thread, once."""
-        cache.on_loaded(self.ticket, self.loaded)
-
-
-@dataclass(frozen=True, slots=True)
-class StoreDone:
-    """Blocks were copied to the host."""
-
-    ticket: int
-    ok: bool
-
-    def apply(self, cache: PrefixCache) -> None:
-        """On the cache's own thread, once."""
-        cache.on_stored(self.ticket, ok=self.ok)
-
-
-@dataclass(frozen=True, slots=True)
-class Throttles:
-    """Speeds that the tiers' copies may not exceed."""
-
-    host: Throttle
-    disk: Throttle
-    peers: Throttle
-
-    @classmethod
-    def of(
-        cls, host_bytes_per_s: float = 0.0, disk_bytes_per_s: float = 0.0, peer_bytes_per_s: float = 0.0
-    ) -> "Throttles":
-        """0 does not limit."""
-        return cls(Throttle(host_bytes_per_s), Throttle(disk_bytes_per_s), Throttle(peer_bytes_per_s))
-
-    def at(self, tier: Tier) -> Throttle:
-        """Of what is loaded from there."""
-        if tier is Tier.HOST:
-            return self.host
-        return self.peers if tier is Tier.PEER else self.disk
+"""Blocks, repetitions and maximum seconds of the measurement at the start."""
 
 
 class TierMover:
-    """A `BlockMover` over real memory and a real file. `on_done` is called when `transfers` are settled."""
+    """A `BlockMover` over real memory, a file and peers."""
 
     def __init__(
         self,
@@ -129,40 +36,33 @@ class TierMover:
         records: Records,
         host: HostTier,
         disk: DiskTier | None,
-        on_done: Callable[[Ended], None],
-        throttles: Throttles | None = None,
+        bytes_per_s: Mapping[Tier, float] | None = None,
         peers: PeerTier | None = None,
     ) -> None:
+        """`bytes_per_s` slows the copies of a tier down, for tests."""
         self._transfers = transfers
         self._records = records
         self._host = host
-        self._disk = disk
-        self._peers = peers
-        self._on_done = on_done
-        self._throttles = throttles or Throttles.of()
+        self._below: dict[Tier, DiskTier | PeerTier | None] = {Tier.DISK: disk, Tier.PEER: peers}
+        self._throttles = {tier: Throttle((bytes_per_s or {}).get(tier, 0.0)) for tier in Tier}
         self._staged = np.empty((_BATCH_BLOCKS, records.record_bytes), dtype=np.uint8)
-        self.counts: Counter[str] = Counter()
-        self._stores: dict[int, Ticket[Ended]] = {}
-        """By ticket: the last ones."""
+        self._stores: dict[int, Ticket[bool]] = {}
+        """The last stores by their number."""
         self._incoming, self._outgoing = records.twin(), records.twin()
-        """Of the two threads."""
+        """Records of the two copying threads."""
 
-    def start_load(self, ticket: int, loads: Sequence[Load], most_s: float) -> bool:
-        """See `BlockMover`."""
+    def start_load(self, loads: Sequence[Load], most_s: float, ended: Callable[[Loaded], None]) -> bool:
+        def copy() -> Loaded:
+            return self.load(loads, most_s)
 
-        def copy() -> LoadDone:
-            return LoadDone(ticket, self.load(loads, most_s))
+        return self._start(Route.LOAD, copy, Loaded(0), ended, len(loads)) is not None
 
-        return self._start(Route.LOAD, copy, LoadDone(ticket, Loaded(0)), len(loads)) is not None
-
-    def start_store(self, ticket: int, stores: Sequence[Store]) -> bool:
-        """See `BlockMover`."""
-
-        def copy() -> StoreDone:
+    def start_store(self, ticket: int, stores: Sequence[Store], ended: Callable[[bool], None]) -> bool:
+        def copy() -> bool:
             self._store(stores, self._outgoing)
-            return StoreDone(ticket, ok=True)
+            return True
 
-        job = self._start(Route.STORE, copy, StoreDone(ticket, ok=False), len(stores))
+        job = self._start(Route.STORE, copy, False, ended, len(stores))
         if job is None:
             return False
         self._stores[ticket] = job
@@ -172,11 +72,11 @@ class TierMover:
 
     def finish_store(self, ticket: int) -> bool:
         """See `BlockMover`. Raises InternalError when a copy in memory does not end."""
-        answer = self._transfers.finish(self._stores.pop(ticket))
-        return isinstance(answer, StoreDone) and answer.ok
+        return self._transfers.finish(self._stores.pop(ticket))
 
     def load(self, loads: Sequence[Load], most_s: float) -> Loaded:
-        """In order, each verified. What is past its time is given up between two blocks, or while throttled.
+        """Load and verify blocks in order; stop between two of them, or while throttled, when time is up.
+
         On the thread of loads, or before there are any."""
         until_s = monotonic() + most_s
         elapsed_s = [0.0] * len(Tier)
@@ -191,8 +91,8 @@ class TierMover:
         return Loaded(done, tuple(elapsed_s))
 
     def profile(self, device_blocks: int) -> float:
-        """Seconds that a block takes from the host to the device, before either has anything in it; 0 where
-        there is no host tier."""
+        """Return the seconds per block from the host to the device, measured while both are empty; 0: there
+        is no host tier."""
         count = min(_PROFILED_BLOCKS, self._host.slots, device_blocks)
         for place in range(count):
             self._host.seal(place, b"")
@@ -205,67 +105,45 @@ class TierMover:
         return best_s if count else 0.0
 
     def store(self, stores: Sequence[Store]) -> float:
-        """See `BlockMover`."""
         started_s = perf_counter()
         self._store(stores, self._records)
         return perf_counter() - started_s
 
     def seal(self, place: int, name: BlockHash) -> None:
-        """See `BlockMover`."""
         self._host.seal(place, name)
 
-    def start_write(self, source: int, node: StoredBlock) -> bool:
-        """See `BlockMover`."""
-        disk = self._disk
-        if disk is None:
-            return False
+    def start_write(self, tier: Tier, source: int, node: StoredBlock, ended: Callable[[bool], None]) -> bool:
+        below = self._below[tier]
         sum_ = self._host.checksum_of(source)  # now: the slot may be lost and reused before it is written
 
         def write() -> bool:
             row = self._host.row(source)
-            self._throttles.disk.wait(row.nbytes)
-            return self._host.is_intact(source, node.name) and disk.write(node, row, sum_)
+            self._throttles[tier].wait(row.nbytes)
+            is_intact = below is not None and self._host.is_intact(source, node.name)
+            return is_intact and below.write(node, row, sum_)
 
-        return self._start_on_disk(
-            Route.WRITE, DiskCopyDone(node.name, node.place, ok=True, written=True), write
-        )
+        route = Route.WRITE if tier is Tier.DISK else Route.SEND
+        return self._start(route, write, False, ended) is not None
 
-    def start_send(self, source: int, node: StoredBlock) -> bool:
-        """See `BlockMover`."""
-        peers = self._peers
-        if peers is None:
-            return False
-        sum_ = self._host.checksum_of(source)  # as in `start_write`
-        done = SendDone(node.name, node.place, ok=True)
-
-        def send() -> SendDone:
-            row = self._host.row(source)
-            self._throttles.peers.wait(row.nbytes)
-            return replace(done, ok=self._host.is_intact(source, node.name) and peers.write(node, row, sum_))
-
-        return self._start(Route.SEND, send, replace(done, ok=False)) is not None
-
-    def start_read(self, place: int, target: int, name: BlockHash) -> bool:
-        """See `BlockMover`."""
-        disk = self._disk
-        if disk is None:
-            return False
+    def start_read(self, place: int, target: int, name: BlockHash, ended: Callable[[bool], None]) -> bool:
+        disk = self._below[Tier.DISK]
 
         def read() -> bool:
             row = self._host.row(target)
-            self._throttles.disk.wait(row.nbytes)
-            if not disk.read(place, name, row):
+            self._throttles[Tier.DISK].wait(row.nbytes)
+            if disk is None or not disk.read(place, name, row):
                 return False
             self._host.seal(target, name)
             return True
 
-        return self._start_on_disk(Route.READ, DiskCopyDone(name, target, ok=True, written=False), read)
+        return self._start(Route.READ, read, False, ended) is not None
 
     def write_now(self, node: StoredBlock, tier: Tier, source: int, until_s: float) -> bool:
-        """Device block or host slot → the node's disk slot, in this thread, once the others have ended.
+        """Write a device block or host slot to disk in this thread, once the others have ended.
+
         False when there is no disk, the source is not intact, writing failed, or it would end after `until_s`
         (monotonic clock)."""
-        disk = self._disk
+        disk = self._below[Tier.DISK]
         if disk is None or tier is Tier.PEER:
             return False
         if tier is Tier.HOST:
@@ -274,19 +152,20 @@ class TierMover:
         else:
             row, is_intact = self._staged[0], True
             self._records.read([source], [row])
-            sum_ = self._host.sums.of(row, node.name, disk.geometry.fingerprint)
-        return is_intact and self._throttles.disk.wait(row.nbytes, until_s) and disk.write(node, row, sum_)
+            sum_ = self._host.sums.of(row, node.name, self._host.fingerprint)
+        is_in_time = is_intact and self._throttles[Tier.DISK].wait(row.nbytes, until_s)
+        return is_in_time and disk.write(node, row, sum_)
 
     def close(self) -> None:
-        """Gives the file back, when nothing is copied any more."""
-        if self._disk is not None:
-            self._disk.close()
-            self._disk = None
+        """Close the file, when nothing is copied any more."""
+        disk, self._below[Tier.DISK] = self._below[Tier.DISK], None
+        if isinstance(disk, DiskTier):
+            disk.close()
 
     def _load_batch(self, batch: Sequence[Load], until_s: float) -> Loaded:
-        """Loads from one tier, brought to the device together."""
+        """Load blocks of one tier and bring them to the device together."""
         tier = batch[0].tier
-        throttle = self._throttles.at(tier)
+        throttle = self._throttles[tier]
         started_s = last_s = perf_counter()
         rows: list[RecordRow] = []
         failed = False
@@ -309,22 +188,13 @@ class TierMover:
         return Loaded(len(rows), tuple(elapsed_s), failed, wasted_s)
 
     def _fetch(self, load: Load, buffer: RecordRow) -> RecordRow | None:
-        """The verified record; None when it is not intact.
+        """Return the verified record; None when it is not intact.
 
-        It is verified where nobody else writes: a copy of the file's bytes, or of a peer's, and the slot of a
-        held block.
-        """
+        It is verified where nobody else writes: in a copy of the file's or a peer's bytes, or in a held slot."""
         if load.tier is Tier.HOST:
-            if self._host.is_intact(load.place, load.name):
-                return self._host.row(load.place)
-            self.counts["host_checksum_failures"] += 1
-            return None
-        if load.tier is Tier.PEER:
-            is_there = self._peers is not None and self._peers.read(load.place, load.name, buffer)
-            return buffer if is_there else None
-        if self._disk is not None and self._disk.read(load.place, load.name, buffer):
-            return buffer
-        return None
+            return self._host.row(load.place) if self._host.check(load.place, load.name) else None
+        below = self._below[load.tier]
+        return buffer if below is not None and below.read(load.place, load.name, buffer) else None
 
     def _store(self, stores: Sequence[Store], records: Records) -> None:
         last = {store.place: store for store in stores}
@@ -332,23 +202,17 @@ class TierMover:
         records.read([store.block for store in last.values()], rows)
         for place, store in last.items():
             self._host.seal(place, store.name)
-        self._throttles.host.wait(len(rows) * records.record_bytes)
-
-    def _start_on_disk(self, route: Route, done: DiskCopyDone, copy: Callable[[], bool]) -> bool:
-        def run() -> DiskCopyDone:
-            return replace(done, ok=copy())
-
-        return self._start(route, run, replace(done, ok=False)) is not None
+        self._throttles[Tier.HOST].wait(len(rows) * records.record_bytes)
 
     def _start(
-        self, route: Route, copy: Callable[[], Ended], failed: Ended, blocks: int = 1
-    ) -> Ticket[Ended] | None:
+        self, route: Route, copy: Callable[[], T], failed: T, ended: Callable[[T], None], blocks: int = 1
+    ) -> Ticket[T] | None:
         """None when too many are open."""
         size_bytes = blocks * self._records.record_bytes
-        return self._transfers.start(route, copy, failed, size_bytes=size_bytes, on_ended=self._on_done)
+        return self._transfers.start(route, copy, failed, size_bytes=size_bytes, on_ended=ended)
 
 
 def _one_tier(loads: Sequence[Load]) -> Sequence[Load]:
-    """As many as lie in the tier of the first."""
+    """Return the leading loads that lie in the tier of the first."""
     count = next((index for index, load in enumerate(loads) if load.tier is not loads[0].tier), len(loads))
     return loads[:count]

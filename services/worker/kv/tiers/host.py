@@ -1,5 +1,7 @@
 """Records in memory of the host: slots allocated once, each with a checksum. Knows no file and no order."""
 
+from collections import Counter
+
 import numpy as np
 import numpy.typing as npt
 
@@ -24,7 +26,9 @@ class HostTier:
         when it is first used. `slots` may be 0."""
         self.slots = slots
         self.sums = sums
-        self._fingerprint = fingerprint
+        self.counts: Counter[str] = Counter()
+        """checksum_failures."""
+        self.fingerprint = fingerprint
         self._rows = np.zeros((slots, record_bytes), dtype=np.uint8) if rows is None else rows
         self._checksums = [-1] * len(self._rows)
 
@@ -35,7 +39,7 @@ class HostTier:
 
     def seal(self, place: int, name: BlockHash) -> None:
         """The slot has been filled with `name`'s bytes."""
-        self._checksums[place] = self.sums.of(self._rows[place], name, self._fingerprint)
+        self._checksums[place] = self.sums.of(self._rows[place], name, self.fingerprint)
 
     def checksum_of(self, place: int) -> int:
         """As taken when the slot was sealed."""
@@ -43,4 +47,10 @@ class HostTier:
 
     def is_intact(self, place: int, name: BlockHash) -> bool:
         """Whether the slot holds `name`'s bytes as they were when it was sealed."""
-        return self._checksums[place] == self.sums.of(self._rows[place], name, self._fingerprint)
+        return self._checksums[place] == self.sums.of(self._rows[place], name, self.fingerprint)
+
+    def check(self, place: int, name: BlockHash) -> bool:
+        """`is_intact`, counting failures."""
+        is_intact = self.is_intact(place, name)
+        self.counts["checksum_failures"] += not is_intact
+        return is_intact

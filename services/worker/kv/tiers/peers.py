@@ -27,16 +27,6 @@ class PeerMemory(Protocol):
         ...
 
 
-class _Nobody:
-    """Before anybody lends."""
-
-    def read(self, place: int, row: RecordRow) -> bool:
-        return False
-
-    def write(self, place: int, row: RecordRow) -> bool:
-        return False
-
-
 class PeerTier:
     """For two threads, as long as they are not at the same slot.
 
@@ -49,13 +39,14 @@ class PeerTier:
         self._sum_of: dict[int, tuple[BlockHash, int]] = {}
         """By slot: whose bytes were sent there."""
         self._counting = threading.Lock()
-        self.memory: PeerMemory = _Nobody()
+        self.memory: PeerMemory | None = None
+        """None until a peer lends."""
         self.counts: Counter[str] = Counter()
 
     def read(self, place: int, name: BlockHash, row: RecordRow) -> bool:
         """The slot's record into `row`. False, counted, when it is not `name`'s or not intact."""
         held, expected = self._sum_of.get(place, (b"", 0))
-        if held != name or not self.memory.read(place, row):
+        if held != name or self.memory is None or not self.memory.read(place, row):
             return self._bad("read_errors")
         if self._sums.of(row, name, self._fingerprint) != expected:
             return self._bad("checksum_failures")
@@ -64,7 +55,7 @@ class PeerTier:
     def write(self, node: StoredBlock, row: RecordRow, sum_: int) -> bool:
         """`row`, whose checksum was taken when it was made, to the node's slot. False when it failed."""
         self._sum_of.pop(node.place, None)
-        if not self.memory.write(node.place, row):
+        if self.memory is None or not self.memory.write(node.place, row):
             return self._bad("write_errors")
         self._sum_of[node.place] = node.name, sum_
         return True

@@ -63,7 +63,7 @@ class Homecoming:
 
         `end_recall` must follow."""
         own = self._pool.own
-        room = min(own.free_blocks + own.evictable_blocks - keep_blocks, own.lendable_blocks)
+        room = min(own.free_blocks + own.evictable_blocks - keep_blocks, own.base.lendable_blocks)
         chosen = self._pool.set_apart(self._pool.are_used(blocks), min(most_blocks, room))
         return list(zip(chosen, own.withdraw(own.allocate(len(chosen))), strict=True)) if chosen else []
 

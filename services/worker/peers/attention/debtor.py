@@ -21,7 +21,7 @@ from services.worker.engine.backends import Pools
 from services.worker.engine.paged import Shape
 from services.worker.engine.partition import Part, whole
 from services.worker.engine.remote import Partial
-from services.worker.kv.tiers.throttle import Throttle
+from services.worker.kv.transfers import Throttle
 from services.worker.peers.attention.core.cost import CreditorSpeeds, ShipMode, Work, choose_mode
 from services.worker.peers.attention.interfaces import BlockDebtor, LentTier, creditor_lost
 from services.worker.peers.attention.shares import (

@@ -16,8 +16,7 @@ import numpy as np
 from services.worker.kv.tiers.checksums import CRC, Checksums
 from services.worker.kv.tiers.host import HostTier
 from services.worker.kv.tiers.records import RecordRow, Records
-from services.worker.kv.tiers.throttle import Throttle
-from services.worker.kv.transfers import TransferEngine
+from services.worker.kv.transfers import Throttle, TransferEngine
 from services.worker.peers.engine_calls import CacheDoor
 from services.worker.peers.migration.settings import TransferConfig
 from services.worker.peers.migration.shelves import DeviceShelf, HostShelf, Shelf

@@ -50,7 +50,7 @@ def orders(world: World) -> list[PullBlocks]:
 
 
 def shadows(world: World, name: str) -> int:
-    return world.caches[name].shadows.blocks
+    return len(world.caches[name].shadows)
 
 
 def other(world: World, request: Request) -> str:

@@ -20,9 +20,10 @@ from services.worker.core.sequence import HeldSequence
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
 from services.worker.engine_thread import row_of
+from services.worker.kv.core.block_manager import Tiers
 from services.worker.kv.core.grown_pool import GrownPool
 from services.worker.kv.core.load_policy import CostGate
-from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
+from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.core.residency import Residency
 from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.core.tier_copier import BlockMover

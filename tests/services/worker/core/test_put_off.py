@@ -8,9 +8,10 @@ from services.worker.core.reports import Identity
 from services.worker.core.sampling import Sampled
 from services.worker.core.sequences import SequenceLimits, SequenceTable
 from services.worker.core.steps import StepCore
+from services.worker.kv.core.block_manager import Tiers
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.load_policy import CostGate
-from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
+from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.core.tier_copier import Loaded
 from shared.blocks import chain, root
 from shared.messages.commands import TakeSnapshot
@@ -71,10 +72,10 @@ class Bench:
         return sorted((one.sequence.ref.request_id, one.first_token, one.end_token) for one in work.items)
 
     def end_load(self, *, done: int = STORED, failed: bool = False) -> None:
-        ((ticket, loads),) = self.mover.loads
+        ((loads, ended),) = self.mover.loads
         self.mover.loads = []
         self.mover.load(loads[:done])
-        self.cache.on_loaded(ticket, Loaded(done, failed=failed))
+        ended(Loaded(done, failed=failed))
 
     def start(self, one: SequenceRef, prompt: list[int], *, seq: int, max_tokens: int = 32) -> None:
         source = spec(one, prompt, max_tokens=max_tokens)

@@ -1,14 +1,15 @@
 """A prefix cache whose lower tiers are lists, and whose copies end when a test says so."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from services.worker.kv.core.block_manager import Tiers
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.block_table import block_table, first_borrowed
 from services.worker.kv.core.borrowed_pool import ExtendedPool
 from services.worker.kv.core.load_policy import CostGate
-from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
+from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.core.radix_tree import Node, Tier
 from services.worker.kv.core.tier_copier import Awaited, Hit, Load, Loaded, Store, StoredBlock
 from shared.blocks import BlockHash, chain, root
@@ -34,6 +35,9 @@ def flip_byte(path: Path, at: int, mask: int = 1) -> None:
         file.write(bytes([byte ^ mask]))
 
 
+Ended = Callable[[bool], None]
+
+
 @dataclass
 class MemoryMover:
     """Tiers whose "bytes" are the name of what was stored there. Faults are switched on by the test."""
@@ -41,12 +45,12 @@ class MemoryMover:
     device: dict[int, BlockHash] = field(default_factory=dict)
     host: dict[int, BlockHash] = field(default_factory=dict)
     disk: dict[int, StoredBlock] = field(default_factory=dict)
-    loads: list[tuple[int, list[Load]]] = field(default_factory=list)
-    stores: dict[int, list[Store]] = field(default_factory=dict)
-    writes: list[tuple[int, StoredBlock]] = field(default_factory=list)
-    reads: list[tuple[int, int, BlockHash]] = field(default_factory=list)
     peers: dict[int, StoredBlock] = field(default_factory=dict)
-    sends: list[tuple[int, StoredBlock]] = field(default_factory=list)
+    loads: list[tuple[list[Load], Callable[[Loaded], None]]] = field(default_factory=list)
+    stores: dict[int, tuple[list[Store], Ended]] = field(default_factory=dict)
+    writes: list[tuple[int, StoredBlock, Ended]] = field(default_factory=list)
+    sends: list[tuple[int, StoredBlock, Ended]] = field(default_factory=list)
+    reads: list[tuple[int, int, BlockHash, Ended]] = field(default_factory=list)
     lost_host: set[int] = field(default_factory=set)
     lost_disk: set[int] = field(default_factory=set)
     lost_peers: set[int] = field(default_factory=set)
@@ -54,10 +58,10 @@ class MemoryMover:
     abandon_after: int = 1000
     most_open: int = 3
 
-    def start_load(self, ticket: int, loads: Sequence[Load], most_s: float) -> bool:
+    def start_load(self, loads: Sequence[Load], most_s: float, ended: Callable[[Loaded], None]) -> bool:
         if len(self.loads) >= self.most_open:
             return False
-        self.loads.append((ticket, list(loads)))
+        self.loads.append((list(loads), ended))
         return True
 
     def load(self, loads: Sequence[Load]) -> Loaded:
@@ -74,14 +78,14 @@ class MemoryMover:
             self.device[load.block] = load.name
         return Loaded(len(loads), (0.0, 0.001, 0.002, 0.0015))
 
-    def start_store(self, ticket: int, stores: Sequence[Store]) -> bool:
+    def start_store(self, ticket: int, stores: Sequence[Store], ended: Ended) -> bool:
         if len(self.stores) >= self.most_open:
             return False
-        self.stores[ticket] = list(stores)
+        self.stores[ticket] = list(stores), ended
         return True
 
     def finish_store(self, ticket: int) -> bool:
-        self.store(self.stores.pop(ticket))
+        self.store(self.stores.pop(ticket)[0])
         return True
 
     def store(self, stores: Sequence[Store]) -> float:
@@ -94,24 +98,18 @@ class MemoryMover:
     def seal(self, place: int, name: BlockHash) -> None:
         raise AssertionError("no block of this cache lies on the host while it is in use")
 
-    def start_write(self, source: int, node: StoredBlock) -> bool:
-        if len(self.writes) >= self.most_open:
+    def start_write(self, tier: Tier, source: int, node: StoredBlock, ended: Ended) -> bool:
+        writes = self.writes if tier is Tier.DISK else self.sends
+        if len(writes) >= self.most_open:
             return False
         assert self.host[source] == node.name
-        self.writes.append((source, node))
+        writes.append((source, node, ended))
         return True
 
-    def start_send(self, source: int, node: StoredBlock) -> bool:
-        if len(self.sends) >= self.most_open:
-            return False
-        assert self.host[source] == node.name
-        self.sends.append((source, node))
-        return True
-
-    def start_read(self, place: int, target: int, name: BlockHash) -> bool:
+    def start_read(self, place: int, target: int, name: BlockHash, ended: Ended) -> bool:
         if len(self.reads) >= self.most_open:
             return False
-        self.reads.append((place, target, name))
+        self.reads.append((place, target, name, ended))
         return True
 
 
@@ -163,11 +161,11 @@ class Rig:
 
     def end_sends(self, *, ok: bool) -> None:
         sends, self.mover.sends = self.mover.sends, []
-        for source, node in sends:
+        for source, node, ended in sends:
             intact = ok and node.place not in self.mover.lost_peers and self.mover.host[source] == node.name
             if intact:
                 self.mover.peers[node.place] = node
-            self.cache.peers.on_sent(node.name, node.place, ok=intact)
+            ended(intact)
 
     def shadow(self, tokens: bytes) -> None:
         """Another worker's sequence has come so far: what is missing of it here is on its way."""
@@ -308,30 +306,30 @@ class Rig:
     def end_disk_copies(self, *, ok: bool) -> None:
         reads, self.mover.reads = self.mover.reads, []
         writes, self.mover.writes = self.mover.writes, []
-        for place, target, name in reads:
+        for place, target, name, ended in reads:
             intact = ok and place not in self.mover.lost_disk and self.mover.disk[place].name == name
             if intact:
                 self.mover.host[target] = name
                 self.mover.lost_host.discard(target)
-            self.cache.on_read(name, target, ok=intact)
-        for source, node in writes:
+            ended(intact)
+        for source, node, ended in writes:
             intact = ok and self.mover.host[source] == node.name  # not if it was lost meanwhile, and reused
             if intact:
                 self.mover.disk[node.place] = node
                 self.mover.lost_disk.discard(node.place)
-            self.cache.on_written(node.name, node.place, ok=intact)
+            ended(intact)
 
     def end_loads(self) -> None:
         loads, self.mover.loads = self.mover.loads, []
-        for ticket, one in loads:
-            self.cache.on_loaded(ticket, self.mover.load(one))
+        for one, ended in loads:
+            ended(self.mover.load(one))
 
     def end_stores(self, *, ok: bool = True) -> None:
         stores, self.mover.stores = self.mover.stores, {}
-        for ticket, copy in stores.items():
+        for copy, ended in stores.values():
             if ok:
                 self.mover.store(copy)
-            self.cache.on_stored(ticket, ok=ok)
+            ended(ok)
 
     def check(self) -> None:
         """Copies to and from the device may be under way."""

@@ -48,7 +48,9 @@ def lend(pool: OwnPool, most_blocks: int, least_blocks: int, keep_blocks: int) -
     """Withdraw up to `most_blocks`, or none below `least_blocks`; `keep_blocks` stay free.
 
     Returns their places in the engine's memory."""
-    blocks = min(most_blocks, pool.free_blocks + pool.evictable_blocks - keep_blocks, pool.lendable_blocks)
+    blocks = min(
+        most_blocks, pool.free_blocks + pool.evictable_blocks - keep_blocks, pool.base.lendable_blocks
+    )
     if blocks < max(1, least_blocks):
         return []
     return pool.withdraw(pool.allocate(blocks))

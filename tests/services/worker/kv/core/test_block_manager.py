@@ -4,14 +4,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.worker.kv.core.block_manager import Inventory
+from services.worker.kv.core.block_manager import Inventory, Tiers
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.eviction import Lru, ReuseHistory, SlotPool, order_maker
 from services.worker.kv.core.radix_tree import Node, Tier
 
 
 def books_of(device: int = 4, host: int = 2, disk: int = 2) -> Inventory:
-    return Inventory(BlockPool(device, 2), host, disk, order_maker("lru"))
+    return Inventory(BlockPool(device, 2), Tiers(host, disk), order_maker("lru"))
 
 
 @pytest.fixture
@@ -42,12 +42,6 @@ def test_a_used_block_keeps_its_beginning(books: Inventory) -> None:
     books.remove(third, Tier.DEVICE)
     books.let_go(second)
     assert (first.busy, books.evictable) == (0, 2)
-
-
-def test_what_nobody_holds_cannot_be_let_go(books: Inventory) -> None:
-    (node,) = grown(books, Tier.DEVICE, b"a")
-    with pytest.raises(ValueError, match="without a user"):
-        books.let_go(node)
 
 
 def test_a_block_without_copies_takes_along_what_hangs_on_it(books: Inventory) -> None:
@@ -93,19 +87,6 @@ def test_what_is_needed_is_not_given_up(books: Inventory) -> None:
     books.host.give(place)
 
 
-def test_a_tier_that_is_not_there_has_no_slot() -> None:
-    assert books_of(host=0).slot(Tier.HOST) is None
-
-
-def test_only_what_the_host_alone_has_is_to_be_saved() -> None:
-    books = books_of()
-    (node,) = grown(books, Tier.HOST, b"a")
-    assert list(books.unsaved) == [node]
-    books.remove(node, Tier.HOST)
-    assert not books.unsaved
-    assert not books_of(disk=0).unsaved
-
-
 def test_lost_books_are_noticed() -> None:
     books = books_of()
     grown(books, Tier.DEVICE, b"a")
@@ -114,36 +95,11 @@ def test_lost_books_are_noticed() -> None:
         books.check_integrity([])
 
 
-def shelf_of(total: int) -> SlotPool:
-    return SlotPool(total, Lru(ReuseHistory()))
-
-
-def test_each_slot_is_taken_once() -> None:
-    shelf = shelf_of(3)
-    assert sorted([shelf.take() or 0, shelf.take() or 0, shelf.take() or 0]) == [0, 1, 2]
-    assert shelf.take() is None
-    shelf.give(1)
-    shelf.check_integrity([0, 2])
-    assert shelf.take() == 1
-
-
 def test_certain_slots_can_be_claimed_once() -> None:
-    shelf = shelf_of(5)
+    shelf = SlotPool(5, Lru(ReuseHistory()))
     shelf.claim([4, 0])
     shelf.check_integrity([0, 4])
     for wrong in ([0], [1, 1], [5]):
         with pytest.raises(ValueError, match="not free"):
             shelf.claim(wrong)
     shelf.check_integrity([0, 4])
-
-
-def test_a_lost_slot_is_noticed() -> None:
-    shelf = shelf_of(2)
-    shelf.take()
-    with pytest.raises(AssertionError, match="lost"):
-        shelf.check_integrity([])
-
-
-def test_a_tier_of_less_than_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="-1"):
-        shelf_of(-1)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.placement.core.prefix_index import PrefixIndex
 from services.worker.kv.core import kv_events as news_module
-from services.worker.kv.core.block_manager import Inventory
+from services.worker.kv.core.block_manager import Inventory, Tiers
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.eviction import order_maker
 from services.worker.kv.core.kv_events import PrefixNews
@@ -25,7 +25,7 @@ class Cached:
     """An inventory and its events."""
 
     def __init__(self, device: int = 8, host: int = 8) -> None:
-        self.books = Inventory(BlockPool(device, 1), host, 0, order_maker("lru"))
+        self.books = Inventory(BlockPool(device, 1), Tiers(host), order_maker("lru"))
         self.news = PrefixNews(self.books.tree, "w0", 7, interval_s=0.2)
 
     def store(self, number: int, parent: Node | None = None, tier: Tier = Tier.HOST) -> Node:

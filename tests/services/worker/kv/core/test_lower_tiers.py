@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.kv.core.lower_tiers import worth_keeping
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.tier_copier import StoredBlock
 from shared.blocks import BlockHash
@@ -24,40 +23,21 @@ def rig() -> Rig:
     return Rig(4, 4, 4, "lru")
 
 
-def test_a_write_in_flight_keeps_nothing_on_the_device(rig: Rig) -> None:
-    held_down(rig)
-    assert rig.cache.save(4) == 2
-    assert rig.cache.free_blocks + rig.cache.evictable_blocks == 4
-    assert rig.cache.can_allocate(4)
-
-
 def test_a_block_is_written_once(rig: Rig) -> None:
     names = held_down(rig)
-    assert rig.cache.save(4) == 2 and rig.cache.save(4) == 0
-    for _, node in rig.mover.writes:
-        rig.cache.on_written(node.name, node.place, ok=True)
-    assert rig.cache.save(4) == 0
-    assert len(names) == 2 and rig.cache.counts["write_failures"] == 0
-    rig.cache.check_integrity([])
-
-
-def test_a_failed_write_gives_its_slot_back(rig: Rig) -> None:
-    held_down(rig)
-    rig.cache.save(4)
-    for _, node in rig.mover.writes:
-        rig.cache.on_written(node.name, node.place, ok=False)
-    assert rig.cache.counts["write_failures"] == 2
+    assert rig.cache.writes.start(4) == 2 and rig.cache.writes.start(4) == 0
+    rig.end_disk_copies(ok=True)
+    assert rig.cache.writes.start(4) == 0
+    assert len(names) == 2 and rig.cache.counts["write_failures_disk"] == 0
     rig.cache.check_integrity([])
 
 
 def test_a_copy_of_a_block_that_is_gone_is_dropped(rig: Rig) -> None:
     held_down(rig)
-    rig.cache.save(4)
-    writes = list(rig.mover.writes)
+    rig.cache.writes.start(4)
     for first in (11, 21, 31):  # push it out of host and device while it is written
         rig.serve(tokens_of(*range(first, first + 8)))
-    for _, node in writes:
-        rig.cache.on_written(node.name, node.place, ok=True)
+    rig.end_disk_copies(ok=True)
     rig.cache.check_integrity([])
 
 
@@ -70,10 +50,10 @@ def test_what_was_stored_before_is_found_if_its_beginning_is(rig: Rig) -> None:
     assert other.cache.has_disk
     assert other.cache.prefetch([first, second], 1) == 1
     assert other.cache.prefetch([first], 1) == 0, "it is being read already"
-    ((place, target, name),) = other.mover.reads
+    ((place, _, name, ended),) = other.mover.reads
     assert (place, name) == (3, first)
-    other.cache.on_read(name, target, ok=True)
-    assert not other.cache.is_reading
+    ended(True)
+    assert not other.cache.reading
     other.cache.check_integrity([])
 
 
@@ -81,7 +61,7 @@ def test_a_read_that_failed_loses_the_copy(rig: Rig) -> None:
     (name,) = names_of(tokens_of(1, 2))
     rig.cache.restore([StoredBlock(name, b"", 0, 2)])
     rig.cache.prefetch([name], 1)
-    rig.cache.on_read(name, rig.mover.reads[0][1], ok=False)
+    rig.end_disk_copies(ok=False)
     assert rig.cache.counts["copies_lost"] == 1
     assert rig.acquire([name], 1).loaded[Tier.DISK] == 0
     rig.cache.check_integrity([])
@@ -165,7 +145,7 @@ def test_whatever_was_served_the_books_balance_and_all_that_is_left_can_be_found
 ) -> None:
     rig = Rig(6, 4, disk_blocks, "lru")
     rig.serve(*(prompt(number, length) for number, length in served))
-    kept = worth_keeping(rig.cache._books)
+    kept = list(rig.cache._worth_keeping())
     assert len(kept) <= disk_blocks
     assert all(node.parent is None or node.parent in kept[:at] for at, node in enumerate(kept))
     flush(rig, most)

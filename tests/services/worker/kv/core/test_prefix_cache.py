@@ -108,11 +108,11 @@ def test_hits_hold_their_bytes_and_blocks_are_conserved(
             elif kind == "few return":
                 few_return(rig, returning=value)
             elif kind == "save":
-                rig.cache.save(value)
+                rig.cache.writes.start(value)
             elif kind == "lend":
                 rig.lend(value)
             elif kind == "send":
-                rig.cache.peers.send(value)
+                rig.cache.peers.start(value)
             elif kind == "lose peers":
                 rig.lose_peers(value, 2)
             elif kind == "spoil peers":
@@ -140,7 +140,7 @@ def test_hits_hold_their_bytes_and_blocks_are_conserved(
             elif kind == "abandon":
                 rig.mover.abandon_after = value if value else 1000
         assert rig.cache.kept_blocks <= min(kept, host)
-        assert rig.cache.shadows.blocks + len(rig.cache.shadows.open_places) <= min(shadows, host)
+        assert len(rig.cache.shadows) + len(rig.cache.shadows.open_places) <= min(shadows, host)
         for nodes in rig.kept if is_intact else ():
             nearest = [node.nearest for node in nodes]
             assert not {Tier.DISK, Tier.PEER}.intersection(nearest), "a kept block left the host"
@@ -167,7 +167,7 @@ def test_what_is_forgotten_is_computed_again_and_what_is_used_stays() -> None:
     for values in ((1, 2, 3, 4), (11, 12, 13, 14), (1, 2, 5, 6)):
         rig.serve(tokens_of(*values))
     rig.cache.release(rig.cache.allocate(8))
-    rig.cache.save(8)
+    rig.cache.writes.start(8)
     rig.settle(ok=True)
     rig.begin(tokens_of(1, 2, 5, 6))
     rig.settle(ok=True)
@@ -196,7 +196,7 @@ def pushed_down() -> tuple[Rig, list[BlockHash]]:
     rig = Rig(2, 2, 4, "lru")
     for first in (0, 10, 20):
         rig.serve(tokens_of(first, 1, 2, 3))
-        rig.cache.save(4)
+        rig.cache.writes.start(4)
         rig.settle(ok=True)
     return rig, names_of(tokens_of(0, 1, 2, 3))
 
@@ -248,9 +248,9 @@ def test_what_cannot_be_saved_now_is_saved_later() -> None:
     rig = Rig(2, 4, 4, "lru")
     rig.mover.most_open = 0
     rig.serve(tokens_of(0, 1, 2, 3), tokens_of(10, 1, 2, 3))
-    assert rig.cache.save(4) == 0
+    assert rig.cache.writes.start(4) == 0
     rig.mover.most_open = 3
-    assert rig.cache.save(4) == 2
+    assert rig.cache.writes.start(4) == 2
     rig.check()
 
 
@@ -264,7 +264,7 @@ def test_a_host_block_is_not_written_at_its_own_cost() -> None:
     rig.serve(prompt)
     for first in (10, 20):
         rig.serve(tokens_of(first, 1, 2, 3))
-        rig.cache.save(4)
+        rig.cache.writes.start(4)
         rig.check()
 
 
@@ -358,13 +358,13 @@ def test_a_shadow_says_nothing_of_how_long_blocks_wait_to_be_used_again(is_lost:
     ghosts = dict(history._ghosts)
     rig.shadow(wanted)
     rig.end_shadows(2)
-    assert rig.cache.shadows.blocks == 2
+    assert len(rig.cache.shadows) == 2
     if is_lost:
         for shadow in list(rig.cache._books.shadows._renewed)[::-1]:
             rig.cache._books.remove(shadow, Tier.HOST)
         assert history._ghosts.items() >= {name: ghosts[name] for name in names_of(wanted)}.items()
     rig.serve(wanted)
-    assert rig.cache.shadows.blocks == 0 and history.mean_gap == 7
+    assert len(rig.cache.shadows) == 0 and history.mean_gap == 7
     rig.check()
 
 
@@ -377,7 +377,7 @@ def test_a_shadow_takes_no_copy_of_what_is_about_to_leave_the_device() -> None:
     saved = rig.cache._books.saved
     rig.shadow(tokens_of(1, 2, 3, 4))
     rig.end_shadows(2)
-    assert saved == 1 and (rig.cache.shadows.blocks, rig.cache._books.saved) == (1, saved)
+    assert saved == 1 and (len(rig.cache.shadows), rig.cache._books.saved) == (1, saved)
     rig.check()
 
 
@@ -449,7 +449,7 @@ def test_who_of_the_shadows_goes_next_is_found_without_a_look_at_all_of_them(
     first, second = (tokens_of(*range(at, at + blocks * BLOCK_TOKENS)) for at in (0, 1000))
     rig.shadow(first)
     rig.end_shadows(blocks)
-    assert rig.cache.shadows.blocks == blocks
+    assert len(rig.cache.shadows) == blocks
     rig.now_s += 100.0
     looks = 0
     is_loose = Node.is_loose
@@ -463,5 +463,5 @@ def test_who_of_the_shadows_goes_next_is_found_without_a_look_at_all_of_them(
     rig.shadow(second)
     assert looks < 40 * blocks
     rig.end_shadows(blocks)
-    assert rig.cache.shadows.blocks == blocks
+    assert len(rig.cache.shadows) == blocks
     rig.check()

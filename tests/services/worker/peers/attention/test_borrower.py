@@ -16,10 +16,11 @@ from services.worker.core.steps import StepCore
 from services.worker.door import Door
 from services.worker.engine.contract import Row
 from services.worker.engine_thread import Runner
+from services.worker.kv.core.block_manager import Tiers
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.borrowed_pool import ExtendedPool
 from services.worker.kv.core.load_policy import CostGate
-from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
+from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.core.tier_copier import BlockMover
 from services.worker.kv.tiers.records import Records
 from services.worker.kv.transfers import TransferEngine

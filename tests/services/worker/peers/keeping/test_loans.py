@@ -184,7 +184,7 @@ async def filled(borrower: Borrower) -> list[list[int]]:
     answers = await borrower.serve()
     await until(lambda: borrower.loans.debts.borrowed_blocks > 0)
     answers = await borrower.serve()
-    await until(lambda: borrower.store.cache.peers.used_blocks > 0)
+    await until(lambda: borrower.store.cache.peers.slots.used > 0)
     return answers
 
 
@@ -219,7 +219,7 @@ async def test_a_lender_that_falls_silent_is_a_miss(borrower: Borrower) -> None:
     assert borrower.lender is not None
     await borrower.lender.stop()
     await until(lambda: borrower.loans.debts.borrowed_blocks == 0)
-    await until(lambda: borrower.store.cache.peers.total_blocks == 0)
+    await until(lambda: borrower.store.cache.peers.slots.total == 0)
     assert borrower.loans.lost_blocks > 0
     assert await borrower.serve() == expected()
 
@@ -231,8 +231,8 @@ async def test_empty_slots_are_returned(borrower: Borrower, monkeypatch: pytest.
     lending, peers = borrower.lender.lending, borrower.store.cache.peers
 
     def owed() -> set[int]:
-        return {lending.grants.lent_blocks, borrower.loans.debts.borrowed_blocks, peers.total_blocks}
+        return {lending.grants.lent_blocks, borrower.loans.debts.borrowed_blocks, peers.slots.total}
 
     # At one moment: a grant may still have been on its way when the others went back.
-    await until(lambda: owed() == {peers.used_blocks})
+    await until(lambda: owed() == {peers.slots.used})
     borrower.check()

@@ -59,7 +59,7 @@ async def test_a_shadow_is_on_the_host_and_saves_its_computation() -> None:
         pulled = await taker.target.pull(order(PROMPT))
         assert (pulled.held_tokens, pulled.fetched_blocks) == (16, 4)
         assert places(taker, PROMPT) == [{Tier.HOST}] * 4 and store.cache.free_blocks == free
-        assert store.cache.shadows.blocks == 4
+        assert len(store.cache.shadows) == 4
         for side in (giver, taker):
             assert side.rig.store is not None
             assert side.rig.store.transfers.figures[Route.SHADOW].copies > 0
@@ -67,7 +67,7 @@ async def test_a_shadow_is_on_the_host_and_saves_its_computation() -> None:
         before = taker.rig.prefilled_tokens
         assert taker.rig.serve([PROMPT]) == answer
         assert taker.rig.prefilled_tokens - before == len(PROMPT) - 16
-        assert store.cache.counts["shadows_used"] == 4 and store.cache.shadows.blocks == 0
+        assert store.cache.counts["shadows_used"] == 4 and len(store.cache.shadows) == 0
 
 
 async def test_shadows_follow_a_running_sequence() -> None:
@@ -113,7 +113,7 @@ async def test_a_move_takes_shadows_to_the_device() -> None:
         assert moved.held_tokens == 16
         assert all(Tier.DEVICE in found for found in places(taker, PROMPT))
         store = taker.rig.store
-        assert store is not None and store.cache.shadows.blocks == 0
+        assert store is not None and len(store.cache.shadows) == 0
 
 
 async def test_a_shadow_behind_a_move_does_not_mark_the_link_as_failed() -> None:
@@ -195,7 +195,7 @@ async def test_an_order_that_times_out_during_a_write_keeps_the_link(
         async with asyncio.timeout(20.0):
             while store.cache.shadows.open_places:
                 await asyncio.sleep(0.01)
-        assert store.cache.shadows.blocks == 0
+        assert len(store.cache.shadows) == 0
         assert (await taker.target.pull(order(PROMPT))).fetched_blocks == 4
 
 

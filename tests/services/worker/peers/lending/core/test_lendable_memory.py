@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.worker.kv.core.block_manager import Tiers
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.load_policy import CostGate
-from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
+from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.peers.lending.core.grants import Freed
 from services.worker.peers.lending.core.lendable_memory import Stock, lend
 from shared.blocks import chain, root
