@@ -111,11 +111,9 @@ class Neighbourhood:
         transfers: TransferEngine,
         *,
         store: KvStore | None = None,
-        fingerprint: bytes,
-        is_busy: Callable[[], bool],
         clock: Clock,
     ) -> None:
-        """`own`: the engine's blocks; `pool`: the result of `extended`; `is_busy`: whether steps are due.
+        """`own`: the engine's blocks; `pool`: the result of `extended`.
 
         Raises ConfigError if `borrow` is not possible or the lent memory is smaller than a block.
         """
@@ -152,7 +150,7 @@ class Neighbourhood:
             blocks=engine.kv_blocks,
             ids=engine.own_ids if isinstance(engine, SharingEngine) else engine.kv_blocks,
             block_tokens=engine.block_tokens,
-            fingerprint=fingerprint,
+            fingerprint=engine.fingerprint if isinstance(engine, CacheableEngine) else b"",
             host=registry.host,
             host_blocks=0 if kept is None else kept[1],
             host_attends=host is not None and host.attends,
@@ -188,7 +186,7 @@ class Neighbourhood:
                 host,
                 registry,
                 on_freed=self._on_freed,
-                is_busy=is_busy,
+                is_busy=lambda: door.core.has_plans,
                 clock=clock,
             )
 

@@ -4,38 +4,30 @@ The rules are in `core`, the computation is in `engine`.
 """
 
 import asyncio
+import socket
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from services.worker.assembly import (
-    between_steps,
-    core_of,
-    costs_of,
-    expansion_of,
-    fingerprint_of,
-    make_bound_engine,
-    open_cache,
-    pool_of,
-    prefixes_of,
-    registry_of,
-    remote_seconds,
-    transfer_engine_of,
-    transfers_of,
-)
+from services.worker.assembly import core_of, costs_of, make_engine, open_cache, pool_of
 from services.worker.config import WorkerConfig
 from services.worker.core.prefixes import Prefixes
 from services.worker.core.steps import StepCore, StepEffects
-from services.worker.cores import bind_to
 from services.worker.door import Command, Door
 from services.worker.egress import Courier, Heartbeat, Outbox
-from services.worker.engine.contract import ConstrainedEngine, Engine
+from services.worker.engine.contract import AttendingEngine, ConstrainedEngine, Engine, SharingEngine
 from services.worker.engine.progress import LoadProgress
 from services.worker.engine_thread import Runner
 from services.worker.kv.core.stored_events import Event
 from services.worker.kv.figures import CacheFigures, CacheMetrics, read_figures
+from services.worker.kv.store import CacheableEngine
+from services.worker.kv.transfers import TransferEngine
 from services.worker.kv_events import KvEventPublisher
 from services.worker.neighbourhood import Neighbourhood, extended
+from services.worker.peers.migration.service import Transfers
+from services.worker.peers.registry import Registry
+from services.worker.peers.transport.settings import make_transports
+from services.worker.prerequisites import bind_to
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler, Listener, fenced, recorder_handlers, status_handlers, status_of
 from shared.clock import Clock, monotonic_s
@@ -108,7 +100,9 @@ class Worker:
     def __init__(self, bus: Bus, config: WorkerConfig, engine: Engine, clock: Clock = monotonic_s) -> None:
         self._bus = bus
         self._config = config
-        self._engine = engine
+        self._sharing = engine if isinstance(engine, SharingEngine) else None
+        attending = engine if isinstance(engine, AttendingEngine) else None
+        self._pie = None if attending is None else attending.pie
         self._expect_grammar = engine.expect_grammar if isinstance(engine, ConstrainedEngine) else None
         self._clock = clock
         self._started_s = clock()
@@ -118,15 +112,24 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._broken: asyncio.Future[None] = self._loop.create_future()
         self._outbox = Outbox(bus, drop_final_frames=config.fault_drop_final_frames)
-        self._transfer_engine = transfer_engine_of(engine, self._wake)
-        self._store = open_cache(config, engine, bus.instance, self._transfer_engine)
+        is_reading = (lambda: False) if attending is None else (lambda: attending.attention.is_reading)
+        self._copies = TransferEngine(self._wake, is_reading=is_reading)
+        store = self._store = open_cache(config, engine, bus.instance, self._copies)
         self._cache_metrics = CacheMetrics()
-        prefixes = self._prefixes = prefixes_of(self._store, config)
-        self._news = None if self._store is None else self._store.cache.tell(bus.instance, bus.incarnation)
+        self._prefixes: Prefixes | None = None
+        self._news = None
+        if store is not None:
+            most = config.prefix_cache.lookahead_sequences
+            self._prefixes = Prefixes(store.cache, store.fingerprint, most, store.auditor)
+            self._news = store.cache.tell(bus.instance, bus.incarnation)
+        prefixes = self._prefixes
         self._kv_events = self._publisher(config, prefixes)
         self._courier = Courier(self._outbox, self._on_loop)
-        self._registry = registry_of(bus, config, clock)
-        own = pool_of(engine, self._store)
+        transports = make_transports(config.bulk)
+        self._registry = Registry(
+            bus, config.host or socket.gethostname(), transports, config.bulk.ticket_s, clock
+        )
+        own = pool_of(engine, store)
         pool = extended(config.lending, engine, own)
         core = core_of(bus, config, engine, self._registry.host, pool, prefixes)
         self._door = Door(core, clock, self._courier.deliver)
@@ -138,10 +141,8 @@ class Worker:
             pool,
             self._door,
             self._registry,
-            self._transfer_engine,
-            store=self._store,
-            fingerprint=fingerprint_of(engine),
-            is_busy=lambda: core.has_plans,
+            self._copies,
+            store=store,
             clock=clock,
         )
         self._runner = Runner(
@@ -150,21 +151,18 @@ class Worker:
             on_tick=self._courier.attend,
             on_broken=self._on_broken,
             cores=config.engine_cores,
-            between=between_steps(engine, self._transfer_engine, prefixes),
+            between=self._work_ahead,
             lost_blocks=self._neighbours.lost_blocks,
             recorder=bus.recorder,
-            remote_s=remote_seconds(engine),
+            remote_s=self._remote_s,
         )
-        self._transfers = transfers_of(
-            bus,
-            config,
-            engine,
-            self._store,
-            self._registry,
-            self._runner,
-            clock,
-            self._neighbours.borrower,
-        )
+        self._transfers: Transfers | None = None
+        """KV transfers between workers; None if they or the prefix cache are off."""
+        if store is not None and config.transfer.enabled and isinstance(engine, CacheableEngine):
+            reader = self._neighbours.borrower
+            self._transfers = Transfers(
+                bus, config.transfer, engine, store, self._registry, self._runner, clock, reader
+            )
         self._others = OTHERS if self._neighbours.borrows else ()
         self._reached = (0, 0)
         """Epoch and number of the last plan received since the last snapshot request."""
@@ -212,7 +210,7 @@ class Worker:
                 flush_s = self._config.prefix_cache.flush_s if has_stopped else 0.0
                 await asyncio.to_thread(self._store.close, _STOP_DEADLINE_S, flush_s)
             else:
-                await asyncio.to_thread(self._transfer_engine.halt, _STOP_DEADLINE_S)
+                await asyncio.to_thread(self._copies.halt, _STOP_DEADLINE_S)
 
     def on_plan(self, plan: BatchPlan) -> None:
         received_s = self._clock()
@@ -265,7 +263,20 @@ class Worker:
         epoch, seq = self._reached
         reached = {"plan_seq": seq} if epoch == report.epoch and seq > report.plan_seq else {}
         moved = {} if self._transfers is None else self._transfers.section()
-        return {**costs_of(self._engine), **self._neighbours.section(report.capacity), **moved, **reached}
+        costs = {} if self._sharing is None else costs_of(self._sharing)
+        return {**costs, **self._neighbours.section(report.capacity), **moved, **reached}
+
+    def _remote_s(self) -> float:
+        """Return the total seconds that steps have waited for creditors."""
+        return 0.0 if self._sharing is None else self._sharing.remote_total_s
+
+    def _work_ahead(self) -> None:
+        """Work between two steps and while idle, on the engine's thread."""
+        self._copies.settle()
+        if self._pie is not None:
+            self._pie.rest()
+        if self._prefixes is not None:
+            self._prefixes.work_ahead()
 
     async def fetch(self, fetch: FetchTokens) -> FetchedTokens:
         """Return the tokens of sequences that a gateway missed. Raises ForeignSequence."""
@@ -314,10 +325,10 @@ class Worker:
                 "foreign_commands": self._foreign_commands,
                 **self._neighbours.details(),
                 **({} if self._transfers is None else self._transfers.details()),
-                **self._transfer_engine.details(),
+                **self._copies.details(),
                 **({} if figures is None else figures.details()),
                 **({} if self._prefixes is None else {"swaps": self._prefixes.swaps}),
-                **expansion_of(self._engine),
+                **({} if self._pie is None else self._pie.expansion().details()),
             },
         )
 
@@ -393,7 +404,6 @@ class Worker:
             await asyncio.sleep(_EXPRESS_INTERVAL_S)
 
     def _wake(self) -> None:
-        """Wake the engine's thread. The tiers' threads call this when a copy completes."""
         self._door.wake()
 
     def _on_broken(self, error: BaseException) -> None:
@@ -422,13 +432,19 @@ async def run(config: WorkerConfig) -> None:
         raise group.exceptions[0] from None
 
 
+def _make_bound_engine(config: WorkerConfig, progress: LoadProgress) -> Engine:
+    """Return the engine, made on its cores; compute threads that it starts inherit them."""
+    bind_to(config.engine_cores, "engine_cores")
+    return make_engine(config, progress)
+
+
 async def _serve(config: WorkerConfig) -> None:
     bus = await Bus.connect(config.bus, service="worker", instance=config.instance)
     try:
         progress = LoadProgress()
         loading = Loading(bus, progress)
         await loading.listen()
-        engine = await asyncio.to_thread(make_bound_engine, config, progress)
+        engine = await asyncio.to_thread(_make_bound_engine, config, progress)
         await loading.close()
         worker = Worker(bus, config, engine)
         canonical(_log, "worker serving", model=config.model, kv_blocks=engine.kv_blocks, dtype=config.dtype)

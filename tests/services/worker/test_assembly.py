@@ -8,7 +8,7 @@ import pytest
 
 from services.worker.assembly import make_engine
 from services.worker.config import WorkerConfig
-from services.worker.cores import bind_to
+from services.worker.prerequisites import bind_to
 from shared.config import load
 from shared.errors import ConfigError
 

@@ -4,7 +4,6 @@ rest is seen live (`tests/stack`)."""
 from collections import OrderedDict
 from typing import Any, cast
 
-from services.worker.assembly import registry_of
 from services.worker.building import staged_blocks
 from services.worker.config import WorkerConfig
 from services.worker.core.steps import StepCore
@@ -12,7 +11,9 @@ from services.worker.door import Door
 from services.worker.kv.transfers import TransferEngine
 from services.worker.neighbourhood import Neighbourhood, Reach
 from services.worker.peers.lending.core.settings import LendingConfig
+from services.worker.peers.registry import Registry
 from services.worker.peers.transport.base import Peer
+from services.worker.peers.transport.settings import make_transports
 from shared.clock import monotonic_s
 from shared.messages.lending import KvTier
 from tests.conftest import ConnectBus
@@ -43,10 +44,8 @@ async def test_what_a_debtor_without_a_grant_described_is_forgotten_with_the_nex
         pool,
         pool,
         Door(cast(StepCore, None), monotonic_s, lambda effects: None),
-        registry_of(bus, config, monotonic_s),
+        Registry(bus, "host", make_transports(config.bulk), 1.0, monotonic_s),
         transfers,
-        fingerprint=engine.fingerprint,
-        is_busy=lambda: False,
         clock=monotonic_s,
     )
     creditor = here._creditor

@@ -12,12 +12,13 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from services.worker.assembly import fingerprint_of, make_engine
+from services.worker.assembly import make_engine
 from services.worker.config import WorkerConfig
 from services.worker.core.sampling import Sampled
 from services.worker.engine.contract import Row
 from services.worker.engine.engine import TorchEngine
 from services.worker.kv.core.settings import PrefixCacheConfig
+from services.worker.kv.store import CacheableEngine
 from services.worker.peers.transport.base import Peer
 from services.worker.peers.transport.plane import PeerAddress, Plane
 from services.worker.peers.transport.tcp import TcpTransport
@@ -439,7 +440,7 @@ async def test_without_a_prefix_cache_a_worker_lends_to_the_same_kv_only(
     debtor = await connect_bus("worker", "worker-1")
     no_cache = config.model_copy(update={"prefix_cache": PrefixCacheConfig(enabled=False)})
     others = [make_engine(no_cache.model_copy(update={"block_tokens": size})) for size in (4, 8)]
-    prints = [b"", *(fingerprint_of(engine) for engine in others)]
+    prints = [b"", *(engine.fingerprint for engine in others if isinstance(engine, CacheableEngine))]
     async with serving(bus, no_cache, peers):
         report = await peers.fresh_report()
         assert not report.caches_prefixes and report.fingerprint == prints[1] != prints[2]

@@ -190,7 +190,7 @@ class TierMover:
     def _fetch(self, load: Load, buffer: RecordRow) -> RecordRow | None:
         """Return the verified record; None when it is not intact.
 
-        It is verified where nobody else writes: in a copy of the file's or a peer's bytes, or in a held slot."""
+        It is verified where nobody else writes: in a held slot, or a copy of the file's or a peer's bytes."""
         if load.tier is Tier.HOST:
             return self._host.row(load.place) if self._host.check(load.place, load.name) else None
         below = self._below[load.tier]
