@@ -24,7 +24,7 @@ from services.worker.engine.partition import Homes, split
 from services.worker.engine.sampler import Logits
 from services.worker.engine.spans import Span, pack
 from services.worker.engine_thread import row_of
-from services.worker.kv.core.block_table import block_table
+from services.worker.kv.core.block_pool import block_table
 from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.store import KvStore, open_store
 from services.worker.kv.transfers import TransferEngine

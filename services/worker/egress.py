@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 
-from services.worker.core.frames import without_ends
 from services.worker.core.steps import StepEffects
 from shared import subjects
 from shared.bus import Bus, Express
@@ -55,7 +54,7 @@ class Outbox:
         """Return the messages of a step with their subjects, in order. Any thread may call this."""
         frames = effects.frames
         if self._drop_final_frames:
-            frames = without_ends(frames)
+            frames = tuple(each for each in frames if not any(d.finish_reason for d in each.frame.deltas))
             _dropped.inc(len(effects.frames) - len(frames))
         messages: list[Addressed] = [
             (subjects.tokens(each.gateway_id, each.frame.worker_id), each.frame) for each in frames

@@ -17,11 +17,6 @@ class AddressedFrame:
     gateway_id: str
     frame: TokenFrame
 
-    @property
-    def ends(self) -> int:
-        """Number of sequences that end in the frame."""
-        return sum(delta.finish_reason is not None for delta in self.frame.deltas)
-
 
 def delta_from(sequence: HeldSequence, first_index: int, proof: bytes = b"") -> TokenDelta:
     """Return the answer from `first_index` on, with the end reason if the delta reaches the end.
@@ -81,8 +76,3 @@ def fetched(sequence: HeldSequence | None, first_index: int) -> FetchedTokens:
     """Return the answer to a gateway that missed a frame."""
     delta = None if sequence is None else delta_from(sequence, first_index, sequence.proof)
     return FetchedTokens(delta=delta)
-
-
-def without_ends(frames: Sequence[AddressedFrame]) -> tuple[AddressedFrame, ...]:
-    """Return the frames in which no sequence ends, for the fault `fault_drop_final_frames`."""
-    return tuple(frame for frame in frames if not frame.ends)

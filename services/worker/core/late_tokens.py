@@ -22,17 +22,19 @@ _LATE_S = 1.0
 """Maximum time to wait for late tokens."""
 
 
-class LateTokens:
-    """Late tokens by gateway and attempt, with a bound on the sequences of each gateway."""
+class Latecomers:
+    """Joins late tokens to sequences whose plans left room for them, and reports missing ones."""
 
     def __init__(self) -> None:
         self._late: dict[str, OrderedDict[SequenceRef, dict[int, int]]] = {}
+        """Tokens by gateway and attempt, of at most `MOST_SEQUENCES` of each gateway."""
+        self._shorts: list[ShortStart] = []
 
     def __len__(self) -> int:
         return sum(map(len, self._late.values()))
 
     def add(self, gateway_id: str, ref: SequenceRef, first_index: int, tokens: Sequence[int]) -> None:
-        """These are the answer's tokens from that index on, as that gateway says."""
+        """Add the answer's tokens from that index on, as that gateway sent them."""
         late = self._late.setdefault(gateway_id, OrderedDict())
         known = late.setdefault(ref, {})
         for index, token in enumerate(tokens, first_index):
@@ -41,40 +43,12 @@ class LateTokens:
         while len(late) > MOST_SEQUENCES:
             late.popitem(last=False)
 
-    def take(self, gateway_id: str, ref: SequenceRef, first_index: int, most: int) -> list[int]:
-        """Remove and return consecutive tokens from `first_index` on, at most so many, from that gateway."""
-        known = self._late.get(gateway_id, OrderedDict()).get(ref, {})
-        found: list[int] = []
-        while len(found) < most and first_index + len(found) in known:
-            found.append(known.pop(first_index + len(found)))
-        return found
-
-    def forget(self, gateway_id: str, ref: SequenceRef) -> None:
-        """Drop a sequence's tokens: it takes no more."""
-        late = self._late.get(gateway_id)
-        if late is not None:
-            late.pop(ref, None)
-            if not late:
-                del self._late[gateway_id]
-
-
-class Latecomers:
-    """Joins late tokens to sequences whose plans left room for them, and reports missing ones."""
-
-    def __init__(self) -> None:
-        self._tokens = LateTokens()
-        self._shorts: list[ShortStart] = []
-
-    def add(self, gateway_id: str, ref: SequenceRef, first_index: int, tokens: Sequence[int]) -> None:
-        """These are the answer's tokens from that index on, as that gateway says."""
-        self._tokens.add(gateway_id, ref, first_index, tokens)
-
     def miss(self, sequence: HeldSequence, tokens: int) -> None:
         """Report tokens that plans count on and that the sequence lacks."""
         self._shorts.append(ShortStart(ref=sequence.ref, missing_tokens=tokens))
 
     def take_shorts(self) -> tuple[ShortStart, ...]:
-        """Since the last call."""
+        """Return the reports since the last call."""
         shorts, self._shorts = tuple(self._shorts), []
         return shorts
 
@@ -83,12 +57,12 @@ class Latecomers:
         missing = item.end_token - len(sequence.tokens) if isinstance(item, PrefillChunk) else 0
         if missing < 0:
             return item
-        late = self._tokens.take(
-            sequence.gateway_id, sequence.ref, sequence.generated_tokens, sequence.open_tokens
-        )
-        sequence.tokens += late
-        sequence.open_tokens -= len(late)
-        sequence.steps_alone = 0 if late else sequence.steps_alone + 1
+        known = self._late.get(sequence.gateway_id, OrderedDict()).get(sequence.ref, {})
+        sequence.steps_alone += 1
+        while sequence.open_tokens and sequence.generated_tokens in known:
+            sequence.tokens.append(known.pop(sequence.generated_tokens))
+            sequence.open_tokens -= 1
+            sequence.steps_alone = 0
         if sequence.steps_alone > _STEPS_ALONE:
             self._close(sequence)
         if isinstance(item, PrefillChunk):
@@ -112,4 +86,7 @@ class Latecomers:
         if sequence.open_tokens:
             self.miss(sequence, sequence.open_tokens)
         sequence.open_tokens = 0
-        self._tokens.forget(sequence.gateway_id, sequence.ref)
+        late = self._late.get(sequence.gateway_id, OrderedDict())
+        late.pop(sequence.ref, None)
+        if not late:
+            self._late.pop(sequence.gateway_id, None)

@@ -6,6 +6,7 @@
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from services.worker.core.plans import GivenUpPlan, StepWork
 from services.worker.core.sequence import HeldSequence
@@ -49,28 +50,18 @@ class StepReports:
         self._unreported[1] += decoded_tokens
 
     def of_step(
-        self,
-        work: StepWork,
-        ended: Iterable[HeldSequence],
-        *,
-        plan_over: bool,
-        step_s: float = 0.0,
+        self, work: StepWork, ended: Iterable[HeldSequence], *, plan_over: bool, step_s: float = 0.0
     ) -> WorkerStepped:
-        self.last_seq += 1
         (prefilled_tokens, decoded_tokens), self._unreported = self._unreported, [0, 0]
-        return WorkerStepped(
-            worker_id=self._identity.worker_id,
-            incarnation=self._identity.incarnation,
-            seq=self.last_seq,
-            epoch=work.queued.plan.epoch,
-            plan_seq=work.queued.plan.seq,
-            steps_done=work.queued.steps_done,
+        return self._stepped(
+            work.queued.plan.epoch,
+            work.queued.plan.seq,
+            work.queued.steps_done,
             plan_over=plan_over,
             prefilled_tokens=prefilled_tokens,
             decoded_tokens=decoded_tokens,
             step_s=step_s,
             context_tokens=as_count(work.context_tokens) if step_s else 0,
-            free_blocks=self._plannable_blocks,
             ended=tuple(
                 EndedSequence(
                     ref=sequence.ref,
@@ -87,43 +78,38 @@ class StepReports:
 
     def between_steps(self, epoch: int, shorts: tuple[ShortStart, ...]) -> WorkerStepped:
         """Return a report between steps, about no plan."""
+        return self._stepped(epoch, 0, 0, plan_over=False, shorts=shorts)
+
+    def of_given_up(self, plans: Iterable[GivenUpPlan]) -> tuple[WorkerStepped, ...]:
+        return tuple(
+            self._stepped(
+                plan.epoch,
+                plan.seq,
+                plan.steps_done,
+                plan_over=True,
+                outcome=plan.outcome,
+                passed=plan.passed,
+            )
+            for plan in plans
+        )
+
+    def _stepped(
+        self, epoch: int, plan_seq: int, steps_done: int, *, plan_over: bool, **fields: Any
+    ) -> WorkerStepped:
+        """Return the next report, with the blocks that plans may count on."""
         self.last_seq += 1
+        pool = self._pool
         return WorkerStepped(
             worker_id=self._identity.worker_id,
             incarnation=self._identity.incarnation,
             seq=self.last_seq,
             epoch=epoch,
-            plan_seq=0,
-            steps_done=0,
-            plan_over=False,
-            free_blocks=self._plannable_blocks,
-            shorts=shorts,
+            plan_seq=plan_seq,
+            steps_done=steps_done,
+            plan_over=plan_over,
+            free_blocks=max(0, pool.free_blocks + pool.evictable_blocks - pool.base.doomed_blocks),
+            **fields,
         )
-
-    def of_given_up(self, plans: Iterable[GivenUpPlan]) -> tuple[WorkerStepped, ...]:
-        reports = []
-        for plan in plans:
-            self.last_seq += 1
-            reports.append(
-                WorkerStepped(
-                    worker_id=self._identity.worker_id,
-                    incarnation=self._identity.incarnation,
-                    seq=self.last_seq,
-                    epoch=plan.epoch,
-                    plan_seq=plan.seq,
-                    outcome=plan.outcome,
-                    steps_done=plan.steps_done,
-                    plan_over=True,
-                    passed=plan.passed,
-                    free_blocks=self._plannable_blocks,
-                )
-            )
-        return tuple(reports)
-
-    @property
-    def _plannable_blocks(self) -> int:
-        pool = self._pool
-        return max(0, pool.free_blocks + pool.evictable_blocks - pool.base.doomed_blocks)
 
 
 class StepTally:
@@ -137,17 +123,15 @@ class StepTally:
         self._by_inference = [0] * (len(WAIT_BOUNDS_S) + 1)
 
     def on_step(self, tokens: int) -> None:
-        """Count a step and its tokens."""
         self._tokens += tokens
         self._by_tokens[bisect_left(STEP_TOKEN_BOUNDS, tokens)] += 1
 
     def on_first_token(self, took_s: float) -> None:
-        """Count a first token and the time since its sequence arrived."""
+        """Count a first token; `took_s`: the time since its sequence arrived, as in `on_last_token`."""
         self._prefill_s += took_s
         self._by_prefill[bisect_left(WAIT_BOUNDS_S, took_s)] += 1
 
     def on_last_token(self, took_s: float) -> None:
-        """Count a complete answer and the time since its sequence arrived."""
         self._inference_s += took_s
         self._by_inference[bisect_left(WAIT_BOUNDS_S, took_s)] += 1
 

@@ -1,16 +1,19 @@
-"""The state of one sequence held by a worker: its tokens, its progress and its blocks. Pure.
+"""The state of one sequence held by a worker: its tokens, progress, blocks and owner. Pure.
 
-`TRANSITIONS` lists the legal transitions; any other is a bug and raises.
+`TRANSITIONS` lists the legal transitions; any other is a bug and raises. A sequence belongs to the gateway
+that submitted it, to schedulers, and to heirs, which show a key that only the gateway can have shared.
+nats-server checks senders (`shared.subjects`).
 """
 
 from dataclasses import dataclass, field
+from hmac import compare_digest
 
 from services.worker.core.sampling import Sampled
-from services.worker.kv.core.block_table import BlockTable, block_table
+from services.worker.kv.core.block_pool import BlockTable, block_table
 from services.worker.kv.core.radix_tree import Node
 from services.worker.kv.core.tier_copier import Awaited
 from shared.blocks import BlockHash
-from shared.errors import InternalError
+from shared.errors import ForeignSequence, InternalError
 from shared.messages.plans import PrefillChunk
 from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import (
@@ -18,10 +21,12 @@ from shared.messages.sequence import (
     Sampling,
     SequenceRef,
     SequenceSpec,
+    heir_digest_of,
     unpack_tokens,
 )
 from shared.messages.tokens import TokenLogprobs
 from shared.messages.values import as_seconds
+from shared.subjects import service_of
 
 TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
     SequenceState.WAITING: frozenset({SequenceState.PREFILLING, SequenceState.ENDED}),
@@ -30,6 +35,13 @@ TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
     SequenceState.ENDED: frozenset(),
 }
 """From → to. A preemption leads back to WAITING."""
+
+
+def is_scheduler(sender: str) -> bool:
+    try:
+        return service_of(sender) == "scheduler"
+    except ValueError:
+        return False
 
 
 @dataclass(slots=True)
@@ -126,6 +138,20 @@ class HeldSequence:
             heir_digest=spec.heir_digest,
             traceparent=spec.traceparent,
         )
+
+    def may_be_used_by(self, sender: str, heir_key: bytes = b"") -> bool:
+        """Whether the sender may read, end, extend and forget it."""
+        if sender == self.gateway_id or is_scheduler(sender):
+            return True
+        return bool(self.heir_digest) and compare_digest(heir_digest_of(heir_key), self.heir_digest)
+
+    def check_use(self, ref: SequenceRef, sender: str, heir_key: bytes = b"") -> None:
+        """Raise ForeignSequence unless `sender` may use it; `ref`: the attempt asked for."""
+        if not self.may_be_used_by(sender, heir_key):
+            raise ForeignSequence(
+                f"{ref} was not submitted by {sender!r}: only the gateway that submitted it may ask for it, "
+                "end it or add to it; submit it there under a name of its own"
+            )
 
     @property
     def generated_tokens(self) -> int:

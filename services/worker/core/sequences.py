@@ -10,12 +10,11 @@ from math import inf
 import msgspec
 
 from services.worker.core.late_tokens import Latecomers
-from services.worker.core.owners import check_owner, foreign, is_for, is_heir
 from services.worker.core.plans import PutOff, WorkItem
 from services.worker.core.prefixes import Prefixes
 from services.worker.core.sampling import FAILED, KV_LOST, Sampled
 from services.worker.core.sequence import HeldSequence
-from services.worker.kv.core.block_table import block_table
+from services.worker.kv.core.block_pool import block_table
 from services.worker.kv.core.borrowed_pool import ExtendedPool, Pool
 from shared.errors import InvalidRequest
 from shared.liveness import AwakeTime, Liveness
@@ -94,8 +93,8 @@ class SequenceTable:
     def check_owner(self, ref: SequenceRef, sender: str, heir_key: bytes = b"") -> None:
         """Raise ForeignSequence if `sender` may not act on the sequence held under that name."""
         held = self._held.get(ref.key)
-        if held is not None and not is_heir(heir_key, held.heir_digest):
-            check_owner(sender, ref, held.gateway_id)
+        if held is not None:
+            held.check_use(ref, sender, heir_key)
 
     def add_late(self, extend: ExtendSequence) -> None:
         """Add tokens that a sequence was started without. Raises InvalidRequest for unknown tokens."""
@@ -287,8 +286,8 @@ class SequenceTable:
         """
         held = self._held.get(ref.key)
         if held is not None:
-            if gateway_id not in ("", held.gateway_id) and not is_heir(heir_key, held.heir_digest):
-                raise foreign(gateway_id, ref)
+            if gateway_id:
+                held.check_use(ref, gateway_id, heir_key)
             gateway_id = held.gateway_id
         if gateway_id:
             self._buried.put(gateway_id, ref, now_s)
@@ -302,18 +301,16 @@ class SequenceTable:
 
         Raises ForeignSequence if any belongs to another gateway; those are kept.
         """
-        others: list[SequenceRef] = []
+        others: list[HeldSequence] = []
         for ref in refs:
             held = self.find(ref)
-            if held is None:
-                continue
-            if not is_for(sender, held.gateway_id):
-                others.append(ref)
-            elif not held.alive:
+            if held is not None and not held.may_be_used_by(sender):
+                others.append(held)
+            elif held is not None and not held.alive:
                 del self._held[ref.key]
                 self._buried.put(held.gateway_id, ref, now_s)
-        if others:
-            raise foreign(sender, others[0])
+        for held in others:
+            held.check_use(held.ref, sender)
 
     def hear_gateway(self, gateway_id: str, incarnation: int, now_s: float) -> None:
         """Note a gateway's heartbeat. Sequences of its earlier incarnations have no reader and are cancelled;

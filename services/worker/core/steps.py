@@ -7,11 +7,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from services.worker.core.frames import AddressedFrame, assemble, fetched
-from services.worker.core.owners import is_scheduler
 from services.worker.core.plans import PlanQueue, PutOff, QueuedPlan, StepWork, WorkItem
 from services.worker.core.reports import Identity, SpeedMeter, StepReports, StepTally
 from services.worker.core.sampling import Sampled
-from services.worker.core.sequence import HeldSequence
+from services.worker.core.sequence import HeldSequence, is_scheduler
 from services.worker.core.sequences import SequenceTable
 from services.worker.kv.core.borrowed_pool import capacity_of
 from services.worker.kv.core.radix_tree import Tier

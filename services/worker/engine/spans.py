@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from services.worker.kv.core.block_table import joined
+from services.worker.kv.core.block_pool import joined
 
 
 class Span(msgspec.Struct, frozen=True, gc=False):

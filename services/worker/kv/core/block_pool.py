@@ -1,9 +1,35 @@
-"""Free and taken ids: blocks of the device's KV, and rows of host memory. Pure.
+"""Free and taken ids: blocks of the device's KV, and rows of host memory; tables of blocks. Pure.
 
 A block holds `block_tokens` consecutive tokens of one sequence over all layers; a row has room for one block.
+A block table has a sequence's block ids in order, as an array of int32: a step copies tables as bytes.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from array import array
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+BlockTable: TypeAlias = "array[int]"
+"""An array of int32, which must not grow while a view of its memory exists."""
+
+
+def block_table(blocks: Iterable[int] = ()) -> BlockTable:
+    """Return a new table. Raises OverflowError for an id beyond int32."""
+    return array("i", blocks)
+
+
+def first_borrowed(table: BlockTable, own_blocks: int) -> int:
+    """Return the index of the first borrowed block; the table's length when there is none."""
+    borrowed = np.flatnonzero(np.frombuffer(bytes(table), dtype=np.int32) >= own_blocks)
+    return int(borrowed[0]) if len(borrowed) else len(table)
+
+
+def joined(tables: Iterable[Sequence[int]]) -> npt.NDArray[np.int32]:
+    """Return a concatenated copy of tables; fast for a `BlockTable`."""
+    flat = bytearray().join([each if isinstance(each, array) else block_table(each) for each in tables])
+    return np.frombuffer(flat, dtype=np.int32)
 
 
 class RowPool:

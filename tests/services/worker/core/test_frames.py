@@ -1,13 +1,6 @@
 """One frame per gateway, with the new part of each answer."""
 
-from services.worker.core.frames import (
-    MOST_LOGPROBS,
-    AddressedFrame,
-    assemble,
-    delta_from,
-    fetched,
-    without_ends,
-)
+from services.worker.core.frames import MOST_LOGPROBS, AddressedFrame, assemble, delta_from, fetched
 from services.worker.core.sampling import Sampled
 from services.worker.core.sequence import HeldSequence
 from shared.messages.base import encode
@@ -45,11 +38,6 @@ def test_every_delta_says_how_much_of_the_prompt_was_stored() -> None:
     assert delta_from(sequence, 0).cached_tokens == 2
     sequence.append(Sampled(6))
     assert [delta_from(sequence, first).cached_tokens for first in (0, 1, 2)] == [2, 2, 2]
-
-
-def test_frames_with_an_end_can_be_left_out() -> None:
-    assert [frame.ends for frame in frames()] == [0, 1]
-    assert [frame.gateway_id for frame in without_ends(frames())] == ["gateway-0"]
 
 
 def test_a_fetch_is_answered_from_the_index_asked_for() -> None:

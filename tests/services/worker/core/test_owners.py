@@ -6,9 +6,9 @@ names stand in every heartbeat.
 
 import pytest
 
-from services.worker.core.owners import is_for
 from services.worker.core.reports import Identity
 from services.worker.core.sampling import Sampled
+from services.worker.core.sequence import HeldSequence
 from services.worker.core.sequences import SequenceTable
 from services.worker.core.steps import StepCore
 from services.worker.kv.core.block_pool import BlockPool
@@ -79,7 +79,7 @@ class Desk:
     ],
 )
 def test_who_may_ask_for_a_sequence_of_the_first_gateway(sender: str, whether: bool) -> None:
-    assert is_for(sender, "gateway-0") is whether
+    assert HeldSequence.from_spec(spec(ref(), PROMPT), 64, 0.0).may_be_used_by(sender) is whether
 
 
 @pytest.mark.parametrize("is_over", [False, True])

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.worker.core.late_tokens import MOST_SEQUENCES, MOST_TOKENS, Latecomers, LateTokens
+from services.worker.core.late_tokens import MOST_SEQUENCES, MOST_TOKENS, Latecomers
 from services.worker.core.plans import PutOff, WorkItem
 from services.worker.core.reports import Identity
 from services.worker.core.sampling import FAILED, KV_LOST, Sampled
@@ -62,7 +62,9 @@ def test_a_prompt_is_prefilled_in_chunks_and_decoded(table: SequenceTable) -> No
     assert state_of(table, ref()) == (SequenceState.PREFILLING, 4, 0)
     assert run(table, prefill(ref(), 4, 6)) is None
     assert state_of(table, ref()) == (SequenceState.DECODING, 6, 1)
-    assert run(table, decode(ref(), 2)) is None
+    assert run(table, prefill(ref(), 6, 7)) is SkipReason.MISALIGNED
+    table.acknowledge([ref()], "gateway-0", 0.0)
+    assert run(table, decode(ref(), 2)) is None, "it is alive, and stays"
     assert state_of(table, ref()) == (SequenceState.DECODING, 7, 2)
     assert table.pool.free_blocks == 6
 
@@ -78,20 +80,9 @@ def test_what_does_not_fit_the_computation_is_misaligned(
     assert table.pool.free_blocks == 8
 
 
-def test_a_decoding_sequence_is_not_prefilled(table: SequenceTable) -> None:
-    start(table, spec(ref(), PROMPT))
-    run(table, prefill(ref(), 0, 6))
-    assert run(table, prefill(ref(), 6, 7)) is SkipReason.MISALIGNED
-
-
-def test_an_allocation_that_does_not_fit_takes_nothing(table: SequenceTable) -> None:
-    start(table, spec(ref(), PROMPT))
-    assert run(table, prefill(ref(), 0, 6, blocks=9)) is SkipReason.NO_BLOCKS
-    assert table.pool.free_blocks == 8
-
-
 def test_the_tokens_of_an_item_need_slots(table: SequenceTable) -> None:
     start(table, spec(ref(), PROMPT))
+    assert run(table, prefill(ref(), 0, 6, blocks=9)) is SkipReason.NO_BLOCKS
     assert run(table, prefill(ref(), 0, 6, blocks=1)) is SkipReason.EXHAUSTED
     assert run(table, prefill(ref(), 0, 6)) is None
     assert [run(table, decode(ref(), 2)) for _ in range(3)] == [None, None, SkipReason.EXHAUSTED]
@@ -160,12 +151,6 @@ def test_a_chunk_that_fails_ends_its_sequence(
     table.commit(prepared, failure, 1.0)
     table.check_integrity()
     assert [held.finish_reason for held in table.take_ended()] == [reason]
-
-
-def test_an_alive_sequence_cannot_be_acknowledged(table: SequenceTable) -> None:
-    start(table, spec(ref(), PROMPT))
-    table.acknowledge([ref()], "gateway-0", 0.0)
-    assert table.find(ref()) is not None
 
 
 def test_an_end_nobody_acknowledges_is_forgotten_in_time(table: SequenceTable) -> None:
@@ -326,11 +311,6 @@ def test_only_listed_transitions_happen(before: SequenceState, after: SequenceSt
             sequence.move_to(after)
 
 
-def test_every_state_can_end_and_no_end_is_left() -> None:
-    for state, following in TRANSITIONS.items():
-        assert (SequenceState.ENDED in following) is (state is not SequenceState.ENDED)
-
-
 @pytest.mark.parametrize(
     ("generated", "max_tokens", "max_context_tokens", "reason"),
     [
@@ -358,28 +338,6 @@ def test_a_report_ages_what_the_gateway_said() -> None:
     assert (report.prompt_tokens, report.generated_tokens, report.computed_tokens) == (3, 1, 0)
 
 
-def test_only_what_follows_is_taken_and_only_once() -> None:
-    late = LateTokens()
-    late.add("gateway-0", ref("a"), 5, [50, 51])
-    late.add("gateway-0", ref("a"), 8, [80])
-    assert late.take("gateway-0", ref("a"), 4, 9) == [], "index 4 is missing"
-    assert late.take("gateway-0", ref("a"), 5, 1) == [50]
-    assert late.take("gateway-0", ref("a"), 6, 9) == [51], "index 7 is missing"
-    late.add("gateway-0", ref("a"), 7, [70])
-    assert late.take("gateway-0", ref("a"), 7, 9) == [70, 80]
-    late.forget("gateway-0", ref("a"))
-    assert len(late) == 0 and late.take("gateway-0", ref("a"), 0, 9) == []
-
-
-def test_both_bounds_hold() -> None:
-    late = LateTokens()
-    late.add("gateway-0", ref("a"), 0, range(2 * MOST_TOKENS))
-    assert len(late.take("gateway-0", ref("a"), 0, 1000)) == MOST_TOKENS
-    for number in range(2 * MOST_SEQUENCES):
-        late.add("gateway-0", ref(f"r{number}"), 0, [1])
-    assert len(late) == MOST_SEQUENCES
-
-
 def waiting(open_tokens: int) -> HeldSequence:
     """Three tokens of a prompt, and room for so many from its former worker."""
     told = msgspec.structs.replace(spec(ref("a"), [1, 2, 3]), open_tokens=open_tokens)
@@ -396,6 +354,20 @@ def test_late_tokens_join_their_sequence_and_what_never_came_is_told_once() -> N
         late.join(sequence, item)
     assert late.take_shorts() == (ShortStart(ref=sequence.ref, missing_tokens=2),)
     assert late.take_shorts() == () and sequence.tokens == [1, 2, 3, 10, 11]
+
+
+def test_what_a_gateway_sends_ahead_is_bounded_and_joined_up_to_the_first_gap() -> None:
+    late, sequence = Latecomers(), waiting(1000)
+    item = Decode(ref=sequence.ref, allocated_blocks=99)
+    late.add("gateway-0", sequence.ref, 1, [50])
+    late.join(sequence, item)
+    assert sequence.generated_tokens == 0, "the first is missing"
+    late.add("gateway-0", sequence.ref, 0, range(2 * MOST_TOKENS))
+    late.join(sequence, item)
+    assert sequence.generated_tokens == MOST_TOKENS
+    for number in range(2 * MOST_SEQUENCES):
+        late.add("gateway-0", ref(f"r{number}"), 0, [1])
+    assert len(late) == MOST_SEQUENCES
 
 
 def test_who_has_waited_for_long_takes_no_more() -> None:

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.worker.kv.core.block_manager import Tiers
-from services.worker.kv.core.block_pool import BlockPool
-from services.worker.kv.core.block_table import block_table, first_borrowed
+from services.worker.kv.core.block_pool import BlockPool, block_table, first_borrowed
 from services.worker.kv.core.borrowed_pool import ExtendedPool
 from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.prefix_cache import PrefixCache

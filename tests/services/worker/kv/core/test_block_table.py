@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.kv.core.block_table import block_table, first_borrowed, joined
+from services.worker.kv.core.block_pool import block_table, first_borrowed, joined
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=20)
 
