@@ -7,7 +7,7 @@ from services.placement.core.roles import FleetRoles
 from services.placement.policy.contract import PlacementPolicy
 from services.scheduler.policy.contract import PolicySettings, QueueOrder, WorkerShape
 from services.scheduler.policy.fleet_queue import FEED_SEQUENCES
-from services.worker.core.costs.base import CostModel
+from services.worker.core.costs import CostModel
 from shared.messages.sequence import SequenceKey
 from sim.cores import CoreCosts
 from sim.handover import Wire

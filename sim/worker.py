@@ -19,7 +19,7 @@ from itertools import accumulate
 from math import ceil
 
 from services.scheduler.policy.contract import BatchPolicy, PlannedBatch, PlannedPrefill
-from services.worker.core.costs.base import CostModel, split_singles
+from services.worker.core.costs import CostModel, split_singles
 from sim.books import Held, WorkerBooks
 from sim.cores import SharedCores
 from sim.meters import WorkerMeter

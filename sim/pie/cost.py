@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
-from services.worker.core.costs.base import CostModel
+from services.worker.core.costs import CostModel
 from services.worker.pie.core.expansion import Window
 from services.worker.pie.core.sizes import spare_blocks, swaps_in_blocks
 from sim.pie.timeline import Pace, Steady, settle

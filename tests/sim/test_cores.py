@@ -13,7 +13,7 @@ from sim.setup import Outcome, Setup
 from sim.simulation import Simulation
 
 STEP_S = 0.004
-COST = LinearCost("test", "test", STEP_S, 0.0, 0.0)
+COST = LinearCost("test", STEP_S, 0.0, 0.0)
 
 
 def test_a_step_beside_a_free_core_takes_its_own_time() -> None:

@@ -33,7 +33,7 @@ from sim.routers import find_router
 from tests.sim.live_loop import EngineOnClock, LiveLoop, LiveWorker
 from tests.sim.test_live_fleet import PREDICTION_S, SETTINGS, SHAPE, WORKERS, asked, crowd, engine
 
-COST = LinearCost("linear", "made up", 0.02, 0.0002, 0.0003, 0.000001)
+COST = LinearCost("linear", 0.02, 0.0002, 0.0003, 0.000001)
 """A fit can find it exactly, so that what is compared are decisions."""
 
 

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from services.worker.core.costs import find_cost
-from services.worker.core.costs.base import CostModel, split_singles
+from services.worker.core.costs import CostModel, find_cost, split_singles
 from services.worker.core.costs.fitted import RemoteCost
 from services.worker.core.sampling import Sampled, SamplePoint
 from services.worker.engine.contract import RemoteMeter, RemoteTokens, Row

@@ -16,7 +16,7 @@ from sim.cores import CoreCosts
 
 SETTING = Setting(workers=1, kv_blocks=256, sequences=32, policy="vllm", max_tokens=256, cores=2)
 TRUE = Costs(
-    LinearCost("a machine", "a test", fixed_s=0.002, prefill_token_s=5e-5, sequence_s=1e-4),
+    LinearCost("a machine", fixed_s=0.002, prefill_token_s=5e-5, sequence_s=1e-4),
     CoreCosts(cores=2, request_s=0.0, token_s=2e-4, lanes=2.0, ratios=(0.8, 1.0, 1.0, 1.2), frame_s=5e-4),
     overhead_s=0.004,
 )

@@ -1,7 +1,4 @@
-"""A linear cost, fitted to the steps of a live run: fixed part, tokens prefilled, sequences decoded, and the
-contexts that these attend to. What prompts attend to is in their tokens' cost. Fitted to relative errors, so
-that short steps count as much as long ones.
-"""
+"""A linear cost fitted to a live run's steps: a fixed part, tokens prefilled, sequences decoded, contexts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,10 +21,9 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True)
 class LinearCost:
-    """Implements `base.CostModel`."""
+    """Implements `CostModel`."""
 
     name: str
-    source: str
     fixed_s: float
     prefill_token_s: float
     sequence_s: float
@@ -38,15 +34,13 @@ class LinearCost:
         if not chunks and not decodes:
             return 0.0
         tokens = sum(end - first for first, end in chunks)
-        return self.fixed_s + self.prefill_token_s * tokens + self._decode_s(decodes, context_tokens)
-
-    def _decode_s(self, decodes: int, context_tokens: int) -> float:
-        return self.sequence_s * decodes + self.context_s * context_tokens
+        decode_s = self.sequence_s * decodes + self.context_s * context_tokens
+        return self.fixed_s + self.prefill_token_s * tokens + decode_s
 
     def times(self, factor: float) -> "LinearCost":
         """Everything so many times as long."""
         parts = (self.fixed_s, self.prefill_token_s, self.sequence_s, self.context_s)
-        return LinearCost(self.name, self.source, *(factor * part for part in parts))
+        return LinearCost(self.name, *(factor * part for part in parts))
 
 
 def fit_linear(steps: Sequence[MeasuredStep], *, name: str, overhead_s: float = 0.0) -> LinearCost:
@@ -68,11 +62,5 @@ def fit_linear(steps: Sequence[MeasuredStep], *, name: str, overhead_s: float = 
             break
         used = [index for index in used if index not in negative]
     parts = dict(zip(used, (float(value) for value in solved), strict=True))
-    return LinearCost(
-        name,
-        f"least squares over {len(steps)} live steps",
-        parts.get(0, 0.0) + overhead_s,
-        parts.get(1, 0.0),
-        parts.get(2, 0.0),
-        parts.get(3, 0.0),
-    )
+    fixed_s, *slopes = (parts.get(index, 0.0) for index in range(4))
+    return LinearCost(name, fixed_s + overhead_s, *slopes)
