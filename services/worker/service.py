@@ -268,7 +268,7 @@ class Worker:
 
     def _remote_s(self) -> float:
         """Return the total seconds that steps have waited for creditors."""
-        return 0.0 if self._sharing is None else self._sharing.remote_total_s
+        return 0.0 if self._sharing is None else self._sharing.remote.total_s
 
     def _work_ahead(self) -> None:
         """Work between two steps and while idle, on the engine's thread."""

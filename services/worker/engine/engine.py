@@ -20,7 +20,7 @@ from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.tiers.records import Records, records_of
 from services.worker.pie.assembly import BlockShape, assemble
 from services.worker.pie.blocks import BlockPie
-from services.worker.pie.core.forecast import DecodeCost
+from services.worker.pie.core.meter import DecodeCost
 from services.worker.pie.core.sizes import most_fifo_layers
 from services.worker.pie.settings import PieSettings
 from shared.blocks import fingerprint

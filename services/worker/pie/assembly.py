@@ -8,14 +8,17 @@ from dataclasses import dataclass
 
 import torch
 
-from services.worker.kv.tiers.resident import OpenStream
-from services.worker.pie.blocks import BlockPie, block_pie
+from services.worker.kv.tiers.resident import OpenStream, ResidentKv
+from services.worker.pie.blocks import BlockPie
 from services.worker.pie.core import sizes
+from services.worker.pie.core.expansion import ExpansionController
 from services.worker.pie.settings import PieSettings
 from shared.clock import monotonic_s
 from shared.errors import ConfigError
 
 _MEBIBYTE = 1 << 20
+_WAIT_TIMEOUT_S = 30.0
+"""A layer that takes longer to arrive is an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,11 @@ def assemble(
             "set pie.enabled false",
             param="pie.enabled",
         )
-    shape = _common_shape(layers)
+    shape = layers[0]
+    if any(layer != shape for layer in layers):
+        raise ConfigError(
+            "pie swaps blocks of layers of one shape, this model's differ: set pie.enabled false", param="pie"
+        )
     count, host_blocks = len(layers), settings.host_mb * _MEBIBYTE // shape.block_bytes
     most = sizes.most_in_blocks(count, device_blocks, host_blocks)
     if settings.fifo_layers not in (0, *range(sizes.LEAST_FIFO_LAYERS, most + 1)):
@@ -62,15 +69,31 @@ def assemble(
             f"within host_mb {settings.host_mb}",
             param="pie.fifo_layers",
         )
-    highest = most if settings.expansion == "auto" else 0
-    pools = make_pools(count * device_blocks)
-    return block_pie(settings, open_stream, pools, count, device_blocks, highest, cache_blocks, clock)
-
-
-def _common_shape(layers: Sequence[BlockShape]) -> BlockShape:
-    first = layers[0]
-    if any(layer != first for layer in layers):
-        raise ConfigError(
-            "pie swaps blocks of layers of one shape, this model's differ: set pie.enabled false", param="pie"
-        )
-    return first
+    level, limit = settings.fifo_layers, settings.bandwidth_limit
+    controller, highest = None, level
+    if most and settings.expansion == "auto":
+        controller, highest = ExpansionController(count, most, None, level, sizes.swaps_in_blocks), most
+    blocks = sizes.slot_blocks(count, highest, device_blocks)
+    kv = ResidentKv(
+        open_stream,
+        *make_pools(count * device_blocks),
+        count,
+        ids=blocks + sizes.spare_blocks(count, highest, device_blocks),
+        rows=blocks,
+        host_blocks=cache_blocks,
+        timeout_s=_WAIT_TIMEOUT_S,
+    )
+    pie = BlockPie(
+        kv,
+        device_blocks,
+        controller,
+        level,
+        settings.window_iterations,
+        clock,
+        notice_s=settings.notice_s,
+        on_demand=settings.enabled == "auto",
+        block_s=kv.layer_block_bytes / limit if limit else kv.profile(),
+        bandwidth_limit=limit,
+    )
+    pie.set_background(settings.background_traffic)
+    return pie

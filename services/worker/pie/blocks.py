@@ -10,13 +10,10 @@ papers/004 §3.4, §4.1.
 import logging
 from collections.abc import Callable
 
-import torch
-
 from services.worker.kv.core.grown_pool import GrownPool
-from services.worker.kv.tiers.resident import OpenStream, ResidentKv, StreamFigures
+from services.worker.kv.tiers.resident import ResidentKv, StreamFigures
 from services.worker.pie.core.expansion import Expansion, ExpansionController, Window
-from services.worker.pie.core.forecast import DecodeCost
-from services.worker.pie.core.meter import Direction, SwapMeter
+from services.worker.pie.core.meter import DecodeCost, Direction, SwapMeter
 from services.worker.pie.core.sizes import (
     LEAST_FIFO_LAYERS,
     higher,
@@ -25,7 +22,6 @@ from services.worker.pie.core.sizes import (
     spare_blocks,
     swaps_in_blocks,
 )
-from services.worker.pie.settings import PieSettings
 
 _log = logging.getLogger("kvasir.worker.pie")
 _DEMAND_S = 2.0
@@ -321,43 +317,3 @@ class BlockPie:
 
     def _blocks(self, fifo_layers: int) -> int:
         return slot_blocks(self.kv.layers, fifo_layers, self._device_blocks)
-
-
-def block_pie(
-    settings: PieSettings,
-    open_stream: OpenStream,
-    pools: tuple[torch.Tensor, torch.Tensor],
-    layers: int,
-    device_blocks: int,
-    most: int,
-    host_blocks: int,
-    clock: Callable[[], float],
-) -> BlockPie:
-    """`pools` are K and V `[layers * device_blocks, …]`; `most`: the highest level, 0: `settings.fifo_layers`
-    is kept to. `host_blocks` of host memory come on top, for the prefix cache."""
-    highest = max(most, settings.fifo_layers)
-    blocks, spare = slot_blocks(layers, highest, device_blocks), spare_blocks(layers, highest, device_blocks)
-    kv = ResidentKv(
-        open_stream,
-        *pools,
-        layers,
-        ids=blocks + spare,
-        rows=blocks,
-        host_blocks=host_blocks,
-        timeout_s=settings.wait_timeout_s,
-    )
-    level, limit = settings.fifo_layers, settings.bandwidth_limit
-    pie = BlockPie(
-        kv,
-        device_blocks,
-        ExpansionController(layers, most, fifo_layers=level, swaps=swaps_in_blocks) if most else None,
-        level,
-        settings.window_iterations,
-        clock,
-        notice_s=settings.notice_s,
-        on_demand=settings.enabled == "auto",
-        block_s=kv.layer_block_bytes / limit if limit else kv.profile(),
-        bandwidth_limit=limit,
-    )
-    pie.set_background(settings.background_traffic)
-    return pie

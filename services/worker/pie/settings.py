@@ -44,6 +44,3 @@ class PieSettings(BaseModel):
     notice_s: float = Field(
         default=0.5, ge=0, description="from the report that blocks will go to their going: two heartbeats"
     )
-    wait_timeout_s: float = Field(
-        default=30.0, gt=0, description="a layer that takes longer to arrive is an error"
-    )

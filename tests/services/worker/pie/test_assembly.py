@@ -173,8 +173,10 @@ def test_blocks_leave_only_where_the_link_is_fast_enough(
 @pytest.mark.parametrize("mode", MODES)
 def test_a_layer_that_does_not_arrive_is_an_error(llama: Any, mode: AttentionMode) -> None:
     """And the next step finds everything in order."""
-    settings = {"expansion": "fixed", "fifo_layers": 5, "bandwidth_limit": 2e4, "wait_timeout_s": 0.05}
+    settings = {"expansion": "fixed", "fifo_layers": 5, "bandwidth_limit": 2e4}
     with engine_of(llama, mode, 24, **settings) as engine:
+        assert engine.pie is not None
+        engine.pie.kv._timeout_s = 0.05
         sequences = Sequences(engine, engine.make_pool(), [[1] * 36] * 4, GREEDY)
         with pytest.raises(InternalError, match="did not arrive from the host within"):
             for _ in range(5):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.pie.core.forecast import DecodeCost
+from services.worker.pie.core.meter import DecodeCost
 
 TIMES = st.floats(1e-6, 1.0)
 
