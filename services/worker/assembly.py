@@ -20,6 +20,8 @@ from shared.bus import Bus
 
 _SIMULATED_HOST_SHARE = 4
 """Largest host tier of a simulated engine, as a multiple of its KV blocks."""
+_END_RETENTION_S = 60.0
+"""Seconds for which an end that no gateway acknowledges is kept."""
 _SIMULATED_KV_BLOCKS = 1024
 """Number of KV blocks of a simulated engine if `kv_blocks` is not set."""
 
@@ -45,7 +47,6 @@ def open_cache(
 
 def costs_of(engine: SharingEngine) -> dict[str, Any]:
     """Return the heartbeat's measured costs of remote blocks and of layers swapped to the host.
-
     `expand_stall_s` is the stall of a decode step per swapped layer, in seconds."""
     stall_s: float | None = None
     swapped_layers = 0
@@ -90,7 +91,7 @@ def core_of(
     limits = SequenceLimits(
         max_context_tokens=engine.max_positions if isinstance(pool, ExtendedPool) else own_tokens,
         vocabulary=engine.vocabulary,
-        end_retention_s=config.end_retention_s,
+        end_retention_s=_END_RETENTION_S,
         gateway_timeout_s=config.gateway_timeout_s,
     )
     worker = (identity.worker_id, identity.incarnation)

@@ -110,10 +110,8 @@ def free_bytes(device: str) -> int:
 
 
 def least_blocks(config: WorkerConfig, layers: int) -> int:
-    """Return the fewest KV blocks with which the engine can run.
-
-    They are the staging blocks, the buffers of Pie's highest level, and two blocks that one row writes to.
-    """
+    """Return the fewest KV blocks with which the engine can run. They are the staging blocks, the buffers of
+    Pie's highest level, and two blocks that one row writes to."""
     highest = most_fifo_layers(layers) if config.pie.enabled is not False else 0
     own = next(count for count in itertools.count(2) if count - spare_blocks(layers, highest, count) >= 2)
     return own + staged_blocks(config.lending, layers)

@@ -22,10 +22,8 @@ _log = get_logger("worker.vllm")
 
 
 def build_vllm(config: WorkerConfig) -> VllmEngine:
-    """Return the vLLM engine, warmed up and profiled.
-
-    Raises ConfigError if vLLM is missing, has another version, or cannot run the model.
-    """
+    """Return the vLLM engine, warmed up and profiled. Raises ConfigError if vLLM is missing, has another
+    version, or cannot run the model."""
     if find_spec("vllm") is None:
         raise ConfigError(
             "vLLM is not in this Python: run `make setup-vllm`, and start this worker with "

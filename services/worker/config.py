@@ -31,13 +31,11 @@ class WorkerConfig(ModelServiceConfig):
 
     engine: Literal["native", "vllm", "simulated"] = Field(
         default="native",
-        description="computes the model; or has vLLM compute it; or takes the time of one, and answers with "
-        "hashes",
+        description="computes the model itself, by vLLM, or not at all: answers are hashes, after a real one's "
+        "time",
     )
-    vllm: VllmConfig = Field(default=VllmConfig(), description="the engine whose model vLLM computes")
-    simulated: SimulatedConfig = Field(
-        default=SimulatedConfig(), description="the engine that computes nothing"
-    )
+    vllm: VllmConfig = Field(default=VllmConfig(), description="settings of engine vllm")
+    simulated: SimulatedConfig = Field(default=SimulatedConfig(), description="settings of engine simulated")
     count: int = Field(
         default=1,
         ge=1,
@@ -52,18 +50,18 @@ class WorkerConfig(ModelServiceConfig):
         description="folder of a Hugging Face decoder, or a hub id (ORG/NAME@REVISION)",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="float32", description="of weights and KV; auto: what the checkpoint was made in"
+        default="float32", description="of weights and KV; auto: the checkpoint's"
     )
     device: str = Field(
         default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="torch device: cpu, cuda or cuda:N"
     )
     attention: Literal["auto", "native", "torch"] = Field(
-        default="auto", description="C++ where a compiler built it, or only C++, or plain torch"
+        default="auto", description="C++ if a compiler built it, only C++, or plain torch"
     )
     threads: int = Field(default=1, ge=1, description="compute threads")
     cores: tuple[int, ...] = Field(default=(), description="CPU cores to be bound to; empty: any")
     engine_cores: tuple[int, ...] = Field(
-        default=(), description="CPU cores of the engine's thread, and of those that compute for it, instead"
+        default=(), description="CPU cores of the engine's thread and its compute threads instead"
     )
     block_tokens: int = Field(
         default=16, ge=1, description="tokens in one KV block; with vllm multiples of 32, and 32 unless set"
@@ -72,8 +70,7 @@ class WorkerConfig(ModelServiceConfig):
         default=0.0,
         ge=0,
         lt=1,
-        description="KV capacity: of the device's memory that is free once the weights are there; "
-        "0: 0.05 of a CPU's, 0.85 of a GPU's",
+        description="KV capacity: share of the memory left by the weights; 0: 0.05 of a CPU's, 0.85 of a GPU's",
     )
     kv_blocks: int = Field(default=0, ge=0, description="KV capacity in blocks instead")
     kv_bytes: int = Field(default=0, ge=0, description="KV capacity in bytes instead of both")
@@ -82,29 +79,22 @@ class WorkerConfig(ModelServiceConfig):
     )
     bulk: BulkConfig = Field(default=BulkConfig(), description="tensors from worker to worker")
     lending: LendingConfig = Field(default=LendingConfig(), description="KV lent to and borrowed from others")
-    transfer: TransferConfig = Field(
-        default=TransferConfig(), description="KV fetched by workers that sequences move to"
-    )
+    transfer: TransferConfig = Field(default=TransferConfig(), description="KV of sequences that move")
     kv_events: KvEventsConfig = Field(
-        default=KvEventsConfig(), description="what the prefix cache gains and loses, for readers outside"
+        default=KvEventsConfig(), description="cache events for readers outside"
     )
     states_every: int = Field(
-        default=0,
-        ge=0,
-        description="hand a hidden state to the predictor once in so many tokens of an answer; 0: never",
+        default=0, ge=0, description="tokens of an answer per hidden state for the predictor; 0: none"
     )
     host: str = Field(default="", description="workers of equal host are neighbours; empty: the host's name")
     heartbeat_s: float = Field(default=0.25, gt=0, description="between two heartbeats")
-    end_retention_s: float = Field(
-        default=60.0, gt=0, description="an end that nobody acknowledges is kept for so long"
-    )
     gateway_timeout_s: float = Field(
         default=10.0, gt=0, description="sequences of a gateway that is silent for longer are ended"
     )
     stall_timeout_s: float = Field(
         default=60.0, gt=0, description="an iteration that takes longer ends the process"
     )
-    pie: PieSettings = Field(default=PieSettings(), description="layers of KV swapped to host memory")
+    pie: PieSettings = Field(default=PieSettings(), description="KV swapped to host memory")
     fault_drop_final_frames: bool = Field(
         default=False, description="for tests: lose every token frame in which a sequence ends"
     )
@@ -173,10 +163,8 @@ class WorkerConfig(ModelServiceConfig):
         return self
 
     def crew(self) -> list["WorkerConfig"]:
-        """Return the settings of each worker in this process.
-
-        Raises ValueError if there are several and `instance` does not end in a number.
-        """
+        """Return the settings of each worker in this process. Raises ValueError if there are several and
+        `instance` does not end in a number."""
         if self.count == 1:
             return [self]
         stem, dash, number = self.instance.rpartition("-")

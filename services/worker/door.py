@@ -2,8 +2,7 @@
 
 `post` runs a command without an answer, `ask` returns an answer. `give` and `take` transfer ownership, for
 example of blocks, to and from the engine's thread. Cancelling a `give` does not stop it. If the caller of
-`take` is cancelled, the engine's thread undoes it.
-"""
+`take` is cancelled, the engine's thread undoes it."""
 
 import asyncio
 import logging
@@ -28,10 +27,8 @@ EngineQuestion = Callable[[StepCore, float], T]
 
 
 class Door:
-    """The queue of one engine's thread, which alone calls `run_waiting` and `emit`.
-
-    Any thread may call the other methods. `deliver` sends the effects of commands, on the engine's thread.
-    """
+    """The queue of one engine's thread, which alone calls `run_waiting` and `emit`. Any thread may call the
+    other methods. `deliver` sends the effects of commands, on the engine's thread."""
 
     def __init__(self, core: StepCore, clock: Clock, deliver: Callable[[StepEffects], None]) -> None:
         self.core = core
@@ -47,17 +44,13 @@ class Door:
             self._waiting.put(None)
 
     def post(self, command: Command) -> None:
-        """Run a command between two steps and deliver its effects; log and count a failure.
-
-        Raises Overloaded when the queue is full.
-        """
+        """Run a command between two steps and deliver its effects; log and count a failure. Raises Overloaded
+        when the queue is full."""
         self._enter(lambda: self._guarded(lambda: self.emit(command(self.core, self.clock()))))
 
     def ask(self, question: EngineQuestion[T]) -> "Future[T]":
         """Return the future answer to a question that transfers no ownership; the future may be cancelled.
-
-        Raises Overloaded when the queue is full.
-        """
+        Raises Overloaded when the queue is full."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -68,10 +61,8 @@ class Door:
         return future
 
     def give(self, question: EngineQuestion[T]) -> "Future[T]":
-        """Like `ask`, but transfer ownership to the engine's thread: never refused and never cancelled.
-
-        The queue needs no bound here, because everything given was taken before.
-        """
+        """Like `ask`, but transfer ownership to the engine's thread: never refused and never cancelled. The
+        queue needs no bound here, because everything given was taken before."""
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()  # A running future cannot be cancelled.
 
@@ -83,11 +74,8 @@ class Door:
         return future
 
     async def take(self, question: EngineQuestion[T], undo: Callable[[T], object]) -> T:
-        """Like `ask`, but the caller owns the answer.
-
-        If the caller is cancelled first, `undo` is called with the answer on the engine's thread. Raises
-        Overloaded when the queue is full.
-        """
+        """Like `ask`, but the caller owns the answer. If the caller is cancelled first, `undo` is called with
+        the answer on the engine's thread. Raises Overloaded when the queue is full."""
         future = self._offered(question, undo)
         try:
             return await asyncio.wrap_future(future)

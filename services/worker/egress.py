@@ -3,8 +3,7 @@
 `Courier` sends from the engine's thread, or through the event loop by `Outbox` without an express connection.
 Messages may be lost: a gateway fetches missing tokens, a scheduler resynchronises on a gap. During a long
 step the heartbeat repeats the last report, so that a long prefill does not look like a dead worker. If the
-engine is silent for too long, the worker ends.
-"""
+engine is silent for too long, the worker ends."""
 
 import asyncio
 from collections import deque
@@ -114,11 +113,9 @@ OnLoop = Callable[[Callable[[], None]], None]
 
 
 class Courier:
-    """Sends frames and reports over an express connection, or through the outbox without one.
-
-    The engine's thread calls `deliver` and `attend`, the event loop `offer` and `wants_express`. Call `close`
-    after the engine's thread has ended.
-    """
+    """Sends frames and reports over an express connection, or through the outbox without one. The engine's
+    thread calls `deliver` and `attend`, the event loop `offer` and `wants_express`. Call `close` after the
+    engine's thread has ended."""
 
     def __init__(self, outbox: Outbox, on_loop: OnLoop) -> None:
         self._outbox = outbox
@@ -191,10 +188,8 @@ class Heartbeat:
         return msgspec.structs.replace(report, seq=self._seq, **self._sections(report))
 
     async def next(self) -> WorkerReported | None:
-        """Return the next report: a new one within the interval, else the last again, else None.
-
-        Raises InternalError after `stall_timeout_s` seconds, time awake, without a new report.
-        """
+        """Return the next report: a new one within the interval, else the last again, else None. Raises
+        InternalError after `stall_timeout_s` seconds, time awake, without a new report."""
         if self._pending is None:
             self._pending = self._ask()
         waiting = asyncio.wrap_future(self._pending)

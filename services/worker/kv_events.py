@@ -20,7 +20,7 @@ from shared.errors import ConfigError
 _LOOK_S = 0.05
 _END = (-1).to_bytes(8, "big", signed=True)
 _MOST_QUEUED = 10_000
-"""Batches that ZMQ queues for a slow subscriber; it drops the rest, and the subscriber sees a gap."""
+"""Batches that ZMQ queues for a slow subscriber, which sees a gap after them, and batches kept for replay."""
 
 
 class KvEventsConfig(BaseModel):
@@ -35,7 +35,6 @@ class KvEventsConfig(BaseModel):
     )
     replay_endpoint: str = Field(default="", description="where readers ask for batches that they missed")
     topic: str = Field(default="", description="of all messages")
-    buffer_steps: int = Field(default=10_000, ge=1, description="batches kept for those that missed some")
 
 
 class KvEventPublisher:
@@ -59,7 +58,7 @@ class KvEventPublisher:
         self._rank = int(number) if number.isdecimal() else 0
         self._endpoint = beside(config.endpoint, self._rank)
         self._replay_endpoint = beside(config.replay_endpoint, self._rank)
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=_MOST_QUEUED)
         self._seq = 0
         self._encoder = msgspec.msgpack.Encoder()
 

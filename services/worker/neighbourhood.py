@@ -1,8 +1,7 @@
 """Assembles a worker's lending, distributed attention and cache loans, and computes its maximum context.
 
-An engine that cannot attend to a part of the keys (vLLM) borrows nothing for sequences and lends host
-memory only.
-"""
+An engine that cannot attend to a part of the keys (vLLM) borrows nothing for sequences and lends host memory
+only."""
 
 import asyncio
 import contextlib
@@ -57,10 +56,8 @@ def _grown(pie: "BlockPie", blocks: int) -> StepEffects:
 
 
 class Reach:
-    """The maximum context that a worker announces: its own and lendable KV, up to the model's limit.
-
-    It does not fall for 30 s, so that no request is refused while a neighbour restarts.
-    """
+    """The maximum context that a worker announces: its own and lendable KV, up to the model's limit. It does
+    not fall for 30 s, so that no request is refused while a neighbour restarts."""
 
     def __init__(self, own_tokens: int, max_tokens: int) -> None:
         """`max_tokens`: the model's limit."""
@@ -113,10 +110,8 @@ class Neighbourhood:
         store: KvStore | None = None,
         clock: Clock,
     ) -> None:
-        """`own`: the engine's blocks; `pool`: the result of `extended`.
-
-        Raises ConfigError if `borrow` is not possible or the lent memory is smaller than a block.
-        """
+        """`own`: the engine's blocks; `pool`: the result of `extended`. Raises ConfigError if `borrow` is not
+        possible or the lent memory is smaller than a block."""
         self._bus = bus
         self._model = config.served_name
         self._engine = engine

@@ -63,10 +63,8 @@ def _no_disk(problem: str, advice: str) -> ConfigError:
 
 
 def bind_to(cores: Sequence[int], setting: str = "cores") -> None:
-    """Bind this thread, and threads that it starts later, to CPU cores; empty changes nothing.
-
-    Raises ConfigError, naming the setting, if they are not available.
-    """
+    """Bind this thread, and threads that it starts later, to CPU cores; empty changes nothing. Raises
+    ConfigError, naming the setting, if they are not available."""
     check_cores(cores, setting)
     if cores:
         os.sched_setaffinity(0, cores)

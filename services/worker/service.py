@@ -1,7 +1,6 @@
 """The worker service: passes plans and commands to the engine's thread and publishes what it returns.
 
-The rules are in `core`, the computation is in `engine`.
-"""
+The rules are in `core`, the computation is in `engine`."""
 
 import asyncio
 import socket
@@ -256,10 +255,8 @@ class Worker:
         return self._heartbeat.number(await asyncio.wrap_future(future))
 
     def _sections(self, report: WorkerReported) -> dict[str, Any]:
-        """Return the fields of a heartbeat that the event loop's thread owns.
-
-        `plan_seq` includes a plan that arrived during a long step, before the engine's thread sees it.
-        """
+        """Return the fields of a heartbeat that the event loop's thread owns. `plan_seq` includes a plan that
+        arrived during a long step, before the engine's thread sees it."""
         epoch, seq = self._reached
         reached = {"plan_seq": seq} if epoch == report.epoch and seq > report.plan_seq else {}
         moved = {} if self._transfers is None else self._transfers.section()
@@ -356,10 +353,8 @@ class Worker:
                 self._cache_metrics.show(figures)
 
     def _publisher(self, config: WorkerConfig, prefixes: Prefixes | None) -> KvEventPublisher | None:
-        """Return the publisher of KV events, or None if no endpoint is set.
-
-        Raises ConfigError without a prefix cache.
-        """
+        """Return the publisher of KV events, or None if no endpoint is set. Raises ConfigError without a
+        prefix cache."""
         if not config.kv_events.endpoint:
             return None
         if prefixes is None:

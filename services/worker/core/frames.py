@@ -19,11 +19,9 @@ class AddressedFrame:
 
 
 def delta_from(sequence: HeldSequence, first_index: int, proof: bytes = b"") -> TokenDelta:
-    """Return the answer from `first_index` on, with the end reason if the delta reaches the end.
-
-    The delta is cut where its log-probabilities get too large, and where tokens of an earlier worker meet our
-    own. The next heartbeat shows that there is more.
-    """
+    """Return the answer from `first_index` on, with the end reason if the delta reaches the end. The delta is
+    cut where its log-probabilities get too large, and where tokens of an earlier worker meet our own. The
+    next heartbeat shows that there is more."""
     ref = sequence.ref
     if sequence.sampling.top_logprobs is None and first_index == sequence.generated_tokens - 1 >= 0:
         return TokenDelta(

@@ -1,8 +1,7 @@
 """Late tokens: tokens that the former worker computed while a sequence moved to this one. Pure.
 
 The gateway reads the former worker until this one has caught up, and passes the tokens on. They may arrive
-before the sequence, or never. See docs/migration.md.
-"""
+before the sequence, or never. See docs/migration.md."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,7 @@
 """The queue of received plans: epoch fencing, order, expiry, supersession. Pure.
 
 The queue ignores sequences: `services.worker.core.sequences` decides which items of a plan apply, and the
-work of one step of the head is a `StepWork`.
-"""
+work of one step of the head is a `StepWork`."""
 
 from collections import Counter, deque
 from collections.abc import Iterable
@@ -75,11 +74,9 @@ class GivenUpPlan:
 
 
 class PlanQueue:
-    """Plans in order of `seq` within the highest epoch seen; the head runs.
-
-    Numbers start at 1 in every epoch and after every snapshot. A missing number is reported as expired once a
-    later plan arrives, so that the scheduler notices the loss.
-    """
+    """Plans in order of `seq` within the highest epoch seen; the head runs. Numbers start at 1 in every epoch
+    and after every snapshot. A missing number is reported as expired once a later plan arrives, so that the
+    scheduler notices the loss."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -91,10 +88,8 @@ class PlanQueue:
         return len(self._queue)
 
     def offer(self, plan: BatchPlan, now_s: float) -> list[GivenUpPlan]:
-        """Queue a plan. Returns the plans given up because of it; itself when it is refused.
-
-        A plan with an impossible epoch is ignored.
-        """
+        """Queue a plan. Returns the plans given up because of it; itself when it is refused. A plan with an
+        impossible epoch is ignored."""
         if not self.may_follow(plan.epoch):
             return []
         if plan.epoch < self.epoch:

@@ -1,8 +1,7 @@
 """Prefix sharing between sequences: block names, hits, prefetches and audits. Pure.
 
 Stands between the table of sequences and the cache. A chunk uses a stored prefix up to the blocks that the
-plan allocated. The rest is promised to the scheduler, so that its next chunk starts after it.
-"""
+plan allocated. The rest is promised to the scheduler, so that its next chunk starts after it."""
 
 from collections import deque
 from collections.abc import Iterable

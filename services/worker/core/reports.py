@@ -1,7 +1,6 @@
 """Numbered reports of a worker's steps, and measurements of their speed. Pure.
 
-`services.worker.core.steps` decides when a report is due. Heartbeats are numbered elsewhere.
-"""
+`services.worker.core.steps` decides when a report is due. Heartbeats are numbered elsewhere."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -157,9 +156,7 @@ LEAST_PREFILL_TOKENS = 16
 
 class SpeedMeter:
     """Prefill speed in tokens/s and time of a decode step in seconds; 0 before the first measurement.
-
-    `prefill_tokens_per_s`: the profile from the start; 0: there was none.
-    """
+    `prefill_tokens_per_s`: the profile from the start; 0: there was none."""
 
     def __init__(self, prefill_tokens_per_s: float = 0.0) -> None:
         self.prefill_tokens_per_s = prefill_tokens_per_s

@@ -2,8 +2,7 @@
 
 `TRANSITIONS` lists the legal transitions; any other is a bug and raises. A sequence belongs to the gateway
 that submitted it, to schedulers, and to heirs, which show a key that only the gateway can have shared.
-nats-server checks senders (`shared.subjects`).
-"""
+nats-server checks senders (`shared.subjects`)."""
 
 from dataclasses import dataclass, field
 from hmac import compare_digest

@@ -1,7 +1,6 @@
 """The table of sequences that a worker holds, and the rules for applying plan items to them. Pure.
 
-A plan states intent: an item is applied where it is valid and otherwise reported with a `SkipReason`.
-"""
+A plan states intent: an item is applied where it is valid and otherwise reported with a `SkipReason`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,9 +51,7 @@ class SequenceLimits:
 
 class SequenceTable:
     """Held sequences by (request, choice), their blocks, and tombstones of those that may not return.
-
-    `prefixes` shares blocks between sequences; None: each sequence computes all of its blocks.
-    """
+    `prefixes` shares blocks between sequences; None: each sequence computes all of its blocks."""
 
     def __init__(
         self,
@@ -134,9 +131,7 @@ class SequenceTable:
         self, item: PrefillChunk | Decode, sequence: HeldSequence | None
     ) -> WorkItem | SkipReason | PutOff | None:
         """Allocate blocks for one item; return what to compute or why not. None: nothing is left to do.
-
-        `sequence` is what `find` returns for the item. `resume` does what is put off.
-        """
+        `sequence` is what `find` returns for the item. `resume` does what is put off."""
         if sequence is None or not sequence.alive:
             return SkipReason.UNKNOWN
         if self.put_off and sequence.is_put_off:
@@ -279,11 +274,9 @@ class SequenceTable:
         gateway_id: str = "",
         heir_key: bytes = b"",
     ) -> None:
-        """Forget this attempt of a sequence and every lower one, now and if they arrive later.
-
-        Without `gateway_id`, the owner is that of the held sequence. Raises ForeignSequence when another
-        gateway owns it and the sender is no heir.
-        """
+        """Forget this attempt of a sequence and every lower one, now and if they arrive later. Without
+        `gateway_id`, the owner is that of the held sequence. Raises ForeignSequence when another gateway owns
+        it and the sender is no heir."""
         held = self._held.get(ref.key)
         if held is not None:
             if gateway_id:
@@ -297,10 +290,8 @@ class SequenceTable:
             self._held.pop(ref.key, None)
 
     def acknowledge(self, refs: Iterable[SequenceRef], sender: str, now_s: float) -> None:
-        """Forget ended sequences that their gateway has read to the end.
-
-        Raises ForeignSequence if any belongs to another gateway; those are kept.
-        """
+        """Forget ended sequences that their gateway has read to the end. Raises ForeignSequence if any
+        belongs to another gateway; those are kept."""
         others: list[HeldSequence] = []
         for ref in refs:
             held = self.find(ref)

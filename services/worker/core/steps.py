@@ -1,7 +1,6 @@
 """The core of one worker: messages in, steps and reports out. Pure: it computes and sends nothing itself.
 
-The caller alternates `begin_step` and `finish_step`, and calls the `on_…` methods only between steps.
-"""
+The caller alternates `begin_step` and `finish_step`, and calls the `on_…` methods only between steps."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass

@@ -2,8 +2,7 @@
 
 A digest finds bytes that have changed since they were stored. This finds KV that was wrong before: of other
 tokens, of other positions, by a faulty kernel. Two computations of the same differ by rounding, as chunks and
-batches are others; more than half of the digits is no rounding. For the engine's thread.
-"""
+batches are others; more than half of the digits is no rounding. For the engine's thread."""
 
 import math
 from random import Random

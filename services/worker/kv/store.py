@@ -1,8 +1,7 @@
 """The prefix cache of one worker with its real tiers: opened, worked on between steps, measured, closed.
 
 Owned by the engine's thread, as is `TransferEngine.settle`, where copies that have ended are applied. Decides
-nothing about blocks: that is `cache`.
-"""
+nothing about blocks: that is `cache`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,11 +114,9 @@ def open_store(
     transfers: TransferEngine,
     sums: Checksums = CRC,
 ) -> KvStore:
-    """The cache of `engine`'s blocks, with what an earlier run of `instance` left on disk.
-
-    A disk tier that cannot be had is warned of and left out. Raises ConfigError for an unknown order, and for
-    more on the host than an engine that has its own blocks there was made for.
-    """
+    """The cache of `engine`'s blocks, with what an earlier run of `instance` left on disk. A disk tier that
+    cannot be had is warned of and left out. Raises ConfigError for an unknown order, and for more on the host
+    than an engine that has its own blocks there was made for."""
     records = engine.records()
     size = records.record_bytes
     host_blocks = config.host_slots(size)
@@ -130,11 +127,7 @@ def open_store(
         disk = open_disk(path, Geometry(engine.fingerprint, size, disk_blocks), sums)
     peer_blocks = config.peer_slots(size)
     peers = PeerTier(engine.fingerprint, sums) if peer_blocks else None
-    bytes_per_s = {
-        Tier.HOST: config.host_bytes_per_s,
-        Tier.DISK: config.disk_bytes_per_s,
-        Tier.PEER: config.peer_bytes_per_s,
-    }
+    bytes_per_s = {Tier.HOST: config.host_bytes_per_s, Tier.DISK: config.disk_bytes_per_s}
     host = HostTier(host_blocks, size, engine.fingerprint, sums, records.host_rows)
     mover = TierMover(transfers, records, host, disk, bytes_per_s, peers)
     kept_blocks = int(host_blocks * config.swap_share)
@@ -143,7 +136,6 @@ def open_store(
         host_blocks,
         disk_blocks if disk else 0,
         config.eviction,
-        config.seed,
         kept_blocks,
         shadow_blocks,
         peer_blocks,

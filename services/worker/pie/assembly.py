@@ -1,7 +1,6 @@
 """Pie put together for one engine, from settings and the model's shapes.
 
-The engine knows Pie, and Pie knows no engine: it is given memory and shapes.
-"""
+The engine knows Pie, and Pie knows no engine: it is given memory and shapes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,7 @@ A *level* is the length of the paper's queue of layers: 0, or 3 and more. At eac
 many blocks as with such a queue, and a step brings in no more bytes (docs/decisions/0021). Called by the
 engine's thread between two steps. Growing: buffers first, of blocks that are free or that the host has as
 well, then the pool. Shrinking: the pool at once, buffers when no more blocks are taken than stay. Source:
-papers/004 §3.4, §4.1.
-"""
+papers/004 §3.4, §4.1."""
 
 import logging
 from collections.abc import Callable
@@ -56,8 +55,7 @@ class BlockPie:
     ) -> None:
         """`notice_s`: between the announcement that blocks will go and their going, so that plans follow.
         `block_s`: what bringing in one layer's block takes, as first known. `on_demand`: a level is for a
-        sequence that is too long without it, and else only where `decode_cost` says before that it pays.
-        """
+        sequence that is too long without it, and else only where `decode_cost` says before that it pays."""
         self.meter = SwapMeter()
         self.kv, self._controller, self._clock = kv, controller, clock
         self._bandwidth_limit = bandwidth_limit

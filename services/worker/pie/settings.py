@@ -13,8 +13,8 @@ class PieSettings(BaseModel):
 
     enabled: bool | Literal["auto"] = Field(
         default="auto",
-        description="swap KV to the host; `auto`: where the model allows it, for a sequence that is too "
-        "long for the device alone, and where more rows at once pay; true: as far as steps do not wait",
+        description="swap KV to the host; auto: for a sequence too long for the device, and where more rows "
+        "pay; true: as far as steps do not wait",
     )
     expansion: Literal["auto", "fixed"] = Field(
         default="auto", description="the level: found while running, or `fifo_layers`"
@@ -22,25 +22,18 @@ class PieSettings(BaseModel):
     fifo_layers: int = Field(
         default=0,
         ge=0,
-        description="the level at the start, as the length of a queue of layers that would hold as many "
-        "blocks: 0, or 3 and more",
+        description="level at the start, as the length of a queue of layers: 0, or 3 and more",
     )
     host_mb: int = Field(
-        default=1024,
-        ge=1,
-        description="host memory for blocks at most, in MiB; on a GPU it is page-locked at the start",
+        default=1024, ge=1, description="most host memory for blocks, in MiB; page-locked on a GPU"
     )
     bandwidth_limit: float = Field(
-        default=0.0,
-        ge=0,
-        description="bytes per second of the link, in each direction, on a CPU; 0: as fast as memory",
+        default=0.0, ge=0, description="of the link in each direction, on a CPU; 0: as fast as memory"
     )
     background_traffic: float = Field(
-        default=0.0, ge=0, description="bytes per second that others send over the link, for experiments"
+        default=0.0, ge=0, description="what others send over the link, for experiments"
     )
-    window_iterations: int = Field(
-        default=32, ge=4, description="iterations between two looks at the expansion"
-    )
+    window_iterations: int = Field(default=32, ge=4, description="iterations between two looks at the level")
     notice_s: float = Field(
         default=0.5, ge=0, description="from the report that blocks will go to their going: two heartbeats"
     )

@@ -1,8 +1,7 @@
 """Closed forms with fitted numbers: a fixed part, a part per token, a part per token of context.
 
-In mixed batches (our rule) the fixed part is the larger of the two, and the other parts add up. A chunk
-[a, b) pays the quadratic part of b less that of a. Source: DistServe, profile_data (Apache-2.0).
-"""
+In mixed batches (our rule) the fixed part is the larger of the two, and the other parts add up. A chunk [a,
+b) pays the quadratic part of b less that of a. Source: DistServe, profile_data (Apache-2.0)."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -53,10 +52,9 @@ class FittedCost:
 
 @dataclass(frozen=True, slots=True)
 class RemoteCost:
-    """What a step costs when a part of its context is on other workers.
-
-    Attention over remote blocks runs at the creditor and overlaps with the debtor's over local ones; a round
-    trip per layer does not. Source: papers/001 §4.6, §6.4."""
+    """What a step costs when a part of its context is on other workers. Attention over remote blocks runs at
+    the creditor and overlaps with the debtor's over local ones; a round trip per layer does not. Source:
+    papers/001 §4.6, §6.4."""
 
     cost: FittedCost
     round_trip_s: float = 40e-6
@@ -126,11 +124,10 @@ _KERNELS = (
     ("opt-30b-h100", DecodePart(22.6, 4.41e-4, 4.9e-2), 30.0e9, 7168, 48, _H100_TFLOPS),
     ("llama2-7b-h200", DecodePart(4.213, 1.132e-4, 1.800e-2), 6.7e9, 4096, 32, _H200_TFLOPS),
 )
-"""Name, decode, parameters, hidden size, layers and dense bf16 peak of one GPU.
-
-Decode: least squares over relative errors of 35 points each (batch 1 to 256, context 128 to 4096), median
-error below 3 %, aiconfigurator@095f58a5 kernel tables (vLLM 0.14 and 0.19, Apache-2.0). Prefill was not
-measured: matrix products at 60 % of the peak, attention at 40 %, the fixed part of a decode."""
+"""Name, decode, parameters, hidden size, layers and dense bf16 peak of one GPU. Decode: least squares over
+relative errors of 35 points each (batch 1 to 256, context 128 to 4096), median error below 3 %,
+aiconfigurator@095f58a5 kernel tables (vLLM 0.14 and 0.19, Apache-2.0). Prefill was not measured: matrix
+products at 60 % of the peak, attention at 40 %, the fixed part of a decode."""
 
 
 def _kernel_cost(

@@ -44,10 +44,8 @@ class LinearCost:
 
 
 def fit_linear(steps: Sequence[MeasuredStep], *, name: str, overhead_s: float = 0.0) -> LinearCost:
-    """Least squares over relative errors, slopes not negative; `overhead_s` is added to every step.
-
-    Raises ValueError for fewer than `LEAST_STEPS` steps.
-    """
+    """Least squares over relative errors, slopes not negative; `overhead_s` is added to every step. Raises
+    ValueError for fewer than `LEAST_STEPS` steps."""
     if len(steps) < LEAST_STEPS:
         raise ValueError(f"{len(steps)} steps are too few to fit a cost to; {LEAST_STEPS} are needed")
     took_s = np.array([step.step_s for step in steps])

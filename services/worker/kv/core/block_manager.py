@@ -1,8 +1,7 @@
 """The inventory of the prefix cache: which block is stored where, in use, and evictable. Pure.
 
 Blocks and slots are conserved, a block in use keeps its prefix, and nothing in use is evicted. The inventory
-moves no bytes and decides only which copy to evict.
-"""
+moves no bytes and decides only which copy to evict."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -23,7 +22,6 @@ class Tiers:
     host_blocks: int = 0
     disk_blocks: int = 0
     eviction: str = "frequent"
-    seed: int = 0
     kept_blocks: int = 0
     """Maximum number of host blocks for preempted sequences."""
     shadow_blocks: int = 0
@@ -51,9 +49,10 @@ class Inventory:
             Tier.DISK: self.disk,
             Tier.PEER: self.peers,
         }
-        self._orders = (self._device, self.host.order, self.disk.order, self.peers.order)
         self._saved = make(Tier.DEVICE, self.history)
         """Evictable device blocks that the host has too: they can leave without a copy."""
+        self._orders = (self._device, self.host.order, self.disk.order, self.peers.order)
+        self.orders = (*self._orders, self._saved)
         self.shadows = Shadows(self, min(tiers.shadow_blocks, self.host.total))
         """Shadows on the host. They are in no order and are evicted first."""
         self._published: dict[int, Node] = {}
@@ -73,7 +72,7 @@ class Inventory:
         self.kept = 0
         """Number of blocks whose place on the host is reserved."""
         self.counts: Counter[str] = Counter()
-        self.on_borrowed_free: Callable[[int], None] = lambda block: None
+        self.on_borrowed_free: list[Callable[[int], None]] = []
         """Called with each borrowed block that lost its name."""
         self.end_copy: Callable[[Node], None] = lambda node: None
         """Called to finish the copy to the host of a block that leaves the device."""
@@ -185,9 +184,8 @@ class Inventory:
             self.rank(node)
 
     def host_slot(self, node: Node, *, ahead: bool = False) -> int | None:
-        """Return a host slot for a block that leaves the device: its reserved slot, else any.
-
-        `ahead` of eviction, no slot is taken from another block that is about to leave."""
+        """Return a host slot for a block that leaves the device: its reserved slot, else any. `ahead` of
+        eviction, no slot is taken from another block that is about to leave."""
         place, node.kept_slot = node.kept_slot, None
         if place is not None:
             return place
@@ -270,9 +268,8 @@ class Inventory:
         self._drop_if_gone(node)
 
     def pop_device(self) -> Node | None:
-        """Return the next device block to evict, still in its place; None when all are in use.
-
-        A block that the host has too goes before one that still needs a copy."""
+        """Return the next device block to evict, still in its place; None when all are in use. A block that
+        the host has too goes before one that still needs a copy."""
         node = self._device.pop()
         if node is None or node.places[Tier.HOST] is not None or not self.is_worth_a_copy(node):
             return node
@@ -292,7 +289,6 @@ class Inventory:
 
     def slot(self, tier: Tier, kept: Collection[BlockHash] = (), *, for_shadow: bool = False) -> int | None:
         """Return a slot of a lower tier, evicting a copy outside `kept` if necessary; None: no copy may go.
-
         `for_shadow`: evict neither a shadow nor a block that is about to leave the device."""
         shelf = self.shelves[tier]
         free = shelf.take()
@@ -321,11 +317,9 @@ class Inventory:
         writing: Iterable[int] = (),
         sending: Iterable[int] = (),
     ) -> None:
-        """Raise AssertionError unless blocks and slots are conserved and counts are true.
-
-        `held` has each block as often as sequences hold it, `pinned` each awaited or loaded node likewise.
-        `arriving`: device blocks being filled; `storing`, `writing`, `sending`: slots of host, disk, peers.
-        """
+        """Raise AssertionError unless blocks and slots are conserved and counts are true. `held` has each
+        block as often as sequences hold it, `pinned` each awaited or loaded node likewise. `arriving`: device
+        blocks being filled; `storing`, `writing`, `sending`: slots of host, disk, peers."""
         self.tree.check_integrity()
         held = list(held)
         pins = Counter(pinned)
@@ -436,7 +430,8 @@ class Inventory:
             if place < self.pool.ids:
                 self.pool.release([place])
             else:
-                self.on_borrowed_free(place)
+                for hear in self.on_borrowed_free:
+                    hear(place)
         elif tier is Tier.HOST:
             block, node.is_outside = node.places[Tier.DEVICE], False
             residency = self.residency if self.is_own(node) else None

@@ -1,8 +1,7 @@
 """Free and taken ids: blocks of the device's KV, and rows of host memory; tables of blocks. Pure.
 
 A block holds `block_tokens` consecutive tokens of one sequence over all layers; a row has room for one block.
-A block table has a sequence's block ids in order, as an array of int32: a step copies tables as bytes.
-"""
+A block table has a sequence's block ids in order, as an array of int32: a step copies tables as bytes."""
 
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -93,9 +92,7 @@ class RowShare:
 
 class BlockPool:
     """Block ids 0 … total-1, each free or taken. The block freed last is taken first: its memory is warm.
-
-    `on_taken` and `on_freed` are called with the blocks, `on_low` when few blocks are left.
-    """
+    `on_taken` and `on_freed` are called with the blocks, `on_low` when few blocks are left."""
 
     def __init__(self, total_blocks: int, block_tokens: int, ids: int | None = None) -> None:
         """With more `ids` than blocks, `total_blocks` of them may be taken at once."""
@@ -173,9 +170,8 @@ class BlockPool:
         return self.total_blocks
 
     def withdraw(self, blocks: Iterable[int]) -> list[int]:
-        """Remove taken blocks from the pool; return their fixed places in the engine's memory.
-
-        Raises ValueError on a block that is free or withdrawn."""
+        """Remove taken blocks from the pool; return their fixed places in the engine's memory. Raises
+        ValueError on a block that is free or withdrawn."""
         blocks = list(blocks)
         for block in blocks:
             if not 0 <= block < self.ids or self._is_free[block] or block in self._withdrawn:

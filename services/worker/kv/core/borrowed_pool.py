@@ -2,8 +2,7 @@
 
 Own blocks are used first, since attention over them costs no message. Borrowed ids lie above the own ids, are
 admitted once they are reachable, and may be lost at any time. With a prefix cache, borrowed blocks have names
-too: they are shared and outlive their sequence. The pool ignores creditors and grants.
-"""
+too: they are shared and outlive their sequence. The pool ignores creditors and grants."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -31,7 +30,7 @@ class ExtendedPool:
         """Blocks about to come home, which are not given out. Those in use are in `_used` too."""
         self._cache = own if isinstance(own, PrefixCache) else None
         if self._cache is not None:
-            self._cache.on_borrowed_free(self._set_free)
+            self._cache.on_borrowed_free.append(self._set_free)
 
     @property
     def total_blocks(self) -> int:
@@ -97,9 +96,8 @@ class ExtendedPool:
             self._free[block] = None
 
     def retire(self, most_blocks: int, *, cached: bool = True) -> list[int]:
-        """Remove up to so many unused borrowed blocks, newest first; return them.
-
-        Named blocks go last, or without `cached` not at all."""
+        """Remove up to so many unused borrowed blocks, newest first; return them. Named blocks go last, or
+        without `cached` not at all."""
         if cached:
             self._clear(most_blocks)
         leaving = list(self._free)[::-1][: max(0, most_blocks)]
@@ -115,9 +113,8 @@ class ExtendedPool:
         self._drop(blocks)
 
     def set_apart(self, blocks: Iterable[int], most_blocks: int) -> list[int]:
-        """Reserve up to so many of these until `rejoin` or `come_home`, used ones first; return them.
-
-        They keep their users, but are not given out. Unknown and reserved ids are ignored."""
+        """Reserve up to so many of these until `rejoin` or `come_home`, used ones first; return them. They
+        keep their users, but are not given out. Unknown and reserved ids are ignored."""
         known = [block for block in blocks if block not in self._apart]
         used = [block for block in known if block in self._used]
         chosen = [*used, *(block for block in known if block in self._free)][: max(0, most_blocks)]
@@ -139,9 +136,8 @@ class ExtendedPool:
         return [block for block in blocks if block in self._used]
 
     def come_home(self, pairs: Iterable[tuple[int, int]]) -> list[int]:
-        """Replace blocks set apart by own, withdrawn blocks with the same contents.
-
-        `pairs`: (block set apart, place of the own block). Returns unneeded places, still withdrawn."""
+        """Replace blocks set apart by own, withdrawn blocks with the same contents. `pairs`: (block set
+        apart, place of the own block). Returns unneeded places, still withdrawn."""
         moves: dict[int, int] = {}
         spare: list[int] = []
         for block, own in pairs:

@@ -88,11 +88,8 @@ _Entry = tuple[int, EvictionRank, int, Node]
 
 
 class EvictionOrder(ABC):
-    """The evictable copies of one tier, lowest rank first.
-
-    With several tenants, blocks of a tenant above its share go first; recent tenants have equal shares. So a
-    tenant that stores much evicts its own blocks.
-    """
+    """The evictable copies of one tier, lowest rank first. With several tenants, blocks of a tenant above its
+    share go first; recent tenants have equal shares. So a tenant that stores much evicts its own blocks."""
 
     def __init__(self, history: ReuseHistory, seed: int = 0) -> None:
         self._history = history
@@ -159,9 +156,8 @@ class EvictionOrder(ABC):
         return [tenant for tenant in owned if owned[tenant] >= share or tenant not in recent]
 
     def preview(self) -> Iterator[Node]:
-        """Iterate over nodes in the order of eviction, each unused node after its last child.
-
-        The order must not change meanwhile."""
+        """Iterate over nodes in the order of eviction, each unused node after its last child. The order must
+        not change meanwhile."""
         heaps = {
             tenant: [entry for entry in heap if self._entry.get(entry[3]) == entry[2]]
             for tenant, heap in self._heaps.items()
@@ -232,11 +228,9 @@ _MOST_DOUBLINGS = 3.0
 
 
 class Frequent(EvictionOrder):
-    """Least recently used first, where each doubling of the uses postpones the last use by the mean gap.
-
-    The gap is measured over dropped blocks as well, so nothing is tuned to a trace or the size of a tier.
-    Without repeated uses it is `lru`.
-    """
+    """Least recently used first, where each doubling of the uses postpones the last use by the mean gap. The
+    gap is measured over dropped blocks as well, so nothing is tuned to a trace or the size of a tier. Without
+    repeated uses it is `lru`."""
 
     def rank(self, node: Node) -> EvictionRank:
         doublings = min(_MOST_DOUBLINGS, math.log2(1 + node.hits))
@@ -295,9 +289,8 @@ class SlotPool(RowShare):
 
 
 class PeerSlots:
-    """Up to `most` slots in host memory that other workers lend; `order` has the evictable copies.
-
-    Slots come with grants and go with leases. No number is used twice, so a lost slot is never mistaken."""
+    """Up to `most` slots in host memory that other workers lend; `order` has the evictable copies. Slots come
+    with grants and go with leases. No number is used twice, so a lost slot is never mistaken."""
 
     def __init__(self, most: int, order: EvictionOrder) -> None:
         self.most = max(0, most)

@@ -2,8 +2,7 @@
 
 *Spare* device blocks serve as buffers. A block outside needs a pair of buffers for one layer: one is read
 while the other is filled. With 8 layers, 3 spare blocks are 12 pairs. A block keeps its pair for the next
-step, so that its first layers can be fetched ahead.
-"""
+step, so that its first layers can be fetched ahead."""
 
 import numpy as np
 import numpy.typing as npt

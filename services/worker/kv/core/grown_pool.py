@@ -1,9 +1,8 @@
 """A block pool with more ids than the device has blocks; how many may be in use at once changes. Pure.
 
 Blocks beyond the device lie in the worker's own host memory (`residency`). A pool that shrinks first reports
-doomed blocks, which it still gives out because plans count on them. `cut` removes them once few enough
-blocks are taken. Source: papers/004 §4.1.
-"""
+doomed blocks, which it still gives out because plans count on them. `cut` removes them once few enough blocks
+are taken. Source: papers/004 §4.1."""
 
 from collections.abc import Iterable
 
@@ -47,9 +46,8 @@ class GrownPool(BlockPool):
         return super().rejoin(self.residency.unpin(places))
 
     def resize(self, total_blocks: int) -> None:
-        """Let `total_blocks` be taken at once; a smaller number dooms blocks first.
-
-        Raises ValueError for a size that is out of range, or a growth before a shrink is over."""
+        """Let `total_blocks` be taken at once; a smaller number dooms blocks first. Raises ValueError for a
+        size that is out of range, or a growth before a shrink is over."""
         limit = self.ids - self._barred
         if total_blocks < 1 or total_blocks > self.ids:
             raise ValueError(f"{total_blocks} blocks of {self.ids}")

@@ -2,8 +2,7 @@
 
 Of `n` stored blocks, the first `k` are loaded such that load(k) + recompute(n - k) is least. A tier of
 unknown speed is probed with a few blocks, and a tier that lost is probed again now and then. The savings and
-costs of each tier are counted. Source: `algorithms.md` §5.
-"""
+costs of each tier are counted. Source: `algorithms.md` §5."""
 
 from collections.abc import Sequence
 
@@ -100,7 +99,6 @@ class CostGate:
 
     def worth_storing(self, tier: Tier, returning: float | None) -> bool:
         """Whether copies to `tier` save more time than they take if that share of blocks is used again.
-
         Assumes that a copy takes equally long in both directions. True while anything is unknown."""
         recompute_s, block_s = self._recompute_block_s, self._block_s.get(tier)
         if returning is None or recompute_s is None or block_s is None:

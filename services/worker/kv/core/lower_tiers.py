@@ -1,8 +1,7 @@
 """The tiers below the device: write-behind, prefetches, preempted blocks, restart and the final flush. Pure.
 
 Nothing waits for these copies. A block may lose its copies or be forgotten during one; then the copied bytes
-are dropped and the slot is free again.
-"""
+are dropped and the slot is free again."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -170,7 +169,6 @@ class LowerTiers:
 
     def keep(self, names: Sequence[BlockHash]) -> list[Node]:
         """Reserve places on the host for device blocks of a preempted sequence, as far as there is room.
-
         `unkeep` ends it."""
         kept: list[Node] = []
         for name in names:
@@ -197,9 +195,8 @@ class LowerTiers:
     def prefetch(
         self, names: Sequence[BlockHash], most_blocks: int, needed: Collection[BlockHash] | None = None
     ) -> int:
-        """Start to read blocks of this prefix from disk to the host; return the number of reads started.
-
-        No block of `needed` is evicted for it (default: of this prefix). A slow disk is not used."""
+        """Start to read blocks of this prefix from disk to the host; return the number of reads started. No
+        block of `needed` is evicted for it (default: of this prefix). A slow disk is not used."""
         if Tier.DISK in self.gate.losing:
             return 0
         kept = set(names) if needed is None else needed
@@ -237,9 +234,8 @@ class LowerTiers:
             self._lose(node, Tier.DISK)
 
     def restore(self, stored: Iterable[StoredBlock]) -> int:
-        """Add the disk tier's blocks from an earlier run; return the number of blocks added.
-
-        Call this first. Blocks without their parent, or in slots out of range, are overwritten later."""
+        """Add the disk tier's blocks from an earlier run; return the number of blocks added. Call this first.
+        Blocks without their parent, or in slots out of range, are overwritten later."""
         taken: list[int] = []
         for block in sorted(stored, key=lambda block: block.depth):
             parent = self._books.tree.find(block.parent) if block.depth else None
@@ -253,9 +249,8 @@ class LowerTiers:
         return len(taken)
 
     def flush(self, write: Write, may_go_on: Callable[[], bool]) -> tuple[int, int]:
-        """Write blocks worth keeping to disk; return the numbers of blocks written and left out.
-
-        Nothing may be in flight."""
+        """Write blocks worth keeping to disk; return the numbers of blocks written and left out. Nothing may
+        be in flight."""
         books = self._books
         kept = self._worth_keeping()
         missing = [node for node in kept if node.places[Tier.DISK] is None]

@@ -4,8 +4,7 @@ It replaces a plain block pool: `allocate` evicts unused blocks, and `release` k
 named and shared once its last token is computed (`publish`). Blocks move down one tier at a time, and up
 straight to the device; a lower copy stays while there is room. A `BlockMover` copies bytes while the engine
 computes, and a failed copy is a miss. A load owns its device blocks until it is answered, so a waiting
-sequence may give up at any time. Source: papers/002 §IV; `algorithms.md` §5.
-"""
+sequence may give up at any time. Source: papers/002 §IV; `algorithms.md` §5."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -13,7 +12,7 @@ from functools import partial
 
 from services.worker.kv.core.block_manager import Inventory, Tiers
 from services.worker.kv.core.block_pool import BlockPool
-from services.worker.kv.core.eviction import EvictionOrder, OrderMaker, ReuseHistory, order_maker
+from services.worker.kv.core.eviction import OrderMaker, order_maker
 from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.lower_tiers import LowerTiers
 from services.worker.kv.core.radix_tree import Node, Tier
@@ -24,7 +23,6 @@ from shared.blocks import BlockHash
 
 class PrefixCache(LowerTiers):
     """The named blocks of one worker, for one thread. It counts requests instead of reading a clock.
-
     `counts`, in blocks: hits_TIER (hits_borrowed is part of hits_device), misses, evicted_TIER, written_TIER,
     write_failures_TIER, copies_lost, lost_peer (its creditor left) and those of `figures.OVERALL`."""
 
@@ -37,21 +35,14 @@ class PrefixCache(LowerTiers):
         orders: OrderMaker | None = None,
     ) -> None:
         """`orders` replaces `tiers.eviction` in experiments. Raises ConfigError for an unknown order."""
-        make = orders or order_maker(tiers.eviction, tiers.seed)
-        self._made: list[EvictionOrder] = []
-
-        def kept(tier: Tier, history: ReuseHistory) -> EvictionOrder:
-            self._made.append(make(tier, history))
-            return self._made[-1]
-
-        books = Inventory(pool, tiers, kept)
+        books = Inventory(pool, tiers, orders or order_maker(tiers.eviction))
         super().__init__(books, mover, gate, min(tiers.kept_blocks, tiers.host_blocks))
         self.base = self._pool = pool
         self.readmit, self.rejoin = pool.readmit, pool.rejoin
         self.ids = pool.ids
         """All own block ids are below this."""
         self.block_tokens = pool.block_tokens
-        self.on_moved_block = books.on_moved_block
+        self.on_moved_block, self.on_borrowed_free = books.on_moved_block, books.on_borrowed_free
         self._ahead = SaveAhead(books, mover)
         self.shadows = books.shadows
         self._waits: dict[Awaited, None] = {}
@@ -61,7 +52,7 @@ class PrefixCache(LowerTiers):
     @property
     def trouble(self) -> str:
         """Return the last error of an eviction order from outside; empty: there is none."""
-        failed = [order for order in self._made if order.fault]
+        failed = [order for order in self._books.orders if order.fault]
         times = sum(order.faults for order in failed)
         return f"{failed[0].fault}; {times} blocks are ordered by their last use instead" if failed else ""
 
@@ -117,24 +108,22 @@ class PrefixCache(LowerTiers):
     def acquire(
         self, names: Sequence[BlockHash], most_blocks: int, first_block: int = 0, *, may_load: bool = True
     ) -> Hit:
-        """Hold the longest stored prefix of `names`, at most so many blocks in all.
-
-        With `may_load`, blocks below the device are loaded if that is faster than computing, or awaited if a
-        load is under way. With `first_block`, the caller has all blocks before that one.
-        """
+        """Hold the longest stored prefix of `names`, at most so many blocks in all. With `may_load`, blocks
+        below the device are loaded if that is faster than computing, or awaited if a load is under way. With
+        `first_block`, the caller has all blocks before that one."""
         self._books.requests += first_block == 0
         chain = self._books.tree.match(names)
         found = chain[first_block:most_blocks]
-        if first_block and found and chain[first_block - 1].places[Tier.DEVICE] is None:
+        if first_block and found and not _is_near(chain[first_block - 1]):
             found = []
         for node in reversed(found):
             self._books.touch(node)
-        near = next((i for i, node in enumerate(found) if node.places[Tier.DEVICE] is None), len(found))
+        near = next((i for i, node in enumerate(found) if not _is_near(node)), len(found))
         for node in found[:near]:
             self._books.hold(node)
         self.gate.on_loaded(Tier.DEVICE, near, 0.0)
         far = found[near:]
-        lost = next((i for i, node in enumerate(far) if node.places[Tier.DEVICE] is not None), len(far))
+        lost = next((i for i, node in enumerate(far) if _is_near(node)), len(far))
         awaited = self._send_for(far[:lost]) if may_load else None
         done = near + (0 if awaited is None else len(awaited.nodes))
         self.counts["hits_device"] += near
@@ -156,7 +145,7 @@ class PrefixCache(LowerTiers):
             self.counts[f"hits_{tier.name.lower()}"] += tiers[tier]
         self.counts["misses"] += len(awaited.nodes) - came
         blocks = tuple(block_of(node) for node in awaited.nodes[:came])
-        loaded = (tiers[Tier.DEVICE], tiers[Tier.HOST], tiers[Tier.DISK])
+        loaded = tiers[Tier.DEVICE], tiers[Tier.HOST], tiers[Tier.DISK]
         return Hit(blocks, loaded, from_peers=tiers[Tier.PEER])
 
     def _on_loaded(self, pairs: list[tuple[Node, Load]], loaded: Loaded) -> None:
@@ -188,12 +177,8 @@ class PrefixCache(LowerTiers):
 
     def known_blocks(self, names: Sequence[BlockHash]) -> int:
         """Return the number of leading `names` on the device, without holding them."""
-        count = 0
-        for node in self._books.tree.match(names):
-            if node.places[Tier.DEVICE] is None:
-                break
-            count += 1
-        return count
+        found = self._books.tree.match(names)
+        return next((at for at, node in enumerate(found) if not _is_near(node)), len(found))
 
     def hold(self, names: Sequence[BlockHash]) -> list[int]:
         """Hold consecutive blocks on the own device, up to the first that is missing; undo with `release`.
@@ -208,17 +193,14 @@ class PrefixCache(LowerTiers):
         return held
 
     def publish(self, block: int, name: BlockHash, parent: BlockHash | None, tenant: str = "") -> bool:
-        """Name a full, held block and charge `tenant` for it.
-
-        False when it stays private: the name is on the device already, or its parent is not."""
+        """Name a full, held block and charge `tenant` for it. False when it stays private: the name is on the
+        device already, or its parent is not."""
         tree = self._books.tree
         before = None if parent is None else tree.find(parent)
         if self._books.node_of(block) is not None or (parent is not None and before is None):
             return False
-        if before is not None and before.places[Tier.DEVICE] is None:
-            return False
         node = tree.find(name)
-        if node is not None and node.places[Tier.DEVICE] is not None:
+        if (before is not None and not _is_near(before)) or (node is not None and _is_near(node)):
             return False
         node = node or self._books.enter(name, before, tenant)
         if node.is_shadow:
@@ -228,10 +210,6 @@ class PrefixCache(LowerTiers):
         return True
 
     # Borrowed blocks have ids from `ids` on; their bytes are at a creditor.
-
-    def on_borrowed_free(self, hear: Callable[[int], None]) -> None:
-        """Call `hear` with each borrowed block that loses its name."""
-        self._books.on_borrowed_free = hear
 
     def has_name(self, block: int) -> bool:
         """Whether the block is shared under a name."""
@@ -261,10 +239,10 @@ class PrefixCache(LowerTiers):
         for node in self._books.idle_borrowed():
             if blocks < 1:
                 return
-            if node.places[Tier.DEVICE] is None or block_of(node) in spared:
+            if not _is_near(node) or block_of(node) in spared:
                 continue
             for lost in [*reversed(self._books.tree.below(node)), node]:
-                if lost.places[Tier.DEVICE] is not None:
+                if _is_near(lost):
                     blocks -= not self._books.is_own(lost) and block_of(lost) not in spared
                     self._take_off(lost)
 

@@ -1,8 +1,7 @@
 """The tree of stored blocks: each node is a named block with a place in some tiers. Pure.
 
 A node's parent is the block before it, so any stored prefix is found. A node without a place leaves the tree,
-with everything below it. Source: papers/002 §X; `algorithms.md` §5.
-"""
+with everything below it. Source: papers/002 §X; `algorithms.md` §5."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence

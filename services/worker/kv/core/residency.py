@@ -64,11 +64,9 @@ class StepPlan:
 
 
 class Residency:
-    """The places of `ids` blocks of `layers` layers, at most `device_blocks` of them on the device.
-
-    All calls except `slot_of`, `is_outside` and `on_written` come from the engine's thread. `lock` is held
-    while places change.
-    """
+    """The places of `ids` blocks of `layers` layers, at most `device_blocks` of them on the device. All calls
+    except `slot_of`, `is_outside` and `on_written` come from the engine's thread. `lock` is held while places
+    change."""
 
     def __init__(
         self,
@@ -270,9 +268,7 @@ class Residency:
 
     def plan(self, blocks: Blocks, written: Blocks) -> StepPlan:
         """Plan the moves of a step that reads `blocks`, repeated as in its tables, and writes `written`.
-
-        Raises ValueError if the device lacks room for written blocks, or buffers for read ones.
-        """
+        Raises ValueError if the device lacks room for written blocks, or buffers for read ones."""
         with self.lock:
             self._step += 1
             self._filled.clear()

@@ -2,8 +2,7 @@
 
 An eighth of the device is kept free or ready to leave: the host has a copy, or a copy is not worth it
 (`Inventory.is_worth_a_copy`). A block may be used, shared and evictable during its copy; its device block is
-free only after the copy. Several blocks share a copy, since each copy wakes a thread.
-"""
+free only after the copy. Several blocks share a copy, since each copy wakes a thread."""
 
 from collections import deque
 from functools import partial

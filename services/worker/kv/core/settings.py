@@ -10,70 +10,46 @@ class PrefixCacheConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    enabled: bool = Field(default=True, description="keep the KV of finished sequences for those that follow")
+    enabled: bool = Field(default=True, description="keep the KV of finished sequences for later ones")
     eviction: str = Field(
         default="frequent",
-        description=f"which block goes first when a tier is full: {', '.join(ORDERS)}, the name of an "
-        "installed order, or FILE.py:CLASS",
+        description=f"eviction order: {', '.join(ORDERS)}, an installed one, or FILE.py:CLASS",
     )
-    seed: int = Field(default=0, description="of the order `random`")
-    host_mb: int = Field(default=256, ge=0, description="memory for blocks that left the device, in MiB")
-    host_blocks: int = Field(default=0, ge=0, description="the same in blocks instead; 0: host_mb counts")
+    host_mb: int = Field(default=256, ge=0, description="host memory for evicted blocks, in MiB")
+    host_blocks: int = Field(default=0, ge=0, description="the same in blocks; 0: use host_mb")
     swap_share: float = Field(
-        default=0.5,
-        ge=0,
-        le=1,
-        description="of the host's blocks, those that sequences taken off the device may have kept; 0: none",
+        default=0.5, ge=0, le=1, description="share of the host tier for preempted sequences; 0: none"
     )
     shadow_share: float = Field(
         default=0.5,
         ge=0,
         le=1,
-        description="of the host's blocks, those that copies of other workers' running sequences may take, "
-        "should those workers die; what else needs room there goes before them; 0: none",
+        description="share of the host tier for copies of other workers' running sequences; 0: none",
     )
     peer_mb: int = Field(
-        default=0,
-        ge=0,
-        description="host memory that other workers lend, for blocks that leave the own: so much at most, in "
-        "MiB; 0: none",
+        default=0, ge=0, description="most host memory to borrow from other workers, in MiB; 0: none"
     )
-    peer_blocks: int = Field(default=0, ge=0, description="the same in blocks instead; 0: peer_mb counts")
+    peer_blocks: int = Field(default=0, ge=0, description="the same in blocks; 0: use peer_mb")
     disk_mb: int = Field(default=0, ge=0, description="file for blocks that outlive the worker, in MiB")
     disk_path: str = Field(default="", description="folder of that file; each worker has its own in it")
     flush_s: float = Field(
-        default=2.0,
-        ge=0,
-        description="at a clean stop, so long for writing to disk what is only in memory; 0: nothing",
+        default=2.0, ge=0, description="longest flush from memory to disk at a clean stop; 0: none"
     )
     lookahead_sequences: int = Field(
-        default=64,
-        ge=0,
-        description="of sequences that start soon, those whose blocks are read ahead from disk",
+        default=64, ge=0, description="sequences about to start whose blocks are read ahead from disk"
     )
     audit_rate: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="of hits on the device, those that are computed all the same and compared with what is "
-        "stored",
+        default=0.0, ge=0, le=1, description="share of device hits to recompute and compare"
     )
-    host_bytes_per_s: float = Field(
-        default=0.0, ge=0, description="for tests: make the host tier so slow; 0: as fast as it is"
-    )
-    disk_bytes_per_s: float = Field(
-        default=0.0, ge=0, description="for tests: make the disk tier so slow; 0: as fast as it is"
-    )
-    peer_bytes_per_s: float = Field(
-        default=0.0, ge=0, description="for tests: make peers so slow; 0: as fast as the links are"
-    )
+    host_bytes_per_s: float = Field(default=0.0, ge=0, description="for tests: a slow host; 0: full speed")
+    disk_bytes_per_s: float = Field(default=0.0, ge=0, description="for tests: a slow disk; 0: full speed")
 
     def host_slots(self, block_bytes: int) -> int:
-        """Blocks of so many bytes on the host; 0 where nothing is kept."""
+        """Return the number of blocks on the host; 0: nothing is cached."""
         return (self.host_blocks or (self.host_mb << 20) // block_bytes) if self.enabled else 0
 
     def peer_slots(self, block_bytes: int) -> int:
-        """Blocks of so many bytes in other workers' host memory; 0 where nothing is kept."""
+        """Return the number of blocks in other workers' host memory; 0: nothing is cached."""
         return (self.peer_blocks or (self.peer_mb << 20) // block_bytes) if self.enabled else 0
 
     @model_validator(mode="after")

@@ -83,9 +83,8 @@ class Shadows:
         return len(found)
 
     def room(self, blocks: int, now_s: float, kept: Sequence[BlockHash] = ()) -> list[int]:
-        """Reserve up to so many host slots, which must be passed to `fill`; no slot of `kept` is taken.
-
-        Stale shadows are evicted for it and, within the share, the oldest cached copies."""
+        """Reserve up to so many host slots, which must be passed to `fill`; no slot of `kept` is taken. Stale
+        shadows are evicted for it and, within the share, the oldest cached copies."""
         places: list[int] = []
         spared = set(kept)
         while len(places) < blocks:

@@ -2,9 +2,8 @@
 
 For external routers that route by cached prefixes. The structures are those of vLLM 0.32: a batch is an
 array, and an event is a map with a `type`. A block has a name (`shared.blocks`), its parent's name, tokens
-and a medium. Blocks restored from disk are left out: their tokens are unknown. After too many changes
-between two calls, the events clear everything and list it again. Pure; used on the cache's thread.
-"""
+and a medium. Blocks restored from disk are left out: their tokens are unknown. After too many changes between
+two calls, the events clear everything and list it again. Pure; used on the cache's thread."""
 
 from collections.abc import Sequence
 

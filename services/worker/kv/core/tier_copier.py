@@ -55,10 +55,8 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Awaited:
-    """Consecutive stored blocks, held for a sequence that waits until loads bring them to the device.
-
-    Its owner ends it once by `PrefixCache.collect`, before or after the loads have ended.
-    """
+    """Consecutive stored blocks, held for a sequence that waits until loads bring them to the device. Its
+    owner ends it once by `PrefixCache.collect`, before or after the loads have ended."""
 
     nodes: tuple[Node, ...]
     tiers: tuple[Tier, ...]

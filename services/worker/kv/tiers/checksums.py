@@ -1,8 +1,7 @@
 """What a record is verified by: 64 bits over its bytes, its name and the model's fingerprint.
 
 Which function is over the bytes is the engine's to say (`engine/native/sums.py` has one ten times as fast as
-CRC-32); a file's checksums, and another worker's, mean something only to whoever computes the same.
-"""
+CRC-32); a file's checksums, and another worker's, mean something only to whoever computes the same."""
 
 import zlib
 from collections.abc import Callable

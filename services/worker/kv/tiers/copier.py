@@ -1,7 +1,6 @@
 """Moves blocks between device, host, peers and disk: what the cache decides, carried out and verified.
 
-Each copy goes through the worker's `TransferEngine`, which hands its result over on the cache's thread.
-"""
+Each copy goes through the worker's `TransferEngine`, which hands its result over on the cache's thread."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -75,9 +74,8 @@ class TierMover:
         return self._transfers.finish(self._stores.pop(ticket))
 
     def load(self, loads: Sequence[Load], most_s: float) -> Loaded:
-        """Load and verify blocks in order; stop between two of them, or while throttled, when time is up.
-
-        On the thread of loads, or before there are any."""
+        """Load and verify blocks in order; stop between two of them, or while throttled, when time is up. On
+        the thread of loads, or before there are any."""
         until_s = monotonic() + most_s
         elapsed_s = [0.0] * len(Tier)
         done = 0
@@ -139,10 +137,9 @@ class TierMover:
         return self._start(Route.READ, read, False, ended) is not None
 
     def write_now(self, node: StoredBlock, tier: Tier, source: int, until_s: float) -> bool:
-        """Write a device block or host slot to disk in this thread, once the others have ended.
-
-        False when there is no disk, the source is not intact, writing failed, or it would end after `until_s`
-        (monotonic clock)."""
+        """Write a device block or host slot to disk in this thread, once the others have ended. False when
+        there is no disk, the source is not intact, writing failed, or it would end after `until_s` (monotonic
+        clock)."""
         disk = self._below[Tier.DISK]
         if disk is None or tier is Tier.PEER:
             return False
@@ -188,9 +185,8 @@ class TierMover:
         return Loaded(len(rows), tuple(elapsed_s), failed, wasted_s)
 
     def _fetch(self, load: Load, buffer: RecordRow) -> RecordRow | None:
-        """Return the verified record; None when it is not intact.
-
-        It is verified where nobody else writes: in a held slot, or a copy of the file's or a peer's bytes."""
+        """Return the verified record; None when it is not intact. It is verified where nobody else writes: in
+        a held slot, or a copy of the file's or a peer's bytes."""
         if load.tier is Tier.HOST:
             return self._host.row(load.place) if self._host.check(load.place, load.name) else None
         below = self._below[load.tier]

@@ -3,8 +3,7 @@
 The file is read and written at offsets rather than mapped: under a map a truncated file or a failing disk is
 SIGBUS, which ends the process; here it is a short read or an OSError. A slot's header is cleared before its
 record is overwritten and written after it, so that a killed write leaves an empty slot. Every read is
-verified: length, and a checksum over fingerprint, name and bytes. Knows no order of eviction.
-"""
+verified: length, and a checksum over fingerprint, name and bytes. Knows no order of eviction."""
 
 import errno
 import fcntl
@@ -38,10 +37,8 @@ _MOST_ASIDE = 100
 
 
 class DiskTier:
-    """An open, locked file, for two threads as long as they are not at the same slot.
-
-    `counts`: torn_slots, short_reads, checksum_failures, read_errors, write_errors; reinitialised, set_aside.
-    """
+    """An open, locked file, for two threads as long as they are not at the same slot. `counts`: torn_slots,
+    short_reads, checksum_failures, read_errors, write_errors; reinitialised, set_aside."""
 
     def __init__(
         self, descriptor: int, geometry: Geometry, counts: Counter[str], sums: Checksums = CRC
@@ -122,12 +119,10 @@ class DiskTier:
 
 
 def open_disk(path: Path, geometry: Geometry, sums: Checksums = CRC) -> DiskTier | None:
-    """The tier in `path`, made or taken over; None, with a warning, where there cannot be one.
-
-    A file of another model, geometry or version is started afresh; one that is no cache at all is renamed to
-    `….aside` first. A full disk, a folder that cannot be written and a file that another worker has open
-    leave the worker without a disk tier.
-    """
+    """The tier in `path`, made or taken over; None, with a warning, where there cannot be one. A file of
+    another model, geometry or version is started afresh; one that is no cache at all is renamed to `….aside`
+    first. A full disk, a folder that cannot be written and a file that another worker has open leave the
+    worker without a disk tier."""
     counts: Counter[str] = Counter()
     geometry = replace(geometry, sums=sums.kind)
     try:

@@ -1,8 +1,7 @@
 """Records in host memory that other workers lend. Whatever goes wrong with one is a miss, never an exception.
 
 A record's checksum, over fingerprint, name and bytes, is taken here when it is made and compared when it
-comes back: what a creditor does with its memory need not be believed. Knows slots and bytes; no link.
-"""
+comes back: what a creditor does with its memory need not be believed. Knows slots and bytes; no link."""
 
 import threading
 from collections import Counter
@@ -28,10 +27,8 @@ class PeerMemory(Protocol):
 
 
 class PeerTier:
-    """For two threads, as long as they are not at the same slot.
-
-    `counts`: checksum_failures, read_errors, write_errors.
-    """
+    """For two threads, as long as they are not at the same slot. `counts`: checksum_failures, read_errors,
+    write_errors."""
 
     def __init__(self, fingerprint: bytes, sums: Checksums = CRC) -> None:
         self._fingerprint = fingerprint

@@ -2,8 +2,7 @@
 
 A record holds one block over all layers: for each layer the bytes of K, then those of V, as they lie in the
 pools. Calls return when the bytes are there; each object is for one thread at a time. Knows no name, no slot
-and no file.
-"""
+and no file."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias

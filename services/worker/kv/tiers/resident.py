@@ -2,8 +2,7 @@
 
 The shell around `residency`: it holds the bytes, has whole blocks moved between steps, and hands what each
 step reads from outside to a `BlockStream`, which brings it in behind the computation. The engine's thread
-calls all of it but `records`.
-"""
+calls all of it but `records`."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -206,11 +205,9 @@ class ResidentKv:
         return GrownPool(total_blocks, block_tokens, self.residency)
 
     def locate(self, blocks: Blocks, written: Blocks) -> Blocks:
-        """A step begins, which reads `blocks` and writes to some of them: where they are for it.
-
-        Ids that are not this worker's own are left as they are. What lies outside has a number above the
-        device's until `point`. Raises ValueError as `Residency.plan` does.
-        """
+        """A step begins, which reads `blocks` and writes to some of them: where they are for it. Ids that are
+        not this worker's own are left as they are. What lies outside has a number above the device's until
+        `point`. Raises ValueError as `Residency.plan` does."""
         residency = self.residency
         if residency.is_plain:
             return blocks

@@ -1,8 +1,7 @@
 """How a disk tier lies in its file: one header, a table of slot headers, the records. Bytes only, no file.
 
 Little-endian; a page of file header, 64 bytes for each slot, then records at multiples of a page. Each header
-ends with its own CRC, so that a torn one is none.
-"""
+ends with its own CRC, so that a torn one is none."""
 
 import struct
 import zlib

@@ -1,12 +1,11 @@
 """How much to expand: Pie's adaptive controller of the FIFO's length. Pure.
 
-It is told of windows of iterations and answers with the length wanted. Up: a tenth of the swap-ins served
-the next token, so the link has time to spare, and the blocks there are are in use; after each raise that was
+It is told of windows of iterations and answers with the length wanted. Up: a tenth of the swap-ins served the
+next token, so the link has time to spare, and the blocks there are are in use; after each raise that was
 kept, by twice as many layers. A raise is kept only if throughput rose. Down: the computation waited for KV;
 if much, at once to what fits. After any drop it holds for four windows, twice as long each time a raise to
 the same length fails again. Low demand: blocks that nobody uses are given back. Source: papers/004 §3.4;
-algorithms.md §6.
-"""
+algorithms.md §6."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -93,11 +92,9 @@ class Window:
 
     @property
     def rates(self) -> tuple[float, float]:
-        """Throughput measured in two ways: tokens per second, and `work_rate`.
-
-        Tokens per second vary twofold with the lengths of those who happen to run, while a raise may bring a
-        few per cent; blocks attended to per second vary less, but know nothing of what is computed twice.
-        """
+        """Throughput measured in two ways: tokens per second, and `work_rate`. Tokens per second vary twofold
+        with the lengths of those who happen to run, while a raise may bring a few per cent; blocks attended
+        to per second vary less, but know nothing of what is computed twice."""
         return self.tokens / self.elapsed_s if self.elapsed_s > 0 else 0.0, self.work_rate
 
 
@@ -172,10 +169,8 @@ class ExpansionController:
         return self._at.heavy_stall * self._at.stall_share
 
     def fits(self, swap_s: float, steps_s: Sequence[float], ratio: float) -> bool:
-        """Whether, at the length wanted, layers would be back in time for steps such as these.
-
-        `swap_s` was measured; slots will hold `ratio` times as many blocks.
-        """
+        """Whether, at the length wanted, layers would be back in time for steps such as these. `swap_s` was
+        measured; slots will hold `ratio` times as many blocks."""
         return self._is_in_time(self.fifo_layers, swap_s * ratio, steps_s)
 
     def refuse(self) -> int:
@@ -246,10 +241,8 @@ class ExpansionController:
         return self._is_in_time(wanted, window.swap_s * self._ratio(wanted), steps_s)
 
     def _is_in_time(self, fifo_layers: int, swap_s: float, steps_s: Sequence[float]) -> bool:
-        """q swaps while n − 1 layers compute: in half of the steps, and with few waits in all of them.
-
-        Steps of few sequences are short, while a swap takes what it takes.
-        """
+        """q swaps while n − 1 layers compute: in half of the steps, and with few waits in all of them. Steps
+        of few sequences are short, while a swap takes what it takes."""
         turn_s, share = self._swaps(fifo_layers) * swap_s, (self._layers - 1) / self._layers
         waits_s = sum(max(0.0, turn_s - share * each) for each in steps_s)
         is_rare = waits_s <= self._at.foreseen * self._at.stall_share * sum(steps_s)
@@ -277,9 +270,7 @@ class ExpansionController:
 
     def _is_gain_shown(self, window: Window) -> bool:
         """Whether steps of different sizes say that so much larger batches bring enough, and nobody waits.
-
-        One raise brings a few per cent, between windows whose throughput varies twofold.
-        """
+        One raise brings a few per cent, between windows whose throughput varies twofold."""
         larger = 1 / self._ratio(self._before)
         gain = larger / (window.fixed_share + (1 - window.fixed_share) * larger) - 1
         return gain >= self._at.gain and window.stall_s <= self._at.stall_share * window.compute_s

@@ -83,7 +83,6 @@ class SwapMeter:
         self, iterations: int, swap_ins: int, early_swap_ins: int, capacity_blocks: int
     ) -> Window:
         """What was since the last call. Time without steps, in which nobody asked, does not count.
-
         `swap_ins`: layers that were brought in since the start, `early_swap_ins` of them early."""
         stall_s, compute_s, ins, early = self._before
         self._before = (self.stall_s, self.compute_s, swap_ins, early_swap_ins)
@@ -110,10 +109,8 @@ class SwapMeter:
 
 
 def fixed_share(steps: Iterable[tuple[int, float]]) -> float:
-    """Of the time of steps (tokens, seconds), what does not grow with their tokens; 0: cannot be told.
-
-    From the medians of the smaller and of the larger third: outliers do not count.
-    """
+    """Of the time of steps (tokens, seconds), what does not grow with their tokens; 0: cannot be told. From
+    the medians of the smaller and of the larger third: outliers do not count."""
     ordered = sorted(steps)
     third = len(ordered) // 3
     if third < _LEAST_DECODES:
@@ -135,11 +132,9 @@ def _mean(values: list[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCost:
-    """Seconds of a decoding step: a fixed time, and a time for each row. Copies come on top:
-
-    40 ms and 5 ms a row; 8 rows fill the memory; 1.8 times as many blocks, 4 ms of copies
-    now 8 rows in 80 ms, 100 tokens/s; then 14.4 rows in 112 + 4 ms, 124 tokens/s: a gain of 0.24
-    """
+    """Seconds of a decoding step: a fixed time, and a time for each row. Copies come on top: 40 ms and 5 ms a
+    row; 8 rows fill the memory; 1.8 times as many blocks, 4 ms of copies now 8 rows in 80 ms, 100 tokens/s;
+    then 14.4 rows in 112 + 4 ms, 124 tokens/s: a gain of 0.24"""
 
     fixed_s: float
     row_s: float
@@ -152,7 +147,7 @@ class DecodeCost:
         return cls(max(0.0, few_s - few_rows * row_s), row_s)
 
     def gain(self, rows: float, ratio: float, copies_s: float) -> float:
-        """Return the gain of throughput, as a share, of `ratio` times as many rows, with `copies_s` of copying
+        """Return the gain of throughput, as a share, of `ratio` times as many rows with `copies_s` of copying
         in each step; 0: nothing runs."""
         now_s = self.fixed_s + rows * self.row_s
         then_s = self.fixed_s + rows * ratio * self.row_s + copies_s

@@ -2,8 +2,7 @@
 
 `fifo_layers` (q in algorithms.md §6) is 0, or 3 and more: with 1 or 2 the two buffers would cost more than
 the swapped layers give back. All buffers count as device bytes. Source: papers/004 §3.1 and §3.3; the ratio
-is that of algorithms.md (the paper's counts four buffers).
-"""
+is that of algorithms.md (the paper's counts four buffers)."""
 
 LEAST_FIFO_LAYERS = 3
 _LEAST_SLOTS = 3
@@ -45,10 +44,8 @@ def lower(fifo_layers: int) -> int:
 
 def spare_blocks(layers: int, fifo_layers: int, device_blocks: int) -> int:
     """Of the device's blocks, those given up to buffers so that as many blocks fit as with a FIFO of layers.
-
     A block is swapped through two buffers of one layer each, so one block given up has room for `layers` / 2:
-    of 8 layers, 20 of 420 blocks bring 80 from outside, and 480 - 60 are there.
-    """
+    of 8 layers, 20 of 420 blocks bring 80 from outside, and 480 - 60 are there."""
     extra = slot_blocks(layers, fifo_layers, device_blocks) - device_blocks
     return -(-2 * extra // (layers - 2)) if extra > 0 else 0
 
