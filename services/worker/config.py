@@ -31,8 +31,7 @@ class WorkerConfig(ModelServiceConfig):
 
     engine: Literal["native", "vllm", "simulated"] = Field(
         default="native",
-        description="computes the model itself, by vLLM, or not at all: answers are hashes, after a real one's "
-        "time",
+        description="who computes the model: the worker, vLLM, or nobody: answers are hashes",
     )
     vllm: VllmConfig = Field(default=VllmConfig(), description="settings of engine vllm")
     simulated: SimulatedConfig = Field(default=SimulatedConfig(), description="settings of engine simulated")
@@ -70,7 +69,7 @@ class WorkerConfig(ModelServiceConfig):
         default=0.0,
         ge=0,
         lt=1,
-        description="KV capacity: share of the memory left by the weights; 0: 0.05 of a CPU's, 0.85 of a GPU's",
+        description="KV capacity: share of memory that weights leave; 0: 0.05 of a CPU's, 0.85 of a GPU's",
     )
     kv_blocks: int = Field(default=0, ge=0, description="KV capacity in blocks instead")
     kv_bytes: int = Field(default=0, ge=0, description="KV capacity in bytes instead of both")

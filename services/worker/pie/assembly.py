@@ -71,7 +71,7 @@ def assemble(
     level, limit = settings.fifo_layers, settings.bandwidth_limit
     controller, highest = None, level
     if most and settings.expansion == "auto":
-        controller, highest = ExpansionController(count, most, None, level, sizes.swaps_in_blocks), most
+        controller, highest = ExpansionController(count, most, level, sizes.swaps_in_blocks), most
     blocks = sizes.slot_blocks(count, highest, device_blocks)
     kv = ResidentKv(
         open_stream,

@@ -1,10 +1,8 @@
-"""Pie in blocks: how many blocks of all layers lie outside, found while running.
+"""Pie in blocks: finds while running how many blocks of all layers lie in host memory.
 
-A *level* is the length of the paper's queue of layers: 0, or 3 and more. At each the device's bytes hold as
-many blocks as with such a queue, and a step brings in no more bytes (docs/decisions/0021). Called by the
-engine's thread between two steps. Growing: buffers first, of blocks that are free or that the host has as
-well, then the pool. Shrinking: the pool at once, buffers when no more blocks are taken than stay. Source:
-papers/004 §3.4, §4.1."""
+A *level* is the length of the paper's queue of layers, 0 or from 3 on: the device holds as many blocks as
+with such a queue, and a step copies no more bytes (docs/decisions/0021). To grow, it reserves buffers, then
+enlarges the pool; to shrink, it dooms blocks, then frees buffers. Source: papers/004 §3.4, §4.1."""
 
 import logging
 from collections.abc import Callable
@@ -24,20 +22,20 @@ from services.worker.pie.core.sizes import (
 
 _log = logging.getLogger("kvasir.worker.pie")
 _DEMAND_S = 2.0
-"""The scheduler repeats what it wants several times within this."""
+"""Seconds that a demand holds; the scheduler repeats it more often."""
 _MOST_BESIDE = 2
-"""Times what the device has: for one that is too long, and those that run."""
+"""Most blocks for a long sequence and the running ones, as a multiple of the device's."""
 _LEAST_GAIN = 0.1
-"""Of throughput: what is foreseen has to be more than this."""
+"""Least foreseen gain of throughput."""
 _FULL = 0.9
-"""Of the blocks, in use: more of them would be used as well."""
+"""Share of blocks in use above which more would be used."""
 _WEIGHT = 0.2
-"""Of the newest step in what bringing in a block takes."""
+"""Weight of the newest step in the time to copy a block."""
 
 
 class BlockPie:
-    """One engine's: more blocks than the device holds. Drives the level towards what the controller wants;
-    without one it stays as it is. `kv` has the bytes, wherever they are."""
+    """The expansion of one engine, called by its thread between two steps. Drives the level towards what the
+    controller wants; without one it stays. `kv` has the bytes."""
 
     def __init__(
         self,
@@ -53,9 +51,9 @@ class BlockPie:
         on_demand: bool = False,
         bandwidth_limit: float = 0.0,
     ) -> None:
-        """`notice_s`: between the announcement that blocks will go and their going, so that plans follow.
-        `block_s`: what bringing in one layer's block takes, as first known. `on_demand`: a level is for a
-        sequence that is too long without it, and else only where `decode_cost` says before that it pays."""
+        """`notice_s`: time between the report that blocks will go and their removal. `block_s`: first
+        estimate of the time to copy one layer's block. `on_demand`: raise the level only for a sequence that
+        is too long, or where `decode_cost` foresees a gain."""
         self.meter = SwapMeter()
         self.kv, self._controller, self._clock = kv, controller, clock
         self._bandwidth_limit = bandwidth_limit
@@ -63,7 +61,7 @@ class BlockPie:
         self.watches_steps = not on_demand or fifo_layers > 0
         """Whether steps have to call `step_begins` and `step_ends`; on demand only while memory is short."""
         self.decode_cost: DecodeCost | None = None
-        """None: not measured, so that nothing is foreseen."""
+        """None: not measured."""
         self._device_blocks = device_blocks
         self._window_iterations = window_iterations
         self._wanted = self._granted = fifo_layers
@@ -74,7 +72,7 @@ class BlockPie:
         self._began_s = 0.0
         self._pool: GrownPool | None = None
         self._needed_blocks = 0
-        """By somebody who could not be served with less: no drop goes below, until they are used no more."""
+        """Blocks demanded by a long sequence: the level does not drop below while they are used."""
         self._needed_until_s = 0.0
         self._used: Callable[[], int] = lambda: 0
         self._shed: Callable[[int], None] = lambda _: None
@@ -84,7 +82,7 @@ class BlockPie:
 
     @property
     def capacity_blocks(self) -> int:
-        """What plans may count on from the next one on."""
+        """Number of blocks that plans may count on."""
         return self._blocks(self._granted)
 
     @property
@@ -92,7 +90,7 @@ class BlockPie:
         return self._granted != self._wanted or self.kv.residency.spare_blocks != self._spare(self._wanted)
 
     def make_pool(self, block_tokens: int) -> GrownPool:
-        """The pool whose size follows."""
+        """Return the pool, whose size follows the level."""
         pool = self._pool = self.kv.make_pool(self.capacity_blocks, block_tokens)
         pool.growable_blocks = self.expansion().growable_blocks
         pool.low_blocks = int((1 - _FULL) * self._first_blocks) + 1
@@ -104,17 +102,17 @@ class BlockPie:
         self.watches_steps = True
 
     def watch(self, used_blocks: Callable[[], int], shed: Callable[[int], None]) -> None:
-        """Who has blocks that nobody uses: how many are in use, and who lets go of others."""
+        """Set functions of a cache: the number of blocks in use, and one that evicts others."""
         self._used, self._shed = used_blocks, shed
 
     @property
     def most_blocks(self) -> int:
-        """What a sequence may count on, if it is alone."""
+        """Number of blocks for a sequence that runs alone."""
         return self.capacity_blocks if self._controller is None else self._blocks(self._controller.most)
 
     @property
     def lendable_share(self) -> float:
-        """Of the blocks at the start, what may be lent at any level: half of what no buffer is made of."""
+        """Share of the first blocks that may be lent at any level: half of those without buffers."""
         highest = self._wanted if self._controller is None else self._controller.most
         return (self._device_blocks - self._spare(highest)) // 2 / self._first_blocks
 
@@ -129,15 +127,14 @@ class BlockPie:
         self._began_s = self._clock()
 
     def step_ends(self, tokens: int, *, is_decoding: bool) -> None:
-        """It sampled so many tokens; `is_decoding`: and computed no prompt. Judges a window that is over, and
-        goes on with a change."""
+        """Note a step that sampled so many tokens; `is_decoding`: it computed no prompt."""
         before, is_plain = self._before, self.kv.residency.is_plain
         now = self._before = before if is_plain else self.kv.figures()
         stall_s = now.stall_s - before.stall_s
         compute_s = max(0.0, self._clock() - self._began_s - stall_s)
         if stall_s:
             self.meter.on_stall(stall_s)
-        if not is_plain:  # Most steps of most workers: nothing lies outside, and nothing was copied.
+        if not is_plain:
             self._note_copies(before, now)
         self.meter.on_step(tokens, compute_s, stall_s, self._used(), is_decoding=is_decoding)
         self._iterations += 1
@@ -146,9 +143,8 @@ class BlockPie:
         self.rest()
 
     def demand(self, blocks: int) -> None:
-        """A sequence needs so many, all in all, and cannot begin with fewer: raised to it as far as that can
-        be, whether steps will wait for copies or not, and to what is in use beside it, up to twice the
-        device: else it waits until nearly all others have ended. To be repeated while it waits."""
+        """Raise the level for a sequence that needs so many blocks, and for those in use beside it, up to
+        twice the device. To be repeated while the sequence waits."""
         controller, pool = self._controller, self._pool
         if controller is None or pool is None:
             return
@@ -157,7 +153,7 @@ class BlockPie:
         together = max(blocks, min(blocks + self._used(), _MOST_BESIDE * self._blocks(0)))
         self._needed_blocks, self._needed_until_s = max(before, together), now_s + _DEMAND_S
         self.rest()
-        if pool.doomed_blocks:  # On its way down, and told of too lately.
+        if pool.doomed_blocks:  # A drop is under way.
             return
         level = self._wanted
         while level < controller.most and self._blocks(level) < self._needed_blocks:
@@ -165,7 +161,7 @@ class BlockPie:
         self._raise_to(level, controller, pool, f"for a sequence of {blocks}")
 
     def _raise_to(self, level: int, controller: ExpansionController, pool: GrownPool, why: str) -> None:
-        """Now, unless it is as high; what is in the way of the buffers is copied out at once."""
+        """Raise the level now; blocks in the way of buffers are copied out at once."""
         if level > self._wanted:
             controller.set_level(level)
             _log.info("level %d of blocks outside %s, was %d", level, why, self._wanted)
@@ -175,7 +171,7 @@ class BlockPie:
             self._grant(pool)
 
     def want(self, fifo_layers: int) -> None:
-        """Begin to change the level; one change at a time."""
+        """Begin to change the level; one change at a time is made."""
         if fifo_layers < self._wanted:
             fifo_layers = self._not_below_need(fifo_layers)
         if fifo_layers == self._wanted or self.is_resizing or self._pool is None:
@@ -186,12 +182,12 @@ class BlockPie:
             self._grant(self._pool)
 
     def rest(self) -> None:
-        """Between two steps, or while there are none: goes on with a change."""
+        """Go on with a change, between two steps or while idle."""
         if self.is_resizing and self._pool is not None:
             self._go_on(self._pool)
 
     def _note_copies(self, before: StreamFigures, now: StreamFigures) -> None:
-        """A swap is what a level of 3 brings in for each step."""
+        """Note the copies of a step. A swap is what level 3 copies in for each step."""
         fetched, layer_bytes = now.fetched - before.fetched, self.kv.layer_block_bytes
         if fetched:
             block_s = (now.fetch_s - before.fetch_s) / fetched
@@ -205,22 +201,23 @@ class BlockPie:
         self.meter.moved_bytes[Direction.OUT] += (self._saved_late - late) * layer_bytes * self.kv.layers
 
     def _swap_s(self, fifo_layers: int) -> float:
-        """Of one of the `swaps_in_blocks` of a level."""
+        """Return the time of one of the `swaps_in_blocks` of a level."""
         buffers = self._spare(fifo_layers) * self.kv.layers // 2
         return self._block_s * buffers * self.kv.layers / max(1, swaps_in_blocks(fifo_layers))
 
     def _is_window_over(self) -> bool:
-        """Also once it has waited so long that the rest cannot change what will be said of it."""
+        """Whether the window is over, or already has too much waiting."""
         controller, iterations = self._controller, self._window_iterations
         if self._iterations >= iterations:
             return True
         if controller is None:
             return False
-        allowed_s = controller.heavy_share * iterations * self.meter.step_s
-        return self._iterations >= 4 and self.meter.window_stall_s() > allowed_s > 0
+        compute_s = iterations * self.meter.step_s
+        is_heavy = compute_s > 0 and controller.is_heavy(self.meter.window_stall_s(), compute_s)
+        return self._iterations >= 4 and is_heavy
 
     def _judge(self, now: StreamFigures) -> None:
-        """The window is over, also where nothing follows from it: what it has does not pile up."""
+        """Close the window and apply what it shows."""
         window = self.meter.close_window(self._iterations, now.layers, now.early, self.capacity_blocks)
         self._iterations = 0
         controller = self._controller
@@ -243,8 +240,8 @@ class BlockPie:
         self.want(wanted)
 
     def _paying_level(self, controller: ExpansionController) -> int:
-        """The one under which most would be sampled, if that is so much more than without; else 0. With one
-        raise blocks double at most: who waits for them is not known here."""
+        """Return the level with the highest foreseen throughput; 0: none gains enough. One raise at most
+        doubles the blocks."""
         cost = self.decode_cost
         if cost is None:
             return 0
@@ -264,14 +261,14 @@ class BlockPie:
         return window.used_blocks >= _FULL * window.capacity_blocks
 
     def _return(self, controller: ExpansionController) -> None:
-        """To what is still needed."""
+        """Lower the level to what is still needed."""
         level = self._not_below_need(0) if self._wanted else 0
         if controller.fifo_layers != level:
             controller.set_level(level)
         self.want(level)
 
     def _not_below_need(self, fifo_layers: int) -> int:
-        """A level for what was asked for, while it is used or still asked for."""
+        """Return a level that holds the demanded blocks, while they are used or still demanded."""
         is_used = self._used() > self._blocks(lower(self._wanted))
         if not self._needed_blocks or (self._clock() > self._needed_until_s and not is_used):
             self._needed_blocks = 0
@@ -303,11 +300,11 @@ class BlockPie:
         pool.growable_blocks = self.expansion().growable_blocks
 
     def set_background(self, bytes_s: float) -> None:
-        """Others send so much over the link in each direction, for experiments on a CPU."""
+        """Set the traffic of others over the link in each direction, for experiments on a CPU."""
         self.kv.pace(self._bandwidth_limit, bytes_s)
 
     def close(self) -> None:
-        """Nothing may be called any more."""
+        """End the copies; the last call."""
         self.kv.close()
 
     def _spare(self, fifo_layers: int) -> int:

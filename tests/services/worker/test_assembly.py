@@ -56,12 +56,6 @@ def test_only_the_calling_thread_is_bound() -> None:
     assert os.sched_getaffinity(0) == here
 
 
-def test_no_cores_leave_a_thread_as_it_is() -> None:
-    here = os.sched_getaffinity(0)
-    bind_to(())
-    assert os.sched_getaffinity(0) == here
-
-
 def test_cores_that_are_not_there_are_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match=r"engine_cores.*there are"):
         bind_to((100_000,), "engine_cores")

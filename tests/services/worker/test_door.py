@@ -67,17 +67,6 @@ async def test_who_waits_for_what_he_gives_may_leave() -> None:
     assert giving.cancelled() and rig.pool.free_blocks == BLOCKS
 
 
-async def test_a_loan_given_up_while_the_engine_is_busy_is_no_loan() -> None:
-    rig = Rig()
-    lending = asyncio.create_task(PoolDoor(rig.door, rig.pool).lend(4, 1, 0))
-    await settle()
-    rig.step_ends()
-    lending.cancel()
-    await settle()
-    rig.step_ends()
-    assert rig.pool.withdrawn_blocks == 0 and rig.pool.free_blocks == BLOCKS
-
-
 def test_a_thread_that_waited_long_enough_leaves_nothing_behind() -> None:
     rig = Rig()
     with pytest.raises(DeadlineExceeded):
@@ -110,13 +99,6 @@ def test_a_full_door_refuses_all_but_what_comes_back(monkeypatch: pytest.MonkeyP
     rig.door.give(lambda core, _: rig.pool.release(blocks))
     rig.step_ends()
     assert rig.pool.free_blocks == BLOCKS
-
-
-def test_a_question_may_be_withdrawn() -> None:
-    rig, asked = Rig(), []
-    assert rig.door.ask(lambda core, _: asked.append(1)).cancel()
-    rig.step_ends()
-    assert asked == []
 
 
 def test_a_command_that_fails_is_counted_and_those_behind_it_run() -> None:

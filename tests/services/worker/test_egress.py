@@ -84,26 +84,6 @@ async def test_messages_arrive_in_order(connect_bus: ConnectBus, reader: Reader)
     assert reader.seqs == list(range(1, 201)) and reader.tokens == list(range(200))
 
 
-async def test_final_frames_can_be_dropped_on_purpose(connect_bus: ConnectBus, reader: Reader) -> None:
-    outbox = Outbox(await connect_bus("worker", "worker-0"), drop_final_frames=True)
-    async with drained(outbox):
-        for each in (effects(0), effects(1, FinishReason.STOP), effects(2)):
-            outbox.put(outbox.addressed(each))
-        await reader.until_seq(3)
-    assert reader.tokens == [0, 2] and reader.seqs == [1, 2, 3]
-
-
-async def test_a_closed_bus_does_not_end_the_task(connect_bus: ConnectBus) -> None:
-    bus = await connect_bus("worker", "worker-0")
-    await bus.close()
-    outbox = Outbox(bus)
-    draining = asyncio.create_task(outbox.drain())
-    outbox.put(outbox.addressed(effects(0)))
-    await asyncio.sleep(0.05)
-    assert not draining.done()
-    draining.cancel()
-
-
 class Desk:
     """A courier whose loop is the test's own, and how often it was asked to run something."""
 

@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -16,8 +15,7 @@ from services.worker.engine.contract import Row
 from services.worker.engine_thread import Occupancy, Runner
 from services.worker.kv.core.block_pool import BlockPool
 from shared.clock import monotonic_s
-from shared.errors import ConfigError, CreditorLost, InternalError, StaleEpoch
-from shared.messages.commands import TakeSnapshot
+from shared.errors import CreditorLost, InternalError
 from shared.messages.plans import BatchPlan
 from shared.messages.sequence import FinishReason
 from tests.patience import PATIENCE_S, wait_until
@@ -120,12 +118,6 @@ def start_plan(seq: int, name: str, prompt: list[int], steps: int = 1) -> BatchP
     )
 
 
-def test_a_plan_is_run_and_its_effects_delivered(harness: Harness) -> None:
-    harness.send(start_plan(1, "a", [1, 2], steps=4))
-    wait_until(lambda: "a" in harness.ends())
-    assert harness.tokens("a") == [1, 2, 3, 4] and harness.ends() == {"a": FinishReason.LENGTH}
-
-
 def test_a_cancel_is_looked_at_between_the_steps_of_a_plan(harness: Harness) -> None:
     harness.engine.gate.clear()
     harness.send(start_plan(1, "a", [1, 2], steps=20))
@@ -169,16 +161,6 @@ def test_an_engine_that_computes_nothing_any_more_is_given_up(harness: Harness) 
     assert harness.ends() == {"a": FinishReason.ERROR, "b": FinishReason.ERROR}
 
 
-def test_an_error_of_a_question_reaches_whoever_asked(harness: Harness) -> None:
-    snapshot = TakeSnapshot(epoch=4)
-    first = harness.door.ask(lambda core, now_s: core.on_snapshot(snapshot, now_s))
-    assert first.result(PATIENCE_S).epoch == 4
-    stale = harness.door.ask(lambda core, now_s: core.on_snapshot(TakeSnapshot(epoch=3), now_s))
-    with pytest.raises(StaleEpoch):
-        stale.result(PATIENCE_S)
-    assert harness.broken == []
-
-
 def test_time_passes_for_an_idle_worker(harness: Harness) -> None:
     harness.send(plan(1, valid_for_s=0.0))
     wait_until(lambda: any(e.stepped for e in harness.effects))
@@ -192,34 +174,6 @@ def test_the_thread_and_no_other_runs_on_its_cores() -> None:
     seen = bound.door.ask(lambda _core, _now_s: os.sched_getaffinity(0)).result(PATIENCE_S)
     assert bound.runner.stop(PATIENCE_S)
     assert seen == {core} and os.sched_getaffinity(0) == here and not bound.broken
-
-
-def test_cores_that_cannot_be_had_break_the_engine() -> None:
-    unbound = Harness(cores=(100_000,))
-    unbound.runner.start()
-    wait_until(lambda: bool(unbound.broken))
-    assert isinstance(unbound.broken[0], ConfigError)
-
-
-def test_time_with_nothing_to_compute_is_no_gap(harness: Harness) -> None:
-    harness.send(start_plan(1, "a", [1, 2], steps=4))
-    wait_until(lambda: "a" in harness.ends())
-    before_s = harness.runner.occupancy.between_s
-    time.sleep(0.05)
-    harness.send(start_plan(2, "b", [1, 2], steps=1))
-    wait_until(lambda: "b" in harness.ends())
-    assert harness.runner.occupancy.engine_s > 0
-    assert harness.runner.occupancy.between_s - before_s < 0.05
-
-
-def test_a_command_that_fails_does_not_end_the_worker(harness: Harness) -> None:
-    def fail(core: StepCore, now_s: float) -> StepEffects:
-        raise RuntimeError("as told")
-
-    harness.door.post(fail)
-    harness.send(start_plan(1, "a", [1, 2], steps=4))
-    wait_until(lambda: "a" in harness.ends())
-    assert harness.door.failed_commands == 1 and harness.broken == []
 
 
 def test_time_between_iterations_counts_while_there_is_more_to_do() -> None:

@@ -25,19 +25,6 @@ class Engine:
         return self.asked[-1]
 
 
-async def test_fresh_reports_are_numbered() -> None:
-    engine = Engine()
-
-    def answered() -> "Future[WorkerReported]":
-        future = engine.ask()
-        future.set_result(report(stepped_seq=len(engine.asked)))
-        return future
-
-    heartbeat = Heartbeat(answered, interval_s=1.0, stall_timeout_s=9.0)
-    sent = [await heartbeat.next() for _ in range(3)]
-    assert [(r.seq, r.stepped_seq) for r in sent if r is not None] == [(1, 1), (2, 2), (3, 3)]
-
-
 async def test_the_last_report_stands_in_while_the_engine_is_busy() -> None:
     engine = Engine()
     heartbeat = Heartbeat(engine.ask, interval_s=0.02, stall_timeout_s=9.0)
@@ -48,14 +35,6 @@ async def test_the_last_report_stands_in_while_the_engine_is_busy() -> None:
     assert first is not None and second is not None
     assert (first.seq, second.seq) == (1, 2) and first.stepped_seq == second.stepped_seq == 5
     assert len(engine.asked) == 2
-
-
-async def test_a_snapshot_is_what_stands_in_afterwards() -> None:
-    engine = Engine()
-    heartbeat = Heartbeat(engine.ask, interval_s=0.02, stall_timeout_s=9.0)
-    assert heartbeat.number(report(stepped_seq=8)).seq == 1
-    following = await heartbeat.next()
-    assert following is not None and (following.seq, following.stepped_seq) == (2, 8)
 
 
 async def test_sections_are_asked_for_each_time_and_the_engines_own_word_stays() -> None:

@@ -1,8 +1,7 @@
 """Two gateways' users on a stack's nats-server, and a worker that computes for one of them.
 
 Keeps a gateway that was taken over from reading, ending, lengthening or having forgotten another's answers:
-it hears their names in every heartbeat.
-"""
+it hears their names in every heartbeat."""
 
 import asyncio
 import time

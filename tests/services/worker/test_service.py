@@ -204,22 +204,6 @@ async def test_an_end_is_listed_until_acknowledged(worker_bus: Bus, peers: Peers
     await peers.until(lambda: not peers.reported[-1].sequences)
 
 
-async def test_the_first_heartbeat_has_the_speed_that_was_profiled(worker_bus: Bus, peers: Peers) -> None:
-    first = await peers.until(lambda: peers.reported[0] if peers.reported else None)
-    assert first.prefill_tokens_per_s > 0 and first.decode_step_s == 0.0
-
-
-async def test_a_gateway_fetches_what_it_missed(worker_bus: Bus, peers: Peers) -> None:
-    made = await peers.start("req_1", steps=5, max_tokens=5)
-    await peers.ended()
-    tokens = [token for delta in peers.deltas for token in delta.tokens]
-    delta = await peers.fetch(made, 2)
-    assert delta is not None
-    assert (delta.first_index, list(delta.tokens)) == (2, tokens[2:])
-    assert delta.finish_reason is FinishReason.LENGTH
-    assert await peers.fetch(ref("req_1", 2), 0) is None
-
-
 async def test_penalties_and_logprobs_go_on_over_a_resume(worker_bus: Bus, peers: Peers) -> None:
     sampling = Sampling(
         seed=5,
@@ -327,27 +311,6 @@ async def test_a_snapshot_gives_up_all_plans(worker_bus: Bus, peers: Peers) -> N
     assert later.max_context_tokens == min(MAX_POSITIONS, 240)
 
 
-async def test_two_steps_are_ahead_of_the_scheduler(worker_bus: Bus, peers: Peers) -> None:
-    ref = await peers.start("req_1", steps=1)
-    for _ in range(5):
-        await peers.plan(decodes=(decode(ref, 20),))
-    await peers.until(lambda: len(peers.stepped) == 6)
-    assert [stepped.plan_seq for stepped in peers.stepped] == [1, 2, 3, 4, 5, 6]
-    await peers.until(lambda: len(peers.deltas) == 6)
-
-
-async def test_the_last_frame_can_be_lost_on_purpose(
-    connect_bus: ConnectBus, config: WorkerConfig, peers: Peers
-) -> None:
-    bus = await connect_bus("worker", "worker-0")
-    async with serving(bus, config.model_copy(update={"fault_drop_final_frames": True}), peers):
-        await peers.start("req_1", steps=4, max_tokens=4)
-        await peers.until(lambda: any(stepped.ended for stepped in peers.stepped))
-        report = await peers.fresh_report()
-        assert report.sequences[0].finish_reason is FinishReason.LENGTH
-        assert [delta.first_index for delta in peers.deltas] == [0, 1, 2]
-
-
 class BrokenEngine:
     """Computes nothing."""
 
@@ -379,11 +342,6 @@ async def test_a_broken_engine_ends_the_worker(
     with pytest.raises(InternalError, match="failed altogether"):
         await asyncio.wait_for(serving_task, PATIENCE_S)
     assert [delta.finish_reason for delta in peers.deltas] == [FinishReason.ERROR] * 2
-
-
-async def test_status_is_answered(worker_bus: Bus, peers: Peers) -> None:
-    status = await peers.status()
-    assert status.instance == "worker-0" and status.details["total_blocks"] == 60
 
 
 async def test_another_worker_dials_where_it_listens_with_a_ticket(

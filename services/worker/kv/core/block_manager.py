@@ -4,7 +4,7 @@ Blocks and slots are conserved, a block in use keeps its prefix, and nothing in 
 moves no bytes and decides only which copy to evict."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from services.worker.kv.core.block_pool import BlockPool
@@ -39,7 +39,7 @@ class Inventory:
         """Where blocks in use lie, if they may lie in host memory; None: all are on the device."""
         self.tree = PrefixTree()
         self.history = ReuseHistory()
-        self._device = make(Tier.DEVICE, self.history)
+        self.device = make(Tier.DEVICE, self.history)
         rows = None if self.residency is None else self.residency.rows
         self.host = SlotPool(tiers.host_blocks, make(Tier.HOST, self.history), rows)
         self.disk = SlotPool(tiers.disk_blocks, make(Tier.DISK, self.history))
@@ -51,7 +51,7 @@ class Inventory:
         }
         self._saved = make(Tier.DEVICE, self.history)
         """Evictable device blocks that the host has too: they can leave without a copy."""
-        self._orders = (self._device, self.host.order, self.disk.order, self.peers.order)
+        self._orders = (self.device, self.host.order, self.disk.order, self.peers.order)
         self.orders = (*self._orders, self._saved)
         self.shadows = Shadows(self, min(tiers.shadow_blocks, self.host.total))
         """Shadows on the host. They are in no order and are evicted first."""
@@ -203,7 +203,7 @@ class Inventory:
             self.host.give(place)
 
     def own_row(self, node: Node) -> int | None:
-        """The host row that holds the same as the node's device block, and that only the block owns."""
+        """Return the host row with the node's device block, if only the block owns it."""
         block = node.places[Tier.DEVICE]
         return None if self.residency is None or block is None else self.residency.saved_row(block)
 
@@ -215,10 +215,6 @@ class Inventory:
         self.host.rows.give(place)
         self.counts["adopted"] += 1
         return True
-
-    def leaving(self) -> Iterator[Node]:
-        """Iterate over blocks in their order of eviction from the device. Nothing may change meanwhile."""
-        return self._device.preview()
 
     def put(self, node: Node, tier: Tier, place: int) -> None:
         """Record a copy of `node` in a tier."""
@@ -270,7 +266,7 @@ class Inventory:
     def pop_device(self) -> Node | None:
         """Return the next device block to evict, still in its place; None when all are in use. A block that
         the host has too goes before one that still needs a copy."""
-        node = self._device.pop()
+        node = self.device.pop()
         if node is None or node.places[Tier.HOST] is not None or not self.is_worth_a_copy(node):
             return node
         self.is_behind = True

@@ -128,12 +128,10 @@ class EvictionOrder(ABC):
     def discard(self, node: Node) -> None:
         """Remove a node if it is in the order."""
         if self._entry.pop(node, None) is not None:
-            self._disown(node.tenant)
-
-    def _disown(self, tenant: str) -> None:
-        self._owned[tenant] -= 1
-        if not self._owned[tenant]:
-            del self._owned[tenant], self._heaps[tenant], self._wanted[tenant]
+            tenant = node.tenant
+            self._owned[tenant] -= 1
+            if not self._owned[tenant]:
+                del self._owned[tenant], self._heaps[tenant], self._wanted[tenant]
 
     def first(self) -> Node | None:
         """Return the node to evict first; None when there is none."""
@@ -241,12 +239,8 @@ OrderMaker = Callable[[Tier, ReuseHistory], EvictionOrder]
 ORDERS: dict[str, type[EvictionOrder]] = {"fifo": Fifo, "frequent": Frequent, "lru": Lru, "random": Random}
 
 
-KIND = PluginKind(
-    "kvasir.worker.evictions",
-    "eviction order",
-    "eviction",
-    ("rank", "add", "discard", "first", "preview", "pop"),
-)
+_METHODS = ("rank", "add", "discard", "first", "preview", "pop")
+KIND = PluginKind("kvasir.worker.evictions", "eviction order", "eviction", _METHODS)
 
 
 def order_maker(name: str, seed: int = 0) -> OrderMaker:

@@ -9,12 +9,8 @@ reads blocks outside through buffers, layer by layer, behind the computation (`n
     plan → fetch row 7 through a buffer; 0 and 2 where they are
 
 A row that the cache holds for the same block is *shared*: the block may leave the device without a copy, and
-the cache keeps the row when the block is freed.
-
-The least recently read block leaves first, one with a host copy before one without. Blocks that a step
-fetches stay on the device as far as there is room. Source: papers/004, with some blocks of all layers in
-place of all blocks of some layers; algorithms.md §6.
-"""
+the cache keeps the row when the block is freed. The least recently read block leaves first. Blocks that a
+step fetches stay on the device if there is room. Source: papers/004; algorithms.md §6."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -27,6 +23,7 @@ from services.worker.kv.core.block_pool import RowPool, RowShare
 from services.worker.kv.core.fetch_buffers import Blocks, FetchBuffers
 
 _NOWHERE = -1
+_NONE: Blocks = np.zeros(0, dtype=np.int32)
 _READY_BLOCKS = 8
 """Number of evictable blocks to keep copied to the host in advance."""
 _COLD_STEPS = 16
@@ -38,17 +35,14 @@ class StepPlan:
     """The block moves of one step. Paired arrays have one length."""
 
     saved_from: Blocks
-    """Device blocks copied out before the step, …"""
+    """Device blocks copied out before the step, to the rows `saved_to`."""
     saved_to: Blocks
-    """… to these rows."""
     loaded_from: Blocks
-    """Rows copied in before the step, which writes to their blocks, …"""
+    """Rows copied in before the step, which writes to their blocks, to the device blocks `loaded_to`."""
     loaded_to: Blocks
-    """… to these device blocks."""
     fetched: Blocks
-    """Ids fetched layer by layer, those still in their buffers from the last step first, …"""
+    """Ids fetched from the rows `fetched_from` by layer, those still in their buffers first."""
     fetched_from: Blocks
-    """… from these rows."""
     kept: int
     """Number of fetched ids still in their buffers."""
     place: Blocks
@@ -56,11 +50,9 @@ class StepPlan:
     buffer: Blocks
     """Number of the pair of buffers of each fetched block."""
     saves: Blocks
-    """Ids copied out while the step runs, …"""
+    """Ids copied out while the step runs, from the device blocks `save_from` to the rows `save_to`."""
     save_from: Blocks
-    """… from these device blocks …"""
     save_to: Blocks
-    """… to these rows."""
 
 
 class Residency:
@@ -77,8 +69,8 @@ class Residency:
         lock: AbstractContextManager[object],
         rows: RowShare | None = None,
     ) -> None:
-        """`move` does a plan's immediate copies while `lock` is held. `rows`: host memory for blocks in use;
-        None: one row for each id."""
+        """`move` makes a plan's immediate copies while `lock` is held. `rows`: host memory for blocks in use;
+        None: one row per id."""
         self._move = move
         self._rows = rows or RowShare(RowPool(ids), ids)
         self.device_blocks = device_blocks
@@ -246,8 +238,7 @@ class Residency:
         with self.lock:
             missing = blocks - self.spare_blocks
             if at_once:
-                nothing = np.zeros(0, dtype=np.int32)
-                self._move(self._clear(min(missing - len(self._free), len(self._movable(nothing))), nothing))
+                self._move(self._clear(min(missing - len(self._free), len(self._movable(_NONE))), _NONE))
             self._wanted_ready = max(_READY_BLOCKS, missing)
             while missing > 0 and (self._free or self._clear_one()):
                 slot, _ = self._free.popitem()
@@ -373,14 +364,12 @@ class Residency:
         self._is_saved[late] = True
         for block in victims.tolist():
             self._leave(block)
-        none = np.zeros(0, dtype=np.int32)
-        late_to = self._row[late]
-        return StepPlan(late_from, late_to, none, none, none, none, 0, none, none, none, none, none)
+        return StepPlan(late_from, self._row[late], *(_NONE,) * 4, 0, *(_NONE,) * 5)
 
     def _victims(self, count: int, spared: Blocks) -> Blocks:
         """Return the blocks to remove first. Raises ValueError when there are fewer."""
         if count <= 0:
-            return np.zeros(0, dtype=np.int32)
+            return _NONE
         found = self._movable(spared)
         if len(found) < count:
             raise ValueError(f"the device needs {count} more blocks, and only {len(found)} may leave it")
@@ -415,7 +404,7 @@ class Residency:
         unsaved = found[~is_saved]
         count = min(missing, len(unsaved), _READY_BLOCKS)
         if count <= 0:
-            return np.zeros(0, dtype=np.int32)
+            return _NONE
         chosen: Blocks = unsaved[np.argpartition(self._read[unsaved], count - 1)[:count]]
         for block in chosen.tolist():
             self._give_row(block)
@@ -423,7 +412,7 @@ class Residency:
 
     def _clear_one(self) -> bool:
         """Free one device block with a copy on the host, if there is one."""
-        found = self._movable(np.zeros(0, dtype=np.int32))
+        found = self._movable(_NONE)
         found = found[self._is_saved[found]]
         for block in found[np.argsort(self._read[found])].tolist():
             if self._may_leave(block):

@@ -114,7 +114,7 @@ class SaveAhead:
         if not goal or (self.ready_blocks > goal - goal // 4 and not self._books.is_behind):
             return False
         self._books.is_behind = False
-        leaving = list(islice(self._books.leaving(), max(0, goal - self._books.pool.free_blocks)))
+        leaving = list(islice(self._books.device.preview(), max(0, goal - self._books.pool.free_blocks)))
         kept = set(leaving)
         for node in self._leaving:
             if node not in kept and node.is_leaving:

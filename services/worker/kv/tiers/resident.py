@@ -1,4 +1,4 @@
-"""A worker's KV on the device and in its own host memory, in one: what steps and copies find wherever it is.
+"""A worker's KV on the device and in its own host memory: steps and copies find a block wherever it is.
 
 The shell around `residency`: it holds the bytes, has whole blocks moved between steps, and hands what each
 step reads from outside to a `BlockStream`, which brings it in behind the computation. The engine's thread
@@ -27,28 +27,26 @@ _PROFILED_BLOCKS = 32
 
 @dataclass(frozen=True, slots=True)
 class StreamWork:
-    """What one step reads from outside, and what is saved there meanwhile: see `native/stream.h`. int32
-    all."""
+    """The blocks that one step reads from outside and saves there (`native/stream.h`); int32 arrays."""
 
     fetched: Blocks
     """Rows of host memory."""
     kept: int
-    """The first so many of them were in the same buffers for the step before."""
+    """Number of leading ones that were in the same buffers for the last step."""
     place: Blocks
-    """The device's block where each stays, -1: it goes through its buffers."""
+    """Device block where each stays; -1: it goes through its buffers."""
     even: Blocks
     odd: Blocks
-    """Where the two buffers of each are, counted through the device's blocks layer by layer."""
+    """Places of the two buffers of each, counted through the device's blocks layer by layer."""
     at: Blocks
-    """Entries of `tables` that are for what goes through buffers."""
+    """Entries of `tables` for blocks in buffers."""
     which: Blocks
-    """Of the fetched, for each such entry."""
+    """Index into `fetched` of each such entry."""
     tables: Blocks
-    """Of the step. Their entries are set before each layer attends."""
+    """Tables of the step, whose entries are set before each layer attends."""
     save_from: Blocks
-    """The device's blocks."""
+    """Device blocks copied out to the rows `save_to`."""
     save_to: Blocks
-    """Rows of host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +54,13 @@ class StreamFigures:
     """Sums since the start."""
 
     stall_s: float
-    """The computation waited."""
+    """Time that the computation waited."""
     fetch_s: float
     save_s: float
-    """Copies in, and out, took."""
     layers: int
-    """That were brought in."""
+    """Number of layers copied in."""
     early: int
-    """Of them, those that were there before the layer before had attended."""
+    """Number of these that were there before the preceding layer had attended."""
     fetched: int
     """Blocks of one layer."""
     saved: int
@@ -146,13 +143,14 @@ class ResidentKv:
         self.residency = Residency(device_blocks, ids, layers, self._move, threading.RLock(), share)
         self.layers = layers
         self._timeout_s = timeout_s
-        self._keys, self._values = keys, values
+        self.arena = keys, values
+        """K and V of all layers."""
         key_bytes, value_bytes = (pool[0].nbytes for pool in (keys, values))
         self.layer_block_bytes = key_bytes + value_bytes
         size = rows + host_blocks, layers * self.layer_block_bytes
         self.rows: npt.NDArray[np.uint8] = np.zeros(size, dtype=np.uint8)
         """Of host memory; touched when first used."""
-        self._stream = open_stream(keys, values, self.rows, layers)
+        self.stream = open_stream(keys, values, self.rows, layers)
         self._plan: StepPlan | None = None
         """Of the present step, where it has one."""
         self.is_streaming = False
@@ -165,26 +163,16 @@ class ResidentKv:
     def stream_of_step(self) -> tuple[int | None, float]:
         """The address of what native code waits for in the present step, None where there is nothing, and the
         time that a layer may wait."""
-        return (self._stream.address if self.is_streaming else None), self._timeout_s
-
-    @property
-    def stream(self) -> BlockStream:
-        """Who copies between here and there."""
-        return self._stream
+        return (self.stream.address if self.is_streaming else None), self._timeout_s
 
     def tables(self) -> torch.Tensor | None:
         """The present step's on the device, where they change from layer to layer."""
-        return self._stream.tables if self.is_streaming else None
-
-    @property
-    def arena(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of all layers."""
-        return self._keys, self._values
+        return self.stream.tables if self.is_streaming else None
 
     def pace(self, bytes_s: float, background_bytes_s: float = 0.0) -> None:
         """What the link carries in each direction, 0: as fast as memory, and what others send over it."""
         left_s = max(bytes_s - background_bytes_s, bytes_s / 50)
-        self._stream.pace(left_s)
+        self.stream.pace(left_s)
 
     def profile(self) -> float:
         """Seconds that one layer's block takes from the host, at the start, when nothing is in any; not
@@ -194,7 +182,7 @@ class ResidentKv:
         some, took_s = np.arange(count, dtype=np.int32), []
         for _ in range(3):
             began_s = perf_counter()
-            self._stream.load(some, some)
+            self.stream.load(some, some)
             took_s.append(perf_counter() - began_s)
         return min(took_s) / (count * self.layers)
 
@@ -229,7 +217,7 @@ class ResidentKv:
         at = np.flatnonzero((tables >= first) & (tables < first + len(plan.fetched))).astype(np.int32)
         even, odd = (residency.buffers.arena(plan.buffer, parity) for parity in (0, 1))
         which = tables[at] - first
-        self._stream.begin(
+        self.stream.begin(
             StreamWork(
                 plan.fetched_from,
                 plan.kept,
@@ -247,7 +235,7 @@ class ResidentKv:
 
     def enter(self, layer: int) -> None:
         """The layer is to attend: the tables say where its blocks are. Raises InternalError."""
-        if self.is_streaming and not self._stream.enter(layer, self._timeout_s):
+        if self.is_streaming and not self.stream.enter(layer, self._timeout_s):
             raise InternalError(
                 f"KV of layer {layer} did not arrive from the host within {self._timeout_s:g} s"
             )
@@ -255,18 +243,18 @@ class ResidentKv:
     def leave(self, layer: int) -> None:
         """The layer has attended."""
         if self.is_streaming:
-            self._stream.leave(layer)
+            self.stream.leave(layer)
 
     def end(self, *, is_complete: bool) -> None:
         """The step is over; unless it `is_complete` it has failed, wherever that was."""
         if self._plan is None:
             return
-        saved = self._stream.end() if self.is_streaming else 0
+        saved = self.stream.end() if self.is_streaming else 0
         self.residency.end(saved, is_complete=is_complete)
         self._plan, self.is_streaming = None, False
 
     def figures(self) -> StreamFigures:
-        return self._stream.figures()
+        return self.stream.figures()
 
     def set_buffers(self, device_blocks: int, *, at_once: bool = False) -> bool:
         """Use so many of the device's blocks for buffers, between two steps. False while it cannot have them:
@@ -274,7 +262,7 @@ class ResidentKv:
         if device_blocks > self.residency.spare_blocks:
             return self.residency.reserve(device_blocks, at_once=at_once)
         if device_blocks < self.residency.spare_blocks:
-            self._stream.halt()
+            self.stream.halt()
             self.residency.release(device_blocks)
         return True
 
@@ -284,25 +272,19 @@ class ResidentKv:
 
     def pools(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """By layer: the device's blocks."""
-        blocks = self.residency.device_blocks
-        return [
-            (
-                self._keys[layer * blocks : (layer + 1) * blocks],
-                self._values[layer * blocks : (layer + 1) * blocks],
-            )
-            for layer in range(self.layers)
-        ]
+        keys, values = (part.split(self.residency.device_blocks) for part in self.arena)
+        return list(zip(keys, values, strict=True))
 
     def close(self) -> None:
         """Ends the thread; nothing may be called any more."""
-        self._stream.close()
+        self.stream.close()
 
     def _move(self, plan: StepPlan) -> None:
         """What has to be done before a step, in this thread: out first, for it makes room."""
         if len(plan.saved_from):
-            self._stream.save(plan.saved_from, plan.saved_to)
+            self.stream.save(plan.saved_from, plan.saved_to)
         if len(plan.loaded_from):
-            self._stream.load(plan.loaded_from, plan.loaded_to)
+            self.stream.load(plan.loaded_from, plan.loaded_to)
 
 
 _BLOCKS_AT_ONCE = 8

@@ -65,12 +65,6 @@ def measured(answer: list[int], fresh: list[int], top: int = 0) -> HeldSequence:
     return sequence
 
 
-def test_a_delta_carries_the_logprobs_of_its_tokens() -> None:
-    sequence = measured([], [5, 6, 7])
-    for first_index, expected in ((0, [-5, -6, -7]), (2, [-7]), (3, [])):
-        assert [each.chosen for each in delta_from(sequence, first_index).logprobs] == expected
-
-
 def test_tokens_of_an_earlier_attempt_come_alone_and_without_logprobs() -> None:
     sequence = measured([5, 6], [7, 8])
     sequence.finish_reason = FinishReason.LENGTH

@@ -1,8 +1,7 @@
 """A sequence is its gateway's affair, and a scheduler's; what other gateways say of it changes nothing.
 
 Keeps a gateway that was taken over from reading, ending or having forgotten what others have submitted: their
-names stand in every heartbeat.
-"""
+names stand in every heartbeat."""
 
 import pytest
 
@@ -115,14 +114,6 @@ def test_a_gateway_s_word_counts_for_its_own_and_a_scheduler_s_for_all() -> None
     assert desk.held() == {}
 
 
-def test_a_scheduler_s_cancel_is_for_the_gateway_that_it_names() -> None:
-    desk = Desk()
-    desk.start(spec(ref(), PROMPT))
-    with pytest.raises(ForeignSequence):
-        desk.core.on_cancel(CancelSequence(ref=ref(), sender="scheduler-0", gateway_id=OTHER), 0.0)
-    assert desk.tokens(ref()) == (7,)
-
-
 def test_of_ends_that_are_acknowledged_together_the_own_ones_are_forgotten() -> None:
     desk = Desk()
     desk.start(
@@ -145,14 +136,6 @@ def test_a_cancel_before_the_start_holds_for_its_gateway_alone(cancel: CancelSeq
     assert desk.start(spec(ref(), PROMPT))[0] == (ref(), SkipReason.UNKNOWN)
     assert desk.start(spec(ref(), PROMPT, gateway_id=OTHER)) == []
     assert desk.tokens(ref(), OTHER) == (7,)
-
-
-def test_what_one_gateway_had_forgotten_does_not_keep_another_s_away() -> None:
-    desk = Desk()
-    desk.start(spec(ref(), PROMPT, max_tokens=1))
-    desk.core.on_acknowledge(acknowledging(ref()), 0.0)
-    assert desk.start(spec(ref(), PROMPT, gateway_id=OTHER)) == []
-    assert desk.held()["r"].gateway_id == OTHER
 
 
 @pytest.mark.parametrize("attempt", [1, 2])
@@ -186,13 +169,6 @@ def test_late_tokens_that_the_model_has_not_are_refused_before_they_are_joined()
         )
     desk.start(spec(ref(), PROMPT, open_tokens=2))
     assert 10 not in (desk.tokens(ref()) or ())
-
-
-def test_what_is_not_held_is_nobody_s() -> None:
-    desk = Desk()
-    assert desk.tokens(ref()) is None and desk.tokens(ref(), OTHER) is None
-    desk.core.on_acknowledge(acknowledging(ref(), sender=OTHER), 0.0)
-    assert desk.start(spec(ref(), PROMPT)) == []
 
 
 def test_a_rehearsal_is_its_gateway_s() -> None:

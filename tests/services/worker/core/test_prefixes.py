@@ -158,12 +158,6 @@ def test_a_prompt_asked_again_leaves_its_last_block_to_be_computed(rig: PrefixRi
     assert sequence is not None and sequence.cached_tokens == 24
 
 
-def test_a_whole_number_of_blocks_is_never_found_whole(rig: PrefixRig) -> None:
-    prompt = prompt_of([0, 1], 0)
-    assert rig.serve([prompt]) == rig.serve([prompt])
-    assert rig.prefilled_tokens == 16 + BLOCK_TOKENS
-
-
 def test_the_next_turn_of_a_chat_computes_what_is_new(rig: PrefixRig, answers: Answers) -> None:
     chat = prompt_of([0, 1], 3)
     new: list[int] = []
@@ -175,13 +169,6 @@ def test_the_next_turn_of_a_chat_computes_what_is_new(rig: PrefixRig, answers: A
             assert rig.prefilled_tokens - before <= len(new) + 1 + 2 * BLOCK_TOKENS
         new = [60 + turn, 70 + turn, 80 + turn]
         chat = chat + answer + new
-
-
-def test_another_salt_finds_nothing(rig: PrefixRig) -> None:
-    prompt = prompt_of([0, 1, 2], 1)
-    first = rig.serve([prompt], salt=b"a")
-    assert rig.serve([prompt], salt=b"b") == first
-    assert rig.hits == [] and rig.prefilled_tokens == 50
 
 
 def computed(rig: PrefixRig, message: BatchPlan) -> StepWork:

@@ -192,16 +192,6 @@ def test_whoever_goes_while_blocks_are_on_the_way_leaves_them_to_the_cache(busy:
     assert busy.cache.evictable_blocks == STORED
 
 
-def test_a_second_sequence_waits_for_the_same_load(busy: Bench) -> None:
-    for _ in range(3):
-        busy.step()
-    other = ref("c")
-    busy.start(other, [*KNOWN, 3], seq=3)
-    assert busy.step() is None and len(busy.mover.loads) == 1
-    busy.end_load()
-    assert busy.computed() == [("b", 12, 14), ("c", 12, 15)]
-
-
 def test_who_asks_anew_is_told_how_far_it_is_and_nothing_more_is_computed_for_plans_before(
     busy: Bench,
 ) -> None:

@@ -213,27 +213,6 @@ def test_sequences_of_an_earlier_incarnation_of_their_gateway_go(table: Sequence
     assert [report.ref.request_id for report in table.reports(0.1)] == ["b", "c"]
 
 
-def test_sequences_of_a_silent_gateway_end(table: SequenceTable) -> None:
-    table.tick(0.0)
-    start(table, spec(ref("a"), PROMPT))
-    start(table, spec(ref("b"), PROMPT, gateway_id="gateway-1"))
-    for half_seconds in range(30):
-        table.hear_gateway("gateway-1", 1, half_seconds / 2)
-        table.tick(half_seconds / 2)
-        table.check_integrity()
-    assert [(held.ref, held.finish_reason) for held in table.take_ended()] == [
-        (ref("a"), FinishReason.GATEWAY_LOST)
-    ]
-
-
-def test_dropped_attempts_are_forgotten_and_buried(table: SequenceTable) -> None:
-    start(table, spec(ref(), PROMPT))
-    run(table, prefill(ref(), 0, 6))
-    table.apply_plan(plan(2, drops=(ref(),)), 0.0)
-    assert table.reports(0.0) == () and table.pool.free_blocks == 8
-    assert start(table, spec(ref(), PROMPT)) == [SkipReason.UNKNOWN]
-
-
 def test_a_buried_attempt_keeps_lower_ones_away_and_no_higher_one_for_a_while(table: SequenceTable) -> None:
     for attempt in (2, 1):
         table.cancel(ref("a", attempt=attempt), FinishReason.CANCELLED, float(attempt), "gateway-0")
@@ -329,15 +308,6 @@ def test_an_answer_is_due_at_its_end_token_or_limit(
     assert held(source, max_context_tokens).due_reason() is reason
 
 
-def test_a_report_ages_what_the_gateway_said() -> None:
-    source = spec(ref(), [1, 2, 3], generated=[4])
-    sequence = held(source)
-    sequence.waited_s, sequence.deadline_in_s = 2.0, 5.0
-    report = sequence.report(now_s=101.5)
-    assert (report.waited_s, report.deadline_in_s) == (3.5, 3.5)
-    assert (report.prompt_tokens, report.generated_tokens, report.computed_tokens) == (3, 1, 0)
-
-
 def waiting(open_tokens: int) -> HeldSequence:
     """Three tokens of a prompt, and room for so many from its former worker."""
     told = msgspec.structs.replace(spec(ref("a"), [1, 2, 3]), open_tokens=open_tokens)
@@ -379,9 +349,3 @@ def test_who_has_waited_for_long_takes_no_more() -> None:
     assert sequence.open_tokens == 4
     late.tick([sequence], 1.1)
     assert sequence.open_tokens == 0 and len(late.take_shorts()) == 1
-
-
-def test_after_a_snapshot_nobody_waits_and_nothing_is_told() -> None:
-    late, sequence = Latecomers(), waiting(4)
-    late.close_all([sequence])
-    assert sequence.open_tokens == 0 and late.take_shorts() == ()

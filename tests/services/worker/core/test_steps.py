@@ -9,10 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.worker.core.plans import QueuedPlan, StepWork, WorkItem
+from services.worker.core.plans import WorkItem
 from services.worker.core.reports import Identity
 from services.worker.core.sampling import Sampled
-from services.worker.core.sequence import HeldSequence
 from services.worker.core.sequences import SequenceTable
 from services.worker.core.steps import StepCore, StepEffects
 from services.worker.kv.core.block_pool import BlockPool
@@ -175,13 +174,6 @@ def test_a_skip_is_reported_once_per_plan(bench: Bench) -> None:
     assert bench.stepped[-1].plan_over and len(bench.answers[ref()]) == 2
 
 
-def test_an_item_named_twice_is_computed_once(bench: Bench) -> None:
-    bench.send(plan(1, starts=(spec(ref(), [1, 2]),), prefills=(prefill(ref(), 0, 2),)))
-    bench.send(plan(2, decodes=(decode(ref(), 2), decode(ref(), 2))))
-    bench.run()
-    assert bench.answers[ref()] == continuation([1, 2], 2)
-
-
 def rehearse(bench: Bench) -> None:
     """Three of five tokens."""
     quiet = spec(ref("r~1"), [1, 2, 3, 4, 5], max_tokens=1, rehearsal=True)
@@ -197,14 +189,6 @@ def test_a_rehearsal_is_computed_and_nobody_but_the_scheduler_hears_of_it(bench:
     bench.run()
     assert bench.answers == {}
     assert [end.ref for report in bench.stepped for end in report.ended] == [ref("r~1")]
-    assert bench.report().sequences == () and bench.report().capacity.free_blocks == BLOCKS
-
-
-def test_a_rehearsal_can_be_cancelled(bench: Bench) -> None:
-    rehearse(bench)
-    bench.take(bench.core.on_cancel(cancelling(ref("r~1")), bench.now_s))
-    bench.send(plan(2, drops=(ref("r~1"),)))
-    bench.run()
     assert bench.report().sequences == () and bench.report().capacity.free_blocks == BLOCKS
 
 
@@ -439,17 +423,6 @@ def test_ends_and_skips_are_reported_in_quiet_steps_too(bench: Bench) -> None:
     assert [report.steps_done for report in reports] == [1, 3, 7, 8]
     assert [item.ref for item in reports[0].skipped] == [ref("nobody")]
     assert [end.ref for end in reports[1].ended] == [ref("a")]
-
-
-def test_tokens_of_prompts_and_of_answers_are_counted_apart() -> None:
-    held = HeldSequence.from_spec(spec(ref(), [1, 2, 3, 4, 5]), 64, now_s=0.0)
-    items = (
-        WorkItem(held, 0, 3, samples=False, is_decode=False),
-        WorkItem(held, 3, 5, samples=True, is_decode=False),
-        WorkItem(held, 5, 6, samples=True, is_decode=True),
-    )
-    work = StepWork(QueuedPlan(plan(1), 0.0), items, (), ())
-    assert (work.prefilled_tokens, work.decoded_tokens) == (5, 1)
 
 
 def test_hidden_states_of_answers_that_go_on_are_handed_over() -> None:

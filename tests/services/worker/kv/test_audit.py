@@ -108,13 +108,6 @@ def test_what_is_wrong_is_forgotten_and_who_reads_it_is_computed_again(rig: Pref
     rig.check_integrity()
 
 
-def test_only_a_share_is_audited() -> None:
-    pool = torch.zeros(4, 1, 2, 2)
-    audit = SampledAudit(Records([(pool, pool)]), [(pool, pool)], 0.25)
-    due = sum(audit.is_due() for _ in range(4000))
-    assert 800 < due < 1200, "seven standard deviations"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_half_of_the_digits_are_no_rounding(dtype: torch.dtype) -> None:
     key, value = torch.randn(3, 1, 2, 4).to(dtype), torch.randn(3, 1, 4, 2).to(dtype)

@@ -1,6 +1,5 @@
 """Through the real engine: greedy text is the same with Pie on and off, growing and shrinking while it
-runs.
-"""
+runs."""
 
 import random
 from collections.abc import Iterator
@@ -8,8 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
@@ -22,29 +19,10 @@ from services.worker.pie.settings import PieSettings
 from shared.errors import ConfigError, InternalError
 from tests.services.worker.conftest import VOCABULARY
 from tests.services.worker.engine.rig import BLOCK_TOKENS, GREEDY, Sequences
+from tests.services.worker.pie.conftest import LAYERS
 
-LAYERS = 6
 BANDWIDTH = 40e6
 MODES: tuple[AttentionMode, ...] = ("native", "torch")
-
-
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=48,
-        max_position_embeddings=256,
-        initializer_range=0.5,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(7)
-    model: Any = transformers.LlamaForCausalLM(config)
-    return model.eval()
 
 
 @contextmanager

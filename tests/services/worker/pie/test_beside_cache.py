@@ -4,8 +4,6 @@ import random
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
@@ -20,35 +18,16 @@ from shared.errors import ConfigError
 from tests.services.worker.conftest import VOCABULARY
 from tests.services.worker.prefix_rig import BLOCK_TOKENS, PrefixRig
 
-DEVICE_BLOCKS, LAYERS, HOST_BLOCKS = 34, 6, 40
+DEVICE_BLOCKS, HOST_BLOCKS = 34, 40
 """At level 5 there is room for 68 blocks, 17 of the device being buffers."""
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=48,
-        max_position_embeddings=256,
-        initializer_range=0.5,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(7)
-    made: Any = transformers.LlamaForCausalLM(config)
-    return made.eval()
-
-
 def engine_of(
-    model: Any, *, level: int, kv_blocks: int = DEVICE_BLOCKS, attention: AttentionMode = "auto"
+    llama: Any, *, level: int, kv_blocks: int = DEVICE_BLOCKS, attention: AttentionMode = "auto"
 ) -> TorchEngine:
     pie = PieSettings(enabled=level > 0, expansion="fixed", fifo_layers=level)
     return TorchEngine(
-        describe(model),
+        describe(llama),
         kv_blocks=kv_blocks,
         block_tokens=BLOCK_TOKENS,
         pie=pie,
@@ -73,13 +52,13 @@ def store_of(rig: PrefixRig) -> KvStore:
 
 @pytest.mark.parametrize("attention", ["native", "torch"])
 def test_what_leaves_the_pool_is_the_caches_where_it_lies_and_is_found_again(
-    model: Any, attention: AttentionMode
+    llama: Any, attention: AttentionMode
 ) -> None:
     """Seven prompts of 12 blocks want 84 where there are 68: what has to go lies on the host already."""
     asked = prompts(7, 48)
-    plain = PrefixRig(engine_of(model, level=0, kv_blocks=256, attention=attention), None)
+    plain = PrefixRig(engine_of(llama, level=0, kv_blocks=256, attention=attention), None)
     expected = [plain.serve([prompt])[0] for prompt in asked]
-    engine = engine_of(model, level=5, attention=attention)
+    engine = engine_of(llama, level=5, attention=attention)
     assert isinstance(engine.pie, BlockPie)
     rig = rig_of(engine)
     cache = store_of(rig).cache
@@ -96,13 +75,13 @@ def test_what_leaves_the_pool_is_the_caches_where_it_lies_and_is_found_again(
     engine.pie.close()
 
 
-def test_a_copy_on_the_host_that_was_changed_is_not_what_a_block_leaves_the_device_for(model: Any) -> None:
+def test_a_copy_on_the_host_that_was_changed_is_not_what_a_block_leaves_the_device_for(llama: Any) -> None:
     """A hit brings blocks to the device, whose copies stay; spoilt there, they are written anew before a
     block lies in them."""
     asked = prompts(7, 48)
-    plain = PrefixRig(engine_of(model, level=0, kv_blocks=256), None)
+    plain = PrefixRig(engine_of(llama, level=0, kv_blocks=256), None)
     expected = [plain.serve([prompt])[0] for prompt in asked]
-    engine = engine_of(model, level=5)
+    engine = engine_of(llama, level=5)
     assert isinstance(engine.pie, BlockPie)
     rig = rig_of(engine)
     store = store_of(rig)
@@ -120,8 +99,8 @@ def test_a_copy_on_the_host_that_was_changed_is_not_what_a_block_leaves_the_devi
     engine.pie.close()
 
 
-def test_a_host_tier_that_the_engine_has_no_memory_for_is_refused(model: Any) -> None:
-    engine = engine_of(model, level=5)
+def test_a_host_tier_that_the_engine_has_no_memory_for_is_refused(llama: Any) -> None:
+    engine = engine_of(llama, level=5)
     config = PrefixCacheConfig(host_blocks=HOST_BLOCKS + 1)
     with pytest.raises(ConfigError, match="host memory for 40 blocks of a prefix cache, not 41"):
         open_store(config, engine, "worker-0", TransferEngine(lambda: None))

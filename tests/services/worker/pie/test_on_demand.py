@@ -16,7 +16,6 @@ from services.worker.pie.core.meter import DecodeCost
 from services.worker.pie.settings import PieSettings
 from shared.messages.sequence import Sampling
 from tests.services.worker.engine.rig import BLOCK_TOKENS
-from tests.services.worker.pie.test_assembly import llama  # noqa: F401  the model of six layers
 
 KV_BLOCKS, WINDOW = 60, 4
 POINT = SamplePoint(Sampling(seed=0, max_tokens=1, temperature=0.0), 0, 0)
@@ -63,7 +62,7 @@ class AtWork:
 
 
 @pytest.fixture
-def worker(llama: Any) -> Iterator[AtWork]:  # noqa: F811
+def worker(llama: Any) -> Iterator[AtWork]:
     settings = PieSettings(enabled="auto", window_iterations=WINDOW, notice_s=0.0)
     engine = TorchEngine(describe(llama), kv_blocks=KV_BLOCKS, block_tokens=BLOCK_TOKENS, pie=settings)
     yield AtWork(engine)
@@ -139,7 +138,7 @@ def test_what_runs_stays_beside_a_sequence_that_is_too_long(worker: AtWork) -> N
     assert worker.growth.capacity_blocks >= 2 * KV_BLOCKS
 
 
-def test_what_is_noted_of_steps_does_not_pile_up(llama: Any) -> None:  # noqa: F811
+def test_what_is_noted_of_steps_does_not_pile_up(llama: Any) -> None:
     """Nor where no level is to be found, so that nobody asks for it."""
     settings = PieSettings(enabled=True, expansion="fixed", fifo_layers=3, window_iterations=WINDOW)
     engine = TorchEngine(describe(llama), kv_blocks=KV_BLOCKS, block_tokens=BLOCK_TOKENS, pie=settings)
@@ -153,7 +152,7 @@ def test_what_is_noted_of_steps_does_not_pile_up(llama: Any) -> None:  # noqa: F
     engine.pie.close()
 
 
-def test_what_a_step_costs_is_measured(llama: Any) -> None:  # noqa: F811
+def test_what_a_step_costs_is_measured(llama: Any) -> None:
     engine = TorchEngine(describe(llama), kv_blocks=KV_BLOCKS, block_tokens=BLOCK_TOKENS)
     times = iter(range(100))
     cost = decode_cost(engine, KV_BLOCKS, clock=lambda: float(next(times)))

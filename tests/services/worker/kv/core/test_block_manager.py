@@ -44,15 +44,6 @@ def test_a_used_block_keeps_its_beginning(books: Inventory) -> None:
     assert (first.busy, books.evictable) == (0, 2)
 
 
-def test_a_block_without_copies_takes_along_what_hangs_on_it(books: Inventory) -> None:
-    first, second = grown(books, Tier.DISK, b"a", b"b")
-    books.remove(first, Tier.DISK)
-    assert len(books.tree) == 0
-    assert books.counts["dropped"] == 2
-    assert books.disk.free == 2
-    assert not second.stored
-
-
 def test_a_used_block_that_lost_its_copies_goes_when_its_user_does(books: Inventory) -> None:
     first, second = grown(books, Tier.DISK, b"a", b"b")
     books.hold(first)
@@ -85,14 +76,6 @@ def test_what_is_needed_is_not_given_up(books: Inventory) -> None:
     assert books.tree.find(b"b") is None
     assert books.counts["lost_unsaved"] == 1
     books.host.give(place)
-
-
-def test_lost_books_are_noticed() -> None:
-    books = books_of()
-    grown(books, Tier.DEVICE, b"a")
-    books.evictable += 1
-    with pytest.raises(AssertionError):
-        books.check_integrity([])
 
 
 def test_certain_slots_can_be_claimed_once() -> None:

@@ -1,7 +1,6 @@
 """Tables of blocks: copied as bytes whatever they were made of; they grow while a step's copy is kept."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,11 +24,6 @@ def test_a_table_grows_while_what_was_joined_is_kept() -> None:
     table.extend([9])
     table[0] = 5
     assert before.tolist() == [4, 2] and table.tolist() == [5, 2, 9]
-
-
-def test_an_id_beyond_int32_is_refused() -> None:
-    with pytest.raises(OverflowError):
-        block_table([2**31])
 
 
 @given(ids=IDS, own_blocks=st.integers(0, 2**31 - 1))

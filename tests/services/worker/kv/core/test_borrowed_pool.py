@@ -99,39 +99,6 @@ TestPools = Pools.TestCase
 TestPools.settings = settings(max_examples=60, stateful_step_count=30)
 
 
-def test_lost_blocks_may_still_be_given_back() -> None:
-    pool = ExtendedPool(BlockPool(1, 4), 1)
-    pool.admit([5, 6])
-    taken = pool.allocate(3)
-    pool.lose([5])
-    pool.release(taken)
-    assert (pool.free_blocks, pool.borrowed_blocks) == (2, 1)
-
-
-def test_what_is_free_is_not_given_back_again() -> None:
-    pool = ExtendedPool(BlockPool(1, 4), 1)
-    pool.admit([5])
-    with pytest.raises(ValueError, match="not taken"):
-        pool.release([5])
-    with pytest.raises(ValueError, match="here already"):
-        pool.admit([5])
-
-
-@pytest.mark.parametrize("block", [0, 7, -1])
-def test_a_block_that_is_not_taken_cannot_be_released(block: int) -> None:
-    pool = BlockPool(4, block_tokens=4)
-    with pytest.raises(ValueError, match="not taken"):
-        pool.release([block])
-    pool.check_integrity([])
-
-
-def test_a_lost_block_is_noticed() -> None:
-    pool = BlockPool(4, block_tokens=4)
-    pool.allocate(1)
-    with pytest.raises(AssertionError, match="lost"):
-        pool.check_integrity([])
-
-
 @pytest.mark.parametrize("is_computed_anew", [False, True])
 def test_what_hangs_on_a_lost_block_stays_with_who_has_a_copy_of_that(is_computed_anew: bool) -> None:
     """It is found by nobody until somebody has computed again what was lost, and free with its user's end."""

@@ -61,14 +61,6 @@ def test_a_probe_that_loses_again_is_not_repeated_at_once() -> None:
     assert gate.worth_loading([Tier.DISK] * 4) == 0
 
 
-def test_a_load_that_was_given_up_counts_against_its_tier() -> None:
-    gate = CostGate()
-    gate.on_prefilled(1, 0.001)
-    gate.on_wasted(Tier.DISK, 0.008, abandoned=True)
-    assert gate.losing == (Tier.DISK,)
-    assert gate.worth_loading([Tier.DISK] * 4) == 0
-
-
 def test_a_damaged_block_says_nothing_of_the_speed() -> None:
     gate = gate_of(host_s=1e-5, disk_s=1e-4, recompute_s=0.001)
     gate.on_wasted(Tier.DISK, 9.0, abandoned=False)

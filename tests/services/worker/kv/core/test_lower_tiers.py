@@ -23,15 +23,6 @@ def rig() -> Rig:
     return Rig(4, 4, 4, "lru")
 
 
-def test_a_block_is_written_once(rig: Rig) -> None:
-    names = held_down(rig)
-    assert rig.cache.writes.start(4) == 2 and rig.cache.writes.start(4) == 0
-    rig.end_disk_copies(ok=True)
-    assert rig.cache.writes.start(4) == 0
-    assert len(names) == 2 and rig.cache.counts["write_failures_disk"] == 0
-    rig.cache.check_integrity([])
-
-
 def test_a_copy_of_a_block_that_is_gone_is_dropped(rig: Rig) -> None:
     held_down(rig)
     rig.cache.writes.start(4)
@@ -55,16 +46,6 @@ def test_what_was_stored_before_is_found_if_its_beginning_is(rig: Rig) -> None:
     ended(True)
     assert not other.cache.reading
     other.cache.check_integrity([])
-
-
-def test_a_read_that_failed_loses_the_copy(rig: Rig) -> None:
-    (name,) = names_of(tokens_of(1, 2))
-    rig.cache.restore([StoredBlock(name, b"", 0, 2)])
-    rig.cache.prefetch([name], 1)
-    rig.end_disk_copies(ok=False)
-    assert rig.cache.counts["copies_lost"] == 1
-    assert rig.acquire([name], 1).loaded[Tier.DISK] == 0
-    rig.cache.check_integrity([])
 
 
 def prompt(number: int, blocks: int = 4) -> bytes:

@@ -54,59 +54,6 @@ def test_leaves_can_be_taken_until_nothing_is_left(paths: list[str]) -> None:
         tree.check_integrity()
 
 
-def test_what_hangs_below_comes_deepest_last() -> None:
-    tree = grown(["abab", "abb", "b"])
-    top = tree.find(b"a")
-    assert top is not None
-    assert {node.name for node in tree.below(top)} == {b"ab", b"aba", b"abab", b"abb"}
-    depths = [node.depth for node in tree.below(top)]
-    assert depths == sorted(depths)
-
-
-def test_a_node_that_lost_its_copies_ends_the_match() -> None:
-    tree = grown(["abc"])
-    middle = tree.find(b"ab")
-    assert middle is not None
-    tree.take(middle, Tier.DEVICE)
-    assert [node.name for node in tree.match(names("abc"))] == [b"a"]
-    with pytest.raises(ValueError, match="nowhere"):
-        _ = middle.nearest
-
-
-def test_a_used_node_and_a_parent_are_not_loose() -> None:
-    tree = grown(["ab"])
-    parent, child = tree.match(names("ab"))
-    assert not parent.is_loose(Tier.DEVICE)
-    child.busy = 1
-    assert not child.is_loose(Tier.DEVICE)
-    child.busy = 0
-    tree.put(parent, Tier.HOST, 0)
-    assert parent.is_loose(Tier.HOST)
-    assert not child.is_loose(Tier.HOST)
-    assert child.nearest is Tier.DEVICE
-
-
-def test_mistakes_are_refused() -> None:
-    tree = grown(["ab"])
-    parent, child = tree.match(names("ab"))
-    with pytest.raises(ValueError, match="stored already"):
-        tree.add(b"ab", parent)
-    with pytest.raises(ValueError, match="has a place"):
-        tree.put(child, Tier.DEVICE, 9)
-    with pytest.raises(ValueError, match="no place"):
-        tree.take(child, Tier.DISK)
-    with pytest.raises(ValueError, match="leaf"):
-        tree.forget(parent)
-
-
-def test_damage_is_noticed() -> None:
-    tree = grown(["ab"])
-    parent, _ = tree.match(names("ab"))
-    parent.kids[Tier.DEVICE] = 0
-    with pytest.raises(AssertionError):
-        tree.check_integrity()
-
-
 def test_the_journal_names_each_moved_block_once_or_says_that_it_forgot_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -227,13 +227,6 @@ def test_every_block_is_found_wherever_it_is(data: st.DataObject, layers: int, d
         machine.check_integrity()
 
 
-def test_nothing_is_kept_track_of_while_all_fit() -> None:
-    machine = Machine(8, 24, 4)
-    blocks = machine.pool.allocate(8)
-    assert machine.residency.is_plain and machine.residency.room_blocks is None
-    assert machine.residency.codes[blocks].tolist() == blocks
-
-
 def test_what_is_read_in_each_step_comes_back_as_soon_as_there_is_room() -> None:
     machine = Machine(8, 24, 8)
     machine.pool.allocate(8)

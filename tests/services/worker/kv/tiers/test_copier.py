@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic, sleep
+from time import sleep
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ from services.worker.kv.tiers.host import HostTier
 from services.worker.kv.tiers.peers import PeerTier
 from services.worker.kv.tiers.records import RecordRow, Records, records_of
 from services.worker.kv.tiers.slotfile import Geometry
-from services.worker.kv.transfers import Throttle, TransferEngine
+from services.worker.kv.transfers import TransferEngine
 from shared.blocks import BlockHash, chain, root
 from tests.services.worker.kv.rig import flip_byte
 
@@ -184,22 +184,6 @@ def test_no_run_serves_a_block_whose_bytes_were_damaged(
     machine.close()
 
 
-def test_blocks_go_down_and_come_back_from_each_tier(machine: Machine) -> None:
-    machine.run(prompt(0)[:2])
-    machine.run(prompt(1)[:3])
-    assert machine.run(prompt(0)[:2]) == (1, 1, 0)
-    machine.run(prompt(2)[:3])
-    machine.cache.writes.start(4)
-    machine.settle()
-    machine.run(prompt(3)[:3])
-    machine.cache.writes.start(4)
-    machine.settle()
-    machine.run(prompt(4)[:3])
-    found = machine.run(prompt(0)[:2])
-    assert sum(found) == 2
-    assert found[Tier.DISK] >= 1
-
-
 def test_a_damaged_copy_on_the_host_is_a_counted_miss(machine: Machine) -> None:
     machine.run(prompt(0)[:3])
     machine.run(prompt(1)[:3])
@@ -237,16 +221,6 @@ def test_loads_end_at_the_first_that_is_not_intact(machine: Machine) -> None:
     assert (loaded.done, loaded.failed) == (2, True)
     assert loaded.elapsed_s[Tier.HOST] > 0 == loaded.elapsed_s[Tier.DISK]
     assert [machine.holds(block, NAMES[block]) for block in range(4)] == [True, True, False, False]
-
-
-def test_a_slow_load_is_given_up(tmp_path: Path) -> None:
-    machine = Machine(tmp_path / "kv", bytes_per_s={Tier.HOST: 50_000})
-    loads = _stored(machine, 4)
-    block_s = machine.records.record_bytes / 50_000
-    loaded = machine.mover.load(loads, 2.5 * block_s)
-    assert loaded.done < 4
-    assert not loaded.failed
-    machine.close()
 
 
 def test_the_gate_gives_up_a_slow_disk_and_says_so(tmp_path: Path) -> None:
@@ -345,16 +319,6 @@ def test_an_io_thread_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> Non
     threading.Event().wait(0.05)  # the thread has begun
     assert not machine.transfers.halt(0.05)
     machine.close()
-
-
-def test_a_throttle_takes_as_long_as_the_bytes_need_and_no_longer_than_it_may() -> None:
-    started_s = monotonic()
-    assert Throttle().wait(10**15), "without a limit it does not wait"
-    assert Throttle(1000).wait(50)
-    assert monotonic() - started_s >= 0.05
-    started_s = monotonic()
-    assert not Throttle(1).wait(1000, started_s + 0.02)
-    assert 0.02 <= monotonic() - started_s < 5
 
 
 def pools(

@@ -19,7 +19,6 @@ from services.worker.kv.tiers.checksums import CRC
 from services.worker.kv.tiers.disk import DiskTier, open_disk
 from services.worker.kv.tiers.records import RecordRow
 from services.worker.kv.tiers.slotfile import (
-    EMPTY_SLOT,
     PAGE_BYTES,
     SLOT_BYTES,
     Geometry,
@@ -106,13 +105,6 @@ def test_a_flipped_byte_of_a_record_is_a_miss(path: Path, offset: int) -> None:
     tier.close()
 
 
-def test_a_flipped_byte_while_the_file_is_open_is_a_miss(path: Path) -> None:
-    tier = opened(path)
-    flip_byte(path, GEOMETRY.record_at(2) + 7, 0x80)
-    assert not read(tier, 2)
-    tier.close()
-
-
 @pytest.mark.parametrize("offset", range(0, 56, 5))
 def test_a_flipped_byte_of_a_header_empties_the_slot(path: Path, offset: int) -> None:
     flip_byte(path, GEOMETRY.header_at(0) + offset)
@@ -188,12 +180,6 @@ def test_no_room_is_no_tier(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert (tmp_path / "kv").stat().st_size == 0
 
 
-def test_a_folder_that_cannot_be_made_is_no_tier(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").touch()
-    assert open_disk(tmp_path / "file" / "kv", GEOMETRY) is None
-    assert "cannot be opened" in caplog.text
-
-
 def test_a_write_that_fails_is_counted_and_leaves_the_slot_empty(path: Path) -> None:
     tier = opened(path)
     node, row = record(1)
@@ -266,10 +252,6 @@ def test_a_torn_header_is_none_or_whole(header: SlotHeader, kept: int) -> None:
     torn = packed[:kept].ljust(SLOT_BYTES, b"\0")
     assert unpack_slot(torn) == (header if torn == packed else None)
     assert unpack_slot(packed[:kept]) is None
-
-
-def test_an_empty_slot_is_none() -> None:
-    assert unpack_slot(EMPTY_SLOT) is None
 
 
 @given(st.integers(1, 10**7), st.integers(0, 10**5))

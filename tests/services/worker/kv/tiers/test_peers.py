@@ -52,21 +52,6 @@ def read(tier: PeerTier, place: int, name: bytes = NAME) -> RecordRow | None:
     return row if tier.read(place, name, row) else None
 
 
-def test_what_was_sent_comes_back(tier: PeerTier) -> None:
-    assert write(tier, 3, row_of(1))
-    found = read(tier, 3)
-    assert found is not None and np.array_equal(found, row_of(1))
-    assert not tier.counts
-
-
-def test_a_flipped_byte_is_a_miss(tier: PeerTier) -> None:
-    write(tier, 3, row_of(1))
-    assert isinstance(tier.memory, Memory)
-    tier.memory.rows[3][7] ^= 1
-    assert read(tier, 3) is None
-    assert tier.counts == {"checksum_failures": 1}
-
-
 def test_bytes_of_another_block_are_a_miss(tier: PeerTier) -> None:
     """Also where a creditor mixed up its slots: what comes is whole, and not what was asked for."""
     write(tier, 3, row_of(1))
@@ -93,9 +78,3 @@ def test_a_write_that_failed_leaves_nothing_that_could_be_read(tier: PeerTier) -
     tier.memory.is_well = True
     assert read(tier, 3) is None
     assert tier.counts == {"write_errors": 1, "read_errors": 1}
-
-
-def test_before_anybody_lends_nothing_is_there() -> None:
-    tier = PeerTier(FINGERPRINT)
-    assert not write(tier, 0, row_of(1))
-    assert read(tier, 0) is None
