@@ -21,7 +21,7 @@ _failed = counter("kvasir_worker_failed_commands_total", "Commands to the engine
 _MAX_WAITING = 16384
 
 T = TypeVar("T")
-Command = Callable[[StepCore, float], StepEffects]
+Command = Callable[[StepCore, float], StepEffects | None]
 EngineQuestion = Callable[[StepCore, float], T]
 """Function of the core and the time in seconds, called on the engine's thread."""
 
@@ -103,9 +103,9 @@ class Door:
         except Empty:
             return
 
-    def emit(self, effects: StepEffects) -> None:
+    def emit(self, effects: StepEffects | None) -> None:
         """Deliver effects unless they are empty. Called on the engine's thread."""
-        if effects.frames or effects.stepped:
+        if effects is not None and (effects.frames or effects.stepped):
             self._deliver(effects)
 
     def _enter(self, run: Callable[[], None]) -> None:

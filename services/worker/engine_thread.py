@@ -138,7 +138,7 @@ class Runner:
             record.said(effects, ended_s)
         if self._gone_blocks:
             gone, self._gone_blocks = self._gone_blocks, set()
-            self.door.emit(self._core.on_kv_lost(gone, ended_s))
+            self._core.on_kv_lost(gone, ended_s)
         is_more_to_do = any(map(_IS_ALIVE, work.items))
         self.occupancy.on_iteration(began_s, ended_s, is_more_to_do=is_more_to_do)
 

@@ -9,10 +9,9 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from services.worker.config import WorkerConfig
-from services.worker.core.steps import StepEffects
 from services.worker.door import Door
 from services.worker.engine.contract import AttendingEngine, Engine, SharingEngine
 from services.worker.kv.core.borrowed_pool import ExtendedPool, OwnPool, Pool
@@ -40,19 +39,10 @@ from shared.liveness import Start
 from shared.messages.commands import WantKv
 from shared.messages.reports import Capacity
 
-if TYPE_CHECKING:
-    from services.worker.pie.blocks import BlockPie
-
 HANDLERS: tuple[Handler, ...] = (Listener(subjects.worker_want, WantKv, "on_want"),)
 _WANT_S = 2.0
 """Seconds after which a `WantKv` expires; the scheduler repeats it more often."""
 _HOLD_S = 30.0
-
-
-def _grown(pie: "BlockPie", blocks: int) -> StepEffects:
-    """Expand Pie to `blocks` blocks: the worker uses its own host memory first."""
-    pie.demand(blocks)
-    return StepEffects()
 
 
 class Reach:
@@ -185,11 +175,6 @@ class Neighbourhood:
                 clock=clock,
             )
 
-    @property
-    def borrows(self) -> bool:
-        """Whether the worker borrows and so needs the heartbeats of the others."""
-        return self.borrower is not None
-
     def lost_blocks(self, error: CreditorLost) -> set[int]:
         """See `Runner`; on the engine's thread."""
         return set() if self.borrower is None else self.borrower.lose_creditor(error)
@@ -257,7 +242,7 @@ class Neighbourhood:
         self._want, self._want_until_s = want, self._clock() + _WANT_S
         if self._pie is not None and want.tokens:
             pie, blocks = self._pie, -(-want.tokens // self._engine.block_tokens) + 1
-            self._door.post(lambda core, _: _grown(pie, blocks))
+            self._door.post(lambda core, _: pie.demand(blocks))  # Own host memory is used first.
 
     def _on_lost(self, logical: Sequence[int]) -> None:
         """Drop the blocks of expired leases."""

@@ -11,7 +11,7 @@ from typing import Any
 from services.worker.assembly import core_of, costs_of, make_engine, open_cache, pool_of
 from services.worker.config import WorkerConfig
 from services.worker.core.prefixes import Prefixes
-from services.worker.core.steps import StepCore, StepEffects
+from services.worker.core.steps import StepCore
 from services.worker.door import Command, Door
 from services.worker.egress import Courier, Heartbeat, Outbox
 from services.worker.engine.contract import AttendingEngine, ConstrainedEngine, Engine, SharingEngine
@@ -162,7 +162,7 @@ class Worker:
             self._transfers = Transfers(
                 bus, config.transfer, engine, store, self._registry, self._runner, clock, reader
             )
-        self._others = OTHERS if self._neighbours.borrows else ()
+        self._others = () if self._neighbours.borrower is None else OTHERS
         self._reached = (0, 0)
         """Epoch and number of the last plan received since the last snapshot request."""
         self._heartbeat = Heartbeat(
@@ -232,16 +232,15 @@ class Worker:
     def _entitled(self, command: Command) -> Command:
         """Wrap a command: if it is invalid or its sender is not the owner, it is ignored and counted."""
 
-        def obey(core: StepCore, now_s: float) -> StepEffects:
+        def obey(core: StepCore, now_s: float) -> None:
             try:
-                return command(core, now_s)
+                command(core, now_s)
             except (ForeignSequence, InvalidRequest) as error:
                 self._foreign_commands += 1
                 _foreign.inc()
                 if now_s - self._logged_foreign_s > _LOG_FOREIGN_S:
                     self._logged_foreign_s = now_s
                     _log.warning("ignored, and %d such before: %s", self._foreign_commands - 1, error)
-                return StepEffects()
 
         return obey
 

@@ -104,10 +104,6 @@ class PieCost:
     def name(self) -> str:
         return f"{self.base.name}+pie"
 
-    @property
-    def source(self) -> str:
-        return f"{self.base.source}; link: {self.link.source}"
-
     def step_s(self, chunks: Sequence[tuple[int, int]], decodes: int, context_tokens: int) -> float:
         took_s = self.base.step_s(chunks, decodes, context_tokens)
         tokens = context_tokens + sum(end for _, end in chunks)

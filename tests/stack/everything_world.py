@@ -298,7 +298,7 @@ class EverythingWorld(MixedWorld):
         self._gone[debtor.name].update(lost)
 
         def tell() -> None:
-            self._emit(debtor, debtor.core.on_kv_lost(lost, self.now_s))
+            debtor.core.on_kv_lost(lost, self.now_s)
 
         if lost:
             self.between_steps(debtor, tell)

@@ -441,7 +441,7 @@ class World(VirtualNet):
         """The one that holds its present attempt."""
         return next((name for name, worker in self.workers.items() if request.ref in worker.held), None)
 
-    def to_worker(self, sender: str, name: str, command: Callable[[StepCore], StepEffects]) -> None:
+    def to_worker(self, sender: str, name: str, command: Callable[[StepCore], StepEffects | None]) -> None:
         worker = self.workers[name]
 
         def handle() -> None:
@@ -461,7 +461,9 @@ class World(VirtualNet):
         self.send(worker.name, self.gateway, lambda: self.gateway.on_beat(report))
         self.send(worker.name, self.scheduler, lambda: self.feed("on_worker_reported", report))
 
-    def _emit(self, worker: WorkerProcess, effects: StepEffects) -> None:
+    def _emit(self, worker: WorkerProcess, effects: StepEffects | None) -> None:
+        if effects is None:
+            return
         for addressed in effects.frames:
             self.send(worker.name, self.gateway, partial(self.gateway.on_frame, addressed.frame))
         for event in effects.stepped:

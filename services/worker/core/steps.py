@@ -83,29 +83,25 @@ class StepCore:
             self._table.prefixes.expect(plan.starts)
         return StepEffects(stepped=self._reports.of_given_up(self._plans.offer(plan, now_s)))
 
-    def on_cancel(self, cancel: CancelSequence, now_s: float) -> StepEffects:
+    def on_cancel(self, cancel: CancelSequence, now_s: float) -> None:
         """Cancel a sequence. Raises ForeignSequence, as the next three methods do."""
         gateway_id = cancel.gateway_id if is_scheduler(cancel.sender) else cancel.sender
         self._table.cancel(cancel.ref, cancel.reason, now_s, gateway_id, cancel.heir_key)
-        return StepEffects()
 
-    def on_acknowledge(self, acknowledged: AcknowledgeEnds, now_s: float) -> StepEffects:
+    def on_acknowledge(self, acknowledged: AcknowledgeEnds, now_s: float) -> None:
         self._table.acknowledge(acknowledged.refs, acknowledged.sender, now_s)
-        return StepEffects()
 
     def on_fetch(self, fetch: FetchTokens) -> FetchedTokens:
         self._table.check_owner(fetch.ref, fetch.sender, fetch.heir_key)
         return fetched(self._table.find(fetch.ref), fetch.first_index)
 
-    def on_extend(self, extend: ExtendSequence) -> StepEffects:
+    def on_extend(self, extend: ExtendSequence) -> None:
         """Add late tokens. Raises ForeignSequence, or InvalidRequest for unknown tokens."""
         self._table.check_owner(extend.ref, extend.sender)
         self._table.add_late(extend)
-        return StepEffects()
 
-    def on_gateway(self, reported: GatewayReported, now_s: float) -> StepEffects:
+    def on_gateway(self, reported: GatewayReported, now_s: float) -> None:
         self._table.hear_gateway(reported.gateway_id, reported.incarnation, now_s)
-        return StepEffects()
 
     def on_snapshot(self, snapshot: TakeSnapshot, now_s: float) -> WorkerReported:
         """Give up all plans and report what is held. Raises StaleEpoch for a replaced scheduler, and
@@ -122,10 +118,9 @@ class StepCore:
         self._table.give_up_postponed()
         return self.report(now_s)
 
-    def on_kv_lost(self, blocks: Iterable[int], now_s: float) -> StepEffects:
+    def on_kv_lost(self, blocks: Iterable[int], now_s: float) -> None:
         """End sequences whose borrowed blocks are gone; the next step or tick reports them."""
         self._table.lose_blocks(blocks, now_s)
-        return StepEffects()
 
     def on_tick(self, now_s: float) -> StepEffects:
         """Handle expired plans, silent gateways and ends kept too long."""

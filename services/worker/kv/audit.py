@@ -1,8 +1,7 @@
-"""What is stored compared with what is computed anew, for a sample of hits.
+"""Compares stored KV with recomputed KV for a sample of hits.
 
-A digest finds bytes that have changed since they were stored. This finds KV that was wrong before: of other
-tokens, of other positions, by a faulty kernel. Two computations of the same differ by rounding, as chunks and
-batches are others; more than half of the digits is no rounding. For the engine's thread."""
+A checksum finds bytes that changed after they were stored; an audit finds KV that was wrong before. Rounding
+changes less than half of the digits. For the engine's thread."""
 
 import math
 from random import Random
@@ -29,14 +28,14 @@ class SampledAudit:
     """Implements `Auditor`."""
 
     def __init__(self, records: Records, pools: LayerPools, rate: float) -> None:
-        """`records` for this object alone; `rate`: of hits. Raises ValueError for KV of an unknown type."""
+        """`records` has no other user; `rate`: share of hits. Raises ValueError for an unknown type of KV."""
         self._records = records
         self._rate = rate
         self._random = Random()
         self._kind = str(pools[0][0].dtype).removeprefix("torch.")
         epsilon = _BFLOAT16_EPSILON if self._kind == "bfloat16" else _epsilon(self._kind)
         self.tolerance = math.sqrt(epsilon)
-        """Of the largest number in a layer's K, or V."""
+        """Largest difference, as a share of the largest number in a layer's K or V."""
         self._rows = np.empty((2, records.record_bytes), dtype=np.uint8)
         self.audited_blocks = self.wrong_blocks = 0
 
@@ -53,8 +52,7 @@ class SampledAudit:
         self.wrong_blocks += 1
         _wrong.inc()
         _log.error(
-            "stored block %d differs from what is computed by %.3g of its largest number (allowed: %.3g): "
-            "dropped",
+            "stored block %d differs by %.3g of its largest number (allowed: %.3g): dropped",
             stored,
             difference,
             self.tolerance,
@@ -62,7 +60,7 @@ class SampledAudit:
         return False
 
     def _difference(self, part: npt.NDArray[np.uint8]) -> float:
-        """Of a layer's K, or V, `[2, bytes]`: what is not a number differs from everything."""
+        """Return the difference in a layer's K or V, `[2, bytes]`; NaN differs from everything."""
         stored, computed = self._numbers(part)
         largest = float(np.abs(computed).max(initial=0.0))
         found = float(np.abs(stored - computed).max(initial=0.0))
@@ -76,7 +74,7 @@ class SampledAudit:
 
 
 def _epsilon(kind: str) -> float:
-    """Of whole numbers 0: they are equal or not. Raises ValueError."""
+    """Return the rounding unit of a type; 0 for whole numbers. Raises ValueError."""
     try:
         made = np.dtype(kind)
     except TypeError:

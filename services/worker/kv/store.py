@@ -1,7 +1,4 @@
-"""The prefix cache of one worker with its real tiers: opened, worked on between steps, measured, closed.
-
-Owned by the engine's thread, as is `TransferEngine.settle`, where copies that have ended are applied. Decides
-nothing about blocks: that is `cache`."""
+"""The prefix cache of one worker with its real tiers: opened, flushed and closed."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,22 +43,21 @@ class CacheableEngine(Protocol):
 
     @property
     def fingerprint(self) -> bytes:
-        """16 bytes: what must agree for KV to be exchanged."""
+        """16 bytes that must agree for KV to be exchanged."""
         ...
 
     def make_pool(self) -> BlockPool:
-        """Of its blocks; to be called once."""
+        """Return the pool of its blocks; called once."""
         ...
 
     def records(self) -> Records:
-        """Its blocks as rows of bytes, for one thread. Raises ConfigError where they lie in no fixed
-        place."""
+        """Return its blocks as rows of bytes. Raises ConfigError when they have no fixed place."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class KvStore:
-    """`cache` is the engine thread's."""
+    """The cache, which the engine's thread owns, and its tiers."""
 
     cache: PrefixCache
     fingerprint: bytes
@@ -72,11 +68,10 @@ class KvStore:
     peers: PeerTier | None
     sums: Checksums
     auditor: SampledAudit | None
-    """None where nothing is audited."""
     transfers: TransferEngine
 
     def forget_unused(self) -> int:
-        """Empty the cache, but for blocks in use; how many it forgot. On the engine's thread."""
+        """Drop blocks that are not in use; return their number. On the engine's thread."""
         blocks, slots = self.cache.forget_unused()
         if self.disk is not None:
             self.disk.clear(slots)
@@ -84,9 +79,8 @@ class KvStore:
         return blocks
 
     def close(self, deadline_s: float, flush_s: float = 0.0) -> bool:
-        """End the threads that copy; False when they did not end in time: the file is then left open, since
-        it may still be written. What is on disk stays; for `flush_s` what is only in memory joins it. To be
-        called when the engine's thread, which owns the cache, has ended."""
+        """End the copying threads, and write blocks to disk for up to `flush_s`; after the engine's thread
+        has ended. False: a thread did not end, and the file is left open."""
         if not self.transfers.halt(deadline_s):
             return False
         if self.disk is not None and flush_s > 0:
@@ -114,9 +108,9 @@ def open_store(
     transfers: TransferEngine,
     sums: Checksums = CRC,
 ) -> KvStore:
-    """The cache of `engine`'s blocks, with what an earlier run of `instance` left on disk. A disk tier that
-    cannot be had is warned of and left out. Raises ConfigError for an unknown order, and for more on the host
-    than an engine that has its own blocks there was made for."""
+    """Return the cache of `engine`'s blocks, with those that an earlier run of `instance` left on disk.
+    Without a usable disk it warns. Raises ConfigError for an unknown order, and for a host tier larger than
+    Pie's."""
     records = engine.records()
     size = records.record_bytes
     host_blocks = config.host_slots(size)

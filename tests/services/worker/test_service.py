@@ -26,18 +26,17 @@ from services.worker.service import Worker
 from shared import subjects
 from shared.blocks import HASH_BYTES, chain, root
 from shared.bus import Bus, Listener
-from shared.errors import InternalError, InvalidRequest, StaleEpoch
+from shared.errors import InternalError, InvalidRequest
 from shared.messages.base import Empty
 from shared.messages.commands import TakeSnapshot
 from shared.messages.lending import AskTicket, BorrowReply, BulkTicket, Refusal
-from shared.messages.plans import BatchPlan, StepOutcome, WorkerStepped
+from shared.messages.plans import BatchPlan, WorkerStepped
 from shared.messages.prefixes import FindPrefixes, ForgetPrefixes, PrefixesForgotten, WorkerPrefixes
 from shared.messages.reports import SequenceState, ServiceStatus, WorkerReported
 from shared.messages.sequence import FinishReason, Sampling, SequenceRef, pack_tokens
 from shared.messages.tokens import FetchedTokens, FetchTokens, TokenDelta, TokenFrame
 from tests.conftest import ConnectBus
 from tests.patience import PATIENCE_S
-from tests.services.worker.conftest import MAX_POSITIONS
 from tests.services.worker.peers.lending.builders import borrow
 from tests.shared.messages.builders import acknowledging, cancelling, decode, prefill, ref, spec
 
@@ -283,32 +282,6 @@ async def test_a_plan_that_comes_in_a_long_step_has_reached_the_worker(
     await peers.until(lambda: len(peers.stepped) == 3)
     snapshot = await peers.snapshot(epoch=peers.epoch)
     assert (snapshot.epoch, snapshot.plan_seq) == (peers.epoch, 0)
-
-
-async def test_a_replaced_scheduler_is_refused(worker_bus: Bus, peers: Peers) -> None:
-    await peers.start("req_1", steps=2, max_tokens=2)
-    await peers.until(lambda: peers.stepped)
-    await peers.plan(epoch=2)
-    refused = await peers.until(lambda: next((s for s in peers.stepped if s.epoch == 2), None))
-    assert (refused.outcome, refused.plan_over) == (StepOutcome.STALE_EPOCH, True)
-    with pytest.raises(StaleEpoch):
-        await peers.snapshot(epoch=2)
-
-
-async def test_a_snapshot_gives_up_all_plans(worker_bus: Bus, peers: Peers) -> None:
-    for number in range(3):  # One after the other: longer than a question and its answer take.
-        await peers.start(f"req_{number}", steps=60)
-    await peers.until(lambda: len(peers.deltas) >= 2)
-    snapshot = await peers.snapshot(epoch=9)
-    held = snapshot.sequences[0]
-    assert snapshot.epoch == 9 and snapshot.plan_seq == 0
-    assert held.state is SequenceState.DECODING
-    assert held.computed_tokens == held.prompt_tokens + held.generated_tokens - 1
-    assert 2 <= sum(sequence.generated_tokens for sequence in snapshot.sequences) < 3 * 60
-    later = await peers.fresh_report()
-    assert [s.generated_tokens for s in later.sequences] == [s.generated_tokens for s in snapshot.sequences]
-    assert later.stepped_seq == snapshot.stepped_seq == len(peers.stepped)
-    assert later.max_context_tokens == min(MAX_POSITIONS, 240)
 
 
 class BrokenEngine:

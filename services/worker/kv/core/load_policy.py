@@ -70,10 +70,6 @@ class CostGate:
             self._block_s[tier] = max(elapsed_s, self._block_s.get(tier, 0.0))
             self._refusals[tier] = 0
 
-    def on_filled(self, tier: Tier, elapsed_s: float) -> None:
-        """Count the engine's wait for copies to a tier."""
-        self.spent_s[tier] += elapsed_s
-
     def on_prefilled(self, blocks: float, elapsed_s: float) -> None:
         """Count computed prompt blocks."""
         if blocks > 0:

@@ -379,7 +379,7 @@ class PrefixCache(LowerTiers):
             place = self._books.host_slot(node)
             if place is not None:
                 took_s = self._mover.store([Store(node.name, block_of(node), place)])
-                self.gate.on_filled(Tier.HOST, took_s)
+                self.gate.spent_s[Tier.HOST] += took_s
                 self._books.put(node, Tier.HOST, place)
                 self.counts["saved_late"] += 1
         self._books.remove(node, Tier.DEVICE)

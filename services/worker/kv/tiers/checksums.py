@@ -1,7 +1,6 @@
-"""What a record is verified by: 64 bits over its bytes, its name and the model's fingerprint.
+"""The checksum of a record: 64 bits over its bytes, its name and the model's fingerprint.
 
-Which function is over the bytes is the engine's to say (`engine/native/sums.py` has one ten times as fast as
-CRC-32); a file's checksums, and another worker's, mean something only to whoever computes the same."""
+Workers that exchange records, and files, need the same function (`engine/native/sums.py` has a fast one)."""
 
 import zlib
 from collections.abc import Callable
@@ -14,15 +13,15 @@ from shared.blocks import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class Checksums:
-    """By one function."""
+    """Checksums by one function."""
 
     kind: int
-    """Names it, in files and messages."""
+    """Number of the function in files and messages."""
     digest: Callable[[RecordRow], int]
-    """At most 64 bits, of a record's bytes."""
+    """Returns at most 64 bits for a record's bytes."""
 
     def of(self, row: RecordRow, name: BlockHash, fingerprint: bytes) -> int:
-        """Of a record that belongs to `name`."""
+        """Return the checksum of a record that belongs to `name`."""
         return self.digest(row) ^ int.from_bytes(blake2b(name, key=fingerprint, digest_size=8).digest())
 
 

@@ -1,9 +1,7 @@
-"""Records in a file that outlives the worker. Whatever is wrong with it is a miss, never an exception.
+"""Records in a file that outlives the worker. A fault in the file is a miss, never an exception.
 
-The file is read and written at offsets rather than mapped: under a map a truncated file or a failing disk is
-SIGBUS, which ends the process; here it is a short read or an OSError. A slot's header is cleared before its
-record is overwritten and written after it, so that a killed write leaves an empty slot. Every read is
-verified: length, and a checksum over fingerprint, name and bytes. Knows no order of eviction."""
+The file is not mapped, since a truncated map ends the process. A slot's header is cleared before its record
+is overwritten and written after it, so that a killed write leaves an empty slot. Every read is verified."""
 
 import errno
 import fcntl
@@ -51,7 +49,7 @@ class DiskTier:
         self._counting = threading.Lock()
 
     def stored(self) -> list[StoredBlock]:
-        """What an earlier run left, as far as headers say."""
+        """Return the blocks of an earlier run, as listed in the headers."""
         return [
             StoredBlock(slot.name, slot.parent, slot.depth, place)
             for place, slot in enumerate(self._slots)
@@ -59,7 +57,7 @@ class DiskTier:
         ]
 
     def read(self, place: int, name: BlockHash, row: RecordRow) -> bool:
-        """The slot's record into `row`. False, counted, when it is not `name`'s or not intact."""
+        """Read the slot's record into `row`; False, counted: it is not `name`'s or not intact."""
         slot = self._slots[place]
         if slot is None or slot.name != name or slot.length_bytes != row.nbytes:
             return self._bad("torn_slots")
@@ -75,7 +73,7 @@ class DiskTier:
         return True
 
     def write(self, node: StoredBlock, row: RecordRow, sum_: int) -> bool:
-        """`row`, whose checksum was taken when it was made, to the node's slot. False when it failed."""
+        """Write `row` with its checksum to the node's slot; False: it failed."""
         slot = SlotHeader(node.name, node.parent, node.depth, row.nbytes, sum_)
         self._slots[node.place] = None
         header_at = self.geometry.header_at(node.place)
@@ -90,7 +88,7 @@ class DiskTier:
         return True
 
     def clear(self, places: Iterable[int]) -> None:
-        """Nothing is in these slots any more, also after a restart. What the disk refuses is counted."""
+        """Empty these slots, also after a restart. Errors are counted."""
         for place in places:
             self._slots[place] = None
             try:
@@ -100,7 +98,7 @@ class DiskTier:
                 self._bad("write_errors")
 
     def close(self) -> None:
-        """Gives the file back; what is in it stays."""
+        """Close the file."""
         os.close(self._file)
 
     def load_headers(self) -> None:
@@ -176,7 +174,7 @@ def _set_aside(path: Path, counts: Counter[str]) -> None:
 
 
 def _unused(path: Path) -> Path:
-    """`….aside`, or the first of `….aside-2`, `….aside-3` that is not there. Raises OSError for too many."""
+    """Return the first of `….aside`, `….aside-2`, … that does not exist. Raises OSError for too many."""
     for number in range(1, _MOST_ASIDE + 1):
         name = path.with_name(f"{path.name}.aside" + (f"-{number}" if number > 1 else ""))
         if not os.path.lexists(name):
@@ -193,7 +191,7 @@ def _reason(path: Path, geometry: Geometry, error: OSError) -> str:
 
 
 def _read_all(descriptor: int, into: "memoryview[int]", offset: int) -> int:
-    """Bytes read: fewer than asked for at the end of the file."""
+    """Return the number of bytes read: fewer at the end of the file."""
     done = 0
     while done < len(into):
         count = os.preadv(descriptor, [into[done:]], offset + done)

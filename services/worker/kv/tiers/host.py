@@ -1,4 +1,4 @@
-"""Records in memory of the host: slots allocated once, each with a checksum. Knows no file and no order."""
+"""Records in host memory: slots allocated once, each with a checksum."""
 
 from collections import Counter
 
@@ -11,8 +11,7 @@ from shared.blocks import BlockHash
 
 
 class HostTier:
-    """`slots` records. A slot's checksum is taken when it is filled and never again, so that what happened
-    to it since is seen, whoever reads it."""
+    """`slots` records. A slot's checksum is taken when it is filled, and compared when it is read."""
 
     def __init__(
         self,
@@ -22,8 +21,7 @@ class HostTier:
         sums: Checksums = CRC,
         rows: npt.NDArray[np.uint8] | None = None,
     ) -> None:
-        """`rows` `[n, record_bytes]`, of which others may have some; without them memory of its own, touched
-        when it is first used. `slots` may be 0."""
+        """`rows` `[n, record_bytes]` may have other users too; None: the tier has memory of its own."""
         self.slots = slots
         self.sums = sums
         self.counts: Counter[str] = Counter()
@@ -33,20 +31,20 @@ class HostTier:
         self._checksums = [-1] * len(self._rows)
 
     def row(self, place: int) -> RecordRow:
-        """The slot's bytes themselves, not a copy."""
+        """Return the slot's bytes, not a copy."""
         row: RecordRow = self._rows[place]
         return row
 
     def seal(self, place: int, name: BlockHash) -> None:
-        """The slot has been filled with `name`'s bytes."""
+        """Take the checksum of a slot that was filled with `name`'s bytes."""
         self._checksums[place] = self.sums.of(self._rows[place], name, self.fingerprint)
 
     def checksum_of(self, place: int) -> int:
-        """As taken when the slot was sealed."""
+        """Return the checksum taken when the slot was sealed."""
         return self._checksums[place]
 
     def is_intact(self, place: int, name: BlockHash) -> bool:
-        """Whether the slot holds `name`'s bytes as they were when it was sealed."""
+        """Whether the slot still holds `name`'s bytes."""
         return self._checksums[place] == self.sums.of(self._rows[place], name, self.fingerprint)
 
     def check(self, place: int, name: BlockHash) -> bool:

@@ -1,7 +1,6 @@
-"""Records in host memory that other workers lend. Whatever goes wrong with one is a miss, never an exception.
+"""Records in host memory that other workers lend. A fault is a miss, never an exception.
 
-A record's checksum, over fingerprint, name and bytes, is taken here when it is made and compared when it
-comes back: what a creditor does with its memory need not be believed. Knows slots and bytes; no link."""
+A record's checksum is kept here and compared when it comes back, so that creditors need not be trusted."""
 
 import threading
 from collections import Counter
@@ -15,14 +14,14 @@ from shared.blocks import BlockHash
 
 
 class PeerMemory(Protocol):
-    """Where the slots are. Called by the threads that copy, each call with a deadline."""
+    """The slots' memory. Called by the copying threads, each call with a deadline."""
 
     def read(self, place: int, row: RecordRow) -> bool:
-        """The slot's bytes into `row`; False when they cannot be had (any more)."""
+        """Read the slot into `row`; False: it is not available."""
         ...
 
     def write(self, place: int, row: RecordRow) -> bool:
-        """`row` into the slot; False when it could not be sent, or may not have arrived."""
+        """Write `row` to the slot; False: it may not have arrived."""
         ...
 
 
@@ -34,14 +33,14 @@ class PeerTier:
         self._fingerprint = fingerprint
         self._sums = sums
         self._sum_of: dict[int, tuple[BlockHash, int]] = {}
-        """By slot: whose bytes were sent there."""
+        """Name and checksum of the record in each slot."""
         self._counting = threading.Lock()
         self.memory: PeerMemory | None = None
         """None until a peer lends."""
         self.counts: Counter[str] = Counter()
 
     def read(self, place: int, name: BlockHash, row: RecordRow) -> bool:
-        """The slot's record into `row`. False, counted, when it is not `name`'s or not intact."""
+        """Read the slot's record into `row`; False, counted: it is not `name`'s or not intact."""
         held, expected = self._sum_of.get(place, (b"", 0))
         if held != name or self.memory is None or not self.memory.read(place, row):
             return self._bad("read_errors")
@@ -50,7 +49,7 @@ class PeerTier:
         return True
 
     def write(self, node: StoredBlock, row: RecordRow, sum_: int) -> bool:
-        """`row`, whose checksum was taken when it was made, to the node's slot. False when it failed."""
+        """Write `row` with its checksum to the node's slot; False: it failed."""
         self._sum_of.pop(node.place, None)
         if self.memory is None or not self.memory.write(node.place, row):
             return self._bad("write_errors")
@@ -58,7 +57,7 @@ class PeerTier:
         return True
 
     def forget(self, places: Iterable[int]) -> None:
-        """These are lent no more. Any thread may call this."""
+        """Forget slots that are no longer lent. Any thread may call this."""
         for place in places:
             self._sum_of.pop(place, None)
 

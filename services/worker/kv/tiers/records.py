@@ -1,4 +1,4 @@
-"""Whole blocks out of the per-layer pools into contiguous records, and back.
+"""Copies whole blocks from the per-layer pools to contiguous records, and back.
 
 A record holds one block over all layers: for each layer the bytes of K, then those of V, as they lie in the
 pools. Calls return when the bytes are there; each object is for one thread at a time. Knows no name, no slot
@@ -22,7 +22,7 @@ block_tokens, value_dim]`. With other engines what they have, each contiguous an
 
 
 class Records:
-    """The pools of one engine as rows of bytes, in the memory of the host. For one thread at a time."""
+    """The pools of one engine as rows of bytes, for one thread at a time."""
 
     def __init__(self, pools: LayerPools) -> None:
         """Raises ValueError when a pool is not contiguous or the pools differ in blocks or device."""
@@ -34,41 +34,38 @@ class Records:
 
     @property
     def host_rows(self) -> npt.NDArray[np.uint8] | None:
-        """Of host memory, `[n, record_bytes]`, where blocks may lie while they are in use; None: they never
-        do."""
+        """Host memory `[n, record_bytes]` in which blocks in use may lie; None: there is none."""
         return None
 
     def twin(self) -> "Records":
-        """The same pools for another thread: with what copies need of their own, so that they do not wait for
-        the engine's kernels."""
+        """Return the same pools for another thread, whose copies do not wait for the engine's kernels."""
         return type(self)(self._pools)
 
     def read(self, blocks: Sequence[int], rows: Sequence[RecordRow]) -> None:
-        """Blocks → rows, both of one length."""
+        """Copy blocks to rows, both of one length."""
         for part, start, end in zip(self._parts, self._starts, self._ends, strict=True):
             for block, row in zip(blocks, rows, strict=True):
                 row[start:end] = part[block]
 
     def write(self, rows: Sequence[RecordRow], blocks: Sequence[int]) -> None:
-        """Rows → blocks, both of one length."""
+        """Copy rows to blocks, both of one length."""
         for part, start, end in zip(self._parts, self._starts, self._ends, strict=True):
             for block, row in zip(blocks, rows, strict=True):
                 part[block] = row[start:end]
 
     def make_ready(self, blocks: int) -> None:
-        """Has the system give the memory of the first blocks, which are taken first, before anything is in
-        them. Given while blocks are brought there, it takes longer than the copy."""
+        """Touch the memory of the first blocks: page faults would take longer than copies to them."""
         for part in self._parts:
             if isinstance(part, np.ndarray):  # a GPU's is there
                 part[:blocks] = 0
 
     def parts_of(self, rows: npt.NDArray[np.uint8]) -> Iterator[npt.NDArray[np.uint8]]:
-        """Each layer's K, then V, of several records `[n, record_bytes]`: `[n, bytes]`."""
+        """Iterate over each layer's K, then V, `[n, bytes]` of records `[n, record_bytes]`."""
         for start, end in zip(self._starts, self._ends, strict=True):
             yield rows[:, start:end]
 
     def _rows(self, pool: LayerPool) -> Any:
-        """`[num_blocks, bytes of a block]`, in place."""
+        """Return a pool as `[num_blocks, bytes of a block]`, in place."""
         if isinstance(pool, np.ndarray):
             return pool.reshape(len(pool), -1).view(np.uint8)
         from torch import uint8  # there already, where a tensor is
@@ -77,7 +74,7 @@ class Records:
 
 
 def records_of(pools: LayerPools) -> Records:
-    """On whatever device they are. Raises ValueError as `Records` does."""
+    """Return the records of pools on any device. Raises ValueError as `Records` does."""
     if _device(_flat(pools)[0]).startswith("cuda"):
         from services.worker.kv.tiers.gpu_records import GpuRecords
 

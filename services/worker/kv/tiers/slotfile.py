@@ -1,4 +1,4 @@
-"""How a disk tier lies in its file: one header, a table of slot headers, the records. Bytes only, no file.
+"""Layout of a disk tier's file: one header, a table of slot headers, the records.
 
 Little-endian; a page of file header, 64 bytes for each slot, then records at multiples of a page. Each header
 ends with its own CRC, so that a torn one is none."""
@@ -20,14 +20,14 @@ _CRC = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What a file has to agree with to be read."""
+    """Sizes and model that a file must agree with."""
 
     fingerprint: bytes
     """16 bytes."""
     record_bytes: int
     slots: int
     sums: int = 0
-    """By which function records are verified (`Checksums.kind`)."""
+    """The checksum function (`Checksums.kind`)."""
 
     @property
     def records_at(self) -> int:
@@ -42,17 +42,17 @@ class Geometry:
         return self.records_at + self.slots * self.stride_bytes
 
     def record_at(self, place: int) -> int:
-        """Where a slot's record begins."""
+        """Return the offset of a slot's record."""
         return self.records_at + place * self.stride_bytes
 
     def header_at(self, place: int) -> int:
-        """Where a slot's header begins."""
+        """Return the offset of a slot's header."""
         return PAGE_BYTES + place * SLOT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class SlotHeader:
-    """Of a slot whose record is complete; an empty or unfinished slot has zeros there."""
+    """The header of a complete record; other slots have zeros there."""
 
     name: BlockHash
     parent: BlockHash
@@ -63,7 +63,7 @@ class SlotHeader:
 
 
 def pack_file(geometry: Geometry) -> bytes:
-    """The file's first bytes."""
+    """Return the file's first bytes."""
     head = _FILE.pack(
         MAGIC, VERSION, geometry.sums, geometry.slots, geometry.record_bytes, geometry.fingerprint
     )
@@ -79,7 +79,7 @@ def is_ours(head: bytes) -> bool:
 
 
 def pack_slot(header: SlotHeader) -> bytes:
-    """64 bytes."""
+    """Return 64 bytes."""
     packed = _SLOT.pack(
         header.name, header.parent, len(header.parent), header.depth, header.length_bytes, header.checksum
     )

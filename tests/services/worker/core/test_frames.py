@@ -32,14 +32,6 @@ def test_deltas_are_grouped_by_gateway() -> None:
     assert second.frame.deltas[0].finish_reason is FinishReason.STOP
 
 
-def test_every_delta_says_how_much_of_the_prompt_was_stored() -> None:
-    sequence = held("a", [5])
-    sequence.cached_tokens = 2
-    assert delta_from(sequence, 0).cached_tokens == 2
-    sequence.append(Sampled(6))
-    assert [delta_from(sequence, first).cached_tokens for first in (0, 1, 2)] == [2, 2, 2]
-
-
 def test_a_fetch_is_answered_from_the_index_asked_for() -> None:
     sequence = held("a", [5, 6, 7])
     for first_index, expected in (

@@ -171,15 +171,6 @@ def test_late_tokens_that_the_model_has_not_are_refused_before_they_are_joined()
     assert 10 not in (desk.tokens(ref()) or ())
 
 
-def test_a_rehearsal_is_its_gateway_s() -> None:
-    desk = Desk()
-    desk.start(spec(ref("r~1"), PROMPT, rehearsal=True, max_tokens=9))
-    with pytest.raises(ForeignSequence):
-        desk.core.on_cancel(cancelling(ref("r~1"), OTHER), 0.0)
-    desk.core.on_cancel(cancelling(ref("r~1")), 0.0)
-    assert desk.held() == {}
-
-
 def test_an_heir_reads_and_ends_what_it_takes_over() -> None:
     """Who shows the key that its gateway gave away; nobody else, and nothing that has no heir."""
     desk, key = Desk(), b"key of the heir"

@@ -57,16 +57,6 @@ def test_which_plans_run_and_what_is_said_of_the_others(
     assert queue.epoch == epoch and seqs_in_order(queue) == run
 
 
-def test_after_a_snapshot_only_number_one_is_taken_up() -> None:
-    queue = PlanQueue()
-    queue.offer(plan(1), 0.0)
-    queue.reset(epoch=1)
-    assert len(queue) == 0
-    late = queue.offer(plan(2), 0.0)
-    assert [(up.seq, up.outcome) for up in late] == [(2, StepOutcome.EXPIRED)]
-    assert queue.offer(plan(1), 0.0) == [] and seqs_in_order(queue) == [1]
-
-
 def test_an_expired_plan_is_given_up_even_halfway() -> None:
     queue = PlanQueue()
     queue.offer(plan(1, steps=4, valid_for_s=2.0), 10.0)

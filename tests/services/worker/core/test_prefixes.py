@@ -158,19 +158,6 @@ def test_a_prompt_asked_again_leaves_its_last_block_to_be_computed(rig: PrefixRi
     assert sequence is not None and sequence.cached_tokens == 24
 
 
-def test_the_next_turn_of_a_chat_computes_what_is_new(rig: PrefixRig, answers: Answers) -> None:
-    chat = prompt_of([0, 1], 3)
-    new: list[int] = []
-    for turn in range(4):
-        before = rig.prefilled_tokens
-        (answer,) = rig.serve([chat])
-        assert [answer] == answers.of([chat])
-        if turn:
-            assert rig.prefilled_tokens - before <= len(new) + 1 + 2 * BLOCK_TOKENS
-        new = [60 + turn, 70 + turn, 80 + turn]
-        chat = chat + answer + new
-
-
 def computed(rig: PrefixRig, message: BatchPlan) -> StepWork:
     """The one step of a plan."""
     rig.core.on_plan(message, 0.0)

@@ -157,15 +157,6 @@ def test_a_later_plan_with_somebody_else_in_it_passes(bench: Bench) -> None:
     assert [report.plan_seq for report in bench.reports if report.plan_over] == [1, 2, 3]
 
 
-def test_what_is_left_is_computed_without_a_plan_where_no_further_one_comes(busy: Bench) -> None:
-    for _ in range(3):
-        busy.step()
-    assert not busy.core.has_plans and busy.step() is None
-    busy.end_load()
-    assert busy.computed() == [("b", 12, 14)]
-    assert busy.reports[-1].plan_seq == 0 and not busy.reports[-1].plan_over
-
-
 @pytest.mark.parametrize(("done", "failed"), [(0, True), (2, True), (1, False), (0, False)])
 def test_a_load_that_missed_is_computed_and_not_tried_again(busy: Bench, done: int, failed: bool) -> None:
     busy.end_load(done=done, failed=failed)

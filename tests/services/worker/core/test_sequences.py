@@ -1,6 +1,5 @@
 """By which rules the items of a plan apply, a sequence moves and tells of itself, and late tokens join it."""
 
-from itertools import product
 from typing import Any
 
 import msgspec
@@ -10,16 +9,14 @@ from services.worker.core.late_tokens import MOST_SEQUENCES, MOST_TOKENS, Lateco
 from services.worker.core.plans import PutOff, WorkItem
 from services.worker.core.reports import Identity
 from services.worker.core.sampling import FAILED, KV_LOST, Sampled
-from services.worker.core.sequence import TRANSITIONS, HeldSequence
+from services.worker.core.sequence import HeldSequence
 from services.worker.core.sequences import SequenceTable
 from services.worker.core.steps import StepCore
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.borrowed_pool import ExtendedPool
-from shared.errors import InternalError
 from shared.messages.plans import Decode, PrefillChunk, ShortStart, SkipReason
 from shared.messages.reports import SequenceState
 from shared.messages.sequence import FinishReason, SequenceRef, SequenceSpec, pack_tokens
-from shared.messages.tokens import TokenLogprobs
 from tests.services.worker.builders import LIMITS
 from tests.shared.messages.builders import BLOCK_TOKENS, decode, plan, prefill, ref, spec
 
@@ -224,25 +221,6 @@ def test_a_buried_attempt_keeps_lower_ones_away_and_no_higher_one_for_a_while(ta
     assert start(table, spec(ref("b"), PROMPT)) == []
 
 
-def test_logprobs_stay_with_their_tokens_over_a_preemption_and_until_the_end_is_acknowledged(
-    table: SequenceTable,
-) -> None:
-    start(table, spec(ref(), PROMPT, max_tokens=3, top_logprobs=0))
-    items: list[PrefillChunk | Decode] = [prefill(ref(), 0, 6), prefill(ref(), 0, 7), decode(ref(), 2)]
-    for number, item in enumerate(items):
-        prepared = table.prepare(item, table.find(item.ref))
-        assert isinstance(prepared, WorkItem)
-        table.commit(prepared, Sampled(number, TokenLogprobs(-float(number))), 0.0)
-        if number == 0:
-            table.apply_plan(plan(2, preempt=(ref(),)), 0.0)
-        table.check_integrity()
-    held = table.find(ref())
-    assert held is not None and held.finish_reason is FinishReason.LENGTH
-    assert [each.chosen for each in held.logprobs] == [0, -1, -2]
-    table.acknowledge([ref()], "gateway-0", 1.0)
-    assert table.find(ref()) is None
-
-
 def test_sequences_whose_borrowed_blocks_are_lost_end_to_be_computed_again() -> None:
     pool = ExtendedPool(BlockPool(1, BLOCK_TOKENS), 1)
     pool.admit([5, 6, 9])
@@ -276,18 +254,6 @@ def test_a_rehearsal_may_be_among_those_whose_creditor_is_lost() -> None:
 
 def held(source: SequenceSpec, max_context_tokens: int = 64) -> HeldSequence:
     return HeldSequence.from_spec(source, max_context_tokens, now_s=100.0)
-
-
-@pytest.mark.parametrize(("before", "after"), list(product(SequenceState, SequenceState)))
-def test_only_listed_transitions_happen(before: SequenceState, after: SequenceState) -> None:
-    sequence = held(spec(ref(), [1, 2]))
-    sequence.state = before
-    if after in TRANSITIONS[before]:
-        sequence.move_to(after)
-        assert sequence.state is after
-    else:
-        with pytest.raises(InternalError, match="cannot go"):
-            sequence.move_to(after)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,8 @@ class Bench:
     answers: dict[SequenceRef, list[int]] = field(default_factory=dict)
     ends: dict[SequenceRef, FinishReason] = field(default_factory=dict)
 
-    def take(self, effects: StepEffects) -> None:
+    def take(self, effects: StepEffects | None) -> None:
+        effects = effects or StepEffects()
         self.stepped += effects.stepped
         for addressed in effects.frames:
             for delta in addressed.frame.deltas:

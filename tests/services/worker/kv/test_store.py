@@ -1,7 +1,5 @@
 """The cache with its real tiers and a real engine: restarts, every fault a counted miss, and its figures."""
 
-import errno
-import os
 import time
 from pathlib import Path
 
@@ -95,18 +93,6 @@ def test_flipped_bytes_are_counted_misses(lives: Lives) -> None:
     assert life.found() == (0, 0, 0)
     disk = read_figures(life.kv).tiers[Tier.DISK]
     assert disk["checksum_failures"] == disk["faults"] >= 1 and disk["hits"] == 0
-    life.close()
-
-
-def test_a_full_disk_leaves_the_other_tiers(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "no space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    life = lives.first()
-    assert life.kv.disk is None
-    assert life.serve([FIRST]) == lives.answer
-    assert life.found()[Tier.HOST] == 8
     life.close()
 
 

@@ -72,7 +72,7 @@ def test_each_tier_knows_what_it_saved_and_cost() -> None:
     gate = gate_of(host_s=1e-5, disk_s=1e-4, recompute_s=0.001)
     gate.on_loaded(Tier.DEVICE, 5, 0.0)
     gate.on_loaded(Tier.HOST, 10, 0.002)
-    gate.on_filled(Tier.HOST, 0.004)
+    gate.spent_s[Tier.HOST] += 0.004
     assert gate.saved_s[Tier.DEVICE] == pytest.approx(0.005)
     assert gate.saved_s[Tier.HOST] == pytest.approx(0.010)
     assert gate.spent_s[Tier.HOST] == pytest.approx(0.006 + 1e-5)

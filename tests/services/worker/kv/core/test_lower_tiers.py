@@ -23,15 +23,6 @@ def rig() -> Rig:
     return Rig(4, 4, 4, "lru")
 
 
-def test_a_copy_of_a_block_that_is_gone_is_dropped(rig: Rig) -> None:
-    held_down(rig)
-    rig.cache.writes.start(4)
-    for first in (11, 21, 31):  # push it out of host and device while it is written
-        rig.serve(tokens_of(*range(first, first + 8)))
-    rig.end_disk_copies(ok=True)
-    rig.cache.check_integrity([])
-
-
 def test_what_was_stored_before_is_found_if_its_beginning_is(rig: Rig) -> None:
     first, second = names_of(tokens_of(1, 2, 3, 4))
     assert rig.cache.restore([StoredBlock(second, first, 1, 0)]) == 0

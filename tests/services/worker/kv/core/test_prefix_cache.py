@@ -256,21 +256,6 @@ def test_a_restart_takes_over_whole_beginnings_only() -> None:
     assert rig.acquire([first, second, third], 3).loaded == (0, 0, 2)
 
 
-def test_a_load_that_lags_teaches_the_gate() -> None:
-    rig = Rig(4, 0, 8, "lru")
-    _on_disk(rig, tokens_of(1, 2, 3, 4, 5, 6))
-    rig.cache.restore(rig.mover.disk.values())
-    rig.cache.gate.on_prefilled(1, 0.001)
-    rig.mover.abandon_after = 1
-    names = names_of(tokens_of(1, 2, 3, 4, 5, 6))
-    hit = rig.acquire(names, 3)
-    assert hit.loaded == (0, 0, 1)
-    assert rig.cache.counts["loads_abandoned"] == 1
-    assert rig.cache.gate.losing == (Tier.DISK,)
-    rig.cache.release(hit.blocks)
-    rig.check()
-
-
 def test_nothing_that_is_needed_is_given_up_for_reading_ahead() -> None:
     rig = Rig(2, 2, 8, "lru")
     wanted, other = tokens_of(1, 2, 3, 4), tokens_of(5, 6, 7, 8)

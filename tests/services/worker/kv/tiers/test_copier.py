@@ -272,23 +272,6 @@ def test_what_peers_have_comes_to_the_device_verified(tmp_path: Path) -> None:
     machine.close()
 
 
-def test_slow_links_are_given_up_and_left_alone(tmp_path: Path) -> None:
-    """Ones that would need 80 ms a block, against a prefill of 1 ms a block."""
-    machine = at_peers(Machine(tmp_path / "kv", peers=16))
-    machine.lent.read_s = 0.08
-    gate = machine.cache.gate
-    gate.on_prefilled(1, 0.001)
-    machine.run(prompt(1)[:3])
-    assert machine.cache.counts["loads_abandoned"] == 1
-    assert gate.losing == (Tier.PEER,)
-    assert machine.cache.peers.wanted_blocks() == machine.cache.peers.start(8) == 0
-    spent_s = gate.spent_s[Tier.PEER]
-    for number in (2, 0, 1):
-        machine.run(prompt(number)[:3])
-    assert gate.spent_s[Tier.PEER] == spent_s < 1
-    machine.close()
-
-
 def test_the_queue_has_a_bound_and_closing_answers_everything(tmp_path: Path) -> None:
     machine = Machine(tmp_path / "kv", disk=20, bytes_per_s={Tier.DISK: 5_000})
     _stored(machine, 1)

@@ -1,4 +1,4 @@
-"""The expansion controller: up, down, background traffic, low demand; and the meter of its windows."""
+"""Pie's controller, meter, sizes of levels, and forecast."""
 
 from dataclasses import replace
 from itertools import groupby
@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.worker.pie.core import sizes
 from services.worker.pie.core.expansion import ExpansionController, Window
-from services.worker.pie.core.meter import Direction, SwapMeter, fixed_share
+from services.worker.pie.core.meter import DecodeCost, Direction, SwapMeter, fixed_share
 from services.worker.pie.core.sizes import expansion, most_fifo_layers
 
 LAYERS = 40
@@ -224,3 +225,67 @@ def test_what_does_not_grow_with_the_batch_is_seen_through_outliers() -> None:
     assert fixed_share([*steps, (6, 300.0), (15, 500.0)]) == pytest.approx(10 / 20.5, abs=0.04)
     assert fixed_share([(batch, 2.0 * batch) for batch, _ in steps]) == pytest.approx(0.0, abs=1e-9)
     assert fixed_share(steps[:12]) == 0.0 == fixed_share([(8, 1.0)] * 60)
+
+
+def test_the_papers_nine_layers() -> None:
+    assert sizes.device_slots(9, 4) == 7
+    assert sizes.expansion(9, 4) == pytest.approx(1.286, abs=5e-4)
+    assert sizes.slot_blocks(9, 4, 100) == 128
+
+
+def test_one_and_two_give_nothing() -> None:
+    for fifo_layers in (1, 2, 9, -1):
+        with pytest.raises(ValueError, match="in the FIFO"):
+            sizes.device_slots(9, fifo_layers)
+    assert sizes.higher(0) == 3 and sizes.lower(3) == 0
+    assert sizes.most_fifo_layers(3) == 0 and sizes.most_fifo_layers(4) == 3
+
+
+@given(layers=st.integers(4, 80), device_blocks=st.integers(8, 4096), data=st.data())
+def test_slots_fit_the_devices_bytes(layers: int, device_blocks: int, data: st.DataObject) -> None:
+    fifo_layers = data.draw(st.integers(3, sizes.most_fifo_layers(layers)))
+    slots = sizes.device_slots(layers, fifo_layers)
+    blocks = sizes.slot_blocks(layers, fifo_layers, device_blocks)
+    assert slots * blocks <= layers * device_blocks < slots * (blocks + 1)
+    assert sizes.expansion(layers, fifo_layers) > 1
+
+
+@given(layers=st.integers(4, 80), device_blocks=st.integers(8, 4096), data=st.data())
+def test_there_are_buffers_for_all_that_is_outside(
+    layers: int, device_blocks: int, data: st.DataObject
+) -> None:
+    level = data.draw(st.integers(3, sizes.most_fifo_layers(layers)))
+    spare = sizes.spare_blocks(layers, level, device_blocks)
+    outside = sizes.slot_blocks(layers, level, device_blocks) - device_blocks + spare
+    assert spare * layers // 2 >= outside
+
+
+def test_the_hosts_memory_bounds_the_level() -> None:
+    assert sizes.most_in_blocks(9, 100, 9 * 128) == 4
+    assert sizes.most_in_blocks(9, 100, 9 * 128 - 1) == 3
+    assert sizes.most_in_blocks(9, 100, 10) == 0
+
+
+TIMES = st.floats(1e-6, 1.0)
+
+
+def test_two_steps_say_what_a_row_costs() -> None:
+    cost = DecodeCost.of((1, 0.045), (8, 0.080))
+    assert cost.fixed_s == pytest.approx(0.040)
+    assert cost.row_s == pytest.approx(0.005)
+    assert cost.gain(8, 1.8, 0.004) == pytest.approx(0.24, abs=0.01)
+
+
+def test_a_step_that_is_faster_with_more_rows_is_all_fixed() -> None:
+    assert DecodeCost.of((1, 0.05), (8, 0.04)) == DecodeCost(0.05, 0.0)
+
+
+@given(TIMES, TIMES, st.floats(0.1, 500), st.floats(1, 8), st.floats(0, 1))
+def test_a_gain_is_less_than_the_rows_and_falls_with_copies(
+    fixed_s: float, row_s: float, rows: float, ratio: float, copies_s: float
+) -> None:
+    cost = DecodeCost(fixed_s, row_s)
+    gain = cost.gain(rows, ratio, copies_s)
+    assert -1 <= gain <= ratio - 1 + 1e-9
+    assert gain <= cost.gain(rows, ratio, 0.0) and cost.gain(rows, ratio, 0.0) >= -1e-9
+    assert cost.gain(0, ratio, copies_s) == 0
