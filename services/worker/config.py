@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pydantic import Field, SecretStr, model_validator
 
 from services.worker.core.costs import find_cost
+from services.worker.cores import check_cores
 from services.worker.engine.settings import VLLM_BLOCK_TOKENS, SimulatedConfig, VllmConfig
 from services.worker.kv.core.eviction import order_maker
 from services.worker.kv.core.settings import PrefixCacheConfig
@@ -14,7 +15,7 @@ from services.worker.peers.lending.core.settings import LendingConfig
 from services.worker.peers.migration.settings import TransferConfig
 from services.worker.peers.transport.settings import BulkConfig
 from services.worker.pie.settings import PieSettings
-from services.worker.prerequisites import check_cores, check_cuda, check_disk
+from services.worker.prerequisites import check_cuda, check_disk
 from shared.config import ModelServiceConfig
 from shared.errors import ConfigError
 from shared.model_files import check_model

@@ -10,10 +10,10 @@ from operator import attrgetter
 
 from services.worker.core.plans import WorkItem
 from services.worker.core.sampling import FAILED, KV_LOST, Sampled, SamplePoint
+from services.worker.cores import bind_to
 from services.worker.door import Door
 from services.worker.engine.contract import Engine, Row
 from services.worker.engine.step_record import StepRecord
-from services.worker.prerequisites import bind_to
 from shared.errors import CreditorLost, InternalError
 from shared.recorder import Recorder
 

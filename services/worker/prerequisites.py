@@ -1,10 +1,9 @@
-"""Checks that this machine supports a worker's settings; binds threads to cores. Imports nothing large."""
+"""Checks before a stack starts that this machine supports a worker's settings. Imports nothing large."""
 
 import fcntl
 import os
 import re
 import shutil
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -60,22 +59,3 @@ def check_disk(config: PrefixCacheConfig, instance: str) -> None:
 def _no_disk(problem: str, advice: str) -> ConfigError:
     text = f"the disk tier of the prefix cache: {problem}: {advice}, or leave out disk_mb"
     return ConfigError(text, param="prefix_cache.disk_path")
-
-
-def bind_to(cores: Sequence[int], setting: str = "cores") -> None:
-    """Bind this thread, and threads that it starts later, to CPU cores; empty changes nothing. Raises
-    ConfigError, naming the setting, if they are not available."""
-    check_cores(cores, setting)
-    if cores:
-        os.sched_setaffinity(0, cores)
-
-
-def check_cores(cores: Sequence[int], setting: str) -> None:
-    """Raise ConfigError if this process may not run on the cores."""
-    if not cores:
-        return
-    if not hasattr(os, "sched_setaffinity"):
-        raise ConfigError("this system cannot bind a process to cores: leave it empty", param=setting)
-    there = os.sched_getaffinity(0)
-    if not set(cores) <= there:
-        raise ConfigError(f"{setting} {list(cores)}: cannot be had; there are {sorted(there)}", param=setting)

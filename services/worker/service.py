@@ -12,6 +12,7 @@ from services.worker.assembly import core_of, costs_of, make_engine, open_cache,
 from services.worker.config import WorkerConfig
 from services.worker.core.prefixes import Prefixes
 from services.worker.core.steps import StepCore
+from services.worker.cores import bind_to
 from services.worker.door import Command, Door
 from services.worker.egress import Courier, Heartbeat, Outbox
 from services.worker.engine.contract import AttendingEngine, ConstrainedEngine, Engine, SharingEngine
@@ -26,7 +27,6 @@ from services.worker.neighbourhood import Neighbourhood, extended
 from services.worker.peers.migration.service import Transfers
 from services.worker.peers.registry import Registry
 from services.worker.peers.transport.settings import make_transports
-from services.worker.prerequisites import bind_to
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler, Listener, fenced, recorder_handlers, status_handlers, status_of
 from shared.clock import Clock, monotonic_s

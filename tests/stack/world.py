@@ -445,7 +445,7 @@ class World(VirtualNet):
         worker = self.workers[name]
 
         def handle() -> None:
-            self._emit(worker, command(worker.core))
+            self._emit(worker, command(worker.core) or StepEffects())
             self._step(worker)
 
         self.send(sender, worker, handle)
@@ -461,9 +461,7 @@ class World(VirtualNet):
         self.send(worker.name, self.gateway, lambda: self.gateway.on_beat(report))
         self.send(worker.name, self.scheduler, lambda: self.feed("on_worker_reported", report))
 
-    def _emit(self, worker: WorkerProcess, effects: StepEffects | None) -> None:
-        if effects is None:
-            return
+    def _emit(self, worker: WorkerProcess, effects: StepEffects) -> None:
         for addressed in effects.frames:
             self.send(worker.name, self.gateway, partial(self.gateway.on_frame, addressed.frame))
         for event in effects.stepped:

@@ -14,9 +14,9 @@ from services.worker import building
 from services.worker.assembly import make_engine
 from services.worker.building import build, free_bytes, kv_capacity
 from services.worker.config import WorkerConfig
+from services.worker.cores import bind_to
 from services.worker.engine.contract import Row
 from services.worker.engine.progress import LoadProgress
-from services.worker.prerequisites import bind_to
 from shared.config import load
 from shared.errors import ConfigError
 
