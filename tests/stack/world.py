@@ -404,19 +404,19 @@ class World(VirtualNet):
         if self.cached:
             after = partial(self._at_rest, worker, worker.life)
             mover = VirtualTiers(after, self.random, self.pace.copies_s, self.pace.copy_faults)
-            half = self.host_blocks // 2
-            below = self.host_blocks, self.disk_blocks, "frequent", 0, half, half, self.peer_blocks
-            cache = PrefixCache(pool, Tiers(*below), mover, CostGate())
+            host, disk, half = self.host_blocks, self.disk_blocks, self.host_blocks // 2
+            tiers = Tiers(host, disk, "frequent", half, half, self.peer_blocks)
+            cache = self.caches[name] = PrefixCache(pool, tiers, mover, CostGate())
             if name in self.tiers:
                 mover.file = self.tiers[name].file
                 cache.restore([node for node, _ in mover.file.values()])
-            self.tiers[name], mover.cache, self.caches[name] = mover, cache, cache
+            self.tiers[name], mover.cache = mover, cache
             prefixes = self.prefixes[name] = Prefixes(cache, FINGERPRINT)
             if self.peer_blocks:
                 self.every(self.pace.beat_s, partial(after, 0.0, mover.visit_peers), worker)
         own = pool if prefixes is None else prefixes.cache
-        start = (name, worker.incarnation)
-        worker.core = step_core(start, self.pool_over(worker, own), self.longest_tokens, prefixes)
+        start, pool_over = (name, worker.incarnation), self.pool_over(worker, own)
+        worker.core = step_core(start, pool_over, self.longest_tokens, prefixes)
         self.every(self.pace.beat_s, lambda: self._beat(worker), worker)
         self.every(self.pace.beat_s, lambda: self._emit(worker, worker.core.on_tick(self.now_s)), worker)
 
@@ -428,12 +428,11 @@ class World(VirtualNet):
             self._step(worker)
 
         def end() -> None:
-            if not worker.alive or worker.life != life:
-                return
-            if worker.frozen or worker.busy:
-                worker.mail.append(handle)
-            else:
-                handle()
+            if worker.alive and worker.life == life:
+                if worker.frozen or worker.busy:
+                    worker.mail.append(handle)
+                else:
+                    handle()
 
         self.after(delay_s, end)
 
