@@ -30,7 +30,7 @@ def open_cache(
     config: WorkerConfig, engine: Engine, instance: str, transfers: TransferEngine
 ) -> KvStore | None:
     """Return the prefix cache, or None if it is disabled or the engine's KV cannot be copied."""
-    settings = config.prefix_cache
+    settings, attending = config.prefix_cache, engine if isinstance(engine, AttendingEngine) else None
     if not settings.enabled or not isinstance(engine, CacheableEngine):
         return None
     if config.engine == "simulated":  # Its blocks are tiny: host_mb would hold millions.
@@ -39,9 +39,11 @@ def open_cache(
         settings = settings.model_copy(update={"host_blocks": host_blocks})
     sums = CRC if config.engine == "simulated" else checksums()
     store = open_store(settings, engine, instance, transfers, sums)
-    if isinstance(engine, AttendingEngine) and engine.pie is not None:
+    if attending is not None and attending.pie is not None:
         cache = store.cache
-        engine.pie.watch(lambda: cache.total_blocks - cache.free_blocks - cache.evictable_blocks, cache.shed)
+        attending.pie.watch(
+            lambda: cache.total_blocks - cache.free_blocks - cache.evictable_blocks, cache.shed
+        )
     return store
 
 

@@ -16,11 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import services.worker.kv.tiers.throttle as throttle
-
 import services.gateway.http.routes as routes
 import services.gateway.service as gateway_service
-import services.worker.assembly as worker_assembly
 import services.worker.door as door
 import services.worker.engine.simulated as simulated
 import services.worker.engine_thread as engine_thread
@@ -37,6 +34,7 @@ import services.worker.peers.lending.service as lending
 import services.worker.peers.transport.pipe as pipe
 import services.worker.peers.transport.server as bulk_server
 import services.worker.peers.transport.tcp as tcp
+import services.worker.service as worker_service
 import shared.bus.connection as bus_connection
 import shared.bus.departures as departures
 import shared.bus.link as link
@@ -53,7 +51,6 @@ from tests.simulation.world import World
 _THREADED = (
     engine_thread,
     transfers,
-    throttle,
     disk,
     peer_tier,
     bulk_server,
@@ -68,7 +65,6 @@ _THREADED = (
 _TIMED = {
     transfers: ("monotonic", "perf_counter"),
     copier: ("monotonic", "perf_counter"),
-    throttle: ("monotonic",),
     store: ("monotonic",),
     ways: ("perf_counter",),
 }
@@ -117,7 +113,7 @@ def inhabited(world: World, sockets: Sockets, disks: Disks) -> Iterator[None]:
         for module in (tcp, bulk_server, pipe):
             replace(module, "socket", sockets)
         replace(pipe, "select", sockets)
-        replace(worker_assembly, "socket", sockets)
+        replace(worker_service, "socket", sockets)
         replace(store, "_MEGA", _DISK_BYTES)
         replace(cache_loans, "_REST_S", _CACHE_RESTS_S)
         replace(cache_loans, "_IDLE_S", _CACHE_IDLE_S)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from math import inf
 from queue import PriorityQueue
-from time import monotonic, perf_counter, sleep
+from time import monotonic, perf_counter
 from typing import Any, Generic, TypeVar
 
 from shared.errors import DeadlineExceeded, InternalError, Overloaded
@@ -38,6 +38,7 @@ class Throttle:
 
     def __init__(self, bytes_per_s: float = 0.0) -> None:
         self._bytes_per_s = bytes_per_s
+        self._never = threading.Event()
 
     def wait(self, size_bytes: int, until_s: float = inf) -> bool:
         """Sleep as long as so many bytes need. False, after the time left, if that is past `until_s`
@@ -45,7 +46,7 @@ class Throttle:
         if not self._bytes_per_s:
             return True
         needed_s, left_s = size_bytes / self._bytes_per_s, until_s - monotonic()
-        sleep(max(0.0, min(needed_s, left_s)))
+        self._never.wait(max(0.0, min(needed_s, left_s)))
         return needed_s <= left_s
 
 

@@ -190,7 +190,7 @@ Pool = OwnPool | ExtendedPool
 
 def capacity_of(pool: Pool) -> Capacity:
     """Return the pool's part of the heartbeat."""
-    is_extended = isinstance(pool, ExtendedPool)
+    extended = pool if isinstance(pool, ExtendedPool) else None
     return Capacity(
         total_blocks=pool.total_blocks,
         free_blocks=pool.free_blocks,
@@ -198,6 +198,6 @@ def capacity_of(pool: Pool) -> Capacity:
         growable_blocks=pool.base.growable_blocks,
         doomed_blocks=pool.base.doomed_blocks,
         lent_blocks=pool.base.withdrawn_blocks,
-        borrowed_blocks=pool.borrowed_blocks if is_extended else 0,
-        borrowed_free_blocks=pool.borrowed_free_blocks if is_extended else 0,
+        borrowed_blocks=0 if extended is None else extended.borrowed_blocks,
+        borrowed_free_blocks=0 if extended is None else extended.borrowed_free_blocks,
     )

@@ -117,8 +117,9 @@ class TierMover:
         def write() -> bool:
             row = self._host.row(source)
             self._throttles[tier].wait(row.nbytes)
-            is_intact = below is not None and self._host.is_intact(source, node.name)
-            return is_intact and below.write(node, row, sum_)
+            if below is None or not self._host.is_intact(source, node.name):
+                return False
+            return below.write(node, row, sum_)
 
         route = Route.WRITE if tier is Tier.DISK else Route.SEND
         return self._start(route, write, False, ended) is not None

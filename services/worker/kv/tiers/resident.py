@@ -272,8 +272,9 @@ class ResidentKv:
 
     def pools(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """By layer: the device's blocks."""
-        keys, values = (part.split(self.residency.device_blocks) for part in self.arena)
-        return list(zip(keys, values, strict=True))
+        (keys, values), blocks = self.arena, self.residency.device_blocks
+        spans = [slice(first, first + blocks) for first in range(0, self.layers * blocks, blocks)]
+        return [(keys[span], values[span]) for span in spans]
 
     def close(self) -> None:
         """Ends the thread; nothing may be called any more."""

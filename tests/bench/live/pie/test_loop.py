@@ -14,7 +14,7 @@ from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
 from services.worker.pie.settings import PieSettings
 from tests.services.worker.conftest import VOCABULARY
-from tests.services.worker.pie.test_assembly import LAYERS, llama
+from tests.services.worker.pie.conftest import LAYERS, llama
 
 __all__ = ["llama"]
 REQUESTS = 24

@@ -67,8 +67,7 @@ class Bench:
     answers: dict[SequenceRef, list[int]] = field(default_factory=dict)
     ends: dict[SequenceRef, FinishReason] = field(default_factory=dict)
 
-    def take(self, effects: StepEffects | None) -> None:
-        effects = effects or StepEffects()
+    def take(self, effects: StepEffects) -> None:
         self.stepped += effects.stepped
         for addressed in effects.frames:
             for delta in addressed.frame.deltas:
@@ -197,7 +196,7 @@ def test_a_cancel_between_the_steps_frees_blocks_before_the_next(bench: Bench) -
     bench.start([1, 2])
     bench.step()
     bench.step()
-    bench.take(bench.core.on_cancel(cancelling(ref()), bench.now_s))
+    bench.core.on_cancel(cancelling(ref()), bench.now_s)
     assert bench.report().capacity.free_blocks == BLOCKS
     assert not bench.step()
     last = bench.stepped[-1]
@@ -319,9 +318,9 @@ class RandomScheduler:
         elif kind == "step":
             bench.step()
         elif kind == "cancel":
-            bench.take(bench.core.on_cancel(cancelling(sequence), bench.now_s))
+            bench.core.on_cancel(cancelling(sequence), bench.now_s)
         elif kind == "ack":
-            bench.take(bench.core.on_acknowledge(acknowledging(sequence), bench.now_s))
+            bench.core.on_acknowledge(acknowledging(sequence), bench.now_s)
         elif kind == "wait":
             bench.now_s += float(first)
             bench.take(bench.core.on_tick(bench.now_s))
@@ -348,15 +347,15 @@ def foreign_words(draw: st.DrawFn) -> Word:
         with suppress(ForeignSequence):
             match kind:
                 case "cancel":
-                    bench.take(core.on_cancel(cancelling(sequence, sender), bench.now_s))
+                    core.on_cancel(cancelling(sequence, sender), bench.now_s)
                 case "ack":
-                    bench.take(core.on_acknowledge(acknowledging(sequence, sender=sender), bench.now_s))
+                    core.on_acknowledge(acknowledging(sequence, sender=sender), bench.now_s)
                 case "fetch":
                     question = FetchTokens(ref=sequence, sender=sender, first_index=index)
                     assert core.on_fetch(question).delta is None
                 case _:
                     late = ExtendSequence(ref=sequence, sender=sender, first_index=index, tokens=(1, 2))
-                    bench.take(core.on_extend(late))
+                    core.on_extend(late)
 
     return say
 
@@ -378,7 +377,7 @@ def test_whatever_is_planned_tokens_are_right_and_blocks_conserved(
         assert fetched.delta is not None
         assert list(fetched.delta.tokens) == bench.answers.get(held.ref, [])
     for name in NAMES:
-        bench.take(bench.core.on_cancel(cancelling(ref(name, 1000)), bench.now_s))
+        bench.core.on_cancel(cancelling(ref(name, 1000)), bench.now_s)
     assert bench.report().capacity.free_blocks == BLOCKS and bench.report().sequences == ()
 
 

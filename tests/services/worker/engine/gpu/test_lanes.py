@@ -32,7 +32,7 @@ from services.worker.pie.blocks import BlockPie
 from services.worker.pie.settings import PieSettings
 from tests.services.worker.engine.gpu.test_graphs import recording
 from tests.services.worker.engine.rig import BLOCK_TOKENS, GREEDY, Sequences
-from tests.services.worker.pie.test_assembly import llama  # noqa: F401  the model of six layers
+from tests.services.worker.pie.conftest import llama  # noqa: F401  the model of six layers
 
 
 @dataclass
