@@ -41,13 +41,8 @@ class Outbox:
     def __init__(self, bus: Bus, *, drop_final_frames: bool = False) -> None:
         self._bus = bus
         self._drop_final_frames = drop_final_frames
-        self._waiting: deque[Addressed] = deque()
+        self.waiting: deque[Addressed] = deque()
         self._filled = asyncio.Event()
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether all messages have been passed to the bus."""
-        return not self._waiting
 
     def addressed(self, effects: StepEffects) -> list[Addressed]:
         """Return the messages of a step with their subjects, in order. Any thread may call this."""
@@ -66,10 +61,10 @@ class Outbox:
     def put(self, messages: Sequence[Addressed]) -> None:
         """Enqueue messages; a full queue drops and counts them. Called on the event loop's thread."""
         for message in messages:
-            if len(self._waiting) >= _MAX_WAITING:
+            if len(self.waiting) >= _MAX_WAITING:
                 _lost.inc()
             else:
-                self._waiting.append(message)
+                self.waiting.append(message)
         self._filled.set()
 
     async def drain(self) -> None:
@@ -77,8 +72,8 @@ class Outbox:
         while True:
             await self._filled.wait()
             self._filled.clear()
-            while self._waiting:
-                subject, message = self._waiting.popleft()
+            while self.waiting:
+                subject, message = self.waiting.popleft()
                 try:
                     await self._bus.publish(subject, message)
                 except KvasirError as error:
@@ -86,15 +81,7 @@ class Outbox:
                     _log.warning("%s not sent: %s", type(message).__name__, error)
 
 
-def count(stepped: WorkerStepped) -> None:
-    """Add a step to the metrics. Any thread may call this."""
-    if stepped.prefilled_tokens or stepped.decoded_tokens:
-        _prefilled.inc(stepped.prefilled_tokens)
-        _decoded.inc(stepped.decoded_tokens)
-        _step_seconds.observe(stepped.step_s)
-
-
-def log_ends(stepped: WorkerStepped) -> None:
+def _log_ends(stepped: WorkerStepped) -> None:
     """Log one line per ended sequence; too slow for the engine's thread."""
     for ended in stepped.ended:
         canonical(
@@ -108,16 +95,13 @@ def log_ends(stepped: WorkerStepped) -> None:
         )
 
 
-OnLoop = Callable[[Callable[[], None]], None]
-"""Schedules a call on the event loop, from any thread."""
-
-
 class Courier:
     """Sends frames and reports over an express connection, or through the outbox without one. The engine's
     thread calls `deliver` and `attend`, the event loop `offer` and `wants_express`. Call `close` after the
     engine's thread has ended."""
 
-    def __init__(self, outbox: Outbox, on_loop: OnLoop) -> None:
+    def __init__(self, outbox: Outbox, on_loop: Callable[[Callable[[], None]], None]) -> None:
+        """`on_loop` schedules a call on the event loop, from any thread."""
         self._outbox = outbox
         self._on_loop = on_loop
         self._express: Express | None = None
@@ -138,9 +122,12 @@ class Courier:
         if self._express is None or not self._express.publish(messages):
             self._on_loop(lambda: self._outbox.put(messages))
         for stepped in effects.stepped:
-            count(stepped)
+            if stepped.prefilled_tokens or stepped.decoded_tokens:
+                _prefilled.inc(stepped.prefilled_tokens)
+                _decoded.inc(stepped.decoded_tokens)
+                _step_seconds.observe(stepped.step_s)
             if stepped.ended:
-                self._on_loop(partial(log_ends, stepped))
+                self._on_loop(partial(_log_ends, stepped))
 
     def attend(self) -> None:
         """Keep the connection alive; called a few times a second."""
@@ -155,23 +142,24 @@ class Courier:
 
     def _take_up(self) -> None:
         """Switch to an offered connection, once the outbox is empty, so that no message overtakes another."""
-        while self._offered and self._outbox.is_empty:
+        while self._offered and not self._outbox.waiting:
             if self._express is not None:
                 self._express.close()
             self._express = self._offered.popleft()
-
-
-Ask = Callable[[], "Future[WorkerReported]"]
-Sections = Callable[[WorkerReported], Mapping[str, Any]]
-"""Returns the heartbeat fields that do not come from the engine's thread."""
 
 
 class Heartbeat:
     """Completes the reports of one incarnation and numbers them from 1. Used on the event loop's thread."""
 
     def __init__(
-        self, ask: Ask, sections: Sections = lambda _: {}, *, interval_s: float, stall_timeout_s: float
+        self,
+        ask: Callable[[], "Future[WorkerReported]"],
+        sections: Callable[[WorkerReported], Mapping[str, Any]] = lambda _: {},
+        *,
+        interval_s: float,
+        stall_timeout_s: float,
     ) -> None:
+        """`sections` returns the fields that do not come from the engine's thread."""
         self._ask = ask
         self._sections = sections
         self._interval_s = interval_s

@@ -19,7 +19,6 @@ from shared.messages.values import EPOCH_REACH
 MAX_PLANS = 64
 """Maximum number of queued plans; a scheduler sends one or two ahead."""
 
-
 _LONGEST_HOLD_S = 5.0
 """Maximum time that a plan is held while all its sequences wait; then it expires as usual."""
 
@@ -29,6 +28,7 @@ class QueuedPlan:
     """A plan and its progress."""
 
     plan: BatchPlan
+    """Number 0: work without a plan (`PlanQueue.unplanned`)."""
     received_s: float
     steps_done: int = 0
     skips_reported: set[SequenceRef] = field(default_factory=set)
@@ -47,19 +47,9 @@ class QueuedPlan:
         return self.steps_done >= self.plan.steps
 
     @property
-    def is_queued(self) -> bool:
-        """False for work without a plan (`PlanQueue.unplanned`)."""
-        return self.plan.seq > 0
-
-    @property
     def passed_over(self) -> tuple[PassedOver, ...]:
         """Put-off decodes for a report."""
         return tuple(PassedOver(ref=ref, steps=steps) for ref, steps in self.passed.items())
-
-    @property
-    def report_is_due(self) -> bool:
-        """Whether the step that just ran is reported even without news."""
-        return self.over or self.plan.report_at in (0, self.steps_done)
 
 
 @dataclass(frozen=True, slots=True)

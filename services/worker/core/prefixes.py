@@ -82,7 +82,8 @@ class Prefixes:
             return
         self._name(sequence, usable)
         names, most = sequence.names[:usable], min(usable, most_blocks)
-        if sequence.audited or (first == 0 and self._is_audited(sequence, names[:most])):
+        is_first = first == 0 and self._auditor is not None
+        if sequence.audited or (is_first and self._is_audited(sequence, names[:most])):
             return
         hit = self.cache.acquire(names, most, first, may_load=not sequence.computes_rest)
         if not hit.known_blocks:

@@ -72,7 +72,7 @@ class StepReports:
             skipped=work.skipped,
             hits=work.hits,
             shorts=work.shorts,
-            passed=work.queued.passed_over if plan_over else (),
+            passed=work.queued.passed_over if plan_over and work.queued.passed else (),
         )
 
     def between_steps(self, epoch: int, shorts: tuple[ShortStart, ...]) -> WorkerStepped:

@@ -2,7 +2,7 @@
 
 A plan states intent: an item is applied where it is valid and otherwise reported with a `SkipReason`."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 
@@ -116,11 +116,8 @@ class SequenceTable:
         """Apply what a plan does once, before its first step: drops, preemptions, starts."""
         for ref in plan.drops:
             self.cancel(ref, FinishReason.CANCELLED, now_s)
-        skipped = [
-            SkippedItem(ref=preemption.ref, reason=SkipReason.UNKNOWN)
-            for preemption in plan.preemptions
-            if not self._preempt(preemption)
-        ]
+        unknown = [one.ref for one in plan.preemptions if not self._preempt(one)]
+        skipped = [SkippedItem(ref=ref, reason=SkipReason.UNKNOWN) for ref in unknown]
         for spec in plan.starts:
             reason = self._start(spec, now_s)
             if reason is not None:
@@ -308,8 +305,8 @@ class SequenceTable:
         those that may have an heir, after a while."""
         if not self._gateways.hear(gateway_id, incarnation, self._awake.at(now_s)):
             return
-        for held in self._of_gateway(gateway_id):
-            if held.gateway_incarnation == incarnation:
+        for held in list(self._held.values()):
+            if held.gateway_id != gateway_id or held.gateway_incarnation == incarnation:
                 continue
             if not held.heir_digest:
                 self.cancel(held.ref, FinishReason.GATEWAY_LOST, now_s)
@@ -324,11 +321,10 @@ class SequenceTable:
             if not held.alive and now_s - held.ended_s > self._limits.end_retention_s:
                 del self._held[held.ref.key]
         silent = self._gateways.silent(self._awake.at(now_s))
-        lost = [held for name in silent for held in self._of_gateway(name) if held.alive]
-        for held in lost:
-            self.end(held, FinishReason.GATEWAY_LOST, now_s)
         for held in list(self._held.values()):
             orphaned_s = held.orphaned_s
+            if held.alive and held.gateway_id in silent:
+                self.end(held, FinishReason.GATEWAY_LOST, now_s)
             if orphaned_s is not None and now_s - orphaned_s > self._limits.gateway_timeout_s:
                 self.cancel(held.ref, FinishReason.GATEWAY_LOST, now_s)
 
@@ -349,9 +345,6 @@ class SequenceTable:
                 assert late_tokens == 0 or (late_tokens > 0 and held.takes_late)
             if held.state is SequenceState.WAITING:
                 assert held.computed_tokens == 0
-
-    def _of_gateway(self, gateway_id: str) -> Sequence[HeldSequence]:
-        return [held for held in self._held.values() if held.gateway_id == gateway_id]
 
     def _put_off(self, sequence: HeldSequence, chunk: PrefillChunk) -> PutOff:
         sequence.postponed = chunk
@@ -464,7 +457,6 @@ class SequenceTable:
     def _forget_an_end(self) -> bool:
         """Forget the sequence that ended first; False when all are alive."""
         ended = [held for held in self._held.values() if not held.alive]
-        if not ended:
-            return False
-        del self._held[min(ended, key=lambda held: held.ended_s).ref.key]
-        return True
+        if ended:
+            del self._held[min(ended, key=lambda held: held.ended_s).ref.key]
+        return bool(ended)

@@ -45,16 +45,6 @@ class StepEffects:
     observed: WorkerObserved | None = None
 
 
-def _state_of(sequence: HeldSequence, state: bytes) -> AnswerState:
-    return AnswerState(
-        ref=sequence.ref,
-        prompt_tokens=sequence.prompt_tokens,
-        generated_tokens=sequence.generated_tokens,
-        max_tokens=sequence.sampling.max_tokens,
-        state=state,
-    )
-
-
 class StepCore:
     """The plan queue and sequence table of one worker, and the reports about them."""
 
@@ -140,20 +130,21 @@ class StepCore:
         self.is_held = False
         while True:
             queued, expired = self._plans.head(now_s)
-            stepped += self._reports.of_given_up(expired)
+            if expired:
+                stepped += self._reports.of_given_up(expired)
             if queued is None and self._table.put_off:
                 queued = self._plans.unplanned(now_s)
             work = None if queued is None else self._prepare(queued, now_s)
             if queued is None or work is None or work.items:
                 return work, StepEffects(tuple(frames), tuple(stepped))
             frames += self._frames([], work.ended)
-            is_over = queued.is_queued and not (work.waits and not self._may_pass())
+            is_over = queued.plan.seq > 0 and not (work.waits and not self._may_pass())
             if is_over:
                 self._plans.finish_head()
             if is_over or work.has_news:
                 stepped.append(self._reports.of_step(work, work.ended, plan_over=is_over))
             if not is_over:
-                self.is_held = queued.is_queued
+                self.is_held = queued.plan.seq > 0
                 self._plans.hold_head(now_s)
                 return None, StepEffects(tuple(frames), tuple(stepped))
 
@@ -171,7 +162,15 @@ class StepCore:
                     self._tally.on_first_token(now_s - item.sequence.received_s)
                 sampled.append((item.sequence, item.end_token - item.sequence.prompt_tokens))
                 if token is not None and token.state is not None and item.sequence.alive:
-                    states.append(_state_of(item.sequence, token.state))
+                    states.append(
+                        AnswerState(
+                            ref=item.sequence.ref,
+                            prompt_tokens=item.sequence.prompt_tokens,
+                            generated_tokens=item.sequence.generated_tokens,
+                            max_tokens=item.sequence.sampling.max_tokens,
+                            state=token.state,
+                        )
+                    )
         prefixes = self._table.prefixes
         if prefixes is not None and prefixes.doubted:
             self._table.settle_audits(now_s)
@@ -184,7 +183,7 @@ class StepCore:
                     self._tally.on_last_token(now_s - sequence.received_s)
         queued.steps_done += 1
         queued.passed.update(work.passed)
-        is_over = queued.over and queued.is_queued
+        is_over = queued.over and queued.plan.seq > 0
         if is_over:
             self._plans.finish_head()
         prefilled_tokens, decoded_tokens = work.prefilled_tokens, work.decoded_tokens
@@ -195,7 +194,8 @@ class StepCore:
         self._tally.on_step(prefilled_tokens + decoded_tokens)
         frames = self._frames(sampled, ended)
         observed = self._observed(states) if states else None
-        if not (queued.report_is_due or ended or work.has_news):
+        is_due = queued.over or queued.plan.report_at in (0, queued.steps_done)
+        if not (is_due or ended or work.has_news):
             return StepEffects(frames, observed=observed)
         stepped = self._reports.of_step(work, ended, plan_over=is_over, step_s=step_s)
         return StepEffects(frames, (stepped,), observed)
@@ -285,7 +285,7 @@ class StepCore:
                 else:
                     skipped.append(SkippedItem(ref=ref, reason=resumed))
         waiting = self._table.put_off
-        waits = bool(passed) or any(item.ref.key in waiting for item in plan.prefills)
+        waits = bool(passed or (waiting and any(item.ref.key in waiting for item in plan.prefills)))
         hits = () if self._table.prefixes is None else self._table.prefixes.take_hits()
         shorts = self._table.late.take_shorts()
         told = (tuple(skipped), tuple(ended), hits, shorts)

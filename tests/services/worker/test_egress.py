@@ -128,7 +128,7 @@ async def test_what_waits_in_the_loop_is_not_overtaken(
     desk: Desk, reader: Reader, bus_config: BusConfig
 ) -> None:
     await desk.deliver(effects(0))
-    await until(lambda: not desk.outbox.is_empty)
+    await until(lambda: desk.outbox.waiting)
     desk.courier.offer(dialled(bus_config))
     await desk.deliver(effects(1))
     async with drained(desk.outbox):

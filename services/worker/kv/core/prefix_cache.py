@@ -118,13 +118,13 @@ class PrefixCache(LowerTiers):
             found = []
         for node in reversed(found):
             self._books.touch(node)
-        near = next((i for i, node in enumerate(found) if not _is_near(node)), len(found))
+        near = next((i for i, node in enumerate(found) if node.places[Tier.DEVICE] is None), len(found))
         for node in found[:near]:
             self._books.hold(node)
         self.gate.on_loaded(Tier.DEVICE, near, 0.0)
         far = found[near:]
-        lost = next((i for i, node in enumerate(far) if _is_near(node)), len(far))
-        awaited = self._send_for(far[:lost]) if may_load else None
+        lost = next((i for i, node in enumerate(far) if node.places[Tier.DEVICE] is not None), len(far))
+        awaited = self._send_for(far[:lost]) if may_load and lost else None
         done = near + (0 if awaited is None else len(awaited.nodes))
         self.counts["hits_device"] += near
         self.counts["hits_borrowed"] += sum(not self._books.is_own(node) for node in found[:near])

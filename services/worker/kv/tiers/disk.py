@@ -175,8 +175,8 @@ def _set_aside(path: Path, counts: Counter[str]) -> None:
 
 def _unused(path: Path) -> Path:
     """Return the first of `….aside`, `….aside-2`, … that does not exist. Raises OSError for too many."""
-    for number in range(1, _MOST_ASIDE + 1):
-        name = path.with_name(f"{path.name}.aside" + (f"-{number}" if number > 1 else ""))
+    suffixes = ["", *(f"-{number}" for number in range(2, _MOST_ASIDE + 1))]
+    for name in (path.with_name(f"{path.name}.aside{suffix}") for suffix in suffixes):
         if not os.path.lexists(name):
             return name
     raise OSError(errno.EEXIST, f"{_MOST_ASIDE} files were set aside for it already: remove some")
