@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from services.worker.core.costs.base import CostModel
 
 from services.scheduler.policy import BUILT_IN, find_policy, policy_names
 from services.scheduler.policy.contract import (
@@ -22,6 +21,7 @@ from services.scheduler.policy.contract import (
     WorkerShape,
 )
 from services.scheduler.policy.fleet_queue import FleetQueue
+from services.worker.core.costs import CostModel
 from services.worker.core.costs.fitted import OPT_13B_A100
 from services.worker.engine.simulated import SimulatedEngine, answer_tokens
 from shared.messages.sequence import SequenceSpec
