@@ -13,8 +13,9 @@ from msgspec import structs
 
 from services.placement.core.prefix_index import NOTHING, CachedTokens
 from services.placement.core.roles import Landing, Role, WorkerLoad
-from services.placement.core.seating import Opening, seat
+from services.placement.core.seating import seat
 from services.placement.core.speeds import PromptSpeeds
+from services.placement.policy.contract import Room
 from services.scheduler.core.rules import PLACEMENT_BATCH
 from services.scheduler.policy import find_policy
 from services.scheduler.policy.contract import PlannedBatch, Task, priority_in, queue_rule
@@ -160,11 +161,11 @@ class Simulation:
             if ahead is None:
                 return
             items = [self._item(key) for key in keys]
-            answers = seat(items, self._openings(ahead), self._setup.router, self._cached)
-            for key, chosen in zip(keys, answers, strict=True):
-                if chosen is not None:
-                    self._give(key, self._setup.placed.get(key, int(chosen)))
-            is_over = not any(answers) or not len(self._queue)
+            choices = seat(items, self._rooms(ahead), self._setup.router, self._cached)
+            for key, choice in zip(keys, choices, strict=True):
+                if choice is not None:
+                    self._give(key, self._setup.placed.get(key, int(choice.worker_id)))
+            is_over = not any(choices) or not len(self._queue)
 
     def _give(self, key: SequenceKey, index: int) -> None:
         worker, record, task = self._workers[index], self._records[key], self._tasks.pop(key)
@@ -200,31 +201,30 @@ class Simulation:
             waited_s=self._events.now_s - task.arrival_s,
         )
 
-    def _openings(self, ahead: WaitingAhead) -> list[Opening]:
+    def _rooms(self, ahead: WaitingAhead) -> list[Room]:
         crowds = {crowd.worker_id: crowd.places for crowd in ahead.crowds}
         roles = self._setup.roles
         names = [name for name in ahead.only or self._names if name not in ahead.closed]
         names = [name for name in names if roles is None or roles.role_of(name).may_prefill]
-        return [self._opening(name, crowds.get(name, ahead.places)) for name in names]
+        return [self._room(name, crowds.get(name, ahead.places)) for name in names]
 
-    def _opening(self, name: str, places: int) -> Opening:
+    def _room(self, name: str, places: int) -> Room:
         worker, shape = self._workers[int(name)], self._setup.shape
         meter, speeds = worker.meter, self._speeds
         speeds.on_measured(name, meter.prefill_tokens_per_s, meter.prefill_context_tokens)
         rate = speeds.alone(name)
         share = speeds.preceding_token_s * rate
-        return Opening(
+        return Room(
             worker_id=name,
-            block_tokens=shape.block_tokens,
-            total_blocks=shape.capacity_blocks,
-            most_tokens=1 << 62,
-            free_blocks=self._free_blocks(int(name)),
+            free_tokens=self._free_blocks(int(name)) * shape.block_tokens,
+            total_tokens=shape.capacity_blocks * shape.block_tokens,
             sequences=len(worker.books.held),
-            places=places,
             pending_tokens=plain_pending(worker.books, share),
             prefill_tokens_per_s=rate,
             decode_step_s=worker.meter.decode_step_s,
             preceding_share=share,
+            block_tokens=shape.block_tokens,
+            places=places,
         )
 
     def _free_blocks(self, index: int) -> int:

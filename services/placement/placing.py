@@ -1,32 +1,33 @@
-"""Placement for one model: answers `PlaceSequences` from worker heartbeats and prefix-cache events.
+"""Placement for each served model: answers `PlaceSequences` from worker heartbeats and prefix-cache events.
 
-All state is soft. After a restart, one round of heartbeats and one prefix query per worker rebuild it. Under
-a packing policy (`mell`), `relocation` also moves sequences.
+All state is soft. After a restart, one round of heartbeats and one prefix query per worker rebuild it.
+`relocation.py` (a packing policy) and `role_keeping.py` (roles) extend `Placement`.
 """
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 from services.placement.config import PlacementConfig
 from services.placement.core.fleet import FleetCapacity
 from services.placement.core.order import find_order
-from services.placement.core.roles import FleetRoles, read_roles
 from services.placement.policy.contract import PlacementPolicy
-from services.placement.relocation import Relocation
-from services.placement.role_keeping import RoleKeeping
 from shared import subjects
 from shared.bus import Bus, fenced, status_of
 from shared.clock import Clock, monotonic_s
-from shared.errors import InvalidMessage, KvasirError
+from shared.errors import InvalidMessage, InvalidRequest, KvasirError
 from shared.liveness import AwakeClock
 from shared.log import canonical, get_logger
 from shared.messages.base import Empty
-from shared.messages.commands import PlacementItem, Placements, PlaceSequences
+from shared.messages.commands import Placements, PlaceSequences
+from shared.messages.moves import MoveSequences, MovesTaken, SequenceMove, SequenceMoved
 from shared.messages.plans import WorkerStepped
 from shared.messages.prefixes import FindPrefixes, WorkerPrefixes
 from shared.messages.reports import ServiceStatus, WorkerReported
 from shared.messages.sequence import SequenceRef
 from shared.plugins import PluginFaults
 
+MOST_MODELS = 64
 _TICK_S = 0.5
 _ANSWER_DEADLINE_S = 1.0
 
@@ -34,7 +35,7 @@ _log = get_logger("placement")
 
 
 class Placement:
-    """Message handlers of one model: feed heartbeats to the fleet and let the policy answer each request."""
+    """Places the sequences of one model: heartbeats feed the fleet, and the policy answers requests."""
 
     def __init__(
         self,
@@ -44,35 +45,22 @@ class Placement:
         clock: Clock = monotonic_s,
         model: str = "",
     ) -> None:
-        """Serve the workers of `model`. Without `policy`, `config.policy` names a packing policy."""
-        self._bus = bus
-        self._policy = policy
-        self._policy_name = config.policy
-        self._order_name = config.order
-        self.fleet = FleetCapacity(
-            silence_s=config.worker_timeout_s,
-            reservation_s=config.reservation_s,
-            order=find_order(config.order),
-            roles=FleetRoles(read_roles(config.roles)),
-        )
+        """`policy` is None if a subclass chooses without one."""
+        self._bus, self._config, self._policy, self._model = bus, config, policy, model
+        self.fleet = FleetCapacity(silence_s=config.worker_timeout_s, order=find_order(config.order))
         self._clock = AwakeClock(clock, lambda: bus.connected)
-        self.relocation = Relocation(bus, config, self.fleet, self._clock, model) if policy is None else None
-        has_roles = self.fleet.roles.is_on
-        self.keeping = RoleKeeping(bus, self.fleet, self._clock, model) if has_roles else None
-        self._started_s = monotonic_s()
         self._faults = PluginFaults()
-        self._placed = 0
-        self._waits = 0
-        self._questions = 0
+        self._placed = self._waits = self._questions = 0
         self._missed = asyncio.Event()
 
     def on_reported(self, report: WorkerReported) -> None:
+        known = self.fleet.workers.get(report.worker_id)
         self.fleet.on_reported(report, self._clock())
+        if known is None or known.report.incarnation != report.incarnation:
+            self._missed.set()  # Ask now for its cached prefixes: prompts wait for no tick.
 
     def on_stepped(self, stepped: WorkerStepped) -> None:
         self.fleet.on_stepped(stepped)
-        if self.relocation is not None:
-            self.relocation.packer.on_stepped(stepped)
 
     def on_gone(self, worker_id: str, incarnation: int) -> None:
         """Drop a worker that left the bus."""
@@ -83,39 +71,18 @@ class Placement:
         self.fleet.prefixes.on_news(news)
         self._missed.set()
 
+    def on_moved(self, moved: SequenceMoved) -> None:
+        """Take in the outcome of a move; subclasses order moves."""
+
     async def place(self, asked: PlaceSequences) -> Placements:
         """Return one worker id per item; None means wait. Raises PolicyFailed if the policy raises."""
-        excluded = frozenset(asked.excluded_workers)
         self.fleet.on_withdrawn(asked.withdrawn)
-        if self.relocation is not None:
-            self.relocation.packer.on_withdrawn(asked.withdrawn)
-        if self.keeping is not None:
-            self.keeping.on_asked(asked)
-        if self._policy is None:
-            assert self.relocation is not None
-            worker_ids = self.relocation.packer.place(asked.items, excluded, self.fleet, self._clock())
-        else:
-            try:
-                worker_ids = self.fleet.place(
-                    asked.items,
-                    excluded,
-                    self._policy,
-                    self._clock(),
-                    asked.ahead,
-                    are_placed=asked.are_placed,
-                )
-            except Exception as error:  # a plug-in policy may raise anything
-                name = f"placement policy {self._policy_name}"
-                raise self._faults.note(name, "choose", error, monotonic_s()) from error
-        waits = sum(worker_id is None for worker_id in worker_ids)
+        worker_ids = self._choose(asked, frozenset(asked.excluded_workers))
+        waits = worker_ids.count(None)
         self._placed += len(worker_ids) - waits
         self._waits += waits
-        return Placements(worker_ids=worker_ids, expected_tokens=self._note_choices(asked.items))
-
-    def _note_choices(self, items: tuple[PlacementItem, ...]) -> tuple[int, ...]:
-        """Log each routed item and return the expected cached tokens per item, 0 if it waits."""
         expected: dict[SequenceRef, int] = {}
-        for choice in self.fleet.take_choices():
+        for choice in self.fleet.choices:
             expected[choice.item.ref] = choice.expected_tokens
             canonical(
                 _log,
@@ -126,17 +93,38 @@ class Placement:
                 expected_tokens=choice.expected_tokens,
                 costs_s={name: round(cost_s, 4) for name, cost_s in choice.costs_s} or None,
             )
-        return tuple(expected.get(item.ref, 0) for item in items)
+        expected_tokens = tuple([expected.get(item.ref, 0) for item in asked.items])
+        return Placements(worker_ids=worker_ids, expected_tokens=expected_tokens)
+
+    def _choose(self, asked: PlaceSequences, excluded: frozenset[str]) -> tuple[str | None, ...]:
+        """Return one worker id per item. Raises PolicyFailed."""
+        assert self._policy is not None
+        try:
+            return self.fleet.place(asked.items, excluded, self._policy, self._clock(), asked.ahead)
+        except Exception as error:  # a plug-in policy may raise anything
+            name = f"placement policy {self._config.policy}"
+            raise self._faults.note(name, "choose", error, monotonic_s()) from error
+
+    async def _order(self, orders: tuple[SequenceMove, ...]) -> list[tuple[SequenceMove, str]]:
+        """Order moves; return those that the scheduler refused, with reasons. No reply is a refusal."""
+        command = MoveSequences(moves=orders)
+        try:
+            answer = await self._bus.request(
+                subjects.SCHEDULER_MOVE, command, MovesTaken, deadline_s=_ANSWER_DEADLINE_S
+            )
+            refusals = answer.refusals
+        except KvasirError as error:
+            refusals = (error.message,) * len(orders)
+        refused = [pair for pair in zip(orders, refusals, strict=False) if pair[1]]
+        for order, refusal in refused:
+            _log.info("%s does not move to %s: %s", order.ref, order.target, refusal)
+        return refused
 
     async def watch(self) -> None:
         """Drop silent workers and query workers with a gap in their prefix events, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._tick())
             tasks.create_task(self._catch_up())
-            if self.relocation is not None:
-                tasks.create_task(self.relocation.run())
-            if self.keeping is not None:
-                tasks.create_task(self.keeping.run())
 
     async def _tick(self) -> None:
         while True:
@@ -167,38 +155,99 @@ class Placement:
         self._questions += 1
         self.fleet.prefixes.on_answer(answer)
 
-    async def status(self, _: Empty) -> ServiceStatus:
-        """Return what `python -m services status` shows."""
-        workers = sorted(self.fleet.workers.values(), key=lambda worker: worker.worker_id)
-        return status_of(
-            self._bus,
-            "placement",
-            monotonic_s() - self._started_s,
-            {
-                "policy": self._policy_name,
-                "trouble": self._faults.text(monotonic_s()),
-                "order": self._order_name,
-                "placed": self._placed,
-                "waits": self._waits,
-                "prefix_questions": self._questions,
-                **({} if self.relocation is None else self.relocation.details()),
-                **({} if self.keeping is None else self.keeping.details()),
-                "workers": [
-                    {
-                        "worker": worker.worker_id,
-                        "total_tokens": worker.total_blocks * worker.block_tokens,
-                        "free_tokens": worker.free_blocks * worker.block_tokens,
-                        "sequences": len(worker.residents),
-                        "reserved": len(worker.reservations),
-                        "cached_blocks": self.fleet.prefixes.blocks(worker.worker_id),
-                        **self._state_of(worker.worker_id),
-                    }
-                    for worker in workers
-                ],
-            },
-        )
+    def details(self) -> dict[str, Any]:
+        """Return the fields for `python -m services status`."""
+        return {
+            "policy": self._config.policy,
+            "trouble": self._faults.text(monotonic_s()),
+            "order": self._config.order,
+            "placed": self._placed,
+            "waits": self._waits,
+            "prefix_questions": self._questions,
+            "workers": [
+                {
+                    "worker": name,
+                    "total_tokens": worker.report.capacity.total_blocks * worker.report.block_tokens,
+                    "free_tokens": worker.free_blocks * worker.report.block_tokens,
+                    "sequences": len(worker.residents),
+                    "reserved": len(worker.reservations),
+                    "cached_blocks": self.fleet.prefixes.blocks(name),
+                }
+                for name, worker in sorted(self.fleet.workers.items())
+            ],
+        }
 
-    def _state_of(self, worker_id: str) -> dict[str, str]:
-        if self.keeping is not None:
-            return {"role": str(self.fleet.roles.role_of(worker_id))}
-        return {} if self.relocation is None else {"state": self.relocation.packer.state_of(worker_id)}
+
+class PlacementModels:
+    """Message handlers that pass each message to the `Placement` of its model. A model's placement starts
+    with its first worker. Workers of models beyond `MOST_MODELS` are not used."""
+
+    def __init__(self, bus: Bus, make: Callable[[str], Placement], tasks: asyncio.TaskGroup) -> None:
+        """`make` creates the placement of a model by name; `tasks` runs its `watch`."""
+        self._bus, self._make, self._tasks = bus, make, tasks
+        self._models: dict[str, Placement] = {}
+        self._of_worker: dict[str, Placement] = {}
+        self._started_s = monotonic_s()
+
+    def on_reported(self, report: WorkerReported) -> None:
+        self._bus.departures.on_listening(report.worker_id, report.incarnation, report.door)
+        placement = self._models.get(report.model)
+        if placement is None and len(self._models) < MOST_MODELS:
+            placement = self._models[report.model] = self._make(report.model)
+            self._tasks.create_task(placement.watch())
+            canonical(_log, "model", name=report.model, models=len(self._models))
+        if placement is not None:
+            self._of_worker[report.worker_id] = placement
+            placement.on_reported(report)
+
+    def on_stepped(self, stepped: WorkerStepped) -> None:
+        if (placement := self._of_worker.get(stepped.worker_id)) is not None:
+            placement.on_stepped(stepped)
+
+    def on_gone(self, instance: str, incarnation: int) -> None:
+        """Drop a worker that left the bus."""
+        if (placement := self._of_worker.get(instance)) is not None:
+            placement.on_gone(instance, incarnation)
+
+    def on_cached(self, news: WorkerPrefixes) -> None:
+        if (placement := self._of_worker.get(news.worker_id)) is not None:
+            placement.on_cached(news)
+
+    def on_moved(self, moved: SequenceMoved) -> None:
+        if (placement := self._of_worker.get(moved.target)) is not None:
+            placement.on_moved(moved)
+
+    async def place(self, asked: PlaceSequences) -> Placements:
+        """See `Placement.place`. Raises InvalidRequest if the request has to name one of several models."""
+        name = asked.model
+        if not name and len(self._models) == 1:
+            (name,) = self._models
+        if not name and self._models:
+            raise InvalidRequest("there are several models: say of which it is", param="model")
+        placement = self._models.get(name)
+        if placement is None:
+            return Placements(worker_ids=(None,) * len(asked.items))
+        return await placement.place(asked)
+
+    async def status(self, _: Empty) -> ServiceStatus:
+        """Return the status of the only model, or sums with one row per model and all workers."""
+        models = self._models or {"": self._make("")}
+        details = _merged({name: placement.details() for name, placement in models.items()})
+        return status_of(self._bus, "placement", monotonic_s() - self._started_s, details)
+
+
+def _merged(details: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    if len(details) == 1:
+        return next(iter(details.values()))
+    found: dict[str, Any] = {"models": [], "workers": []}
+    for model, each in details.items():
+        found["workers"] += [{**row, "model": model} for row in each["workers"]]
+        own = {name: value for name, value in each.items() if name != "workers"}
+        found["models"].append({"model": model, **own})
+        found["trouble"] = found.get("trouble") or own.get("trouble", "")
+        for name, value in own.items():
+            if isinstance(value, int):
+                found[name] = found.get(name, 0) + value
+            elif isinstance(value, str):  # a setting, equal for all models
+                found[name] = value
+    return found

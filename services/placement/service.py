@@ -3,15 +3,16 @@
 import asyncio
 
 from services.placement.config import PlacementConfig
-from services.placement.core.roles import BOTH
-from services.placement.models import PlacementModels
-from services.placement.placing import Placement
+from services.placement.core.roles import are_on
+from services.placement.placing import Placement, PlacementModels
 from services.placement.policy import LIVE_PACKINGS, create
-from services.placement.relocation import HANDLERS as MOVE_HANDLERS
+from services.placement.relocation import PackingPlacement
+from services.placement.role_keeping import RolePlacement
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler, Listener, recorder_handlers, status_handlers
 from shared.log import canonical, get_logger
 from shared.messages.commands import PlaceSequences
+from shared.messages.moves import SequenceMoved
 from shared.messages.plans import WorkerStepped
 from shared.messages.prefixes import WorkerPrefixes
 from shared.messages.reports import WorkerReported
@@ -23,18 +24,21 @@ HANDLERS: tuple[Handler, ...] = (
     Endpoint(subjects.PLACEMENT_PLACE, PlaceSequences, "place", concurrency=1),
     *status_handlers("placement"),
 )
+MOVE_HANDLERS: tuple[Handler, ...] = (Listener(subjects.SCHEDULER_MOVED, SequenceMoved, "on_moved"),)
 _log = get_logger("placement")
 
 
 async def run(config: PlacementConfig) -> None:
     """Serve until cancelled. Raises ConfigError (unknown policy) and BusUnavailable (no NATS at start)."""
-    is_packing = config.policy in LIVE_PACKINGS
+    is_packing, has_roles = config.policy in LIVE_PACKINGS, are_on(config.roles)
 
     def make(model: str) -> Placement:
-        return Placement(bus, config, None if is_packing else create(config.policy), model=model)
+        if is_packing:
+            return PackingPlacement(bus, config, model=model)
+        kind = RolePlacement if has_roles else Placement
+        return kind(bus, config, create(config.policy), model=model)
 
-    if not is_packing:
-        create(config.policy)
+    config.check()
     bus = await Bus.connect(config.bus, service="placement", instance=config.instance)
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -42,7 +46,7 @@ async def run(config: PlacementConfig) -> None:
             await bus.attach(HANDLERS, models)
             await bus.attach(recorder_handlers("placement"), bus.recorder)
             await bus.watch_departures(models.on_gone)
-            if is_packing or config.roles != BOTH:
+            if is_packing or has_roles:
                 await bus.attach(MOVE_HANDLERS, models)
             canonical(_log, "placement serving", policy=config.policy)
             await asyncio.Event().wait()

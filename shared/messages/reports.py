@@ -55,7 +55,13 @@ class Capacity(Message, frozen=True, kw_only=True):
     @property
     def plannable_blocks(self) -> int:
         """Number of blocks that a plan may allocate now."""
-        return max(0, self.free_blocks + self.evictable_blocks - self.doomed_blocks)
+        return max(0, min(self.free_blocks + self.evictable_blocks - self.doomed_blocks, self.total_blocks))
+
+    @property
+    def own_lendable_blocks(self) -> int:
+        """Number of own blocks on the device that it could lend now."""
+        own = self.plannable_blocks - self.borrowed_free_blocks
+        return max(0, own if self.lendable_blocks is None else min(own, self.lendable_blocks))
 
     @property
     def loanable_blocks(self) -> int:

@@ -142,7 +142,7 @@ class MixedWorld(World):
             with suppress(InvalidRequest):
                 self.feed("on_move", order)
                 continue
-            self.packer.on_refused(order, self.now_s)  # type: ignore[union-attr]
+            self.packer.on_failed(order.ref, self.now_s)  # type: ignore[union-attr]
 
     # --- loans
 

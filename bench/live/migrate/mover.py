@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from bench.kit.stacks import on_bus
-from services.placement.core.move_mode import ModeChoice, MoveCosts, MoveModes, WantedMove
+from services.placement.core.move_mode import ModeChoice, MoveModes, WantedMove
 from shared import subjects
 from shared.bus import Bus, Handler, Listener
 from shared.errors import KvasirError
@@ -79,8 +79,7 @@ class Mover:
         """Order a migration in the chosen mode; return whether the scheduler accepted it."""
         tokens = listed.prompt_tokens + listed.generated_tokens
         wanted = WantedMove(SequenceMove(ref=listed.ref, target=target), source, tokens)
-        costs = {name: MoveCosts.of(report) for name, report in self.reports.items()}
-        now, _ = self.modes.divide([wanted], costs, time.monotonic())
+        now = self.modes.divide([wanted], self.reports, time.monotonic())
         if not now:
             return False
         order = MoveSequences(moves=tuple(now))

@@ -9,11 +9,11 @@ scheduler carries out the moves (docs/migration.md).
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import median
 
 from services.placement.core.fleet import FleetCapacity, WorkerRoom
-from services.placement.core.move_mode import UNMEASURED_BYTES_PER_S
+from services.placement.core.move_mode import link_bytes_per_s
 from services.placement.core.roles import FleetRoles, HandOver, Landing, Role, WorkerLoad
+from shared.messages.reports import WorkerReported
 from shared.messages.sequence import SequenceKey, SequenceRef
 
 _FORGET_S = 30.0
@@ -35,7 +35,6 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
-    source: str
     target: str
     blocks: int
     since_s: float
@@ -43,17 +42,18 @@ class _UnderWay:
 
 def load_of(worker: WorkerRoom, now_s: float) -> WorkerLoad:
     """Return a worker's load, as roles use it."""
-    decoding = [resident for resident in worker.residents.values() if resident.decodes]
+    report = worker.report
+    contexts = [resident.tokens for resident in worker.residents.values() if resident.decodes]
     return WorkerLoad(
-        worker_id=worker.worker_id,
-        memory_tokens=worker.total_blocks * worker.block_tokens,
-        context_tokens=sum(resident.tokens for resident in decoding),
-        decoding=len(decoding),
+        worker_id=report.worker_id,
+        memory_tokens=report.capacity.total_blocks * report.block_tokens,
+        context_tokens=sum(contexts),
+        decoding=len(contexts),
         pending_tokens=worker.pending_tokens(now_s),
-        prefill_tokens_per_s=worker.prefill_tokens_per_s,
-        decode_step_s=worker.decode_step_s,
-        link_tokens_per_s=_link_tokens_per_s(worker),
-        prefill_context_tokens=worker.prefill_context_tokens,
+        prefill_tokens_per_s=report.prefill_tokens_per_s,
+        decode_step_s=report.decode_step_s,
+        link_tokens_per_s=_link_tokens_per_s(report),
+        prefill_context_tokens=report.prefill_context_tokens,
     )
 
 
@@ -74,15 +74,11 @@ def _only_prompt(worker: WorkerRoom, now_s: float) -> tuple[SequenceRef, int] | 
     return (_ref(prompts[0], resident.attempt), resident.tokens) if resident.is_read else None
 
 
-def _link_tokens_per_s(worker: WorkerRoom, source: str = "") -> float:
-    """Return the fetch rate from `source`; if not measured, the median over other sources."""
-    costs = worker.move_costs
-    if not costs.block_bytes:
+def _link_tokens_per_s(report: WorkerReported, source: str = "") -> float:
+    """Return the tokens whose KV it fetches per second from `source`, or from a source not measured."""
+    if not report.kv_block_bytes:
         return 1.0
-    measured = costs.link_bytes_per_s.get(source)
-    if measured is None:
-        measured = median(costs.link_bytes_per_s.values() or [UNMEASURED_BYTES_PER_S])
-    return max(1.0, measured * worker.block_tokens / costs.block_bytes)
+    return max(1.0, link_bytes_per_s(report, source) * report.block_tokens / report.kv_block_bytes)
 
 
 class HandOvers:
@@ -118,16 +114,15 @@ class HandOvers:
             if choice.worker_id is None:
                 self._left_alone[ref] = now_s + _LEFT_ALONE_S
             else:
-                target = self._fleet.workers[choice.worker_id]
-                blocks = target.blocks(tokens) + 1
-                self._under_way[ref.key] = _UnderWay(worker.worker_id, target.worker_id, blocks, now_s)
-            found.append(Wanted(ref, worker.worker_id, tokens, choice))
+                blocks = self._fleet.workers[choice.worker_id].blocks(tokens) + 1
+                self._under_way[ref.key] = _UnderWay(choice.worker_id, blocks, now_s)
+            found.append(Wanted(ref, worker.report.worker_id, tokens, choice))
         return found
 
     def _leaving(self, now_s: float) -> Iterator[tuple[WorkerRoom, SequenceRef, int]]:
         """Yield (worker, sequence, tokens) on prefill workers: decoding ones first, then started prompts."""
-        names = self._fleet.workers
-        workers = [names[name] for name in names if self._roles.role_of(name) is Role.PREFILL]
+        fleet, roles = self._fleet.workers, self._roles
+        workers = [worker for name, worker in fleet.items() if roles.role_of(name) is Role.PREFILL]
         for begun_only in (False, True):
             for worker in workers:
                 for key, resident in worker.residents.items():
@@ -139,16 +134,15 @@ class HandOvers:
                 yield worker, *alone
 
     def _landings(self, source: WorkerRoom, tokens: int, now_s: float) -> Iterator[Landing]:
-        for worker in self._fleet.workers.values():
-            is_other = worker is not source and worker.move_costs.fingerprint == source.move_costs.fingerprint
-            if not is_other or not self._roles.role_of(worker.worker_id).may_decode:
+        for name, worker in self._fleet.workers.items():
+            report = worker.report
+            is_other = worker is not source and report.fingerprint == source.report.fingerprint
+            if not is_other or not self._roles.role_of(name).may_decode:
                 continue
-            coming = [one for one in self._under_way.values() if one.target == worker.worker_id]
-            if worker.free_blocks - sum(one.blocks for one in coming) < worker.blocks(tokens) + 2:
-                continue
-            rate = _link_tokens_per_s(worker, source.worker_id)
-            waits_s = sum(one.blocks for one in coming) * worker.block_tokens / rate
-            yield Landing(load_of(worker, now_s), waits_s)
+            coming = sum(one.blocks for one in self._under_way.values() if one.target == name)
+            if worker.free_blocks - coming >= worker.blocks(tokens) + 2:
+                rate = _link_tokens_per_s(report, source.report.worker_id)
+                yield Landing(load_of(worker, now_s), coming * report.block_tokens / rate)
 
     def _forget(self, now_s: float) -> None:
         for key, one in list(self._under_way.items()):

@@ -1,13 +1,11 @@
-"""Orders in which waiting prompts are placed.
+"""Orders in which waiting prompts are placed. Pure. Source: papers/002 §V-F; `algorithms.md` §5.
 
 `policy`: as the batching policy ranks them. `fcfs`: by arrival. `fpf`: nearest cached prefix first; a prompt
 with a distant prefix may starve among the ones asked about together. `relaxed_fpf`: largest waited time · (4
-- N) first. N is 0 for a prefix on the device, 1 host, 2 disk, 3 not cached. Priority takes precedence, and
-ties keep the given order. Pure. Source: papers/002 §V-F; `algorithms.md` §5.
+- N) first. N is 0 for a prefix on the device, 1 host, 2 disk, 3 not cached.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from services.placement.core.prefix_index import CachedTokens
 from shared.errors import ConfigError
@@ -17,24 +15,13 @@ NOT_CACHED = 3
 _LEAST_SHARE = 0.25
 """Minimum share of a prompt that must be cached."""
 
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """Waiting time and prefix distance of one prompt."""
-
-    waited_s: float
-    distance: int
-    """N of the module docstring: the tier of its prefix."""
-    priority: int = 0
-
-
-PlacementRank = Callable[[Waiting], float]
-"""Sort key, lowest first; ties keep the given order."""
+PlacementRank = Callable[[float, int], float]
+"""Sort key of a prompt from its waited seconds and N, lowest first."""
 ORDERS: dict[str, PlacementRank] = {
-    "policy": lambda waiting: 0.0,
-    "fcfs": lambda waiting: -waiting.waited_s,
-    "fpf": lambda waiting: waiting.distance,
-    "relaxed_fpf": lambda waiting: -waiting.waited_s * (NOT_CACHED + 1 - waiting.distance),
+    "policy": lambda waited_s, distance: 0.0,
+    "fcfs": lambda waited_s, distance: -waited_s,
+    "fpf": lambda waited_s, distance: distance,
+    "relaxed_fpf": lambda waited_s, distance: -waited_s * (NOT_CACHED + 1 - distance),
 }
 
 
@@ -53,6 +40,7 @@ def distance(item: PlacementItem, offers: Sequence[CachedTokens]) -> int:
     return round(sum(tier * count for tier, count in enumerate(tokens)) / sum(tokens))
 
 
-def arrange(waiting: Sequence[Waiting], rank: PlacementRank) -> list[int]:
-    """Return positions in placement order."""
-    return sorted(range(len(waiting)), key=lambda at: (waiting[at].priority, rank(waiting[at])))
+def arrange(items: Sequence[PlacementItem], distances: Sequence[int], rank: PlacementRank) -> list[int]:
+    """Return positions in placement order: by priority, then rank, then as given."""
+    ranks = [(item.priority, rank(item.waited_s, n)) for item, n in zip(items, distances, strict=True)]
+    return sorted(range(len(items)), key=ranks.__getitem__)

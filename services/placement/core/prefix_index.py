@@ -77,14 +77,12 @@ class PrefixIndex:
             _apply(shelf, news)
         elif len(shelf.waiting) < _MOST_WAITING_NEWS:
             shelf.waiting[news.seq] = news
-        _catch_up(shelf)
 
     def on_answer(self, news: WorkerPrefixes) -> None:
         """Apply the answer to a request of `questions`. It covers all events up to its number."""
         shelf = self._shelves.get(news.worker_id)
         if shelf is not None and news.incarnation == shelf.incarnation and news.seq >= shelf.seq:
             _apply(shelf, news)
-            _catch_up(shelf)
 
     def questions(self, now_s: float) -> Iterator[tuple[str, FindPrefixes]]:
         """Yield (worker, request) for missing events. A request is repeated if no answer comes."""
@@ -118,9 +116,21 @@ class PrefixIndex:
     def cached(self, worker_id: str, chains: Sequence[PrefixChain], now_s: float) -> CachedTokens:
         """Return the cached tokens of a prompt's prefix on a worker, for its best chain."""
         shelf = self._shelves.get(worker_id)
+        best = NOTHING
         if shelf is None:
-            return NOTHING
-        return max((_match(shelf, chain, now_s) for chain in chains), key=sum, default=NOTHING)
+            return best
+        for chain in chains:
+            found = [0, 0, 0]
+            for name in names_of(chain):
+                tier = shelf.tiers.get(name)
+                if tier is None:
+                    if shelf.expected.get(name, now_s) <= now_s:
+                        break
+                    tier = 0
+                found[tier] += chain.block_tokens
+            if sum(found) > sum(best):
+                best = (found[0], found[1], found[2])
+        return best
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a bound or an order is violated."""
@@ -134,24 +144,14 @@ class PrefixIndex:
 
 
 def names_of(chain: PrefixChain) -> Iterator[BlockHash]:
-    """Return the block hashes of a chain, at most `MOST_CHAIN_BLOCKS`."""
+    """Yield the block hashes of a chain, at most `MOST_CHAIN_BLOCKS`."""
     most = min(len(chain.names) // HASH_BYTES, MOST_CHAIN_BLOCKS) * HASH_BYTES
-    return (chain.names[at : at + HASH_BYTES] for at in range(0, most, HASH_BYTES))
-
-
-def _match(shelf: KnownPrefixes, chain: PrefixChain, now_s: float) -> CachedTokens:
-    found = [0, 0, 0]
-    for name in names_of(chain):
-        tier = shelf.tiers.get(name)
-        if tier is None:
-            if shelf.expected.get(name, now_s) <= now_s:
-                break
-            tier = 0
-        found[tier] += chain.block_tokens
-    return (found[0], found[1], found[2])
+    for at in range(0, most, HASH_BYTES):
+        yield chain.names[at : at + HASH_BYTES]
 
 
 def _apply(shelf: KnownPrefixes, news: WorkerPrefixes) -> None:
+    """Apply an event, and waiting ones that follow it."""
     if news.full:
         shelf.tiers.clear()
     for at in range(0, len(news.removed), HASH_BYTES):
@@ -161,13 +161,7 @@ def _apply(shelf: KnownPrefixes, news: WorkerPrefixes) -> None:
         if name in shelf.tiers or len(shelf.tiers) < _MOST_STORED_BLOCKS:
             shelf.tiers[name] = min(tier, TIERS - 1)
     shelf.seq, shelf.is_new = news.seq, False
-
-
-def _catch_up(shelf: KnownPrefixes) -> None:
-    """Apply waiting events that are next in sequence."""
-    for seq in sorted(shelf.waiting):
-        if seq > shelf.seq + 1:
-            return
-        news = shelf.waiting.pop(seq)
-        if seq == shelf.seq + 1:
-            _apply(shelf, news)
+    if shelf.waiting:
+        shelf.waiting = {seq: one for seq, one in shelf.waiting.items() if seq > news.seq}
+        if (following := shelf.waiting.pop(news.seq + 1, None)) is not None:
+            _apply(shelf, following)

@@ -16,7 +16,6 @@ from math import inf
 
 from services.placement.core.role_costs import Demand, RoleSeconds, Speeds, request_s
 from services.placement.core.speeds import LineFit, PromptSpeeds
-from shared.average import averaged
 from shared.errors import ConfigError
 from shared.messages.sequence import SequenceKey
 
@@ -56,6 +55,12 @@ def read_roles(choice: str | Sequence[str]) -> tuple[Role, ...] | None:
                 f"no role {name!r}; write {ADAPTIVE}, {BOTH}, or a list of: {known}", param="roles"
             )
     return tuple(Role(name) for name in names)
+
+
+def are_on(choice: str | Sequence[str]) -> bool:
+    """Return whether any role other than `both` is possible. Raises ConfigError."""
+    roles = read_roles(choice)
+    return roles is None or any(role is not Role.BOTH for role in roles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +131,8 @@ _MOST_OPEN = 65_536
 _ANSWER_TOKENS = 100.0
 _STEP_S = 0.025
 """Decode step if nothing was measured."""
+_HAND_OVER_S = 0.05
+"""Time of a hand-over, beyond one step and its link."""
 _RATE_FADES = 0.995
 _PATIENCE = 3
 """Consecutive epochs in which the present roles must be worse."""
@@ -191,11 +198,10 @@ class DemandMeter:
 class FleetRoles:
     """Roles of one model's workers. Report arrivals and ends to it; `on_epoch` changes roles."""
 
-    def __init__(self, fixed: tuple[Role, ...] | None = (), hand_over_s: float = 0.05) -> None:
-        """`fixed`: roles given to workers in the order they appear, further ones do both; None: adaptive.
-        `hand_over_s`: time of a hand-over until one is measured."""
-        self._fixed = fixed
-        self._hand_over_s = hand_over_s
+    def __init__(self, fixed: tuple[Role, ...] | None) -> None:
+        """`fixed`: roles given to workers in the order they appear, further ones do both; None: adaptive."""
+        self._fixed = fixed or ()
+        self.is_adaptive = fixed is None
         self._roles: dict[str, Role] = {}
         self.demand = DemandMeter()
         self._fit = LineFit()
@@ -208,17 +214,12 @@ class FleetRoles:
         self.seconds: Mapping[str, RoleSeconds] = {}
         """Estimate per split, from the last epoch."""
 
-    @property
-    def is_on(self) -> bool:
-        """Whether any role other than `both` is possible."""
-        return self._fixed is None or any(role is not Role.BOTH for role in self._fixed)
-
-    @property
-    def is_adaptive(self) -> bool:
-        return self._fixed is None
-
     def role_of(self, worker_id: str) -> Role:
         return self._roles.get(worker_id, Role.BOTH)
+
+    def without_prompts(self) -> set[str]:
+        """Return the workers that may not compute prompts."""
+        return {name for name, role in self._roles.items() if not role.may_prefill}
 
     def shortage(self) -> str:
         """Return why no request can be served; empty if some can."""
@@ -235,7 +236,7 @@ class FleetRoles:
         there = set(worker_ids)
         for gone in self._roles.keys() - there:
             del self._roles[gone]
-        free = list(self._fixed or ())
+        free = list(self._fixed)
         for role in self._roles.values():
             if role in free:
                 free.remove(role)
@@ -257,10 +258,6 @@ class FleetRoles:
             del self._open[key]
             self.demand.on_ended(answer_tokens)
 
-    def on_handed_over(self, took_s: float) -> None:
-        """Record the measured delay of a hand-over, beyond one step."""
-        self._hand_over_s = averaged(self._hand_over_s, took_s, 0.1)
-
     def on_epoch(
         self, loads: Sequence[WorkerLoad], waiting_tokens: int, step_tokens: int, now_s: float
     ) -> RoleChoice | None:
@@ -278,7 +275,7 @@ class FleetRoles:
         if demand is None:
             return None
         found = {
-            decoders: request_s(speeds, demand, len(loads), decoders, self._hand_over_s)
+            decoders: request_s(speeds, demand, len(loads), decoders, _HAND_OVER_S)
             for decoders in range(len(loads))
         }
         self.seconds = {_name(len(loads), decoders): each for decoders, each in found.items()}
@@ -316,7 +313,7 @@ class FleetRoles:
                 one.load.worker_id,
                 one.wait_s
                 + tokens / one.load.link_tokens_per_s
-                + self._hand_over_s
+                + _HAND_OVER_S
                 + answer * self._step_s(one.load.context_tokens + tokens, one.load),
             )
             for one in landings
@@ -389,10 +386,8 @@ class FleetRoles:
                 load.worker_id,
             )
 
-        arranged = [load.worker_id for load in sorted(loads, key=order)]
-        self._roles = {
-            name: Role.DECODE if at < decoders else Role.PREFILL for at, name in enumerate(arranged)
-        }
+        for at, load in enumerate(sorted(loads, key=order)):
+            self._roles[load.worker_id] = Role.DECODE if at < decoders else Role.PREFILL
 
     def check_integrity(self) -> None:
         """Raise AssertionError if adaptive roles leave no worker for prompts, or none for answers."""

@@ -15,8 +15,6 @@ class ScalingRules:
 
     least: int = 1
     most: int = 0
-    spare: int = 0
-    """Number of idle workers to keep, so that an arrival need not wait for a start."""
     linger_s: float = 30.0
     """Idle time before a worker is parked."""
     start_s: float = 30.0
@@ -30,8 +28,6 @@ class Scaling:
         self.rules = rules
         self.wanted = 0
         self.parked: set[str] = set()
-        self.stopped = 0
-        self.started = 0
         self._idle_since_s: dict[str, float] = {}
         self._starting_until_s: float | None = None
 
@@ -58,27 +54,24 @@ class Scaling:
 
     def _more(self, used: set[str], now_s: float) -> list[str]:
         """Use a parked worker again if one still runs, else request a start; one at a time."""
-        if self.parked and self._within(len(used) + 1) > len(used):
+        wanted = self._within(len(used) + 1)
+        if self.parked and wanted > len(used):
             name = min(self.parked)
             self.parked.discard(name)
-            self.wanted = self._within(len(used) + 1)
+            self.wanted = wanted
             return [name]
-        wanted = self._within(len(used) + 1)
         if self._starting_until_s is None and wanted > len(used):
             self.wanted, self._starting_until_s = wanted, now_s + self.rules.start_s
-            self.started += 1
         return []
 
     def _fewer(self, used: set[str], now_s: float) -> list[str]:
-        """Park workers idle for `linger_s`, last by name first, down to the minimum and the spare ones."""
-        rules = self.rules
-        ripe = [name for name, since_s in self._idle_since_s.items() if now_s - since_s >= rules.linger_s]
-        dispensable = min(len(self._idle_since_s) - rules.spare, len(used) - max(1, rules.least))
-        chosen = sorted(ripe, reverse=True)[: max(0, dispensable)]
+        """Park workers idle for `linger_s`, last by name first, down to the minimum."""
+        idle = self._idle_since_s
+        ripe = [name for name, since_s in idle.items() if now_s - since_s >= self.rules.linger_s]
+        chosen = sorted(ripe, reverse=True)[: max(0, len(used) - max(1, self.rules.least))]
         self.parked.update(chosen)
-        self.stopped += len(chosen)
         for name in chosen:
-            del self._idle_since_s[name]
+            del idle[name]
         if chosen:
             self.wanted = self._within(len(used) - len(chosen))
         return chosen

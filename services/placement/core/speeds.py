@@ -24,35 +24,27 @@ class LineFit:
     fades: float = _FITTED
     least_spread: float = 0.02
     """Minimum standard deviation of contexts, relative to their mean, for a slope."""
-    _n: float = 0.0
-    _x: float = 0.0
-    _y: float = 0.0
+    n: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    """Faded sums of measurements, contexts and times."""
     _xx: float = 0.0
     _xy: float = 0.0
 
     def add(self, context_tokens: float, took_s: float) -> None:
         x, y, fades = context_tokens, took_s, self.fades
-        self._n, self._x, self._y = self._n * fades + 1, self._x * fades + x, self._y * fades + y
+        self.n, self.x, self.y = self.n * fades + 1, self.x * fades + x, self.y * fades + y
         self._xx, self._xy = self._xx * fades + x * x, self._xy * fades + x * y
-
-    def at_none(self, slope: float) -> float:
-        """Return the mean time less `slope` per token of context. Raises ZeroDivisionError if empty."""
-        return (self._y - slope * self._x) / self._n
-
-    @property
-    def mean(self) -> float:
-        """Mean measured time. Raises ZeroDivisionError if empty."""
-        return self._y / self._n
 
     def read(self) -> tuple[float, float] | None:
         """Return seconds, and seconds per token of context; None without measurements."""
-        if self._n < 1.0:
+        if self.n < 1.0:
             return None
-        mean_x, mean_y = self._x / self._n, self._y / self._n
-        variance = self._xx / self._n - mean_x**2
+        mean_x, mean_y = self.x / self.n, self.y / self.n
+        variance = self._xx / self.n - mean_x**2
         slope = 0.0
         if variance > (self.least_spread * mean_x) ** 2 and variance > 0:
-            slope = (self._xy / self._n - mean_x * mean_y) / variance
+            slope = (self._xy / self.n - mean_x * mean_y) / variance
         slope = min(max(0.0, slope), 0.9 * mean_y / mean_x if mean_x > 0 else 0.0)
         return mean_y - slope * mean_x, slope
 
@@ -95,7 +87,8 @@ class PromptSpeeds:
         own = self._of.get(worker_id)
         if own is None:
             return 0.0
-        return 1.0 / max(_LEAST_ALONE * own.mean, own.at_none(self.preceding_token_s))
+        before_s = self.preceding_token_s * own.x
+        return own.n / max(_LEAST_ALONE * own.y, own.y - before_s)
 
 
 def plain_tokens(first: int, end: int, preceding_share: float) -> float:

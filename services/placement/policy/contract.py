@@ -12,19 +12,19 @@ from typing import Protocol, runtime_checkable
 from shared.errors import InvalidRequest
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Room:
-    """One worker's memory, load and measured speeds at the moment of a decision."""
+    """One worker's memory, load and measured speeds while a request is answered; placed sequences count."""
 
     worker_id: str
     free_tokens: int
-    """Neither allocated nor reserved."""
+    """Neither allocated nor reserved; negative if memory is short."""
     total_tokens: int
     sequences: int
     """Number of running and reserved sequences."""
     cached_tokens: tuple[int, int, int] = (0, 0, 0)
     """Tokens of the prompt's prefix in the worker's cache: on the device, on the host, on disk."""
-    pending_tokens: int = 0
+    pending_tokens: float = 0
     """Prompt tokens there or reserved that are not computed, as plain tokens (`core/speeds.py`)."""
     prefill_tokens_per_s: float = 0.0
     """Prefill speed of tokens at the beginning of a sequence."""
@@ -32,6 +32,11 @@ class Room:
     """Measured time of a decode step; 0 if not measured."""
     preceding_share: float = 0.0
     """Extra cost of a prompt token per preceding token, as a share of its cost without any."""
+    most_tokens: int = 1 << 62
+    """Maximum tokens of one sequence, prompt and answer."""
+    block_tokens: int = 1
+    places: int = 0
+    """Number of sequences that may wait there without memory for them."""
 
 
 class PlacementPolicy(Protocol):

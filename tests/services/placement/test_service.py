@@ -1,25 +1,35 @@
-"""Placement over a real bus."""
+"""Placement over a real bus: choices, prefix events, roles, moves and scaling."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
+from services.placement import placing
 from services.placement.config import PlacementConfig
-from services.placement.placing import Placement
+from services.placement.placing import Placement, PlacementModels
 from services.placement.policy import LIVE_PACKINGS, POLICIES, create
-from services.placement.policy.fit import PrefixAware, WorstFit
-from services.placement.service import HANDLERS
+from services.placement.relocation import PackingPlacement
+from services.placement.role_keeping import RolePlacement
+from services.placement.service import HANDLERS, MOVE_HANDLERS, run
 from shared import subjects
-from shared.bus import Endpoint
+from shared.bus import Bus, Endpoint, Listener
+from shared.config import BusConfig
 from shared.messages.base import Empty
 from shared.messages.commands import Placements, PlaceSequences
+from shared.messages.moves import MoveSequences, MovesTaken, SequenceMove, SequenceMoved, WorkersWanted
 from shared.messages.plans import EndedSequence
 from shared.messages.prefixes import FindPrefixes, WorkerPrefixes
 from shared.messages.reports import ServiceStatus
 from shared.messages.sequence import FinishReason
 from tests.conftest import ConnectBus
-from tests.patience import until
-from tests.services.placement.rig import chain, item, news, report, stepped
+from tests.patience import PATIENCE_S, until
+from tests.services.placement.rig import chain, item, listed, news, report, stepped
+from tests.tasks import running
+
+PACKING = PlacementConfig(policy="mell", epoch_s=0.05, scale=True, idle_s=0.2, worker_timeout_s=60.0)
 
 
 class SteppingClock:
@@ -29,50 +39,71 @@ class SteppingClock:
         return self.now_s
 
 
-async def test_places_on_whoever_is_heard_until_it_falls_silent(connect_bus: ConnectBus) -> None:
-    bus = await connect_bus("placement", "placement-0")
-    clock = SteppingClock()
-    placement = Placement(bus, PlacementConfig(policy="worst_fit"), WorstFit(), clock)
-    await bus.attach(HANDLERS, placement)
-    client = await connect_bus("scheduler", "scheduler-0")
+@asynccontextmanager
+async def serving(bus: Bus, placement: Placement) -> AsyncIterator[None]:
+    """Serve every model with this placement."""
+    is_ready = asyncio.Event()
 
-    async def place(*requests: str, excluded: tuple[str, ...] = ()) -> tuple[str | None, ...]:
-        question = PlaceSequences(items=tuple(item(r) for r in requests), excluded_workers=excluded)
-        answer = await client.request(subjects.PLACEMENT_PLACE, question, Placements, deadline_s=5.0)
-        return answer.worker_ids
+    async def serve() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            models = PlacementModels(bus, lambda model: placement, tasks)
+            await bus.attach((*HANDLERS, *MOVE_HANDLERS), models)
+            is_ready.set()
+            await asyncio.Event().wait()
 
-    assert await place("a") == (None,)
-    await client.publish(subjects.worker_reported("w0"), report("w0"))
-    await client.publish(subjects.worker_reported("w1"), report("w1"))
-    for _ in range(500):
-        if len(placement.fleet.workers) == 2:
-            break
-        await asyncio.sleep(0.01)
-    assert set(await place("b", "c")) == {"w0", "w1"}
-    assert await place("d", excluded=("w0",)) == ("w1",)
+    async with running(serve()):
+        await is_ready.wait()
+        yield
+
+
+async def status_of(client: Bus) -> ServiceStatus:
     (status,) = await client.gather(
         subjects.status("placement"), Empty(), ServiceStatus, deadline_s=5.0, expected=1
     )
-    assert [row["worker"] for row in status.details["workers"]] == ["w0", "w1"]
-    assert status.details["policy"] == "worst_fit"
-    clock.now_s += 30.0
-    assert await place("e") != (None,), "this process was stopped: nobody has been silent"
-    for _ in range(5):
-        clock.now_s += 0.5
-        answer = await place("e")
-    assert answer == (None,)
+    return status
+
+
+async def place(client: Bus, *asked: str, excluded: tuple[str, ...] = ()) -> tuple[str | None, ...]:
+    question = PlaceSequences(items=tuple(map(item, asked)), excluded_workers=excluded)
+    answer = await client.request(subjects.PLACEMENT_PLACE, question, Placements, deadline_s=5.0)
+    return answer.worker_ids
+
+
+async def test_only_workers_with_recent_heartbeats_are_chosen(connect_bus: ConnectBus) -> None:
+    bus, client = await connect_bus("placement", "placement-0"), await connect_bus("scheduler", "scheduler-0")
+    clock = SteppingClock()
+    placement = Placement(bus, PlacementConfig(policy="worst_fit"), create("worst_fit"), clock)
+    async with serving(bus, placement):
+        assert await place(client, "a") == (None,)
+        for name in ("w0", "w1"):
+            await client.publish(subjects.worker_reported(name), report(name))
+        await until(lambda: len(placement.fleet.workers) == 2)
+        assert set(await place(client, "b", "c")) == {"w0", "w1"}
+        assert await place(client, "d", excluded=("w0",)) == ("w1",)
+        status = await status_of(client)
+        assert [row["worker"] for row in status.details["workers"]] == ["w0", "w1"]
+        assert status.details["policy"] == "worst_fit"
+        clock.now_s += 30.0
+        assert await place(client, "e") != (None,), "this process was stopped: no worker has been silent"
+        for _ in range(5):
+            clock.now_s += 0.5
+            answer = await place(client, "e")
+        assert answer == (None,)
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, *LIVE_PACKINGS])
 async def test_answers_shorter_than_a_heartbeat_hold_no_place_after_their_end(
     connect_bus: ConnectBus, policy: str
 ) -> None:
-    """Under `mell` and its like what ended unseen kept its place for `reservation_s`, so a burst of short
+    """Under `mell` and its like an answer that ended unseen kept its place for 5 s, so a burst of short
     answers took ten seconds on idle workers. The clock stands still here: nothing expires."""
     bus = await connect_bus("placement", "placement-0")
-    chooser = None if policy in LIVE_PACKINGS else create(policy)
-    placement = Placement(bus, PlacementConfig(policy=policy), chooser, SteppingClock())
-    await bus.attach(HANDLERS, placement)
+    config = PlacementConfig(policy=policy)
+    placement = (
+        PackingPlacement(bus, config, SteppingClock())
+        if policy in LIVE_PACKINGS
+        else Placement(bus, config, create(policy), SteppingClock())
+    )
     for name in ("w0", "w1", "w2"):
         placement.on_reported(report(name, total=96))
     waiting = [item(f"r{number}", size=430, limit=440) for number in range(24)]
@@ -87,8 +118,7 @@ async def test_answers_shorter_than_a_heartbeat_hold_no_place_after_their_end(
                 for ref, home in homes.items()
                 if home == name
             ]
-            await bus.publish(subjects.worker_stepped(name), stepped(name, step, *over))
-        await until(lambda: not any(worker.reservations for worker in placement.fleet.workers.values()))
+            placement.on_stepped(stepped(name, step, *over))
         if not waiting:
             break
     assert not waiting
@@ -107,37 +137,137 @@ class Caching:
         return news(8, 1, 2, 3, full=True)
 
 
-async def test_a_prompt_goes_where_its_beginning_is_and_what_was_missed_is_asked_for(
-    connect_bus: ConnectBus,
+@pytest.mark.parametrize("hears_news", [True, False])
+async def test_a_prompt_goes_to_the_worker_with_its_prefix_once_it_was_asked(
+    connect_bus: ConnectBus, monkeypatch: pytest.MonkeyPatch, hears_news: bool
 ) -> None:
+    """A worker is asked at its first heartbeat or event: a new placement sent prompts elsewhere until its
+    next tick."""
+    monkeypatch.setattr(placing, "_TICK_S", 600.0)
     bus = await connect_bus("placement", "placement-0")
-    placement = Placement(bus, PlacementConfig(), PrefixAware())
-    await bus.attach(HANDLERS, placement)
-    watching = asyncio.create_task(placement.watch())
+    placement = Placement(bus, PlacementConfig(), create("prefix_aware"))
     worker, caching = await connect_bus("worker", "w0"), Caching()
     await worker.attach(Caching.HANDLERS, caching)
-    client = await connect_bus("scheduler", "scheduler-0")
-    heard = placement.fleet
+    prefixes = placement.fleet.prefixes
 
-    async def place(request: str, *names: int) -> str | None:
+    async def placed(request: str, *names: int) -> str | None:
         asked = item(request, size=100, limit=200, prefixes=(chain(*names),))
-        question = PlaceSequences(items=(asked,))
-        answer = await client.request(subjects.PLACEMENT_PLACE, question, Placements, deadline_s=5.0)
-        return answer.worker_ids[0]
+        return (await placement.place(PlaceSequences(items=(asked,)))).worker_ids[0]
 
-    try:
+    async with serving(bus, placement):
         for name in ("w0", "w1"):
-            await worker.publish(subjects.worker_reported(name), report(name))
-        await until(lambda: len(heard.workers) == 2)
-        await worker.publish(subjects.worker_cached("w0"), news(7, 1))
-        await until(lambda: heard.prefixes.blocks("w0") == 3)
+            heard = msgspec.structs.replace(report(name), caches_prefixes=not hears_news and name == "w0")
+            await worker.publish(subjects.worker_reported(name), heard)
+        await until(lambda: len(placement.fleet.workers) == 2)
+        if hears_news:
+            await worker.publish(subjects.worker_cached("w0"), news(7, 1))
+        await until(lambda: prefixes.blocks("w0") == 3)
         assert [(q.incarnation, q.since_seq) for q in caching.asked] == [(1, 0)]
-        assert await place("a", 1, 2, 9) == "w0"
-        assert await place("b", *range(20, 26)) == "w1", "nobody has it: to the emptiest"
-        assert await place("c", *range(20, 26)) == "w1", "it is about to be computed there"
+        assert await placed("a", 1, 2, 9) == "w0"
+        assert await placed("b", *range(20, 26)) == "w1", "no worker has it: to the emptiest"
+        assert await placed("c", *range(20, 26)) == "w1", "it is about to be computed there"
         await worker.publish(subjects.worker_cached("w0"), news(9, 30))
-        await until(lambda: heard.prefixes.blocks("w0") == 4)
+        await until(lambda: prefixes.blocks("w0") == 4)
         assert len(caching.asked) == 1, "no gap, no question"
-    finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_prompts_go_to_workers_that_may_compute_them(connect_bus: ConnectBus) -> None:
+    bus = await connect_bus("placement", "placement-0")
+    placement = RolePlacement(bus, PlacementConfig(roles="prefill,decode"), create("prefix_aware"))
+    for name in ("w0", "w1"):
+        placement.on_reported(report(name))
+    items = tuple(item(f"r{number}") for number in range(6))
+    assert set((await placement.place(PlaceSequences(items=items))).worker_ids) == {"w0"}
+    moved = PlaceSequences(items=(item("moved"),), excluded_workers=("w0",), are_placed=True)
+    assert (await placement.place(moved)).worker_ids == ("w1",), "it is there already, whatever the role"
+    assert [row["role"] for row in placement.details()["workers"]] == ["prefill", "decode"]
+
+
+class Scheduler:
+    """Takes orders, or refuses the first."""
+
+    HANDLERS = (
+        Endpoint(subjects.SCHEDULER_MOVE, MoveSequences, "move"),
+        Listener(subjects.PLACEMENT_WANTED, WorkersWanted, "on_wanted"),
+    )
+
+    def __init__(self, refuses: int = 0) -> None:
+        self.orders: list[SequenceMove] = []
+        self.wanted: list[WorkersWanted] = []
+        self.refuses = refuses
+
+    async def move(self, command: MoveSequences) -> MovesTaken:
+        self.orders += command.moves
+        refusals = tuple("no" if self.refuses > at else "" for at in range(len(command.moves)))
+        self.refuses = max(0, self.refuses - len(command.moves))
+        return MovesTaken(refusals=refusals)
+
+    def on_wanted(self, event: WorkersWanted) -> None:
+        self.wanted.append(event)
+
+
+@pytest.mark.parametrize("refuses", [0, 1])
+async def test_of_two_half_empty_workers_one_is_emptied_and_parked(
+    connect_bus: ConnectBus, refuses: int
+) -> None:
+    bus = await connect_bus("placement", "placement-0")
+    placement = PackingPlacement(bus, PACKING)
+    peer, scheduler = await connect_bus("scheduler", "scheduler-0"), Scheduler(refuses)
+    await peer.attach(Scheduler.HANDLERS, scheduler)
+    async with serving(bus, placement):
+        for number in range(2):
+            here = (listed(f"r{number}", prompt=150, blocks=10),)
+            await peer.publish(subjects.worker_reported(f"w{number}"), report(f"w{number}", sequences=here))
+        await until(lambda: bool(scheduler.orders))
+        if refuses:
+            await until(lambda: placement.packer.counts.failed >= 1)
+            placement.packer.check_integrity()
+            return
+        order = scheduler.orders[0]
+        source = {"w0": "w1", "w1": "w0"}[order.target]
+        both = (listed("r0", prompt=150, blocks=10, attempt=2), listed("r1", prompt=150, blocks=10))
+        await peer.publish(subjects.worker_reported(source), report(source, seq=2))
+        await peer.publish(
+            subjects.worker_reported(order.target), report(order.target, seq=2, sequences=both)
+        )
+        moved = SequenceMoved(ref=order.ref, source=source, target=order.target)
+        await peer.publish(subjects.SCHEDULER_MOVED, moved)
+        await until(lambda: any(source in event.parked for event in scheduler.wanted))
+        assert scheduler.wanted[-1].wanted == 1
+        status = await status_of(peer)
+    states = {row["worker"]: row["state"] for row in status.details["workers"]}
+    assert states[source] == "retired" and states[order.target] in "TSML"
+    assert status.details["moves_ordered"] >= 1
+
+
+async def test_each_model_publishes_how_many_workers_it_wants(
+    connect_bus: ConnectBus, bus_config: BusConfig
+) -> None:
+    """One model's workers are idle and parked; the other's work, and all of them are wanted."""
+    peer, scheduler = await connect_bus("scheduler", "scheduler-0"), Scheduler()
+    await peer.attach(Scheduler.HANDLERS, scheduler)
+
+    def last(model: str) -> WorkersWanted | None:
+        return next((event for event in reversed(scheduler.wanted) if event.model == model), None)
+
+    async def heard() -> bool:
+        for model, workers in {"idle": ("w0", "w1"), "busy": ("w2", "w3")}.items():
+            for name in workers:
+                here = (listed(f"r{name}", prompt=700, blocks=45),) if model == "busy" else ()
+                told = msgspec.structs.replace(report(name, sequences=here), model=model)
+                await peer.publish(subjects.worker_reported(name), told)
+        await asyncio.sleep(0.05)
+        event = last("idle")
+        return event is not None and event.parked == ("w1",)
+
+    async with running(run(PACKING.model_copy(update={"bus": bus_config}))):
+        async with asyncio.timeout(PATIENCE_S):
+            while not await heard():
+                pass
+        idle, busy = last("idle"), last("busy")
+        assert idle is not None and busy is not None
+        assert (idle.wanted, busy.wanted, busy.parked) == (1, 2, ())
+        status = await status_of(peer)
+    assert status.details["wanted_workers"] == 3
+    shown = {row["model"]: (row["wanted_workers"], row["parked"]) for row in status.details["models"]}
+    assert shown == {"idle": (1, "w1"), "busy": (2, "")}

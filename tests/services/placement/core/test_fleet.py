@@ -1,7 +1,4 @@
-"""The fleet's books, driven step by step and by random histories.
-
-Which workers a packer counts with.
-"""
+"""The memory of a fleet of workers, driven step by step and by random histories."""
 
 import random
 from dataclasses import dataclass, field
@@ -11,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.placement.core.fleet import FleetCapacity
-from services.placement.core.packer import WorkerRoster
-from services.placement.core.seating import GROWTH_BLOCKS, PASSED_S
+from services.placement.core.seating import PASSED_S
 from services.placement.policy import POLICIES
 from services.placement.policy.contract import PlacementPolicy
-from services.placement.policy.fit import BestFit, WorstFit
+from services.placement.policy.fit import WorstFit
 from shared.blocks import HASH_BYTES
 from shared.messages.commands import Crowd, PlacementItem, WaitingAhead
 from shared.messages.plans import EndedSequence
@@ -23,7 +19,7 @@ from shared.messages.prefixes import PrefixChain
 from shared.messages.reports import SequenceState, WorkerReported
 from shared.messages.sequence import FinishReason
 from tests.services.placement.rig import BLOCK, item, listed, report, stepped
-from tests.shared.messages.builders import ref, worker_report
+from tests.shared.messages.builders import ref
 
 
 def place(
@@ -39,10 +35,6 @@ def fleet_of(*reports: WorkerReported) -> FleetCapacity:
     for one in reports:
         fleet.on_reported(one, 0.0)
     return fleet
-
-
-def test_nobody_known_means_wait() -> None:
-    assert place(FleetCapacity(), item("a")) == [None]
 
 
 def test_worst_fit_spreads_a_batch_by_its_own_reservations() -> None:
@@ -138,7 +130,7 @@ def test_reservation_lasts_until_a_heartbeat_lists_it_or_it_expires() -> None:
     assert place(fleet, item("b", size=1), now_s=0.5) == ["w0"]
     fleet.on_reported(report("w0", total=4, seq=4), 6.0)
     fleet.on_tick(6.0)
-    assert not fleet.workers["w0"].sequences
+    assert not fleet.workers["w0"].reservations
 
 
 def test_asking_again_replaces_the_reservation() -> None:
@@ -169,11 +161,11 @@ def test_old_heartbeats_are_ignored_and_a_new_incarnation_starts_afresh() -> Non
     fleet = fleet_of(report("w0", total=8, seq=5))
     place(fleet, item("a", size=4 * BLOCK, limit=8 * BLOCK))
     fleet.on_reported(report("w0", total=2, seq=4), 0.1)
-    assert fleet.workers["w0"].total_blocks == 8
+    assert fleet.workers["w0"].report.capacity.total_blocks == 8
     fleet.on_reported(report("w0", total=8, seq=1, incarnation=2), 0.2)
-    assert not fleet.workers["w0"].sequences
+    assert not fleet.workers["w0"].reservations
     fleet.on_reported(report("w0", total=2, seq=9, incarnation=1), 0.3)
-    assert fleet.workers["w0"].total_blocks == 8
+    assert fleet.workers["w0"].report.capacity.total_blocks == 8
 
 
 @dataclass
@@ -249,8 +241,9 @@ def _chains(rng: random.Random) -> tuple[PrefixChain, ...]:
 def _placed(
     fleet: FleetCapacity, items: tuple[PlacementItem, ...], policy: PlacementPolicy, now_s: float
 ) -> tuple[str | None, ...]:
-    admitted = [any(w.admits(one) for w in fleet.workers.values()) for one in items]
-    empties = {w.worker_id for w in fleet.workers.values() if not w.sequences}
+    rooms = [worker.report for worker in fleet.workers.values()]
+    admitted = [any(one.limit_tokens <= room.max_context_tokens for room in rooms) for one in items]
+    empties = [w.report for w in fleet.workers.values() if not w.residents and not w.reservations]
     answers = fleet.place(items, frozenset(), policy, now_s)
     is_held_up = False
     for one, chosen, could in zip(items, answers, admitted, strict=True):
@@ -258,55 +251,19 @@ def _placed(
             assert chosen is None, "overtaken"
         elif chosen is None and could:
             is_held_up = one.waited_s >= PASSED_S
-            assert not any(fleet.workers[w].admits(one) and not fleet.workers[w].sequences for w in empties)
+            taken = {name for name, worker in fleet.workers.items() if worker.reservations}
+            free = [room for room in empties if room.worker_id not in taken]
+            assert not any(one.limit_tokens <= room.max_context_tokens for room in free)
     return answers
-
-
-@given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=6))
-def test_best_fit_leaves_the_least_and_worst_fit_the_most(sizes: list[int]) -> None:
-    for policy, extreme in ((BestFit(), min), (WorstFit(), max)):
-        fleet = fleet_of(*(report(f"w{i}", total=size + GROWTH_BLOCKS) for i, size in enumerate(sizes)))
-        rooms = [fleet._opening(worker, None, 0, 0.0).room() for worker in fleet.workers.values()]
-        chosen = fleet.place((item("a", size=1, limit=1),), frozenset(), policy, 0.0)[0]
-        free = {room.worker_id: room.free_tokens for room in rooms}
-        assert chosen is not None
-        assert free[chosen] == extreme(free.values())
-
-
-def fleet(*names: str, incarnation: int = 1) -> FleetCapacity:
-    made = FleetCapacity(silence_s=2.0, reservation_s=5.0)
-    for name in names:
-        made.on_reported(worker_report(name, incarnation=incarnation), 0.0)
-    return made
-
-
-def test_a_retired_life_is_not_heard_and_the_next_one_is() -> None:
-    roll = WorkerRoster()
-    assert roll.heard(fleet("a", "b")) == {"a": 1, "b": 1}
-    roll.retire("a", fleet("a", "b"))
-    assert roll.heard(fleet("a", "b")) == {"b": 1}
-    assert roll.state_of("a", has_residents=False) == "retired"
-    assert roll.heard(fleet("a", incarnation=2)) == {"a": 2}
-    roll.unretire("a")
-    assert roll.heard(fleet("a")) == {"a": 1}
-
-
-def test_the_emptiest_come_first() -> None:
-    roll = WorkerRoster()
-    roll.present = {"a": 1, "b": 1, "c": 1}
-    assert roll.emptiest([("a", 5), ("b", 2), ("a", 4), ("gone", 9)], 8) == ["c", "b"]
-    assert roll.state_of("a", has_residents=True) == "draining"
-    assert roll.state_of("x", has_residents=False) == "unknown"
 
 
 def test_each_choice_is_told_with_what_the_others_would_have_cost() -> None:
     fleet = fleet_of(report("w0"), report("w1"))
     items = (item("a"), item("b"))
     assert fleet.place(items, frozenset(), POLICIES["prefix_aware"](), 0.0) == ("w0", "w1")
-    first, second = fleet.take_choices()
+    first, second = fleet.choices
     assert (first.item, first.worker_id, first.expected_tokens) == (items[0], "w0", 0)
     assert [name for name, _ in second.costs_s] == ["w1", "w0"], "the cheapest first"
-    assert fleet.take_choices() == []
 
 
 @pytest.mark.parametrize(
@@ -323,7 +280,7 @@ def test_where_nobody_has_room_it_waits_where_its_beginning_is(
     asked = item("a", size=BLOCK, prefixes=(names,))
     placed = fleet.place((asked,), frozenset(), POLICIES[policy](), 0.0, WaitingAhead(places=2))
     assert placed == (worker,)
-    assert [choice.expected_tokens for choice in fleet.take_choices()] == [expected]
+    assert [choice.expected_tokens for choice in fleet.choices] == [expected]
 
 
 def test_what_is_pending_at_a_worker_is_computed_meanwhile() -> None:

@@ -1,4 +1,4 @@
-"""Which answers leave the workers that computed their prompts: who, where to, and who is left alone."""
+"""Which answers leave the workers that computed their prompts, and where they go."""
 
 import msgspec
 
@@ -10,10 +10,17 @@ from shared.messages.reports import SequenceReport, SequenceState, WorkerReporte
 from tests.services.placement.rig import item, listed, report
 
 FIXED = (Role.PREFILL, Role.DECODE, Role.DECODE)
+OTHERS = frozenset({"w1", "w2"})
+
+
+def overs_of(made: FleetCapacity) -> HandOvers:
+    roles = FleetRoles(FIXED)
+    roles.on_workers(made.workers)
+    return HandOvers(made, roles)
 
 
 def fleet(*at_prefill: SequenceReport, free: tuple[int, int] = (60, 30), **changes: object) -> FleetCapacity:
-    made = FleetCapacity(roles=FleetRoles(FIXED))
+    made = FleetCapacity()
     hear(made, report("w0", sequences=at_prefill), **changes)
     for name, blocks in zip(("w1", "w2"), free, strict=True):
         hear(made, report(name, free=blocks), **changes)
@@ -37,17 +44,9 @@ def went(found: list[Wanted]) -> dict[str, str | None]:
     return {one.ref.request_id: one.choice.worker_id for one in found}
 
 
-def test_prompts_go_to_workers_that_may_compute_them_and_to_no_other() -> None:
-    made = fleet()
-    items = tuple(item(f"r{at}") for at in range(6))
-    assert set(made.place(items, frozenset(), PrefixAware(), 10.0)) == {"w0"}
-    told = made.place((item("moved"),), frozenset({"w0", "w2"}), PrefixAware(), 10.0, are_placed=True)
-    assert told == ("w1",), "it is there already, whatever is done there"
-
-
 def test_who_decodes_and_whose_prompt_has_been_begun_is_handed_over() -> None:
     made = fleet(listed("decodes", prompt=90, blocks=6), prompt("begun", 48), prompt("waits", 0))
-    found = HandOvers(made, made.roles).next(10.0)
+    found = overs_of(made).next(10.0)
     assert list(went(found)) == ["decodes", "begun"]
     assert set(went(found).values()) <= {"w1", "w2"}
     assert all(len(one.choice.costs_s) == 2 and one.choice.stays_s > 0 for one in found)
@@ -55,7 +54,7 @@ def test_who_decodes_and_whose_prompt_has_been_begun_is_handed_over() -> None:
 
 def test_one_under_way_is_not_ordered_again_and_one_that_failed_only_later() -> None:
     made = fleet(listed("a", prompt=90, blocks=6))
-    overs = HandOvers(made, made.roles)
+    overs = overs_of(made)
     (first,) = overs.next(10.0)
     assert overs.next(10.1) == [] and len(overs) == 1
     overs.on_over(first.ref, True, 10.2)
@@ -66,7 +65,7 @@ def test_one_under_way_is_not_ordered_again_and_one_that_failed_only_later() -> 
 
 def test_what_is_on_its_way_takes_room_and_link() -> None:
     made = fleet(*(listed(f"r{at}", prompt=300, blocks=19) for at in range(3)), free=(40, 0))
-    overs = HandOvers(made, made.roles)
+    overs = overs_of(made)
     found = overs.next(10.0)
     assert list(went(found).values()) == ["w1", None, None], "w2 is full, and one fills w1"
     assert overs.next(10.1) == [], "those that stay are looked at again later"
@@ -76,7 +75,7 @@ def test_kv_of_another_kind_goes_nowhere() -> None:
     made = fleet(listed("a", prompt=90, blocks=6))
     hear(made, report("w1", free=60, seq=2), fingerprint=b"other")
     hear(made, report("w2", free=60, seq=2), fingerprint=b"other")
-    assert list(went(HandOvers(made, made.roles).next(10.0)).values()) == [None]
+    assert list(went(overs_of(made).next(10.0)).values()) == [None]
 
 
 def test_what_roles_see_of_a_worker() -> None:
@@ -89,12 +88,12 @@ def test_what_roles_see_of_a_worker() -> None:
 
 def test_the_only_prompt_of_a_worker_is_handed_over_before_a_heartbeat_shows_that_it_was_begun() -> None:
     made = fleet()
-    overs = HandOvers(made, made.roles)
-    made.place((item("alone"),), frozenset(), PrefixAware(), 10.0)
+    overs = overs_of(made)
+    made.place((item("alone"),), OTHERS, PrefixAware(), 10.0)
     assert overs.next(10.01) == [], "it is on its way to its worker"
     assert list(went(overs.next(10.05))) == ["alone"]
     assert overs.next(10.1) == [], "and once only"
-    made.place((item("second"),), frozenset(), PrefixAware(), 10.1)
+    made.place((item("second"),), OTHERS, PrefixAware(), 10.1)
     assert overs.next(10.2) == [], "which of the two is computed nobody knows yet"
     hear(made, report("w0", seq=2, sequences=(prompt("alone", 48), prompt("second", 0))))
     assert overs.next(10.3) == []

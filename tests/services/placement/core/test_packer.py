@@ -12,7 +12,7 @@ from services.placement.policy import LIVE_PACKINGS, create_packing
 from shared.messages.moves import SequenceMove, SequenceMoved
 from shared.messages.plans import EndedSequence
 from shared.messages.reports import SequenceReport, WorkerReported
-from shared.messages.sequence import FinishReason, SequenceKey
+from shared.messages.sequence import FinishReason
 from tests.services.placement.rig import BLOCK, item, listed, report, stepped
 from tests.shared.messages.builders import ref
 
@@ -205,14 +205,14 @@ def test_a_refused_order_leaves_the_books_as_the_world_is() -> None:
     for number in range(2):
         rig.running[f"r{number}"] = Running(f"w{number}", 1, 20)
     (order,) = rig.epoch()
-    rig.packer.on_refused(order, rig.now_s)
+    rig.packer.on_failed(order.ref, rig.now_s)
     rig.packer.check_integrity()
     assert {rig.packer.state_of(name) for name in ("w0", "w1")} == {"T"}, "one on each, as it is"
 
 
 def test_a_worker_that_is_retired_gets_nothing_until_it_comes_anew() -> None:
     rig = Rig(workers=2)
-    rig.packer.sync(rig.fleet, 0.0)
+    rig.packer.sync(rig.fleet)
     rig.packer.retire("w0", rig.fleet)
     assert [rig.arrive(f"r{number}", 30) for number in range(3)] == ["w1", "w1", None]
     assert rig.packer.wanting(rig.now_s) == 1 and rig.packer.wanting(rig.now_s + 5) == 0
@@ -309,10 +309,3 @@ def test_histories_of_many_sequences_use_few_workers() -> None:
         volume = sum(max(5, one.blocks + 1) for one in rig.running.values())
         worst = max(worst, len(rig.used()) - 4 / 3 * -(-volume // 80))
     assert worst <= 6
-
-
-def test_keys_are_sequence_keys() -> None:
-    rig = Rig()
-    rig.arrive("r", 4)
-    key: SequenceKey = ref("r").key
-    assert rig.packer._policy is not None and rig.packer._policy.worker_of(key) == "w0"

@@ -1,4 +1,4 @@
-"""Roles: who gets which, when they change, what a split is reckoned to take, and where an answer goes on."""
+"""Roles: their assignment, when they change, the estimated time of a split, and where an answer continues."""
 
 from dataclasses import replace
 from math import isfinite
