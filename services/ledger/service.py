@@ -1,15 +1,14 @@
 """The ledger on the bus: keeps a table of workers' memory and debts, and answers `FindCreditors`.
 
-Its state is soft: one round of heartbeats rebuilds it after a restart. Several ledgers may run, each with
-its own table; they tell each other where they sent debtors and which creditors refused. The ledger moves no
-memory and gives no grants. `Settlements` settles cycles of debts, on the ledger that leads.
+Its state is soft. Several ledgers may run, each with its own table; they tell each other where they sent
+debtors and which creditors refused. The ledger that leads settles cycles of debts.
 """
 
 import asyncio
 from collections.abc import Iterable, Mapping
 
 from services.ledger.config import LedgerConfig
-from services.ledger.core.debt_ledger import DebtLedger, candidates
+from services.ledger.core.debt_ledger import Account, DebtLedger, candidates
 from services.ledger.core.dgfm.coordinator import Coordinator, Leadership, SettlementAsk, SettleRules
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler, Listener, fenced, recorder_handlers, status_handlers, status_of
@@ -19,15 +18,12 @@ from shared.liveness import AwakeClock
 from shared.log import canonical, get_logger
 from shared.messages.base import Empty
 from shared.messages.commands import CreditorCandidate, CreditorCandidates, FindCreditors
-from shared.messages.lending import CreditorOffered, KvTier, LedgerAnnounced, Settled, SettlePhase
+from shared.messages.lending import CreditorOffered, KvTier, LedgerAnnounced, Settled
 from shared.messages.reports import ServiceStatus, WorkerReported
 
 
 class Settlements:
-    """Carries settlements out: sends the coordinator's messages to workers, and returns their answers to it.
-
-    Settlements end with the process: workers that hear nothing thaw by themselves.
-    """
+    """Carries settlements out: sends the coordinator's messages to workers and returns their answers."""
 
     def __init__(self, bus: Bus, rules: SettleRules) -> None:
         self._bus = bus
@@ -60,30 +56,24 @@ class Settlements:
 
     def _send(self, asks: Iterable[SettlementAsk]) -> None:
         for ask in asks:
-            task = asyncio.create_task(self._fenced(ask))
+            task = asyncio.create_task(self._ask(ask))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _fenced(self, ask: SettlementAsk) -> None:
-        with fenced("settlement"):
-            await self._ask(ask)
-
     async def _ask(self, ask: SettlementAsk) -> None:
+        core, subject = self.core, subjects.worker_settle(ask.worker_id)
         answer: Settled | None = None
-        try:
-            answer = await self._bus.request(
-                subjects.worker_settle(ask.worker_id), ask.message, Settled, deadline_s=self._deadline_s
-            )
-        except KvasirError as error:
-            _log.info("%s did not %s: %s", ask.worker_id, ask.message.phase, error)
-        before = self.core.completed, self.core.aborted
-        self._send(self.core.on_answer(ask.message, ask.worker_id, answer))
-        if (self.core.completed, self.core.aborted) != before:
-            whole = self.core.completed > before[0]
-            after = self.core.last_end
-            canonical(_log, "settlement over", settlement=ask.message.settlement, whole=whole, after=after)
-        elif answer is not None and ask.message.phase is SettlePhase.FREEZE:
-            _log.debug("%s can settle %d blocks", ask.worker_id, answer.blocks)
+        with fenced("settlement"):
+            try:
+                answer = await self._bus.request(subject, ask.message, Settled, deadline_s=self._deadline_s)
+            except KvasirError as error:
+                _log.info("%s did not %s: %s", ask.worker_id, ask.message.phase, error)
+            completed, over = core.completed, core.completed + core.aborted
+            self._send(core.on_answer(ask.message, ask.worker_id, answer))
+            if core.completed + core.aborted > over:
+                whole, after = core.completed > completed, core.last_end
+                name = ask.message.settlement
+                canonical(_log, "settlement over", settlement=name, whole=whole, after=after)
 
 
 HANDLERS: tuple[Handler, ...] = (
@@ -203,24 +193,34 @@ class Ledger:
                 "ledgers": self.leadership.heard(now_s),
                 **({} if self.settlements is None else self.settlements.details()),
                 "tokens": [
-                    {
-                        "worker": account.worker_id,
-                        "host": account.host,
-                        "total": account.total_tokens,
-                        "free": account.own_free_tokens,
-                        "lent": account.lent_tokens,
-                        "borrowed": account.borrowed_tokens,
-                        "lent_to": account.lent_to_tokens,
-                        "borrowed_from": account.borrowed_from_tokens,
-                        "host_lent_to": account.host_lent_to_tokens,
-                        "host_borrowed_from": account.host_borrowed_from_tokens,
-                        "seq": account.seq,
-                        "heard_s_ago": round(self.table.liveness.unheard_s(account.worker_id, awake_s), 2),
-                    }
-                    for account in sorted(self.table, key=lambda account: account.worker_id)
+                    _row(account, self.table.liveness.unheard_s(name, awake_s))
+                    for name, account in sorted(self.table.accounts.items())
                 ],
             },
         )
+
+
+def _row(account: Account, heard_s_ago: float) -> dict[str, object]:
+    """Return a worker's row of the status; amounts in tokens."""
+    report, tokens = account.report, account.tokens
+
+    def by_peer(blocks: Mapping[str, int]) -> dict[str, int]:
+        return {peer: tokens(count) for peer, count in blocks.items()}
+
+    return {
+        "worker": report.worker_id,
+        "host": report.host,
+        "total": tokens(report.capacity.total_blocks),
+        "free": account.offers[KvTier.DEVICE].free_tokens,
+        "lent": tokens(report.capacity.lent_blocks + report.capacity.host_lent_blocks),
+        "borrowed": tokens(report.capacity.borrowed_blocks),
+        "lent_to": by_peer(report.lent_to_blocks),
+        "borrowed_from": by_peer(report.borrowed_from_blocks),
+        "host_lent_to": by_peer(report.host_lent_to_blocks),
+        "host_borrowed_from": by_peer(report.host_borrowed_from_blocks),
+        "seq": report.seq,
+        "heard_s_ago": round(heard_s_ago, 2),
+    }
 
 
 async def run(config: LedgerConfig) -> None:

@@ -11,13 +11,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from services.predictor.core.length_model import (
-    LengthModel,
-    LengthQuery,
-    LengthSample,
-    PredictedLength,
-    predict_all,
-)
+from services.predictor.core.length_model import LengthModel, LengthQuery, LengthSample, PredictedLength
+from services.predictor.core.report import predict_all
 from shared.clock import monotonic_s
 from shared.errors import NoResponder, Overloaded
 from shared.plugins import PluginFaults
@@ -31,6 +26,7 @@ class Batcher:
 
     model: LengthModel
     batch_limit: int = 64
+    """Maximum predictions of one call."""
     queue_limit: int = 2048
     batches: int = 0
     """Number of model calls so far."""
@@ -77,7 +73,7 @@ class Batcher:
                 await self._round(loop, thread)
         finally:
             self._is_over = True
-            _give_up(answer for _, answer in self._questions)
+            _fail(self._questions, _ending())
             thread.shutdown(wait=False, cancel_futures=True)
 
     async def _round(self, loop: asyncio.AbstractEventLoop, thread: ThreadPoolExecutor) -> None:
@@ -85,23 +81,23 @@ class Batcher:
         self._lessons.clear()
         self._orders.clear()
         size = min(self.batch_limit, len(self._questions))
-        asked = [self._questions.popleft() for _ in range(size)]
-        asked = [(query, answer) for query, answer in asked if not answer.done()]
+        asked: list[tuple[LengthQuery, Answer]] = []
+        queries: list[LengthQuery] = []
+        for _ in range(size):
+            query, answer = self._questions.popleft()
+            if not answer.done():
+                asked.append((query, answer))
+                queries.append(query)
         if self._questions:
             self._work.set()
-        queries = [query for query, _ in asked]
         try:
             told = await loop.run_in_executor(thread, self._in_thread, lessons, orders, queries)
         except Exception as error:
-            failure = self.faults.note(
-                f"length model {self.model.name}", "predict or observe", error, monotonic_s()
-            )
-            for _, answer in asked:
-                if not answer.done():
-                    answer.set_exception(failure)
+            name = f"length model {self.model.name}"
+            _fail(asked, self.faults.note(name, "predict or observe", error, monotonic_s()))
             return
         except BaseException:
-            _give_up(answer for _, answer in asked)
+            _fail(asked, _ending())
             raise
         self.batches += bool(queries)
         for (_, answer), predicted in zip(asked, told, strict=True):
@@ -109,26 +105,24 @@ class Batcher:
                 answer.set_result(predicted)
 
     def _in_thread(
-        self,
-        lessons: list[LengthSample],
-        orders: list[Callable[[], None]],
-        queries: list[LengthQuery],
+        self, lessons: list[LengthSample], orders: list[Callable[[], None]], queries: list[LengthQuery]
     ) -> list[PredictedLength]:
         for order in orders:
             order()
         for sample in lessons:
             self.model.observe(sample)
         told = predict_all(self.model, queries) if queries else []
-        if not all(isinstance(one, PredictedLength) for one in told):
-            raise TypeError("it returned something else than a PredictedLength")
+        for one in told:
+            if not isinstance(one, PredictedLength):
+                raise TypeError("it returned something else than a PredictedLength")
         return told
 
 
-def _give_up(answers: Iterable[Answer]) -> None:
+def _fail(asked: Iterable[tuple[LengthQuery, Answer]], failure: Exception) -> None:
     """Fail open requests, whose callers were not cancelled."""
-    for answer in answers:
+    for _, answer in asked:
         if not answer.done():
-            answer.set_exception(_ending())
+            answer.set_exception(failure)
 
 
 def _ending() -> NoResponder:

@@ -22,7 +22,7 @@ from shared.command_line import Parser
 from shared.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
-    from services.predictor.trial import Verdict
+    from services.predictor.models.training import Verdict
 
 _BACKGROUND_NICENESS = 10
 
@@ -65,8 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _samples(arguments: argparse.Namespace) -> list[LengthSample]:
-    tokenizer = None if arguments.tokenizer is None else load_tokenizer(arguments.tokenizer)
-    return read_samples(arguments.data, tokenizer)
+    return read_samples(arguments.data, arguments.tokenizer and load_tokenizer(arguments.tokenizer))
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -78,12 +77,10 @@ def _train(arguments: argparse.Namespace) -> None:
     if not 0 <= held_out < len(samples):
         raise InvalidRequest(f"--held-out {held_out} of {len(samples)} rows leaves none", param="held_out")
     if arguments.model == "lm_head":
-        _train_lm_head(arguments, samples, held_out, should_stop)
-        return
+        return _train_lm_head(arguments, samples, held_out, should_stop)
     import torch  # slow to import: after the checks
 
-    from services.predictor.models.training import TrainingPlan
-    from services.predictor.trial import hold_trial
+    from services.predictor.models.training import TrainingPlan, hold_trial
 
     torch.set_num_threads(1)
 
@@ -143,15 +140,14 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 
 def _print_verdict(verdict: "Verdict", *, as_json: bool) -> None:
-    old = None if verdict.old is None else verdict.old.as_dict()
-    new = None if verdict.new is None else verdict.new.as_dict()
+    old, new = (None if report is None else report.as_dict() for report in (verdict.old, verdict.new))
     if as_json:
         written = None if verdict.path is None else verdict.path.name
         print(json.dumps({"written": written, "old_version": verdict.old_version, "old": old, "new": new}))
         return
     print(f"{'':18}{verdict.old_version:>16}{'new':>12}")
-    for name in new or {}:
-        print(f"{name:18}{(old or {}).get(name, '-'):>16}{(new or {})[name]:>12}")
+    for name, value in (new or {}).items():
+        print(f"{name:18}{(old or {}).get(name, '-'):>16}{value:>12}")
     print("not better: nothing written" if verdict.path is None else f"written: {verdict.path}")
 
 

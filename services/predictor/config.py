@@ -6,7 +6,6 @@ from typing import Literal
 from pydantic import Field
 
 from services.predictor.core.length_model import ModelSettings
-from services.predictor.learning import LearningRules
 from services.predictor.models import create, find_model
 from shared.config import ServiceConfig
 
@@ -33,13 +32,7 @@ class PredictorConfig(ServiceConfig):
         description="what reads hidden states where workers hand some out (worker.states_every): tells "
         "lengths, or the order in which answers end; or nothing does",
     )
-    batch_limit: int = Field(default=64, ge=1, description="questions that one call of the model answers")
-    queue_limit: int = Field(default=2048, ge=1, description="questions that may wait; one more is refused")
     learn: bool = Field(default=True, description="regressor: train in the background on what is served")
-    learn_every: int = Field(default=1000, ge=1, description="finished answers between two trainings")
-    learn_least: int = Field(default=300, ge=100, description="finished answers before the first training")
-    learn_history: int = Field(default=20_000, ge=100, description="latest answers that are learned from")
-    learn_deadline_s: float = Field(default=900.0, gt=0, description="a training is stopped after this")
 
     def check(self) -> None:
         find_model(self.model)
@@ -48,6 +41,3 @@ class PredictorConfig(ServiceConfig):
 
     def model_settings(self) -> ModelSettings:
         return ModelSettings(self.state_dir, self.trace, self.tokenizer, self.base_model)
-
-    def learning_rules(self) -> LearningRules:
-        return LearningRules(self.learn_every, self.learn_least, self.learn_history, self.learn_deadline_s)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # imports torch, which the other models do not need
     from services.predictor.models.regressor import RegressorModel
 
 _ROOT = Path(__file__).parents[2]
+_DEADLINE_S = 900.0
 _KILL_GRACE_S = 30.0
 _MOST_OUTPUT_BYTES = 65_536
 SAMPLES_FILE = "served.jsonl"
@@ -32,25 +33,19 @@ SAMPLES_FILE = "served.jsonl"
 _log = get_logger("predictor")
 
 
-@dataclass(frozen=True)
-class LearningRules:
-    """When the learner trains, on how many answers, and for how long at most."""
-
-    every_samples: int = 1000
-    min_samples: int = 300
-    history_samples: int = 20_000
-    deadline_s: float = 900.0
-
-
 @dataclass
 class Learner:
-    """Keeps finished answers on disk and trains a regressor on them in a child process. It accesses the model
+    """Keeps finished answers on disk and trains a regressor on them in a child process. It changes the model
     through the batcher only, so never during a prediction."""
 
     model: "RegressorModel"
     batcher: Batcher
     directory: Path
-    rules: LearningRules = field(default_factory=LearningRules)
+    every_samples: int = 1000
+    """New answers between two trainings."""
+    min_samples: int = 300
+    history_samples: int = 20_000
+    """Latest answers that are learned from."""
     trainings: int = 0
     swaps: int = 0
     failures: int = 0
@@ -61,12 +56,12 @@ class Learner:
     _history: deque[LengthSample] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._history = deque(self._remembered(), maxlen=self.rules.history_samples)
+        self._history = deque(self._remembered(), maxlen=self.history_samples)
 
     def observe(self, sample: LengthSample) -> None:
         self._history.append(sample)
         self._fresh += 1
-        if self._fresh >= self.rules.every_samples and len(self._history) >= self.rules.min_samples:
+        if self._fresh >= self.every_samples and len(self._history) >= self.min_samples:
             self._due.set()
 
     async def run(self) -> None:
@@ -84,18 +79,15 @@ class Learner:
 
     def summary(self) -> dict[str, Any]:
         """Return the fields for `status`."""
-        shown: dict[str, Any] = {
+        maes = {f"{side}_mae_tokens": mae for side, mae in _maes(self.last_verdict).items()}
+        return {
             "learned_from": len(self._history),
             "trainings": self.trainings,
             "swaps": self.swaps,
             "failed_trainings": self.failures,
             "training": self.is_training,
+            **maes,
         }
-        for side in ("old", "new"):
-            report = self.last_verdict.get(side) or {}
-            if "mae_tokens" in report:
-                shown[f"{side}_mae_tokens"] = report["mae_tokens"]
-        return shown
 
     def _remembered(self) -> list[LengthSample]:
         """Return the history of an earlier run. An unreadable file is ignored."""
@@ -113,12 +105,13 @@ class Learner:
             self.last_verdict = verdict = await self._train()
             written = verdict.get("written")
             if written:
-                from services.predictor.models import versions
+                from services.predictor.models import network
 
-                trained = await asyncio.to_thread(versions.read, self.directory / written)
+                trained = await asyncio.to_thread(network.read, self.directory / written)
                 self.batcher.call(lambda: self.model.adopt(trained))
                 self.swaps += 1
-            canonical(_log, "length model trained", swapped=bool(written), **_maes(verdict))
+            maes = {f"{side}_mae": mae for side, mae in _maes(verdict).items()}
+            canonical(_log, "length model trained", swapped=bool(written), **maes)
         except (OSError, ValueError, KvasirError, TimeoutError) as error:
             self.failures += 1
             _log.warning("length model not trained: %s", error)
@@ -130,11 +123,11 @@ class Learner:
         command = [sys.executable, "-m", "services.predictor", "train", "--json", "--only-if-better"]
         command += ["--data", str((self.directory / SAMPLES_FILE).resolve())]
         command += ["--out", str(self.directory.resolve()), "--background", str(os.getpid())]
-        command += ["--deadline-s", str(self.rules.deadline_s), "--seed", str(self.trainings)]
+        command += ["--deadline-s", str(_DEADLINE_S), "--seed", str(self.trainings)]
         pipe = asyncio.subprocess.PIPE
         child = await asyncio.create_subprocess_exec(*command, cwd=_ROOT, stdout=pipe, stderr=pipe)
         try:
-            async with asyncio.timeout(self.rules.deadline_s + _KILL_GRACE_S):
+            async with asyncio.timeout(_DEADLINE_S + _KILL_GRACE_S):
                 output, problems = await child.communicate()
         finally:
             if child.returncode is None:
@@ -148,5 +141,4 @@ class Learner:
 
 
 def _maes(verdict: dict[str, Any]) -> dict[str, float]:
-    reports = {side: verdict.get(side) or {} for side in ("old", "new")}
-    return {f"{side}_mae": report["mae_tokens"] for side, report in reports.items() if report}
+    return {side: verdict[side]["mae_tokens"] for side in ("old", "new") if verdict.get(side)}

@@ -55,7 +55,7 @@ class Reviser:
 
     def finish(self, key: SequenceKey, output_tokens: int, *, censored: bool) -> None:
         """Learn from a finished answer, complete or `censored` by its limit."""
-        self._batcher.call(partial(self._finish, key, output_tokens, censored=censored))
+        self._batcher.call(partial(self._finish, key, output_tokens, censored))
 
     def forget(self, key: SequenceKey) -> None:
         """Drop an answer that ended for another reason."""
@@ -93,7 +93,7 @@ class Reviser:
             except asyncio.QueueFull:
                 self.dropped += 1
 
-    def _finish(self, key: SequenceKey, output_tokens: int, *, censored: bool) -> None:
+    def _finish(self, key: SequenceKey, output_tokens: int, censored: bool) -> None:
         for (model, width), learner in self._learners.items():
             before = learner.answers
             learner.finish(key, output_tokens, censored=censored)
@@ -158,15 +158,7 @@ def _told(learner: RestLearner, states: list[AnswerState]) -> tuple[RevisedLengt
         RevisedLength(
             ref=one.ref,
             generated_tokens=one.generated_tokens,
-            prediction=LengthPrediction(
-                rl_tokens=each.rl_tokens,
-                p50_tokens=each.p50_tokens,
-                p80_tokens=each.p80_tokens,
-                p90_tokens=each.p90_tokens,
-                p95_tokens=each.p95_tokens,
-                model_version=version,
-                is_calibrated=True,
-            ),
+            prediction=LengthPrediction(model_version=version, is_calibrated=True, **vars(each)),
         )
         for one, each in zip(states, told, strict=True)
     )

@@ -1,18 +1,29 @@
 """The predictor on the bus: answers `PredictLength` and learns from `SequenceFinished`.
 
+Each served model has a length model of its own, because answer lengths and token ids differ between models.
 If workers send hidden states of running answers (`WorkerObserved`), it publishes revised lengths. State is
 soft: a restart begins with the latest trained version, or the prior.
 """
 
 import asyncio
+import hashlib
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
+from services.predictor.batching import Batcher
 from services.predictor.config import PredictorConfig
 from services.predictor.core.length_model import LengthQuery, LengthSample
+from services.predictor.core.report import PredictionAudit
+from services.predictor.learning import Learner
+from services.predictor.models import FIXED, create
 from services.predictor.revising import Reviser
-from services.predictor.served import ServedModels
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler, Listener, fenced, recorder_handlers, status_handlers, status_of
-from shared.clock import Clock, monotonic_s
+from shared.clock import monotonic_s
 from shared.errors import InvalidRequest
 from shared.log import canonical, get_logger
 from shared.messages.base import Empty
@@ -27,44 +38,139 @@ HANDLERS: tuple[Handler, ...] = (
     Listener(subjects.ANY_WORKER_OBSERVED, WorkerObserved, "observe", sender="worker_id"),
     *status_handlers("predictor"),
 )
+MOST_MODELS = 16
+"""Maximum named models; further ones use the common length model."""
+_REGRESSOR = "services.predictor.models.regressor"
 
 _log = get_logger("predictor")
+
+
+@dataclass
+class ServedLengths:
+    """Length model of one served model, its learner and its accuracy."""
+
+    batcher: Batcher
+    learner: Learner | None = None
+    audit: PredictionAudit = field(default_factory=PredictionAudit)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the fields for `status`."""
+        learned = {} if self.learner is None else self.learner.summary()
+        return {"model_version": self.batcher.model.version, **self.audit.summary(), **learned}
+
+
+class ServedModels:
+    """`ServedLengths` by served model, created when a message first names it. `run` must be running."""
+
+    def __init__(self, config: PredictorConfig) -> None:
+        """Create the common model. Raises ConfigError for an unknown length model."""
+        self._config = config
+        self._tasks: asyncio.TaskGroup | None = None
+        self._is_over = False
+        """Whether `run` has ended, so that no model is added."""
+        self.common = self._made(config.state_dir)
+        """For requests that name no model; the reviser shares its thread."""
+        self._named: dict[str, ServedLengths] = {}
+
+    async def run(self) -> None:
+        """Run batchers and learners until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            for lengths in {id(one.batcher): one for one in (self.common, *self._named.values())}.values():
+                self._start(lengths)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self._is_over = True
+
+    def of(self, name: str) -> ServedLengths:
+        """Return the lengths of a served model; without a name the only one, else the common one."""
+        if not name and len(self._named) == 1:
+            (only,) = self._named.values()
+            return only
+        known = self._named.get(name)
+        if known is not None or not name or self._is_over or len(self._named) >= MOST_MODELS:
+            return known or self.common
+        if self._config.model in FIXED:
+            made = ServedLengths(self.common.batcher)
+        else:
+            directory = self._config.state_dir
+            made = self._made(None if directory is None else directory / folder_of(name))
+            self._start(made)
+        self._named[name] = made
+        canonical(_log, "lengths of a model", served=name, version=made.batcher.model.version)
+        return made
+
+    def summary(self) -> dict[str, Any]:
+        """Return the fields for `status`: those of the only model, or sums with a row per model."""
+        named = self._named or {"": self.common}
+        batchers = {id(one.batcher): one.batcher for one in (self.common, *named.values())}
+        shown = {name: one.summary() for name, one in named.items()}
+        now_s = monotonic_s()
+        return {
+            "model": self.common.batcher.model.name,
+            "trouble": next(filter(None, (each.faults.text(now_s) for each in batchers.values())), ""),
+            "batches": sum(batcher.batches for batcher in batchers.values()),
+            **(next(iter(shown.values())) if len(shown) == 1 else _together(shown)),
+        }
+
+    def _made(self, directory: Path | None) -> ServedLengths:
+        """Create a length model from its own trained version, else from the one in `state_dir`."""
+        config = self._config
+        settings = config.model_settings()
+        model = create(config.model, replace(settings, state_dir=directory))
+        if directory not in (None, config.state_dir) and getattr(model, "trained", model) is None:
+            model = create(config.model, settings)
+        batcher = Batcher(model)
+        return ServedLengths(batcher, learner_for(config, batcher, directory))
+
+    def _start(self, lengths: ServedLengths) -> None:
+        if self._tasks is None:
+            return  # `run` starts it.
+        self._tasks.create_task(lengths.batcher.run())
+        if lengths.learner is not None:
+            self._tasks.create_task(lengths.learner.run())
+
+
+def learner_for(config: PredictorConfig, batcher: Batcher, directory: Path | None) -> Learner | None:
+    """Return a learner for a regressor with a directory, else None."""
+    if directory is None or not config.learn or _REGRESSOR not in sys.modules:
+        return None  # There is no regressor; importing it would load torch, which takes seconds.
+    from services.predictor.models.regressor import RegressorModel
+
+    return Learner(batcher.model, batcher, directory) if isinstance(batcher.model, RegressorModel) else None
+
+
+def folder_of(name: str) -> str:
+    """Return a readable folder name, unique per model name."""
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:40]
+    return f"{readable}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
+
+
+def _together(shown: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    counts = ("predictions", "finished", "scored")
+    added = {name: sum(each.get(name, 0) for each in shown.values()) for name in counts}
+    return {**added, "models": [{"model": name, **each} for name, each in shown.items()]}
 
 
 class Predictor:
     """Message handlers: predict with the length model of the served model, and train it."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        served: ServedModels,
-        clock: Clock = monotonic_s,
-        reviser: Reviser | None = None,
-    ) -> None:
-        self._bus = bus
-        self._served = served
-        self._reviser = reviser
-        self._clock = clock
-        self._started_s = clock()
+    def __init__(self, bus: Bus, served: ServedModels, reviser: Reviser | None = None) -> None:
+        self._bus, self._served, self._reviser = bus, served, reviser
+        self._started_s = monotonic_s()
 
     async def predict(self, asked: PredictLength) -> LengthPrediction:
         """Predict an answer's length. Raises InvalidRequest (`max_tokens` below 1) and Overloaded."""
         if asked.max_tokens < 1:
             raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
         lengths = self._served.of(asked.model)
-        predicted = await lengths.batcher.predict(
-            LengthQuery(asked.prompt, asked.max_tokens, max(0, asked.generated_tokens))
-        )
-        if asked.generated_tokens <= 0:
+        generated_tokens = max(0, asked.generated_tokens)
+        query = LengthQuery(asked.prompt, asked.max_tokens, generated_tokens)
+        predicted = await lengths.batcher.predict(query)
+        if generated_tokens == 0:
             lengths.audit.on_predicted(asked.ref.key, predicted)
-        return LengthPrediction(
-            rl_tokens=predicted.rl_tokens,
-            p50_tokens=predicted.p50_tokens,
-            p80_tokens=predicted.p80_tokens,
-            p90_tokens=predicted.p90_tokens,
-            p95_tokens=predicted.p95_tokens,
-            model_version=lengths.batcher.model.version,
-        )
+        return LengthPrediction(model_version=lengths.batcher.model.version, **vars(predicted))
 
     def learn(self, finished: SequenceFinished) -> None:
         """Learn from an answer that ended by itself or at its limit; ignore other ends."""
@@ -100,15 +206,8 @@ class Predictor:
 
     async def status(self, _: Empty) -> ServiceStatus:
         """Return what `python -m services status` shows."""
-        return status_of(
-            self._bus,
-            "predictor",
-            self._clock() - self._started_s,
-            {
-                **self._served.summary(),
-                **({} if self._reviser is None else self._reviser.summary()),
-            },
-        )
+        details = self._served.summary() | ({} if self._reviser is None else self._reviser.summary())
+        return status_of(self._bus, "predictor", monotonic_s() - self._started_s, details)
 
 
 async def run(config: PredictorConfig) -> None:
@@ -120,7 +219,7 @@ async def run(config: PredictorConfig) -> None:
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(served.run())
-            predictor = Predictor(bus, served, reviser=reviser)
+            predictor = Predictor(bus, served, reviser)
             await bus.attach(HANDLERS, predictor)
             await bus.attach(recorder_handlers("predictor"), bus.recorder)
             tasks.create_task(predictor.tell())

@@ -1,10 +1,7 @@
-"""Selects answers to move off the workers that computed their prompts, and their targets.
+"""Selects answers to move off the workers that computed their prompts, and their targets. Pure.
 
 Candidates are the sequences of `prefill` workers that decode, or whose prompt is being computed: their KV
-transfer starts early. Heartbeats show that a prompt has started; before that, a worker's only prompt is
-assumed to. Each goes to the decoding worker where it finishes first (`FleetRoles.hand_over`). The target must
-have room and be able to take its KV. After a refusal or failure a sequence is skipped briefly. Pure; the
-scheduler carries out the moves (docs/migration.md).
+transfer starts early. Each goes to the decoding worker where it finishes first (`FleetRoles.hand_over`).
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,8 @@
-"""Tracks the prefix cache of each worker from its events, to find how much of a prompt it holds.
+"""Tracks the prefix cache of each worker from its events, to find how much of a prompt it holds. Pure.
 
 Events are numbered. After a gap, or for a new worker, the missing part is requested, and later events wait.
-Blocks of a prompt just placed count as stored for a while, so that similar prompts follow it. The index may
-be wrong: an error costs a recomputation, never a wrong answer. Pure. Source: `algorithms.md` §5, for several
-workers.
+Blocks of a prompt just placed count as stored for a while, so that similar prompts follow it. An error costs
+a recomputation, never a wrong answer.
 """
 
 from collections.abc import Iterator, Sequence

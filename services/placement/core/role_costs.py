@@ -1,15 +1,8 @@
-"""Estimates the time of a request for a split of workers into prefill and decode, in seconds.
+"""Estimates the time of a request for a split of workers into prefill and decode, in seconds. Pure.
 
 A step with prompt tokens takes a decode step plus the time of those tokens, and yields one token per answer.
-On decode workers a step grows with the context held. The model derives queueing time, prompt time and token
-time per role from measured speeds and the arrival rate, and checks memory and compute limits.
-
-    8 workers; 12 requests a second, with prompts of 2,000 tokens and answers of 30; 1,024 prompt tokens a
-    step, in 0.17 s. With all in both roles, three steps in four contain a prompt, and a token takes 0.08 s.
-    With six for prefill, those six are as busy, and a token takes 0.03 s on the other two.
-
-Queueing time is that of one M/G/k queue (Sakasegawa's approximation), whatever the service order. Pure.
-docs/roles.md lists what the model omits.
+On decode workers a step grows with the context held. Queueing time is that of one M/G/k queue (Sakasegawa's
+approximation), whatever the service order. docs/roles.md lists what the model omits.
 """
 
 from dataclasses import dataclass

@@ -1,11 +1,8 @@
-"""Assigns the roles prefill, decode or both to workers, and chooses where an answer is handed over to.
+"""Assigns the roles prefill, decode or both to workers, and chooses where an answer is handed over to. Pure.
 
-A prompt goes to a worker whose role is not `decode`. From a `prefill` worker, its KV and answer move to one
-that may decode. Roles are a fixed list, or adaptive: re-evaluated every few seconds by the estimated request
-time of each split (`core/role_costs.py`). A new split must save a twentieth; if no split helps, all do both.
-A change affects new requests only.
-
-State is soft: after a restart all do both until enough is measured. Pure. The simulator uses the same object.
+Roles are a fixed list, or adaptive: re-evaluated by the estimated request time of each split
+(`core/role_costs.py`). A change affects new requests only. After a restart all do both until enough is
+measured. The simulator uses the same object.
 """
 
 from collections import OrderedDict, deque
@@ -290,12 +287,9 @@ class FleetRoles:
         self._worse = 0
         self._assign(loads, best)
         self.changes += 1
-        return RoleChoice(
-            dict(self._roles),
-            {name: each.felt_s for name, each in self.seconds.items()},
-            _name(len(loads), best),
-            "mixed" if now is None else _name(len(loads), now),
-        )
+        before = "mixed" if now is None else _name(len(loads), now)
+        costs_s = {name: each.felt_s for name, each in self.seconds.items()}
+        return RoleChoice(dict(self._roles), costs_s, _name(len(loads), best), before)
 
     def hand_over(self, tokens: int, source: WorkerLoad, landings: Sequence[Landing]) -> HandOver:
         """Choose where a sequence of `source` continues; `landings` are workers with room for it. It goes
@@ -303,21 +297,15 @@ class FleetRoles:
         answer = self.demand.answer_tokens or _ANSWER_TOKENS
         prompt_s = 0.0
         if source.pending_tokens > 0 and self._prompt_rate:
-            token_s = (
-                1.0 / self._prompt_rate + self._prompts.preceding_token_s * source.prefill_context_tokens
-            )
+            before_s = self._prompts.preceding_token_s * source.prefill_context_tokens
+            token_s = 1.0 / self._prompt_rate + before_s
             prompt_s = min(source.pending_tokens, self._step_tokens) * token_s
         stays_s = answer * (self._step_s(source.context_tokens, source) + prompt_s)
-        costs = [
-            (
-                one.load.worker_id,
-                one.wait_s
-                + tokens / one.load.link_tokens_per_s
-                + _HAND_OVER_S
-                + answer * self._step_s(one.load.context_tokens + tokens, one.load),
-            )
-            for one in landings
-        ]
+        costs: list[tuple[str, float]] = []
+        for one in landings:
+            moved_s = one.wait_s + tokens / one.load.link_tokens_per_s + _HAND_OVER_S
+            answer_s = answer * self._step_s(one.load.context_tokens + tokens, one.load)
+            costs.append((one.load.worker_id, moved_s + answer_s))
         costs.sort(key=lambda cost: (cost[1], cost[0]))
         goes = bool(costs) and (not self.is_adaptive or costs[0][1] < stays_s)
         return HandOver(costs[0][0] if goes else None, stays_s, tuple(costs))
@@ -361,15 +349,8 @@ class FleetRoles:
             return None
         memory = sum(load.memory_tokens for load in loads) // len(loads)
         link = sum(load.link_tokens_per_s for load in loads) / len(loads)
-        return Speeds(
-            self._prompt_rate,
-            step_s,
-            context_token_s,
-            memory,
-            step_tokens,
-            link,
-            self._prompts.preceding_token_s,
-        )
+        before_s = self._prompts.preceding_token_s
+        return Speeds(self._prompt_rate, step_s, context_token_s, memory, step_tokens, link, before_s)
 
     def _assign(self, loads: Sequence[WorkerLoad], decoders: int) -> None:
         """Assign `decoders` workers to decode with as few changes as possible; 0: all do both."""
@@ -379,12 +360,8 @@ class FleetRoles:
         rank = {Role.DECODE: 0, Role.BOTH: 1, Role.PREFILL: 2}
 
         def order(load: WorkerLoad) -> tuple[int, int, int, str]:
-            return (
-                rank[self.role_of(load.worker_id)],
-                -load.context_tokens,
-                load.pending_tokens,
-                load.worker_id,
-            )
+            role, name = rank[self.role_of(load.worker_id)], load.worker_id
+            return role, -load.context_tokens, load.pending_tokens, name
 
         for at, load in enumerate(sorted(loads, key=order)):
             self._roles[load.worker_id] = Role.DECODE if at < decoders else Role.PREFILL

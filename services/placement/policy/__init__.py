@@ -2,9 +2,6 @@
 
 A package declares an entry point in the group `kvasir.placement.policies`, called without arguments.
 `my_file.py:MyPlacement` names a class in a file (`shared/plugins.py`).
-
-A `PlacementPolicy` picks one of the workers with room, which `services.placement.core.fleet` finds. A
-`PackingPolicy` tracks every sequence itself, decides which workers are in use, and moves sequences.
 """
 
 from collections.abc import Callable

@@ -115,8 +115,8 @@ class PackingPolicy(Protocol):
         """Number of workers that hold at least one request."""
         ...
 
-    def add_worker(self, worker_id: str, host: str = "", switch: str = "") -> None:
-        """Add an idle worker and its location. Raises ValueError if it is already known."""
+    def add_worker(self, worker_id: str, host: str = "") -> None:
+        """Add an idle worker. Raises ValueError if it is already known."""
         ...
 
     def remove_worker(self, worker_id: str) -> list[RequestKey]:

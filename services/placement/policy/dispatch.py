@@ -1,14 +1,9 @@
 """MELL's baselines: best fit, worst fit, and load balancing by migration (papers/000 §VIII).
 
-In best fit ("BF") and worst fit ("WF") a request stays where it was placed. The paper does not define what
-happens when a running request outgrows its worker. Here the youngest request on that worker is evicted and
-recomputed elsewhere (*redispatch*). For the other reading, *reserve*, the caller allocates a request's
-maximum length at once.
-
-Load balancing ("LB") is Llumnix's: an arrival goes to the worker with the most free memory. Once an epoch the
-most loaded workers are paired with the least loaded, by free blocks per request. Each gives its shortest
-request if that makes the pair more even. On overflow the shortest requests migrate. LB never empties a worker
-on purpose.
+In best fit and worst fit a request stays where it was placed. When one outgrows its worker, the youngest
+request there is evicted and recomputed elsewhere (*redispatch*; the paper defines nothing). Load balancing
+is Llumnix's: an arrival goes to the worker with the most free memory, and once an epoch loaded workers give
+their shortest requests to the least loaded ones.
 """
 
 from collections import deque
@@ -51,7 +46,7 @@ class DispatchPolicy:
     def active_workers(self) -> int:
         return len(self.bins)
 
-    def add_worker(self, worker_id: str, host: str = "", switch: str = "") -> None:
+    def add_worker(self, worker_id: str, host: str = "") -> None:
         if worker_id in self.bins or worker_id in self.idle:
             raise ValueError(f"worker {worker_id} is there already")
         self.idle.append(worker_id)
@@ -89,7 +84,7 @@ class DispatchPolicy:
         if blocks > home.free:
             self._effects.displaced.append(request)
         else:
-            self._put(request, blocks, home)
+            self._set(request, blocks, home)
             self._effects.placed[request] = worker_id
         return self._close()
 
@@ -134,17 +129,16 @@ class DispatchPolicy:
         if home is None:
             self._effects.waiting.append(request)
             return
-        self._put(request, blocks, home)
+        self._set(request, blocks, home)
         self._effects.placed[request] = home.worker_id
 
     def _grow(self, request: RequestKey, blocks: int) -> None:
         check_blocks(request, blocks, self.capacity_blocks)
         home = self.homes[request]
-        more = blocks - home.requests[request]
-        if more <= home.free:
-            self._resize(home, request, blocks)
-            return
-        self._overflow(home, request, blocks)
+        if blocks - home.requests[request] <= home.free:
+            self._set(request, blocks, home)
+        else:
+            self._overflow(home, request, blocks)
 
     def _overflow(self, home: Bin, request: RequestKey, blocks: int) -> None:
         """Restart the youngest requests elsewhere, the growing one included, until the rest fits."""
@@ -155,16 +149,17 @@ class DispatchPolicy:
             if leaves:
                 return
             if blocks - home.requests[request] <= home.free:
-                self._resize(home, request, blocks)
+                self._set(request, blocks, home)
                 return
 
     def _leave(self, request: RequestKey, blocks: int, *, is_recompute: bool) -> None:
-        source = self._take(request)
+        source = self.homes[request]
+        self._set(request, 0, source)
         target = self._room(blocks, source)
         if target is None:
             self._effects.displaced.append(request)
             return
-        self._put(request, blocks, target)
+        self._set(request, blocks, target)
         self._effects.moves.append(PackedMove(request, source.worker_id, target.worker_id, blocks))
         self._effects.recomputes += is_recompute
 
@@ -176,41 +171,28 @@ class DispatchPolicy:
         for one in able:
             if one is not avoided:
                 return one
-        return self._activate()
-
-    def _activate(self) -> Bin | None:
         return self._open(self.idle.popleft()) if self.idle else None
 
     def _open(self, worker_id: str) -> Bin:
-        made = Bin(worker_id, self.capacity_blocks)
-        self.bins[made.worker_id] = made
-        self._effects.activated.append(made.worker_id)
+        made = self.bins[worker_id] = Bin(worker_id, self.capacity_blocks)
+        self._effects.activated.append(worker_id)
         self._index(made)
         return made
 
-    def _put(self, request: RequestKey, blocks: int, home: Bin) -> None:
+    def _set(self, request: RequestKey, blocks: int, home: Bin) -> None:
+        """Put a request on a worker, change its size there, or remove it (0 blocks)."""
         self._unindex(home)
-        home.requests[request] = blocks
-        home.free -= blocks
-        self.homes[request] = home
-        self._index(home)
-
-    def _take(self, request: RequestKey) -> Bin:
-        """Remove a request from its worker. An empty worker is terminated when the operation closes."""
-        home = self.homes.pop(request)
-        self._unindex(home)
-        home.free += home.requests.pop(request)
-        self._index(home)
-        return home
-
-    def _resize(self, home: Bin, request: RequestKey, blocks: int) -> None:
-        self._unindex(home)
-        home.free -= blocks - home.requests[request]
-        home.requests[request] = blocks
+        home.free += home.requests.get(request, 0) - blocks
+        if blocks:
+            home.requests[request] = blocks
+            self.homes[request] = home
+        else:
+            del home.requests[request], self.homes[request]
         self._index(home)
 
     def _end(self, request: RequestKey) -> None:
-        home = self._take(request)
+        home = self.homes[request]
+        self._set(request, 0, home)
         if not home.requests:
             self._retire(home)
 
@@ -265,7 +247,7 @@ class LoadBalance(DispatchPolicy):
             self._leave(shortest, sizes[shortest], is_recompute=False)
             if shortest == request:
                 return
-        self._resize(home, request, blocks)
+        self._set(request, blocks, home)
 
     def _rebalance(self) -> None:
         sources = self._by_freeness.ascending(0, len(self.bins) // 2)
@@ -279,12 +261,9 @@ class LoadBalance(DispatchPolicy):
                 len(target.requests) + 1
             )
             if target.free >= blocks and len(source.requests) > 1 and is_better:
-                self._migrate(request, blocks, target)
-
-    def _migrate(self, request: RequestKey, blocks: int, target: Bin) -> None:
-        source = self._take(request)
-        self._put(request, blocks, target)
-        self._effects.moves.append(PackedMove(request, source.worker_id, target.worker_id, blocks))
+                self._set(request, 0, source)
+                self._set(request, blocks, target)
+                self._effects.moves.append(PackedMove(request, source.worker_id, target.worker_id, blocks))
 
 
 def _freeness(one: Bin) -> int:

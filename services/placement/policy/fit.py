@@ -1,10 +1,8 @@
 """Placement policies without migration: prefix-aware, best fit and worst fit.
 
-The prefix-aware cost is an estimate in seconds. It adds the time to compute the uncached prompt after pending
-prompts, the time until memory is free, and a share of mutual slowdown. The worker's load slows the new
-answer, and the new prompt slows each running sequence. Cached tokens in lower tiers save less. Source:
-`algorithms.md` §5; the cost has the form of Dynamo's KV router. Worst fit spreads load and leaves room to
-grow; best fit fills workers. Both are baselines of papers/000 §VI.
+The prefix-aware cost is in seconds: the time to compute the uncached prompt after pending prompts, the time
+until memory is free, and a share of mutual slowdown. It has the form of Dynamo's KV router
+(`algorithms.md` §5). Best fit and worst fit are baselines of papers/000 §VI.
 """
 
 from collections.abc import Sequence

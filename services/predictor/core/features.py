@@ -41,9 +41,6 @@ class Features:
 
 def features_of(prompts: Sequence[bytes]) -> Features:
     """Return the features of prompts given as packed token ids (`pack_tokens`)."""
-    if not prompts:
-        none = np.zeros(0, np.int64)
-        return Features(none, none, none.astype(np.float32), np.zeros((0, DENSE), np.float32))
     tokens = [_clipped(np.frombuffer(prompt, dtype="<u4")) for prompt in prompts]
     sizes = np.array([len(one) for one in tokens], dtype=np.int64)
     rows = np.repeat(np.arange(len(tokens)), sizes)

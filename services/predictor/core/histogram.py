@@ -1,9 +1,8 @@
 """Histogram of answer lengths by prompt length: the baseline for all other length models.
 
-Each bucket of prompt lengths keeps decayed counts of ended and censored answers per length bin. It estimates
-the probability of each bin with the product-limit method (Kaplan and Meier 1958). So answers cut by their
-limit raise the tail, instead of piling up at the limit. A bucket with few samples falls back on all prompts
-together, and those on a log-normal prior. Source: papers/003 §2.3, `algorithms.md` §2.
+It estimates the probability of each length bin with the product-limit method (Kaplan and Meier 1958), so
+answers cut by their limit raise the tail. A bucket with few samples falls back on all prompts together, and
+those on a log-normal prior. Source: papers/003 §2.3, `algorithms.md` §2.
 """
 
 import math
@@ -14,6 +13,11 @@ from services.predictor.core import distribution
 from services.predictor.core.distribution import Floats, summarize
 from services.predictor.core.length_model import LengthSample, PredictedLength
 from shared.messages.sequence import TOKEN_BYTES
+
+_PRIOR_MEDIAN_TOKENS, _PRIOR_SAMPLES = 100.0, 4.0
+"""Median of the prior, and its weight in answers."""
+_PROMPT_BUCKETS = 22
+"""One per power of two of the prompt's tokens."""
 
 
 class LengthCounts:
@@ -55,20 +59,11 @@ class HistogramModel:
 
     name = "histogram"
 
-    def __init__(
-        self,
-        *,
-        window_samples: int = 4000,
-        prior_samples: float = 4.0,
-        prior_median_tokens: float = 100.0,
-        prior_sigma: float = 1.0,
-        longest_prompt_tokens: int = 1 << 20,
-    ) -> None:
-        """An answer's weight decays to 1/e in `window_samples` answers; the prior weighs `prior_samples`."""
-        self._prior_samples = prior_samples
-        self._prior = log_normal_mass(prior_median_tokens, prior_sigma)
+    def __init__(self, *, window_samples: int = 4000) -> None:
+        """An answer's weight decays to 1/e in `window_samples` answers."""
+        self._prior = log_normal_mass(_PRIOR_MEDIAN_TOKENS, sigma=1.0)
         self._everything = LengthCounts(window_samples)
-        self._buckets = [LengthCounts(window_samples) for _ in range(longest_prompt_tokens.bit_length() + 1)]
+        self._buckets = [LengthCounts(window_samples) for _ in range(_PROMPT_BUCKETS)]
         self._mass_by_bucket: dict[int, Floats] = {}
         self._updates = 0
 
@@ -76,23 +71,24 @@ class HistogramModel:
     def version(self) -> str:
         return f"histogram-{self._updates}"
 
-    def _bucket(self, prompt: bytes) -> int:
-        return min((len(prompt) // TOKEN_BYTES).bit_length(), len(self._buckets) - 1)
-
     def observe(self, sample: LengthSample) -> None:
         self._everything.add(sample.output_tokens, sample.censored)
-        self._buckets[self._bucket(sample.prompt)].add(sample.output_tokens, sample.censored)
+        self._buckets[_bucket(sample.prompt)].add(sample.output_tokens, sample.censored)
         self._mass_by_bucket.clear()
         self._updates += 1
 
     def _mass(self, bucket: int) -> Floats:
         mass = self._mass_by_bucket.get(bucket)
         if mass is None:
-            overall = self._everything.mass(self._prior, self._prior_samples)
-            mass = self._buckets[bucket].mass(overall, self._prior_samples)
+            overall = self._everything.mass(self._prior, _PRIOR_SAMPLES)
+            mass = self._buckets[bucket].mass(overall, _PRIOR_SAMPLES)
             self._mass_by_bucket[bucket] = mass
         return mass
 
     def predict(self, prompt: bytes, *, max_tokens: int, generated_tokens: int = 0) -> PredictedLength:
-        mass = self._mass(self._bucket(prompt))
+        mass = self._mass(_bucket(prompt))
         return summarize(mass, max_tokens=max_tokens, generated_tokens=generated_tokens)
+
+
+def _bucket(prompt: bytes) -> int:
+    return min((len(prompt) // TOKEN_BYTES).bit_length(), _PROMPT_BUCKETS - 1)

@@ -85,13 +85,3 @@ class ModelSettings:
 
 
 ModelFactory = Callable[[ModelSettings], LengthModel]
-
-
-def predict_all(model: LengthModel, queries: Sequence[LengthQuery]) -> list[PredictedLength]:
-    """Return one prediction per query, in one call if the model supports that."""
-    if isinstance(model, BatchModel):
-        return model.predict_batch(queries)
-    return [
-        model.predict(query.prompt, max_tokens=query.max_tokens, generated_tokens=query.generated_tokens)
-        for query in queries
-    ]

@@ -1,8 +1,7 @@
-"""Accuracy metrics of length predictions. Pure.
+"""Predictions of many lengths at once, and their accuracy. Pure. Source: papers/003 §2.3, `algorithms.md` §2.
 
-The median is compared with the length: MAE, shares within 50 and 100 tokens. The expected length, padded as a
-scheduler pads it, shows under- and over-allocation. The share of answers at or below each quantile shows its
-calibration. Source: papers/003 §2.3, `algorithms.md` §2.
+The median is compared with the length. The expected length, padded as a scheduler pads it, shows under- and
+over-allocation. The share of answers at or below each quantile shows its calibration.
 """
 
 import math
@@ -11,13 +10,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from services.predictor.core.length_model import (
+    BatchModel,
     LengthModel,
     LengthQuery,
     LengthSample,
     PredictedLength,
-    predict_all,
 )
 from shared.messages.sequence import SequenceKey
+
+
+def predict_all(model: LengthModel, queries: Sequence[LengthQuery]) -> list[PredictedLength]:
+    """Return one prediction per query, in one call if the model supports that."""
+    if isinstance(model, BatchModel):
+        return model.predict_batch(queries)
+    return [
+        model.predict(query.prompt, max_tokens=query.max_tokens, generated_tokens=query.generated_tokens)
+        for query in queries
+    ]
 
 
 class PredictionAudit:
@@ -47,12 +56,8 @@ class PredictionAudit:
     def summary(self) -> dict[str, float | int]:
         """Return counts and the metrics over the window."""
         report = score(self._scored)
-        counts: dict[str, float | int] = {
-            "predictions": self.predictions,
-            "finished": self.finished,
-            "scored": 0,
-        }
-        return counts if report is None else counts | report.as_dict()
+        scored = {"scored": 0} if report is None else report.as_dict()
+        return {"predictions": self.predictions, "finished": self.finished, **scored}
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a bound is violated."""
@@ -90,14 +95,14 @@ class LengthReport:
         return {name: round(value, 3) for name, value in asdict(self).items()}
 
 
-def score(pairs: Iterable[tuple[PredictedLength, int]], *, padding: float = PADDING) -> LengthReport | None:
+def score(pairs: Iterable[tuple[PredictedLength, int]]) -> LengthReport | None:
     """Return the metrics of (prediction, true length in tokens) pairs, or None without any."""
     scored = list(pairs)
     count = len(scored)
     if not count:
         return None
     errors = [abs(length - predicted.p50_tokens) for predicted, length in scored]
-    left = [math.ceil(predicted.rl_tokens * (1 + padding)) - length for predicted, length in scored]
+    left = [math.ceil(predicted.rl_tokens * (1 + PADDING)) - length for predicted, length in scored]
 
     def share(flags: Iterable[bool]) -> float:
         return sum(flags) / count
@@ -110,10 +115,10 @@ def score(pairs: Iterable[tuple[PredictedLength, int]], *, padding: float = PADD
         under_share=share(tokens < 0 for tokens in left),
         over_share=share(tokens > 0 for tokens in left),
         over_tokens=sum(max(0, tokens) for tokens in left) / count,
-        below_p50_share=share(length <= predicted.p50_tokens for predicted, length in scored),
-        below_p80_share=share(length <= predicted.p80_tokens for predicted, length in scored),
-        below_p90_share=share(length <= predicted.p90_tokens for predicted, length in scored),
-        below_p95_share=share(length <= predicted.p95_tokens for predicted, length in scored),
+        **{
+            f"below_{level}_share": share(length <= getattr(one, f"{level}_tokens") for one, length in scored)
+            for level in ("p50", "p80", "p90", "p95")
+        },
     )
 
 

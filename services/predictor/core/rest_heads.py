@@ -1,15 +1,11 @@
 """Heads that predict the remaining length of an answer from a hidden state, trained while serving.
 
 `DistributionHead` predicts the probability of each class of remaining lengths (TRAIL, arXiv 2410.01035).
-`RankHead` only ranks answers by remaining length (learning to rank with a list likelihood, arXiv 2408.15792),
-and takes lengths from earlier answers of similar score. Both have one hidden layer in numpy, trained with
-Adam. An answer cut by its limit is a lower bound of the remaining length.
-
-Deterministic for a seed. `core/rest_learner.py` decides when to learn.
+`RankHead` only ranks answers by remaining length (arXiv 2408.15792), and takes lengths from earlier answers
+of similar score. Both have one hidden layer in numpy, trained with Adam. Deterministic for a seed.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -32,26 +28,6 @@ def class_of(rests: Counts) -> Counts:
     """Return the class index of each remaining length."""
     found: Counts = np.minimum(np.searchsorted(UPPER, rests), len(UPPER) - 1)
     return found
-
-
-class Head(Protocol):
-    """Maps features `[rows, width]` to remaining lengths in tokens."""
-
-    def learn(self, features: Float32s, rests: Counts, censored: Flags) -> None:
-        """Train one step on a batch of rows."""
-        ...
-
-    def predict(self, features: Float32s) -> npt.NDArray[np.float64]:
-        """Return `[rows, 5]`: expected remaining length, then its `QUANTILES`; each at least 1."""
-        ...
-
-    def weights(self) -> Weights:
-        """Return the trained weights by name."""
-        ...
-
-    def restore(self, weights: Weights) -> None:
-        """Load the result of `weights`. Raises ValueError or KeyError for another shape."""
-        ...
 
 
 class Network:
@@ -120,11 +96,35 @@ class Network:
         self._parts, self._steps = found, max(0, steps)
 
 
-class DistributionHead:
-    """Head that predicts a probability for each class of remaining lengths."""
+class Head:
+    """Maps features `[rows, width]` to remaining lengths in tokens."""
+
+    _outputs = 1
 
     def __init__(self, width: int, seed: int = 0) -> None:
-        self._network = Network(width, len(UPPER), seed)
+        self._network = Network(width, self._outputs, seed)
+
+    def learn(self, features: Float32s, rests: Counts, censored: Flags) -> None:
+        """Train one step on a batch of rows."""
+        raise NotImplementedError
+
+    def predict(self, features: Float32s) -> npt.NDArray[np.float64]:
+        """Return `[rows, 5]`: expected remaining length, then its `QUANTILES`; each at least 1."""
+        raise NotImplementedError
+
+    def weights(self) -> Weights:
+        """Return the trained weights by name."""
+        return self._network.weights()
+
+    def restore(self, weights: Weights) -> None:
+        """Load the result of `weights`. Raises ValueError or KeyError for another shape."""
+        self._network.restore(weights)
+
+
+class DistributionHead(Head):
+    """Head that predicts a probability for each class of remaining lengths."""
+
+    _outputs = len(UPPER)
 
     def learn(self, features: Float32s, rests: Counts, censored: Flags) -> None:
         """Train towards the true class, or for a censored row towards all classes at or above its own."""
@@ -139,12 +139,8 @@ class DistributionHead:
         wanted /= np.maximum(wanted.sum(1, keepdims=True), 1e-12)
         self._network.step(inputs, hidden, ((chances - wanted) / len(features)).astype(np.float32))
 
-    def chances(self, features: Float32s) -> npt.NDArray[np.float64]:
-        """Return the probability of each class, `[rows, classes]`."""
-        return _softmax(self._network.forward(features)[2])
-
     def predict(self, features: Float32s) -> npt.NDArray[np.float64]:
-        chances = self.chances(features)
+        chances = _softmax(self._network.forward(features)[2])
         below = np.cumsum(chances, axis=1)
         columns = [np.maximum(1.0, chances @ ((LOWER + 1 + UPPER) / 2))]
         rows = np.arange(len(chances))
@@ -155,12 +151,6 @@ class DistributionHead:
             columns.append(np.maximum(1.0, LOWER[index] + part * (UPPER[index] - LOWER[index])))
         return np.stack(columns, axis=1)
 
-    def weights(self) -> Weights:
-        return self._network.weights()
-
-    def restore(self, weights: Weights) -> None:
-        self._network.restore(weights)
-
 
 _LIST = 24
 """Rows ranked together as one list."""
@@ -168,11 +158,11 @@ _MEMORY = 1024
 _NEAREST = 48
 
 
-class RankHead:
+class RankHead(Head):
     """Head whose score grows with the remaining length; lengths are those of the nearest earlier scores."""
 
     def __init__(self, width: int, seed: int = 0) -> None:
-        self._network = Network(width, 1, seed)
+        super().__init__(width, seed)
         self._memory = np.zeros((0, 2))
         """Latest scores and remaining lengths, `[rows, 2]`."""
 
@@ -189,15 +179,10 @@ class RankHead:
         latest = np.stack([outputs[:, 0].astype(np.float64), rests.astype(np.float64)], axis=1)
         self._memory = np.concatenate([self._memory, latest])[-_MEMORY:]
 
-    def scores(self, features: Float32s) -> Float32s:
-        """Return scores, `[rows]`."""
-        found: Float32s = self._network.forward(features)[2][:, 0]
-        return found
-
     def predict(self, features: Float32s) -> npt.NDArray[np.float64]:
         if not len(self._memory):
             return np.ones((len(features), 1 + len(QUANTILES)))
-        scores = self.scores(features)
+        scores = self._network.forward(features)[2][:, 0]
         by_score = self._memory[np.argsort(self._memory[:, 0], kind="stable")]
         count = min(_NEAREST, len(by_score))
         starts = np.searchsorted(by_score[:, 0], scores) - count // 2
@@ -208,17 +193,17 @@ class RankHead:
         return told
 
     def weights(self) -> Weights:
-        return {**self._network.weights(), "memory": self._memory}
+        return {**super().weights(), "memory": self._memory}
 
     def restore(self, weights: Weights) -> None:
         memory = np.asarray(weights["memory"], np.float64)
         if memory.ndim != 2 or memory.shape[1] != 2 or not np.isfinite(memory).all():
             raise ValueError("scores of another head, or broken ones")
-        self._network.restore(weights)
+        super().restore(weights)
         self._memory = memory[-_MEMORY:]
 
 
-HEADS: dict[str, Callable[[int, int], Head]] = {"distribution": DistributionHead, "rank": RankHead}
+HEADS: dict[str, type[Head]] = {"distribution": DistributionHead, "rank": RankHead}
 
 
 def _softmax(outputs: Float32s) -> npt.NDArray[np.float64]:

@@ -1,9 +1,8 @@
-"""Learns remaining lengths: keeps the states of running answers and trains a head when they end.
+"""Learns remaining lengths: keeps the states of running answers and trains a head when they end. Pure.
 
 Every state is predicted at once, so each prediction is later judged by an answer that the head had not
-learned from. While the head is no better than the histogram given the tokens so far, its predictions are not
-sent. Bounded: the oldest running answers are dropped. Pure and deterministic; one object per served model.
-Source: TRAIL, arXiv 2410.01035.
+learned from. While the head is no better than the histogram, its predictions are not sent. Bounded: the
+oldest running answers are dropped. Source: TRAIL, arXiv 2410.01035.
 """
 
 from collections import OrderedDict
@@ -145,11 +144,8 @@ class RestLearner:
 
     def summary(self) -> dict[str, Any]:
         """Return the fields for `status`."""
-        shown: dict[str, Any] = {"answers": self.answers, "under_way": len(self), "is_told": self.is_better}
-        for name, error in self._errors.items():
-            if error is not None:
-                shown[f"{name}_error_tokens"] = round(error, 1)
-        return shown
+        errors = {f"{name}_error_tokens": round(e, 1) for name, e in self._errors.items() if e is not None}
+        return {"answers": self.answers, "under_way": len(self), "is_told": self.is_better, **errors}
 
     def weights(self) -> Weights:
         """Return what is kept across restarts; running answers are not."""

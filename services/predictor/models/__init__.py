@@ -44,14 +44,6 @@ class ConstantModel:
 KIND = PluginKind("kvasir.predictor.models", "length model", "model", ("predict", "observe"))
 
 
-def _constant(_: ModelSettings) -> LengthModel:
-    return ConstantModel()
-
-
-def _histogram(_: ModelSettings) -> LengthModel:
-    return HistogramModel()
-
-
 def _imported(module: str, name: str) -> ModelFactory:
     def make(settings: ModelSettings) -> LengthModel:
         model: LengthModel = getattr(import_module(module), name).from_settings(settings)
@@ -61,8 +53,8 @@ def _imported(module: str, name: str) -> ModelFactory:
 
 
 MODELS: dict[str, ModelFactory] = {
-    "constant": _constant,
-    "histogram": _histogram,
+    "constant": lambda settings: ConstantModel(),
+    "histogram": lambda settings: HistogramModel(),
     "lm_head": _imported("services.predictor.models.lm_head", "LmHeadModel"),
     "oracle": _imported("services.predictor.models.oracle", "OracleModel"),
     "regressor": _imported("services.predictor.models.regressor", "RegressorModel"),

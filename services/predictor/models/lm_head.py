@@ -1,14 +1,11 @@
 """`lm_head`: a Hugging Face causal language model, tuned with LoRA to predict the length of its answer.
 
-The method of papers/003 §2.3 in one forward pass: after the prompt, the model predicts one token that names a
-bin of lengths. The choice of tokens is arbitrary: bins use the first ids above the special tokens. A softmax
-over their logits at the last position is the distribution. Prompts are token ids, so the base model must
-share the served model's tokenizer, and is best that model itself. Needs `transformers` and `peft`, is much
-slower than the regressor, and does not learn while serving.
+After the prompt, the model predicts one token that names a bin of lengths (papers/003 §2.3). Prompts are
+token ids, so the base model must share the served model's tokenizer. Needs `transformers` and `peft`, is
+much slower than the regressor, and does not learn while serving.
 """
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,7 @@ from shared.messages.sequence import unpack_tokens
 
 CLASSES = 32
 MIN_SAMPLES = 50
+_EPOCHS, _BATCH, _LEARNING_RATE = 3, 16, 2e-3
 _LONGEST_TOKENS = 8192
 """Longest answer; longer ones count as this."""
 _PROMPT_TOKENS = 256
@@ -62,7 +60,7 @@ class LmHeadModel:
             )
         try:
             about = json.loads((settings.state_dir / _ABOUT).read_text())
-            base = AutoModelForCausalLM.from_pretrained(settings.base_model, dtype=torch.float32)
+            base = _base(settings.base_model)
             model = PeftModel.from_pretrained(base, settings.state_dir / about["adapter"])
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(
@@ -101,9 +99,6 @@ def train_lm_head(
     directory: Path,
     *,
     seed: int = 0,
-    epochs: int = 3,
-    batch: int = 16,
-    learning_rate: float = 2e-3,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Train a new adapter in `directory`, which `LmHeadModel` loads; the loss is cross-entropy over the bins.
@@ -120,14 +115,14 @@ def train_lm_head(
     classes = torch.from_numpy(np.searchsorted(class_edges(), [s.output_tokens for s in whole]))
     classes = classes.clamp(max=CLASSES - 1)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=learning_rate)
+    optimizer = torch.optim.AdamW(weights, lr=_LEARNING_RATE)
     model.train()
-    for _ in range(epochs):
+    for _ in range(_EPOCHS):
         order = rng.permutation(len(whole))
-        for start in range(0, len(order), batch):
+        for start in range(0, len(order), _BATCH):
             if should_stop():
                 raise TimeoutError("training was stopped")
-            rows = order[start : start + batch]
+            rows = order[start : start + _BATCH]
             logits = _class_logits(model, [whole[row].prompt for row in rows])
             loss = torch.nn.functional.cross_entropy(logits, classes[rows])
             optimizer.zero_grad()
@@ -172,13 +167,8 @@ def _class_logits(model: Any, prompts: Sequence[bytes]) -> Tensor:
 
 def _spread() -> Floats:
     """Return how each bin spreads over the finer bins, evenly in log length, [CLASSES, COUNT]."""
-    edges = class_edges()
-    upper = np.log(distribution.UPPER + 0.5)
-    spread = np.zeros((CLASSES, distribution.COUNT))
-    low = math.log(0.5)
-    for row, edge in enumerate(edges):
-        high = math.log(edge + 0.5)
-        below = np.clip((upper - low) / (high - low), 0.0, 1.0)
-        spread[row] = np.diff(below, prepend=0.0)
-        low = high
+    knots = np.log(np.concatenate([[0.0], class_edges()]) + 0.5)
+    low, high = knots[:-1, None], knots[1:, None]
+    below = np.clip((np.log(distribution.UPPER + 0.5) - low) / (high - low), 0.0, 1.0)
+    spread: Floats = np.diff(below, prepend=0.0, axis=1)
     return spread

@@ -1,18 +1,33 @@
 """Network of the regressor: summed embeddings of hashed n-grams, a hidden layer, quantiles of the log length.
 
 An ensemble averages members with separate embeddings. A correction per quantile, measured on answers a member
-did not train on, calibrates the quantiles.
+did not train on, calibrates the quantiles. Trained versions are numbered files, written atomically. Readers
+take the newest intact one.
 """
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from services.predictor.core.distribution import LEVELS, Floats
-from services.predictor.core.features import BUCKETS, DENSE, Features
+from services.predictor.core.features import BUCKETS, DENSE, HEAD_GRAMS, LONGEST_GRAM, Features
+from services.predictor.samples import write_whole
+from shared.errors import ConfigError
 
-WIDTH = 32
-HIDDEN = 64
+_WIDTH = 32
+_HIDDEN = 64
+_NAME = re.compile(r"regressor-(\d{6})\.safetensors")
+_LAYOUT = f"{BUCKETS}/{LONGEST_GRAM}/{HEAD_GRAMS}/{DENSE}/{_WIDTH}/{_HIDDEN}"
+"""Layout of features and network; a file with another one cannot be loaded."""
 _LOG_LIMIT = 14.0
 """Logarithm of the longest prediction, e^14 ≈ 1.2 million tokens."""
 
@@ -22,11 +37,11 @@ class Member(nn.Module):
 
     def __init__(self, dropout: float = 0.3) -> None:
         super().__init__()
-        self.embeddings = nn.EmbeddingBag(BUCKETS, WIDTH, mode="sum")
+        self.embeddings = nn.EmbeddingBag(BUCKETS, _WIDTH, mode="sum")
         nn.init.normal_(self.embeddings.weight, 0.0, 0.02)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.hidden = nn.Linear(WIDTH + DENSE, HIDDEN)
-        self.output = nn.Linear(HIDDEN, len(LEVELS))
+        self.norm = nn.LayerNorm(_WIDTH)
+        self.hidden = nn.Linear(_WIDTH + DENSE, _HIDDEN)
+        self.output = nn.Linear(_HIDDEN, len(LEVELS))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, buckets: Tensor, offsets: Tensor, weights: Tensor, dense: Tensor) -> Tensor:
@@ -54,16 +69,75 @@ class Ensemble(nn.Module):
 
 def lengths_of(network: Ensemble, features: Features) -> Floats:
     """Return quantiles in tokens, [prompts, len(LEVELS)]."""
+    parts = (features.buckets, features.offsets, features.weights, features.dense)
     with torch.inference_mode():
-        lengths: Floats = network(*tensors_of(features)).numpy().astype(np.float64)
+        lengths: Floats = network(*map(torch.from_numpy, parts)).numpy().astype(np.float64)
     return lengths
 
 
-def tensors_of(features: Features) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the features as the arguments of `Member.forward`."""
-    return (
-        torch.from_numpy(features.buckets),
-        torch.from_numpy(features.offsets),
-        torch.from_numpy(features.weights),
-        torch.from_numpy(features.dense),
-    )
+@dataclass(frozen=True)
+class Trained:
+    """A trained network, its number, and its accuracy when it was made."""
+
+    network: Ensemble
+    number: int
+    report: Mapping[str, Any]
+
+    @property
+    def version(self) -> str:
+        return f"regressor-{self.number}"
+
+
+def paths(directory: Path) -> list[Path]:
+    """Return the files of all versions in a directory, newest last."""
+    if not directory.is_dir():
+        return []
+    return sorted(path for path in directory.iterdir() if _NAME.fullmatch(path.name))
+
+
+def number_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise ConfigError(f"{path.name} is no version; write regressor-NNNNNN.safetensors", param="model")
+    return int(match.group(1))
+
+
+def write(directory: Path, network: Ensemble, report: Mapping[str, Any], *, keep: int = 5) -> Path:
+    """Write the next version and remove all but the last `keep`. Returns its path."""
+    directory.mkdir(parents=True, exist_ok=True)
+    there = paths(directory)
+    path = directory / f"regressor-{number_of(there[-1]) + 1 if there else 1:06}.safetensors"
+    about = {"layout": _LAYOUT, "members": str(len(network.members)), "report": json.dumps(dict(report))}
+    data = save({name: tensor.contiguous() for name, tensor in network.state_dict().items()}, about)
+    write_whole(path, data)
+    for old in paths(directory)[:-keep]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def read(path: Path) -> Trained:
+    """Load a version. Raises ConfigError if it is damaged or of another layout."""
+    try:
+        with safe_open(path, "pt") as file:
+            about = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path.name} cannot be read: {error}; train anew", param="model") from error
+    if about.get("layout") != _LAYOUT:
+        raise ConfigError(f"{path.name} was made by another release; train anew", param="model")
+    network = Ensemble(int(about["members"]))
+    try:
+        network.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise ConfigError(f"{path.name} is incomplete; train anew", param="model") from error
+    return Trained(network.eval(), number_of(path), json.loads(about["report"]))
+
+
+def latest(directory: Path) -> Trained | None:
+    """Return the newest version that can be read, or None."""
+    for path in reversed(paths(directory)):
+        try:
+            return read(path)
+        except ConfigError:
+            continue
+    return None

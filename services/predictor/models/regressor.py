@@ -13,9 +13,7 @@ from services.predictor.core.distribution import predict_from
 from services.predictor.core.features import features_of
 from services.predictor.core.histogram import HistogramModel
 from services.predictor.core.length_model import LengthQuery, LengthSample, ModelSettings, PredictedLength
-from services.predictor.models import versions
-from services.predictor.models.network import lengths_of
-from services.predictor.models.versions import Trained
+from services.predictor.models.network import Trained, latest, lengths_of
 
 
 class RegressorModel:
@@ -24,33 +22,29 @@ class RegressorModel:
     name = "regressor"
 
     def __init__(self, trained: Trained | None = None) -> None:
-        self._trained = trained
+        self.trained = trained
         self._histogram = HistogramModel()
 
     @classmethod
     def from_settings(cls, settings: ModelSettings) -> "RegressorModel":
         """Load the latest version in `state_dir`. Limits torch to one thread from here on."""
         torch.set_num_threads(1)
-        return cls(None if settings.state_dir is None else versions.latest(settings.state_dir))
+        return cls(None if settings.state_dir is None else latest(settings.state_dir))
 
     @property
     def version(self) -> str:
-        return self._histogram.version if self._trained is None else self._trained.version
-
-    @property
-    def trained(self) -> Trained | None:
-        return self._trained
+        return self._histogram.version if self.trained is None else self.trained.version
 
     def adopt(self, trained: Trained) -> None:
         """Use this version from the next call on."""
-        self._trained = trained
+        self.trained = trained
 
     def predict(self, prompt: bytes, *, max_tokens: int, generated_tokens: int = 0) -> PredictedLength:
         return self.predict_batch([LengthQuery(prompt, max_tokens, generated_tokens)])[0]
 
     def predict_batch(self, queries: Sequence[LengthQuery]) -> list[PredictedLength]:
         """Return one prediction per query, in one call of the network."""
-        trained = self._trained
+        trained = self.trained
         if trained is None:
             return [
                 self._histogram.predict(

@@ -1,14 +1,15 @@
 """Trains the regressor's network on finished answers with the pinball loss in tokens per quantile.
 
 Each ensemble member leaves out a tenth of the samples to select the best epoch and to calibrate the
-quantiles. An answer cut by its limit only raises a quantile, up to the cut. Deterministic for a seed on one
-thread. Source: `algorithms.md` §2; Koenker and Bassett 1978.
+quantiles. An answer cut by its limit only raises a quantile, up to the cut. Deterministic for a seed.
+Source: `algorithms.md` §2; Koenker and Bassett 1978.
 """
 
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,11 @@ from torch import Tensor
 
 from services.predictor.core.distribution import LEVELS
 from services.predictor.core.features import Features, features_of
-from services.predictor.core.length_model import LengthSample
-from services.predictor.models.network import Ensemble, Member
+from services.predictor.core.histogram import HistogramModel
+from services.predictor.core.length_model import LengthModel, LengthSample
+from services.predictor.core.report import LengthReport, evaluate
+from services.predictor.models.network import Ensemble, Member, Trained, latest, write
+from services.predictor.models.regressor import RegressorModel
 from shared.errors import InvalidRequest
 
 FOLDS = 10
@@ -62,9 +66,6 @@ class _Data:
     lengths: npt.NDArray[np.float32]
     censored: npt.NDArray[np.bool_]
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
 
 def train(
     samples: Sequence[LengthSample],
@@ -79,37 +80,22 @@ def train(
         raise InvalidRequest(
             f"{len(samples)} samples; a regressor needs at least {MIN_SAMPLES}", param="data"
         )
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return _train(samples, plan or TrainingPlan(), should_stop, progress)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _train(
-    samples: Sequence[LengthSample],
-    plan: TrainingPlan,
-    should_stop: Callable[[], bool],
-    progress: TrainingProgress,
-) -> Ensemble:
+    plan, threads = plan or TrainingPlan(), torch.get_num_threads()
     data = _data_of(samples)
-    epochs = plan.epochs_for(len(data))
     members: list[Member] = []
     residuals: list[npt.NDArray[np.float64]] = []
-    fold_of = np.random.default_rng(plan.seed).permutation(len(data)) % FOLDS
-    for number in range(plan.members):
-        left_out = np.flatnonzero(fold_of == number % FOLDS)
-        kept = np.flatnonzero(fold_of != number % FOLDS)
-
-        def report(epoch: int, mae: float, first: int = number * epochs) -> None:
-            progress(first + epoch, plan.members * epochs, mae)
-
-        member = _train_member(data, kept, left_out, plan, number, should_stop, report)
-        if member is None:
-            break
-        members.append(member)
-        residuals.append(_log_residuals(member, data, left_out))
+    fold_of = np.random.default_rng(plan.seed).permutation(len(samples)) % FOLDS
+    torch.set_num_threads(1)
+    try:
+        for number in range(plan.members):
+            left_out = np.flatnonzero(fold_of == number % FOLDS)
+            member = _train_member(data, left_out, plan, number, should_stop, progress)
+            if member is None:
+                break
+            members.append(member)
+            residuals.append(_log_residuals(member, data, left_out))
+    finally:
+        torch.set_num_threads(threads)
     if not members:
         raise TimeoutError("training was stopped before its first member was done")
     network = Ensemble(len(members))
@@ -159,23 +145,23 @@ def _batch_of(
 
 def _train_member(
     data: _Data,
-    kept: Rows,
     left_out: Rows,
     plan: TrainingPlan,
     number: int,
     should_stop: Callable[[], bool],
-    report: Callable[[int, float], None],
+    progress: TrainingProgress,
 ) -> Member | None:
-    """Train one member. Returns None if it was stopped."""
+    """Train one member on all rows but `left_out`. Returns None if it was stopped."""
+    kept = np.setdiff1d(np.arange(len(data.lengths)), left_out)
     torch.manual_seed(plan.seed * 1000 + number)
     rng = np.random.default_rng((plan.seed, number))
     member = Member()
     _start_from_quantiles(member, data.lengths[kept])
-    epochs = plan.epochs_for(len(data))
+    epochs = plan.epochs_for(len(data.lengths))
     optimizer = torch.optim.AdamW(member.parameters(), lr=plan.learning_rate, weight_decay=1e-3)
     steps = epochs * -(-len(kept) // plan.batch)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _pace(step / steps))
-    best: tuple[float, dict[str, Tensor]] | None = None
+    best, best_mae = member.state_dict(), math.inf
     for epoch in range(epochs):
         member.train()
         order = rng.permutation(kept)
@@ -190,11 +176,10 @@ def _train_member(
             optimizer.step()
             schedule.step()
         mae = _mae(member, data, left_out)
-        report(epoch + 1, mae)
-        if best is None or mae < best[0]:
-            best = (mae, copy.deepcopy(member.state_dict()))
-    assert best is not None
-    member.load_state_dict(best[1])
+        progress(number * epochs + epoch + 1, plan.members * epochs, mae)
+        if mae < best_mae:
+            best, best_mae = copy.deepcopy(member.state_dict()), mae
+    member.load_state_dict(best)
     return member.eval()
 
 
@@ -225,12 +210,10 @@ def _pinball(logs: Tensor, data: _Data, rows: Rows) -> Tensor:
 
 def _logs(member: Member, data: _Data, rows: Rows) -> npt.NDArray[np.float64]:
     member.eval()
+    chunks = [rows[start : start + _CHUNK_FEATURES] for start in range(0, len(rows), _CHUNK_FEATURES)]
     with torch.inference_mode():
-        parts = [
-            member(*_batch_of(data, rows[start : start + _CHUNK_FEATURES], None)).numpy()
-            for start in range(0, len(rows), _CHUNK_FEATURES)
-        ]
-    return np.concatenate(parts).astype(np.float64)
+        parts = [member(*_batch_of(data, chunk, None)).numpy() for chunk in chunks]
+    return np.concatenate([np.zeros((0, len(LEVELS))), *parts])
 
 
 def _mae(member: Member, data: _Data, rows: Rows) -> float:
@@ -243,8 +226,6 @@ def _mae(member: Member, data: _Data, rows: Rows) -> float:
 def _log_residuals(member: Member, data: _Data, rows: Rows) -> npt.NDArray[np.float64]:
     """Return log(length / quantile) of complete answers, [answers, len(LEVELS)]."""
     whole = rows[~data.censored[rows]]
-    if not len(whole):
-        return np.zeros((0, len(LEVELS)))
     logs = np.maximum.accumulate(_logs(member, data, whole), axis=1)
     residuals: npt.NDArray[np.float64] = np.log(data.lengths[whole])[:, None] - logs
     return residuals
@@ -258,3 +239,49 @@ def _correction(residuals: npt.NDArray[np.float64]) -> Tensor:
             if index != _MEDIAN:
                 shift[index] = np.quantile(residuals[:, index], level)
     return torch.from_numpy(shift)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of a training: accuracy of the old and the new version on the same answers."""
+
+    path: Path | None
+    """The new version; None if it was not better."""
+    old: LengthReport | None
+    old_version: str
+    new: LengthReport | None
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the new version has the smaller error, or there is nothing to compare."""
+        if self.new is None or self.old is None:
+            return True
+        return self.new.mae_tokens < self.old.mae_tokens
+
+
+def hold_trial(
+    samples: Sequence[LengthSample],
+    directory: Path,
+    plan: TrainingPlan,
+    *,
+    held_out: int,
+    only_if_better: bool,
+    should_stop: Callable[[], bool] = lambda: False,
+    progress: TrainingProgress = lambda done, total, mae: None,
+) -> Verdict:
+    """Train a version and compare it with the latest in `directory`, or with a histogram of the same data.
+    Raises InvalidRequest (too few samples), TimeoutError (stopped before a member was trained), OSError."""
+    learned, judges = samples[: len(samples) - held_out], samples[len(samples) - held_out :]
+    current = latest(directory)
+    old: LengthModel = RegressorModel(current)
+    if current is None:
+        old = HistogramModel()
+        for sample in learned:
+            old.observe(sample)
+    network = train(learned, plan, should_stop=should_stop, progress=progress)
+    new_report = evaluate(RegressorModel(Trained(network, 0, {})), judges)
+    verdict = Verdict(None, evaluate(old, judges), old.version, new_report)
+    if only_if_better and not verdict.is_better:
+        return verdict
+    about = {"samples": len(learned), "held_out": {} if new_report is None else new_report.as_dict()}
+    return replace(verdict, path=write(directory, network, about))

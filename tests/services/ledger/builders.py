@@ -45,5 +45,5 @@ def report(
 
 def promised_to(table: DebtLedger, worker_id: str, tier: KvTier = KvTier.DEVICE) -> set[str]:
     """Return the debtors that this worker's memory is promised to."""
-    account = table.get(worker_id)
+    account = table.accounts.get(worker_id)
     return set() if account is None else set(account.offers[tier].promises)

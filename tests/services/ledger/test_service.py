@@ -56,7 +56,7 @@ async def test_several_ledgers_answer_and_spread_debtors_together(connect_bus: C
     client = await connect_bus("worker", "w0")
     for worker in ("w1", "w2", "w3"):
         await client.publish(subjects.worker_reported(worker), report(worker, free=10))
-    await until(lambda: all(len(ledger.table) == 3 for ledger in tables))
+    await until(lambda: all(len(ledger.table.accounts) == 3 for ledger in tables))
 
     async def first_for(debtor: str) -> str:
         question = FindCreditors(debtor_id=debtor, tokens=160)

@@ -7,21 +7,21 @@ from pathlib import Path
 
 from services.predictor.batching import Batcher
 from services.predictor.core.length_model import LengthQuery, ModelSettings
-from services.predictor.learning import SAMPLES_FILE, Learner, LearningRules
+from services.predictor.learning import SAMPLES_FILE, Learner
 from services.predictor.models.regressor import RegressorModel
 from services.predictor.samples import read_samples
 from tests.patience import until
 from tests.services.predictor.lengths import LONG_TOKENS, SHORT_TOKENS, samples_of
 from tests.tasks import running
 
-RULES = LearningRules(every_samples=300, min_samples=300, history_samples=2000, deadline_s=240.0)
-
 
 @asynccontextmanager
-async def learner_in(directory: Path, rules: LearningRules = RULES) -> AsyncIterator[Learner]:
+async def learner_in(
+    directory: Path, every: int = 300, least: int = 300, history: int = 2000
+) -> AsyncIterator[Learner]:
     model = RegressorModel.from_settings(ModelSettings(state_dir=directory))
     batcher = Batcher(model)
-    learner = Learner(model, batcher, directory, rules)
+    learner = Learner(model, batcher, directory, every, least, history)
     async with running(batcher.run(), learner.run()):
         yield learner
 
@@ -57,8 +57,7 @@ async def test_it_learns_swaps_once_better_and_goes_on_after_a_restart(tmp_path:
 
 
 async def test_a_training_that_fails_changes_nothing(tmp_path: Path) -> None:
-    rules = LearningRules(every_samples=20, min_samples=20, history_samples=2000, deadline_s=240.0)
-    async with learner_in(tmp_path, rules) as learner:
+    async with learner_in(tmp_path, 20, 20) as learner:
         for sample in samples_of(20):
             learner.observe(sample)
         await until(lambda: learner.failures > 0, within_s=250.0)
@@ -69,8 +68,7 @@ async def test_a_training_that_fails_changes_nothing(tmp_path: Path) -> None:
 
 async def test_history_is_bounded_and_a_damaged_file_of_it_is_none(tmp_path: Path) -> None:
     (tmp_path / SAMPLES_FILE).write_text("{half a row")
-    rules = LearningRules(every_samples=10_000, min_samples=300, history_samples=150)
-    async with learner_in(tmp_path, rules) as learner:
+    async with learner_in(tmp_path, 10_000, history=150) as learner:
         assert learner.summary()["learned_from"] == 0
         for sample in samples_of(200):
             learner.observe(sample)

@@ -10,8 +10,7 @@ from services.predictor.batching import Batcher
 from services.predictor.config import PredictorConfig
 from services.predictor.models import create
 from services.predictor.revising import MOST_PENDING, Reviser
-from services.predictor.served import ServedModels
-from services.predictor.service import HANDLERS, Predictor
+from services.predictor.service import HANDLERS, Predictor, ServedModels
 from shared import subjects
 from shared.bus import Listener
 from shared.messages.lengths import AnswerState, LengthsRevised, RevisedLength, WorkerObserved

@@ -1,4 +1,4 @@
-"""The predictor over a real bus."""
+"""The predictor over a real bus: it predicts, learns per served model, and holds up no request."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,9 +10,20 @@ import pytest_asyncio
 
 from services.predictor.batching import Batcher
 from services.predictor.config import PredictorConfig
+from services.predictor.core.length_model import LengthQuery, LengthSample
+from services.predictor.learning import SAMPLES_FILE
 from services.predictor.models import create
-from services.predictor.served import ServedModels, learner_for
-from services.predictor.service import HANDLERS, Predictor, run
+from services.predictor.models.network import Ensemble, write
+from services.predictor.samples import read_samples
+from services.predictor.service import (
+    HANDLERS,
+    MOST_MODELS,
+    Predictor,
+    ServedModels,
+    folder_of,
+    learner_for,
+    run,
+)
 from shared import subjects
 from shared.bus import Bus, Endpoint
 from shared.config import BusConfig
@@ -35,83 +46,162 @@ def ref(number: int) -> SequenceRef:
 
 
 @asynccontextmanager
-async def serving(bus: Bus, model: str = "histogram") -> AsyncIterator[Batcher]:
+async def serving(bus: Bus, model: str = "histogram") -> AsyncIterator[ServedModels]:
     served = ServedModels(PredictorConfig(model=model))
     await bus.attach(HANDLERS, Predictor(bus, served))
     async with running(served.run()):
-        yield served.common.batcher
+        yield served
 
 
-async def ask(client: Bus, number: int, max_tokens: int = 1000, prompt: bytes = PROMPT) -> LengthPrediction:
-    question = PredictLength(ref=ref(number), prompt=prompt, max_tokens=max_tokens)
+async def ask(client: Bus, number: int = 0, max_tokens: int = 1000, model: str = "") -> LengthPrediction:
+    question = PredictLength(ref=ref(number), prompt=PROMPT, max_tokens=max_tokens, model=model)
     return await client.request(subjects.PREDICTOR_PREDICT, question, LengthPrediction, deadline_s=5.0)
 
 
-async def test_answers_learns_and_says_what_it_knows(connect_bus: ConnectBus) -> None:
-    bus = await connect_bus("predictor", "predictor-0")
-    client = await connect_bus("gateway", "gateway-0")
+async def finish(
+    client: Bus, number: int, tokens: int, reason: FinishReason = FinishReason.STOP, model: str = ""
+) -> None:
+    over = SequenceFinished(
+        ref=ref(number),
+        prompt=PROMPT,
+        output_tokens=tokens,
+        finish_reason=reason,
+        max_tokens=1000,
+        model=model,
+    )
+    await client.publish(subjects.GATEWAY_FINISHED, over)
+
+
+async def status_of(client: Bus) -> ServiceStatus:
+    (status,) = await client.gather(
+        subjects.status("predictor"), Empty(), ServiceStatus, deadline_s=5.0, expected=1
+    )
+    return status
+
+
+async def test_it_answers_learns_and_shows_its_accuracy(connect_bus: ConnectBus) -> None:
+    bus, client = await connect_bus("predictor", "predictor-0"), await connect_bus("gateway", "gateway-0")
     async with serving(bus):
-        before = await ask(client, 0)
+        before = await ask(client)
         assert before.model_version == "histogram-0"
         for number in range(200):
-            reason = FinishReason.CANCELLED if number % 10 == 9 else FinishReason.STOP
-            length = 900 if reason is FinishReason.CANCELLED else 12
-            over = SequenceFinished(
-                ref=ref(number), prompt=PROMPT, output_tokens=length, finish_reason=reason, max_tokens=1000
-            )
-            await client.publish(subjects.GATEWAY_FINISHED, over)
-        for _ in range(500):
-            after = await ask(client, 1000)
-            if after.model_version == "histogram-180":
-                break
-            await asyncio.sleep(0.01)
+            is_cancelled = number % 10 == 9
+            reason = FinishReason.CANCELLED if is_cancelled else FinishReason.STOP
+            await finish(client, number, 900 if is_cancelled else 12, reason)
+        async with asyncio.timeout(30):
+            while (after := await ask(client, 1000)).model_version != "histogram-180":
+                await asyncio.sleep(0.01)
         assert after.p90_tokens == 12
-        (status,) = await client.gather(
-            subjects.status("predictor"), Empty(), ServiceStatus, deadline_s=5.0, expected=1
-        )
-        assert status.details["model_version"] == "histogram-180"
-        assert status.details["finished"] == 180
-        assert status.details["scored"] == 1
-        assert status.details["mae_tokens"] == before.p50_tokens - 12
-
-
-async def test_bad_questions_are_refused_with_their_reason(connect_bus: ConnectBus) -> None:
-    bus = await connect_bus("predictor", "predictor-0")
-    client = await connect_bus("gateway", "gateway-0")
-    async with serving(bus):
+        details = (await status_of(client)).details
+        assert details["model_version"] == "histogram-180"
+        assert (details["finished"], details["scored"]) == (180, 1)
+        assert details["mae_tokens"] == before.p50_tokens - 12
         with pytest.raises(InvalidRequest, match="max_tokens"):
             await ask(client, 1, max_tokens=0)
 
 
 async def test_concurrent_questions_share_calls_of_the_model(connect_bus: ConnectBus) -> None:
-    bus = await connect_bus("predictor", "predictor-0")
-    client = await connect_bus("gateway", "gateway-0")
-    async with serving(bus, "constant") as batcher:
+    bus, client = await connect_bus("predictor", "predictor-0"), await connect_bus("gateway", "gateway-0")
+    async with serving(bus, "constant") as served:
         told = await asyncio.gather(*(ask(client, number) for number in range(200)))
     assert {answer.p50_tokens for answer in told} == {128}
-    assert batcher.batches < 200
+    assert served.common.batcher.batches < 200
 
 
-async def test_it_runs_until_cancelled_and_only_a_regressor_learns(
+async def test_only_a_regressor_learns_in_the_background(
     bus_config: BusConfig, connect_bus: ConnectBus, tmp_path: Path
 ) -> None:
-    config = PredictorConfig(bus=bus_config, model="regressor", state_dir=tmp_path, learn_every=100)
+    config = PredictorConfig(bus=bus_config, model="regressor", state_dir=tmp_path)
     client = await connect_bus("gateway", "gateway-0")
-    async with running(run(config)):
-        async with asyncio.timeout(20.0):
-            while True:
-                try:
-                    answer = await ask(client, 1)
-                    break
-                except NoResponder:
-                    await asyncio.sleep(0.05)
+    async with running(run(config)), asyncio.timeout(20.0):
+        while True:
+            try:
+                answer = await ask(client)
+                break
+            except NoResponder:
+                await asyncio.sleep(0.05)
         assert answer.model_version == "histogram-0"
-        (status,) = await client.gather(
-            subjects.status("predictor"), Empty(), ServiceStatus, deadline_s=5.0, expected=1
-        )
-        assert (status.details["model"], status.details["learned_from"]) == ("regressor", 0)
+        details = (await status_of(client)).details
+        assert (details["model"], details["learned_from"]) == ("regressor", 0)
     plain = PredictorConfig(bus=bus_config, state_dir=tmp_path)
     assert learner_for(plain, Batcher(create("histogram")), tmp_path) is None
+
+
+async def test_a_served_model_learns_only_from_its_own_answers(connect_bus: ConnectBus) -> None:
+    bus, client = await connect_bus("predictor", "predictor-0"), await connect_bus("gateway", "gateway-0")
+    async with serving(bus):
+        for number in range(300):
+            for model, tokens in (("short", 12), ("long", 600)):
+                await finish(client, number, tokens, model=model)
+        async with asyncio.timeout(30):
+            while (long := await ask(client, model="long")).model_version != "histogram-300":
+                await asyncio.sleep(0.01)
+        short, neither = await ask(client, model="short"), await ask(client)
+        details = (await status_of(client)).details
+    assert short.p90_tokens == 12 and long.p50_tokens > 500
+    assert neither.model_version == "histogram-0"
+    assert {row["model"]: row["finished"] for row in details["models"]} == {"short": 300, "long": 300}
+    assert details["finished"] == 600
+
+
+async def test_a_request_without_a_model_name_means_the_only_model() -> None:
+    served = ServedModels(PredictorConfig())
+    assert served.of("") is served.common
+    only = served.of("only")
+    assert served.of("") is only is not served.common
+    assert "models" not in served.summary()
+    served.of("other")
+    assert served.of("") is served.common
+    for number in range(MOST_MODELS):
+        served.of(f"m{number}")
+    assert served.of("one more") is served.common
+
+
+async def test_a_model_first_named_at_the_end_uses_the_common_one() -> None:
+    """It was started in a task group that was over."""
+    served = ServedModels(PredictorConfig())
+    async with running(served.run()):
+        await asyncio.sleep(0.05)
+        assert served.of("known") is not served.common
+    assert served.of("new") is served.common
+    with pytest.raises(NoResponder):
+        await served.of("new").batcher.predict(LengthQuery(PROMPT, 10))
+
+
+@pytest.mark.parametrize("model", ["constant", "histogram"])
+async def test_models_that_do_not_learn_are_shared(model: str) -> None:
+    served = ServedModels(PredictorConfig(model=model))
+    first, second = served.of("a"), served.of("b")
+    assert (first.batcher is second.batcher) == (model == "constant")
+    assert first.audit is not second.audit
+    async with running(served.run()):
+        predicted = await asyncio.gather(
+            *(one.batcher.predict(LengthQuery(PROMPT, 100)) for one in (first, second, served.of("c")))
+        )
+    assert len(predicted) == 3
+
+
+async def test_each_model_keeps_its_samples_in_its_own_folder(tmp_path: Path) -> None:
+    """It starts from the version that `train` left for all, until it has its own."""
+    write(tmp_path, Ensemble(1), {})
+    write(tmp_path / folder_of("b/B"), Ensemble(1), {})
+    write(tmp_path / folder_of("b/B"), Ensemble(1), {})
+    served = ServedModels(PredictorConfig(model="regressor", state_dir=tmp_path))
+
+    def versions() -> list[str]:
+        return [one.batcher.model.version for one in (served.of("a"), served.of("b/B"))]
+
+    assert versions() == ["regressor-1", "regressor-2"]
+    async with running(served.run()):
+        for at, name in enumerate(("a", "b/B")):
+            lengths = served.of(name)
+            assert lengths.learner is not None
+            lengths.learner.observe(LengthSample(PROMPT, 10 + at, False))
+            await lengths.batcher.predict(LengthQuery(PROMPT, 100))
+    for at, name in enumerate(("a", "b/B")):
+        (kept,) = read_samples(tmp_path / folder_of(name) / SAMPLES_FILE)
+        assert kept.output_tokens == 10 + at
+    assert folder_of("b/B") != folder_of("b-B") and "/" not in folder_of("../x")
 
 
 class Hanging(PredictorOnBus):

@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from services.predictor.config import PredictorConfig
-from services.predictor.served import ServedModels
-from services.predictor.service import HANDLERS, Predictor
+from services.predictor.service import HANDLERS, Predictor, ServedModels
 from services.stack.compose import write_secrets
 from services.stack.healthcheck import answer, main
 from services.stack.nats_server import binary

@@ -15,8 +15,7 @@ import pytest
 from rich.console import Console
 
 from services.predictor.config import PredictorConfig
-from services.predictor.served import ServedModels
-from services.predictor.service import HANDLERS, Predictor
+from services.predictor.service import HANDLERS, Predictor, ServedModels
 from services.stack.roll_call import RollCall, StatusProbe
 from services.stack.rundir import DEFAULT_RUN_DIR, RunDirectory
 from services.stack.status import _print_rows, _show_summary, process_rows, status

@@ -1,17 +1,9 @@
 """Settles cycles of debts with their workers: freeze, copy, commit, unfreeze. Pure: sends nothing.
 
-In each round, every debtor of the cycle copies some of its blocks home into bounce buffers, while the
-originals stay valid. Once all have copied, each is told to commit: use the copies and return the originals.
-The blocks that its own debtor returns are its buffers for the next round. A refusal, a silence or a death
-before the commit changes nothing. After it, each worker either has recalled its blocks or has not, and the
-debts are valid and smaller either way. A worker that hears nothing thaws by itself.
-
-Of several ledgers, the one with the smallest id leads (`Leadership`). Each ledger announces itself, and must
-hear its own announcements: one that does not was cut off or stopped, and leads again only after it has
-listened for `silence_s`. The time passed in must therefore continue while the process is stopped. While
-announcements are lost, two may lead, or none: the first wastes messages, the second time.
-
-Source: papers/001 §4.5; `algorithms.md` §4.
+In each round, every debtor copies some of its blocks home into bounce buffers. Once all have copied, each
+is told to commit: use the copies and return the originals. A refusal, a silence or a death before the commit
+changes nothing; after it, each worker has recalled its blocks or not, and the debts are valid either way.
+A worker that hears nothing thaws by itself. Source: papers/001 §4.5; `algorithms.md` §4.
 """
 
 from collections.abc import Mapping
@@ -57,17 +49,11 @@ class _Running:
     settled_tokens: int = 0
     answers: dict[str, Settled | None] = field(default_factory=dict)
 
-    @property
-    def is_answered(self) -> bool:
-        return len(self.answers) == len(self.cycle.members)
-
 
 class Coordinator:
     """Leads one ledger's settlements through their phases, several at a time between different workers.
 
     A worker takes part in one settlement and refuses others, so two ledgers that lead by mistake do no harm.
-    An example: a owes b 300 tokens, b owes a 200, bounce buffers hold 128. FREEZE: both can settle 200.
-    COPY 128, COMMIT 128: a owes 172, b 72. COPY 72, COMMIT 72, UNFREEZE: a owes b 100, and b owes nothing.
     """
 
     def __init__(self, prefix: str, rules: SettleRules | None = None) -> None:
@@ -116,9 +102,7 @@ class Coordinator:
         if one is None or not is_due or worker_id not in one.cycle.members:
             return []
         one.answers[worker_id] = answer
-        if not one.is_answered:
-            return []
-        return self._go_on(one)
+        return self._go_on(one) if len(one.answers) == len(one.cycle.members) else []
 
     def check_integrity(self) -> None:
         """Raises AssertionError when two settlements share a worker, or one has settled too much."""
@@ -127,7 +111,7 @@ class Coordinator:
         assert len(self._running) <= self._rules.most_at_once
         for name, one in self._running.items():
             assert name == one.name and set(one.answers) <= set(one.cycle.members)
-            assert not one.is_answered, "all have answered and nothing came of it"
+            assert len(one.answers) < len(one.cycle.members), "all have answered and nothing came of it"
             assert one.settled_tokens + one.left_tokens <= one.cycle.amount
 
     def _start(self, cycle: Settlement, block_tokens: Mapping[str, int]) -> list[SettlementAsk]:
@@ -149,12 +133,10 @@ class Coordinator:
             if least < self._rules.threshold_tokens or one.bounce_tokens == 0:
                 return self._finish(one)
             return self._copy(one)
-        if one.phase is SettlePhase.COPY:
-            if least < one.round_tokens:
-                return self._finish(one)
-            return self._enter(one, SettlePhase.COMMIT, one.round_tokens)
         if least < one.round_tokens:
             return self._finish(one)
+        if one.phase is SettlePhase.COPY:
+            return self._enter(one, SettlePhase.COMMIT, one.round_tokens)
         one.settled_tokens += one.round_tokens
         one.left_tokens -= one.round_tokens
         one.round += 1
@@ -168,9 +150,7 @@ class Coordinator:
         whole = one.left_tokens == 0 and one.settled_tokens > 0
         self.completed += whole
         self.aborted += not whole
-        said = {
-            name: answer and (answer.blocks, answer.bounce_blocks) for name, answer in one.answers.items()
-        }
+        said = {name: told and (told.blocks, told.bounce_blocks) for name, told in one.answers.items()}
         self.last_end = f"{one.phase} {one.round}, {one.cycle.amount} tokens: {said}"
         self.settled_tokens += one.settled_tokens * len(one.cycle.members)
         return self._enter(one, SettlePhase.UNFREEZE, 0)
@@ -181,24 +161,20 @@ class Coordinator:
         return self._ask_all(one, tokens)
 
     def _ask_all(self, one: _Running, tokens: int) -> list[SettlementAsk]:
-        creditor_of = dict(one.cycle.pairs())
-        debtor_of = {creditor: debtor for debtor, creditor in one.cycle.pairs()}
+        asks, members = [], one.cycle.members
         is_freeze = one.phase is SettlePhase.FREEZE
-        return [
-            SettlementAsk(
-                member,
-                Settle(
-                    settlement=one.name,
-                    phase=one.phase,
-                    round=one.round,
-                    creditor_id=creditor_of[member] if is_freeze else "",
-                    debtor_id=debtor_of[member] if is_freeze else "",
-                    blocks=tokens // one.block_tokens[member],
-                    valid_for_s=self._rules.valid_for_s,
-                ),
+        for at, member in enumerate(members):
+            message = Settle(
+                settlement=one.name,
+                phase=one.phase,
+                round=one.round,
+                creditor_id=members[(at + 1) % len(members)] if is_freeze else "",
+                debtor_id=members[at - 1] if is_freeze else "",
+                blocks=tokens // one.block_tokens[member],
+                valid_for_s=self._rules.valid_for_s,
             )
-            for member in one.cycle.members
-        ]
+            asks.append(SettlementAsk(member, message))
+        return asks
 
     def _least(self, one: _Running) -> int:
         """Return the tokens that all answers allow, in whole blocks of the largest size."""
@@ -211,7 +187,11 @@ class Coordinator:
 
 
 class Leadership:
-    """Decides whether this ledger leads settlements, by the announcements that it hears."""
+    """Decides whether this ledger leads settlements: the one with the smallest id does.
+
+    Each ledger must hear its own announcements: one that does not was cut off or stopped, and leads again
+    after it has listened for `silence_s`. The time passed in must continue while the process is stopped.
+    """
 
     def __init__(self, ledger_id: str, incarnation: int, *, silence_s: float) -> None:
         self._id = ledger_id

@@ -1,16 +1,13 @@
-"""Chooses the cycles of debts to settle, their amounts and their order. Pure.
+"""Chooses the cycles of debts to settle, their amounts and their order. Pure. Source: papers/001 §4.5.
 
 Short cycles come first, and larger amounts at equal length, by enumeration while that is cheap
-(`search_steps`). In a large graph only long cycles are left then: a depth-first search cancels them as it
-meets them, and tries each debt once. Afterwards no cycle of debts of at least the threshold is left. Every
-net balance is unchanged. Source: papers/001 §4.5; `algorithms.md` §4.
+(`search_steps`). Then a depth-first search cancels cycles as it meets them. Unlike the paper's Algorithm 1,
+this finds directed cycles: it misses no pair that owe each other, and takes no two paths for a cycle.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-
-from services.ledger.core.dgfm.graph import DebtGraph
 
 SEARCH_STEPS = 200_000
 """Steps of the enumeration of short cycles, each well below a microsecond."""
@@ -22,10 +19,6 @@ class Settlement:
 
     members: tuple[str, ...]
     amount: int
-
-    def pairs(self) -> list[tuple[str, str]]:
-        """Return the cycle's debts as (debtor, creditor)."""
-        return list(zip(self.members, (*self.members[1:], self.members[0]), strict=True))
 
 
 def settlements(
@@ -46,21 +39,92 @@ def settlements(
     return [Settlement(tuple(names[node] for node in cycle), amount) for cycle, amount in found]
 
 
-def apply(debts: Mapping[tuple[str, str], int], settled: list[Settlement]) -> dict[tuple[str, str], int]:
-    """Return the debts left, without zeros. Raises ValueError when more is settled than owed."""
-    left = dict(debts)
-    for settlement in settled:
-        for pair in settlement.pairs():
-            if left.get(pair, 0) < settlement.amount:
-                raise ValueError(f"{pair} owe {left.get(pair, 0)}, {settlement.amount} would be settled")
-            left[pair] -= settlement.amount
-    return {pair: amount for pair, amount in left.items() if amount}
+class DebtGraph:
+    """Debts between nodes 0 … n-1.
+
+    A debt below `threshold` is no edge, because a cycle is worth its smallest debt.
+    """
+
+    def __init__(self, nodes: int, debts: Mapping[tuple[int, int], int], threshold: int) -> None:
+        if threshold < 1:
+            raise ValueError(f"a threshold of {threshold} is below 1")
+        self.threshold = threshold
+        self.owed: list[dict[int, int]] = [{} for _ in range(nodes)]
+        """By debtor: amounts by creditor."""
+        for (debtor, creditor), amount in debts.items():
+            if debtor != creditor and amount >= threshold:
+                self.owed[debtor][creditor] = amount
+        self.trim(range(nodes))
+
+    def least(self, cycle: list[int]) -> int:
+        """Return the smallest debt of a cycle, in which each node owes the next; 0 if a debt is missing."""
+        owed = self.owed
+        return min(owed[cycle[at - 1]].get(cycle[at], 0) for at in range(len(cycle)))
+
+    def settle(self, cycle: list[int], amount: int) -> None:
+        """Reduce every debt of the cycle, and remove those that fall below the threshold."""
+        for at in range(len(cycle)):
+            creditors = self.owed[cycle[at - 1]]
+            left = creditors[cycle[at]] - amount
+            if left < self.threshold:
+                del creditors[cycle[at]]
+            else:
+                creditors[cycle[at]] = left
+
+    def trim(self, nodes: Iterable[int]) -> None:
+        """Remove nodes without debtors or without creditors, repeatedly: they are on no cycle."""
+        debtors: list[set[int]] = [set() for _ in self.owed]
+        for debtor, creditors in enumerate(self.owed):
+            for creditor in creditors:
+                debtors[creditor].add(debtor)
+        open_nodes = [node for node in nodes if not self.owed[node] or not debtors[node]]
+        while open_nodes:
+            node = open_nodes.pop()
+            for creditor in self.owed[node]:
+                debtors[creditor].discard(node)
+                if not debtors[creditor]:
+                    open_nodes.append(creditor)
+            self.owed[node] = {}
+            for debtor in debtors[node]:
+                del self.owed[debtor][node]
+                if not self.owed[debtor]:
+                    open_nodes.append(debtor)
+            debtors[node] = set()
+
+    def cycles_of(self, length: int, most_steps: int) -> tuple[list[list[int]], int]:
+        """Return all cycles of that length, each once, and the steps taken. Stops after `most_steps`."""
+        if length == 2:
+            return self._pairs()
+        found: list[list[int]] = []
+        steps = 0
+        for first, creditors in enumerate(self.owed):
+            if not creditors:
+                continue
+            stack = [[first]]
+            while stack:
+                path = stack.pop()
+                ends = self.owed[path[-1]]
+                steps += 1
+                if len(path) == length:
+                    if first in ends:
+                        found.append(path)
+                    continue
+                steps += len(ends)
+                stack += [[*path, node] for node in ends if node > first and node not in path]
+            if steps > most_steps:
+                break
+        return found, steps
+
+    def _pairs(self) -> tuple[list[list[int]], int]:
+        owed = self.owed
+        found = [[a, b] for a, creditors in enumerate(owed) for b in creditors if a < b and a in owed[b]]
+        return found, sum(map(len, owed))
 
 
 def _short_cycles(graph: DebtGraph, search_steps: int) -> list[tuple[list[int], int]]:
     settled: list[tuple[list[int], int]] = []
     length = 2
-    while not graph.is_empty and search_steps > 0 and length <= len(graph.owed):
+    while any(graph.owed) and search_steps > 0 and length <= len(graph.owed):
         cycles, steps = graph.cycles_of(length, search_steps)
         search_steps -= steps
         settled += _largest_first(graph, cycles)

@@ -6,10 +6,10 @@ Pure. Where the paper is silent or violates its own properties, it follows desig
 from collections.abc import Iterable
 
 from services.placement.policy.contract import Action, Operation, PackingEffects, RequestKey, check_blocks
-from services.placement.policy.mell.cluster import Cluster, Gpu, Item
+from services.placement.policy.mell.cluster import Cluster, Gpu
 from services.placement.policy.mell.placing import Bundles, Journal, Placing
 from services.placement.policy.mell.repairs import Repairs
-from services.placement.policy.mell.settings import MellSettings, SizeClass
+from services.placement.policy.mell.settings import MAX_MOVES, MellSettings
 
 
 class Mell:
@@ -33,17 +33,17 @@ class Mell:
     def active_workers(self) -> int:
         return len(self.cluster.active)
 
-    def add_worker(self, worker_id: str, host: str = "", switch: str = "") -> None:
-        """Add an idle worker and its location. Raises ValueError if it is already known."""
+    def add_worker(self, worker_id: str, host: str = "") -> None:
+        """Add an idle worker. Raises ValueError if it is already known."""
         if worker_id in self.cluster.active or worker_id in self.cluster.idle:
             raise ValueError(f"worker {worker_id} is there already")
         self.cluster.idle.append(worker_id)
-        self._placing.locations[worker_id] = (host, switch)
+        self._placing.hosts[worker_id] = host
 
     def remove_worker(self, worker_id: str) -> list[RequestKey]:
         """Remove a lost worker and return its requests, now forgotten. Raises KeyError."""
         lost = self.cluster.remove_worker(worker_id)
-        del self._placing.locations[worker_id]
+        del self._placing.hosts[worker_id]
         return lost
 
     def categories(self) -> dict[str, str]:
@@ -87,22 +87,6 @@ class Mell:
             if operation.action is Action.ALLOCATE:
                 self._allocate(operation.request, operation.blocks)
         return self._close(max(1, len(ordered)), can_empty=True)
-
-    def migrate(self, request: RequestKey, target: str | None = None) -> PackingEffects:
-        """Move a request to `target`, or to any worker with room. Raises KeyError. `target` must be active;
-        other items are evicted if needed, and no repairs run. This reverts an aborted move."""
-        item = self.cluster.homes[request]
-        if target is None:
-            self._placing.evict(item)
-            return self._close(1)
-        gpu = self.cluster.active[target]
-        if item.gpu is not gpu:
-            alone = self._bundles.item_for(request, item.members[request])
-            source = self._bundles.remove(request)
-            self._journal.moved(alone, source)
-            self._bundles.put(alone, gpu)
-            self._relieve(gpu, kept=request)
-        return self._close(0)
 
     def adopt(self, request: RequestKey, blocks: int, worker_id: str) -> PackingEffects:
         """Register a request found running on a worker, and evict others if it does not fit. Runs no repairs.
@@ -156,29 +140,19 @@ class Mell:
     def _relieve(self, gpu: Gpu, kept: RequestKey | None = None) -> None:
         """Evict items until the rest fits: T first, then S and M, then L, the youngest of each first."""
         while gpu.used > self.capacity_blocks:
-            item = self._leaver(gpu, kept)
+            items = (item for shelf in gpu.held for item in reversed(shelf))
+            item = next(item for item in items if kept not in item.members)
             if not self._placing.evict(item):
-                self._displace(item)
-
-    def _leaver(self, gpu: Gpu, kept: RequestKey | None) -> Item:
-        shelves = (gpu.held[SizeClass.TINY], gpu.held[SizeClass.SMALL], gpu.held[SizeClass.MEDIUM])
-        for shelf in (*shelves, gpu.held[SizeClass.LARGE]):
-            for item in reversed(shelf):
-                if kept not in item.members:
-                    return item
-        raise AssertionError(f"one item alone is over the capacity of {gpu.worker_id}")
+                for request in list(item.members):
+                    self._bundles.remove(request)
+                    self._journal.displaced(request)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the policy's state is inconsistent."""
         self.cluster.check_integrity()
         assert self._journal.steps == 0, "an operation was not closed"
 
-    def _displace(self, item: Item) -> None:
-        for request in list(item.members):
-            self._bundles.remove(request)
-            self._journal.displaced(request)
-
     def _close(self, operations: int, *, can_empty: bool = False) -> PackingEffects:
-        self._repairs.run(self.settings.max_moves * operations, can_empty=can_empty)
+        self._repairs.run(MAX_MOVES * operations, can_empty=can_empty)
         self.cluster.retire()
         return self._journal.close()

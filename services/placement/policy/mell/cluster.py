@@ -43,8 +43,6 @@ class Gpu:
     """One active worker: its items, and the values under which the cluster has indexed it."""
 
     worker_id: str
-    serial: int
-    """Number of the activation; later ones are larger."""
     held: tuple[dict[Item, None], ...] = field(default_factory=_shelves)
     """Items by size class, youngest last."""
     used: int = 0
@@ -102,7 +100,6 @@ class Cluster:
         """Workers terminated since the journal last cleared this."""
         self.used = 0
         """Blocks in use on all workers."""
-        self._serial = 0
 
     def activate(self) -> Gpu | None:
         """Return an empty GPU: a vacated one, else an idle worker's. None if there is none."""
@@ -121,8 +118,7 @@ class Cluster:
         return self._start(worker_id)
 
     def _start(self, worker_id: str) -> Gpu:
-        self._serial += 1
-        gpu = Gpu(worker_id, self._serial)
+        gpu = Gpu(worker_id)
         self.active[gpu.worker_id] = gpu
         self.vacated[gpu] = None
         self.activated[gpu.worker_id] = None

@@ -1,15 +1,21 @@
 """MELL's *allocate*: chooses the GPU for an item by priority (papers/000 figure 10).
 
-One rule is looser than the paper: T-items may use any GPU with room, S-GPUs and fuller M-GPUs included. The
-paper skips those and violates its own property 5.
-
-Requests of at most C/8 are bundled into items of at most C/4 (`Bundles`; papers/000 §VI-C, "multi-items").
-The `Journal` collects the changes of an operation or epoch (the operation buffer of §VI-C).
+T-items may use any GPU with room; the paper skips some and violates its own property 5. Requests of at most
+C/8 are bundled into items of at most C/4 (§VI-C). The `Journal` is the paper's operation buffer.
 """
 
 from services.placement.policy.contract import PackedMove, PackingEffects, RequestKey
 from services.placement.policy.mell.cluster import MEDIUM, SMALL, TINY, Cluster, Gpu, Item
-from services.placement.policy.mell.settings import MellSettings, SizeClass, class_of, is_crumb
+from services.placement.policy.mell.settings import (
+    CANDIDATES,
+    DISTANCE_WEIGHT,
+    FREE_WEIGHT,
+    REQUESTS_WEIGHT,
+    MellSettings,
+    SizeClass,
+    class_of,
+    is_crumb,
+)
 
 
 class Bundles:
@@ -151,10 +157,8 @@ class Placing:
         self._cluster = cluster
         self._bundles = bundles
         self._journal = journal
-        self._settings = settings
         self.headroom = int(settings.headroom_share * cluster.capacity)
-        self.locations: dict[str, tuple[str, str]] = {}
-        """(host, switch) by worker."""
+        self.hosts: dict[str, str] = {}
 
     def place(self, item: Item, source: Gpu | None = None) -> bool:
         """Put an unplaced item on any GPU but `source`. Returns False if there is no room."""
@@ -186,11 +190,9 @@ class Placing:
 
     def make_room(self, gpu: Gpu, blocks: int) -> bool:
         """Evict T-items until `blocks` are free: the smallest that suffices, else the largest."""
-        capacity = self._cluster.capacity
-        while gpu.used + blocks > capacity:
-            if not self._could_free(gpu, blocks):
+        while (lacking := gpu.used + blocks - self._cluster.capacity) > 0:
+            if sum(item.size for item in gpu.held[TINY]) < lacking:
                 return False
-            lacking = gpu.used + blocks - capacity
             enough = [item for item in gpu.held[TINY] if item.size >= lacking]
             item = min(enough, key=item_size) if enough else max(gpu.held[TINY], key=item_size)
             if not self.evict(item):
@@ -200,11 +202,11 @@ class Placing:
     def roomiest(self, blocks: int, source: Gpu | None) -> Gpu | None:
         """Return the highest-priority GPU among the ones with most free memory of each category."""
         best, least = None, 0.0
-        capacity, candidates = self._cluster.capacity, self._settings.candidates
+        capacity = self._cluster.capacity
         for by_free in self._cluster.by_free:
             if by_free.largest() < blocks:
                 continue
-            for gpu in by_free.descending(capacity, candidates):
+            for gpu in by_free.descending(capacity, CANDIDATES):
                 if gpu is not source and gpu.free >= blocks:
                     demerit = self._demerit(gpu, source)
                     if best is None or demerit < least:
@@ -229,27 +231,11 @@ class Placing:
                 return gpu
         return None
 
-    def _could_free(self, gpu: Gpu, blocks: int) -> bool:
-        """Return whether `blocks` would fit without the T-items."""
-        tiny = sum(item.size for item in gpu.held[TINY])
-        return gpu.used - tiny + blocks <= self._cluster.capacity
-
     def _demerit(self, gpu: Gpu, source: Gpu | None) -> float:
         """Return the penalty of a target; the lowest wins."""
-        settings = self._settings
-        crowd = (
-            settings.requests_weight * gpu.requests - settings.free_weight * gpu.free / self._cluster.capacity
-        )
-        return crowd + settings.distance_weight * self._distance(gpu, source)
-
-    def _distance(self, gpu: Gpu, source: Gpu | None) -> int:
-        """Return 0 for the same host or no source, 1 for the same switch, else 2."""
-        if source is None:
-            return 0
-        here, there = self.locations[source.worker_id], self.locations[gpu.worker_id]
-        if here == there:
-            return 0
-        return 1 if here[1] == there[1] else 2
+        crowd = REQUESTS_WEIGHT * gpu.requests - FREE_WEIGHT * gpu.free / self._cluster.capacity
+        is_far = source is not None and self.hosts[source.worker_id] != self.hosts[gpu.worker_id]
+        return crowd + DISTANCE_WEIGHT * is_far
 
 
 def item_size(item: Item) -> int:

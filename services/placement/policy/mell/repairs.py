@@ -1,17 +1,13 @@
 """Restores the properties of Theorem 1 and empties GPUs, within a move budget (papers/000 §VII).
 
-The paper refills a GPU from "the most recently activated" one of a category, because that one is incomplete.
-Here incomplete GPUs are tracked, so nothing moves until a category has two.
-
-Repairs are lazy. The properties keep the GPU count within 4/3 of any packing. Above 3/4 utilization, volume
-alone guarantees that; eager repairs tripled the moves and saved 3 % of the GPUs. GPUs are emptied only below
-`dense_share`, and properties restored below `repair_share`. Work beyond the budget waits for the next
-operation.
+Repairs are lazy. The properties keep the GPU count within 4/3 of any packing, and above 3/4 utilization
+volume alone guarantees that; eager repairs tripled the moves and saved 3 % of the GPUs. Work beyond the
+budget waits for the next operation.
 """
 
 from services.placement.policy.mell.cluster import LARGE, MEDIUM, SMALL, TINY, Cluster, Gpu, Item
 from services.placement.policy.mell.placing import Journal, Placing, item_size
-from services.placement.policy.mell.settings import MellSettings, SizeClass
+from services.placement.policy.mell.settings import CANDIDATES, EVACUATION_ITEMS, MellSettings, SizeClass
 
 _STEP_MOVES = 5
 """Maximum moves of one step: an S or M, and the T-items evicted for it."""
@@ -111,9 +107,9 @@ class Repairs:
 
     def _evacuate(self, budget: int) -> bool:
         """Empty one of the emptiest GPUs if few moves suffice and all items keep room to grow."""
-        capacity, most = self._cluster.capacity, min(budget, self._settings.evacuation_items)
+        capacity, most = self._cluster.capacity, min(budget, EVACUATION_ITEMS)
         emptiest = [gpu for by_free in self._cluster.by_free for gpu in by_free.descending(capacity, 2)]
-        for giver in sorted(emptiest, key=lambda gpu: gpu.used)[: self._settings.candidates]:
+        for giver in sorted(emptiest, key=lambda gpu: gpu.used)[:CANDIDATES]:
             items = giver.items()
             targets = self._targets(giver, items) if len(items) <= most else []
             for item, target in targets:
@@ -127,7 +123,7 @@ class Repairs:
         left = {
             gpu: gpu.free
             for index in self._cluster.by_free
-            for gpu in index.descending(self._cluster.capacity, self._settings.candidates)
+            for gpu in index.descending(self._cluster.capacity, CANDIDATES)
             if gpu is not giver
         }
         found: list[tuple[Item, Gpu]] = []

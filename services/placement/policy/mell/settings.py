@@ -1,5 +1,6 @@
 """Size classes and settings of MELL."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -32,9 +33,30 @@ def is_crumb(blocks: int, capacity: int) -> bool:
     return 8 * blocks <= capacity
 
 
+def lower_bound(sizes: Iterable[int], capacity: int) -> int:
+    """Return max(ceil(ΣS/C), #L + ceil(max(0, #M − #L)/2)): no packing of `sizes` uses fewer workers."""
+    total = larges = mediums = 0
+    for size in sizes:
+        total += size
+        size_class = class_of(size, capacity)
+        larges += size_class == SizeClass.LARGE
+        mediums += size_class == SizeClass.MEDIUM
+    return max(-(-total // capacity), larges + -(-max(0, mediums - larges) // 2))
+
+
+FREE_WEIGHT, REQUESTS_WEIGHT, DISTANCE_WEIGHT = 1.0, 0.01, 0.05
+"""Priority of a target per share of free memory, less these per request on it and for another host."""
+CANDIDATES = 3
+"""Number of GPUs with most free memory that are compared, per category."""
+EVACUATION_ITEMS = 8
+"""Maximum items on a GPU that is emptied if all fit elsewhere."""
+MAX_MOVES = 10
+"""Maximum moves per operation, a bundle counting once (Theorem 3). Further repairs wait."""
+
+
 @dataclass(frozen=True, slots=True)
 class MellSettings:
-    """Settings of MELL. Shares are of one worker's capacity, or of that of all active workers."""
+    """How eagerly MELL repairs. Shares are of one worker's capacity, or of that of all active workers."""
 
     headroom_share: float = 0.035
     """Share left free for growth on the target of a repair. Evictions and arrivals may use it."""
@@ -42,18 +64,6 @@ class MellSettings:
     """Utilization of active memory above which only unavoidable moves happen: see `repairs.py`."""
     repair_share: float = 0.80
     """Utilization below which Theorem 1 is restored; above 3/4 Theorem 2 holds by volume alone."""
-    free_weight: float = 1.0
-    """Priority of a target per share of free memory."""
-    requests_weight: float = 0.01
-    """Penalty of a target per request on it."""
-    distance_weight: float = 0.05
-    """Penalty of a target by distance: 0 on the same host, once on the same switch, twice elsewhere."""
-    candidates: int = 3
-    """Number of GPUs with most free memory that are compared, per category."""
-    evacuation_items: int = 8
-    """Maximum items on a GPU that is emptied if all fit elsewhere; 0 disables this."""
-    max_moves: int = 10
-    """Maximum moves per operation, a bundle counting once (Theorem 3). Further repairs wait."""
 
 
 EAGER = MellSettings(headroom_share=0.0, dense_share=1.0, repair_share=1.0)

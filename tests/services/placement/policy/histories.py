@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from hypothesis import strategies as st
 
 from services.placement.policy.contract import Action, Operation, PackingEffects, PackingPolicy, RequestKey
+from services.placement.policy.mell.cluster import LARGE, MEDIUM, SMALL, TINY, Cluster
 
 CAPACITY = 240
 """Divisible by 2, 3, 4 and 8: class borders fall on whole blocks."""
@@ -87,3 +88,28 @@ def churn(
         what = 5 if draw.random() < ends else draw.choice((0, 3) if growth else (0,))
         blocks = draw.randint(least, most) if what == 0 else draw.randint(0, growth)
         yield what, blocks, draw.randrange(10**6)
+
+
+def exceptions(cluster: Cluster) -> dict[str, int]:
+    """Return the number of GPUs that violate each property of Theorem 1."""
+    gpus = list(cluster.active.values())
+    loose = [gpu for gpu in gpus if 4 * gpu.used < 3 * cluster.capacity]
+    middles = [
+        item.size
+        for gpu in gpus
+        if gpu.category != LARGE
+        for shelf in (gpu.held[SMALL], gpu.held[MEDIUM])
+        for item in shelf
+    ]
+    smallest = min(middles, default=cluster.capacity + 1)
+    return {
+        # One M and two S weigh 7/6 and fill 5/6, so Theorem 2 holds.
+        "two M": sum(
+            gpu.category == MEDIUM and len(gpu.held[MEDIUM]) < 2 and len(gpu.held[SMALL]) < 2 for gpu in gpus
+        ),
+        "three S": sum(gpu.category == SMALL and len(gpu.held[SMALL]) < 3 for gpu in gpus),
+        "T at 3/4": sum(gpu.category == TINY for gpu in loose),
+        "L takes M or S": sum(gpu.companion_room >= smallest for gpu in gpus),
+        "T only beside full": any(gpu.category == TINY for gpu in gpus)
+        * sum(gpu.category in (LARGE, MEDIUM) for gpu in loose),
+    }

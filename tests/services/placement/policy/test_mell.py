@@ -1,18 +1,16 @@
 """MELL against random histories: conservation, capacity, moves, and Theorem 1's properties."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.placement.policy.bounds import exceptions, lower_bound
 from services.placement.policy.contract import Action, Operation
 from services.placement.policy.mell import Mell
-from services.placement.policy.mell.settings import EAGER, MellSettings
+from services.placement.policy.mell.settings import EAGER, MellSettings, lower_bound
 from shared.errors import InvalidRequest
-from tests.services.placement.policy.histories import CAPACITY, World, churn, sizes, steps
+from tests.services.placement.policy.histories import CAPACITY, World, churn, exceptions, sizes, steps
 
 CONSTANT = {"two M": 2, "three S": 2, "T at 3/4": 2, "L takes M or S": 1, "T only beside full": 2}
 """How many GPUs may break a property at any time, however many there are."""
@@ -90,7 +88,9 @@ def test_workers_die_and_moves_are_taken_back(history: list[tuple[int, int, int]
         if effects.moves:
             aborted = effects.moves[0]
             if aborted.source in policy.cluster.active:
-                world.follow(policy.migrate(aborted.request, aborted.source), set())
+                policy.end(aborted.request)
+                del world.homes[aborted.request]
+                world.follow(policy.adopt(aborted.request, aborted.blocks, aborted.source), set())
                 assert policy.worker_of(aborted.request) == aborted.source
     if not world.homes:
         return
@@ -104,16 +104,6 @@ def test_workers_die_and_moves_are_taken_back(history: list[tuple[int, int, int]
     for request, blocks in sizes_lost.items():
         world.apply([Operation(Action.ALLOCATE, request, blocks)])
     assert victim not in world.homes.values()
-
-
-def test_a_request_moves_away_when_asked() -> None:
-    policy = Mell(CAPACITY)
-    world = World(policy, 3)
-    for blocks in (100, 100, 30):
-        world.apply([Operation(Action.ALLOCATE, blocks * 10 + len(world.blocks), blocks)])
-    effects = policy.migrate(302)
-    assert [move.request for move in effects.moves] == [302]
-    world.follow(effects, set())
 
 
 def test_what_no_worker_holds_is_refused_and_changes_nothing() -> None:
@@ -152,15 +142,12 @@ def test_with_no_worker_to_activate_arrivals_wait() -> None:
 
 
 def test_nearer_targets_come_first() -> None:
-    policy = Mell(CAPACITY, replace(MellSettings(), distance_weight=1.0, dense_share=0.0, repair_share=0.0))
+    policy = Mell(CAPACITY, MellSettings(dense_share=0.0, repair_share=0.0))
     for worker, host in (("w0", "h0"), ("w1", "h1"), ("w2", "h0")):
-        policy.add_worker(worker, host=host, switch="s")
-    for index in range(3):
-        policy.allocate(f"large{index}", 150)
-    policy.allocate("small", 40)
-    policy.migrate("small", "w0")
-    policy.grow("large1", 130 + index)
-    (move,) = policy.grow("large0", 230).moves
+        policy.add_worker(worker, host=host)
+        policy.adopt(f"large {worker}", 150, worker)
+    policy.adopt("small", 40, "w0")
+    (move,) = policy.grow("large w0", 230).moves
     assert (move.request, move.source, move.target) == ("small", "w0", "w2")
 
 

@@ -43,9 +43,3 @@ def test_the_middle_of_a_very_long_prompt_is_not_looked_at() -> None:
     head, tail = list(range(250)), list(range(1000, 1300))
     first, second = split([pack_tokens(head + [middle] * 500 + tail) for middle in (7, 8)])
     assert first == second
-
-
-def test_no_prompt_and_an_empty_one() -> None:
-    none = features_of([])
-    assert (len(none.buckets), len(none.offsets), none.dense.shape) == (0, 0, (0, 4))
-    assert split([b""]) == [set()]

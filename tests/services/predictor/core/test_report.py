@@ -1,7 +1,4 @@
-"""The figures of predictions, against counting by hand.
-
-The audit of predictions.
-"""
+"""Accuracy of predictions, against counting by hand."""
 
 import pytest
 
@@ -11,7 +8,7 @@ from services.predictor.core.report import PredictionAudit, score
 
 def test_each_figure_is_what_its_name_says() -> None:
     told = PredictedLength(rl_tokens=100, p50_tokens=80, p80_tokens=120, p90_tokens=150, p95_tokens=200)
-    report = score([(told, length) for length in (40, 80, 115, 116, 300)], padding=0.15)
+    report = score([(told, length) for length in (40, 80, 115, 116, 300)])
     assert report is not None
     assert report.scored == 5
     assert report.mae_tokens == pytest.approx((40 + 0 + 35 + 36 + 220) / 5)
@@ -22,10 +19,6 @@ def test_each_figure_is_what_its_name_says() -> None:
     assert report.below_p50_share == 0.4
     assert report.below_p80_share == report.below_p90_share == report.below_p95_share == 0.8
     assert report.as_dict()["mae_tokens"] == 66.2
-
-
-def test_nothing_scored_is_no_report() -> None:
-    assert score([]) is None
 
 
 def says(tokens: int) -> PredictedLength:
@@ -43,24 +36,16 @@ def test_scores_first_predictions_of_whole_answers() -> None:
     audit.on_finished(("c", 0), 90, censored=True)
     audit.on_finished(("unknown", 0), 90, censored=False)
     summary = audit.summary()
-    assert summary["finished"] == 4
-    assert summary["scored"] == 2
-    assert summary["mae_tokens"] == 70.0
-    assert summary["within_50_share"] == 0.0
-    assert summary["within_100_share"] == 1.0
-    assert summary["under_share"] == 0.5
+    assert (summary["finished"], summary["scored"], summary["mae_tokens"]) == (4, 2, 70.0)
     audit.check_integrity()
 
 
 def test_memory_is_bounded() -> None:
     audit = PredictionAudit(waiting_limit=3, window=2)
+    assert audit.summary() == {"predictions": 0, "finished": 0, "scored": 0}
     for number in range(10):
         audit.on_predicted((str(number), 0), says(1))
         audit.check_integrity()
     for number in range(10):
         audit.on_finished((str(number), 0), 1, censored=False)
     assert audit.summary()["scored"] == 2
-
-
-def test_before_anything_ended_there_are_counts_only() -> None:
-    assert PredictionAudit().summary() == {"predictions": 0, "finished": 0, "scored": 0}

@@ -1,11 +1,11 @@
-"""Heads on hidden states: they learn what is there to be learned, and say nothing impossible."""
+"""Heads on hidden states: they learn, and predict nothing impossible."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.predictor.core.rest_heads import HEADS, UPPER, DistributionHead, Head, class_of
+from services.predictor.core.rest_heads import HEADS, DistributionHead, Head
 
 WIDTH = 12
 
@@ -78,18 +78,6 @@ def test_whatever_is_learned_predictions_are_finite_and_ascend(
     again = HEADS[kind](WIDTH, 0)
     again.restore(head.weights())
     assert np.allclose(again.predict(states[:1]), told, rtol=1e-5)
-
-
-def test_classes_hold_every_rest() -> None:
-    assert list(np.diff(UPPER) > 0) == [True] * (len(UPPER) - 1)
-    assert class_of(np.array([1, 2, 4, 5, 131_072, 1 << 30])).tolist() == [
-        0,
-        1,
-        3,
-        4,
-        len(UPPER) - 1,
-        len(UPPER) - 1,
-    ]
 
 
 @pytest.mark.parametrize("kind", sorted(HEADS))

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.predictor.core.rest_heads import HEADS, Float32s
-from services.predictor.core.rest_learner import EXTRA, RestLearner
+from services.predictor.core.rest_learner import RestLearner
 from shared.messages.sequence import SequenceKey
 
 WIDTH, EVERY = 8, 16
@@ -96,4 +96,3 @@ def test_no_order_of_events_breaks_it(kind: str, events: list[tuple[str, int, in
             learner.finish(key, size, censored=event == "cut")
     for name, part in learner.weights().items():
         assert np.isfinite(np.asarray(part, np.float64)).all() or name == "errors"
-    assert WIDTH + EXTRA == 11

@@ -5,9 +5,9 @@ import pytest
 
 from services.predictor.core.length_model import LengthQuery, LengthSample
 from services.predictor.core.report import evaluate
+from services.predictor.models.network import Trained
 from services.predictor.models.regressor import RegressorModel
 from services.predictor.models.training import TrainingPlan, train
-from services.predictor.models.versions import Trained
 from shared.errors import InvalidRequest
 from tests.services.predictor.lengths import LONG_TOKENS, SHORT_TOKENS, samples_of
 
@@ -46,11 +46,6 @@ def test_answers_cut_by_their_limit_pull_up_and_never_down() -> None:
     told = model.predict_batch([LengthQuery(sample.prompt, 1000) for sample in long])
     median = float(np.median([one.p50_tokens for one in told]))
     assert median > 0.8 * LONG_TOKENS, "taken for lengths they would have halved it"
-
-
-def test_few_samples_mean_more_epochs_up_to_four_times() -> None:
-    plan = TrainingPlan(epochs=5, min_steps=300, batch=64)
-    assert [plan.epochs_for(count) for count in (10_000, 3000, 64)] == [5, 7, 20]
 
 
 def test_too_few_samples_and_a_stop_are_errors() -> None:

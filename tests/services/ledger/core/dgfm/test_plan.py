@@ -9,12 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.ledger.core.dgfm.graph import DebtGraph
-from services.ledger.core.dgfm.plan import SEARCH_STEPS, Settlement, apply, settlements
+from services.ledger.core.dgfm.plan import SEARCH_STEPS, DebtGraph, Settlement, settlements
 
 Debts = dict[tuple[str, str], int]
 workers = st.sampled_from([f"w{number}" for number in range(9)])
 any_debts = st.dictionaries(st.tuples(workers, workers), st.integers(1, 40), max_size=40)
+
+
+def apply(debts: Debts, settled: list[Settlement]) -> Debts:
+    """Return the debts left, without zeros."""
+    left = dict(debts)
+    for settlement in settled:
+        members = settlement.members
+        for pair in zip(members, (*members[1:], members[0]), strict=True):
+            assert left.get(pair, 0) >= settlement.amount, "more than is owed"
+            left[pair] -= settlement.amount
+    return {pair: amount for pair, amount in left.items() if amount}
 
 
 def balances(debts: Debts) -> Counter[str]:
@@ -80,11 +90,6 @@ def test_a_ring_with_a_chord() -> None:
     ]
 
 
-def test_more_than_is_owed_cannot_be_settled() -> None:
-    with pytest.raises(ValueError, match="would be settled"):
-        apply({("a", "b"): 1, ("b", "a"): 2}, [Settlement(("a", "b"), 2)])
-
-
 @pytest.mark.parametrize(("creditors", "most"), [(2, 64), (3, 64), (3, 1000), (6, 64)])
 def test_ten_thousand_instances_settle_within_a_second(creditors: int, most: int) -> None:
     debts = random_debts(10_000, creditors, seed=creditors, most=most)
@@ -120,7 +125,7 @@ def brute_force(debts: dict[tuple[int, int], int], threshold: int) -> set[tuple[
 
 def test_debts_below_the_threshold_are_no_edges() -> None:
     graph = DebtGraph(3, {(0, 1): 9, (1, 2): 5, (2, 0): 2}, 3)
-    assert graph.is_empty
+    assert not any(graph.owed)
     graph = DebtGraph(3, {(0, 1): 9, (1, 2): 5, (2, 0): 3}, 3)
     graph.settle([0, 1, 2], 3)
     assert graph.owed == [{1: 6}, {}, {}]
@@ -136,7 +141,7 @@ def test_every_cycle_of_a_length_is_found_once(debts: dict[tuple[int, int], int]
     for length in range(2, 8):
         found = [tuple(cycle) for cycle in graph.cycles_of(length, 10**6)[0]]
         assert sorted(found) == sorted(path for path in expected if len(path) == length)
-    assert graph.is_empty or expected
+    assert not any(graph.owed) or expected
 
 
 def test_enumeration_stops_when_its_steps_are_used_up() -> None:
