@@ -16,7 +16,7 @@ from shared.blocks import HASH_BYTES
 from shared.messages.commands import Crowd, PlacementItem, WaitingAhead
 from shared.messages.plans import EndedSequence
 from shared.messages.prefixes import PrefixChain
-from shared.messages.reports import SequenceState, WorkerReported
+from shared.messages.reports import SequenceReport, SequenceState, WorkerReported
 from shared.messages.sequence import FinishReason
 from tests.services.placement.rig import BLOCK, item, listed, report, stepped
 from tests.shared.messages.builders import ref
@@ -37,16 +37,12 @@ def fleet_of(*reports: WorkerReported) -> FleetCapacity:
     return fleet
 
 
-def test_worst_fit_spreads_a_batch_by_its_own_reservations() -> None:
-    fleet = fleet_of(report("w0"), report("w1"))
-    assert place(fleet, item("a"), item("b"), item("c"), item("d")) == ["w0", "w1", "w0", "w1"]
-
-
 def test_excluded_and_silent_workers_take_nothing() -> None:
     fleet = fleet_of(report("w0"), report("w1"))
-    assert place(fleet, item("a"), excluded=("w0",)) == ["w1"]
-    assert place(fleet, item("b"), excluded=("w0", "w1")) == [None]
-    assert place(fleet, item("c"), now_s=2.1) == [None]
+    assert place(fleet, *map(item, "abcd")) == ["w0", "w1", "w0", "w1"], "reservations count at once"
+    assert place(fleet, item("e"), excluded=("w0",)) == ["w1"]
+    assert place(fleet, item("f"), excluded=("w0", "w1")) == [None]
+    assert place(fleet, item("g"), now_s=2.1) == [None]
     assert not fleet.workers
 
 
@@ -69,23 +65,24 @@ def test_what_left_before_its_start_holds_no_place() -> None:
     assert place(fleet, item("c", size=3 * BLOCK)) == ["w0"]
 
 
-def test_growth_room_is_kept_beside_others() -> None:
-    fleet = fleet_of(report("w0", total=4, sequences=(listed("old", blocks=2),)))
-    assert place(fleet, item("two blocks", size=2 * BLOCK, limit=2 * BLOCK)) == [None]
-    assert place(fleet, item("one block", size=BLOCK, limit=BLOCK)) == ["w0"]
-
-
-def test_full_worker_waits_and_empty_one_takes_whatever_it_admits() -> None:
-    full = report("w0", total=4, sequences=(listed("old", prompt=64, blocks=4),))
-    assert place(fleet_of(full), item("a", size=1)) == [None]
-    assert place(fleet_of(report("w0", total=4)), item("a", size=4 * BLOCK, limit=4 * BLOCK)) == ["w0"]
-
-
-def test_resident_without_its_memory_is_counted() -> None:
-    preempted = listed("old", prompt=6 * BLOCK, blocks=0, state=SequenceState.WAITING)
-    fleet = fleet_of(report("w0", total=8, sequences=(preempted,)))
-    assert place(fleet, item("a", size=2 * BLOCK)) == [None]
-    assert place(fleet, item("b", size=BLOCK)) == ["w0"]
+@pytest.mark.parametrize(
+    ("resident", "size", "total", "home"),
+    [
+        (listed("old", blocks=2), 2 * BLOCK, 4, None),  # it needs room to grow
+        (listed("old", blocks=2), BLOCK, 4, "w0"),
+        (listed("old", prompt=64, blocks=4), 1, 4, None),
+        (None, 4 * BLOCK, 4, "w0"),  # an empty worker takes whatever it admits
+        (None, 4 * BLOCK + 1, 4, None),
+        (listed("old", prompt=6 * BLOCK, blocks=0, state=SequenceState.WAITING), 2 * BLOCK, 8, None),
+        (listed("old", prompt=6 * BLOCK, blocks=0, state=SequenceState.WAITING), BLOCK, 8, "w0"),
+    ],
+)
+def test_a_sequence_needs_its_memory_and_room_to_grow(
+    resident: SequenceReport | None, size: int, total: int, home: str | None
+) -> None:
+    """A preempted resident without its memory counts too."""
+    here = () if resident is None else (resident,)
+    assert place(fleet_of(report("w0", total=total, sequences=here)), item("a", size=size)) == [home]
 
 
 @pytest.mark.parametrize(("waited_s", "small"), [(0.0, "w0"), (PASSED_S - 0.1, "w0"), (PASSED_S, None)])
@@ -123,7 +120,8 @@ def test_item_larger_than_every_worker_holds_nobody_up() -> None:
 
 def test_reservation_lasts_until_a_heartbeat_lists_it_or_it_expires() -> None:
     fleet = fleet_of(report("w0", total=4))
-    assert place(fleet, item("a", size=3 * BLOCK, limit=4 * BLOCK)) == ["w0"]
+    asked = item("a", size=3 * BLOCK, limit=4 * BLOCK)
+    assert place(fleet, asked) == place(fleet, asked) == ["w0"], "asking again replaces the reservation"
     fleet.on_reported(report("w0", total=4, seq=2), 0.25)
     assert place(fleet, item("b", size=1), now_s=0.25) == [None]
     fleet.on_reported(report("w0", total=4, seq=3, sequences=(listed("a", prompt=16, blocks=1),)), 0.5)
@@ -133,28 +131,16 @@ def test_reservation_lasts_until_a_heartbeat_lists_it_or_it_expires() -> None:
     assert not fleet.workers["w0"].reservations
 
 
-def test_asking_again_replaces_the_reservation() -> None:
-    fleet = fleet_of(report("w0", total=4))
-    asked = item("a", size=2 * BLOCK, limit=4 * BLOCK)
-    assert place(fleet, asked) == place(fleet, asked) == ["w0"]
-    assert fleet.workers["w0"].free_blocks == 2
-
-
-def test_an_end_frees_memory_before_the_next_heartbeat() -> None:
-    fleet = fleet_of(report("w0", total=4, sequences=(listed("old", prompt=48, blocks=3),), stepped_seq=7))
+@pytest.mark.parametrize(("known_seq", "free"), [(7, 4), (9, 1)])
+def test_an_end_frees_memory_before_the_next_heartbeat(known_seq: int, free: int) -> None:
+    """It counts once, and not at all if the heartbeat knew of it."""
+    here = (listed("old", prompt=48, blocks=3),)
+    fleet = fleet_of(report("w0", total=4, sequences=here, stepped_seq=known_seq))
     assert place(fleet, item("a", size=2 * BLOCK)) == [None]
     over = EndedSequence(ref=ref("old"), finish_reason=FinishReason.STOP, generated_tokens=3)
-    fleet.on_stepped(stepped("w0", 8, over))
-    assert place(fleet, item("a", size=2 * BLOCK)) == ["w0"]
-    fleet.on_stepped(stepped("w0", 9, over))
-    assert fleet.workers["w0"].free_blocks == 2, "an end counts once"
-
-
-def test_an_end_the_heartbeat_knew_of_frees_nothing_twice() -> None:
-    fleet = fleet_of(report("w0", total=4, sequences=(listed("old", blocks=1),), stepped_seq=8))
-    over = EndedSequence(ref=ref("old"), finish_reason=FinishReason.STOP, generated_tokens=3)
-    fleet.on_stepped(stepped("w0", 8, over))
-    assert fleet.workers["w0"].free_blocks == 3
+    for seq in (8, 9):
+        fleet.on_stepped(stepped("w0", seq, over))
+        assert fleet.workers["w0"].free_blocks == free
 
 
 def test_old_heartbeats_are_ignored_and_a_new_incarnation_starts_afresh() -> None:

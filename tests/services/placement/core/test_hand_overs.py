@@ -3,7 +3,7 @@
 import msgspec
 
 from services.placement.core.fleet import FleetCapacity
-from services.placement.core.hand_overs import HandOvers, Wanted, load_of
+from services.placement.core.hand_overs import HandOvers, Wanted
 from services.placement.core.roles import FleetRoles, Role
 from services.placement.policy.fit import PrefixAware
 from shared.messages.reports import SequenceReport, SequenceState, WorkerReported
@@ -76,14 +76,6 @@ def test_kv_of_another_kind_goes_nowhere() -> None:
     hear(made, report("w1", free=60, seq=2), fingerprint=b"other")
     hear(made, report("w2", free=60, seq=2), fingerprint=b"other")
     assert list(went(overs_of(made).next(10.0)).values()) == [None]
-
-
-def test_what_roles_see_of_a_worker() -> None:
-    made = fleet(listed("a", prompt=90, blocks=6), prompt("b", 48))
-    seen = load_of(made.workers["w0"], 10.0)
-    assert (seen.decoding, seen.pending_tokens, seen.memory_tokens) == (1, 52, 64 * 16)
-    assert seen.context_tokens == 90
-    assert load_of(made.workers["w1"], 10.0).link_tokens_per_s == 100e6 * 16 / 1000
 
 
 def test_the_only_prompt_of_a_worker_is_handed_over_before_a_heartbeat_shows_that_it_was_begun() -> None:

@@ -24,20 +24,13 @@ def test_a_gap_is_asked_for_again_and_again_and_later_news_wait() -> None:
     assert (worker, question.since_seq, question.incarnation) == ("w0", 1, 1)
     assert not list(index.questions(1.4))
     assert len(list(index.questions(1.5))) == 1
+    index.on_answer(news(0, 7, full=True))
+    assert index.blocks("w0") == 1, "an old answer changes nothing"
     index.on_answer(news(2, 2))
     assert not list(index.questions(9.0))
     assert index.cached("w0", [chain(2)], 0.0) == index.cached("w0", [chain(3)], 0.0) == (16, 0, 0)
     assert index.cached("w0", [chain(1)], 0.0) == NOTHING
     index.check_integrity()
-
-
-def test_an_old_answer_undoes_nothing() -> None:
-    index = PrefixIndex()
-    index.on_news(news(2, 2))
-    assert len(list(index.questions(0.0))) == 1
-    index.on_news(news(1, 1))
-    index.on_answer(news(1, 7, full=True))
-    assert index.blocks("w0") == 2 and not list(index.questions(9.0))
 
 
 def test_a_reader_that_starts_late_asks_for_everything() -> None:

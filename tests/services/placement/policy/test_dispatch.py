@@ -1,9 +1,4 @@
-"""Best fit and worst fit over time.
-
-Load balancing by migration.
-
-`prefix_aware`: cached tokens draw, load repels, and without either the default decides.
-"""
+"""Placement policies: best fit, worst fit, load balancing by migration, and `prefix_aware`."""
 
 import pytest
 from hypothesis import given, settings
@@ -35,53 +30,43 @@ def test_every_operation_conserves_requests_and_capacity(
         assert world.apply([one]) == twin.apply([one])
 
 
-def test_the_tightest_and_the_roomiest() -> None:
-    for name, home in (("best_fit", "w0"), ("worst_fit", "w1")):
-        policy = made(name)
-        for worker in ("w0", "w1"):
-            policy.add_worker(worker)
-        policy.allocate("a", 200)
-        policy.allocate("b", 100)
-        assert policy.allocate("c", 30).placed == {"c": home}
-
-
-def test_the_youngest_is_recomputed_elsewhere_when_its_worker_overflows() -> None:
-    policy = made("best_fit")
+@pytest.mark.parametrize(("name", "home"), [("best_fit", "w0"), ("worst_fit", "w1")])
+def test_the_tightest_and_the_roomiest(name: str, home: str) -> None:
+    policy = made(name)
     for worker in ("w0", "w1"):
+        policy.add_worker(worker)
+    policy.allocate("a", 200)
+    policy.allocate("b", 100)
+    assert policy.allocate("c", 30).placed == {"c": home}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_overflow_recomputes_the_youngest_elsewhere_or_displaces_it(workers: int) -> None:
+    policy = made("best_fit")
+    for worker in ("w0", "w1")[:workers]:
         policy.add_worker(worker)
     policy.allocate("old", 100)
     policy.allocate("young", 130)
     effects = policy.grow("old", 120)
-    assert [(move.request, move.target) for move in effects.moves] == [("young", "w1")]
-    assert effects.recomputes == 1 and effects.activated == ["w1"]
-    policy.check_integrity()
-
-
-def test_without_another_worker_it_is_displaced() -> None:
-    policy = made("best_fit")
-    policy.add_worker("w0")
-    policy.allocate("old", 100)
-    policy.allocate("young", 130)
-    assert policy.grow("old", 120).displaced == ["young"]
-    assert policy.allocate("other", 200).waiting == ["other"]
+    moves = [(move.request, move.target) for move in effects.moves]
+    if workers == 2:
+        assert (moves, effects.recomputes, effects.activated) == ([("young", "w1")], 1, ["w1"])
+    else:
+        assert (moves, effects.displaced) == ([], ["young"])
+        assert policy.allocate("other", 200).waiting == ["other"]
+        assert policy.remove_worker("w0") == ["old"] and policy.active_workers == 0
     with pytest.raises(InvalidRequest, match="borrow"):
-        policy.grow("old", CAPACITY + 1)
-    assert policy.remove_worker("w0") == ["old"]
-    assert policy.active_workers == 0
+        policy.allocate("huge", CAPACITY + 1)
+    policy.check_integrity()
 
 
 def test_an_epoch_ends_before_it_grows_and_grows_before_it_allocates() -> None:
     policy = made("best_fit")
     policy.add_worker("w0")
     policy.allocate("a", 100)
-    policy.allocate("b", 130)
-    effects = policy.apply(
-        [
-            Operation(Action.ALLOCATE, "c", 90),
-            Operation(Action.GROW, "b", 150),
-            Operation(Action.END, "a"),
-        ]
-    )
+    policy.allocate("b", 100)
+    ends, grows = Operation(Action.END, "a"), Operation(Action.GROW, "b", 200)
+    effects = policy.apply([Operation(Action.ALLOCATE, "c", 40), grows, ends])
     assert effects.placed == {"c": "w0"} and not effects.moves
 
 
@@ -104,17 +89,13 @@ def test_an_epoch_sends_the_shortest_of_the_most_loaded_to_the_least_loaded() ->
     assert [(move.request, move.source, move.target) for move in effects.moves] == [("f", "w1", "w0")]
     assert policy.apply([]).moves == []
     policy.check_integrity()
+    assert unequal(relief_share=0.1).apply([]).moves == [], "workers with enough memory keep their requests"
 
 
-def test_workers_with_memory_enough_are_left_alone() -> None:
-    assert unequal(relief_share=0.1).apply([]).moves == []
-
-
-def test_an_overflow_migrates_the_shortest_and_recomputes_nothing() -> None:
+def test_load_balance_migrates_the_shortest_on_an_overflow() -> None:
     policy = unequal()
     effects = policy.grow("b", 230)
-    assert [move.request for move in effects.moves] == ["f"]
-    assert effects.recomputes == 0
+    assert [move.request for move in effects.moves] == ["f"] and effects.recomputes == 0
     policy.check_integrity()
 
 
@@ -131,18 +112,19 @@ def rooms(draw: st.DrawFn) -> list[Room]:
     ]
 
 
-def test_the_worker_that_has_the_prefix_is_chosen_although_it_is_busier() -> None:
-    assert PrefixAware().choose(1500, [room("w0"), room("w1", (1400, 0, 0), free=9000)]) == "w1"
-
-
-def test_a_busy_worker_sheds_what_it_has_cached() -> None:
-    busy = Room("w1", 1600, 10_000, 6, (1400, 0, 0))
-    assert PrefixAware().choose(1500, [room("w0"), busy]) == "w0"
-
-
-def test_a_nearer_tier_is_worth_more() -> None:
-    assert PrefixAware().choose(900, [room("w0", (0, 0, 800)), room("w1", (0, 800, 0))]) == "w1"
-    assert PrefixAware().choose(900, [room("w0", (0, 800, 0)), room("w1", (800, 0, 0))]) == "w1"
+@pytest.mark.parametrize(
+    ("size", "offered"),
+    [
+        (1500, [room("w0"), room("w1", (1400, 0, 0), free=9000)]),  # cached there, although it is busier
+        (1500, [Room("w0", 1600, 10_000, 6, (1400, 0, 0)), room("w1")]),  # a busy one sheds what it caches
+        (900, [room("w0", (0, 0, 800)), room("w1", (0, 800, 0))]),  # a nearer tier is worth more
+        (900, [room("w0", (0, 800, 0)), room("w1", (800, 0, 0))]),
+        (100, [Room("w0", 3_000, 10_000, 1), Room("w1", 6_000, 10_000, 6)]),  # short: where least is held
+        (2_900, [Room("w0", 6_000, 10_000, 6), Room("w1", 3_000, 10_000, 1)]),  # long: to the fewest
+    ],
+)
+def test_the_cheaper_worker_is_chosen(size: int, offered: list[Room]) -> None:
+    assert PrefixAware().choose(size, offered) == "w1"
 
 
 @given(offered=rooms(), size=st.integers(1, 5000))
@@ -162,13 +144,6 @@ def test_without_prefixes_it_goes_to_none_that_holds_more_for_more_sequences(
     for one in bare:
         assert one.free_tokens <= chosen.free_tokens or one.sequences >= chosen.sequences
         assert one.free_tokens < chosen.free_tokens or one.sequences >= chosen.sequences
-
-
-def test_a_short_prompt_goes_where_least_is_held_and_a_long_one_where_the_fewest_wait_for_it() -> None:
-    few_long = Room("w0", 3_000, 10_000, 1)
-    many_short = Room("w1", 6_000, 10_000, 6)
-    assert PrefixAware().choose(100, [few_long, many_short]) == "w1"
-    assert PrefixAware().choose(2_900, [few_long, many_short]) == "w0"
 
 
 @given(offered=rooms(), size=st.integers(1, 5000), more=st.integers(1, 5000))

@@ -1,9 +1,4 @@
-"""Worst fit.
-
-Best fit, and policies by name.
-
-The index by size, against a sorted list.
-"""
+"""Best fit, worst fit, policies by name, and the index by size."""
 
 from pathlib import Path
 
@@ -18,23 +13,12 @@ from services.placement.policy.size_index import SizeIndex
 from shared.errors import ConfigError
 from tests.installed import install
 
-
-def test_most_room_then_fewest_sequences_then_lowest_id() -> None:
-    rooms = [
-        Room("w0", 50, 200, 0),
-        Room("w3", 100, 200, 2),
-        Room("w2", 100, 200, 1),
-        Room("w1", 100, 200, 2),
-    ]
-    assert WorstFit().choose(10, rooms) == "w2"
-    assert WorstFit().choose(10, [rooms[1], rooms[3]]) == "w1"
+ROOMS = [Room("w2", 100, 200, 1), Room("w1", 50, 200, 9), Room("w0", 50, 200, 0), Room("w3", 100, 200, 2)]
 
 
-ROOMS = [Room("w2", 100, 200, 1), Room("w1", 50, 200, 9), Room("w0", 50, 200, 0)]
-
-
-def test_least_room_then_lowest_id() -> None:
-    assert BestFit().choose(10, ROOMS) == "w0"
+def test_best_fit_and_worst_fit() -> None:
+    assert BestFit().choose(10, ROOMS) == "w0", "least room, then the lowest id"
+    assert WorstFit().choose(10, ROOMS) == "w2", "most room, then the fewest sequences"
 
 
 PACKAGE = """
@@ -48,8 +32,8 @@ def test_policies_are_found_by_name_ours_and_others(tmp_path: Path, monkeypatch:
     points = {"elsewhere": "Elsewhere", "broken": "Missing"}
     install(tmp_path, monkeypatch, "kvasir_elsewhere", PACKAGE, policy.KIND.group, points)
     assert isinstance(policy.create("best_fit"), BestFit)
-    assert policy.create("elsewhere").choose(1, ROOMS) == "w0"
-    assert policy.create(f"{tmp_path}/kvasir_elsewhere.py:Elsewhere").choose(1, ROOMS) == "w0"
+    assert policy.create("elsewhere").choose(1, ROOMS) == "w3"
+    assert policy.create(f"{tmp_path}/kvasir_elsewhere.py:Elsewhere").choose(1, ROOMS) == "w3"
     with pytest.raises(
         ConfigError,
         match="best_fit, broken, elsewhere, load_balance, mell, mell_eager, prefix_aware, worst_fit",
