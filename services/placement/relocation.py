@@ -9,7 +9,7 @@ from typing import Any
 from services.placement.config import PlacementConfig
 from services.placement.core.move_mode import MoveModes, WantedMove
 from services.placement.core.packer import Packer
-from services.placement.core.scaling import Scaling, ScalingRules
+from services.placement.core.scaling import Scaling
 from services.placement.placing import Placement
 from services.placement.policy import create_packing
 from shared import subjects
@@ -35,8 +35,7 @@ class PackingPlacement(Placement):
     ) -> None:
         super().__init__(bus, config, None, clock, model)
         self.packer = Packer(lambda capacity_blocks: create_packing(config.policy, capacity_blocks))
-        rules = ScalingRules(least=config.min_workers, most=config.max_workers, linger_s=config.idle_s)
-        self._scaling = Scaling(rules)
+        self._scaling = Scaling(least=config.min_workers, most=config.max_workers, linger_s=config.idle_s)
         self._modes = MoveModes(config.move_mode, config.epoch_s)
 
     def on_stepped(self, stepped: WorkerStepped) -> None:

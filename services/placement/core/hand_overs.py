@@ -99,7 +99,10 @@ class HandOvers:
 
     def next(self, now_s: float) -> list[Wanted]:
         """Return the decisions to act on now, at intervals also those to stay (without target)."""
-        self._forget(now_s)
+        for key, under_way in list(self._under_way.items()):
+            if now_s - under_way.since_s > _FORGET_S:
+                del self._under_way[key]
+        self._left_alone = {ref: until_s for ref, until_s in self._left_alone.items() if until_s > now_s}
         found = []
         for worker, ref, tokens in self._leaving(now_s):
             if ref.key in self._under_way or now_s < self._left_alone.get(ref, now_s):
@@ -140,9 +143,3 @@ class HandOvers:
             if worker.free_blocks - coming >= worker.blocks(tokens) + 2:
                 rate = _link_tokens_per_s(report, source.report.worker_id)
                 yield Landing(load_of(worker, now_s), coming * report.block_tokens / rate)
-
-    def _forget(self, now_s: float) -> None:
-        for key, one in list(self._under_way.items()):
-            if now_s - one.since_s > _FORGET_S:
-                del self._under_way[key]
-        self._left_alone = {ref: until_s for ref, until_s in self._left_alone.items() if until_s > now_s}

@@ -34,31 +34,27 @@ class Migration:
     tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Boundaries:
-    """Budget of links and prefilling workers for moves within one epoch; missing entries have none."""
-
-    link_bytes: Mapping[tuple[str, str], int]
-    prefill_tokens: Mapping[str, int]
-
-
-def divide(migrations: Iterable[Migration], boundaries: Boundaries) -> dict[str, MoveMode | None]:
-    """Return the mode of each move by name: the fitting one that takes the smaller share of its budget, or
-    None if neither fits.
+def divide(
+    migrations: Iterable[Migration],
+    link_bytes: Mapping[tuple[str, str], int],
+    prefill_tokens: Mapping[str, int],
+) -> dict[str, MoveMode | None]:
+    """Return the mode of each move by name: the fitting one that takes the smaller share of its budget in
+    this epoch, or None if neither fits. Missing links and workers have no budget.
 
     An example: a link carries 100 bytes an epoch, the target computes 50 tokens. A move of 80 bytes or 20
     tokens goes by tokens (40 % against 80 %). One of 60 bytes or 40 tokens goes by KV, as 30 tokens are left.
     A third of 50 bytes or 35 tokens waits.
     """
-    links, workers = dict(boundaries.link_bytes), dict(boundaries.prefill_tokens)
+    links, workers = dict(link_bytes), dict(prefill_tokens)
     modes: dict[str, MoveMode | None] = {}
     for one in sorted(migrations, key=lambda each: (-each.kv_bytes, each.name)):
         way = (one.source, one.target)
         shares: dict[MoveMode, float] = {}
         if one.kv_bytes <= links.get(way, 0):
-            shares[MoveMode.KV] = one.kv_bytes / boundaries.link_bytes[way]
+            shares[MoveMode.KV] = one.kv_bytes / link_bytes[way]
         if one.tokens <= workers.get(one.target, 0):
-            shares[MoveMode.TOKENS] = one.tokens / boundaries.prefill_tokens[one.target]
+            shares[MoveMode.TOKENS] = one.tokens / prefill_tokens[one.target]
         mode = modes[one.name] = min(shares, key=shares.__getitem__, default=None)
         if mode is MoveMode.KV:
             links[way] -= one.kv_bytes
@@ -96,7 +92,7 @@ class MoveModes:
             if now_s - since_s > _FORGET_S:
                 del self._under_way[ref]
         migrations = [_migration(wanted, reports) for wanted in wanted_moves]
-        modes = divide(migrations, self._boundaries(migrations, reports))
+        modes = divide(migrations, *self._budgets(migrations, reports))
         now: list[SequenceMove] = []
         for wanted, one in zip(wanted_moves, migrations, strict=True):
             mode = self._mode(one, modes[one.name], reports)
@@ -110,22 +106,22 @@ class MoveModes:
         """Release the budget of a move that ended or was refused."""
         self._under_way.pop(ref, None)
 
-    def _boundaries(
+    def _budgets(
         self, migrations: Iterable[Migration], reports: Mapping[str, WorkerReported]
-    ) -> Boundaries:
-        """Return the budgets of an epoch, less moves under way."""
+    ) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
+        """Return the bytes per link and the tokens per target of an epoch, less moves under way."""
         links: dict[tuple[str, str], int] = {}
         prefill: dict[str, int] = {}
         for one in migrations:
             links[one.source, one.target] = self._link_bytes(one, reports)
-            prefill[one.target] = prefill_tokens(reports.get(one.target), self._epoch_s)
+            prefill[one.target] = computable_tokens(reports.get(one.target), self._epoch_s)
         for busy, mode, _ in self._under_way.values():
             way = (busy.source, busy.target)
             if mode is MoveMode.KV and way in links:
                 links[way] = max(0, links[way] - busy.kv_bytes)
             elif mode is MoveMode.TOKENS and busy.target in prefill:
                 prefill[busy.target] = max(0, prefill[busy.target] - busy.tokens)
-        return Boundaries(links, prefill)
+        return links, prefill
 
     def _link_bytes(self, one: Migration, reports: Mapping[str, WorkerReported]) -> int:
         source, target = reports.get(one.source), reports.get(one.target)
@@ -145,7 +141,7 @@ class MoveModes:
             return mode
         # What would finish first without other moves; tokens if nothing was measured.
         link = self._link_bytes(one, reports)
-        tokens = prefill_tokens(reports.get(one.target), self._epoch_s)
+        tokens = computable_tokens(reports.get(one.target), self._epoch_s)
         by_link = one.kv_bytes / link if link else inf
         return MoveMode.KV if by_link < (one.tokens / tokens if tokens else inf) else MoveMode.TOKENS
 
@@ -166,7 +162,7 @@ def link_bytes_per_s(target: WorkerReported, source: str) -> float:
     return measured
 
 
-def prefill_tokens(report: WorkerReported | None, epoch_s: float) -> int:
+def computable_tokens(report: WorkerReported | None, epoch_s: float) -> int:
     """Return the tokens that a worker can compute for moves within an epoch; 0 if it is unknown."""
     if report is None:
         return 0

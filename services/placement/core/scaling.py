@@ -6,26 +6,17 @@ worker is parked, so that it gets no work, before it may be stopped. Pure. Sourc
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class ScalingRules:
-    """Limits and pace of scaling. `most` 0: as many as there are."""
-
-    least: int = 1
-    most: int = 0
-    linger_s: float = 30.0
-    """Idle time before a worker is parked."""
-    start_s: float = 30.0
-    """How long to wait for one start before requesting another."""
 
 
 class Scaling:
     """Decides each epoch how many workers should run (`wanted`) and which are parked (`parked`)."""
 
-    def __init__(self, rules: ScalingRules) -> None:
-        self.rules = rules
+    def __init__(
+        self, *, least: int = 1, most: int = 0, linger_s: float = 30.0, start_s: float = 30.0
+    ) -> None:
+        """`most` 0: as many as there are. A worker idle for `linger_s` is parked. Another start is requested
+        `start_s` after one that did not come."""
+        self._least, self._most, self._linger_s, self._start_s = least, most, linger_s, start_s
         self.wanted = 0
         self.parked: set[str] = set()
         self._idle_since_s: dict[str, float] = {}
@@ -61,14 +52,14 @@ class Scaling:
             self.wanted = wanted
             return [name]
         if self._starting_until_s is None and wanted > len(used):
-            self.wanted, self._starting_until_s = wanted, now_s + self.rules.start_s
+            self.wanted, self._starting_until_s = wanted, now_s + self._start_s
         return []
 
     def _fewer(self, used: set[str], now_s: float) -> list[str]:
         """Park workers idle for `linger_s`, last by name first, down to the minimum."""
         idle = self._idle_since_s
-        ripe = [name for name, since_s in idle.items() if now_s - since_s >= self.rules.linger_s]
-        chosen = sorted(ripe, reverse=True)[: max(0, len(used) - max(1, self.rules.least))]
+        ripe = [name for name, since_s in idle.items() if now_s - since_s >= self._linger_s]
+        chosen = sorted(ripe, reverse=True)[: max(0, len(used) - max(1, self._least))]
         self.parked.update(chosen)
         for name in chosen:
             del idle[name]
@@ -77,8 +68,8 @@ class Scaling:
         return chosen
 
     def _within(self, count: int) -> int:
-        most = self.rules.most or count
-        return max(self.rules.least, min(count, most))
+        most = self._most or count
+        return max(self._least, min(count, most))
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the state is inconsistent."""

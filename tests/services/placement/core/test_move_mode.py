@@ -6,13 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.placement.core.move_mode import (
-    Boundaries,
     Migration,
     ModeChoice,
     MoveModes,
     WantedMove,
+    computable_tokens,
     divide,
-    prefill_tokens,
 )
 from shared.messages.moves import MoveMode, SequenceMove
 from shared.messages.reports import SequenceState, WorkerReported
@@ -22,7 +21,7 @@ KV, TOKENS = MoveMode.KV, MoveMode.TOKENS
 
 
 def measured(**changes: Any) -> WorkerReported:
-    usual = {
+    usual: dict[str, Any] = {
         "block_tokens": 16,
         "kv_block_bytes": 1000,
         "fingerprint": b"same",
@@ -100,17 +99,17 @@ def test_prefill_tokens_exclude_waiting_prompts() -> None:
         ref(), SequenceState.PREFILLING, prompt_tokens=300, computed_tokens=100, allocated_blocks=7
     )
     report = worker_report(sequences=(listed,), prefill_tokens_per_s=1000.0, busy_share=0.5)
-    assert prefill_tokens(report, 1.0) == 300
+    assert computable_tokens(report, 1.0) == 300
 
 
 WORKERS = ("a", "b", "c")
 
 
 def test_a_full_budget_sends_moves_the_other_way_and_then_to_the_next_epoch() -> None:
-    boundaries = Boundaries({("a", "b"): 1000}, {"b": 100})
+    budgets = {("a", "b"): 1000}, {"b": 100}
     sizes = {"large": (600, 90), "middle": (500, 70), "small": (450, 60)}
     moves = [Migration(name, "a", "b", *size) for name, size in sizes.items()]
-    assert divide(moves, boundaries) == {"large": KV, "middle": TOKENS, "small": None}
+    assert divide(moves, *budgets) == {"large": KV, "middle": TOKENS, "small": None}
 
 
 ways = st.dictionaries(st.tuples(st.sampled_from(WORKERS), st.sampled_from(WORKERS)), st.integers(0, 500))
@@ -132,8 +131,7 @@ moves = st.lists(
 def test_no_boundary_is_exceeded_and_the_order_of_the_moves_does_not_matter(
     asked: list[Migration], links: dict[tuple[str, str], int], workers: dict[str, int], dice: Any
 ) -> None:
-    boundaries = Boundaries(links, workers)
-    modes = divide(asked, boundaries)
+    modes = divide(asked, links, workers)
     assert modes.keys() == {one.name for one in asked}
     for way in {(one.source, one.target) for one in asked}:
         sent = [one for one in asked if (one.source, one.target) == way and modes[one.name] is KV]
@@ -142,4 +140,4 @@ def test_no_boundary_is_exceeded_and_the_order_of_the_moves_does_not_matter(
         sent = [one for one in asked if one.target == target and modes[one.name] is TOKENS]
         assert sum(one.tokens for one in sent) <= workers.get(target, 0)
     dice.shuffle(asked)
-    assert divide(asked, boundaries) == modes
+    assert divide(asked, links, workers) == modes

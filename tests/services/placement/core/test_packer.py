@@ -120,30 +120,28 @@ def settle(rig: Rig, epochs: int = 8) -> None:
             assert rig.carry_out(order) == order.target, "the books know of the move"
 
 
-def test_few_workers_hold_what_a_spread_left_behind() -> None:
-    """Sequences found running one by one on six workers end up on two."""
+def spread(workers: int) -> Rig:
+    """Sequences found running, one on each of the first workers."""
     rig = Rig()
-    for number in range(6):
+    for number in range(workers):
         rig.running[f"r{number}"] = Running(f"w{number}", 1, 20)
+    return rig
+
+
+def test_spread_sequences_end_up_on_few_workers() -> None:
+    rig = spread(6)
     settle(rig)
     assert len(rig.used()) == 2
-    assert len(rig.packer.idle_workers(rig.fleet)) == 4
+    idle = rig.packer.idle_workers(rig.fleet)
+    assert len(idle) == 4 and rig.packer.state_of(idle[0]) == "idle"
     assert {rig.packer.state_of(name) for name in rig.used()} <= {"T", "S", "M", "L"}
-    assert rig.packer.state_of(rig.packer.idle_workers(rig.fleet)[0]) == "idle"
 
 
-def test_arrivals_fill_a_worker_before_the_next_is_used() -> None:
+def test_arrivals_fill_a_worker_and_leave_it_when_another_grows() -> None:
     rig = Rig()
     homes = [rig.arrive(f"r{number}", 15) for number in range(5)]
     assert len(set(homes)) == 1
     assert rig.arrive("r5", 15) not in {None, homes[0]}
-
-
-def test_a_growing_sequence_makes_others_leave() -> None:
-    rig = Rig()
-    for number in range(4):
-        rig.arrive(f"r{number}", 18)
-    assert len(rig.used()) == 1
     rig.running["r0"].blocks = 45
     orders = rig.epoch()
     assert orders and all(order.ref.request_id != "r0" for order in orders)
@@ -185,29 +183,18 @@ def test_what_left_before_its_start_gives_its_place_up_unless_it_was_seen() -> N
     assert rig.arrive("r2", 60) is None, "it runs: its end will be told"
 
 
-def test_an_order_is_given_once_and_again_only_after_it_failed_and_a_pause() -> None:
-    rig = Rig()
-    for number in range(2):
-        rig.running[f"r{number}"] = Running(f"w{number}", 1, 20)
+def test_a_failed_order_is_repeated_after_a_pause() -> None:
+    rig = spread(2)
     (order,) = rig.epoch()
-    assert rig.epoch() == ()
+    assert rig.epoch() == (), "given once"
     rig.carry_out(order, reason="no room")
     assert rig.packer.counts.failed == 1
+    assert {rig.packer.state_of(name) for name in ("w0", "w1")} == {"T"}, "one on each, as it is"
     first = rig.epoch()
     assert order.ref not in {other.ref for other in first}, "left alone for a while"
     for other in first:
         rig.carry_out(other, reason="no room")
     assert any(rig.epoch() for _ in range(6)), "never tried again"
-
-
-def test_a_refused_order_leaves_the_books_as_the_world_is() -> None:
-    rig = Rig()
-    for number in range(2):
-        rig.running[f"r{number}"] = Running(f"w{number}", 1, 20)
-    (order,) = rig.epoch()
-    rig.packer.on_failed(order.ref, rig.now_s)
-    rig.packer.check_integrity()
-    assert {rig.packer.state_of(name) for name in ("w0", "w1")} == {"T"}, "one on each, as it is"
 
 
 def test_a_worker_that_is_retired_gets_nothing_until_it_comes_anew() -> None:
@@ -222,29 +209,20 @@ def test_a_worker_that_is_retired_gets_nothing_until_it_comes_anew() -> None:
     assert rig.arrive("r9", 30) == "w0"
 
 
-def test_one_larger_than_all_workers_keeps_nobody_waiting() -> None:
+def test_a_sequence_larger_than_all_workers_holds_up_no_other() -> None:
     rig = Rig(workers=1)
     huge, small = item("huge", size=5000, limit=9000), item("small", size=16, limit=16)
     assert rig.packer.place((huge, small), frozenset(), rig.fleet, 0.0) == (None, "w0")
 
 
-def test_an_excluded_home_is_given_up() -> None:
+def test_an_excluded_home_is_left_for_an_idle_worker_or_one_that_serves_others() -> None:
     rig = Rig(workers=2)
     home = rig.arrive("r", 10)
     assert home is not None
-    asked = (item("r", size=160, attempt=2),)
-    (other,) = rig.packer.place(asked, frozenset({home}), rig.fleet, 0.0)
-    assert other not in {None, home}
-
-
-def test_an_excluded_home_is_left_for_a_worker_that_serves_others_where_none_is_idle() -> None:
-    rig = Rig(workers=2)
-    home = rig.arrive("r", 10)
-    assert home is not None
-    busy = next(name for name in rig.fleet.workers if name != home)
-    (first,) = rig.packer.place((item("s", size=320),), frozenset({home}), rig.fleet, 0.0)
-    (second,) = rig.packer.place((item("t", size=480),), frozenset({home}), rig.fleet, 0.0)
-    assert first == second == busy
+    without, busy = frozenset({home}), next(name for name in rig.fleet.workers if name != home)
+    for request, size in (("s", 320), ("t", 480), ("r", 160)):
+        asked = item(request, size=size, attempt=2)
+        assert rig.packer.place((asked,), without, rig.fleet, 0.0) == (busy,)
 
 
 happenings = st.lists(

@@ -3,13 +3,13 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.placement.core.scaling import Scaling, ScalingRules
+from services.placement.core.scaling import Scaling
 
 FOUR = ["w0", "w1", "w2", "w3"]
 
 
 def test_what_is_idle_for_long_is_parked_down_to_the_least() -> None:
-    scaling = Scaling(ScalingRules(least=2, linger_s=10))
+    scaling = Scaling(least=2, linger_s=10)
     assert scaling.on_epoch(FOUR, ["w1", "w2", "w3"], 0, 0.0) == ([], [])
     assert scaling.on_epoch(FOUR, ["w1", "w3"], 0, 9.0) == ([], [])
     assert scaling.on_epoch(FOUR, ["w1", "w2", "w3"], 0, 10.0) == (["w3", "w1"], [])
@@ -19,7 +19,7 @@ def test_what_is_idle_for_long_is_parked_down_to_the_least() -> None:
 
 
 def test_somebody_who_waits_gets_a_parked_worker_back_or_a_new_one() -> None:
-    scaling = Scaling(ScalingRules(linger_s=0, start_s=30, most=4))
+    scaling = Scaling(linger_s=0, start_s=30, most=4)
     scaling.on_epoch(FOUR[:2], ["w1"], 0, 0.0)
     assert scaling.parked == {"w1"}
     assert scaling.on_epoch(FOUR[:2], [], 3, 1.0) == ([], ["w1"])
@@ -33,7 +33,7 @@ def test_somebody_who_waits_gets_a_parked_worker_back_or_a_new_one() -> None:
 
 
 def test_a_start_that_never_comes_is_asked_for_again() -> None:
-    scaling = Scaling(ScalingRules(start_s=30))
+    scaling = Scaling(start_s=30)
     scaling.on_epoch(["w0"], [], 1, 0.0)
     scaling.on_epoch(["w0"], [], 0, 1.0)
     assert scaling.wanted == 2, "it is on its way"
@@ -53,7 +53,7 @@ def test_never_below_the_least_nor_above_the_most(
     history: list[tuple[set[str], int, float]], least: int, most: int
 ) -> None:
     """Whoever obeys (stops what is parked, starts up to what is wanted) keeps within the bounds."""
-    scaling = Scaling(ScalingRules(least=least, most=most, linger_s=5, start_s=20))
+    scaling = Scaling(least=least, most=most, linger_s=5, start_s=20)
     running, now_s = FOUR[:least], 0.0
     for idle, wanting, pause_s in history:
         now_s += pause_s
