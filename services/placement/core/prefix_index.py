@@ -49,9 +49,6 @@ class PrefixIndex:
         self._expect_s = expect_s
         self._shelves: dict[str, KnownPrefixes] = {}
 
-    def __len__(self) -> int:
-        return len(self._shelves)
-
     def blocks(self, worker_id: str) -> int:
         """Return the number of blocks known to be stored on a worker."""
         shelf = self._shelves.get(worker_id)

@@ -63,8 +63,6 @@ class RoleSeconds:
     """Estimated times of a mean request under one split."""
 
     first_token_s: float
-    token_s: float
-    """Time between two tokens of the answer."""
     handed_over_share: float
     request_s: float
     """Total time."""
@@ -90,7 +88,7 @@ def request_s(speeds: Speeds, demand: Demand, workers: int, decoders: int, hand_
     most_s = _PATIENCE * _alone_s(speeds, demand)
     felt_s = share * waits.felt_s(prompt_s + goes_s, most_s)
     felt_s += (1.0 - share) * waits.felt_s(prompt_s + stays_s, most_s)
-    return RoleSeconds(first_token_s, answer_s / max(1.0, rest), share, first_token_s + answer_s, felt_s)
+    return RoleSeconds(first_token_s, share, first_token_s + answer_s, felt_s)
 
 
 @dataclass(frozen=True, slots=True)

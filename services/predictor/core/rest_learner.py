@@ -37,14 +37,12 @@ _ERROR_WEIGHT = 1 / 128
 
 @dataclass(slots=True)
 class Seen:
-    """States of one running answer: token counts, features and predictions."""
+    """One running answer: token counts, and its states."""
 
     prompt_tokens: int
     max_tokens: int
-    generated: list[int] = field(default_factory=list)
-    features: list[Float32s] = field(default_factory=list)
-    told: list[float] = field(default_factory=list)
-    """Predicted medians of the remaining length."""
+    states: list[tuple[int, Float32s, float]] = field(default_factory=list)
+    """Generated tokens, features, and predicted median of the remaining length."""
 
 
 class RestLearner:
@@ -85,12 +83,9 @@ class RestLearner:
         for row, (key, (prompt, generated, most)) in enumerate(zip(keys, counts, strict=True)):
             seen = self._under_way.setdefault(key, Seen(prompt, most))
             self._under_way.move_to_end(key)
-            if not seen.generated or generated > seen.generated[-1]:
-                seen.generated.append(generated)
-                seen.features.append(features[row])
-                seen.told.append(float(rests[row, 1]))
-                for each in (seen.generated, seen.features, seen.told):
-                    del each[:-_MOST_SEEN]
+            if not seen.states or generated > seen.states[-1][0]:
+                seen.states.append((generated, features[row], float(rests[row, 1])))
+                del seen.states[:-_MOST_SEEN]
             told.append(_whole(rests[row], generated, most))
         while len(self._under_way) > _MOST_ANSWERS:
             self._under_way.popitem(last=False)
@@ -99,48 +94,36 @@ class RestLearner:
     def finish(self, key: SequenceKey, output_tokens: int, *, censored: bool) -> None:
         """Train on a finished answer; `censored`: it was cut by its limit."""
         seen = self._under_way.pop(key, None)
-        if seen is None:
+        states = [] if seen is None else [one for one in seen.states if one[0] < output_tokens]
+        if seen is None or not states:
             return
-        rows = [index for index, generated in enumerate(seen.generated) if generated < output_tokens]
-        if not rows:
-            return
-        if not censored and self.answers >= _UNJUDGED:
-            self._judge(seen, rows, output_tokens)
         blank = bytes(seen.prompt_tokens * TOKEN_BYTES)
+        if not censored and self.answers >= _UNJUDGED:
+            generated, _, rest = states[int(self._random.integers(len(states)))]
+            base = self._base.predict(blank, max_tokens=seen.max_tokens, generated_tokens=generated)
+            self._judge("head", abs(generated + rest - output_tokens))
+            self._judge("base", abs(base.p50_tokens - output_tokens))
         self._base.observe(LengthSample(blank, output_tokens, censored))
-        for index in rows:
-            self._features[self._next] = seen.features[index]
-            self._rests[self._next] = output_tokens - seen.generated[index]
+        for generated, features, _ in states:
+            self._features[self._next] = features
+            self._rests[self._next] = output_tokens - generated
             self._censored[self._next] = censored
             self._next = (self._next + 1) % len(self._features)
             self._rows = min(self._rows + 1, len(self._features))
         self.answers += 1
         if self.answers < _OFTEN or self.answers % _SELDOM == 0:
-            self._train()
+            chosen = self._random.integers(self._rows, size=min(_BATCH, self._rows))
+            batch = self._features[chosen].astype(np.float32)
+            self._head.learn(batch, self._rests[chosen], self._censored[chosen])
 
     def forget(self, key: SequenceKey) -> None:
         """Drop an answer whose end says nothing about its length."""
         self._under_way.pop(key, None)
 
-    def _judge(self, seen: Seen, rows: list[int], output_tokens: int) -> None:
-        """Score the head and the histogram on one random state of a finished answer."""
-        index = rows[int(self._random.integers(len(rows)))]
-        generated = seen.generated[index]
-        base = self._base.predict(
-            bytes(seen.prompt_tokens * TOKEN_BYTES), max_tokens=seen.max_tokens, generated_tokens=generated
-        )
-        off = {
-            "head": abs(generated + seen.told[index] - output_tokens),
-            "base": float(abs(base.p50_tokens - output_tokens)),
-        }
+    def _judge(self, name: str, error: float) -> None:
+        """Average the error of the head or the histogram on one random state of each answer."""
         weight = max(_ERROR_WEIGHT, 1 / (self.answers - _UNJUDGED + 1))
-        for name, error in off.items():
-            self._errors[name] = averaged(self._errors[name], error, weight)
-
-    def _train(self) -> None:
-        chosen = self._random.integers(self._rows, size=min(_BATCH, max(1, self._rows)))
-        features = self._features[chosen].astype(np.float32)
-        self._head.learn(features, self._rests[chosen], self._censored[chosen])
+        self._errors[name] = averaged(self._errors[name], error, weight)
 
     def summary(self) -> dict[str, Any]:
         """Return the fields for `status`."""

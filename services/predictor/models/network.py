@@ -6,7 +6,6 @@ take the newest intact one.
 """
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,6 @@ from shared.errors import ConfigError
 
 _WIDTH = 32
 _HIDDEN = 64
-_NAME = re.compile(r"regressor-(\d{6})\.safetensors")
 _LAYOUT = f"{BUCKETS}/{LONGEST_GRAM}/{HEAD_GRAMS}/{DENSE}/{_WIDTH}/{_HIDDEN}"
 """Layout of features and network; a file with another one cannot be loaded."""
 _LOG_LIMIT = 14.0
@@ -90,16 +88,11 @@ class Trained:
 
 def paths(directory: Path) -> list[Path]:
     """Return the files of all versions in a directory, newest last."""
-    if not directory.is_dir():
-        return []
-    return sorted(path for path in directory.iterdir() if _NAME.fullmatch(path.name))
+    return sorted(directory.glob("regressor-??????.safetensors"))
 
 
 def number_of(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
-    if match is None:
-        raise ConfigError(f"{path.name} is no version; write regressor-NNNNNN.safetensors", param="model")
-    return int(match.group(1))
+    return int(path.stem.removeprefix("regressor-"))
 
 
 def write(directory: Path, network: Ensemble, report: Mapping[str, Any], *, keep: int = 5) -> Path:

@@ -4,7 +4,6 @@ import asyncio
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from services.predictor.batching import Batcher
 from services.predictor.config import PredictorConfig
@@ -15,16 +14,13 @@ from shared import subjects
 from shared.bus import Listener
 from shared.messages.lengths import AnswerState, LengthsRevised, RevisedLength, WorkerObserved
 from shared.messages.reports import SequenceFinished
-from shared.messages.sequence import FinishReason, SequenceRef, pack_tokens
+from shared.messages.sequence import FinishReason, pack_tokens
 from tests.conftest import ConnectBus
 from tests.patience import until
+from tests.shared.messages.builders import ref
 from tests.tasks import running
 
 WIDTH = 8
-
-
-def ref(number: int) -> SequenceRef:
-    return SequenceRef(request_id=f"req_{number}", choice=0, attempt=1)
 
 
 def observed(number: int, generated: int, rest: int) -> WorkerObserved:
@@ -32,14 +28,18 @@ def observed(number: int, generated: int, rest: int) -> WorkerObserved:
     state = np.zeros(WIDTH, np.float16)
     state[0] = np.log(rest)
     one = AnswerState(
-        ref=ref(number), prompt_tokens=9, generated_tokens=generated, max_tokens=900, state=state.tobytes()
+        ref=ref(f"req_{number}"),
+        prompt_tokens=9,
+        generated_tokens=generated,
+        max_tokens=900,
+        state=state.tobytes(),
     )
     return WorkerObserved(worker_id="worker-0", incarnation=1, model="m", states=(one,))
 
 
 def finished(number: int, tokens: int, reason: FinishReason = FinishReason.STOP) -> SequenceFinished:
     return SequenceFinished(
-        ref=ref(number),
+        ref=ref(f"req_{number}"),
         prompt=pack_tokens(range(9)),
         output_tokens=tokens,
         finish_reason=reason,
@@ -86,7 +86,7 @@ async def test_lengths_are_revised_once_states_tell_more_than_the_histogram(conn
         await worker.publish(subjects.worker_observed("worker-0"), observed(5001, 10, 5))
 
         def last(number: int) -> list[RevisedLength]:
-            return [one for event in hearing.told for one in event.lengths if one.ref == ref(number)]
+            return [one for event in hearing.told for one in event.lengths if one.ref == ref(f"req_{number}")]
 
         await until(lambda: last(5000) and last(5001))
     [long], [short] = last(5000), last(5001)
@@ -102,9 +102,9 @@ async def test_what_was_learned_is_found_again(tmp_path: Path) -> None:
         for number in range(40):
             reviser.observe(observed(number, 1, 50 + number))
             await until(lambda: reviser._pending == 0)
-            reviser.finish(ref(number).key, 51 + number, censored=False)
+            reviser.finish(ref(f"req_{number}").key, 51 + number, censored=False)
         reviser.observe(observed(99, 1, 70))
-        reviser.forget(ref(99).key)
+        reviser.forget(ref("req_99").key)
         await until(lambda: reviser.summary()["revised m"]["under_way"] == 0)
         reviser.save()
         again = Reviser(batcher, "rank", tmp_path)
@@ -123,19 +123,3 @@ async def test_of_a_flood_of_states_the_newest_are_dropped() -> None:
     for number in range(MOST_PENDING + 5):
         reviser.observe(observed(number, 1, 50))
     assert reviser.summary() == {"states_dropped": 5}
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -6e4])
-async def test_states_that_are_no_numbers_break_nothing(value: float) -> None:
-    batcher = Batcher(create("histogram"))
-    reviser = Reviser(batcher, "distribution")
-    async with running(batcher.run()):
-        for number in range(80):
-            state = np.full(WIDTH, value, np.float16).tobytes()
-            one = AnswerState(
-                ref=ref(number), prompt_tokens=9, generated_tokens=1, max_tokens=90, state=state
-            )
-            reviser.observe(WorkerObserved(worker_id="worker-0", incarnation=1, model="m", states=(one,)))
-            await until(lambda: reviser._pending == 0)
-            reviser.finish(one.ref.key, 20, censored=False)
-        await until(lambda: reviser.summary()["revised m"]["answers"] == 80)

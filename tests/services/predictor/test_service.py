@@ -31,18 +31,15 @@ from shared.errors import InvalidRequest, NoResponder
 from shared.messages.base import Empty
 from shared.messages.commands import LengthPrediction, PredictLength
 from shared.messages.reports import SequenceFinished, ServiceStatus
-from shared.messages.sequence import FinishReason, SequenceRef, pack_tokens
+from shared.messages.sequence import FinishReason, pack_tokens
 from tests.conftest import ConnectBus
 from tests.patience import until
 from tests.services.scheduler.bus_peers import PredictorOnBus
 from tests.services.scheduler.bus_stack import BusStack
+from tests.shared.messages.builders import ref
 from tests.tasks import running
 
 PROMPT = pack_tokens(range(20))
-
-
-def ref(number: int) -> SequenceRef:
-    return SequenceRef(request_id=f"req_{number}", choice=0, attempt=1)
 
 
 @asynccontextmanager
@@ -54,7 +51,7 @@ async def serving(bus: Bus, model: str = "histogram") -> AsyncIterator[ServedMod
 
 
 async def ask(client: Bus, number: int = 0, max_tokens: int = 1000, model: str = "") -> LengthPrediction:
-    question = PredictLength(ref=ref(number), prompt=PROMPT, max_tokens=max_tokens, model=model)
+    question = PredictLength(ref=ref(f"req_{number}"), prompt=PROMPT, max_tokens=max_tokens, model=model)
     return await client.request(subjects.PREDICTOR_PREDICT, question, LengthPrediction, deadline_s=5.0)
 
 
@@ -62,7 +59,7 @@ async def finish(
     client: Bus, number: int, tokens: int, reason: FinishReason = FinishReason.STOP, model: str = ""
 ) -> None:
     over = SequenceFinished(
-        ref=ref(number),
+        ref=ref(f"req_{number}"),
         prompt=PROMPT,
         output_tokens=tokens,
         finish_reason=reason,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,27 +11,27 @@ from shared.messages.lending import KvTier
 from tests.services.ledger.builders import promised_to, report
 
 
-def free(table: DebtLedger, worker: str = "w0") -> int:
+def free_tokens(table: DebtLedger) -> int:
     table.check_integrity()
-    return table.accounts[worker].offers[KvTier.DEVICE].free_tokens
+    return table.accounts["w0"].offers[KvTier.DEVICE].free_tokens
 
 
 def test_only_own_memory_within_the_limit_is_offered() -> None:
     table = DebtLedger()
     table.on_reported(report("w0", free=10, borrowed=6, borrowed_free=4), 0.0)
-    assert free(table) == 6 * 16
+    assert free_tokens(table) == 6 * 16
     table.on_reported(report("w0", free=10, lendable=3, seq=2), 0.1)
-    assert free(table) == 3 * 16
+    assert free_tokens(table) == 3 * 16
 
 
 def test_old_heartbeats_are_ignored_and_silent_workers_are_dropped() -> None:
     table = DebtLedger(silence_s=2.0)
     table.on_reported(report("w0", free=5, seq=7), 0.0)
     table.on_reported(report("w0", free=9, seq=7), 0.1)
-    assert free(table) == 5 * 16
+    assert free_tokens(table) == 5 * 16
     table.on_reported(report("w0", free=9, seq=1, incarnation=2), 0.2)
     table.on_reported(report("w0", free=5, seq=99), 0.3)
-    assert free(table) == 9 * 16
+    assert free_tokens(table) == 9 * 16
     table.on_reported(report("w1"), 1.5)
     assert table.on_tick(2.5) == ["w0"]
     assert list(table.accounts) == ["w1"]
@@ -100,16 +101,12 @@ def ids(table: DebtLedger, debtor: str, tokens: int = 16, refused_by: tuple[str,
     return found
 
 
-def test_most_free_first_then_id_and_never_the_debtor() -> None:
+def test_neighbours_come_first_then_most_free_then_the_lowest_id_and_never_the_debtor() -> None:
     assert ids(table_of(w0=20, w1=5, w2=9, w3=5), "w0") == ["w2", "w1", "w3"]
-
-
-def test_neighbours_come_before_more_memory_elsewhere() -> None:
     table = DebtLedger()
-    table.on_reported(report("w0", host="a"), 0.0)
-    table.on_reported(report("w1", host="b", free=20), 0.0)
-    table.on_reported(report("w2", host="a", free=1), 0.0)
-    assert ids(table, "w0") == ["w2", "w1"]
+    for worker, host, free in (("w0", "a", 10), ("w1", "b", 20), ("w2", "a", 1)):
+        table.on_reported(report(worker, host=host, free=free), 0.0)
+    assert [(one.worker_id, one.distance) for one in candidates(table, "w0", 16)] == [("w2", 0), ("w1", 1)]
 
 
 def test_a_refusing_creditor_is_left_out_until_its_next_heartbeat() -> None:
@@ -163,20 +160,21 @@ def test_memory_of_caches_is_offered_to_sequences_only() -> None:
     assert tiers(table, "w2", for_cache=True) == []
 
 
-def test_workers_with_other_kv_are_not_offered() -> None:
+@pytest.mark.parametrize(
+    ("fingerprints", "of_w0", "of_a_stranger"),
+    [
+        ((b"a", b"b", b"a"), ["w2"], ["w0", "w1", "w2"]),
+        ((b"", b"", b"a"), [], ["w2"]),
+    ],
+)
+def test_workers_with_other_or_no_kv_are_not_offered(
+    fingerprints: tuple[bytes, ...], of_w0: list[str], of_a_stranger: list[str]
+) -> None:
     table = DebtLedger()
-    for worker, fingerprint in (("w0", b"a"), ("w1", b"b"), ("w2", b"a")):
-        table.on_reported(report(worker, fingerprint=fingerprint), 0.0)
-    assert ids(table, "w0") == ["w2"]
-    assert ids(table, "unheard of") == ["w0", "w1", "w2"]
-
-
-def test_a_worker_without_a_fingerprint_neither_lends_nor_borrows() -> None:
-    table = DebtLedger()
-    for worker, fingerprint in (("w0", b""), ("w1", b""), ("w2", b"a")):
-        table.on_reported(report(worker, fingerprint=fingerprint), 0.0)
-    assert ids(table, "w0") == ids(table, "w2") == []
-    assert ids(table, "unheard of") == ["w2"]
+    for at, fingerprint in enumerate(fingerprints):
+        table.on_reported(report(f"w{at}", fingerprint=fingerprint), 0.0)
+    assert ids(table, "w0") == of_w0
+    assert ids(table, "unheard of") == of_a_stranger
 
 
 @given(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.predictor.core.histogram import HistogramModel, LengthCounts, log_normal_mass
+from services.predictor.core.histogram import HistogramModel
 from services.predictor.core.length_model import LengthSample, PredictedLength
 from shared.messages.sequence import pack_tokens
 
@@ -88,14 +88,3 @@ def test_old_answers_fade() -> None:
     for length in [400] * 500 + [20] * 500:
         model.observe(LengthSample(SHORT, length, censored=False))
     assert model.predict(SHORT, max_tokens=1000).p80_tokens == 20
-
-
-def test_probabilities_add_up() -> None:
-    prior = log_normal_mass(100.0, 1.0)
-    assert prior.sum() == pytest.approx(1.0)
-    counts = LengthCounts(100)
-    counts.add(50, True)
-    counts.add(3, False)
-    mass = counts.mass(prior, 4.0)
-    assert mass.sum() == pytest.approx(1.0)
-    assert (mass >= 0).all()

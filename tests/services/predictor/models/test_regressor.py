@@ -80,5 +80,3 @@ def test_a_damaged_or_foreign_version_is_skipped(tmp_path: Path, monkeypatch: py
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="another release"):
         network.read(path)
-    with pytest.raises(ConfigError):
-        network.number_of(tmp_path / "served.jsonl")
