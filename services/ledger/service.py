@@ -160,20 +160,18 @@ class Ledger:
                 await self._publish(subjects.LEDGER_ANNOUNCED, own)
             await asyncio.sleep(_TICK_S)
             with fenced("ledger tick"):
-                self._tick(self._clock())
+                for worker_id in self.table.on_tick(self._awake_s()):
+                    canonical(_log, "worker dropped", worker=worker_id)
+                if self.settlements is not None:
+                    self._settle(self.settlements, self._clock())
 
-    def _tick(self, now_s: float) -> None:
-        for worker_id in self.table.on_tick(self._awake_s()):
-            canonical(_log, "worker dropped", worker=worker_id)
-        if self.settlements is not None and self._leads(now_s):
-            self.settlements.on_tick(self.table.debts(), self.table.block_tokens(), now_s)
-
-    def _leads(self, now_s: float) -> bool:
+    def _settle(self, settlements: Settlements, now_s: float) -> None:
         leads = self.leadership.leads(now_s)
         if leads != self._was_leading:
             self._was_leading = leads
             canonical(_log, "leading" if leads else "no longer leading", heard=self.leadership.heard(now_s))
-        return leads
+        if leads:
+            settlements.on_tick(self.table.debts(), self.table.block_tokens(), now_s)
 
     async def close(self) -> None:
         """Give up running settlements."""
