@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -107,12 +106,16 @@ class ServedModels:
         batchers = {id(one.batcher): one.batcher for one in (self.common, *named.values())}
         shown = {name: one.summary() for name, one in named.items()}
         now_s = monotonic_s()
-        return {
+        details: dict[str, Any] = {
             "model": self.common.batcher.model.name,
             "trouble": next(filter(None, (each.faults.text(now_s) for each in batchers.values())), ""),
             "batches": sum(batcher.batches for batcher in batchers.values()),
-            **(next(iter(shown.values())) if len(shown) == 1 else _together(shown)),
         }
+        if len(shown) == 1:
+            return details | next(iter(shown.values()))
+        for name in ("predictions", "finished", "scored"):
+            details[name] = sum(each.get(name, 0) for each in shown.values())
+        return details | {"models": [{"model": name, **each} for name, each in shown.items()]}
 
     def _made(self, directory: Path | None) -> ServedLengths:
         """Create a length model from its own trained version, else from the one in `state_dir`."""
@@ -145,12 +148,6 @@ def folder_of(name: str) -> str:
     """Return a readable folder name, unique per model name."""
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:40]
     return f"{readable}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
-
-
-def _together(shown: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    counts = ("predictions", "finished", "scored")
-    added = {name: sum(each.get(name, 0) for each in shown.values()) for name in counts}
-    return {**added, "models": [{"model": name, **each} for name, each in shown.items()]}
 
 
 class Predictor:

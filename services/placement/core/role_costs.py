@@ -85,7 +85,9 @@ def request_s(speeds: Speeds, demand: Demand, workers: int, decoders: int, hand_
         goes_s = late * token_here_s + (rest - late) * token_there_s
     answer_s = share * goes_s + (1.0 - share) * stays_s
     first_token_s = waits.mean_s + prompt_s
-    most_s = _PATIENCE * _alone_s(speeds, demand)
+    idle_step_s = speeds.step_s + speeds.context_token_s * demand.context_tokens
+    alone_s = _computed_s(speeds, demand) + speeds.step_s + demand.answer_tokens * idle_step_s
+    most_s = _PATIENCE * alone_s
     felt_s = share * waits.felt_s(prompt_s + goes_s, most_s)
     felt_s += (1.0 - share) * waits.felt_s(prompt_s + stays_s, most_s)
     return RoleSeconds(first_token_s, share, first_token_s + answer_s, felt_s)
@@ -107,12 +109,6 @@ class _Waits:
             return min(then_s, most_s) + _IMPATIENT * (whole_s - min(then_s, most_s))
         short_s = self.mean_s * (1.0 - exp(-left_s * self.share / self.mean_s))
         return then_s + short_s + _IMPATIENT * (self.mean_s - short_s)
-
-
-def _alone_s(speeds: Speeds, demand: Demand) -> float:
-    """Return the time of a mean request on an idle worker."""
-    prompt_s = _computed_s(speeds, demand) + speeds.step_s
-    return prompt_s + demand.answer_tokens * (speeds.step_s + speeds.context_token_s * demand.context_tokens)
 
 
 def _computed_s(speeds: Speeds, demand: Demand) -> float:

@@ -93,10 +93,11 @@ def predict_from(lengths_tokens: Floats, queries: Sequence[LengthQuery]) -> list
     answers = []
     for row, query in enumerate(queries):
         if query.generated_tokens > 0 or query.max_tokens < 1:
-            mass = _mass(knots[row])
-            answers.append(
-                summarize(mass, max_tokens=query.max_tokens, generated_tokens=query.generated_tokens)
-            )
+            below = np.interp(_LOG_UPPER, knots[row], (0.0, *LEVELS, 1.0))
+            below[-1] = 1.0
+            mass = np.diff(below, prepend=0.0)
+            generated_tokens = query.generated_tokens
+            answers.append(summarize(mass, max_tokens=query.max_tokens, generated_tokens=generated_tokens))
             continue
         p50, p80, p90, p95 = (
             min(int(rounded[row, index]), query.max_tokens) for index in (_MEDIAN, _P80, _P90, _P95)
@@ -125,10 +126,3 @@ def _expected(knots: Floats, limits: Floats) -> Floats:
     means = (inside + beyond) / (high - low)
     expected: Floats = means @ _SHARES
     return expected
-
-
-def _mass(knots: Floats) -> Floats:
-    below = np.interp(_LOG_UPPER, knots, (0.0, *LEVELS, 1.0))
-    below[-1] = 1.0
-    mass: Floats = np.diff(below, prepend=0.0)
-    return mass

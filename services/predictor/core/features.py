@@ -47,7 +47,8 @@ def features_of(prompts: Sequence[bytes]) -> Features:
     flat = np.concatenate(tokens).astype(np.uint64)
     starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
     found = [*_grams(flat, rows), *_heads(flat, starts, sizes)]
-    codes = np.unique(np.concatenate([_placed(gram_rows, codes) for gram_rows, codes in found]))
+    buckets = [(gram_rows, (codes % np.uint64(BUCKETS)).astype(np.int64)) for gram_rows, codes in found]
+    codes = np.unique(np.concatenate([gram_rows * BUCKETS + each for gram_rows, each in buckets]))
     counts = np.bincount(codes // BUCKETS, minlength=len(tokens))
     offsets = np.concatenate([[0], np.cumsum(counts)[:-1]])
     weights = np.repeat(1.0 / np.sqrt(np.maximum(counts, 1)), counts)
@@ -106,8 +107,3 @@ def _heads(flat: Codes, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int
         codes[rows] = _mixed(codes[rows], flat[starts[rows] + position])
         found.append((rows, codes[rows].copy()))
     return found
-
-
-def _placed(rows: npt.NDArray[np.int64], codes: Codes) -> npt.NDArray[np.int64]:
-    """Return row and bucket combined in one number."""
-    return rows * BUCKETS + (codes % np.uint64(BUCKETS)).astype(np.int64)

@@ -92,7 +92,11 @@ class Coordinator:
                 break
             if taken.isdisjoint(cycle.members) and all(name in block_tokens for name in cycle.members):
                 taken.update(cycle.members)
-                asks += self._start(cycle, block_tokens)
+                self._count += 1
+                name = f"{self._prefix}-{self._count}"
+                sizes = {member: block_tokens[member] for member in cycle.members}
+                one = self._running[name] = _Running(name, cycle, sizes, left_tokens=cycle.amount)
+                asks += self._ask_all(one, cycle.amount)
         return asks
 
     def on_answer(self, asked: Settle, worker_id: str, answer: Settled | None) -> list[SettlementAsk]:
@@ -113,13 +117,6 @@ class Coordinator:
             assert name == one.name and set(one.answers) <= set(one.cycle.members)
             assert len(one.answers) < len(one.cycle.members), "all have answered and nothing came of it"
             assert one.settled_tokens + one.left_tokens <= one.cycle.amount
-
-    def _start(self, cycle: Settlement, block_tokens: Mapping[str, int]) -> list[SettlementAsk]:
-        self._count += 1
-        name = f"{self._prefix}-{self._count}"
-        sizes = {member: block_tokens[member] for member in cycle.members}
-        one = self._running[name] = _Running(name, cycle, sizes, left_tokens=cycle.amount)
-        return self._ask_all(one, cycle.amount)
 
     def _go_on(self, one: _Running) -> list[SettlementAsk]:
         if one.phase is SettlePhase.UNFREEZE:

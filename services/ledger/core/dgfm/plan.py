@@ -94,7 +94,9 @@ class DebtGraph:
     def cycles_of(self, length: int, most_steps: int) -> tuple[list[list[int]], int]:
         """Return all cycles of that length, each once, and the steps taken. Stops after `most_steps`."""
         if length == 2:
-            return self._pairs()
+            owed = self.owed
+            pairs = [[a, b] for a, there in enumerate(owed) for b in there if a < b and a in owed[b]]
+            return pairs, sum(map(len, owed))
         found: list[list[int]] = []
         steps = 0
         for first, creditors in enumerate(self.owed):
@@ -114,11 +116,6 @@ class DebtGraph:
             if steps > most_steps:
                 break
         return found, steps
-
-    def _pairs(self) -> tuple[list[list[int]], int]:
-        owed = self.owed
-        found = [[a, b] for a, creditors in enumerate(owed) for b in creditors if a < b and a in owed[b]]
-        return found, sum(map(len, owed))
 
 
 def _short_cycles(graph: DebtGraph, search_steps: int) -> list[tuple[list[int], int]]:

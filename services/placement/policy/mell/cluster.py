@@ -34,16 +34,12 @@ class Item:
     """Size under which `companions` indexes it; -1: not indexed."""
 
 
-def _shelves() -> tuple[dict[Item, None], ...]:
-    return ({}, {}, {}, {})
-
-
 @dataclass(eq=False, slots=True)
 class Gpu:
     """One active worker: its items, and the values under which the cluster has indexed it."""
 
     worker_id: str
-    held: tuple[dict[Item, None], ...] = field(default_factory=_shelves)
+    held: tuple[dict[Item, None], ...] = field(default_factory=lambda: ({}, {}, {}, {}))
     """Items by size class, youngest last."""
     used: int = 0
     requests: int = 0

@@ -69,7 +69,8 @@ class Repairs:
         opened = list(self._cluster.open[size_class])
         if len(opened) < 2:
             return False
-        giver, taker = sorted(opened, key=_weight_and_use)[:2]
+        weights = {gpu: 2 * len(gpu.held[SMALL]) + 3 * len(gpu.held[MEDIUM]) for gpu in opened}
+        giver, taker = sorted(opened, key=lambda gpu: (weights[gpu], gpu.used))[:2]
         item = next(iter(giver.held[size_class]))
         if size_class == MEDIUM:
             for blocking in list(taker.held[SMALL]):
@@ -134,8 +135,3 @@ class Repairs:
             left[target] -= item.size
             found.append((item, target))
         return found
-
-
-def _weight_and_use(gpu: Gpu) -> tuple[int, int]:
-    """Return a sort key, lightest first: that GPU is emptied by the fewest moves."""
-    return 2 * len(gpu.held[SMALL]) + 3 * len(gpu.held[MEDIUM]), gpu.used

@@ -87,11 +87,10 @@ def test_workers_die_and_moves_are_taken_back(history: list[tuple[int, int, int]
         effects = world.apply([world.operation(*step)])
         if effects.moves:
             aborted = effects.moves[0]
-            if aborted.source in policy.cluster.active:
-                policy.end(aborted.request)
-                del world.homes[aborted.request]
-                world.follow(policy.adopt(aborted.request, aborted.blocks, aborted.source), set())
-                assert policy.worker_of(aborted.request) == aborted.source
+            world.apply([Operation(Action.END, aborted.request)])
+            world.blocks[aborted.request] = aborted.blocks
+            world.follow(policy.adopt(aborted.request, aborted.blocks, aborted.source), set())
+            assert policy.worker_of(aborted.request) == aborted.source
     if not world.homes:
         return
     victim = sorted(set(world.homes.values()))[which % len(set(world.homes.values()))]
