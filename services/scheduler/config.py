@@ -13,8 +13,6 @@ from services.scheduler.policy.fleet_queue import FEED_SEQUENCES
 from services.scheduler.policy.relief import Rung
 from shared.config import ServiceConfig
 
-_TOLD_SETTINGS = ("chunked_prefill", "max_batch_sequences", "token_budget", "max_steps", "start_tokens")
-
 
 class SchedulerConfig(ServiceConfig):
     """Settings of section `scheduler`. Durations are in seconds."""
@@ -22,34 +20,26 @@ class SchedulerConfig(ServiceConfig):
     policy: str = Field(
         default="kvasir", description=f"batching policy: {', '.join(policy_names())}, or FILE.py:CLASS"
     )
-    policy_options: dict[str, Any] = Field(
-        default={}, description="settings that only this policy understands"
-    )
+    policy_options: dict[str, Any] = Field(default={}, description="options of this policy")
     queue: Literal["policy", "arrival", "work"] = Field(
-        default="policy",
-        description="how sequences wait for a worker: as the policy wants it, by arrival, or by work",
+        default="policy", description="order in which sequences wait for a worker"
     )
     feed_sequences: int = Field(
         default=FEED_SEQUENCES,
         ge=0,
-        description="so many wait at each worker without memory for them, so that none runs dry; 0: a worker "
-        "is given only where memory is free",
+        description="sequences that may wait at each worker without memory for them, so that none runs dry; "
+        "0: a worker is given only where memory is free",
     )
-    chunked_prefill: bool = Field(
-        default=True, description="cut prompts to the token budget; else prefill them whole"
-    )
+    chunked_prefill: bool = Field(default=True, description="cut prompts to the token budget")
     max_batch_sequences: int = Field(default=64, ge=1, description="sequences that run at once in one worker")
-    token_budget: int = Field(
-        default=512, ge=1, description="tokens computed in one step, prompt chunks included"
-    )
-    max_steps: int = Field(default=8, ge=1, description="iterations of one plan while nothing can change")
+    token_budget: int = Field(default=512, ge=1, description="tokens per step, prompt chunks included")
+    max_steps: int = Field(default=8, ge=1, description="steps of one plan while nothing can change")
     outstanding_steps: int = Field(
         default=2, ge=1, description="steps a worker should have left when the next plan is made"
     )
     ahead_s: float = Field(
-        default=0.008, ge=0, description="where steps are short: so much time ahead, if it may be cut short"
+        default=0.008, ge=0, description="least time planned ahead where steps are short and may be cut"
     )
-    valid_for_s: float = Field(default=5.0, gt=0, description="a worker gives up a plan older than this")
     worker_timeout_s: float = Field(default=2.0, gt=0, description="a worker silent for so long is lost")
     gateway_timeout_s: float = Field(
         default=10.0, gt=0, description="sequences of a gateway silent for so long end"
@@ -57,58 +47,39 @@ class SchedulerConfig(ServiceConfig):
     heartbeat_round_s: float = Field(
         default=0.6,
         ge=0,
-        description="a new scheduler listens for so long before its first command, or until every worker "
-        "that it heard before it led has been heard again",
+        description="longest time for which a new scheduler collects heartbeats before its first command",
     )
-    max_queued: int = Field(
-        default=4096, ge=1, description="sequences that may wait; one more is refused as overload"
-    )
+    max_queued: int = Field(default=4096, ge=1, description="sequences that may wait; more are refused")
     refuse_wait_s: float = Field(
         default=30.0,
         ge=0,
-        description="a new request that is foreseen to wait longer than this for a worker is refused at once "
-        "(429, Retry-After); 0: never for that",
-    )
-    max_start_bytes: int = Field(
-        default=262_144, ge=4096, description="packed token ids of one sequence that one message may carry"
+        description="a new request that would wait longer is refused at once (429, Retry-After); 0: never",
     )
     lease_ttl_s: float = Field(
         default=3.0, gt=0.5, description="a standby takes over after so long without a renewal"
     )
-    announce_s: float = Field(default=0.5, gt=0, description="interval of the announcement")
     tick_s: float = Field(default=0.02, gt=0, le=0.25, description="interval of the clock's events")
-    predict_deadline_s: float = Field(default=1.0, gt=0, description="a later prediction is not waited for")
-    place_deadline_s: float = Field(default=1.0, gt=0, description="placement is asked again after this")
-    snapshot_deadline_s: float = Field(
-        default=2.0, gt=0, description="a worker is asked for its snapshot again after this"
-    )
-
     relief: bool = Field(
-        default=True,
-        description="where a worker's memory runs out, take the cheapest rung: move a sequence away, say",
+        default=True, description="where a worker's memory runs out, take the cheapest way to free some"
     )
-    relief_off: tuple[Rung, ...] = Field(default=(), description="rungs that are not taken")
-    move_deadline_s: float = Field(
-        default=20.0, gt=0, description="a migration that is not prepared by then does not come about"
-    )
+    relief_off: tuple[Rung, ...] = Field(default=(), description="ways to free memory that are not taken")
     most_moves: int = Field(default=16, ge=0, description="migrations at once; 0: none")
     shadow_from_s: float = Field(
         default=0.2,
         ge=0,
-        description="the KV of a running sequence is copied to another worker, should its own one die, once "
-        "computing it again would take so long; 0: never",
+        description="running sequences are copied to a second worker once recomputing them takes so long; "
+        "0: never",
     )
 
     @field_validator("policy_options")
     @classmethod
     def _options_are_typed(cls, options: dict[str, Any]) -> dict[str, Any]:
         """Parse option values that are JSON; `--set scheduler.policy_options.pad=0.2` passes text."""
-        typed = dict(options)
         for name, value in options.items():
             if isinstance(value, str):
                 with suppress(ValueError):
-                    typed[name] = json.loads(value)
-        return typed
+                    options = {**options, name: json.loads(value)}
+        return options
 
     @model_validator(mode="after")
     def _budget_covers_the_batch(self) -> "SchedulerConfig":
@@ -119,20 +90,6 @@ class SchedulerConfig(ServiceConfig):
     def check(self) -> None:
         check_policy(self.policy, self.rules().settings)
 
-    def told_rules(self) -> dict[str, Any]:
-        """Return the batching rules for `status` and for replays of a recording."""
-        rules = self.rules()
-        settings = {name: getattr(rules.settings, name) for name in _TOLD_SETTINGS}
-        return {
-            "policy": self.policy,
-            "policy_options": self.policy_options,
-            "queue": "" if rules.queue is None else str(rules.queue),
-            "feed_sequences": self.feed_sequences,
-            "outstanding_steps": self.outstanding_steps,
-            "ahead_s": self.ahead_s,
-            **settings,
-        }
-
     def rules(self) -> Rules:
         """Return the core's rules from this configuration."""
         return Rules(
@@ -141,21 +98,18 @@ class SchedulerConfig(ServiceConfig):
                 max_batch_sequences=self.max_batch_sequences,
                 token_budget=self.token_budget,
                 max_steps=self.max_steps,
-                start_tokens=self.max_start_bytes // 4,
                 options=self.policy_options,
             ),
             queue=None if self.queue == "policy" else QueueOrder(self.queue),
             feed_sequences=self.feed_sequences,
             outstanding_steps=self.outstanding_steps,
             ahead_s=self.ahead_s,
-            valid_for_s=self.valid_for_s,
             worker_timeout_s=self.worker_timeout_s,
             gateway_timeout_s=self.gateway_timeout_s,
             round_s=self.heartbeat_round_s,
             max_queued=self.max_queued,
             refuse_wait_s=self.refuse_wait_s,
-            max_start_bytes=self.max_start_bytes,
-            moves=MoveRules(deadline_s=self.move_deadline_s, most_at_once=self.most_moves),
+            moves=MoveRules(most_at_once=self.most_moves),
             shadows=ShadowRules(from_s=self.shadow_from_s),
             relief=ReliefRules(enabled=self.relief, switched_off=frozenset(self.relief_off)),
         )

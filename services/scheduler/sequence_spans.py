@@ -1,8 +1,4 @@
-"""Tracing spans of a term's sequences: the whole stay and the wait in the queue.
-
-Both are children of the gateway's request span, which the spec names. Questions to the predictor and to
-placement run within the first. Used only with tracing enabled.
-"""
+"""Tracing spans of a term's sequences, below the gateway's request span: the whole stay, and the wait."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

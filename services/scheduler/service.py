@@ -1,8 +1,6 @@
-"""The scheduler on the bus: acquires the lease and leads one `Term` after another.
+"""The scheduler on the bus: acquires the lease and leads one `Term` after another, or is a standby.
 
-An instance without the lease is a standby: it receives heartbeats (for the highest epoch) and answers
-`status`. A term ends when the lease is lost or a higher epoch is reported; then the instance competes again.
-No state outlives a term.
+A standby receives heartbeats, for the highest epoch, and answers `status`. No state outlives a term.
 """
 
 import asyncio
@@ -30,6 +28,11 @@ _LATELY_S = 2.0
 """A new term waits only for workers that reported within this time."""
 _MOST_HEARD = 4096
 """Number of workers after which silent ones are removed."""
+_TOLD = (
+    *("policy", "policy_options", "feed_sequences", "outstanding_steps", "ahead_s"),
+    *("chunked_prefill", "max_batch_sequences", "token_budget", "max_steps"),
+)
+"""Batching rules that `status` reports, for replays of a recording."""
 
 HANDLERS = (
     *status_handlers("scheduler"),
@@ -65,16 +68,15 @@ class SchedulerService:
     async def status(self, _: Empty) -> ServiceStatus:
         term = self._term
         details: dict[str, Any] = {"role": "standby", "policy": self._config.policy}
-        details["rules"] = self._config.told_rules()
+        rules = self._config.rules()
+        details["rules"] = {name: getattr(self._config, name) for name in _TOLD} | {
+            "queue": rules.queue or "",
+            "start_tokens": rules.settings.start_tokens,
+        }
         if term is not None:
             details |= {"role": "leader", **term.describe()}
         details["trouble"] = details.get("trouble") or self._faults.text(monotonic_s())
-        return status_of(
-            self._bus,
-            "scheduler",
-            monotonic_s() - self._started_s,
-            details,
-        )
+        return status_of(self._bus, "scheduler", monotonic_s() - self._started_s, details)
 
     async def serve(self) -> None:
         """Acquire the lease and lead, repeatedly, until cancelled."""
@@ -132,9 +134,8 @@ class SchedulerService:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._bus.detach(TERM_HANDLERS, term)
             self._highest_epoch = max(self._highest_epoch, term.epoch, term.heard_epoch)
-            canonical(
-                _log, "standing by", epoch=term.epoch, reason=term.end_reason or "lease lost, or stopping"
-            )
+            reason = term.end_reason or "lease lost, or stopping"
+            canonical(_log, "standing by", epoch=term.epoch, reason=reason)
         return term.failure
 
     async def _keep(self, lease: Lease) -> None:

@@ -15,7 +15,7 @@ import pytest
 from services.scheduler.core.effects import Effect
 from services.scheduler.policy import find_policy
 from services.scheduler.policy.fleet_queue import FleetQueue
-from services.scheduler.recording import TermRecord
+from services.scheduler.reporting import TermReport
 from services.stack.record import FORMAT, written
 from services.worker.core.costs.linear import LinearCost
 from services.worker.core.steps import StepEffects
@@ -48,7 +48,7 @@ class RecordedLoop(LiveLoop):
         self.recorders: dict[str, Recorder] = defaultdict(
             lambda: Recorder("worker", "", 1, clock=lambda: self.now_s)
         )
-        self._term = TermRecord(self.scheduler)
+        self._term = TermReport(self.scheduler)
         self._steps: dict[str, StepRecord] = {}
         super().__init__(*arguments, **options)
 
@@ -69,7 +69,7 @@ class RecordedLoop(LiveLoop):
 
     def _carry_out(self, effects: list[Effect], now_s: float) -> None:
         for effect in effects:
-            self._term.carried_out(effect)
+            self._term.note(effect)
         super()._carry_out(effects, now_s)
 
 
@@ -88,7 +88,7 @@ def recorded(
         spec_of=asked,
         prediction_delay_s=PREDICTION_S,
     )
-    monkeypatch.setattr("services.scheduler.recording.monotonic_s", lambda: loop.now_s)
+    monkeypatch.setattr("services.scheduler.reporting.monotonic_s", lambda: loop.now_s)
     loop.run(crowd(seed))
     events = []
     for name, recorder in (("scheduler-0", loop.scheduler), *loop.recorders.items()):

@@ -10,7 +10,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.core.long_waits import Claim, is_deprived, who_may_borrow
+from services.scheduler.core.long_waits import Claim, who_may_borrow
 from services.worker.peers.lending.core.watermarks import Balance, Marks
 from shared.messages.reports import Capacity
 from tests.stack.lending_world import BLOCKS, CAP, LendingWorld
@@ -79,7 +79,11 @@ class LongWorld(LendingWorld):
 
     def _wanted(self, capacities: dict[str, Capacity]) -> list[Claim]:
         claims = [Claim((0, float(job.age), (str(job.age), 0)), job.name, job.blocks) for job in self.jobs]
-        claims = [claim for claim in claims if is_deprived(claim.blocks, capacities[claim.worker_id])]
+        of = {
+            name: one.total_blocks - one.doomed_blocks - one.borrowed_blocks
+            for name, one in capacities.items()
+        }
+        claims = [claim for claim in claims if claim.blocks > of[claim.worker_id]]
         return who_may_borrow(claims, capacities) if self.in_order else claims
 
     def _even_out(self, name: str) -> None:

@@ -1,7 +1,6 @@
 """The scheduler's decisions: one method per event, each returning the effects to carry out in order.
 
-Pure and deterministic: no clock, no bus. State is soft: a new core rebuilds it from heartbeats, snapshots and
-resubmissions. The policy decides batches; placement picks workers.
+Pure and deterministic. State is soft: a new core rebuilds it from heartbeats, snapshots and resubmissions.
 """
 
 from collections import Counter
@@ -89,17 +88,17 @@ class SchedulerCore:
         return not self._roster.pipelines and not self._roster.sequences
 
     @property
-    def queued(self) -> int:
-        """Number of sequences that no worker holds yet."""
-        return sum(sequence.phase not in HELD for sequence in self._roster.sequences.values())
+    def running(self) -> int:
+        return len([one for one in self._roster.sequences.values() if one.phase in HELD])
 
     @property
-    def running(self) -> int:
-        return sum(sequence.phase in HELD for sequence in self._roster.sequences.values())
+    def queued(self) -> int:
+        """Number of sequences that no worker holds yet."""
+        return len([one for one in self._roster.sequences.values() if one.phase not in HELD])
 
     def charged_s(self) -> Iterator[tuple[str, float]]:
         """Return each tenant's service counter, in seconds."""
-        return self._roster.backlog.charged_s()
+        return self._roster.backlog.queue.charged_s()
 
     def present(self) -> Counter[tuple[str, bool]]:
         """Return the number of sequences by tenant and whether a worker holds them."""
@@ -112,33 +111,31 @@ class SchedulerCore:
         return self._standstill.still_s(self._ticked_s)
 
     def on_submit(self, spec: SequenceSpec, now_s: float) -> tuple[Admission, list[Effect]]:
-        """Queue a sequence, or place it where only one worker is possible.
-
-        Raises the errors of `Intake.on_submit`, and PolicyFailed if the batching policy cannot rank it or
-        keeps failing. Then nothing has changed.
-        """
+        """Queue a sequence, or place it where only one worker is possible. Raises the errors of
+        `Intake.on_submit`, and PolicyFailed if the batching policy fails; then nothing has changed."""
         try:
-            if self._roster.find(spec.ref) is None:
+            if self._fleet.broken and self._roster.find(spec.ref) is None:
                 self._fleet.check_policy()
             admission, effects = self._intake.on_submit(spec, now_s)
         except PolicyFailed as error:
             self._fleet.faults.count(error, now_s)
             raise
         sequence = self._roster.find(spec.ref)
-        target = None if sequence is None else self._moves.pipeline_for(sequence)
-        pipeline = target if sequence is None else target or self._roster.pipeline_without_choice(sequence)
-        if pipeline is None or sequence is None or self._deposed:
+        if sequence is None or self._deposed:
+            return admission, effects + self._ask_placement(now_s)
+        target = self._moves.pipeline_for(sequence) if self._moves.by_key else None
+        pipeline = target or self._roster.pipeline_without_choice(sequence)
+        if pipeline is None:
             return admission, effects + self._ask_placement(now_s)
         self._roster.place(sequence, pipeline, now_s, midway=target is not None)
         told = self._roster.told_of(sequence, pipeline)
         return admission, [*self._after(effects, now_s), told]
 
     def refusal_costs_s(self, spec: SequenceSpec, now_s: float) -> dict[str, float]:
-        """Return the cost of accepting a refused request: its expected wait if known, and its work, in
-        seconds."""
+        """Return the cost of a refused request, in seconds: its expected wait, if known, and its work."""
         sequence, backlog = Sequence.from_spec(spec, now_s), self._roster.backlog
         wait_s = backlog.wait_s(sequence)
-        return ({} if wait_s is None else {"wait": wait_s}) | {"first": backlog.work_s(sequence)}
+        return ({} if wait_s is None else {"wait": wait_s}) | {"first": backlog.queue.work_s(sequence.task())}
 
     def on_move(self, order: SequenceMove, now_s: float) -> list[Effect]:
         """Begin a move. Raises InvalidRequest if it is impossible."""
@@ -165,9 +162,8 @@ class SchedulerCore:
         return self._shadowing.on_pulled(ref, pulled, now_s)
 
     def on_roles(self, event: WorkerRoles, now_s: float) -> list[Effect]:
-        """Set the roles that placement assigns. Without a worker for prefill or decode, new requests are
-        refused."""
-        self._roster.on_roles(event, now_s)
+        """Set the roles that placement assigns and repeats (`Roster.shortage`)."""
+        self._roster.roles, self._roster.roles_told_s = event, now_s
         return []
 
     def on_cancel(self, command: CancelSequence, now_s: float) -> list[Effect]:
@@ -181,12 +177,7 @@ class SchedulerCore:
             return []
 
     def on_worker_reported(self, report: WorkerReported, now_s: float) -> list[Effect]:
-        """Apply a worker's heartbeat.
-
-        A report of a later epoch means that this scheduler was replaced, or lost and regained its lease. It
-        ends the term, unless the term is new: the lease shows a replacement too, so a faulty worker cannot
-        end every term.
-        """
+        """Apply a heartbeat. A later epoch ends the term, unless it is new: a worker may be faulty."""
         self._stop_awaiting((report.worker_id, report.incarnation))
         if report.epoch > self._most_epoch:
             return []
@@ -195,7 +186,8 @@ class SchedulerCore:
         if report.epoch > self.epoch:
             if now_s - self._commands_since_s < LEAST_TERM_S:
                 return []
-            return self._step_down(report.epoch, f"{report.worker_id} obeys epoch {report.epoch}")
+            self._deposed = True
+            return [StepDown(report.epoch, f"{report.worker_id} obeys epoch {report.epoch}")]
         return self._after(self._fleet.on_reported(report, now_s), now_s)
 
     def on_worker_gone(self, start: Start, now_s: float) -> list[Effect]:
@@ -204,8 +196,7 @@ class SchedulerCore:
         return self._after(self._fleet.on_gone(*start, now_s), now_s)
 
     def _stop_awaiting(self, start: Start) -> None:
-        """Stop waiting for this worker, which has reported or gone. A later incarnation counts for an earlier
-        one."""
+        """Stop waiting for this start of a worker, and earlier ones: it has reported or gone."""
         if self._awaited:
             self._awaited = {one for one in self._awaited if one[0] != start[0] or one[1] > start[1]}
             self._has_waited_for_all = not self._awaited
@@ -237,18 +228,22 @@ class SchedulerCore:
     ) -> list[Effect]:
         """Apply placement's answer: one worker or None per item; `worker_ids` None if there was no answer.
         `expected_tokens`: prompt tokens that each worker should have cached."""
-        answered = worker_ids or ()
-        more = len(self._roster.backlog) > len(answered) and any(answered)
-        refs = self._roster.backlog.close(question, more=more, now_s=now_s)
-        effects: list[Effect] = []
+        answered, backlog = worker_ids or (), self._roster.backlog
+        more = len(backlog) > len(answered) and any(answered)
+        refs = backlog.close(question, more=more, now_s=now_s)
         for ref, worker_id, expected in zip_longest(
             refs, answered[: len(refs)], expected_tokens[: len(refs)]
         ):
             sequence = self._roster.find(ref)
-            if sequence is not None and sequence in self._roster.backlog:
-                sequence.expected_tokens = expected
-                self._place(sequence, worker_id, now_s)
-        return self._after(effects, now_s)
+            if sequence is None or sequence not in backlog:
+                continue
+            sequence.expected_tokens = expected
+            pipeline = self._roster.pipelines.get(worker_id or "")
+            if pipeline is None or pipeline.sync is not Sync.IN_STEP:
+                continue
+            if sequence.limit_tokens <= pipeline.report.max_context_tokens:
+                self._roster.place(sequence, pipeline, now_s)
+        return self._after([], now_s)
 
     def on_place_failed(self, question: int, error: PolicyFailed, now_s: float) -> list[Effect]:
         """Give up the sequences of a question for which the placement policy raised."""
@@ -256,12 +251,6 @@ class SchedulerCore:
         found = [sequence for ref in refs if (sequence := self._roster.find(ref)) is not None]
         waiting = [sequence for sequence in found if sequence in self._roster.backlog]
         return self._after([self._roster.give_up(one, error, now_s) for one in waiting], now_s)
-
-    def _place(self, sequence: Sequence, worker_id: str | None, now_s: float) -> None:
-        pipeline = self._roster.pipelines.get(worker_id or "")
-        in_step = pipeline is not None and pipeline.sync is Sync.IN_STEP
-        if in_step and pipeline is not None and sequence.limit_tokens <= pipeline.report.max_context_tokens:
-            self._roster.place(sequence, pipeline, now_s)
 
     def on_predicted(self, ref: SequenceRef, prediction: LengthPrediction, now_s: float) -> list[Effect]:
         self._predict(ref, prediction, now_s)
@@ -279,7 +268,7 @@ class SchedulerCore:
         if sequence is None:
             return
         sequence.prediction = prediction
-        self._roster.backlog.on_predicted(ref.key, prediction)
+        self._roster.backlog.queue.on_predicted(ref.key, prediction)
         pipeline = self._roster.pipelines.get(sequence.worker_id or "")
         if pipeline is not None:
             pipeline.predict(ref.key, prediction, now_s)
@@ -287,7 +276,8 @@ class SchedulerCore:
     def on_tick(self, now_s: float) -> list[Effect]:
         """Advance time. Call it every few hundredths of a second, only while connected."""
         self._ticked_s = now_s
-        self._roster.on_tick(now_s)
+        working = len(self._roster.pipelines) - len(self._roster.unready)
+        self._roster.backlog.queue.foreseen.on_tick(now_s, working)
         effects: list[Effect] = []
         if not self.is_commanding and (self._has_waited_for_all or now_s >= self._round_ends_s):
             effects += self._fleet.command(self.epoch, now_s)
@@ -313,33 +303,29 @@ class SchedulerCore:
         """Plan and ask for placement after an event. The cost does not grow with idle workers."""
         if self._deposed:
             return effects
-        effects += self._roster.backlog.take_turns()
-        effects += self._moves.advance(now_s)
+        if self._roster.backlog.turns:
+            effects += self._roster.backlog.turns
+            self._roster.backlog.turns = []
+        if self._moves.by_key:
+            effects += self._moves.advance(now_s)
         for pipeline in self._roster.changed_pipelines():
             effects += pipeline.next_plans(now_s)
             effects += self._fleet.settle(pipeline, now_s)
         return effects + self._ask_placement(now_s)
 
     def _ask_placement(self, now_s: float) -> list[Effect]:
-        if self._roster.feed.has_freed():
-            self._roster.backlog.poke()
-        is_due = self._roster.backlog.is_due(now_s)
-        if not is_due or len(self._roster.unready) == len(self._roster.pipelines):
+        roster = self._roster
+        if roster.feed.has_freed:
+            roster.feed.has_freed = False
+            roster.backlog.poke()
+        if not roster.backlog.is_due(now_s) or len(roster.unready) == len(roster.pipelines):
             return []
-        kinds = self._roster.kinds()
-        question = self._roster.backlog.ask(self._roster.closed_workers(), now_s, kinds, self._roster.feed)
+        question = roster.backlog.ask(roster.closed_workers(), now_s, roster.summary()[1])
         return [] if question is None else [question]
-
-    def _step_down(self, epoch: int, reason: str) -> list[Effect]:
-        self._deposed = True
-        return [StepDown(epoch, reason)]
 
     def describe(self) -> dict[str, Any]:
         """Return counts and one row per worker, for people."""
-        phases: dict[str, int] = {}
-        for sequence in self._roster.sequences.values():
-            phases[str(sequence.phase)] = phases.get(str(sequence.phase), 0) + 1
-        pipelines = self._roster.pipelines.values()
+        pipelines, everybody = self._roster.pipelines.values(), list(self._roster.sequences.values())
         are_refused = any(pipeline.refusal for pipeline in pipelines)
         workers = [
             {
@@ -353,43 +339,33 @@ class SchedulerCore:
             }
             for pipeline in pipelines
         ]
-        decisions = {f"relief_{rung}": count for rung, count in sorted(self._pressure.decisions.items())}
-        preempted: Counter[str] = Counter()
-        for pipeline in pipelines:
-            preempted.update(
-                {f"preempted_{mode}": count for mode, count in pipeline.preempting.counts.items()}
-            )
-        moves = {**self._moves.describe(), **self._shadowing.describe(), **decisions, **preempted}
+        preempted = sum([one.preempting.counts for one in pipelines], Counter[str]())
+        placed = sorted((one for one in everybody if one.phase is Phase.PLACED), key=lambda one: one.rank)
         return {
             "epoch": self.epoch,
             "snapshots": self._fleet.snapshots,
             "trouble": self._fleet.faults.text(self._ticked_s),
             "standstill_s": round(self.standstill_s, 1),
-            "foreseen_wait_s": round(self._roster.backlog.longest_wait_s(), 1),
-            **phases,
-            **moves,
+            "foreseen_wait_s": round(self._roster.backlog.queue.foreseen.longest_s(), 1),
+            **Counter(str(sequence.phase) for sequence in everybody),
+            **self._moves.describe(),
+            **self._shadowing.describe(),
+            **{f"relief_{rung}": count for rung, count in sorted(self._pressure.decisions.items())},
+            **{f"preempted_{mode}": count for mode, count in preempted.items()},
             "workers": workers,
-            "queue": [self._in_queue(sequence) for sequence in self._waiting(_SHOWN)],
-        }
-
-    def _waiting(self, count: int) -> list[Sequence]:
-        """Return up to `count` waiting sequences in order; those already placed come first."""
-        everybody = self._roster.sequences.values()
-        placed = sorted((one for one in everybody if one.phase is Phase.PLACED), key=lambda one: one.rank)
-        return [*placed, *self._roster.backlog.first(count)][:count]
-
-    def _in_queue(self, sequence: Sequence) -> dict[str, Any]:
-        """Return one row of the queue, for people."""
-        prediction = sequence.prediction
-        return {
-            "request": sequence.ref.request_id,
-            "choice": sequence.ref.choice,
-            "tenant": sequence.tenant.name,
-            "worker": sequence.worker_id or "",
-            "prompt_tokens": sequence.prompt_tokens,
-            "predicted_tokens": sequence.max_tokens if prediction is None else prediction.p50_tokens,
-            "waited_s": round(max(0.0, self._ticked_s - sequence.arrival_s), 2),
-            "priority": sequence.priority,
+            "queue": [
+                {
+                    "request": one.ref.request_id,
+                    "choice": one.ref.choice,
+                    "tenant": one.tenant.name,
+                    "worker": one.worker_id or "",
+                    "prompt_tokens": one.prompt_tokens,
+                    "predicted_tokens": one.prediction.p50_tokens if one.prediction else one.max_tokens,
+                    "waited_s": round(max(0.0, self._ticked_s - one.arrival_s), 2),
+                    "priority": one.priority,
+                }
+                for one in [*placed, *self._roster.backlog.first(_SHOWN)][:_SHOWN]
+            ],
         }
 
     def check_integrity(self) -> None:

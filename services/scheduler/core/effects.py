@@ -1,6 +1,6 @@
 """Effects that the core requests. Its driver carries them out, in order."""
 
-from dataclasses import dataclass
+import msgspec
 
 from services.scheduler.core.sequence import Phase
 from services.scheduler.policy.fleet_queue import TurnTaken
@@ -13,18 +13,17 @@ from shared.messages.reports import WorkerLost
 from shared.messages.sequence import FinishReason, SequenceRef, Tenant
 
 
-@dataclass(frozen=True, slots=True)
-class SendPlan:
+class Effect(msgspec.Struct, frozen=True):
+    """Base of all effects."""
+
+
+class SendPlan(Effect, frozen=True):
     worker_id: str
     plan: BatchPlan
 
 
-@dataclass(frozen=True, slots=True)
-class AskPlacement:
-    """Ask for places; one question is open at a time. Answer with `on_placed`, None if there was no reply.
-
-    Question 0 only tells placement where a sequence is.
-    """
+class AskPlacement(Effect, frozen=True):
+    """Ask for places. Answer with `on_placed`, maybe None. Question 0 only tells where a sequence is."""
 
     question: int
     items: tuple[PlacementItem, ...]
@@ -36,8 +35,7 @@ class AskPlacement:
     """Tokens of all sequences that wait for a worker."""
 
 
-@dataclass(frozen=True, slots=True)
-class AskPrediction:
+class AskPrediction(Effect, frozen=True):
     """Answer with `on_predicted`, or not at all."""
 
     ref: SequenceRef
@@ -47,8 +45,7 @@ class AskPrediction:
     model: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class AskSnapshot:
+class AskSnapshot(Effect, frozen=True):
     """Answer with `on_snapshot` or `on_snapshot_failed`."""
 
     worker_id: str
@@ -56,8 +53,7 @@ class AskSnapshot:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class CancelAtWorker:
+class CancelAtWorker(Effect, frozen=True):
     """Cancel this attempt of the gateway's sequence and all lower ones."""
 
     worker_id: str
@@ -66,8 +62,7 @@ class CancelAtWorker:
     reason: FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class WantKvAtWorker:
+class WantKvAtWorker(Effect, frozen=True):
     """Gather KV for a waiting sequence of `tokens` tokens; 0: none waits."""
 
     worker_id: str
@@ -76,94 +71,78 @@ class WantKvAtWorker:
     """Whether the worker may borrow before a sequence needs it."""
 
 
-@dataclass(frozen=True, slots=True)
-class PublishWorkerLost:
+class PublishWorkerLost(Effect, frozen=True):
     lost: WorkerLost
 
 
-@dataclass(frozen=True, slots=True)
-class RefuseWorker:
+class RefuseWorker(Effect, frozen=True):
     """The worker serves a different model and gets no work; for the log."""
 
     worker_id: str
     error: ModelMismatch
 
 
-@dataclass(frozen=True, slots=True)
-class AskTokens:
-    """Ask which tokens the answer has. Answer with `on_tokens`, None if there was no reply."""
+class AskTokens(Effect, frozen=True):
+    """Ask which tokens the answer has. Answer with `on_tokens` or `on_shadow_tokens`, maybe None."""
 
     worker_id: str
     ref: SequenceRef
     is_shadow: bool = False
-    """For a shadow: answer with `on_shadow_tokens`."""
 
 
-@dataclass(frozen=True, slots=True)
-class AskPull:
-    """Order the target to fetch a sequence's blocks. Answer with `on_pulled`, or `on_shadow_pulled` for a
-    shadow; None if there was no reply."""
+class AskPull(Effect, frozen=True):
+    """Order a fetch of a sequence's blocks. Answer with `on_pulled` or `on_shadow_pulled`, maybe None."""
 
     worker_id: str
     ref: SequenceRef
     order: PullBlocks
 
 
-@dataclass(frozen=True, slots=True)
-class PublishPrepared:
+class PublishPrepared(Effect, frozen=True):
     prepared: MovePrepared
 
 
-@dataclass(frozen=True, slots=True)
-class PublishMoved:
+class PublishMoved(Effect, frozen=True):
     moved: SequenceMoved
 
 
-@dataclass(frozen=True, slots=True)
-class NoteRelief:
+class NoteRelief(Effect, frozen=True):
     """A decision about short memory and its costs; for the log."""
 
     worker_id: str
     relief: Relief
 
 
-@dataclass(frozen=True, slots=True)
-class NotePolicyFailed:
+class NotePolicyFailed(Effect, frozen=True):
     """The batching policy raised; for the log."""
 
     worker_id: str
     error: PolicyFailed
 
 
-@dataclass(frozen=True, slots=True)
-class NoteTurn:
+class NoteTurn(Effect, frozen=True):
     """Which tenant's turn it was among several; for the log."""
 
     ref: SequenceRef
     turn: TurnTaken
 
 
-@dataclass(frozen=True, slots=True)
-class NoteStandstill:
-    """Work waits without progress; for the log."""
+class NoteStandstill(Effect, frozen=True):
+    """Work waits without progress; for the log. `place`: a worker id or `ANYWHERE`."""
 
     place: str
-    """A worker id or `ANYWHERE`."""
     waiting: int
-    """Number of sequences."""
     still_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class NoteForeign:
+class NoteForeign(Effect, frozen=True):
     """A gateway tried to cancel another's sequence; nothing was done. For the log."""
 
     gateway_id: str
     ref: SequenceRef
 
 
-@dataclass(frozen=True, slots=True)
-class StepDown:
+class StepDown(Effect, frozen=True):
     """End this term: workers obey a higher epoch and refuse this core's plans."""
 
     epoch: int
@@ -171,8 +150,7 @@ class StepDown:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceLeft:
+class SequenceLeft(Effect, frozen=True):
     """A finished sequence, for its log line."""
 
     ref: SequenceRef
@@ -191,26 +169,3 @@ class SequenceLeft:
     queued_s: float
     """Time from acceptance to its first planned chunk, or to the end if it never started."""
     total_s: float
-
-
-Effect = (
-    SendPlan
-    | AskPlacement
-    | AskPrediction
-    | AskSnapshot
-    | CancelAtWorker
-    | WantKvAtWorker
-    | PublishWorkerLost
-    | RefuseWorker
-    | AskTokens
-    | AskPull
-    | PublishPrepared
-    | PublishMoved
-    | NoteRelief
-    | NotePolicyFailed
-    | NoteTurn
-    | NoteStandstill
-    | NoteForeign
-    | StepDown
-    | SequenceLeft
-)

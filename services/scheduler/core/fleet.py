@@ -1,8 +1,7 @@
-"""The workers: heartbeats, loss, and resync by snapshot.
+"""The workers: heartbeats, loss, and resync by snapshot. Pure.
 
-Every start, return, gap in reports, skipped item or lost plan leads to the same resync: no plan until the
-worker has sent a snapshot. Sequences that run there continue. Attempts that were cancelled, replaced, given
-up or moved elsewhere are dropped. Starts that never arrived are placed again. Pure.
+Anything unexpected leads to the same resync: no plan until the worker has sent a snapshot. Sequences that run
+there continue, stale attempts are dropped, and starts that never arrived are placed again.
 """
 
 from collections import Counter
@@ -83,16 +82,14 @@ def adopt_snapshot(
 def _is_stale(roster: Roster, pipeline: WorkerPipeline, listed: SequenceReport, now_s: float) -> bool:
     """Return whether this attempt must not run here."""
     key, attempt = listed.ref.key, listed.ref.attempt
-    given_up = roster.dropped.get((listed.gateway_id, key), now_s)
-    ended = roster.ended.get(key, now_s)
-    if roster.tombstones.covers(listed.gateway_id, listed.ref, now_s):
-        return True
+    given_up, ended = roster.dropped.get((listed.gateway_id, key), now_s), roster.ended.get(key, now_s)
     if given_up is not None and attempt <= given_up[0]:
         return True
     if ended is not None and attempt <= ended[0] and ended[1] != pipeline.worker_id:
         return True
     known = roster.sequences.get(key)
-    if known is not None and listed.gateway_id not in ("", known.gateway_id):
+    is_foreign = known is not None and listed.gateway_id not in ("", known.gateway_id)
+    if is_foreign or roster.tombstones.covers(listed.gateway_id, listed.ref, now_s):
         return True
     if known is None or known.ref.attempt < attempt:
         return False
@@ -128,13 +125,7 @@ def _note_ends(roster: Roster, snapshot: WorkerReported, now_s: float) -> list[E
             continue
         if known is not None and known.ref == listed.ref and known.worker_id in (None, snapshot.worker_id):
             effects.append(
-                roster.leave(
-                    known,
-                    Phase.ENDED,
-                    now_s,
-                    reason=listed.finish_reason,
-                    generated_tokens=listed.generated_tokens,
-                )
+                roster.leave(known, Phase.ENDED, now_s, listed.finish_reason, listed.generated_tokens)
             )
         if roster.sequences.get(listed.ref.key) is None:
             roster.ended.put(listed.ref.key, (listed.ref.attempt, snapshot.worker_id), now_s)
@@ -156,10 +147,6 @@ def _note_missing(
     return effects
 
 
-_SHOWN = 8
-"""Number of digest digits in messages."""
-
-
 def prevailing(reports: Iterable[WorkerReported]) -> WorkerReported | None:
     """Return a report of the most common model and weights; ties go to the lowest worker id."""
     by_id = sorted(reports, key=lambda report: report.worker_id)
@@ -179,7 +166,7 @@ def mismatch(report: WorkerReported, accepted: Iterable[WorkerReported]) -> Mode
         if report.weights and other.weights and report.weights != other.weights:
             return ModelMismatch(
                 f"{report.worker_id} and {other.worker_id} both serve {report.model!r}, with different "
-                f"weights or configurations ({report.weights[:_SHOWN]}…, {other.weights[:_SHOWN]}…); load "
+                f"weights or configurations ({report.weights[:8]}…, {other.weights[:8]}…); load "
                 "the same files, in the same dtype, on all of them",
                 param="model",
             )
@@ -196,8 +183,7 @@ _TICKS_IN_ROUND = 50
 
 
 class Fleet:
-    """The workers and their pipelines. `commanding` is False until a new scheduler has received one round of
-    heartbeats."""
+    """The workers and their pipelines. `commanding`: one round of heartbeats has been received."""
 
     def __init__(self, roster: Roster, make_policy: PolicyFactory, epoch: int) -> None:
         self.roster = roster
@@ -206,7 +192,7 @@ class Fleet:
         self.snapshots = 0
         self.faults = PluginFaults()
         """Failures of the batching policy."""
-        self._broken: dict[str, PolicyFailed] = {}
+        self.broken: dict[str, PolicyFailed] = {}
         """Workers whose policy keeps failing, until the next attempt."""
         self._make_policy = make_policy
         self._rules = roster.rules
@@ -215,9 +201,9 @@ class Fleet:
         """Workers still to check in this round."""
 
     def on_reported(self, report: WorkerReported, now_s: float) -> list[Effect]:
-        effects: list[Effect] = []
         if not self._liveness.hear(report.worker_id, report.incarnation, now_s):
-            return effects
+            return []
+        effects: list[Effect] = []
         pipeline = self.roster.pipelines.get(report.worker_id)
         if pipeline is not None and report.incarnation != pipeline.incarnation:
             effects += self.lose(pipeline, now_s)
@@ -240,7 +226,9 @@ class Fleet:
     def _compare(self, pipeline: WorkerPipeline, report: WorkerReported, now_s: float) -> Trouble | None:
         if pipeline.policy is None:
             return None
-        pipeline.resize(report, now_s)
+        capacity_blocks = planned_capacity_blocks(report)
+        if capacity_blocks != pipeline.capacity_blocks:
+            pipeline.policy.on_resized(capacity_blocks, now_s)
         pipeline.policy.on_measured(report.prefill_tokens_per_s, report.decode_step_s, now_s)
         return pipeline.on_heartbeat(report, now_s) or self._strangers(pipeline, report)
 
@@ -259,15 +247,11 @@ class Fleet:
 
     def check_policy(self) -> None:
         """Raises PolicyFailed if the policy fails at every worker."""
-        if self._broken and self._broken.keys() >= self.roster.pipelines.keys():
-            raise next(iter(self._broken.values())).with_traceback(None)
+        if self.broken and self.broken.keys() >= self.roster.pipelines.keys():
+            raise next(iter(self.broken.values())).with_traceback(None)
 
     def settle(self, pipeline: WorkerPipeline, now_s: float) -> list[Effect]:
-        """Recover from a failed policy: the worker continues with a new one after a resync.
-
-        A sequence whose call failed is given up if it was not taken in, or fails too often. If the policy
-        keeps failing in other calls, the sequences without blocks are given up, then all.
-        """
+        """Recover from a failed policy: resync with a new one, after a growing pause if it keeps failing."""
         policy = pipeline.policy
         if policy is None or policy.failure is None:
             return []
@@ -275,21 +259,23 @@ class Fleet:
         effects: list[Effect] = []
         if self.faults.count(failure, now_s):
             effects.append(NotePolicyFailed(pipeline.worker_id, failure))
-        lost, pause_s = self._lost_with(pipeline, policy), 0.0
-        if pipeline.policy_failures >= _PATIENT_FAILURES:
-            doublings = min(10, pipeline.policy_failures - _PATIENT_FAILURES)
-            pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**doublings)
-            self._broken[pipeline.worker_id] = failure
-            if self._broken.keys() >= self.roster.pipelines.keys():
+        lost = self._lost_with(pipeline, policy)
+        doublings = min(10, pipeline.policy_failures - _PATIENT_FAILURES)
+        if doublings >= 0:
+            self.broken[pipeline.worker_id] = failure
+            if self.broken.keys() >= self.roster.pipelines.keys():
                 lost += list(self.roster.backlog)
         effects += [self.roster.give_up(sequence, failure, now_s) for sequence in lost]
         asked = self._resync(pipeline, Trouble(failure.message), now_s)
-        if pause_s:
-            pipeline.asked_s = pipeline.ask_again_s = now_s + pause_s
-            return effects
-        return effects + asked
+        if doublings < 0:
+            return effects + asked
+        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**doublings)
+        pipeline.asked_s = pipeline.ask_again_s = now_s + pause_s
+        return effects
 
     def _lost_with(self, pipeline: WorkerPipeline, policy: GuardedPolicy) -> list[Sequence]:
+        """Return the sequences to give up. One whose call failed, if it was not taken in or fails too often;
+        if other calls keep failing, those without blocks, then all."""
         here = self.roster.of_worker(pipeline.worker_id)
         if policy.culprit is not None:
             culprit = next((one for one in here if one.key == policy.culprit), None)
@@ -321,13 +307,7 @@ class Fleet:
             sequence = self.roster.find(end.ref)
             if sequence is not None and sequence.worker_id == event.worker_id and sequence.phase in HELD:
                 effects.append(
-                    self.roster.leave(
-                        sequence,
-                        Phase.ENDED,
-                        now_s,
-                        reason=end.finish_reason,
-                        generated_tokens=end.generated_tokens,
-                    )
+                    self.roster.leave(sequence, Phase.ENDED, now_s, end.finish_reason, end.generated_tokens)
                 )
         trouble = pipeline.on_stepped(event, now_s)
         if trouble is not None:
@@ -339,10 +319,9 @@ class Fleet:
         self.epoch, self.commanding = epoch, True
         effects: list[Effect] = []
         pipelines = list(self.roster.pipelines.values())
-        model = prevailing(pipeline.report for pipeline in pipelines)
-        for pipeline in sorted(
-            pipelines, key=lambda pipeline: mismatch(pipeline.report, [model] if model else []) is not None
-        ):
+        model = prevailing([pipeline.report for pipeline in pipelines])
+        standard = [model] if model else []
+        for pipeline in sorted(pipelines, key=lambda one: mismatch(one.report, standard) is not None):
             pipeline.epoch = epoch
             effects += self._admit(pipeline, Trouble("new scheduler"), now_s)
         return effects
@@ -360,7 +339,7 @@ class Fleet:
         if pipeline.sync is Sync.REFUSED:
             return []
         pipeline.refuse(error)
-        self.roster.forget_summary()
+        self.roster.known_summary = None
         held = [listed.ref for listed in pipeline.report.sequences if listed.state is not SequenceState.ENDED]
         lost = WorkerLost(worker_id=pipeline.worker_id, incarnation=pipeline.incarnation, refs=tuple(held))
         return [RefuseWorker(pipeline.worker_id, error), *([PublishWorkerLost(lost)] if held else [])]
@@ -383,8 +362,7 @@ class Fleet:
         return effects
 
     def _due(self, silent: set[str]) -> list[WorkerPipeline]:
-        """Return the pipelines to check in this tick: silent, not in step, and a share of the others. Each is
-        checked about every `_TICKS_IN_ROUND` ticks, or more often."""
+        """Return the pipelines to check in this tick: silent, not in step, and a share of the others."""
         pipelines, names = self.roster.pipelines, self._round
         if not names:
             names.extend(pipelines)
@@ -410,7 +388,7 @@ class Fleet:
     def lose(self, pipeline: WorkerPipeline, now_s: float) -> list[Effect]:
         """Remove a worker that is presumed gone. Gateways resubmit what it held."""
         self.roster.lose(pipeline, now_s)
-        self._broken.pop(pipeline.worker_id, None)
+        self.broken.pop(pipeline.worker_id, None)
         effects: list[Effect] = []
         refs = []
         for sequence in self.roster.of_worker(pipeline.worker_id):
@@ -426,14 +404,10 @@ class Fleet:
         return [*effects, PublishWorkerLost(lost)]
 
     def _resync(self, pipeline: WorkerPipeline, trouble: Trouble, now_s: float) -> list[Effect]:
-        """Stop planning, ask for a snapshot, and give up sequences that repeatedly cause this. A sequence is
-        not blamed for a shortage while others hold blocks."""
+        """Stop planning, ask for a snapshot, and give up sequences that repeatedly cause this."""
         effects: list[Effect] = []
-        culprits = [
-            sequence
-            for ref in dict.fromkeys(trouble.culprits)
-            if (sequence := self.roster.find(ref)) is not None
-        ]
+        found = map(self.roster.find, dict.fromkeys(trouble.culprits))
+        culprits = [sequence for sequence in found if sequence is not None]
         pipeline.lose_step(now_s)
         others = (each for each in self.roster.of_worker(pipeline.worker_id) if each not in culprits)
         if trouble.is_shortage and any(other.phase in _WITH_BLOCKS for other in others):
@@ -449,12 +423,10 @@ class Fleet:
     def on_snapshot(self, snapshot: WorkerReported, now_s: float) -> list[Effect]:
         """Adopt the snapshot, with a new policy."""
         pipeline = self.roster.pipelines.get(snapshot.worker_id)
-        if (
-            pipeline is None
-            or pipeline.sync is not Sync.ASKED
-            or pipeline.incarnation != snapshot.incarnation
-        ):
+        if pipeline is None or pipeline.sync is not Sync.ASKED:
+            return []
+        if pipeline.incarnation != snapshot.incarnation:
             return []
         self._liveness.hear(snapshot.worker_id, snapshot.incarnation, now_s)
-        self._broken.pop(snapshot.worker_id, None)
+        self.broken.pop(snapshot.worker_id, None)
         return adopt_snapshot(self.roster, pipeline, snapshot, self._make_policy, now_s)

@@ -1,14 +1,14 @@
-"""A wrapper that contains a batching policy's exceptions.
+"""A wrapper that contains a batching policy's exceptions, which would leave the core's state half changed.
 
-Exceptions never reach the core, whose state they would leave half changed. After the first one the policy is
-no longer called; the fleet reads `failure` and replaces the policy (`core/fleet.py`). Pure.
+After the first one the policy is no longer called; the fleet replaces it (`core/fleet.py`). Pure.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from services.scheduler.policy.contract import (
     BatchPolicy,
-    Holding,
     PlannedBatch,
     PolicyFactory,
     PolicySettings,
@@ -17,13 +17,12 @@ from services.scheduler.policy.contract import (
     policy_name,
 )
 from shared.errors import PolicyFailed
-from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey
 from shared.plugins import told
 
 
 class GuardedPolicy:
-    """A `contract.BatchPolicy` that records the first exception of the wrapped policy."""
+    """A `contract.BatchPolicy` that records the first exception; its events are the contract's."""
 
     def __init__(self, make_policy: PolicyFactory, shape: WorkerShape, settings: PolicySettings) -> None:
         self.failure: PolicyFailed | None = None
@@ -42,46 +41,30 @@ class GuardedPolicy:
         """Record that `method` raised, or that its result is invalid."""
         is_told = isinstance(error, PolicyFailed)
         text = str(error) if is_told else f"{self._name} raised {told(error)} in {method}"
-        self.failure = PolicyFailed(text)
-        self.culprit = culprit
+        self.failure, self.culprit = PolicyFailed(text), culprit
         self.culprit_is_known = method not in ("on_arrival", "on_adopted")
 
-    def _call(self, method: str, culprit: SequenceKey | None, *arguments: object) -> Any:
+    def __getattr__(self, event: str) -> Callable[..., Any]:
+        """Return the policy's handler of an event, guarded; it does nothing after a failure."""
+        if not event.startswith("on_"):
+            raise AttributeError(event)
+        guarded = partial(self._call, event)
+        self.__dict__[event] = guarded
+        return guarded
+
+    def _call(self, method: str, *arguments: Any) -> Any:
         if self.failure is not None:
             return None
         try:
             return getattr(self.inner, method)(*arguments)
         except Exception as error:
-            self.fail(method, error, culprit)
+            about = arguments[0].key if isinstance(arguments[0], Task) else arguments[0]
+            self.fail(method, error, about if isinstance(about, tuple) else None)
             return None
-
-    def on_arrival(self, task: Task, now_s: float) -> None:
-        self._call("on_arrival", task.key, task, now_s)
-
-    def on_adopted(self, task: Task, holding: Holding, now_s: float) -> None:
-        self._call("on_adopted", task.key, task, holding, now_s)
-
-    def on_ended(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
-        self._call("on_ended", key, key, now_s, answer_tokens)
-
-    def on_short(self, key: SequenceKey, missing_tokens: int, now_s: float) -> None:
-        self._call("on_short", key, key, missing_tokens, now_s)
-
-    def on_prefix_hit(self, key: SequenceKey, cached_tokens: int, now_s: float) -> None:
-        self._call("on_prefix_hit", key, key, cached_tokens, now_s)
-
-    def on_resized(self, capacity_blocks: int, now_s: float) -> None:
-        self._call("on_resized", None, capacity_blocks, now_s)
-
-    def on_measured(self, prefill_tokens_per_s: float, decode_step_s: float, now_s: float) -> None:
-        self._call("on_measured", None, prefill_tokens_per_s, decode_step_s, now_s)
-
-    def on_predicted(self, key: SequenceKey, prediction: LengthPrediction, now_s: float) -> None:
-        self._call("on_predicted", key, key, prediction, now_s)
 
     def plan(self, now_s: float) -> PlannedBatch | None:
         """Return the next batch; None also after a failure."""
-        batch = self._call("plan", None, now_s)
+        batch = self._call("plan", now_s)
         if batch is None or isinstance(batch, PlannedBatch):
             return batch
         self.fail("plan", TypeError(f"it returned {type(batch).__name__}, not a PlannedBatch"))

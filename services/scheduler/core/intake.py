@@ -44,12 +44,9 @@ class Intake:
         self._gateways = Liveness(roster.rules.gateway_timeout_s)
 
     def on_submit(self, spec: SequenceSpec, now_s: float) -> tuple[Admission, list[Effect]]:
-        """Add a sequence.
-
-        Raises ContextOverflow, InvalidRequest, MessageTooLarge, Overloaded, RoleMissing, ForeignSequence for
-        another gateway's key, UnavailableError for a replaced gateway, or the error with which it was given
-        up.
-        """
+        """Add a sequence. Raises ContextOverflow, InvalidRequest, MessageTooLarge, Overloaded, RoleMissing,
+        ForeignSequence for another gateway's key, UnavailableError for a replaced gateway, or the error with
+        which it was given up."""
         if self.roster.is_foreign(spec.ref.key, spec.gateway_id, now_s):
             raise ForeignSequence(
                 f"{spec.ref} is another gateway's than {spec.gateway_id}'s: submit yours under another name"
@@ -57,8 +54,13 @@ class Intake:
         effects = self._hear(spec.gateway_id, spec.gateway_incarnation, now_s)
         known = self.roster.sequences.get(spec.ref.key)
         if known is not None and known.ref.attempt >= spec.ref.attempt:
-            return Admission(known=True, worker_id=known.worker_id), effects + self._fill_in(known, spec)
-        if self._is_over(spec, now_s):
+            if known.spec is None and known.ref == spec.ref:  # an adopted one
+                known.note_spec(spec)
+                effects.append(_question(known, spec))
+            return Admission(known=True, worker_id=known.worker_id), effects
+        ended = self.roster.ended.get(spec.ref.key, now_s)
+        is_cancelled = self.roster.tombstones.covers(spec.gateway_id, spec.ref, now_s)
+        if is_cancelled or (ended is not None and spec.ref.attempt <= ended[0]):
             return Admission(known=True), effects
         sequence = Sequence.from_spec(spec, now_s)
         self._check(spec, sequence, now_s)
@@ -67,23 +69,12 @@ class Intake:
         self.roster.add(sequence)
         return Admission(known=False), [*effects, _question(sequence, spec)]
 
-    def _fill_in(self, known: Sequence, spec: SequenceSpec) -> list[Effect]:
-        """Add the spec of an adopted sequence."""
-        if known.spec is not None or known.ref != spec.ref:
-            return []
-        known.note_spec(spec)
-        return [_question(known, spec)]
-
-    def _is_over(self, spec: SequenceSpec, now_s: float) -> bool:
-        """Return whether the attempt ended, or was cancelled, maybe before its submission arrived."""
-        ended = self.roster.ended.get(spec.ref.key, now_s)
-        is_cancelled = self.roster.tombstones.covers(spec.gateway_id, spec.ref, now_s)
-        return is_cancelled or (ended is not None and spec.ref.attempt <= ended[0])
-
     def _check(self, spec: SequenceSpec, sequence: Sequence, now_s: float) -> None:
         is_resumed = spec.is_resumed or spec.ref.attempt > 1 or bool(spec.generated)
         if not is_resumed:  # an accepted sequence waits for workers to grow again: `long_waits`
-            self._check_context(spec.prompt_tokens, spec.sampling.max_tokens)
+            limit = self.roster.summary()[0]
+            if limit is not None and sequence.limit_tokens > limit:
+                raise beyond(limit, sequence)
         given_up = self.roster.dropped.get((spec.gateway_id, spec.ref.key), now_s)
         if given_up is not None:
             attempt, error = given_up
@@ -110,8 +101,7 @@ class Intake:
             self._check_wait(sequence)
 
     def _check_wait(self, sequence: Sequence) -> None:
-        """Raises Overloaded if the expected wait is too long. Only a request's first choice is checked, so
-        that requests with many choices get in whole."""
+        """Raises Overloaded if the expected wait of a request's first choice is too long."""
         most_s = self._rules.refuse_wait_s
         if not most_s or sequence.ref.choice:
             return
@@ -122,12 +112,6 @@ class Intake:
                 f" {most_s:g} s are let stand; send it again in {ceil(wait_s)} s",
                 retry_after_s=min(wait_s, _LONGEST_RETRY_S),
             )
-
-    def _check_context(self, prompt_tokens: int, max_tokens: int) -> None:
-        """Raises ContextOverflow if no known worker can hold prompt and answer."""
-        limit = self.roster.longest_context_tokens()
-        if limit is not None and prompt_tokens + max_tokens > limit:
-            raise beyond(limit, prompt_tokens, max_tokens)
 
     def on_cancel(self, command: CancelSequence, now_s: float) -> list[Effect]:
         """Cancel this attempt and all lower ones; remember it for a submission that arrives later."""
@@ -144,10 +128,13 @@ class Intake:
         return self._hear(event.gateway_id, event.incarnation, now_s)
 
     def on_tick(self, now_s: float) -> list[Effect]:
-        effects: list[Effect] = []
-        for gateway_id in self._gateways.silent(now_s):
-            effects += self._forget_waiting(gateway_id, now_s)
-        return effects
+        """Drop waiting sequences of silent gateways, without a tombstone: a frozen one can submit again."""
+        return [
+            self._forget(sequence, now_s)
+            for gateway_id in self._gateways.silent(now_s)
+            for sequence in list(self.roster.sequences.values())
+            if sequence.gateway_id == gateway_id and sequence.phase not in HELD
+        ]
 
     def watch(self, gateway_id: str, now_s: float) -> None:
         """Expect heartbeats of a gateway whose sequences were adopted."""
@@ -165,12 +152,7 @@ class Intake:
         return self._end_all_but(gateway_id, incarnation, now_s)
 
     def _end_all_but(self, gateway_id: str, incarnation: int, now_s: float) -> list[Effect]:
-        """End sequences of earlier incarnations, which have no reader. Workers end those that an heir may
-        claim.
-
-        Others leave no tombstone: a late message of a replaced gateway must not block the live one's
-        resubmissions.
-        """
+        """End sequences of earlier incarnations, which have no reader; workers end those with an heir."""
         effects: list[Effect] = []
         for sequence in list(self.roster.sequences.values()):
             if sequence.gateway_id != gateway_id or sequence.gateway_incarnation in (0, incarnation):
@@ -181,17 +163,8 @@ class Intake:
                 effects += self.roster.cancel(sequence, FinishReason.GATEWAY_LOST, now_s)
         return effects
 
-    def _forget_waiting(self, gateway_id: str, now_s: float) -> list[Effect]:
-        """Drop a silent gateway's waiting sequences. Without a tombstone it can submit again if it was only
-        frozen; workers end the sequences that they hold."""
-        return [
-            self._forget(sequence, now_s)
-            for sequence in list(self.roster.sequences.values())
-            if sequence.gateway_id == gateway_id and sequence.phase not in HELD
-        ]
-
     def _forget(self, sequence: Sequence, now_s: float) -> Effect:
-        return self.roster.leave(sequence, Phase.CANCELLED, now_s, reason=FinishReason.GATEWAY_LOST)
+        return self.roster.leave(sequence, Phase.CANCELLED, now_s, FinishReason.GATEWAY_LOST)
 
 
 def _question(sequence: Sequence, spec: SequenceSpec) -> AskPrediction:
@@ -200,11 +173,11 @@ def _question(sequence: Sequence, spec: SequenceSpec) -> AskPrediction:
     )
 
 
-def beyond(limit_tokens: int, prompt_tokens: int, max_tokens: int) -> ContextOverflow:
+def beyond(limit_tokens: int, sequence: Sequence) -> ContextOverflow:
     """Return the error for a sequence longer than any worker can hold."""
     return ContextOverflow(
         f"This model's maximum context length is {limit_tokens} tokens. However, you requested"
-        f" {prompt_tokens + max_tokens} tokens ({prompt_tokens} in the messages, {max_tokens} in the"
-        " completion). Please reduce the length of the messages or completion.",
+        f" {sequence.limit_tokens} tokens ({sequence.prompt_tokens} in the messages, {sequence.max_tokens} in"
+        " the completion). Please reduce the length of the messages or completion.",
         param="messages",
     )

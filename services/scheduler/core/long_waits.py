@@ -1,17 +1,11 @@
 """Long waits: sequences too large for their worker, and work without progress. Pure.
 
-A worker shrinks when it lends, when Pie shrinks its cache, or when a lender is gone. A sequence without KV
-may then be too large for it. If borrowing cannot suffice it waits for `wait_s`, otherwise for `gather_s` from
-its turn to borrow (`wanted`). Then it goes to another worker with room, or it is refused.
-
-`Standstill` reports work that waits while nothing moves, which no policy, pool or loan should cause. It only
-reports. A worker moves while it has plans or receives new ones; `outstanding` detects a hung engine.
-Sequences without a worker, or larger than their worker's own memory, wait for others; they count only if no
-worker moves.
+A worker may shrink below a waiting sequence's length: it lent memory, or a lender is gone. The sequence waits
+for the worker to borrow; then it goes to another worker with room, or it is refused.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from services.scheduler.core.effects import Effect, NoteStandstill, WantKvAtWorker
@@ -23,7 +17,7 @@ from services.scheduler.core.sequence import Phase, Sequence
 from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
 from shared.errors import ContextOverflow, InvalidRequest
 from shared.messages.moves import MoveMode, SequenceMove
-from shared.messages.reports import Capacity, WorkerReported
+from shared.messages.reports import Capacity
 from shared.messages.sequence import SequenceKey
 
 
@@ -41,49 +35,12 @@ def who_may_borrow(claims: Iterable[Claim], capacities: Mapping[str, Capacity]) 
     """Return at most one claim per worker, by priority and age; always includes the first."""
     chosen: dict[str, Claim] = {}
     for claim in sorted(claims, key=lambda one: one.order):
-        together = {**chosen, claim.worker_id: _larger(claim, chosen.get(claim.worker_id))}
-        if not chosen or _fit(together, capacities):
-            chosen = together
-        else:
+        larger = max(chosen.get(claim.worker_id, claim), claim, key=lambda one: one.blocks)
+        together = {**chosen, claim.worker_id: larger}
+        if chosen and not _fit(together, capacities):
             break  # younger and smaller ones would take what this one waits for
+        chosen = together
     return list(chosen.values())
-
-
-def wanted(roster: Roster) -> list[WantKvAtWorker]:
-    """Return which workers must gather KV now, for sequences larger than their own."""
-    capacities = {report.worker_id: report.capacity for report in roster.reports()}
-    claims: list[Claim] = []
-    for sequence in roster.longer_than(_least_own_tokens(roster)):
-        pipeline = roster.pipelines.get(sequence.worker_id or "")
-        if pipeline is None or pipeline.worker_id not in capacities:
-            continue
-        blocks = -(-sequence.limit_tokens // pipeline.report.block_tokens)
-        if is_deprived(blocks, pipeline.report.capacity):
-            claims.append(Claim((sequence.level, *sequence.order), pipeline.worker_id, blocks))
-    return [
-        WantKvAtWorker(claim.worker_id, claim.blocks * roster.pipelines[claim.worker_id].report.block_tokens)
-        for claim in who_may_borrow(claims, capacities)
-    ]
-
-
-def _least_own_tokens(roster: Roster) -> int:
-    """Return a length in tokens that fits the own KV of every worker, after pending shrinks."""
-    return min((_own_tokens(report) for report in roster.reports()), default=0)
-
-
-def _own_tokens(report: WorkerReported) -> int:
-    capacity = report.capacity
-    blocks = capacity.total_blocks - capacity.borrowed_blocks - capacity.doomed_blocks
-    return min(max(0, blocks) * report.block_tokens, report.max_context_tokens)
-
-
-def is_deprived(blocks: int, capacity: Capacity) -> bool:
-    """Return whether a sequence needs more than the worker's own lasting blocks."""
-    return blocks > capacity.total_blocks - capacity.doomed_blocks - capacity.borrowed_blocks
-
-
-def _larger(claim: Claim, other: Claim | None) -> Claim:
-    return claim if other is None or claim.blocks > other.blocks else other
 
 
 def _fit(claims: Mapping[str, Claim], capacities: Mapping[str, Capacity]) -> bool:
@@ -93,6 +50,43 @@ def _fit(claims: Mapping[str, Claim], capacities: Mapping[str, Capacity]) -> boo
     )
     lenders = (capacity for name, capacity in capacities.items() if name not in claims)
     return missing <= sum(capacity.most_lent_blocks for capacity in lenders)
+
+
+def wanted(roster: Roster) -> list[WantKvAtWorker]:
+    """Return which workers must gather KV now, for sequences larger than their own."""
+    capacities = {report.worker_id: report.capacity for report in roster.reports()}
+    claims = [
+        Claim((sequence.level, *sequence.order), pipeline.worker_id, blocks)
+        for sequence, pipeline, blocks in _deprived(roster)
+        if pipeline.worker_id in capacities
+    ]
+    return [
+        WantKvAtWorker(claim.worker_id, claim.blocks * roster.pipelines[claim.worker_id].report.block_tokens)
+        for claim in who_may_borrow(claims, capacities)
+    ]
+
+
+def _too_long(roster: Roster) -> list[Sequence]:
+    """Return the sequences that exceed the own lasting KV of some worker, longest first."""
+    least_tokens = min(
+        (
+            min(max(0, one.own_blocks) * one.report.block_tokens, one.report.max_context_tokens)
+            for one in roster.pipelines.values()
+            if one.sync is not Sync.REFUSED
+        ),
+        default=0,
+    )
+    return roster.longer_than(least_tokens)
+
+
+def _deprived(roster: Roster) -> Iterator[tuple[Sequence, WorkerPipeline, int]]:
+    """Yield the sequences that need more than their worker's own lasting blocks, and how many blocks."""
+    for sequence in _too_long(roster):
+        pipeline = roster.pipelines.get(sequence.worker_id or "")
+        if pipeline is not None:
+            blocks = -(-sequence.limit_tokens // pipeline.report.block_tokens)
+            if blocks > pipeline.own_blocks:
+                yield sequence, pipeline, blocks
 
 
 class OversizedWatch:
@@ -112,16 +106,20 @@ class OversizedWatch:
         gathering = {want.worker_id: want.tokens for want in wants}
         before, self._since_s = self._since_s, {}
         effects: list[Effect] = []
-        for sequence in self._roster.longer_than(_least_own_tokens(self._roster)):
-            pipeline = self._oversized_at(sequence)
+        longest = self._roster.summary()[0]
+        for sequence in _too_long(self._roster):
+            waits_at = sequence.worker_id if sequence.phase in (Phase.PLACED, Phase.WAITING) else None
+            pipeline = self._roster.pipelines.get(waits_at or "")
+            if pipeline and (pipeline.sync is not Sync.IN_STEP or pipeline.holds(sequence.limit_tokens)):
+                continue
             if pipeline is not None:
                 patience_s = self._patience_s(sequence, pipeline, gathering)
-            elif self._is_beyond_all(sequence):
+            elif sequence.phase is Phase.QUEUED and longest is not None and sequence.limit_tokens > longest:
                 patience_s = self._rules.wait_s
             else:
                 continue
             since_s = before.get(sequence.key, now_s)
-            if patience_s is None or self._moves.is_moving(sequence.key):
+            if patience_s is None or sequence.key in self._moves.by_key:
                 continue
             if now_s - since_s < patience_s:
                 self._since_s[sequence.key] = since_s
@@ -129,21 +127,6 @@ class OversizedWatch:
                 effects += self._resolve(sequence, pipeline, now_s)
         self._sent_on = {key: None for key in self._sent_on if key in self._roster.sequences}
         return effects
-
-    def _oversized_at(self, sequence: Sequence) -> WorkerPipeline | None:
-        """Return the in-step pipeline where the sequence waits and does not fit."""
-        if sequence.phase not in (Phase.PLACED, Phase.WAITING):
-            return None
-        pipeline = self._roster.pipelines.get(sequence.worker_id or "")
-        is_oversized = (
-            pipeline is not None and pipeline.sync is Sync.IN_STEP and not _holds(pipeline.report, sequence)
-        )
-        return pipeline if is_oversized else None
-
-    def _is_beyond_all(self, sequence: Sequence) -> bool:
-        """Return whether a queued sequence is longer than any worker can hold."""
-        longest = self._roster.longest_context_tokens()
-        return sequence.phase is Phase.QUEUED and longest is not None and sequence.limit_tokens > longest
 
     def _patience_s(
         self, sequence: Sequence, pipeline: WorkerPipeline, gathering: dict[str, int]
@@ -156,16 +139,15 @@ class OversizedWatch:
 
     def _resolve(self, sequence: Sequence, pipeline: WorkerPipeline | None, now_s: float) -> list[Effect]:
         if pipeline is None:
-            longest = self._roster.longest_context_tokens() or 0
-            error = beyond(longest, sequence.prompt_tokens, sequence.max_tokens)
-            return [self._roster.give_up(sequence, error, now_s)]
+            beyond_all = beyond(self._roster.summary()[0] or 0, sequence)
+            return [self._roster.give_up(sequence, beyond_all, now_s)]
         others = [
             other
             for other in self._roster.pipelines.values()
-            if other is not pipeline and other.sync is Sync.IN_STEP and _holds(other.report, sequence)
+            if other is not pipeline and other.sync is Sync.IN_STEP and other.holds(sequence.limit_tokens)
         ]
         target = max(
-            others, key=lambda other: (other.report.capacity.plannable_blocks, other.worker_id), default=None
+            others, key=lambda one: (one.report.capacity.plannable_blocks, one.worker_id), default=None
         )
         if target is not None and sequence.phase is Phase.PLACED:
             self._roster.take_back(sequence, now_s)
@@ -188,14 +170,6 @@ class OversizedWatch:
         return [self._roster.give_up(sequence, error, now_s)]
 
 
-def _holds(report: WorkerReported, sequence: Sequence) -> bool:
-    """Return whether the worker's pool can hold prompt and longest answer."""
-    capacity = report.capacity
-    lasting_blocks = capacity.total_blocks - capacity.doomed_blocks
-    needed_blocks = -(-(sequence.limit_tokens - 1) // report.block_tokens)
-    return needed_blocks <= lasting_blocks and sequence.limit_tokens <= report.max_context_tokens
-
-
 STANDSTILL_S = 15.0
 """Seconds; equal to the time a pipeline waits for a plan's next step."""
 _LOOK_S = 1.0
@@ -204,7 +178,10 @@ ANYWHERE = "anywhere"
 
 
 class Standstill:
-    """Detects standstill in one term. A place is a worker id or `ANYWHERE`."""
+    """Detects work that waits while nothing moves, and reports it. A place is a worker id or `ANYWHERE`.
+
+    Sequences without a worker, or larger than their worker's own memory, wait for others; they count only if
+    no worker moves."""
 
     def __init__(self, roster: Roster, now_s: float) -> None:
         self._roster = roster
@@ -222,12 +199,18 @@ class Standstill:
             return []
         was_still = self.still_s(self._looked_s) > 0
         moving = {
-            pipeline.worker_id for pipeline in self._roster.pipelines.values() if self._has_moved(pipeline)
+            pipeline.worker_id
+            for pipeline in self._roster.pipelines.values()
+            if pipeline.outstanding_steps > 0 or pipeline.planned_s > self._looked_s
         }
-        waiting = self._waiting()
+        waiting = Counter(self._roster.counts())
+        waiting[ANYWHERE] = len(self._roster.backlog)
+        for _, pipeline, _ in _deprived(self._roster):
+            waiting[ANYWHERE] += 1
+            waiting[pipeline.worker_id] -= 1
         self._since_s = {
             place: self._since_s.get(place, now_s)
-            for place in waiting
+            for place in +waiting
             if (not moving if place == ANYWHERE else place not in moving)
         }
         self._looked_s = now_s
@@ -239,20 +222,3 @@ class Standstill:
             for place, since_s in self._since_s.items()
             if now_s - since_s >= STANDSTILL_S
         ]
-
-    def _has_moved(self, pipeline: WorkerPipeline) -> bool:
-        """Return whether the worker has or got plans since the last check."""
-        return pipeline.outstanding_steps > 0 or pipeline.planned_s > self._looked_s
-
-    def _waiting(self) -> dict[str, int]:
-        """Return the number of sequences by the place that must move for them."""
-        counts = Counter(self._roster.counts())
-        counts[ANYWHERE] = len(self._roster.backlog)
-        for sequence in self._roster.longer_than(_least_own_tokens(self._roster)):
-            pipeline = self._roster.pipelines.get(sequence.worker_id or "")
-            if pipeline is not None:
-                blocks = -(-sequence.limit_tokens // pipeline.report.block_tokens)
-                if is_deprived(blocks, pipeline.report.capacity):
-                    counts[ANYWHERE] += 1
-                    counts[pipeline.worker_id] -= 1
-        return dict(+counts)

@@ -1,21 +1,8 @@
 """Live migration: moves running sequences between workers without interrupting their readers. Pure.
 
-A move has three stages:
-
-- Asking: the source reports the tokens it has.
-- Rehearsing: the target computes them as a sequence without a reader. Or pulling: it fetches their blocks
-  over the bulk plane. The source keeps decoding, so this repeats until little is missing.
-- Switching: the gateway resubmits the request under a higher attempt; the target reuses the blocks.
-
-Nothing changes before the gateway resubmits, so a move may be abandoned at any time. If blocks cannot be
-fetched, the move continues by tokens. docs/migration.md; papers/000 §V.
-
-    a runs at w1 with 900 tokens, and w2 rehearses them; by then a has 960, and w2 rehearses the 60 more
-    by then a has 964: 4 are few enough → switching; the gateway is told, and submits attempt 2
-    attempt 2 is placed at w2, reuses 960 tokens, and computes the rest; attempt 1 is dropped
-
-Each rehearsal costs the target a prefill of the missing tokens; without it the reader waits for them.
-Rehearsals repeat while more is missing than the switch may compute, at most `most_rounds` times.
+The source reports its tokens; the target computes them as a sequence without a reader (rehearsal), or fetches
+their blocks, repeatedly, until little is missing. Then the gateway resubmits the request under a higher
+attempt, which the target runs. Until then a move may be abandoned at any time. docs/migration.md
 """
 
 from dataclasses import dataclass
@@ -118,46 +105,6 @@ class Move:
         )
 
 
-def rehearsal_of(
-    move: Move, spec: SequenceSpec, tokens: tuple[int, ...], epoch: int, number: int
-) -> SequenceSpec:
-    """Return prompt and answer so far as a sequence of its own. The name is unique across schedulers and
-    never equals a gateway's."""
-    name = f"{move.ref.request_id[:_MOST_NAME_CHARS]}~{epoch}.{number}"
-    ref = SequenceRef(request_id=name, choice=move.ref.choice, attempt=1)
-    return SequenceSpec(
-        ref=ref,
-        gateway_id=spec.gateway_id,
-        gateway_incarnation=spec.gateway_incarnation,
-        prompt=spec.prompt + pack_tokens(tokens),
-        sampling=Sampling(seed=0, max_tokens=1, temperature=0.0),
-        waited_s=0.0,
-        cache_salt=spec.cache_salt,
-        priority=spec.priority,
-        tenant=spec.tenant,
-        rehearsal=True,
-    )
-
-
-def pull_of(
-    move: Move, spec: SequenceSpec, tokens: tuple[int, ...], incarnation: int, valid_for_s: float
-) -> PullBlocks:
-    """Return the order to fetch all tokens but the newest, which has no KV yet."""
-    packed = spec.prompt + pack_tokens(tokens)
-    return PullBlocks(
-        source=move.source,
-        source_incarnation=incarnation,
-        tokens=packed[:-TOKEN_BYTES],
-        cache_salt=spec.cache_salt,
-        valid_for_s=valid_for_s,
-    )
-
-
-def owed_tokens(sequence: Sequence) -> int:
-    """Return the number of tokens to compute before the sequence can decode."""
-    return sequence.prompt_tokens + sequence.generated_tokens
-
-
 _FOLLOW_S = 0.01
 """Seconds between two fetches that follow a prefill."""
 _FOLLOWS_S = 1.0
@@ -165,18 +112,15 @@ _FOLLOWS_S = 1.0
 
 
 class Moves:
-    """All moves, at most one per sequence. Call `advance` after every event."""
+    """All moves, at most one per sequence. Call `advance` after every event while there are any."""
 
     def __init__(self, roster: Roster, rules: MoveRules) -> None:
         self._roster = roster
         self._rules = rules
-        self._moves: dict[SequenceKey, Move] = {}
+        self.by_key: dict[SequenceKey, Move] = {}
         self._numbers = 0
         self.done = 0
         self.failed = 0
-
-    def __len__(self) -> int:
-        return len(self._moves)
 
     def begin(self, order: SequenceMove, now_s: float) -> list[Effect]:
         """Begin a move. Raises InvalidRequest with the reason if it is impossible."""
@@ -186,17 +130,18 @@ class Moves:
             raise InvalidRequest(refusal, param="moves")
         deadline_s = now_s + self._rules.deadline_s
         move = Move(order.ref, sequence.worker_id, order.target, order.mode, now_s, deadline_s)
-        self._moves[sequence.key] = move
-        if not self._can_rehearse(move):
+        self.by_key[sequence.key] = move
+        target = self._roster.pipelines[move.target]
+        if not target.report.caches_prefixes:  # it would keep nothing: the reader waits for a whole prefill
             move.mode = MoveMode.TOKENS
-            return self._switch_cold(move, sequence, now_s)
+            return self._switch(move, sequence.prompt_tokens + sequence.generated_tokens, now_s)
         if move.mode is MoveMode.KV and (obstacle := self._obstacle(move)):
             move.fall_back(obstacle)
         return [AskTokens(move.source, move.ref)]
 
     def on_tokens(self, ref: SequenceRef, tokens: tuple[int, ...] | None, now_s: float) -> list[Effect]:
         """Apply the source's tokens of the answer; None if it did not reply."""
-        move = self._moves.get(ref.key)
+        move = self.by_key.get(ref.key)
         if move is None or move.ref != ref or move.stage is not MoveStage.ASKING:
             return []
         move.ask_at_s = None
@@ -205,26 +150,20 @@ class Moves:
             return self._end(move, "the source did not say which tokens it has", now_s)
         size_tokens = sequence.prompt_tokens + len(tokens)
         if self._is_close(move, size_tokens) or move.rounds >= self._rules.most_rounds:
-            pipeline = self._roster.pipelines.get(move.target)
-            if pipeline is None or not self._fits(pipeline, size_tokens, move):
-                return self._end(move, f"{move.target} has no room any more", now_s)
-            return self._switch(move, now_s)
+            return self._switch(move, size_tokens, now_s)
         if move.mode is MoveMode.KV:
             return self._pull(move, sequence.spec, tokens, now_s, is_open=not tokens)
         return self._rehearse(move, sequence.spec, tokens, now_s)
 
     def on_pulled(self, ref: SequenceRef, pulled: BlocksPulled | None, now_s: float) -> list[Effect]:
         """Apply the target's fetch; None if it fetched nothing."""
-        move = self._moves.get(ref.key)
+        move = self.by_key.get(ref.key)
         if move is None or move.ref != ref or move.stage is not MoveStage.PULLING:
             return []
         is_open = move.is_open
         if pulled is None or (not move.note_pull(pulled) and not is_open):
-            move.fall_back(
-                "the blocks could not be fetched" if pulled is None else "no more could be fetched"
-            )
-        move.is_open = False
-        move.stage = MoveStage.ASKING
+            move.fall_back("no more could be fetched" if pulled else "the blocks could not be fetched")
+        move.is_open, move.stage = False, MoveStage.ASKING
         if is_open and pulled is not None:
             move.ask_at_s = now_s + _FOLLOW_S
             return []
@@ -232,30 +171,24 @@ class Moves:
 
     def advance(self, now_s: float) -> list[Effect]:
         """Advance or end moves after changes of their sequences and workers."""
-        effects: list[Effect] = []
-        for move in list(self._moves.values()):
-            effects += self._advance(move, now_s)
-        return effects
+        return [effect for move in list(self.by_key.values()) for effect in self._advance(move, now_s)]
 
     def pipeline_for(self, sequence: Sequence) -> WorkerPipeline | None:
         """Return the move's target for a higher attempt, even if the source died first."""
-        move = self._moves.get(sequence.key)
+        move = self.by_key.get(sequence.key)
         if move is None or sequence.ref.attempt <= move.ref.attempt:
             return None
         pipeline = self._roster.pipelines.get(move.target)
         is_able = pipeline is not None and pipeline.sync is Sync.IN_STEP
         return pipeline if is_able and sequence in self._roster.backlog else None
 
-    def is_moving(self, key: SequenceKey) -> bool:
-        return key in self._moves
-
     def describe(self) -> dict[str, int]:
         """Return counts, for people."""
-        return {"moving": len(self._moves), "moved": self.done, "moves_failed": self.failed}
+        return {"moving": len(self.by_key), "moved": self.done, "moves_failed": self.failed}
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a move is inconsistent."""
-        for key, move in self._moves.items():
+        for key, move in self.by_key.items():
             assert move.ref.key == key and move.source != move.target
             assert (move.rehearsal is not None) == (move.stage is MoveStage.REHEARSING)
             assert move.rounds <= self._rules.most_rounds
@@ -265,14 +198,14 @@ class Moves:
         pipeline = self._roster.pipelines.get(order.target)
         if sequence is None or sequence.phase not in HELD:
             return f"{order.ref} does not run"
-        if sequence.key in self._moves:
+        if sequence.key in self.by_key:
             return f"{order.ref} moves already"
         if sequence.spec is None or sequence.spec.rehearsal:
             return f"{order.ref} is not known well enough to be moved"
         if sequence.spec.sampling.top_logprobs is not None:
             return f"{order.ref} gives log-probabilities, which do not travel"
-        if len(self._moves) >= self._rules.most_at_once:
-            return f"{len(self._moves)} sequences are on the move already"
+        if len(self.by_key) >= self._rules.most_at_once:
+            return f"{len(self.by_key)} sequences are on the move already"
         if pipeline is None or pipeline.sync is not Sync.IN_STEP or order.target == sequence.worker_id:
             return f"{order.target} cannot take it"
         if sequence.limit_tokens > pipeline.report.max_context_tokens:
@@ -280,11 +213,6 @@ class Moves:
         if sequence.limit_tokens * TOKEN_BYTES > self._roster.rules.max_start_bytes:
             return f"{order.ref} may grow larger than one message"
         return ""
-
-    def _can_rehearse(self, move: Move) -> bool:
-        """Return whether the target keeps blocks of ended sequences, which rehearsals rely on."""
-        pipeline = self._roster.pipelines.get(move.target)
-        return pipeline is not None and pipeline.report.caches_prefixes
 
     def _obstacle(self, move: Move) -> str:
         """Return why the target cannot fetch the source's blocks, or ""."""
@@ -314,18 +242,38 @@ class Moves:
             return self._end(move, f"{move.target} has no room", now_s)
         move.stage, move.is_open = MoveStage.PULLING, is_open
         move.rounds += not is_open
-        order = pull_of(move, spec, tokens, source.report.incarnation, move.deadline_s - now_s)
+        order = PullBlocks(
+            source=move.source,
+            source_incarnation=source.report.incarnation,
+            tokens=(spec.prompt + pack_tokens(tokens))[:-TOKEN_BYTES],  # the newest has no KV yet
+            cache_salt=spec.cache_salt,
+            valid_for_s=move.deadline_s - now_s,
+        )
         return [AskPull(move.target, move.ref, order)]
 
     def _rehearse(
         self, move: Move, spec: SequenceSpec, tokens: tuple[int, ...], now_s: float
     ) -> list[Effect]:
+        """Let the target compute prompt and answer so far as a sequence of its own, with a unique name."""
         pipeline = self._roster.pipelines.get(move.target)
         count = len(spec.prompt) // TOKEN_BYTES + len(tokens)
         if pipeline is None or pipeline.sync is not Sync.IN_STEP or not self._fits(pipeline, count, move):
             return self._end(move, f"{move.target} has no room", now_s)
         self._numbers += 1
-        sequence = Sequence.from_spec(rehearsal_of(move, spec, tokens, pipeline.epoch, self._numbers), now_s)
+        name = f"{move.ref.request_id[:_MOST_NAME_CHARS]}~{pipeline.epoch}.{self._numbers}"
+        rehearsal = SequenceSpec(
+            ref=SequenceRef(request_id=name, choice=move.ref.choice, attempt=1),
+            gateway_id=spec.gateway_id,
+            gateway_incarnation=spec.gateway_incarnation,
+            prompt=spec.prompt + pack_tokens(tokens),
+            sampling=Sampling(seed=0, max_tokens=1, temperature=0.0),
+            waited_s=0.0,
+            cache_salt=spec.cache_salt,
+            priority=spec.priority,
+            tenant=spec.tenant,
+            rehearsal=True,
+        )
+        sequence = Sequence.from_spec(rehearsal, now_s)
         self._roster.add(sequence)
         self._roster.place(sequence, pipeline, now_s)
         move.stage, move.rehearsal = MoveStage.REHEARSING, sequence.ref
@@ -337,33 +285,28 @@ class Moves:
         """Return whether the target has room beside its own sequences, unstarted ones, and other moves."""
         size = pipeline.report.block_tokens
         owed = [
-            owed_tokens(sequence)
+            sequence.prompt_tokens + sequence.generated_tokens
             for sequence in self._roster.of_worker(pipeline.worker_id)
             if sequence.phase in (Phase.PLACED, Phase.WAITING)
         ]
         owed += [
             other.rehearsed_tokens
-            for other in self._moves.values()
+            for other in self.by_key.values()
             if other is not move and other.target == pipeline.worker_id
         ]
         blocks = sum(-(-count // size) for count in (*owed, tokens)) + 1
-        return (
-            blocks <= pipeline.report.capacity.plannable_blocks
-            and tokens < pipeline.report.max_context_tokens
-        )
+        report = pipeline.report
+        return blocks <= report.capacity.plannable_blocks and tokens < report.max_context_tokens
 
     def _advance(self, move: Move, now_s: float) -> list[Effect]:
         sequence = self._roster.sequences.get(move.ref.key)
-        if (
-            move.stage is MoveStage.SWITCHING
-            and sequence is not None
-            and sequence.ref.attempt > move.ref.attempt
-        ):
+        is_resubmitted = sequence is not None and sequence.ref.attempt > move.ref.attempt
+        if move.stage is MoveStage.SWITCHING and sequence is not None and is_resubmitted:
             if sequence.worker_id == move.target and sequence.confirmed:
                 return self._end(move, "", now_s)
             if sequence.worker_id not in (None, move.target):
                 return self._end(move, "it was placed elsewhere", now_s)
-        if sequence is None or sequence.ref.attempt > move.ref.attempt or sequence.worker_id != move.source:
+        if sequence is None or is_resubmitted or sequence.worker_id != move.source:
             return self._without_source(move, sequence, now_s)
         if now_s > move.deadline_s:
             return self._end(move, f"not over after {self._rules.deadline_s:g} s, {move.stage}", now_s)
@@ -372,9 +315,13 @@ class Moves:
         if move.ask_at_s is not None and now_s >= move.ask_at_s:
             move.ask_at_s = None
             return [AskTokens(move.source, move.ref)]
-        if move.stage is MoveStage.REHEARSING and move.rehearsal is not None:
-            return self._after_rehearsal(move, move.rehearsal, now_s)
-        return []
+        if move.rehearsal is None or self._roster.find(move.rehearsal) is not None:
+            return []
+        has_ended = self._roster.ended.get(move.rehearsal.key, now_s) is not None
+        move.rehearsal, move.stage = None, MoveStage.ASKING
+        if not has_ended:
+            return self._end(move, f"{move.target} did not rehearse it", now_s)
+        return [AskTokens(move.source, move.ref)]
 
     def _without_source(self, move: Move, sequence: Sequence | None, now_s: float) -> list[Effect]:
         """Handle a sequence that left the source: it ended, its worker died, or the switch is under way."""
@@ -386,24 +333,11 @@ class Moves:
         move.stage, move.prepared_s, move.deadline_s = MoveStage.SWITCHING, now_s, now_s + _FOLLOWS_S
         return effects
 
-    def _after_rehearsal(self, move: Move, rehearsal: SequenceRef, now_s: float) -> list[Effect]:
-        if self._roster.find(rehearsal) is not None:
-            return []
-        move.rehearsal = None
-        if self._roster.ended.get(rehearsal.key, now_s) is None:
-            move.stage = MoveStage.ASKING
-            return self._end(move, f"{move.target} did not rehearse it", now_s)
-        move.stage = MoveStage.ASKING
-        return [AskTokens(move.source, move.ref)]
-
-    def _switch_cold(self, move: Move, sequence: Sequence, now_s: float) -> list[Effect]:
-        """Switch without preparation: the reader waits for a whole prefill."""
-        pipeline = self._roster.pipelines[move.target]
-        if not self._fits(pipeline, sequence.prompt_tokens + sequence.generated_tokens, move):
-            return self._end(move, f"{move.target} has no room", now_s)
-        return self._switch(move, now_s)
-
-    def _switch(self, move: Move, now_s: float) -> list[Effect]:
+    def _switch(self, move: Move, size_tokens: int, now_s: float) -> list[Effect]:
+        """Tell the gateway to switch, if the target has room for the sequence's tokens."""
+        pipeline = self._roster.pipelines.get(move.target)
+        if pipeline is None or not self._fits(pipeline, size_tokens, move):
+            return self._end(move, f"{move.target} has no room any more", now_s)
         move.stage, move.prepared_s = MoveStage.SWITCHING, now_s
         move.deadline_s = now_s + self._rules.switch_s
         open_tokens = self._rules.open_tokens if move.rounds else 0
@@ -416,7 +350,7 @@ class Moves:
 
     def _end(self, move: Move, reason: str, now_s: float) -> list[Effect]:
         effects = self._stop_rehearsal(move, now_s)
-        del self._moves[move.ref.key]
+        del self.by_key[move.ref.key]
         self.done += not reason
         self.failed += bool(reason)
         return [*effects, PublishMoved(move.over(reason, now_s))]

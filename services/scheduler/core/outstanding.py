@@ -1,11 +1,8 @@
-"""The plans outstanding at a worker, and whether its reports match them. Pure.
+"""The plans outstanding at a worker, and whether its reports match them: if not, that is `Trouble`. Pure.
 
-Plans and step reports are numbered. A gap in either, an abandoned plan, or an unexpected skip is a `Trouble`:
-the projection no longer matches the worker. A decodes-only plan may be passed over without a report.
-
-    plans 4 (one step) and 5 (8 decode steps) are out; plan 6 supersedes 5 to start a new sequence
-    report 11: plan 4 ran, over      report 12: plan 5 ran 3 steps, superseded → 5 tokens are taken back
-    report 14: 13 is missing → Trouble: it is unknown what ran, so a snapshot is requested
+plans 4 (one step) and 5 (8 decode steps) are out; plan 6 supersedes 5 to start a new sequence
+report 11: plan 4 ran, over      report 12: plan 5 ran 3 steps, superseded → 5 tokens are taken back
+report 14: 13 is missing → Trouble: it is unknown what ran, so a snapshot is requested
 """
 
 from collections import deque
@@ -36,18 +33,11 @@ class SentPlan:
     batch: PlannedBatch
     plan: BatchPlan
     sent_s: float
+    can_be_cut: bool
+    """Whether it only decodes, so that it may end after any step or never run."""
     steps_done: int = 0
     passed: dict[SequenceRef, int] = field(default_factory=dict)
     """Number of steps in which each decode was put off; known once the plan is over."""
-
-    def decoded_tokens(self, ref: SequenceRef) -> int:
-        """Return the tokens that a sequence decoded in this plan."""
-        return self.steps_done - self.passed.get(ref, 0) if self.passed else self.steps_done
-
-    @property
-    def can_be_cut(self) -> bool:
-        """Whether it only decodes, so that it may end after any step or never run."""
-        return self.batch.decodes_only and not self.plan.drops
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +49,7 @@ class Progress:
 
 
 class OutstandingPlans:
-    """The outstanding plans of one worker, in order, since its last snapshot. `stepped_seq`: last step report
-    in that snapshot."""
+    """The plans outstanding since the worker's last snapshot, whose last step report was `stepped_seq`."""
 
     def __init__(self, rules: Rules, epoch: int, stepped_seq: int, now_s: float) -> None:
         self._rules = rules
@@ -69,34 +58,28 @@ class OutstandingPlans:
         self._plans: deque[SentPlan] = deque()
         self._progress_s = now_s
         self._behind: tuple[int, float] | None = None
+        self.steps = 0
+        """Number of steps not reported as run."""
+        self.is_pliable = True
+        """Whether all outstanding steps may end after any step."""
+        self.is_cut = False
+        """Whether a superseding plan is out and the end of the plans before it is unknown."""
 
     def __len__(self) -> int:
         return len(self._plans)
 
-    @property
-    def steps(self) -> int:
-        """Number of steps not reported as run."""
-        return sum(sent.batch.steps - sent.steps_done for sent in self._plans)
-
-    @property
-    def can_cut(self) -> bool:
-        """Whether the outstanding steps are many and may end after any step."""
-        return self.steps > self._rules.outstanding_steps and self.is_pliable
-
-    @property
-    def is_pliable(self) -> bool:
-        """Whether all outstanding steps may end after any step."""
-        return all(sent.can_be_cut for sent in self._plans)
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether a superseding plan is out and the end of the plans before it is unknown."""
-        return len(self._plans) > 1 and any(sent.plan.supersedes for sent in list(self._plans)[1:])
-
     def add(self, batch: PlannedBatch, plan: BatchPlan, now_s: float) -> None:
         if not self._plans:
             self._progress_s = now_s
-        self._plans.append(SentPlan(batch, plan, now_s))
+        self._plans.append(SentPlan(batch, plan, now_s, batch.decodes_only and not plan.drops))
+        self._count()
+
+    def _count(self) -> None:
+        self.steps, self.is_pliable, self.is_cut = 0, True, False
+        for number, sent in enumerate(self._plans):
+            self.steps += sent.batch.steps - sent.steps_done
+            self.is_pliable = self.is_pliable and sent.can_be_cut
+            self.is_cut = self.is_cut or (number > 0 and sent.plan.supersedes)
 
     def on_stepped(
         self, event: WorkerStepped, is_over: Callable[[SequenceRef], bool], now_s: float
@@ -114,8 +97,7 @@ class OutstandingPlans:
         if sent is not None and event.outcome is not StepOutcome.RAN and not superseded:
             return Trouble(f"plan {event.plan_seq} was given up: {event.outcome}")
         # A chunk that waits for blocks from elsewhere runs or is skipped at the end of its plan.
-        skipped = [item for item in event.skipped if not is_over(item.ref)]
-        if skipped:
+        if event.skipped and (skipped := [item for item in event.skipped if not is_over(item.ref)]):
             reasons = ", ".join(sorted({str(item.reason) for item in skipped}))
             is_shortage = all(item.reason is SkipReason.NO_BLOCKS for item in skipped)
             return Trouble(f"skipped as {reasons}", tuple(item.ref for item in skipped), is_shortage)
@@ -125,13 +107,15 @@ class OutstandingPlans:
         over: list[SentPlan] = []
         while self._plans[0] is not sent:
             if not self._plans[0].can_be_cut:
+                self._count()
                 return Trouble(f"plan {self._plans[0].plan.seq} was passed over")
             over.append(self._plans.popleft())
         sent.steps_done = event.steps_done
-        sent.passed = {one.ref: one.steps for one in event.passed}
+        sent.passed = {one.ref: one.steps for one in event.passed} if event.passed else {}
         self._progress_s = now_s
         if event.plan_over:
             over.append(self._plans.popleft())
+        self._count()
         return Progress(sent if event.outcome is StepOutcome.RAN else None, tuple(over))
 
     def on_heartbeat(self, report: WorkerReported, now_s: float) -> Trouble | None:

@@ -1,13 +1,10 @@
 """Watches workers that run out of memory and picks a rung of the relief ladder (`policy/relief.py`). Pure.
 
 It starts migrations, and limits borrowing in advance where another rung is cheaper. The other rungs stay with
-the worker (eviction) and the batching policy (preemption). Costs come from the workers' reports; a rung
-without a measured cost is neither offered nor forbidden. Every decision is an effect for the log.
-`algorithms.md` §7.
+the worker and the batching policy. Source: algorithms.md §7.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from services.scheduler.core.effects import Effect, NoteRelief, WantKvAtWorker
 from services.scheduler.core.moves import Moves
@@ -15,19 +12,10 @@ from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import ReliefRules
 from services.scheduler.core.sequence import Phase, Sequence
 from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline, speeds_of
-from services.scheduler.policy.relief import (
-    BY_KV,
-    MemoryPressure,
-    Neighbour,
-    Relief,
-    ReliefSpeeds,
-    Rung,
-    Victim,
-    next_relief,
-)
+from services.scheduler.policy.relief import BY_KV, MemoryPressure, Rung, Victim, next_relief
 from shared.errors import InvalidRequest
 from shared.messages.moves import MoveMode, SequenceMove
-from shared.messages.reports import SequenceReport, SequenceState, WorkerReported
+from shared.messages.reports import SequenceReport, SequenceState
 
 
 class PressureWatch:
@@ -48,7 +36,7 @@ class PressureWatch:
         """Decide for every worker that is due."""
         effects: list[Effect] = []
         if not self._rules.enabled:
-            return effects
+            return []
         for pipeline in self._roster.pipelines.values():
             if now_s >= self._next_s.get(pipeline.worker_id, now_s):
                 effects += self._relieve(pipeline, now_s)
@@ -68,7 +56,7 @@ class PressureWatch:
         told = {worker_id: WantKvAtWorker(worker_id, 0) for worker_id in (*done, *thrifty)}
         told |= {want.worker_id: want for want in wants}
         self._gathering = {want.worker_id for want in wants}
-        return [replace(want, may_borrow_ahead=want.worker_id not in thrifty) for want in told.values()]
+        return [WantKvAtWorker(name, want.tokens, name not in thrifty) for name, want in told.items()]
 
     def _relieve(self, pipeline: WorkerPipeline, now_s: float) -> list[Effect]:
         decoding = [
@@ -89,13 +77,13 @@ class PressureWatch:
         )
         rung = "wait" if relief.chosen is None else str(relief.chosen.rung)
         self.decisions[rung] = self.decisions.get(rung, 0) + 1
-        if _is_borrowing_dearer(relief):
+        has_offer = any(offer.rung is Rung.BORROW for offer in relief.offers)
+        if has_offer and relief.chosen is not None and relief.chosen.rung is not Rung.BORROW:
             self._thrifty_until_s[pipeline.worker_id] = now_s + self._rules.hold_s
         effects: list[Effect] = [NoteRelief(pipeline.worker_id, relief)]
-        is_move = relief.chosen is not None and relief.chosen.rung is Rung.MIGRATE
-        if is_move and target is not None and victim is not None:
-            is_cheap = relief.chosen is not None and relief.chosen.reason == BY_KV
-            mode = MoveMode.KV if is_cheap else MoveMode.TOKENS
+        chosen = relief.chosen
+        if chosen and chosen.rung is Rung.MIGRATE and target is not None and victim is not None:
+            mode = MoveMode.KV if chosen.reason == BY_KV else MoveMode.TOKENS
             order = SequenceMove(ref=victim[0].ref, target=target.worker_id, mode=mode)
             try:
                 effects += self._moves.begin(order, now_s)
@@ -125,17 +113,15 @@ class PressureWatch:
             block_tokens=report.block_tokens,
             running=len(decoding),
             horizon_steps=self._rules.horizon_steps if within is None else within,
-            speeds=_speeds(report, target),
+            speeds=speeds_of(report, None if target is None else target.report),
             host_tier_blocks=report.swap_room_blocks,
             growable_blocks=0 if report.expand_stall_s is None else report.capacity.growable_blocks,
-            neighbour=self._neighbour(report, target),
-            victim=None
-            if victim is None
-            else Victim(
-                blocks=victim[1].allocated_blocks,
-                tokens=victim[1].prompt_tokens + victim[1].generated_tokens,
-                remaining_tokens=self._remaining_tokens(victim[1]),
-            ),
+            lendable_blocks=0 if target is None else target.report.capacity.loanable_blocks,
+            room_blocks=0 if target is None else self._room(target),
+            is_linked=target is not None
+            and report.kv_block_bytes > 0
+            and report.fingerprint == target.report.fingerprint,
+            victim=None if victim is None else self._as_victim(victim[1]),
             frees_within_steps=within,
             frees_blocks=freed,
         )
@@ -148,8 +134,7 @@ class PressureWatch:
                 yield max(1, self._remaining_tokens(listed)), listed.allocated_blocks
 
     def _remaining_tokens(self, listed: SequenceReport) -> int:
-        """Return the predicted remaining tokens, or the limit. A sequence past its prediction is assumed to
-        be half done."""
+        """Return the predicted rest, or the limit; past its prediction a sequence counts as half done."""
         most = listed.max_tokens - listed.generated_tokens
         sequence = self._roster.find(listed.ref)
         if sequence is None or sequence.prediction is None:
@@ -165,9 +150,13 @@ class PressureWatch:
             if (sequence := self._roster.find(listed.ref)) is not None
             and sequence.phase is Phase.DECODING
             and sequence.worker_id == pipeline.worker_id
-            and not self._moves.is_moving(sequence.key)
+            and sequence.key not in self._moves.by_key
         ]
         return max(found, key=lambda pair: (pair[0].level, pair[0].order), default=None)
+
+    def _as_victim(self, listed: SequenceReport) -> Victim:
+        tokens = listed.prompt_tokens + listed.generated_tokens
+        return Victim(listed.allocated_blocks, tokens, self._remaining_tokens(listed))
 
     def _roomiest(self, pipeline: WorkerPipeline) -> WorkerPipeline | None:
         others = [
@@ -178,41 +167,11 @@ class PressureWatch:
         return max(others, key=lambda other: (self._room(other), other.worker_id), default=None)
 
     def _room(self, pipeline: WorkerPipeline) -> int:
-        """Return the blocks for one more sequence beside the predicted growth; 0 if any sequence waits for
-        blocks."""
+        """Return the blocks beside the predicted growth; 0 if any sequence waits for blocks."""
         here = self._roster.of_worker(pipeline.worker_id)
         if any(sequence.phase in (Phase.PLACED, Phase.WAITING) for sequence in here):
             return 0
         size = pipeline.report.block_tokens
-        growth = sum(self._remaining_tokens(listed) // size + 1 for listed in _running(pipeline.report))
+        running = [one for one in pipeline.report.sequences if one.state is not SequenceState.ENDED]
+        growth = sum(self._remaining_tokens(listed) // size + 1 for listed in running)
         return max(0, pipeline.report.capacity.plannable_blocks - growth)
-
-    def _neighbour(self, report: WorkerReported, target: WorkerPipeline | None) -> Neighbour:
-        if target is None:
-            return Neighbour()
-        is_linked = bool(report.kv_block_bytes) and report.fingerprint == target.report.fingerprint
-        return Neighbour(
-            lendable_blocks=target.report.capacity.loanable_blocks,
-            room_blocks=self._room(target),
-            is_linked=is_linked,
-        )
-
-
-def _is_borrowing_dearer(relief: Relief) -> bool:
-    """Return whether borrowing was offered and another rung was chosen. Its cost is unknown before a first
-    loan."""
-    is_offered = any(offer.rung is Rung.BORROW for offer in relief.offers)
-    return is_offered and relief.chosen is not None and relief.chosen.rung is not Rung.BORROW
-
-
-def _speeds(report: WorkerReported, target: WorkerPipeline | None) -> ReliefSpeeds:
-    """Return the speeds that both workers measured; 0 if not measured."""
-    speeds = speeds_of(report)
-    if target is None or not report.kv_block_bytes:
-        return speeds
-    bytes_per_s = target.report.link_bytes_per_s.get(report.worker_id, 0.0)
-    return replace(speeds, link_blocks_per_s=bytes_per_s / report.kv_block_bytes)
-
-
-def _running(report: WorkerReported) -> list[SequenceReport]:
-    return [listed for listed in report.sequences if listed.state is not SequenceState.ENDED]

@@ -1,6 +1,6 @@
-"""All sequences the scheduler knows, their workers, and recently finished ones.
+"""All sequences the scheduler knows, their workers, and recently finished ones. Pure.
 
-Only this module adds and removes sequences. It knows workers only as pipelines. Pure.
+Only this module adds and removes sequences.
 """
 
 from collections import Counter
@@ -34,8 +34,6 @@ def _features(report: WorkerReported) -> tuple[object, ...]:
 _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 _LIMIT = 65_536
 """Maximum entries of each record of finished things."""
-
-
 _TOLD_S = 3.0
 """Seconds for which a roles message from placement is valid."""
 _ONE_SIDED = ({"prefill"}, {"decode"})
@@ -59,9 +57,11 @@ class Roster:
         self._at: dict[str, dict[SequenceKey, Sequence]] = {}
         """Sequences by worker."""
         self._by_limit: Line[Sequence] = Line(_limit)
-        self._roles = WorkerRoles()
-        self._roles_told_s = float("-inf")
-        self._summary: tuple[int | None, tuple[Kind, ...]] | None = None
+        self.roles = WorkerRoles()
+        """Placement's latest message, and when it came."""
+        self.roles_told_s = float("-inf")
+        self.known_summary: tuple[int | None, tuple[Kind, ...]] | None = None
+        """Cache of `summary`; None after the usable workers or their features changed."""
         self.tombstones = Tombstones(rules.tombstone_s, _LIMIT)
         """Cancelled attempts."""
         self.owners: RecentMap[SequenceKey, str] = RecentMap(max(rules.tombstone_s, rules.ended_s), _LIMIT)
@@ -87,8 +87,7 @@ class Roster:
         return owner not in (None, gateway_id)
 
     def note_owner(self, listed: SequenceReport, now_s: float) -> list[Effect]:
-        """Record the owner of a sequence at an unsynced worker. An unconfirmed sequence that another gateway
-        submitted under the same key is dropped."""
+        """Record an unsynced worker's sequence; an unconfirmed one of another gateway is dropped."""
         key = listed.ref.key
         known = self.sequences.get(key)
         if not listed.gateway_id or (known is not None and known.gateway_id == listed.gateway_id):
@@ -124,7 +123,7 @@ class Roster:
     def welcome(self, report: WorkerReported, epoch: int, now_s: float) -> WorkerPipeline:
         """Create the pipeline of a worker's incarnation."""
         self._welcomed += 1
-        self._summary = None
+        self.known_summary = None
         self.unready[report.worker_id] = None
         pipeline = self.pipelines[report.worker_id] = WorkerPipeline(
             worker_id=report.worker_id,
@@ -148,7 +147,7 @@ class Roster:
         self._changed.pop(pipeline.worker_id, None)
         self.feed.leave(pipeline.worker_id)
         self.unready.pop(pipeline.worker_id, None)
-        self._summary = None
+        self.known_summary = None
         self.lost_workers.put(pipeline.worker_id, pipeline.incarnation, now_s)
 
     def changed_pipelines(self) -> list[WorkerPipeline]:
@@ -156,63 +155,43 @@ class Roster:
         return sorted(self._changed.values(), key=lambda pipeline: pipeline.number)
 
     def is_full(self, tenant: Tenant, *, resumed: bool) -> bool:
-        """Return whether the queue is full and this tenant uses at least its share. Resumed requests have
-        twice the limit."""
+        """Return whether the queue is full and this tenant uses its share. `resumed`: twice the limit."""
         limit = self.rules.max_queued * (2 if resumed else 1)
         if len(self.sequences) < limit:
             return False
         waiting = (each.tenant.name for each in self.sequences.values() if each.phase not in HELD)
         return is_beyond_share(Counter(waiting), tenant.name, limit)
 
-    def on_tick(self, now_s: float) -> None:
-        """Call often."""
-        self.backlog.on_tick(now_s, len(self.pipelines) - len(self.unready))
-
     def closed_workers(self) -> tuple[str, ...]:
         """Return workers that cannot take work, which placement may not know yet."""
-        return tuple(sorted([*self.unready, *(name for name, _ in self.lost_workers.items())]))
+        return tuple(sorted([*self.unready, *[name for name, _ in self.lost_workers.items()]]))
 
-    def longest_context_tokens(self) -> int | None:
-        """Return the longest context of any worker, or None without workers."""
-        return self._summed_up()[0]
-
-    def kinds(self) -> tuple[Kind, ...]:
-        """Return the kinds of the workers that share blocks."""
-        return self._summed_up()[1]
-
-    def _summed_up(self) -> tuple[int | None, tuple[Kind, ...]]:
-        if self._summary is None:
+    def summary(self) -> tuple[int | None, tuple[Kind, ...]]:
+        """Return the longest context, None without workers, and the kinds of workers that share blocks."""
+        if self.known_summary is None:
             reports = self.reports()
             longest = max((report.max_context_tokens for report in reports), default=None)
-            self._summary = (longest, kinds_of(reports))
-        return self._summary
+            self.known_summary = (longest, kinds_of(reports))
+        return self.known_summary
 
     def note_report(self, pipeline: WorkerPipeline, report: WorkerReported) -> None:
         """Store the worker's latest report."""
-        old, pipeline.report = pipeline.report, report
-        self.backlog.on_reported(report)
-        if _features(old) != _features(report):
-            self._summary = None
-
-    def forget_summary(self) -> None:
-        """Drop the cached summary after the set of usable workers changed."""
-        self._summary = None
+        if _features(pipeline.report) != _features(report):
+            self.known_summary = None
+        pipeline.take_report(report)
+        memory_tokens = report.capacity.total_blocks * report.block_tokens
+        self.backlog.queue.on_measured(report.prefill_tokens_per_s, report.decode_step_s, memory_tokens)
 
     def reports(self) -> list[WorkerReported]:
         """Return the latest report of every worker that is not refused."""
         return [pipeline.report for pipeline in self.pipelines.values() if pipeline.sync is not Sync.REFUSED]
 
-    def on_roles(self, told: WorkerRoles, now_s: float) -> None:
-        """Store placement's roles message, which placement repeats."""
-        self._roles, self._roles_told_s = told, now_s
-
     def shortage(self, now_s: float) -> str:
-        """Return why no new request can be served, or "". An old message, or one that does not match the
-        present workers, is ignored."""
-        if now_s - self._roles_told_s > _TOLD_S:
+        """Return why no new request can be served, or "": placement's recent word, if it fits the workers."""
+        if now_s - self.roles_told_s > _TOLD_S:
             return ""
-        roles = {self._roles.roles.get(worker_id) for worker_id in self.pipelines}
-        return self._roles.shortage if roles in _ONE_SIDED else ""
+        roles = {self.roles.roles.get(worker_id) for worker_id in self.pipelines}
+        return self.roles.shortage if roles in _ONE_SIDED else ""
 
     def pipeline_without_choice(self, sequence: Sequence) -> WorkerPipeline | None:
         """Return the only worker, if placement could only choose it. Nothing else may wait, and all limits
@@ -229,12 +208,11 @@ class Roster:
         report = pipeline.report
         if pipeline.sync is not Sync.IN_STEP or sequence.limit_tokens > report.max_context_tokens:
             return None
-        blocks = sum(-(-each.limit_tokens // report.block_tokens) for each in self.sequences.values())
-        return pipeline if blocks < report.capacity.total_blocks - report.capacity.doomed_blocks else None
+        blocks = sum([-(-each.limit_tokens // report.block_tokens) for each in self.sequences.values()])
+        return pipeline if blocks < pipeline.lasting_blocks else None
 
     def add(self, sequence: Sequence) -> None:
-        """Add a new sequence; no attempt of it may be known. Raises PolicyFailed if the policy cannot rank
-        it; then nothing has changed."""
+        """Add a new sequence. Raises PolicyFailed if the policy cannot rank it; then nothing has changed."""
         assert sequence.key not in self.sequences
         self.backlog.add(sequence)
         self.sequences[sequence.key] = sequence
@@ -268,11 +246,12 @@ class Roster:
 
     def told_of(self, sequence: Sequence, pipeline: WorkerPipeline) -> AskPlacement:
         """Return a message that tells placement where the sequence is. It expects no answer."""
-        others = tuple(name for name in self.pipelines if name != pipeline.worker_id)
         sequence.is_asked_for = True
         item = item_of(sequence, (), sequence.arrival_s)
-        excluded = (*self.closed_workers(), *others)
-        return AskPlacement(NO_QUESTION, (item,), excluded, self.backlog.take_withdrawn())
+        others = [name for name in self.pipelines if name != pipeline.worker_id]
+        return AskPlacement(
+            NO_QUESTION, (item,), (*self.closed_workers(), *others), self.backlog.take_withdrawn()
+        )
 
     def take_back(self, sequence: Sequence, now_s: float) -> None:
         """Return a sequence to the backlog from a worker that never received it."""
@@ -280,7 +259,7 @@ class Roster:
         sequence.move_to(Phase.QUEUED)
         self._assign(sequence, None)
         sequence.confirmed = False
-        self.backlog.take_back(sequence)
+        self.backlog.queue.refund(sequence.key)
         self.backlog.add(sequence)
 
     def leave(
@@ -288,9 +267,9 @@ class Roster:
         sequence: Sequence,
         phase: Phase,
         now_s: float,
-        *,
         reason: FinishReason | None = None,
         generated_tokens: int | None = None,
+        *,
         lingers: bool = False,
     ) -> SequenceLeft:
         """Remove a finished sequence. Its worker drops it with the next plan, or lets it linger."""
@@ -337,7 +316,7 @@ class Roster:
         """Cancel a sequence, also at its worker, and remember the attempt as cancelled."""
         self.tombstones.put(sequence.gateway_id, sequence.ref, now_s)
         held_by = sequence.worker_id if sequence.phase in HELD else None
-        effects: list[Effect] = [self.leave(sequence, Phase.CANCELLED, now_s, reason=reason)]
+        effects: list[Effect] = [self.leave(sequence, Phase.CANCELLED, now_s, reason)]
         if held_by is not None:
             effects.append(CancelAtWorker(held_by, sequence.ref, sequence.gateway_id, reason))
         return effects
@@ -345,14 +324,11 @@ class Roster:
     def give_up(self, sequence: Sequence, why: KvasirError, now_s: float) -> SequenceLeft:
         """Give up a sequence that can run nowhere. The gateway gets the error when it submits again."""
         self.dropped.put((sequence.gateway_id, sequence.key), (sequence.ref.attempt, why), now_s)
-        return self.leave(sequence, Phase.DROPPED, now_s, reason=FinishReason.ERROR)
+        return self.leave(sequence, Phase.DROPPED, now_s, FinishReason.ERROR)
 
     def expire(self, now_s: float) -> None:
-        self.tombstones.expire(now_s)
-        self.owners.expire(now_s)
-        self.ended.expire(now_s)
-        self.dropped.expire(now_s)
-        self.lost_workers.expire(now_s)
+        for record in (self.tombstones, self.owners, self.ended, self.dropped, self.lost_workers):
+            record.expire(now_s)
 
     def check_integrity(self) -> None:
         self.backlog.check_integrity()

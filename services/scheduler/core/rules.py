@@ -1,4 +1,4 @@
-"""Limits and times by which the core decides, set from the configuration."""
+"""Limits and times by which the core decides. All times are seconds of one monotonic clock."""
 
 from dataclasses import dataclass, field
 
@@ -14,17 +14,12 @@ PLACEMENT_BATCH = 64
 class MoveRules:
     """Limits of live migrations."""
 
-    deadline_s: float = 20.0
-    """Time from the order to the gateway's notice; after that the move fails."""
-    switch_s: float = 2.0
-    """Time for the gateway and the target to switch."""
-    last_tokens: int = 8
-    """Tokens that the source may be ahead of a rehearsal at the switch; the switch computes them."""
-    most_rounds: int = 4
-    """Maximum number of rehearsals; the switch follows the last one in any case."""
+    deadline_s: float = 20.0  # from the order to the gateway's notice
+    switch_s: float = 2.0  # for the gateway and the target to switch
+    last_tokens: int = 8  # that the source may be ahead of a rehearsal at the switch, which computes them
+    most_rounds: int = 4  # rehearsals; the switch follows the last one in any case
     most_at_once: int = 16
-    open_tokens: int = 12
-    """Tokens that the source may still add after the gateway was notified."""
+    open_tokens: int = 12  # that the source may still add after the gateway was notified
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,84 +28,58 @@ class ReliefRules:
 
     enabled: bool = False
     switched_off: frozenset[Rung] = frozenset()
-    interval_s: float = 0.5
-    """Time between two decisions about one worker."""
-    ahead_s: float = 0.3
-    """Memory is short if it lasts no longer than this."""
-    hold_s: float = 30.0
-    """Time without borrowing in advance once another rung was cheaper."""
-    horizon_steps: int = 100
-    """Assumed steps that blocks are needed where no end is predicted."""
+    interval_s: float = 0.5  # between two decisions about one worker
+    ahead_s: float = 0.3  # memory is short if it lasts no longer than this
+    hold_s: float = 30.0  # without borrowing in advance once another rung was cheaper
+    horizon_steps: int = 100  # for which blocks are needed where no end is predicted
 
 
 @dataclass(frozen=True, slots=True)
 class ShadowRules:
     """Which running sequences are copied to other workers, and how often."""
 
-    from_s: float = 0.0
-    """Recompute time from which a sequence is copied; 0: none is."""
-    interval_s: float = 0.3
-    """Time between two checks of one worker, and two orders for one sequence."""
-    renew_s: float = 5.0
-    """Longest time after which a keeper with a complete copy is contacted again."""
-    valid_for_s: float = 2.0
-    """Time limit of an order; the next order fetches the rest."""
-    answer_s: float = 15.0
-    """Time after which an unanswered order is closed."""
-    aside_s: float = 5.0
-    """Time without orders after a failed or fruitless one."""
-    rest: float = 3.0
-    """Pause of a source after an order, as a multiple of the order's duration."""
+    from_s: float = 0.0  # recompute time from which a sequence is copied; 0: none is
+    interval_s: float = 0.3  # between two checks of one worker, and two orders for one sequence
+    renew_s: float = 5.0  # after which a keeper with a complete copy is contacted again
+    valid_for_s: float = 2.0  # time limit of an order; the next order fetches the rest
+    answer_s: float = 15.0  # after which an unanswered order is closed
+    aside_s: float = 5.0  # without orders after a failed or fruitless one
+    rest: float = 3.0  # pause of a source after an order, as a multiple of the order's duration
 
 
 @dataclass(frozen=True, slots=True)
 class OversizedRules:
     """Patience with sequences that no longer fit their worker."""
 
-    wait_s: float = 10.0
-    """Time for a worker to grow again where borrowing could not suffice."""
-    gather_s: float = 60.0
-    """Time for a worker that may borrow, from the sequence's turn on."""
+    wait_s: float = 10.0  # for a worker to grow again where borrowing could not suffice
+    gather_s: float = 60.0  # for a worker that may borrow, from the sequence's turn on
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Rules of one core. All times are seconds of one monotonic clock."""
+    """Rules of one core."""
 
     settings: PolicySettings = field(default_factory=PolicySettings)
-    outstanding_steps: int = 2
-    """Minimum steps left at a worker, the running one included, before the next plan."""
-    ahead_s: float = 0.008
-    """Minimum time ahead where steps are short; an arrival may cut such plans."""
-    valid_for_s: float = 5.0
+    outstanding_steps: int = 2  # least steps left at a worker, the running one included, before the next plan
+    ahead_s: float = 0.008  # least time ahead where steps are short; an arrival may cut such plans
+    valid_for_s: float = 5.0  # after which a worker gives up a plan
     worker_timeout_s: float = 2.0
     gateway_timeout_s: float = 10.0
-    round_s: float = 0.6
-    """Time for which a new scheduler collects heartbeats before its first command."""
-    snapshot_patience_s: float = 10.0
-    """Time after which a worker that answers no snapshot counts as lost."""
+    round_s: float = 0.6  # for which a new scheduler collects heartbeats before its first command
+    snapshot_patience_s: float = 10.0  # after which a worker that answers no snapshot counts as lost
     snapshot_retry_s: float = 0.1
     placement_interval_s: float = 0.05
     placement_batch: int = PLACEMENT_BATCH
-    queue: QueueOrder | None = None
-    """Order in which sequences wait for a worker; None: the batching policy's."""
-    feed_sequences: int = FEED_SEQUENCES
-    """Requests that may wait at a worker without free memory; 0: only free memory is filled."""
-    max_queued: int = 4096
-    """Sequences that no worker holds yet; resumed ones may use twice the limit."""
-    refuse_wait_s: float = 0.0
-    """A new request with a longer expected wait is refused; 0: never."""
-    max_start_bytes: int = 262_144
-    """Packed token ids of one sequence that fit one message to a worker."""
-    max_faults: int = 4
-    """Resyncs that one sequence may cause before it is given up."""
+    queue: QueueOrder | None = None  # order of sequences without a worker; None: the batching policy's
+    feed_sequences: int = FEED_SEQUENCES  # that may wait at a worker without free memory
+    max_queued: int = 4096  # sequences that no worker holds yet; resumed ones may use twice the limit
+    refuse_wait_s: float = 0.0  # a new request with a longer expected wait is refused; 0: never
+    max_start_bytes: int = 262_144  # packed token ids of one sequence that fit one message to a worker
+    max_faults: int = 4  # resyncs that one sequence may cause before it is given up
     tombstone_s: float = 60.0
-    ended_s: float = 30.0
-    """Time for which a resubmission of an ended attempt gets the answer `known`."""
-    report_grace_s: float = 0.25
-    """Time by which a step report may follow a heartbeat that counts it."""
-    plan_grace_s: float = 1.0
-    """Time after which a plan missing from the worker's heartbeats counts as lost."""
+    ended_s: float = 30.0  # for which a resubmission of an ended attempt gets the answer `known`
+    report_grace_s: float = 0.25  # by which a step report may follow a heartbeat that counts it
+    plan_grace_s: float = 1.0  # after which a plan missing from the worker's heartbeats counts as lost
     moves: MoveRules = field(default_factory=MoveRules)
     relief: ReliefRules = field(default_factory=ReliefRules)
     shadows: ShadowRules = field(default_factory=ShadowRules)

@@ -1,7 +1,6 @@
-"""A sequence as the scheduler knows it, and the table of its phases.
+"""A sequence as the scheduler knows it, and the table of its phases, which describe the *projection*.
 
-Phases describe the *projection*: a sent plan counts as run. The state is soft: heartbeats, snapshots and
-resubmissions rebuild it. Independent of policies, messages in flight and time.
+The state is soft: heartbeats, snapshots and resubmissions rebuild it.
 """
 
 from collections.abc import Iterable
@@ -19,24 +18,16 @@ from shared.messages.sequence import NOBODY, TOKEN_BYTES, SequenceKey, SequenceR
 
 
 class Phase(StrEnum):
-    QUEUED = "queued"
-    """Accepted; placement has not chosen a worker."""
-    PLACED = "placed"
-    """In its worker's policy; the worker has not received it."""
-    WAITING = "waiting"
-    """Held by the worker without KV: preempted, or adopted before its first chunk."""
+    QUEUED = "queued"  # accepted; placement has not chosen a worker
+    PLACED = "placed"  # in its worker's policy; the worker has not received it
+    WAITING = "waiting"  # held by the worker without KV: preempted, or adopted before its first chunk
     PREFILLING = "prefilling"
     DECODING = "decoding"
-    ENDED = "ended"
-    """The worker reported the end and gives the tokens to the gateway."""
-    CANCELLED = "cancelled"
-    """Cancelled by its gateway, or because the gateway is gone."""
-    LOST = "lost"
-    """The worker is gone or no longer has it; the gateway resubmits it."""
-    REPLACED = "replaced"
-    """Replaced by a higher attempt."""
-    DROPPED = "dropped"
-    """Given up: it can run on no worker, or it broke every plan it was in."""
+    ENDED = "ended"  # the worker reported the end and gives the tokens to the gateway
+    CANCELLED = "cancelled"  # cancelled by its gateway, or because the gateway is gone
+    LOST = "lost"  # the worker is gone or no longer has it; the gateway resubmits it
+    REPLACED = "replaced"  # replaced by a higher attempt
+    DROPPED = "dropped"  # given up: it can run on no worker, or it broke every plan it was in
 
 
 HELD = frozenset({Phase.WAITING, Phase.PREFILLING, Phase.DECODING})
@@ -96,39 +87,27 @@ class Sequence:
 
     ref: SequenceRef
     gateway_id: str
-    gateway_incarnation: int
-    """0 while unknown (adopted)."""
+    gateway_incarnation: int  # 0 while unknown (adopted)
     prompt_tokens: int
     max_tokens: int
-    generated_tokens: int
-    """Answer tokens at submission, or in the worker's last snapshot."""
-    arrival_s: float
-    """Time at which the gateway accepted it, on this scheduler's clock."""
-    accepted_s: float
-    """Time at which this scheduler first received it."""
+    generated_tokens: int  # answer tokens at submission, or in the worker's last snapshot
+    arrival_s: float  # time at which the gateway accepted it, on this scheduler's clock
+    accepted_s: float  # time at which this scheduler first received it
     phase: Phase
     deadline_s: float | None = None
     spec: SequenceSpec | None = None
     worker_id: str | None = None
-    confirmed: bool = False
-    """Whether the worker is known to have the start."""
-    is_asked_for: bool = False
-    """Whether placement knows of it and may reserve a place."""
+    confirmed: bool = False  # whether the worker is known to have the start
+    is_asked_for: bool = False  # whether placement knows of it and may reserve a place
     prediction: LengthPrediction | None = None
-    rank: Rank = NO_RANK
-    """Rank in the policy's order when it got its worker."""
-    faults: int = 0
-    """Number of resyncs it caused since its worker last ran smoothly."""
-    started_s: float | None = None
-    """Time at which its first chunk was planned."""
+    rank: Rank = NO_RANK  # rank in the policy's order when it got its worker
+    faults: int = 0  # number of resyncs it caused since its worker last ran smoothly
+    started_s: float | None = None  # time at which its first chunk was planned
     priority: int = 0
     """`Task.priority` within its tenant; 0 for an adopted one until its gateway reports."""
-    level: int = 0
-    """`Task.priority` at its worker, across tenants."""
-    tenant: Tenant = NOBODY
-    """Unknown like `priority` for an adopted one."""
-    cached_tokens: int = 0
-    """Tokens it reused from the prefix cache, as its worker reported."""
+    level: int = 0  # `Task.priority` at its worker, across tenants
+    tenant: Tenant = NOBODY  # unknown like `priority` for an adopted one
+    cached_tokens: int = 0  # tokens it reused from the prefix cache, as its worker reported
     expected_tokens: int | None = None
     """Cached tokens that placement expected; None if placement was not asked."""
     prefixes: tuple[tuple[tuple[bytes, int], ...], tuple[PrefixChain, ...]] | None = None

@@ -1,17 +1,10 @@
 """Shadow copies: blocks of running sequences on other workers, for the case that their worker dies. Pure.
 
-As in a move by KV (`core/moves.py`), the source reports its tokens and the keeper fetches their blocks. The
-sequence stays where it is, and the copies lie on the host. Each worker has one order at a time as source and
-as keeper; then the source pauses for several times its duration. Placement sees the copies as cached
-prefixes.
-
-A tick checks a few workers, so its cost does not grow with the fleet. The keepers of a worker are a few that
-follow it in order of arrival, which limits its links.
-
-    a runs at w1 with 2000 tokens, 1.1 s of prefill → w2 fetches 125 blocks; by then a has 2020 → 1 block more
-    w1 dies → a is submitted again, placement finds 2016 tokens at w2, and the rest is computed there
+As in a move by KV (`core/moves.py`), the source reports its tokens and the keeper fetches their blocks, but
+the sequence stays. Each worker has one order at a time as source and as keeper. docs/shadows.md
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
@@ -21,7 +14,6 @@ from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import ShadowRules
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
-from services.scheduler.policy.shadows import can_keep, choose_keeper, is_worth
 from shared.messages.moves import BlocksPulled, PullBlocks
 from shared.messages.reports import SequenceReport, SequenceState, WorkerReported
 from shared.messages.sequence import TOKEN_BYTES, SequenceKey, SequenceRef, SequenceSpec, pack_tokens
@@ -31,6 +23,45 @@ _MOST_LOOKS = 8
 """Workers checked in one tick."""
 _MOST_KEEPERS, _MOST_ASIDE = 8, 32
 """Maximum keepers of one worker, and number of following workers searched for them."""
+
+
+def can_keep(source: WorkerReported, keeper: WorkerReported, limit_tokens: int) -> bool:
+    """Return whether `keeper` can use blocks of `source` and run a sequence of `limit_tokens`."""
+    is_kin = bool(source.fingerprint) and source.fingerprint == keeper.fingerprint
+    is_linked = source.kv_block_bytes > 0 and keeper.kv_block_bytes > 0
+    shares = source.caches_prefixes and keeper.caches_prefixes
+    return is_kin and is_linked and shares and limit_tokens <= keeper.max_context_tokens
+
+
+def is_worth(missing_tokens: int, source: WorkerReported, keeper: WorkerReported) -> bool:
+    """Return whether the transfer is faster than computing there; also True if nothing is missing."""
+    bytes_per_s = keeper.link_bytes_per_s.get(source.worker_id)
+    if bytes_per_s is None or not missing_tokens:
+        return True
+    speed_tokens_per_s = keeper.prefill_tokens_per_s
+    recompute_s = missing_tokens / speed_tokens_per_s if speed_tokens_per_s > 0 else 0.0
+    size_bytes = missing_tokens / source.block_tokens * source.kv_block_bytes
+    return bytes_per_s > 0 and size_bytes / bytes_per_s < recompute_s
+
+
+def choose_keeper(
+    tokens: int, limit_tokens: int, source: WorkerReported, others: Iterable[WorkerReported]
+) -> str | None:
+    """Return the worker to keep a copy, or None: with room for all of it first, then with free memory."""
+    blocks = -(-tokens // source.block_tokens)
+
+    def rank(one: WorkerReported) -> tuple[bool, bool, int, str]:
+        plannable = one.capacity.plannable_blocks
+        return (one.shadow_room_blocks >= blocks, plannable > blocks, plannable, one.worker_id)
+
+    able = [
+        one
+        for one in others
+        if one.shadow_room_blocks > 0
+        and can_keep(source, one, limit_tokens)
+        and is_worth(tokens, source, one)
+    ]
+    return max(able, key=rank).worker_id if able else None
 
 
 @dataclass(slots=True)
@@ -90,9 +121,9 @@ class Shadowing:
 
     def on_tick(self, now_s: float) -> list[Effect]:
         """Begin the orders that are worthwhile now."""
-        effects: list[Effect] = []
         if not self._rules.from_s or len(self._roster.pipelines) < 2:
-            return effects
+            return []
+        effects: list[Effect] = []
         for order in list(self._orders.values()):
             if now_s - order.began_s > self._rules.answer_s:
                 self.failed += 1
@@ -193,7 +224,7 @@ class Shadowing:
         self, sequence: Sequence, listed: SequenceReport, source: WorkerReported, now_s: float
     ) -> int | None:
         """Return the number of tokens without a copy, or None if the sequence is not due."""
-        is_elsewhere = self._moves.is_moving(sequence.key) or sequence.worker_id != source.worker_id
+        is_elsewhere = sequence.key in self._moves.by_key or sequence.worker_id != source.worker_id
         if is_elsewhere or sequence.ref in self._orders:
             return None
         shadow = self._shadow_of(sequence, source)
@@ -225,12 +256,11 @@ class Shadowing:
         missing_tokens: int,
         now_s: float,
     ) -> Order | None:
-        """Return the order, or None if no keeper can take it. `others`: candidates if a keeper is missing or
-        full."""
+        """Return the order, or None if no keeper can take it. `others`: candidates for a new keeper."""
         shadow = self._shadow_of(sequence, source)
         whole_blocks = listed.computed_tokens // source.block_tokens
         blocks, able = missing_tokens // source.block_tokens, others
-        if shadow is not None and self._is_full(shadow):
+        if shadow and shadow.is_stuck and not self._roster.pipelines[shadow.keeper].report.shadow_room_blocks:
             able = [one for one in others if one.shadow_room_blocks >= whole_blocks]
         if shadow is None or able is not others:
             chosen = choose_keeper(listed.computed_tokens, sequence.limit_tokens, source, able)
@@ -246,10 +276,6 @@ class Shadowing:
         if not can_go or not is_sane or not is_worth(blocks * source.block_tokens, source, keeper.report):
             return None
         return Order(sequence.ref, source.worker_id, source.incarnation, shadow.keeper, blocks, now_s)
-
-    def _is_full(self, shadow: _Shadow) -> bool:
-        """Return whether the keeper reports no room for the missing blocks."""
-        return shadow.is_stuck and not self._roster.pipelines[shadow.keeper].report.shadow_room_blocks
 
     def _others(self, source: WorkerReported, at: int, now_s: float) -> list[WorkerReported]:
         """Return the reports of possible keepers for the worker at index `at`."""

@@ -1,21 +1,18 @@
-"""The plan pipeline of one worker: its policy, its outstanding plans, and whether both match the worker.
+"""The plan pipeline of one worker: its policy and its outstanding plans, in step with the worker. Pure.
 
-Plans are made ahead. The policy is asked for another batch while fewer than `outstanding_steps` steps are
-left. Where steps are short, the outstanding steps must last `ahead_s`. The worker reports only the step that
-reaches that mark. An arrival that can start cuts a long plan short. Any `Trouble` leads to a resync: no plan
-until the worker's snapshot is adopted. Pure; placement is elsewhere.
+Plans are made `outstanding_steps` ahead, further where steps are short; an arrival may cut long plans. Any
+`Trouble` leads to a resync: no plan until the worker's snapshot is adopted.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import chain
 from math import ceil
 
 from services.scheduler.core.effects import AskPrediction, Effect, NoteRelief, SendPlan
 from services.scheduler.core.guarded_policy import GuardedPolicy
-from services.scheduler.core.outstanding import OutstandingPlans, Progress, SentPlan, Trouble
+from services.scheduler.core.outstanding import OutstandingPlans, SentPlan, Trouble
 from services.scheduler.core.rules import ReliefRules, Rules
 from services.scheduler.core.sequence import Phase, Sequence
 from services.scheduler.policy.contract import PlannedBatch, PlannedPreemption
@@ -38,12 +35,14 @@ from shared.messages.sequence import SequenceKey, SequenceRef, SequenceSpec
 _OTHERS = frozenset(LADDER) - {Rung.SWAP, Rung.RECOMPUTE}
 
 
-def speeds_of(report: WorkerReported) -> ReliefSpeeds:
-    """Return the worker's measured speeds; 0 for any it did not measure."""
+def speeds_of(report: WorkerReported, target: WorkerReported | None = None) -> ReliefSpeeds:
+    """Return the worker's measured speeds, also of the link to `target`; 0 for any not measured."""
+    bytes_per_s = 0.0 if target is None else target.link_bytes_per_s.get(report.worker_id, 0.0)
     return ReliefSpeeds(
         prefill_tokens_per_s=report.prefill_tokens_per_s,
         decode_step_s=report.decode_step_s,
         host_blocks_per_s=1.0 / report.host_block_s if report.host_block_s > 0 else 0.0,
+        link_blocks_per_s=bytes_per_s / report.kv_block_bytes if report.kv_block_bytes else 0.0,
         remote_attention_s=report.remote_block_s,
         stall_s=report.expand_stall_s or 0.0,
     )
@@ -54,42 +53,31 @@ class Preempting:
     """Chooses the mode of one worker's preemptions. `counts`: preemptions by mode."""
 
     counts: Counter[PreemptMode] = field(default_factory=Counter)
-    _swapped_blocks: int = 0
+    swapped_blocks: int = 0
     """Blocks swapped since the last heartbeat, which its report of the host does not include."""
 
     def decide(
         self, report: WorkerReported, item: PlannedPreemption, rules: ReliefRules
     ) -> tuple[PreemptMode, Relief | None]:
-        """Return `weigh`'s choice for the worker's latest report."""
-        mode, relief = weigh(report, item, report.swap_room_blocks - self._swapped_blocks, rules)
+        """Return how `item` gives up its blocks, by the worker's latest report, and why if weighed."""
+        mode, relief = PreemptMode.RECOMPUTE, None
+        if rules.enabled and item.held_blocks > 0:
+            room_blocks = report.swap_room_blocks - self.swapped_blocks
+            pressure = MemoryPressure(
+                needed_blocks=item.held_blocks,
+                block_tokens=report.block_tokens,
+                running=1,
+                horizon_steps=0,
+                speeds=speeds_of(report),
+                host_tier_blocks=room_blocks if item.computed_tokens >= report.block_tokens else 0,
+                victim=Victim(blocks=item.held_blocks, tokens=item.computed_tokens, remaining_tokens=0),
+            )
+            relief = next_relief(pressure, rules.switched_off | _OTHERS)
+            if relief.chosen is not None and relief.chosen.rung is Rung.SWAP:
+                mode = PreemptMode.SWAP
+                self.swapped_blocks += item.held_blocks
         self.counts[mode] += 1
-        self._swapped_blocks += item.held_blocks if mode is PreemptMode.SWAP else 0
         return mode, relief
-
-    def on_heartbeat(self) -> None:
-        self._swapped_blocks = 0
-
-
-def weigh(
-    report: WorkerReported, item: PlannedPreemption, room_blocks: int, rules: ReliefRules
-) -> tuple[PreemptMode, Relief | None]:
-    """Return how `item` gives up its blocks and why, None if nothing was weighed. `room_blocks`: free blocks
-    in the host tier."""
-    if not rules.enabled or item.held_blocks < 1:
-        return PreemptMode.RECOMPUTE, None
-    whole_blocks = item.computed_tokens // report.block_tokens
-    pressure = MemoryPressure(
-        needed_blocks=item.held_blocks,
-        block_tokens=report.block_tokens,
-        running=1,
-        horizon_steps=0,
-        speeds=speeds_of(report),
-        host_tier_blocks=room_blocks if whole_blocks else 0,
-        victim=Victim(blocks=item.held_blocks, tokens=item.computed_tokens, remaining_tokens=0),
-    )
-    relief = next_relief(pressure, rules.switched_off | _OTHERS)
-    is_swap = relief.chosen is not None and relief.chosen.rung is Rung.SWAP
-    return PreemptMode.SWAP if is_swap else PreemptMode.RECOMPUTE, relief
 
 
 MAX_OUTSTANDING_PLANS = 4
@@ -155,9 +143,33 @@ class WorkerPipeline:
     _midway: bool = field(default=False, init=False)
     _smooth_reports: int = field(default=0, init=False)
     _last_batch: PlannedBatch = field(default_factory=PlannedBatch, init=False)
+    lasting_blocks: int = field(default=0, init=False)
+    """Blocks that stay after pending shrinks, borrowed ones included."""
+    own_blocks: int = field(default=0, init=False)
+    """Lasting blocks that are not borrowed."""
+    capacity_blocks: int = field(default=0, init=False)
+    """Blocks that plans may allocate: held plus obtainable ones (`planned_capacity_blocks`)."""
+    most_steps_ahead: int = field(default=0, init=False)
+    """Steps that should be outstanding if they can be cut; more where steps are short, to hide the delay."""
 
     def __post_init__(self) -> None:
         self._outstanding = OutstandingPlans(self.rules, self.epoch, 0, self.since_s)
+        self.take_report(self.report)
+
+    def take_report(self, report: WorkerReported) -> None:
+        """Store the worker's latest report, and what it says of the worker's capacity."""
+        capacity, step_s = report.capacity, report.decode_step_s
+        self.report = report
+        self.lasting_blocks = capacity.total_blocks - capacity.doomed_blocks
+        self.own_blocks = self.lasting_blocks - capacity.borrowed_blocks
+        self.capacity_blocks = planned_capacity_blocks(report)
+        short = ceil(self.rules.ahead_s / step_s) if step_s > 0 else 0
+        self.most_steps_ahead = max(self.rules.outstanding_steps, min(self.rules.settings.max_steps, short))
+
+    def holds(self, limit_tokens: int) -> bool:
+        """Return whether the worker's lasting memory can hold a sequence of `limit_tokens` tokens."""
+        needed_blocks = -(-(limit_tokens - 1) // self.report.block_tokens)
+        return needed_blocks <= self.lasting_blocks and limit_tokens <= self.report.max_context_tokens
 
     def touch(self) -> None:
         """Mark the pipeline as ready to plan."""
@@ -170,7 +182,8 @@ class WorkerPipeline:
     def begin(self, policy: GuardedPolicy, snapshot: WorkerReported, now_s: float) -> None:
         """Enter step with a snapshot: plans start at 1, reports continue after the snapshot's."""
         self._clear(now_s, snapshot.stepped_seq)
-        self.sync, self.policy, self.report = Sync.IN_STEP, policy, snapshot
+        self.sync, self.policy = Sync.IN_STEP, policy
+        self.take_report(snapshot)
         self.feed.join(self.worker_id)
         self.unready.pop(self.worker_id, None)
 
@@ -197,15 +210,8 @@ class WorkerPipeline:
         self.unready[self.worker_id] = None
         self.touch()
 
-    def resize(self, report: WorkerReported, now_s: float) -> None:
-        """Report a changed capacity to the policy, which tracks free and evictable blocks itself."""
-        capacity_blocks = planned_capacity_blocks(report)
-        if self.policy is not None and capacity_blocks != planned_capacity_blocks(self.report):
-            self.policy.on_resized(capacity_blocks, now_s)
-
     def arrive(self, sequence: Sequence, now_s: float, *, midway: bool = False) -> None:
-        """Give the policy a sequence that the worker does not hold; a long plan may be cut short for it.
-        `midway`: a reader has part of the answer, so any plan that allows it may be cut."""
+        """Give the policy a new sequence, which may cut a long plan short; `midway`: any plan."""
         if self.policy is not None:
             self._settle(sequence.key, now_s)
             self.policy.on_arrival(sequence.task(is_open=True), now_s)
@@ -215,13 +221,11 @@ class WorkerPipeline:
             self.touch()
 
     def note_waiting(self, sequence: Sequence) -> None:
-        """Record a sequence that waits at the worker, unless it is too large for the worker alone. Its tokens
-        count 0 where the worker's own report includes them."""
+        """Record a sequence that waits at the worker, unless it is too large for the worker alone."""
         is_listed = sequence.phase is Phase.WAITING
         tokens = 0 if is_listed else sequence.prompt_tokens + sequence.generated_tokens
-        capacity_tokens = planned_capacity_blocks(self.report) * self.report.block_tokens
-        if sequence.limit_tokens - 1 <= capacity_tokens:
-            self.feed.add(self.worker_id, sequence.key, sequence.rank, tokens)
+        if sequence.limit_tokens - 1 <= self.capacity_blocks * self.report.block_tokens:
+            self.feed.add(self.worker_id, sequence.ref.key, sequence.rank, tokens)
 
     def end(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
         """Remove a sequence. `answer_tokens`: length of an answer that was not stopped from outside."""
@@ -256,12 +260,14 @@ class WorkerPipeline:
     def next_plans(self, now_s: float) -> list[Effect]:
         """Return plans until enough steps are outstanding, and the policy's prediction requests."""
         policy, outstanding = self.policy, self._outstanding
-        for key in [key for key, (_, until_s) in self._lingering.items() if now_s >= until_s]:
-            self._settle(key, now_s)
+        if self._lingering:
+            for key in [key for key, (_, until_s) in self._lingering.items() if now_s >= until_s]:
+                self._settle(key, now_s)
         effects: list[Effect] = []
         while policy is not None and not outstanding.is_cut and len(outstanding) < MAX_OUTSTANDING_PLANS:
-            cut = self._urgent and (outstanding.can_cut or (self._midway and outstanding.is_pliable))
-            if outstanding.steps >= self._steps_ahead() and not cut:
+            steps, few, is_pliable = outstanding.steps, self.rules.outstanding_steps, outstanding.is_pliable
+            cut = self._urgent and is_pliable and (self._midway or steps > few)
+            if steps >= (self.most_steps_ahead if is_pliable else few) and not cut:
                 break
             self._urgent = self._midway = False
             batch = policy.plan(now_s)
@@ -273,52 +279,39 @@ class WorkerPipeline:
             except (KeyError, InternalError) as error:  # an unknown key, or a wrong phase
                 policy.fail("plan", error)
                 break
-            effects += self._questions(batch)
-        is_able = policy is not None and policy.failure is None
-        if is_able and self._drops and not len(outstanding):
+            if batch.questions:
+                effects += self._questions(batch)
+        if policy is not None and policy.failure is None and self._drops and not len(outstanding):
             effects += self._send(PlannedBatch(), now_s)
         if not self._lingering:
             self.changed.pop(self.worker_id, None)
         return effects
 
-    def _steps_ahead(self) -> int:
-        """Return how many steps should be outstanding; more where steps are short, to hide a plan's delay."""
-        return self._most_steps_ahead() if self._outstanding.is_pliable else self.rules.outstanding_steps
-
-    def _most_steps_ahead(self) -> int:
-        steps, step_s = self.rules.outstanding_steps, self.report.decode_step_s
-        if step_s <= 0:
-            return steps
-        return max(steps, min(self.rules.settings.max_steps, ceil(self.rules.ahead_s / step_s)))
-
     def _send(self, batch: PlannedBatch, now_s: float, *, supersedes: bool = False) -> list[Effect]:
-        starts = self._starts(batch)
-        preemptions, notes = self._preemptions(batch)
-        self._project(batch, now_s)
-        if batch.prefills or batch.decodes:
+        """Apply a batch to the phases and return its plan, with the log notes of weighed preemptions."""
+        self._last_batch = batch
+        preemptions, notes = self._preemptions(batch) if batch.preemptions else ((), [])
+        prefills, starts = self._prefills(batch, now_s) if batch.prefills else ((), ())
+        known = self._decoding
+        decodes = [
+            Decode(ref=known.get(item.key) or self._decode(item.key), allocated_blocks=item.allocated_blocks)
+            for item in batch.decodes
+        ]
+        if prefills or decodes:
             self.planned_s = now_s
         self._plan_seq += 1
-        ref = self._ref
         plan = BatchPlan(
             epoch=self.epoch,
             seq=self._plan_seq,
             steps=batch.steps,
-            report_at=max(1, batch.steps + 1 - self._most_steps_ahead()),
+            report_at=max(1, batch.steps + 1 - self.most_steps_ahead),
             valid_for_s=self.rules.valid_for_s,
             supersedes=supersedes,
             drops=tuple(self._drops),
             preemptions=preemptions,
             starts=starts,
-            prefills=tuple(
-                PrefillChunk(
-                    ref=ref(item.key),
-                    first_token=item.first_token,
-                    end_token=item.end_token,
-                    allocated_blocks=item.allocated_blocks,
-                )
-                for item in batch.prefills
-            ),
-            decodes=tuple(self._decodes(batch)),
+            prefills=prefills,
+            decodes=tuple(decodes),
         )
         self._drops.clear()
         self._outstanding.add(batch, plan, now_s)
@@ -326,31 +319,51 @@ class WorkerPipeline:
 
     def _preemptions(self, batch: PlannedBatch) -> tuple[tuple[Preemption, ...], list[Effect]]:
         """Return each preemption with its mode, and the log notes of the weighed ones."""
-        rules = self.rules.relief
-        decided = [(item, *self.preempting.decide(self.report, item, rules)) for item in batch.preemptions]
-        notes: list[Effect] = [NoteRelief(self.worker_id, relief) for _, _, relief in decided if relief]
-        return tuple(Preemption(ref=self._ref(item.key), mode=mode) for item, mode, _ in decided), notes
+        found: list[Preemption] = []
+        notes: list[Effect] = []
+        for item in batch.preemptions:
+            mode, relief = self.preempting.decide(self.report, item, self.rules.relief)
+            if relief is not None:
+                notes.append(NoteRelief(self.worker_id, relief))
+            self._decoding.pop(item.key, None)
+            found.append(Preemption(ref=self._ref(item.key), mode=mode))
+            if item.key not in self._lingering:
+                self.sequences[item.key].move_to(Phase.WAITING)
+                self.note_waiting(self.sequences[item.key])
+        return tuple(found), notes
+
+    def _prefills(
+        self, batch: PlannedBatch, now_s: float
+    ) -> tuple[tuple[PrefillChunk, ...], tuple[SequenceSpec, ...]]:
+        """Return the batch's chunks, and the specs of the sequences that start with them."""
+        chunks, starts = [], []
+        for item in batch.prefills:
+            ref, blocks = self._ref(item.key), item.allocated_blocks
+            chunks.append(
+                PrefillChunk(
+                    ref=ref, first_token=item.first_token, end_token=item.end_token, allocated_blocks=blocks
+                )
+            )
+            self._decoding.pop(item.key, None)
+            if item.key in self._lingering:
+                continue
+            sequence = self.sequences[item.key]
+            if sequence.phase is Phase.PLACED and sequence.spec is not None:
+                starts.append(sequence.spec)
+            sequence.move_to(Phase.PREFILLING)
+            self.feed.discard(self.worker_id, item.key)
+            sequence.started_s = now_s if sequence.started_s is None else sequence.started_s
+        return tuple(chunks), tuple(starts)
 
     def _ref(self, key: SequenceKey) -> SequenceRef:
-        if self._lingering and key in self._lingering:
-            return self._lingering[key][0]
-        return self.sequences[key].ref
-
-    def _own(self, keys: Iterable[SequenceKey]) -> Iterator[Sequence]:
-        """Yield the sequences of these keys, leaving out replaced attempts."""
-        if not self._lingering:
-            return map(self.sequences.__getitem__, keys)
-        return (self.sequences[key] for key in keys if key not in self._lingering)
-
-    def _starts(self, batch: PlannedBatch) -> tuple[SequenceSpec, ...]:
-        placed = list(self._own(item.key for item in batch.prefills))
-        return tuple(item.spec for item in placed if item.phase is Phase.PLACED and item.spec is not None)
+        lingering = self._lingering.get(key)
+        return self.sequences[key].ref if lingering is None else lingering[0]
 
     def _questions(self, batch: PlannedBatch) -> list[Effect]:
         asked = [
-            (sequence, question.generated_tokens)
+            (self.sequences[question.key], question.generated_tokens)
             for question in batch.questions
-            for sequence in self._own((question.key,))
+            if question.key not in self._lingering
         ]
         return [
             AskPrediction(sequence.ref, sequence.spec.prompt, sequence.max_tokens, generated_tokens)
@@ -358,34 +371,11 @@ class WorkerPipeline:
             if sequence.spec is not None
         ]
 
-    def _project(self, batch: PlannedBatch, now_s: float) -> None:
-        """Apply the plan's preemptions and prefills to the phases; `_decodes` applies the decodes."""
-        self._last_batch = batch
-        for key in chain((item.key for item in batch.preemptions), (item.key for item in batch.prefills)):
-            self._decoding.pop(key, None)
-        for sequence in self._own(item.key for item in batch.preemptions):
-            sequence.move_to(Phase.WAITING)
-            self.note_waiting(sequence)
-        for sequence in self._own(item.key for item in batch.prefills):
-            sequence.move_to(Phase.PREFILLING)
-            self.feed.discard(self.worker_id, sequence.key)
-            sequence.started_s = now_s if sequence.started_s is None else sequence.started_s
-
-    def _decodes(self, batch: PlannedBatch) -> list[Decode]:
-        """Return the plan's decodes. Most sequences decoded before and need no lookup."""
-        known = self._decoding
-        return [
-            Decode(ref=known.get(item.key) or self._decode(item.key), allocated_blocks=item.allocated_blocks)
-            for item in batch.decodes
-        ]
-
     def _decode(self, key: SequenceKey) -> SequenceRef:
         """Mark the sequence as decoding and return its reference."""
-        if not self._lingering or key not in self._lingering:
-            sequence = self.sequences[key]
-            if sequence.phase is not Phase.DECODING:
-                sequence.move_to(Phase.DECODING)
-                self.feed.discard(self.worker_id, key)
+        if key not in self._lingering and self.sequences[key].phase is not Phase.DECODING:
+            self.sequences[key].move_to(Phase.DECODING)
+            self.feed.discard(self.worker_id, key)
         ref = self._decoding[key] = self._ref(key)
         return ref
 
@@ -397,7 +387,8 @@ class WorkerPipeline:
         progress = self._outstanding.on_stepped(event, self._is_over, now_s)
         if isinstance(progress, Trouble):
             return progress
-        self._note(progress)
+        if progress.ran is not None:
+            self._note(progress.ran)
         for hit in event.hits:
             sequence = self.sequences.get(hit.ref.key)
             if sequence is not None and sequence.ref == hit.ref and sequence.worker_id == self.worker_id:
@@ -408,35 +399,28 @@ class WorkerPipeline:
             if sequence is not None and sequence.ref == short.ref and sequence.worker_id == self.worker_id:
                 self.policy.on_short(short.ref.key, short.missing_tokens, now_s)
         for sent in progress.over:
-            self._take_back(sent, self.policy, now_s)
+            if sent.steps_done < sent.batch.steps or sent.passed:
+                self._take_back(sent, self.policy, now_s)
         return None
 
     def _take_back(self, sent: SentPlan, policy: GuardedPolicy, now_s: float) -> None:
-        """Subtract the tokens that a plan did not decode from the policy's projection; skip replaced
-        attempts."""
-        if sent.steps_done >= sent.batch.steps and not sent.passed:
-            return
+        """Take back the tokens that a plan did not decode, except those of replaced attempts."""
         known = {} if self._lingering else self._decoding
         for item, planned in zip(sent.batch.decodes, sent.plan.decodes, strict=True):
             key, ref = item.key, planned.ref
-            missing = item.tokens - sent.decoded_tokens(ref)
-            if missing > 0 and (known.get(key) is ref or self._is_current(ref)):
+            missing = item.tokens - sent.steps_done + sent.passed.get(ref, 0)
+            if missing <= 0:
+                continue
+            sequence = self.sequences.get(key)
+            if known.get(key) is ref or (sequence is not None and sequence.ref == ref):
                 policy.on_short(key, missing, now_s)
-
-    def _is_current(self, ref: SequenceRef) -> bool:
-        """Return whether this attempt is the current one."""
-        sequence = self.sequences.get(ref.key)
-        return sequence is not None and sequence.ref == ref
 
     def _is_over(self, ref: SequenceRef) -> bool:
         sequence = self.sequences.get(ref.key)
         return sequence is None or sequence.ref.attempt > ref.attempt or sequence.worker_id != self.worker_id
 
-    def _note(self, progress: Progress) -> None:
+    def _note(self, sent: SentPlan) -> None:
         """Record that a plan ran: its starts arrived; after `_SMOOTH_REPORTS`, clear fault counts."""
-        sent: SentPlan | None = progress.ran
-        if sent is None:
-            return
         self._smooth_reports += 1
         for spec in sent.plan.starts:
             sequence = self.sequences.get(spec.ref.key)
@@ -445,13 +429,13 @@ class WorkerPipeline:
         if self._smooth_reports % _SMOOTH_REPORTS == 0:
             self.policy_failures = 0
             batch = self._last_batch
-            for key in chain((item.key for item in batch.prefills), (item.key for item in batch.decodes)):
+            for key in [item.key for item in batch.prefills] + [item.key for item in batch.decodes]:
                 if key in self.sequences:
                     self.sequences[key].faults = 0
 
     def on_heartbeat(self, report: WorkerReported, now_s: float) -> Trouble | None:
         self.touch()
-        self.preempting.on_heartbeat()
+        self.preempting.swapped_blocks = 0
         return None if self.policy is None else self._outstanding.on_heartbeat(report, now_s)
 
     def on_tick(self, now_s: float) -> Trouble | None:
@@ -472,14 +456,9 @@ class WorkerPipeline:
 
 
 def planned_capacity_blocks(report: WorkerReported) -> int:
-    """Return the number of blocks that plans may allocate, by one report: held plus obtainable blocks.
-
-    A shared block is held more than once. The result may be less than the pool: the cache keeps some blocks
-    that no sequence holds, because others depend on them.
-    """
-    capacity = report.capacity
-    held_blocks = sum(
-        listed.allocated_blocks for listed in report.sequences if listed.state is not SequenceState.ENDED
-    )
+    """Return the blocks that plans may allocate: held, of each sequence, plus obtainable ones."""
+    capacity, held_blocks = report.capacity, 0
+    for listed in report.sequences:
+        held_blocks += 0 if listed.state is SequenceState.ENDED else listed.allocated_blocks
     lasting_blocks = capacity.total_blocks - capacity.doomed_blocks
     return max(0, min(held_blocks + capacity.plannable_blocks, lasting_blocks))

@@ -4,16 +4,11 @@ A package declares an entry point in the group `kvasir.scheduler.policies`, whos
 `contract.PolicyFactory`. `my_file.py:MyPolicy` names a class in a file (`shared/plugins.py`).
 """
 
-from services.scheduler.policy.contract import TRIAL_SHAPE, PolicyFactory, PolicySettings
+from services.scheduler.policy.contract import TRIAL_SHAPE, BatchPolicy, PolicyFactory, PolicySettings
 from services.scheduler.policy.first_come import FastGenPolicy, OrcaPolicy, VllmPolicy
 from services.scheduler.policy.kvasir import KvasirPolicy
-from services.scheduler.policy.research.ecoserve.planner import (
-    EcoServe,
-    EcoServeD,
-    EcoServeProfile,
-    EcoServeSD,
-    EcoServeSDO,
-)
+from services.scheduler.policy.research.ecoserve.planner import EcoServe, EcoServeD, EcoServeSD, EcoServeSDO
+from services.scheduler.policy.research.ecoserve.profile import EcoServeProfile
 from services.scheduler.policy.research.fastserve import FastServePolicy
 from services.scheduler.policy.research.multires import MultiResPolicy
 from services.scheduler.policy.research.ranked import SrtfPolicy
@@ -24,18 +19,7 @@ KIND = PluginKind(
     "kvasir.scheduler.policies",
     "batching policy",
     "policy",
-    (
-        "on_arrival",
-        "on_adopted",
-        "on_ended",
-        "on_short",
-        "on_prefix_hit",
-        "on_resized",
-        "on_measured",
-        "on_predicted",
-        "plan",
-        "check_integrity",
-    ),
+    tuple(name for name in vars(BatchPolicy) if not name.startswith("_")),
 )
 BUILT_IN: dict[str, PolicyFactory] = {
     "ecoserve": EcoServe,
@@ -65,7 +49,6 @@ def find_policy(name: str) -> PolicyFactory:
 
 
 def check_policy(name: str, settings: PolicySettings) -> None:
-    """Check a policy's name and options by creating one. Raises ConfigError for an unknown name or option, an
-    unusable value, or a class without all methods of the contract."""
+    """Create the named policy for a check. Raises ConfigError for a wrong name, option or class."""
     factory = find_policy(name)
     KIND.made(name, lambda: factory(TRIAL_SHAPE, settings))

@@ -1,21 +1,17 @@
 """The job table of one worker and the builder of one batch, shared by all policies.
 
-A job is a task and its projected progress. Blocks are counted three ways: `held_blocks` are in use,
-`own_blocks` are reserved for the job, and `hosted_blocks` are lent by another job (EcoServe). Own blocks
-cover held minus hosted ones. The capacity limits the sum of `own_blocks`, and so the sum of `held_blocks`.
+A job is a task and its projected progress: `held_blocks` are in use, `own_blocks` are reserved for the job,
+and `hosted_blocks` are lent by another job (EcoServe). The capacity limits the sum of `own_blocks`.
 
     capacity 10:  a holds 3, owns 5   b holds 4, owns 2, is hosted 2 by a   → free: 10 − 5 − 2 = 3
-
-A policy keeps jobs in its own lines and decides order and admission. `JobTable` holds, reserves and clears
-blocks. `BatchBuilder` limits chunks, counts the budget, and applies the batch to the table.
-
     budget 16:  decodes of a and b → 14 are left;  b is preempted → 15;  a prompt of 40 is cut to [0, 15)
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
+from operator import attrgetter
 from typing import Any
 
 from services.scheduler.policy.contract import (
@@ -92,9 +88,8 @@ class Job:
         return self.stage in (JobStage.WAITING, JobStage.PREFILLING)
 
 
-def arrival_rank(job: Job) -> tuple[Any, ...]:
-    """Return the key for first come, first served."""
-    return job.task.order
+arrival_rank: Callable[[Job], tuple[Any, ...]] = attrgetter("task.order")
+"""Key for first come, first served."""
 
 
 class JobTable:
@@ -125,8 +120,7 @@ class JobTable:
         return self.blocks_for(job.task.limit_tokens) > self.capacity_blocks
 
     def add(self, task: Task, holding: Holding | None = None) -> Job | None:
-        """Add a job with the blocks it holds; return None if the key is known. A decoding job becomes READY,
-        or COMPLETE at its limit."""
+        """Add a job with the blocks it holds, READY or COMPLETE if decoding; None if the key is known."""
         if task.key in self.jobs:
             return None
         job = self.jobs[task.key] = Job(task, task.generated_tokens, task.prediction, task.prediction)
@@ -175,8 +169,7 @@ class JobTable:
     def finish_decodes(
         self, jobs: Mapping[SequenceKey, Job], steps: int
     ) -> tuple[list[PlannedDecode], list[Job]]:
-        """Decode up to `steps` tokens per job; return the planned decodes and the jobs at their limit. This
-        is a hot path over all running jobs: it inlines `hold`."""
+        """Decode up to `steps` tokens per job; return the decodes and the jobs at their limit. A hot path."""
         planned: list[PlannedDecode] = []
         complete: list[Job] = []
         size = self.block_tokens
@@ -212,8 +205,7 @@ class JobTable:
             job.stage = JobStage.DECODING
 
     def note_prefix_hit(self, job: Job, cached_tokens: int) -> None:
-        """Record a prefix cache hit of a prefilling job, limited by the free blocks. Cached blocks count as
-        its own."""
+        """Record a prefix cache hit of a prefilling job, limited by the free blocks."""
         room_blocks = job.held_blocks + max(0, self.free_blocks)
         cached_tokens = min(cached_tokens, job.prefill_tokens - 1, room_blocks * self.block_tokens)
         if cached_tokens > job.computed_tokens:
@@ -254,27 +246,12 @@ class BatchBuilder:
         self._start_tokens = 0
 
     @property
-    def sequences(self) -> int:
-        return len(self.decodes) + len(self.prefills)
-
-    @property
-    def jobs(self) -> list[Job]:
-        """All jobs that the batch computes."""
-        return [*self.prompts, *self.decodes.values()]
-
-    @property
-    def prompts(self) -> list[Job]:
-        """The jobs whose prompts the batch computes."""
-        return [job for job, _ in self.prefills.values()]
-
-    @property
     def has_room(self) -> bool:
         """Whether another job fits. More may run than a batch holds, after an adoption or a cut batch."""
-        return self.sequences < self._settings.max_batch_sequences
+        return len(self.decodes) + len(self.prefills) < self._settings.max_batch_sequences
 
     def chunk_tokens(self, job: Job) -> int:
-        """Return the prompt tokens that this step may compute, or 0. Without chunked prefill a prompt goes
-        whole; one longer than the budget goes if no other does."""
+        """Return the prompt tokens that this step may compute: the whole prompt without chunked prefill."""
         rest = job.prefill_tokens - job.computed_tokens
         if not self.has_room:
             return 0
@@ -311,32 +288,28 @@ class BatchBuilder:
         """Return whether the batch has any item."""
         return bool(self.decodes or self.prefills or self.preemptions)
 
-    @property
-    def most_steps(self) -> int:
-        """Number of steps until the last decoding job reaches its limit, at most `max_steps`."""
-        return min(self._settings.max_steps, max(job.missing_tokens for job in self.decodes.values()))
-
     def steps_that_fit(self, steps: int) -> int:
         """Return the largest number of these steps that the capacity allows, at least 1."""
         table = self._table
         most_grown = len(self.decodes) * (table.blocks_for(steps) + 1)
         if table.held_blocks + most_grown <= table.capacity_blocks:
             return max(1, steps)
-        while steps > 1 and self._held_blocks_after(steps) > table.capacity_blocks:
-            steps -= 1
-        return max(1, steps)
-
-    def _held_blocks_after(self, steps: int) -> int:
-        """Return the held blocks after `steps` steps."""
-        grown = 0
-        for job in self.decodes.values():
-            blocks = self._table.blocks_for(job.computed_tokens + min(steps, job.missing_tokens))
-            grown += max(0, blocks - job.held_blocks)
-        return self._table.held_blocks + grown
+        for tried in range(steps, 1, -1):
+            held_blocks = table.held_blocks
+            for job in self.decodes.values():
+                blocks = table.blocks_for(job.computed_tokens + min(tried, job.missing_tokens))
+                held_blocks += max(0, blocks - job.held_blocks)
+            if held_blocks <= table.capacity_blocks:
+                return tried
+        return 1
 
     def build(self, steps: int, questions: Iterable[PlannedQuestion] = ()) -> PlannedBatch:
         """Apply the batch to the job table and return it as a plan."""
-        prefills = [self._prefill(job, end) for job, end in self.prefills.values()]
+        prefills = []
+        for job, end_tokens in self.prefills.values():
+            item = PlannedPrefill(job.task.key, job.computed_tokens, end_tokens, job.held_blocks)
+            self._table.finish_chunk(job, end_tokens)
+            prefills.append(item)
         decodes, self.complete = self._table.finish_decodes(self.decodes, steps)
         return PlannedBatch(
             steps=steps,
@@ -345,8 +318,3 @@ class BatchBuilder:
             decodes=tuple(decodes),
             questions=tuple(questions),
         )
-
-    def _prefill(self, job: Job, end_tokens: int) -> PlannedPrefill:
-        item = PlannedPrefill(job.task.key, job.computed_tokens, end_tokens, job.held_blocks)
-        self._table.finish_chunk(job, end_tokens)
-        return item

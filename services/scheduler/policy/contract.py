@@ -1,11 +1,8 @@
 """The interface between the plan pipeline and every batching policy, in-tree or external.
 
-A policy object decides for one worker. It works on *projected* state: each batch that `plan` returns counts
-as run at once, because the next plan is made while this one runs. Events correct the projection. The contract
-carries only what happens at the worker: chunks, decodes, total allocations, preemptions. Reservations, loans
-and groups stay inside the policy.
-
-A policy knows nothing of attempts, epochs, messages or other workers. Source: papers/003 §2.
+A policy object decides for one worker, on *projected* state: each batch that `plan` returns counts as run at
+once, and events correct that. It knows nothing of attempts, epochs, messages or other workers. Source:
+papers/003 §2.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,10 +30,7 @@ def read_options(
     readers: Mapping[str, Reader] | None = None,
 ) -> dict[str, Any]:
     """Return every option of `policy`, as set or by default. An option without a reader must be a positive
-    number, and an integer where its default is one.
-
-    Raises ConfigError for an unknown name or an unusable value.
-    """
+    number, an integer where its default is one. Raises ConfigError for an unknown name or a wrong value."""
     found = dict(defaults)
     for name, value in options.items():
         if name not in defaults:
@@ -119,13 +113,11 @@ class Holding(msgspec.Struct, frozen=True):
     """Number of prompt and generated tokens whose KV is at the worker."""
     allocated_blocks: int
     decoding: bool = False
-    """Whether prefill is complete, so that a decode yields the next token. All generated tokens but the last
-    have KV."""
+    """Whether prefill is complete. Then all generated tokens but the last have KV."""
 
 
 class PlannedPrefill(msgspec.Struct, frozen=True, gc=False):
-    """Compute tokens [first_token, end_token) of prompt + generated. The chunk that reaches the end yields a
-    token."""
+    """Compute tokens [first_token, end_token) of prompt + generated. The last chunk yields a token."""
 
     key: SequenceKey
     first_token: int
@@ -161,10 +153,7 @@ class PlannedQuestion(msgspec.Struct, frozen=True):
 
 class PlannedBatch(msgspec.Struct, frozen=True):
     """A batch of up to `steps` iterations: preemptions, then prefills (first step only), then decodes. A key
-    appears in one item only.
-
-    No allocation may rely on blocks of a sequence that is only expected to end; `on_ended` reports real ends.
-    """
+    appears in one item only. No allocation may rely on blocks of a sequence that is only expected to end."""
 
     steps: int = 1
     preemptions: tuple[PlannedPreemption, ...] = ()
@@ -198,33 +187,26 @@ class PolicySettings:
     """Tokens computed in one step: decodes and prompt chunks together."""
     max_steps: int = 8
     start_tokens: int = 65_536
-    """Maximum prompt + generated tokens that one batch starts, as their text travels in the plan. A single
-    sequence may exceed it."""
+    """Maximum prompt + generated tokens that one batch starts; a single sequence may exceed it."""
     options: Mapping[str, object] = field(default_factory=dict)
 
 
 @runtime_checkable
 class BatchPolicy(Protocol):
-    """Decides one worker's batches. Deterministic: the same calls give the same batches.
-
-    Every event ignores an unknown key: ends and cancels may arrive twice, late, or while an item is in
-    flight.
-    """
+    """Decides one worker's batches. Deterministic: the same calls give the same batches. Every event ignores
+    an unknown key: ends and cancels may arrive twice, late, or while an item is in flight."""
 
     def on_arrival(self, task: Task, now_s: float) -> None:
         """Add a sequence that holds nothing at the worker."""
 
     def on_adopted(self, task: Task, holding: Holding, now_s: float) -> None:
-        """Add a sequence that runs at the worker already (from a snapshot or a migration).
-        `task.generated_tokens` is its current count."""
+        """Add a sequence that runs at the worker; `task.generated_tokens` is its current count."""
 
     def on_ended(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
-        """Remove a sequence that ended or was cancelled; its blocks are free when the next plan is applied.
-        `answer_tokens`: final length of the answer, None if it was stopped."""
+        """Remove a sequence. `answer_tokens`: final length of the answer, None if it was stopped."""
 
     def on_short(self, key: SequenceKey, missing_tokens: int, now_s: float) -> None:
-        """Subtract `missing_tokens` planned tokens that were not generated. Either its batches were cut
-        short, or its decodes waited for stored blocks."""
+        """Subtract `missing_tokens` planned tokens that were not generated."""
 
     def on_prefix_hit(self, key: SequenceKey, cached_tokens: int, now_s: float) -> None:
         """Record that the worker has the first `cached_tokens` in its prefix cache, so the next chunk may
@@ -240,8 +222,7 @@ class BatchPolicy(Protocol):
         """Set the predicted length; it may never arrive."""
 
     def plan(self, now_s: float) -> PlannedBatch | None:
-        """Return the next batch, which counts as run, or None if nothing can run. Called again after every
-        event."""
+        """Return the next batch, which counts as run, or None. Called again after every event."""
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the policy's accounts do not balance."""
@@ -249,18 +230,9 @@ class BatchPolicy(Protocol):
 
 QueueKey = float | tuple[float, ...]
 QueueKeyOf = Callable[[Task, float], QueueKey]
-
-
-@runtime_checkable
-class QueueingPolicy(BatchPolicy, Protocol):
-    """A policy that also orders the fleet's queue (`policy/fleet_queue.py`)."""
-
-    def queue_key(self, task: Task, work_s: float) -> QueueKey:
-        """Return the sort key of a waiting sequence; the smallest goes first, ties go by arrival.
-
-        `work_s`: expected work, in seconds of a whole worker. Called on arrival and when the predicted length
-        changes, on an object that has no worker. The key must depend on nothing else that changes.
-        """
+"""A policy's optional method `queue_key(task, work_s)`: the sort key of a waiting sequence, smallest first,
+ties by arrival. `work_s`: expected work in seconds of a whole worker. Called on an object without a worker,
+on arrival and when the predicted length changes."""
 
 
 class QueueOrder(StrEnum):
@@ -302,7 +274,7 @@ class QueueRule:
         try:
             found = self.key(task, work_s)
             place = tuple(map(float, found)) if isinstance(found, tuple) else (float(found),)
-            if any(isnan(each) for each in place):
+            if any(map(isnan, place)):
                 raise ValueError(f"{found!r} is no place in a queue")
         except Exception as error:  # outside code may raise anything
             raise PolicyFailed(f"{self.name} raised {told(error)} in queue_key") from error
@@ -316,8 +288,7 @@ BY_WORK = QueueRule(by_work, PASSING_SHARE)
 def queue_rule(
     make_policy: "PolicyFactory", settings: PolicySettings, order: QueueOrder | None = None
 ) -> QueueRule:
-    """Return the policy's rule, or the one for `order`. `passing_share` limits the work that may pass older
-    requests."""
+    """Return the policy's rule, or the one for `order`, with the policy's `passing_share`."""
     policy = make_policy(TRIAL_SHAPE, settings)
     share = float(getattr(policy, "passing_share", PASSING_SHARE if order else 1.0))
     if order is not None:

@@ -1,24 +1,17 @@
 """Base of the policies with one order, and the policies `vllm`, `orca` and `fastgen`.
 
-A batch holds decodes first, oldest first; then partly prefilled prompts; then waiting prompts in order. It
-ends with the token budget, the batch size or the free blocks. `chunked_prefill` cuts prompts to the budget.
-Without it prompts go whole, and one longer than the budget goes if no other prompt does. Several steps are
-planned while nothing waits or prefills.
-
-Jobs stand in two lines, waiting and holding, both by `queue_key` or arrival. Costs are logarithmic in the
-waiting jobs. A subclass decides allocation (`_target_blocks`) and starts (`_can_start`).
+A batch holds decodes first, then partly prefilled prompts, then waiting prompts, each by `queue_key` or
+arrival. A subclass decides allocation (`_target_blocks`) and starts (`_can_start`). Source: papers/003 §2.
 
     4 free blocks, a decodes and needs one, b waits with a prompt of 3 blocks → a is served, b starts.
     0 free blocks, a needs one, c came last → c is preempted, and a takes one of its blocks; nothing starts.
-
-Source: papers/003 §2, the rivals.
 """
 
 from abc import ABC, abstractmethod
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec import structs
 
@@ -44,7 +37,13 @@ from shared.messages.sequence import SequenceKey
 class FirstComePolicy(ABC):
     """Batches of one worker in one order. A subclass decides when a waiting job may start."""
 
+    name: ClassVar[str] = ""
+    """The policy's name, for errors about its options; "": they are not checked."""
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """Default of each option."""
+
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
+        self._options = read_options(self.name, settings.options, self.defaults) if self.name else {}
         self._settings = settings
         self._table = JobTable(shape)
         key = queue_key_of(self)
@@ -134,8 +133,6 @@ class FirstComePolicy(ABC):
             assert (job in self._waiting) == (job.stage is JobStage.WAITING)
             assert job.own_blocks == job.held_blocks and job.stage is not JobStage.READY
 
-    # Lines
-
     def _rank(self, job: Job) -> Any:
         """Return the sort key, unique per job and constant while it waits."""
         return job.task.order if self._rule is None else job.rank
@@ -158,7 +155,6 @@ class FirstComePolicy(ABC):
         self._waiting.remove(job)
 
     def _sort_running(self) -> None:
-        """Restore the order after ranks of running jobs changed."""
         self._running.sort(key=self._rank)
 
     def _startable(self) -> Iterator[Job]:
@@ -171,14 +167,15 @@ class FirstComePolicy(ABC):
 
     def plan(self, now_s: float) -> PlannedBatch | None:
         """See `contract.BatchPolicy`."""
-        batch = self._begin()
-        if not batch.preemptions and self._may_admit():
+        batch = BatchBuilder(self._table, self._settings)
+        self._shed(batch)
+        for job in [job for job in self._running if job.stage is JobStage.DECODING]:
+            self._add_decode(batch, job)
+        for job in [job for job in self._running if job.stage is JobStage.PREFILLING]:
+            self._add_chunk(batch, job)
+        if not batch.preemptions:
             self._admit(batch)
         return self._finish(batch)
-
-    def _may_admit(self) -> bool:
-        """Return whether waiting jobs may start beside the running ones."""
-        return True
 
     def _target_blocks(self, job: Job, tokens: int) -> int:
         """Return the blocks `job` should hold for `tokens` tokens of KV; at least enough for them."""
@@ -188,22 +185,9 @@ class FirstComePolicy(ABC):
     def _can_start(self, batch: BatchBuilder, job: Job) -> bool:
         """Return whether the free blocks allow a waiting job to start."""
 
-    def _begin(self) -> BatchBuilder:
-        """Return a batch with the running jobs that fit."""
-        batch = BatchBuilder(self._table, self._settings)
-        self._shed(batch)
-        for job in [job for job in self._running if job.stage is JobStage.DECODING]:
-            self._add_decode(batch, job)
-        for job in [job for job in self._running if job.stage is JobStage.PREFILLING]:
-            self._add_chunk(batch, job)
-        return batch
-
     def _shed(self, batch: BatchBuilder) -> None:
         """Preempt the newest jobs after the worker shrank."""
-        while self._table.free_blocks < 0:
-            victim = self._newest()
-            if victim is None:
-                return
+        while self._table.free_blocks < 0 and (victim := self._newest()) is not None:
             self._preempt(batch, victim)
 
     def _add_decode(self, batch: BatchBuilder, job: Job) -> None:
@@ -220,12 +204,7 @@ class FirstComePolicy(ABC):
             batch.add_chunk(job, chunk)
 
     def _secure(self, batch: BatchBuilder, job: Job, tokens: int) -> bool:
-        """Reserve the job's target if it is free, else the blocks for `tokens`; return whether that
-        succeeded.
-
-        For the latter, newer jobs are preempted, and `job` itself last. Instead of that, it waits where
-        complete jobs will free enough.
-        """
+        """Reserve the target, or blocks for `tokens` after preempting newer jobs; return whether it could."""
         held = job.held_blocks
         target = max(held, self._target_blocks(job, tokens))
         if target - held > self._table.free_blocks:
@@ -272,27 +251,26 @@ class FirstComePolicy(ABC):
         return self._startable()
 
     def _finish(self, batch: BatchBuilder) -> PlannedBatch | None:
-        """Apply the batch: starting jobs leave the waiting line, reserved blocks are held. Return None if
-        empty."""
+        """Apply the batch: starting jobs leave the waiting line. Return None if it is empty."""
         if not batch:
             return None
         waits = any(True for _ in self._startable())
-        for job in batch.jobs:
+        for job in (*(job for job, _ in batch.prefills.values()), *batch.decodes.values()):
             if job.stage is JobStage.WAITING:
                 self._dequeue(job)
                 insort(self._running, job, key=self._rank)
                 job.stage = JobStage.PREFILLING
             self._table.hold(job, job.own_blocks)
-        is_mixed = waits or batch.prefills or batch.preemptions
-        return batch.build(1 if is_mixed else batch.steps_that_fit(batch.most_steps))
+        if waits or batch.prefills or batch.preemptions:
+            return batch.build(1)
+        missing = max([job.missing_tokens for job in batch.decodes.values()])
+        return batch.build(batch.steps_that_fit(min(self._settings.max_steps, missing)))
 
 
 class VllmPolicy(FirstComePolicy):
     """`vllm`: allocates blocks for existing tokens only; when they run out, the newest job is preempted."""
 
-    def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
-        read_options("vllm", settings.options, {})
-        super().__init__(shape, settings)
+    name = "vllm"
 
     def _can_start(self, batch: BatchBuilder, job: Job) -> bool:
         """Leaves 1 % headroom for running jobs, so that a start does not cause a preemption at once."""
@@ -313,8 +291,9 @@ class MaximumPolicy(FirstComePolicy):
 class OrcaPolicy(MaximumPolicy):
     """`orca`: allocates the longest answer at the start, in order of arrival."""
 
+    name = "orca"
+
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
-        read_options("orca", settings.options, {})
         super().__init__(shape, settings)
         self._adopted: set[SequenceKey] = set()
         """Adopted sequences, which may hold less than their maximum."""
@@ -336,19 +315,18 @@ class OrcaPolicy(MaximumPolicy):
             has_maximum = job.held_blocks >= self._table.blocks_for(job.task.limit_tokens)
             assert has_maximum or job.task.key in self._adopted, "started with less than its maximum"
 
-    def _may_admit(self) -> bool:
-        """Return False while an adopted sequence holds less than its maximum; it goes before all waiting
-        ones."""
-        return not any(
+    def _admit(self, batch: BatchBuilder) -> None:
+        """Start waiting prompts, unless an adopted sequence holds less than its maximum."""
+        if not any(
             job.own_blocks < self._table.maximum_blocks(job)
             for job in self._running
             if job.stage is not JobStage.COMPLETE and job.task.key in self._adopted
-        )
+        ):
+            super()._admit(batch)
 
 
 class FastGenPolicy(FirstComePolicy):
-    """`fastgen`: like `vllm`, but each step computes a fixed number of tokens and prompts are cut to fill
-    it."""
+    """`fastgen`: like `vllm`, with prompts cut so that each step computes a fixed number of tokens."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         options = read_options("fastgen", settings.options, {"tfs_tokens": settings.token_budget})

@@ -1,17 +1,10 @@
-"""Expected wait of a new request: the work that goes before it, divided by the rate of completed work.
+"""Expected wait of a new request: the work that goes before it, divided by the rate of completed work. Pure.
 
-Both are in seconds of a whole worker, from predicted lengths and measured speeds, so a common prediction
-error cancels.
-
-- Work before it: its own tenant's waiting work up to its priority, and that of better classes. Other tenants
-  of its class add their share by weight. A tenant that floods the queue sees a long wait; others do not.
-- Rate: work that ended per second with requests waiting, by worker. It starts at 1, and returns to 1 while
-  nothing waits, so an old stall refuses no new request.
+Before it goes its own tenant's waiting work up to its priority, that of better classes, and of other tenants
+a share by weight. Source: generalized processor sharing (Parekh and Gallager 1993).
 
     two workers, 40 s of work wait, all of one tenant → its next request waits 20 s; another's first one, of
     2 s, waits for no more than 2 s of that work: 1 s
-
-Source: generalized processor sharing (Parekh and Gallager 1993), which turns by service approximate. Pure.
 """
 
 from collections import Counter
@@ -100,19 +93,6 @@ class _Waiting:
     work_s: dict[int, float] = field(default_factory=dict)
     count: Counter[int] = field(default_factory=Counter)
 
-    def add(self, priority: int, work_s: float) -> None:
-        self.work_s[priority] = self.work_s.get(priority, 0.0) + work_s
-        self.count[priority] += 1
-
-    def remove(self, priority: int, work_s: float) -> None:
-        self.count[priority] -= 1
-        self.work_s[priority] -= work_s
-        if not self.count[priority]:  # the last one also removes rounding errors
-            del self.count[priority], self.work_s[priority]
-
-    def up_to(self, priority: int) -> float:
-        return sum(work_s for level, work_s in self.work_s.items() if level <= priority)
-
     def all_s(self) -> float:
         return sum(self.work_s.values())
 
@@ -131,22 +111,23 @@ class ForeseenWait:
         return len(self._entries)
 
     def add(self, key: SequenceKey, tenant: Tenant, priority: int, work_s: float) -> None:
-        """Add a waiting request. Raises ValueError if it waits already."""
-        if key in self._entries:
-            raise ValueError(f"{key} waits already")
+        """Add a waiting request."""
         known = self._waiting.setdefault(tenant.name, _Waiting(tenant))
         known.tenant = tenant
-        known.add(priority, work_s)
+        known.work_s[priority] = known.work_s.get(priority, 0.0) + work_s
+        known.count[priority] += 1
         self._entries[key] = (tenant.name, priority, work_s)
 
     def remove(self, key: SequenceKey) -> None:
         """Remove a request; ignore an unknown key."""
-        entry = self._entries.pop(key, None)
-        if entry is None:
+        name, priority, work_s = self._entries.pop(key, ("", 0, None))
+        if work_s is None:
             return
-        name, priority, work_s = entry
         known = self._waiting[name]
-        known.remove(priority, work_s)
+        known.count[priority] -= 1
+        known.work_s[priority] -= work_s
+        if not known.count[priority]:  # the last one also removes rounding errors
+            del known.count[priority], known.work_s[priority]
         if not known.count:
             del self._waiting[name]
 
@@ -161,8 +142,8 @@ class ForeseenWait:
             return 0.0
         if not self._workers:
             return None
-        own = self._waiting.get(tenant.name)
-        before_s = 0.0 if own is None else own.up_to(priority)
+        own = self._waiting.get(tenant.name, _Waiting(tenant))
+        before_s = sum([own_s for level, own_s in own.work_s.items() if level <= priority], 0.0)
         share_s = (before_s + work_s) / tenant.weight
         level = CLASS_LEVELS[tenant.service_class]
         for name, other in self._waiting.items():

@@ -1,20 +1,11 @@
 """`kvasir`, the default policy: shortest predicted remaining work first, admitted by predicted memory use.
 
-A request waits once, as a prompt. It starts when the worker is predicted to hold it to its end beside all
-running requests; then it prefills and decodes without another wait. Within a priority the least work, in
-seconds of a whole worker, goes first. Work that is too late for its deadline counts `_LATE` times.
-
-- Passing: only a share of started work may pass older work. After that, the oldest request is the only next.
-- Fit: a few requests that do not fit are passed over.
-- Outlived prediction: the answer continues and gets a new prediction.
-- No free blocks: the request with the most remaining work is preempted.
-- Classes: `sheddable` requests use only what better classes leave.
-- Short steps: the policy plans several at once, up to the first expected end.
+A request waits once, as a prompt, until the worker is predicted to hold it to its end beside all running
+requests. Only a share of started work may pass older work. Without free blocks, the request with the most
+remaining work is preempted. `sheddable` requests use what better classes leave. Source: algorithms.md §1.
 
     10 blocks are free; a has the least work but will hold 12 at its end, b has more and will hold 6 → a is
     passed over, b starts; a starts once enough running requests are predicted to end in time.
-
-Source: algorithms.md §1 (Beyond the paper).
 """
 
 from collections.abc import Iterable, Iterator
@@ -55,10 +46,7 @@ _PASSED_OVER = 16
 
 
 class KvasirPolicy(TwoQueuePolicy):
-    """The default `contract.BatchPolicy`.
-
-    It reserves no blocks in advance: between two plans each job owns exactly what it holds.
-    """
+    """The default policy. It reserves nothing: between two plans each job owns exactly what it holds."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         options = two_queue_options("kvasir", settings.options, _DEFAULTS, OPTIONS)
@@ -88,10 +76,10 @@ class KvasirPolicy(TwoQueuePolicy):
         memory_tokens = self._table.capacity_blocks * self._table.block_tokens
         return self._speeds.occupied_s(job.prefill_tokens, job.rest_tokens, memory_tokens)
 
-    def _set_due(self, job: Job) -> None:
-        """Set the latest start that meets the deadline."""
+    def _due_s(self, job: Job) -> float:
+        """Return the latest start that meets the deadline."""
         prefill_tokens = job.prefill_tokens - job.computed_tokens
-        job.due_s = job.deadline_s - self._speeds.work_s(prefill_tokens, job.rest_tokens)
+        return job.deadline_s - self._speeds.work_s(prefill_tokens, job.rest_tokens)
 
     def on_ended(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
         job = self._table.jobs.get(key)
@@ -109,11 +97,13 @@ class KvasirPolicy(TwoQueuePolicy):
         self._go_on_decoding(batch, now_s)
         self._resume(batch)
         self._shed_for_better(batch, now_s)
-        held_back = self._held_back()
-        going_on = [job for job in self._partial.values() if job not in held_back]
-        for job in going_on:
-            self._go_on(batch, job, now_s)
-        if not batch.preemptions and len(going_on) == len(batch.prefills):
+        started, held_back = list(self._partial.values()), []
+        if started and self._better_prompt() is not None:  # sheddable jobs in mid-prompt go after it
+            held_back = [job for job in started if _level(job) >= _SHEDDABLE]
+        for job in started:
+            if job not in held_back:
+                self._go_on(batch, job, now_s)
+        if not batch.preemptions and len(started) == len(batch.prefills) + len(held_back):
             self._admit(batch, now_s)
         for job in held_back:
             self._go_on(batch, job, now_s)
@@ -121,21 +111,18 @@ class KvasirPolicy(TwoQueuePolicy):
             self._rescue(batch, now_s)
         return self._finish(batch, now_s)
 
-    # Sheddable requests
-
     def _shed_for_better(self, batch: BatchBuilder, now_s: float) -> None:
-        """Preempt sheddable sequences, most remaining work first, for a better-class prompt that has no room.
-        Do nothing where preempting all of them would not suffice."""
-        job = self._next_prompt()
-        if job is None or _level(job) >= _SHEDDABLE:
-            return
+        """Preempt sheddable sequences for a better-class prompt without room, if that would suffice."""
+        job = self._better_prompt()
         victims = [
-            one for one in self._victims() if one.task.priority >= _SHEDDABLE_PRIORITY and one.held_blocks
+            one
+            for one in (self._victims() if job is not None else ())
+            if one.task.priority >= _SHEDDABLE_PRIORITY and one.held_blocks
         ]
-        if not victims:
+        if job is None or not victims:
             return
         self._estimate_rest(job)
-        whole = sum(one.held_blocks for one in victims) + self._table.free_blocks
+        whole = sum([one.held_blocks for one in victims]) + self._table.free_blocks
         if self._table.blocks_for(job.prefill_tokens + 1) > whole:
             return
         while victims and not self._has_place(job):
@@ -147,14 +134,13 @@ class KvasirPolicy(TwoQueuePolicy):
     def _has_place(self, job: Job) -> bool:
         """Return whether the prompt could start now, apart from this step's token budget."""
         total, ends = job.prefill_tokens, job.prefill_tokens + job.rest_tokens
-        if len(self._running) + len(self._partial) >= self._most_running():
+        if len(self._running) + len(self._partial) >= self._most_running:
             return False
         fits = self._table.blocks_for(total + 1) <= self._table.free_blocks
-        return self._is_empty or (fits and self._usage().fits(total, ends, 0))
+        return not self._table.held_blocks or (fits and self._usage().fits(total, ends, 0))
 
     def _chunk_tokens(self, batch: BatchBuilder, job: Job) -> int:
-        """Return the chunk size. For a sheddable prompt it leaves better classes four fifths of their decode
-        speed."""
+        """Return the chunk size; a sheddable prompt leaves better classes 4/5 of their decode speed."""
         chunk = batch.chunk_tokens(job)
         is_left_over = self._settings.chunked_prefill and _level(job) >= _SHEDDABLE
         if not is_left_over or all(_level(one) >= _SHEDDABLE for one in batch.decodes.values()):
@@ -162,19 +148,14 @@ class KvasirPolicy(TwoQueuePolicy):
         step_tokens = _LEFT_SHARE * self._speeds.decode_step_s * self._speeds.prefill_tokens_per_s
         return min(chunk, max(self._table.block_tokens, int(step_tokens)))
 
-    def _held_back(self) -> list[Job]:
-        """Return sheddable jobs in mid-prompt that must go after the next better-class prompt."""
+    def _better_prompt(self) -> Job | None:
+        """Return the next prompt if it is of a better class than sheddable."""
         job = self._next_prompt()
-        if job is None or _level(job) >= _SHEDDABLE:
-            return []
-        return [one for one in self._partial.values() if _level(one) >= _SHEDDABLE]
-
-    # Running sequences
+        return None if job is None or _level(job) >= _SHEDDABLE else job
 
     def _go_on_decoding(self, batch: BatchBuilder, now_s: float) -> None:
-        """Add a decode for each running sequence, up to the batch limit. The inline check is the fast path:
-        most sequences need no new block."""
-        most, size, decoding = self._most_running(), self._table.block_tokens, JobStage.DECODING
+        """Add a decode for each running sequence, up to the limit. The inline check is the fast path."""
+        most, size, decoding = self._most_running, self._table.block_tokens, JobStage.DECODING
         decodes, added = batch.decodes, 0
         for key, job in list(self._running.items()):
             if job.stage is not decoding or len(decodes) >= most:
@@ -201,10 +182,9 @@ class KvasirPolicy(TwoQueuePolicy):
         return False
 
     def _make_room(self, batch: BatchBuilder, job: Job, blocks: int, now_s: float) -> bool:
-        """Return whether `job` may hold `blocks`, after preempting the largest remaining work, `job` itself
-        last. Wait instead where completed sequences will free enough."""
+        """Return whether `job` may hold `blocks`, after preempting the most remaining work if needed."""
         while blocks - job.held_blocks > self._table.free_blocks:
-            releasing = sum(other.held_blocks for other in self._complete.values())
+            releasing = sum([other.held_blocks for other in self._complete.values()])
             if blocks - job.held_blocks <= self._table.free_blocks + releasing:
                 return False
             victim = max(self._victims(), key=self._burden)
@@ -230,7 +210,7 @@ class KvasirPolicy(TwoQueuePolicy):
         for job in list(self._ready):
             ends = job.computed_tokens + job.rest_tokens
             needed = max(0, self._table.blocks_for(job.computed_tokens + 1) - job.held_blocks)
-            room = len(self._running) < self._most_running() and needed <= self._table.free_blocks
+            room = len(self._running) < self._most_running and needed <= self._table.free_blocks
             if room and self._usage().fits(job.computed_tokens, ends, job.held_blocks):
                 self._start(batch, job)
 
@@ -239,14 +219,10 @@ class KvasirPolicy(TwoQueuePolicy):
 
     def _start(self, batch: BatchBuilder, job: Job) -> None:
         """Start decoding in this batch, with blocks for the next token only."""
-        self._take_out(job)
-        job.end_tokens = job.computed_tokens + job.rest_tokens
+        self._run(batch, job)
         if self._profile is not None:
             self._profile.start(job.computed_tokens, job.end_tokens, job.held_blocks)
         self._table.set_own(job, max(job.held_blocks, self._table.blocks_for(job.computed_tokens + 1)))
-        job.stage = JobStage.DECODING
-        self._running[job.task.key] = job
-        batch.add_decode(job)
 
     def _prefilled(self, job: Job, now_s: float) -> None:
         job.stage = JobStage.DECODING
@@ -257,11 +233,8 @@ class KvasirPolicy(TwoQueuePolicy):
         return (job.end_tokens - job.computed_tokens for job in jobs)
 
     def _steps_beside_waiting(self) -> int:
-        """Return how many steps to plan at once. Waiting prompts were just found not to fit; an arrival that
-        can start cuts the batch short."""
+        """Return how many steps to plan at once beside prompts that do not fit; an arrival may cut them."""
         return int(_UNSEEN_S / self._speeds.decode_step_s)
-
-    # Prompts
 
     def _usage(self) -> UsageProfile:
         """Return this plan's profile. A sequence in prefill counts as if prefill were complete."""
@@ -302,63 +275,52 @@ class KvasirPolicy(TwoQueuePolicy):
             elif not self._passing.may_pass:
                 self._take_turns(batch)
                 return
-            elif fits or self._is_empty:
+            elif fits or not self._table.held_blocks:  # an empty worker starts a prompt of any length
                 self._begin_counted(batch, job)
 
     def _take_turns(self, batch: BatchBuilder) -> bool:
         """Start the oldest prompts while no other may pass. Return False if the oldest has no room."""
-        while not self._passing.may_pass and (job := self._oldest_prompt()) is not None:
+        oldest = self._prompts.by_arrival.first
+        while not self._passing.may_pass and (job := self._fitting(oldest)) is not None:
             self._estimate_rest(job)
             if self._is_full(batch) or not self._begin_counted(batch, job):
                 return False
             self._aged.add(job.task.key)
         return True
 
-    def _oldest_prompt(self) -> Job | None:
-        """Return the oldest prompt that fits this worker; put larger ones aside."""
-        while (job := self._prompts.oldest()) is not None and self._table.is_oversized(job):
-            self._put_aside(job)
-        return job
-
     def _begin_counted(self, batch: BatchBuilder, job: Job) -> bool:
         """Call `_begin` and charge the passing budget if an older prompt waits."""
-        work_s, passes = self._work_s(job), self._prompts.oldest() is not job
+        work_s, passes = self._work_s(job), self._prompts.by_arrival.first() is not job
         has_begun = self._begin(batch, job)
         if has_begun:
             self._passing.start(work_s, passes=passes)
         return has_begun
 
-    @property
-    def _is_empty(self) -> bool:
-        """Whether no blocks are held; then the first prompt starts, whatever its length."""
-        return self._table.held_blocks == 0
-
     def _is_full(self, batch: BatchBuilder) -> bool:
         """Return whether no further prompt can start in this batch."""
-        is_cut = any(end < job.prefill_tokens for job, end in batch.prefills.values())
-        busy = len(self._running) + len(self._partial)
-        return is_cut or batch.budget_tokens <= 0 or busy >= self._most_running()
+        if batch.budget_tokens <= 0 or len(self._running) + len(self._partial) >= self._most_running:
+            return True
+        return any(end < job.prefill_tokens for job, end in batch.prefills.values())
 
     def _in_order(self) -> Iterator[Job]:
         """Yield prompts by priority, then weighted work."""
-        for late, timely in self._prompts.levels():
+        for late, timely in self._prompts.levels.values():
             yield from merge(timely, late, key=self._weighted_work)
 
     def _weighted_work(self, job: Job) -> tuple[Any, ...]:
         return (job.rank[0] * (_LATE if job.slack_class == 0 else 1), *job.rank[1:])
 
     def _begin(self, batch: BatchBuilder, job: Job) -> bool:
-        """Start a prompt and return True if the profile and the blocks allow it. An empty worker skips the
-        profile."""
+        """Start a prompt and return True if the profile, or an empty worker, and the blocks allow it."""
         chunk = self._chunk_tokens(batch, job)
         if chunk == 0 or not batch.text_fits(job):
             return False
-        total, ends = job.prefill_tokens, job.prefill_tokens + job.rest_tokens
-        if not self._is_empty and not self._usage().fits(total, ends, 0):
+        total, usage = job.prefill_tokens, self._usage()
+        ends = total + job.rest_tokens
+        if self._table.held_blocks and not usage.fits(total, ends, 0):
             return False
         if self._table.blocks_for(job.computed_tokens + chunk) > self._table.free_blocks:
             return False
-        usage = self._usage()
         job.end_tokens = ends
         self._add_chunk(batch, job, chunk)
         usage.start(total, ends, 0)

@@ -1,11 +1,7 @@
 """Remaining answer lengths from predictions, and work in seconds at measured speeds.
 
-Padding raises the expected *remaining* length. An answer that outlives its prediction is expected to continue
-for E[RL − g | RL > g], from the prediction's quantiles. Beyond them it is expected to grow by a quarter. Any
-prediction, valid or not, gives a result from one token to the limit's remainder.
-
-Source: papers/003 §2.3 (padding), §3.2.2 (under-prediction); algorithms.md §1. The latter replaces the
-paper's "predicted − generated", which is 0 at that point.
+An answer that outlives its prediction is expected to continue for E[RL − g | RL > g], from the prediction's
+quantiles. Source: papers/003 §2.3 (padding), §3.2.2 (under-prediction); algorithms.md §1.
 """
 
 from math import ceil
@@ -148,30 +144,22 @@ class WorkerSpeeds:
     """Smoothed speeds of a worker; those of a modest accelerator until measured."""
 
     def __init__(self) -> None:
-        self._prefill_tokens_per_s: float | None = None
-        self._decode_step_s: float | None = None
+        self._measured: list[float | None] = [None, None]
+        self.prefill_tokens_per_s, self.decode_step_s = _PREFILL_TOKENS_PER_S, _STEP_S
 
     @property
     def are_measured(self) -> bool:
         """Whether both speeds are measured."""
-        return bool(self._prefill_tokens_per_s and self._decode_step_s)
-
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        return self._prefill_tokens_per_s or _PREFILL_TOKENS_PER_S
-
-    @property
-    def decode_step_s(self) -> float:
-        return self._decode_step_s or _STEP_S
+        return None not in self._measured
 
     def on_measured(self, prefill_tokens_per_s: float, decode_step_s: float) -> None:
         """Record measured speeds; 0 means not measured."""
         if prefill_tokens_per_s > 0:
-            self._prefill_tokens_per_s = averaged(
-                self._prefill_tokens_per_s, prefill_tokens_per_s, _SPEED_WEIGHT
-            )
+            speed = averaged(self._measured[0], prefill_tokens_per_s, _SPEED_WEIGHT)
+            self.prefill_tokens_per_s = self._measured[0] = speed
         if decode_step_s > 0:
-            self._decode_step_s = averaged(self._decode_step_s, decode_step_s, _SPEED_WEIGHT)
+            step_s = averaged(self._measured[1], decode_step_s, _SPEED_WEIGHT)
+            self.decode_step_s = self._measured[1] = step_s
 
     def work_s(self, prefill_tokens: int, decode_tokens: int) -> float:
         """Return the seconds that this work takes on an idle worker."""
@@ -180,8 +168,7 @@ class WorkerSpeeds:
     def occupied_s(
         self, prefill_tokens: int, decode_tokens: int, memory_tokens: float | None, cached_tokens: int = 0
     ) -> float:
-        """Return the share of the worker used, in seconds of the whole worker. Prefill counts its time
-        without cached tokens; decode counts its share of the KV (`memory_tokens` in total)."""
+        """Return the seconds of a whole worker: prefill time, and decode time by its share of the KV."""
         held_share = (prefill_tokens + decode_tokens / 2) / (memory_tokens or _MEMORY_TOKENS)
         computed_s = (prefill_tokens - cached_tokens) / self.prefill_tokens_per_s
         return computed_s + held_share * decode_tokens * self.decode_step_s

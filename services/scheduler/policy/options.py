@@ -1,4 +1,4 @@
-"""Options of `kvasir` and the EcoServe family: `PolicySettings.options`, with ranges and defaults.
+"""Options of policies (`PolicySettings.options`): ranges and defaults.
 
 Source: papers/003 §2.3 (padding, reserve), §3.3 (slack ranges), §3.4 (buffer), §4 (SLO scale, figure 12).
 """
@@ -93,8 +93,7 @@ def two_queue_options(
     defaults: Mapping[str, float] | None = None,
     names: Collection[str] | None = None,
 ) -> TwoQueueOptions:
-    """Return the options over the policy's defaults; `names`: those that the policy uses. Raises ConfigError
-    with the option's name and valid values."""
+    """Return the options over the policy's defaults; `names`: those that it uses. Raises ConfigError."""
     usual = {
         field.name: field.default for field in fields(TwoQueueOptions) if names is None or field.name in names
     }

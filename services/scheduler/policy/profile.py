@@ -1,12 +1,10 @@
-"""Predicted block usage over time of the running sequences.
+"""Predicted block usage over time of the running sequences, in buckets of decode steps.
 
-A sequence may start if the blocks suffice at every predicted completion. So one that ends early fits beside
-one that needs the blocks later. Time is in decode steps, in buckets.
+A sequence may start if the blocks suffice at every predicted completion. Source: algorithms.md §1 (Beyond the
+paper: `ecoserve_profile`, `kvasir`).
 
     8 blocks of 4 tokens: a grows from 4 to 16 tokens, b from 4 to 8 → 4 and 2 blocks at their ends. c, which
     grows to 16 too, fits: when a and c hold 4 each, b is gone.
-
-Source: algorithms.md §1 (Beyond the paper: `ecoserve_profile`, `kvasir`).
 """
 
 from collections.abc import Sequence
@@ -111,8 +109,7 @@ class UsageProfile:
         return np.where(starts < np.maximum(end - now, 1), np.maximum(blocks, held), 0)
 
     def which_fit(self, candidates: Sequence[tuple[int, int, int]]) -> list[bool]:
-        """Return for each candidate whether it alone may run to its end. A candidate is (tokens now, tokens
-        at the end, blocks held)."""
+        """Return for each (tokens now, at the end, blocks held) whether it alone may run to its end."""
         most_blocks = max(self._most(end, held) for _, end, held in candidates)
         if self._ceiling_blocks + most_blocks <= self._limit_blocks:
             return [True] * len(candidates)

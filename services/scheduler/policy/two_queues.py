@@ -1,21 +1,13 @@
 """Base of the policies with two queues: one for prompts, one for prefilled ("ready") jobs.
 
-`TwoQueuePolicy` handles the events of `contract.BatchPolicy`, job places, predicted lengths and deadlines. A
-subclass decides what starts and what is reserved (`plan`, `_start_pinned`). A sequence adopted with KV joins
-the ready queue like a paused one.
-
-If nothing runs and nothing can start, the oldest unfinished holder is pinned until it ends. Other holders are
-evicted, newest first, and prefilled again later with all their tokens; so every answer grows and the pinned
-job ends.
-
-    8 blocks, a and b hold 4 each and need a fifth → a is pinned, b is evicted; a ends; b is prefilled again
-
-Source: papers/003 §3.2.1 (two queues); algorithms.md §1 (liveness).
+It handles the events, job places, predicted lengths and deadlines. If nothing runs and nothing can start, the
+oldest unfinished holder is pinned until it ends, and others are evicted, newest first. Source: papers/003
+§3.2.1 (two queues); algorithms.md §1 (liveness).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, starmap
 from math import ceil
 
 from services.scheduler.policy.batch_builder import BatchBuilder, Job, JobStage, JobTable, arrival_rank
@@ -62,6 +54,8 @@ class TwoQueuePolicy(ABC):
         self._questions: dict[SequenceKey, int] = {}
         """Sequences to predict again, with their generated tokens."""
         self._pinned: SequenceKey | None = None
+        self._most_running = min(settings.max_batch_sequences, settings.token_budget)
+        """Limit of running jobs, so that each gets a token in every step."""
 
     @abstractmethod
     def plan(self, now_s: float) -> PlannedBatch | None:
@@ -93,7 +87,7 @@ class TwoQueuePolicy(ABC):
         job = self._table.jobs.get(key)
         if job is not None:
             self._take_out(job)
-            self._part(job)
+            self._give_back_unused(job, leaves=True)
             self._table.remove(job)
             self._questions.pop(key, None)
             if self._pinned == key:
@@ -156,11 +150,7 @@ class TwoQueuePolicy(ABC):
             self._table.changed = True
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when accounts do not balance or a job is not in exactly one place.
-
-        After a shrink more may be held than the capacity; jobs may run with what they hold, without further
-        reservations.
-        """
+        """Raises AssertionError when accounts do not balance or a job is not in exactly one place."""
         table = self._table
         table.check_integrity()
         promises_more = table.own_blocks > max(table.capacity_blocks, table.held_blocks)
@@ -176,8 +166,6 @@ class TwoQueuePolicy(ABC):
             assert (key in self._running) == (job.stage is JobStage.DECODING)
             assert (key in self._complete) == (job.stage is JobStage.COMPLETE)
 
-    # Expectations
-
     @property
     def _reserve_blocks(self) -> int:
         """Blocks kept for prompts and for answers longer than predicted."""
@@ -190,15 +178,13 @@ class TwoQueuePolicy(ABC):
     def _estimate_rest(self, job: Job) -> None:
         job.rest_tokens = self._lengths.rest_tokens(job.prediction, job.generated_tokens, job.task.max_tokens)
 
-    def _set_due(self, job: Job) -> None:
-        """Set the time that the slack classes count down to."""
-        job.due_s = job.deadline_s
-
-    # Places
+    def _due_s(self, job: Job) -> float:
+        """Return the time that the slack classes count down to."""
+        return job.deadline_s
 
     def _queue_prompt(self, job: Job, now_s: float) -> None:
         self._estimate_rest(job)
-        self._set_due(job)
+        job.due_s = self._due_s(job)
         if job.stage is JobStage.PREFILLING:
             self._partial[job.task.key] = job
         elif self._table.is_oversized(job):
@@ -210,7 +196,7 @@ class TwoQueuePolicy(ABC):
     def _queue_ready(self, job: Job, now_s: float) -> None:
         job.stage = JobStage.READY
         self._estimate_rest(job)
-        self._set_due(job)
+        job.due_s = self._due_s(job)
         self._ready.add(job, now_s)
         self._table.changed = True
 
@@ -234,24 +220,15 @@ class TwoQueuePolicy(ABC):
                 place.pop(key, None)
 
     def _pause(self, job: Job, now_s: float) -> None:
-        """Return the job to the ready queue with its KV, without reservation, and ask for a new
-        prediction."""
+        """Return the job to the ready queue with its KV alone, and ask for a new prediction."""
         self._take_out(job)
         self._give_back_unused(job)
         self._questions[job.task.key] = job.generated_tokens
         self._queue_ready(job, now_s)
 
-    def _give_back_unused(self, job: Job) -> None:
-        """Drop the reservation beyond the held blocks."""
+    def _give_back_unused(self, job: Job, *, leaves: bool = False) -> None:
+        """Drop the reservation beyond the held blocks. `leaves`: these will be freed too."""
         self._table.set_own(job, job.held_blocks)
-
-    def _part(self, job: Job) -> None:
-        """Release dependencies between this job and others before its blocks are freed."""
-        self._give_back_unused(job)
-
-    def _most_running(self) -> int:
-        """Limit of running jobs, so that each gets a token in every step."""
-        return min(self._settings.max_batch_sequences, self._settings.token_budget)
 
     def _add_chunk(self, batch: BatchBuilder, job: Job, chunk_tokens: int) -> None:
         """Add the next chunk of a prompt and hold its blocks."""
@@ -264,19 +241,15 @@ class TwoQueuePolicy(ABC):
         self._table.hold(job, max(job.held_blocks, blocks))
 
     def _next_prompt(self) -> Job | None:
-        """Return the first waiting prompt, after setting oversized ones aside."""
-        while (job := self._prompts.first()) is not None and self._table.is_oversized(job):
-            self._put_aside(job)
-        return job
+        return self._fitting(self._prompts.first)
 
-    def _overdue_prompt(self) -> Job | None:
-        """Return the oldest overdue prompt, after setting oversized ones aside."""
-        while (job := self._prompts.oldest_overdue()) is not None and self._table.is_oversized(job):
+    def _fitting(self, first: Callable[[], Job | None]) -> Job | None:
+        """Return the first waiting prompt, after setting aside those that cannot end here."""
+        while (job := first()) is not None and self._table.is_oversized(job):
             self._put_aside(job)
         return job
 
     def _put_aside(self, job: Job) -> None:
-        """Set aside a prompt that cannot end here, so that it blocks no other."""
         self._prompts.remove(job)
         self._oversized[job.task.key] = job
 
@@ -284,18 +257,26 @@ class TwoQueuePolicy(ABC):
         """Preempt the job and queue it for recomputation."""
         batch.preempt(job)
         self._take_out(job)
-        self._part(job)
+        self._give_back_unused(job, leaves=True)
         self._table.clear(job)
         self._queue_prompt(job, now_s)
+
+    def _run(self, batch: BatchBuilder, job: Job) -> None:
+        """Decode from this batch on."""
+        self._take_out(job)
+        job.stage = JobStage.DECODING
+        job.end_tokens = job.computed_tokens + job.rest_tokens
+        self._running[job.task.key] = job
+        batch.add_decode(job)
 
     def _finish(self, batch: BatchBuilder, now_s: float) -> PlannedBatch | None:
         """Apply the batch to the projection and move its jobs; return None for an empty batch."""
         if not batch:
             return None
-        questions = [PlannedQuestion(key, tokens) for key, tokens in self._questions.items()]
+        questions = starmap(PlannedQuestion, self._questions.items())
         planned = batch.build(self._steps(batch), questions)
         self._questions.clear()
-        for job in batch.prompts:
+        for job, _ in batch.prefills.values():
             if job.stage is JobStage.COMPLETE:
                 self._put_complete(job)
             elif job.stage is JobStage.DECODING:
@@ -342,8 +323,6 @@ class TwoQueuePolicy(ABC):
         size = self._table.block_tokens
         return (job.reserved_blocks * size - job.computed_tokens for job in jobs)
 
-    # Recovery
-
     def _shed(self, batch: BatchBuilder, now_s: float) -> None:
         """Evict holders, newest first, after the worker shrank."""
         if self._table.free_blocks < 0:
@@ -365,7 +344,9 @@ class TwoQueuePolicy(ABC):
         pinned = pinned if pinned in holders else holders[0]
         assert pinned is not None
         self._pinned = pinned.task.key
-        needed = max(0, self._needed_blocks(pinned) - pinned.own_blocks)
+        whole = pinned.is_prompt and not self._settings.chunked_prefill
+        least_tokens = pinned.prefill_tokens if whole else pinned.computed_tokens + 1  # for any progress
+        needed = max(0, self._table.blocks_for(least_tokens) - pinned.own_blocks)
         for victim in holders[::-1]:
             if self._table.free_blocks >= needed:
                 break
@@ -376,18 +357,8 @@ class TwoQueuePolicy(ABC):
         elif pinned.stage is JobStage.READY:
             self._start_pinned(batch, pinned, needed)
         else:
-            self._prefill_pinned(batch, pinned)
-
-    def _needed_blocks(self, job: Job) -> int:
-        """Return the blocks the job needs to make any progress."""
-        whole = job.is_prompt and not self._settings.chunked_prefill
-        return self._table.blocks_for(job.prefill_tokens if whole else job.computed_tokens + 1)
-
-    def _prefill_pinned(self, batch: BatchBuilder, job: Job) -> None:
-        """Prefill as much of the prompt as the free blocks hold."""
-        blocks = job.held_blocks + self._table.free_blocks
-        room = blocks * self._table.block_tokens - job.computed_tokens
-        batch.budget_tokens = self._settings.token_budget
-        chunk = min(batch.chunk_tokens(job), room)
-        if chunk > 0:
-            self._add_chunk(batch, job, chunk)
+            blocks = pinned.held_blocks + self._table.free_blocks
+            batch.budget_tokens = self._settings.token_budget
+            room = blocks * self._table.block_tokens - pinned.computed_tokens
+            if (chunk := min(batch.chunk_tokens(pinned), room)) > 0:
+                self._add_chunk(batch, pinned, chunk)

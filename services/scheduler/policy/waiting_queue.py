@@ -1,73 +1,39 @@
 """Waiting queues: a sorted line, and a queue by priority, slack class (time left) and rank.
 
-The clock moves jobs between slack classes at times known on entry, kept in a heap. Ranks do not change while
-a job waits. An item's key must not change while it is in a line; remove the item first.
-
-Source: papers/003 §3.3 (Ordering); algorithms.md §1 (migration, aging).
+The key of an item must not change while it is in a line; remove the item first. Source: papers/003 §3.3
+(Ordering); algorithms.md §1 (migration, aging).
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from heapq import heapify, heappop, heappush
 from itertools import chain
 from math import inf
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from sortedcontainers import SortedDict, SortedKeyList
 
 from services.scheduler.policy.batch_builder import Job, arrival_rank
 from services.scheduler.policy.contract import PASSING_SHARE
-from services.scheduler.policy.options import TwoQueueOptions
 from shared.average import averaged
 
 T = TypeVar("T")
 
 
-class Line(Generic[T]):
-    """A collection sorted by `key`, which must be unique per item."""
+class Line(SortedKeyList, Generic[T]):  # type: ignore[misc]  # untyped
+    """A list of items sorted by `key`, which must be unique per item."""
 
     def __init__(self, key: Callable[[T], Any], items: Iterable[T] = ()) -> None:
-        self._key = key
-        self._items: Any = SortedKeyList(items, key=key)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __iter__(self) -> Iterator[T]:
-        return iter(self._items)
-
-    def __contains__(self, item: T) -> bool:
-        return item in self._items
-
-    def add(self, item: T) -> None:
-        self._items.add(item)
-
-    def remove(self, item: T) -> None:
-        """Remove an item. Raises ValueError if it is not in the line under its present key."""
-        self._items.remove(item)
-
-    def discard(self, item: T) -> None:
-        self._items.discard(item)
+        super().__init__(items, key)
 
     def first(self) -> T | None:
-        return self._items[0] if self._items else None
-
-    def last(self) -> T | None:
-        return self._items[-1] if self._items else None
-
-    def starting_at(self, key: Any) -> Iterator[T]:
-        """Iterate over items with a key of at least `key`, lowest first. The line must not change
-        meanwhile."""
-        return iter(self._items.irange_key(min_key=key))
-
-    def downwards_from(self, key: Any) -> Iterator[T]:
-        """Iterate over items with a key of at most `key`, highest first. The line must not change
-        meanwhile."""
-        return iter(self._items.irange_key(max_key=key, reverse=True))
+        return self[0] if self else None
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an item's key changed."""
-        keys = [self._key(item) for item in self._items]
+        keys = [self.key(item) for item in self]
         assert keys == sorted(keys), "out of order"
 
 
@@ -77,11 +43,8 @@ _MEAN_WEIGHT = 1 / 64
 
 
 class PassingBudget:
-    """Limit on work that passes older work, which bounds the cost of any order.
-
-    Share 0.35: each second of work started in order of arrival allows 0.54 s to pass. Then no job waits
-    longer than 1 / (1 - 0.35) times its wait in order of arrival, plus a few starts.
-    """
+    """Limit on work that passes older work: no job waits longer than 1 / (1 - share) times its wait in order
+    of arrival, plus a few starts. Share 0.35: each second started in order allows 0.54 s to pass."""
 
     def __init__(self, share: float = PASSING_SHARE) -> None:
         """`share`: at least 1 means no limit."""
@@ -106,41 +69,6 @@ class PassingBudget:
         return copy(self)
 
 
-_STARVING = 4
-
-
-class AgingTurns:
-    """Turns of one queue: by order, or, for a fixed share, the oldest overdue job.
-
-    Share 0.25: one admission by age is due after three by order. Unused turns are not saved.
-    """
-
-    def __init__(self, options: TwoQueueOptions) -> None:
-        self._aging_s = options.aging_s
-        self._others = max(0.0, 1 / options.aging_share - 1)
-        """Admissions by order per admission by age."""
-        self._since = 0.0
-
-    def count(self) -> None:
-        """Count an admission by order."""
-        self._since = min(self._since + 1, 2 * self._others)
-
-    def is_due(self) -> bool:
-        return self._since >= self._others
-
-    def take(self) -> None:
-        """Count an admission by age."""
-        self._since = max(0.0, self._since - self._others)
-
-    def is_starving(self, job: Job, now_s: float) -> bool:
-        """Return whether the job is so late that no other may pass it."""
-        return now_s > job.deadline_s + _STARVING * self._aging_s
-
-
-def _rank_of(job: Job) -> tuple[Any, ...]:
-    return job.rank
-
-
 QueueRank = Callable[[Job], tuple[Any, ...]]
 _STALE = 64
 _MOST_MOVES = 32
@@ -151,12 +79,12 @@ class WaitingQueue:
 
     def __init__(self, rank: QueueRank, edges_s: tuple[float, ...] = (), *, aging_s: float = inf) -> None:
         """`edges_s`, ascending: class 0, the most urgent, has less than edges_s[0] left."""
-        self._by_arrival: Line[Job] = Line(arrival_rank)
+        self.by_arrival: Line[Job] = Line(arrival_rank)
         self._rank = rank
         self._edges_s = edges_s
         self._aging_s = aging_s
-        self._levels: Any = SortedDict()
-        """By priority: a line for each slack class."""
+        self.levels: Any = SortedDict()
+        """By priority, lowest first: a line for each slack class, the most urgent first."""
         self._overdue: Line[Job] = Line(arrival_rank)
         self._clocked: list[tuple[float, int, Job]] = []
         self._jobs: dict[int, Job] = {}
@@ -171,37 +99,27 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Job]:
         """Iterate in order. The queue must not change meanwhile."""
-        for line in self.classes():
-            yield from line
-
-    def levels(self) -> Iterator[tuple[Line[Job], ...]]:
-        """Yield the slack classes of each priority, lowest first, most urgent first. The queue must not
-        change meanwhile."""
-        return iter(self._levels.values())
+        return chain.from_iterable(self.classes())
 
     def classes(self) -> Iterator[Line[Job]]:
         """Yield all classes in order. Jobs may leave meanwhile, none may join."""
-        return chain.from_iterable(list(self._levels.values()))
+        return chain.from_iterable(list(self.levels.values()))
 
     def first(self) -> Job | None:
-        if not self._jobs:
-            return None
-        level: tuple[Line[Job], ...] = self._levels.peekitem(0)[1]
-        return next(line.first() for line in level if len(line))
-
-    def oldest(self) -> Job | None:
-        """Return the job that arrived first."""
-        return self._by_arrival.first()
+        if self._jobs:
+            for line in self.levels.peekitem(0)[1]:
+                if line:
+                    return line[0]  # type: ignore[no-any-return]
+        return None
 
     def oldest_overdue(self) -> Job | None:
         """Return the oldest job overdue by more than `aging_s`, unless a lower priority waits."""
-        job, oldest = self._overdue.first(), self.oldest()
+        job, oldest = self._overdue.first(), self.by_arrival.first()
         is_next = job is not None and oldest is not None and job.task.priority == oldest.task.priority
         return job if is_next else None
 
     def class_of(self, due_s: float) -> int:
-        left_s = due_s - self._now_s
-        return sum(left_s >= edge for edge in self._edges_s)
+        return bisect_right(self._edges_s, due_s - self._now_s)
 
     def add(self, job: Job, now_s: float) -> None:
         self._now_s = max(self._now_s, now_s)
@@ -211,15 +129,15 @@ class WaitingQueue:
         job.slack_class = self.class_of(job.due_s)
         self._jobs[job.queued_as] = job
         self._classes_of(job)[job.slack_class].add(job)
-        self._by_arrival.add(job)
+        self.by_arrival.add(job)
         self._wind(job)
 
     def _classes_of(self, job: Job) -> tuple[Line[Job], ...]:
         """Return the classes of the job's priority."""
         priority = job.task.priority
-        if priority not in self._levels:
-            self._levels[priority] = tuple(Line(_rank_of) for _ in range(len(self._edges_s) + 1))
-        level: tuple[Line[Job], ...] = self._levels[priority]
+        if priority not in self.levels:
+            self.levels[priority] = tuple([Line(attrgetter("rank")) for _ in range(len(self._edges_s) + 1)])
+        level: tuple[Line[Job], ...] = self.levels[priority]
         return level
 
     def remove(self, job: Job) -> None:
@@ -228,9 +146,9 @@ class WaitingQueue:
         level = self._classes_of(job)
         level[job.slack_class].remove(job)
         if not any(map(len, level)):
-            del self._levels[job.task.priority]
+            del self.levels[job.task.priority]
         self._overdue.discard(job)
-        self._by_arrival.remove(job)
+        self.by_arrival.remove(job)
         if len(self._clocked) > 2 * len(self._jobs) + _STALE:
             self._clocked = [item for item in self._clocked if item[1] in self._jobs]
             heapify(self._clocked)
@@ -255,7 +173,8 @@ class WaitingQueue:
             return
         if job.slack_class > 0:
             when_s = job.due_s - self._edges_s[job.slack_class - 1]
-            when_s = when_s if when_s > self._now_s else _after(self._now_s)
+            if when_s <= self._now_s:  # rounding must not stop the clock
+                when_s = self._now_s + max(1e-9, abs(self._now_s) * 1e-12)
         elif job.due_s + self._aging_s > self._now_s:
             when_s = job.due_s + self._aging_s
         else:
@@ -268,20 +187,15 @@ class WaitingQueue:
     def check_integrity(self) -> None:
         """Raises AssertionError when a job is not in exactly one class, or in the wrong place."""
         assert sum(len(line) for line in self.classes()) == len(self._jobs)
-        assert all(any(map(len, level)) for level in self.levels()), "a level where nobody waits"
+        assert all(any(map(len, level)) for level in self.levels.values()), "a level where nobody waits"
         wound = {stay for _, stay, _ in self._clocked}
         for stay, job in self._jobs.items():
-            assert job.queued_as == stay and job in self._levels[job.task.priority][job.slack_class]
+            assert job.queued_as == stay and job in self.levels[job.task.priority][job.slack_class]
             if self._edges_s and job.due_s < inf and job not in self._overdue and self._aging_s < inf:
                 assert stay in wound, "a job that the clock has lost"
         for line in self.classes():
             line.check_integrity()
         self._overdue.check_integrity()
-        self._by_arrival.check_integrity()
-        assert len(self._by_arrival) == len(self._jobs)
+        self.by_arrival.check_integrity()
+        assert len(self.by_arrival) == len(self._jobs)
         assert len(self._clocked) <= 2 * len(self._jobs) + _STALE + 1
-
-
-def _after(now_s: float) -> float:
-    """Return a slightly later time, so that rounding cannot stop the clock."""
-    return now_s + max(1e-9, abs(now_s) * 1e-12)

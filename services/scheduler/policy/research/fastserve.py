@@ -1,31 +1,18 @@
 """`fastserve`: a multi-level feedback queue, with blocks for the longest answer.
 
 Each level's quantum is twice that of the level above. A sequence joins the highest level whose quantum covers
-its first iteration (skip-join), and drops a level after generating a quantum of tokens. Within a level, order
-of joining counts. After `starve_s` without service it returns to the top. Lengths are not predicted.
-`ranked.py` fills batches and preempts; FastServe's own swap to the host has no equivalent in a plan.
-
-Options: `levels`, `quantum_steps` (of the top level), `starve_s`. Source: FastServe (arXiv 2305.05920) §4 as
-papers/003 §2 uses it, with max-allocation; algorithms.md §1.
+its first iteration (skip-join), and drops a level after generating a quantum of tokens. After `starve_s`
+without service it returns to the top. Source: FastServe (arXiv 2305.05920) §4; algorithms.md §1.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from services.scheduler.policy.batch_builder import Job, JobStage
-from services.scheduler.policy.contract import (
-    Holding,
-    PlannedBatch,
-    PolicySettings,
-    Task,
-    WorkerShape,
-    read_options,
-)
+from services.scheduler.policy.contract import Holding, PlannedBatch, PolicySettings, Task, WorkerShape
 from services.scheduler.policy.research.ranked import RankedPolicy
 from services.scheduler.policy.waiting_queue import Line
 from shared.messages.sequence import SequenceKey
-
-_DEFAULTS = {"levels": 5, "quantum_steps": 8, "starve_s": 10.0}
 
 
 @dataclass(slots=True)
@@ -43,11 +30,10 @@ class _Turn:
 class FastServePolicy(RankedPolicy):
     """`fastserve`: ranked by level, then by time of joining."""
 
+    name = "fastserve"
+    defaults: ClassVar[dict[str, float]] = {"levels": 5, "quantum_steps": 8, "starve_s": 10.0}
+
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
-        options = read_options("fastserve", settings.options, _DEFAULTS)
-        self._levels = int(options["levels"])
-        self._quantum_steps = int(options["quantum_steps"])
-        self._starve_s: float = options["starve_s"]
         self._turns: dict[SequenceKey, _Turn] = {}
         self._joins = 0
         self._step_prefill_tokens = float(settings.token_budget)
@@ -55,16 +41,17 @@ class FastServePolicy(RankedPolicy):
         self._neglected: Line[Job] = Line(self._neglect)
         """Waiting sequences below the top level, longest unserved first."""
         super().__init__(shape, settings)
+        self._levels = int(self._options["levels"])
+        self._quantum_steps = int(self._options["quantum_steps"])
+        self._starve_s: float = self._options["starve_s"]
 
     def on_arrival(self, task: Task, now_s: float) -> None:
-        if task.key not in self._table.jobs:
-            self._turns[task.key] = self._join(self._first_level(task), now_s)
-            super().on_arrival(task, now_s)
+        self._enter(task, now_s)
+        super().on_arrival(task, now_s)
 
     def on_adopted(self, task: Task, holding: Holding, now_s: float) -> None:
-        if task.key not in self._table.jobs:
-            self._turns[task.key] = self._join(self._first_level(task), now_s)
-            super().on_adopted(task, holding, now_s)
+        self._enter(task, now_s)
+        super().on_adopted(task, holding, now_s)
 
     def on_ended(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
         super().on_ended(key, now_s, answer_tokens)
@@ -112,12 +99,15 @@ class FastServePolicy(RankedPolicy):
         super()._dequeue(job)
         self._neglected.discard(job)
 
-    def _first_level(self, task: Task) -> int:
+    def _enter(self, task: Task, now_s: float) -> None:
+        """Give a new sequence a place."""
+        if task.key in self._table.jobs:
+            return
         steps = (task.prompt_tokens + task.generated_tokens) / self._step_prefill_tokens
         level = 0
         while level < self._levels - 1 and self._quantum_steps << level < steps:
             level += 1
-        return level
+        self._turns[task.key] = self._join(level, now_s)
 
     def _join(self, level: int, now_s: float) -> _Turn:
         self._joins += 1
@@ -133,12 +123,10 @@ class FastServePolicy(RankedPolicy):
 
     def _raise_starved(self, now_s: float) -> None:
         """Move starved sequences to the end of the top level."""
-        job = self._neglected.first()
-        while job is not None and self._is_starved(job, now_s):
+        while (job := self._neglected.first()) is not None and self._is_starved(job, now_s):
             self._dequeue(job)
             self._turns[job.task.key] = self._join(0, now_s)
             self._enqueue(job)
-            job = self._neglected.first()
         for job in self._running:
             if self._turns[job.task.key].level > 0 and self._is_starved(job, now_s):
                 self._turns[job.task.key] = self._join(0, now_s)

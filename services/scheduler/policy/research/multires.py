@@ -1,13 +1,7 @@
 """`multires`: starts the sequence whose demand is closest to the free resources, in compute and KV.
 
-A demand is (prompt tokens this step may compute, blocks of prompt and predicted answer), as shares of the
-free budget and blocks. The fitting sequence with the least Euclidean distance starts, repeatedly. The paper
-compares all waiting requests, O(n) per start. Here they stand in rows of similar prompt length (a quarter
-octave), by blocks; the closest of a row is the largest that fits. One start costs a search in each of some 50
-rows; tokens are exact to a row's width. Ties go to the earlier arrival.
-
-There is no aging: a demand that is never closest waits. Without a prediction the limit counts.
-
+A demand is (prompt tokens this step may compute, blocks of prompt and predicted answer), as shares. Waiting
+sequences stand in rows of similar prompt length, by blocks; the closest of a row is the largest that fits.
 Source: papers/003 §2.1 (MultiRes), algorithms.md §1; `foresight.py` allocates.
 """
 
@@ -16,7 +10,7 @@ from math import inf, log2
 from typing import Any
 
 from services.scheduler.policy.batch_builder import BatchBuilder, Job
-from services.scheduler.policy.contract import PolicySettings, WorkerShape, read_options
+from services.scheduler.policy.contract import PolicySettings, WorkerShape
 from services.scheduler.policy.research.foresight import ExactPolicy
 from services.scheduler.policy.waiting_queue import Line
 from shared.messages.sequence import SequenceKey
@@ -27,8 +21,9 @@ _ROWS_PER_OCTAVE = 4
 class MultiResPolicy(ExactPolicy):
     """`multires`: waiting sequences stand in rows; the closest of all rows starts."""
 
+    name = "multires"
+
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
-        read_options("multires", settings.options, {})
         self._rows: dict[tuple[int, int], Line[SequenceKey]] = {}
         """Waiting sequences that can fit, by priority and the logarithm of their prompt."""
         self._places: dict[SequenceKey, tuple[Any, ...]] = {}
@@ -77,7 +72,7 @@ class MultiResPolicy(ExactPolicy):
         best: Job | None = None
         least: tuple[int, float, Any] = (0, inf, None)
         for row in self._rows.values():
-            for key in row.starting_at((-self._table.free_blocks,)):
+            for key in row.irange_key((-self._table.free_blocks,)):
                 if key in batch.prefills:
                     continue
                 job = self._table.jobs[key]

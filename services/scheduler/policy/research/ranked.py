@@ -1,20 +1,14 @@
-"""Base of the preemptive policies: each step runs the sequences of highest rank.
+"""Base of the preemptive policies: each step runs the highest ranks, with blocks for their longest answers.
 
-Each sequence gets the blocks of its longest answer at its start (max-allocation), so it never runs out. A
-running sequence that loses its place pauses with its blocks. If the first waiting one lacks blocks, lower
-ranks are preempted, lowest first, unless all of them would not suffice. Within the budget, decodes go first,
-then prompts.
-
-`_rank` is constant while a sequence waits. The first stays first until it gains a token, apart from arrivals,
-so every plan makes progress. Adopted sequences below their maximum are served before any start. Source:
-papers/003 §2 (its FastServe and SRTF); algorithms.md §1.
+A running sequence that loses its place pauses with its blocks; if the first waiting one lacks blocks, lower
+ranks are preempted. Source: papers/003 §2 (its FastServe and SRTF); algorithms.md §1.
 """
 
 from itertools import islice
 from typing import Any
 
 from services.scheduler.policy.batch_builder import BatchBuilder, Job, JobStage
-from services.scheduler.policy.contract import PlannedBatch, PolicySettings, WorkerShape, read_options
+from services.scheduler.policy.contract import PlannedBatch
 from services.scheduler.policy.first_come import MaximumPolicy
 from services.scheduler.policy.research.foresight import Foreseeing
 from shared.messages.commands import LengthPrediction
@@ -38,16 +32,12 @@ class RankedPolicy(MaximumPolicy):
                 may_start = may_start and self._add_start(batch, job)
             else:
                 self._add_chunk(batch, job)
-        self._fill(batch)
+        for job in list(self._running):  # fill places that failed starts left
+            if batch.budget_tokens > 0 and job.task.key not in batch.decodes:
+                self._add_decode(batch, job)
         planned = self._finish(batch)
         self._sort_running()
         return planned
-
-    def _fill(self, batch: BatchBuilder) -> None:
-        """Fill places that failed starts left with decodes, by rank."""
-        for job in list(self._running):
-            if batch.budget_tokens > 0 and job.task.key not in batch.decodes:
-                self._add_decode(batch, job)
 
     def on_short(self, key: SequenceKey, missing_tokens: int, now_s: float) -> None:
         super().on_short(key, missing_tokens, now_s)
@@ -62,7 +52,9 @@ class RankedPolicy(MaximumPolicy):
         limit = self._settings.max_batch_sequences
         running = [job for job in self._running if job.stage is not JobStage.COMPLETE]
         waiting: list[Job] = []
-        if not batch.preemptions and all(self._has_maximum(job) for job in running):
+        if not batch.preemptions and all(
+            job.held_blocks >= self._table.maximum_blocks(job) for job in running
+        ):
             waiting = list(islice(self._startable(), limit))
         free_blocks = self._table.free_blocks
         may_evict = True
@@ -96,16 +88,11 @@ class RankedPolicy(MaximumPolicy):
             self._preempt(batch, victim)
         return True
 
-    def _has_maximum(self, job: Job) -> bool:
-        return job.held_blocks >= self._table.maximum_blocks(job)
-
 
 class SrtfPolicy(Foreseeing, RankedPolicy):
     """`srtf`: the shortest predicted remaining time runs first and may preempt."""
 
-    def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
-        read_options("srtf", settings.options, {})
-        super().__init__(shape, settings)
+    name = "srtf"
 
     def on_predicted(self, key: SequenceKey, prediction: LengthPrediction, now_s: float) -> None:
         super().on_predicted(key, prediction, now_s)
@@ -115,5 +102,5 @@ class SrtfPolicy(Foreseeing, RankedPolicy):
         prefill_tokens = 0
         if job.stage in (JobStage.WAITING, JobStage.PREFILLING):
             prefill_tokens = job.prefill_tokens - job.computed_tokens
-        steps = self._foresight.remaining_tokens(job) + prefill_tokens / self._settings.token_budget
+        steps = self._length_tokens(job) - job.generated_tokens + prefill_tokens / self._settings.token_budget
         return (job.task.priority, steps, job.task.order)

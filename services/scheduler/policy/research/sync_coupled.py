@@ -1,21 +1,15 @@
 """`sync_coupled`: starts sequences of equal predicted length together, prompt and answer in one allocation.
 
-Waiting sequences are grouped by predicted length, in bins of `group_tokens` (32). The group of the earliest
-arrival goes first, as many members as fit, and no other group before it is done. Its members end at about the
-same time, so the scheduler decides once for all. The rest of a split group keeps the place of its earliest
-arrival. Prefill and decode are coupled: only prompts that fit with their whole answers may fill a step's
-budget.
-
-Without a prediction the limit counts. Source: papers/003 §2.2 (SyncCoupled), algorithms.md §1; `foresight.py`
-allocates.
+The group of the earliest arrival goes first, as many members as fit; no other group starts before it is done.
+Source: papers/003 §2.2 (SyncCoupled), algorithms.md §1; `foresight.py` allocates.
 """
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 from services.scheduler.policy.batch_builder import BatchBuilder, Job, JobStage
-from services.scheduler.policy.contract import PolicySettings, WorkerShape, read_options
+from services.scheduler.policy.contract import PolicySettings, WorkerShape
 from services.scheduler.policy.research.foresight import ExactPolicy
 from services.scheduler.policy.waiting_queue import Line
 from shared.messages.sequence import SequenceKey
@@ -24,9 +18,10 @@ from shared.messages.sequence import SequenceKey
 class SyncCoupledPolicy(ExactPolicy):
     """`sync_coupled`: waiting sequences stand in groups by predicted length; one group starts at a time."""
 
+    name = "sync_coupled"
+    defaults: ClassVar[dict[str, int]] = {"group_tokens": 32}
+
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
-        options = read_options("sync_coupled", settings.options, {"group_tokens": 32})
-        self._group_tokens = int(options["group_tokens"])
         self._groups: dict[tuple[int, int], Line[Job]] = {}
         """Waiting sequences that can fit, by priority and predicted length."""
         self._numbers: dict[SequenceKey, tuple[int, int]] = {}
@@ -36,6 +31,7 @@ class SyncCoupledPolicy(ExactPolicy):
         self._chosen: list[SequenceKey] = []
         """Members of the latest group that have not started, in order."""
         super().__init__(shape, settings)
+        self._group_tokens = int(self._options["group_tokens"])
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the accounts do not balance."""
@@ -55,7 +51,7 @@ class SyncCoupledPolicy(ExactPolicy):
         super()._enqueue(job)
         if self._table.is_oversized(job):
             return
-        length = -(-self._foresight.remaining_tokens(job) // self._group_tokens)
+        length = -(-(self._length_tokens(job) - job.generated_tokens) // self._group_tokens)
         number = (job.task.priority, length)
         if number in self._groups:
             self._heads.remove(number)
@@ -78,8 +74,7 @@ class SyncCoupledPolicy(ExactPolicy):
             del self._groups[number]
 
     def _candidates(self, batch: BatchBuilder) -> Iterator[Job]:
-        """Yield the rest of the latest group, then further groups, until one does not fit. A lower priority
-        interrupts the group."""
+        """Yield the rest of the latest group, then others, until one does not fit, lower priorities first."""
         head = self._heads.first()
         if self._chosen and head is not None and head[0] < self._numbers[self._chosen[0]][0]:
             self._chosen.clear()

@@ -33,10 +33,7 @@ def snapshot(worker_id: str, *listed: SequenceReport) -> WorkerReported:
 
 
 def listed(
-    name: str,
-    state: SequenceState = SequenceState.DECODING,
-    attempt: int = 1,
-    gateway_id: str = "gateway-0",
+    name: str, state: SequenceState = SequenceState.DECODING, attempt: int = 1, gateway_id: str = "gateway-0"
 ) -> SequenceReport:
     return sequence_report(
         ref(name, attempt),

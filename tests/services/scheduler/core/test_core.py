@@ -15,28 +15,10 @@ from services.scheduler.policy import find_policy
 from services.scheduler.policy.first_come import VllmPolicy
 from shared.messages.commands import LengthPrediction
 from shared.messages.lengths import LengthsRevised, RevisedLength
-from shared.messages.sequence import FinishReason, SequenceKey
+from shared.messages.sequence import SequenceKey
 from tests.services.scheduler.world import small_world
 from tests.shared.messages.builders import predicted, worker_report
 from tests.stack.world import World
-
-
-def test_a_sequence_is_placed_planned_and_ends() -> None:
-    world = small_world(workers=1)
-    request = world.ask_for("a", prompt_tokens=10, answer_tokens=20, max_tokens=50)
-    world.until(lambda: request.over, limit_s=2.0)
-    assert request.tokens == request.expected
-    assert request.ended == FinishReason.STOP
-
-
-def test_an_answer_may_end_with_its_first_token() -> None:
-    world = small_world(workers=1)
-    first = world.ask_for("a", prompt_tokens=3, answer_tokens=1, max_tokens=5)
-    second = world.ask_for("b", prompt_tokens=3, answer_tokens=9, max_tokens=1)
-    world.until(lambda: first.over and second.over, limit_s=2.0)
-    assert (first.ended, second.ended) == (FinishReason.STOP, FinishReason.LENGTH)
-    world.run_for(1.0)
-    assert (world.core.queued, world.core.running) == (0, 0)
 
 
 def core_that_awaits(*starts: tuple[str, int]) -> SchedulerCore:

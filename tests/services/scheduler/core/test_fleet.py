@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.scheduler.core.effects import SendPlan
-from services.scheduler.core.fleet import mismatch, prevailing
+from services.scheduler.core.fleet import mismatch
 from services.scheduler.core.rules import Rules
 from services.scheduler.policy import BUILT_IN
 from shared.errors import InternalError, ModelMismatch
@@ -185,13 +185,6 @@ def test_other_weights_or_another_name_are_said_with_what_to_do(
     assert isinstance(error, ModelMismatch) and error.param == param
     with pytest.raises(ModelMismatch, match=says):
         raise error
-
-
-def test_what_most_serve_prevails_and_of_two_the_first() -> None:
-    reports = [report("c"), report("b"), report("a", weights="bb")]
-    assert (found := prevailing(reports)) is not None and found.weights == "aa"
-    assert (found := prevailing(reports[1:])) is not None and found.worker_id == "a"
-    assert prevailing([]) is None
 
 
 def refused(world: World) -> dict[str, str]:

@@ -95,12 +95,12 @@ def test_without_a_role_what_is_new_is_refused_as_long_as_placement_says_so() ->
     told = WorkerRoles(
         roles={"worker-0": "prefill", "worker-1": "prefill"}, shortage="no worker may write answers"
     )
-    roster.on_roles(told, 1.0)
+    roster.roles, roster.roles_told_s = told, 1.0
     with pytest.raises(RoleMissing, match="write answers"):
         intake.on_submit(submitted("a"), 2.0)
     intake.on_submit(submitted("b", attempt=2), 2.0)
     intake.on_submit(submitted("c"), 9.0)
-    roster.on_roles(WorkerRoles(), 9.5)
+    roster.roles, roster.roles_told_s = WorkerRoles(), 9.5
     intake.on_submit(submitted("d"), 9.6)
 
 
@@ -109,7 +109,7 @@ def test_a_shortage_that_is_not_true_of_the_workers_here_refuses_nothing(roles: 
     roster = Roster(Rules())
     for name in ("worker-0", "worker-1"):
         roster.welcome(worker_report(name), 1, 0.0)
-    roster.on_roles(WorkerRoles(roles=roles, shortage="noise"), 1.0)
+    roster.roles, roster.roles_told_s = WorkerRoles(roles=roles, shortage="noise"), 1.0
     Intake(roster).on_submit(submitted("a"), 1.1)
 
 
@@ -254,18 +254,6 @@ def test_what_one_gateway_could_not_have_does_not_refuse_another() -> None:
     assert not intake.on_submit(submitted(), 0.0)[0].known
 
 
-def test_a_cancel_may_overtake_its_submission() -> None:
-    world = small_world(workers=1)
-    world.run_for(0.5)
-    core = world.core
-    core.on_cancel(cancelling(ref("a")), world.now_s)
-    request = world.ask_for("a", 4, 5, 5)
-    world.run_for(1.0)
-    assert request.tokens == [] and core.queued == core.running == 0
-    world.hand_over(request)
-    world.until(lambda: request.over, limit_s=2.0)
-
-
 def test_a_cancel_frees_the_blocks_within_a_step() -> None:
     world = small_world(workers=1, step_s=0.02)
     request = world.ask_for("a", prompt_tokens=4, answer_tokens=40, max_tokens=40)
@@ -297,9 +285,9 @@ def _busy(wait_s: float = 60.0) -> Roster:
     roster.unready.clear()
     intake = Intake(roster)
     number = 0
-    while roster.backlog.longest_wait_s() < wait_s:
+    while roster.backlog.queue.foreseen.longest_s() < wait_s:
         intake.roster.add(Sequence.from_spec(submitted(f"w{number}", prompt_tokens=150), 0.0))
-        roster.on_tick(0.0)
+        roster.backlog.queue.foreseen.on_tick(0.0, 1)
         number += 1
     return roster
 
@@ -324,9 +312,3 @@ def test_what_was_taken_once_is_never_refused_for_a_wait() -> None:
         submitted("w0"),
     ):
         intake.on_submit(spec_, 0.0)
-
-
-def test_without_a_bound_nobody_is_refused_for_a_wait() -> None:
-    roster = _busy()
-    roster.rules = Rules()
-    Intake(roster).on_submit(submitted("new"), 0.0)

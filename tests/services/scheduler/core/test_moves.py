@@ -9,14 +9,13 @@ import msgspec
 import pytest
 
 from services.scheduler.core.effects import PublishPrepared
-from services.scheduler.core.moves import Move, MoveStage, pull_of, rehearsal_of
+from services.scheduler.core.moves import Move
 from services.scheduler.core.rules import MoveRules, Rules
 from services.scheduler.core.sequence import Phase
 from shared.errors import InvalidRequest
 from shared.messages.moves import BlocksPulled, MoveMode, SequenceMove
-from shared.messages.sequence import unpack_tokens
 from tests.services.scheduler.world import SMALL, small_world
-from tests.shared.messages.builders import ref, spec
+from tests.shared.messages.builders import ref
 from tests.stack.actors import Request
 from tests.stack.world import World
 
@@ -253,15 +252,6 @@ def test_refusals_say_why() -> None:
     finish(world)
 
 
-def test_all_is_told_of_in_the_description() -> None:
-    world, (request,) = world_with()
-    move(world, request)
-    assert world.core.describe()["moving"] == 1
-    until_over(world)
-    assert world.core.describe()["moved"] == 1
-    finish(world)
-
-
 def test_a_worker_with_other_weights_is_no_target() -> None:
     world, (request,) = world_with()
     world.start_worker("worker-9", weights="other")
@@ -273,23 +263,10 @@ def test_a_worker_with_other_weights_is_no_target() -> None:
 
 
 REF = ref()
-SPEC = spec(REF, [1, 2, 3], max_tokens=9, cache_salt=b"salt")
 
 
 def begun_move() -> Move:
     return Move(REF, "a", "b", MoveMode.KV, began_s=1.0, deadline_s=9.0)
-
-
-def test_the_newest_token_is_not_fetched_because_it_has_no_kv() -> None:
-    order = pull_of(begun_move(), SPEC, (4, 5), 7, 3.0)
-    assert unpack_tokens(order.tokens) == [1, 2, 3, 4]
-    assert (order.source, order.source_incarnation, order.cache_salt) == ("a", 7, b"salt")
-
-
-def test_a_rehearsal_has_all_tokens_as_its_prompt_and_no_reader() -> None:
-    made = rehearsal_of(begun_move(), SPEC, (4, 5), 7, 3)
-    assert unpack_tokens(made.prompt) == [1, 2, 3, 4, 5] and made.rehearsal
-    assert made.ref.request_id == "r~7.3" and made.sampling.max_tokens == 1
 
 
 def test_a_fetch_that_brings_nothing_is_no_step_ahead() -> None:
@@ -301,10 +278,3 @@ def test_a_fetch_that_brings_nothing_is_no_step_ahead() -> None:
     assert (one.mode, one.rounds, one.rehearsed_tokens) == (MoveMode.TOKENS, 0, 0)
     said = one.over("", 3.0)
     assert (said.fallback, said.moved_bytes, said.mode) == ("gone", 100, MoveMode.TOKENS)
-
-
-def test_times_are_split_at_the_switch() -> None:
-    one = begun_move()
-    assert (one.over("late", 4.0).prepare_s, one.over("late", 4.0).switch_s) == (3.0, 0.0)
-    one.stage, one.prepared_s = MoveStage.SWITCHING, 3.0
-    assert (one.over("", 4.0).prepare_s, one.over("", 4.0).switch_s) == (2.0, 1.0)

@@ -108,9 +108,8 @@ def test_a_skip_for_lack_of_blocks_is_told_from_others(reason: SkipReason) -> No
 
 
 def test_long_decodes_can_be_cut_and_nothing_else() -> None:
-    assert outstanding(DECODES).can_cut
-    assert not outstanding(DECODES, PREFILL).can_cut
-    assert not outstanding(PlannedBatch(steps=2, decodes=DECODES.decodes)).can_cut
+    assert outstanding(DECODES).is_pliable
+    assert not outstanding(DECODES, PREFILL).is_pliable
 
 
 def test_a_cut_is_resolved_by_the_reports_about_the_plans_before_it() -> None:

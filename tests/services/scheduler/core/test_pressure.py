@@ -2,13 +2,19 @@
 
 from dataclasses import replace
 
+import msgspec
+import pytest
+
 from services.scheduler.core.core import WANT_INTERVAL_S
 from services.scheduler.core.effects import NoteRelief, WantKvAtWorker
 from services.scheduler.core.moves import Moves
 from services.scheduler.core.pressure import PressureWatch
 from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import ReliefRules, Rules
+from services.scheduler.core.worker_pipeline import Preempting
+from services.scheduler.policy.contract import PlannedPreemption
 from services.scheduler.policy.relief import Rung
+from shared.messages.plans import PreemptMode
 from tests.services.scheduler.world import SMALL, small_world
 from tests.shared.messages.builders import worker_report
 from tests.stack.actors import Request, WorkerProcess
@@ -67,13 +73,6 @@ def test_switched_off_altogether_nothing_is_decided() -> None:
         measured(worker)
     finish(world)
     assert not world.lines(NoteRelief.__name__)
-
-
-def test_what_nobody_has_measured_is_not_counted_on() -> None:
-    world, _ = crowded(ON)
-    finish(world)
-    assert world.moved == []
-    assert world.core.describe().get("relief_migrate") is None
 
 
 def crowded_and(lendable: int | None, growable: int, **also: float) -> World:
@@ -153,3 +152,52 @@ def test_who_is_preempted_goes_to_the_host_where_that_is_faster() -> None:
         counts = decided(world)
         assert counts[f"preempted_{mode}"] == preemptions(world) > 0, counts
         assert any("out and in again" in line for line in world.lines(NoteRelief.__name__))
+
+
+REPORT = worker_report(
+    free_blocks=0, prefill_tokens_per_s=1000.0, decode_step_s=0.01, host_block_s=0.001, swap_room_blocks=10
+)
+VICTIM = PlannedPreemption(("r", 0), held_blocks=6, computed_tokens=90)
+
+
+def test_the_cheaper_way_is_taken_and_its_costs_are_told() -> None:
+    mode, relief = Preempting().decide(REPORT, VICTIM, ON)
+    assert mode is PreemptMode.SWAP and relief is not None
+    assert {offer.rung: round(offer.cost_s, 3) for offer in relief.offers} == {
+        Rung.SWAP: 0.012,
+        Rung.RECOMPUTE: 0.09,
+    }
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"host_block_s": 0.0},
+        {"host_block_s": 0.02},
+        {"prefill_tokens_per_s": 20_000.0},
+        {"block_tokens": 100},
+    ],
+)
+def test_what_is_slower_or_was_never_measured_is_not(changed: dict[str, float]) -> None:
+    assert (
+        Preempting().decide(msgspec.structs.replace(REPORT, **changed), VICTIM, ON)[0]
+        is PreemptMode.RECOMPUTE
+    )
+
+
+def test_each_rung_can_be_switched_off_and_the_ladder_as_a_whole() -> None:
+    off = ReliefRules(enabled=True, switched_off=frozenset({Rung.SWAP}))
+    assert Preempting().decide(REPORT, VICTIM, off)[0] is PreemptMode.RECOMPUTE
+    slow = msgspec.structs.replace(REPORT, host_block_s=1.0)
+    off = ReliefRules(enabled=True, switched_off=frozenset({Rung.RECOMPUTE}))
+    assert Preempting().decide(slow, VICTIM, off)[0] is PreemptMode.SWAP
+    assert Preempting().decide(REPORT, VICTIM, ReliefRules()) == (PreemptMode.RECOMPUTE, None)
+
+
+def test_the_host_is_not_promised_twice_between_two_heartbeats() -> None:
+    preempting = Preempting()
+    modes = [preempting.decide(REPORT, VICTIM, ON)[0] for _ in range(2)]
+    assert modes == [PreemptMode.SWAP, PreemptMode.RECOMPUTE]
+    preempting.swapped_blocks = 0  # a heartbeat
+    assert preempting.decide(REPORT, VICTIM, ON)[0] is PreemptMode.SWAP
+    assert preempting.counts == {PreemptMode.SWAP: 2, PreemptMode.RECOMPUTE: 1}

@@ -1,25 +1,24 @@
-"""The roster: sequences come, move and go in one place.
-
-Who may borrow: the oldest always, younger ones only beside it.
-"""
+"""The roster: sequences come, move and go in one place; their phases; who may borrow."""
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.scheduler.core.effects import CancelAtWorker, SequenceLeft, WantKvAtWorker
 from services.scheduler.core.guarded_policy import GuardedPolicy
-from services.scheduler.core.long_waits import Claim, is_deprived, wanted, who_may_borrow
+from services.scheduler.core.long_waits import Claim, wanted, who_may_borrow
 from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import Rules
-from services.scheduler.core.sequence import Phase
+from services.scheduler.core.sequence import OVER, TRANSITIONS, Phase, Sequence
 from services.scheduler.core.worker_pipeline import WorkerPipeline
 from services.scheduler.policy.contract import WorkerShape
 from services.scheduler.policy.first_come import VllmPolicy
+from shared.errors import InternalError
 from shared.messages.reports import Capacity
 from shared.messages.sequence import FinishReason
 from tests.services.scheduler.core.builders import sequence
-from tests.shared.messages.builders import ref, worker_report
+from tests.shared.messages.builders import ref, spec, worker_report
 
 
 def roster_with_pipeline() -> tuple[Roster, WorkerPipeline]:
@@ -71,15 +70,6 @@ def test_what_leaves_says_how_long_it_waited_and_lived() -> None:
     assert roster.sequences == {}
 
 
-def test_memories_fade() -> None:
-    roster, _ = roster_with_pipeline()
-    roster.lost_workers.put("worker-9", 1, 0.0)
-    roster.tombstones.put("gateway-0", ref("a"), 0.0)
-    assert roster.closed_workers() == ("worker-9",)
-    roster.expire(100.0)
-    assert roster.closed_workers() == () and len(roster.tombstones) == 0
-
-
 def test_a_worker_is_told_of_what_its_own_kv_cannot_hold() -> None:
     roster, pipeline = roster_with_pipeline()
     short, long = sequence("short"), sequence("long")
@@ -106,27 +96,22 @@ def claim(age: int, worker: int, blocks: int) -> Claim:
     return Claim((0, float(age), (f"r{age}", 0)), f"w{worker}", blocks)
 
 
-def test_of_two_that_do_not_fit_together_the_older_goes_first() -> None:
-    older, younger = claim(1, 1, 15), claim(2, 0, 15)
-    assert who_may_borrow([younger, older], capacities(2)) == [older]
-    assert who_may_borrow([younger], capacities(2)) == [younger]
-
-
 def test_those_that_fit_beside_each_other_go_together() -> None:
     both = [claim(1, 0, 17), claim(2, 1, 17)]
     assert who_may_borrow(both, capacities(4)) == both
     assert who_may_borrow(both, capacities(3)) == both[:1], "14 blocks missing, one lender of 8"
 
 
-def test_one_worker_gathers_for_the_longest_of_its_own() -> None:
-    mine = [claim(1, 0, 12), claim(2, 0, 16)]
-    assert who_may_borrow(mine, capacities(2)) == [mine[1]]
-
-
-def test_blocks_that_are_borrowed_or_lent_are_not_a_workers_own() -> None:
-    assert not is_deprived(10, Capacity(total_blocks=10, free_blocks=0))
-    assert is_deprived(10, Capacity(total_blocks=14, free_blocks=0, borrowed_blocks=5))
-    assert is_deprived(10, Capacity(total_blocks=9, free_blocks=0, lent_blocks=1))
+@pytest.mark.parametrize(
+    ("fields", "own_blocks"),
+    [({"total_blocks": 14, "borrowed_blocks": 5}, 9), ({"total_blocks": 9, "doomed_blocks": 2}, 7)],
+)
+def test_blocks_that_are_borrowed_or_about_to_go_are_not_a_workers_own(
+    fields: dict[str, int], own_blocks: int
+) -> None:
+    capacity = msgspec.structs.replace(worker_report().capacity, **fields)
+    report = msgspec.structs.replace(worker_report(), capacity=capacity)
+    assert Roster(Rules()).welcome(report, 1, 0.0).own_blocks == own_blocks
 
 
 @given(workers, st.lists(st.tuples(st.integers(0, 5), st.integers(1, 50)), min_size=1, max_size=12))
@@ -139,3 +124,34 @@ def test_the_oldest_is_served_and_others_leave_it_enough(count: int, asked: list
     if chosen != claims[:1]:
         missing = sum(max(0, one.blocks - OWN) for one in chosen)
         assert missing <= MOST_LENT * (count - len(chosen))
+
+
+def resumed() -> Sequence:
+    told = spec(ref("a", 3, 2), [7] * 4, generated=[1, 2], max_tokens=20, waited_s=1.5, deadline_in_s=2.0)
+    return Sequence.from_spec(told, 10.0)
+
+
+def test_a_submitted_sequence_keeps_its_place_in_time() -> None:
+    task = resumed().task()
+    assert (task.arrival_s, task.deadline_s) == (8.5, 12.0)
+    assert (task.prompt_tokens, task.generated_tokens, task.max_tokens) == (4, 2, 20)
+    assert task.limit_tokens == 23 and resumed().limit_tokens == 24
+
+
+def test_only_listed_transitions_are_legal() -> None:
+    for old in Phase:
+        for new in Phase:
+            item = resumed()
+            item.phase = old
+            if old is new or (old, new) in TRANSITIONS:
+                item.move_to(new)
+                assert item.phase is new
+            else:
+                with pytest.raises(InternalError):
+                    item.move_to(new)
+
+
+def test_what_is_over_stays_over_and_everything_else_can_end() -> None:
+    assert not any(old in OVER for old, _ in TRANSITIONS)
+    for phase in set(Phase) - OVER:
+        assert {new for old, new in TRANSITIONS if old is phase} >= OVER

@@ -179,7 +179,7 @@ class Fleet:
             pipelines[name] = SimpleNamespace(worker_id=name, sync=Sync.IN_STEP, report=report)
         by_key = {one.key: one for one in running}
         roster: Any = SimpleNamespace(pipelines=pipelines, sequences=by_key, find=lambda ref: by_key[ref.key])
-        moves: Any = SimpleNamespace(is_moving=lambda key: False)
+        moves: Any = SimpleNamespace(by_key={})
         self.shadowing = Shadowing(roster, moves, ShadowRules(from_s=0.1))
 
     def tick(self) -> list[AskPull]:

@@ -35,8 +35,8 @@ def test_short_steps_have_more_of_them_ahead() -> None:
     core = world.core
     pipeline = core._roster.pipelines["worker-0"]
     for step_s, ahead in ((0.0, 2), (0.014, 2), (0.003, 3), (0.0014, 6), (0.0001, 8)):
-        pipeline.report = msgspec.structs.replace(pipeline.report, decode_step_s=step_s)
-        assert pipeline._most_steps_ahead() == ahead
+        pipeline.take_report(msgspec.structs.replace(pipeline.report, decode_step_s=step_s))
+        assert pipeline.most_steps_ahead == ahead
 
 
 def test_an_arrival_cuts_a_long_plan_short() -> None:

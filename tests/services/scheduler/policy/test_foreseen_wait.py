@@ -133,14 +133,6 @@ def test_under_overload_the_wait_foreseen_is_the_wait_that_comes(workers: int, f
     assert errors[len(errors) // 2] < 0.1 and errors[-1] < 0.35
 
 
-def test_a_fleet_that_is_not_full_teaches_nothing() -> None:
-    rate = DrainRate()
-    for tick in range(1000):
-        rate.end(0.001)
-        rate.on_tick(tick * 0.02, 1, is_waited=tick % 40 < 20)
-    assert rate.per_worker == 1.0
-
-
 def test_a_stall_is_forgotten_while_nobody_waits() -> None:
     """It refused for ever after: a rate was kept until workers were full again, and ended something."""
     rate, now_s = DrainRate(), 0.0
@@ -167,9 +159,7 @@ def test_a_stall_is_forgotten_while_nobody_waits() -> None:
         st.tuples(st.floats(0.0, 1e4), st.floats(0.0, 1e3), st.integers(0, 64), st.booleans()), max_size=60
     )
 )
-def test_a_rate_is_positive_and_finite_whatever_happens(
-    steps: list[tuple[float, float, int, bool]],
-) -> None:
+def test_a_rate_is_positive_and_finite_whatever_happens(steps: list[tuple[float, float, int, bool]]) -> None:
     rate, now_s = DrainRate(), 0.0
     for passed_s, work_s, workers, is_waited in steps:
         now_s += passed_s

@@ -13,14 +13,12 @@ from services.scheduler.policy.contract import (
     WorkerShape,
     priority_in,
 )
-from services.scheduler.policy.first_come import VllmPolicy
 from services.scheduler.policy.kvasir import KvasirPolicy
-from services.scheduler.policy.research.ecoserve.planner import EcoServeProfile
+from services.scheduler.policy.research.ecoserve.profile import EcoServeProfile
 from services.scheduler.policy.waiting_queue import PassingBudget
 from shared.messages.sequence import ServiceClass
 from tests.services.scheduler.policy.batch_rig import (
     BLOCK_TOKENS,
-    BatchRig,
     Jobs,
     guesses_of,
     in_turn,
@@ -64,13 +62,6 @@ def test_the_least_remaining_work_goes_first_prefill_included() -> None:
     assert order == ["short", "long", "wordy"]
 
 
-def test_what_is_late_anyway_lets_others_pass() -> None:
-    policy = policy_with(ONE_AT_A_TIME)
-    policy.on_measured(1000.0, 0.01, 0.0)
-    arriving(policy, ("late", 10, 50, 0.1), ("timely", 10, 90, 99.0))
-    assert starts(policy.plan(0.0)) == ["timely"]
-
-
 def test_a_request_starts_where_as_predicted_there_will_be_enough_until_its_end() -> None:
     bench = rig(KvasirPolicy, PolicySettings(max_steps=1), blocks=60, lag=0)
     bench.predict = truth
@@ -99,27 +90,6 @@ def test_when_blocks_run_out_the_one_with_the_most_left_gives_up_its_own() -> No
     bench.finish()
     assert any(batch.preemptions for batch in bench.batches)
     assert any(batch.questions for batch in bench.batches)
-
-
-def test_it_finishes_more_in_time_than_first_come_first_served() -> None:
-    """One long answer arrives first, short ones after it, in memory for two or three."""
-
-    def mean_wait(bench: BatchRig) -> float:
-        bench.predict = truth
-        bench.arrive("long", 40, 100, 100)
-        bench.arrive("long too", 40, 100, 100)
-        for number in range(10):
-            bench.arrive(f"short {number}", 8, 6, 100)
-        waits = []
-        while bench.unfinished:
-            before = len(bench.unfinished)
-            bench.turn()
-            waits += [bench.now_s] * (before - len(bench.unfinished))
-        return sum(waits) / len(waits)
-
-    mine = mean_wait(rig(KvasirPolicy, PolicySettings(max_batch_sequences=2), blocks=70))
-    theirs = mean_wait(rig(VllmPolicy, PolicySettings(max_batch_sequences=2), blocks=70))
-    assert mine < 0.7 * theirs
 
 
 def starved() -> bool:
@@ -242,13 +212,6 @@ def test_short_steps_are_planned_ahead_while_nobody_else_fits() -> None:
     policy = crowded(step_s=0.005)
     assert [planned_steps(policy) for _ in range(30)] == [4] * 29 + [2], "not beyond a predicted end"
     assert planned_steps(crowded(step_s=0.03)) == 1, "long ones are not: an end may come any time"
-
-
-def test_one_that_fits_starts_with_the_next_plan_all_the_same() -> None:
-    policy = crowded(step_s=0.005)
-    policy.plan(0.0)
-    arriving(policy, ("c", 4, 4, 99.0))
-    assert starts(policy.plan(0.0)) == ["c"]
 
 
 def test_adopted_ones_resume_before_any_prompt_starts() -> None:

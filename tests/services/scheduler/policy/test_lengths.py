@@ -1,19 +1,23 @@
-"""Padded remaining lengths, what is learned about predictions, and deadlines by measured speeds.
-
-Whatever a predictor says, a rest is between one token and what the limit leaves. Systematic errors are
-learned, small ones and single ones are not, and old ones are forgotten.
-"""
+"""Remaining lengths, what is learned about predictions, and deadlines by measured speeds."""
 
 import math
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.policy.contract import Task
-from services.scheduler.policy.lengths import Calibration, LengthEstimates, WorkerSpeeds, expected_rest_tokens
+from services.scheduler.policy.contract import PolicySettings, Task, WorkerShape
+from services.scheduler.policy.kvasir import KvasirPolicy
+from services.scheduler.policy.lengths import Calibration, LengthEstimates, expected_rest_tokens
 from services.scheduler.policy.options import TwoQueueOptions
+from services.worker.core.costs import find_cost
 from shared.messages.commands import LengthPrediction
+from sim.predictors import find_predictor
+from sim.requests import SimRequest
+from sim.setup import Setup
+from sim.simulation import Simulation
+from tests.shared.messages.builders import predicted
 
 
 def quantiles(*tokens: int) -> LengthPrediction:
@@ -37,11 +41,6 @@ def test_without_a_prediction_the_default_counts() -> None:
     assert lengths.rest_tokens(None, 0, 1000) == 200
     assert lengths.rest_tokens(None, 0, 50) == 50
     assert lengths.rest_tokens(None, 400, 1000) == 100, "a quarter of what there is"
-
-
-def test_a_quantile_may_be_allocated_instead_of_the_mean() -> None:
-    lengths = LengthEstimates(TwoQueueOptions(pad=0.0, length="p90"), block_tokens=16)
-    assert lengths.rest_tokens(quantiles(100, 90, 120, 140, 160), 0, 500) == 140
 
 
 def test_beyond_the_prediction_the_quantiles_say_how_much_is_expected() -> None:
@@ -109,19 +108,98 @@ def test_the_default_becomes_what_unpredicted_answers_were() -> None:
     assert calibration.default_tokens(512) == 80 and calibration.factor == 1.0
 
 
-def test_the_first_measurement_counts_whole_later_ones_are_smoothed() -> None:
-    speeds = WorkerSpeeds()
-    speeds.on_measured(0.0, 0.0)
-    before = speeds.work_s(100, 100)
-    speeds.on_measured(1000.0, 0.010)
-    assert speeds.work_s(100, 100) == pytest.approx(1.1) and before != speeds.work_s(100, 100)
-    speeds.on_measured(0.0, 0.020)
-    assert speeds.decode_step_s == pytest.approx(0.012) and speeds.prefill_tokens_per_s == 1000.0
+PROMPT, MOST, BLOCK = 40, 600, 4
 
 
-def test_a_deadline_is_the_scale_times_the_work_unless_the_task_has_its_own() -> None:
-    speeds = WorkerSpeeds()
-    speeds.on_measured(1000.0, 0.010)
-    task = Task(("a", 0), 500, 100, 7.0)
-    assert speeds.deadline_s(task, 50, 2.0) == pytest.approx(7 + 2 * (0.5 + 0.5))
-    assert speeds.deadline_s(Task(("a", 0), 500, 100, 7.0, deadline_s=9.0), 50, 2.0) == 9.0
+def policy_of(**options: Any) -> KvasirPolicy:
+    return KvasirPolicy(WorkerShape(BLOCK, 1024), PolicySettings(**options))
+
+
+def revised(tokens: int) -> LengthPrediction:
+    told = predicted(tokens)
+    return LengthPrediction(
+        **{name: getattr(told, name) for name in told.__struct_fields__ if name != "is_calibrated"},
+        is_calibrated=True,
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    budget=st.sampled_from([16, 1024]),
+    steps=st.sampled_from([1, 8]),
+    events=st.lists(st.one_of(st.none(), st.integers(1, MOST)), min_size=1, max_size=25),
+    is_revised=st.booleans(),
+)
+def test_whenever_a_prediction_comes_the_end_is_where_it_says(
+    budget: int, steps: int, events: list[int | None], is_revised: bool
+) -> None:
+    """None: a plan; a number: a prediction, while it waits, prefills or runs. Early or late is the same."""
+    policy, key = policy_of(token_budget=budget, max_steps=steps), ("a", 0)
+    policy.on_arrival(Task(key, PROMPT, MOST, 0.0), 0.0)
+    for turn, event in enumerate(events):
+        if event is None:
+            policy.plan(0.1 * turn)
+        else:
+            policy.on_predicted(key, revised(event) if is_revised else predicted(event), 0.1 * turn)
+        policy.check_integrity()
+        job = policy._table.jobs[key]
+        if event is None or not (key in policy._running or key in policy._partial):
+            continue
+        ends = job.end_tokens - PROMPT
+        assert job.generated_tokens <= ends <= MOST
+        if event >= job.generated_tokens + BLOCK:
+            assert event - 1 <= ends <= event, "where it says: the last token's KV is never needed"
+
+
+def test_a_prediction_that_came_late_is_as_good_as_one_that_was_there() -> None:
+    """The same batches from then on, to where it is expected to end."""
+    early, late = policy_of(max_steps=1), policy_of(max_steps=1)
+    for policy, told in ((early, predicted(30)), (late, None)):
+        policy.on_arrival(Task(("a", 0), PROMPT, MOST, 0.0, prediction=told), 0.0)
+        policy.plan(0.0)
+    late.on_predicted(("a", 0), predicted(30), 0.01)
+    for policy in (early, late):
+        policy.on_arrival(Task(("b", 0), 3500, 500, 0.02, prediction=predicted(400)), 0.02)
+    for turn in range(25):
+        assert early.plan(0.1 + turn) == late.plan(0.1 + turn)
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 0.008])
+@pytest.mark.parametrize("length", [3, 6, 90])
+def test_an_oracle_needs_no_correction(length: int, ahead_s: float) -> None:
+    """It was corrected by the lengths that plans had reached beyond the end: by 2.97 on six tokens."""
+    requests = [SimRequest(index, 0.05 * index, 50, length, 1024) for index in range(200)]
+    setup = Setup(
+        "kvasir",
+        WorkerShape(32, 480),
+        PolicySettings(token_budget=1024, max_steps=16, start_tokens=1 << 30),
+        find_cost("llama2-7b-a100"),
+        find_predictor("oracle"),
+        ahead_s=ahead_s,
+    )
+    simulation = Simulation(setup, requests)
+    simulation.run()
+    policy = simulation._workers[0].policy
+    assert isinstance(policy, KvasirPolicy)
+    calibration = policy._lengths._calibration
+    assert calibration is not None
+    assert calibration._actual_tokens == pytest.approx(length)
+    assert calibration.factor == 1.0
+
+
+@given(factor=st.floats(0.3, 3.5), whole=st.integers(10, 500), share=st.floats(0, 0.9))
+def test_what_is_calibrated_already_is_taken_as_it_is(factor: float, whole: int, share: float) -> None:
+    """And teaches nothing: else the correction of the others would drift to 1."""
+    calibration = Calibration()
+    estimates = LengthEstimates(TwoQueueOptions(pad=0.0), 1, calibration)
+    for _ in range(64):
+        estimates.learn(predicted(100), max(1, round(100 * factor)))
+    before = calibration.factor
+    for _ in range(64):
+        estimates.learn(revised(100), 7)
+    assert calibration.factor == before
+    generated = int(share * whole)
+    assert estimates.rest_tokens(revised(whole), generated, 4096) == whole - generated
+    scaled = max(1, round(whole * before)) - generated
+    if scaled > 0:
+        assert estimates.rest_tokens(predicted(whole), generated, 4096) == scaled

@@ -4,12 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.policy.profile import (
-    BUCKET_TOKENS,
-    MAX_BUCKETS,
-    UsageProfile,
-    bucket_tokens,
-)
+from services.scheduler.policy.profile import BUCKET_TOKENS, MAX_BUCKETS, UsageProfile, bucket_tokens
 
 BLOCK_TOKENS = 4
 Growing = tuple[int, int, int]

@@ -11,7 +11,6 @@ from services.scheduler.policy.relief import (
     LADDER,
     TIE_SHARE,
     MemoryPressure,
-    Neighbour,
     ReliefSpeeds,
     Rung,
     Victim,
@@ -32,11 +31,11 @@ ALL = MemoryPressure(
     running=8,
     horizon_steps=100,
     speeds=SPEEDS,
-    evictable_blocks=10,
     host_tier_blocks=100,
-    reserve_blocks=4,
     growable_blocks=20,
-    neighbour=Neighbour(lendable_blocks=50, room_blocks=60, is_linked=True),
+    lendable_blocks=50,
+    room_blocks=60,
+    is_linked=True,
     victim=Victim(blocks=40, tokens=640, remaining_tokens=100),
     frees_within_steps=30,
     frees_blocks=12,
@@ -46,11 +45,6 @@ ALL = MemoryPressure(
 def chosen(pressure: MemoryPressure, *off: Rung) -> Rung | None:
     relief = next_relief(pressure, frozenset(off))
     return None if relief.chosen is None else relief.chosen.rung
-
-
-def test_what_costs_nothing_goes_first_and_in_the_ladders_order() -> None:
-    assert chosen(ALL) is Rung.EVICT
-    assert chosen(ALL, Rung.EVICT) is Rung.RESERVE
 
 
 def test_each_rung_is_taken_when_the_cheaper_ones_are_switched_off() -> None:
@@ -70,8 +64,8 @@ def test_a_rung_that_is_switched_off_is_not_even_weighed(rung: Rung) -> None:
 
 
 def test_measured_costs_decide_not_the_order() -> None:
-    hot = replace(ALL, evictable_hits_per_s=5.0, reserve_blocks=0, speeds=replace(SPEEDS, stall_s=0.0))
-    assert chosen(hot) is Rung.EXPAND, "no stall: the layers cost nothing, the prefixes would be missed"
+    hot = replace(ALL, speeds=replace(SPEEDS, stall_s=0.0))
+    assert chosen(hot) is Rung.EXPAND, "no stall: the layers cost nothing"
     stalling = replace(hot, speeds=replace(SPEEDS, stall_s=0.05))
     assert chosen(stalling) is not Rung.EXPAND
 
@@ -80,7 +74,7 @@ def test_a_slow_link_makes_it_move_by_tokens_and_no_link_rules_borrowing_out() -
     slow = replace(ALL, speeds=replace(SPEEDS, link_blocks_per_s=1))
     (offer,) = [o for o in next_relief(slow).offers if o.rung is Rung.MIGRATE]
     assert offer.reason == "by tokens"
-    alone = replace(ALL, neighbour=replace(ALL.neighbour, is_linked=False))
+    alone = replace(ALL, is_linked=False)
     assert Rung.BORROW not in {o.rung for o in next_relief(alone).offers}
 
 
@@ -96,20 +90,17 @@ def test_blocks_beyond_the_need_are_worth_nothing() -> None:
 def test_nothing_left_means_wait_and_the_log_says_what_was_weighed() -> None:
     bare = MemoryPressure(needed_blocks=1, block_tokens=16, running=1, horizon_steps=1, speeds=SPEEDS)
     assert next_relief(bare).chosen is None and next_relief(bare).reason == "wait of nothing"
-    assert next_relief(ALL).reason.startswith("evict of evict 4 blocks for 0 ms (nobody asks for them), ")
+    assert next_relief(ALL).reason.startswith("borrow of expand 20 blocks for 400 ms (0.5 ms a step), ")
     with pytest.raises(ValueError, match="nobody needs"):
         next_relief(replace(bare, needed_blocks=0))
 
 
 def test_what_was_never_measured_is_not_counted_on() -> None:
-    unknown = replace(ALL, speeds=ReliefSpeeds(), evictable_blocks=0, reserve_blocks=0, growable_blocks=0)
+    unknown = replace(ALL, speeds=ReliefSpeeds(), growable_blocks=0)
     assert next_relief(unknown).offers == ()
 
 
-speeds = st.builds(
-    ReliefSpeeds,
-    *[st.sampled_from([0.0, 1e-4, 0.01, 1.0, 500.0, 1e5])] * 6,
-)
+speeds = st.builds(ReliefSpeeds, *[st.sampled_from([0.0, 1e-4, 0.01, 1.0, 500.0, 1e5])] * 6)
 counts = st.integers(0, 100)
 pressures = st.builds(
     MemoryPressure,
@@ -118,12 +109,11 @@ pressures = st.builds(
     running=counts,
     horizon_steps=counts,
     speeds=speeds,
-    evictable_blocks=counts,
-    evictable_hits_per_s=st.sampled_from([0.0, 0.1, 10.0]),
     host_tier_blocks=counts,
-    reserve_blocks=counts,
     growable_blocks=counts,
-    neighbour=st.builds(Neighbour, counts, counts, st.booleans()),
+    lendable_blocks=counts,
+    room_blocks=counts,
+    is_linked=st.booleans(),
     victim=st.none() | st.builds(Victim, st.integers(1, 100), st.integers(1, 2000), counts),
     frees_within_steps=st.none() | counts,
     frees_blocks=counts,

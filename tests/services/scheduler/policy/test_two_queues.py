@@ -18,12 +18,8 @@ from services.scheduler.policy.contract import (
     WorkerShape,
 )
 from services.scheduler.policy.kvasir import KvasirPolicy
-from services.scheduler.policy.research.ecoserve.planner import (
-    EcoServe,
-    EcoServeD,
-    EcoServeProfile,
-    EcoServeSDO,
-)
+from services.scheduler.policy.research.ecoserve.planner import EcoServe, EcoServeD, EcoServeSDO
+from services.scheduler.policy.research.ecoserve.profile import EcoServeProfile
 from services.scheduler.policy.two_queues import TwoQueuePolicy
 from tests.services.scheduler.policy.batch_rig import (
     BLOCK_TOKENS,

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from services.scheduler.policy.batch_builder import Job
 from services.scheduler.policy.contract import Task
 from services.scheduler.policy.options import TwoQueueOptions
-from services.scheduler.policy.waiting_queue import AgingTurns, WaitingQueue
+from services.scheduler.policy.research.ecoserve.planner import AgingTurns
+from services.scheduler.policy.waiting_queue import WaitingQueue
 
 EDGES_S = (0.2, 0.5, 2.0)
 
@@ -21,31 +22,6 @@ def job_of(number: int, due_s: float = float("inf"), size: int = 0, priority: in
 
 def rank(job: Job) -> tuple[Any, ...]:
     return (-job.task.prompt_tokens, *job.task.order)
-
-
-def test_overdue_ones_are_found_oldest_first() -> None:
-    queue = WaitingQueue(rank, EDGES_S, aging_s=5.0)
-    old, young = job_of(1, 2.0), job_of(2, 1.0)
-    for job in (young, old, job_of(3, 100.0)):
-        queue.add(job, 0.0)
-    queue.advance(5.9)
-    assert queue.oldest_overdue() is None
-    queue.advance(6.1)
-    assert queue.oldest_overdue() is young
-    queue.advance(7.1)
-    assert queue.oldest_overdue() is old
-    queue.remove(old)
-    assert queue.oldest_overdue() is young
-    queue.check_integrity()
-
-
-def test_a_queue_without_classes_is_first_come_first_served() -> None:
-    queue = WaitingQueue(lambda job: job.task.order)
-    for number in (3, 1, 2):
-        queue.add(job_of(number, 1.0), 0.0)
-    queue.advance(1e9)
-    assert [job.task.key[0] for job in queue] == ["r1", "r2", "r3"]
-    assert queue.oldest_overdue() is None
 
 
 steps_of = st.lists(
@@ -116,17 +92,6 @@ def test_the_aged_get_their_share_and_no_more(share: float, expected: int) -> No
         else:
             turns.count()
     assert taken == pytest.approx(expected, abs=2)
-
-
-def test_nobody_saves_up_turns() -> None:
-    turns = AgingTurns(TwoQueueOptions(aging_share=0.25))
-    for _ in range(1000):
-        turns.count()
-    taken = 0
-    while turns.is_due():
-        turns.take()
-        taken += 1
-    assert taken <= 2
 
 
 def test_after_four_times_the_age_nobody_may_pass() -> None:

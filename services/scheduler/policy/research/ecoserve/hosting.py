@@ -1,19 +1,12 @@
 """KVC pipelining: lends the last blocks of running jobs to others that end before those are needed.
 
-A host's new blocks are those beyond what it holds at its start. Their right half is a slot, the left half's
-second quarter another, and so on. The same holds inside each guest (Russian dolls), to level 3: one, two and
-four slots. A slot takes a guest that ends before its host fills everything left of it. A buffer of β of the
-host's length, halved as often, is subtracted. Positions are only accounting: with paged blocks any free block
-serves.
+The right half of a host's new blocks is a slot, the left half's second quarter another, and so on, also
+inside each guest, to level 3. Positions are only accounting. Source: papers/003 §3.4; algorithms.md §1.
 
     A host holds 3 blocks and starts with 16 more → slots [5, 7) level 3, [7, 11) level 2, [11, 19) level 1.
     β = 0.15, 4 tokens a block: one in [11, 19) must end within (11 − 3)·4 − ceil(0.15·64 / 2) = 27 tokens,
-    that is 6 whole blocks. Once the host has filled block 10, a guest that is still there is in its way.
-
-A guest in the way gets a reserve block for each block its host takes. Without one it is preempted, and its
-own guests move into its place. While a complete guest's end is unconfirmed, the host skips a step.
-
-Source: papers/003 §3.4; the number of slots, their limits and early ends: algorithms.md §1.
+    that is 6 whole blocks. Once the host has filled block 10, a guest that is still there is in its way: it
+    gets a reserve block for each block its host takes, or it is preempted and its guests move up.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,7 +14,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import islice
 from math import ceil
-from typing import Any
+from operator import attrgetter
 
 from services.scheduler.policy.batch_builder import Job, JobStage, JobTable
 from services.scheduler.policy.waiting_queue import Line
@@ -34,8 +27,7 @@ _CANDIDATES = 8
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Blocks [start, end) of a host, counted like its held blocks; a guest may use them until the host gets
-    there."""
+    """Blocks [start, end) of a host that a guest may use until the host gets there."""
 
     start: int
     end: int
@@ -69,8 +61,7 @@ def open_slots(host: Lodging) -> None:
 
 
 def limit_tokens(host: Lodging, slot: Slot, buffer: float, block_tokens: int) -> int:
-    """Return the longest guest for a slot, in tokens of whole blocks: the host's distance to it minus the
-    buffer b_k = ceil(β·l / 2^k)."""
+    """Return the longest guest for a slot, in tokens of whole blocks, with the paper's buffer b_k."""
     halvings = max(1, slot.level - host.level)
     margin = ceil(buffer * host.new_blocks * block_tokens / (1 << halvings))
     left = slot.start * block_tokens - host.job.computed_tokens - margin
@@ -83,24 +74,9 @@ def lodge(host: Lodging, slot: Slot, guest: Lodging, blocks: int) -> None:
     slot.guest, guest.host, guest.level, guest.job.hosted_blocks = guest, host, slot.level, blocks
 
 
-def stand_alone(guest: Lodging) -> None:
-    """End the guest's lodging; the caller makes the lent blocks its own."""
-    guest.host, guest.level, guest.job.hosted_blocks = None, 0, 0
-
-
-def free_guests(host: Lodging) -> list[Lodging]:
-    """Release and return the guests of an unhosted host that no longer grows."""
-    guests = [slot.guest for slot in host.slots if slot.guest is not None]
-    host.slots = []
-    return guests
-
-
 def move_out(leaving: Lodging) -> list[tuple[Lodging, int]]:
     """End the lodging of `leaving`; its guests move up into its place, and the rest becomes free slots.
-
-    Returns guests with the number of blocks that the new host has already grown into. The leaving job's
-    blocks must replace them.
-    """
+    Return guests with the number of blocks that the new host took; the leaving job's replace them."""
     host, own_blocks = leaving.host, leaving.job.own_blocks
     assert host is not None
     slot = next(slot for slot in host.slots if slot.guest is leaving)
@@ -124,13 +100,8 @@ def move_out(leaving: Lodging) -> list[tuple[Lodging, int]]:
     opened = [Slot(slot.start, end, slot.level)] if slot.start < end else []
     at = host.slots.index(slot)
     host.slots[at : at + 1] = opened + moved
-    leaving.slots = []
-    stand_alone(leaving)
+    leaving.slots, leaving.host, leaving.level, leaving.job.hosted_blocks = [], None, 0, 0
     return owed
-
-
-def _rest_rank(job: Job) -> tuple[Any, ...]:
-    return (job.rest_tokens, job.task.order)
 
 
 class Hosting:
@@ -141,33 +112,16 @@ class Hosting:
         self._buffer = buffer
         self.lodgings: dict[SequenceKey, Lodging] = {}
         """All jobs that have opened slots or lodged."""
-        self._by_rest: Line[Job] = Line(_rest_rank)
+        self.by_rest: Line[Job] = Line(attrgetter("rest_tokens", "task.order"))
         """Ready jobs that are not guests."""
 
-    def _of(self, job: Job) -> Lodging:
+    def lodging_of(self, job: Job) -> Lodging:
         """Return the job's lodging, created if needed."""
         return self.lodgings.setdefault(job.task.key, Lodging(job))
 
     def is_guest(self, job: Job) -> bool:
         lodging = self.lodgings.get(job.task.key)
         return lodging is not None and lodging.host is not None
-
-    def note_ready(self, job: Job) -> None:
-        """Allow the ready job to lodge."""
-        if not self.is_guest(job):
-            self._by_rest.add(job)
-
-    def note_taken(self, job: Job) -> None:
-        """Remove a job from the candidates, if present."""
-        self._by_rest.discard(job)
-
-    def open_slots(self, job: Job) -> None:
-        """Open slots in the job's new blocks."""
-        open_slots(self._of(job))
-
-    def forget(self, job: Job) -> None:
-        """Remove an ended job without ties."""
-        self.lodgings.pop(job.task.key, None)
 
     def clear(self) -> None:
         """End all lending; the caller settles own blocks."""
@@ -181,8 +135,6 @@ class Hosting:
         slots = lodging.slots if lodging is not None else []
         return min([job.reserved_blocks, *(slot.start for slot in slots if slot.guest is not None)])
 
-    # Lodging
-
     def fill(
         self,
         running: dict[SequenceKey, Job],
@@ -190,24 +142,21 @@ class Hosting:
         blocks_of: Callable[[Job], int],
         start: Callable[[Job], None],
     ) -> None:
-        """Lodge ready jobs, largest slot limit first, until none fits.
-
-        `blocks_of`: a job's total need. `start`: called with each new guest, which runs from now on.
-        """
+        """Lodge ready jobs in the largest slots, until none fits. `start` is called with each guest."""
         slots: list[tuple[int, int, Lodging, Slot]] = []
-        if not len(self._by_rest) or len(running) >= most_running:
+        if not len(self.by_rest) or len(running) >= most_running:
             return
         for job in running.values():
-            self._offer(slots, self._of(job), len(slots))
+            self._offer(slots, self.lodging_of(job), len(slots))
         heapify(slots)
         while slots and len(running) < most_running:
             negative_limit, _, host, slot = heappop(slots)
-            shortest = self._by_rest.first()
+            shortest = self.by_rest.first()
             if shortest is None or shortest.rest_tokens > -negative_limit:
                 return
             guest = self._recipient(-negative_limit, blocks_of)
             if guest is not None:
-                lodging = self._of(guest)
+                lodging = self.lodging_of(guest)
                 lodge(host, slot, lodging, blocks_of(guest) - guest.own_blocks)
                 start(guest)
                 open_slots(lodging)
@@ -229,17 +178,14 @@ class Hosting:
         """Return the job with the loosest deadline among the longest below the limit."""
         blocks = limit // self._table.block_tokens
         best: Job | None = None
-        for job in islice(self._by_rest.downwards_from((limit + 1,)), _CANDIDATES):
+        for job in islice(self.by_rest.irange_key(max_key=(limit + 1,), reverse=True), _CANDIDATES):
             fits = 0 < blocks_of(job) - job.own_blocks <= blocks
             if fits and (best is None or job.slack_class > best.slack_class):
                 best = job
         return best
 
-    # Hosts that reach their guests
-
     def vacate(self, job: Job, blocks: int, evict: Callable[[Job], None]) -> bool:
-        """Return whether the host has its first `blocks` blocks to itself. A guest in the way gets a reserve
-        block each or is evicted; wait (False) for a complete one."""
+        """Return whether the host's first `blocks` blocks are its own; guests get a reserve block or go."""
         host = self.lodgings.get(job.task.key)
         while host is not None and host.slots and host.slots[0].start < blocks:
             slot = host.slots[0]
@@ -261,8 +207,6 @@ class Hosting:
         if guest.host is None:
             host.slots.remove(slot)
 
-    # Separation
-
     def leave_host(self, job: Job) -> None:
         """End a guest's lodging. Its own guests move up and own what can no longer be lent."""
         if self.is_guest(job):
@@ -270,34 +214,35 @@ class Hosting:
                 self._give_own(guest, blocks)
 
     def give_back_unused(self, job: Job) -> None:
-        """Drop a host's unused reservation; its guests own their blocks now. A hosted host keeps its guests
-        until its own host takes them over."""
-        if not self.is_guest(job):
-            self._table.set_own(job, job.held_blocks)
-            lodging = self.lodgings.get(job.task.key)
-            for guest in free_guests(lodging) if lodging is not None else ():
-                self._give_own(guest, guest.job.hosted_blocks)
+        """Drop an unhosted job's unused reservation; its guests own their blocks now."""
+        if self.is_guest(job):
+            return
+        self._table.set_own(job, job.held_blocks)
+        lodging = self.lodgings.get(job.task.key, Lodging(job))
+        slots, lodging.slots = lodging.slots, []
+        for slot in slots:
+            if slot.guest is not None:
+                self._give_own(slot.guest, slot.guest.job.hosted_blocks)
 
     def _give_own(self, guest: Lodging, blocks: int) -> None:
         """Turn `blocks` lent blocks into the guest's own."""
         guest.job.hosted_blocks -= blocks
         self._table.set_own(guest.job, guest.job.own_blocks + blocks)
         if not guest.job.hosted_blocks:
-            stand_alone(guest)
+            guest.host, guest.level = None, 0
 
     def check_integrity(self, ready: Iterable[Job]) -> None:
         """Raises AssertionError when slots overlap, or a guest and its host disagree."""
-        self._by_rest.check_integrity()
+        self.by_rest.check_integrity()
         alone = {id(job) for job in ready if not self.is_guest(job)}
-        assert {id(job) for job in self._by_rest} <= alone
+        assert {id(job) for job in self.by_rest} <= alone
         assert all(self._table.jobs.get(key) is lodging.job for key, lodging in self.lodgings.items())
         for job in self._table.jobs.values():
             lodging = self.lodgings.get(job.task.key, Lodging(job))
             assert (lodging.host is None) == (job.hosted_blocks == 0) == (lodging.level == 0)
             if lodging.host is not None:
-                assert sum(slot.guest is lodging for slot in lodging.host.slots) == 1, (
-                    "a guest without a slot"
-                )
+                places = sum(slot.guest is lodging for slot in lodging.host.slots)
+                assert places == 1, "a guest without a slot"
             top = job.held_blocks
             for slot in lodging.slots:
                 assert slot.start < slot.end <= job.reserved_blocks, "a slot of nothing"

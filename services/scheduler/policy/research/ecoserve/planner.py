@@ -1,19 +1,16 @@
 """EcoServe's planner: generations fill the KV cache, prompts fill the rest of the forward size.
 
-It has two queues (`policy/two_queues.py`) and reserves blocks at each generation's start (`admission.py`).
-Starts are in order, or in groups that end together (`Groups`). A reserve serves prompts and long answers.
-Pauses keep KV, and running jobs lend slots (`hosting.py`).
+Blocks up to the predicted end are reserved at each generation's start. Variants of papers/003 §4, each adding
+to the one before: `ecoserve_d` → `_sd` (+ synced groups) → `_sdo` (+ ordering) → `ecoserve` (+ KVC
+pipelining). Source: papers/003 §3.2, §3.3, §3.5 (Algorithm 1); algorithms.md §1 (differences).
 
-Variants of papers/003 §4, each adding to the one before: `ecoserve_d` → `_sd` (+ synced groups) → `_sdo` (+
-ordering) → `ecoserve` (+ KVC pipelining). `ecoserve_profile` admits by profile instead of lending slots.
-
-It differs from the paper as algorithms.md §1 explains. A paused generation's new length is E[RL − g | RL >
-g]. Prompts leave room for the first ready generation. Overdue requests get a share of the admissions. Source:
-papers/003 §3.2, §3.3, §3.5 (Algorithm 1).
+    16 blocks of 4 tokens are free; 44 tokens more are predicted for a, then 24 for b → a owns 11, b has to
+    wait for the sixth block.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -21,14 +18,9 @@ from services.scheduler.policy.batch_builder import BatchBuilder, Job, JobStage,
 from services.scheduler.policy.contract import PlannedBatch, PolicySettings, WorkerShape
 from services.scheduler.policy.lengths import LengthEstimates
 from services.scheduler.policy.options import TwoQueueOptions, two_queue_options
-from services.scheduler.policy.research.ecoserve.admission import (
-    AdmissionRule,
-    ExactAdmission,
-    ProfileAdmission,
-)
-from services.scheduler.policy.research.ecoserve.hosting import Hosting
+from services.scheduler.policy.research.ecoserve.hosting import Hosting, open_slots
 from services.scheduler.policy.two_queues import TwoQueuePolicy
-from services.scheduler.policy.waiting_queue import AgingTurns, Line, QueueRank, WaitingQueue
+from services.scheduler.policy.waiting_queue import QueueRank, WaitingQueue
 from shared.messages.sequence import SequenceKey
 
 OPTIONS = frozenset(field.name for field in fields(TwoQueueOptions)) - {"passing_share"}
@@ -37,76 +29,56 @@ BIN_TOKENS = 128
 """Bin width for comparing held KV and lengths."""
 
 
-def _by_due(job: Job) -> tuple[Any, ...]:
-    return (job.due_s, job.task.order)
+def groups_of(ready: Iterable[Job], class_of: Callable[[float], int] | None = None) -> list[list[Job]]:
+    """Return ready jobs, given by arrival, in groups of equal priority and length, each oldest first.
+
+    The groups are in order of their oldest jobs, or, with `class_of`, by priority, slack class of the most
+    urgent job, most held KV, length, and age."""
+    groups: dict[tuple[int, int], list[Job]] = {}
+    for job in ready:
+        groups.setdefault((job.task.priority, -(-job.rest_tokens // GROUP_TOKENS)), []).append(job)
+    if class_of is None:
+        return list(groups.values())
+
+    def key(item: tuple[tuple[int, int], list[Job]]) -> tuple[Any, ...]:
+        (priority, length), jobs = item
+        return (
+            priority,
+            class_of(min([job.due_s for job in jobs])),
+            -(max([job.computed_tokens for job in jobs]) // BIN_TOKENS),
+            -(length * GROUP_TOKENS // BIN_TOKENS),
+            jobs[0].task.order,
+        )
+
+    return [jobs for _, jobs in sorted(groups.items(), key=key)]
 
 
-def _by_occupied(job: Job) -> tuple[Any, ...]:
-    return (job.computed_tokens, job.task.order)
+_STARVING = 4
 
 
-@dataclass(slots=True)
-class Group:
-    members: Line[Job] = field(default_factory=lambda: Line(arrival_rank))
-    due: Line[Job] = field(default_factory=lambda: Line(_by_due))
-    occupied: Line[Job] = field(default_factory=lambda: Line(_by_occupied))
+class AgingTurns:
+    """Turns of one queue: by order, or, for a fixed share, the oldest overdue job. None are saved."""
 
+    def __init__(self, options: TwoQueueOptions) -> None:
+        self._aging_s = options.aging_s
+        self._others = max(0.0, 1 / options.aging_share - 1)
+        """Admissions by order per admission by age."""
+        self._since = 0.0
 
-class Groups:
-    """All ready jobs by length; a synced policy starts the jobs of a group together if they fit."""
+    def count(self) -> None:
+        """Count an admission by order."""
+        self._since = min(self._since + 1, 2 * self._others)
 
-    def __init__(self) -> None:
-        self._groups: dict[tuple[int, int], Group] = {}
-        """By priority and length."""
+    def is_due(self) -> bool:
+        return self._since >= self._others
 
-    def add(self, job: Job) -> None:
-        group = self._groups.setdefault(_group_of(job), Group())
-        for line in (group.members, group.due, group.occupied):
-            line.add(job)
+    def take(self) -> None:
+        """Count an admission by age."""
+        self._since = max(0.0, self._since - self._others)
 
-    def remove(self, job: Job) -> None:
-        group = self._groups[_group_of(job)]
-        for line in (group.members, group.due, group.occupied):
-            line.remove(job)
-        if not len(group.members):
-            del self._groups[_group_of(job)]
-
-    def by_arrival(self) -> list[list[Job]]:
-        """Return the groups by priority and oldest member; members oldest first."""
-        groups = [list(group.members) for group in self._groups.values()]
-        return sorted(groups, key=lambda members: members[0].task.order)
-
-    def by_slack(self, class_of: Callable[[float], int]) -> list[list[Job]]:
-        """Return the groups by priority, slack class of the most urgent member, most held KV, length, and
-        age."""
-
-        def key(item: tuple[tuple[int, int], Group]) -> tuple[Any, ...]:
-            (priority, length), group = item
-            due, occupied, oldest = group.due.first(), group.occupied.last(), group.members.first()
-            assert due is not None and occupied is not None and oldest is not None
-            return (
-                priority,
-                class_of(due.due_s),
-                -(occupied.computed_tokens // BIN_TOKENS),
-                -(length * GROUP_TOKENS // BIN_TOKENS),
-                oldest.task.order,
-            )
-
-        return [list(group.members) for _, group in sorted(self._groups.items(), key=key)]
-
-    def check_integrity(self, jobs: set[int]) -> None:
-        """Raises AssertionError unless exactly the jobs with these identities are here, in the right
-        groups."""
-        found: list[int] = []
-        for place, group in self._groups.items():
-            assert len(group.members) == len(group.due) == len(group.occupied) > 0
-            assert all(_group_of(job) == place for job in group.members)
-            found += [id(job) for job in group.members]
-        assert len(found) == len(jobs) and set(found) == jobs
-
-
-def _group_of(job: Job) -> tuple[int, int]:
-    return (job.task.priority, -(-job.rest_tokens // GROUP_TOKENS))
+    def is_starving(self, job: Job, now_s: float) -> bool:
+        """Return whether the job is so late that no other may pass it."""
+        return now_s > job.deadline_s + _STARVING * self._aging_s
 
 
 _OF_A_BIN = 8
@@ -132,8 +104,6 @@ class EcoServeD(TwoQueuePolicy):
     """Whether queues go by slack, held KV and length instead of arrival."""
     pipelined = False
     """Whether running jobs lend their last blocks to shorter ones."""
-    profiled = False
-    """Whether the usage profile admits instead of exact allocation."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         options = two_queue_options("ecoserve", settings.options, names=OPTIONS)
@@ -142,9 +112,7 @@ class EcoServeD(TwoQueuePolicy):
         super().__init__(
             shape, settings, options, lengths, prompts, self._make_queue(options, _generation_rank)
         )
-        self._admission = self._make_admission()
         self._hosting = Hosting(self._table, options.buffer)
-        self._groups = Groups()
         self._prompt_turns = AgingTurns(options)
         self._generation_turns = AgingTurns(options)
 
@@ -153,23 +121,37 @@ class EcoServeD(TwoQueuePolicy):
             return WaitingQueue(arrival_rank)
         return WaitingQueue(rank, options.slack_edges_s, aging_s=options.aging_s)
 
-    def _make_admission(self) -> AdmissionRule:
-        if not self.profiled:
-            return ExactAdmission(self._table, self._ready, lambda: self._reserve_blocks)
-        return ProfileAdmission(
-            self._table,
-            self._ready,
-            lambda: self._reserve_blocks,
-            self._running,
-            self._complete,
-            self._lengths,
-            self._questions,
-        )
+    def _goes_on(self, job: Job) -> bool:
+        """Return whether a running job's predicted end allows another token."""
+        return True
+
+    def _fits(self, job: Job) -> bool:
+        """Return whether a ready job fits the free blocks minus the reserve."""
+        return self._lacking_blocks(job) <= max(0, self._table.free_blocks - self._reserve_blocks)
+
+    def _start_blocks(self, job: Job) -> int:
+        """Return the blocks to reserve at a start: up to the predicted end, at most an empty worker's."""
+        target = self._table.blocks_for(job.computed_tokens + job.rest_tokens)
+        clamped = min(target, self._table.capacity_blocks - self._reserve_blocks)
+        return max(clamped, job.held_blocks, self._table.blocks_for(job.computed_tokens + 1))
+
+    def _pinned_blocks(self, job: Job, needed_blocks: int) -> int:
+        """Return the total blocks to reserve for a pinned job, which needs `needed_blocks` beyond its own."""
+        lacking = min(self._lacking_blocks(job), self._table.free_blocks)
+        return job.own_blocks + max(needed_blocks, lacking)
+
+    def _leaves_room(self, blocks: int) -> bool:
+        """Return whether a prompt may take `blocks` blocks: the first ready generation would still fit."""
+        head = self._ready.first()
+        lacking = 0 if head is None else self._lacking_blocks(head)
+        return lacking <= self._table.free_blocks - blocks
+
+    def _lacking_blocks(self, job: Job) -> int:
+        return max(0, self._start_blocks(job) - job.own_blocks)
 
     def plan(self, now_s: float) -> PlannedBatch | None:
         self._prompts.advance(now_s)
         self._ready.advance(now_s)
-        self._admission.begin_plan()
         batch = BatchBuilder(self._table, self._settings)
         self._shed(batch, now_s)
         for job in list(self._running.values()):
@@ -183,8 +165,6 @@ class EcoServeD(TwoQueuePolicy):
             self._rescue(batch, now_s)
         return self._finish(batch, now_s)
 
-    # Places
-
     def on_resized(self, capacity_blocks: int, now_s: float) -> None:
         shrinks = capacity_blocks < self._table.own_blocks
         super().on_resized(capacity_blocks, now_s)
@@ -192,42 +172,32 @@ class EcoServeD(TwoQueuePolicy):
             self._hosting.clear()
 
     def on_ended(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
-        job = self._table.jobs.get(key)
         super().on_ended(key, now_s, answer_tokens)
-        if job is not None:
-            self._hosting.forget(job)
+        self._hosting.lodgings.pop(key, None)
 
     def check_integrity(self) -> None:
         super().check_integrity()
-        self._groups.check_integrity({id(job) for job in self._ready})
         self._hosting.check_integrity(self._ready)
 
     def _queue_ready(self, job: Job, now_s: float) -> None:
         super()._queue_ready(job, now_s)
-        self._groups.add(job)
-        if self.pipelined:
-            self._hosting.note_ready(job)
+        if self.pipelined and not self._hosting.is_guest(job):
+            self._hosting.by_rest.add(job)
 
     def _take_out(self, job: Job) -> None:
         if job in self._ready:
-            self._groups.remove(job)
-            self._hosting.note_taken(job)
+            self._hosting.by_rest.discard(job)
         super()._take_out(job)
 
-    def _give_back_unused(self, job: Job) -> None:
-        """Drop the unused reservation; a guest keeps its place in its host."""
+    def _give_back_unused(self, job: Job, *, leaves: bool = False) -> None:
+        """Drop the unused reservation; a guest keeps its place in its host, unless it leaves."""
+        if leaves:
+            self._hosting.leave_host(job)
         self._hosting.give_back_unused(job)
-
-    def _part(self, job: Job) -> None:
-        self._hosting.leave_host(job)
-        self._hosting.give_back_unused(job)
-
-    # Generations
 
     def _secure(self, batch: BatchBuilder, job: Job, now_s: float) -> bool:
-        """Return whether a running job may take its next token, within its reservation or with a block of the
-        reserve. Otherwise it pauses with its KV (papers/003 §3.2.2)."""
-        if not self._admission.goes_on(job):
+        """Return whether a running job may take its next token. Otherwise it pauses with its KV."""
+        if not self._goes_on(job):
             self._pause(job, now_s)
             return False
         needed = self._table.blocks_for(job.computed_tokens + 1)
@@ -241,20 +211,18 @@ class EcoServeD(TwoQueuePolicy):
         return self._hosting.vacate(job, needed, lambda guest: self._evict(batch, guest, now_s))
 
     def _rooms(self, jobs: Iterable[Job]) -> Iterator[int]:
-        if self.profiled:
-            return map(self._admission.room_tokens, jobs)
         size, room_blocks = self._table.block_tokens, self._hosting.room_blocks
         return (room_blocks(job) * size - job.computed_tokens for job in jobs)
 
     def _seat(self, batch: BatchBuilder, job: Job) -> bool:
         """Start a generation if it fits."""
-        if len(self._running) >= self._most_running() or not self._admission.fits(job):
+        if len(self._running) >= self._most_running or not self._fits(job):
             return False
-        self._start(batch, job, self._admission.start_blocks(job))
+        self._start(batch, job, self._start_blocks(job))
         return True
 
     def _start_pinned(self, batch: BatchBuilder, job: Job, needed_blocks: int) -> None:
-        self._start(batch, job, self._admission.pinned_blocks(job, needed_blocks))
+        self._start(batch, job, self._pinned_blocks(job, needed_blocks))
 
     def _start(self, batch: BatchBuilder, job: Job, blocks: int) -> None:
         """Start decoding in this batch, with `blocks` blocks reserved."""
@@ -262,29 +230,19 @@ class EcoServeD(TwoQueuePolicy):
         self._hosting.leave_host(job)
         self._table.set_own(job, max(blocks, job.held_blocks))
         self._run(batch, job)
-        self._admission.note_start(job)
         if self.pipelined:
-            self._hosting.open_slots(job)
+            open_slots(self._hosting.lodging_of(job))
 
     def _run(self, batch: BatchBuilder, job: Job) -> None:
-        """Decode from this batch on."""
-        self._take_out(job)
-        job.stage = JobStage.DECODING
-        job.end_tokens = job.computed_tokens + job.rest_tokens
-        self._running[job.task.key] = job
+        super()._run(batch, job)
         self._questions.pop(job.task.key, None)
-        batch.add_decode(job)
 
     def _admit_generations(self, batch: BatchBuilder, now_s: float) -> None:
         """Start generations in order, groups first if synced; then the longest that fit; then guests."""
         self._admit_in_order(batch, now_s)
         if self.pipelined:
-            self._hosting.fill(
-                self._running,
-                self._most_running(),
-                self._admission.start_blocks,
-                lambda guest: self._run(batch, guest),
-            )
+            most, start = self._most_running, partial(self._run, batch)
+            self._hosting.fill(self._running, most, self._start_blocks, start)
 
     def _admit_in_order(self, batch: BatchBuilder, now_s: float) -> None:
         pinned = self._table.jobs.get(self._pinned) if self._pinned is not None else None
@@ -301,12 +259,10 @@ class EcoServeD(TwoQueuePolicy):
             self._fill(batch)
 
     def _in_order(self) -> Iterator[Job]:
-        if not self.synced:
-            return self._oldest_first()
-        groups = self._groups.by_slack(self._ready.class_of) if self.ordered else self._groups.by_arrival()
-        return chain.from_iterable(groups)
-
-    def _oldest_first(self) -> Iterator[Job]:
+        if self.synced:
+            class_of = self._ready.class_of if self.ordered else None
+            yield from chain.from_iterable(groups_of(self._ready.by_arrival, class_of))
+            return
         while (job := self._ready.first()) is not None:
             yield job
 
@@ -324,20 +280,18 @@ class EcoServeD(TwoQueuePolicy):
         """Start the longest generations that still fit, by slack and held KV."""
         for line in self._ready.classes():
             at: tuple[Any, ...] = ()
-            while jobs := list(islice(line.starting_at(at), _OF_A_BIN)):
-                if len(self._running) >= self._most_running():
+            while jobs := list(islice(line.irange_key(at), _OF_A_BIN)):
+                if len(self._running) >= self._most_running:
                     return
-                tried = [job for job in jobs if job.rank[:2] == jobs[0].rank[:2]]
-                for job in tried:
+                for job in [job for job in jobs if job.rank[:2] == jobs[0].rank[:2]]:
                     if self._seat(batch, job):
                         self._generation_turns.count()
                 at = (jobs[0].rank[0], jobs[0].rank[1] + 1)
 
-    # Prompts
-
     def _admit_prompts(self, batch: BatchBuilder, now_s: float) -> None:
         """Add prompts up to the forward size, partly prefilled ones first; the last one is cut to fit."""
-        batch.budget_tokens = self._prompt_budget(batch)
+        most = self._settings.token_budget
+        batch.budget_tokens = max(0, min(self._options.tfs_tokens or most, most) - len(batch.decodes))
         for job in list(self._partial.values()):
             self._add_prompt(batch, job)
         if batch.preemptions or len(self._partial) > len(batch.prefills):
@@ -346,13 +300,9 @@ class EcoServeD(TwoQueuePolicy):
             if batch.prefills[added.task.key][1] < added.prefill_tokens:
                 return
 
-    def _prompt_budget(self, batch: BatchBuilder) -> int:
-        most = self._settings.token_budget
-        return max(0, min(self._options.tfs_tokens or most, most) - len(batch.decodes))
-
     def _add_next_prompt(self, batch: BatchBuilder, now_s: float) -> Job | None:
         """Add the next prompt and return it, or None if it does not fit."""
-        overdue = self._overdue_prompt() if self._prompt_turns.is_due() else None
+        overdue = self._fitting(self._prompts.oldest_overdue) if self._prompt_turns.is_due() else None
         if overdue is not None:
             if self._add_prompt(batch, overdue):
                 self._prompt_turns.take()
@@ -373,10 +323,9 @@ class EcoServeD(TwoQueuePolicy):
         held = job.held_blocks
         blocks = max(0, self._table.blocks_for(job.computed_tokens + chunk) - held)
         nobody = not len(self._ready) and not self._running
-        if not (self._admission.leaves_room(blocks) or (nobody and blocks <= self._table.free_blocks)):
+        if not (self._leaves_room(blocks) or (nobody and blocks <= self._table.free_blocks)):
             return False
         self._add_chunk(batch, job, chunk)
-        self._admission.note_prompt(job.held_blocks - held)
         return True
 
 
@@ -396,9 +345,3 @@ class EcoServe(EcoServeD):
     """`ecoserve`: adds lending of blocks that are not needed yet (KVC pipelining, papers/003 §3.4)."""
 
     synced = ordered = pipelined = True
-
-
-class EcoServeProfile(EcoServeD):
-    """`ecoserve_profile`: like `ecoserve_sdo`, with admission by profile instead of exact allocation."""
-
-    synced = ordered = profiled = True

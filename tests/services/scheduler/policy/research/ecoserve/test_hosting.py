@@ -11,7 +11,6 @@ from services.scheduler.policy.batch_builder import Job
 from services.scheduler.policy.contract import PlannedBatch, PolicySettings, Task, WorkerShape
 from services.scheduler.policy.research.ecoserve.hosting import (
     Lodging,
-    free_guests,
     limit_tokens,
     lodge,
     move_out,
@@ -185,12 +184,6 @@ def spans(host: Lodging) -> list[tuple[int, int, int]]:
     return [(slot.start, slot.end, slot.level) for slot in host.slots]
 
 
-def test_a_host_has_a_right_half_a_second_quarter_and_a_second_eighth() -> None:
-    host = lodging_of("host", 3, 3 + 16)
-    open_slots(host)
-    assert spans(host) == [(3 + 2, 3 + 4, 3), (3 + 4, 3 + 8, 2), (3 + 8, 3 + 16, 1)]
-
-
 def test_one_two_and_four_slots_in_all() -> None:
     """Russian dolls: the same inside every guest, to level 3."""
     host = lodging_of("host", 0, 64)
@@ -241,12 +234,6 @@ def nested() -> tuple[Lodging, Lodging, Lodging]:
     open_slots(guest)
     lodge(guest, guest.slots[-1], inner, 4)
     return host, guest, inner
-
-
-def test_a_host_that_ends_leaves_its_range_to_its_guest() -> None:
-    host, guest, inner = nested()
-    assert free_guests(host) == [guest] and host.slots == []
-    assert inner.host is guest, "guests of guests stay where they are"
 
 
 def test_a_guest_that_ends_leaves_its_slot_to_its_own_guest() -> None:

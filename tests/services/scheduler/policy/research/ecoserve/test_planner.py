@@ -1,9 +1,10 @@
-"""`ecoserve_d`, `_sd`, `_sdo`: two queues, exact allocations, groups, order, aging, pauses."""
+"""`ecoserve_d`, `_sd`, `_sdo`, `_profile`: exact allocations, groups, order, aging, pauses."""
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from services.scheduler.policy.batch_builder import JobStage
+from services.scheduler.policy.batch_builder import Job, JobStage
 from services.scheduler.policy.contract import (
     Holding,
     PlannedBatch,
@@ -12,11 +13,20 @@ from services.scheduler.policy.contract import (
     Task,
     WorkerShape,
 )
-from services.scheduler.policy.research.ecoserve.planner import EcoServe, EcoServeD, EcoServeSD, EcoServeSDO
+from services.scheduler.policy.research.ecoserve.planner import (
+    EcoServe,
+    EcoServeD,
+    EcoServeSD,
+    EcoServeSDO,
+    groups_of,
+)
+from services.scheduler.policy.research.ecoserve.profile import EcoServeProfile
 from tests.services.scheduler.policy.batch_rig import (
     BLOCK_TOKENS,
     BatchRig,
     Jobs,
+    guesses_of,
+    in_turn,
     jobs_of,
     play,
     rig,
@@ -198,16 +208,6 @@ def test_without_aging_a_long_prompt_starves_behind_short_ones_and_with_it_does_
     assert started_after(0.0, 300)
 
 
-def test_a_short_batch_takes_its_tokens_back() -> None:
-    policy = policy_with(EcoServeSDO, 64, PolicySettings(max_steps=8, options=EXACT))
-    waiting(policy, ("a", 4, 8, 9.0))
-    batch = batch_of(policy)
-    assert batch.steps == 8 and policy.plan(0.0) is None, "planned to its limit"
-    policy.on_short(("a", 0), 3, 0.1)
-    policy.check_integrity()
-    assert batch_of(policy).decodes[0].tokens == 3
-
-
 def test_a_new_prediction_moves_a_waiting_one() -> None:
     policy = policy_with(EcoServeSDO, 12)
     waiting(policy, ("a", 4, 60, 9.0), ("b", 4, 60, 9.0))
@@ -229,3 +229,66 @@ def test_with_true_lengths_nothing_is_ever_paused(
     bench.predict = truth
     play(bench, jobs)
     assert not any(batch.questions for batch in bench.batches)
+
+
+def job_of(number: int, rest: int, *, due_s: float = 9.0, computed: int = 10) -> Job:
+    task = Task((f"r{number}", 0), 10, 500, float(number))
+    return Job(task, 1, None, computed_tokens=computed, due_s=due_s, rest_tokens=rest)
+
+
+def names(groups: list[list[Job]]) -> list[list[str]]:
+    return [[job.task.key[0] for job in group] for group in groups]
+
+
+def urgency(due_s: float) -> int:
+    return 0 if due_s < 1.0 else 1
+
+
+def test_lengths_within_32_tokens_start_together() -> None:
+    jobs = [job_of(0, 33), job_of(1, 64), job_of(2, 32), job_of(3, 65), job_of(4, 1)]
+    assert names(groups_of(jobs)) == [["r0", "r1"], ["r2", "r4"], ["r3"]]
+
+
+def test_a_group_is_as_urgent_as_its_most_urgent_and_as_large_as_its_largest() -> None:
+    jobs = [
+        job_of(0, 500),  # long
+        job_of(1, 40, computed=300),  # occupies most
+        job_of(2, 64),
+        job_of(3, 96),
+        job_of(4, 128, due_s=0.5),  # urgent
+    ]
+    assert names(groups_of(jobs, urgency)) == [["r4"], ["r1", "r2"], ["r0"], ["r3"]]
+
+
+ONE_STEP = PolicySettings(max_steps=1, options=EXACT)
+
+
+def batches_of(make_policy: type[EcoServeProfile] | type[EcoServeSDO]) -> int:
+    """One long answer and short ones in little memory: how many batches it takes."""
+    bench = rig(make_policy, ONE_STEP, blocks=70, lag=0)
+    bench.predict = truth
+    play(bench, [(4, 240, 240, 3), *[(4, 60, 60, 0)] * 6])
+    assert not any(batch.preemptions or batch.questions for batch in bench.batches)
+    return len(bench.batches)
+
+
+def test_the_profile_lets_more_run_at_once_than_exact_allocation() -> None:
+    assert batches_of(EcoServeProfile) < 0.75 * batches_of(EcoServeSDO)
+
+
+def check_nothing_set_aside(bench: BatchRig) -> None:
+    policy = bench.policy
+    assert isinstance(policy, EcoServeProfile)
+    for job in policy._table.jobs.values():
+        assert job.own_blocks == job.held_blocks and not policy._hosting.is_guest(job)
+
+
+@settings(max_examples=80, deadline=None)
+@given(jobs=jobs_of, policy_settings=settings_of, guesses=guesses_of, blocks=st.integers(24, 60))
+def test_own_blocks_are_those_held(
+    jobs: Jobs, policy_settings: PolicySettings, guesses: list[int | None], blocks: int
+) -> None:
+    bench = rig(EcoServeProfile, policy_settings, blocks=blocks)
+    bench.predict = in_turn(guesses)
+    bench.on_batch = lambda batch: check_nothing_set_aside(bench)
+    play(bench, jobs)
