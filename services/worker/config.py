@@ -11,9 +11,7 @@ from services.worker.engine.settings import VLLM_BLOCK_TOKENS, SimulatedConfig, 
 from services.worker.kv.core.eviction import order_maker
 from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv_events import KvEventsConfig
-from services.worker.peers.lending.core.settings import LendingConfig
-from services.worker.peers.migration.settings import TransferConfig
-from services.worker.peers.transport.settings import BulkConfig
+from services.worker.peers.settings import BulkConfig, LendingConfig, TransferConfig
 from services.worker.pie.settings import PieSettings
 from services.worker.prerequisites import check_cuda, check_disk
 from shared.config import ModelServiceConfig

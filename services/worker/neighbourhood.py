@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,15 +22,14 @@ from services.worker.peers.attention import assembly
 from services.worker.peers.attention.borrower import Borrower
 from services.worker.peers.attention.creditor import Creditor, LentGrants
 from services.worker.peers.attention.interfaces import LentBlocks
-from services.worker.peers.engine_calls import PoolDoor
 from services.worker.peers.keeping.keeper import Keeper, lent_records
 from services.worker.peers.keeping.loans import CacheLoans
 from services.worker.peers.keeping.ways import PeerWays
 from services.worker.peers.lending.core.grants import Freed
-from services.worker.peers.lending.core.interfaces import Owner
-from services.worker.peers.lending.core.settings import LendingConfig
+from services.worker.peers.lending.debtor import Owner
 from services.worker.peers.lending.service import Lending
 from services.worker.peers.registry import Registry
+from services.worker.peers.settings import LendingConfig
 from shared import subjects
 from shared.bus import Bus, Handler, Listener
 from shared.clock import Clock
@@ -146,14 +145,14 @@ class Neighbourhood:
             bus,
             settings,
             owner,
-            PoolDoor(door, own),
-            on_lost=self._on_lost,
+            door,
+            own,
+            registry.neighbours,
+            requests,
+            clock,
             borrower=self.borrower,
-            neighbours=registry.neighbours,
-            requests=requests,
-            clock=clock,
         )
-        grants = LentGrants(self._lending.grants, self._lending.table, self._on_freed, clock)
+        grants = LentGrants(self._lending.grants, self._on_freed, clock)
         if kept is not None:
             for kind, receiver in Keeper(kept[0], grants).receivers.items():
                 registry.plane.desk.serve(kind, receiver)
@@ -166,11 +165,10 @@ class Neighbourhood:
         if settings.lend and isinstance(engine, SharingEngine) and engine.is_divisible:
             self._creditor = assembly.make_creditor(
                 engine,
-                self._lending,
+                grants,
                 settings,
                 host,
                 registry,
-                on_freed=self._on_freed,
                 is_busy=lambda: door.core.has_plans,
                 clock=clock,
             )
@@ -212,7 +210,7 @@ class Neighbourhood:
         """Return the heartbeat fields about lent and borrowed blocks and the maximum context."""
         if self._creditor is not None:
             # Grants are made on this thread, so none is made between the two calls.
-            self._creditor.keep(self._lending.grants.debtors())
+            self._creditor.keep(self._lending.grants.lent_to())
         now_s = self._clock()
         want = self._want if now_s < self._want_until_s else WantKv(tokens=0)
         needed_blocks = -(-want.tokens // self._engine.block_tokens) + 1 if want.tokens else 0
@@ -235,7 +233,7 @@ class Neighbourhood:
         if self._creditor is not None:
             told["corrupted_lent_blocks"] = self._creditor.corrupted_blocks
         if self._loans is None:
-            return {**told, **self._lending.details()}
+            return {**told, **self._lending.details({})}
         return {**told, **self._lending.details(self._loans.section()), **self._loans.details()}
 
     def on_want(self, want: WantKv) -> None:
@@ -243,11 +241,6 @@ class Neighbourhood:
         if self._pie is not None and want.tokens:
             pie, blocks = self._pie, -(-want.tokens // self._engine.block_tokens) + 1
             self._door.post(lambda core, _: pie.demand(blocks))  # Own host memory is used first.
-
-    def _on_lost(self, logical: Sequence[int]) -> None:
-        """Drop the blocks of expired leases."""
-        if self.borrower is not None:
-            self.borrower.lose(logical)
 
     def _on_failed(self, creditor_id: str) -> None:
         """Report a failed creditor to the event loop; called on the engine's thread."""

@@ -26,7 +26,7 @@ from services.worker.kv_events import KvEventPublisher
 from services.worker.neighbourhood import Neighbourhood, extended
 from services.worker.peers.migration.service import Transfers
 from services.worker.peers.registry import Registry
-from services.worker.peers.transport.settings import make_transports
+from services.worker.peers.transport.plane import make_transports
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler, Listener, fenced, recorder_handlers, status_handlers, status_of
 from shared.clock import Clock, monotonic_s

@@ -12,11 +12,10 @@ from heapq import heappop, heappush
 
 from services.worker.core.costs.fitted import RemoteCost
 from services.worker.kv.core.block_pool import BlockPool
-from services.worker.peers.lending.core.borrowing import Borrowing, Manners
-from services.worker.peers.lending.core.debts import Debts
+from services.worker.peers.lending.core.borrowing import Borrowing
+from services.worker.peers.lending.core.debts import BlockState, Debts
 from services.worker.peers.lending.core.grants import Freed, Grants, Terms
 from services.worker.peers.lending.core.settling import Settling
-from services.worker.peers.lending.core.table import BlockState, RBlockTable
 from shared.messages.reports import Capacity, WorkerReported
 from sim.lending.workload import LendingJob
 
@@ -55,7 +54,6 @@ class LendingWorker:
     most_lent: float = 0.5
     bounce_blocks: int = 16
     pool: BlockPool = field(init=False)
-    table: RBlockTable = field(init=False)
     grants: Grants = field(init=False)
     debts: Debts = field(init=False)
     search: Borrowing = field(init=False)
@@ -75,13 +73,11 @@ class LendingWorker:
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.blocks, BLOCK_TOKENS)
-        self.table = RBlockTable(self.worker_id, self.blocks)
-        self.grants = Grants(self.table, 1, Terms(int(self.blocks * self.most_lent), fingerprint=_KV))
-        self.debts = Debts(self.table, 1)
-        self.search = Borrowing(
-            self.worker_id, 1, BLOCK_TOKENS, _KV, manners=Manners(most_rounds=2, rest_s=0.5)
-        )
-        self.settling = Settling(self.table, self.debts, self.grants)
+        terms = Terms(int(self.blocks * self.most_lent), fingerprint=_KV)
+        self.grants = Grants(self.worker_id, 1, terms, self.blocks)
+        self.debts = Debts(self.worker_id, self.blocks, 1)
+        self.search = Borrowing(self.worker_id, 1, BLOCK_TOKENS, _KV, most_rounds=2)
+        self.settling = Settling(self.debts, self.grants)
         self.settling.bounce = self.pool.allocate(self.bounce_blocks)
 
     # --- requests
@@ -134,7 +130,7 @@ class LendingWorker:
         """Tokens in borrowed blocks, by creditor."""
         counts: dict[str, int] = {}
         for number in self.holders:
-            creditor = self.table.resolve(number).worker_id
+            creditor = self.debts.blocks[number].grant.creditor_id
             counts[creditor] = counts.get(creditor, 0) + BLOCK_TOKENS
         return counts
 
@@ -166,7 +162,7 @@ class LendingWorker:
 
     def report(self) -> WorkerReported:
         self.beats += 1
-        room = self.grants.terms.most_blocks - self.grants.lent_blocks
+        room = self.grants.terms.most_blocks - self.grants.lent_blocks()
         return WorkerReported(
             worker_id=self.worker_id,
             incarnation=1,
@@ -185,17 +181,16 @@ class LendingWorker:
                 borrowed_blocks=self.debts.borrowed_blocks,
                 lendable_blocks=max(0, min(self.pool.free_blocks, room)),
             ),
-            lent_to_blocks=self.table.lent_to(),
-            borrowed_from_blocks=self.table.borrowed_from(),
+            lent_to_blocks=self.grants.lent_to(),
+            borrowed_from_blocks=self.debts.borrowed_from(),
         )
 
     def check_integrity(self) -> None:
         """Raises AssertionError if memory and requests disagree."""
         held = [block for one in self.running.values() for block in one.own]
         self.pool.check_integrity([*held, *self.settling.bounce])
-        self.table.check_integrity()
         self.grants.check_integrity()
         self.debts.check_integrity()
         assert set(self.holders) == {n for one in self.running.values() for n in one.borrowed}
-        in_use = {*self.table.in_state(BlockState.USED), *self.table.in_state(BlockState.FROZEN)}
+        in_use = {*self.debts.in_state(BlockState.USED), *self.debts.in_state(BlockState.FROZEN)}
         assert set(self.holders) <= in_use

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from services.ledger.core.debt_ledger import DebtLedger, candidates
 from services.ledger.core.dgfm.coordinator import Coordinator, SettlementAsk, SettleRules
 from services.worker.core.costs.fitted import LLAMA2_13B_2_A100, RemoteCost
-from services.worker.peers.lending.core.borrowing import AskLedger, CreditorQuestion
-from services.worker.peers.lending.core.debts import Repayment
-from services.worker.peers.lending.core.lendable_memory import lend
-from services.worker.peers.lending.core.repayment import CreditorPressure, recalls
+from services.worker.peers.lending.core.borrowing import CreditorQuestion
+from services.worker.peers.lending.core.debts import BlockState, Repayment
+from services.worker.peers.lending.core.grants import lend
 from services.worker.peers.lending.core.settling import Copy, Swap
-from services.worker.peers.lending.core.table import BlockState
-from shared.messages.commands import CreditorCandidates
-from shared.messages.lending import BorrowReply, Settled
+from services.worker.peers.lending.core.watermarks import CreditorPressure, in_order
+from shared.messages.commands import CreditorCandidates, FindCreditors
+from shared.messages.lending import BorrowReply, KvTier, Settled
 from sim.events import EventQueue
 from sim.lending.member import BLOCK_TOKENS, LendingWorker
 from sim.lending.workload import Mix, jobs
@@ -115,7 +114,7 @@ class LendingSimulation:
             member.check_integrity()
         self.ledger.check_integrity()
         self.coordinator.check_integrity()
-        lent = sum(member.grants.lent_blocks for member in self.members.values())
+        lent = sum(member.grants.lent_blocks() for member in self.members.values())
         assert lent == sum(member.debts.borrowed_blocks for member in self.members.values())
 
     def _interval(self) -> Sample:
@@ -172,9 +171,8 @@ class LendingSimulation:
 
     def _search(self, member: LendingWorker, question: CreditorQuestion | None) -> None:
         while question is not None:
-            if isinstance(question, AskLedger):
-                asked = question.question
-                found = candidates(self.ledger, asked.debtor_id, asked.tokens, asked.refused_by)
+            if isinstance(question, FindCreditors):
+                found = candidates(self.ledger, question.debtor_id, question.tokens, question.refused_by)
                 answer = CreditorCandidates(candidates=tuple(found))
                 question = member.search.on_candidates(answer, self.now_s)
                 continue
@@ -217,7 +215,7 @@ class LendingSimulation:
         took_s = self.scenario.cost.copy_s(len(copy.pairs) * BLOCK_TOKENS)
 
         def done() -> None:
-            self._hear(ask, member.settling.on_copied(ask.message, copy, whole=True))
+            self._hear(ask, member.settling.on_copied(ask.message, whole=True))
 
         self._later.push(self.now_s + took_s, 0, done)
 
@@ -233,21 +231,17 @@ class LendingSimulation:
         """Recall borrowed blocks into free local memory, one copy at a time."""
         if member.settling.is_on or member.worker_id in self._repaying or not member.pool.free_blocks:
             return
-        used = [n for n in member.table.in_state(BlockState.USED) if n in member.holders]
-        counts: dict[str, int] = {}
-        for number in used:
-            creditor = member.table.resolve(number).worker_id
-            counts[creditor] = counts.get(creditor, 0) + 1
+        blocks, by_creditor = member.debts.blocks, dict[str, list[int]]()
+        for number in member.debts.in_state(BlockState.USED):
+            if number in member.holders:
+                by_creditor.setdefault(blocks[number].grant.creditor_id, []).append(number)
         free = {name: one.pool.free_blocks / one.blocks for name, one in self.members.items()}
         pressures = {name: CreditorPressure(free_fraction=share) for name, share in free.items()}
-        wanted = recalls(counts, pressures, member.pool.free_blocks, 0)
-        chosen = [n for n in used if self._take_one(wanted, member.table.resolve(n).worker_id)]
+        order = in_order(((name, KvTier.DEVICE) for name in by_creditor), pressures)
+        found = [number for name, _ in order for number in by_creditor[name]]
+        chosen = set(found[: member.pool.free_blocks])
         if chosen:
-            self._recall(member, chosen)
-
-    def _take_one(self, wanted: dict[str, int], creditor: str) -> bool:
-        wanted[creditor] = wanted.get(creditor, 0) - 1
-        return wanted[creditor] >= 0
+            self._recall(member, [number for number in blocks if number in chosen])
 
     def _recall(self, member: LendingWorker, chosen: list[int]) -> None:
         home = member.pool.allocate(len(chosen))

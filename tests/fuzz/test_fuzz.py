@@ -6,6 +6,7 @@ A few hundred of each with every run; with `slow` twenty thousand.
 import importlib
 import pkgutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def is_handled_frame(data: bytes) -> None:
     except (InvalidMessage, MessageTooLarge):
         return
     assert sum(envelope.sizes_bytes) <= LIMITS.message_bytes and len(envelope.header) <= LIMITS.header_bytes
-    for read in (wire.hello, wire.error_from):
+    for read in (partial(decode, message_type=wire.Hello), wire.error_from):
         try:
             found = read(envelope.header)
         except InvalidMessage:

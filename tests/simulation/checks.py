@@ -11,7 +11,7 @@ import numpy as np
 from services.worker.core.steps import StepCore
 from services.worker.engine.simulated import token_at
 from services.worker.peers.keeping.ways import SlotPlace
-from services.worker.peers.lending.core.table import BlockState, GrantKey
+from services.worker.peers.lending.core.debts import BlockState, GrantKey
 from services.worker.service import Worker
 from shared.bus.lease import LeaseHolder
 from shared.errors import InvalidMessage
@@ -112,11 +112,10 @@ class Checks:
         that has it sent there."""
         neighbourhood = worker._neighbours
         lending, loans = neighbourhood._lending, neighbourhood._loans
-        for books in (lending.table, lending.debts, lending.grants):
+        for books in (lending.debts, lending.grants):
             books.check_integrity()
         if loans is None:
             return
-        loans.table.check_integrity()
         loans.debts.check_integrity()
         sent = cast(SentBlocks, loans._tier).sent
         for number, place in loans._ways._places.items():
@@ -188,7 +187,7 @@ class Checks:
             lending = worker._neighbours._lending
             grants = lending.grants._grants.values()
             lent_to = {lent.debtor[0]: len(lent.blocks) for lent in grants if not lent.for_cache}
-            if owed := {**lent_to, **lending.table.borrowed_from()}:
+            if owed := {**lent_to, **lending.debts.borrowed_from()}:
                 left.append(f"{process.name} lends or has borrowed blocks: {owed}")
             recalls = lending._recalls
             kept = 0 if recalls is None else len(recalls._core.bounce) + len(recalls._spare)
@@ -196,8 +195,8 @@ class Checks:
                 left.append(
                     f"{process.name} has {pool.base.withdrawn_blocks} own blocks withdrawn, and uses {kept}"
                 )
-            host = lending._stock.host_free_blocks + lending.table.lent_blocks(KvTier.HOST)
-            if host != lending.table.host_blocks:
+            lent_host = np.count_nonzero(lending.grants._grant_of[KvTier.HOST])
+            if (host := lending._stock.host_free_blocks + lent_host) != lending.grants.host_blocks:
                 left.append(f"{process.name} has {host} blocks of host memory")
             if worker._store is not None and worker._store.cache.shadows.open_places:
                 left.append(f"{process.name} has slots set aside for shadows that never came")
@@ -224,12 +223,12 @@ class Checks:
             loans = worker._neighbours._loans
             if loans is None:
                 continue
-            owed |= {key: set(blocks) for key, blocks in loans.table._by_grant.items()}
+            owed |= {key: set(loan.blocks) for key, loan in loans.debts.grants.items()}
             peers = loans._cache.peers
-            if under_way := [*loans._errands._open, *map(str, peers.open.values())]:
+            if under_way := [*loans._debtor._open, *map(str, peers.open.values())]:
                 left.append(f"{process.name} is at {', '.join(under_way)} for its cache")
             slots = {*peers._books.peers._free, *peers._books.peers._used}
-            used = loans.table.in_state(BlockState.USED)
+            used = loans.debts.in_state(BlockState.USED)
             if slots != set(used) or slots != loans._ways._places.keys():
                 left.append(f"{process.name} has slots {slots} at peers, and owes {used}")
         if lent != owed:

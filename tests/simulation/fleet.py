@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -26,11 +26,11 @@ from services.worker.config import WorkerConfig
 from services.worker.kv import store
 from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.tiers.peers import PeerTier
-from services.worker.peers.engine_calls import CacheDoor
 from services.worker.peers.keeping.keeper import Keeper
 from services.worker.peers.migration import service as migration
 from services.worker.peers.migration import target
 from services.worker.peers.migration.shelves import DeviceShelf
+from services.worker.peers.migration.source import BlockSource
 from services.worker.service import Worker
 from shared.errors import UnavailableError
 from tests.simulation import http
@@ -239,13 +239,18 @@ class Fleet:
         self.workers[process] = made
         self.on_worker(process, made)
 
-    def _cache_door(self, door: Any, cache: Any, reader: Any = None) -> CacheDoor:
-        loan = Loan(cache)
+    def _on_loan(self, store: Any) -> Any:
+        """The store with a cache that keeps account of what is taken from it."""
+        loan = Loan(store.cache)
         self.loans.setdefault(strand().process, []).append(loan)
-        return CacheDoor(door, loan, reader)  # type: ignore[arg-type]
+        return replace(store, cache=loan)
 
-    def _device_shelf(self, cache: Any, transfers: Any, records: Any, batch_blocks: int) -> DeviceShelf:
-        return DeviceShelf(cache, transfers, _Arriving(self, records), batch_blocks)  # type: ignore[arg-type]
+    def _block_source(self, door: Any, store: Any, *rest: Any) -> BlockSource:
+        return BlockSource(door, self._on_loan(store), *rest)
+
+    def _device_shelf(self, door: Any, store: Any, batch_blocks: int, records: Any) -> DeviceShelf:
+        arriving: Any = _Arriving(self, records)
+        return DeviceShelf(door, self._on_loan(store), batch_blocks, arriving)
 
     def _keeper(self, records: Any, grants: Any) -> Keeper:
         self.keepers[strand().process] = records
@@ -266,7 +271,7 @@ class Fleet:
         with (
             patch.object(worker, "Worker", watch(Worker, self._add_worker)),
             patch.object(gateway, "Sessions", watch(Sessions, self.sessions.__setitem__)),
-            patch.object(migration, "CacheDoor", self._cache_door),
+            patch.object(migration, "BlockSource", self._block_source),
             patch.object(target, "DeviceShelf", self._device_shelf),
             patch.object(neighbourhood, "Keeper", self._keeper),
             patch.object(store, "PeerTier", partial(SentBlocks, self)),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from services.worker.peers.lending.core.settings import LendingConfig
+from services.worker.peers.settings import LendingConfig
 from tests.simulation.bus import Noise
 from tests.simulation.clients import Question
 from tests.simulation.disk import Trouble

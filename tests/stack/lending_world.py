@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 from hypothesis import strategies as st
 
 from services.ledger.core.debt_ledger import DebtLedger, candidates
 from services.worker.kv.core.block_pool import BlockPool
-from services.worker.peers.lending.core.borrowing import AskLedger, Borrowing, CreditorQuestion, Manners
-from services.worker.peers.lending.core.debts import Debts, Renewal, Repayment
-from services.worker.peers.lending.core.grants import Freed, Grants, Terms
-from services.worker.peers.lending.core.lendable_memory import lend
-from services.worker.peers.lending.core.table import BlockState, RBlockTable
+from services.worker.peers.lending.core.borrowing import Borrowing, CreditorQuestion
+from services.worker.peers.lending.core.debts import BlockState, Debts, Renewal, Repayment
+from services.worker.peers.lending.core.grants import Freed, Grants, Terms, lend
 from services.worker.peers.lending.service import section
 from shared.messages.commands import CreditorCandidates, FindCreditors
 from shared.messages.lending import BlocksReturned, BorrowBlocks, BorrowReply, KvTier, ReturnBlocks
@@ -55,13 +54,10 @@ class Member:
 
     def __post_init__(self) -> None:
         self.host = BlockPool(max(1, self.host_blocks), 16)
-        self.table = RBlockTable(self.worker_id, BLOCKS, self.host_blocks)
         terms = Terms(CAP, LEASE_S, GRACE_S, FINGERPRINT, most_host_blocks=self.host_blocks)
-        self.grants = Grants(self.table, self.incarnation, terms)
-        self.debts = Debts(self.table, self.incarnation)
-        self.search = Borrowing(
-            self.worker_id, self.incarnation, 16, FINGERPRINT, manners=Manners(rest_s=0.0)
-        )
+        self.grants = Grants(self.worker_id, self.incarnation, terms, BLOCKS, self.host_blocks)
+        self.debts = Debts(self.worker_id, BLOCKS, self.incarnation)
+        self.search = Borrowing(self.worker_id, self.incarnation, 16, FINGERPRINT, rest_s=0.0)
 
     def free(self, freed: list[Freed]) -> None:
         for part in freed:
@@ -90,7 +86,7 @@ class Member:
         )
         host_free = self.host.free_blocks if self.host_blocks else 0
         spare_blocks = self.pool.free_blocks - KEEP
-        lent = section(capacity, self.table, self.grants, spare_blocks, host_free)
+        lent = section(capacity, self.debts, self.grants, spare_blocks, host_free)
         return msgspec.structs.replace(report, **lent)
 
 
@@ -212,11 +208,11 @@ class LendingWorld:
         if question is None:
             return
         sent_s, asked = self.now_s, question
-        if isinstance(asked, AskLedger):
+        if isinstance(asked, FindCreditors):
             self._ask(
                 member,
                 None,
-                lambda table: _found(table, asked.question),
+                lambda table: _found(table, asked),
                 lambda answer: self._pursue(member, member.search.on_candidates(answer, self.now_s)),
                 lambda: member.search.on_no_ledger(self.now_s),
             )
@@ -282,41 +278,36 @@ class LendingWorld:
         """AssertionError unless every core is consistent and no block is in two hands."""
         self.ledger.check_integrity()
         for member in self.members.values():
-            member.table.check_integrity()
             member.grants.check_integrity()
             member.debts.check_integrity()
             member.search.check_integrity()
             for tier in KvTier:
                 pool = member.pool_of(tier)
                 pool.check_integrity(member.held_of(tier))
-                assert pool.withdrawn_blocks == member.table.lent_blocks(tier)
-            frozen = member.table.in_state(BlockState.FROZEN)
-            orphans = {number for number in frozen if member.table.borrowed(number).is_orphan}
-            in_use = {*member.table.in_state(BlockState.USED), *frozen} - orphans
+                assert pool.withdrawn_blocks == member.grants.lent_blocks(tier)
+            frozen = member.debts.in_state(BlockState.FROZEN)
+            orphans = {number for number in frozen if member.debts.blocks[number].is_orphan}
+            in_use = {*member.debts.in_state(BlockState.USED), *frozen} - orphans
             assert set(member.used) == in_use
             self._check_fences(member)
 
     def _check_fences(self, debtor: Member) -> None:
         """What a living debtor may still use, its creditor, if it lives, keeps for it and lets it touch."""
-        for key in debtor.table.grants():
+        start = debtor.worker_id, debtor.incarnation
+        for key, loan in debtor.debts.grants.items():
             creditor = self.members[key.creditor_id]
-            states = {n: debtor.table.borrowed(n).state for n in debtor.table.of_grant(key)}
-            in_hand = [
-                debtor.table.resolve(n).physical for n, s in states.items() if s is not BlockState.RETURNING
-            ]
+            blocks = [debtor.debts.blocks[number] for number in loan.blocks.values()]
+            in_hand = [block.physical for block in blocks if block.state is not BlockState.RETURNING]
             if creditor.incarnation != key.creditor_incarnation or not in_hand:
                 continue
-            tiers = {debtor.table.resolve(n).tier for n in states}
-            assert len(tiers) == 1, "a grant is of one tier"
-            for block in in_hand:
-                taken = creditor.own if tiers == {KvTier.DEVICE} else ()
-                assert block not in taken, "a lent block was given to the creditor's own request"
-            generation = debtor.table.generation(key)
-            lent = creditor.grants.generation(key.grant_id)
+            taken = creditor.own if loan.tier is KvTier.DEVICE else ()
+            assert not set(in_hand) & set(taken), "a lent block was given to the creditor's own request"
+            lent = creditor.grants.enter(start, key.grant_id, loan.generation, self.now_s)
             assert lent is not None, "the creditor ended a lease before the debtor did"
-            if lent == generation:  # else an answer to a return is on its way, or will be asked for again
-                assert creditor.grants.enter(key.grant_id, generation, in_hand, self.now_s)
-                assert creditor.grants.leave(key.grant_id) is None
+            if lent == loan.generation:  # else an answer to a return is on its way, or will be asked again
+                held = creditor.grants.grants_of(loan.tier, np.array(in_hand), [key.grant_id])
+                assert held is not None, "the creditor took a block back before the debtor gave it"
+            assert creditor.grants.leave(key.grant_id) is None
 
 
 def _found(table: DebtLedger, asked: FindCreditors) -> CreditorCandidates:

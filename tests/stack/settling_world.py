@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
+import numpy as np
+
 from services.ledger.core.debt_ledger import DebtLedger
 from services.ledger.core.dgfm.coordinator import Coordinator, SettlementAsk, SettleRules
 from services.worker.peers.lending.core.settling import Copy, Settling, Swap
@@ -40,7 +42,7 @@ class SettlingWorld(LendingWorld):
     def life(self, member: Member) -> Life:
         at = (member.worker_id, member.incarnation)
         if at not in self._lives:
-            life = self._lives[at] = Life(Settling(member.table, member.debts, member.grants))
+            life = self._lives[at] = Life(Settling(member.debts, member.grants))
 
             def on_lost(logical: list[int]) -> None:
                 life.settling.on_lost(logical)
@@ -94,9 +96,8 @@ class SettlingWorld(LendingWorld):
         life = self.life(member)
         for number in taken:
             life.expected[number] = value = next(self._values)
-            place = member.table.resolve(number)
-            creditor = self.members[place.worker_id]
-            assert place.grant is not None
+            place = member.debts.blocks[number]
+            creditor = self.members[place.grant.creditor_id]
             if creditor.incarnation == place.grant.creditor_incarnation:
                 self.life(creditor).memory[place.tier, place.physical] = value
 
@@ -134,22 +135,22 @@ class SettlingWorld(LendingWorld):
             self._reply(coordinator, ask, outcome)
         elif isinstance(outcome, Copy):
             copied = [self._copy(member, number, own) for number, own in outcome.pairs]
-            answer = life.settling.on_copied(ask.message, outcome, whole=all(copied))
+            answer = life.settling.on_copied(ask.message, whole=all(copied))
             self._reply(coordinator, ask, answer)
         else:
             self._swap(member, life, outcome)
             self._return_all(member, outcome, partial(self._reply, coordinator, ask))
 
     def _copy(self, member: Member, number: int, own: int) -> bool:
-        place = member.table.resolve(number)
-        creditor = self.members[place.worker_id]
-        key = place.grant
-        assert key is not None
-        generation = member.table.generation(key)
+        place = member.debts.blocks[number]
+        key, start = place.grant, (member.worker_id, member.incarnation)
+        creditor = self.members[key.creditor_id]
+        generation = member.debts.grants[key].generation
         if creditor.incarnation != key.creditor_incarnation:
             return False
-        if not creditor.grants.enter(key.grant_id, generation, [place.physical], self.now_s):
+        if creditor.grants.enter(start, key.grant_id, generation, self.now_s) is None:
             return False
+        assert creditor.grants.grants_of(place.tier, np.array([place.physical]), [key.grant_id]) is not None
         assert place.tier is KvTier.DEVICE, "debts of host memory are not settled"
         self.life(member).memory[KvTier.DEVICE, own] = self.life(creditor).memory[place.tier, place.physical]
         creditor.grants.leave(key.grant_id)
@@ -190,9 +191,9 @@ class SettlingWorld(LendingWorld):
                         "a block that came home is not what it was"
                     )
                 elif number in member.used:
-                    place = member.table.resolve(number)
-                    creditor = self.members[place.worker_id]
-                    if place.grant is not None and creditor.incarnation == place.grant.creditor_incarnation:
+                    place = member.debts.blocks[number]
+                    creditor = self.members[place.grant.creditor_id]
+                    if creditor.incarnation == place.grant.creditor_incarnation:
                         assert self.life(creditor).memory[place.tier, place.physical] == value
 
     def remote_blocks(self) -> int:
@@ -225,6 +226,6 @@ def ring(world: SettlingWorld, blocks: list[int]) -> None:
 def balances(world: LendingWorld) -> dict[str, int]:
     """Lent less borrowed."""
     return {
-        name: sum(member.table.lent_to().values()) - sum(member.table.borrowed_from().values())
+        name: member.grants.lent_blocks() - member.debts.borrowed_blocks
         for name, member in world.members.items()
     }

@@ -118,4 +118,4 @@ def disturb(world: LedgersWorld, kind: str, at: int) -> None:
 
 def owed(world: LedgersWorld) -> dict[str, int]:
     """Blocks that each worker borrows."""
-    return {name: sum(member.table.borrowed_from().values()) for name, member in world.members.items()}
+    return {name: sum(member.debts.borrowed_from().values()) for name, member in world.members.items()}

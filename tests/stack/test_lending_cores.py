@@ -51,8 +51,8 @@ def test_what_the_dead_held_comes_back_and_living_debts_stay(
     world.advance(0.0)
     world.deliver_all()
     for name, member in world.members.items():
-        for debtor, blocks in member.table.lent_to().items():
-            owed = world.members[debtor].table.borrowed_from().get(name, 0)
+        for debtor, blocks in member.grants.lent_to().items():
+            owed = world.members[debtor].debts.borrowed_from().get(name, 0)
             assert owed == blocks, f"{name} keeps {blocks} for {debtor}, which has {owed}"
 
 
@@ -79,12 +79,12 @@ def test_a_ledger_with_old_news_never_over_commits(
             world.letters.pop(at % len(world.letters)).deliver()
             world.check()
     world.deliver_all()
-    lent = sum(member.grants.lent_blocks for member in world.members.values())
+    lent = sum(member.grants.lent_blocks() for member in world.members.values())
     borrowed = sum(member.debts.borrowed_blocks for member in world.members.values())
     assert lent == borrowed
     for member in world.members.values():
-        assert member.table.lent_blocks(KvTier.DEVICE) <= CAP
-        assert member.table.lent_blocks(KvTier.HOST) <= HOST_BLOCKS
+        assert member.grants.lent_blocks(KvTier.DEVICE) <= CAP
+        assert member.grants.lent_blocks(KvTier.HOST) <= HOST_BLOCKS
 
 
 def test_host_memory_is_lent_where_no_device_has_anything_left_and_comes_back_with_the_lease() -> None:
@@ -94,15 +94,15 @@ def test_host_memory_is_lent_where_no_device_has_anything_left_and_comes_back_wi
         world.beat(name)
     world.deliver_all()
     world.borrow("w0", 9)
-    table = world.members["w0"].table
-    assert table.borrowed_from(KvTier.DEVICE) == {"w1": 2}, "what a device has left goes first"
-    assert table.borrowed_from(KvTier.HOST) == {"w1": 5, "w2": 2}
+    debts = world.members["w0"].debts
+    assert debts.borrowed_from(KvTier.DEVICE) == {"w1": 2}, "what a device has left goes first"
+    assert debts.borrowed_from(KvTier.HOST) == {"w1": 5, "w2": 2}
     world.need("w2", 9)
     world.deliver_all()
-    assert world.members["w2"].table.borrowed_from() == {"w0": 5}, "none of what it borrowed"
+    assert world.members["w2"].debts.borrowed_from() == {"w0": 5}, "none of what it borrowed"
     world.kill("w0")
     world.silence(int((LEASE_S + GRACE_S) / 0.5) + 1)
     for name in ("w1", "w2"):
         member = world.members[name]
-        assert member.table.lent_to() == {} and member.host.free_blocks == HOST_BLOCKS
+        assert member.grants.lent_to() == {} and member.host.free_blocks == HOST_BLOCKS
     assert world.members["w1"].pool.free_blocks == KEEP + 2

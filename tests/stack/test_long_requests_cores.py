@@ -91,7 +91,7 @@ class LongWorld(LendingWorld):
         missing = balance.lacks(len(member.used), 0)
         if missing:
             self.need(name, missing)
-        back = balance.spares(len(member.used), 0, member.debts.wanted_back_blocks())
+        back = balance.spares(len(member.used), 0, sum(member.debts.wanted_back().values()))
         if back and balance.may_shrink():
             balance.on_shrunk()
             member.debts.release(member.used[len(member.used) - back :])

@@ -20,10 +20,10 @@ moves = st.one_of(
 def test_a_ring_is_settled_in_rounds_of_what_the_bounce_buffers_hold() -> None:
     world = SettlingWorld(3)
     ring(world, [5, 4, 5])
-    assert [sum(m.table.lent_to().values()) for m in world.members.values()] == [5, 4, 5]
+    assert [m.grants.lent_blocks() for m in world.members.values()] == [5, 4, 5]
     world.settle()
     world.deliver_all()
-    assert [sum(m.table.lent_to().values()) for m in world.members.values()] == [1, 0, 1]
+    assert [m.grants.lent_blocks() for m in world.members.values()] == [1, 0, 1]
     assert (world.recalled, world.coordinator.completed, world.coordinator.aborted) == (12, 1, 0)
     assert world.coordinator.settled_tokens == 12 * 16
     world.advance(0.5)

@@ -17,8 +17,9 @@ from bench.kit.context import Context
 from bench.kit.outcome import Outcome, Table
 from bench.kit.processes import Child
 from bench.micro.bulk.peer import ANSWERING, ASKING
+from services.worker.peers.settings import BulkConfig
 from services.worker.peers.transport.base import Buffer
-from services.worker.peers.transport.settings import BulkConfig, make_transports
+from services.worker.peers.transport.plane import make_transports
 from services.worker.peers.transport.tcp import split_address
 from shared.errors import ConfigError
 

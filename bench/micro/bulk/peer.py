@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.worker.peers.transport.base import Buffer, Peer, Reply
+from services.worker.peers.settings import BulkConfig
+from services.worker.peers.transport.base import Buffer, Peer, Reception, Reply
+from services.worker.peers.transport.plane import make_transports
 from services.worker.peers.transport.server import WorkerDesk
-from services.worker.peers.transport.settings import BulkConfig, make_transports
 
 ASKING, ANSWERING = Peer("bench-asking", 1), Peer("bench-answering", 1)
 MOST_BYTES = 256 << 20
@@ -26,22 +27,10 @@ class Sink:
     def __init__(self) -> None:
         self._memory = np.ones(MOST_BYTES, np.uint8).data
 
-    def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> "Taken":
-        return Taken([self._memory[: sum(sizes_bytes)]] if sizes_bytes else [], header == b"back")
-
-
-class Taken:
-    """A `Reception` into the sink's buffer."""
-
-    def __init__(self, buffers: list[Buffer], goes_back: bool) -> None:
-        self.buffers = buffers
-        self._goes_back = goes_back
-
-    def commit(self) -> Reply:
-        return Reply(b"", self.buffers if self._goes_back else ())
-
-    def abandon(self) -> None:
-        """Release nothing: the buffer is the sink's."""
+    def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> Reception:
+        buffers: list[Buffer] = [self._memory[: sum(sizes_bytes)]] if sizes_bytes else []
+        reply = Reply(b"", buffers if header == b"back" else ())
+        return Reception(lambda: reply, buffers=buffers)
 
 
 def serve_bare(listener: socket.socket) -> None:

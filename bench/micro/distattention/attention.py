@@ -20,7 +20,7 @@ from services.worker.engine.paged import Shape
 from services.worker.engine.spans import Span
 from services.worker.peers.attention.core.cost import CreditorSpeeds, ShipMode, Work, choose_mode
 from services.worker.peers.attention.debtor import Debtor
-from services.worker.peers.transport.base import PeerLink
+from services.worker.peers.transport.link import PeerLink
 
 BLOCK_TOKENS = 16
 LAYER = (8, 128, 128)

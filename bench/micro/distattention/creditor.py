@@ -25,8 +25,8 @@ from services.worker.peers.attention.creditor import Creditor, LentGrants
 from services.worker.peers.attention.memory import device_memory
 from services.worker.peers.attention.messages import GrantRef
 from services.worker.peers.lending.core.grants import Grants, Terms
-from services.worker.peers.lending.core.table import RBlockTable
-from services.worker.peers.transport.base import Peer, PeerLink
+from services.worker.peers.transport.base import Peer
+from services.worker.peers.transport.link import PeerLink
 from services.worker.peers.transport.server import WorkerDesk
 from services.worker.peers.transport.tcp import TcpTransport
 from shared.messages.lending import BorrowBlocks
@@ -128,13 +128,13 @@ def lenders(settings: Sequence[Settings]) -> Iterator[list[PeerLink]]:
 
 def _all_lent(settings: Settings) -> LentGrants:
     """Lend every block to the debtor in its first grant, for longer than a bench takes."""
-    table = RBlockTable(settings.name, settings.blocks)
-    grants = Grants(table, 1, Terms(settings.blocks, lease_s=1e9), threading.RLock())
+    terms = Terms(settings.blocks, lease_s=1e9)
+    grants = Grants(settings.name, 1, terms, settings.blocks, lock=threading.RLock())
     asked = BorrowBlocks(
         debtor_id=DEBTOR.worker_id, debtor_incarnation=DEBTOR.incarnation, request=1, blocks=settings.blocks
     )
     grants.lend(asked, range(settings.blocks), 0.0)
-    return LentGrants(grants, table, lambda freed: None)
+    return LentGrants(grants, lambda freed: None)
 
 
 def main() -> None:

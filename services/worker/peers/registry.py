@@ -8,9 +8,9 @@ import asyncio
 from collections.abc import Sequence
 
 from services.worker.peers.core.neighbours import Neighbours
-from services.worker.peers.transport.base import Peer, PeerLink
-from services.worker.peers.transport.plane import PeerAddress, Plane
-from services.worker.peers.transport.server import BulkTransport
+from services.worker.peers.transport.base import Peer
+from services.worker.peers.transport.link import PeerLink
+from services.worker.peers.transport.plane import BulkTransport, PeerAddress, Plane
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler
 from shared.clock import Clock, monotonic_s

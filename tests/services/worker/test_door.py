@@ -12,8 +12,10 @@ from services.worker import door as door_module
 from services.worker.core.steps import StepCore, StepEffects
 from services.worker.door import Door
 from services.worker.kv.core.block_pool import BlockPool
-from services.worker.peers.engine_calls import PoolDoor
+from services.worker.peers.lending.core.grants import Freed
+from services.worker.peers.lending.stock import Stock
 from shared.errors import DeadlineExceeded, Overloaded
+from shared.messages.lending import KvTier
 
 BLOCKS = 8
 
@@ -24,6 +26,7 @@ class Rig:
     def __init__(self) -> None:
         self.door = Door(cast(StepCore, None), lambda: 0.0, lambda effects: None)
         self.pool = BlockPool(BLOCKS, 4)
+        self.stock = Stock(self.door, self.pool, 0, 0)
 
     async def take(self, blocks: int) -> list[int]:
         return await self.door.take(lambda core, _: self.pool.allocate(blocks), self.pool.release)
@@ -58,7 +61,7 @@ async def test_what_is_taken_for_somebody_who_left_goes_back() -> None:
 async def test_who_waits_for_what_he_gives_may_leave() -> None:
     rig = Rig()
     blocks = rig.pool.allocate(3)
-    giving = asyncio.create_task(PoolDoor(rig.door, rig.pool).readmit(blocks))
+    giving = asyncio.create_task(rig.stock.put_back([Freed(KvTier.DEVICE, tuple(blocks))], list))
     rig.pool.withdraw(blocks)
     await settle()
     giving.cancel()

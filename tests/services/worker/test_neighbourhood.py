@@ -10,10 +10,10 @@ from services.worker.core.steps import StepCore
 from services.worker.door import Door
 from services.worker.kv.transfers import TransferEngine
 from services.worker.neighbourhood import Neighbourhood, Reach
-from services.worker.peers.lending.core.settings import LendingConfig
 from services.worker.peers.registry import Registry
+from services.worker.peers.settings import LendingConfig
 from services.worker.peers.transport.base import Peer
-from services.worker.peers.transport.settings import make_transports
+from services.worker.peers.transport.plane import make_transports
 from shared.clock import monotonic_s
 from shared.messages.lending import KvTier
 from tests.conftest import ConnectBus

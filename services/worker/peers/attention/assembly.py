@@ -12,15 +12,12 @@ from services.worker.kv.transfers import TransferEngine
 from services.worker.peers.attention.borrower import Borrower
 from services.worker.peers.attention.core.cost import ComputeBudget
 from services.worker.peers.attention.creditor import Creditor, LentGrants
-from services.worker.peers.attention.homeward import Homeward
 from services.worker.peers.attention.interfaces import BlockDebtor, LentBlocks
 from services.worker.peers.attention.tokens import TokenDebtor, TokenMemory
-from services.worker.peers.lending.core.grants import Freed
-from services.worker.peers.lending.core.settings import LendingConfig
-from services.worker.peers.lending.service import Lending
 from services.worker.peers.registry import Registry
+from services.worker.peers.settings import LendingConfig
 from shared.clock import Clock
-from shared.errors import ConfigError, InternalError
+from shared.errors import ConfigError
 
 _MIB = 1 << 20
 
@@ -38,48 +35,44 @@ def make_borrower(
     """Return the borrower of an engine. `on_failed` gets failed creditors, on the engine's thread.
 
     Raises ConfigError where parts cannot be joined."""
-    debtor = _debtor(engine, registry, settings, clock)
-    homeward = Homeward(engine.pools, debtor, registry, transfers)
-    return Borrower(debtor, pool, door, registry, homeward, on_failed)
-
-
-def _debtor(engine: SharingEngine, registry: Registry, settings: LendingConfig, clock: Clock) -> BlockDebtor:
+    debtor: BlockDebtor
     if isinstance(engine, TokenEngine):
-        return TokenDebtor(engine, most_creditors=settings.most_creditors, deadline_s=settings.answer_s)
-    from services.worker.peers.attention.debtor import Debtor  # Needs torch.
+        debtor = TokenDebtor(engine, most_creditors=settings.most_creditors, deadline_s=settings.answer_s)
+    else:
+        from services.worker.peers.attention.debtor import Debtor  # Needs torch.
 
-    attending = _attending(engine)
-    return Debtor(
-        attending.attention,
-        q_heads=attending.q_heads,
-        own_blocks=engine.own_ids,
-        block_tokens=engine.block_tokens,
-        staging_blocks=settings.staging_blocks,
-        most_creditors=settings.most_creditors,
-        deadline_s=settings.answer_s,
-        rates=registry.rates,
-        link_bytes_per_s=settings.link_bytes_per_s,
-        clock=clock,
-    )
+        assert isinstance(engine, AttendingEngine)
+        debtor = Debtor(
+            engine.attention,
+            q_heads=engine.q_heads,
+            own_blocks=engine.own_ids,
+            block_tokens=engine.block_tokens,
+            staging_blocks=settings.staging_blocks,
+            most_creditors=settings.most_creditors,
+            deadline_s=settings.answer_s,
+            rates=registry.rates,
+            link_bytes_per_s=settings.link_bytes_per_s,
+            clock=clock,
+        )
+    return Borrower(debtor, pool, door, registry, engine.pools, transfers, on_failed)
 
 
 def make_creditor(
     engine: SharingEngine,
-    lending: Lending,
+    grants: LentGrants,
     settings: LendingConfig,
     host: LentBlocks | None,
     registry: Registry,
     *,
-    on_freed: Callable[[Freed], None],
     is_busy: Callable[[], bool],
     clock: Clock,
 ) -> Creditor:
     """Return a creditor that answers on the links of `registry`.
 
-    `on_freed` is called on their threads. `is_busy`: whether the engine has steps to run."""
+    `is_busy`: whether the engine has steps to run."""
     creditor = Creditor(
         _device_memory(engine),
-        LentGrants(lending.grants, lending.table, on_freed, clock),
+        grants,
         ComputeBudget(settings.max_remote_attention_fraction),
         block_tokens=engine.block_tokens,
         clock=clock,
@@ -96,12 +89,13 @@ def _device_memory(engine: SharingEngine) -> LentBlocks:
         return TokenMemory(engine.tokens, engine)
     from services.worker.peers.attention.memory import device_memory  # Needs torch.
 
-    return device_memory(_attending(engine).attention)
+    assert isinstance(engine, AttendingEngine)
+    return device_memory(engine.attention)
 
 
 def lent_host_memory(config: LendingConfig, engine: SharingEngine) -> LentBlocks | None:
     """Return the lent host memory, None without any. Raises ConfigError for less than a block."""
-    blocks = host_blocks(config, engine.pools) if config.lend else 0
+    blocks = host_blocks(config, engine.pools)
     if not blocks:
         return None
     attends = config.host_attention.attends(engine.device_type)
@@ -110,24 +104,14 @@ def lent_host_memory(config: LendingConfig, engine: SharingEngine) -> LentBlocks
         return TokenMemory(tokens, engine, attends)
     from services.worker.peers.attention.memory import host_memory  # Needs torch.
 
-    return host_memory(_attending(engine).attention, blocks, attends=attends)
-
-
-def block_bytes(pools: LayerPools) -> int:
-    """Return the size of a block over all layers."""
-    return sum(int(pool[0].nbytes) for layer in pools for pool in layer)
+    assert isinstance(engine, AttendingEngine)
+    return host_memory(engine.attention, blocks, attends=attends)
 
 
 def host_blocks(config: LendingConfig, pools: LayerPools) -> int:
     """Return how many host blocks the settings lend. Raises ConfigError for memory below one block."""
-    each_bytes = block_bytes(pools)
+    each_bytes = sum(int(pool[0].nbytes) for layer in pools for pool in layer)
     blocks = config.host_blocks or config.host_mb * _MIB // each_bytes
-    if config.host_mb and not blocks:
+    if config.lend and config.host_mb and not blocks:
         raise ConfigError(f"host_mb holds no block: one takes {each_bytes} bytes", param="lending.host_mb")
-    return blocks
-
-
-def _attending(engine: SharingEngine) -> AttendingEngine:
-    if not isinstance(engine, AttendingEngine):
-        raise InternalError(f"{type(engine).__name__} shares blocks without attention or tokens")
-    return engine
+    return blocks if config.lend else 0

@@ -1,12 +1,14 @@
 """Borrowed blocks in use: gives a grant's blocks ids for sequences, brings blocks home, or drops lost ones.
 
 Stands between lending, on the event loop, and the engine's thread, which alone accesses the pool, the homes
-of blocks and the links. Decides nothing about how much is borrowed.
+of blocks and the links of steps. Blocks come home beside the engine, over a link that no step uses: `plan`
+begins to record writes, another thread fetches the blocks, `TransferEngine` writes them into withdrawn own
+places, and `swap` fetches again what was written meanwhile, between two steps.
 """
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -16,19 +18,23 @@ import numpy.typing as npt
 from services.worker.core.steps import StepCore
 from services.worker.door import Door, EngineQuestion
 from services.worker.kv.core.borrowed_pool import ExtendedPool
-from services.worker.peers.attention.homeward import HomeFetch, Homeward, Lender
-from services.worker.peers.attention.interfaces import BlockDebtor
+from services.worker.kv.tiers.records import LayerPools, records_of
+from services.worker.kv.transfers import Route, TransferEngine
+from services.worker.peers.attention.interfaces import BlockDebtor, LentTier, Place
 from services.worker.peers.attention.messages import GrantRef
-from services.worker.peers.attention.write_watch import Place
-from services.worker.peers.lending.core.table import GrantKey
+from services.worker.peers.lending.core.debts import GrantKey
 from services.worker.peers.registry import Registry
-from services.worker.peers.transport.base import PeerLink
+from services.worker.peers.transport.link import PeerLink
 from shared.errors import CreditorLost, KvasirError, Overloaded
 from shared.log import get_logger
-from shared.messages.lending import Grant
+from shared.messages.lending import Grant, KvTier
 
 Pair = tuple[int, int]
 """A borrowed block, and the withdrawn own block that its KV goes to."""
+Lender = tuple[str, int, KvTier]
+"""A creditor's worker id, incarnation, and tier of its memory."""
+T = TypeVar("T")
+_log = get_logger("worker.borrower")
 
 
 class Homecoming:
@@ -43,16 +49,15 @@ class Homecoming:
 
     def plan(self, pairs: Sequence[Pair]) -> list[tuple[Pair, Place]]:
         """Return the pairs to copy, those that a sequence uses, and their places. Starts to watch writes."""
-        used = self._used(pairs)
-        planned = list(zip(used, self._places(used), strict=True))
+        planned = self._used(pairs)
         self._debtor.watch.restart({place: own for (_, own), place in planned})
         return planned
 
     def swap(self, pairs: Sequence[Pair]) -> list[int]:
         """Switch to the copies; return the unneeded own blocks. Raises CreditorLost, and switches none."""
-        used, watch = self._used(pairs), self._debtor.watch
-        placed = zip(self._places(used), used, strict=True)
-        self._debtor.bring_home([pair for place, pair in placed if not watch.is_copy(place, pair[1])])
+        watch = self._debtor.watch
+        missing = [pair for pair, place in self._used(pairs) if not watch.is_copy(place, pair[1])]
+        self._debtor.bring_home(missing)
         watch.restart({})
         spare = self._pool.come_home(pairs)
         self._forget([there for there, _ in pairs])
@@ -69,28 +74,35 @@ class Homecoming:
 
     def end_recall(self, pairs: Sequence[Pair]) -> list[int]:
         """Return the blocks that are home now. Raises CreditorLost, and changes nothing."""
-        own = self._pool.own
+        own, recalled = self._pool.own, [there for there, _ in pairs]
         try:
             spare = self.swap(pairs)
         except BaseException:
             own.readmit([place for _, place in pairs])
-            # Also blocks of living creditors: nothing else would rejoin them.
-            self._pool.rejoin([there for there, _ in pairs])
+            self._pool.rejoin(recalled)  # Also blocks of living creditors: nothing else would.
             raise
         own.readmit(spare)
-        return [there for there, _ in pairs]
+        return recalled
 
-    def _used(self, pairs: Sequence[Pair]) -> list[Pair]:
+    def _used(self, pairs: Sequence[Pair]) -> list[tuple[Pair, Place]]:
+        """Return the pairs whose block a sequence uses, and where it is."""
         used = set(self._pool.are_used([there for there, _ in pairs]))
-        return [pair for pair in pairs if pair[0] in used]
-
-    def _places(self, pairs: Sequence[Pair]) -> list[Place]:
-        holders, blocks = self._debtor.homes.locate([there for there, _ in pairs])
-        return list(zip(holders.tolist(), blocks.tolist(), strict=True))
+        found = [pair for pair in pairs if pair[0] in used]
+        holders, blocks = self._debtor.homes.locate([there for there, _ in found])
+        return list(zip(found, zip(holders.tolist(), blocks.tolist(), strict=True), strict=True))
 
 
-T = TypeVar("T")
-_log = get_logger("worker.borrower")
+@dataclass(frozen=True, slots=True)
+class HomeFetch:
+    """Blocks of one creditor, and the withdrawn own blocks to copy them to."""
+
+    lender: Lender
+    grants: tuple[GrantRef, ...]
+    blocks: tuple[int, ...]
+    """Numbers at the creditor."""
+    places: tuple[int, ...]
+    ids: tuple[int, ...]
+    """Logical numbers here."""
 
 
 @dataclass(slots=True)
@@ -99,6 +111,17 @@ class _Held:
 
     generation: int
     blocks: int = 0
+
+
+@dataclass(slots=True)
+class _Lending:
+    """A lender on the engine's thread: its holder, and its grants with blocks here, named in messages."""
+
+    holder: int
+    grants: dict[int, _Held] = field(default_factory=dict)
+
+    def refs(self) -> tuple[GrantRef, ...]:
+        return tuple(GrantRef(grant_id, held.generation) for grant_id, held in self.grants.items())
 
 
 class Borrower:
@@ -113,22 +136,26 @@ class Borrower:
         pool: ExtendedPool,
         door: Door,
         registry: Registry,
-        homeward: Homeward,
+        pools: LayerPools,
+        transfers: TransferEngine,
         on_failed: Callable[[str], None],
     ) -> None:
-        self._homeward = homeward
-        self._homecomings: set[asyncio.Task[list[int]]] = set()
+        """`pools`: the engine's."""
         self._debtor = debtor
         self._pool = pool
         self._door = door
         self._registry = registry
+        self._transfers = transfers
+        self._records = records_of(pools)
+        """Only `transfers` writes them."""
         self._on_failed = on_failed
         self._homecoming = Homecoming(debtor, pool, self._forget)
-        self._holders: dict[Lender, int] = {}
+        self._recalling: set[asyncio.Task[list[int]]] = set()
+        self._ways: dict[Lender, tuple[LentTier, asyncio.Lock]] = {}
+        """Links beside the steps' own, and whose turn it is."""
+        self._lendings: dict[Lender, _Lending] = {}
         self._of_block: dict[int, tuple[Lender, int]] = {}
         """Lender and grant of each block."""
-        self._grants: dict[Lender, dict[int, _Held]] = {}
-        """Grants with blocks here, named with every message."""
 
     # --- on the event loop
 
@@ -136,7 +163,7 @@ class Borrower:
         """Start to use a grant. False when its creditor cannot be reached, or too many creditors lend."""
         lender = (grant.creditor_id, grant.creditor_incarnation, grant.tier)
         link: PeerLink | None = None
-        if lender not in self._holders:
+        if lender not in self._lendings:
             try:
                 link = await self._registry.dial(grant.creditor_id, grant.creditor_incarnation)
             except KvasirError as error:
@@ -148,17 +175,23 @@ class Borrower:
         """Record a newer generation of a grant."""
 
         def rename(core: StepCore, now_s: float) -> None:
-            for lender, held in self._grants.items():
-                if lender[:2] == (grant.creditor_id, grant.creditor_incarnation) and grant.grant_id in held:
-                    named = held[grant.grant_id]
-                    named.generation = max(generation, named.generation)
+            for lender, lending in self._lendings.items():
+                held = lending.grants.get(grant.grant_id)
+                if lender[:2] == (grant.creditor_id, grant.creditor_incarnation) and held is not None:
+                    held.generation = max(generation, held.generation)
                     self._name_grants(lender)
 
         self._door.give(rename)
 
     async def retire(self, most_blocks: int, *, cached: bool = True) -> list[int]:
         """Give up to `most_blocks` without a sequence; `cached`: cached ones too. Return which."""
-        return await self._give(lambda core, _: self._retire(most_blocks, cached=cached))
+
+        def retire(core: StepCore, now_s: float) -> list[int]:
+            retired = self._pool.retire(most_blocks, cached=cached)
+            self._forget(retired)
+            return retired
+
+        return await self._give(retire)
 
     async def set_apart(self, logical: Sequence[int], most_blocks: int) -> list[int]:
         """Pin up to `most_blocks` of these in place until `rejoin` or `swap_home`. Raises Overloaded."""
@@ -167,7 +200,7 @@ class Borrower:
         )
 
     def rejoin(self, logical: Sequence[int]) -> None:
-        """End `set_apart`."""
+        """End `set_apart`; unknown blocks are ignored."""
         self._door.give(lambda core, _: self._pool.rejoin(logical))
 
     async def copy_home(self, pairs: Sequence[Pair]) -> bool:
@@ -177,7 +210,7 @@ class Borrower:
         planned = await asyncio.wrap_future(
             self._door.ask(lambda core, _: self._fetches(self._homecoming.plan(pairs)))
         )
-        return await self._fetch(planned)
+        return await self._fetch_all(planned)
 
     async def swap_home(self, pairs: Sequence[Pair]) -> list[int] | None:
         """Switch sequences to the copies; return the unneeded own blocks. None when a creditor failed."""
@@ -188,8 +221,8 @@ class Borrower:
 
         It runs to its end even when the caller is cancelled."""
         task = asyncio.ensure_future(self._recall(logical, most_blocks, keep_blocks))
-        self._homecomings.add(task)
-        task.add_done_callback(self._homecomings.discard)
+        self._recalling.add(task)
+        task.add_done_callback(self._recalling.discard)
         return await asyncio.shield(task)
 
     async def _recall(self, logical: Sequence[int], most_blocks: int, keep_blocks: int) -> list[int]:
@@ -202,22 +235,60 @@ class Borrower:
         pairs, planned = await self._give(begin)
         if not pairs:
             return []
-        await self._fetch(planned)  # `end_recall` fetches the missing ones between two steps.
+        await self._fetch_all(planned)  # `end_recall` fetches the missing ones between two steps.
         return await self._give(self._home(lambda: homecoming.end_recall(pairs))) or []
 
-    async def _fetch(self, planned: Sequence[HomeFetch]) -> bool:
+    async def _fetch_all(self, planned: Sequence[HomeFetch]) -> bool:
         """Return whether all blocks were copied. A creditor that fails in the middle is given up."""
         is_whole = True
         for work in planned:
             failed: KvasirError | None = None
             try:
-                is_copied = await asyncio.shield(asyncio.ensure_future(self._homeward.fetch(work)))
+                is_copied = await asyncio.shield(asyncio.ensure_future(self._fetch(work)))
             except KvasirError as error:
                 is_copied, failed = False, error
             if not is_copied:
                 await self._give(partial(self._on_missed, work, failed))
                 is_whole = False
         return is_whole
+
+    async def _fetch(self, work: HomeFetch) -> bool:
+        """Copy blocks into their places; return False without a link, or when they cannot be written now.
+
+        Must not be cancelled: a thread writes to the places. Raises KvasirError when the creditor fails."""
+        way = self._ways.get(work.lender)
+        if way is None or way[0].link.closed:
+            worker_id, incarnation, tier = work.lender
+            try:
+                link = await self._registry.dial(worker_id, incarnation)
+            except KvasirError as error:
+                _log.warning("no link to copy blocks of %s over: %s", worker_id, error)
+                return False
+            way = self._ways[work.lender] = self._debtor.reader(link, tier), asyncio.Lock()
+        reader, lock = way
+        async with lock:
+            blocks = np.array(work.blocks, dtype=np.int32)
+            rows = np.empty((len(blocks), self._records.record_bytes), dtype=np.uint8)
+            reader.grants = work.grants
+            try:
+                await asyncio.to_thread(self._debtor.fetch, reader, blocks, rows)
+            except BaseException:
+                reader.link.close()
+                raise
+            try:
+                await asyncio.to_thread(self._write, rows, work.places)
+            except KvasirError as error:
+                _log.warning("blocks of %s were not written: %s", work.lender[0], error)
+                return False
+        return True
+
+    def _write(self, rows: npt.NDArray[np.uint8], places: Sequence[int]) -> None:
+        def write() -> bool:
+            self._records.write(list(rows), list(places))
+            return True
+
+        within_s = self._debtor.deadline_s
+        self._transfers.run(Route.PULL, write, failed=False, size_bytes=rows.nbytes, within_s=within_s)
 
     def lose(self, logical: Sequence[int]) -> None:
         """Drop blocks whose lease has ended."""
@@ -230,8 +301,15 @@ class Borrower:
 
     def close(self) -> None:
         """Close every link, after the engine's thread has ended."""
-        self._homeward.close()
+        for lender in list(self._ways):
+            self._close_way(lender)
         self._debtor.close()
+
+    def _close_way(self, lender: Lender) -> None:
+        """Close the link to a lender without loans. Any thread may call it."""
+        way = self._ways.pop(lender, None)
+        if way is not None:
+            way[0].link.close()
 
     async def _give(self, question: EngineQuestion[T]) -> T:
         return await asyncio.wrap_future(self._door.give(question))
@@ -271,7 +349,7 @@ class Borrower:
         for (there, own), (_, block) in planned:
             found.setdefault(self._of_block[there][0], []).append((block, own, there))
         return [
-            HomeFetch(lender, self._refs(lender), *(tuple(column) for column in zip(*each, strict=True)))
+            HomeFetch(lender, self._lendings[lender].refs(), *map(tuple, zip(*each, strict=True)))
             for lender, each in found.items()
         ]
 
@@ -283,8 +361,8 @@ class Borrower:
             core.on_kv_lost(self.lose_creditor(lost), now_s)
 
     def _enter(self, lender: Lender, link: PeerLink | None, grant: Grant, logical: Sequence[int]) -> bool:
-        holder = self._holders.get(lender)
-        if holder is None:
+        lending = self._lendings.get(lender)
+        if lending is None:
             if link is None:
                 return False
             try:
@@ -293,21 +371,15 @@ class Borrower:
                 _log.warning("blocks of %s cannot be used: %s", grant.creditor_id, error)
                 link.close()
                 return False
-            self._holders[lender] = holder
+            lending = self._lendings[lender] = _Lending(holder)
         elif link is not None:
             link.close()
         self._of_block.update(dict.fromkeys(logical, (lender, grant.grant_id)))
-        held = self._grants.setdefault(lender, {}).setdefault(grant.grant_id, _Held(grant.generation))
-        held.blocks += len(logical)
-        self._debtor.homes.place(logical, holder, grant.blocks)
+        lending.grants.setdefault(grant.grant_id, _Held(grant.generation)).blocks += len(logical)
+        self._debtor.homes.place(logical, lending.holder, grant.blocks)
         self._name_grants(lender)
         self._pool.admit(logical)
         return True
-
-    def _retire(self, most_blocks: int, *, cached: bool) -> list[int]:
-        retired = self._pool.retire(most_blocks, cached=cached)
-        self._forget(retired)
-        return retired
 
     def _forget(self, blocks: Iterable[int]) -> None:
         lenders: set[Lender] = set()
@@ -317,23 +389,19 @@ class Borrower:
                 continue
             self._debtor.homes.forget([block])
             lenders.add(lender)
-            held = self._grants[lender][grant_id]
-            held.blocks -= 1
-            if not held.blocks:
-                del self._grants[lender][grant_id]
+            grants = self._lendings[lender].grants
+            grants[grant_id].blocks -= 1
+            if not grants[grant_id].blocks:
+                del grants[grant_id]
         for lender in lenders:
             self._name_grants(lender)
 
     def _name_grants(self, lender: Lender) -> None:
         """Name the lender's grants that have blocks here: others may have ended."""
-        refs = self._refs(lender)
-        if refs:
-            self._debtor.set_grants(self._holders[lender], refs)
+        lending = self._lendings[lender]
+        if lending.grants:
+            self._debtor.set_grants(lending.holder, lending.refs())
         else:
-            del self._grants[lender]
-            self._debtor.remove(self._holders.pop(lender))
-            self._homeward.forget(lender)
-
-    def _refs(self, lender: Lender) -> tuple[GrantRef, ...]:
-        named = self._grants[lender].items()
-        return tuple(GrantRef(grant_id, held.generation) for grant_id, held in named)
+            del self._lendings[lender]
+            self._debtor.remove(lending.holder)
+            self._close_way(lender)

@@ -7,17 +7,27 @@ A creditor's link thread runs `serve`, without the interpreter's lock, while its
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from services.worker.engine.native.library import KvDigests, KvPool, Spans, declare, describe_spans
 from services.worker.engine.paged import Shape
 from services.worker.engine.partition import Part
 from services.worker.peers.attention.interfaces import Turn
 from services.worker.peers.transport.pipe import Pipe
-from shared.errors import CorruptedKv, DeadlineExceeded, InternalError, InvalidMessage, PeerLost, StaleEpoch
+from shared.errors import (
+    CorruptedKv,
+    DeadlineExceeded,
+    InternalError,
+    InvalidMessage,
+    KvasirError,
+    PeerLost,
+    StaleEpoch,
+)
 
 _LATE, _LOST, _MANGLED, _STOPPED, _FULL, _STALE = range(-10, -16, -1)
 _CORRUPTED = -4
@@ -29,64 +39,54 @@ _PATIENCE_S = 5.0
 """Deadline for the next layer of a step: the length of a lease."""
 
 
+def _of(kind: Any, names: str) -> list[tuple[str, Any]]:
+    """Return fields of one type."""
+    return [(name, kind) for name in names.split()]
+
+
+_I32, _I64, _REAL, _MEMORY = ctypes.c_int32, ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+
+
 class _Serving(ctypes.Structure):
     _fields_ = (
-        ("fd", ctypes.c_int32),
-        ("layers", ctypes.c_int32),
+        *_of(_I32, "fd layers"),
         ("pools", ctypes.POINTER(KvPool)),
         ("digests", ctypes.POINTER(KvDigests)),
-        ("lent", ctypes.c_void_p),
-        ("q_heads", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
-        ("is_full", ctypes.c_int32),
-        ("idle_s", ctypes.c_double),
-        ("turn_s", ctypes.c_double),
-        ("patience_s", ctypes.c_double),
-        ("ahead", ctypes.c_void_p),
-        ("ahead_bytes", ctypes.c_int64),
-        ("ahead_used", ctypes.c_int64),
-        ("compute_s", ctypes.c_double),
-        ("layer", ctypes.c_int32),
+        ("lent", _MEMORY),
+        *_of(_I32, "q_heads threads is_full"),
+        *_of(_REAL, "idle_s turn_s patience_s"),
+        ("ahead", _MEMORY),
+        *_of(_I64, "ahead_bytes ahead_used"),
+        ("compute_s", _REAL),
+        ("layer", _I32),
     )
 
 
 class _Asking(ctypes.Structure):
     _fields_ = (
-        ("fd", ctypes.c_int32),
-        ("layer", ctypes.c_int32),
-        ("rows", ctypes.c_int32),
-        ("kept", ctypes.c_int32),
-        ("q_heads", ctypes.c_int32),
-        ("kv_heads", ctypes.c_int32),
-        ("head_dim", ctypes.c_int32),
-        ("value_dim", ctypes.c_int32),
-        ("row", ctypes.c_void_p),
-        ("kept_row", ctypes.c_void_p),
+        *_of(_I32, "fd layer rows kept q_heads kv_heads head_dim value_dim"),
+        *_of(_MEMORY, "row kept_row"),
         ("spans", ctypes.POINTER(Spans)),
-        ("blocks", ctypes.c_int32),
-        ("slots", ctypes.c_void_p),
-        ("query", ctypes.c_void_p),
-        ("query_stride", ctypes.c_int64),
-        ("key", ctypes.c_void_p),
-        ("key_stride", ctypes.c_int64),
-        ("value", ctypes.c_void_p),
-        ("value_stride", ctypes.c_int64),
-        ("scaling", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-        ("deadline_s", ctypes.c_double),
-        ("output", ctypes.c_void_p),
-        ("lse", ctypes.c_void_p),
-        ("compute_s", ctypes.c_double),
+        ("blocks", _I32),
+        *_of(_MEMORY, "slots query"),
+        ("query_stride", _I64),
+        ("key", _MEMORY),
+        ("key_stride", _I64),
+        ("value", _MEMORY),
+        ("value_stride", _I64),
+        *_of(ctypes.c_float, "scaling softcap"),
+        ("deadline_s", _REAL),
+        *_of(_MEMORY, "output lse"),
+        ("compute_s", _REAL),
     )
 
 
 _PROTOTYPES = {
     "kv_serve": (ctypes.c_int32, (ctypes.POINTER(_Serving),)),
-    "kv_step": (ctypes.c_int32, (ctypes.POINTER(_Asking),)),
-    "kv_ask": (ctypes.c_int32, (ctypes.POINTER(_Asking),)),
-    "kv_take": (ctypes.c_int32, (ctypes.POINTER(_Asking),)),
-    "kv_give_up": (ctypes.c_int32, (ctypes.POINTER(_Asking),)),
-    "kv_stop": (ctypes.c_int32, (ctypes.POINTER(_Asking),)),
+    **{
+        f"kv_{name}": (ctypes.c_int32, (ctypes.POINTER(_Asking),))
+        for name in ("step", "ask", "take", "give_up", "stop")
+    },
 }
 
 
@@ -101,12 +101,7 @@ class NativeMemory:
 
 
 def serve(
-    memory: NativeMemory,
-    pipe: Pipe,
-    lent: npt.NDArray[np.bool_],
-    *,
-    q_heads: int,
-    is_full: bool,
+    memory: NativeMemory, pipe: Pipe, lent: npt.NDArray[np.bool_], *, q_heads: int, is_full: bool
 ) -> Turn:
     """Answer steps about `lent` blocks for at most 50 ms, and finish the last. `is_full`: refuse to compute.
 
@@ -176,9 +171,7 @@ class Asker:
         self._part = part, kept, described
         self._run(self._library.kv_step)
 
-    def ask(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: Shape
-    ) -> None:
+    def ask(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, shape: Shape) -> None:
         """Ask for one layer. Each tensor is `[rows, heads, dim]`, with all rows of the step."""
         queries, keys, values = (_rows(each) for each in (queries, keys, values))
         asking = self._asking
@@ -197,7 +190,7 @@ class Asker:
         self.moved_bytes = 4 * (sent + rows * heads * (value_dim + 1))
         self._run(self._library.kv_ask)
 
-    def take(self) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+    def take(self) -> tuple[Tensor, Tensor, float] | None:
         """Return output and log-sum-exp of the last layer, valid until the next `ask`, and compute seconds.
 
         None when the creditor's time budget is used up: the step is over there, and nothing was written.
@@ -230,22 +223,23 @@ class Asker:
         return answers[0]
 
 
-def _rows(rows: torch.Tensor) -> torch.Tensor:
+def _rows(rows: Tensor) -> Tensor:
     """Return rows as fp32 with contiguous heads, as a view if possible."""
     rows = rows.float()
     return rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous()
 
 
+_ERRORS: dict[int, tuple[type[KvasirError], str]] = {
+    _LATE: (DeadlineExceeded, "the peer did not answer on the bulk plane in time"),
+    _LOST: (PeerLost, "the link to the peer broke"),
+    _MANGLED: (InvalidMessage, "a layer's request or answer was corrupted in transit"),
+    _STALE: (StaleEpoch, "none of these grants covers the blocks: borrow again"),
+    _CORRUPTED: (CorruptedKv, "the creditor's block is not what was written to it"),
+}
+
+
 def _check(answer: int) -> None:
-    if answer == _LATE:
-        raise DeadlineExceeded("the peer did not answer on the bulk plane in time")
-    if answer == _LOST:
-        raise PeerLost("the link to the peer broke")
-    if answer == _MANGLED:
-        raise InvalidMessage("a layer's request or answer was corrupted in transit")
-    if answer == _STALE:
-        raise StaleEpoch("none of these grants covers the blocks: borrow again")
-    if answer == _CORRUPTED:
-        raise CorruptedKv("the creditor's block is not what was written to it")
     if answer:
-        raise InternalError(f"the creditor's operator refused a layer: {answer} (see attention.h)")
+        refused = f"the creditor's operator refused a layer: {answer} (see attention.h)"
+        error, message = _ERRORS.get(answer, (InternalError, refused))
+        raise error(message)

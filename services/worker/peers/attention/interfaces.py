@@ -1,27 +1,32 @@
-"""Interfaces of remote attention: a creditor's lent memory, and a borrower's access to borrowed blocks.
+"""Interfaces of remote attention: a creditor's lent memory, and a debtor's access to borrowed blocks.
 
 Two engines implement both: one that computes attention (`memory`, `debtor`), and one whose KV are the tokens
 themselves (`tokens`). Knows no tensor, and no link's messages.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from services.worker.engine.partition import Homes
+from services.worker.engine.partition import ELSEWHERE, Homes, Part
 from services.worker.engine.spans import PackedSpans
 from services.worker.kv.tiers.records import LayerPools
 from services.worker.peers.attention.messages import NO_STEP, GrantRef
-from services.worker.peers.attention.write_watch import WriteWatch
-from services.worker.peers.transport.base import Buffer, PeerLink
+from services.worker.peers.transport.base import Buffer
+from services.worker.peers.transport.link import PeerLink
 from services.worker.peers.transport.pipe import Pipe
-from shared.errors import CreditorLost, KvasirError, Overloaded
+from shared.errors import CreditorLost, InternalError, KvasirError, Overloaded
 from shared.messages.lending import KvTier
+
+Brought = Sequence[npt.NDArray[np.uint8]]
+"""Buffers of a request."""
+Place = tuple[int, int]
+"""A holder, and a block there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,80 +48,88 @@ class Question:
     softcap: float | None = None
 
 
-class LentBlocks(Protocol):
+class LentBlocks(ABC):
     """Lent memory of one tier, all layers. Calls verify the blocks they access, and raise CorruptedKv."""
 
+    pools: LayerPools
+    """The memory itself, by layer."""
+    attends: bool
+    """Attention is computed here; else blocks are only written and fetched."""
+
     @property
+    @abstractmethod
     def blocks(self) -> int: ...
 
     @property
-    def layers(self) -> int: ...
-
-    @property
-    def pools(self) -> LayerPools:
-        """The memory itself, by layer."""
-        ...
-
-    @property
-    def attends(self) -> bool:
-        """Whether attention is computed here; else blocks are only written and fetched."""
-        ...
+    def layers(self) -> int:
+        return len(self.pools)
 
     @property
     def is_native(self) -> bool:
         """Whether `serve` answers native steps."""
-        ...
+        return False
 
+    @abstractmethod
     def sizes_bytes(self, asked: Question, rows: int, kept: int) -> list[int]:
         """Return the sizes of a request's buffers: queries, if any, then keys and values to keep.
 
         Raises InvalidMessage for a request that does not fit these pools."""
-        ...
 
-    def write(
-        self, asked: Question, brought: Sequence[npt.NDArray[np.uint8]], slots: npt.NDArray[np.int64]
-    ) -> None:
+    @abstractmethod
+    def write(self, asked: Question, brought: Brought, slots: npt.NDArray[np.int64]) -> None:
         """Store the keys and values of a request's buffers."""
-        ...
 
-    def attend(
-        self, asked: Question, spans: PackedSpans, brought: Sequence[npt.NDArray[np.uint8]]
-    ) -> Sequence[Buffer]:
+    @abstractmethod
+    def attend(self, asked: Question, spans: PackedSpans, brought: Brought) -> Sequence[Buffer]:
         """Return the answer's buffers."""
-        ...
+
+    @abstractmethod
+    def copy(self, layer: int, blocks: npt.NDArray[np.int32]) -> Sequence[Buffer]:
+        """Return a consistent copy of blocks."""
 
     def served_s(self, spans: PackedSpans, *, is_busy: bool) -> float:
         """Return simulated seconds of this attention, beyond the call itself; `is_busy`: with own steps."""
-        ...
+        return 0.0
 
-    def copy(self, layer: int, blocks: npt.NDArray[np.int32]) -> Sequence[Buffer]:
-        """Return a consistent copy of blocks."""
-        ...
-
-    def verify(self, layer: int, blocks: npt.NDArray[np.int32]) -> None:
+    def verify(self, layer: int, blocks: npt.NDArray[np.int32]) -> None:  # noqa: B027
         """Verify blocks before they are sent."""
-        ...
 
-    def adopt(self, blocks: npt.NDArray[np.int32], loans: npt.NDArray[np.int64]) -> None:
+    def adopt(self, blocks: npt.NDArray[np.int32], loans: npt.NDArray[np.int64]) -> None:  # noqa: B027
         """Record each block's grant, and drop the seals of earlier grants."""
-        ...
 
     def serve(self, pipe: Pipe, lent: npt.NDArray[np.bool_], *, q_heads: int, is_full: bool) -> Turn:
         """See `exchange.serve`. Only where `is_native`."""
-        ...
+        raise InternalError("this memory is lent without native turns")
 
 
-class BlockReader(Protocol):
-    """Reads whole blocks of one creditor over a link of its own. For one thread at a time."""
+class WriteWatch:
+    """Writes of one debtor to borrowed blocks while they are copied home: its latest round of copies."""
 
-    @property
-    def link(self) -> PeerLink: ...
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._copies: dict[Place, int] = {}
 
-    def read(
-        self, grants: Sequence[GrantRef], blocks: npt.NDArray[np.int32], rows: npt.NDArray[np.uint8]
-    ) -> None:
-        """Copy blocks into `rows` `[n, record_bytes]`, laid out as in `Records`. Raises KvasirError."""
-        ...
+    def restart(self, copies: Mapping[Place, int]) -> None:
+        """Start a round: own blocks by the place copied into them."""
+        self._copies = dict(copies)
+
+    def discard(self, own: Iterable[int]) -> None:
+        """Forget copies that did not arrive."""
+        missed = set(own)
+        self._copies = {place: block for place, block in self._copies.items() if block not in missed}
+
+    def is_copy(self, place: Place, own: int) -> bool:
+        """Return whether the own block is a current copy of the place."""
+        return self._copies.get(place) == own
+
+    def on_step(self, parts: Sequence[Part]) -> None:
+        """Drop the copies of blocks that a step writes to."""
+        if not self._copies:
+            return
+        for part in parts:
+            slots = part.spans.slots
+            for block in np.unique(slots[slots != ELSEWHERE] // self._block_tokens).tolist():
+                self._copies.pop((part.holder, block), None)
 
 
 @dataclass(slots=True)
@@ -131,7 +144,7 @@ class LentTier:
 
 
 class BlockDebtor(ABC):
-    """An engine's access to the workers that lend it blocks. On the engine's thread, except `reader`.
+    """An engine's access to the workers that lend it blocks. On the engine's thread, unless noted.
 
     `homes` maps ids to holders. `add` numbers holders from 1; a worker that lends from both tiers is two
     holders, each with a link of its own."""
@@ -168,9 +181,9 @@ class BlockDebtor(ABC):
         self._lendings[self._holders] = self._lent(LentTier(link, tuple(grants), tier, attends))
         return self._holders
 
-    @abstractmethod
-    def _lent(self, what: LentTier) -> LentTier:
+    def _lent(self, lender: LentTier) -> LentTier:
         """Return the entry to keep for a holder."""
+        return lender
 
     def set_grants(self, holder: int, grants: Sequence[GrantRef]) -> None:
         """Replace the grants of a holder."""
@@ -178,12 +191,10 @@ class BlockDebtor(ABC):
 
     def remove(self, holder: int) -> None:
         """Remove a holder, whose ids must have been forgotten."""
-        lending = self._lendings.pop(holder, None)
-        if lending is not None:
-            lending.link.close()
+        self._lendings.pop(holder).link.close()
 
     def close(self) -> None:
-        """Closes every link."""
+        """Close every link."""
         for lending in list(self._lendings.values()):
             lending.link.close()
 
@@ -199,9 +210,13 @@ class BlockDebtor(ABC):
 
         Between two steps. Raises CreditorLost."""
 
+    def reader(self, link: PeerLink, tier: KvTier) -> LentTier:
+        """Return a creditor's memory for `fetch`, over a link of its own. Any thread may call it."""
+        return LentTier(link, (), tier, attends=True)
+
     @abstractmethod
-    def reader(self, link: PeerLink, tier: KvTier) -> BlockReader:
-        """Return a reader for use beside the steps. Any thread may call it."""
+    def fetch(self, lender: Any, blocks: npt.NDArray[np.int32], rows: npt.NDArray[np.uint8]) -> None:
+        """`read` for blocks of a `reader`, beside the steps. Any thread may call it. Raises KvasirError."""
 
 
 def creditor_lost(link: PeerLink, error: KvasirError) -> CreditorLost:

@@ -1,8 +1,6 @@
 """Lent memory of one tier, over tensors: the pools of all layers, and who attends to them.
 
-Host memory is a pool of its own beside the worker's KV, in the same layout, always in RAM. Making the pool
-decides whether the creditor attends to its keys: by default, debtors of a GPU worker fetch them instead.
-Knows no grant.
+Host memory is a pool of its own beside the worker's KV, in the same layout, always in RAM. Knows no grant.
 """
 
 import math
@@ -18,35 +16,24 @@ from services.worker.engine.backends import Pools
 from services.worker.engine.paged import Shape
 from services.worker.engine.spans import PackedSpans
 from services.worker.peers.attention.exchange import serve
-from services.worker.peers.attention.interfaces import Question, Turn
+from services.worker.peers.attention.interfaces import Brought, LentBlocks, Question, Turn
 from services.worker.peers.attention.seals import NativeSeals, SealedBackend, TorchSeals
 from services.worker.peers.transport.base import Buffer, bytes_of
 from services.worker.peers.transport.pipe import Pipe
 from shared.errors import InvalidMessage
 
-Brought = Sequence[npt.NDArray[np.uint8]]
-
 
 @dataclass(frozen=True)
-class LentMemory:
+class LentMemory(LentBlocks):
     """`LentBlocks` over all layers' pools of one tier."""
 
     pools: Sequence[Pools]
     backend: SealedBackend
     attends: bool = True
-    """Whether attention is computed here; else blocks are only written and fetched."""
 
     @property
     def blocks(self) -> int:
         return len(self.pools[0][0])
-
-    @property
-    def layers(self) -> int:
-        return len(self.pools)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(pool.nbytes for pools in self.pools for pool in pools)
 
     @property
     def _device(self) -> torch.device:
@@ -72,10 +59,6 @@ class LentMemory:
         how = Shape(asked.scaling, asked.softcap)
         output, lse = self.backend.attend_part(asked.layer, spans, queries, how)
         return [bytes_of(output.cpu().contiguous()), bytes_of(lse.cpu().contiguous())]
-
-    def served_s(self, spans: PackedSpans, *, is_busy: bool) -> float:
-        """Return 0: the call's own time is all."""
-        return 0.0
 
     def copy(self, layer: int, blocks: npt.NDArray[np.int32]) -> list[Buffer]:
         indices = torch.from_numpy(blocks).to(self._device)

@@ -94,16 +94,12 @@ class Described:
 request_encoder = msgspec.msgpack.Encoder()
 
 
+_ARRAYS = ("first_row", "first_position", "table_start", "key_end", "blocks", "slots")
+
+
 def to_wire(spans: PackedSpans) -> PartWire:
-    return PartWire(
-        first_row=spans.first_row.tobytes(),
-        first_position=spans.first_position.tobytes(),
-        table_start=spans.table_start.tobytes(),
-        key_end=spans.key_end.tobytes(),
-        blocks=spans.blocks.tobytes(),
-        slots=spans.slots.tobytes(),
-        window_tokens=spans.window_tokens,
-    )
+    arrays = {name: getattr(spans, name).tobytes() for name in _ARRAYS}
+    return PartWire(**arrays, window_tokens=spans.window_tokens)
 
 
 def from_wire(wire: PartWire, block_tokens: int) -> Described:
@@ -136,11 +132,6 @@ def from_wire(wire: PartWire, block_tokens: int) -> Described:
     at = np.zeros_like(position)
     spans = PackedSpans(first_row, position, start, at, key_end, table, slots, wire.window_tokens)
     return Described(spans, kept, kept_slots)
-
-
-def read_request(header: bytes) -> Request:
-    """Decode a request. Raises InvalidMessage."""
-    return decode(header, Request)
 
 
 def read_answer(header: bytes) -> Attended:

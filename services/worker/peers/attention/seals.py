@@ -1,15 +1,13 @@
 """Seals on lent blocks: they show whether a block still has the bytes that were written to it.
 
-No other code would ever check KV that a creditor keeps for others. A write seals its block with a digest,
-for each head, keys and values apart. The digest is compared when the block is read next: by the operator on
-its way through the keys (`digest.h`), before a fetch, and before more rows are written, so that a seal never
-covers earlier damage. A block has no seal until it is first written under a grant. A change between a
-comparison and the use of the block is found at the next read. Knows pools and blocks; no debtor.
+A write seals its block with a digest, for each head, keys and values apart. The digest is compared when the
+block is read next: by the operator on its way through the keys (`digest.h`), before a fetch, and before more
+rows are written, so that a seal never covers earlier damage. A block has no seal until it is first written
+under a grant. Knows pools and blocks; no debtor.
 """
 
 import ctypes
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,33 +21,8 @@ from services.worker.peers.attention import exchange
 from shared.errors import CorruptedKv
 
 
-class SealedBackend(PartialBackend, Protocol):
-    """Attention that verifies the blocks it uses. Each call raises CorruptedKv."""
-
-    def verify(self, layer: int, blocks: npt.NDArray[np.int32]) -> None:
-        """Verify blocks before they are sent."""
-        ...
-
-    def adopt(self, blocks: npt.NDArray[np.int32], loans: npt.NDArray[np.int64]) -> None:
-        """Record each block's grant, and drop the seals of earlier grants."""
-        ...
-
-
-class _Loans:
-    """The grant under which each block was sealed."""
-
-    def __init__(self, blocks: int) -> None:
-        self._of = np.zeros(blocks, dtype=np.int64)
-
-    def replace(self, blocks: npt.NDArray[np.int32], loans: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """Record grants of blocks; return the blocks whose grant changed."""
-        changed: npt.NDArray[np.int32] = blocks[self._of[blocks] != loans]
-        self._of[blocks] = loans
-        return changed
-
-
 class NativeSeals(NativeBackend):
-    """`SealedBackend` by the C++ operator."""
+    """Attention by the C++ operator, which verifies the blocks it uses. Each call raises CorruptedKv."""
 
     _digests: "ctypes.Array[native.KvDigests]"
 
@@ -62,20 +35,21 @@ class NativeSeals(NativeBackend):
         kv_pools = (native.KvPool * len(self.pools))(*self.pools)
         self.memory = exchange.NativeMemory(library, kv_pools, self._digests, threads)
         """The memory for C++."""
-        self._loans = _Loans(len(pools[0][0]))
+        self._loans = np.zeros(len(pools[0][0]), dtype=np.int64)
 
     def verify(self, layer: int, blocks: npt.NDArray[np.int32]) -> None:
         native.verify(self._library, self.pools[layer], self._digests[layer], blocks)
 
     def adopt(self, blocks: npt.NDArray[np.int32], loans: npt.NDArray[np.int64]) -> None:
-        changed = self._loans.replace(blocks, loans)
+        """Record each block's grant, and drop the seals of earlier grants."""
+        changed = _replaced(self._loans, blocks, loans)
         if len(changed):
             for seals in self._seals:
                 seals[changed] = 0
 
 
 class TorchSeals:
-    """`SealedBackend` around another backend, for memory without C++, such as a GPU's.
+    """`NativeSeals` around another backend, for memory without C++, such as a GPU's.
 
     A seal is the sum of a block's words, each times an odd factor of its place: a change of any single word
     changes the sum."""
@@ -89,7 +63,7 @@ class TorchSeals:
             torch.zeros(len(k_pool), dtype=torch.int64, device=self._device) for k_pool, _ in pools
         ]
         """Seals by layer; 0: none."""
-        self._loans = _Loans(len(pools[0][0]))
+        self._loans = np.zeros(len(pools[0][0]), dtype=np.int64)
         widest = max(_words(pool[:1]).shape[1] for layer in pools for pool in layer)
         generator = torch.Generator().manual_seed(0)
         self._factors = (torch.randint(1 << 62, (2, widest), generator=generator) | 1).to(self._device)
@@ -111,7 +85,7 @@ class TorchSeals:
         self._verify(layer, torch.from_numpy(blocks).to(self._device).long())
 
     def adopt(self, blocks: npt.NDArray[np.int32], loans: npt.NDArray[np.int64]) -> None:
-        changed = torch.from_numpy(self._loans.replace(blocks, loans)).to(self._device).long()
+        changed = torch.from_numpy(_replaced(self._loans, blocks, loans)).to(self._device).long()
         for seals in self._seals:
             seals[changed] = 0
 
@@ -128,6 +102,18 @@ class TorchSeals:
             words = _words(pool[blocks])
             total += (words.long() * factors[: words.shape[1]]).sum(1)
         return torch.where(total == 0, 1, total)
+
+
+SealedBackend = NativeSeals | TorchSeals
+
+
+def _replaced(
+    grants: npt.NDArray[np.int64], blocks: npt.NDArray[np.int32], loans: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int32]:
+    """Record grants of blocks; return the blocks whose grant changed."""
+    changed: npt.NDArray[np.int32] = blocks[grants[blocks] != loans]
+    grants[blocks] = loans
+    return changed
 
 
 def _words(blocks: torch.Tensor) -> torch.Tensor:

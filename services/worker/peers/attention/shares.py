@@ -12,10 +12,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from services.worker.engine.backends import Pools
 from services.worker.engine.paged import Shape
-from services.worker.engine.partition import Part, whole
+from services.worker.engine.partition import Part
 from services.worker.engine.remote import Partial
 from services.worker.peers.attention.core.cost import CreditorSpeeds, Work
 from services.worker.peers.attention.exchange import Asker
@@ -26,7 +27,6 @@ from services.worker.peers.attention.messages import (
     NATIVE,
     NO_STEP,
     WRITE,
-    Attended,
     GrantRef,
     Request,
     read_answer,
@@ -34,9 +34,12 @@ from services.worker.peers.attention.messages import (
     to_wire,
 )
 from services.worker.peers.attention.staging import HALVES, Segment, Staging, cut, pairs
-from services.worker.peers.transport.base import Buffer, Call, PeerLink, bytes_of
+from services.worker.peers.transport.base import Buffer, bytes_of
+from services.worker.peers.transport.link import Call
 from shared.clock import Clock
-from shared.errors import InvalidRequest
+
+Given = tuple[Tensor, Tensor, Tensor, Shape]
+"""Queries, keys and values `[rows, heads, dim]` of a layer, with all rows of the step."""
 
 
 @dataclass(slots=True)
@@ -49,28 +52,23 @@ class CreditorMemory(LentTier):
     """Deadline for one layer's answer."""
     is_native: bool = True
     """The creditor is not known to refuse native steps."""
+    is_exchanging: bool = False
+    """The exchange has the link: steps may begin at once."""
     _announced: Call | None = None
     _asker: Asker | None = None
-    _exchange: Asker | None = None
-    """Set while the exchange has the link."""
     _known: tuple[GrantRef, ...] = ()
     """Grants of the announcement."""
-
-    @property
-    def is_exchanging(self) -> bool:
-        """Whether steps may begin at once."""
-        return self._exchange is not None
 
     def announce(self, library: ctypes.CDLL, q_heads: int) -> None:
         """Announce native steps under the current grants. Raises KvasirError."""
         if self._known != self.grants:
             self.leave()
-        if self._exchange is None and self._announced is None:
+        if not self.is_exchanging and self._announced is None:
             self._known = self.grants
             header = Request(step=NO_STEP, layer=0, grants=self.grants, tier=self.tier, q_heads=q_heads)
             encoded = request_encoder.encode(header)
             self._announced = self.link.begin(NATIVE, encoded, deadline_s=self.deadline_s)
-            self._asker = Asker(library, self.link.raw, self.deadline_s)
+            self._asker = Asker(library, self.link.pipe, self.deadline_s)
 
     def exchange(self) -> Asker | None:
         """Return the asker, after `announce`; None when the creditor refuses. Raises KvasirError.
@@ -78,21 +76,16 @@ class CreditorMemory(LentTier):
         It refuses forever, which clears `is_native`, or until its time budget recovers."""
         if self._announced is not None:
             call, self._announced = self._announced, None
-            try:
-                answer = read_answer(call.finish().header)
-            except InvalidRequest:  # An earlier version without this message.
-                answer = Attended()
-            if answer.is_native:
-                self._exchange = self._asker
-            else:
-                self.is_native = answer.over_budget
-        return self._exchange
+            answer = read_answer(call.finish().header)
+            self.is_exchanging = answer.is_native
+            self.is_native = answer.is_native or answer.over_budget
+        return self._asker if self.is_exchanging else None
 
     def leave(self) -> None:
         """End the exchange, if any: messages follow on the link. Raises KvasirError."""
         asker = self.exchange()
         if asker is not None:
-            self._exchange = None
+            self.is_exchanging = False
             asker.stop()
 
 
@@ -137,21 +130,15 @@ class ShippedShare:
         self._sent_s = 0.0
         self._sent_bytes = 0
 
-    def send(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: Shape
-    ) -> None:
-        share = self._share
+    def send(self, layer: int, given: Given) -> None:
+        share, (queries, keys, values, shape) = self._share, given
         size = (len(share.rows), queries.shape[1], values.shape[2])
         if self._output.shape != size:
             self._output, self._lse = torch.empty(size), torch.empty(size[:2])
         request = msgspec.structs.replace(
             share.request(layer), q_heads=queries.shape[1], scaling=shape.scaling, softcap=shape.softcap
         )
-        buffers = [
-            bytes_of(queries[share.rows].float().contiguous()),
-            bytes_of(keys[share.kept].float().contiguous()),
-            bytes_of(values[share.kept].float().contiguous()),
-        ]
+        buffers = _floats(queries[share.rows], keys[share.kept], values[share.kept])
         self._sent_s, self._sent_bytes = share.clock(), sum(each.nbytes for each in buffers)
         into = (bytes_of(self._output), bytes_of(self._lse))
         self._call = share.begin(ATTEND, request, buffers, into)
@@ -190,13 +177,11 @@ class NativeShare:
         self._is_over = False
         asker.begin(share.part)
 
-    def send(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: Shape
-    ) -> None:
+    def send(self, layer: int, given: Given) -> None:
         self._sent_s = self._share.clock()
-        self._asker.ask(layer, queries, keys, values, shape)
+        self._asker.ask(layer, *given)
         self._is_asked = True
-        self._work = Work(self._asker.moved_bytes, 0, self._share.pairs * queries.shape[1])
+        self._work = Work(self._asker.moved_bytes, 0, self._share.pairs * given[0].shape[1])
 
     def collect(self) -> Partial | None:
         """Return the partial result; None when the creditor's time is used up, and nothing was written."""
@@ -236,22 +221,20 @@ class FetchedShare:
         self._fetches: dict[int, Call | None] = {}
         """Fetches of the current or next layer by segment; None: nothing to fetch."""
         self._write: Call | None = None
-        self._given: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Shape] | None = None
+        self._given: Given | None = None
 
-    def send(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: Shape
-    ) -> None:
+    def send(self, layer: int, given: Given) -> None:
         """Keep the tensors; fetch the first segment if no earlier layer did."""
-        self._given = queries, keys, values, shape
+        self._given = given
         if not self._fetches:
             self._fetch(self._segments, 0, layer)
 
     def collect(self, layer: int) -> Iterator[Partial]:
         assert self._given is not None
-        queries, keys, values, shape = self._given
-        rows = self._share.rows
-        yield from self._attend(self._segments, layer, queries[rows], keys[rows], values[rows], shape)
-        new = self._new(keys, values)
+        yield from self._attend(self._segments, layer, self._given)
+        _, keys, values, _ = self._given
+        kept = self._share.kept
+        new = _floats(keys[kept], values[kept]) if len(kept) else []
         fetches = layer + 1 < self._layers and bool(len(self._segments[0].fetched))
         if new and not fetches:
             self._write = self._share.begin(WRITE, self._share.request(layer), new)
@@ -260,14 +243,11 @@ class FetchedShare:
         elif not self._layers:
             self.end()  # The next layer's part may need the link.
 
-    def attend_again(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: Shape
-    ) -> Iterator[Partial]:
+    def attend_again(self, layer: int, given: Given) -> Iterator[Partial]:
         """Attend to a layer whose keys and values the creditor wrote without computing."""
-        rows = self._share.rows
         segments = cut(self._share.part.spans, self._block_tokens, self._staging.blocks, refetch=True)
         self._fetch(segments, 0, layer)
-        yield from self._attend(segments, layer, queries[rows], keys[rows], values[rows], shape)
+        yield from self._attend(segments, layer, given)
         if layer + 1 < self._layers:
             self._fetch(self._segments, 0, layer + 1)
 
@@ -285,16 +265,9 @@ class FetchedShare:
             call, self._write = self._write, None
             call.finish()
 
-    def _attend(
-        self,
-        segments: Sequence[Segment],
-        layer: int,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        shape: Shape,
-    ) -> Iterator[Partial]:
+    def _attend(self, segments: Sequence[Segment], layer: int, given: Given) -> Iterator[Partial]:
         share = self._share
+        queries, keys, values = (each[share.rows] for each in given[:3])
         for index, segment in enumerate(segments):
             self._arrive(index, segment, layer)
             if index + 1 < len(segments):
@@ -302,7 +275,7 @@ class FetchedShare:
             began_s = share.clock()
             backend = self._staging.backends[index % HALVES]
             backend.write(layer, keys, values, torch.from_numpy(segment.spans.slots))
-            output, lse = backend.attend_part(layer, segment.spans, queries, shape)
+            output, lse = backend.attend_part(layer, segment.spans, queries, given[3])
             elapsed_s = share.clock() - began_s
             share.lending.speeds.on_attended(pairs(segment.spans) * queries.shape[1], elapsed_s)
             yield share.rows, output, lse
@@ -329,27 +302,10 @@ class FetchedShare:
             return
         began_s = self._share.clock()
         call.finish()
-        fetched_bytes = sum(
-            each.nbytes for each in _front(self._staging.pools[0][layer], len(segment.fetched))
-        )
         if index:  # The first arrives during a layer's other work.
+            fetched = _front(self._staging.pools[0][layer], len(segment.fetched))
+            fetched_bytes = sum(each.nbytes for each in fetched)
             self._share.lending.speeds.on_fetched(fetched_bytes, self._share.clock() - began_s)
-
-    def _new(self, keys: torch.Tensor, values: torch.Tensor) -> list[Buffer]:
-        """Return the keys and values that the creditor keeps of a layer, if any."""
-        kept = self._share.kept
-        if not len(kept):
-            return []
-        return [bytes_of(each[kept].float().contiguous()) for each in (keys, values)]
-
-
-def fetch_blocks(share: StepShare, layer: int, indices: Sequence[int], into: Pools) -> None:
-    """Fetch blocks of the part, one layer, to the front of `into`. Raises KvasirError."""
-    wanted = np.array(indices, dtype=np.int32)
-    request = msgspec.structs.replace(share.request(layer), indices=wanted.tobytes())
-    buffers, began_s = _front(into, len(wanted)), share.clock()
-    share.begin(FETCH, request, into=buffers).finish()
-    share.lending.speeds.on_fetched(sum(each.nbytes for each in buffers), share.clock() - began_s)
 
 
 TakeBlocks = Callable[[int, Sequence[int], Pools], None]
@@ -365,7 +321,11 @@ def visit_blocks(share: StepShare, at: Sequence[int], layers: int, take: TakeBlo
         staged = staging.pools[0][layer]
         for first in range(0, len(at), staging.blocks):
             some = at[first : first + staging.blocks]
-            fetch_blocks(share, layer, range(first, first + len(some)), staged)
+            wanted = np.arange(first, first + len(some), dtype=np.int32)
+            request = msgspec.structs.replace(share.request(layer), indices=wanted.tobytes())
+            buffers, began_s = _front(staged, len(some)), share.clock()
+            share.begin(FETCH, request, into=buffers).finish()
+            share.lending.speeds.on_fetched(sum(each.nbytes for each in buffers), share.clock() - began_s)
             take(layer, some, staged)
 
 
@@ -382,37 +342,12 @@ def into_rows(rows: npt.NDArray[np.uint8], pools: Sequence[Pools]) -> TakeBlocks
     return copy
 
 
-class LayerReader:
-    """`BlockReader` that fetches layer by layer."""
-
-    def __init__(
-        self,
-        memory: CreditorMemory,
-        pools: Sequence[Pools],
-        block_tokens: int,
-        clock: Clock,
-    ) -> None:
-        self._memory = memory
-        self._pools = pools
-        self._block_tokens = block_tokens
-        self._clock = clock
-
-    @property
-    def link(self) -> PeerLink:
-        return self._memory.link
-
-    def read(
-        self, grants: Sequence[GrantRef], blocks: npt.NDArray[np.int32], rows: npt.NDArray[np.uint8]
-    ) -> None:
-        self._memory.grants = tuple(grants)
-        part = whole(0, blocks, self._block_tokens)
-        # `NO_STEP`: the creditor remembers only a few parts, and a running step needs its own remembered.
-        share = StepShare(self._memory, part, NO_STEP, self._clock)
-        visit_blocks(share, range(len(blocks)), len(self._pools), into_rows(rows, self._pools))
-
-
 def _front(pools: Pools, blocks: int) -> list[Buffer]:
     return [bytes_of(pool[:blocks]) for pool in pools]
+
+
+def _floats(*rows: Tensor) -> list[Buffer]:
+    return [bytes_of(each.float().contiguous()) for each in rows]
 
 
 def work_of(share: StepShare, *, q_heads: int, pools: Pools, block_tokens: int) -> Work:

@@ -12,7 +12,7 @@ Knows a part's arrays and shapes; no creditor, no link.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -45,49 +45,29 @@ def cut(spans: PackedSpans, block_tokens: int, most_blocks: int, *, refetch: boo
     is_fresh = np.zeros(total, dtype=bool)
     if not refetch:
         is_fresh[home[kept & (offset == 0)]] = True
-    return [
-        _segment(spans, first, min(first + most_blocks, total), block_tokens, home, offset, is_fresh)
-        for first in range(0, total, most_blocks)
-    ]
+    start, blocks = spans.table_start, -(-spans.key_end // block_tokens)
 
-
-def _segment(
-    spans: PackedSpans,
-    first: int,
-    end: int,
-    block_tokens: int,
-    home: npt.NDArray[np.int64],
-    offset: npt.NDArray[np.int64],
-    is_fresh: npt.NDArray[np.bool_],
-) -> Segment:
-    inside = np.arange(first, end, dtype=np.int32)
-    fetched = inside[~is_fresh[first:end]]
-    staged = np.empty(end - first, dtype=np.int32)
-    staged[np.concatenate([fetched, inside[is_fresh[first:end]]]) - first] = inside - first
-    start = spans.table_start
-    low = np.maximum(start, first)
-    blocks = -(-spans.key_end // block_tokens)
-    high = np.minimum(start + blocks, end)
-    is_seen = high > low
-    there = (home >= first) & (home < end)
-    slots = np.full(len(home), ELSEWHERE, dtype=np.int64)
-    slots[there] = staged[home[there] - first].astype(np.int64) * block_tokens + offset[there]
-    position = np.where(is_seen, (low - start) * block_tokens, 0).astype(np.int32)
-    return Segment(
-        fetched,
-        PackedSpans(
-            first_row=spans.first_row,
-            first_position=spans.first_position,
+    def segment(first: int, end: int) -> Segment:
+        inside = np.arange(first, end, dtype=np.int32)
+        fetched = inside[~is_fresh[first:end]]
+        staged = np.empty(end - first, dtype=np.int32)
+        staged[np.concatenate([fetched, inside[is_fresh[first:end]]]) - first] = inside - first
+        low, high = np.maximum(start, first), np.minimum(start + blocks, end)
+        is_seen, there = high > low, (home >= first) & (home < end)
+        slots = np.full(len(home), ELSEWHERE, dtype=np.int64)
+        slots[there] = staged[home[there] - first].astype(np.int64) * block_tokens + offset[there]
+        key_end = np.where(is_seen, np.minimum(spans.key_end, (high - start) * block_tokens), 0)
+        placed = replace(
+            spans,
             table_start=np.where(is_seen, low - first, 0).astype(np.int32),
-            table_position=position,
-            key_end=np.where(is_seen, np.minimum(spans.key_end, (high - start) * block_tokens), 0).astype(
-                np.int32
-            ),
+            table_position=np.where(is_seen, (low - start) * block_tokens, 0).astype(np.int32),
+            key_end=key_end.astype(np.int32),
             blocks=staged,
             slots=slots,
-            window_tokens=spans.window_tokens,
-        ),
-    )
+        )
+        return Segment(fetched, placed)
+
+    return [segment(first, min(first + most_blocks, total)) for first in range(0, total, most_blocks)]
 
 
 def pairs(spans: PackedSpans) -> int:

@@ -6,7 +6,7 @@ compute, blocks travel. The engine determines what that costs. Knows no sequence
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -20,62 +20,55 @@ from services.worker.engine.spans import PackedSpans
 from services.worker.kv.tiers.records import LayerPools
 from services.worker.peers.attention.interfaces import (
     BlockDebtor,
+    Brought,
+    LentBlocks,
     LentTier,
     Question,
-    Turn,
     creditor_lost,
 )
 from services.worker.peers.attention.messages import (
     ATTEND,
     FETCH,
     NO_STEP,
-    GrantRef,
     Request,
     read_answer,
     request_encoder,
     to_wire,
 )
-from services.worker.peers.transport.base import Buffer, Call, PeerLink, bytes_of
-from services.worker.peers.transport.pipe import Pipe
-from shared.errors import InternalError, InvalidMessage, KvasirError
-from shared.messages.lending import KvTier
+from services.worker.peers.transport.base import Buffer, bytes_of
+from services.worker.peers.transport.link import Call
+from shared.errors import InvalidMessage, KvasirError
 
 _ONE_HEAD = 1
 """Query heads of a request that attends."""
 
 
-@dataclass(frozen=True)
-class TokenMemory:
+@dataclass
+class TokenMemory(LentBlocks):
     """`LentBlocks` of one tier. Without seals: debtors know the content."""
 
     tokens: npt.NDArray[np.int32]
     """`[blocks, block_tokens]`."""
     engine: TokenEngine
     attends: bool = True
-    is_native: bool = False
-    layers: int = 1
+    pools: LayerPools = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pools = [(self.tokens,)]
 
     @property
     def blocks(self) -> int:
         return len(self.tokens)
-
-    @property
-    def pools(self) -> LayerPools:
-        return [(self.tokens,)]
 
     def sizes_bytes(self, asked: Question, rows: int, kept: int) -> list[int]:
         if asked.q_heads > _ONE_HEAD:
             raise InvalidMessage(f"{asked.q_heads} query heads where there is one")
         return [kept * self.tokens.itemsize]
 
-    def write(
-        self, asked: Question, brought: Sequence[npt.NDArray[np.uint8]], slots: npt.NDArray[np.int64]
-    ) -> None:
+    def write(self, asked: Question, brought: Brought, slots: npt.NDArray[np.int64]) -> None:
         self.tokens.reshape(-1)[slots] = brought[-1].view(np.int32)
 
-    def attend(
-        self, asked: Question, spans: PackedSpans, brought: Sequence[npt.NDArray[np.uint8]]
-    ) -> list[Buffer]:
+    def attend(self, asked: Question, spans: PackedSpans, brought: Brought) -> list[Buffer]:
         return [bytes_of(token_sums(self.tokens, spans))]
 
     def served_s(self, spans: PackedSpans, *, is_busy: bool) -> float:
@@ -85,16 +78,6 @@ class TokenMemory:
 
     def copy(self, layer: int, blocks: npt.NDArray[np.int32]) -> list[Buffer]:
         return [bytes_of(self.tokens[blocks])]
-
-    def verify(self, layer: int, blocks: npt.NDArray[np.int32]) -> None:
-        """Nothing to do: tokens have no seals."""
-
-    def adopt(self, blocks: npt.NDArray[np.int32], loans: npt.NDArray[np.int64]) -> None:
-        """Nothing to do: tokens have no seals."""
-
-    def serve(self, pipe: Pipe, lent: npt.NDArray[np.bool_], *, q_heads: int, is_full: bool) -> Turn:
-        """Raises InternalError: creditors call this only where `is_native`."""
-        raise InternalError("tokens are lent without native turns")
 
 
 @dataclass(slots=True)
@@ -121,19 +104,15 @@ class TokenDebtor(BlockDebtor):
         self._engine = engine
         engine.extend(self.homes, self)
 
-    def _lent(self, what: LentTier) -> LentTier:
-        return what
-
     def attend(self, parts: Sequence[Part], tokens: npt.NDArray[np.int32]) -> list[SeenTokens]:
         """See `RemoteTokens`. Asks all lenders before it waits for one."""
         self.watch.on_step(parts)
         shares = [_Share(self._lendings[part.holder], part, next(self._numbers)) for part in parts]
-        for share in shares:
-            if share.lender.attends:
-                self._guarded(share.lender, partial(self._ask, share, tokens), shares)
-        for share in shares:
-            if share.lender.attends:
-                self._guarded(share.lender, partial(self._take, share), shares)
+        asked = [share for share in shares if share.lender.attends]
+        for share in asked:
+            self._guarded(share.lender, partial(self._ask, share, tokens), shares)
+        for share in asked:
+            self._guarded(share.lender, partial(self._take, share), shares)
         return [self._seen(share, tokens, shares) for share in shares]
 
     def _ask(self, share: _Share, tokens: npt.NDArray[np.int32]) -> None:
@@ -177,13 +156,8 @@ class TokenDebtor(BlockDebtor):
             self._guarded(lender, partial(self._fetch, lender, part, step, found), ())
             rows[at] = found
 
-    def reader(self, link: PeerLink, tier: KvTier) -> "TokenReader":
-        return TokenReader(self, LentTier(link, (), tier, attends=True))
-
     def fetch(self, lender: LentTier, blocks: npt.NDArray[np.int32], rows: npt.NDArray[np.uint8]) -> None:
-        """Fetch whole blocks. Any thread may call it. Raises KvasirError."""
-        part = whole(0, blocks, self._engine.block_tokens)
-        self._fetch(lender, part, NO_STEP, rows)
+        self._fetch(lender, whole(0, blocks, self._engine.block_tokens), NO_STEP, rows)
 
     def _fetch(
         self,
@@ -215,24 +189,6 @@ class TokenDebtor(BlockDebtor):
                 except KvasirError:
                     share.lender.link.close()
             raise creditor_lost(lender.link, error) from error
-
-
-class TokenReader:
-    """`BlockReader` of one lender."""
-
-    def __init__(self, debtor: TokenDebtor, lender: LentTier) -> None:
-        self._debtor = debtor
-        self._lender = lender
-
-    @property
-    def link(self) -> PeerLink:
-        return self._lender.link
-
-    def read(
-        self, grants: Sequence[GrantRef], blocks: npt.NDArray[np.int32], rows: npt.NDArray[np.uint8]
-    ) -> None:
-        self._lender.grants = tuple(grants)
-        self._debtor.fetch(self._lender, blocks, rows)
 
 
 def _request(

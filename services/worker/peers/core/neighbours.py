@@ -1,16 +1,11 @@
 """What a worker knows of its peers: heartbeats, link speeds, and which transport to dial. Pure.
 
-Migration, remote attention, lending and the transports all read these tables. Two speeds are kept per peer:
-
-    rates.link("w1", "shm").on_carried(2 << 20, 0.001)   raw bytes on a link: a probe, or a fetch of lent KV
-    rates.on_delivered("w1", 8 << 20, 0.1)               a whole fetch of blocks, with its round trips
-    rates.bytes_per_s("w1")  ->  84e6                    for plans of moves: the delivered speed, once known
-
-Links, and whether queries or blocks travel, are chosen by raw speed. Heartbeats report the delivered speed,
-because a sequence that moves waits for the whole fetch. Until the first fetch, they report the raw speed.
+Two speeds are kept per peer. Links, and whether queries or blocks travel, are chosen by the raw speed of a
+link. Heartbeats report the delivered speed of whole fetches, because a sequence that moves waits for them;
+until the first fetch, they report the raw speed.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from shared.average import averaged
@@ -48,34 +43,23 @@ class HeardWorker:
 
 
 class Neighbours:
-    """Other workers heard within the last `SILENCE_S`, by worker id."""
+    """Other workers heard within the last `SILENCE_S`."""
 
     def __init__(self, own_id: str) -> None:
         self._own_id = own_id
         self._alive = Liveness(SILENCE_S)
-        self._known: dict[str, HeardWorker] = {}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._known)
-
-    def __contains__(self, worker_id: str) -> bool:
-        return worker_id in self._known
-
-    def __getitem__(self, worker_id: str) -> HeardWorker:
-        return self._known[worker_id]
-
-    def items(self) -> Collection[tuple[str, HeardWorker]]:
-        return self._known.items()
+        self.known: dict[str, HeardWorker] = {}
+        """By worker id."""
 
     def hear(self, report: WorkerReported, awake_s: float) -> bool:
         """Take in any worker's heartbeat. Return whether the worker has restarted since its last one."""
         name, capacity = report.worker_id, report.capacity
-        before = self._known.get(name)
-        if name == self._own_id or (before is None and len(self._known) >= _MOST_NEIGHBOURS):
+        before = self.known.get(name)
+        if name == self._own_id or (before is None and len(self.known) >= _MOST_NEIGHBOURS):
             return False
         if not self._alive.hear(name, report.incarnation, awake_s):
             return False
-        self._known[name] = HeardWorker(
+        self.known[name] = HeardWorker(
             incarnation=report.incarnation,
             host=report.host,
             model=report.model,
@@ -89,12 +73,12 @@ class Neighbours:
         """Remove and return the workers that fell silent since the last call."""
         gone = self._alive.silent(awake_s)
         for name in gone:
-            del self._known[name]
+            del self.known[name]
         return gone
 
     def lendable_tokens(self, model: str) -> int:
         """Return the most that all other workers with this model lend."""
-        return sum(one.lendable_tokens for one in self._known.values() if one.model == model)
+        return sum(one.lendable_tokens for one in self.known.values() if one.model == model)
 
 
 @dataclass(slots=True)
@@ -145,9 +129,8 @@ class LinkRates:
 class TransportChoice:
     """Chooses the transport to dial each peer by: one that both have, and the fastest by measurement.
 
-    Before any measurement, shared memory comes first on one host, then UCX, which somebody installed on
-    purpose, then TCP. A transport that failed is set aside for a while, unless it is the only one left.
-    """
+    Before any measurement, shared memory comes first on one host, then UCX, then TCP. A transport that failed
+    is set aside for a while, unless it is the only one left."""
 
     own: Collection[str]
     """Transports that this worker can dial."""
@@ -160,10 +143,6 @@ class TransportChoice:
     def needs_comparison(self, peer: str, now_s: float) -> bool:
         """Return whether the peer's transports were never compared, or long ago."""
         return now_s >= self.compared_s.get(peer, float("-inf")) + _FRESH_S
-
-    def on_compared(self, peer: str, now_s: float) -> None:
-        """Record that the transports which work were measured."""
-        self.compared_s[peer] = now_s
 
     def on_failure(self, peer: str, transport: str, now_s: float) -> None:
         """Set aside a transport that could not be dialled, or broke."""

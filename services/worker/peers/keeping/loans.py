@@ -12,14 +12,11 @@ from services.worker.kv.store import KvStore
 from services.worker.kv.tiers.peers import PeerTier
 from services.worker.peers.keeping.keeper import LentSlot
 from services.worker.peers.keeping.ways import PeerWays, SlotPlace
-from services.worker.peers.lending.core.borrowing import Borrowing, Manners
-from services.worker.peers.lending.core.debts import Debts
-from services.worker.peers.lending.core.interfaces import Owner
-from services.worker.peers.lending.core.settings import LendingConfig
-from services.worker.peers.lending.core.table import GrantKey, RBlockTable
-from services.worker.peers.lending.debtor import Errands, Search, send_repayment
+from services.worker.peers.lending.core.debts import GrantKey
+from services.worker.peers.lending.debtor import Debtor, Owner
+from services.worker.peers.settings import LendingConfig
 from shared.bus import Bus
-from shared.clock import Clock, monotonic_s
+from shared.clock import Clock
 from shared.errors import KvasirError, Overloaded
 from shared.liveness import Start
 from shared.log import canonical, get_logger
@@ -33,7 +30,7 @@ _IDLE_S = 10.0
 
 
 class CacheLoans:
-    """Slots that one worker's prefix cache borrows. Its own table numbers them, each number once."""
+    """Slots that one worker's prefix cache borrows. Its own debts number them, each number once."""
 
     def __init__(
         self,
@@ -45,29 +42,19 @@ class CacheLoans:
         door: Door,
         ways: PeerWays,
         requests: Iterator[int],
-        clock: Clock = monotonic_s,
+        clock: Clock,
     ) -> None:
         """`requests` numbers all questions of this worker to creditors."""
-        self._bus = bus
         self._cache = store.cache
         self._record_bytes = store.record_bytes
         self._tier = tier
         self._door = door
         self._ways = ways
         self._clock = clock
-        self.table = RBlockTable(owner.worker_id, 0, local_ids=0)
-        self.debts = Debts(self.table, owner.incarnation)
-        borrowing = Borrowing(
-            owner.worker_id,
-            owner.incarnation,
-            owner.block_tokens,
-            owner.fingerprint,
-            Manners(config.most_rounds, _REST_S),
-            requests,
-            for_cache=True,
+        self._debtor = Debtor(
+            bus, config, owner, self, requests, clock, first_id=0, rest_s=_REST_S, for_cache=True
         )
-        self._search = Search(bus, self.debts, borrowing, self, clock)
-        self._errands = Errands(bus, self.debts, config.lease_s, self._lose, clock)
+        self.debts = self._debtor.debts
         self._wanted_s = clock()
         """When the cache last wanted more."""
         self.lost_blocks = 0
@@ -76,7 +63,7 @@ class CacheLoans:
 
     async def serve(self) -> None:
         """Keep leases, borrow and return, until cancelled."""
-        await self._errands.serve(self.tick)
+        await self._debtor.serve(self.tick)
 
     def close(self) -> None:
         """End all links."""
@@ -84,7 +71,7 @@ class CacheLoans:
 
     def section(self) -> dict[str, int]:
         """Return borrowed host blocks by creditor, for the heartbeat."""
-        return self.table.borrowed_from(KvTier.HOST)
+        return self.debts.borrowed_from(KvTier.HOST)
 
     def details(self) -> dict[str, object]:
         """For `python -m services status`."""
@@ -93,26 +80,46 @@ class CacheLoans:
     async def tick(self) -> None:
         """Keep leases, then borrow or return. Does not wait for the engine: a step may outlast a lease."""
         now_s = self._clock()
-        self._errands.renew(now_s)
-        self._errands.repay(lambda repayment: send_repayment(self._bus, self.debts, repayment))
+        self._debtor.renew(now_s)
+        self._debtor.repay(self._debtor.send)
         self.debts.give_back(self.debts.free_blocks)  # `admit` could not reach their creditor
-        self._errands.begin("look", self._look(now_s))
+        self._debtor.begin("look", self._look(now_s))
 
     async def _look(self, now_s: float) -> None:
         """Ask the cache how many blocks it wants, then borrow, or return spare ones."""
+        peers = self._cache.peers
         try:
-            wanted = await asyncio.wrap_future(
-                self._door.ask(lambda core, _: self._cache.peers.wanted_blocks())
-            )
+            wanted = await asyncio.wrap_future(self._door.ask(lambda core, _: peers.wanted_blocks()))
             if wanted:
                 self._wanted_s = now_s
-                if self._search.may_start(now_s):
-                    self._errands.begin("borrow", self._borrow(wanted))
+                if self._debtor.borrowing.may_start(now_s):
+                    self._debtor.begin("borrow", self._borrow(wanted))
             elif now_s - self._wanted_s > _IDLE_S:
                 self._wanted_s = now_s
-                await self._return_spare()
+                spare = await self._door.take(lambda core, _: peers.retire(), peers.admit)
+                self._forget(spare)
+                self.debts.release(spare)
+                self.debts.give_back(len(spare))  # The next tick sends it.
         except Overloaded as error:
             _log.debug("the engine is not asked what its cache wants: %s", error)
+
+    async def _borrow(self, blocks: int) -> None:
+        before = self.debts.borrowed_blocks
+        await self._debtor.search(blocks)
+        found = self.debts.borrowed_blocks > before
+        self._door.give(lambda core, _: self._cache.peers.searched(found=found))
+
+    def _forget(self, slots: Sequence[int]) -> None:
+        self._ways.forget(slots)
+        self._tier.forget(slots)
+
+    def on_failed(self, creditor: Start, grant_id: int | None) -> None:
+        """Drop the slots of a creditor that failed (`grant_id` None), or of a grant that it ended."""
+        if grant_id is None:
+            self._debtor.lose(self.debts.on_creditor_gone(creditor[0]), f"{creditor[0]} failed")
+        else:
+            lost = self.debts.on_grant_over(GrantKey(*creditor, grant_id))
+            self._debtor.lose(lost, f"{creditor[0]} needs them")
 
     # --- `LoanUser`
 
@@ -133,36 +140,9 @@ class CacheLoans:
         await asyncio.wrap_future(self._door.give(lambda core, _: peers.admit(logical, block_s)))
         return True
 
-    def lose(self, logical: Sequence[int]) -> None:
+    def lose(self, logical: Sequence[int], why: str) -> None:
         """Drop slots that are gone, with their content."""
+        canonical(_log, "host memory for the cache lost", blocks=len(logical), why=why)
         self.lost_blocks += len(logical)
-        self._ways.forget(logical)
-        self._tier.forget(logical)
+        self._forget(logical)
         self._door.give(lambda core, _: self._cache.peers.lose(logical))
-
-    def on_failed(self, creditor: Start, grant_id: int | None) -> None:
-        """Drop the slots of a creditor that failed (`grant_id` None), or of a grant that it ended."""
-        if grant_id is None:
-            lost = self.debts.on_creditor_gone(creditor[0])
-        else:
-            lost = self.debts.on_grant_over(GrantKey(*creditor, grant_id))
-        self._lose(lost, f"{creditor[0]} failed" if grant_id is None else f"{creditor[0]} needs them")
-
-    async def _borrow(self, blocks: int) -> None:
-        before = self.debts.borrowed_blocks
-        await self._search.run(blocks)
-        found = self.debts.borrowed_blocks > before
-        self._door.give(lambda core, _: self._cache.peers.searched(found=found))
-
-    async def _return_spare(self) -> None:
-        """Return the empty slots."""
-        spare = await self._door.take(lambda core, _: self._cache.peers.retire(), self._cache.peers.admit)
-        self._ways.forget(spare)
-        self._tier.forget(spare)
-        self.debts.release(spare)
-        self.debts.give_back(len(spare))  # The next tick sends it.
-
-    def _lose(self, logical: Sequence[int], why: str) -> None:
-        if logical:
-            canonical(_log, "host memory for the cache lost", blocks=len(logical), why=why)
-            self.lose(logical)

@@ -8,17 +8,19 @@ called, and none of its slots is used again. A creditor that ended a grant loses
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
 from services.worker.kv.tiers.records import RecordRow
 from services.worker.peers.keeping.keeper import KEEP, KEPT, LentSlot
-from services.worker.peers.transport.base import PeerLink, bytes_of
+from services.worker.peers.registry import Registry
+from services.worker.peers.transport.base import bytes_of
+from services.worker.peers.transport.link import PeerLink
 from shared.errors import DeadlineExceeded, InvalidMessage, KvasirError, PeerLost, StaleEpoch
 from shared.liveness import Start
 from shared.log import get_logger
@@ -27,14 +29,6 @@ _log = get_logger("worker.keeping")
 _PROFILES = 4
 _DIAL_S = 5.0
 """Longer than the deadlines of a ticket and a dial together."""
-
-
-class Dialler(Protocol):
-    """Dials other workers (`peers.registry`)."""
-
-    async def dial(self, worker_id: str, incarnation: int) -> PeerLink:
-        """Raises KvasirError."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +47,13 @@ class PeerWays:
 
     def __init__(
         self,
-        dialler: Dialler,
+        registry: Registry,
         loop: asyncio.AbstractEventLoop,
         answer_s: float,
         on_failed: Callable[[Start, int | None], None],
     ) -> None:
         """`answer_s`: time after which a silent creditor has failed."""
-        self._dialler = dialler
+        self._registry = registry
         self._loop = loop
         self._answer_s = answer_s
         self._on_failed = on_failed
@@ -77,24 +71,23 @@ class PeerWays:
         Returns the seconds that one block takes, 0 for links that were open. Raises KvasirError."""
         creditor, block_s = place.creditor, 0.0
         if (KEPT, creditor) not in self._links:
-            link = await self._dialler.dial(*creditor)
+            link = await self._registry.dial(*creditor)
             try:
-                block_s = await asyncio.to_thread(self._timed, link, place.slot, record_bytes)
+                block_s = await asyncio.to_thread(self._timed, link, place, record_bytes)
             except BaseException:
                 link.close()
                 raise
             self._enter((KEPT, creditor), link)
         if (KEEP, creditor) not in self._links:
-            self._enter((KEEP, creditor), await self._dialler.dial(*creditor))
+            self._enter((KEEP, creditor), await self._registry.dial(*creditor))
         return block_s
 
-    def _timed(self, link: PeerLink, slot: LentSlot, record_bytes: int) -> float:
+    def _timed(self, link: PeerLink, place: SlotPlace, record_bytes: int) -> float:
         """Return the shortest of some fetches of the slot, in seconds. Raises KvasirError."""
-        row = np.empty(record_bytes, dtype=np.uint8)
-        header, best_s = msgspec.msgpack.encode(slot), float("inf")
+        row, best_s = np.empty(record_bytes, dtype=np.uint8), float("inf")
         for _ in range(_PROFILES):
             began_s = perf_counter()
-            link.ask(KEPT, header, into=[bytes_of(row)], deadline_s=self._answer_s)
+            self._copy(link, KEPT, place, row)
             best_s = min(best_s, perf_counter() - began_s)
         return best_s
 
@@ -119,9 +112,7 @@ class PeerWays:
         with self._lock:
             self._is_closed = True
             self._places.clear()
-            links, self._links = list(self._links.values()), {}
-        for link in links:
-            link.close()
+        self.forget(())
 
     # --- on the threads that copy
 
@@ -136,9 +127,13 @@ class PeerWays:
         if place is None:
             return False
         try:
-            if self._ask_once(kind, place, row):
-                return True
-            return number in self._places and self._ask_once(kind, place, row, is_last=True)
+            link = self._links.get((kind, place.creditor))
+            if link is not None and not link.closed:
+                with suppress(PeerLost):  # It was idle, and turns out to be closed.
+                    return self._copy(link, kind, place, row)
+                if number not in self._places:
+                    return False
+            return self._copy(self._dial((kind, place.creditor)), kind, place, row)
         except StaleEpoch:
             self._fail(place, place.slot.grant_id)
         except KvasirError as error:
@@ -146,29 +141,28 @@ class PeerWays:
             self._fail(place, None)
         return False
 
-    def _ask_once(self, kind: str, place: SlotPlace, row: RecordRow, *, is_last: bool = False) -> bool:
-        """Return False when an idle link turned out to be closed: a retry dials. Raises KvasirError."""
-        key = (kind, place.creditor)
-        link = self._links.get(key)
-        is_new = link is None or link.closed
-        if link is None or link.closed:
-            link = self._dial(key)
+    def _copy(self, link: PeerLink, kind: str, place: SlotPlace, row: RecordRow) -> bool:
+        """Raises KvasirError."""
+        header = msgspec.msgpack.encode(place.slot)
         brought, into = ([bytes_of(row)], ()) if kind == KEEP else ((), [bytes_of(row)])
-        try:
-            answer = link.ask(
-                kind, msgspec.msgpack.encode(place.slot), brought, into=into, deadline_s=self._answer_s
-            )
-        except PeerLost:
-            if is_new or is_last:
-                raise
-            return False
+        answer = link.ask(kind, header, brought, into=into, deadline_s=self._answer_s)
         if answer.buffers != len(into):
             raise InvalidMessage(f"{place.creditor[0]} answered without the block")
         return True
 
     def _dial(self, key: tuple[str, Start]) -> PeerLink:
-        """Raises KvasirError."""
-        link = self._on_loop(self._dialler.dial(*key[1]))
+        """Return a new link, dialled by the event loop. Raises KvasirError."""
+        dialling = self._registry.dial(*key[1])
+        try:
+            future = asyncio.run_coroutine_threadsafe(dialling, self._loop)
+        except RuntimeError:  # The loop has ended.
+            dialling.close()
+            raise PeerLost("this worker is shutting down") from None
+        try:
+            link = future.result(_DIAL_S)
+        except (TimeoutError, concurrent.futures.CancelledError):
+            future.cancel()
+            raise DeadlineExceeded(f"no link within {_DIAL_S:g} s") from None
         self._enter(key, link)
         return link
 
@@ -183,18 +177,6 @@ class PeerWays:
         if is_closed:
             link.close()
             raise PeerLost("this worker is shutting down")
-
-    def _on_loop(self, dialling: Coroutine[Any, Any, PeerLink]) -> PeerLink:
-        try:
-            future = asyncio.run_coroutine_threadsafe(dialling, self._loop)
-        except RuntimeError:  # The loop has ended.
-            dialling.close()
-            raise PeerLost("this worker is shutting down") from None
-        try:
-            return future.result(_DIAL_S)
-        except (TimeoutError, concurrent.futures.CancelledError):
-            future.cancel()
-            raise DeadlineExceeded(f"no link within {_DIAL_S:g} s") from None
 
     def _fail(self, at: SlotPlace, grant_id: int | None) -> None:
         """Give up a creditor, or one grant of it."""

@@ -5,133 +5,91 @@ are in `debts` and `borrowing`.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from services.worker.peers.lending.core.borrowing import (
-    AskCreditor,
-    AskLedger,
-    Borrowing,
-    CreditorQuestion,
-    is_answer,
-)
+from services.worker.peers.lending.core.borrowing import AskCreditor, Borrowing, CreditorQuestion, is_answer
 from services.worker.peers.lending.core.debts import Debts, Renewal, Repayment
-from services.worker.peers.lending.core.interfaces import LoanUser
+from services.worker.peers.settings import LendingConfig
 from shared import subjects
 from shared.bus import Bus, fenced
 from shared.clock import Clock
 from shared.errors import KvasirError
 from shared.log import canonical, get_logger
-from shared.messages.commands import CreditorCandidates
+from shared.messages.commands import CreditorCandidates, FindCreditors
 from shared.messages.lending import BlocksReturned, BorrowReply, Grant, LeasesRenewed
 
 _log = get_logger("worker.lending")
-ANSWER_DEADLINE_S = 2.0
+_ANSWER_S = 2.0
 _TICKS_IN_A_LEASE = 20
 
 
-class Search:
-    """Search of one worker for creditors. `borrower` uses the granted blocks; None: nothing does."""
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The worker that owns the memory, and how much it has."""
 
-    def __init__(
-        self, bus: Bus, debts: Debts, borrowing: Borrowing, borrower: LoanUser | None, clock: Clock
-    ) -> None:
-        self._bus = bus
-        self._debts = debts
-        self._borrowing = borrowing
-        self._borrower = borrower
-        self._clock = clock
-
-    def may_start(self, now_s: float) -> bool:
-        return self._borrowing.may_start(now_s)
-
-    async def run(self, blocks: int) -> None:
-        """Ask until that many blocks are granted, or no creditor is left."""
-        question: CreditorQuestion | None = self._borrowing.start(blocks)
-        while question is not None:
-            if isinstance(question, AskLedger):
-                question = await self._ask_ledger(question)
-            else:
-                question = await self._ask_creditor(question)
-
-    async def _ask_ledger(self, question: AskLedger) -> CreditorQuestion | None:
-        try:
-            answer = await self._bus.request(
-                subjects.ledger_candidates(question.question.debtor_id),
-                question.question,
-                CreditorCandidates,
-                deadline_s=ANSWER_DEADLINE_S,
-            )
-        except KvasirError as error:
-            _log.debug("no ledger: %s", error)
-            self._borrowing.on_no_ledger(self._clock())
-            return None
-        return self._borrowing.on_candidates(answer, self._clock())
-
-    async def _ask_creditor(self, question: AskCreditor) -> CreditorQuestion | None:
-        sent_s = self._clock()
-        reply: BorrowReply | None = None
-        try:
-            reply = await self._bus.request(
-                subjects.worker_borrow(question.creditor_id, question.question.debtor_id),
-                question.question,
-                BorrowReply,
-                deadline_s=ANSWER_DEADLINE_S,
-            )
-        except KvasirError as error:
-            _log.debug("%s did not answer: %s", question.creditor_id, error)
-        if reply is not None and reply.grant is not None and not is_answer(reply.grant, question):
-            _log.warning("%s granted other blocks than asked for", question.creditor_id)
-            reply = None
-        if reply is not None and reply.grant is not None:
-            await self._admit(reply.grant, self._debts.on_granted(reply.grant, sent_s))
-            self._bus.recorder.note("borrowed", creditor=question.creditor_id, blocks=len(reply.grant.blocks))
-            canonical(_log, "borrowed", creditor=question.creditor_id, blocks=len(reply.grant.blocks))
-        return self._borrowing.on_reply(question.creditor_id, reply, self._clock())
-
-    async def _admit(self, grant: Grant, logical: Sequence[int]) -> None:
-        if self._borrower is None or not logical:
-            return
-        self._debts.use(logical)
-        if not await self._borrower.admit(grant, logical):
-            self._debts.release(logical)
-        elif lost := [number for number in logical if not self._debts.holds(number)]:
-            self._borrower.lose(lost)  # Lost while the creditor was dialled.
+    worker_id: str
+    incarnation: int
+    blocks: int
+    """Device blocks."""
+    ids: int
+    """Upper bound of its own block ids, in any memory."""
+    block_tokens: int
+    fingerprint: bytes
+    host: str = ""
+    host_blocks: int = 0
+    """Host blocks, for other workers only."""
+    host_attends: bool = True
+    """It computes attention over its host blocks."""
+    is_host_for_caches: bool = False
+    """Its host blocks serve other workers' prefix caches only."""
 
 
-async def send_repayment(bus: Bus, debts: Debts, repayment: Repayment) -> BlocksReturned | None:
-    """Return blocks to a creditor. None when the creditor has not confirmed."""
-    try:
-        reply = await bus.request(
-            subjects.worker_repay(repayment.creditor_id, repayment.message.debtor_id),
-            repayment.message,
-            BlocksReturned,
-            deadline_s=ANSWER_DEADLINE_S,
-        )
-    except KvasirError as error:
-        _log.debug("%s took nothing back: %s", repayment.creditor_id, error)
-        return None
-    debts.on_returned(repayment, reply)
-    return reply
+class LoanUser(Protocol):
+    """User of borrowed blocks, on the event loop."""
+
+    async def admit(self, grant: Grant, logical: Sequence[int]) -> bool:
+        """Start to use blocks of a grant. False when their creditor cannot be reached."""
+        ...
+
+    def lose(self, logical: Sequence[int], why: str) -> None:
+        """Drop lost blocks."""
+        ...
 
 
-class Errands:
-    """Questions of one debtor under way, at most one of a name: an unanswered one is not repeated."""
+class Debtor:
+    """Debts of one worker, for one user of the blocks.
+
+    Its questions under way have names; an unanswered one is not repeated."""
 
     def __init__(
         self,
         bus: Bus,
-        debts: Debts,
-        lease_s: float,
-        on_lost: Callable[[Sequence[int], str], None],
+        config: LendingConfig,
+        owner: Owner,
+        user: LoanUser,
+        requests: Iterator[int],
         clock: Clock,
+        *,
+        first_id: int,
+        rest_s: float,
+        for_cache: bool = False,
     ) -> None:
-        """`on_lost` gets the logical blocks whose lease ended, and why."""
         self._bus = bus
-        self._debts = debts
-        self._lease_s = lease_s
-        self._on_lost = on_lost
+        self._lease_s = config.lease_s
+        self._user = user
         self._clock = clock
+        self.debts = Debts(owner.worker_id, first_id, owner.incarnation)
+        self.borrowing = Borrowing(
+            owner.worker_id,
+            owner.incarnation,
+            owner.block_tokens,
+            owner.fingerprint,
+            requests,
+            rest_s=rest_s,
+            for_cache=for_cache,
+        )
         self._tasks: asyncio.TaskGroup | None = None
         """None: nothing is begun."""
         self._open: set[str] = set()
@@ -148,35 +106,99 @@ class Errands:
             self._tasks = None
 
     def begin(self, name: str, work: Coroutine[Any, Any, object]) -> None:
-        """Run `work`, unless an errand of that name is under way."""
+        """Run `work`, unless one of that name is under way."""
         if self._tasks is None or name in self._open:
             work.close()
             return
         self._open.add(name)
         self._tasks.create_task(work).add_done_callback(lambda _: self._open.discard(name))
 
+    # --- search
+
+    async def search(self, blocks: int) -> None:
+        """Ask until that many blocks are granted, or no creditor is left."""
+        question: CreditorQuestion | None = self.borrowing.start(blocks)
+        while question is not None:
+            if isinstance(question, AskCreditor):
+                question = await self._ask_creditor(question)
+            else:
+                question = await self._ask_ledger(question)
+
+    async def _ask_ledger(self, question: FindCreditors) -> CreditorQuestion | None:
+        subject = subjects.ledger_candidates(question.debtor_id)
+        try:
+            answer = await self._bus.request(subject, question, CreditorCandidates, deadline_s=_ANSWER_S)
+        except KvasirError as error:
+            _log.debug("no ledger: %s", error)
+            self.borrowing.on_no_ledger(self._clock())
+            return None
+        return self.borrowing.on_candidates(answer, self._clock())
+
+    async def _ask_creditor(self, asked: AskCreditor) -> CreditorQuestion | None:
+        sent_s, creditor, question = self._clock(), asked.creditor_id, asked.question
+        subject = subjects.worker_borrow(creditor, question.debtor_id)
+        reply: BorrowReply | None = None
+        try:
+            reply = await self._bus.request(subject, question, BorrowReply, deadline_s=_ANSWER_S)
+        except KvasirError as error:
+            _log.debug("%s did not answer: %s", creditor, error)
+        if reply is not None and reply.grant is not None:
+            if is_answer(reply.grant, asked):
+                await self._admit(reply.grant, self.debts.on_granted(reply.grant, sent_s))
+                blocks = len(reply.grant.blocks)
+                self._bus.recorder.note("borrowed", creditor=creditor, blocks=blocks)
+                canonical(_log, "borrowed", creditor=creditor, blocks=blocks)
+            else:
+                _log.warning("%s granted other blocks than asked for", creditor)
+                reply = None
+        return self.borrowing.on_reply(creditor, reply, self._clock())
+
+    async def _admit(self, grant: Grant, logical: Sequence[int]) -> None:
+        if not logical:
+            return
+        self.debts.use(logical)
+        if not await self._user.admit(grant, logical):
+            self.debts.release(logical)
+        elif lost := [number for number in logical if number not in self.debts.blocks]:
+            self._user.lose(lost, f"{grant.creditor_id} failed while it was dialled")
+
+    # --- leases and returns
+
     def renew(self, now_s: float) -> None:
         """Report leases that ran out as lost, and ask to renew those that are due."""
-        self._on_lost(self._debts.tick(now_s), "leases not renewed in time")
-        for due in self._debts.renewals(now_s):
+        self.lose(self.debts.tick(now_s), "leases not renewed in time")
+        for due in self.debts.renewals(now_s):
             self.begin(f"renew {due.creditor_id}", self._renew(due))
+
+    def lose(self, logical: Sequence[int], why: str) -> None:
+        """Report blocks that left the debts, if any."""
+        if logical:
+            self._user.lose(logical, why)
 
     def repay(self, send: Callable[[Repayment], Coroutine[Any, Any, object]]) -> None:
         """Send the returns that no creditor has confirmed yet."""
-        for repayment in self._debts.retries():
+        for repayment in self.debts.retries():
             self.begin(f"repay {repayment.creditor_id} {repayment.message.grant_id}", send(repayment))
 
-    async def _renew(self, due: Renewal) -> None:
-        sent_s = self._clock()
+    async def send(self, repayment: Repayment) -> BlocksReturned | None:
+        """Return blocks to a creditor. None when the creditor has not confirmed."""
+        creditor, message = repayment.creditor_id, repayment.message
+        subject = subjects.worker_repay(creditor, message.debtor_id)
         try:
-            reply = await self._bus.request(
-                subjects.worker_renew(due.creditor_id, due.message.debtor_id),
-                due.message,
-                LeasesRenewed,
-                deadline_s=min(ANSWER_DEADLINE_S, self._lease_s / 2),
-            )
+            reply = await self._bus.request(subject, message, BlocksReturned, deadline_s=_ANSWER_S)
         except KvasirError as error:
-            _log.debug("%s renewed nothing: %s", due.creditor_id, error)
+            _log.debug("%s took nothing back: %s", creditor, error)
+            return None
+        self.debts.on_returned(repayment, reply)
+        return reply
+
+    async def _renew(self, due: Renewal) -> None:
+        sent_s, creditor, message = self._clock(), due.creditor_id, due.message
+        subject = subjects.worker_renew(creditor, message.debtor_id)
+        deadline_s = min(_ANSWER_S, self._lease_s / 2)
+        try:
+            reply = await self._bus.request(subject, message, LeasesRenewed, deadline_s=deadline_s)
+        except KvasirError as error:
+            _log.debug("%s renewed nothing: %s", creditor, error)
             return
-        lost = self._debts.on_renewed(due, reply, sent_s)
-        self._on_lost(lost, f"{due.creditor_id} no longer knows them")
+        self.lose(self.debts.on_renewed(due, reply, sent_s), f"{creditor} no longer knows them")

@@ -1,6 +1,6 @@
 """Brings borrowed KV home, on the bus: this worker's part in settlements, and recalls into free memory.
 
-`settling` and `repayment` decide. `BlockBorrower` copies bytes and exchanges blocks on the engine's thread;
+`settling` and `watermarks` decide. `Borrower` copies bytes and exchanges blocks on the engine's thread;
 everything here runs on the event loop. At most one settlement or recall runs at a time.
 Source: papers/001 §4.5; `algorithms.md` §4 (DGFM).
 """
@@ -8,12 +8,12 @@ Source: papers/001 §4.5; `algorithms.md` §4 (DGFM).
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
+from services.worker.peers.attention.borrower import Borrower
 from services.worker.peers.lending.core.debts import Debts, Repayment
 from services.worker.peers.lending.core.grants import Grants
-from services.worker.peers.lending.core.interfaces import BlockBorrower, Vault
-from services.worker.peers.lending.core.repayment import CreditorPressure, in_order
 from services.worker.peers.lending.core.settling import Copy, Settling, Swap
-from services.worker.peers.lending.core.table import RBlockTable
+from services.worker.peers.lending.core.watermarks import CreditorPressure, in_order
+from services.worker.peers.lending.stock import Stock
 from shared import subjects
 from shared.bus import Endpoint, Handler
 from shared.clock import Clock
@@ -40,22 +40,23 @@ class Recalls:
 
     def __init__(
         self,
-        parts: tuple[RBlockTable, Debts, Grants],
-        borrower: BlockBorrower,
-        vault: Vault,
+        debts: Debts,
+        grants: Grants,
+        borrower: Borrower,
+        stock: Stock,
         bounce_blocks: int,
         repay: Callable[[Repayment], Awaitable[bool]],
         clock: Clock,
         *,
         from_start: bool = True,
     ) -> None:
-        self._table, self._debts, _ = parts
+        self._debts = debts
         self._borrower = borrower
-        self._vault = vault
+        self._stock = stock
         self._most_bounce_blocks, self._from_start = bounce_blocks, from_start
         self._repay = repay
         self._clock = clock
-        self._core = Settling(*parts)
+        self._core = Settling(debts, grants)
         self._apart: frozenset[int] = frozenset()
         self._spare: list[int] = []
         self._filled = asyncio.Event()
@@ -73,7 +74,7 @@ class Recalls:
     @property
     def _bounce_blocks(self) -> int:
         """Number of bounce blocks wanted now."""
-        return self._most_bounce_blocks if self._from_start or self._table.borrowed_from() else 0
+        return self._most_bounce_blocks if self._from_start or self._debts.blocks else 0
 
     def details(self) -> dict[str, object]:
         """For `python -m services status`."""
@@ -109,7 +110,7 @@ class Recalls:
             self._core.bounce = []
         if missing > 0:
             try:
-                lent = await self._vault.lend(missing, 1, 0)
+                lent = await self._stock.lend(missing, 1, 0)
                 self._spare += self.keep(lent)  # In two statements: `+=` would read the list before the wait.
             except Overloaded as error:
                 _log.debug("no bounce blocks: %s", error)
@@ -128,11 +129,11 @@ class Recalls:
         if asked.phase is SettlePhase.FREEZE:
             return await self._freeze(asked)
         if asked.phase is SettlePhase.COPY:
-            await self._await_bounce(asked.blocks)
+            await self._await_bounce(asked.blocks, _BOUNCE_S, is_on=True)
         outcome = self._core.on_settle(asked, self._clock())
         if isinstance(outcome, Copy):
             whole = await asyncio.shield(self._begin_copy(outcome))
-            return self._core.on_copied(asked, outcome, whole=whole)
+            return self._core.on_copied(asked, whole=whole)
         if isinstance(outcome, Swap):
             return await self._swap(outcome)
         self._rejoin()
@@ -152,9 +153,9 @@ class Recalls:
 
     async def _freeze(self, asked: Settle) -> Settled:
         chosen: list[int] = []
-        await self._await_readiness()
+        await self._await_bounce(1, _READY_S, is_on=False)
         if self.may_recall():
-            used = self._table.used_at(asked.creditor_id, KvTier.DEVICE)
+            used = self._debts.used_at(asked.creditor_id, KvTier.DEVICE)
             chosen = await self._borrower.set_apart(used, asked.blocks)
         answer = self._core.on_settle(asked, self._clock(), chosen)
         assert isinstance(answer, Settled)
@@ -183,26 +184,17 @@ class Recalls:
             raise CreditorLost("a creditor has not confirmed the returned blocks", creditor_id="")
         return swap.answer
 
-    async def _await_readiness(self) -> None:
-        """Wait for a recall to end, or for bounce blocks that an earlier settlement still uses."""
+    async def _await_bounce(self, blocks: int, timeout_s: float, *, is_on: bool) -> None:
+        """Wait for a recall to end, and for bounce blocks that are still used or read, while a settlement
+        `is_on`, or none is."""
         try:
-            async with asyncio.timeout(_READY_S):
+            async with asyncio.timeout(timeout_s):
                 await self._recall_over.wait()
-                while self._bounce_blocks and not self._core.is_on and not self._core.bounce:
+                while self._core.is_on is is_on and len(self._core.bounce) < min(blocks, self._bounce_blocks):
                     self._filled.clear()
                     await self._filled.wait()
         except TimeoutError:
-            _log.debug("not ready for a settlement in time")
-
-    async def _await_bounce(self, blocks: int) -> None:
-        """Wait for bounce blocks: those that a debtor returned may still be read."""
-        try:
-            async with asyncio.timeout(_BOUNCE_S):
-                while self._core.is_on and len(self._core.bounce) < min(blocks, self._bounce_blocks):
-                    self._filled.clear()
-                    await self._filled.wait()
-        except TimeoutError:
-            _log.debug("no bounce blocks were returned in time")
+            _log.debug("no bounce blocks in time")
 
     def _rejoin(self) -> None:
         """Rejoin, in the engine, the blocks that the settlement no longer holds."""
@@ -222,8 +214,8 @@ class Recalls:
         """Bring blocks home into free memory, from the creditors under most pressure; return how many.
 
         All borrowed blocks are offered: only the engine's thread knows which of them a sequence uses."""
-        order = in_order(self._table.lenders(), pressures)
-        chosen = [number for lender in order for number in self._table.used_at(*lender)]
+        order = in_order(self._debts.lenders(), pressures)
+        chosen = [number for lender in order for number in self._debts.used_at(*lender)]
         most = min(MOST_RECALLED_BLOCKS, free_blocks - keep_blocks)
         if not chosen or most < 1:
             return 0

@@ -1,39 +1,38 @@
 """Lending on the bus: one worker as creditor and as debtor.
 
 `grants`, `debts`, `borrowing` and `watermarks` decide. This runs on the event loop, so that no lease runs out
-during a long iteration. Blocks leave and enter the pool on the engine's thread, through `Vault`. Knows no KV
+during a long iteration. Blocks leave and enter the pool on the engine's thread, through `Stock`. Knows no KV
 bytes.
 """
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from services.worker.door import Door
+from services.worker.kv.core.borrowed_pool import OwnPool
+from services.worker.peers.attention.borrower import Borrower
 from services.worker.peers.core.neighbours import Neighbours
-from services.worker.peers.lending.core.borrowing import Borrowing, Manners
 from services.worker.peers.lending.core.debts import Debts, Repayment
 from services.worker.peers.lending.core.grants import Freed, Grants, Terms
-from services.worker.peers.lending.core.interfaces import BlockBorrower, Owner, Vault
-from services.worker.peers.lending.core.lendable_memory import Stock
-from services.worker.peers.lending.core.repayment import pressures
-from services.worker.peers.lending.core.settings import LendingConfig
-from services.worker.peers.lending.core.table import GrantKey, RBlockTable
-from services.worker.peers.lending.core.watermarks import Balance, Marks
-from services.worker.peers.lending.debtor import Errands, Search, send_repayment
+from services.worker.peers.lending.core.watermarks import Balance, Marks, pressures
+from services.worker.peers.lending.debtor import Debtor, Owner
 from services.worker.peers.lending.recalls import HANDLERS as RECALLS
 from services.worker.peers.lending.recalls import Recalls
+from services.worker.peers.lending.stock import Stock
+from services.worker.peers.settings import LendingConfig
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler
-from shared.clock import Clock, monotonic_s
+from shared.clock import Clock
 from shared.log import canonical, get_logger
 from shared.messages.lending import (
     BlocksReturned,
     BorrowBlocks,
     BorrowReply,
+    Grant,
     KvTier,
     LeasesRenewed,
     Refusal,
@@ -41,53 +40,6 @@ from shared.messages.lending import (
     ReturnBlocks,
 )
 from shared.messages.reports import Capacity
-
-
-def section(
-    capacity: Capacity, table: RBlockTable, grants: Grants, spare_blocks: int, host_free_blocks: int
-) -> dict[str, Any]:
-    """Return the heartbeat's fields about loans, by tier. Up to `spare_blocks` of the device could be lent,
-    apart from the cap."""
-    device, host, terms = KvTier.DEVICE, KvTier.HOST, grants.terms
-    room_blocks = terms.most_blocks - table.lent_blocks(device)
-    own = msgspec.structs.replace(
-        capacity,
-        lent_blocks=table.lent_blocks(device),
-        borrowed_blocks=sum(table.borrowed_from().values()),
-        most_lent_blocks=terms.most_blocks + (0 if terms.is_host_for_caches else terms.most_host_blocks),
-        lendable_blocks=0 if grants.frozen else max(0, min(spare_blocks, room_blocks)),
-        host_blocks=table.host_blocks,
-        host_lent_blocks=table.lent_blocks(host),
-        host_lendable_blocks=0 if grants.frozen else host_free_blocks,
-        host_yielding_blocks=grants.yielding_blocks(host),
-        is_host_for_caches=terms.is_host_for_caches,
-    )
-    return {
-        "capacity": own,
-        "lent_to_blocks": table.lent_to(device),
-        "borrowed_from_blocks": table.borrowed_from(device),
-        "host_lent_to_blocks": table.lent_to(host),
-        "host_borrowed_from_blocks": table.borrowed_from(host),
-    }
-
-
-def loans(table: RBlockTable, cached: Mapping[str, int] = MappingProxyType({})) -> dict[str, object]:
-    """Return the loans of both tiers for `python -m services status`. `cached`: the prefix cache's blocks by
-    creditor."""
-    lent_to, borrowed_from = table.lent_to(), Counter(table.borrowed_from())
-    borrowed_from.update(cached)
-    rows = [
-        {"peer": peer, "lent_blocks": lent_to.get(peer, 0), "borrowed_blocks": borrowed_from.get(peer, 0)}
-        for peer in sorted({*lent_to, *borrowed_from})
-    ]
-    return {
-        "lent_blocks": table.lent_blocks(),
-        "borrowed_blocks": sum(borrowed_from.values()),
-        "host_lent_blocks": table.lent_blocks(KvTier.HOST),
-        "host_borrowed_blocks": sum(table.borrowed_from(KvTier.HOST).values()) + sum(cached.values()),
-        "loans": rows,
-    }
-
 
 HANDLERS: tuple[Handler, ...] = (
     Endpoint(subjects.worker_borrow.to, BorrowBlocks, "borrow", concurrency=1, sender="debtor_id"),
@@ -98,61 +50,99 @@ HANDLERS: tuple[Handler, ...] = (
 _log = get_logger("worker.lending")
 
 
+def section(
+    capacity: Capacity, debts: Debts, grants: Grants, spare_blocks: int, host_free_blocks: int
+) -> dict[str, Any]:
+    """Return the heartbeat's fields about loans, by tier. Up to `spare_blocks` of the device could be lent,
+    apart from the cap."""
+    device, host, terms = KvTier.DEVICE, KvTier.HOST, grants.terms
+    room_blocks = terms.most_blocks - grants.lent_blocks(device)
+    own = msgspec.structs.replace(
+        capacity,
+        lent_blocks=grants.lent_blocks(device),
+        borrowed_blocks=debts.borrowed_blocks,
+        most_lent_blocks=terms.most_blocks + (0 if terms.is_host_for_caches else terms.most_host_blocks),
+        lendable_blocks=0 if grants.frozen else max(0, min(spare_blocks, room_blocks)),
+        host_blocks=grants.host_blocks,
+        host_lent_blocks=grants.lent_blocks(host),
+        host_lendable_blocks=0 if grants.frozen else host_free_blocks,
+        host_yielding_blocks=grants.yielding_blocks(),
+        is_host_for_caches=terms.is_host_for_caches,
+    )
+    return {
+        "capacity": own,
+        "lent_to_blocks": grants.lent_to(device),
+        "borrowed_from_blocks": debts.borrowed_from(device),
+        "host_lent_to_blocks": grants.lent_to(host),
+        "host_borrowed_from_blocks": debts.borrowed_from(host),
+    }
+
+
+def loans(debts: Debts, grants: Grants, cached: Mapping[str, int]) -> dict[str, object]:
+    """Return the loans of both tiers for `python -m services status`. `cached`: the prefix cache's blocks by
+    creditor."""
+    lent_to, borrowed_from = grants.lent_to(), Counter(debts.borrowed_from())
+    borrowed_from.update(cached)
+    rows = [
+        {"peer": peer, "lent_blocks": lent_to.get(peer, 0), "borrowed_blocks": borrowed_from.get(peer, 0)}
+        for peer in sorted({*lent_to, *borrowed_from})
+    ]
+    return {
+        "lent_blocks": sum(lent_to.values()),
+        "borrowed_blocks": sum(borrowed_from.values()),
+        "host_lent_blocks": grants.lent_blocks(KvTier.HOST),
+        "host_borrowed_blocks": sum(debts.borrowed_from(KvTier.HOST).values()) + sum(cached.values()),
+        "loans": rows,
+    }
+
+
 class Lending:
-    """Grants, debts and the search for creditors of one worker. `on_lost` gets lost logical blocks."""
+    """Grants, debts and the search for creditors of one worker, whose own blocks are in `pool`."""
 
     def __init__(
         self,
         bus: Bus,
         config: LendingConfig,
         owner: Owner,
-        vault: Vault,
+        door: Door,
+        pool: OwnPool,
+        neighbours: Neighbours,
+        requests: Iterator[int],
+        clock: Clock,
         *,
-        on_lost: Callable[[Sequence[int]], None] = lambda _: None,
-        borrower: BlockBorrower | None = None,
-        neighbours: Neighbours | None = None,
-        requests: Iterator[int] | None = None,
-        clock: Clock = monotonic_s,
+        borrower: Borrower | None = None,
     ) -> None:
+        """`requests` numbers all questions of this worker to creditors."""
         self._bus = bus
         self._config = config
         self._host = owner.host
-        self._neighbours = neighbours or Neighbours(owner.worker_id)
+        self._neighbours = neighbours
         self._clock = clock
-        self._on_lost = on_lost
         self._borrower = borrower
-        host_blocks = owner.host_blocks if config.lend else 0
-        self.table = RBlockTable(owner.worker_id, owner.blocks, host_blocks, local_ids=owner.ids)
+        ahead, host_blocks = config.borrow is True, owner.host_blocks if config.lend else 0
         marks = Marks(int(owner.blocks * config.low_fraction), int(owner.blocks * config.high_fraction))
-        capacity = Capacity(total_blocks=owner.blocks, free_blocks=owner.blocks)
-        self._balance = Balance(marks, capacity)
-        self._balance.may_borrow_ahead = config.borrow is True
+        self._balance = Balance(marks, Capacity(total_blocks=owner.blocks, free_blocks=owner.blocks))
+        self._balance.may_borrow_ahead = ahead
         own = int(owner.blocks * config.keep_free_fraction)
-        self._keep_blocks = max(own, marks.middle_blocks if config.borrow is True else 0)
+        self._keep_blocks = max(own, marks.middle_blocks if ahead else 0)
         """Free blocks that are not lent: a lender must not have to borrow itself."""
         usable = owner.blocks - self._keep_blocks - (0 if borrower is None else config.bounce_blocks)
         most_lent = max(0, min(usable, int(owner.blocks * config.max_lent_fraction))) if config.lend else 0
         lease = config.lease_s, config.grace_s, owner.fingerprint
-        host = host_blocks, owner.host_attends, owner.is_host_for_caches
-        terms = Terms(most_lent, *lease, *host)
-        self._stock = Stock(vault, self._keep_blocks, host_blocks, owner.block_tokens)
-        self.grants = Grants(self.table, owner.incarnation, terms, threading.RLock())
-        self.debts = Debts(self.table, owner.incarnation)
-        manners = Manners(config.most_rounds, config.rest_s)
-        borrowing = Borrowing(
-            owner.worker_id, owner.incarnation, owner.block_tokens, owner.fingerprint, manners, requests
+        terms = Terms(most_lent, *lease, host_blocks, owner.host_attends, owner.is_host_for_caches)
+        self._stock = Stock(door, pool, self._keep_blocks, host_blocks)
+        own_id = owner.worker_id, owner.incarnation
+        self.grants = Grants(*own_id, terms, owner.blocks, host_blocks, threading.RLock())
+        self._debtor = Debtor(
+            bus, config, owner, self, requests, clock, first_id=owner.ids, rest_s=config.rest_s
         )
-        self._search = Search(bus, self.debts, borrowing, borrower, clock)
+        self.debts = self._debtor.debts
         self._recalls: Recalls | None = None
         if borrower is not None:
-            parts = self.table, self.debts, self.grants
-            repay, ahead = self._send_repayment, config.borrow is True
-            self._recalls = Recalls(
-                parts, borrower, vault, config.bounce_blocks, repay, clock, from_start=ahead
-            )
+            parts = self.debts, self.grants, borrower, self._stock, config.bounce_blocks
+            self._recalls = Recalls(*parts, self._send_repayment, clock, from_start=ahead)
         self._parted: list[Freed] = []
         """Returned blocks whose last user has left."""
-        self._errands = Errands(bus, self.debts, config.lease_s, self._lose, clock)
 
     async def serve(self) -> None:
         """Keep leases, borrow and return, until cancelled."""
@@ -160,7 +150,7 @@ class Lending:
         if self._recalls is not None:
             await self._bus.attach(RECALLS, self._recalls)
         try:
-            await self._errands.serve(self.tick)
+            await self._debtor.serve(self.tick)
         finally:
             await self._bus.detach(HANDLERS, self)
             if self._recalls is not None:
@@ -177,14 +167,12 @@ class Lending:
         """Return the heartbeat's fields about loans. The next tick uses this capacity."""
         self._balance.on_report(capacity)
         spare_blocks = self._balance.own_blocks - self._keep_blocks
-        return section(capacity, self.table, self.grants, spare_blocks, self._stock.host_free_blocks)
+        return section(capacity, self.debts, self.grants, spare_blocks, self._stock.host_free_blocks)
 
-    def details(self, cached: Mapping[str, int] = MappingProxyType({})) -> dict[str, object]:
+    def details(self, cached: Mapping[str, int]) -> dict[str, object]:
         """Return figures for `python -m services status`; `cached` as in `loans`."""
-        return {
-            **loans(self.table, cached),
-            **({} if self._recalls is None else self._recalls.details()),
-        }
+        recalls = {} if self._recalls is None else self._recalls.details()
+        return {**loans(self.debts, self.grants, cached), **recalls}
 
     # --- as creditor
 
@@ -193,8 +181,7 @@ class Lending:
         await self._free(self.grants.on_incarnation(asked.debtor_id, asked.debtor_incarnation))
         answer = self.grants.answer(asked)
         if self._may_take_from_caches(asked, answer):
-            lacking = asked.blocks - self._stock.host_free_blocks
-            await self._free(self.grants.give_way(KvTier.HOST, lacking))
+            await self._free(self.grants.give_way(asked.blocks - self._stock.host_free_blocks))
             answer = self.grants.answer(asked)
         if not isinstance(answer, int):
             return answer
@@ -222,15 +209,17 @@ class Lending:
 
     async def _free(self, freed: Sequence[Freed]) -> None:
         parted, self._parted = self._parted, []
-        await self._stock.put_back([*parted, *freed], list if self._recalls is None else self._kept)
+        await self._stock.put_back([*parted, *freed], self._kept)
 
     def _kept(self, blocks: Sequence[int]) -> list[int]:
-        return [] if self._recalls is None else self._recalls.keep(blocks) + self._recalls.take_spare()
+        """Keep what is needed as bounce blocks; return the rest."""
+        recalls = self._recalls
+        return list(blocks) if recalls is None else recalls.keep(blocks) + recalls.take_spare()
 
     def free_later(self, freed: Freed) -> None:
         """Free blocks that were in use when they were returned, or when their grant ended."""
         self._parted.append(freed)
-        self._errands.begin("free", self._free([]))
+        self._debtor.begin("free", self._free([]))
 
     # --- as debtor
 
@@ -241,14 +230,14 @@ class Lending:
         if expired:
             canonical(_log, "leases over", blocks=sum(len(part.blocks) for part in expired))
         await self._free(expired)
-        self._errands.renew(now_s)
+        self._debtor.renew(now_s)
         if self._config.borrow:
             self._even_out(now_s)
         if self._recalls is not None:
             await self._recalls.tick()
             if self._recalls.is_swapping:
                 return
-        self._errands.repay(self._send_repayment)
+        self._debtor.repay(self._send_repayment)
 
     def _even_out(self, now_s: float) -> None:
         """Borrow, or return blocks one step at a time."""
@@ -256,9 +245,9 @@ class Lending:
         handed = self.debts.borrowed_blocks - idle
         usable = 0 if self._borrower is not None else idle  # Its sequences get none of these.
         missing = self._balance.lacks(handed, usable)
-        if missing and self._search.may_start(now_s):
-            self._errands.begin("borrow", self._search.run(missing))
-        back = self._balance.spares(handed, usable, self.debts.wanted_back_blocks())
+        if missing and self._debtor.borrowing.may_start(now_s):
+            self._debtor.begin("borrow", self._debtor.search(missing))
+        back = self._balance.spares(handed, usable, sum(self.debts.wanted_back().values()))
         self.debts.give_back(back if self._borrower is None else idle)
         if self._borrower is not None and self._balance.may_shrink():
             is_spacious = self._balance.own_blocks > self._balance.keep_blocks
@@ -266,15 +255,15 @@ class Lending:
             if recalls is not None and not recalls.may_recall():
                 recalls = None
             if back or recalls is not None:
-                self._errands.begin("shrink", self._shrink(self._borrower, recalls, back))
+                self._debtor.begin("shrink", self._shrink(self._borrower, recalls, back))
 
-    async def _shrink(self, borrower: BlockBorrower, recalls: Recalls | None, blocks: int) -> None:
+    async def _shrink(self, borrower: Borrower, recalls: Recalls | None, blocks: int) -> None:
         """Recall blocks in use, then return up to `blocks` free ones.
 
         Cached blocks count as free when nothing came home."""
         home = 0
         if recalls is not None:
-            of = pressures(self._neighbours, self._host, self.debts.wanted_back_by_creditor())
+            of = pressures(self._neighbours, self._host, self.debts.wanted_back())
             home = await recalls.recall(of, self._balance.own_blocks, self._balance.keep_blocks)
         if blocks:
             self.debts.release(await borrower.retire(blocks, cached=not home))
@@ -282,20 +271,25 @@ class Lending:
 
     def on_creditor_failed(self, creditor_id: str) -> None:
         """Give up a creditor that failed in the middle of a step."""
-        self._lose(self.debts.on_creditor_gone(creditor_id), f"{creditor_id} failed")
+        self._debtor.lose(self.debts.on_creditor_gone(creditor_id), f"{creditor_id} failed")
 
     async def _send_repayment(self, repayment: Repayment) -> bool:
         """Return blocks; report whether the creditor confirmed."""
-        reply = await send_repayment(self._bus, self.debts, repayment)
+        reply = await self._debtor.send(repayment)
         if reply is not None and self._borrower is not None:
-            asked = repayment.message
-            key = GrantKey(repayment.creditor_id, asked.creditor_incarnation, asked.grant_id)
-            self._borrower.rename(key, reply.generation)
+            self._borrower.rename(repayment.grant, reply.generation)
         return reply is not None
 
-    def _lose(self, logical: Sequence[int], why: str) -> None:
-        if logical:
-            canonical(_log, "borrowed blocks lost", blocks=len(logical), why=why)
-            if self._recalls is not None:
-                self._recalls.on_lost(logical)
-            self._on_lost(logical)
+    # --- `LoanUser`
+
+    async def admit(self, grant: Grant, logical: Sequence[int]) -> bool:
+        """Let sequences use blocks. Without a borrower, they stay free."""
+        return self._borrower is not None and await self._borrower.admit(grant, logical)
+
+    def lose(self, logical: Sequence[int], why: str) -> None:
+        """Drop blocks that are lost with their lease or creditor."""
+        canonical(_log, "borrowed blocks lost", blocks=len(logical), why=why)
+        if self._recalls is not None:
+            self._recalls.on_lost(logical)
+        if self._borrower is not None:
+            self._borrower.lose(logical)

@@ -9,16 +9,16 @@ from typing import Any
 
 from services.worker.engine_thread import Runner
 from services.worker.kv.store import CacheableEngine, KvStore
-from services.worker.peers.engine_calls import BorrowedReader, CacheDoor
-from services.worker.peers.migration.settings import TransferConfig
+from services.worker.peers.attention.borrower import Borrower
 from services.worker.peers.migration.source import BlockSource
 from services.worker.peers.migration.target import Target
 from services.worker.peers.registry import Registry
+from services.worker.peers.settings import TransferConfig
 from shared import subjects
 from shared.average import averaged
 from shared.bus import Bus, Endpoint, Handler
 from shared.clock import Clock
-from shared.messages.moves import BlocksPulled, PullBlocks
+from shared.messages.moves import PullBlocks
 
 HANDLERS: tuple[Handler, ...] = (Endpoint(subjects.worker_pull, PullBlocks, "pull", concurrency=16),)
 _LOOK_S = 5.0
@@ -27,7 +27,7 @@ _IDLE_S = 600.0
 
 
 class Transfers:
-    """Blocks of one worker for others, and of others for it."""
+    """Blocks of one worker for others, and of others for it. `borrower` None: the worker borrows nothing."""
 
     def __init__(
         self,
@@ -38,29 +38,15 @@ class Transfers:
         registry: Registry,
         runner: Runner,
         clock: Clock,
-        reader: BorrowedReader | None = None,
+        borrower: Borrower | None = None,
     ) -> None:
-        """`reader` None: the worker borrows nothing."""
         self._bus = bus
         self._registry = registry
         self._occupancy = runner.occupancy
         self._clock = clock
-        self._fingerprint = store.fingerprint
         self._block_bytes = store.record_bytes
-        cache = CacheDoor(runner.door, store.cache, reader)
-        self._source = BlockSource(cache, store.transfers, engine.records(), store.fingerprint, store.sums)
-        self._target = Target(
-            registry,
-            cache,
-            store.transfers,
-            engine.records(),
-            store.fingerprint,
-            engine.block_tokens,
-            config,
-            clock,
-            store.sums,
-            store.host,
-        )
+        self._source = BlockSource(runner.door, store, engine.records(), borrower)
+        self._target = Target(registry, runner.door, store, engine, config, clock)
         self._busy = (0.0, clock(), 0.0)
         """Engine seconds, time and share at the last report."""
 
@@ -69,17 +55,13 @@ class Transfers:
         for kind, receiver in self._source.receivers.items():
             self._registry.plane.desk.serve(kind, receiver)
         try:
-            await self._bus.attach(HANDLERS, self)
+            await self._bus.attach(HANDLERS, self._target)
             while True:
                 await asyncio.sleep(_LOOK_S)
                 self._target.forget_idle(_IDLE_S)
         finally:
-            await self._bus.detach(HANDLERS, self)
+            await self._bus.detach(HANDLERS, self._target)
             self._target.close()
-
-    async def pull(self, order: PullBlocks) -> BlocksPulled:
-        """Fetch the blocks of an order. Raises KvasirError when none could be fetched."""
-        return await self._target.pull(order)
 
     def section(self) -> dict[str, Any]:
         """Return the fields of the heartbeat: link speeds, size of a block, share of time in the engine."""
@@ -87,25 +69,21 @@ class Transfers:
             return {}
         return {
             "kv_block_bytes": self._block_bytes,
-            "link_bytes_per_s": self._rates(),
+            "link_bytes_per_s": self._target.rates(),
             "busy_share": self._busy_share(),
         }
 
     def details(self) -> dict[str, object]:
         """For `python -m services status`."""
+        rates = self._target.rates()
         return {
             "fetched_blocks": self._target.fetched_blocks,
             "given_blocks": self._source.given_blocks,
             "refused_blocks": self._target.refused_blocks,
             "fetched_as_shadows_blocks": self._target.shadowed_blocks,
             "given_as_shadows_blocks": self._source.shadowed_blocks,
-            "links_mb_per_s": ", ".join(f"{name} {rate / 1e6:.0f}" for name, rate in self._rates().items()),
+            "links_mb_per_s": ", ".join(f"{name} {rate / 1e6:.0f}" for name, rate in rates.items()),
         }
-
-    def _rates(self) -> dict[str, float]:
-        """Return link speeds by worker that blocks were lately fetched from."""
-        found = {name: self._target.bytes_per_s(name) for name in self._target.sources()}
-        return {name: rate for name, rate in found.items() if rate is not None}
 
     def _busy_share(self) -> float:
         """Return the smoothed share of time that the engine was busy since the last report."""

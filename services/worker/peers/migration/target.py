@@ -9,23 +9,25 @@ other fetches can go in between. Decides nothing about sequences.
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from services.worker.kv.tiers.checksums import CRC, Checksums
-from services.worker.kv.tiers.host import HostTier
-from services.worker.kv.tiers.records import RecordRow, Records
-from services.worker.kv.transfers import Throttle, TransferEngine
-from services.worker.peers.engine_calls import CacheDoor
-from services.worker.peers.migration.settings import TransferConfig
+from services.worker.door import Door
+from services.worker.kv.store import CacheableEngine, KvStore
+from services.worker.kv.tiers.records import RecordRow
+from services.worker.kv.transfers import Throttle
 from services.worker.peers.migration.shelves import DeviceShelf, HostShelf, Shelf
-from services.worker.peers.migration.source import BLOCKS, WantedBlocks, read_given
+from services.worker.peers.migration.source import BLOCKS, GivenBlocks, WantedBlocks
 from services.worker.peers.registry import Registry
-from services.worker.peers.transport.base import PeerLink, bytes_of
+from services.worker.peers.settings import TransferConfig
+from services.worker.peers.transport.base import bytes_of
+from services.worker.peers.transport.link import PeerLink
 from shared.blocks import BlockHash, chain, root
 from shared.clock import Clock, monotonic_s
 from shared.errors import DeadlineExceeded, InvalidMessage, KvasirError
+from shared.messages.base import decode
 from shared.messages.moves import BlocksPulled, PullBlocks
 
 _FAILED_S = 60.0
@@ -59,30 +61,22 @@ class _Arrived:
 
 
 class Target:
-    """Fetches blocks for one worker. `fingerprint` must be the same at both ends."""
+    """Fetches blocks for one worker, from workers whose store has the same fingerprint."""
 
     def __init__(
         self,
         registry: Registry,
-        cache: CacheDoor,
-        transfers: TransferEngine,
-        records: Records,
-        fingerprint: bytes,
-        block_tokens: int,
+        door: Door,
+        store: KvStore,
+        engine: CacheableEngine,
         config: TransferConfig,
         clock: Clock = monotonic_s,
-        sums: Checksums = CRC,
-        host: HostTier | None = None,
     ) -> None:
-        """`host` None: this worker keeps no shadows."""
-        self._sums = sums
         self._registry = registry
-        self._records = records
-        """Only `transfers` writes them."""
-        self._device = DeviceShelf(cache, transfers, records, config.batch_blocks)
-        self._host = None if host is None else HostShelf(cache, transfers, host)
-        self._fingerprint = fingerprint
-        self._block_tokens = block_tokens
+        self._device = DeviceShelf(door, store, config.batch_blocks, engine.records())
+        self._host = HostShelf(door, store)
+        self._fingerprint, self._sums, self._record_bytes = store.fingerprint, store.sums, store.record_bytes
+        self._block_tokens = engine.block_tokens
         self._config = config
         self._clock = clock
         self._throttle = Throttle(config.link_bytes_per_s)
@@ -103,51 +97,44 @@ class Target:
                     return await self._shadow(order, way, names)
                 async with way.lock:
                     return await self._pull(order, way, names)
-        except KvasirError:
-            self._failed(order, way)
-            raise
-        except TimeoutError:
-            self._failed(order, way)
+        except (KvasirError, TimeoutError) as error:
+            if not order.is_shadow:  # Shadows yield to all other copies, and may time out.
+                way.failed_s = self._clock()
+            if isinstance(error, KvasirError):
+                raise
             raise DeadlineExceeded(f"{order.source} did not send its blocks in time") from None
-
-    def _failed(self, order: PullBlocks, way: _Way) -> None:
-        """Mark the link as failed for moves. Shadows yield to all other copies, and may time out."""
-        if not order.is_shadow:
-            way.failed_s = self._clock()
 
     async def _pull(self, order: PullBlocks, way: _Way, names: Sequence[BlockHash]) -> BlocksPulled:
         began_s = now_s = self._clock()
-        known = held = await self._device.known(names)
+        known = held = await asyncio.wrap_future(self._device.known(names))
         while held < len(names) and now_s - began_s < order.valid_for_s:
             arrived = await self._fetch(order.source, way, names, held, self._device)
             count = await self._store(arrived, self._device)
             now_s, held = self._clock(), held + count
             if not count:
                 break
-        return self._pulled(order, known, held, now_s - began_s)
+        pulled = self._pulled(known, held, now_s - began_s)
+        self._registry.rates.on_delivered(order.source, pulled.fetched_bytes, pulled.took_s)
+        return pulled
 
     async def _shadow(self, order: PullBlocks, way: _Way, names: Sequence[BlockHash]) -> BlocksPulled:
         """Fetch shadows within their share of the link. Moves over the same link go in between."""
-        shelf = self._host
-        if shelf is None:
-            return BlocksPulled(held_tokens=0)
+        shelf, share = self._host, self._config.shadow_link_share
         until_s, busy_s = self._clock() + order.valid_for_s, 0.0
-        known = held = await shelf.known(names)
+        known = held = await asyncio.wrap_future(shelf.known(names))
         is_in_time = True
         while held < len(names) and (is_in_time := await self._has_turn(way, until_s)):
             try:
                 arrived = await self._fetch(order.source, way, names, held, shelf)
             finally:
                 way.lock.release()
-            share = self._config.shadow_link_share
             way.rests_until_s = self._clock() + arrived.link_s * (1.0 / share - 1.0)
             count = await self._store(arrived, shelf)  # May wait for the disk: the link is free meanwhile.
             busy_s, held = busy_s + arrived.link_s, held + count
             if not count:
                 break
             self.shadowed_blocks += count
-        answer = self._pulled(order, known, held, busy_s)
-        return msgspec.structs.replace(answer, is_cut_short=not is_in_time)
+        return msgspec.structs.replace(self._pulled(known, held, busy_s), is_cut_short=not is_in_time)
 
     async def _has_turn(self, way: _Way, until_s: float) -> bool:
         """Take the link for shadows. False when they may not have it before `until_s`."""
@@ -158,26 +145,22 @@ class Target:
         try:
             async with asyncio.timeout(until_s - now_s):
                 await asyncio.sleep(rest_s)
-                await way.lock.acquire()
+                return await way.lock.acquire()
         except TimeoutError:
             return False
-        return True
 
-    def _pulled(self, order: PullBlocks, known: int, held: int, took_s: float) -> BlocksPulled:
-        """Return the answer, and record the speed of a move. Shadows say nothing about it."""
-        size_bytes = (held - known) * self._records.record_bytes
-        if not order.is_shadow:
-            self._registry.rates.on_delivered(order.source, size_bytes, took_s)
+    def _pulled(self, known: int, held: int, took_s: float) -> BlocksPulled:
         return BlocksPulled(
             held_tokens=held * self._block_tokens,
             fetched_blocks=held - known,
-            fetched_bytes=size_bytes,
+            fetched_bytes=(held - known) * self._record_bytes,
             took_s=took_s,
         )
 
-    def sources(self) -> list[str]:
-        """Return the workers that blocks were lately fetched from."""
-        return sorted(self._ways)
+    def rates(self) -> dict[str, float]:
+        """Return bytes per second by worker that blocks were lately fetched from; 0 after a failure."""
+        found = {name: self.bytes_per_s(name) for name in sorted(self._ways)}
+        return {name: rate for name, rate in found.items() if rate is not None}
 
     def bytes_per_s(self, source: str) -> float | None:
         """Return the speed of fetches from a worker: 0 after a failure, None before any measurement."""
@@ -217,30 +200,25 @@ class Target:
         way.used_s = self._clock()
         return way
 
-    async def _linked(self, source: str, way: _Way) -> PeerLink:
-        if way.link is None or way.link.closed:
-            way.link = await self._registry.dial(source, way.incarnation)
-        return way.link
-
     async def _fetch(
         self, source: str, way: _Way, names: Sequence[BlockHash], held: int, shelf: Shelf
     ) -> _Arrived:
         """Fetch the next batch of `names` after the first `held`. Raises KvasirError when the link fails."""
-        link = await self._linked(source, way)
-        parent = names[held - 1] if held else None
+        if way.link is None or way.link.closed:
+            way.link = await self._registry.dial(source, way.incarnation)
+        link, parent = way.link, names[held - 1] if held else None
         batch = names[held : held + shelf.batch_blocks]
         places = await shelf.make_room(len(batch), names[:held])
         if not places:
             return _Arrived(parent)
-        receiving = asyncio.ensure_future(
-            asyncio.to_thread(self._receive, link, batch[: len(places)], is_shadow=shelf is self._host)
-        )
+        wanted = WantedBlocks(self._fingerprint, tuple(batch[: len(places)]), is_shadow=shelf is self._host)
+        receiving = asyncio.ensure_future(asyncio.to_thread(self._receive, link, wanted))
         try:
             rows, link_s = await asyncio.shield(receiving)
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):
                 link.close()  # An answer is half read.
-                receiving.add_done_callback(_forget)
+                receiving.add_done_callback(_drop)
             shelf.take_in(places, (), parent)
             raise
         return _Arrived(parent, batch[: len(rows)], rows, places, link_s)
@@ -256,10 +234,15 @@ class Target:
             writing = asyncio.ensure_future(
                 asyncio.to_thread(shelf.write, rows, places[: len(rows)], names, within_s)
             )
+
+            def give_back(late: "asyncio.Future[int]") -> None:
+                _drop(late)
+                shelf.take_in(places, (), None)
+
             try:
                 count = await asyncio.shield(writing)
             except asyncio.CancelledError:
-                writing.add_done_callback(lambda late: _give_back(late, places, shelf))
+                writing.add_done_callback(give_back)
                 raise
             except BaseException:
                 shelf.take_in(places, (), parent)
@@ -267,28 +250,21 @@ class Target:
         self.fetched_blocks += count
         return await asyncio.wrap_future(shelf.take_in(places, names[:count], parent))
 
-    def _receive(
-        self, link: PeerLink, names: Sequence[BlockHash], *, is_shadow: bool
-    ) -> tuple[list[RecordRow], float]:
+    def _receive(self, link: PeerLink, wanted: WantedBlocks) -> tuple[list[RecordRow], float]:
         """Receive blocks into scratch memory, on a thread of its own.
 
         Returns the leading ones that are verified, and how long the link was busy."""
-        rows = np.empty((len(names), self._records.record_bytes), dtype=np.uint8)
-        wanted = WantedBlocks(self._fingerprint, tuple(names), is_shadow=is_shadow)
-        into = [bytes_of(row) for row in rows]
-        header = msgspec.msgpack.encode(wanted)
+        rows = np.empty((len(wanted.names), self._record_bytes), dtype=np.uint8)
+        header, into = msgspec.msgpack.encode(wanted), [bytes_of(row) for row in rows]
         asked_s = self._clock()
         answer = link.ask(BLOCKS, header, into=into, deadline_s=self._config.answer_s)
-        given = read_given(answer.header)
+        given = decode(answer.header, GivenBlocks)
         if len(given.checksums) != answer.buffers:
             raise InvalidMessage("blocks came without their checksums")
-        self._throttle.wait(answer.buffers * self._records.record_bytes)
+        self._throttle.wait(answer.buffers * self._record_bytes)
         link_s = max(0.0, self._clock() - asked_s - max(0.0, given.waited_s))
-        good, is_comparable = (
-            0,
-            given.sums == self._sums.kind,
-        )  # Else the link has verified them.
-        for row, name, expected in zip(rows[: answer.buffers], names, given.checksums, strict=False):
+        good, is_comparable = 0, given.sums == self._sums.kind  # Else only the link has verified them.
+        for row, name, expected in zip(rows[: answer.buffers], wanted.names, given.checksums, strict=False):
             if is_comparable and self._sums.of(row, name, self._fingerprint) != expected:
                 self.refused_blocks += answer.buffers - good
                 break
@@ -296,12 +272,7 @@ class Target:
         return list(rows[:good]), link_s
 
 
-def _forget(late: "asyncio.Future[tuple[list[RecordRow], float]]") -> None:
+def _drop(late: "asyncio.Future[Any]") -> None:
+    """Mark the error of a thread's work as retrieved."""
     if not late.cancelled():
         late.exception()
-
-
-def _give_back(late: "asyncio.Future[int]", places: Sequence[int], shelf: Shelf) -> None:
-    if not late.cancelled():
-        late.exception()
-    shelf.take_in(places, (), None)

@@ -1,10 +1,9 @@
 """The digest that verifies a payload: weighted sums over its rows and columns, or CRC-32 for short payloads.
 
-CRC-32 (4 GB/s on one core) would halve a transport's speed. These sums run at memory speed, in C++, or in
-numpy where there is no library; the two ends may differ in that. A slice of up to 512 KiB is a table with
-1,024 words a row. Each row and each column has an odd weight, so any single wrong word changes both sums, and
-so do words that are swapped, repeated or zeroed, unless errors cancel out in rows and columns alike. The
-digest finds faults, not forgeries: a link's ticket prevents those.
+CRC-32 would halve a transport's speed. These sums run at memory speed, in C++, or in numpy where there is no
+library. A slice of up to 512 KiB is a table with 1,024 words a row. Each row and each column has an odd
+weight, so any single wrong word changes both sums, and so do words that are swapped, repeated or zeroed,
+unless errors cancel out in rows and columns alike. The digest finds faults, not forgeries.
 """
 
 import ctypes
@@ -67,8 +66,8 @@ def slices(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:
 
 def sizes_as_slices(sizes_bytes: Iterable[int], scratch: Buffer) -> Iterator[list[Buffer]]:
     """Yield like `slices` for buffers of these sizes, but with views of `scratch` only."""
-    room_bytes = SLICE_BYTES
     views: list[Buffer] = []
+    room_bytes = SLICE_BYTES
     for size_bytes in sizes_bytes:
         left_bytes = size_bytes
         while left_bytes:
@@ -91,6 +90,10 @@ class PayloadDigest:
         """128 bits: sums of rows in the lower half, of columns in the upper. Either half shows any single
         wrong word."""
 
+    def packed(self) -> bytes:
+        """Return the digest as the 16 bytes that follow a payload."""
+        return self.value.to_bytes(16, "little")
+
     def update(self, group: Sequence[Buffer]) -> None:
         rows, columns = self.value & _MASK, self.value >> 64
         for view in group:
@@ -100,12 +103,12 @@ class PayloadDigest:
         self.value = rows | columns << 64
 
 
-def digest(buffers: Iterable[Buffer]) -> int:
-    """Return the digest of a whole payload."""
+def digest(buffers: Iterable[Buffer]) -> bytes:
+    """Return the digest of a whole payload, packed."""
     made = PayloadDigest()
     for group in slices(buffers):
         made.update(group)
-    return made.value
+    return made.packed()
 
 
 def _of(view: Buffer) -> tuple[int, int]:

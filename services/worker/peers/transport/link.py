@@ -1,73 +1,59 @@
-"""The asking side of a link over a stream socket. A transport's `Carriage` moves large payloads."""
+"""The asking side of a link over a stream socket, and what both sides do with a pipe."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable
 
 from services.worker.peers.transport import wire
 from services.worker.peers.transport.base import (
     INLINE_BYTES,
     Buffer,
+    Buffers,
     Peer,
     PeerReply,
     TransportLimits,
     sizes_of,
 )
-from services.worker.peers.transport.digest import PayloadDigest, slices
+from services.worker.peers.transport.digest import PayloadDigest, digest, slices
 from services.worker.peers.transport.pipe import Pipe
 from shared.clock import monotonic_s
 from shared.errors import InvalidMessage, MessageTooLarge, Overloaded, StaleEpoch
 
-
-class Carriage(Protocol):
-    """Moves large payloads from one end of a pipe to the other."""
-
-    def open(self, pipe: Pipe, *, is_dialler: bool, until_s: float) -> None:
-        """Set up, once after the greeting. Raises DeadlineExceeded, PeerLost and InvalidMessage."""
-        ...
-
-    def send(self, pipe: Pipe, buffers: Sequence[Buffer], until_s: float) -> None:
-        """Send payload and digest. Raises DeadlineExceeded and PeerLost."""
-        ...
-
-    def receive(self, pipe: Pipe, groups: Iterable[list[Buffer]], until_s: float) -> bool:
-        """Fill slices of the announced sizes; return whether the digest agrees. Raises as `send`."""
-        ...
-
-    def close(self) -> None:
-        """Release everything. Idempotent."""
-        ...
+LIMITS = TransportLimits()
 
 
-class InStream:
-    """Carriage by the socket itself. Each slice is verified while it is in the cache."""
+class Carriage:
+    """Moves large payloads from one end of a pipe to the other: here, by the socket itself.
+
+    A transport may override it. All calls raise DeadlineExceeded and PeerLost."""
 
     def open(self, pipe: Pipe, *, is_dialler: bool, until_s: float) -> None:
-        """Nothing to set up."""
+        """Set up, once after the greeting. Raises InvalidMessage as well."""
 
-    def send(self, pipe: Pipe, buffers: Sequence[Buffer], until_s: float) -> None:
+    def send(self, pipe: Pipe, buffers: Buffers, until_s: float) -> None:
+        """Send payload and digest."""
         made = PayloadDigest()
         for group in slices(buffers):
             pipe.send(group, until_s)
             made.update(group)
-        pipe.send([made.value.to_bytes(wire.DIGEST_BYTES, "little")], until_s)
+        pipe.send([made.packed()], until_s)
 
     def receive(self, pipe: Pipe, groups: Iterable[list[Buffer]], until_s: float) -> bool:
+        """Fill slices of the announced sizes; return whether the digest agrees."""
         made = PayloadDigest()
         for group in groups:
             pipe.fill(group, until_s)
-            made.update(group)
-        return int.from_bytes(pipe.take(wire.DIGEST_BYTES, until_s), "little") == made.value
+            made.update(group)  # While it is in the cache.
+        return pipe.take(wire.DIGEST_BYTES, until_s) == made.packed()
 
     def close(self) -> None:
-        """Nothing to release: the link owns the pipe."""
+        """Release everything, after the pipe was closed. Idempotent."""
 
 
-IN_STREAM = InStream()
+_IN_STREAM = Carriage()
 
 
 def send_message(
-    pipe: Pipe, carriage: Carriage, envelope: wire.Envelope, buffers: Sequence[Buffer], until_s: float
+    pipe: Pipe, carriage: Carriage, envelope: wire.Envelope, buffers: Buffers, until_s: float
 ) -> None:
     """Send envelope and payload, small ones in one system call. Raises DeadlineExceeded and PeerLost."""
     head = wire.packed(envelope)
@@ -75,10 +61,7 @@ def send_message(
     if not payload_bytes:
         pipe.send([head], until_s)
     elif payload_bytes <= INLINE_BYTES:
-        made = PayloadDigest()
-        for group in slices(buffers):
-            made.update(group)
-        pipe.send([head, *buffers, made.value.to_bytes(wire.DIGEST_BYTES, "little")], until_s)
+        pipe.send([head, *buffers, digest(buffers)], until_s)
     else:
         pipe.send([head], until_s)
         carriage.send(pipe, buffers, until_s)
@@ -96,87 +79,88 @@ def receive_payload(
     """Read a payload; return whether its digest agrees. Raises DeadlineExceeded and PeerLost."""
     if not payload_bytes:
         return True
-    way = carriage if payload_bytes > INLINE_BYTES else IN_STREAM
+    way = carriage if payload_bytes > INLINE_BYTES else _IN_STREAM
     return way.receive(pipe, groups, until_s)
 
 
-class SocketCall:
-    """A `base.Call` over a stream socket."""
+class Call:
+    """A request that was sent, and whose reply was not read yet."""
 
     __slots__ = ("into", "link", "number", "until_s")
 
-    def __init__(self, link: "SocketLink", number: int, into: Sequence[Buffer], until_s: float) -> None:
+    def __init__(self, link: "PeerLink", number: int, into: Buffers, until_s: float) -> None:
         self.link = link
         self.number = number
         self.into = into
         self.until_s = until_s
 
     def finish(self) -> PeerReply:
+        """Wait for the reply, until the deadline given to `begin`. Calls finish in the order they began.
+
+        Raises DeadlineExceeded, PeerLost, or InvalidMessage for a reply that was corrupted or did not fit
+        `into`: these close the link. Raises the KvasirError of the peer's receiver."""
         return self.link.finish(self)
 
 
-class SocketLink:
-    """A `base.PeerLink` over a stream socket, made by `greet`."""
+class PeerLink:
+    """A link to one peer by one transport, made by `greet`. For one thread at a time, which it blocks.
 
-    def __init__(
-        self, pipe: Pipe, carriage: Carriage, peer: Peer, transport: str, limits: TransportLimits
-    ) -> None:
+    From asyncio, use `asyncio.to_thread(link.ask, …)`. A side that gives up, on a deadline or an error,
+    closes the link, and it is never used again; parts of `into` may be overwritten then."""
+
+    def __init__(self, pipe: Pipe, carriage: Carriage, peer: Peer, transport: str) -> None:
         self.peer = peer
         self.transport = transport
-        self._pipe = pipe
+        self.pipe = pipe
+        """For the exchange after a reply (`Reply.sequel`). Close the link when that fails."""
         self._carriage = carriage
-        self._limits = limits
         self._calls = 0
-        self._outstanding: deque[SocketCall] = deque()
+        self._outstanding: deque[Call] = deque()
 
     @property
     def closed(self) -> bool:
-        return self._pipe.closed or (not self._outstanding and self._pipe.has_hung_up)
+        """Whether either end or an error closed the link, as far as is known here."""
+        return self.pipe.closed or (not self._outstanding and self.pipe.has_hung_up)
 
     def begin(
-        self,
-        kind: str,
-        header: bytes = b"",
-        buffers: Sequence[Buffer] = (),
-        *,
-        into: Sequence[Buffer] = (),
-        deadline_s: float,
-    ) -> SocketCall:
+        self, kind: str, header: bytes = b"", buffers: Buffers = (), *, into: Buffers = (), deadline_s: float
+    ) -> Call:
+        """Send a request. `buffers` may be reused on return; `into` belongs to the call until it finishes.
+
+        The reply has at most as many buffers as `into`, each of exactly its target's size. Raises
+        DeadlineExceeded and PeerLost, or MessageTooLarge and Overloaded when nothing was sent."""
         sizes = tuple(sizes_of(buffers))
-        wire.check_size(len(header), sizes, self._limits)
-        self._check_pipelining(sum(sizes))
-        number = self._calls + 1
-        until_s = monotonic_s() + deadline_s
-        envelope = wire.Envelope(wire.REQUEST, number, header, kind, sizes, max(1, int(deadline_s * 1e3)))
+        wire.check_size(len(header), sizes, LIMITS)
+        if self._outstanding and sum(sizes) > INLINE_BYTES:
+            raise MessageTooLarge("a large message must wait until earlier calls of the link have finished")
+        if len(self._outstanding) >= LIMITS.outstanding:
+            raise Overloaded(f"{len(self._outstanding)} calls of this link have not finished")
+        call = Call(self, self._calls + 1, into, monotonic_s() + deadline_s)
+        deadline_ms = max(1, int(deadline_s * 1e3))
+        envelope = wire.Envelope(wire.REQUEST, call.number, header, kind, sizes, deadline_ms)
         try:
-            send_message(self._pipe, self._carriage, envelope, buffers, until_s)
+            send_message(self.pipe, self._carriage, envelope, buffers, call.until_s)
         except BaseException:
             self.close()
             raise
-        self._calls = number
-        call = SocketCall(self, number, into, until_s)
+        self._calls = call.number
         self._outstanding.append(call)
         return call
 
     def ask(
-        self,
-        kind: str,
-        header: bytes = b"",
-        buffers: Sequence[Buffer] = (),
-        *,
-        into: Sequence[Buffer] = (),
-        deadline_s: float,
+        self, kind: str, header: bytes = b"", buffers: Buffers = (), *, into: Buffers = (), deadline_s: float
     ) -> PeerReply:
+        """`begin(…).finish()`."""
         return self.finish(self.begin(kind, header, buffers, into=into, deadline_s=deadline_s))
 
-    def finish(self, call: SocketCall) -> PeerReply:
-        """See `base.Call`. A call out of turn raises InvalidMessage and closes the link."""
+    def finish(self, call: Call) -> PeerReply:
+        """See `Call.finish`. A call out of turn raises InvalidMessage and closes the link."""
         if not self._outstanding or self._outstanding[0] is not call:
             self.close()
             raise InvalidMessage("calls of a link finish in the order they began, each once")
         self._outstanding.popleft()
         try:
-            envelope = receive_envelope(self._pipe, self._limits, call.until_s)
+            envelope = receive_envelope(self.pipe, LIMITS, call.until_s)
             if envelope.type == wire.FAILURE:
                 raise wire.error_from(envelope.header)
             if envelope.call != call.number:
@@ -191,47 +175,28 @@ class SocketLink:
             raise
         raise error
 
-    @property
-    def raw(self) -> Pipe:
-        return self._pipe
-
     def close(self) -> None:
-        self._pipe.close()
+        """Abort what is under way. Idempotent; the only method for other threads."""
+        self.pipe.close()
         self._carriage.close()
 
-    def _receive(self, envelope: wire.Envelope, call: SocketCall) -> PeerReply:
+    def _receive(self, envelope: wire.Envelope, call: Call) -> PeerReply:
         sizes = envelope.sizes_bytes
         targets = call.into[: len(sizes)]
         if list(sizes) != sizes_of(targets):
             raise InvalidMessage("the reply's buffers do not fit the requested ones")
-        groups = slices(targets)
-        if not receive_payload(self._pipe, self._carriage, sum(sizes), groups, call.until_s):
+        if not receive_payload(self.pipe, self._carriage, sum(sizes), slices(targets), call.until_s):
             raise InvalidMessage("the reply was corrupted in transit")
         return PeerReply(envelope.header, len(sizes))
 
-    def _check_pipelining(self, payload_bytes: int) -> None:
-        if not self._outstanding:
-            return
-        if payload_bytes > INLINE_BYTES:
-            raise MessageTooLarge("a large message must wait until earlier calls of the link have finished")
-        if len(self._outstanding) >= self._limits.outstanding:
-            raise Overloaded(f"{len(self._outstanding)} calls of this link have not finished")
-
 
 def greet(
-    pipe: Pipe,
-    carriage: Carriage,
-    names: tuple[Peer, Peer],
-    ticket: bytes,
-    transport: str,
-    until_s: float,
-    limits: TransportLimits | None = None,
-) -> SocketLink:
-    """Return the link between `names` (this worker, its peer), or raise as `BulkTransport.dial`."""
+    pipe: Pipe, carriage: Carriage, names: tuple[Peer, Peer], ticket: bytes, transport: str, until_s: float
+) -> PeerLink:
+    """Return the link between `names` (this worker, its peer), or raise as `TcpTransport.dial`."""
     own, peer = names
-    limits = limits or TransportLimits()
     try:
-        opening = receive_envelope(pipe, limits, until_s)
+        opening = receive_envelope(pipe, LIMITS, until_s)
         if opening.type != wire.CHALLENGE:
             raise wire.error_from(opening.header)
         body = wire.Hello(
@@ -243,7 +208,7 @@ def greet(
             wire.greeting_proof(ticket, opening.header),
         )
         pipe.send([wire.packed(wire.Envelope(wire.HELLO, 0, wire.to_bytes(body)))], until_s)
-        envelope = receive_envelope(pipe, limits, until_s)
+        envelope = receive_envelope(pipe, LIMITS, until_s)
         if envelope.type != wire.WELCOME:
             raise wire.error_from(envelope.header)
         if envelope.header != wire.welcome_proof(ticket, opening.header):
@@ -253,4 +218,4 @@ def greet(
         pipe.close()
         carriage.close()
         raise
-    return SocketLink(pipe, carriage, peer, transport, limits)
+    return PeerLink(pipe, carriage, peer, transport)

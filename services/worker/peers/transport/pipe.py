@@ -29,7 +29,7 @@ class Pipe:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
         self._lock = threading.RLock()
-        self._closed = False
+        self.closed = False
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
         self._writable = select.poll()
@@ -39,10 +39,6 @@ class Pipe:
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
         self._start = 0
         self._end = 0
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     def send(self, views: Sequence["Buffer | bytes"], until_s: float) -> None:
         """Send all views. Raises DeadlineExceeded and PeerLost."""
@@ -95,7 +91,7 @@ class Pipe:
     def has_hung_up(self) -> bool:
         """Whether the peer closed or aborted. Bytes that it sent before may be unread."""
         with self._lock:
-            return self._closed or bool(self._hung_up.poll(0))
+            return self.closed or bool(self._hung_up.poll(0))
 
     def part(self, until_s: float) -> None:
         """End this side and wait for the peer to end its own, so that a last message arrives."""
@@ -106,7 +102,7 @@ class Pipe:
 
     def close(self) -> None:
         """Abort the connection and drop undelivered bytes. Any thread may call it at any time."""
-        self._closed = True
+        self.closed = True
         with contextlib.suppress(OSError):  # Disconnected or closed already.
             self.sock.shutdown(socket.SHUT_RDWR)  # Wakes the owner from poll.
         with self._lock:
@@ -150,7 +146,7 @@ class Pipe:
             return got
 
     def _check(self) -> None:
-        if self._closed:
+        if self.closed:
             raise PeerLost("the link was closed")
 
     def _await(self, poll: "select.poll", until_s: float) -> None:

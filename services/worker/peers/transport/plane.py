@@ -1,11 +1,5 @@
 """A worker's bulk plane: its listeners, its desk, and links to peers by the best transport for each.
 
-    plane = Plane(own, host, transports)
-    plane.open()                                              # listens
-    plane.desk.serve("kv.attend", receiver)                   # takes messages of one kind
-    ticket = plane.desk.issue(peer, valid_for_s=10.0)         # lets that peer dial, once
-    link = await plane.connect(to, issue, deadline_s=2.0)     # dials by a ticket of the peer
-
 Knows neither the bus nor the messages.
 """
 
@@ -18,8 +12,13 @@ from dataclasses import dataclass
 import msgspec
 
 from services.worker.peers.core.neighbours import TransportChoice
-from services.worker.peers.transport.base import Buffer, Peer, PeerLink, Reply
-from services.worker.peers.transport.server import BulkTransport, SocketListener, WorkerDesk
+from services.worker.peers.settings import BulkConfig
+from services.worker.peers.transport.base import Peer, Reception, Reply
+from services.worker.peers.transport.link import PeerLink
+from services.worker.peers.transport.server import SocketListener, WorkerDesk
+from services.worker.peers.transport.shm import ShmTransport
+from services.worker.peers.transport.tcp import TcpTransport
+from services.worker.peers.transport.ucx import UcxTransport
 from shared.clock import Clock, monotonic_s
 from shared.errors import (
     ConfigError,
@@ -36,31 +35,32 @@ KIND = "bulk.probe"
 PROBE_BYTES = 2 << 20
 _ROUNDS = 3
 """The first only fills caches and windows."""
+_log = logging.getLogger("kvasir.worker.bulk")
+_CLOSE_S = 5.0
+
+BulkTransport = TcpTransport | ShmTransport
+Issue = Callable[[], Awaitable[bytes]]
+"""Asks the peer for a ticket over the bus. Raises KvasirError."""
 
 
-def answer_probe(peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> "_Probe":
+def make_transports(config: BulkConfig) -> list[BulkTransport]:
+    """Return the configured transports. Raises ConfigError for `ucx` without ucxx."""
+    makers: dict[str, Callable[[], BulkTransport]] = {
+        "tcp": lambda: TcpTransport(config.bind, config.port, config.advertise),
+        "shm": ShmTransport,
+        "ucx": lambda: UcxTransport(config.bind, 0, config.advertise),
+    }
+    return [makers[name]() for name in dict.fromkeys(config.transports)]
+
+
+def answer_probe(peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> Reception:
     """Receiver that sends as many arbitrary bytes as the header asks for."""
     size_bytes = decode(header, int)
     if sizes_bytes:
         raise InvalidMessage("a probe carries no buffers")
     if not 0 < size_bytes <= PROBE_BYTES:
         raise MessageTooLarge(f"a probe asks for at most {PROBE_BYTES} bytes")
-    return _Probe(size_bytes)
-
-
-class _Probe:
-    """One probe under way."""
-
-    buffers: Sequence[Buffer] = ()
-
-    def __init__(self, size_bytes: int) -> None:
-        self._size_bytes = size_bytes
-
-    def commit(self) -> Reply:
-        return Reply(b"", [memoryview(bytearray(self._size_bytes))])
-
-    def abandon(self) -> None:
-        """Nothing to release."""
+    return Reception(lambda: Reply(b"", [memoryview(bytearray(size_bytes))]))
 
 
 def fastest_s(link: PeerLink, deadline_s: float) -> float:
@@ -73,13 +73,6 @@ def fastest_s(link: PeerLink, deadline_s: float) -> float:
         link.ask(KIND, header, into=into, deadline_s=max(0.001, until_s - began_s))
         took_s.append(time.monotonic() - began_s)
     return min(took_s[1:])
-
-
-_log = logging.getLogger("kvasir.worker.bulk")
-_CLOSE_S = 5.0
-
-Issue = Callable[[], Awaitable[bytes]]
-"""Asks the peer for a ticket over the bus. Raises KvasirError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +120,7 @@ class Plane:
         until_s = self._clock() + deadline_s
         if self.choice.needs_comparison(worker_id, self._clock()):
             await self._compare(to, issue, deadline_s / 2)
-        names = self.choice.ranking(worker_id, to.addresses, to.host, self._clock())
+        names = self._ranking(to)
         failure: KvasirError = NoResponder(f"no bulk transport leads to worker {worker_id}")
         for place, name in enumerate(names):
             share_s = max(0.001, (until_s - self._clock()) / (len(names) - place))
@@ -150,10 +143,12 @@ class Plane:
             raise
         self.choice.rates.link(link.peer.worker_id, link.transport).on_carried(PROBE_BYTES, took_s)
 
+    def _ranking(self, to: PeerAddress) -> list[str]:
+        return self.choice.ranking(to.peer.worker_id, to.addresses, to.host, self._clock())
+
     async def _compare(self, to: PeerAddress, issue: Issue, deadline_s: float) -> None:
         """Measure the transports that reach the worker, if several do. Raises Unauthorized, StaleEpoch."""
-        worker_id = to.peer.worker_id
-        names = self.choice.ranking(worker_id, to.addresses, to.host, self._clock())
+        worker_id, names = to.peer.worker_id, self._ranking(to)
         share_s = deadline_s / max(1, len(names))
         for name in names if len(names) > 1 else ():
             link: PeerLink | None = None
@@ -168,7 +163,7 @@ class Plane:
             finally:
                 if link is not None:
                     link.close()
-        self.choice.on_compared(worker_id, self._clock())
+        self.choice.compared_s[worker_id] = self._clock()
 
     async def _dial(self, to: PeerAddress, name: str, issue: Issue, deadline_s: float) -> PeerLink:
         ticket = await issue()

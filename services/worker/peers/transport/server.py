@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hmac import compare_digest
 from secrets import token_bytes
-from typing import ClassVar, NoReturn, Protocol
+from typing import NoReturn
 
 from services.worker.peers.transport import wire
 from services.worker.peers.transport.base import (
     Buffer,
     Peer,
-    PeerLink,
     Receiver,
     Reception,
     Reply,
@@ -27,6 +26,7 @@ from services.worker.peers.transport.base import (
 )
 from services.worker.peers.transport.digest import SLICE_BYTES, sizes_as_slices, slices
 from services.worker.peers.transport.link import (
+    LIMITS,
     Carriage,
     receive_envelope,
     receive_payload,
@@ -47,6 +47,7 @@ from shared.errors import (
     to_wire,
 )
 from shared.liveness import Incarnations
+from shared.messages.base import decode
 
 _log = logging.getLogger("kvasir.worker.bulk")
 _HELLO_S = 2.0
@@ -75,9 +76,9 @@ class WorkerDesk:
     """Desk of one worker for all its listeners: issues tickets, and knows the receiver of each kind of
     message. Any thread may call it."""
 
-    def __init__(self, own: Peer, limits: TransportLimits | None = None, clock: Clock = monotonic_s) -> None:
+    def __init__(self, own: Peer, limits: TransportLimits = LIMITS, clock: Clock = monotonic_s) -> None:
         self.own = own
-        self.limits = limits or TransportLimits()
+        self.limits = limits
         self._clock = clock
         self._lock = threading.Lock()
         self._receivers: dict[str, Receiver] = {}
@@ -87,8 +88,7 @@ class WorkerDesk:
 
     def serve(self, kind: str, receiver: Receiver) -> None:
         """Register the receiver of a kind, in place of any earlier one."""
-        with self._lock:
-            self._receivers[kind] = receiver
+        self._receivers[kind] = receiver
 
     def receiver(self, kind: str) -> Receiver:
         """Return the receiver of a kind. Raises InvalidRequest when there is none."""
@@ -127,21 +127,6 @@ class WorkerDesk:
         return self._lives.present(peer.worker_id) in (None, peer.incarnation)
 
 
-class BulkTransport(Protocol):
-    """A way to move bytes between two workers."""
-
-    name: ClassVar[str]
-
-    def listen(self, desk: WorkerDesk) -> "SocketListener":
-        """Start to serve links. Raises ConfigError when it cannot."""
-        ...
-
-    def dial(self, address: str, own: Peer, peer: Peer, ticket: bytes, *, deadline_s: float) -> PeerLink:
-        """Return a link. Raises NoResponder when nothing answers, Unauthorized for the ticket, StaleEpoch
-        for another incarnation, Overloaded when the peer has too many links, and DeadlineExceeded."""
-        ...
-
-
 Wrap = Callable[[socket.socket, float], tuple[Pipe, Carriage]]
 """Makes a pipe and carriage of an accepted socket by a deadline. Raises KvasirError or OSError."""
 
@@ -159,34 +144,27 @@ class SocketListener:
         self._wrap = wrap
         self._lock = threading.Lock()
         self._strangers: dict[socket.socket, threading.Thread] = {}
-        self._open: dict[socket.socket, threading.Thread] = {}
-        """Connections that have shown a ticket."""
+        self.links: dict[socket.socket, threading.Thread] = {}
+        """Open connections that have shown a ticket."""
         self._closing = False
         sock.settimeout(_ACCEPT_POLL_S)
         self._thread = threading.Thread(target=self._accept, name=f"bulk-{transport}", daemon=True)
         self._thread.start()
 
-    @property
-    def links(self) -> int:
-        """Number of open links that have shown a ticket."""
-        return len(self._open)
-
     def close(self, deadline_s: float) -> bool:
         """Close every link and end the threads. False when some receiver did not return in time."""
         self._closing = True
         until_s = monotonic_s() + deadline_s
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+        _hang_up(self._sock)
         self._thread.join(deadline_s)
         self._sock.close()
         with self._lock:
-            ending = self._strangers | self._open
+            ending = self._strangers | self.links
             for sock in ending:
                 _hang_up(sock)
-            threads = list(ending.values())
-        for thread in threads:
+        for thread in ending.values():
             thread.join(max(0.0, until_s - monotonic_s()))
-        return not any(thread.is_alive() for thread in (self._thread, *threads))
+        return not any(thread.is_alive() for thread in (self._thread, *ending.values()))
 
     def _accept(self) -> None:
         while not self._closing:
@@ -210,9 +188,8 @@ class SocketListener:
                 oldest = next(iter(self._strangers))
                 del self._strangers[oldest]
                 _hang_up(oldest)
-            thread = threading.Thread(
-                target=self._serve, args=(sock,), name=f"bulk-{self._transport}-link", daemon=True
-            )
+            name = f"bulk-{self._transport}-link"
+            thread = threading.Thread(target=self._serve, args=(sock,), name=name, daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:  # The system is out of threads for now.
@@ -228,9 +205,9 @@ class SocketListener:
             if thread is None:
                 raise PeerLost("the greeting took too long while others waited")
             most = self._desk.limits.links
-            if len(self._open) >= most:
+            if len(self.links) >= most:
                 raise Overloaded(f"{most} links are open: close some", retry_after_s=1.0)
-            self._open[sock] = thread
+            self.links[sock] = thread
 
     def _serve(self, sock: socket.socket) -> None:
         """Thread of one link."""
@@ -248,7 +225,7 @@ class SocketListener:
         finally:
             with self._lock:
                 self._strangers.pop(sock, None)
-                self._open.pop(sock, None)
+                self.links.pop(sock, None)
             sock.close()
 
 
@@ -288,17 +265,16 @@ class Served:
         try:
             if envelope.type != wire.HELLO:
                 raise Unauthorized("a link begins with a greeting")
-            hello = wire.hello(envelope.header)
+            hello = decode(envelope.header, wire.Hello)
             if Peer(hello.peer_id, hello.peer_incarnation) != self._desk.own:
                 raise StaleEpoch(f"this is not the dialled incarnation of {hello.peer_id}")
-            peer = Peer(hello.own_id, hello.own_incarnation)
-            ticket = self._desk.enter(peer, hello.ticket_name)
+            self._peer = Peer(hello.own_id, hello.own_incarnation)
+            ticket = self._desk.enter(self._peer, hello.ticket_name)
             if not compare_digest(hello.proof, wire.greeting_proof(ticket, challenge)):
                 raise Unauthorized("this greeting was made without the ticket or for another link")
             enter()
         except KvasirError as error:
             self._fail(0, error, until_s)
-        self._peer = peer
         welcome = wire.Envelope(wire.WELCOME, 0, wire.welcome_proof(ticket, challenge))
         self._pipe.send([wire.packed(welcome)], until_s)
         self._carriage.open(self._pipe, is_dialler=False, until_s=until_s)
@@ -337,14 +313,9 @@ class Served:
         except Exception as error:
             self._refuse(envelope.call, error, until_s)
             return
-        try:
-            self._send(envelope.call, reply, until_s)
-        except BaseException:
-            if reply.sequel is not None:
-                reply.sequel.abandon()
-            raise
+        self._send(envelope.call, reply, until_s)
         if reply.sequel is not None:
-            reply.sequel.run(self._pipe)
+            reply.sequel(self._pipe)
 
     def _stale(self) -> StaleEpoch:
         return StaleEpoch(f"worker {self._peer.worker_id} was replaced by a later incarnation")
@@ -364,24 +335,23 @@ class Served:
 
     def _send(self, call: int, reply: Reply, until_s: float) -> None:
         sizes = tuple(sizes_of(reply.buffers))
-        try:
-            wire.check_size(len(reply.header), sizes, self._desk.limits)
-            envelope = wire.Envelope(wire.REPLY, call, reply.header, "", sizes)
-            send_message(self._pipe, self._carriage, envelope, reply.buffers, until_s)
-        finally:
-            reply.done()
+        wire.check_size(len(reply.header), sizes, self._desk.limits)
+        envelope = wire.Envelope(wire.REPLY, call, reply.header, "", sizes)
+        send_message(self._pipe, self._carriage, envelope, reply.buffers, until_s)
 
     def _refuse(self, call: int, error: Exception, until_s: float) -> None:
         """Send the error to the peer. The link goes on."""
         if not isinstance(error, KvasirError):
             _log.error("a receiver failed", exc_info=error)
-        header = wire.to_bytes(to_wire(error))
-        self._pipe.send([wire.packed(wire.Envelope(wire.REFUSAL, call, header))], until_s)
+        self._tell(wire.REFUSAL, call, error, until_s)
 
     def _fail(self, call: int, error: KvasirError, until_s: float) -> NoReturn:
         """Send the error to the peer if it still reads, then raise it to end the link."""
         with contextlib.suppress(PeerLost, DeadlineExceeded):
-            header = wire.to_bytes(to_wire(error))
-            self._pipe.send([wire.packed(wire.Envelope(wire.FAILURE, call, header))], until_s)
+            self._tell(wire.FAILURE, call, error, until_s)
             self._pipe.part(min(until_s, monotonic_s() + _PART_S))
         raise error
+
+    def _tell(self, type: int, call: int, error: Exception, until_s: float) -> None:
+        envelope = wire.Envelope(type, call, wire.to_bytes(to_wire(error)))
+        self._pipe.send([wire.packed(envelope)], until_s)

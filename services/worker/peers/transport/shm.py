@@ -1,11 +1,9 @@
 """Bulk transport by shared memory, between workers of one host (one network namespace). Linux only.
 
-A link is a Unix socket in the abstract namespace, and one unnamed memory file (memfd) for each direction.
-The asking side makes the files and passes them over the socket; the kernel frees them when a process dies.
-Each file is a ring of slices. The sender copies a slice in and sends one byte on the socket. The receiver
-copies it out, verifies its copy, and returns the slot by one byte on a second socket, which other requests
-do not use. A late write of a peer therefore never reaches committed memory, and a stopped or killed peer
-shows as in TCP.
+A link is a Unix socket in the abstract namespace, and one unnamed memory file (memfd) for each direction: a
+ring of slices. The sender copies a slice in and sends one byte on the socket. The receiver copies it out,
+verifies its copy, and returns the slot by one byte on a second socket. A late write of a peer therefore never
+reaches committed memory, and a stopped or killed peer shows as in TCP.
 """
 
 import contextlib
@@ -16,14 +14,13 @@ import secrets
 import socket
 import stat
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
 
 import numpy as np
 
 from services.worker.peers.transport import wire
 from services.worker.peers.transport.base import Buffer, Peer
 from services.worker.peers.transport.digest import SLICE_BYTES, PayloadDigest, slices
-from services.worker.peers.transport.link import Carriage, SocketLink, greet
+from services.worker.peers.transport.link import Carriage, PeerLink, greet
 from services.worker.peers.transport.pipe import Pipe
 from services.worker.peers.transport.server import SocketListener, WorkerDesk
 from shared.clock import monotonic_s
@@ -36,7 +33,7 @@ _BELL = b"\x01"
 _BACKLOG = 64
 
 
-class Rings:
+class Rings(Carriage):
     """Carriage by two rings of slots, one for each direction."""
 
     def __init__(self, outgoing_fd: int, incoming_fd: int, credits: socket.socket) -> None:
@@ -46,9 +43,6 @@ class Rings:
         self._outgoing = _mapped(outgoing_fd)
         self._incoming = _mapped(incoming_fd)
         self._credits = Pipe(credits)
-
-    def open(self, pipe: Pipe, *, is_dialler: bool, until_s: float) -> None:
-        """Nothing to set up: the descriptors came with the first byte."""
 
     def send(self, pipe: Pipe, buffers: Sequence[Buffer], until_s: float) -> None:
         made = PayloadDigest()
@@ -64,7 +58,7 @@ class Rings:
             pipe.send([_BELL], until_s)
             made.update(group)
             sent += 1
-        pipe.send([made.value.to_bytes(wire.DIGEST_BYTES, "little")], until_s)
+        pipe.send([made.packed()], until_s)
         self._credits.take(min(sent, _SLOTS), until_s)
 
     def receive(self, pipe: Pipe, groups: Iterable[list[Buffer]], until_s: float) -> bool:
@@ -78,7 +72,7 @@ class Rings:
                 start += view.nbytes
             self._credits.send([_BELL], until_s)
             made.update(group)
-        return int.from_bytes(pipe.take(wire.DIGEST_BYTES, until_s), "little") == made.value
+        return pipe.take(wire.DIGEST_BYTES, until_s) == made.packed()
 
     def close(self) -> None:
         """Close the credits. The kernel frees the memory with its last user."""
@@ -88,16 +82,18 @@ class Rings:
 class ShmTransport:
     """Bulk transport by shared memory. Addresses are abstract socket names, written with an `@`."""
 
-    name: ClassVar[str] = "shm"
+    name = "shm"
 
     def listen(self, desk: WorkerDesk) -> SocketListener:
+        """Start to serve links."""
         name = f"kvasir-bulk-{secrets.token_hex(8)}"
         sock = socket.socket(socket.AF_UNIX)
         sock.bind(f"\0{name}")
         sock.listen(_BACKLOG)
         return SocketListener(sock, f"@{name}", self.name, desk, _accepted)
 
-    def dial(self, address: str, own: Peer, peer: Peer, ticket: bytes, *, deadline_s: float) -> SocketLink:
+    def dial(self, address: str, own: Peer, peer: Peer, ticket: bytes, *, deadline_s: float) -> PeerLink:
+        """See `TcpTransport.dial`."""
         if not address.startswith("@"):
             raise InvalidRequest(f"{address!r} is not the address of a shared-memory listener")
         until_s = monotonic_s() + deadline_s

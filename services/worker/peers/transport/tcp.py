@@ -1,11 +1,9 @@
 """Bulk transport by TCP, between workers that reach each other. Nothing is encrypted (`docs/bulk.md`)."""
 
 import socket
-from collections.abc import Callable
-from typing import ClassVar
 
 from services.worker.peers.transport.base import Peer
-from services.worker.peers.transport.link import Carriage, InStream, SocketLink, greet
+from services.worker.peers.transport.link import Carriage, PeerLink, greet
 from services.worker.peers.transport.pipe import Pipe
 from services.worker.peers.transport.server import SocketListener, WorkerDesk
 from shared.clock import monotonic_s
@@ -17,26 +15,17 @@ _BACKLOG = 64
 class TcpTransport:
     """Bulk transport by TCP. Addresses are `host:port`, IPv6 hosts in brackets."""
 
-    name: ClassVar[str] = "tcp"
+    name = "tcp"
+    carriage: type[Carriage] = Carriage
 
-    def __init__(
-        self,
-        bind: str = "127.0.0.1",
-        port: int = 0,
-        advertise: str = "",
-        *,
-        carriage: Callable[[], Carriage] = InStream,
-    ) -> None:
-        """Listens on `bind`:`port` (0: a free port); peers dial `advertise`, else `bind`.
-
-        `carriage`: of a transport that uses TCP for all but large payloads."""
-        self._carriage = carriage
+    def __init__(self, bind: str = "127.0.0.1", port: int = 0, advertise: str = "") -> None:
+        """Listens on `bind`:`port` (0: a free port); peers dial `advertise`, else `bind`."""
         self._bind = bind
         self._port = port
         self._advertise = advertise or bind
 
     def listen(self, desk: WorkerDesk) -> SocketListener:
-        """See `BulkTransport`."""
+        """Start to serve links. Raises ConfigError when it cannot."""
         family = socket.AF_INET6 if ":" in self._bind else socket.AF_INET
         try:
             sock = socket.create_server((self._bind, self._port), family=family, backlog=_BACKLOG)
@@ -46,9 +35,12 @@ class TcpTransport:
                 param="bulk.bind",
             ) from error
         host = f"[{self._advertise}]" if ":" in self._advertise else self._advertise
-        return SocketListener(sock, f"{host}:{sock.getsockname()[1]}", self.name, desk, self._wrap)
+        address = f"{host}:{sock.getsockname()[1]}"
+        return SocketListener(sock, address, self.name, desk, lambda one, _: (Pipe(one), self.carriage()))
 
-    def dial(self, address: str, own: Peer, peer: Peer, ticket: bytes, *, deadline_s: float) -> SocketLink:
+    def dial(self, address: str, own: Peer, peer: Peer, ticket: bytes, *, deadline_s: float) -> PeerLink:
+        """Return a link. Raises NoResponder when nothing answers, Unauthorized for the ticket, StaleEpoch
+        for another incarnation, Overloaded when the peer has too many links, and DeadlineExceeded."""
         until_s = monotonic_s() + deadline_s
         try:
             sock = socket.create_connection(split_address(address), timeout=deadline_s)
@@ -56,10 +48,7 @@ class TcpTransport:
             raise DeadlineExceeded(f"{address} did not answer within {deadline_s:g} s") from error
         except OSError as error:
             raise NoResponder(f"nothing answers at {address}: {error.strerror or error}") from error
-        return greet(Pipe(sock), self._carriage(), (own, peer), ticket, self.name, until_s)
-
-    def _wrap(self, sock: socket.socket, until_s: float) -> tuple[Pipe, Carriage]:
-        return Pipe(sock), self._carriage()
+        return greet(Pipe(sock), self.carriage(), (own, peer), ticket, self.name, until_s)
 
 
 def split_address(address: str) -> tuple[str, int]:

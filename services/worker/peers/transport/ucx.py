@@ -1,12 +1,9 @@
 """Bulk transport by UCX (InfiniBand, RoCE, its own shared memory, or TCP) through ucxx, an optional extra.
 
-A link is a TCP link whose large payloads go through UCX. Greeting, envelopes, small messages and the
-detection of a dead peer stay with TCP, because UCX's listener knows no authentication. A wait watches both.
-Each link has its own UCX worker, matched by a random tag and driven by the thread that owns the link, so
-nothing is received while that thread does something else. The receiver fetches payloads (`get_zcopy`);
-nothing is put. Endpoints use error handling, so an abort ends every transfer, even with a stopped peer
-(decision 0016). This rules out UCX's own shared memory and CMA: use `shm` for those. CPU memory only. `make
-setup-ucx` installs ucxx.
+A link is a TCP link whose large payloads go through UCX; the rest stays with TCP, because UCX's listener
+knows no authentication. Each link has its own UCX worker, matched by a random tag and driven by the thread
+that owns the link. Endpoints use error handling, so an abort ends every transfer, even with a stopped peer
+(decision 0016); UCX's own shared memory and CMA are not used. CPU memory only. `make setup-ucx` installs it.
 """
 
 import contextlib
@@ -19,14 +16,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from services.worker.peers.transport import wire
-from services.worker.peers.transport.base import Buffer, TransportLimits
+from services.worker.peers.transport.base import Buffer
 from services.worker.peers.transport.digest import PayloadDigest, slices
-from services.worker.peers.transport.link import receive_envelope
+from services.worker.peers.transport.link import LIMITS, Carriage, receive_envelope
 from services.worker.peers.transport.pipe import Pipe
 from services.worker.peers.transport.tcp import TcpTransport
 from shared.clock import monotonic_s
@@ -65,18 +62,7 @@ def _ucx() -> tuple[Any, Any, Any]:
     return core, array, core.UCXContext({}, feature_flags=(core.Feature.TAG, core.Feature.WAKEUP))
 
 
-class UcxTransport(TcpTransport):
-    """Bulk transport by UCX. Addresses are those of TCP."""
-
-    name: ClassVar[str] = "ucx"
-
-    def __init__(self, bind: str = "127.0.0.1", port: int = 0, advertise: str = "") -> None:
-        """As `TcpTransport`. Raises ConfigError where ucxx is not installed."""
-        _ucx()
-        super().__init__(bind, port, advertise, carriage=UcxCarriage)
-
-
-class UcxCarriage:
+class UcxCarriage(Carriage):
     """Carriage of one link's payloads by UCX."""
 
     def __init__(self) -> None:
@@ -106,7 +92,7 @@ class UcxCarriage:
                     self._await(pipe, under_way.popleft(), until_s)
             for requests in under_way:
                 self._await(pipe, requests, until_s)
-            pipe.send([made.value.to_bytes(wire.DIGEST_BYTES, "little")], until_s)
+            pipe.send([made.packed()], until_s)
 
     def receive(self, pipe: Pipe, groups: Iterable[list[Buffer]], until_s: float) -> bool:
         with self._lock, _typed_errors():
@@ -118,7 +104,7 @@ class UcxCarriage:
                     self._take(pipe, under_way.popleft(), made, until_s)
             while under_way:
                 self._take(pipe, under_way.popleft(), made, until_s)
-            return int.from_bytes(pipe.take(wire.DIGEST_BYTES, until_s), "little") == made.value
+            return pipe.take(wire.DIGEST_BYTES, until_s) == made.packed()
 
     def close(self) -> None:
         """Abort all transfers before returning. The pipe must be closed already."""
@@ -178,7 +164,7 @@ class UcxCarriage:
         if left_s <= 0:
             raise DeadlineExceeded("the peer did not take part in a UCX transfer in time")
         if pipe.has_hung_up:
-            raise wire.error_from(receive_envelope(pipe, TransportLimits(), until_s).header)
+            raise wire.error_from(receive_envelope(pipe, LIMITS, until_s).header)
         if self._worker.arm():
             self._wake.poll(min(left_s * 1e3, _NAP_MS))
 
@@ -192,10 +178,13 @@ def _typed_errors() -> Iterator[None]:
         raise PeerLost(f"the UCX transfer broke: {error}") from error
 
 
-def is_available() -> bool:
-    """Return whether ucxx is installed and loads."""
-    try:
+class UcxTransport(TcpTransport):
+    """Bulk transport by UCX. Addresses are those of TCP."""
+
+    name = "ucx"
+    carriage = UcxCarriage
+
+    def __init__(self, bind: str = "127.0.0.1", port: int = 0, advertise: str = "") -> None:
+        """As `TcpTransport`. Raises ConfigError where ucxx is not installed."""
         _ucx()
-    except ConfigError:
-        return False
-    return True
+        super().__init__(bind, port, advertise)

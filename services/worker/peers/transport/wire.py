@@ -55,12 +55,13 @@ class Hello(msgspec.Struct, array_like=True, frozen=True):
     """Proves that the sender has the ticket (`greeting_proof`), without sending the ticket."""
 
 
-_encode = msgspec.msgpack.Encoder().encode
+to_bytes = msgspec.msgpack.Encoder().encode
+"""Encodes a header as MessagePack."""
 
 
 def packed(envelope: Envelope) -> bytes:
     """Return prefix and envelope as bytes."""
-    body = _encode(envelope)
+    body = to_bytes(envelope)
     return PREFIX.pack(_MAGIC, len(body), zlib.crc32(body), 0) + body
 
 
@@ -95,11 +96,6 @@ def check_size(header_bytes: int, sizes_bytes: Sequence[int], limits: TransportL
         raise MessageTooLarge(f"{sum(sizes_bytes)} bytes in one message; {limits.message_bytes} are allowed")
 
 
-def hello(body: bytes) -> Hello:
-    """Decode a greeting. Raises InvalidMessage."""
-    return decode(body, Hello)
-
-
 def ticket_name(ticket: bytes) -> bytes:
     """Return the name by which the issuer finds a ticket. It does not reveal the ticket."""
     return blake2b(b"kvasir bulk ticket", key=ticket, digest_size=16).digest()
@@ -113,11 +109,6 @@ def greeting_proof(ticket: bytes, challenge: bytes) -> bytes:
 def welcome_proof(ticket: bytes, challenge: bytes) -> bytes:
     """Return the answering side's proof: another process may have taken its port."""
     return blake2b(b"kvasir bulk welcome" + challenge, key=ticket, digest_size=16).digest()
-
-
-def to_bytes(value: Any) -> bytes:
-    """Encode a header as MessagePack."""
-    return _encode(value)
 
 
 def error_from(header: bytes) -> KvasirError:

@@ -5,7 +5,7 @@ hides part of the transfer behind the previous layer. So single tokens ship, and
 contexts fetch. Source: Infinite-LLM §6.5, figure 12 (papers/001), with speeds measured at run time.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from services.worker.peers.core.neighbours import LinkRate
@@ -26,9 +26,6 @@ class ComputeBudget:
         self._burst_s = burst_s
         self._saved_s = burst_s
         self._at_s: float | None = None
-        self.lent_s = 0.0
-        """Seconds computed for others since the start."""
-        self.refusals = 0
 
     def may_compute(self, now_s: float, *, is_busy: bool) -> bool:
         """Return whether a request may be computed now; `is_busy`: the worker has own steps to run."""
@@ -36,19 +33,12 @@ class ComputeBudget:
             earned_s = max(0.0, now_s - self._at_s) * self._fraction
             self._saved_s = min(self._burst_s, self._saved_s + earned_s)
         self._at_s = now_s
-        allowed = self._fraction > 0 and (not is_busy or self._saved_s > 0)
-        self.refusals += not allowed
-        return allowed
+        return self._fraction > 0 and (not is_busy or self._saved_s > 0)
 
     def on_computed(self, compute_s: float, *, is_busy: bool) -> None:
         """Charge compute time, unless the worker was idle."""
-        self.lent_s += compute_s
         if is_busy:
             self._saved_s -= compute_s
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError when more than `burst_s` was saved."""
-        assert self._saved_s <= self._burst_s
 
 
 class ShipMode(StrEnum):
@@ -70,25 +60,18 @@ class Work:
     """Number of pairs of a query head and a key that it sees."""
 
 
+@dataclass(slots=True)
 class CreditorSpeeds:
     """Speeds of one creditor: moving averages that start from a guess.
 
     The speed of its link is an entry in the worker's table of rates."""
 
-    def __init__(
-        self,
-        link: LinkRate | None = None,
-        *,
-        round_trip_s: float = 2e-4,
-        remote_pair_s: float = 5e-9,
-        own_pair_s: float = 5e-9,
-    ) -> None:
-        self.link = link or LinkRate()
-        self.round_trip_s = round_trip_s
-        self.remote_pair_s = remote_pair_s
-        self.own_pair_s = own_pair_s
-        self.hidden_s = 0.0
-        """Part of a layer's time in which the next layer's blocks can travel."""
+    link: LinkRate = field(default_factory=LinkRate)
+    round_trip_s: float = 2e-4
+    remote_pair_s: float = 5e-9
+    own_pair_s: float = 5e-9
+    hidden_s: float = 0.0
+    """Part of a layer's time in which the next layer's blocks can travel."""
 
     @property
     def bytes_per_s(self) -> float:

@@ -16,13 +16,6 @@ from shared.messages.lending import BorrowBlocks, BorrowReply, Grant, KvTier
 
 
 @dataclass(frozen=True, slots=True)
-class AskLedger:
-    """Next question: ask the ledger for creditors."""
-
-    question: FindCreditors
-
-
-@dataclass(frozen=True, slots=True)
 class AskCreditor:
     """Next question: ask one creditor for memory."""
 
@@ -42,18 +35,10 @@ def is_answer(grant: Grant, asked: AskCreditor) -> bool:
     )
 
 
-CreditorQuestion = AskLedger | AskCreditor
+CreditorQuestion = FindCreditors | AskCreditor
+"""A question to the ledger, or to one creditor."""
 LenderCandidate = tuple[str, KvTier]
 """A worker and a tier of its memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Manners:
-    """How persistently a worker searches."""
-
-    most_rounds: int = 3
-    rest_s: float = 0.5
-    """Pause after a search that did not get everything."""
 
 
 class Borrowing:
@@ -65,9 +50,10 @@ class Borrowing:
         incarnation: int,
         block_tokens: int,
         fingerprint: bytes = b"",
-        manners: Manners | None = None,
         requests: Iterator[int] | None = None,
         *,
+        most_rounds: int = 3,
+        rest_s: float = 0.5,
         for_cache: bool = False,
     ) -> None:
         """`requests` numbers all questions of this incarnation, by any search. `for_cache`: the blocks are
@@ -76,30 +62,23 @@ class Borrowing:
         self._incarnation = incarnation
         self._block_tokens = block_tokens
         self._fingerprint = fingerprint
-        self._manners = manners or Manners()
+        self._requests = itertools.count(1) if requests is None else requests
+        self._most_rounds, self._rest_s, self._for_cache = most_rounds, rest_s, for_cache
         self._missing_blocks = 0
         self._candidates: deque[LenderCandidate] = deque()
         self._refused: dict[LenderCandidate, None] = {}
         self._tier = KvTier.DEVICE
         """Tier of the last question."""
         self._rounds = 0
-        self._requests = itertools.count(1) if requests is None else requests
-        self._for_cache = for_cache
         self._rests_until_s = 0.0
-        self.refusals = 0
-        """Number of refusals since the start."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a search is running."""
-        return self._missing_blocks > 0
 
     def may_start(self, now_s: float) -> bool:
-        return not self.is_busy and now_s >= self._rests_until_s
+        """Return whether no search is running or resting."""
+        return not self._missing_blocks and now_s >= self._rests_until_s
 
     def start(self, blocks: int) -> CreditorQuestion:
         """Begin a search. Raises ValueError when one is running, or for less than one block."""
-        if self.is_busy or blocks < 1:
+        if self._missing_blocks or blocks < 1:
             raise ValueError(f"{blocks} blocks wanted, {self._missing_blocks} already looked for")
         self._missing_blocks, self._rounds = blocks, 0
         self._refused.clear()
@@ -118,14 +97,15 @@ class Borrowing:
 
     def on_no_ledger(self, now_s: float) -> None:
         """End the search: the ledger did not answer. A later search asks it again."""
-        self._stop(now_s)
+        self._missing_blocks = 0
+        self._candidates.clear()
+        self._rests_until_s = now_s + self._rest_s
 
     def on_reply(self, creditor_id: str, reply: BorrowReply | None, now_s: float) -> CreditorQuestion | None:
         """Take in a creditor's reply, None for a timeout; return the next question, None at the end."""
         granted = 0 if reply is None or reply.grant is None else len(reply.grant.blocks)
         if granted < self._missing_blocks:  # It has no more to lend.
             self._refused[creditor_id, self._tier] = None
-        self.refusals += not granted
         self._missing_blocks = max(0, self._missing_blocks - granted)
         if self._missing_blocks == 0:
             self._candidates.clear()
@@ -134,8 +114,8 @@ class Borrowing:
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a finished search left candidates."""
-        assert self.is_busy or not self._candidates
-        assert self._rounds <= self._manners.most_rounds
+        assert self._missing_blocks or not self._candidates
+        assert self._rounds <= self._most_rounds
 
     def _next(self, now_s: float) -> CreditorQuestion | None:
         if self._candidates:
@@ -152,23 +132,16 @@ class Borrowing:
                     for_cache=self._for_cache,
                 ),
             )
-        if self._rounds < self._manners.most_rounds and self._refused:
+        if self._rounds < self._most_rounds and self._refused:
             return self._ask_ledger()
-        self._stop(now_s)
+        self.on_no_ledger(now_s)
         return None
 
-    def _ask_ledger(self) -> AskLedger:
-        return AskLedger(
-            FindCreditors(
-                debtor_id=self._debtor_id,
-                tokens=self._missing_blocks * self._block_tokens,
-                refused_by=tuple(name for name, tier in self._refused if tier is KvTier.DEVICE),
-                refused_host_by=tuple(name for name, tier in self._refused if tier is KvTier.HOST),
-                for_cache=self._for_cache,
-            )
+    def _ask_ledger(self) -> FindCreditors:
+        return FindCreditors(
+            debtor_id=self._debtor_id,
+            tokens=self._missing_blocks * self._block_tokens,
+            refused_by=tuple(name for name, tier in self._refused if tier is KvTier.DEVICE),
+            refused_host_by=tuple(name for name, tier in self._refused if tier is KvTier.HOST),
+            for_cache=self._for_cache,
         )
-
-    def _stop(self, now_s: float) -> None:
-        self._missing_blocks = 0
-        self._candidates.clear()
-        self._rests_until_s = now_s + self._manners.rest_s

@@ -4,16 +4,20 @@ It serves requests in order, out of free memory up to a cap, and grants a part w
 and host memory have separate grants and caps. The caller withdraws the blocks from the tier's pool, and puts
 back those that methods return as freed. Leases end by this worker's clock only, `grace_s` later than the
 debtor was told.
-Source: papers/001 §4.4; `algorithms.md` §4.
+Source: papers/001 §4.3, §4.4; `algorithms.md` §4.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
-from services.worker.peers.lending.core.table import LentRow, RBlockTable
+import numpy as np
+import numpy.typing as npt
+
+from services.worker.kv.core.borrowed_pool import OwnPool
 from shared.liveness import Start
 from shared.messages.lending import (
     MOST_GRANT_BLOCKS,
@@ -28,6 +32,17 @@ from shared.messages.lending import (
     RenewLeases,
     ReturnBlocks,
 )
+
+
+def lend(pool: OwnPool, most_blocks: int, least_blocks: int, keep_blocks: int) -> list[int]:
+    """Withdraw up to `most_blocks`, or none below `least_blocks`; `keep_blocks` stay free.
+
+    Cached prefixes are evicted first. Returns the blocks' places in the engine's memory."""
+    spare_blocks = pool.free_blocks + pool.evictable_blocks - keep_blocks
+    blocks = min(most_blocks, spare_blocks, pool.base.lendable_blocks)
+    if blocks < max(1, least_blocks):
+        return []
+    return pool.withdraw(pool.allocate(blocks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,74 +112,76 @@ def _locked(method: "Callable[Concatenate[Grants, P], R]") -> "Callable[Concaten
 
 
 class Grants:
-    """Grants of one incarnation of a worker.
+    """Grants of one incarnation of a worker with `blocks` own blocks, and `host_blocks` in host memory.
 
     The event loop gives and ends grants, and threads that serve links enter them. `lock` (reentrant) protects
     both."""
 
     def __init__(
         self,
-        table: RBlockTable,
+        worker_id: str,
         incarnation: int,
         terms: Terms,
+        blocks: int,
+        host_blocks: int = 0,
         lock: AbstractContextManager[object] | None = None,
     ) -> None:
         self.terms = terms
         self.lock = lock or nullcontext()
-        self._table = table
+        self._worker_id = worker_id
         self._incarnation = incarnation
+        self.host_blocks = host_blocks
         self._grants: dict[int, Lent] = {}
-        self._by_debtor: dict[str, dict[int, Lent]] = {}
+        self._grant_of = {
+            KvTier.DEVICE: np.zeros(blocks, dtype=np.int64),
+            KvTier.HOST: np.zeros(host_blocks, dtype=np.int64),
+        }
+        """Grant of each own block, negative while it is on its way back; 0: not lent."""
         self._next_id = 1
         self.frozen = False
         """A settlement is running: no new grants."""
 
-    def __len__(self) -> int:
-        return len(self._grants)
-
-    @property
-    def lent_blocks(self) -> int:
-        """Number of lent blocks, those of ended grants with users included."""
-        return self._table.lent_blocks()
-
     @_locked
-    def debtors(self) -> set[str]:
-        """Return the worker ids that hold grants."""
-        return set(self._by_debtor)
+    def lent_to(self, tier: KvTier | None = None) -> dict[str, int]:
+        """Return the number of lent blocks by debtor, of one tier or both, those on their way back
+        included."""
+        counts: Counter[str] = Counter()
+        for lent in self._grants.values():
+            if tier is None or lent.tier is tier:
+                counts[lent.debtor[0]] += len(lent.blocks) + len(lent.parting)
+        return dict(counts)
 
-    @_locked
-    def generation(self, grant_id: int) -> int | None:
-        """Return the generation of a grant; None once it has ended."""
-        lent = self._grants.get(grant_id)
-        return None if lent is None or lent.over else lent.generation
-
-    @_locked
-    def generation_for(self, debtor: Start, grant_id: int) -> int | None:
-        """Return the generation of a grant; None when it is not this debtor's."""
-        lent = self._of(*debtor, grant_id)
-        return None if lent is None else lent.generation
+    def lent_blocks(self, tier: KvTier | None = None) -> int:
+        """Return the number of lent blocks, of one tier or both."""
+        return sum(self.lent_to(tier).values())
 
     @_locked
     def answer(self, asked: BorrowBlocks) -> BorrowReply | int:
         """Return the reply, or the most blocks to lend when it depends on free memory."""
-        for lent in self._by_debtor.get(asked.debtor_id, {}).values():
-            if lent.request == asked.request and lent.debtor[1] == asked.debtor_incarnation and not lent.over:
+        debtor = asked.debtor_id, asked.debtor_incarnation
+        for lent in self._grants.values():
+            if (lent.debtor, lent.request) == (debtor, asked.request) and not lent.over:
                 return BorrowReply(grant=self._grant(lent))
         if not asked.fingerprint or asked.fingerprint != self.terms.fingerprint:
             return BorrowReply(refusal=Refusal.OTHER_KV)
         cap = self.terms.most(asked.tier)
-        if cap == 0 or self.frozen or asked.debtor_id == self._table.worker_id:
+        if cap == 0 or self.frozen or asked.debtor_id == self._worker_id:
             return BorrowReply(refusal=Refusal.NOT_LENDING)
-        room = min(cap - self._table.lent_blocks(asked.tier), asked.blocks, MOST_GRANT_BLOCKS)
+        room = min(cap - self.lent_blocks(asked.tier), asked.blocks, MOST_GRANT_BLOCKS)
         if room < max(1, asked.least_blocks):
             return BorrowReply(refusal=Refusal.AT_CAP)
         return room
 
     @_locked
     def lend(self, asked: BorrowBlocks, blocks: Sequence[int], now_s: float) -> BorrowReply:
-        """Enter a grant of `blocks`, withdrawn from the pool. Without blocks, refuse."""
+        """Enter a grant of `blocks`, withdrawn from the pool. Without blocks, refuse.
+
+        Raises ValueError for unknown or lent blocks."""
         if not blocks:
             return BorrowReply(refusal=Refusal.NOTHING_FREE)
+        at, grant_of = np.array(blocks), self._grant_of[asked.tier]
+        if not self._are_there(asked.tier, at) or len(set(blocks)) < len(blocks) or grant_of[at].any():
+            raise ValueError(f"some {asked.tier} block of {blocks} is not this worker's, or lent already")
         lent = Lent(
             grant_id=self._next_id,
             debtor=(asked.debtor_id, asked.debtor_incarnation),
@@ -175,10 +192,9 @@ class Grants:
             ends_s=self._end_s(now_s),
             for_cache=asked.for_cache,
         )
-        self._table.lend(asked.tier, blocks, LentRow(asked.debtor_id, lent.grant_id))
+        grant_of[at] = lent.grant_id
         self._next_id += 1
         self._grants[lent.grant_id] = lent
-        self._by_debtor.setdefault(asked.debtor_id, {})[lent.grant_id] = lent
         return BorrowReply(grant=self._grant(lent))
 
     @_locked
@@ -195,10 +211,10 @@ class Grants:
                 held.append(HeldGrant(grant_id=lent.grant_id, generation=lent.generation))
         owed = sum(
             len(lent.blocks)
-            for lent in self._by_debtor.get(asked.debtor_id, {}).values()
-            if lent.tier is KvTier.DEVICE
+            for lent in self._grants.values()
+            if lent.debtor[0] == asked.debtor_id and lent.tier is KvTier.DEVICE
         )
-        share = -(-short_blocks * owed // max(1, self._table.lent_blocks(KvTier.DEVICE)))
+        share = -(-short_blocks * owed // max(1, self.lent_blocks(KvTier.DEVICE)))
         return LeasesRenewed(
             creditor_incarnation=self._incarnation,
             lease_s=self.terms.lease_s,
@@ -227,13 +243,12 @@ class Grants:
         return self._end([lent for lent in self._grants.values() if now_s >= lent.ends_s and not lent.over])
 
     @_locked
-    def yielding_blocks(self, tier: KvTier) -> int:
-        """Number of blocks lent to caches."""
-        found = (lent for lent in self._grants.values() if lent.for_cache and lent.tier is tier)
-        return sum(len(lent.blocks) for lent in found)
+    def yielding_blocks(self) -> int:
+        """Number of host blocks lent to caches."""
+        return sum(len(lent.blocks) for lent in self._grants.values() if self._yields(lent))
 
     @_locked
-    def give_way(self, tier: KvTier, blocks: int) -> list[Freed]:
+    def give_way(self, blocks: int) -> list[Freed]:
         """End grants of caches, newest first, until `blocks` come back for a sequence.
 
         Users of an ended grant finish before its blocks are freed."""
@@ -241,7 +256,7 @@ class Grants:
         for lent in reversed(self._grants.values()):
             if blocks <= 0:
                 break
-            if lent.for_cache and lent.tier is tier and not lent.over:
+            if self._yields(lent) and not lent.over:
                 blocks -= len(lent.blocks)
                 ended.append(lent)
         return self._end(ended)
@@ -249,27 +264,22 @@ class Grants:
     @_locked
     def on_incarnation(self, debtor_id: str, incarnation: int) -> list[Freed]:
         """End the grants of a debtor's earlier incarnations."""
-        gone = [
-            lent
-            for lent in self._by_debtor.get(debtor_id, {}).values()
-            if lent.debtor[1] != incarnation and not lent.over
-        ]
-        return self._end(gone)
+        earlier = [lent for lent in self._grants.values() if lent.debtor[0] == debtor_id and not lent.over]
+        return self._end(lent for lent in earlier if lent.debtor[1] != incarnation)
 
     @_locked
-    def enter(self, grant_id: int, generation: int, blocks: Iterable[int], now_s: float) -> bool:
-        """Return whether blocks of a grant may be used now; if so, `leave` must follow.
+    def enter(self, debtor: Start, grant_id: int, generation: int, now_s: float) -> int | None:
+        """Return the present generation if this debtor may use its grant now: `leave` must follow.
 
-        False for an unknown generation, a lease that ran out, or a block outside the grant. An earlier
-        generation is valid for blocks that are left: a debtor learns of a new one late, and blocks only ever
-        leave a grant."""
+        An earlier generation is valid for blocks that are left: a debtor learns of a new one late, and blocks
+        only ever leave a grant."""
         lent = self._grants.get(grant_id)
         if lent is None or lent.over or generation > lent.generation or now_s >= lent.ends_s:
-            return False
-        if any(block not in lent.blocks for block in blocks):
-            return False
+            return None
+        if lent.debtor != debtor:
+            return None
         lent.users += 1
-        return True
+        return lent.generation
 
     @_locked
     def leave(self, grant_id: int) -> Freed | None:
@@ -280,34 +290,55 @@ class Grants:
         lent.users -= 1
         return self._part(lent, [])
 
+    @_locked
+    def grants_of(
+        self, tier: KvTier, blocks: npt.NDArray[np.int32], grants: Sequence[int]
+    ) -> npt.NDArray[np.int64] | None:
+        """Return the grant of each block; None when one belongs to none of `grants`."""
+        if not self._are_there(tier, blocks):
+            return None
+        found: npt.NDArray[np.int64] = self._grant_of[tier][blocks]
+        is_lent = (found == grants[0]).all() if len(grants) == 1 else np.isin(found, grants).all()
+        return found if is_lent else None
+
+    @_locked
+    def lent_under(self, tier: KvTier, grants: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return, by block of the tier, which of `grants` it belongs to; 0: none."""
+        found = self._grant_of[tier]
+        under: npt.NDArray[np.int64] = np.where(np.isin(found, grants), found, 0)
+        return under
+
     def check_integrity(self) -> None:
-        """Raise AssertionError when grants and table disagree, or more is lent than the cap allows."""
-        rows = {
-            (lent.tier, block): LentRow(lent.debtor[0], lent.grant_id)
-            for lent in self._grants.values()
-            for block in (*lent.blocks, *lent.parting)
-        }
-        assert len(rows) == sum(len(lent.blocks) + len(lent.parting) for lent in self._grants.values())
-        assert all(self._table.lent_row(*at) == row for at, row in rows.items()), "lent to another debtor"
-        assert len(rows) == self.lent_blocks, "a lent block belongs to no grant"
-        assert all(self._table.lent_blocks(tier) <= self.terms.most(tier) for tier in KvTier)
+        """Raise AssertionError when grants and blocks disagree, or more is lent than the cap allows."""
+        expected = {tier: np.zeros_like(grant_of) for tier, grant_of in self._grant_of.items()}
         for grant_id, lent in self._grants.items():
-            assert grant_id == lent.grant_id and self._by_debtor[lent.debtor[0]][grant_id] is lent
+            assert grant_id == lent.grant_id
             assert lent.blocks or lent.users, "an empty grant was kept"
             assert lent.users or not (lent.over or lent.parting), "freed blocks are held back without users"
-        assert sum(map(len, self._by_debtor.values())) == len(self._grants)
+            for blocks, number in ((lent.blocks, grant_id), (lent.parting, -grant_id)):
+                assert not expected[lent.tier][list(blocks)].any(), "a block is in two grants"
+                expected[lent.tier][list(blocks)] = number
+        for tier, grant_of in self._grant_of.items():
+            assert (grant_of == expected[tier]).all(), "a lent block belongs to no grant"
+            assert np.count_nonzero(grant_of) <= self.terms.most(tier)
+
+    def _yields(self, lent: Lent) -> bool:
+        return lent.for_cache and lent.tier is KvTier.HOST
 
     def _of(self, debtor_id: str, incarnation: int, grant_id: int) -> Lent | None:
         lent = self._grants.get(grant_id)
         ok = lent is not None and lent.debtor == (debtor_id, incarnation) and not lent.over
         return lent if ok else None
 
+    def _are_there(self, tier: KvTier, at: npt.NDArray[np.integer]) -> bool:
+        return not len(at) or (int(at.min()) >= 0 and int(at.max()) < len(self._grant_of[tier]))
+
     def _end_s(self, now_s: float) -> float:
         return now_s + self.terms.lease_s + self.terms.grace_s
 
     def _grant(self, lent: Lent) -> Grant:
         return Grant(
-            creditor_id=self._table.worker_id,
+            creditor_id=self._worker_id,
             creditor_incarnation=self._incarnation,
             grant_id=lent.grant_id,
             generation=lent.generation,
@@ -331,17 +362,11 @@ class Grants:
     def _part(self, lent: Lent, blocks: list[int]) -> Freed | None:
         """Take blocks out of a grant once it has no users, and forget an empty grant."""
         lent.parting += blocks
+        self._grant_of[lent.tier][blocks] = -lent.grant_id
         if lent.users:
-            if blocks:
-                self._table.part(lent.tier, blocks)
             return None
         freed, lent.parting = lent.parting, []
-        if freed:
-            self._table.take_back(lent.tier, freed)
+        self._grant_of[lent.tier][freed] = 0
         if not lent.blocks:
             del self._grants[lent.grant_id]
-            of_debtor = self._by_debtor[lent.debtor[0]]
-            del of_debtor[lent.grant_id]
-            if not of_debtor:
-                del self._by_debtor[lent.debtor[0]]
         return Freed(lent.tier, tuple(freed)) if freed else None

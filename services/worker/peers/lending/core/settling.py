@@ -1,17 +1,15 @@
 """A worker's part in settling a cycle of debts: it freezes blocks, copies them home, and uses the copies.
-Pure: it knows no bytes, and the caller copies and swaps.
 
 As a debtor, it recalls blocks from its creditor; as a creditor, it gives no new grants meanwhile. Each recall
-happens completely or not at all: the original counts until the commit, and the copy after it.
+happens completely or not at all: the original counts until the commit, and the copy after it. Pure.
 Source: papers/001 §4.5; `algorithms.md` §4 (DGFM).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.worker.peers.lending.core.debts import Debts, Repayment
+from services.worker.peers.lending.core.debts import BlockState, Debts, Repayment
 from services.worker.peers.lending.core.grants import Grants
-from services.worker.peers.lending.core.table import BlockState, RBlockTable
 from shared.messages.lending import KvTier, Settle, Settled, SettlePhase
 
 
@@ -52,8 +50,7 @@ class _Part:
 class Settling:
     """Settlements of one worker. It owns the `bounce` blocks: own blocks kept free to copy into."""
 
-    def __init__(self, table: RBlockTable, debts: Debts, grants: Grants) -> None:
-        self._table = table
+    def __init__(self, debts: Debts, grants: Grants) -> None:
         self._debts = debts
         self._grants = grants
         self.bounce: list[int] = []
@@ -88,7 +85,7 @@ class Settling:
         self._end()
         return _answer(asked)
 
-    def on_copied(self, asked: Settle, copied: Copy, *, whole: bool) -> Settled:
+    def on_copied(self, asked: Settle, *, whole: bool) -> Settled:
         """Take in a finished copy. Unless it is `whole`, none of it counts."""
         part = self._part
         if part is None or part.name != asked.settlement or part.round != asked.round:
@@ -109,7 +106,7 @@ class Settling:
 
     def check_integrity(self) -> None:
         """Raise AssertionError when frozen blocks, bounce blocks and the settlement disagree."""
-        frozen = set(self._table.in_state(BlockState.FROZEN))
+        frozen = set(self._debts.in_state(BlockState.FROZEN))
         assert frozen == (set() if self._part is None else set(self._part.frozen))
         assert self._grants.frozen == (self._part is not None)
         assert len(set(self.bounce)) == len(self.bounce)
@@ -121,8 +118,8 @@ class Settling:
         part = self._part
         if part is not None and part.name == asked.settlement:
             return _answer(asked, len(part.frozen), len(self.bounce))
-        owing = self._table.lent_to(KvTier.DEVICE).get(asked.debtor_id, 0)
-        used = self._table.used_at(asked.creditor_id, KvTier.DEVICE)
+        owing = self._grants.lent_to(KvTier.DEVICE).get(asked.debtor_id, 0)
+        used = self._debts.used_at(asked.creditor_id, KvTier.DEVICE)
         if among is not None:
             used = [number for number in among if number in set(used)]
         chosen = used[: min(asked.blocks, owing)]
@@ -149,15 +146,11 @@ class Settling:
             return _answer(asked)
         pairs, part.copied = tuple(part.copied.items()), {}
         part.committed, part.committed_blocks = asked.round, len(pairs)
-        home = {own for _, own in pairs}
-        recalled = {number for number, _ in pairs}
-        self.bounce = [block for block in self.bounce if block not in home]
-        part.frozen = [number for number in part.frozen if number not in recalled]
-        orphans = {n for n in recalled if self._table.borrowed(n).is_orphan}
-        self.bounce += [own for number, own in pairs if number in orphans]
-        repayments = tuple(self._debts.recalled([number for number, _ in pairs]))
-        in_use = tuple((number, own) for number, own in pairs if number not in orphans)
-        return Swap(in_use, repayments, _answer(asked, len(pairs)))
+        in_use = tuple(pair for pair in pairs if not self._debts.blocks[pair[0]].is_orphan)
+        recalled, swapped = [number for number, _ in pairs], {own for _, own in in_use}
+        self.bounce = [block for block in self.bounce if block not in swapped]
+        part.frozen = [number for number in part.frozen if number not in set(recalled)]
+        return Swap(in_use, tuple(self._debts.recalled(recalled)), _answer(asked, len(pairs)))
 
     def _end(self) -> None:
         part, self._part = self._part, None

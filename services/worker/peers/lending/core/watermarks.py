@@ -1,13 +1,19 @@
-"""How many blocks a worker should borrow or return now. Pure: looks at counts only.
+"""How many blocks a worker should borrow or return now, and whose blocks come home first. Pure.
 
 Two marks with a gap between them prevent blocks from going back and forth. Below the low mark, the worker
 borrows up to the middle; above the high mark, it returns unused borrowed blocks. Source: `algorithms.md` §4
-(rManager), §7 (borrowing is one rung of the ladder).
+(rManager, repayment), §7 (borrowing is one rung of the ladder).
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
+from services.worker.peers.core.neighbours import Neighbours
+from shared.messages.lending import KvTier
 from shared.messages.reports import Capacity
+
+_REPORTS_UNTIL_SEEN = 2
+"""The next report may be older than a change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,45 +23,9 @@ class Marks:
     low_blocks: int
     high_blocks: int
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.low_blocks <= self.high_blocks:
-            raise ValueError(f"the low mark {self.low_blocks} is above the high mark {self.high_blocks}")
-
     @property
     def middle_blocks(self) -> int:
         return (self.low_blocks + self.high_blocks + 1) // 2
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Free and wanted blocks of a worker."""
-
-    own_free: int
-    """Own blocks that are free or evictable."""
-    borrowed_free: int = 0
-    wanted: int = 0
-    """Blocks beyond the low mark that a known request needs."""
-
-
-def blocks_to_borrow(memory: Memory, marks: Marks) -> int:
-    """Return how many blocks to borrow; 0 when there are enough."""
-    available = memory.own_free + memory.borrowed_free
-    if available >= marks.low_blocks + memory.wanted:
-        return 0
-    return max(0, marks.middle_blocks + memory.wanted - available)
-
-
-def blocks_to_return(memory: Memory, marks: Marks, wanted_back_blocks: int = 0) -> int:
-    """Return how many free borrowed blocks to return: down to the low mark for creditors that are short."""
-    available = memory.own_free + memory.borrowed_free
-    keep = marks.low_blocks + memory.wanted
-    spare = min(memory.borrowed_free, max(0, available - keep))
-    beyond = max(0, available - marks.high_blocks - memory.wanted)
-    return min(spare, max(beyond, wanted_back_blocks))
-
-
-_REPORTS_UNTIL_SEEN = 2
-"""The next report may be older than a change."""
 
 
 class Balance:
@@ -102,11 +72,18 @@ class Balance:
         may_wait = not self.may_borrow_ahead or self.capacity.growable_blocks > 0
         if may_wait and not self.wanted_blocks:
             return 0
-        return blocks_to_borrow(self._memory(handed_blocks, idle_blocks), self.marks)
+        available = self.own_blocks + self._unused(handed_blocks, idle_blocks)
+        if available >= self.marks.low_blocks + self.wanted_blocks:
+            return 0
+        return max(0, self.marks.middle_blocks + self.wanted_blocks - available)
 
     def spares(self, handed_blocks: int, idle_blocks: int, wanted_back_blocks: int) -> int:
-        """Return how many unused borrowed blocks to return now."""
-        return blocks_to_return(self._memory(handed_blocks, idle_blocks), self.marks, wanted_back_blocks)
+        """Return how many unused borrowed blocks to return now: down to the low mark for creditors that are
+        short."""
+        unused = self._unused(handed_blocks, idle_blocks)
+        available = self.own_blocks + unused - self.wanted_blocks
+        spare = min(unused, max(0, available - self.marks.low_blocks))
+        return min(spare, max(0, available - self.marks.high_blocks, wanted_back_blocks))
 
     def may_shrink(self) -> bool:
         """Return whether the report includes the last blocks that were given up."""
@@ -116,7 +93,49 @@ class Balance:
         """Record that borrowed blocks left the pool."""
         self._shrink_from = self._reports + _REPORTS_UNTIL_SEEN
 
-    def _memory(self, handed_blocks: int, idle_blocks: int) -> Memory:
+    def _unused(self, handed_blocks: int, idle_blocks: int) -> int:
         unseen = max(0, handed_blocks - self.capacity.borrowed_blocks)  # Since the last report.
-        unused = idle_blocks + self.capacity.borrowed_free_blocks + unseen
-        return Memory(self.own_blocks, unused, self.wanted_blocks)
+        return idle_blocks + self.capacity.borrowed_free_blocks + unseen
+
+
+@dataclass(frozen=True, slots=True)
+class CreditorPressure:
+    """Memory pressure of a creditor, as far as its debtor knows."""
+
+    short_blocks: int = 0
+    """Device blocks that it wants back."""
+    free_fraction: float = 1.0
+    """Share of its own memory that is free."""
+    distance: int = 0
+
+
+def in_order(
+    lenders: Iterable[tuple[str, KvTier]], pressures: Mapping[str, CreditorPressure]
+) -> list[tuple[str, KvTier]]:
+    """Return creditors' memory, by tier, in the order in which to bring it home.
+
+    First the device memory that creditors lack, then host memory, which is slower to read, then by pressure;
+    at equal pressure, distant creditors first, since their blocks cost more to read."""
+    nothing = CreditorPressure()
+
+    def rank(lender: tuple[str, KvTier]) -> tuple[int, bool, float, int, str]:
+        creditor, tier = lender
+        pressure = pressures.get(creditor, nothing)
+        is_device = tier is KvTier.DEVICE
+        short_blocks = pressure.short_blocks if is_device else 0
+        return -short_blocks, is_device, pressure.free_fraction, -pressure.distance, creditor
+
+    return sorted(lenders, key=rank)
+
+
+def pressures(
+    neighbours: Neighbours, own_host: str, wanted_back: Mapping[str, int]
+) -> dict[str, CreditorPressure]:
+    """Return the pressure by creditor, from heartbeats and the blocks that creditors want back."""
+    found = {
+        name: CreditorPressure(free_fraction=one.free_fraction, distance=int(one.host != own_host))
+        for name, one in neighbours.known.items()
+    }
+    for name, blocks in wanted_back.items():
+        found[name] = replace(found.get(name, CreditorPressure()), short_blocks=blocks)
+    return found

@@ -12,18 +12,10 @@ def modules(architecture: str, blocks: int, names: list[str]) -> dict[str, tuple
 
 
 def main() -> None:
-    from services.worker.peers.attention.core.cost import ComputeBudget
-    from services.worker.peers.attention.creditor import Creditor
-    from services.worker.peers.attention.memory import device_memory
     from tests.services.worker.conftest import build_model
-    from tests.services.worker.peers.attention.rig import BLOCK_TOKENS, DEBTOR, GRANT, GrantBook, make_engine
+    from tests.services.worker.peers.attention.rig import DEBTOR, Lender
 
-    architecture, blocks, name = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    engine = make_engine(build_model(architecture), blocks)
-    book = GrantBook()
-    book.grant(DEBTOR.worker_id, GRANT, range(blocks))
-    creditor = Creditor(device_memory(engine.attention), book, ComputeBudget(1.0), block_tokens=BLOCK_TOKENS)
-    serve(creditor, name, DEBTOR)
+    serve(Lender(build_model(sys.argv[1]), int(sys.argv[2])).creditor, sys.argv[3], DEBTOR)
 
 
 if __name__ == "__main__":

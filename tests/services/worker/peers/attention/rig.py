@@ -1,139 +1,117 @@
 """Creditors on threads of this process, reached over real TCP, and debtors whose blocks they hold."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+import torch
 
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
 from services.worker.engine.native.library import AttentionMode
 from services.worker.peers.attention.core.cost import ComputeBudget, ShipMode, choose_mode
-from services.worker.peers.attention.creditor import Creditor
+from services.worker.peers.attention.creditor import Creditor, LentGrants
 from services.worker.peers.attention.debtor import Chooser, Debtor
-from services.worker.peers.attention.memory import LentMemory, device_memory, host_memory
+from services.worker.peers.attention.memory import device_memory, host_memory
 from services.worker.peers.attention.messages import GrantRef
-from services.worker.peers.transport.base import Peer, PeerLink
-from services.worker.peers.transport.server import SocketListener, WorkerDesk
+from services.worker.peers.lending.core.grants import Freed, Grants, Terms
+from services.worker.peers.transport.base import Peer
+from services.worker.peers.transport.link import PeerLink
+from services.worker.peers.transport.server import WorkerDesk
 from services.worker.peers.transport.tcp import TcpTransport
 from shared.messages.lending import KvTier
+from tests.services.worker.peers.lending.builders import borrow, give_back
 
 DEBTOR = Peer("worker-debtor", 7)
 GRANT, HOST_GRANT = GrantRef(1, 1), GrantRef(2, 1)
 """Grants of all device memory, and of all host memory."""
 BLOCK_TOKENS = 4
+HEADS, KV_HEADS, DIM = 4, 2, 16
 _numbers = count()
 
 
-class GrantBook:
-    """`AccessGrants` that last until they are replaced."""
+class Book:
+    """A creditor's grants to `DEBTOR`, one for each group of device blocks, then one of all host blocks.
 
-    def __init__(self) -> None:
-        self._held: dict[tuple[str, int], tuple[KvTier, frozenset[int]]] = {}
-        self._generations: dict[tuple[str, int], int] = {}
-        self._lock = threading.Lock()
+    Leases end after 4.5 s by `now_s`."""
 
-    def grant(
-        self, debtor_id: str, ref: GrantRef, blocks: Iterable[int], tier: KvTier = KvTier.DEVICE
-    ) -> None:
-        with self._lock:
-            self._held[(debtor_id, ref.grant_id)] = tier, frozenset(blocks)
-            self._generations[(debtor_id, ref.grant_id)] = ref.generation
+    def __init__(self, device: Sequence[Sequence[int]], blocks: int, host_blocks: int = 0) -> None:
+        self.now_s = 0.0
+        self.freed: list[Freed] = []
+        terms = Terms(blocks, 4.0, 0.5, most_host_blocks=host_blocks)
+        self.grants = Grants("creditor", 1, terms, blocks, host_blocks, threading.RLock())
+        self.lent = LentGrants(self.grants, self.freed.append, lambda: self.now_s)
+        self.refs: list[GrantRef] = []
+        for group in device:
+            self.lend(group)
+        if host_blocks:
+            self.lend(range(host_blocks), KvTier.HOST)
 
-    def enter(self, debtor: Peer, grants: Sequence[GrantRef]) -> tuple[GrantRef, ...] | None:
-        with self._lock:
-            named = {(debtor.worker_id, ref.grant_id): ref.generation for ref in grants}
-            is_current = all(self._generations.get(key) == generation for key, generation in named.items())
-        return tuple(grants) if is_current else None
+    def lend(self, blocks: Sequence[int], tier: KvTier = KvTier.DEVICE) -> None:
+        asked = borrow(DEBTOR.worker_id, incarnation=7, request=len(self.refs) + 1, tier=tier)
+        grant = self.grants.lend(asked, blocks, self.now_s).grant
+        assert grant is not None
+        self.refs.append(GrantRef(grant.grant_id, grant.generation))
 
-    def leave(self, debtor: Peer, grants: Sequence[GrantRef]) -> None:
-        return
-
-    def lent(self, debtor: Peer, grants: Sequence[GrantRef], tier: KvTier) -> npt.NDArray[np.int64]:
-        found = np.zeros(1 << 10, dtype=np.int64)
-        with self._lock:
-            for ref in grants:
-                at, held = self._held.get((debtor.worker_id, ref.grant_id), (tier, frozenset[int]()))
-                found[list(held) if at is tier else []] = ref.grant_id
-        return found
-
-    def loans(
-        self, debtor: Peer, grants: Sequence[GrantRef], tier: KvTier, blocks: npt.NDArray[np.int32]
-    ) -> npt.NDArray[np.int64] | None:
-        of: dict[int, int] = {}
-        with self._lock:
-            for ref in grants:
-                at, held = self._held.get((debtor.worker_id, ref.grant_id), (tier, frozenset[int]()))
-                of |= dict.fromkeys(held, ref.grant_id) if at is tier else {}
-        if not of.keys() >= set(blocks.tolist()):
-            return None
-        return np.array([of[block] for block in blocks.tolist()], dtype=np.int64)
+    def give_back(self, grant_id: int, *blocks: int) -> None:
+        freed = self.grants.give_back(give_back(DEBTOR.worker_id, grant_id, *blocks, incarnation=7))[1]
+        self.freed += [] if freed is None else [freed]
 
 
-@dataclass
 class Lender:
-    """A worker that lends all its blocks."""
+    """A worker that lends `lent`, by default all its blocks in one grant. Its clock stands still."""
 
-    engine: TorchEngine
-    creditor: Creditor
-    book: GrantBook
-    desk: WorkerDesk
-    listener: SocketListener
-    host: LentMemory | None = None
+    def __init__(
+        self,
+        model: Any,
+        blocks: int,
+        *,
+        lent: Sequence[Sequence[int]] | None = None,
+        fraction: float = 1.0,
+        is_busy: Callable[[], bool] = lambda: False,
+        host_blocks: int = 0,
+        host_attends: bool = True,
+        attention: AttentionMode = "auto",
+    ) -> None:
+        self.engine = engine = make_engine(model, blocks, attention)
+        self.host = host_memory(engine.attention, host_blocks, attends=host_attends) if host_blocks else None
+        self.book = Book([range(blocks)] if lent is None else lent, blocks, host_blocks)
+        self.creditor = Creditor(
+            device_memory(engine.attention),
+            self.book.lent,
+            ComputeBudget(fraction),
+            block_tokens=BLOCK_TOKENS,
+            is_busy=is_busy,
+            host=self.host,
+        )
+        self.desk = WorkerDesk(Peer(f"worker-creditor-{next(_numbers)}", 1))
+        for kind, receiver in self.creditor.receivers.items():
+            self.desk.serve(kind, receiver)
+        self.listener = TcpTransport().listen(self.desk)
 
     def dial(self) -> PeerLink:
         ticket = self.desk.issue(DEBTOR, valid_for_s=5.0)
         return TcpTransport().dial(self.listener.address, DEBTOR, self.desk.own, ticket, deadline_s=5.0)
 
 
+@contextmanager
+def lender(model: Any, blocks: int, **how: Any) -> Iterator[Lender]:
+    made = Lender(model, blocks, **how)
+    try:
+        yield made
+    finally:
+        assert made.listener.close(5.0)
+
+
 def make_engine(model: Any, blocks: int, attention: AttentionMode = "auto") -> TorchEngine:
     return TorchEngine(describe(model), kv_blocks=blocks, block_tokens=BLOCK_TOKENS, attention=attention)
 
 
-@contextmanager
-def lender(
-    model: Any,
-    blocks: int,
-    *,
-    fraction: float = 1.0,
-    is_busy: Callable[[], bool] = lambda: False,
-    host_blocks: int = 0,
-    host_attends: bool = True,
-    attention: AttentionMode = "auto",
-) -> Iterator[Lender]:
-    engine = make_engine(model, blocks, attention)
-    host = host_memory(engine.attention, host_blocks, attends=host_attends) if host_blocks else None
-    book = GrantBook()
-    budget = ComputeBudget(fraction)
-    creditor = Creditor(
-        device_memory(engine.attention), book, budget, block_tokens=BLOCK_TOKENS, is_busy=is_busy, host=host
-    )
-    desk = WorkerDesk(Peer(f"worker-creditor-{next(_numbers)}", 1))
-    for kind, receiver in creditor.receivers.items():
-        desk.serve(kind, receiver)
-    book.grant(DEBTOR.worker_id, GRANT, range(blocks))
-    book.grant(DEBTOR.worker_id, HOST_GRANT, range(host_blocks), KvTier.HOST)
-    listener = TcpTransport().listen(desk)
-    try:
-        yield Lender(engine, creditor, book, desk, listener, host)
-    finally:
-        assert listener.close(5.0)
-
-
-def make_debtor(
-    engine: TorchEngine,
-    lenders: list[Lender],
-    blocks_each: int,
-    *,
-    choose: Chooser = choose_mode,
-) -> Debtor:
+def make_debtor(engine: TorchEngine, lenders: list[Lender], blocks_each: int, **how: Any) -> Debtor:
     """Like `connect`, over new links."""
-    return connect(engine, [each.dial() for each in lenders], blocks_each, choose=choose)
+    return connect(engine, [each.dial() for each in lenders], blocks_each, **how)
 
 
 def connect(
@@ -144,12 +122,11 @@ def connect(
     choose: Chooser = choose_mode,
     staging_blocks: int = 3,
     deadline_s: float = 5.0,
-    q_heads: int = 4,
 ) -> Debtor:
     """Map ids above the engine's own to the lenders: `blocks_each` to the first, and so on."""
     debtor = Debtor(
         engine.attention,
-        q_heads=q_heads,
+        q_heads=HEADS,
         own_blocks=engine.own_ids,
         block_tokens=BLOCK_TOKENS,
         staging_blocks=staging_blocks,
@@ -165,12 +142,19 @@ def connect(
 
 def add_host(
     debtor: Debtor, owner: Lender, ids: Sequence[int], *, attends: bool = True, blocks: Sequence[int] = ()
-) -> int:
+) -> None:
     """Map ids to blocks of the lender's host memory, by default its first ones."""
     holder = debtor.add(owner.dial(), [HOST_GRANT], KvTier.HOST, attends=attends)
     debtor.homes.place(ids, holder, blocks or range(len(ids)))
-    return holder
 
 
 def always(mode: ShipMode) -> Chooser:
     return lambda work, speeds: mode
+
+
+def content(engine: TorchEngine) -> list[torch.Tensor]:
+    return [pool.clone() for pools in engine.pools for pool in pools]
+
+
+def is_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))

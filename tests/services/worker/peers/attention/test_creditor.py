@@ -1,41 +1,39 @@
 """A creditor refuses bad requests before any write, and checks each layer against the current grants."""
 
 import random
+import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
 from services.worker.core.sampling import SamplePoint
 from services.worker.engine.contract import Row
-from services.worker.engine.engine import TorchEngine
 from services.worker.engine.partition import Homes, split
-from services.worker.engine.spans import Span, pack
-from services.worker.peers.attention.core.cost import ComputeBudget, ShipMode
-from services.worker.peers.attention.creditor import Creditor, LentGrants
-from services.worker.peers.attention.memory import device_memory
+from services.worker.engine.spans import PackedSpans, Span, pack
+from services.worker.peers.attention.core.cost import ShipMode
+from services.worker.peers.attention.creditor import LentGrants
 from services.worker.peers.attention.messages import (
     ATTEND,
     FETCH,
     NO_STEP,
     WRITE,
     GrantRef,
+    PartWire,
     Request,
-    read_answer,
+    from_wire,
     request_encoder,
     to_wire,
 )
+from services.worker.peers.lending.core.debts import Debts
 from services.worker.peers.lending.core.grants import Freed, Grants, Terms
-from services.worker.peers.lending.core.table import RBlockTable
-from services.worker.peers.transport.base import Peer, PeerLink, Reception, bytes_of
-from services.worker.peers.transport.server import WorkerDesk
-from services.worker.peers.transport.tcp import TcpTransport
+from services.worker.peers.lending.service import loans
+from services.worker.peers.transport.base import Peer, Reception, bytes_of
 from shared.errors import CreditorLost, InvalidMessage, StaleEpoch
 from shared.messages.lending import KvTier
 from shared.messages.sequence import Sampling
@@ -43,17 +41,23 @@ from tests.patience import wait_until
 from tests.services.worker.peers.attention.rig import (
     BLOCK_TOKENS,
     DEBTOR,
+    DIM,
     GRANT,
+    HEADS,
     HOST_GRANT,
+    KV_HEADS,
+    Book,
     Lender,
     always,
     connect,
+    content,
+    is_equal,
     lender,
     make_engine,
 )
-from tests.services.worker.peers.lending.builders import borrow, give_back
+from tests.services.worker.peers.lending.builders import borrow, give_back, renew
 
-HEADS, KV_HEADS, DIM, ROWS = 4, 2, 16, 5
+ROWS = 5
 
 
 def request(**changes: object) -> bytes:
@@ -85,14 +89,6 @@ def fill(reception: Reception, value: float) -> None:
         buffer[:] = bytes_of(torch.full((len(buffer) // 4,), value))
 
 
-def content(engine: TorchEngine) -> list[torch.Tensor]:
-    return [pool.clone() for pools in engine.pools for pool in pools]
-
-
-def is_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
-
-
 def indices(*numbers: int) -> bytes:
     return np.array(numbers, dtype=np.int32).tobytes()
 
@@ -118,8 +114,8 @@ def test_what_does_not_fit_is_refused(owner: Lender, changes: dict[str, object],
     assert is_equal(before, content(owner.engine))
 
 
-def test_grants_of_others_and_earlier_generations_are_refused(owner: Lender) -> None:
-    for grants in ((GrantRef(9, 1),), (GrantRef(1, 0),), ()):
+def test_grants_of_others_and_unknown_generations_are_refused(owner: Lender) -> None:
+    for grants in ((GrantRef(9, 1),), (GrantRef(1, 2),), ()):
         with pytest.raises(StaleEpoch):
             offer(owner, request(grants=grants), SIZES)
     with pytest.raises(StaleEpoch):
@@ -135,6 +131,10 @@ def test_a_fetch_names_blocks_of_its_part(owner: Lender) -> None:
 
 
 def test_a_fetch_may_bring_keys_and_values_of_another_layer(owner: Lender) -> None:
+    reception = offer(owner, request(indices=indices(0), layer=1, write_layer=0), SIZES[1:], FETCH)
+    fill(reception, 1.0)
+    reception.abandon()
+    assert not any(bool(pool.any()) for pool in content(owner.engine)), "it never arrived"
     reception = offer(owner, request(indices=indices(0), layer=1, write_layer=0), SIZES[1:], FETCH)
     fill(reception, 1.0)
     assert len(reception.commit().buffers) == 2
@@ -168,11 +168,6 @@ def test_a_read_beside_a_step_keeps_its_description(owner: Lender) -> None:
         offer(owner, request(part=None, step=NO_STEP), SIZES)
 
 
-def test_host_memory_is_refused_when_none_is_lent(llama: Any) -> None:
-    with lender(llama, 6) as owner, pytest.raises(InvalidMessage, match="no host memory"):
-        offer(owner, request(tier=KvTier.HOST), SIZES)
-
-
 def test_host_memory_has_descriptions_of_its_own(owner: Lender) -> None:
     with pytest.raises(StaleEpoch):
         offer(owner, request(tier=KvTier.HOST), SIZES)
@@ -182,144 +177,83 @@ def test_host_memory_has_descriptions_of_its_own(owner: Lender) -> None:
     offer(owner, request(tier=KvTier.HOST, grants=(HOST_GRANT,)), SIZES)
 
 
-@pytest.mark.parametrize("attends", [True, False])
-def test_host_memory_is_attended_to_only_where_agreed(attends: bool, llama: Any) -> None:
-    with lender(llama, 6, host_blocks=4, host_attends=attends) as owner:
-        assert owner.host is not None
-        reception = offer(owner, request(tier=KvTier.HOST, grants=(HOST_GRANT,)), SIZES)
-        fill(reception, 1.0)
-        reply = reception.commit()
-        assert read_answer(reply.header).over_budget is not attends
-        assert len(reply.buffers) == (2 if attends else 0)
-        assert owner.host.pools[0][0][3, :, :, 2:].eq(1).all(), "written in any case"
-        assert not any(bool(pool.any()) for pool in content(owner.engine))
-
-
-def test_an_abandoned_request_writes_nothing(owner: Lender) -> None:
-    reception = offer(owner, request(), SIZES)
-    fill(reception, 1.0)
-    reception.abandon()
-    assert not any(bool(pool.any()) for pool in content(owner.engine))
-
-
 BLOCKS = 8
 
 
-class CountingGrants(LentGrants):
-    """Counts lookups of blocks."""
+def ask(
+    owner: Lender, kind: str, layer: int, blocks: Sequence[int], *, step: int = 1, described: bool = True
+) -> None:
+    """Send the part of a row that sees all blocks and writes to the last."""
+    homes = Homes(0)
+    homes.place(range(len(blocks)), 1, blocks)
+    spans = pack([Span(len(blocks) * BLOCK_TOKENS - 1, 1, list(range(len(blocks))))], BLOCK_TOKENS)
+    _, part = split(spans, homes, BLOCK_TOKENS)
+    asked = Request(
+        step=step,
+        layer=layer,
+        grants=tuple(owner.book.refs),
+        part=to_wire(part.spans) if described else None,
+        q_heads=HEADS if kind == ATTEND else 0,
+        indices=indices(0) if kind == FETCH else b"",
+    )
+    written = [4 * KV_HEADS * DIM] * 2
+    sizes = {ATTEND: [4 * HEADS * DIM, *written], WRITE: written}
+    reception = offer(owner, request_encoder.encode(asked), sizes.get(kind, []), kind)
+    fill(reception, 9.0)
+    reception.commit()
 
-    lookups = 0
 
-    def loans(self, *asked: Any) -> npt.NDArray[np.int64] | None:
-        self.lookups += 1
-        return super().loans(*asked)
-
-
-class World:
-    """A creditor that lends blocks to `DEBTOR`, one grant for each group."""
-
-    def __init__(self, model: Any, *grants: Sequence[int]) -> None:
-        self.now_s = 0.0
-        self.freed: list[Freed] = []
-        self.engine = make_engine(model, BLOCKS)
-        self.table = RBlockTable("creditor", BLOCKS)
-        self.grants = Grants(self.table, 1, Terms(BLOCKS, 4.0, 0.5), threading.RLock())
-        self.lent = CountingGrants(self.grants, self.table, self.freed.append, lambda: self.now_s)
-        budget = ComputeBudget(1.0)
-        self.creditor = Creditor(
-            device_memory(self.engine.attention), self.lent, budget, block_tokens=BLOCK_TOKENS
-        )
-        self.refs: list[GrantRef] = []
-        for blocks in grants:
-            self.lend(blocks)
-
-    def lend(self, blocks: Sequence[int]) -> None:
-        name, life = DEBTOR.worker_id, DEBTOR.incarnation
-        asked = borrow(name, incarnation=life, request=len(self.refs) + 1, blocks=len(blocks))
-        grant = self.grants.lend(asked, blocks, self.now_s).grant
-        assert grant is not None
-        self.refs.append(GrantRef(grant.grant_id, grant.generation))
-
-    def give_back(self, grant_id: int, *blocks: int) -> None:
-        asked = give_back(DEBTOR.worker_id, grant_id, *blocks, incarnation=DEBTOR.incarnation)
-        freed = self.grants.give_back(asked)[1]
-        self.freed += [] if freed is None else [freed]
-
-    def ask(
-        self, kind: str, layer: int, blocks: Sequence[int], *, step: int = 1, described: bool = True
-    ) -> None:
-        """Return the part of a row that sees all blocks and writes to the last."""
-        homes = Homes(0)
-        homes.place(range(len(blocks)), 1, blocks)
-        position = len(blocks) * BLOCK_TOKENS - 1
-        _, part = split(
-            pack([Span(position, 1, list(range(len(blocks))))], BLOCK_TOKENS), homes, BLOCK_TOKENS
-        )
-        asked = Request(
-            step=step,
-            layer=layer,
-            grants=tuple(self.refs),
-            part=to_wire(part.spans) if described else None,
-            q_heads=HEADS if kind == ATTEND else 0,
-            indices=indices(0) if kind == FETCH else b"",
-        )
-        _, kv_heads, dim, _ = self.engine.pools[0][0].shape
-        sizes = {ATTEND: [4 * HEADS * dim] + [4 * kv_heads * dim] * 2, WRITE: [4 * kv_heads * dim] * 2}
-        receiver = self.creditor.receivers[kind]
-        reception = receiver(DEBTOR, request_encoder.encode(asked), sizes.get(kind, []))
-        fill(reception, 9.0)
-        reception.commit()
+@pytest.fixture
+def two(llama: Any) -> Iterator[Lender]:
+    with lender(llama, BLOCKS, lent=[[2, 5]]) as made:
+        yield made
 
 
 @pytest.mark.parametrize("kind", [ATTEND, WRITE, FETCH])
 @pytest.mark.parametrize("returned", [2, 5])
-def test_a_late_layer_does_not_write_to_a_returned_block(kind: str, returned: int, llama: Any) -> None:
+def test_a_late_layer_does_not_write_to_a_returned_block(kind: str, returned: int, two: Lender) -> None:
     """A layer of an earlier description wrote to a block that belonged to another debtor by then."""
-    world = World(llama, [2, 5])
-    world.ask(kind, 0, [2, 5])
-    world.give_back(1, returned)
-    assert [part.blocks for part in world.freed] == [(returned,)]
-    before = content(world.engine)
+    ask(two, kind, 0, [2, 5])
+    two.book.give_back(1, returned)
+    assert [part.blocks for part in two.book.freed] == [(returned,)]
+    before = content(two.engine)
     with pytest.raises(StaleEpoch, match="borrow again"):
-        world.ask(kind, 1, [2, 5], described=False)
-    assert is_equal(before, content(world.engine))
-    world.grants.check_integrity()
+        ask(two, kind, 1, [2, 5], described=False)
+    assert is_equal(before, content(two.engine))
+    two.book.give_back(1, 7 - returned)
+    assert [part.blocks for part in two.book.freed] == [(returned,), (7 - returned,)], "no user was left"
+    two.book.grants.check_integrity()
 
 
-def test_a_refused_layer_leaves_the_grant(llama: Any) -> None:
-    world = World(llama, [2, 5])
-    world.ask(WRITE, 0, [2, 5])
-    world.give_back(1, 5)
-    with pytest.raises(StaleEpoch):
-        world.ask(WRITE, 1, [2, 5], described=False)
-    world.give_back(1, 2)
-    assert [part.blocks for part in world.freed] == [(5,), (2,)]
+def test_blocks_are_looked_up_once_until_a_grant_changes(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lookups = 0
+    loans = LentGrants.loans
 
+    def count(*of: Any) -> Any:
+        nonlocal lookups
+        lookups += 1
+        return loans(*of)
 
-def test_blocks_are_looked_up_once_until_a_grant_changes(llama: Any) -> None:
-    world = World(llama, [2, 5, 6])
-    for layer in (0, 1, 0, 1):
-        world.ask(WRITE, layer, [2, 5], described=layer == 0 and not world.lent.lookups)
-    assert world.lent.lookups == 1
-    world.give_back(1, 6)
-    for layer in (0, 1):
-        world.ask(WRITE, layer, [2, 5], described=False)
-    assert world.lent.lookups == 2
-
-
-def test_a_lease_that_runs_out_in_the_middle_of_a_step_ends_it(llama: Any) -> None:
-    world = World(llama, [2, 5])
-    world.ask(WRITE, 0, [2, 5])
-    world.now_s = 4.6
-    with pytest.raises(StaleEpoch):
-        world.ask(WRITE, 1, [2, 5], described=False)
+    monkeypatch.setattr(LentGrants, "loans", count)
+    with lender(llama, BLOCKS, lent=[[2, 5, 6]]) as owner:
+        for layer in (0, 1, 0, 1):
+            ask(owner, WRITE, layer, [2, 5], described=layer == 0 and not lookups)
+        assert lookups == 1
+        owner.book.give_back(1, 6)
+        for layer in (0, 1):
+            ask(owner, WRITE, layer, [2, 5], described=False)
+        assert lookups == 2
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_only_blocks_lent_now_are_written(seed: int, llama: Any) -> None:
     """Grants, returns, ended leases, and layers of the last steps, in any order."""
-    dice = random.Random(seed)
-    world = World(llama)
+    with lender(llama, BLOCKS, lent=()) as owner:
+        lend_and_ask(owner, random.Random(seed))
+
+
+def lend_and_ask(owner: Lender, dice: random.Random) -> None:
+    world = owner.book
     free, held = list(range(BLOCKS)), dict[int, list[int]]()
     steps: dict[int, list[int]] = {}
     number = 0
@@ -345,32 +279,18 @@ def test_only_blocks_lent_now_are_written(seed: int, llama: Any) -> None:
         if event == "step" and lent:
             number += 1
             steps[number] = dice.sample(lent, dice.randint(1, len(lent)))
-            world.ask(WRITE, 0, steps[number], step=number)
+            ask(owner, WRITE, 0, steps[number], step=number)
         elif event == "layer" and steps:
             step = dice.choice(list(steps)[-4:])
-            before = content(world.engine)
+            before = content(owner.engine)
             if set(steps[step]) <= set(lent) and world.refs:
-                world.ask(WRITE, 1, steps[step], step=step, described=False)
-                before = content(world.engine)
+                ask(owner, WRITE, 1, steps[step], step=step, described=False)
+                before = content(owner.engine)
             else:
                 with pytest.raises(StaleEpoch):
-                    world.ask(WRITE, 1, steps[step], step=step, described=False)
-            assert is_equal(before, content(world.engine))
+                    ask(owner, WRITE, 1, steps[step], step=step, described=False)
+            assert is_equal(before, content(owner.engine))
         world.grants.check_integrity()
-        world.table.check_integrity()
-
-
-@contextmanager
-def listening(world: World) -> Iterator[PeerLink]:
-    desk = WorkerDesk(Peer("creditor", 1))
-    for kind, receiver in world.creditor.receivers.items():
-        desk.serve(kind, receiver)
-    listener = TcpTransport().listen(desk)
-    try:
-        ticket = desk.issue(DEBTOR, valid_for_s=5.0)
-        yield TcpTransport().dial(listener.address, DEBTOR, desk.own, ticket, deadline_s=5.0)
-    finally:
-        assert listener.close(5.0)
 
 
 @pytest.mark.parametrize("mode", [ShipMode.SHIP, ShipMode.FETCH])
@@ -381,11 +301,11 @@ def test_a_debtor_continues_while_it_returns_but_not_on_returned_blocks(
     prompt = [5, 9, 2, 7, 11, 3, 8, 6, 4, 12]
     point = SamplePoint(Sampling(seed=0, max_tokens=32, temperature=0.0), 0, 0, prompt)
     expected = make_engine(llama, 3).step([Row(prompt, 0, [0, 1, 2], point)])
-    world = World(llama, [2, 5, 6])
-    with listening(world) as link:
+    with lender(llama, BLOCKS, lent=[[2, 5, 6]]) as owner:
+        world = owner.book
         small = make_engine(llama, 1)
         debtor = connect(small, [], 0, choose=always(mode))
-        holder = debtor.add(link, [GrantRef(1, 1)])
+        holder = debtor.add(owner.dial(), [GRANT])
         debtor.homes.place([1, 2, 3], holder, [2, 5, 6])
         send, returns = debtor.send, [6]
 
@@ -402,10 +322,117 @@ def test_a_debtor_continues_while_it_returns_but_not_on_returned_blocks(
         returns.append(5)
         with pytest.raises(CreditorLost, match="borrow again"):
             small.step([row])
-            if (
-                mode is ShipMode.SHIP
-            ):  # Natively a step keeps its blocks to the end, and the next has not got them.
-                wait_until(lambda: len(world.freed) == 2)
-                small.step([row])
-        assert world.table.lent_row(KvTier.DEVICE, 5) is None
+            assert mode is ShipMode.SHIP, (
+                "natively a step keeps its blocks to the end; the next has not got them"
+            )
+            wait_until(lambda: len(world.freed) == 2)
+            small.step([row])
+        assert not world.grants.lent_under(KvTier.DEVICE, [1])[5]
         debtor.close()
+
+
+# --- grants, on the threads that serve links
+
+
+def test_only_the_debtor_enters_and_only_during_the_lease() -> None:
+    book = Book([[2, 5, 6]], BLOCKS)
+    assert book.lent.enter(DEBTOR, [GRANT]) == (GRANT,)
+    book.give_back(1, 5)
+    book.lent.leave([GRANT])
+    assert [freed.blocks for freed in book.freed] == [(5,)]
+    assert book.lent.enter(DEBTOR, [GRANT]) == (GrantRef(1, 2),), "what to compare with the next time"
+    book.lent.leave([GRANT])
+    assert not book.lent.enter(Peer(DEBTOR.worker_id, 2), [GRANT])
+    assert not book.lent.enter(Peer("other", DEBTOR.incarnation), [GRANT])
+    assert not book.lent.enter(DEBTOR, [GRANT, GrantRef(2, 1)])
+    book.now_s = 4.6
+    assert not book.lent.enter(DEBTOR, [GRANT])
+    (freed,) = book.grants.tick(4.6)
+    assert freed.blocks == (2, 6), "a refused call leaves no user"
+
+
+def test_loans_are_reported_while_links_free_blocks() -> None:
+    """A heartbeat iterated over a table that a link's thread changed, which stopped the worker."""
+    grants = Grants("creditor", 1, Terms(4096, 1e9, 0.5), 4096, lock=threading.RLock())
+    freed: list[Freed] = []
+    lent, debts = LentGrants(grants, freed.append, lambda: 0.0), Debts("creditor", 4096, 1)
+    telling, failures = threading.Event(), []
+
+    def serve_links() -> None:
+        try:
+            for number in range(300):
+                asked = borrow(DEBTOR.worker_id, incarnation=7, request=number, blocks=1500)
+                grant = grants.lend(asked, range(1500), 0.0).grant
+                assert grant is not None
+                ref = GrantRef(grant.grant_id, 1)
+                assert lent.enter(DEBTOR, [ref])
+                back = give_back(DEBTOR.worker_id, grant.grant_id, *grant.blocks, incarnation=7)
+                assert grants.give_back(back)[1] is None
+                lent.leave([ref])
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            telling.set()
+
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread = threading.Thread(target=serve_links)
+    try:
+        thread.start()
+        while not telling.is_set():
+            assert loans(debts, grants, {})["lent_blocks"] in (0, 1500)
+            grants.answer(borrow(DEBTOR.worker_id, incarnation=7, request=-1, blocks=1))
+            grants.renew(renew(DEBTOR.worker_id, 1, incarnation=7), 0.0)
+    finally:
+        sys.setswitchinterval(before_s)
+        thread.join()
+    assert not failures and sum(len(part.blocks) for part in freed) == 300 * 1500
+
+
+# --- parts on the wire
+
+
+def part() -> PackedSpans:
+    """Two sequences at creditor 1: a decode and a chunk that begins in the middle of a block."""
+    homes = Homes(4)
+    homes.place(range(4, 12), 1, range(8))
+    spans = [Span(9, 1, [0, 4, 5]), Span(6, 7, [6, 7, 1, 8])]
+    return split(pack(spans, 4), homes, 4)[1].spans
+
+
+@pytest.mark.parametrize("window_tokens", [0, 5])
+def test_a_part_survives_the_round_trip(window_tokens: int) -> None:
+    spans = replace(part(), window_tokens=window_tokens)
+    found = from_wire(to_wire(spans), 4)
+    for name in ("first_row", "first_position", "table_start", "key_end", "blocks", "slots"):
+        assert np.array_equal(getattr(found.spans, name), getattr(spans, name))
+    assert found.rows == len(spans.slots) and found.spans.window_tokens == window_tokens
+    assert np.array_equal(found.kept_slots, spans.slots[spans.slots >= 0])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"key_end": [10**6] * 4},
+        {"key_end": [-1] * 4},
+        {"table_start": [10**6] * 4},
+        {"table_start": [-5] * 4},
+        {"first_row": [0, 5, 3, 4, 6]},
+        {"first_row": [1, 2]},
+        {"first_position": [-3] * 4},
+        {"blocks": []},
+        {"slots": [4 * 99] * 8},
+        {"slots": []},
+        {"first_position": []},
+        {"window_tokens": -1},
+        {"window_tokens": 1 << 31},
+        {"blocks": b"abc"},
+    ],
+)
+def test_an_inconsistent_part_is_refused(changes: dict[str, Any]) -> None:
+    ((name, value),) = changes.items()
+    if isinstance(value, list):
+        value = np.array(value, dtype=getattr(part(), name).dtype).tobytes()
+    good = msgspec.structs.asdict(to_wire(part()))
+    with pytest.raises(InvalidMessage):
+        from_wire(PartWire(**(good | {name: value})), 4)

@@ -12,29 +12,36 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from bench.micro.distattention.creditor import creditor_processes
 from services.worker.engine.contract import Row
 from services.worker.engine.engine import TorchEngine
+from services.worker.engine.loading import describe
 from services.worker.engine.native.library import AttentionMode
 from services.worker.engine.remote import Partial
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.tiers.records import Records
 from services.worker.peers.attention.core.cost import ShipMode, choose_mode
 from services.worker.peers.attention.debtor import Chooser
+from services.worker.peers.attention.messages import ATTEND, FETCH, NATIVE, WRITE, Request
 from services.worker.peers.attention.shares import FetchedShare
-from services.worker.peers.transport.base import PeerLink
+from services.worker.peers.transport.link import Call, PeerLink
+from services.worker.pie.blocks import BlockPie
+from services.worker.pie.settings import PieSettings
 from shared.errors import CreditorLost
+from shared.messages.base import decode
 from shared.messages.lending import KvTier
 from shared.messages.sequence import Sampling
 from tests.patience import BUSY_S
-from tests.services.worker.conftest import VOCABULARY, ModelFactory
+from tests.services.worker.conftest import ARCHITECTURES, VOCABULARY, ModelFactory
 from tests.services.worker.engine.rig import Sequences
 from tests.services.worker.peers.attention.process import modules
 from tests.services.worker.peers.attention.rig import (
     BLOCK_TOKENS,
     DEBTOR,
     GRANT,
+    Lender,
     add_host,
     always,
     connect,
@@ -52,18 +59,11 @@ CHOOSERS: dict[str, Chooser] = {
 
 
 def generate(
-    engine: TorchEngine,
-    prompts: list[list[int]],
-    blocks: list[list[int]],
-    chunk: int,
-    count: int,
-    computed: int = 0,
+    engine: TorchEngine, prompts: list[list[int]], blocks: list[list[int]], chunk: int, count: int
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Return greedy answers and their log-probabilities, all prompts in one batch.
-
-    `computed`: number of tokens of each prompt whose KV is in the blocks already."""
+    """Return greedy answers and their log-probabilities, all prompts in one batch."""
     sequences = Sequences(engine, BlockPool(1, BLOCK_TOKENS), prompts, GREEDY)
-    sequences.blocks, sequences.computed = [list(each) for each in blocks], [computed] * len(prompts)
+    sequences.blocks = [list(each) for each in blocks]
     ends = [len(prompt) + count for prompt in prompts]
     while running := [at for at, end in enumerate(ends) if len(sequences.tokens[at]) < end]:
         sequences.step(running, chunk)
@@ -154,26 +154,9 @@ def test_text_is_the_same_with_blocks_in_both_tiers_of_a_creditor(
         random.Random(6).shuffle(ids)
         answers, _ = generate(small, [prompt], [ids], 9, count)
         assert owner.host is not None and all(bool(pool.any()) for pool in owner.host.pools[0])
-        assert (debtor.modes[ShipMode.FETCH] > 0) is (way != "ship")
-        assert (debtor.modes[ShipMode.SHIP] > 0) is (way != "fetch"), "the device attends in any case"
         homes = debtor.homes.locate(ids)[0].tolist()
         assert sorted(set(homes)) == [0, 1, 2]
     assert answers == expected
-
-
-def test_a_block_is_copied_home_from_host_memory(llama: Any) -> None:
-    with lender(llama, 2, host_blocks=4) as owner:
-        small = make_engine(llama, 3)
-        debtor = make_debtor(small, [owner], 2)
-        add_host(debtor, owner, [5, 6], blocks=[3, 1])
-        assert owner.host is not None
-        for layer, (k_pool, v_pool) in enumerate(owner.host.pools):
-            k_pool[1], v_pool[1] = layer + 1.0, layer + 2.0
-        debtor.bring_home([(6, 2), (5, 0)])
-        for layer, (k_pool, v_pool) in enumerate(small.pools):
-            assert k_pool[2].eq(layer + 1.0).all() and v_pool[2].eq(layer + 2.0).all()
-            assert not k_pool[0].any() and not k_pool[1].any()
-        debtor.close()
 
 
 @pytest.mark.parametrize(("creditors", "way"), [(1, "ship"), (3, "measured")])
@@ -270,34 +253,7 @@ def test_a_creditor_over_its_budget_gives_blocks_instead_of_time(llama: Any) -> 
         debtor = make_debtor(small, [stingy], len(blocks), choose=CHOOSERS["ship"])
         answers, _ = generate(small, [prompt], [blocks], 9, count)
         debtor.close()
-        assert stingy.creditor.budget.refusals > 0
-        assert stingy.creditor.budget.lent_s == 1.0
-    assert answers == expected
-
-
-def test_blocks_that_no_grant_covers_are_refused(llama: Any) -> None:
-    with lender(llama, 8) as owner:
-        owner.book.grant(DEBTOR.worker_id, GRANT, range(2))
-        small = make_engine(llama, 2)
-        debtor = make_debtor(small, [owner], 8)
-        with pytest.raises(CreditorLost, match="none of these grants"):
-            small.step([Row(_long(15, 20), 0, [0, 1, 2, 3, 4, 5, 6], None)])
-        debtor.close()
-
-
-def test_whole_blocks_are_brought_home(llama: Any) -> None:
-    prompt, count = _long(16, 40), 6
-    expected, home = alone(llama, prompt, count)
-    needed = len(home)
-    with lender(llama, 10) as one, lender(llama, 10) as other:
-        engine = make_engine(llama, needed)
-        debtor = make_debtor(engine, [one, other], 10)
-        theirs = [*range(needed, needed + 9), *range(needed + 10, needed + 13)]
-        generate(engine, [prompt[:36]], [theirs], 9, 1)
-        debtor.bring_home(list(zip(theirs[:9], home, strict=False)))
-        debtor.homes.forget(theirs[:9])
-        answers, _ = generate(engine, [prompt], [home], 9, count, computed=36)
-        debtor.close()
+        assert stingy.creditor.budget._saved_s < -0.89, "no time was lent"
     assert answers == expected
 
 
@@ -309,12 +265,13 @@ def test_blocks_are_read_between_the_layers_of_a_step(llama: Any, monkeypatch: p
         small = make_engine(llama, 4)
         debtor = make_debtor(small, [owner], len(blocks), choose=CHOOSERS["fetch"])
         reader = debtor.reader(owner.dial(), KvTier.DEVICE)
+        reader.grants = (GRANT,)
         some = np.arange(2 * debtor.staging_blocks, dtype=np.int32)
         rows = np.zeros((len(some), Records(small.pools).record_bytes), dtype=np.uint8)
         collect = FetchedShare.collect
 
         def collect_and_read(self: FetchedShare, layer: int) -> Iterator[Partial]:
-            reader.read([GRANT], some, rows)
+            debtor.fetch(reader, some, rows)
             return collect(self, layer)
 
         monkeypatch.setattr(FetchedShare, "collect", collect_and_read)
@@ -322,3 +279,125 @@ def test_blocks_are_read_between_the_layers_of_a_step(llama: Any, monkeypatch: p
         reader.link.close()
         debtor.close()
     assert answers == expected and rows.any(axis=1).all()
+
+
+# --- one message per creditor and layer for the whole batch, described once
+
+LAYERS = 2
+
+
+class Noted:
+    """Records the requests over a link."""
+
+    def __init__(self, owner: Lender, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.link = owner.dial()
+        self.kinds: list[str] = []
+        self.described: list[bool] = []
+        begin = self.link.begin
+
+        def note(kind: str, header: bytes = b"", *given: Any, **how: Any) -> Call:
+            self.kinds.append(kind)
+            self.described.append(decode(header, Request).part is not None)
+            return begin(kind, header, *given, **how)
+
+        monkeypatch.setattr(self.link, "begin", note)
+
+
+def rows(counts: list[tuple[int, int]]) -> list[Row]:
+    """Return a batch of (first position, count), each in five of the lender's blocks."""
+    return [
+        Row([7 % VOCABULARY] * count, first, list(range(4 + 5 * at, 9 + 5 * at)), None)
+        for at, (first, count) in enumerate(counts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "attention", "first", "later"),
+    [
+        (ShipMode.SHIP, "native", [NATIVE], []),
+        (ShipMode.SHIP, "torch", [ATTEND] * LAYERS, [ATTEND] * LAYERS),
+        (ShipMode.FETCH, "native", [WRITE] * LAYERS, [FETCH] * LAYERS + [WRITE]),
+    ],
+)
+def test_a_batch_takes_one_message_per_layer(
+    mode: ShipMode,
+    attention: AttentionMode,
+    first: list[str],
+    later: list[str],
+    llama: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with lender(llama, 20) as owner:
+        engine, noted = make_engine(llama, 4, attention), Noted(owner, monkeypatch)
+        debtor = connect(engine, [noted.link], 20, choose=always(mode), staging_blocks=20)
+        engine.step(rows([(0, 9), (0, 17), (0, 5)]))
+        assert noted.kinds == first
+        assert noted.described == [first != [NATIVE]] + [False] * (len(first) - 1)
+        noted.kinds.clear()
+        engine.step(rows([(9, 1), (17, 1), (5, 1)]))
+        assert noted.kinds == later
+        debtor.close()
+
+
+def test_a_long_context_is_fetched_in_segments_that_fit_the_staging(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lender(llama, 5) as owner:
+        engine, noted = make_engine(llama, 4), Noted(owner, monkeypatch)
+        debtor = connect(engine, [noted.link], 5, choose=always(ShipMode.FETCH), staging_blocks=2)
+        engine.step(rows([(0, 17)]))
+        noted.kinds.clear()
+        engine.step(rows([(17, 1)]))
+        assert noted.kinds == [FETCH, FETCH, FETCH] * LAYERS + [WRITE]
+        debtor.close()
+
+
+# --- own blocks on the host by Pie, and borrowed ones at a creditor
+
+DEVICE_BLOCKS, OWN_BLOCKS, BORROWED_BLOCKS = 12, 18, 9
+"""A third of the own blocks in use are on the host."""
+
+
+def six_layers(architecture: str) -> Any:
+    class_name, settings = ARCHITECTURES[architecture]
+    model_class = getattr(transformers, class_name)
+    torch.manual_seed(7)
+    return model_class(model_class.config_class(**settings | {"num_hidden_layers": 6})).eval()
+
+
+@pytest.mark.parametrize("mode", [ShipMode.SHIP, ShipMode.FETCH])
+@pytest.mark.parametrize(
+    ("architecture", "attention"),
+    [
+        ("llama", "native"),
+        ("llama", "torch"),
+        ("mistral_window", "native"),
+        ("mistral_window", "torch"),
+        ("gemma2", "native"),
+    ],
+)
+def test_the_text_beside_pie_equals_that_of_one_big_engine(
+    architecture: str, attention: AttentionMode, mode: ShipMode
+) -> None:
+    dice, count, blocks = random.Random(7), 12, OWN_BLOCKS + BORROWED_BLOCKS
+    prompt, model = _long(7, blocks * BLOCK_TOKENS - count), six_layers(architecture)
+    expected, _ = generate(make_engine(model, blocks), [prompt], [list(range(blocks))], 9, count)
+    with lender(model, BORROWED_BLOCKS) as owner, ExitStack() as stack:
+        pie = PieSettings(enabled=True, expansion="fixed", fifo_layers=5, notice_s=0.0)
+        small = TorchEngine(
+            describe(six_layers(architecture)),
+            kv_blocks=DEVICE_BLOCKS,
+            block_tokens=BLOCK_TOKENS,
+            pie=pie,
+            attention=attention,
+        )
+        assert isinstance(small.pie, BlockPie)
+        stack.callback(small.pie.close)
+        debtor = make_debtor(small, [owner], BORROWED_BLOCKS, choose=always(mode))
+        stack.callback(debtor.close)
+        ids = list(small.make_pool().allocate(OWN_BLOCKS))
+        ids += range(small.own_ids, small.own_ids + BORROWED_BLOCKS)
+        dice.shuffle(ids)
+        answers, _ = generate(small, [prompt], [ids], 9, count)
+        assert not small.pie.kv.residency.is_plain
+    assert answers == expected

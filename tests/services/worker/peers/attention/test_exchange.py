@@ -4,7 +4,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +19,23 @@ from services.worker.peers.attention import exchange
 from services.worker.peers.attention.core.cost import ShipMode
 from services.worker.peers.attention.exchange import Asker, serve
 from services.worker.peers.attention.memory import LentMemory, device_memory
-from services.worker.peers.attention.messages import ATTEND, NATIVE
+from services.worker.peers.attention.messages import NATIVE
 from services.worker.peers.attention.seals import NativeSeals
 from services.worker.peers.transport.pipe import Pipe
 from shared.errors import DeadlineExceeded, InvalidMessage, KvasirError, PeerLost, StaleEpoch
 from tests.patience import PATIENCE_S, wait_until
-from tests.services.worker.peers.attention.rig import BLOCK_TOKENS, always, connect, lender, make_engine
+from tests.services.worker.peers.attention.rig import (
+    BLOCK_TOKENS,
+    DIM,
+    HEADS,
+    KV_HEADS,
+    always,
+    connect,
+    lender,
+    make_engine,
+)
 
-LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 16
+LAYERS = 2
 BLOCKS = 8
 SHAPE = Shape(0.25)
 
@@ -214,7 +223,13 @@ def test_native_steps_use_the_creditors_interpreter_once(llama: Any, monkeypatch
         engine = make_engine(llama, 1)
         debtor = connect(engine, [owner.dial()], BLOCKS, choose=always(ShipMode.SHIP))
         asked: list[str] = []
-        monkeypatch.setattr(owner.desk, "receiver", noting(asked, owner.desk.receiver))
+        real = owner.desk.receiver
+
+        def receiver(kind: str) -> Any:
+            asked.append(kind)
+            return real(kind)
+
+        monkeypatch.setattr(owner.desk, "receiver", receiver)
         attention = engine.attention
         for first in range(4):
             attention.begin([Span(first, 1, [2, 3])], 1)
@@ -223,28 +238,3 @@ def test_native_steps_use_the_creditors_interpreter_once(llama: Any, monkeypatch
             attention.end()
         assert asked == [NATIVE]
         debtor.close()
-
-
-def test_an_older_creditor_gets_messages(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with lender(llama, BLOCKS) as owner:
-        engine = make_engine(llama, 1)
-        debtor = connect(engine, [owner.dial()], BLOCKS, choose=always(ShipMode.SHIP))
-        asked: list[str] = []
-        del owner.desk._receivers[NATIVE]
-        monkeypatch.setattr(owner.desk, "receiver", noting(asked, owner.desk.receiver))
-        attention = engine.attention
-        for first in range(2):
-            attention.begin([Span(first, 1, [2, 3])], 1)
-            for layer in range(LAYERS):
-                attention.attend(layer, *rows(1, first), SHAPE)
-            attention.end()
-        assert asked == [NATIVE, *[ATTEND] * 2 * LAYERS]
-        debtor.close()
-
-
-def noting(asked: list[str], real: Callable[[str], Any]) -> Callable[[str], Any]:
-    def receiver(kind: str) -> Any:
-        asked.append(kind)
-        return real(kind)
-
-    return receiver

@@ -6,19 +6,16 @@ from typing import Any
 import pytest
 
 from services.worker.engine.engine import TorchEngine
+from services.worker.engine.partition import Homes, split
+from services.worker.engine.spans import Span, pack
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.borrowed_pool import ExtendedPool
 from services.worker.peers.attention.borrower import Homecoming, Pair
 from services.worker.peers.attention.debtor import Debtor
+from services.worker.peers.attention.interfaces import WriteWatch
 from shared.errors import CreditorLost
 from tests.services.worker.engine.rig import GREEDY, Sequences
-from tests.services.worker.peers.attention.rig import (
-    BLOCK_TOKENS,
-    Lender,
-    lender,
-    make_debtor,
-    make_engine,
-)
+from tests.services.worker.peers.attention.rig import BLOCK_TOKENS, Lender, lender, make_debtor, make_engine
 
 HOME_BLOCKS, THERE = 5, 6
 PROMPT = [5, 9, 2, 7, 11, 3, 8, 6, 4, 12]
@@ -178,3 +175,16 @@ def test_a_dead_creditor_does_not_pin_blocks_of_another(llama: Any) -> None:
         assert sorted(pool.retire(9)) == there[:2], "free, so that they can be returned"
         assert pool.own.free_blocks == HOME_BLOCKS and forgotten == []
         debtor.close()
+
+
+def test_a_write_invalidates_the_copy_of_a_block() -> None:
+    homes = Homes(2)
+    homes.place([10, 11, 12], 1, [5, 6, 7])
+    watch = WriteWatch(BLOCK_TOKENS)
+    watch.restart({(1, 8): 2})
+    watch.restart({(1, 5): 0, (1, 6): 1})
+    assert watch.is_copy((1, 5), 0) and not watch.is_copy((1, 5), 1) and not watch.is_copy((1, 8), 2)
+    parts = split(pack([Span(5, 1, [10, 11]), Span(0, 4, [12])], BLOCK_TOKENS), homes, BLOCK_TOKENS)
+    watch.on_step(parts)
+    assert watch.is_copy((1, 5), 0), "it was only read"
+    assert not watch.is_copy((1, 6), 1), "position 5 is in it"

@@ -104,19 +104,14 @@ def test_neighbours_are_the_latest_incarnations_heard_lately() -> None:
     assert not neighbours.hear(worker_report("w0"), 0.0)
     assert not neighbours.hear(worker_report("w1", incarnation=1, host="a", model="m"), 0.0)
     assert not neighbours.hear(worker_report("w2", incarnation=1), 3.0)
-    assert set(neighbours) == {"w1", "w2"} and neighbours["w1"].host == "a"
+    assert set(neighbours.known) == {"w1", "w2"} and neighbours.known["w1"].host == "a"
     assert neighbours.hear(worker_report("w1", incarnation=2, host="b"), 3.0), "measured with another life"
-    assert not neighbours.hear(worker_report("w1", incarnation=1, host="a"), 4.0), (
-        "it was frozen, and woke up"
-    )
-    assert (neighbours["w1"].incarnation, neighbours["w1"].host) == (2, "b")
+    assert not neighbours.hear(worker_report("w1", incarnation=1), 4.0), "it was frozen, and woke up"
+    assert (neighbours.known["w1"].incarnation, neighbours.known["w1"].host) == (2, "b")
     assert neighbours.silent(8.0) == []
     assert neighbours.hear(worker_report("w2", incarnation=1), 8.1) is False
     assert neighbours.silent(8.2) == ["w1"]
-    assert "w1" not in neighbours and set(neighbours) == {"w2"}
-
-
-def test_lendable_tokens_count_workers_of_the_same_model() -> None:
+    assert set(neighbours.known) == {"w2"}
     neighbours = Neighbours("w0")
     for name, most_lent, model in (("w1", 20, "m"), ("w2", 30, "m"), ("w3", 9, "other"), ("w0", 40, "m")):
         neighbours.hear(worker_report(name, model=model, most_lent_blocks=most_lent), 0.0)

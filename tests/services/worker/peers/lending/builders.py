@@ -1,14 +1,31 @@
-"""Builders of messages for tests of lending."""
+"""Builders for tests of lending: messages, a door without a thread, and a worker that lends."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any, cast
 
+import msgspec
+
+from services.worker.core.steps import StepCore
+from services.worker.door import Door
 from services.worker.kv.core.block_pool import BlockPool
-from services.worker.peers.lending.core.lendable_memory import lend
+from services.worker.peers.core.neighbours import Neighbours
+from services.worker.peers.lending.debtor import Owner
+from services.worker.peers.lending.service import Lending
+from services.worker.peers.settings import LendingConfig
+from shared import subjects
+from shared.bus import Bus
+from shared.clock import monotonic_s
 from shared.messages.lending import BorrowBlocks, Grant, HeldGrant, KvTier, RenewLeases, ReturnBlocks
+from shared.messages.reports import Capacity
+from tests.shared.messages.builders import worker_report
 
 KV = b"fingerprint"
 """Fingerprint of all KV in these tests."""
+BLOCKS = 20
+"""Of a worker."""
 
 
 def borrow(
@@ -20,6 +37,7 @@ def borrow(
     least: int = 1,
     tier: KvTier = KvTier.DEVICE,
     fingerprint: bytes = KV,
+    for_cache: bool = False,
 ) -> BorrowBlocks:
     return BorrowBlocks(
         debtor_id=debtor,
@@ -29,32 +47,25 @@ def borrow(
         least_blocks=least,
         tier=tier,
         fingerprint=fingerprint,
+        for_cache=for_cache,
     )
 
 
 def grant(
-    creditor: str = "c",
-    *blocks: int,
-    grant_id: int = 1,
-    generation: int = 1,
-    incarnation: int = 1,
-    lease_s: float = 4.0,
-    tier: KvTier = KvTier.DEVICE,
+    creditor: str = "c", *blocks: int, grant_id: int = 1, lease_s: float = 4.0, tier: KvTier = KvTier.DEVICE
 ) -> Grant:
     return Grant(
         creditor_id=creditor,
-        creditor_incarnation=incarnation,
+        creditor_incarnation=1,
         grant_id=grant_id,
-        generation=generation,
+        generation=1,
         tier=tier,
-        blocks=blocks or (7, 8, 9),
+        blocks=blocks,
         lease_s=lease_s,
     )
 
 
-def renew(
-    debtor: str = "d", *grants: int, incarnation: int = 1, creditor_incarnation: int = 1
-) -> RenewLeases:
+def renew(debtor: str, *grants: int, incarnation: int = 1, creditor_incarnation: int = 1) -> RenewLeases:
     return RenewLeases(
         debtor_id=debtor,
         debtor_incarnation=incarnation,
@@ -63,29 +74,69 @@ def renew(
     )
 
 
-def give_back(
-    debtor: str, grant_id: int, *blocks: int, incarnation: int = 1, creditor_incarnation: int = 1
-) -> ReturnBlocks:
+def give_back(debtor: str, grant_id: int, *blocks: int, incarnation: int = 1) -> ReturnBlocks:
     return ReturnBlocks(
         debtor_id=debtor,
         debtor_incarnation=incarnation,
-        creditor_incarnation=creditor_incarnation,
+        creditor_incarnation=1,
         grant_id=grant_id,
         blocks=blocks,
     )
 
 
-@dataclass
-class PlainVault:
-    """A pool on the loop's own thread."""
-
-    pool: BlockPool = field(default_factory=lambda: BlockPool(BLOCKS, 16))
-
-    async def lend(self, most_blocks: int, least_blocks: int, keep_blocks: int) -> list[int]:
-        return lend(self.pool, most_blocks, least_blocks, keep_blocks)
-
-    async def readmit(self, blocks: Sequence[int]) -> None:
-        self.pool.readmit(blocks)
+class _AtOnce(SimpleQueue[Callable[[], None] | None]):
+    def put(self, item: Callable[[], None] | None, *_: Any, **__: Any) -> None:
+        if item is not None:
+            item()
 
 
-BLOCKS = 20
+def open_door() -> Door:
+    """A door that runs every call at once, on the caller's thread."""
+    door = Door(cast(StepCore, None), monotonic_s, lambda _: None)
+    door._waiting = _AtOnce()
+    return door
+
+
+class LendingWorker:
+    """A worker's lending with heartbeats, on a bus of its own."""
+
+    def __init__(
+        self, bus: Bus, config: LendingConfig, *, host_blocks: int = 0, fingerprint: bytes = KV
+    ) -> None:
+        self.bus, self.fingerprint = bus, fingerprint
+        self.pool = BlockPool(BLOCKS, 16)
+        owner = Owner(bus.instance, bus.incarnation, BLOCKS, BLOCKS, 16, fingerprint, host_blocks=host_blocks)
+        parts = open_door(), self.pool, Neighbours(bus.instance), itertools.count(1), monotonic_s
+        self.lending = Lending(bus, config, owner, *parts)
+        self.debts, self.grants = self.lending.debts, self.lending.grants
+        self._tasks: Sequence[asyncio.Task[None]] = ()
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self.lending.serve()), asyncio.create_task(self._beat())]
+
+    async def _beat(self) -> None:
+        for seq in itertools.count(1):
+            free, total = self.pool.free_blocks, self.pool.total_blocks
+            capacity = Capacity(total_blocks=total, free_blocks=free, lent_blocks=self.pool.withdrawn_blocks)
+            name = self.bus.instance
+            report = worker_report(
+                name,
+                incarnation=self.bus.incarnation,
+                seq=seq,
+                capacity=capacity,
+                fingerprint=self.fingerprint,
+            )
+            told = msgspec.structs.replace(report, **self.lending.section(capacity))
+            await self.bus.publish(subjects.worker_reported(name), told)
+            await asyncio.sleep(0.05)
+
+    async def stop(self) -> None:
+        """Stop heartbeats and handlers."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def check(self) -> None:
+        self.grants.check_integrity()
+        self.debts.check_integrity()

@@ -2,18 +2,19 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.peers.lending.core.debts import Debts, Repayment
 from services.worker.peers.lending.core.grants import Grants, Terms
-from services.worker.peers.lending.core.repayment import CreditorPressure
-from services.worker.peers.lending.core.table import BlockState, GrantKey, RBlockTable
+from services.worker.peers.lending.core.watermarks import CreditorPressure
 from services.worker.peers.lending.recalls import Recalls
+from services.worker.peers.lending.stock import Stock
 from shared.errors import CreditorLost
-from shared.messages.lending import BlocksReturned, Grant, Settle, SettlePhase
-from tests.services.worker.peers.lending.builders import PlainVault, borrow, grant
+from shared.messages.lending import BlocksReturned, KvTier, Settle, SettlePhase
+from tests.services.worker.peers.lending.builders import borrow, grant, open_door
 
 OWN = 10
 
@@ -29,18 +30,6 @@ class Engine:
         self.is_creditor_dead = False
         self.gate = asyncio.Event()
         self.gate.set()
-
-    async def admit(self, grant: Grant, logical: Sequence[int]) -> bool:
-        return True
-
-    def rename(self, grant: GrantKey, generation: int) -> None:
-        return
-
-    def lose(self, logical: Sequence[int]) -> None:
-        return
-
-    async def retire(self, most_blocks: int, *, cached: bool = True) -> list[int]:
-        return []
 
     async def set_apart(self, logical: Sequence[int], most_blocks: int) -> list[int]:
         chosen = list(logical)[:most_blocks]
@@ -68,26 +57,24 @@ class Engine:
 class World:
     """A worker that owes `c` four blocks and is owed three by `d`."""
 
-    def __init__(self, bounce: int = 2) -> None:
+    def __init__(self) -> None:
         self.now_s = 0.0
-        self.table = RBlockTable("w", OWN)
-        self.grants, self.debts = Grants(self.table, 1, Terms(most_blocks=5)), Debts(self.table, 1)
-        self.memory, self.engine = PlainVault(BlockPool(OWN, 16)), Engine()
-        taken = self.memory.pool.allocate(3)
-        self.memory.pool.withdraw(taken)
+        self.grants, self.debts = Grants("w", 1, Terms(most_blocks=5), OWN), Debts("w", OWN, 1)
+        self.pool, self.engine = BlockPool(OWN, 16), Engine()
+        self.stock = Stock(open_door(), self.pool, 0, 0)
+        taken = self.pool.withdraw(self.pool.allocate(3))
         self.grants.lend(borrow("d", blocks=3), taken, 0.0)
         self.there = self.debts.on_granted(grant("c", 20, 21, 22, 23, lease_s=99.0), 0.0)
         self.debts.use(self.there)
         self.repaid: list[Repayment] = []
-        self.confirms = True
-        parts = self.table, self.debts, self.grants
-        self.recalls = Recalls(parts, self.engine, self.memory, bounce, self.repay, lambda: self.now_s)
+        borrower: Any = self.engine
+        parts = self.debts, self.grants, borrower, self.stock, 2, self.repay
+        self.recalls = Recalls(*parts, lambda: self.now_s)
 
     async def repay(self, repayment: Repayment) -> bool:
         self.repaid.append(repayment)
-        if self.confirms:
-            self.debts.on_returned(repayment, BlocksReturned(generation=2))
-        return self.confirms
+        self.debts.on_returned(repayment, BlocksReturned(generation=2))
+        return True
 
     async def ask(self, phase: SettlePhase, blocks: int = 2, round: int = 0) -> int:
         step = Settle(settlement="s", phase=phase, round=round, blocks=blocks, creditor_id="c", debtor_id="d")
@@ -108,14 +95,14 @@ class World:
 async def test_blocks_that_become_spare_during_a_loan_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two own blocks stayed withdrawn, and a sequence too long for the rest waited forever."""
     world = World()
-    lend = world.memory.lend
+    lend = world.stock.lend
 
     async def lend_late(most_blocks: int, least_blocks: int, keep_blocks: int) -> list[int]:
         assert world.recalls.take_spare() == [], "what was spare goes back"
         world.recalls._spare += [17]  # as a swap does that ends meanwhile
         return await lend(most_blocks, least_blocks, keep_blocks)
 
-    monkeypatch.setattr(world.memory, "lend", lend_late)
+    monkeypatch.setattr(world.stock, "lend", lend_late)
     await world.recalls.tick()
     assert (world.bounce(), world.recalls.take_spare()) == (2, [17])
 
@@ -125,7 +112,7 @@ async def test_a_settlement_from_end_to_end() -> None:
     assert await world.ask(SettlePhase.FREEZE) == 0, "nothing to copy into yet"
     assert world.engine.apart == set(), "and nothing stays apart"
     await world.recalls.tick()
-    assert (world.bounce(), world.memory.pool.withdrawn_blocks) == (2, 5)
+    assert (world.bounce(), world.pool.withdrawn_blocks) == (2, 5)
     assert await world.ask(SettlePhase.FREEZE, 3) == 3
     assert world.engine.apart == set(world.there[:3]) and world.is_settling()
     assert await world.ask(SettlePhase.COPY) == 2
@@ -183,24 +170,15 @@ async def test_a_creditor_that_dies_before_the_commit_loses_no_own_block() -> No
     assert world.bounce() == 2 and not world.recalls.is_swapping and not world.repaid
 
 
-async def test_an_unconfirmed_return_fails_the_settlement() -> None:
-    world = World()
-    await world.freeze()
-    await world.ask(SettlePhase.COPY)
-    world.confirms = False
-    with pytest.raises(CreditorLost, match="confirmed"):
-        await world.ask(SettlePhase.COMMIT)
-    assert len(world.table.in_state(BlockState.RETURNING)) == 2
-
-
 async def test_a_settlement_without_messages_times_out() -> None:
     world = World()
     await world.freeze()
     assert world.engine.apart
+    assert not world.recalls.may_recall()
     world.now_s = 5.1
     await world.recalls.tick()
     assert not world.engine.apart and not world.is_settling()
-    assert len(world.table.used_at("c")) == 4
+    assert len(world.debts.used_at("c", KvTier.DEVICE)) == 4
 
 
 async def test_a_recall_brings_used_blocks_home() -> None:
@@ -213,13 +191,7 @@ async def test_a_recall_brings_used_blocks_home() -> None:
     await world.recalls.recall({"b": CreditorPressure(short_blocks=1)}, free_blocks=7, keep_blocks=5)
     assert [one.message.blocks for one in world.repaid] == [(21, 22)]
     assert (world.recalls.recalled_blocks, world.debts.borrowed_blocks) == (2, 8), "b waits"
-    assert len(world.table.used_at("c")) == 2, "the rest is as it was"
+    assert len(world.debts.used_at("c", KvTier.DEVICE)) == 2, "the rest is as it was"
     await world.recalls.recall({}, free_blocks=5, keep_blocks=5)
-    assert len(world.table.used_at("c")) == 2 and world.recalls.may_recall()
+    assert len(world.debts.used_at("c", KvTier.DEVICE)) == 2 and world.recalls.may_recall()
     world.debts.check_integrity()
-
-
-async def test_no_recall_during_a_settlement() -> None:
-    world = World()
-    await world.freeze()
-    assert not world.recalls.may_recall()

@@ -9,18 +9,27 @@ from typing import cast
 from services.worker.core.steps import StepCore
 from services.worker.door import Door
 from services.worker.kv.core.settings import PrefixCacheConfig
-from services.worker.kv.tiers.records import Records
-from services.worker.peers.engine_calls import CacheDoor
-from services.worker.peers.migration.settings import TransferConfig
+from services.worker.kv.store import KvStore
 from services.worker.peers.migration.source import BlockSource
 from services.worker.peers.migration.target import Target
-from services.worker.peers.registry import Registry
-from services.worker.peers.transport.base import Peer, PeerLink
-from services.worker.peers.transport.plane import PeerAddress, Plane
+from services.worker.peers.settings import TransferConfig
+from services.worker.peers.transport.base import Peer
+from services.worker.peers.transport.plane import Plane
 from services.worker.peers.transport.tcp import TcpTransport
-from tests.services.worker.prefix_rig import BLOCK_TOKENS, PrefixRig, make_engine
+from shared.messages.moves import PullBlocks
+from shared.messages.sequence import pack_tokens
+from tests.services.worker.peers.rig import Dialler
+from tests.services.worker.prefix_rig import PrefixRig, make_engine
 
 LONGEST_S = 10.0
+PROMPT = [3, 5, 7, 9, 11, 2, 4, 6, 8, 10, 12, 14, 16, 18, 1, 2, 3, 4, 5]
+
+
+def order(
+    tokens: list[int] = PROMPT, *, incarnation: int = 1, source: str = "giver", is_shadow: bool = False
+) -> PullBlocks:
+    packed = pack_tokens(tokens)
+    return PullBlocks(source=source, source_incarnation=incarnation, tokens=packed, is_shadow=is_shadow)
 
 
 class EngineDoor(Door):
@@ -55,27 +64,12 @@ class EngineDoor(Door):
             self.run_waiting(0.02)
 
 
-class Dialler:
-    """Replaces a `Registry`: gets tickets directly from the other's desk."""
-
-    def __init__(self, plane: Plane, others: dict[str, Plane]) -> None:
-        self.plane, self.others, self.rates = plane, others, plane.choice.rates
-
-    async def dial(self, worker_id: str, incarnation: int) -> PeerLink:
-        other = self.others[worker_id]
-
-        async def issue() -> bytes:
-            return other.desk.issue(self.plane.own, valid_for_s=5.0)
-
-        to = PeerAddress(Peer(worker_id, incarnation), "here", other.addresses)
-        return await self.plane.connect(to, issue, deadline_s=2.0)
-
-
 @dataclass
 class Side:
     """One worker."""
 
     rig: PrefixRig
+    store: KvStore
     source: BlockSource
     target: Target
     plane: Plane
@@ -83,10 +77,8 @@ class Side:
 
     def integrity(self) -> None:
         self.door.end_long_step()
-        assert self.rig.store is not None
-        self.rig.store.cache.check_integrity(
-            [block for held in self.rig.table._held.values() for block in held.blocks]
-        )
+        held = [block for held in self.rig.table._held.values() for block in held.blocks]
+        self.store.cache.check_integrity(held)
 
 
 _SMALL = TransferConfig(batch_blocks=2)
@@ -94,50 +86,29 @@ _DEVICE_ONLY = PrefixCacheConfig(host_mb=0)
 
 
 @contextmanager
-def pair(
-    config: TransferConfig = _SMALL, cached: PrefixCacheConfig = _DEVICE_ONLY
-) -> Iterator[tuple[Side, Side]]:
-    """`giver` and `taker`, of the same model."""
-    with workers("giver", "taker", config=config, cached=cached) as (giver, taker):
-        yield giver, taker
-
-
-@contextmanager
 def workers(
     *names: str, config: TransferConfig = _SMALL, cached: PrefixCacheConfig = _DEVICE_ONLY
 ) -> Iterator[list[Side]]:
-    """Of the same model."""
-    planes = {name: Plane(Peer(name, 1), "here", [TcpTransport()]) for name in names}
+    """Workers of the same model; by default `giver` and `taker`. Checks them at the end."""
+    planes = {name: Plane(Peer(name, 1), "here", [TcpTransport()]) for name in names or ("giver", "taker")}
     sides: list[Side] = []
     for plane in planes.values():
         rig = PrefixRig(make_engine(), cached)
-        store = rig.store
+        store, door, engine = rig.store, EngineDoor(), rig.engine
         assert store is not None
         plane.open()
-        door = EngineDoor()
-        cache = CacheDoor(door, store.cache)
-        records = Records(rig.engine.pools)
-        source = BlockSource(cache, store.transfers, records, store.fingerprint)
+        source = BlockSource(door, store, engine.records())
         for kind, receiver in source.receivers.items():
             plane.desk.serve(kind, receiver)
-        dialler = cast(Registry, Dialler(plane, planes))
-        target = Target(
-            dialler,
-            cache,
-            store.transfers,
-            records,
-            store.fingerprint,
-            BLOCK_TOKENS,
-            config,
-            host=store.host,
-        )
-        sides.append(Side(rig, source, target, plane, door))
+        target = Target(Dialler(plane, planes).registry, door, store, engine, config)
+        sides.append(Side(rig, store, source, target, plane, door))
     try:
         yield sides
+        for side in sides:
+            side.integrity()
     finally:
         for side in sides:
             side.target.close()
             side.plane.close()
             side.door.close()
-            assert side.rig.store is not None
-            side.rig.store.close(5.0)
+            side.store.close(5.0)

@@ -1,16 +1,12 @@
 """Two workers on a real nats-server: one fetches blocks of the other, which measures the link."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from services.worker.assembly import make_engine
 from services.worker.config import WorkerConfig
-from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.core.settings import PrefixCacheConfig
-from services.worker.peers.engine_calls import CacheDoor
+from services.worker.peers.migration.shelves import DeviceShelf
 from services.worker.service import Worker
 from shared import subjects
 from shared.blocks import chain, root
@@ -20,7 +16,7 @@ from shared.messages.plans import BatchPlan, PrefillChunk
 from shared.messages.reports import GatewayReported, WorkerReported
 from shared.messages.sequence import pack_tokens
 from tests.conftest import ConnectBus
-from tests.services.worker.peers.migration.rig import LONGEST_S, EngineDoor
+from tests.services.worker.peers.migration.rig import EngineDoor
 from tests.services.worker.prefix_rig import BLOCK_TOKENS, DEVICE_BLOCKS, PrefixRig
 from tests.services.worker.prefix_rig import make_engine as make_prefix_engine
 from tests.shared.messages.builders import ref, spec
@@ -82,39 +78,19 @@ async def test_blocks_are_fetched_and_the_link_is_measured(
 NAMES = chain(root(b"f"), pack_tokens(range(8 * BLOCK_TOKENS)), BLOCK_TOKENS)
 
 
-@pytest.fixture
-def cache() -> Iterator[PrefixCache]:
-    rig = PrefixRig(make_prefix_engine(), PrefixCacheConfig(host_mb=0))
+async def test_blocks_are_published_after_they_arrived_and_as_much_room_stays_free() -> None:
+    rig, door = PrefixRig(make_prefix_engine(), PrefixCacheConfig(host_mb=0)), EngineDoor()
     assert rig.store is not None
-    yield rig.store.cache
-    rig.store.close(5.0)
-
-
-@pytest.fixture
-def door() -> Iterator[EngineDoor]:
-    made = EngineDoor()
-    yield made
-    made.close()
-
-
-async def test_blocks_are_published_after_they_arrived(cache: PrefixCache, door: EngineDoor) -> None:
-    ledge = CacheDoor(door, cache)
-    blocks = await ledge.make_room(4)
-    assert await asyncio.wrap_future(ledge.take_in(blocks, NAMES[:3], None)) == 3, "the fourth did not arrive"
-    assert await asyncio.wrap_future(ledge.known_blocks(NAMES)) == 3
+    cache, shelf = rig.store.cache, DeviceShelf(door, rig.store, 2, rig.engine.records())
+    blocks = await shelf.make_room(4, ())
+    assert await asyncio.wrap_future(shelf.take_in(blocks, NAMES[:3], None)) == 3, "the fourth did not arrive"
+    assert await asyncio.wrap_future(shelf.known(NAMES)) == 3
     assert cache.free_blocks + cache.evictable_blocks == DEVICE_BLOCKS
-    more = await ledge.make_room(2)
-    arrived = ledge.take_in(more, NAMES[5:7], NAMES[4])
+    more = await shelf.make_room(2, ())
+    arrived = shelf.take_in(more, NAMES[5:7], NAMES[4])
     assert await asyncio.wrap_future(arrived) == 0, "what precedes them is not there"
-    held = ledge.hold(NAMES[1:6], LONGEST_S)
-    assert len(held) == 2 and cache.evictable_blocks == 0
-    ledge.let_go(held)
+    assert cache.free_blocks + cache.evictable_blocks == DEVICE_BLOCKS
+    assert await shelf.make_room(DEVICE_BLOCKS // 2 + 1, ()) == []
+    assert len(await shelf.make_room(DEVICE_BLOCKS // 2, ())) == DEVICE_BLOCKS // 2
     door.close()
-    assert cache.evictable_blocks == 3
-    cache.check_integrity([])
-
-
-async def test_room_is_given_only_while_as_much_stays_free(cache: PrefixCache, door: EngineDoor) -> None:
-    ledge = CacheDoor(door, cache)
-    assert await ledge.make_room(DEVICE_BLOCKS // 2 + 1) == []
-    assert len(await ledge.make_room(DEVICE_BLOCKS // 2)) == DEVICE_BLOCKS // 2
+    rig.store.close(5.0)

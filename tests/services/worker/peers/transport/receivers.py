@@ -4,8 +4,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from services.worker.peers.transport.base import Buffer, Peer, Reply
+from services.worker.peers.transport.base import Buffer, Peer, Reception, Reply, TransportLimits
+from services.worker.peers.transport.link import LIMITS, PeerLink
+from services.worker.peers.transport.plane import BulkTransport
 from services.worker.peers.transport.server import WorkerDesk
 from shared.errors import InvalidRequest
 
@@ -17,7 +20,6 @@ class Counts:
     admitted: int = 0
     committed: int = 0
     abandoned: int = 0
-    done: int = 0
     buffers: list[Buffer] = field(default_factory=list)
     """From the latest message."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -27,44 +29,32 @@ class Counts:
             setattr(self, name, getattr(self, name) + 1)
 
 
-class Taken:
-    """A `Reception` that replies with the result of `reply`."""
-
-    def __init__(self, counts: Counts, buffers: list[Buffer], reply: Callable[[list[Buffer]], Reply]) -> None:
-        self.buffers = buffers
-        self._counts = counts
-        self._reply = reply
-        counts.add("admitted")
-        counts.buffers = buffers
-
-    def commit(self) -> Reply:
-        self._counts.add("committed")
-        return self._reply(self.buffers)
-
-    def abandon(self) -> None:
-        self._counts.add("abandoned")
-
-
 def furnish(desk: WorkerDesk) -> Counts:
     """Kinds: `echo`, `keep`, `source` (header: sizes), `slow` (header: seconds), `refuse`, `fail`."""
     counts = Counts()
 
     def serve(kind: str, reply: Callable[[bytes, list[Buffer]], Reply]) -> None:
-        def admit(peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> Taken:
-            buffers = [memoryview(bytearray(size)) for size in sizes_bytes]
-            return Taken(counts, buffers, lambda taken: reply(header, taken))
+        def admit(peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> Reception:
+            counts.add("admitted")
+            counts.buffers = buffers = [memoryview(bytearray(size)) for size in sizes_bytes]
+
+            def commit() -> Reply:
+                counts.add("committed")
+                return reply(header, buffers)
+
+            return Reception(commit, lambda: counts.add("abandoned"), buffers)
 
         desk.serve(kind, admit)
 
-    def refuse(peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> Taken:
+    def refuse(peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> Reception:
         raise InvalidRequest("no room", param="sizes", retry_after_s=0.5)
 
     def echo(header: bytes, buffers: list[Buffer]) -> Reply:
-        return Reply(header, buffers, lambda: counts.add("done"))
+        return Reply(header, buffers)
 
     def source(header: bytes, _: list[Buffer]) -> Reply:
         sizes = [int(size) for size in header.split()]
-        return Reply(b"", [pattern(size) for size in sizes], lambda: counts.add("done"))
+        return Reply(b"", [pattern(size) for size in sizes])
 
     def slow(header: bytes, _: list[Buffer]) -> Reply:
         time.sleep(float(header))
@@ -86,3 +76,26 @@ def pattern(size_bytes: int, seed: int = 1) -> Buffer:
     """Return bytes that differ by position."""
     block = bytes((seed + index * 7 + (index >> 8) * 13) & 0xFF for index in range(min(size_bytes, 65521)))
     return memoryview(bytearray((block * (size_bytes // max(1, len(block)) + 1))[:size_bytes]))
+
+
+class End:
+    """A desk of this process, its listener, and its receivers' counters."""
+
+    def __init__(self, transport: BulkTransport, own: Peer, limits: TransportLimits = LIMITS) -> None:
+        self.transport = transport
+        self.desk = WorkerDesk(own, limits)
+        self.counts = furnish(self.desk)
+        self.listener = transport.listen(self.desk)
+
+    def ticket(self, peer: Peer) -> bytes:
+        return self.desk.issue(peer, valid_for_s=30.0)
+
+    def enter(self, peer: Peer, own: Peer | None = None, ticket: bytes | None = None) -> PeerLink:
+        """Return a link from `peer` to `own`, by a new ticket unless one is given."""
+        shown = self.ticket(peer) if ticket is None else ticket
+        return self.transport.dial(self.listener.address, peer, own or self.desk.own, shown, deadline_s=5.0)
+
+    def dial_in(self, process: Any) -> None:
+        """Let the other process dial this one."""
+        ticket, own = self.ticket(process.peer).hex(), self.desk.own
+        assert process.ask("dial", self.listener.address, own.worker_id, own.incarnation, ticket) == "ok"

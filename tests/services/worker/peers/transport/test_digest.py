@@ -21,7 +21,7 @@ _ROW = 4096
 _LARGE = np.random.default_rng(5).integers(0, 256, 3 * SLICE_BYTES + 12_345, dtype=np.uint8)
 
 
-def _of(array: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> int:
+def _of(array: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> bytes:
     return digest([array.data])
 
 

@@ -1,4 +1,4 @@
-"""Listeners against malformed messages, sent byte by byte over a plain socket."""
+"""Envelopes, tickets, and listeners against malformed messages, sent byte by byte over a plain socket."""
 
 import contextlib
 import fcntl
@@ -9,16 +9,26 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.worker.peers.transport import wire
 from services.worker.peers.transport.base import Peer, TransportLimits
 from services.worker.peers.transport.digest import digest
-from services.worker.peers.transport.server import SocketListener, WorkerDesk
+from services.worker.peers.transport.server import WorkerDesk
 from services.worker.peers.transport.shm import Rings, ShmTransport
 from services.worker.peers.transport.tcp import TcpTransport, split_address
-from shared.errors import InvalidMessage, InvalidRequest, NoResponder, Unauthorized
+from shared.errors import (
+    InvalidMessage,
+    InvalidRequest,
+    MessageTooLarge,
+    NoResponder,
+    Overloaded,
+    Unauthorized,
+    to_wire,
+)
 from tests.patience import wait_until
-from tests.services.worker.peers.transport.receivers import Counts, furnish, pattern
+from tests.services.worker.peers.transport.receivers import End, pattern
 
 OWN, PEER = Peer("own", 1), Peer("peer", 1)
 SIZE = 20_000
@@ -37,16 +47,14 @@ def greeting(ticket: bytes, challenge: bytes) -> bytes:
     return wire.packed(wire.Envelope(wire.HELLO, 0, wire.to_bytes(hello)))
 
 
-class Rig:
+class Rig(End):
     def __init__(self) -> None:
-        self.desk = WorkerDesk(OWN)
-        self.counts: Counts = furnish(self.desk)
-        self.listener: SocketListener = TcpTransport().listen(self.desk)
+        super().__init__(TcpTransport(), OWN)
 
     def greeted(self) -> socket.socket:
         """Return a socket connected to the listener."""
         sock = socket.create_connection(split_address(self.listener.address), timeout=5.0)
-        sock.sendall(greeting(self.desk.issue(PEER, valid_for_s=5.0), heard(sock).header))
+        sock.sendall(greeting(self.ticket(PEER), heard(sock).header))
         assert heard(sock).type == wire.WELCOME
         return sock
 
@@ -60,7 +68,7 @@ def rig() -> Iterator[Rig]:
 
 def _message(data: memoryview) -> bytearray:
     head = wire.packed(wire.Envelope(wire.REQUEST, 1, b"", "keep", (data.nbytes,), 5000))
-    return bytearray(head + bytes(data) + digest([data]).to_bytes(wire.DIGEST_BYTES, "little"))
+    return bytearray(head + bytes(data) + digest([data]))
 
 
 def test_a_handmade_message_is_accepted(rig: Rig) -> None:
@@ -71,7 +79,7 @@ def test_a_handmade_message_is_accepted(rig: Rig) -> None:
 
 
 def assert_nothing_was_taken(rig: Rig) -> None:
-    wait_until(lambda: rig.listener.links == 0)
+    wait_until(lambda: not rig.listener.links)
     assert rig.counts.committed == 0
     assert rig.counts.abandoned == rig.counts.admitted
 
@@ -101,7 +109,7 @@ def test_a_greeting_without_a_ticket_is_refused(rig: Rig, greeting: bytes) -> No
         sock.sendall(greeting)
         with contextlib.suppress(OSError):  # It may have been shown the door already.
             sock.shutdown(socket.SHUT_WR)
-        wait_until(lambda: rig.listener.links == 0)
+        wait_until(lambda: not rig.listener.links)
     assert rig.counts.admitted == 0
 
 
@@ -133,7 +141,7 @@ def test_a_link_without_a_thread_is_dropped_and_later_ones_are_served(
         assert sock.recv(1) == b"", "closed at once"
     monkeypatch.undo()
     wait_until(lambda: "can't start new thread" in caplog.text)
-    assert rig.listener.links == 0
+    assert not rig.listener.links
     with rig.greeted() as sock:
         sock.sendall(_message(pattern(SIZE)))
         assert b"kept" in sock.recv(4096)
@@ -202,9 +210,80 @@ def test_dialling_an_unused_address_fails() -> None:
 def test_hosts_and_ports() -> None:
     assert split_address("10.0.0.3:7100") == ("10.0.0.3", 7100)
     assert split_address("[::1]:7100") == ("::1", 7100)
+    for address in ("", "host", ":80", "host:", "host:x", "host:99999", "@name"):
+        with pytest.raises(InvalidRequest):
+            split_address(address)
 
 
-@pytest.mark.parametrize("address", ["", "host", ":80", "host:", "host:x", "host:99999", "@name"])
-def test_an_invalid_address_is_refused(address: str) -> None:
-    with pytest.raises(InvalidRequest):
-        split_address(address)
+def test_tickets_expire_and_are_bounded_for_each_peer() -> None:
+    now_s = 0.0
+    desk = WorkerDesk(OWN, clock=lambda: now_s)
+    late = desk.issue(PEER, valid_for_s=5.0)
+    with pytest.raises(Overloaded):
+        for _ in range(5000):
+            desk.issue(PEER, valid_for_s=5.0)
+    desk.issue(Peer("b", 1), valid_for_s=5.0)
+    now_s = 5.0
+    with pytest.raises(Unauthorized):
+        desk.enter(PEER, wire.ticket_name(late))
+    ticket = desk.issue(PEER, valid_for_s=5.0)
+    desk.issue(Peer(PEER.worker_id, 2), valid_for_s=5.0)
+    with pytest.raises(Unauthorized):
+        desk.enter(PEER, wire.ticket_name(ticket))
+    with pytest.raises(Unauthorized):
+        desk.issue(PEER, valid_for_s=5.0)
+
+
+# --- envelopes
+
+LIMITS = TransportLimits(header_bytes=100, buffers=4, message_bytes=1000)
+
+
+def _read(data: bytes) -> wire.Envelope:
+    length, crc = wire.envelope_bytes(data[: wire.PREFIX.size], LIMITS)
+    body = data[wire.PREFIX.size : wire.PREFIX.size + length]
+    if len(body) < length:
+        raise InvalidMessage("a reader waits for the rest")
+    return wire.unpacked(body, crc, LIMITS)
+
+
+@given(
+    st.builds(
+        wire.Envelope,
+        st.integers(0, 5),
+        st.integers(0, 2**63),
+        st.binary(max_size=100),
+        st.text(max_size=10),
+        st.lists(st.integers(0, 250), max_size=4).map(tuple),
+        st.integers(0, 2**32),
+    )
+)
+def test_a_packed_envelope_is_read_back(envelope: wire.Envelope) -> None:
+    assert _read(wire.packed(envelope)) == envelope
+
+
+@given(st.integers(0, 200), st.integers(1, 255))
+def test_a_changed_byte_is_refused_or_in_the_spare_word(place: int, flip: int) -> None:
+    data = bytearray(wire.packed(wire.Envelope(wire.REQUEST, 1, b"header", "kind", (1, 2), 100)))
+    place %= len(data)
+    data[place] ^= flip
+    if 12 <= place < 16:
+        _read(bytes(data))
+    else:
+        with pytest.raises((InvalidMessage, MessageTooLarge)):
+            _read(bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("header", "sizes"), [(bytes(101), ()), (b"", (1, 1, 1, 1, 1)), (b"", (600, 600)), (b"", (-1,))]
+)
+def test_messages_above_the_limits_are_refused(header: bytes, sizes: tuple[int, ...]) -> None:
+    with pytest.raises((MessageTooLarge, InvalidMessage)):
+        _read(wire.packed(wire.Envelope(wire.REQUEST, 1, header, "kind", sizes)))
+
+
+def test_errors_keep_their_type() -> None:
+    error = wire.error_from(wire.to_bytes(to_wire(Overloaded("later", retry_after_s=2.0))))
+    assert isinstance(error, Overloaded) and error.retry_after_s == 2.0
+    with pytest.raises(InvalidMessage):
+        wire.error_from(b"\xc1")

@@ -58,9 +58,7 @@ def test_bandwidth_is_measured_by_large_fetches_only() -> None:
         speeds.on_fetched(1 << 26, 0.0131 + speeds.round_trip_s)
         speeds.on_fetched(100, 5.0)
     assert 4.5e9 < speeds.bytes_per_s < 5.5e9
-    assert CreditorSpeeds(speeds.link).bytes_per_s == speeds.bytes_per_s, (
-        "all users of the link share its speed"
-    )
+    assert CreditorSpeeds(speeds.link).bytes_per_s == speeds.bytes_per_s, "shared by all users of the link"
 
 
 def test_a_round_trip_excludes_transfer_and_compute_time() -> None:
@@ -79,18 +77,13 @@ def test_a_busy_worker_lends_its_fraction_of_time() -> None:
             lent_s += 0.02
         now_s += 0.01
     assert 0.24 < lent_s / 100 < 0.26
-    assert budget.refusals > 0
 
 
-def test_an_idle_worker_always_computes() -> None:
+def test_an_idle_worker_always_computes_unless_it_lends_no_time() -> None:
     budget = ComputeBudget(0.01)
     for step in range(100):
         assert budget.may_compute(step * 0.01, is_busy=False)
         budget.on_computed(0.01, is_busy=False)
-    assert budget.refusals == 0
-
-
-def test_a_fraction_of_zero_lends_no_time_even_when_idle() -> None:
     assert not ComputeBudget(0.0).may_compute(0.0, is_busy=False)
 
 
@@ -108,5 +101,4 @@ def test_lent_time_is_bounded_by_fraction_burst_and_one_request(
             budget.on_computed(compute_s, is_busy=is_busy)
             lent_s += compute_s if is_busy else 0.0
             longest_s = max(longest_s, compute_s)
-        budget.check_integrity()
         assert lent_s <= fraction * now_s + 0.1 + longest_s + 1e-9

@@ -3,23 +3,27 @@
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.worker.kv.core.block_manager import Tiers
 from services.worker.kv.core.block_pool import BlockPool
-from services.worker.peers.lending.core.grants import Freed, Grants, Terms
-from services.worker.peers.lending.core.lendable_memory import lend
-from services.worker.peers.lending.core.table import RBlockTable
-from shared.messages.lending import BorrowBlocks, BorrowReply, Grant, KvTier, Refusal
-from tests.services.worker.peers.lending.builders import KV, borrow, give_back, grant, renew
+from services.worker.kv.core.load_policy import CostGate
+from services.worker.kv.core.prefix_cache import PrefixCache
+from services.worker.peers.lending.core.grants import Freed, Grants, Terms, lend
+from services.worker.peers.lending.stock import Stock
+from shared.blocks import chain, root
+from shared.messages.lending import BorrowReply, Grant, KvTier, Refusal
+from tests.services.worker.kv.rig import MemoryMover
+from tests.services.worker.peers.lending.builders import KV, borrow, give_back, open_door, renew
 
 TERMS = Terms(most_blocks=6, lease_s=4.0, grace_s=0.5, fingerprint=KV)
 
 
 def creditor(terms: Terms = TERMS) -> Grants:
-    return Grants(RBlockTable("c", 20), incarnation=1, terms=terms)
+    return Grants("c", 1, terms, 20, 4)
 
 
 @pytest.fixture
@@ -36,6 +40,14 @@ def lent(grants: Grants, debtor: str, *blocks: int, request: int = 1, now_s: flo
     assert grant is not None and grant.blocks == blocks
     grants.check_integrity()
     return grant
+
+
+D = ("d", 1)
+
+
+def covers(grants: Grants, *blocks: int) -> bool:
+    """Whether these device blocks are lent under grant 1."""
+    return grants.grants_of(KvTier.DEVICE, np.array(blocks, dtype=np.int32), [1]) is not None
 
 
 def refusal(answer: BorrowReply | int) -> Refusal | None:
@@ -70,10 +82,12 @@ def test_an_empty_fingerprint_matches_nothing() -> None:
     assert refusal(creditor().answer(borrow(fingerprint=b""))) is Refusal.OTHER_KV
 
 
-def test_the_same_request_gets_the_same_grant(grants: Grants) -> None:
+def test_the_same_request_gets_the_same_grant_until_the_debtor_restarts(grants: Grants) -> None:
     first = lent(grants, "d", 0, 1)
     assert grants.answer(borrow("d", blocks=2, request=1)) == BorrowReply(grant=first)
     assert grants.answer(borrow("d", blocks=2, request=1, incarnation=2)) == 2
+    assert grants.on_incarnation("d", 1) == []
+    assert grants.on_incarnation("d", 2) == [Freed(KvTier.DEVICE, (0, 1))]
 
 
 def test_a_lease_lasts_a_grace_longer_than_told_and_while_renewed(grants: Grants) -> None:
@@ -86,7 +100,7 @@ def test_a_lease_lasts_a_grace_longer_than_told_and_while_renewed(grants: Grants
     assert grants.renew(renew("e", 2), 4.6).held == ()
     assert grants.renew(renew("d", 1), 8.9).held == (), "over by the creditor's clock, ticked or not"
     assert grants.tick(8.9) == [Freed(KvTier.DEVICE, (0, 1))]
-    assert (len(grants), grants.lent_blocks) == (0, 0)
+    assert grants.lent_to() == {}
 
 
 def test_leases_of_another_incarnation_or_debtor_are_not_renewed(grants: Grants) -> None:
@@ -103,18 +117,20 @@ def test_returning_is_idempotent_and_raises_the_generation(grants: Grants) -> No
     reply, freed = grants.give_back(give_back("d", 1, 0, 1))
     assert (reply.generation, freed) == (2, None)
     assert grants.give_back(give_back("e", 1, 2))[1] is None, "not that debtor's"
-    assert not grants.enter(1, 3, [2], 0.0), "a generation that never was"
-    assert grants.enter(1, 2, [2], 0.0)
-    assert grants.enter(1, 1, [2], 0.0), "the debtor may not know yet that the others are back"
-    for generation in (1, 2):
-        assert not grants.enter(1, generation, [0], 0.0), "no longer in the grant"
+    assert grants.enter(D, 1, 3, 0.0) is None, "a generation that never was"
+    assert grants.enter(D, 1, 2, 0.0) == 2
+    assert grants.enter(D, 1, 1, 0.0) == 2, "the debtor may not know yet that the others are back"
+    assert grants.enter(("e", 1), 1, 1, 0.0) is None
+    assert covers(grants, 2) and not covers(grants, 0, 2), "no longer in the grant"
 
 
 def test_the_last_user_frees_returned_blocks(grants: Grants) -> None:
     lent(grants, "d", 0, 1)
-    assert grants.enter(1, 1, [0], 1.0) and grants.enter(1, 1, [1], 1.0)
+    assert grants.enter(D, 1, 1, 1.0) and grants.enter(D, 1, 1, 1.0)
+    assert grants.give_back(give_back("d", 1, 0))[1] is None
+    assert covers(grants, 1) and not covers(grants, 0), "not free yet, and no longer lent"
     assert grants.tick(9.0) == []
-    assert not grants.enter(1, 1, [0], 9.0)
+    assert grants.enter(D, 1, 1, 9.0) is None
     assert grants.leave(1) is None
     grants.check_integrity()
     assert grants.leave(1) == Freed(KvTier.DEVICE, (0, 1))
@@ -123,16 +139,8 @@ def test_the_last_user_frees_returned_blocks(grants: Grants) -> None:
         grants.leave(1)
 
 
-def test_a_restarted_debtor_ends_its_old_grants(grants: Grants) -> None:
-    lent(grants, "d", 0, 1)
-    assert grants.on_incarnation("d", 1) == []
-    assert grants.on_incarnation("d", 2) == [Freed(KvTier.DEVICE, (0, 1))]
-
-
 def test_each_tier_has_a_cap_and_numbers_of_its_own() -> None:
-    grants = Grants(
-        RBlockTable("c", 20, 4), 1, Terms(2, 4.0, 0.5, KV, most_host_blocks=4, host_attends=False)
-    )
+    grants = creditor(Terms(2, 4.0, 0.5, KV, most_host_blocks=4, host_attends=False))
     device = lent(grants, "d", 0, 1)
     assert refusal(grants.answer(borrow("d", request=2))) is Refusal.AT_CAP
     asked = borrow("d", blocks=9, request=3, tier=KvTier.HOST)
@@ -141,6 +149,8 @@ def test_each_tier_has_a_cap_and_numbers_of_its_own() -> None:
     assert host is not None and (host.tier, host.blocks) == (KvTier.HOST, (0, 1, 2))
     assert (device.attends, host.attends) == (True, False)
     assert grants.answer(borrow("d", blocks=9, request=4, tier=KvTier.HOST)) == 1
+    assert grants.lent_to(KvTier.HOST) == {"d": 3} and grants.lent_to() == {"d": 5}
+    assert covers(grants, 0, 1) and not covers(grants, 2), "each tier has its own numbers"
     assert grants.renew(renew("d", 1, 2), 1.0, short_blocks=9).wanted_back_blocks == 2, "of the device"
     assert grants.give_back(give_back("d", 2, 1))[1] == Freed(KvTier.HOST, (1,))
     assert grants.give_back(give_back("d", 1, 1))[1] == Freed(KvTier.DEVICE, (1,))
@@ -161,17 +171,15 @@ events = st.one_of(
 
 
 class TwoPools:
-    """A creditor with its pools, and a debt of its own."""
+    """A creditor with its pools."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.pools = {KvTier.DEVICE: BlockPool(8, 16), KvTier.HOST: BlockPool(5, 16)}
-        self.table = RBlockTable("c", 8, 5)
-        self.grants = Grants(self.table, 1, Terms(6, 4.0, 0.5, KV, most_host_blocks=5))
+        self.grants = Grants("c", 1, Terms(6, 4.0, 0.5, KV, most_host_blocks=5), 8, 5)
         self.lives = {"d": 1, "e": 1}
         self.requests = 0
         self.inside: list[int] = []
-        self.borrowed = self.table.add(grant("x", 0, 1, 2, 3))
 
     def free(self, *freed: Freed | None) -> None:
         for part in freed:
@@ -194,8 +202,8 @@ class TwoPools:
         self.grants.renew(renew(debtor, grant_id, incarnation=self.lives[debtor]), self.now_s)
 
     def enter(self, grant_id: int) -> None:
-        generation = self.grants.generation(grant_id)
-        if generation is not None and self.grants.enter(grant_id, generation, [], self.now_s):
+        lent = self.grants._grants.get(grant_id)
+        if lent is not None and self.grants.enter(lent.debtor, grant_id, 1, self.now_s):
             self.inside.append(grant_id)
 
     def leave(self, grant_id: int) -> None:
@@ -212,12 +220,10 @@ class TwoPools:
         self.free(*self.grants.on_incarnation(debtor, self.lives[debtor]))
 
     def check(self) -> None:
-        self.table.check_integrity()
         self.grants.check_integrity()
         for tier, pool in self.pools.items():
             pool.check_integrity([])
-            assert pool.withdrawn_blocks == self.table.lent_blocks(tier) <= self.grants.terms.most(tier)
-            assert not any(self.table.lent_row(tier, number) for number in self.borrowed)
+            assert pool.withdrawn_blocks == self.grants.lent_blocks(tier) <= self.grants.terms.most(tier)
 
 
 @settings(max_examples=150)
@@ -244,41 +250,101 @@ def test_a_creditor_that_is_short_asks_each_debtor_for_its_share(grants: Grants)
 def test_a_worker_is_a_debtor_until_its_last_block_is_back(grants: Grants) -> None:
     first, second = lent(grants, "d", 0, 1), lent(grants, "e", 2, request=2)
     grants.give_back(give_back("d", first.grant_id, 0))
-    assert grants.debtors() == {"d", "e"}
+    assert set(grants.lent_to()) == {"d", "e"}
     grants.give_back(give_back("d", first.grant_id, 1))
-    assert grants.debtors() == {"e"}
-    assert grants.enter(second.grant_id, 1, (), 1.0)
+    assert set(grants.lent_to()) == {"e"}
+    assert grants.enter(("e", 1), second.grant_id, 1, 1.0)
     grants.tick(99.0)
-    assert grants.debtors() == {"e"}, "the grant has a user"
+    assert set(grants.lent_to()) == {"e"}, "the grant has a user"
     grants.leave(second.grant_id)
-    assert grants.debtors() == set()
+    assert grants.lent_to() == {}
 
 
-def cached(debtor: str, *blocks: int, request: int = 1) -> BorrowBlocks:
-    asked = borrow(debtor, blocks=len(blocks), request=request, tier=KvTier.HOST)
-    return msgspec.structs.replace(asked, for_cache=True)
-
-
-def test_grants_of_caches_yield_to_sequences_newest_first() -> None:
-    grants = Grants(RBlockTable("c", 4, 6), 1, Terms(4, 4.0, 0.5, KV, most_host_blocks=6))
-    grants.lend(borrow("s", blocks=1, tier=KvTier.HOST), [0], 0.0)
-    grants.lend(cached("d", 1, 2), [1, 2], 0.0)
-    grants.lend(cached("e", 3, 4), [3, 4], 0.0)
-    assert grants.yielding_blocks(KvTier.HOST) == 4
-    assert grants.yielding_blocks(KvTier.DEVICE) == 0
-    assert grants.give_way(KvTier.HOST, 0) == []
-    assert grants.give_way(KvTier.HOST, 1) == [Freed(KvTier.HOST, (3, 4))]
+def test_grants_of_caches_yield_to_sequences_newest_first_and_after_their_readers_leave() -> None:
+    grants = Grants("c", 1, Terms(4, 4.0, 0.5, KV, most_host_blocks=6), 4, 6)
+    grants.lend(borrow("s", tier=KvTier.HOST), [0], 0.0)
+    grants.lend(borrow("d", tier=KvTier.HOST, for_cache=True), [1, 2], 0.0)
+    grants.lend(borrow("e", tier=KvTier.HOST, for_cache=True), [3, 4], 0.0)
+    assert grants.yielding_blocks() == 4
+    assert grants.give_way(0) == []
+    assert grants.give_way(1) == [Freed(KvTier.HOST, (3, 4))]
     assert grants.renew(renew("e", 3), 0.1).held == (), "its debtor hears of it with the next renewal"
-    assert grants.give_way(KvTier.HOST, 9) == [Freed(KvTier.HOST, (1, 2))]
-    assert grants.lent_blocks == 1, "what a sequence has stays"
+    assert grants.enter(D, 2, 1, 0.0)
+    assert grants.give_way(9) == []
+    assert grants.enter(D, 2, 1, 0.0) is None
+    assert grants.leave(2) == Freed(KvTier.HOST, (1, 2))
+    assert grants.lent_blocks() == 1, "what a sequence has stays"
     grants.check_integrity()
 
 
-def test_a_grant_being_read_yields_after_its_reader_leaves() -> None:
-    grants = Grants(RBlockTable("c", 4, 6), 1, Terms(4, 4.0, 0.5, KV, most_host_blocks=6))
-    grants.lend(cached("d", 1, 2), [1, 2], 0.0)
-    assert grants.enter(1, 1, [1], 0.0)
-    assert grants.give_way(KvTier.HOST, 2) == []
-    assert not grants.enter(1, 1, [1], 0.0)
-    assert grants.leave(1) == Freed(KvTier.HOST, (1, 2))
-    grants.check_integrity()
+@pytest.mark.parametrize("tier", list(KvTier))
+def test_unknown_and_lent_blocks_cannot_be_lent(tier: KvTier) -> None:
+    grants = creditor()
+    grants.lend(borrow("d", tier=tier), [0, 3], 0.0)
+    for wrong in ([3], [1, 1], [20], [-1]):
+        with pytest.raises(ValueError, match="not this worker's"):
+            grants.lend(borrow("e", tier=tier), wrong, 0.0)
+    assert grants.lent_to(tier) == {"d": 2}
+    assert grants.lent_under(tier, [1])[:4].tolist() == [1, 0, 0, 1]
+
+
+# --- blocks leave a pool, cached prefixes first, and come back
+
+
+def test_cached_prefixes_are_evicted_and_used_blocks_are_not() -> None:
+    mover = MemoryMover()
+    cache = PrefixCache(BlockPool(6, 2), Tiers(host_blocks=8), mover, CostGate())
+    names = chain(root(b"f"), bytes(4 * 2 * 4), 2)
+    blocks = cache.allocate(4)
+    for at, (block, name) in enumerate(zip(blocks, names, strict=True)):
+        mover.device[block] = name
+        assert cache.publish(block, name, names[at - 1] if at else None)
+    assert lend(cache, most_blocks=3, least_blocks=3, keep_blocks=0) == [], "a sequence uses four"
+    with pytest.raises(ValueError, match="name"):
+        cache.withdraw(blocks[:1])
+    cache.release(blocks)
+    taken = lend(cache, most_blocks=5, least_blocks=5, keep_blocks=1)
+    assert (len(taken), cache.total_blocks, cache.counts["evicted_device"]) == (5, 1, 3)
+    cache.check_integrity([])
+    cache.readmit(taken)
+    hit = cache.acquire(names, 4)
+    assert hit.loaded[1] > 0 or hit.blocks, "the host tier still has what was evicted"
+    cache.check_integrity(hit.blocks)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["take", "give", "lend", "back"]), st.integers(0, 9)), max_size=60))
+def test_blocks_are_conserved(moves: list[tuple[str, int]]) -> None:
+    pool = BlockPool(16, 4)
+    held: list[int] = []
+    lent: list[int] = []
+    for verb, number in moves:
+        if verb == "take" and pool.can_allocate(number):
+            held += pool.allocate(number)
+        elif verb == "take":
+            with pytest.raises(ValueError, match="free"):
+                pool.allocate(number)
+        elif verb == "give":
+            pool.release(held[:number])
+            del held[:number]
+        elif verb == "lend":
+            lent += lend(pool, number, 1, 3)
+            assert lend(pool, 20, pool.free_blocks, 1) == [], "kept blocks stay"
+            assert pool.free_blocks >= 3 or not number or pool.withdrawn_blocks == len(lent)
+        elif verb == "back":
+            pool.readmit(lent[:number])
+            del lent[:number]
+        pool.check_integrity(held)
+        assert pool.total_blocks == 16 - len(lent) == len(held) + pool.free_blocks
+
+
+async def test_each_tier_lends_its_own_blocks_and_only_the_device_keeps_some() -> None:
+    pool = BlockPool(20, 16)
+    stock = Stock(open_door(), pool, keep_blocks=18, host_blocks=3)
+    device, host = await stock.take(KvTier.DEVICE, 9, 1), await stock.take(KvTier.HOST, 9, 1)
+    assert (len(device), len(host), stock.host_free_blocks) == (2, 3, 0)
+    assert await stock.take(KvTier.HOST, 1, 1) == []
+    back = [Freed(KvTier.HOST, tuple(host[:2])), Freed(KvTier.DEVICE, tuple(device))]
+    await stock.put_back(back, lambda blocks: list(blocks[1:]))
+    assert (pool.withdrawn_blocks, stock.host_free_blocks) == (1, 2), "one of the device was kept"
+    assert await stock.take(KvTier.HOST, 3, 3) == [], "fewer are of no use"
+    assert await Stock(open_door(), pool, 0, 0).take(KvTier.HOST, 1, 1) == []

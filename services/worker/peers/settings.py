@@ -1,4 +1,4 @@
-"""Settings of lending and borrowing."""
+"""Settings of a worker's cooperation with others: lending, moves of blocks, and the bulk plane."""
 
 from enum import StrEnum
 from typing import Literal
@@ -31,8 +31,7 @@ class LendingConfig(BaseModel):
     host_mb: int = Field(default=0, ge=0, description="host memory for blocks of other workers, in MiB")
     host_blocks: int = Field(default=0, ge=0, description="the same in blocks; 0: use host_mb")
     host_attention: HostAttention = Field(
-        default=HostAttention.AUTO,
-        description="which worker attends to keys in lent host memory",
+        default=HostAttention.AUTO, description="which worker attends to keys in lent host memory"
     )
     keep_free_fraction: float = Field(default=0.1, ge=0, le=1, description="free memory that is never lent")
     borrow: bool | Literal["auto"] = Field(
@@ -65,7 +64,6 @@ class LendingConfig(BaseModel):
         default=5.0, gt=0, description="a debtor that is silent for longer loses its blocks"
     )
     grace_s: float = Field(default=0.5, ge=0, description="extra time before the creditor ends a lease")
-    most_rounds: int = Field(default=3, ge=1, description="rounds of candidates before a search rests")
     rest_s: float = Field(default=0.5, ge=0, description="pause after a search that did not get everything")
 
     @model_validator(mode="after")
@@ -73,3 +71,34 @@ class LendingConfig(BaseModel):
         if self.low_fraction > self.high_fraction:
             raise ValueError("low_fraction must not be above high_fraction")
         return self
+
+
+class TransferConfig(BaseModel):
+    """Section `worker.transfer`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    enabled: bool = Field(default=True, description="fetch and give blocks for sequences that move")
+    batch_blocks: int = Field(default=64, ge=1, le=256, description="blocks fetched by one request")
+    answer_s: float = Field(default=5.0, gt=0, description="time limit for another worker's answer")
+    shadow_link_share: float = Field(
+        default=0.25,
+        gt=0,
+        le=1,
+        description="share of time in which copies of other workers' running sequences may be fetched",
+    )
+    link_bytes_per_s: float = Field(default=0.0, ge=0, description="limit on the speed of fetches; 0: none")
+
+
+class BulkConfig(BaseModel):
+    """Section `worker.bulk`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    transports: tuple[Literal["tcp", "shm", "ucx"], ...] = Field(
+        default=("shm", "tcp"), description="transports that other workers may dial; none: no bulk plane"
+    )
+    bind: str = Field(default="127.0.0.1", description="address to listen on, for tcp and ucx")
+    port: int = Field(default=0, ge=0, le=65535, description="port of tcp; 0: a free one, as always for ucx")
+    advertise: str = Field(default="", description="host that others dial; empty: `bind`")
+    ticket_s: float = Field(default=10.0, gt=0, description="time for which a ticket to dial is valid")
