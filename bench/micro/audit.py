@@ -41,7 +41,7 @@ from services.worker.kv.tiers.records import records_of
 from services.worker.kv.tiers.slotfile import Geometry
 from services.worker.kv.transfers import TransferEngine
 from services.worker.peers.attention.core.cost import ShipMode
-from services.worker.peers.attention.debtor import Debtor
+from services.worker.peers.attention.debtor import AttendingDebtor
 from services.worker.peers.attention.seals import NativeSeals
 from services.worker.peers.transport.base import bytes_of
 from services.worker.peers.transport.digest import digest
@@ -87,7 +87,7 @@ def answers_over_lent_blocks(
     requests, steps = [], []
     with lenders([settings]) as (link,):
         engine = TorchEngine(model, kv_blocks=1, block_tokens=BLOCK_TOKENS)
-        debtor = Debtor(
+        debtor = AttendingDebtor(
             engine.attention,
             q_heads=engine.q_heads,
             own_blocks=1,

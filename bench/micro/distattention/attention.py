@@ -19,7 +19,7 @@ from services.worker.engine.attention import PagedAttention
 from services.worker.engine.paged import Shape
 from services.worker.engine.spans import Span
 from services.worker.peers.attention.core.cost import CreditorSpeeds, ShipMode, Work, choose_mode
-from services.worker.peers.attention.debtor import Debtor
+from services.worker.peers.attention.debtor import AttendingDebtor
 from services.worker.peers.transport.link import PeerLink
 
 BLOCK_TOKENS = 16
@@ -98,7 +98,7 @@ class Sides:
 
     whole: PagedAttention
     divided: PagedAttention
-    debtor: Debtor
+    debtor: AttendingDebtor
     chosen: Chosen
 
     def error(self, queries: Queries) -> float:
@@ -113,7 +113,7 @@ def make_sides(links: list[PeerLink], blocks: int, own_blocks: int) -> Sides:
     for attention in (whole, divided):
         fill(attention, 0, own_blocks, _SEED - 1)
     chosen = Chosen()
-    debtor = Debtor(
+    debtor = AttendingDebtor(
         divided,
         q_heads=Q_HEADS,
         own_blocks=own_blocks,

@@ -17,7 +17,7 @@ from services.worker.engine.contract import Row
 from services.worker.engine.engine import TorchEngine, warm_up
 from services.worker.engine.loading import load
 from services.worker.peers.attention.core.cost import ShipMode
-from services.worker.peers.attention.debtor import Debtor
+from services.worker.peers.attention.debtor import AttendingDebtor
 from shared.messages.sequence import Sampling
 
 BLOCK_TOKENS = 16
@@ -59,7 +59,7 @@ def measure_steps(
         with lenders([settings_of(model, batch * far, core, BLOCK_TOKENS)]) as (link,):
             engine = TorchEngine(model, kv_blocks=own, block_tokens=BLOCK_TOKENS)
             warm_up(engine)
-            debtor = Debtor(
+            debtor = AttendingDebtor(
                 engine.attention,
                 q_heads=engine.q_heads,
                 own_blocks=own,
@@ -96,7 +96,7 @@ def _stepping(
 
 
 def _compare(
-    batch: int, debtor: Debtor, sides: list[Callable[[], tuple[float, float]]], turns: int
+    batch: int, debtor: AttendingDebtor, sides: list[Callable[[], tuple[float, float]]], turns: int
 ) -> RemoteStep:
     for side in sides:
         for _ in range(_WARM_STEPS):
@@ -122,7 +122,7 @@ def _compare(
     )
 
 
-def _timed(debtor: Debtor) -> dict[str, float]:
+def _timed(debtor: AttendingDebtor) -> dict[str, float]:
     """Measure the debtor's calls from now on; return their seconds by name."""
     spent_s = dict.fromkeys(_CALLS, 0.0)
 

@@ -74,7 +74,7 @@ _UNION_BRANCH = re.compile(r"(str|int|float|bool|(list|dict)\[.*\]|constrained-.
 _TokenId = Annotated[int, Field(ge=0)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]
-Priority = Annotated[int, Field(ge=-(2**31) + 1, le=2**31 - 1)]
+RequestPriority = Annotated[int, Field(ge=-(2**31) + 1, le=2**31 - 1)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
@@ -140,7 +140,7 @@ class CompletionFields(NamesModel):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     cache_salt: CacheSalt | None = None
-    priority: Priority | None = None
+    priority: RequestPriority | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=1 / MAX_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
@@ -233,7 +233,7 @@ class EmbeddingRequest(NamesModel):
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     add_special_tokens: bool | None = None
     cache_salt: CacheSalt | None = None
-    priority: Priority | None = None
+    priority: RequestPriority | None = None
 
 
 CompletionRequest = ChatRequest | TextRequest

@@ -39,10 +39,10 @@ def make_borrower(
     if isinstance(engine, TokenEngine):
         debtor = TokenDebtor(engine, most_creditors=settings.most_creditors, deadline_s=settings.answer_s)
     else:
-        from services.worker.peers.attention.debtor import Debtor  # Needs torch.
+        from services.worker.peers.attention.debtor import AttendingDebtor  # Needs torch.
 
         assert isinstance(engine, AttendingEngine)
-        debtor = Debtor(
+        debtor = AttendingDebtor(
             engine.attention,
             q_heads=engine.q_heads,
             own_blocks=engine.own_ids,

@@ -53,7 +53,7 @@ _IDLE_S = 600.0
 _MAX_Q_HEADS = 4096
 _MAX_BUFFER_BYTES = 1 << 30
 
-Work = tuple[Callable[[], Reply], Sequence[Buffer]]
+Prepared = tuple[Callable[[], Reply], Sequence[Buffer]]
 """What to do once a request has arrived, and the memory for its buffers."""
 
 
@@ -152,7 +152,7 @@ class Creditor:
 
     def _admit(
         self,
-        make: Callable[[LentBlocks, Request, Described, Sequence[int]], Work],
+        make: Callable[[LentBlocks, Request, Described, Sequence[int]], Prepared],
         peer: Peer,
         header: bytes,
         sizes_bytes: Sequence[int],
@@ -234,14 +234,14 @@ class Creditor:
 
     def _asked(
         self, memory: LentBlocks, request: Request, described: Described, sizes_bytes: Sequence[int]
-    ) -> Work:
+    ) -> Prepared:
         """Take a `kv.attend`, or a `kv.write`, which is the same without queries."""
         question = Question(request.layer, request.q_heads, request.scaling, request.softcap)
         return self._written(memory, question, described, sizes_bytes)
 
     def _written(
         self, memory: LentBlocks, asked: Question, described: Described, sizes_bytes: Sequence[int]
-    ) -> Work:
+    ) -> Prepared:
         """Write, then attend if there are queries."""
         if not 0 <= asked.q_heads <= _MAX_Q_HEADS:
             raise InvalidMessage(f"{asked.q_heads} query heads")
@@ -269,7 +269,7 @@ class Creditor:
 
     def _fetch(
         self, memory: LentBlocks, request: Request, described: Described, sizes_bytes: Sequence[int]
-    ) -> Work:
+    ) -> Prepared:
         """Take a `kv.fetch` of blocks of one layer, which may bring keys and values of another layer."""
         blocks, whole = described.spans.blocks, len(request.indices) // 4 * 4
         indices = np.frombuffer(request.indices[:whole], dtype=np.int32)

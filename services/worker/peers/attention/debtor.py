@@ -28,7 +28,7 @@ from services.worker.peers.attention.messages import NO_STEP
 from services.worker.peers.attention.shares import (
     CreditorMemory,
     FetchedShare,
-    Given,
+    LayerInputs,
     NativeShare,
     ShippedShare,
     StepShare,
@@ -56,7 +56,7 @@ class _Active:
     way: NativeShare | ShippedShare | FetchedShare | None = None
 
 
-class Debtor(BlockDebtor):
+class AttendingDebtor(BlockDebtor):
     """Remote attention of one engine. Each holder has its own staging and measured speeds."""
 
     _lendings: dict[int, CreditorMemory]
@@ -90,7 +90,7 @@ class Debtor(BlockDebtor):
         self._throttle = Throttle(link_bytes_per_s)
         self._clock = clock
         self._active: list[_Active] = []
-        self._given: Given | None = None
+        self._given: LayerInputs | None = None
         self._attended_s: float | None = None
         attention.extend(self.homes, self)
 

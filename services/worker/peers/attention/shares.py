@@ -38,7 +38,7 @@ from services.worker.peers.transport.base import Buffer, bytes_of
 from services.worker.peers.transport.link import Call
 from shared.clock import Clock
 
-Given = tuple[Tensor, Tensor, Tensor, Shape]
+LayerInputs = tuple[Tensor, Tensor, Tensor, Shape]
 """Queries, keys and values `[rows, heads, dim]` of a layer, with all rows of the step."""
 
 
@@ -130,7 +130,7 @@ class ShippedShare:
         self._sent_s = 0.0
         self._sent_bytes = 0
 
-    def send(self, layer: int, given: Given) -> None:
+    def send(self, layer: int, given: LayerInputs) -> None:
         share, (queries, keys, values, shape) = self._share, given
         size = (len(share.rows), queries.shape[1], values.shape[2])
         if self._output.shape != size:
@@ -177,7 +177,7 @@ class NativeShare:
         self._is_over = False
         asker.begin(share.part)
 
-    def send(self, layer: int, given: Given) -> None:
+    def send(self, layer: int, given: LayerInputs) -> None:
         self._sent_s = self._share.clock()
         self._asker.ask(layer, *given)
         self._is_asked = True
@@ -221,9 +221,9 @@ class FetchedShare:
         self._fetches: dict[int, Call | None] = {}
         """Fetches of the current or next layer by segment; None: nothing to fetch."""
         self._write: Call | None = None
-        self._given: Given | None = None
+        self._given: LayerInputs | None = None
 
-    def send(self, layer: int, given: Given) -> None:
+    def send(self, layer: int, given: LayerInputs) -> None:
         """Keep the tensors; fetch the first segment if no earlier layer did."""
         self._given = given
         if not self._fetches:
@@ -243,7 +243,7 @@ class FetchedShare:
         elif not self._layers:
             self.end()  # The next layer's part may need the link.
 
-    def attend_again(self, layer: int, given: Given) -> Iterator[Partial]:
+    def attend_again(self, layer: int, given: LayerInputs) -> Iterator[Partial]:
         """Attend to a layer whose keys and values the creditor wrote without computing."""
         segments = cut(self._share.part.spans, self._block_tokens, self._staging.blocks, refetch=True)
         self._fetch(segments, 0, layer)
@@ -265,7 +265,7 @@ class FetchedShare:
             call, self._write = self._write, None
             call.finish()
 
-    def _attend(self, segments: Sequence[Segment], layer: int, given: Given) -> Iterator[Partial]:
+    def _attend(self, segments: Sequence[Segment], layer: int, given: LayerInputs) -> Iterator[Partial]:
         share = self._share
         queries, keys, values = (each[share.rows] for each in given[:3])
         for index, segment in enumerate(segments):

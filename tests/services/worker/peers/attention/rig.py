@@ -13,7 +13,7 @@ from services.worker.engine.loading import describe
 from services.worker.engine.native.library import AttentionMode
 from services.worker.peers.attention.core.cost import ComputeBudget, ShipMode, choose_mode
 from services.worker.peers.attention.creditor import Creditor, LentGrants
-from services.worker.peers.attention.debtor import Chooser, Debtor
+from services.worker.peers.attention.debtor import AttendingDebtor, Chooser
 from services.worker.peers.attention.memory import device_memory, host_memory
 from services.worker.peers.attention.messages import GrantRef
 from services.worker.peers.lending.core.grants import Freed, Grants, Terms
@@ -109,7 +109,7 @@ def make_engine(model: Any, blocks: int, attention: AttentionMode = "auto") -> T
     return TorchEngine(describe(model), kv_blocks=blocks, block_tokens=BLOCK_TOKENS, attention=attention)
 
 
-def make_debtor(engine: TorchEngine, lenders: list[Lender], blocks_each: int, **how: Any) -> Debtor:
+def make_debtor(engine: TorchEngine, lenders: list[Lender], blocks_each: int, **how: Any) -> AttendingDebtor:
     """Like `connect`, over new links."""
     return connect(engine, [each.dial() for each in lenders], blocks_each, **how)
 
@@ -122,9 +122,9 @@ def connect(
     choose: Chooser = choose_mode,
     staging_blocks: int = 3,
     deadline_s: float = 5.0,
-) -> Debtor:
+) -> AttendingDebtor:
     """Map ids above the engine's own to the lenders: `blocks_each` to the first, and so on."""
-    debtor = Debtor(
+    debtor = AttendingDebtor(
         engine.attention,
         q_heads=HEADS,
         own_blocks=engine.own_ids,
@@ -141,7 +141,12 @@ def connect(
 
 
 def add_host(
-    debtor: Debtor, owner: Lender, ids: Sequence[int], *, attends: bool = True, blocks: Sequence[int] = ()
+    debtor: AttendingDebtor,
+    owner: Lender,
+    ids: Sequence[int],
+    *,
+    attends: bool = True,
+    blocks: Sequence[int] = (),
 ) -> None:
     """Map ids to blocks of the lender's host memory, by default its first ones."""
     holder = debtor.add(owner.dial(), [HOST_GRANT], KvTier.HOST, attends=attends)

@@ -27,7 +27,7 @@ from services.worker.kv.tiers.checksums import CRC
 from services.worker.kv.tiers.records import Records
 from services.worker.kv.transfers import TransferEngine
 from services.worker.peers.attention.borrower import Borrower
-from services.worker.peers.attention.debtor import Debtor
+from services.worker.peers.attention.debtor import AttendingDebtor
 from services.worker.peers.attention.messages import GrantRef
 from services.worker.peers.lending.core.debts import GrantKey
 from services.worker.peers.migration.source import BLOCKS, BlockSource, GivenBlocks, WantedBlocks
@@ -78,7 +78,7 @@ class World:
         self.engine = engine
         self.failed: list[str] = []
         self.pool = ExtendedPool(BlockPool(OWN, BLOCK_TOKENS), OWN)
-        self.debtor = Debtor(
+        self.debtor = AttendingDebtor(
             engine.attention, q_heads=4, own_blocks=OWN, block_tokens=BLOCK_TOKENS, staging_blocks=2
         )
         core = StepCore(Identity("w", 1, "m", 64, "h"), SequenceTable(self.pool, LIMITS))
@@ -231,15 +231,15 @@ def test_steps_go_on_while_blocks_come_home(here: World, monkeypatch: pytest.Mon
     blocks = here.pool.allocate(OWN + 1)
     here.step(blocks)
     here.pool.release(blocks[:OWN])
-    steps, fetch = 0, Debtor.fetch
+    steps, fetch = 0, AttendingDebtor.fetch
 
-    def fetch_and_step(self: Debtor, *given: Any) -> None:
+    def fetch_and_step(self: AttendingDebtor, *given: Any) -> None:
         nonlocal steps
         fetch(self, *given)
         here.door.ask(lambda core, now_s: here.step(blocks, first_token=1)).result(5.0)
         steps += 1
 
-    monkeypatch.setattr(Debtor, "fetch", fetch_and_step)
+    monkeypatch.setattr(AttendingDebtor, "fetch", fetch_and_step)
     assert here.recall_one(10) == here.bytes_of(here.owner.engine, 4) and steps == 1
 
 

@@ -11,7 +11,7 @@ from services.worker.engine.spans import Span, pack
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.borrowed_pool import ExtendedPool
 from services.worker.peers.attention.borrower import Homecoming, Pair
-from services.worker.peers.attention.debtor import Debtor
+from services.worker.peers.attention.debtor import AttendingDebtor
 from services.worker.peers.attention.interfaces import WriteWatch
 from shared.errors import CreditorLost
 from tests.services.worker.engine.rig import GREEDY, Sequences
@@ -24,7 +24,7 @@ PROMPT = [5, 9, 2, 7, 11, 3, 8, 6, 4, 12]
 class AtWork:
     """A debtor whose sequence has one own block and other blocks at a creditor."""
 
-    def __init__(self, engine: TorchEngine, owner: Lender, debtor: Debtor) -> None:
+    def __init__(self, engine: TorchEngine, owner: Lender, debtor: AttendingDebtor) -> None:
         self.engine = engine
         self.owner = owner
         self.debtor = debtor
