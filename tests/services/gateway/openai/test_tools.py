@@ -68,10 +68,7 @@ def test_what_may_be_called() -> None:
             {"tools": [NOW], "tool_choice": "required", "response_format": {"type": "json_object"}},
             "response_format",
         ),
-        (
-            {"tools": [{"function": {"name": "a", "parameters": NEGATED}}], "tool_choice": "required"},
-            "tools[0]",
-        ),
+        ({"tools": [NEGATED], "tool_choice": "required"}, "tools[0]"),
     ],
 )
 async def test_what_is_wrong_is_named(codec: Codec, fields: dict[str, Any], param: str) -> None:
