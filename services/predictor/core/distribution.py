@@ -64,15 +64,10 @@ def summarize(mass: Floats, *, max_tokens: int, generated_tokens: int = 0) -> Pr
     middle = np.minimum((lowest + np.maximum(UPPER, lowest)) / 2.0, max_tokens)
     expected = math.ceil(float(mass @ middle) - 1e-9)
     below = np.cumsum(mass)
-
-    def within(tokens: int) -> int:
-        return min(max(tokens, floor + 1), max_tokens)
-
-    def quantile(share: float) -> int:
-        index = min(int(np.searchsorted(below, share - 1e-9)), COUNT - 1)
-        return within(int(UPPER[index]))
-
-    return PredictedLength(within(expected), quantile(0.5), quantile(0.8), quantile(0.9), quantile(0.95))
+    tokens = [expected]
+    for share in (0.5, 0.8, 0.9, 0.95):
+        tokens.append(int(UPPER[min(int(np.searchsorted(below, share - 1e-9)), COUNT - 1)]))
+    return PredictedLength(*np.clip(tokens, floor + 1, max_tokens).tolist())
 
 
 LEVELS = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95)

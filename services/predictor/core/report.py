@@ -24,8 +24,8 @@ def predict_all(model: LengthModel, queries: Sequence[LengthQuery]) -> list[Pred
     if isinstance(model, BatchModel):
         return model.predict_batch(queries)
     return [
-        model.predict(query.prompt, max_tokens=query.max_tokens, generated_tokens=query.generated_tokens)
-        for query in queries
+        model.predict(one.prompt, max_tokens=one.max_tokens, generated_tokens=one.generated_tokens)
+        for one in queries
     ]
 
 
