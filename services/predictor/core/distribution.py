@@ -63,11 +63,9 @@ def summarize(mass: Floats, *, max_tokens: int, generated_tokens: int = 0) -> Pr
     lowest = np.maximum(LOWER, floor + 1)
     middle = np.minimum((lowest + np.maximum(UPPER, lowest)) / 2.0, max_tokens)
     expected = math.ceil(float(mass @ middle) - 1e-9)
-    below = np.cumsum(mass)
-    tokens = [expected]
-    for share in (0.5, 0.8, 0.9, 0.95):
-        tokens.append(int(UPPER[min(int(np.searchsorted(below, share - 1e-9)), COUNT - 1)]))
-    return PredictedLength(*np.clip(tokens, floor + 1, max_tokens).tolist())
+    shares = np.array((0.5, 0.8, 0.9, 0.95))
+    indexes = np.minimum(np.searchsorted(np.cumsum(mass), shares - 1e-9), COUNT - 1)
+    return PredictedLength(*np.clip([expected, *UPPER[indexes]], floor + 1, max_tokens).tolist())
 
 
 LEVELS = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95)
