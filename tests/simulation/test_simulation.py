@@ -57,6 +57,13 @@ def test_a_planted_bug_is_found() -> None:
     assert "is held and buried" in found.violation
 
 
+@pytest.mark.parametrize("name", planted.names())
+def test_every_bug_can_be_planted(name: str) -> None:
+    patch = ["patch", "--strip=1", "--forward", "--dry-run", "--input", str(planted.BUGS / f"{name}.patch")]
+    tried = subprocess.run(patch, cwd=planted.ROOT, capture_output=True, text=True, check=False)
+    assert tried.returncode == 0, tried.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_nothing_is_found_in_many_schedules() -> None:
