@@ -181,7 +181,7 @@ class EverythingWorld(MixedWorld):
             worker = self.workers[effect.worker_id]
             self.between_steps(worker, lambda: growth.demand(blocks))
             if blocks <= growth.most_blocks:
-                effect = replace(effect, tokens=0)
+                effect = msgspec.structs.replace(effect, tokens=0)
         super()._carry_out_plan(effect)
 
     def between_steps(self, worker: WorkerProcess, action: Callable[[], None]) -> None:

@@ -88,15 +88,15 @@ def add_stored(app: FastAPI, store: ResponseStore | None, desk: LastingDesk) -> 
         record: RequestRecord = request.scope[RECORD]
         if request.query_params.get("stream") != "true":
             return written_json((await of(name).find(record.tenant, name)).body)
-        after = request.query_params.get("starting_after", "-1")
-        if after != "-1" and not (after.isdecimal() and len(after) < 10):
+        asked = request.query_params.get("starting_after")
+        if asked is not None and not (asked.isdecimal() and len(asked) < 10):
             raise InvalidRequest("starting_after should be the number of an event", param="starting_after")
         called = name_of(record.tenant, "response", name)
         async with desk.turn(called):
             kept = await desk.find(called)
         if kept is None:
             raise not_found(name, "its events are known while it is made, and for a while after")
-        return Following(desk, kept, record, int(after))
+        return Following(desk, kept, record, -1 if asked is None else int(asked))
 
     @app.get("/v1/responses/{name}/input_items")
     async def input_items(name: str, request: Request) -> Response:
