@@ -75,6 +75,9 @@ class PeerCache:
     def peer_tier(self, name: str) -> dict[str, Any]:
         return next(row for row in self.details(name)["prefix_tiers"] if row["tier"] == "peer")
 
+    def lost_blocks(self) -> int:
+        return sum(int(self.details(name).get("cache_lost_blocks", 0)) for name in ("worker-0", "worker-1"))
+
     def fill(self, seed: int) -> Filled:
         """More than fits: what has to leave the host is at the other worker then."""
         prompts = self.prompts(seed)
@@ -99,24 +102,32 @@ def texts(answers: list[Timed]) -> list[str]:
 
 
 async def check_a_hit(cache: PeerCache) -> None:
-    """What left the host is in the other worker's, seen by both and in heartbeats; it is fetched on a hit."""
-    filled = await asyncio.to_thread(cache.fill, 1)
-    owed = cache.details(filled.debtor)["cache_borrowed_blocks"]
-    async with heartbeats(cache.stack) as heard:
-        await asyncio.sleep(1.0)
-    last: dict[str, WorkerReported] = {report.worker_id: report for report in heard.reports}
-    lender, borrower = last[filled.creditor], last[filled.debtor]
-    assert lender.capacity.host_lent_blocks == lender.host_lent_to_blocks[filled.debtor] >= owed
-    assert lender.capacity.host_yielding_blocks == lender.capacity.host_lent_blocks
-    assert borrower.host_borrowed_from_blocks[filled.creditor] >= owed
-    assert borrower.capacity.borrowed_blocks == 0, "no sequence has any of it"
-    assert borrower.cache is not None and borrower.cache.peer_used_blocks > 0
-    again = await asyncio.to_thread(cache.ask, cache.prompts(1))
-    assert texts(again) == texts(filled.answers)
-    tier, lost = cache.peer_tier(filled.debtor), cache.details(filled.debtor)["cache_lost_blocks"]
-    assert tier["hits"] >= PROMPT_BLOCKS, tier
-    # A busy machine may not renew a lease in time. Its blocks are lost then: a fault each, and a miss.
-    assert tier["faults"] == 0 or lost > 0, tier
+    """What left the host is in the other worker's, seen by both and in heartbeats; it is fetched on a hit.
+
+    A busy machine may answer a creditor or renew a lease too late. Its blocks are lost then, and each is a
+    miss with the same text; other prompts follow."""
+    for seed in (1, 11, 21):
+        filled = await asyncio.to_thread(cache.fill, seed)
+        lost, hits = cache.lost_blocks(), cache.peer_tier(filled.debtor)["hits"]
+        owed = cache.details(filled.debtor)["cache_borrowed_blocks"]
+        async with heartbeats(cache.stack) as heard:
+            await asyncio.sleep(1.0)
+        last: dict[str, WorkerReported] = {report.worker_id: report for report in heard.reports}
+        lender, borrower = last[filled.creditor], last[filled.debtor]
+        assert borrower.capacity.borrowed_blocks == 0, "no sequence has any of it"
+        again = await asyncio.to_thread(cache.ask, cache.prompts(seed))
+        assert texts(again) == texts(filled.answers)
+        if cache.lost_blocks() > lost:
+            continue
+        assert lender.capacity.host_lent_blocks == lender.host_lent_to_blocks[filled.debtor] >= owed
+        assert lender.capacity.host_yielding_blocks == lender.capacity.host_lent_blocks
+        assert borrower.host_borrowed_from_blocks[filled.creditor] >= owed
+        assert borrower.cache is not None and borrower.cache.peer_used_blocks > 0
+        tier = cache.peer_tier(filled.debtor)
+        assert tier["hits"] >= hits + PROMPT_BLOCKS, tier
+        assert tier["faults"] == 0 or lost > 0, tier
+        return
+    raise AssertionError(f"blocks were lost each time\n{cache.stack.logs()}")
 
 
 def check_a_killed_creditor(cache: PeerCache) -> None:
