@@ -27,9 +27,9 @@ class KeyWatch:
         self.tenants: dict[str, Tenant] = {}
         """By key digest; changed in place."""
         self.quotas = Quotas({})
+        self.has_quotas = False
         self._read()
-        quotas = [key.quota() for key in config.keys.values()]
-        self.has_quotas = self._path is not None or any(quota != UNLIMITED for quota in quotas)
+        self.may_have_quotas = self.has_quotas or self._path is not None
 
     def on_over(self, key: str, tokens: int) -> None:
         """Deduct the tokens of a lasting answer that ended from its key's quota."""
@@ -67,7 +67,9 @@ class KeyWatch:
         both.check_keys()
         self.tenants.clear()
         self.tenants.update(both.tenants())
-        self.quotas.replace({key.sha256: key.quota() for key in keys.values()})
+        quotas = {key.sha256: key.quota() for key in keys.values()}
+        self.quotas.replace(quotas)
+        self.has_quotas = any(quota != UNLIMITED for quota in quotas.values())
 
 
 def _checked(name: str, options: dict[str, object], path: Path | None) -> KeyConfig:
@@ -81,14 +83,15 @@ def _checked(name: str, options: dict[str, object], path: Path | None) -> KeyCon
 class Metered:
     """ASGI wrapper, inside `Edge`, that counts requests against their keys' quotas."""
 
-    def __init__(self, app: ASGIApp, quotas: Quotas) -> None:
+    def __init__(self, app: ASGIApp, watched: KeyWatch) -> None:
         self._app = app
-        self._quotas = quotas
+        self._watched, self._quotas = watched, watched.quotas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises RateLimited at the limit."""
         record = scope[RECORD]
-        if scope["method"] != "POST" or not scope["path"].startswith(API_PATHS):
+        is_counted = scope["method"] == "POST" and scope["path"].startswith(API_PATHS)
+        if not (is_counted and self._watched.has_quotas):
             return await self._app(scope, receive, send)
         self._quotas.begin(record.tenant, monotonic_s())
         try:

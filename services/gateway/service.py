@@ -160,8 +160,8 @@ async def run(config: GatewayConfig) -> None:
             main = make_app(
                 sessions, models, config, desk, store, partial(page, admin_key_sha256=config.admin_key_sha256)
             )
-            if watched.has_quotas:
-                main = Metered(main, watched.quotas)
+            if watched.may_have_quotas:
+                main = Metered(main, watched)
             tenants, counters, open_paths = watched.tenants, sessions.counters, OPEN_PATHS | PAGE_PATHS
             app: ASGIApp = Edge(main, tenants, counters, open_paths, recorder=bus.recorder)
             app = with_cors(app, config.cors_origins)

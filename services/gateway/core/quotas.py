@@ -87,8 +87,9 @@ class Quotas:
         account.active += 1
 
     def end(self, key: str, tokens: int, now_s: float) -> None:
+        """Count the end of a request; it may have begun before any key had a quota."""
         account = self._account(key, now_s)
-        account.active -= 1
+        account.active = max(0, account.active - 1)
         if account.tokens is not None:
             account.tokens.level -= tokens
         if not account.active and key not in self._quotas:
