@@ -8,8 +8,8 @@ from itertools import islice
 from secrets import token_bytes
 
 from services.gateway.config import GatewayConfig
-from services.gateway.core.peers import SchedulerView, StackView, WorkerTable
 from services.gateway.core.stream import Stream, StreamEffects, StreamPhase, StreamTiming, disown
+from services.gateway.core.views import SchedulerView, StackView, WorkerTable
 from services.gateway.counters import Counters
 from services.gateway.dispatch import Dispatch
 from services.gateway.errors import ShuttingDown

@@ -9,7 +9,7 @@ from itertools import accumulate
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from services.gateway.core.peers import SchedulerView, WorkerTable
+from services.gateway.core.views import SchedulerView, WorkerTable
 from services.gateway.sessions import Sessions
 from shared.messages.reports import STEP_TOKEN_BOUNDS, WAIT_BOUNDS_S, SequenceState
 

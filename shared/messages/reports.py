@@ -251,7 +251,7 @@ class SchedulerAnnounced(Message, frozen=True, kw_only=True):
 
 
 class WorkerLost(Message, frozen=True, kw_only=True):
-    """Scheduler → gateways: a worker is silent or has restarted; resubmit these with a higher attempt."""
+    """Scheduler → gateways: a worker left, is silent or restarted; resubmit these with a higher attempt."""
 
     worker_id: Id
     incarnation: Number

@@ -4,7 +4,6 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.core.peers import SchedulerView, WorkerTable
 from services.gateway.core.stream import (
     Acknowledge,
     Cancel,
@@ -15,6 +14,7 @@ from services.gateway.core.stream import (
     StreamTiming,
     Submit,
 )
+from services.gateway.core.views import SchedulerView, WorkerTable
 from shared.messages.commands import CancelSequence
 from shared.messages.moves import MovePrepared
 from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerReported

@@ -8,7 +8,7 @@ from secrets import token_bytes
 from msgspec.structs import replace
 
 from services.gateway.config import GatewayConfig
-from services.gateway.core.shadows import RequestShadows
+from services.gateway.core.request_copies import RequestShadows
 from services.gateway.core.stream import ANSWERS
 from services.gateway.exchange import Exchange
 from services.gateway.sessions import Sessions

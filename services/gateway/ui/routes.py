@@ -12,7 +12,7 @@ import orjson
 from fastapi import FastAPI, Request
 from starlette.responses import Response, StreamingResponse
 
-from services.gateway.core.account import explained
+from services.gateway.core.time_account import explained
 from services.gateway.errors import HttpError
 from services.gateway.http.middleware import RECORD
 from services.gateway.ui.watch import Colleagues, Watch

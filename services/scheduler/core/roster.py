@@ -1,6 +1,6 @@
 """All sequences the scheduler knows, their workers, and recently finished ones. Pure.
 
-Only this module adds and removes sequences.
+Only this module adds and removes sequences. `fleet` decides which worker is lost.
 """
 
 from collections import Counter

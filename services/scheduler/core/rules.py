@@ -38,7 +38,7 @@ class ReliefRules:
 class ShadowRules:
     """Which running sequences are copied to other workers, and how often."""
 
-    from_s: float = 0.0  # recompute time from which a sequence is copied; 0: none is
+    from_s: float = 0.0  # recompute time that starts copies; 0: none. The service's default: config.py
     interval_s: float = 0.3  # between two checks of one worker, and two orders for one sequence
     renew_s: float = 5.0  # after which a keeper with a complete copy is contacted again
     valid_for_s: float = 2.0  # time limit of an order; the next order fetches the rest

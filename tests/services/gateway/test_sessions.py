@@ -26,7 +26,7 @@ from shared.messages.sequence import FinishReason, Sampling, pack_tokens, proof_
 from shared.messages.tokens import AcknowledgeEnds, TokenDelta, TokenFrame
 from tests.nats_server import NatsServer
 from tests.patience import PATIENCE_S, until
-from tests.services.gateway.core.test_peers import report
+from tests.services.gateway.core.test_views import report
 from tests.services.gateway.fakes import cancelled
 from tests.shared.messages.builders import cancelling, ref
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.core.peers import SchedulerView, WorkerTable
-from services.gateway.core.shadows import RequestShadows, Shadowed, size_bytes
+from services.gateway.core.request_copies import RequestShadows, Shadowed, size_bytes
+from services.gateway.core.views import SchedulerView, WorkerTable
 from shared.messages.reports import SchedulerAnnounced, StepsReport, WorkerReported
 from shared.messages.sequence import Sampling, pack_tokens
 from shared.messages.shadows import Shadow

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.core.account import RANK, UNEXPLAINED, AnswerAccount, Cause, Happened, account_of, sweep
+from services.gateway.core.time_account import (
+    RANK,
+    UNEXPLAINED,
+    AnswerAccount,
+    Cause,
+    Happened,
+    account_of,
+    sweep,
+)
 
 times = st.integers(0, 40).map(float)
 claims = st.lists(st.tuples(times, times, st.sampled_from(list(Cause))), max_size=12)
