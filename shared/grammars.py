@@ -8,7 +8,7 @@ docs/decisions/0022.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,44 +44,30 @@ Words = npt.NDArray[np.uint32]
 """Bit mask by token id, lowest bit first: `[words_of(vocabulary)]`."""
 
 
-class Matcher(Protocol):
-    """Position of one answer in its grammar."""
-
-    def accept(self, token: int) -> bool:
-        """Consume the next token. Return False if it is not allowed; the matcher is unusable afterwards."""
-        ...
-
-    def mask(self, words: Words) -> None:
-        """Write the mask of allowed tokens; all bits 0 if there is none."""
-        ...
-
-    @property
-    def is_terminated(self) -> bool:
-        """True if only an end token may follow."""
-        ...
-
-
 def words_of(vocabulary: int) -> int:
     """Return the number of mask words for a vocabulary."""
     return -(-vocabulary // _WORD_BITS)
 
 
 class GrammarMatcher:
-    """`Matcher` backed by llguidance. Computing a mask releases the interpreter lock."""
+    """Position of one answer in its grammar. Computing a mask releases the interpreter lock."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
     def accept(self, token: int) -> bool:
+        """Consume the next token. Return False if it is not allowed; the matcher is unusable afterwards."""
         return self._matcher.consume_token(token)
 
     def mask(self, words: Words) -> None:
+        """Write the mask of allowed tokens; all bits 0 if there is none."""
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
             words[:] = 0
 
     @property
     def is_terminated(self) -> bool:
+        """True if only an end token may follow."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     def forced(self) -> Sequence[int]:

@@ -34,7 +34,6 @@ class Transfer:
     task: Task
     source: int
     target: int
-    sent_tokens: int = 0
     arrives_s: float = 0.0
     is_due: bool = False
     """All of its prompt is sent, and an arrival event is scheduled."""
@@ -72,6 +71,5 @@ class HandoverTransfers:
         gives[one.source] = max(gives.get(one.source, 0.0), first_layer_s) + took_s
         takes[one.target] = max(takes.get(one.target, 0.0), first_layer_s) + took_s
         ends_s = max(gives[one.source], takes[one.target], now_s + took_s / wire.layers)
-        one.sent_tokens += tokens
         one.arrives_s = max(one.arrives_s, ends_s)
         return one.arrives_s

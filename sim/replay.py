@@ -103,7 +103,7 @@ class Agreement:
     same_order: float
     """Share of pairs, started at one worker, that start in the same order."""
     same_batches: float
-    """Of pairs that shared a step live or in the replay, the share that did so in both."""
+    """Share of the pairs in one step live or in the replay that were so in both."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,10 +42,6 @@ class Cores:
         finally:
             bind_threads(before)
 
-    def bind_engine(self) -> None:
-        """Bind all threads of this process, which is the engine, to the engine's core."""
-        bind_threads({self.engine})
-
 
 def bind_threads(cores: Collection[int]) -> None:
     """Bind all threads of this process to `cores`, which may lie outside its inherited set."""

@@ -1,4 +1,4 @@
-"""What this process counts: Prometheus metrics, and figures of each model that are written when scraped.
+"""Counts of this process: Prometheus metrics, and figures of each model that are written when scraped.
 Labels that come from clients are bounded in number and form. All runs on the event loop's thread."""
 
 import re

@@ -141,7 +141,7 @@ class Exchange:
     is_resumed: bool = False
     """Another gateway began it."""
     context: Context = field(default_factory=copy_context)
-    """Of the request, so that its trace follows every submission."""
+    """The request's context, so that its trace follows every submission."""
     failure: Exception | None = None
     on_news: Callable[[], bool] | None = None
     """Called on news of a sequence; returns True when no task needs to be woken."""

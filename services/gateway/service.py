@@ -59,7 +59,7 @@ HANDLERS = (
     Listener(subjects.SCHEDULER_PREPARED, MovePrepared, "on_prepared"),
     Listener(subjects.STACK_VERDICT, StackVerdict, "on_verdict"),
 )
-"""Of `Sessions`. They run in the bus's read loop and must be quick."""
+"""Handlers of `Sessions`. They run in the bus's read loop and must be quick."""
 
 
 class Status:

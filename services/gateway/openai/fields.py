@@ -62,7 +62,7 @@ DESCRIPTIONS: Mapping[str, str] = {
     "dimensions": "only so many numbers of each vector, scaled to length one again",
     "add_special_tokens": "false: the prompt as it is, without a begin token",
 }
-"""What each field that is honoured does, for the table in the docs and /openapi.json."""
+"""Effect of each honoured field, for the table in the docs and /openapi.json."""
 
 
 Neutral = Callable[[Any], bool]
@@ -135,7 +135,7 @@ MESSAGES_IGNORED = frozenset(
 )
 """The same of Anthropic's API; its SDK's `tool_runner` sends `thread`."""
 ECHOED = frozenset({"refusal", "annotations", "reasoning", "reasoning_details", "cache_control"})
-"""Of messages: fields of answers, which clients send back."""
+"""Fields of answers that clients send back in messages."""
 
 
 MOST_IGNORED = 32

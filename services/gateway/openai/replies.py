@@ -1,6 +1,7 @@
 """Bodies of successful answers in OpenAI's format. Optional fields are omitted; required ones may be null."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -103,7 +104,7 @@ class PieceDetails:
 NO_DETAILS = PieceDetails()
 
 
-class AnswerWriter:
+class AnswerWriter(ABC):
     """Writes one answer in the format of one API; by itself, one that is never streamed."""
 
     __slots__ = ()
@@ -126,9 +127,9 @@ class AnswerWriter:
         """Return the bytes that end an incomplete answer."""
         return b"data: " + orjson.dumps(body_of(error)) + b"\n\n" + DONE
 
+    @abstractmethod
     def whole(self, choices: "Sequence[FinishedChoice]", usage: "Usage") -> bytes:
         """Return the body of an answer that is not streamed."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,7 +202,7 @@ class ChoiceText:
         self.completion_tokens = 0
         """Number of tokens read, including the one that ended the answer."""
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
-        """Of the forced prompt's tokens; the first has none."""
+        """Log-probabilities of the forced prompt's tokens; the first has none."""
         self.hidden = b""
         """For embeddings: the last token's hidden state, or the sum of all, as packed fp32."""
         self._tokenizer = tokenizer

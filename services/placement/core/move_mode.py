@@ -139,7 +139,7 @@ class MoveModes:
             return MoveMode(self._choice)
         if mode is not None or any(busy.target == one.target for busy, _, _ in self._under_way.values()):
             return mode
-        # What would finish first without other moves; tokens if nothing was measured.
+        # The mode that would finish first without other moves; tokens if nothing was measured.
         link = self._link_bytes(one, reports)
         tokens = computable_tokens(reports.get(one.target), self._epoch_s)
         by_link = one.kv_bytes / link if link else inf

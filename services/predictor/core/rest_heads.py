@@ -5,6 +5,7 @@
 of similar score. Both have one hidden layer in numpy, trained with Adam. Deterministic for a seed.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import numpy as np
@@ -96,7 +97,7 @@ class Network:
         self._parts, self._steps = found, max(0, steps)
 
 
-class Head:
+class Head(ABC):
     """Maps features `[rows, width]` to remaining lengths in tokens."""
 
     _outputs = 1
@@ -104,13 +105,13 @@ class Head:
     def __init__(self, width: int, seed: int = 0) -> None:
         self._network = Network(width, self._outputs, seed)
 
+    @abstractmethod
     def learn(self, features: Float32s, rests: Counts, censored: Flags) -> None:
         """Train one step on a batch of rows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def predict(self, features: Float32s) -> npt.NDArray[np.float64]:
         """Return `[rows, 5]`: expected remaining length, then its `QUANTILES`; each at least 1."""
-        raise NotImplementedError
 
     def weights(self) -> Weights:
         """Return the trained weights by name."""

@@ -232,12 +232,10 @@ class FleetQueue:
         if answer_tokens is not None:
             task = charged.task
             computed_tokens = task.prompt_tokens + task.generated_tokens
-            rest_tokens, cached_tokens = (
-                answer_tokens - task.generated_tokens,
-                min(cached_tokens, computed_tokens),
-            )
+            rest_tokens = max(0, answer_tokens - task.generated_tokens)
+            cached_tokens = min(cached_tokens, computed_tokens)
             service_s = self._speeds.occupied_s(
-                computed_tokens, max(0, rest_tokens), self._memory_tokens, cached_tokens
+                computed_tokens, rest_tokens, self._memory_tokens, cached_tokens
             )
             self._recharge(charged, service_s)
         self._close(key)

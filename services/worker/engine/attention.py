@@ -98,7 +98,7 @@ class PagedAttention:
         self._remote: tuple[Homes, RemoteAttention] | None = None
         self._clock = clock
         self._waited_s, self._remote_blocks = 0.0, 0
-        """Of the current step: seconds spent on creditors, and `remote.decode_blocks`."""
+        """Seconds that the current step spent on creditors, and its `remote.decode_blocks`."""
         self._slots: torch.Tensor | None = None
         self._own: dict[int, PackedSpans] = {}
         """The engine's own part of a partitioned step, by window."""

@@ -22,7 +22,7 @@ _WAIT_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """What one block of one layer holds."""
+    """Shape of one block of one layer."""
 
     kv_heads: int
     head_dim: int

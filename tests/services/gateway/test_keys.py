@@ -166,3 +166,11 @@ def test_a_new_quota_holds_from_then_on_and_what_runs_is_counted() -> None:
     for _ in range(3):
         quotas.end(OWNER, 1, 0.0)
     assert quotas.active(OWNER) == 0
+
+
+def test_an_answer_that_began_before_any_quota_frees_no_place_by_its_end() -> None:
+    quotas = Quotas({OWNER: Quota(max_concurrent=1)})
+    quotas.end(OWNER, 5, 0.0)
+    quotas.begin(OWNER, 0.0)
+    with pytest.raises(RateLimited):
+        quotas.begin(OWNER, 0.0)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 _KV_BYTES = 2 * 2
-"""Of a number of the hidden size: K and V, 16 bits each."""
+"""Bytes of KV for each number of the hidden size: K and V, 16 bits each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,13 @@ class FittedCost:
 
 @dataclass(frozen=True, slots=True)
 class RemoteCost:
-    """What a step costs when a part of its context is on other workers. Attention over remote blocks runs at
+    """Cost of a step with a part of its context on other workers. Attention over remote blocks runs at
     the creditor and overlaps with the debtor's over local ones; a round trip per layer does not. Source:
     papers/001 §4.6, §6.4."""
 
     cost: FittedCost
     round_trip_s: float = 40e-6
-    """Of one layer's queries to a creditor and its answer."""
+    """Time of one layer's queries to a creditor and its answer."""
     link_bytes_per_s: float = 20e9
 
     def step_s(
@@ -75,7 +75,7 @@ class RemoteCost:
         return self.cost.step_s(chunks, decodes, slowest_tokens) + waited_s
 
     def serving_s(self, remote_tokens: int) -> float:
-        """What one step of a debtor takes of its creditor's time."""
+        """Return the creditor's seconds that one step of a debtor takes."""
         return self.cost.step_s([], 1, remote_tokens) - self.cost.step_s([], 1, 0)
 
     def copy_s(self, tokens: int) -> float:

@@ -16,7 +16,7 @@ class MeasuredStep:
     decoded_tokens: int
     step_s: float
     context_tokens: int = 0
-    """Of what decodes."""
+    """Sum of the decodes' contexts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class LinearCost:
     prefill_token_s: float
     sequence_s: float
     context_s: float = 0.0
-    """Of each token that a decode attends to."""
+    """Seconds for each token that a decode attends to."""
 
     def step_s(self, chunks: Sequence[tuple[int, int]], decodes: int, context_tokens: int) -> float:
         if not chunks and not decodes:

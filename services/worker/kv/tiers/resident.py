@@ -149,10 +149,10 @@ class ResidentKv:
         self.layer_block_bytes = key_bytes + value_bytes
         size = rows + host_blocks, layers * self.layer_block_bytes
         self.rows: npt.NDArray[np.uint8] = np.zeros(size, dtype=np.uint8)
-        """Of host memory; touched when first used."""
+        """Host memory; touched when first used."""
         self.stream = open_stream(keys, values, self.rows, layers)
         self._plan: StepPlan | None = None
-        """Of the present step, where it has one."""
+        """Plan of the present step, if it has one."""
         self.is_streaming = False
         """A step is under way of which anything lies outside, or is saved meanwhile."""
         self._has_pool = False
@@ -170,7 +170,7 @@ class ResidentKv:
         return self.stream.tables if self.is_streaming else None
 
     def pace(self, bytes_s: float, background_bytes_s: float = 0.0) -> None:
-        """What the link carries in each direction, 0: as fast as memory, and what others send over it."""
+        """Set the link's speed in each direction, 0: as fast as memory, and the part that others use."""
         left_s = max(bytes_s - background_bytes_s, bytes_s / 50)
         self.stream.pace(left_s)
 
@@ -281,7 +281,7 @@ class ResidentKv:
         self.stream.close()
 
     def _move(self, plan: StepPlan) -> None:
-        """What has to be done before a step, in this thread: out first, for it makes room."""
+        """Copy before a step, in this thread: out first, which makes room."""
         if len(plan.saved_from):
             self.stream.save(plan.saved_from, plan.saved_to)
         if len(plan.loaded_from):

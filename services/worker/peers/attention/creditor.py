@@ -54,7 +54,7 @@ _MAX_Q_HEADS = 4096
 _MAX_BUFFER_BYTES = 1 << 30
 
 Prepared = tuple[Callable[[], Reply], Sequence[Buffer]]
-"""What to do once a request has arrived, and the memory for its buffers."""
+"""The action once a request has arrived, and the memory for its buffers."""
 
 
 class LentGrants:

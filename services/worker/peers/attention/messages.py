@@ -62,9 +62,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     scaling: float = 1.0
     softcap: float | None = None
     indices: bytes = b""
-    """Of a fetch, int32: indices into the part's blocks."""
+    """Indices of a fetch into the part's blocks, int32."""
     write_layer: int = -1
-    """Of a fetch with keys and values: their layer."""
+    """Layer of the keys and values that a fetch brings."""
 
 
 class Attended(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -74,7 +74,7 @@ class Attended(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     over_budget: bool = False
     """The creditor's time budget is used up. Keys and values were written; fetch the blocks instead."""
     is_native: bool = False
-    """Of `kv.native`: steps may follow on the link. Else use `kv.attend`."""
+    """Whether steps may follow on the link as `kv.native`. Else use `kv.attend`."""
 
 
 @dataclass(frozen=True, slots=True)

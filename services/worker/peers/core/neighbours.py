@@ -1,4 +1,4 @@
-"""What a worker knows of its peers: heartbeats, link speeds, and which transport to dial. Pure.
+"""A worker's view of its peers: heartbeats, link speeds, and which transport to dial. Pure.
 
 Two speeds are kept per peer. Links, and whether queries or blocks travel, are chosen by the raw speed of a
 link. Heartbeats report the delivered speed of whole fetches, because a sequence that moves waits for them;

@@ -40,7 +40,7 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True):
     kind: str = ""
     sizes_bytes: tuple[int, ...] = ()
     deadline_ms: int = 0
-    """Of a request: time left when it is sent."""
+    """Time left when a request is sent."""
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True):

@@ -1,4 +1,4 @@
-"""What Pie's swapping costs, in windows for the controller, and what more blocks would bring. Pure."""
+"""Costs of Pie's swapping, in windows for the controller, and the gain of more blocks. Pure."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from services.worker.pie.core.expansion import Window
 from shared.average import averaged
 
 _WEIGHT = 0.1
-"""Of the newest step."""
+"""Weight of the newest step in averages."""
 _LATEST_DECODES, _LEAST_DECODES, _LEAST_RANGE = 128, 8, 1.2
 
 
@@ -28,10 +28,8 @@ class SwapMeter:
         self.stall_s = 0.0
         """In which the computation waited for KV."""
         self.compute_s = 0.0
-        """Of all steps, without the waits."""
+        """Time of all steps, without the waits."""
         self.moved_bytes = dict.fromkeys(Direction, 0)
-        self.copying_s = 0.0
-        """Both directions added up, whether anybody waited or not."""
         self.iterations = 0
         self._swap_s: dict[Direction, list[float]] = {direction: [] for direction in Direction}
         self._used_blocks = 0
@@ -50,7 +48,7 @@ class SwapMeter:
 
     @property
     def decoding_rows(self) -> float:
-        """Of the latest iterations in which no prompt was; 0 before the first."""
+        """Median rows of the latest iterations without a prompt; 0 before the first."""
         return median(tokens for tokens, _ in self._decodes) if self._decodes else 0.0
 
     def on_stall(self, waited_s: float) -> None:
@@ -58,7 +56,6 @@ class SwapMeter:
 
     def on_copied(self, direction: Direction, sent_bytes: int, took_s: float) -> None:
         self.moved_bytes[direction] += sent_bytes
-        self.copying_s += took_s
         self._swap_s[direction].append(took_s)
 
     def window_stall_s(self) -> float:
@@ -82,7 +79,7 @@ class SwapMeter:
     def close_window(
         self, iterations: int, swap_ins: int, early_swap_ins: int, capacity_blocks: int
     ) -> Window:
-        """What was since the last call. Time without steps, in which nobody asked, does not count.
+        """Return the sums since the last call. Time without steps, in which nobody asked, does not count.
         `swap_ins`: layers that were brought in since the start, `early_swap_ins` of them early."""
         stall_s, compute_s, ins, early = self._before
         self._before = (self.stall_s, self.compute_s, swap_ins, early_swap_ins)
@@ -109,8 +106,8 @@ class SwapMeter:
 
 
 def fixed_share(steps: Iterable[tuple[int, float]]) -> float:
-    """Of the time of steps (tokens, seconds), what does not grow with their tokens; 0: cannot be told. From
-    the medians of the smaller and of the larger third: outliers do not count."""
+    """Return the share of steps' time (tokens, seconds) that does not grow with tokens; 0: unknown.
+    Taken from the medians of the smaller and of the larger third, so that outliers do not count."""
     ordered = sorted(steps)
     third = len(ordered) // 3
     if third < _LEAST_DECODES:

@@ -43,7 +43,7 @@ def lower(fifo_layers: int) -> int:
 
 
 def spare_blocks(layers: int, fifo_layers: int, device_blocks: int) -> int:
-    """Of the device's blocks, those given up to buffers so that as many blocks fit as with a FIFO of layers.
+    """Return the device blocks given up to buffers so that as many blocks fit as with a FIFO of layers.
     A block is swapped through two buffers of one layer each, so one block given up has room for `layers` / 2:
     of 8 layers, 20 of 420 blocks bring 80 from outside, and 480 - 60 are there."""
     extra = slot_blocks(layers, fifo_layers, device_blocks) - device_blocks
@@ -51,7 +51,7 @@ def spare_blocks(layers: int, fifo_layers: int, device_blocks: int) -> int:
 
 
 def swaps_in_blocks(fifo_layers: int) -> int:
-    """What a step brings in at a level grows with its buffers, which are in proportion to this."""
+    """Return a number in proportion to the buffers of a level, with which a step's copies grow."""
     return max(0, fifo_layers - 2)
 
 

@@ -203,7 +203,7 @@ CHAT = "/v1/chat/completions"
 
 
 class Sent(list[Message]):
-    """What was sent, in order."""
+    """Messages in the order sent."""
 
     async def __call__(self, message: Message) -> None:
         self.append(message)

@@ -298,7 +298,7 @@ async def test_each_key_finds_its_own(store: ResponseStore) -> None:
 
 
 async def test_the_oldest_of_a_key_leave(store: ResponseStore, clock: Clock) -> None:
-    """What another key has, stays; and one that is larger than all there may be is not kept at all."""
+    """Another key's responses stay, and a response larger than the bound is not stored."""
     store.put("theirs", "old", b"x" * 900, [])
     names = [f"resp_{number}" for number in range(6)]
     for name in names:

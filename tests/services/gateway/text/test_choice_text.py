@@ -143,7 +143,7 @@ STOPS = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size=4)
 
 
 def expected(text: str, stops: list[str]) -> str:
-    """What comes before the stop string that is complete first, for a reader of a growing text."""
+    """Text before the stop string that is complete first, for a reader of a growing text."""
     for end in range(len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:

@@ -42,7 +42,7 @@ class ComputeBudget:
 
 
 class ShipMode(StrEnum):
-    """What travels for a creditor's part of a step: queries or blocks."""
+    """Data that travels for a creditor's part of a step: queries or blocks."""
 
     SHIP = "ship"
     FETCH = "fetch"

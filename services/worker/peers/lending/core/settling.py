@@ -44,7 +44,7 @@ class _Part:
     """Logical number to own block, in this round."""
     committed: int = -1
     committed_blocks: int = 0
-    """Of the last committed round: the answer to a repeated commit."""
+    """Blocks of the last committed round: the answer to a repeated commit."""
 
 
 class Settling:

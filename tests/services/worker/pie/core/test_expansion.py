@@ -216,7 +216,7 @@ def test_a_window_holds_what_was_since_the_last() -> None:
     assert meter.window_stall_s() == 0 and abs(meter.stall_share - 0.5 / 13) < 1e-9
     empty = meter.close_window(0, 9, 2, 10)
     assert (empty.tokens, empty.swap_s, empty.work_rate, empty.elapsed_s) == (0, 0.0, 0.0, 0.0)
-    assert abs(meter.copying_s - 0.6) < 1e-9 and meter.moved_bytes[Direction.IN] == 100
+    assert meter.moved_bytes[Direction.IN] == 100
 
 
 def test_what_does_not_grow_with_the_batch_is_seen_through_outliers() -> None:
