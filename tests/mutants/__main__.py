@@ -1,15 +1,18 @@
 """`make mutants`: how many of the recorded mutants of cores and policies the tests kill.
 
 `sample.jsonl` records each mutant as one changed line of one function, so that it is found again where code
-has moved. Each runs in a fork of a process that has imported pytest and torch but nothing of the project: the
-mutated module is compiled from memory, and no file changes. The tests of the module's service run, those
-nearest by imports first, until one fails, or `CPU_S` seconds of processor time have passed.
+has moved. Each runs in a fork of a process that has imported the service's tests: the function around the
+line gets the mutated code, and no file changes. A line that runs at import is compiled into its module, in a
+fork that has imported nothing of the project. The tests of the module's service run, those nearest by imports
+first, until one fails, or `CPU_S` seconds of processor time have passed.
 
 A mutant is killed (a test fails), survives, or is gone (its line no longer exists). At the end every test
 that killed one runs on the unchanged code, where it must pass.
 """
 
 import argparse
+import gc
+import importlib
 import importlib.machinery
 import json
 import os
@@ -22,11 +25,13 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = Path(__file__).parent / "sample.jsonl"
-CPU_S = 45.0
+CPU_S = 20.0
+_NEAREST = 6
 _FARTHEST_IMPORTS = 3
 _WHICH = "not stack and not slow and not gpu and not vllm"
 _IMPORT = re.compile(r"^\s*(?:from ([\w.]+) import \(?([^#\n]*)|import ([\w.]+))", re.M)
@@ -109,8 +114,46 @@ def _imported(text: str) -> Iterator[str]:
         )
 
 
-def _judge(module: Path, text: str, tests: Sequence[str]) -> str:
-    """In a fork: the first of these tests that fails when `module` has this text; empty where all pass."""
+def _functions(code: CodeType) -> Iterator[CodeType]:
+    """The outermost functions and the methods of a compiled module."""
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            is_function = inner.co_flags & 2  # CO_NEWLOCALS: a class's body has it not
+            yield from (inner,) if is_function else _functions(inner)
+
+
+def _patch(module: Path, text: str) -> bool:
+    """Give the loaded functions of `module` their code in `text`; False where no loaded one differs."""
+    before = {
+        (code.co_qualname, code.co_firstlineno): code
+        for code in _functions(compile(module.read_text(), str(module), "exec"))
+    }
+    changed = {
+        (code.co_qualname, code.co_firstlineno): code
+        for code in _functions(compile(text, str(module), "exec"))
+        if before.get((code.co_qualname, code.co_firstlineno)) != code
+    }
+    found = False
+    for function in gc.get_objects():
+        if type(function) is FunctionType and function.__code__.co_filename == str(module):
+            code = changed.get((function.__code__.co_qualname, function.__code__.co_firstlineno))
+            if code is not None:
+                function.__code__ = code
+                found = True
+    return found
+
+
+def _compile_at_import(module: Path, text: str) -> None:
+    original = importlib.machinery.SourceFileLoader.get_code
+
+    def get_code(self: Any, fullname: str) -> Any:
+        return compile(text, self.path, "exec") if self.path == str(module) else original(self, fullname)
+
+    importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
+
+
+def _judge(tests: Sequence[str]) -> str:
+    """The first of these tests that fails; empty where all pass."""
     import pytest
 
     class Watch:
@@ -126,61 +169,96 @@ def _judge(module: Path, text: str, tests: Sequence[str]) -> str:
             if time.process_time() > CPU_S:
                 raise pytest.exit.Exception("enough")
 
-    original = importlib.machinery.SourceFileLoader.get_code
-
-    def get_code(self: Any, fullname: str) -> Any:
-        return compile(text, self.path, "exec") if self.path == str(module) else original(self, fullname)
-
-    importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
-    watch = Watch()
     words = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0", "--timeout=120"]
-    code = pytest.main([*words, "-m", _WHICH, *tests], plugins=[watch])
-    broken = code in (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)
-    return watch.failed or ("the harness: pytest ended" if broken else "")
+    words += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    for part in (tests[:_NEAREST], tests[_NEAREST:]):
+        watch = Watch()
+        if not part or time.process_time() > CPU_S:
+            continue
+        code = pytest.main([*words, "-m", _WHICH, *part], plugins=[watch])
+        if watch.failed:
+            return watch.failed
+        if code in (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR):
+            return "the harness: pytest ended"
+    return ""
 
 
-def _start(module: Path, text: str, tests: Sequence[str], told: Path) -> int:
-    """Returns the fork's process id; it exits with 0 where no test fails, and writes to `told` which does."""
+def _start(module: Path, text: str, tests: Sequence[str], told: Path, is_loaded: bool) -> int:
+    """Returns the fork's process id; it writes to `told` which test fails, or nothing. It exits with 2 where
+    `text` changes no loaded function.
+    """
     child = os.fork()
     if child:
         return child
+    if is_loaded and not _patch(module, text):
+        os._exit(2)
+    if not is_loaded:
+        _compile_at_import(module, text)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = folder
         quiet = os.open(os.devnull, os.O_WRONLY)
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
         try:
-            failed = _judge(module, text, tests)
+            failed = _judge(tests)
         except BaseException as error:
             failed = f"the harness: {error!r}"
     told.write_text(failed)
     os._exit(1 if failed else 0)
 
 
-def run(mutants: Sequence[Mutant], processes: int, folder: Path) -> dict[int, str]:
-    """Each mutant's fate by its place in the sample; files in `folder` name the tests that killed."""
-    nearness, fates, running = _Nearness(), dict[int, str](), dict[int, int]()
+def _load_tests(service: str) -> None:
+    for path in sorted((ROOT / "tests" / "services" / service).rglob("test_*.py")):
+        if "stack" not in path.parts[len(ROOT.parts) + 3 :]:
+            importlib.import_module(_dotted(path))
+
+
+def _run_service(
+    service: str | None, numbers: Sequence[int], mutants: Sequence[Mutant], n: int, told: Path
+) -> None:
+    """Judge these mutants, `n` at once, and write each fate to `told`. `service`: its tests are loaded."""
+    nearness, running, fates = _Nearness(), dict[int, int](), (SURVIVED, KILLED, "at import")
 
     def reap() -> None:
         child, status = os.wait()
-        fates[at := running.pop(child)] = KILLED if status else SURVIVED
-        print(f"{len(fates):4} of {len(mutants)}  {fates[at]:8}  {at:3} {mutants[at].file}", flush=True)
+        at = running.pop(child)
+        fate = fates[os.waitstatus_to_exitcode(status)] if os.WIFEXITED(status) else KILLED
+        (told / f"{at}.fate").write_text(fate)
+        print(f"{len(list(told.glob('*.fate'))):4}  {fate:9} {at:3} {mutants[at].file}", flush=True)
 
-    for number, mutant in enumerate(mutants):
-        found = mutant.found()
-        if found is None:
-            fates[number] = GONE
+    if service is not None:
+        _load_tests(service)
+    for number in numbers:
+        found = mutants[number].found()
+        tests = nearness.tests_of(found[0], mutants[number].service) if found else []
+        if found is None or not tests:
+            (told / f"{number}.fate").write_text(SURVIVED if found else GONE)
             continue
-        tests = nearness.tests_of(found[0], mutant.service)
-        if not tests:
-            fates[number] = SURVIVED
-            continue
-        while len(running) >= processes:
+        while len(running) >= n:
             reap()
-        running[_start(*found, tests, folder / str(number))] = number
+        running[_start(*found, tests, told / str(number), service is not None)] = number
     while running:
         reap()
-    return fates
+
+
+def run(mutants: Sequence[Mutant], processes: int, folder: Path) -> dict[int, str]:
+    """Each mutant's fate by its place in the sample; files in `folder` name the tests that killed."""
+
+    def fates() -> dict[int, str]:
+        return {int(path.stem): path.read_text() for path in folder.glob("*.fate")}
+
+    def in_a_fork(service: str | None, numbers: list[int]) -> None:
+        child = os.fork()
+        if not child:
+            _run_service(service, numbers, mutants, processes, folder)
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            raise SystemExit(f"the tests of {service} could not be loaded")
+
+    for service in sorted({mutant.service for mutant in mutants}):
+        in_a_fork(service, [n for n, mutant in enumerate(mutants) if mutant.service == service])
+    in_a_fork(None, [n for n, fate in fates().items() if fate == "at import"])
+    return fates()
 
 
 def main() -> int:
@@ -205,7 +283,7 @@ def main() -> int:
         __import__(name)
     with tempfile.TemporaryDirectory() as folder:
         fates = run(mutants, arguments.processes, Path(folder))
-        killers = sorted({path.read_text() for path in Path(folder).iterdir()} - {""})
+        killers = sorted({path.read_text() for path in Path(folder).iterdir() if not path.suffix} - {""})
     print(f"{len(killers)} tests killed; now on the unchanged code:", flush=True)
     checked = subprocess.run([sys.executable, "-m", "pytest", "-q", "--", *killers], check=False)
     counts = Counter(fates.values())
