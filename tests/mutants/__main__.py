@@ -269,12 +269,13 @@ def main() -> int:
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="only mutants whose file has this in its path"
     )
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="only one mutant in N")
     parser.add_argument(
         "--into", type=Path, metavar="FILE", help="write each mutant with its fate, as JSON lines"
     )
     arguments = parser.parse_args()
     records = [json.loads(line) for line in SAMPLE.read_text().splitlines()]
-    records = [record for record in records if arguments.only in record["file"]]
+    records = [record for record in records if arguments.only in record["file"]][:: arguments.every]
     mutants = [Mutant(r["file"], r["function"], r["nth"], r["was"], r["is"]) for r in records]
     os.chdir(ROOT)
     os.environ["OMP_NUM_THREADS"] = "1"
