@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -208,9 +209,12 @@ def _start(module: Path, text: str, tests: Sequence[str], told: Path, is_loaded:
 
 
 def _load_tests(service: str) -> None:
+    import pytest
+
     for path in sorted((ROOT / "tests" / "services" / service).rglob("test_*.py")):
         if "stack" not in path.parts[len(ROOT.parts) + 3 :]:
-            importlib.import_module(_dotted(path))
+            with suppress(pytest.skip.Exception):
+                importlib.import_module(_dotted(path))
 
 
 def _run_service(
@@ -274,8 +278,8 @@ def main() -> int:
         "--into", type=Path, metavar="FILE", help="write each mutant with its fate, as JSON lines"
     )
     arguments = parser.parse_args()
-    records = [json.loads(line) for line in SAMPLE.read_text().splitlines()]
-    records = [record for record in records if arguments.only in record["file"]][:: arguments.every]
+    records = [json.loads(line) for line in SAMPLE.read_text().splitlines()][:: arguments.every]
+    records = [record for record in records if arguments.only in record["file"]]
     mutants = [Mutant(r["file"], r["function"], r["nth"], r["was"], r["is"]) for r in records]
     os.chdir(ROOT)
     os.environ["OMP_NUM_THREADS"] = "1"
