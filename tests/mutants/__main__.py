@@ -191,21 +191,23 @@ def _start(module: Path, text: str, tests: Sequence[str], told: Path, is_loaded:
     child = os.fork()
     if child:
         return child
-    if is_loaded and not _patch(module, text):
-        os._exit(2)
-    if not is_loaded:
-        _compile_at_import(module, text)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = folder
-        quiet = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(quiet, 1)
-        os.dup2(quiet, 2)
-        try:
+    failed = "the harness: it was not started"
+    try:
+        if is_loaded and not _patch(module, text):
+            os._exit(2)
+        if not is_loaded:
+            _compile_at_import(module, text)
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = folder
+            quiet = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(quiet, 1)
+            os.dup2(quiet, 2)
             failed = _judge(tests)
-        except BaseException as error:
-            failed = f"the harness: {error!r}"
-    told.write_text(failed)
-    os._exit(1 if failed else 0)
+    except BaseException as error:
+        failed = f"the harness: {error!r}"
+    finally:
+        told.write_text(failed)
+        os._exit(1 if failed else 0)
 
 
 def _load_tests(service: str) -> None:
