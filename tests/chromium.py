@@ -79,13 +79,8 @@ class Page:
         self.call("Page.navigate", url=url)
 
     def size(self, width: int, height: int, *, is_phone: bool = False) -> None:
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=is_phone,
-        )
+        size: dict[str, Any] = {"width": width, "height": height, "deviceScaleFactor": 1}
+        self.call("Emulation.setDeviceMetricsOverride", mobile=is_phone, **size)
 
     def evaluate(self, expression: str) -> Any:
         """The value of some JavaScript, awaited if it is a promise. Raises AssertionError when it throws."""

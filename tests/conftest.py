@@ -93,9 +93,8 @@ async def connect_bus(bus_config: BusConfig) -> AsyncIterator[ConnectBus]:
         **settings: object,
     ) -> Bus:
         config = bus_config.model_copy(update=settings)
-        bus = await Bus.connect(
-            config, service=service, instance=instance, registry=registry or CollectorRegistry()
-        )
+        own = registry or CollectorRegistry()
+        bus = await Bus.connect(config, service=service, instance=instance, registry=own)
         opened.append(bus)
         return bus
 

@@ -26,8 +26,7 @@ class NatsServer:
     """One server process. `restart` keeps its port and its store."""
 
     def __init__(self, directory: Path, *, extra_config: str = "", jetstream: bool = True) -> None:
-        self._directory = directory
-        self._extra_config = extra_config
+        self._directory, self._extra_config = directory, extra_config
         self._jetstream = jetstream
         self._process: subprocess.Popen[bytes] | None = None
         self.port = -1
@@ -45,11 +44,8 @@ class NatsServer:
         """Returns when it accepts connections."""
         assert self._process is None, "the server is running"
         config = self._directory / "nats.conf"
-        lines = [
-            f'listen: "127.0.0.1:{self.port}"',
-            f'ports_file_dir: "{self._directory}"',
-            self._extra_config,
-        ]
+        where = f'ports_file_dir: "{self._directory}"'
+        lines = [f'listen: "127.0.0.1:{self.port}"', where, self._extra_config]
         if self._jetstream:
             lines.append(f'jetstream {{ store_dir: "{self._directory / "store"}" }}')
         config.write_text("\n".join(lines) + "\n")

@@ -37,8 +37,7 @@ class Collector:
 
     def __init__(self) -> None:
         self.spans: list[Sent] = []
-        self.requests = 0
-        self.refuses = False
+        self.requests, self.refuses = 0, False
         collector = self
 
         class Handler(BaseHTTPRequestHandler):

@@ -1,9 +1,13 @@
-"""Work that goes on beside a test."""
+"""Work that goes on beside a test, and programs that run to their end."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+import subprocess
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).parents[1]
 
 
 @asynccontextmanager
@@ -16,3 +20,10 @@ async def running(*work: Coroutine[Any, Any, object]) -> AsyncIterator[list[asyn
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def ran(words: Sequence[str | Path], **fields: Any) -> "subprocess.CompletedProcess[str]":
+    """Run a program in the project's folder and return what it wrote. `fields`: of `subprocess.run`."""
+    usual: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 300}
+    fields = {"stdin": subprocess.DEVNULL, **usual, **fields}
+    return subprocess.run(words, check=fields.pop("check", False), **fields)

@@ -32,3 +32,9 @@ def violations(name: str, body: Any) -> list[str]:
         f"{'/'.join(map(str, error.absolute_path)) or '(root)'}: {error.message}"
         for error in validator(name).iter_errors(body)
     ]
+
+
+def closed(**properties: Any) -> dict[str, Any]:
+    """The schema of an object that has all of these properties, and no others."""
+    names = list(properties)
+    return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}

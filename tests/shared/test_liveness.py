@@ -16,8 +16,7 @@ EVENTS = st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 5), st.floats(
 def test_a_new_start_replaces_the_one_before_whatever_its_number() -> None:
     for first, second in ((1, 2), (2, 1), (2**62, 1)):
         heard = Incarnations()
-        assert heard.hear("gateway-0", first, 0.0)
-        assert heard.hear("gateway-0", second, 0.1)
+        assert heard.hear("gateway-0", first, 0.0) and heard.hear("gateway-0", second, 0.1)
         assert heard.present("gateway-0") == second
         assert not heard.hear("gateway-0", first, 0.2), "frozen, and woken up"
 
@@ -29,8 +28,7 @@ def test_one_that_was_replaced_may_come_back_when_its_successor_is_silent() -> N
     assert not heard.hear("worker-0", 1, 1.0 + SILENCE_S)
     assert heard.is_replaced("worker-0", 1, 1.0 + SILENCE_S)
     assert not heard.is_replaced("worker-0", 1, 1.1 + SILENCE_S)
-    assert heard.hear("worker-0", 1, 1.1 + SILENCE_S)
-    assert not heard.hear("worker-0", 2, 2.0 + SILENCE_S)
+    assert heard.hear("worker-0", 1, 1.1 + SILENCE_S) and not heard.hear("worker-0", 2, 2.0 + SILENCE_S)
 
 
 def test_what_is_remembered_is_bounded() -> None:
@@ -90,8 +88,7 @@ class Hands:
     """A clock, and a bus, to set by hand."""
 
     def __init__(self) -> None:
-        self.now_s = 100.0
-        self.is_listening = True
+        self.now_s, self.is_listening = 100.0, True
 
     def __call__(self) -> float:
         return self.now_s
@@ -125,8 +122,7 @@ def test_a_gap_counts_as_nothing_and_the_clock_never_goes_back(hands: Hands, clo
     for step_s in (0.5, 30.0, 0.5, 5.0, 1.0):
         hands.now_s += step_s
         seen.append(clock())
-    assert seen == sorted(seen)
-    assert seen[-1] - seen[0] == 2.0
+    assert seen == sorted(seen) and seen[-1] - seen[0] == 2.0
 
 
 def test_off_the_bus_the_clock_stands_still_but_not_for_ever(hands: Hands, clock: AwakeClock) -> None:
@@ -141,10 +137,8 @@ def test_off_the_bus_the_clock_stands_still_but_not_for_ever(hands: Hands, clock
 def test_nobody_was_silent_while_this_process_was_stopped() -> None:
     liveness, awake = Liveness(10.0), AwakeTime(longest_gap_s=5.0)
     liveness.hear("gateway-0", 1, awake.at(0.0))
-    assert liveness.silent(awake.at(5.0)) == []
-    assert liveness.silent(awake.at(100.0)) == []
-    assert liveness.silent(awake.at(104.0)) == []
-    assert liveness.silent(awake.at(107.0)) == ["gateway-0"]
+    assert liveness.silent(awake.at(5.0)) == [] and liveness.silent(awake.at(100.0)) == []
+    assert liveness.silent(awake.at(104.0)) == [] and liveness.silent(awake.at(107.0)) == ["gateway-0"]
 
 
 @given(st.lists(st.floats(0, 1000), min_size=1, max_size=20))
@@ -152,5 +146,4 @@ def test_time_awake_never_goes_back_nor_ahead_of_the_clock(looks_s: list[float])
     """Looks may come out of order: messages are stamped when they arrive."""
     awake = AwakeTime()
     seen = [awake.at(now_s) for now_s in looks_s]
-    assert seen == sorted(seen)
-    assert all(looks_s[0] <= awake_s <= max(looks_s) + 1e-6 for awake_s in seen)
+    assert seen == sorted(seen) and all(looks_s[0] <= awake_s <= max(looks_s) + 1e-6 for awake_s in seen)

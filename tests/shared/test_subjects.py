@@ -64,9 +64,7 @@ def test_every_builder_is_tested() -> None:
 
 
 def test_subjects_are_unique_and_well_shaped() -> None:
-    built = [build("id-0") for build in BUILDERS] + [
-        subjects.status(service) for service in subjects.SERVICES
-    ]
+    built = [b("id-0") for b in BUILDERS] + [subjects.status(s) for s in subjects.SERVICES]
     built += [one("id-0", "id-1") for one in SIGNED.values()]
     everything = built + list(CONSTANTS.values())
     assert len(set(everything)) == len(everything)

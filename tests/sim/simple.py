@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from services.scheduler.policy.contract import (
     Holding,
@@ -15,7 +16,10 @@ from services.scheduler.policy.contract import (
 from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey
 from sim.books import WorkerBooks
+from sim.predictors import find_predictor
 from sim.requests import SimRequest
+from sim.setup import Outcome, Setup
+from sim.simulation import Simulation
 
 SHAPE = WorkerShape(block_tokens=4, capacity_blocks=16)
 SETTINGS = PolicySettings(max_batch_sequences=8, token_budget=32, max_steps=4)
@@ -86,3 +90,16 @@ def prefill(one: SimRequest, first: int, end: int, blocks: int) -> PlannedBatch:
 
 def decode(one: SimRequest, steps: int, blocks: int) -> PlannedBatch:
     return PlannedBatch(steps=steps, decodes=(PlannedDecode(one.key, steps, blocks),))
+
+
+def simulated(
+    policy: str,
+    requests: Sequence[SimRequest],
+    shape: WorkerShape = SHAPE,
+    settings: PolicySettings = SETTINGS,
+    **kinds: Any,
+) -> Outcome:
+    """A whole run; what is not named: steps of a second, an oracle."""
+    cost, predictor = kinds.pop("cost", OneSecond()), kinds.pop("predictor", "oracle")
+    told = find_predictor(predictor) if isinstance(predictor, str) else predictor
+    return Simulation(Setup(policy, shape, settings, cost, told, **kinds), list(requests)).run()

@@ -42,8 +42,7 @@ class Desk:
         self.name = name
         self.gate = asyncio.Event()
         self.gate.set()
-        self.running = 0
-        self.most_running = 0
+        self.running, self.most_running = 0, 0
         self.noted: list[int] = []
         self.filed: list[int] = []
 

@@ -42,16 +42,7 @@ async def desk_on(connect_bus: ConnectBus, registry: CollectorRegistry | None = 
     return bus, desk
 
 
-async def test_request_and_reply(connect_bus: ConnectBus) -> None:
-    await desk_on(connect_bus)
-    caller = await connect_bus()
-    answer = await caller.request(ASK, Question(text="hi", number=3), Answer, deadline_s=PATIENCE_S)
-    assert (answer.text, answer.number) == ("hi", 3)
-
-
-async def test_an_express_connection_that_nobody_waits_for_any_more_is_closed(
-    connect_bus: ConnectBus,
-) -> None:
+async def test_an_express_connection_that_nobody_waits_for_is_closed(connect_bus: ConnectBus) -> None:
     bus = await connect_bus("worker", "worker-0")
     for rounds in range(10):
         opening = asyncio.create_task(bus.express())
@@ -90,11 +81,8 @@ async def test_errors_keep_their_type_and_fields(connect_bus: ConnectBus) -> Non
     caller = await connect_bus()
     with pytest.raises(errors.ContextOverflow) as raised:
         await caller.request(ASK, Question(text="typed"), Answer, deadline_s=PATIENCE_S)
-    assert (raised.value.message, raised.value.param, raised.value.retry_after_s) == (
-        "too long",
-        "prompt",
-        2.5,
-    )
+    error = raised.value
+    assert (error.message, error.param, error.retry_after_s) == ("too long", "prompt", 2.5)
 
 
 async def test_a_reply_of_another_type_is_an_invalid_message(connect_bus: ConnectBus) -> None:
@@ -180,9 +168,7 @@ async def test_detach_leaves_the_rest_served(connect_bus: ConnectBus) -> None:
     assert (await caller.request(ASK, Question(number=1), Answer, deadline_s=PATIENCE_S)).number == 1
 
 
-async def test_nats_micro_discovery_lists_the_endpoints(
-    connect_bus: ConnectBus, nats_server: NatsServer
-) -> None:
+async def test_micro_discovery_lists_the_endpoints(connect_bus: ConnectBus, nats_server: NatsServer) -> None:
     bus, _ = await desk_on(connect_bus)
     caller = await connect_bus()
     with pytest.raises(errors.InternalError):
@@ -204,22 +190,15 @@ async def test_nats_micro_discovery_lists_the_endpoints(
 async def test_an_independent_client_can_ask(connect_bus: ConnectBus, nats_server: NatsServer) -> None:
     await desk_on(connect_bus)
     tool = await nats.connect(nats_server.url)
-    reply = await tool.request(
-        ASK, msgpack.packb({"text": "hello", "from_the_future": 1}), timeout=PATIENCE_S
-    )
+    reply = await tool.request(ASK, msgpack.packb({"text": "hello", "from_later_on": 1}), timeout=PATIENCE_S)
     assert msgpack.unpackb(reply.data) == {"text": "hello"}
     reply = await tool.request(ASK, msgpack.packb({"text": "typed"}), timeout=PATIENCE_S)
-    assert reply.headers == {
-        "Nats-Service-Error": "context_length_exceeded",
-        "Nats-Service-Error-Code": "400",
-    }
-    assert msgpack.unpackb(reply.data)["param"] == "prompt"
+    headers = {"Nats-Service-Error": "context_length_exceeded", "Nats-Service-Error-Code": "400"}
+    assert reply.headers == headers and msgpack.unpackb(reply.data)["param"] == "prompt"
     await tool.close()
 
 
-async def test_trace_context_travels_with_commands_only(
-    connect_bus: ConnectBus, nats_server: NatsServer
-) -> None:
+async def test_traces_travel_with_commands_only(connect_bus: ConnectBus, nats_server: NatsServer) -> None:
     await desk_on(connect_bus)
     caller = await connect_bus()
     tool = await nats.connect(nats_server.url)
@@ -230,8 +209,7 @@ async def test_trace_context_travels_with_commands_only(
     answer = await caller.request(ASK, Question(), Answer, deadline_s=PATIENCE_S)
     await caller.publish(NOTED, Note())
     context.detach(token)
-    assert answer.trace_id == f"{0xABC:032x}"
-    assert (await events.next_msg(timeout=PATIENCE_S)).headers is None
+    assert answer.trace_id == f"{0xABC:032x}" and (await events.next_msg(timeout=PATIENCE_S)).headers is None
     assert (await caller.request(ASK, Question(), Answer, deadline_s=PATIENCE_S)).trace_id is None
     await tool.close()
 
@@ -284,10 +262,8 @@ async def test_a_permission_violation_is_not_a_timeout(make_server: MakeServer) 
     deny = (
         f'permissions: {{ publish: {{ deny: ["{CENSUS}", "{NOTED}"] }}, subscribe: {{ deny: "{NOTED}" }} }}'
     )
-    server = make_server(
-        jetstream=False,
-        extra_config=f'authorization {{ users: [{{ user: "u", password: "p", {deny} }}] }}',
-    ).start()
+    users = f'authorization {{ users: [{{ user: "u", password: "p", {deny} }}] }}'
+    server = make_server(jetstream=False, extra_config=users).start()
     registry = CollectorRegistry()
     config = BusConfig(url=server.url, user="u", password="p")  # type: ignore[arg-type]
     bus = await Bus.connect(config, service="desk", instance="desk-0", registry=registry)

@@ -72,12 +72,11 @@ async def test_a_process_that_ends_is_told_of_by_a_stacks_server(tmp_path: Path,
         assert heard.gone == []
         process.send_signal(how)
         await heard.is_told.wait()
-        assert heard.gone == [("worker-0", incarnation)]
-        assert bus.departures.is_gone("worker-0", incarnation)
+        assert heard.gone == [("worker-0", incarnation)] and bus.departures.is_gone("worker-0", incarnation)
         assert not bus.departures.is_gone("worker-0", incarnation + 1)
 
 
-async def test_nobody_waits_for_one_whose_port_refuses_connections(
+async def test_nobody_waits_for_one_whose_port_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shared.bus.departures.GRACE_S", 10 * PATIENCE_S)

@@ -46,8 +46,7 @@ async def test_a_silent_holder_is_replaced_and_learns_it(connect_bus: ConnectBus
     await lease.renew()
     started_s = time.monotonic()
     taken = await acquired(second, ttl_s=0.4)
-    assert time.monotonic() - started_s >= 0.4
-    assert taken.epoch > lease.epoch
+    assert time.monotonic() - started_s >= 0.4 and taken.epoch > lease.epoch
     with pytest.raises(errors.NotLeader, match="scheduler-1"):
         await lease.renew()
     await taken.renew()
@@ -60,9 +59,7 @@ async def test_a_holder_that_renews_is_not_replaced(connect_bus: ConnectBus) -> 
     for _ in range(14):
         await asyncio.sleep(0.1)
         await lease.renew()
-    assert not waiting.done()
-    assert lease.epoch < lease._revision
-    assert (await waiting).epoch > lease._revision
+    assert not waiting.done() and lease.epoch < lease._revision and (await waiting).epoch > lease._revision
 
 
 async def test_a_restart_of_the_same_instance_waits_for_nothing(connect_bus: ConnectBus) -> None:
@@ -97,9 +94,7 @@ async def test_a_role_given_back_is_free_at_once(connect_bus: ConnectBus) -> Non
     await taken.renew()
 
 
-async def test_epochs_only_grow_over_kills_of_the_server(
-    connect_bus: ConnectBus, nats_server: NatsServer
-) -> None:
+async def test_epochs_grow_over_kills_of_the_server(connect_bus: ConnectBus, nats_server: NatsServer) -> None:
     bus = await connect_bus("scheduler", "scheduler-0")
     lease = await acquired(bus)
     epochs = [lease.epoch]
@@ -132,7 +127,7 @@ async def test_the_bucket_is_on_file(connect_bus: ConnectBus, nats_server: NatsS
     await tool.close()
 
 
-async def test_time_during_which_the_observer_was_blind_is_not_silence(
+async def test_time_of_a_blind_observer_is_not_silence(
     connect_bus: ConnectBus, nats_server: NatsServer
 ) -> None:
     lease = await acquired(await connect_bus("scheduler", "scheduler-0"))
@@ -192,9 +187,7 @@ async def test_without_jetstream_the_standby_waits_and_the_log_says_why(
         (LeaseHolder(instance="b", incarnation=4), False, False),
     ],
 )
-def test_who_yields_without_waiting(
-    held_by: LeaseHolder, to_a_new_process: bool, to_one_that_stood_before: bool
-) -> None:
+def test_who_yields(held_by: LeaseHolder, to_a_new_process: bool, to_one_that_stood_before: bool) -> None:
     own = LeaseHolder(instance="a", incarnation=5)
     assert _is_takeable(held_by, own, is_new=True) is to_a_new_process
     assert _is_takeable(held_by, own, is_new=False) is to_one_that_stood_before

@@ -83,8 +83,7 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_a_clean_end_on_uvloop(nats_server: NatsServer, number: signal.Signals) -> None:
     process = start(KVASIR_BUS__URL=nats_server.url)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready uvloop\n"
+    assert process.stdout is not None and process.stdout.readline() == "ready uvloop\n"
     process.send_signal(number)
     code, out, err = finished(process)
     assert (code, out, err) == (0, "closed\n", "")
@@ -101,14 +100,12 @@ def test_a_signal_is_a_clean_end_on_uvloop(nats_server: NatsServer, number: sign
 )
 def test_how_it_ends_by_itself(nats_server: NatsServer, mode: str, code: int, said: str, unsaid: str) -> None:
     ended = finished(start("--mode", mode, "--bus.url", nats_server.url))
-    assert ended[:2] == (code, "closed\n")
-    assert said in ended[2] and unsaid not in ended[2]
+    assert ended[:2] == (code, "closed\n") and said in ended[2] and unsaid not in ended[2]
 
 
 def test_what_does_not_stop_is_given_up(nats_server: NatsServer) -> None:
     process = start("--mode", "stubborn", "--bus.url", nats_server.url)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.terminate()
     process.terminate()
     code, _, err = finished(process)
@@ -139,7 +136,6 @@ def test_a_turn_that_raises_is_logged_and_the_next_one_comes(caplog: pytest.LogC
         with fenced("toy loop"):
             turns.append(number)
             raise ZeroDivisionError if number else NotLeader("somebody else is")
-    assert turns == [0, 1, 2]
-    assert [bool(record.exc_info) for record in caplog.records] == [False, True, True]
+    assert turns == [0, 1, 2] and [bool(record.exc_info) for record in caplog.records] == [False, True, True]
     with pytest.raises(asyncio.CancelledError), fenced("toy loop"):
         raise asyncio.CancelledError

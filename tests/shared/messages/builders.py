@@ -1,5 +1,6 @@
 """Short ways to write messages that have many fields, where only a few matter."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -51,30 +52,15 @@ def spec(
     sequence: SequenceRef,
     prompt: list[int],
     *,
-    generated: list[int] | None = None,
+    generated: Iterable[int] = (),
     max_tokens: int = 32,
-    end_token_ids: tuple[int, ...] = (),
-    gateway_id: str = "gateway-0",
-    gateway_incarnation: int = 1,
-    top_logprobs: int | None = None,
     **fields: Any,
 ) -> SequenceSpec:
     """What is not named is as in a greedy request of the gateway's first life."""
-    return SequenceSpec(
-        ref=sequence,
-        gateway_id=gateway_id,
-        gateway_incarnation=gateway_incarnation,
-        prompt=pack_tokens(prompt),
-        generated=pack_tokens(generated or []),
-        sampling=Sampling(
-            seed=1,
-            max_tokens=max_tokens,
-            temperature=0.0,
-            end_token_ids=end_token_ids,
-            top_logprobs=top_logprobs,
-        ),
-        **fields,
-    )
+    chosen = {name: fields.pop(name) for name in ("end_token_ids", "top_logprobs") if name in fields}
+    sampling = Sampling(seed=1, max_tokens=max_tokens, temperature=0.0, **chosen)
+    fields = {"gateway_id": "gateway-0", "gateway_incarnation": 1, "sampling": sampling, **fields}
+    return SequenceSpec(ref=sequence, prompt=pack_tokens(prompt), generated=pack_tokens(generated), **fields)
 
 
 def prefill(sequence: SequenceRef, first: int, end: int, blocks: int | None = None) -> PrefillChunk:
@@ -87,31 +73,11 @@ def decode(sequence: SequenceRef, blocks: int) -> Decode:
     return Decode(ref=sequence, allocated_blocks=blocks)
 
 
-def plan(
-    seq: int,
-    *,
-    epoch: int = 1,
-    steps: int = 1,
-    supersedes: bool = False,
-    valid_for_s: float = 5.0,
-    drops: tuple[SequenceRef, ...] = (),
-    preempt: tuple[SequenceRef, ...] = (),
-    starts: tuple[SequenceSpec, ...] = (),
-    prefills: tuple[PrefillChunk, ...] = (),
-    decodes: tuple[Decode, ...] = (),
-) -> BatchPlan:
-    return BatchPlan(
-        epoch=epoch,
-        seq=seq,
-        steps=steps,
-        supersedes=supersedes,
-        valid_for_s=valid_for_s,
-        drops=drops,
-        preemptions=tuple(Preemption(ref=sequence) for sequence in preempt),
-        starts=starts,
-        prefills=prefills,
-        decodes=decodes,
-    )
+def plan(seq: int, *, steps: int = 1, preempt: tuple[SequenceRef, ...] = (), **fields: Any) -> BatchPlan:
+    """Of the first epoch, and valid for five seconds."""
+    preemptions = tuple(Preemption(ref=sequence) for sequence in preempt)
+    fields = {"epoch": 1, "valid_for_s": 5.0, **fields}
+    return BatchPlan(seq=seq, steps=steps, preemptions=preemptions, **fields)
 
 
 def cancelling(sequence: SequenceRef, sender: str = "gateway-0") -> CancelSequence:

@@ -112,13 +112,7 @@ class _Given:
 def _build(cls: type[Any], chosen: dict[str, Any]) -> Any:
     given = {name: value.value if isinstance(value, _Given) else value for name, value in chosen.items()}
     required = {field.name for field in inspect.type_info(cls).fields if field.required}  # type: ignore[attr-defined]
-    return cls(
-        **{
-            name: value
-            for name, value in given.items()
-            if name in required or isinstance(chosen[name], _Given)
-        }
-    )
+    return cls(**{n: v for n, v in given.items() if n in required or isinstance(chosen[n], _Given)})
 
 
 def check_round_trip(message: msgspec.Struct) -> None:
@@ -127,8 +121,7 @@ def check_round_trip(message: msgspec.Struct) -> None:
     assert decode(data, type(message)) == message
     seen = msgpack.unpackb(data, strict_map_key=False)
     if isinstance(message, Message):
-        assert isinstance(seen, dict)
-        assert decode(msgpack.packb(seen), type(message)) == message
+        assert isinstance(seen, dict) and decode(msgpack.packb(seen), type(message)) == message
         assert set(seen) <= set(message.__struct_fields__)
     else:
         assert isinstance(seen, list) and len(seen) == len(message.__struct_fields__)

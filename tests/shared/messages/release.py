@@ -63,7 +63,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
                 found.append(f"{name} is another row than before")
             if now.get("minItems") != before.get("minItems"):
                 found.append(
-                    f"{name} has {now.get('minItems')} elements at least, not {before.get('minItems')}"
+                    f"{name} has {now.get('minItems')} elements or more, not {before.get('minItems')}"
                 )
         elif "properties" in before:
             fields = now.get("properties", {})

@@ -1,14 +1,17 @@
-"""Publishing where the server says no, says no later on, and says yes again."""
+"""Publishing where the server says no, now or later; the express connection; open questions."""
 
 import asyncio
 import time
 
 import pytest
 from prometheus_client import CollectorRegistry
+from pydantic import SecretStr
 
-from shared.bus import Bus, clearance
+from shared.bus import Bus, Express, Listener, clearance
+from shared.bus.counters import BusCounters
 from shared.config import BusConfig
 from shared.errors import BusUnavailable, PermissionRefused
+from shared.messages.base import Message
 from tests.conftest import ConnectBus, MakeServer
 from tests.nats_server import NatsServer
 from tests.patience import BUSY_S, PATIENCE_S, until
@@ -45,9 +48,7 @@ async def desk_with(server: NatsServer) -> tuple[Bus, Desk]:
     return bus, desk
 
 
-async def test_the_first_and_every_later_refusal_is_an_error(
-    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_every_refusal_is_an_error(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clearance, "_VERDICT_S", PATIENCE_S)
     bus, desk = await desk_with(make_server(jetstream=False, extra_config=only(FILED)).start())
     started_s = time.monotonic()
@@ -84,9 +85,7 @@ async def test_permissions_that_change_are_noticed(make_server: MakeServer) -> N
     await bus.close()
 
 
-async def test_a_frozen_server_does_not_hold_publishers_up(
-    nats_server: NatsServer, connect_bus: ConnectBus
-) -> None:
+async def test_a_frozen_server_holds_nobody_up(nats_server: NatsServer, connect_bus: ConnectBus) -> None:
     bus, desk = await connect_bus("desk", "desk-0"), Desk()
     await bus.attach([FILE_LISTENER], desk)
     nats_server.freeze()
@@ -135,3 +134,123 @@ async def test_an_answer_to_a_question_of_before_a_restart_is_no_refusal(make_se
     assert (await bus.request(ASK, Question(number=5), Answer, deadline_s=PATIENCE_S)).number == 5
     assert metric(registry, "kvasir_bus_errors_total", side="connection", code="permission_refused") == 0
     await bus.close()
+
+
+SUBJECT = "kvasir.test.express"
+LIMITED = """
+authorization { users: [
+  { user: narrow, password: "s3cret", permissions: { publish: ["kvasir.test.express"], subscribe: [">"] } }
+  { user: wide, password: "s3cret" }
+] }
+"""
+
+
+class Sent(Message, frozen=True, kw_only=True):
+    number: int
+    text: str = ""
+
+
+class Reader:
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def on_note(self, note: Sent) -> None:
+        self.numbers.append(note.number)
+
+
+LISTENERS = (Listener(SUBJECT, Sent, "on_note"),)
+
+
+def dialled(config: BusConfig, registry: CollectorRegistry | None = None) -> Express:
+    return Express.connect(config, "express-0", BusCounters(registry or CollectorRegistry()))
+
+
+async def test_messages_arrive_in_order_and_are_counted(
+    connect_bus: ConnectBus, bus_config: BusConfig
+) -> None:
+    reader, registry = Reader(), CollectorRegistry()
+    await (await connect_bus()).attach(LISTENERS, reader)
+    express = dialled(bus_config, registry)
+    for number in range(0, 200, 2):
+        assert express.publish([(SUBJECT, Sent(number=number)), (SUBJECT, Sent(number=number + 1))])
+    await until(lambda: len(reader.numbers) == 200)
+    express.close()
+    labels = {"direction": "out", "kind": "Sent"}
+    assert reader.numbers == list(range(200))
+    assert registry.get_sample_value("kvasir_bus_messages_total", labels) == 200
+    assert not express.publish([(SUBJECT, Sent(number=0))])
+
+
+async def test_pings_are_answered_for_as_long_as_it_is_attended(make_server: MakeServer) -> None:
+    server = make_server(jetstream=False, extra_config="ping_interval: 100ms\nping_max: 2").start()
+    attended, neglected = dialled(BusConfig(url=server.url)), dialled(BusConfig(url=server.url))
+    for _ in range(60):
+        await asyncio.sleep(0.02)
+        attended.attend()
+    neglected.attend()
+    assert attended.is_up and not neglected.is_up
+    attended.close()
+
+
+async def test_what_the_user_may_not_publish_is_refused_from_then_on(make_server: MakeServer) -> None:
+    server = make_server(jetstream=False, extra_config=LIMITED).start()
+    express = dialled(BusConfig(url=server.url, user="narrow", password=SecretStr("s3cret")))
+    other = [("kvasir.test.Other", Sent(number=1))]
+
+    def is_refused() -> bool:
+        express.attend()
+        return not express.publish(other)
+
+    await until(is_refused)
+    assert express.is_up and express.publish([(SUBJECT, Sent(number=2))])
+    express.close()
+
+
+async def test_a_message_over_the_limit_is_refused(make_server: MakeServer) -> None:
+    server = make_server(jetstream=False, extra_config="max_payload: 2000").start()
+    express = dialled(BusConfig(url=server.url))
+    assert not express.publish([(SUBJECT, Sent(number=1)), (SUBJECT, Sent(number=2, text="x" * 2000))])
+    assert express.publish([(SUBJECT, Sent(number=3))])
+    express.close()
+
+
+async def test_a_server_that_does_not_read_is_given_up(
+    nats_server: NatsServer, bus_config: BusConfig
+) -> None:
+    express = dialled(bus_config.model_copy(update={"outbound_buffer_bytes": 1 << 20}))
+    note, longest_s = Sent(number=1, text="x" * 100_000), 0.0
+    nats_server.freeze()
+    try:
+        for _ in range(400):
+            began_s = time.perf_counter()
+            sent = express.publish([(SUBJECT, note)])
+            longest_s = max(longest_s, time.perf_counter() - began_s)
+            if not sent:
+                break
+    finally:
+        nats_server.thaw()
+    assert not sent and not express.is_up and longest_s < 1.0
+
+
+async def test_a_server_that_ends_is_noticed(nats_server: NatsServer, bus_config: BusConfig) -> None:
+    express = dialled(bus_config)
+    nats_server.kill()
+
+    def is_over() -> bool:
+        express.attend()
+        return not express.is_up
+
+    await until(is_over)
+    assert not express.publish([(SUBJECT, Sent(number=1))])
+    with pytest.raises(BusUnavailable):
+        dialled(bus_config)
+
+
+async def test_wrong_passwords_and_encrypted_buses_are_unavailable(make_server: MakeServer) -> None:
+    server = make_server(jetstream=False, extra_config=LIMITED).start()
+    with pytest.raises(BusUnavailable, match="Authorization"):
+        dialled(BusConfig(url=server.url, user="wide", password=SecretStr("wrong")))
+    with_user = server.url.replace("nats://", "nats://wide:s3cret@")
+    dialled(BusConfig(url=with_user)).close()
+    with pytest.raises(BusUnavailable, match="not encrypted"):
+        dialled(BusConfig(url=server.url.replace("nats://", "tls://")))
