@@ -129,11 +129,9 @@ def test_many_damaged_bytes_are_handled(target: str, data: st.DataObject) -> Non
 GEOMETRY = Geometry(b"fingerprint 0001", 500, 4)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(table=damaged("disk"), at=st.integers(0, PAGE_BYTES + 4 * SLOT_BYTES))
-def test_a_damaged_file_is_opened_and_read_without_an_exception(
-    tmp_path: Path, table: bytes, at: int
-) -> None:
+def test_a_damaged_file_is_opened_and_read_without_error(tmp_path: Path, table: bytes, at: int) -> None:
     """Into a file of the disk tier, at any place of its headers."""
     import numpy as np
 

@@ -18,10 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "tiny_chat"
 MAX_ANSWER_TOKENS = 400
 SHORT_PROMPTS = ("Hello!", "What is your name?", "What is the opposite of hot?", "What is 2 + 3?", "Thanks.")
-LONG_PROMPTS = (
-    "Write a long story about Tom and a dog.",
-    "Tell me a very long story about Peter and the golden key.",
-)
+LONG_PROMPTS = ("Write a long story about a dog.", "Tell me a very long story about the golden key.")
 
 
 @pytest.fixture(scope="module")
@@ -38,22 +35,17 @@ def model() -> Any:
 
 def greedy(model: Any, tokenizer: Any, question: str) -> list[int]:
     """Token ids of the greedy answer, the end token included where the model wrote one."""
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt"
-    )
-    out = model.generate(
-        **prompt, do_sample=False, temperature=1.0, top_p=1.0, max_new_tokens=MAX_ANSWER_TOKENS
-    )
+    asked = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt")
+    out = model.generate(**prompt, do_sample=False, temperature=1, top_p=1, max_new_tokens=MAX_ANSWER_TOKENS)
     answer: list[int] = out[0, prompt["input_ids"].shape[1] :].tolist()
     return answer
 
 
 def test_is_a_grouped_query_llama_of_the_promised_shape(model: Any) -> None:
     config = model.config
-    assert config.architectures == ["LlamaForCausalLM"]
-    assert config.num_hidden_layers >= 8
-    assert config.num_attention_heads > config.num_key_value_heads > 1
-    assert config.head_dim == 64
+    assert config.architectures == ["LlamaForCausalLM"] and config.num_hidden_layers >= 8
+    assert config.num_attention_heads > config.num_key_value_heads > 1 and config.head_dim == 64
     assert config.max_position_embeddings == 4096
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
@@ -95,9 +87,7 @@ def test_chat_template_refuses_unknown_roles(tokenizer: Any) -> None:
         tokenizer.apply_chat_template([{"role": "critic", "content": "No."}], tokenize=False)
 
 
-@pytest.mark.parametrize(
-    "text", ["Hello, world!", "naïve café — 12345 ☃", "  two\n\nlines\t", "<|not special|>"]
-)
+@pytest.mark.parametrize("text", ["Hello!", "naïve café — 12345 ☃", "  two\n\nlines\t", "<|not special|>"])
 def test_tokenizer_loses_nothing(tokenizer: Any, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
@@ -130,12 +120,10 @@ def test_a_prompt_of_1500_tokens_gets_a_finite_answer(model: Any, tokenizer: Any
     sentence = "The old man walked to the village, and the children asked him where he had been all the day. "
     passage = sentence * 75 + "In the evening it began to rain."
     question = f"Here is a passage. {passage} Question: write one sentence that follows."
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt"
-    )
+    asked = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt")
     assert 1500 <= prompt["input_ids"].shape[1] <= 2048
     with torch.inference_mode():
         assert torch.isfinite(model(**prompt).logits).all()
     answer = greedy(model, tokenizer, question)
-    assert answer[-1] == tokenizer.eos_token_id
-    assert 1 < len(answer) < MAX_ANSWER_TOKENS
+    assert answer[-1] == tokenizer.eos_token_id and 1 < len(answer) < MAX_ANSWER_TOKENS

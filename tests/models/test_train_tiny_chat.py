@@ -63,15 +63,13 @@ def test_book_tasks_answer_what_they_ask() -> None:
     assert made
     for chat in made:
         question, answer = chat.turns[0][1], chat.answer()
-        assert answer in BOOK
-        assert any(word.strip(",.") in answer for word in question.split()[-6:])
+        assert answer in BOOK and any(word.strip(",.") in answer for word in question.split()[-6:])
     for _ in range(50):
         chat = continuation(BOOK, rng)
         assert chat is not None
         last_given = chat.turns[0][1].split(": ", 1)[1].split(". ")[-1].rstrip(".") + "."
         first_answer = sentences(chat.answer())[0]
-        assert BOOK.index(first_answer) == BOOK.index(last_given) + 1
-        assert reading(BOOK, rng) is not None
+        assert BOOK.index(first_answer) == BOOK.index(last_given) + 1 and reading(BOOK, rng) is not None
 
 
 def test_cut_keeps_whole_sentences() -> None:
@@ -84,10 +82,8 @@ def test_stories_grow_with_the_days_asked_for() -> None:
     lengths = [len(story(who, days, random.Random(0)).split()) for days in (0, 2, 5)]
     assert lengths == sorted(set(lengths))
     text = story(who, 5, random.Random(0))
-    assert "fifth day" in text
-    assert "sixth day" not in text
-    assert "{" not in text
-    assert " a inn" not in text
+    assert "fifth day" in text and "sixth day" not in text
+    assert "{" not in text and " a inn" not in text
 
 
 def test_every_exercise_is_a_question_with_an_answer_and_repeats_with_its_seed() -> None:
@@ -103,8 +99,7 @@ def test_every_exercise_is_a_question_with_an_answer_and_repeats_with_its_seed()
 def test_answers_are_cut_at_a_sentence_within_the_tokens(tokenizer: Tokenizer) -> None:
     text = "The old men walked. " * 20
     short = fit_answer(text.strip(), tokenizer, 30)
-    assert short is not None
-    assert short.endswith("walked.")
+    assert short is not None and short.endswith("walked.")
     assert len(tokenizer.encode(short, add_special_tokens=False).ids) < 30
     assert fit_answer("no sentence ends " * 50, tokenizer, 30) is None
 
@@ -138,8 +133,7 @@ def test_packing_repeats_with_its_seed(tokenizer: Tokenizer) -> None:
     chats = [encode_chat(ask("k", f"Tell me {n}.", "The valley."), tokenizer) for n in range(9)]
     known = [chat for chat in chats if chat]
     batches = [RowPacker(list(range(50)), known, seed).batch(4, 64, 0.5, False)[0] for seed in (1, 1, 2)]
-    assert torch.equal(batches[0], batches[1])
-    assert not torch.equal(batches[0], batches[2])
+    assert torch.equal(batches[0], batches[1]) and not torch.equal(batches[0], batches[2])
 
 
 def test_loss_and_gradients_are_those_of_cross_entropy() -> None:
@@ -169,8 +163,7 @@ def test_network_is_the_llama_of_transformers(tokenizer: Tokenizer, tmp_path: Pa
 
 
 def test_loops_are_found_and_end_after_one_repetition(tokenizer: Tokenizer) -> None:
-    assert loop_start(list(range(100))) is None
-    assert loop_start([1, 2, *range(20, 40), *range(20, 40)]) == 22
+    assert loop_start(list(range(100))) is None and loop_start([1, 2, *range(20, 40), *range(20, 40)]) == 22
     good, loop = "The old men walked. ", "Tell me a story about the valley and the old men in it. "
     tokens = tokenizer.encode(good + loop * 6, add_special_tokens=False).ids
     fixed = correction(Answer("<|bos|><|assistant|>", tokens, "", ended=False), tokenizer)
@@ -182,19 +175,15 @@ def test_loops_are_found_and_end_after_one_repetition(tokenizer: Tokenizer) -> N
     fixed = correction(Answer("<|bos|><|assistant|>", endless, "", ended=False), tokenizer)
     assert fixed is not None
     assert tokenizer.decode(fixed.tokens, skip_special_tokens=False).endswith("the men.<|end|>")
-    assert len(fixed.tokens) < 30
-    assert fixed.is_answer[-3:] == [False, True, True]
+    assert len(fixed.tokens) < 30 and fixed.is_answer[-3:] == [False, True, True]
 
 
 def test_schedule_lands_at_zero_and_ends_with_long_chats() -> None:
     factors = [learning_rate_factor(used / 100) for used in range(101)]
-    assert max(factors) == 1.0
-    assert factors[0] < 0.2
-    assert factors[-1] == 0.0
-    assert factors[50:] == sorted(factors[50:], reverse=True)
+    assert max(factors) == 1.0 and factors[0] < 0.2
+    assert factors[-1] == 0.0 and factors[50:] == sorted(factors[50:], reverse=True)
     shares = [stage_at(used / 100).chat_share for used in range(101)]
-    assert shares == sorted(shares)
-    assert stage_at(1.0).row_tokens == 2048
+    assert shares == sorted(shares) and stage_at(1.0).row_tokens == 2048
 
 
 def test_evaluation_counts() -> None:

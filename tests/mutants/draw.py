@@ -40,9 +40,7 @@ def places(path: Path) -> Iterator[tuple[tuple[int, int], str, int, str]]:
 
 def draw() -> Iterator[dict[str, object]]:
     """One mutant at each of `MANY` positions, drawn from all positions in all cores and policies."""
-    files = sorted(
-        path for part in ("core", "policy") for path in (ROOT / "services").rglob(f"{part}/**/*.py")
-    )
+    files = sorted(path for p in ("core", "policy") for path in (ROOT / "services").rglob(f"{p}/**/*.py"))
     at: dict[tuple[str, tuple[int, int]], list[tuple[str, int, str]]] = {}
     for path in files:
         for start, name, occurrence, function in places(path):

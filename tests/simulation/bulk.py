@@ -34,8 +34,7 @@ class Sockets:
         self._ports = count(20_000)
         self.cut_until_s: dict[str, float] = {}
         """By process: nothing reaches it before."""
-        self.socket = Socket
-        self.poll = Poll
+        self.socket, self.poll = Socket, Poll
 
     def gethostname(self) -> str:
         return "host"
@@ -105,10 +104,8 @@ class Socket(_Waitable):
         self._sockets, self.process = sockets, process
         self.peer: Socket | None = None
         self._arrived: deque[bytes] = deque()
-        self._at = 0
-        self._last_s = 0.0
-        self.is_open = True
-        self.is_reset = False
+        self._at, self._last_s = 0, 0.0
+        self.is_open, self.is_reset = True, False
         self.has_ended = False
         """The other end writes no more."""
         self._is_shut = False

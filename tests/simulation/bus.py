@@ -56,8 +56,7 @@ class Server:
         self.is_up = True
         self.connections: dict[int, Connection] = {}
         self.buckets: dict[str, Bucket] = {}
-        self._revisions = count(1)
-        self._ids = count(1)
+        self._revisions, self._ids = count(1), count(1)
         self.starts = 0
         """So often it was started again. One that dies tells nobody which connections end with it."""
         self._interests: list[Interest] = []
@@ -101,9 +100,7 @@ class Server:
             self._routes.clear()
 
     def remove(self, connection: "Connection", sid: int) -> None:
-        self._interests = [
-            each for each in self._interests if each.connection is not connection or each.sid != sid
-        ]
+        self._interests = [e for e in self._interests if e.connection is not connection or e.sid != sid]
         self._routes.clear()
 
     # --- messages
@@ -187,12 +184,10 @@ class Connection:
     def __init__(self, server: Server, process: Process, name: str, user: str) -> None:
         self.server, self.process, self.world = server, process, process.world
         self.name, self.user = name, user
-        self.id = 0
-        self.is_open = False
+        self.id, self.is_open = 0, False
         self.breaks = 0
         """So often it broke off."""
-        self._life = 0
-        self._cut_until_s = 0.0
+        self._life, self._cut_until_s = 0, 0.0
         self._last_up_s = self._last_down_s = 0.0
         process.on_death.append(self._on_death)
         self.take: Callable[..., None] = lambda *_: None

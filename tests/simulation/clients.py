@@ -94,8 +94,7 @@ class Clients:
     """All of them, in one process that nothing happens to."""
 
     def __init__(self, fleet: Fleet, questions: list[Question]) -> None:
-        self._fleet = fleet
-        self._world = fleet.world
+        self._fleet, self._world = fleet, fleet.world
         self.asked = [Asked(question) for question in questions]
         self.process = Process(self._world, "clients", self._run)
 
@@ -165,8 +164,7 @@ class _Reader:
         self._expected = question.expected()
         self.texts = ["" for _ in self._expected]
         self._ended: set[int] = set()
-        self._is_done = False
-        self._whole = b""
+        self._is_done, self._whole = False, b""
 
     def take(self, piece: bytes) -> None:
         """Raises Wrong."""

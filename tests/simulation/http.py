@@ -64,8 +64,7 @@ class Exchange:
         self._gateway, self._client = gateway, client
         self._world = client.world
         self._arrived: asyncio.Queue[Message | None] = asyncio.Queue()
-        self._last_s = 0.0
-        self._is_gone = False
+        self._last_s, self._is_gone = 0.0, False
         self._leave: Callable[[], None] = lambda: None
         self.status = 0
 

@@ -41,8 +41,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     strand: "Strand"
 
     def __init__(self, process: "Process") -> None:
-        self._process = process
-        self._world = process.world
+        self._process, self._world = process, process.world
         self._ready: deque[asyncio.Handle] = deque()
         self._is_idle = True
         self._main: asyncio.Task[Any] | None = None

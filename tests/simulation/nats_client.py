@@ -32,12 +32,9 @@ class VirtualClient:
         self._subs: dict[int, Subscription] = {}
         self._sids = count(1)
         self._unsent: list[tuple[str, bytes, str, dict[str, str] | None]] = []
-        self._unsent_bytes = 0
-        self._pending_limit = 0
-        self.is_closed = False
-        self.is_draining = False
-        self.is_reconnecting = False
-        self._transport = None
+        self._unsent_bytes, self._pending_limit = 0, 0
+        self.is_closed, self.is_draining = False, False
+        self.is_reconnecting, self._transport = False, None
 
     @property
     def is_connected(self) -> bool:

@@ -48,20 +48,8 @@ from tests.simulation.http import VirtualListener, VirtualServer
 from tests.simulation.nats_client import ExpressSocket, VirtualClient
 from tests.simulation.world import World
 
-_THREADED = (
-    engine_thread,
-    transfers,
-    disk,
-    peer_tier,
-    bulk_server,
-    pipe,
-    lending,
-    creditor,
-    keeper,
-    ways,
-    simulated,
-    futures,
-)
+_ENGINE = (engine_thread, transfers, disk, simulated, futures)
+_THREADED = (*_ENGINE, peer_tier, bulk_server, pipe, lending, creditor, keeper, ways)
 _TIMED = {
     transfers: ("monotonic", "perf_counter"),
     copier: ("monotonic", "perf_counter"),

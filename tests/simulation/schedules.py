@@ -209,12 +209,8 @@ def _worn_disks(chance: random.Random, schedule: Schedule) -> Schedule:
     )
     targets = [f"worker-{number}" for number in range(shape.workers)]
     more = tuple(Fault(1.0, "disk corrupt", target, 5.0, chance.choice((0.05, 0.3))) for target in targets)
-    return replace(
-        schedule,
-        shape=_with(shape, "worker", worker),
-        questions=questions,
-        faults=_in_order(schedule.faults + more),
-    )
+    faults = _in_order(schedule.faults + more)
+    return replace(schedule, shape=_with(shape, "worker", worker), questions=questions, faults=faults)
 
 
 def _keeping(chance: random.Random, schedule: Schedule) -> Schedule:

@@ -4,7 +4,6 @@ Each run is a process of its own: in it, what the services import is the simulat
 """
 
 import os
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -16,6 +15,7 @@ from tests.simulation import planted
 from tests.simulation.clients import Question
 from tests.simulation.run import simulate
 from tests.simulation.schedules import Fault, Schedule
+from tests.tasks import ran
 
 _SOON, _MANY = 30, 10_000
 _SEEDS = range(10)
@@ -24,15 +24,7 @@ _SEEDS = range(10)
 def simulated(*arguments: str, timeout_s: float, **environment: str) -> str:
     """What it prints; fails the test where it finds something."""
     command = [sys.executable, "-m", "tests.simulation", *arguments]
-    done = subprocess.run(
-        command,
-        cwd=planted.ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    done = ran(command, cwd=planted.ROOT, env={**os.environ, **environment}, timeout=timeout_s)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
@@ -46,21 +38,19 @@ def test_equal_seeds_run_equally() -> None:
     seeds = ("--schedules", str(len(_SEEDS)), "--processes", "1", "--digests")
     runs = [simulated(*seeds, timeout_s=120, PYTHONHASHSEED=seed) for seed in ("1", "2")]
     digests = [run.splitlines()[: len(_SEEDS)] for run in runs]
-    assert digests[0] == digests[1]
-    assert len(set(digests[0])) == len(_SEEDS)
+    assert digests[0] == digests[1] and len(set(digests[0])) == len(_SEEDS)
 
 
 def test_a_planted_bug_is_found() -> None:
     """One of them, soon; the others take minutes."""
     found = planted.find("ends-are-never-forgotten", schedules=10, processes=1)
-    assert found is not None
-    assert "is held and buried" in found.violation
+    assert found is not None and "is held and buried" in found.violation
 
 
 @pytest.mark.parametrize("name", planted.names())
 def test_every_bug_can_be_planted(name: str) -> None:
     patch = ["patch", "--strip=1", "--forward", "--dry-run", "--input", str(planted.BUGS / f"{name}.patch")]
-    tried = subprocess.run(patch, cwd=planted.ROOT, capture_output=True, text=True, check=False)
+    tried = ran(patch, cwd=planted.ROOT)
     assert tried.returncode == 0, tried.stdout
 
 
@@ -86,8 +76,7 @@ def test_an_answer_that_was_taken_over_goes_on_for_those_who_read_it_here(gatewa
     shape = replace(shape, gateways=2, schedulers=1, workers=2)
     question = Question(1.0, 7, tuple(range(300, 340)), 60, name="lasting")
     verdict = simulate(Schedule(1, shape, (question,), (Fault(1.3, "cut", gateway, 2.6),)))
-    assert verdict.violation == ""
-    assert verdict.virtual_s < 7.0
+    assert verdict.violation == "" and verdict.virtual_s < 7.0
 
 
 def test_a_killed_worker_costs_the_grace_and_a_step_before_its_answers_are_computed_elsewhere() -> None:

@@ -3,7 +3,6 @@
 import heapq
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
 from queue import Empty
 from typing import Any
 
@@ -247,9 +246,6 @@ class PriorityQueue(SimpleQueue):
 
     def _pop(self) -> Any:
         return heapq.heappop(self._items)
-
-
-_idents = count(1)
 
 
 def get_ident() -> int:

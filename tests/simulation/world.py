@@ -113,11 +113,9 @@ class Strand:
     """One thread of a process, its event loop's included. It runs until it waits."""
 
     def __init__(self, process: "Process", name: str, run: Callable[[], object]) -> None:
-        self.process = process
-        self.name = name
+        self.process, self.name = process, name
         self.is_over = False
-        self._run = run
-        self._world = process.world
+        self._run, self._world = run, process.world
         self._waits = 0
         """Numbers what it waits for: it is resumed by what belongs to the present wait."""
         self._is_waiting = True
@@ -172,12 +170,10 @@ class Process:
     """One life of a process. `main` is what it runs, on its loop."""
 
     def __init__(self, world: World, name: str, main: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        self.world = world
-        self.name = name
+        self.world, self.name = world, name
         self.alive = True
         self.began_s = world.now_s
-        self.frozen_until_s = 0.0
-        self.slowness = 1.0
+        self.frozen_until_s, self.slowness = 0.0, 1.0
         """Its turns and sleeps of its threads take so many times as long."""
         self.copies_stand_until_s = 0.0
         """Copies between its memories do not go on before, as where a disk hangs or memory is swapped out."""

@@ -90,8 +90,7 @@ class FakeWorker:
     )
 
     def __init__(self, bus: Bus, true_tokens: TrueTokens) -> None:
-        self.bus = bus
-        self.true_tokens = true_tokens
+        self.bus, self.true_tokens = bus, true_tokens
         self.step_s = 0.002
         self.held: dict[SequenceKey, Held] = {}
         self.cancelled: list[SequenceRef] = []

@@ -1,4 +1,4 @@
-"""Keys with a name, class and weight: what is not known stops the start, which says what there is."""
+"""Keys with a name, class, weight and quotas; and how long a client waits."""
 
 import asyncio
 import hashlib
@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from services.gateway.config import GatewayConfig
 from services.gateway.core.quotas import Quota, Quotas, RateLimited
+from services.gateway.exchange import HEADER, Deadline, deadline_of
 from shared import key_file
 from shared.config import load
-from shared.errors import ConfigError
+from shared.errors import ConfigError, InvalidRequest
 from shared.messages.sequence import ServiceClass, Tenant
 from tests.patience import PATIENCE_S, until
-from tests.services.gateway.conftest import KEY, MakeStack
+from tests.services.gateway.conftest import ANSWER, KEY, MakeStack, Stack
 
 DIGEST = hashlib.sha256(b"sk-a").hexdigest()
 MINE = hashlib.sha256(KEY.encode()).hexdigest()
@@ -174,3 +175,63 @@ def test_an_answer_that_began_before_any_quota_frees_no_place_by_its_end() -> No
     quotas.begin(OWNER, 0.0)
     with pytest.raises(RateLimited):
         quotas.begin(OWNER, 0.0)
+
+
+CHAT = "/v1/chat/completions"
+
+
+def test_the_clients_word_counts_before_the_configurations() -> None:
+    assert deadline_of("2.5", 60.0, 100.0, 7.0) == Deadline(7.0, 2.5)
+    assert deadline_of(None, 60.0, 100.0, 7.0) == Deadline(7.0, 60.0)
+    assert deadline_of(None, None, 100.0, 7.0).remaining_s() is None
+    assert deadline_of("100", None, 100.0, 7.0).timeout_s == 100.0
+
+
+@pytest.mark.parametrize("header", ["", "0", "-1", "soon", "nan", "inf", "100.1", "1e999", "1,5"])
+def test_what_is_no_time_to_wait_is_refused_by_name(header: str) -> None:
+    with pytest.raises(InvalidRequest, match="at most 100") as caught:
+        deadline_of(header, 60.0, 100.0, 0.0)
+    assert caught.value.param == HEADER
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_no_token_in_time_is_504_and_cancels(stack: Stack, stream: bool) -> None:
+    stack.hold()
+    body = {**stack.body, "stream": stream, "n": 2}
+    reply = await stack.http.post(CHAT, json=body, headers={HEADER: "0.2"})
+    assert reply.status_code == 504
+    error = reply.json()["error"]
+    assert (error["code"], error["type"]) == ("deadline_exceeded", "server_error")
+    await until(lambda: {ref.choice for ref in stack.scheduler.cancelled} == {0, 1})
+    await until(lambda: not any(worker.held for worker in stack.workers))
+    waits_s = [spec.deadline_in_s for spec in stack.scheduler.submits]
+    assert all(wait_s is not None and 0 < wait_s <= 0.2 for wait_s in waits_s)
+
+
+async def test_after_the_first_token_it_is_an_event(stack: Stack) -> None:
+    stack.pace(0.03)
+    reply = await stack.http.post(CHAT, json={**stack.body, "stream": True}, headers={HEADER: "0.4"})
+    assert reply.status_code == 200
+    *events, done = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ")]
+    assert done == "[DONE]"
+    *shown, last = [json.loads(event) for event in events]
+    assert last["error"]["code"] == "deadline_exceeded"
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in shown)
+    assert text and ANSWER.startswith(text)
+    await until(lambda: not any(worker.held for worker in stack.workers))
+
+
+async def test_the_configuration_sets_one_and_bounds_what_clients_ask_for(make_stack: MakeStack) -> None:
+    stack = await make_stack(request_timeout_s=0.2, max_request_timeout_s=5.0)
+    assert (await stack.http.post(CHAT, json=stack.body, headers={HEADER: "5"})).status_code == 200
+    too_long = await stack.http.post(CHAT, json=stack.body, headers={HEADER: "6"})
+    assert (too_long.status_code, too_long.json()["error"]["param"]) == (400, HEADER)
+    stack.hold()
+    assert (await stack.chat()).status_code == 504
+
+
+async def test_waiting_for_a_first_worker_counts(make_stack: MakeStack) -> None:
+    stack = await make_stack(wait_ready=False, served_name="another")
+    body = {**stack.body, "model": "another"}
+    reply = await stack.http.post(CHAT, json=body, headers={HEADER: "0.1"})
+    assert reply.status_code == 504

@@ -34,8 +34,7 @@ class Application:
 
     def __init__(self) -> None:
         self.gone = asyncio.Event()
-        self.sent_parts = 0
-        self.left = 0
+        self.sent_parts, self.left = 0, 0
         """Clients that were gone before their body had arrived."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -132,16 +131,14 @@ async def test_requests_in_one_packet_and_a_bit(serve: Serve, cut: int) -> None:
     whole = REQUEST + b"\r\n"
     last = REQUEST + b"connection: close\r\n\r\n"
     reply, took_s = await exchange(port, whole + whole[:cut], whole[cut:] + last, pause_s=0.02)
-    assert reply.count(b"HTTP/1.1 200") == 3
-    assert took_s < 0.3
+    assert reply.count(b"HTTP/1.1 200") == 3 and took_s < 0.3
 
 
 async def test_half_a_head_behind_a_request_is_bounded(serve: Serve) -> None:
     port, _ = await serve(max_header_bytes=1000)
     whole = REQUEST + b"\r\n"
     reply, took_s = await exchange(port, whole + b"GET / HT")
-    assert [b"HTTP/1.1 200" in reply, b"HTTP/1.1 408" in reply] == [True, True]
-    assert took_s < 1.5
+    assert [b"HTTP/1.1 200" in reply, b"HTTP/1.1 408" in reply] == [True, True] and took_s < 1.5
     reply, _ = await exchange(port, whole + b"GET /", *[b"x" * 100] * 20, pause_s=0.01)
     assert b"HTTP/1.1 431" in reply
 
@@ -150,32 +147,27 @@ async def test_half_a_head_behind_a_request_is_bounded(serve: Serve) -> None:
 async def test_headers_or_a_body_that_do_not_arrive_are_408(serve: Serve, part: bytes) -> None:
     port, _ = await serve()
     reply, took_s = await exchange(port, part)
-    assert reply.startswith(b"HTTP/1.1 408 ")
-    assert code_in(reply) == "request_timeout"
-    assert 0.3 < took_s < 1.5
+    assert reply.startswith(b"HTTP/1.1 408 ") and code_in(reply) == "request_timeout" and 0.3 < took_s < 1.5
 
 
 async def test_bytes_between_two_requests_do_not_hold_a_connection(serve: Serve) -> None:
     port, _ = await serve(keep_alive_s=1)
     reply, took_s = await exchange(port, REQUEST + b"\r\n", *[b"\r\n"] * 30, pause_s=0.1)
-    assert reply.count(b"HTTP/1.1 200") == 1
-    assert took_s < 2
+    assert reply.count(b"HTTP/1.1 200") == 1 and took_s < 2
 
 
 async def test_an_offer_to_upgrade_is_ignored_and_its_body_is_read(serve: Serve) -> None:
     port, _ = await serve()
     head = b"POST / HTTP/1.1\r\nhost: x\r\nConnection: Upgrade, HTTP2-Settings, close\r\nUPGRADE: h2c\r\n"
     reply, _ = await exchange(port, head + b"HTTP2-Settings: AAA\r\ncontent-length: 5\r\n\r\n", b"hello")
-    assert reply.startswith(b"HTTP/1.1 200 ")
-    assert b"hello" in reply
+    assert reply.startswith(b"HTTP/1.1 200 ") and b"hello" in reply
 
 
 async def test_a_body_in_pieces_that_looks_like_headers(serve: Serve) -> None:
     port, _ = await serve()
     head = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 30\r\n\r"
     reply, _ = await exchange(port, head, b"\n", b"upgrade: x\r\n\r\n", b"GET / HTTP/1.1\r\n", pause_s=0.02)
-    assert reply.count(b"HTTP/1.1 200") == 1
-    assert b"upgrade: x" in reply
+    assert reply.count(b"HTTP/1.1 200") == 1 and b"upgrade: x" in reply
 
 
 async def test_a_reader_that_does_not_read_is_dropped(serve: Serve) -> None:
@@ -191,8 +183,7 @@ async def test_trailers_are_400_and_what_follows_is_not_kept(serve: Serve) -> No
     port, _ = await serve()
     head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
     reply, _ = await exchange(port, head + b"5\r\nhello\r\n0\r\n", b"x-trailer: 1\r\n", b"\r\n", pause_s=0.05)
-    assert reply.startswith(b"HTTP/1.1 400 ")
-    assert "trailers are not taken" in error_in(reply)["message"]
+    assert reply.startswith(b"HTTP/1.1 400 ") and "trailers are not taken" in error_in(reply)["message"]
 
 
 @pytest.mark.parametrize("endless", [b"x" * 200, b"1;" + b"x" * 200])
@@ -202,22 +193,18 @@ async def test_what_is_neither_body_nor_end_is_bounded(serve: Serve, endless: by
     head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\n"
     head = head if endless.startswith(b"x") else head.removesuffix(b"0\r\n")
     reply, took_s = await exchange(port, head, *[endless] * 20, pause_s=0.005)
-    assert reply.startswith(b"HTTP/1.1 400 ")
-    assert took_s < 3
+    assert reply.startswith(b"HTTP/1.1 400 ") and took_s < 3
 
 
 @pytest.mark.parametrize("framing", [b"content-length: 100", b"transfer-encoding: chunked"])
-async def test_an_answer_that_is_complete_before_its_request_ends_the_connection(
-    serve: Serve, framing: bytes
-) -> None:
+async def test_an_answer_before_the_whole_request_ends_the_connection(serve: Serve, framing: bytes) -> None:
     """One byte after the answer used to keep a connection for ever."""
     port, _ = await serve()
     head = b"GET /early HTTP/1.1\r\nhost: x\r\n" + framing + b"\r\n\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(head)
     reply = await asyncio.wait_for(reader.read(), PATIENCE_S)
-    assert reply.startswith(b"HTTP/1.1 200 ")
-    assert b"connection: close" in reply
+    assert reply.startswith(b"HTTP/1.1 200 ") and b"connection: close" in reply
     began_s = time.monotonic()
     with pytest.raises(ConnectionError):
         while time.monotonic() - began_s < 30:
@@ -247,8 +234,7 @@ async def test_malformed_chunks_are_400_before_an_answer_has_begun(serve: Serve)
     port, application = await serve()
     head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
     reply, _ = await exchange(port, head, b"5\r\nhello\r\n", b"no number\r\n", pause_s=0.05)
-    assert reply.startswith(b"HTTP/1.1 400 ")
-    assert code_in(reply) == "invalid_http_request"
+    assert reply.startswith(b"HTTP/1.1 400 ") and code_in(reply) == "invalid_http_request"
     assert reply.count(b"HTTP/1.1") == 1
     assert application.left == 1, "the application is told that nobody waits"
 
@@ -257,8 +243,7 @@ async def test_http_1_0_gets_no_chunks(serve: Serve) -> None:
     port, _ = await serve()
     reply, _ = await exchange(port, b"POST / HTTP/1.0\r\ncontent-length: 5\r\n\r\nhello")
     head, body = reply.split(b"\r\n\r\n", 1)
-    assert b"transfer-encoding" not in head.lower()
-    assert b"connection: close" in head
+    assert b"transfer-encoding" not in head.lower() and b"connection: close" in head
     assert body == b"hello", "its end is the connection's"
 
 
@@ -268,8 +253,7 @@ async def test_bytes_behind_a_request_do_not_end_its_answer(serve: Serve, behind
     port, _ = await serve(receive_timeout_s=0.2)
     slow = REQUEST.replace(b"GET /", b"GET /slow") + b"connection: close\r\n\r\n"
     reply, took_s = await exchange(port, slow, behind, pause_s=0.1)
-    assert reply.endswith(b"\r\n0\r\n\r\n")
-    assert took_s > 0.5
+    assert reply.endswith(b"\r\n0\r\n\r\n") and took_s > 0.5
 
 
 async def test_held_connections_give_way(serve: Serve) -> None:
@@ -290,16 +274,13 @@ async def test_held_connections_give_way(serve: Serve) -> None:
 @pytest.mark.parametrize(
     ("limits", "status"), [({"max_connections": 1}, b"503"), ({"max_connections_per_address": 1}, b"429")]
 )
-async def test_where_every_connection_is_answered_on_the_next_is_refused(
-    serve: Serve, limits: dict[str, int], status: bytes
-) -> None:
+async def test_beyond_the_limits_it_is_refused(serve: Serve, limits: dict[str, int], status: bytes) -> None:
     port, _ = await serve(**limits, receive_timeout_s=5.0)
     slow = REQUEST.replace(b"GET /", b"GET /slow") + b"connection: close\r\n\r\n"
     first = asyncio.create_task(exchange(port, slow))
     await asyncio.sleep(0.1)
     reply, _ = await exchange(port)
-    assert reply.startswith(b"HTTP/1.1 " + status)
-    assert b"retry-after: 1" in reply
+    assert reply.startswith(b"HTTP/1.1 " + status) and b"retry-after: 1" in reply
     assert error_in(reply)["type"] == ("rate_limit_error" if status == b"429" else "server_error")
     assert (await first)[0].startswith(b"HTTP/1.1 200 ")
     reply, _ = await exchange(port, REQUEST + b"connection: close\r\n\r\n")
@@ -327,8 +308,7 @@ def test_the_longest_idle_gives_way_and_an_engaged_one_never() -> None:
         table.arrive("f", "x")
     assert (caught.value.status, caught.value.error_code) == (503, "overloaded")
     table.disengage("a")
-    assert table.arrive("f", "x") == "a"
-    assert len(table) == 3
+    assert table.arrive("f", "x") == "a" and len(table) == 3
 
 
 def test_one_address_displaces_its_own() -> None:

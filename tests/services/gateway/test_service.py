@@ -54,8 +54,7 @@ async def under_way(stack: Stack, tokens: int = 3) -> asyncio.Task[httpx.Respons
 async def test_lost_frames_are_fetched(stack: Stack) -> None:
     for worker in stack.workers:
         worker.edit = lambda delta: [] if delta.first_index % 5 == 3 else [delta]
-    assert text_of(await stack.chat(temperature=0)) == ANSWER
-    assert len(stack.scheduler.submits) == 1
+    assert text_of(await stack.chat(temperature=0)) == ANSWER and len(stack.scheduler.submits) == 1
 
 
 async def test_a_lost_last_frame_hangs_nobody(stack: Stack) -> None:
@@ -91,8 +90,7 @@ async def test_a_restarted_worker_is_noticed(stack: Stack) -> None:
     first = holder(stack)
     first.held.clear()
     first.bus.incarnation += 1
-    assert text_of(await request) == ANSWER
-    assert stack.scheduler.submits[-1].ref.attempt == 2
+    assert text_of(await request) == ANSWER and stack.scheduler.submits[-1].ref.attempt == 2
 
 
 async def test_a_new_scheduler_is_given_what_runs(
@@ -106,8 +104,7 @@ async def test_a_new_scheduler_is_given_what_runs(
     loops = await second.start()
     try:
         await until(lambda: len(second.submits) == 1)
-        assert second.submits[0].ref == stack.scheduler.submits[0].ref
-        assert text_of(await request) == ANSWER
+        assert second.submits[0].ref == stack.scheduler.submits[0].ref and text_of(await request) == ANSWER
     finally:
         for loop in loops:
             await cancelled(loop)
@@ -130,9 +127,7 @@ async def test_a_bus_that_restarts_loses_nothing(stack: Stack, nats_server: Nats
     assert text_of(await request) == ANSWER
 
 
-async def test_a_bus_that_is_away_for_long_costs_no_attempt(
-    make_stack: MakeStack, nats_server: NatsServer
-) -> None:
+async def test_a_bus_that_is_away_costs_no_attempt(make_stack: MakeStack, nats_server: NatsServer) -> None:
     stack = await make_stack(worker_timeout_s=1.5, frame_timeout_s=1.5, absence_s=2.0)
     stack.pace(0.02)
     running = await under_way(stack)
@@ -143,8 +138,7 @@ async def test_a_bus_that_is_away_for_long_costs_no_attempt(
     await asyncio.sleep(2.5)  # longer than any of those
     stack.scheduler.workers = stack.workers
     await asyncio.to_thread(nats_server.start)
-    assert text_of(await running) == ANSWER
-    assert text_of(await waiting) == ANSWER
+    assert text_of(await running) == ANSWER and text_of(await waiting) == ANSWER
     attempts = {spec.ref.key: spec.ref.attempt for spec in stack.scheduler.submits}
     assert list(attempts.values()) == [1, 2], "only what nobody served is handed over"
 
@@ -167,13 +161,10 @@ async def test_a_failure_inside_a_stream_is_an_error_event(make_stack: MakeStack
     assert (error["type"], error["code"]) == ("server_error", "deadline_exceeded")
 
 
-async def test_status_and_heartbeat_say_who_it_is(
-    stack: Stack, connect_bus: Callable[..., asyncio.Future[Bus]]
-) -> None:
+async def test_status_and_heartbeat(stack: Stack, connect_bus: Callable[..., asyncio.Future[Bus]]) -> None:
     bus = await connect_bus("tester", "tester-1")
     (status,) = await bus.gather(subjects.status("gateway"), Empty(), ServiceStatus, deadline_s=5, expected=1)
-    assert status.details["url"] == stack.url
-    assert status.details["scheduler"] == "scheduler-0"
+    assert status.details["url"] == stack.url and status.details["scheduler"] == "scheduler-0"
     assert {row["worker"] for row in status.details["workers"]} == {"worker-0", "worker-1"}
     await until(lambda: bool(stack.scheduler.gateways))
     assert stack.scheduler.gateways[0].gateway_id == "gateway-0"
@@ -195,8 +186,7 @@ async def test_what_outlasts_the_grace_ends_with_a_word(stack: Stack, stream: bo
         assert len(shown) > 5 and done == "data: [DONE]"
         error = json.loads(last.removeprefix("data: "))["error"]
     else:
-        assert reply.status_code == 503
-        assert reply.headers["retry-after"] == "2"
+        assert reply.status_code == 503 and reply.headers["retry-after"] == "2"
         error = reply.json()["error"]
     assert (error["type"], error["code"]) == ("server_error", "shutting_down")
     assert "send the request again" in error["message"]
@@ -210,8 +200,7 @@ async def test_what_ends_within_the_grace_is_complete(make_stack: MakeStack) -> 
     await until(lambda: stack.running.cancelling() > 0)
     ready = await stack.operator.get("/ready")
     assert "shutting down" in ready.json()["error"]["message"]
-    assert (await stack.operator.get("/health")).status_code == 200
-    assert text_of(await request) == ANSWER
+    assert (await stack.operator.get("/health")).status_code == 200 and text_of(await request) == ANSWER
     await asyncio.wait_for(ending, PATIENCE_S)
 
 
@@ -223,8 +212,7 @@ async def test_a_request_that_is_still_arriving_is_told_to_come_again(make_stack
     await asyncio.sleep(0.1)
     ending = asyncio.create_task(cancelled(stack.running))
     reply = await asyncio.wait_for(reader.read(), PATIENCE_S)
-    assert reply.startswith(b"HTTP/1.1 503 ")
-    assert b'"shutting_down"' in reply
+    assert reply.startswith(b"HTTP/1.1 503 ") and b'"shutting_down"' in reply
     writer.close()
     await asyncio.wait_for(ending, PATIENCE_S)
 
@@ -278,8 +266,7 @@ async def test_it_runs_alone_as_a_process(nats_server: NatsServer, model_folder:
             assert "no scheduler has announced itself" in ready.json()["error"]["message"]
             assert (await client.get("/v1/models")).status_code == 401
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
-        assert process.stderr is not None
+        assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0 and process.stderr is not None
         lines = [json.loads(line) for line in (await process.stderr.read()).splitlines()]
         assert {line["level"] for line in lines} == {"info"}
 
@@ -290,9 +277,7 @@ def test_the_hot_path_runs_inline() -> None:
     assert TokenDelta.__struct_config__.array_like
 
 
-async def test_a_worker_that_was_not_given_a_request_cannot_answer_it(
-    stack: Stack, connect_bus: ConnectBus
-) -> None:
+async def test_only_who_was_given_a_request_can_answer_it(stack: Stack, connect_bus: ConnectBus) -> None:
     """One that knows its name (from a heartbeat) and speaks in its own changes nothing."""
     evil = await connect_bus("worker", "worker-evil")
     end = (66, FinishReason.STOP)
@@ -316,8 +301,7 @@ async def test_a_worker_that_was_not_given_a_request_cannot_answer_it(
 async def test_an_end_nobody_waits_for_is_acknowledged_and_a_run_cancelled(stack: Stack) -> None:
     request = await under_way(stack)
     await request
-    spec = stack.scheduler.submits[0]
-    worker = stack.workers[0]
+    spec, worker = stack.scheduler.submits[0], stack.workers[0]
     worker.computing.clear()
     worker.held[("req_old", 0)] = Held(spec, [1, 2])
     await until(lambda: spec.ref in worker.cancelled)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from pytest import MonkeyPatch
 
 from services.gateway import dispatch as module
 from services.gateway.config import GatewayConfig
@@ -84,8 +85,7 @@ async def desk(connect_bus: Callable[..., Awaitable[Bus]], clock: list[float]) -
 async def test_each_choice_and_prompt_is_a_sequence_of_its_own(desk: Sessions, codec: Codec) -> None:
     exchange = desk.open(job(prompts=2, n=2), "req_1")
     keys = [sequence.stream.key for sequence in exchange.sequences]
-    assert keys == [("req_1", 0), ("req_1", 1), ("req_1-1", 0), ("req_1-1", 1)]
-    assert desk.active == 4
+    assert keys == [("req_1", 0), ("req_1", 1), ("req_1-1", 0), ("req_1-1", 1)] and desk.active == 4
     assert [answer.index for answer in desk.answers(exchange, job(2, 2), codec)] == [0, 1, 2, 3]
     with pytest.raises(Overloaded):
         desk.open(job(), "req_2")
@@ -95,7 +95,7 @@ async def test_each_choice_and_prompt_is_a_sequence_of_its_own(desk: Sessions, c
     desk.open(job(), "req_2")
 
 
-async def test_an_answer_is_told_once_to_whoever_learns(
+async def test_answers_are_told_to_learners(
     desk: Sessions, connect_bus: Callable[..., Awaitable[Bus]]
 ) -> None:
     learner = Learner()
@@ -239,8 +239,7 @@ async def test_a_submission_carries_the_sequence_and_its_trace(bench: Bench) -> 
     await bench.carry_out(*bench.stream.submit(0.0))
     assert bench.stream.accepted
     (command,) = bench.peer.submits
-    assert command.spec.ref == REF
-    assert command.spec.gateway_id == "gateway-0"
+    assert command.spec.ref == REF and command.spec.gateway_id == "gateway-0"
     assert bench.peer.traces == ["0af7651916cd43dd8448eb211c80319c"]
 
 
@@ -253,7 +252,7 @@ async def test_a_superseded_submission_is_not_sent(bench: Bench) -> None:
 
 
 async def test_an_unforeseen_error_is_tried_again(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    bench: Bench, monkeypatch: MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError("surprise")
@@ -262,9 +261,7 @@ async def test_an_unforeseen_error_is_tried_again(
     (submit,) = bench.stream.submit(0.0)
     assert isinstance(submit, Submit)
     await bench.carry_out(submit)
-    assert "surprise" in caplog.text
-    assert bench.stream.is_open
-    assert bench.stream.on_tick(0.2) == (Submit(1, 2),)
+    assert "surprise" in caplog.text and bench.stream.is_open and bench.stream.on_tick(0.2) == (Submit(1, 2),)
 
 
 def cancel(number: int) -> CancelSequence:
@@ -288,9 +285,7 @@ async def test_messages_go_in_order_and_ends_together(connect_bus: ConnectBus) -
     assert sorted(r.request_id for r in acknowledged.refs) == ["req_0", "req_1", "req_2"]
 
 
-async def test_a_full_outbox_drops_its_oldest(
-    connect_bus: ConnectBus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_outbox_drops_its_oldest(connect_bus: ConnectBus, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_MESSAGES", 3)
     reader = Peer()
     await (await connect_bus("worker", "worker-0")).attach(Peer.HANDLERS, reader)
@@ -302,9 +297,7 @@ async def test_a_full_outbox_drops_its_oldest(
     assert reader.to_worker == [cancel(2), cancel(3), cancel(4)]
 
 
-async def test_a_bus_that_takes_nothing_does_not_stop_it(
-    connect_bus: ConnectBus, nats_server: NatsServer
-) -> None:
+async def test_a_bus_that_hangs_does_not_stop_it(connect_bus: ConnectBus, nats_server: NatsServer) -> None:
     bus = await connect_bus()
     outbox = NoticeOutbox(bus)
     await bus.close()

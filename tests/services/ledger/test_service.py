@@ -2,6 +2,7 @@
 stops."""
 
 import asyncio
+from typing import Any
 
 from services.ledger.config import LedgerConfig
 from services.ledger.core.dgfm.coordinator import SettleRules
@@ -37,8 +38,7 @@ async def test_the_ledger_answers_from_heartbeats(connect_bus: ConnectBus) -> No
         if len(await ask()) == 2:
             break
         await asyncio.sleep(0.01)
-    assert await ask() == [("w1", 64, 0), ("w2", 144, 1)]
-    assert await ask("w1") == [("w2", 144, 1)]
+    assert await ask() == [("w1", 64, 0), ("w2", 144, 1)] and await ask("w1") == [("w2", 144, 1)]
     (status,) = await client.gather(
         subjects.status("ledger"), Empty(), ServiceStatus, deadline_s=5.0, expected=1
     )
@@ -89,13 +89,8 @@ class Worker:
         self.asked.append((asked.phase, asked.blocks))
         if asked.phase is self.fails_at:
             raise CreditorLost("as told")
-        return Settled(
-            settlement=asked.settlement,
-            phase=asked.phase,
-            round=asked.round,
-            blocks=asked.blocks,
-            bounce_blocks=6,
-        )
+        same: dict[str, Any] = {name: getattr(asked, name) for name in ("settlement", "phase", "round")}
+        return Settled(blocks=asked.blocks, bounce_blocks=6, **same)
 
 
 async def make(connect_bus: ConnectBus, **workers: Worker) -> Settlements:
@@ -121,12 +116,8 @@ async def test_a_cycle_is_settled_in_rounds(connect_bus: ConnectBus) -> None:
     rounds = [(copy, 6), (commit, 6), (copy, 4), (commit, 4)]
     for worker in workers.values():
         assert worker.asked == [(SettlePhase.FREEZE, 10), *rounds, (SettlePhase.UNFREEZE, 0)]
-    assert settlements.details() == {
-        "settling": 0,
-        "settlements": 1,
-        "settlements_aborted": 0,
-        "settled_tokens": 320,
-    }
+    done = {"settlements": 1, "settled_tokens": 320}
+    assert settlements.details() == {"settling": 0, "settlements_aborted": 0, **done}
     await settlements.close()
 
 

@@ -92,9 +92,7 @@ async def test_only_workers_with_recent_heartbeats_are_chosen(connect_bus: Conne
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, *LIVE_PACKINGS])
-async def test_answers_shorter_than_a_heartbeat_hold_no_place_after_their_end(
-    connect_bus: ConnectBus, policy: str
-) -> None:
+async def test_short_answers_hold_no_place_after_their_end(connect_bus: ConnectBus, policy: str) -> None:
     """Under `mell` and its like an answer that ended unseen kept its place for 5 s, so a burst of short
     answers took ten seconds on idle workers. The clock stands still here: nothing expires."""
     bus = await connect_bus("placement", "placement-0")
@@ -207,9 +205,7 @@ class Scheduler:
 
 
 @pytest.mark.parametrize("refuses", [0, 1])
-async def test_of_two_half_empty_workers_one_is_emptied_and_parked(
-    connect_bus: ConnectBus, refuses: int
-) -> None:
+async def test_one_of_two_half_empty_workers_is_parked(connect_bus: ConnectBus, refuses: int) -> None:
     bus = await connect_bus("placement", "placement-0")
     placement = PackingPlacement(bus, PACKING)
     peer, scheduler = await connect_bus("scheduler", "scheduler-0"), Scheduler(refuses)
@@ -240,7 +236,7 @@ async def test_of_two_half_empty_workers_one_is_emptied_and_parked(
     assert status.details["moves_ordered"] >= 1
 
 
-async def test_each_model_publishes_how_many_workers_it_wants(
+async def test_each_model_publishes_its_wanted_workers(
     connect_bus: ConnectBus, bus_config: BusConfig
 ) -> None:
     """One model's workers are idle and parked; the other's work, and all of them are wanted."""
@@ -265,8 +261,7 @@ async def test_each_model_publishes_how_many_workers_it_wants(
             while not await heard():
                 pass
         idle, busy = last("idle"), last("busy")
-        assert idle is not None and busy is not None
-        assert (idle.wanted, busy.wanted, busy.parked) == (1, 2, ())
+        assert idle is not None and busy is not None and (idle.wanted, busy.wanted, busy.parked) == (1, 2, ())
         status = await status_of(peer)
     assert status.details["wanted_workers"] == 3
     shown = {row["model"]: (row["wanted_workers"], row["parked"]) for row in status.details["models"]}

@@ -1,7 +1,8 @@
 """The predictor over a real bus: it predicts, learns per served model, and holds up no request."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest_asyncio
 
 from services.predictor.batching import Batcher
 from services.predictor.config import PredictorConfig
-from services.predictor.core.length_model import LengthQuery, LengthSample
+from services.predictor.core.length_model import LengthQuery, LengthSample, PredictedLength
 from services.predictor.learning import SAMPLES_FILE
 from services.predictor.models import create
 from services.predictor.models.network import Ensemble, write
@@ -27,13 +28,13 @@ from services.predictor.service import (
 from shared import subjects
 from shared.bus import Bus, Endpoint
 from shared.config import BusConfig
-from shared.errors import InvalidRequest, NoResponder
+from shared.errors import InvalidRequest, NoResponder, Overloaded, PolicyFailed
 from shared.messages.base import Empty
 from shared.messages.commands import LengthPrediction, PredictLength
 from shared.messages.reports import SequenceFinished, ServiceStatus
 from shared.messages.sequence import FinishReason, pack_tokens
 from tests.conftest import ConnectBus
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 from tests.services.scheduler.bus_peers import PredictorOnBus
 from tests.services.scheduler.bus_stack import BusStack
 from tests.shared.messages.builders import ref
@@ -101,11 +102,10 @@ async def test_concurrent_questions_share_calls_of_the_model(connect_bus: Connec
     bus, client = await connect_bus("predictor", "predictor-0"), await connect_bus("gateway", "gateway-0")
     async with serving(bus, "constant") as served:
         told = await asyncio.gather(*(ask(client, number) for number in range(200)))
-    assert {answer.p50_tokens for answer in told} == {128}
-    assert served.common.batcher.batches < 200
+    assert {answer.p50_tokens for answer in told} == {128} and served.common.batcher.batches < 200
 
 
-async def test_only_a_regressor_learns_in_the_background(
+async def test_only_a_regressor_learns(
     bus_config: BusConfig, connect_bus: ConnectBus, tmp_path: Path
 ) -> None:
     config = PredictorConfig(bus=bus_config, model="regressor", state_dir=tmp_path)
@@ -135,8 +135,7 @@ async def test_a_served_model_learns_only_from_its_own_answers(connect_bus: Conn
                 await asyncio.sleep(0.01)
         short, neither = await ask(client, model="short"), await ask(client)
         details = (await status_of(client)).details
-    assert short.p90_tokens == 12 and long.p50_tokens > 500
-    assert neither.model_version == "histogram-0"
+    assert short.p90_tokens == 12 and long.p50_tokens > 500 and neither.model_version == "histogram-0"
     assert {row["model"]: row["finished"] for row in details["models"]} == {"short": 300, "long": 300}
     assert details["finished"] == 600
 
@@ -145,8 +144,7 @@ async def test_a_request_without_a_model_name_means_the_only_model() -> None:
     served = ServedModels(PredictorConfig())
     assert served.of("") is served.common
     only = served.of("only")
-    assert served.of("") is only is not served.common
-    assert "models" not in served.summary()
+    assert served.of("") is only is not served.common and "models" not in served.summary()
     served.of("other")
     assert served.of("") is served.common
     for number in range(MOST_MODELS):
@@ -169,8 +167,7 @@ async def test_a_model_first_named_at_the_end_uses_the_common_one() -> None:
 async def test_models_that_do_not_learn_are_shared(model: str) -> None:
     served = ServedModels(PredictorConfig(model=model))
     first, second = served.of("a"), served.of("b")
-    assert (first.batcher is second.batcher) == (model == "constant")
-    assert first.audit is not second.audit
+    assert (first.batcher is second.batcher) == (model == "constant") and first.audit is not second.audit
     async with running(served.run()):
         predicted = await asyncio.gather(
             *(one.batcher.predict(LengthQuery(PROMPT, 100)) for one in (first, second, served.of("c")))
@@ -252,3 +249,106 @@ async def test_a_predictor_that_is_down_slow_or_wrong_holds_up_no_request(
         await asyncio.gather(*(stack.reader.submit(stack.reader.spec(name)) for name in names))
         await until(lambda: set(stack.reader.ended) == set(names))
         assert set(stack.reader.ended.values()) == {1}
+
+
+class Gated:
+    """Says how many samples it has seen; while `gate` is shut a call takes its time."""
+
+    name = version = "gated"
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.sizes: list[int] = []
+        self.seen = 0
+        self.threads: set[int] = set()
+        self.fails = False
+
+    def predict(self, prompt: bytes, *, max_tokens: int, generated_tokens: int = 0) -> PredictedLength:
+        raise AssertionError("it is asked in batches")
+
+    def predict_batch(self, queries: Sequence[LengthQuery]) -> list[PredictedLength]:
+        assert self.gate.wait(10.0)
+        self.threads.add(threading.get_ident())
+        self.sizes.append(len(queries))
+        if self.fails:
+            raise RuntimeError("broken")
+        return [PredictedLength(self.seen, *(query.max_tokens for _ in range(4))) for query in queries]
+
+    def observe(self, sample: LengthSample) -> None:
+        self.threads.add(threading.get_ident())
+        self.seen += 1
+
+
+def query(number: int) -> LengthQuery:
+    return LengthQuery(b"", number)
+
+
+async def test_questions_asked_during_a_call_make_one_batch_and_get_their_own_answers() -> None:
+    model = Gated()
+    batcher = Batcher(model, batch_limit=8)
+    async with running(batcher.run()):
+        model.gate.clear()
+        first = asyncio.create_task(batcher.predict(query(0)))
+        await asyncio.sleep(0.05)
+        rest = [asyncio.create_task(batcher.predict(query(number))) for number in range(1, 12)]
+        await asyncio.sleep(0.05)
+        assert not first.done()
+        model.gate.set()
+        told = await asyncio.gather(first, *rest)
+    assert [answer.p50_tokens for answer in told] == list(range(12))
+    assert model.sizes == [1, 8, 3] and batcher.batches == 3
+    assert len(model.threads) == 1 and threading.get_ident() not in model.threads
+
+
+async def test_what_was_learned_before_a_question_is_known_to_its_answer() -> None:
+    model = Gated()
+    batcher = Batcher(model)
+    changed: list[int] = []
+    async with running(batcher.run()):
+        for _ in range(5):
+            batcher.observe(LengthSample(b"", 1, censored=False))
+        batcher.call(lambda: changed.append(threading.get_ident()))
+        assert (await batcher.predict(query(1))).rl_tokens == 5
+    assert set(changed) == model.threads
+
+
+async def test_one_question_too_many_is_refused_at_once() -> None:
+    model = Gated()
+    batcher = Batcher(model, batch_limit=1, queue_limit=2)
+    async with running(batcher.run()):
+        model.gate.clear()
+        waiting = [asyncio.create_task(batcher.predict(query(0)))]
+        await asyncio.sleep(0.05)
+        waiting += [asyncio.create_task(batcher.predict(query(number))) for number in (1, 2)]
+        await asyncio.sleep(0.01)
+        with pytest.raises(Overloaded):
+            await batcher.predict(query(3))
+        model.gate.set()
+        assert [answer.p50_tokens for answer in await asyncio.gather(*waiting)] == [0, 1, 2]
+
+
+async def test_a_model_that_fails_is_an_error_of_that_batch_only() -> None:
+    model = Gated()
+    batcher = Batcher(model)
+    async with running(batcher.run()):
+        model.fails = True
+        with pytest.raises(PolicyFailed, match="RuntimeError: broken"):
+            await batcher.predict(query(1))
+        model.fails = False
+        assert (await batcher.predict(query(2))).p50_tokens == 2
+
+
+async def test_questions_that_are_open_at_the_end_are_told_so() -> None:
+    """They were cancelled, though nobody had cancelled them: an error in the log at each orderly end."""
+    model = Gated()
+    batcher = Batcher(model, batch_limit=1)
+    async with running(batcher.run()):
+        model.gate.clear()
+        tasks = [asyncio.create_task(batcher.predict(query(number))) for number in (1, 2)]
+        await asyncio.sleep(0.05)
+    model.gate.set()
+    answers = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), PATIENCE_S)
+    assert all(isinstance(answer, NoResponder) for answer in answers)
+    with pytest.raises(NoResponder):
+        await asyncio.wait_for(batcher.predict(query(3)), PATIENCE_S)

@@ -20,8 +20,7 @@ class BusStack:
     one."""
 
     def __init__(self, connect: ConnectBus, bus_config: BusConfig) -> None:
-        self._connect = connect
-        self._bus_config = bus_config
+        self._connect, self._bus_config = connect, bus_config
         self.predictor = PredictorOnBus()
         self.placement = PlacementOnBus("worker-0")
         self.reader: Reader

@@ -194,5 +194,4 @@ def test_what_needs_other_workers_memory_waits_for_all_of_them() -> None:
         world.run_for(1.0)
     assert not long.tokens and not notes(world)
     world.run_for(STANDSTILL_S + 5.0)
-    assert all(request.over for request in others)
-    assert len(notes(world)) == 1 and ANYWHERE in notes(world)[0]
+    assert all(request.over for request in others) and len(notes(world)) == 1 and ANYWHERE in notes(world)[0]

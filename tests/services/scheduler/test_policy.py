@@ -59,9 +59,7 @@ def test_every_policy_refuses_an_option_that_it_does_not_have_and_names_those_it
         ("sync_coupled", {"group_tokens": True}),
     ],
 )
-def test_an_option_of_the_wrong_type_or_size_is_refused_by_name(
-    name: str, options: dict[str, object]
-) -> None:
+def test_an_option_of_a_wrong_type_or_size_is_refused_by_name(name: str, options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         check_policy(name, PolicySettings(options=options))
 
@@ -97,11 +95,8 @@ def test_settings_become_rules() -> None:
         {"KVASIR_SCHEDULER__MAX_STEPS": "3", "KVASIR_SCHEDULER__CHUNKED_PREFILL": "false"},
     )
     rules = config.rules()
-    assert (rules.settings.token_budget, rules.settings.chunked_prefill, rules.settings.max_steps) == (
-        128,
-        False,
-        3,
-    )
+    chosen = rules.settings
+    assert (chosen.token_budget, chosen.chunked_prefill, chosen.max_steps) == (128, False, 3)
     assert rules.worker_timeout_s == config.worker_timeout_s == 2.0
     assert rules.settings.start_tokens * 4 <= rules.max_start_bytes
 

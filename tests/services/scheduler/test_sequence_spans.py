@@ -1,6 +1,7 @@
 """Spans of a sequence: one for each attempt, ended whatever becomes of it; none where it is not traced."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -29,20 +30,10 @@ def traced(attempt: int = 1, request: str = "req") -> SequenceSpec:
 
 
 def left(attempt: int = 1) -> SequenceLeft:
-    return SequenceLeft(
-        ref=ref("req", attempt=attempt),
-        phase=Phase.ENDED,
-        finish_reason=FinishReason.STOP,
-        worker_id="worker-0",
-        prompt_tokens=3,
-        generated_tokens=5,
-        tenant=NOBODY,
-        cached_tokens=0,
-        expected_tokens=None,
-        held_s=1.0,
-        queued_s=0.5,
-        total_s=1.5,
-    )
+    known: dict[str, Any] = {"finish_reason": FinishReason.STOP, "worker_id": "worker-0", "tenant": NOBODY}
+    known |= {"prompt_tokens": 3, "generated_tokens": 5, "cached_tokens": 0, "expected_tokens": None}
+    known |= {"held_s": 1.0, "queued_s": 0.5, "total_s": 1.5}
+    return SequenceLeft(ref=ref("req", attempt=attempt), phase=Phase.ENDED, **known)
 
 
 def test_each_attempt_has_a_span_and_all_end(collector: Collector) -> None:
@@ -56,9 +47,7 @@ def test_each_attempt_has_a_span_and_all_end(collector: Collector) -> None:
         term.left(left(attempt=2))
         term.submitted(traced(request="other"), known=False)
         term.close()
-    became = [
-        (span.attributes["kvasir.attempt"], span.attributes["kvasir.became"]) for span in sequences(collector)
-    ]
+    became = [(s.attributes["kvasir.attempt"], s.attributes["kvasir.became"]) for s in sequences(collector)]
     assert became == [(1, "superseded"), (2, str(Phase.ENDED)), (1, "the term is over")]
     assert [span.name for span in collector.spans].count("queued") == 3
     assert {span.parent_id for span in sequences(collector)} == {f"{0xB:016x}"}

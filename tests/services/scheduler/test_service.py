@@ -110,7 +110,7 @@ async def test_an_unknown_policy_stops_it_before_it_connects(bus_config: BusConf
         await run(SchedulerConfig(policy="vlm", bus=bus_config))
 
 
-async def test_the_process_survives_its_own_kill_and_stops_on_a_signal(
+async def test_the_process_survives_its_kill_and_stops_on_signal(
     stack: BusStack, bus_config: BusConfig
 ) -> None:
     worker = await stack.worker()
@@ -195,8 +195,7 @@ async def test_another_gateway_neither_ends_a_sequence_nor_submits_under_its_nam
                     deadline_s=PATIENCE_S,
                 )
             await other.publish(subjects.scheduler_cancel("gateway-1"), cancelling(named))
-        assert (await stack.reader.submit(mine)).known
-        assert worker.process.used_blocks > 4
+        assert (await stack.reader.submit(mine)).known and worker.process.used_blocks > 4
         await until(lambda: stack.reader.ended == {"a": 1})
 
 
@@ -210,9 +209,7 @@ async def test_refusals_keep_their_type_on_the_way(stack: BusStack) -> None:
             await stack.reader.submit(stack.reader.spec("b", prompt_tokens=250))
 
 
-async def test_a_refusal_says_what_taking_it_would_have_cost(
-    stack: BusStack, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_refusal_says_what_it_saved(stack: BusStack, caplog: pytest.LogCaptureFixture) -> None:
     scheduler = await stack.scheduler(max_queued=2)
     with caplog.at_level(logging.INFO):
         async with running(scheduler.serve()):
@@ -237,8 +234,7 @@ async def test_a_worker_that_falls_silent_is_announced_as_lost(stack: BusStack) 
             await stack.reader.submit(spec)
             await until(lambda: worker.process.used_blocks > 4)
         await until(lambda: bool(stack.reader.lost))
-        assert stack.reader.lost[0].worker_id == "worker-0"
-        assert stack.reader.lost[0].refs == (spec.ref,)
+        assert stack.reader.lost[0].worker_id == "worker-0" and stack.reader.lost[0].refs == (spec.ref,)
         again = await stack.worker("worker-1")
         stack.placement.worker_id = "worker-1"
         async with running(again.run()):
@@ -290,8 +286,7 @@ def test_only_a_lost_worker_that_is_missed_is_warned_of(
         lost = WorkerLost(worker_id="worker-3", incarnation=1, refs=refs)
         TermReport(Recorder("scheduler", "scheduler-0", 1)).note(PublishWorkerLost(lost))
     (record,) = caplog.records
-    assert record.levelno == level
-    assert ("lost" in record.getMessage()) == bool(refs)
+    assert record.levelno == level and ("lost" in record.getMessage()) == bool(refs)
 
 
 def cells_of(made: list[str]) -> Cells:
@@ -328,8 +323,7 @@ def test_who_names_no_model_means_the_only_one() -> None:
     with pytest.raises(UnavailableError):
         cells.of_model("")
     one = cells.of_model("one")
-    assert cells.of_model("") is one
-    assert cells.describe()["workers"] == [{"worker": "one"}]
+    assert cells.of_model("") is one and cells.describe()["workers"] == [{"worker": "one"}]
     cells.of_model("two")
     with pytest.raises(UnavailableError, match="name it"):
         cells.of_model("")

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 
 from services.stack.rundir import RunDirectory
+from tests.tasks import ran
 
 STANDIN = [sys.executable, "-m", "tests.services.stack.standin"]
 ROOT = Path(__file__).parents[3]
@@ -19,16 +20,7 @@ DEADLINE_S = 20.0
 
 def command(*words: str, extra: str | None = None) -> "subprocess.CompletedProcess[str]":
     env = {**os.environ, **({"STANDIN_EXTRA": extra} if extra else {})}
-    return subprocess.run(
-        [*STANDIN, *words],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
+    return ran([*STANDIN, *words], env=env, timeout=DEADLINE_S)
 
 
 def until(condition: Callable[[], bool], what: str) -> None:

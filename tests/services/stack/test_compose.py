@@ -33,9 +33,7 @@ def files_of(folder: Path) -> list[Path]:
 def services_of(file: str) -> dict[str, dict[str, Any]]:
     """Without those of profiles that are asked for by name."""
     services: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / file).read_text())["services"]
-    return {
-        name: one for name, one in services.items() if one.get("profiles") not in (["monitoring"], ["gpu"])
-    }
+    return {n: one for n, one in services.items() if one.get("profiles") not in (["monitoring"], ["gpu"])}
 
 
 def test_an_instance_is_told_its_own_password_and_nobody_elses(tmp_path: Path) -> None:
@@ -48,8 +46,7 @@ def test_an_instance_is_told_its_own_password_and_nobody_elses(tmp_path: Path) -
         text = (tmp_path / "s" / f"{instance}.env").read_text()
         assert {user for user, password in passwords.items() if password in text} == {instance}
         own = variables(tmp_path / "s" / f"{instance}.env")
-        assert own["KVASIR_BUS__USER"] == instance
-        assert own["KVASIR_BUS__PASSWORD"] == passwords[instance]
+        assert own["KVASIR_BUS__USER"] == instance and own["KVASIR_BUS__PASSWORD"] == passwords[instance]
         assert own["KVASIR_BUS__URL"].startswith("tls://")
         assert own["KVASIR_BUS__TLS_CA"] == "/run/secrets/nats_ca"
 
@@ -61,8 +58,7 @@ def test_instances_are_added_and_stay(tmp_path: Path, capsys: pytest.CaptureFixt
     after = json.loads((tmp_path / "credentials.json").read_text())
     assert after["nats_passwords"].items() > before["nats_passwords"].items()
     assert '"worker-2"' in (tmp_path / "nats.conf").read_text()
-    assert main([str(tmp_path), "janitor-0"]) == 2
-    assert "janitor-0" in capsys.readouterr().err
+    assert main([str(tmp_path), "janitor-0"]) == 2 and "janitor-0" in capsys.readouterr().err
 
 
 def test_only_the_api_key_file_holds_the_key(tmp_path: Path) -> None:
@@ -78,16 +74,13 @@ def test_secrets_are_kept_and_private(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main([str(folder)]) == 0
     first = {path.name: path.read_text() for path in files_of(folder)}
     (folder / "worker-0.env").chmod(0o666)
-    assert main([str(folder)]) == 0
-    assert {path.name: path.read_text() for path in files_of(folder)} == first
+    assert main([str(folder)]) == 0 and {path.name: path.read_text() for path in files_of(folder)} == first
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (folder, *files_of(folder))}
     assert modes.pop("s") == 0o700
     mounted = ("nats.conf", "server.pem", "server-key.pem", "ca.pem")
-    assert {modes.pop(name) for name in mounted} == {0o644}
-    assert set(modes.values()) == {0o600}
+    assert {modes.pop(name) for name in mounted} == {0o644} and set(modes.values()) == {0o600}
     shown = capsys.readouterr().out
-    assert str(folder / "api_key") in shown
-    assert first["api_key"].strip() not in shown
+    assert str(folder / "api_key") in shown and first["api_key"].strip() not in shown
 
 
 def test_every_container_is_fenced_in_and_asked_how_it_is(tmp_path: Path) -> None:
@@ -142,8 +135,7 @@ def test_up_waits_for_a_slow_start(file: str) -> None:
     """It gives up on whoever is unhealthy once: on a busy machine workers took 105 s to start and a check
     9 s, and `up` ended without a gateway."""
     checks = [one["healthcheck"] for one in services_of(file).values() if "healthcheck" in one]
-    assert checks
-    assert {check["start_period"] for check in checks} == {"5m"}
+    assert checks and {check["start_period"] for check in checks} == {"5m"}
     assert {check["timeout"] for check in checks} == {"30s"}
 
 

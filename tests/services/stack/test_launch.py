@@ -10,6 +10,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from pytest import MonkeyPatch
 
 from services.stack import process
 from services.stack.down import is_alive as alive
@@ -23,8 +24,8 @@ HELLO = (*PYTHON, "print('hello')")
 
 
 @pytest.mark.parametrize("answer", [b"", b"nonsense\n", b"1\n"])
-async def test_a_seed_that_does_not_help_is_done_without(
-    tmp_path: Path, answer: bytes, monkeypatch: pytest.MonkeyPatch
+async def test_a_useless_seed_is_done_without(
+    tmp_path: Path, answer: bytes, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "become_subreaper", lambda: True)
 
@@ -40,9 +41,7 @@ async def test_a_seed_that_does_not_help_is_done_without(
     assert (tmp_path / "log").read_text() == "hello\n"
 
 
-async def test_no_seed_at_all_is_waited_for_and_then_done_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_seed_is_waited_for_and_done_without(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(process, "become_subreaper", lambda: True)
     monkeypatch.setattr(process, "_SEED_DEADLINE_S", 0.1)
     seedling = SeedLauncher(tmp_path / "none.sock", "x", "json", ())
@@ -50,9 +49,7 @@ async def test_no_seed_at_all_is_waited_for_and_then_done_without(
     assert await child.wait() == 0
 
 
-async def test_a_seed_that_has_died_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_seed_that_has_died_is_not_waited_for(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(process, "become_subreaper", lambda: True)
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(tmp_path / "dead.sock"))
@@ -81,9 +78,7 @@ def test_detached_life(tmp_path: Path, free_port: int) -> None:
         needed = command(*up, "--if-needed")
         assert needed.returncode == 0 and "runs already" in needed.stdout and "curl -N" in needed.stdout
         assert state_of(tmp_path)["pid"] == supervisor
-        other = command(
-            "up", "--run-dir", str(tmp_path / "other"), "--port", str(free_port), "--nats-port", "0"
-        )
+        other = command("up", "--run-dir", f"{tmp_path}/other", "--port", str(free_port), "--nats-port", "0")
         assert other.returncode == 3
         assert f"port {free_port}, wanted for HTTP, is taken by pid {supervisor}" in other.stderr
         os.kill(pids["sleeper"], signal.SIGKILL)
@@ -111,8 +106,6 @@ def test_a_detached_start_that_fails_says_why(tmp_path: Path, free_port: int) ->
         ),
         extra="print('my reason'); raise SystemExit(1)",
     )
-    assert failed.returncode == 1
-    assert "error: the stack did not start: extra ended" in failed.stderr
-    assert "my reason" in failed.stdout
-    assert RunDirectory(tmp_path).holder() is None
+    assert failed.returncode == 1 and "error: the stack did not start: extra ended" in failed.stderr
+    assert "my reason" in failed.stdout and RunDirectory(tmp_path).holder() is None
     assert not any(map(alive, pids_of(tmp_path).values()))

@@ -297,9 +297,7 @@ async def test_the_asked_may_answer_once_and_nobody_else_at_all(access: BusAcces
         await client.close()
 
 
-async def test_the_operator_finds_services_with_micro_discovery(
-    access: BusAccess, connect_user: ConnectUser
-) -> None:
+async def test_the_operator_discovers_services(access: BusAccess, connect_user: ConnectUser) -> None:
     class Desk:
         async def status(self, _: Empty) -> Empty:
             return Empty()
@@ -347,11 +345,8 @@ async def managed(bus: Bus, attempts: Mapping[str, tuple[str, str]]) -> list[str
     """Those of the attempts, each a verb and a subject, that the server let through."""
     done = []
     for what, (verb, subject) in attempts.items():
-        tried = (
-            bus.attach([Listener(subject, Empty, "hear")], Ear())
-            if verb == "subscribe"
-            else bus.publish(subject, Empty())
-        )
+        hears = [Listener(subject, Empty, "hear")]
+        tried = bus.attach(hears, Ear()) if verb == "subscribe" else bus.publish(subject, Empty())
         done += [what] if await outcome(tried) else []
     return done
 

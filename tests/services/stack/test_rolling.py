@@ -24,24 +24,19 @@ def test_workers_go_before_gateways_the_seed_first_and_the_bus_not_at_all() -> N
         rolled_names(CHILDREN, ["worker-7"])
 
 
-def test_every_process_is_started_anew_and_the_stack_stays(
-    tmp_path: Path, foreground: "subprocess.Popen[str]"
-) -> None:
+def test_every_process_is_started_anew(tmp_path: Path, foreground: "subprocess.Popen[str]") -> None:
     before = pids_of(tmp_path)
     done = command("roll", "--run-dir", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     after = pids_of(tmp_path)
-    assert before.keys() == after.keys()
-    assert all(before[name] != after[name] for name in before)
+    assert before.keys() == after.keys() and all(before[name] != after[name] for name in before)
     assert foreground.poll() is None
     told = state_of(tmp_path)
     assert told["roll"]["phase"] == "done" and told["phase"] == "ready"
     assert {(row["renewals"], row["restarts"]) for row in told["children"]} == {(1, 0)}
 
 
-def test_what_cannot_be_rolled_is_said_and_nothing_is_touched(
-    tmp_path: Path, foreground: "subprocess.Popen[str]"
-) -> None:
+def test_what_cannot_be_rolled_is_untouched(tmp_path: Path, foreground: "subprocess.Popen[str]") -> None:
     before = pids_of(tmp_path)
     for words, why in ((["nobody"], "nothing here is called"), (["--code", "/tmp"], "has no code of Kvasir")):
         done = command("roll", "--run-dir", str(tmp_path), *words)
@@ -51,9 +46,7 @@ def test_what_cannot_be_rolled_is_said_and_nothing_is_touched(
     assert done.returncode == 1 and "nothing runs" in done.stdout
 
 
-def test_code_that_does_not_start_is_gone_back_from(
-    tmp_path: Path, foreground: "subprocess.Popen[str]"
-) -> None:
+def test_code_that_does_not_start_is_left_again(tmp_path: Path, foreground: "subprocess.Popen[str]") -> None:
     broken = tmp_path / "broken"
     shutil.copytree(ROOT / "services" / "stack", broken / "services" / "stack")
     (broken / "services" / "__main__.py").write_text("")

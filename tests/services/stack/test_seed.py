@@ -15,23 +15,17 @@ from tests.services.stack.commands import pids_of, state_of, until
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs subreapers")
 
 
-def test_a_fork_is_the_supervisors_child_and_runs_what_was_asked(
-    tmp_path: Path, foreground: "subprocess.Popen[str]"
-) -> None:
+def test_a_fork_is_the_supervisors_child(tmp_path: Path, foreground: "subprocess.Popen[str]") -> None:
     sprout = psutil.Process(pids_of(tmp_path)["sprout"])
-    assert sprout.ppid() == foreground.pid
-    assert sprout.name() == "sprout"
+    assert sprout.ppid() == foreground.pid and sprout.name() == "sprout"
     assert sprout.cmdline()[:5] == ["python", "-m", "tests.services.stack.sprout", "--leaf", "1"]
-    assert os.getsid(sprout.pid) == sprout.pid
-    assert sprout.environ()["PATH"] == os.environ["PATH"]
+    assert os.getsid(sprout.pid) == sprout.pid and sprout.environ()["PATH"] == os.environ["PATH"]
     said = tmp_path / "logs" / "sprout.log"
     until(lambda: said.read_text() != "", "it said nothing")
     assert said.read_text() == "sprout ['--leaf', '1'] green True\n"
 
 
-def test_it_is_restarted_like_any_child_and_survives_its_seed(
-    tmp_path: Path, foreground: "subprocess.Popen[str]"
-) -> None:
+def test_it_is_restarted_and_survives_its_seed(tmp_path: Path, foreground: "subprocess.Popen[str]") -> None:
     before = pids_of(tmp_path)
     os.kill(before["sprout"], signal.SIGKILL)
     until(lambda: pids_of(tmp_path).get("sprout") not in (None, before["sprout"]), "not restarted")
@@ -43,8 +37,7 @@ def test_it_is_restarted_like_any_child_and_survives_its_seed(
     until(lambda: said.read_text().count("sprout [") == 2, "it said nothing")
     os.kill(before["seed"], signal.SIGKILL)
     until(lambda: pids_of(tmp_path).get("seed") not in (None, before["seed"]), "the seed is not restarted")
-    assert is_alive(again)
-    assert pids_of(tmp_path)["sprout"] == again
+    assert is_alive(again) and pids_of(tmp_path)["sprout"] == again
 
 
 def test_a_fork_dies_with_the_supervisor(tmp_path: Path, foreground: "subprocess.Popen[str]") -> None:

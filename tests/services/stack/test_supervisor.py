@@ -95,8 +95,7 @@ async def test_a_killed_child_is_back_fast_and_becomes_ready_again(tmp_path: Pat
         child = stage.supervisor.children["front"]
         await until(lambda: child.process is not None and child.process.pid != first)
         await until(lambda: child.state is ChildState.READY)
-        assert child.restarts == 1
-        assert child.last_exit == "killed by SIGKILL"
+        assert child.restarts == 1 and child.last_exit == "killed by SIGKILL"
         assert "killed by SIGKILL); starting it again in 0.1 s" in stage.said[0]
 
 
@@ -123,8 +122,7 @@ async def test_start_is_given_up_when_a_child_dies_again_and_again(tmp_path: Pat
     ) as stage:
         with pytest.raises(StartFailed, match=r"bad ended .*exit code 1.*3 times in a row") as caught:
             await stage.supervisor.until_ready(20.0)
-        assert caught.value.children == ("bad",)
-        assert stage.supervisor.children["bad"].restarts == 3
+        assert caught.value.children == ("bad",) and stage.supervisor.children["bad"].restarts == 3
         assert "my reason" in tail(stage.supervisor.log_path("bad"))
 
 
@@ -156,8 +154,7 @@ async def test_stages_end_in_order_and_the_deaf_are_killed(tmp_path: Path) -> No
         await until(lambda: _ignores_sigterm(stage.pid("deaf")))
         pids = [stage.pid(name) for name in ("bus", "deaf", "front")]
         await stage.supervisor.stop(0.2)
-        assert not any(map(alive, pids))
-        assert stage.ends == ["front", "deaf", "bus"]
+        assert not any(map(alive, pids)) and stage.ends == ["front", "deaf", "bus"]
     assert any("deaf did not end within 0.2 s; killing it" in line for line in stage.said)
 
 
@@ -171,9 +168,7 @@ async def test_nothing_is_restarted_while_stopping(tmp_path: Path) -> None:
     async with staged(tmp_path, sleeper("a"), sleeper("b", stage=1)) as stage:
         await stage.supervisor.until_ready(10.0)
         await stage.supervisor.stop(1.0)
-        assert all(
-            child.restarts == 0 and child.process is None for child in stage.supervisor.children.values()
-        )
+        assert all(c.restarts == 0 and c.process is None for c in stage.supervisor.children.values())
 
 
 async def test_a_stop_does_not_wait_for_a_launch(tmp_path: Path) -> None:
@@ -195,8 +190,7 @@ async def test_a_child_is_renewed_from_other_code_at_once_and_that_is_no_failure
         child = stage.supervisor.children["a"]
         for name in ("old", "new", "old"):
             await stage.supervisor.renew("a", code[name], ready_s=10.0, grace_s=5.0)
-            assert child.state is ChildState.READY
-            assert folder_of(stage.pid("a")) == code[name].resolve()
+            assert child.state is ChildState.READY and folder_of(stage.pid("a")) == code[name].resolve()
         assert (child.renewals, child.restarts) == (3, 0)
 
 
@@ -213,8 +207,7 @@ async def test_a_child_that_does_not_become_ready_runs_from_what_it_had(tmp_path
         await stage.supervisor.renew("a", good, ready_s=10.0, grace_s=1.0)
         with pytest.raises(StartFailed, match="did not become ready from"):
             await stage.supervisor.renew("a", bad, ready_s=10.0, grace_s=1.0)
-        assert child.state is ChildState.READY
-        assert folder_of(stage.pid("a")) == good.resolve()
+        assert child.state is ChildState.READY and folder_of(stage.pid("a")) == good.resolve()
 
 
 async def test_a_deaf_child_is_killed_when_it_is_renewed_and_a_parked_one_is_left(tmp_path: Path) -> None:

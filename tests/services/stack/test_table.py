@@ -59,11 +59,9 @@ async def test_six_services_and_the_bus_with_the_gateway_ending_first(tmp_path: 
     imported = {argument for argument in specs["seed"].argv if argument.endswith(".service")}
     assert imported == {f"services.{name.rpartition('-')[0]}.service" for name in services}
     plain = await table(tmp_path, config=StackConfig(workers=1, preload=False))
-    assert list(plain) == ["nats", *services[:-1]]
-    assert plain["worker-0"].launch is start_program
+    assert list(plain) == ["nats", *services[:-1]] and plain["worker-0"].launch is start_program
     assert specs["gateway-0"].stage > specs["worker-0"].stage > specs["nats"].stage
-    assert isinstance(specs["nats"].ready, TcpProbe)
-    assert isinstance(specs["gateway-0"].ready, HttpProbe)
+    assert isinstance(specs["nats"].ready, TcpProbe) and isinstance(specs["gateway-0"].ready, HttpProbe)
     assert isinstance(specs["ledger-0"].ready, StatusProbe)
 
 
@@ -87,8 +85,7 @@ async def test_secrets_go_where_they_are_needed_only(tmp_path: Path) -> None:
         assert told == ({user} if user in passwords else set()), spec.name
         assert spec.env.get("KVASIR_BUS__USER") == (user or None)
         assert not any(password in word for word in spec.argv for password in passwords.values())
-    assert gateway["KVASIR_CONFIG"] == str(tmp_path / "local.yaml")
-    assert specs["nats"].env == {"PATH": "/bin"}
+    assert gateway["KVASIR_CONFIG"] == str(tmp_path / "local.yaml") and specs["nats"].env == {"PATH": "/bin"}
     for spec in specs.values():
         assert credentials.api_key not in " ".join([*spec.env.values(), *spec.argv])
 
@@ -146,10 +143,8 @@ async def test_a_model_is_the_same_for_all_who_need_it(tmp_path: Path) -> None:
 
 async def test_models_take_turns_and_the_stack_knows_whose_a_worker_is(tmp_path: Path) -> None:
     config = StackConfig(workers=5, model="a", more_models=("bee=b",))
-    assert workers_by_model(config) == {
-        "a": ["worker-0", "worker-2", "worker-4"],
-        "bee": ["worker-1", "worker-3"],
-    }
+    first, second = ["worker-0", "worker-2", "worker-4"], ["worker-1", "worker-3"]
+    assert workers_by_model(config) == {"a": first, "bee": second}
     specs = await table(tmp_path, "placement.scale=true", config=config)
     for model, workers in workers_by_model(config).items():
         assert {specs[name].env["KVASIR_WORKER__SERVED_NAME"] for name in workers} == {model}
@@ -210,8 +205,7 @@ def test_plain_lines_name_who_is_late() -> None:
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     assert lines[0] == "starting nats, worker-0"
-    assert lines[1].endswith("waiting for worker-0 (loads its model)")
-    assert len(lines) == 2
+    assert lines[1].endswith("waiting for worker-0 (loads its model)") and len(lines) == 2
 
 
 async def test_a_worker_of_vllms_is_a_program_of_its_own_python(tmp_path: Path) -> None:
@@ -220,8 +214,7 @@ async def test_a_worker_of_vllms_is_a_program_of_its_own_python(tmp_path: Path) 
     config = StackConfig(workers=2, vllm_python=python)
     specs = await table(tmp_path, "worker-1.engine=vllm", config=config)
     assert specs["worker-1"].argv == (str(python), "-m", "services.worker", "--instance", "worker-1")
-    assert specs["worker-1"].launch is start_program
-    assert isinstance(specs["worker-0"].launch, SeedLauncher)
+    assert specs["worker-1"].launch is start_program and isinstance(specs["worker-0"].launch, SeedLauncher)
     assert "services.worker.building" in specs["seed"].argv
     (tmp_path / "local.yaml").write_text("worker: {engine: vllm}\n")
     specs = await table(tmp_path, config=config)

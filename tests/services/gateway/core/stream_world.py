@@ -46,8 +46,7 @@ def listed(
 def begun() -> Stream:
     """Submitted, taken by the scheduler, two tokens received from A."""
     stream = Stream(KEY, TIMING, 0.0)
-    assert stream.submit(0.0) == (Submit(1, 1),)
-    assert stream.on_submitted(1, 0.1) == ()
+    assert stream.submit(0.0) == (Submit(1, 1),) and stream.on_submitted(1, 0.1) == ()
     assert stream.on_delta(delta(1, 0, (10, 11)), A, 0.2) == ()
     stream.check_integrity()
     return stream
@@ -210,5 +209,4 @@ class Anything(RuleBasedStateMachine):
                 self.deliver(flight)
             self.wait(0.1)
             self.holds()
-        assert tuple(self.stream.tokens) == TRUTH
-        assert self.stream.phase is StreamPhase.ENDED
+        assert tuple(self.stream.tokens) == TRUTH and self.stream.phase is StreamPhase.ENDED

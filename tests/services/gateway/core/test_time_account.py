@@ -30,8 +30,7 @@ def test_every_moment_goes_to_the_first_in_rank_that_claims_it(
     parts = sweep(made, begin_s, end_s)
     assert (parts[0].begin_s, parts[-1].end_s) == (begin_s, end_s)
     for before, after in pairwise(parts):
-        assert before.end_s == after.begin_s
-        assert before.cause != after.cause
+        assert before.end_s == after.begin_s and before.cause != after.cause
     for tick in range(length):
         middle = begin_s + tick + 0.5
         ranked = sorted((RANK[cause], str(cause)) for first, last, cause in made if first < middle < last)
@@ -89,8 +88,7 @@ def test_a_story_is_told_in_its_parts() -> None:
     }
     for cause, length_s in expected.items():
         assert spent[cause] == pytest.approx(length_s, abs=0.1), cause
-    assert next(iter(spent)) == Cause.READER
-    assert account.accounted_share == pytest.approx(1.0)
+    assert next(iter(spent)) == Cause.READER and account.accounted_share == pytest.approx(1.0)
     assert sum(spent.values()) == pytest.approx(4.4)
 
 
@@ -125,10 +123,8 @@ def test_a_step_that_a_frozen_worker_ends_too_late_is_its_loss() -> None:
     ]
     account = accounted(story)
     spent = account.seconds()
-    assert next(iter(spent)) == Cause.LOST
-    assert spent[Cause.LOST] == pytest.approx(13.2 - 10.2)
-    assert spent[Cause.DECODE] == pytest.approx(0.1)
-    assert account.facts["steps"] == 2
+    assert next(iter(spent)) == Cause.LOST and spent[Cause.LOST] == pytest.approx(13.2 - 10.2)
+    assert spent[Cause.DECODE] == pytest.approx(0.1) and account.facts["steps"] == 2
 
 
 def test_an_attempt_that_was_submitted_again_is_not_the_last_one() -> None:
@@ -136,10 +132,7 @@ def test_an_attempt_that_was_submitted_again_is_not_the_last_one() -> None:
     behind steps of a worker that is gone."""
     second = {"attempt": 2, "causes": {"silent": 1}}
     plan = {"worker": "worker-1", "epoch": 1, "chunks": []}
-    later = [
-        replace(step(at_s, 0.1, busy_s=at_s, plan=number), instance="worker-1")
-        for at_s, number in ((16.1, 1), (19.0, 2))
-    ]
+    later = [replace(step(a, 0.1, busy_s=a, plan=n), instance="worker-1") for a, n in ((16.1, 1), (19.0, 2))]
     for each in later:
         each.fields["own"] = [(0, 2)]
     story = [
@@ -186,8 +179,7 @@ def test_a_source_that_freezes_during_a_move_computes_nothing_of_what_the_target
     ]
     account = accounted(story)
     spent = account.seconds()
-    assert spent[Cause.DECODE] == pytest.approx(0.1)
-    assert spent[Cause.MOVING] == pytest.approx(13.0 - 10.2)
+    assert spent[Cause.DECODE] == pytest.approx(0.1) and spent[Cause.MOVING] == pytest.approx(13.0 - 10.2)
     assert account.facts["workers"] == ["worker-0", "worker-1"] and account.facts["steps"] == 2
 
 
@@ -196,6 +188,5 @@ def test_what_a_step_waits_for_other_workers_is_not_computing() -> None:
     slow.fields["remote_s"] = 0.75
     account = accounted([event(9.5, "gateway", "submit", causes={}), slow, *ended(11.5, 2.0)])
     spent = account.seconds()
-    assert spent[Cause.LENDERS] == pytest.approx(0.75)
-    assert spent[Cause.DECODE] == pytest.approx(0.25)
+    assert spent[Cause.LENDERS] == pytest.approx(0.75) and spent[Cause.DECODE] == pytest.approx(0.25)
     assert account.facts["remote_steps"] == 1

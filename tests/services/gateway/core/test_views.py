@@ -34,10 +34,8 @@ def test_the_context_is_that_of_the_roomiest_worker_and_is_remembered() -> None:
     table.on_report(report("c", context=900, model="other"), 0)
     assert facts(table) == (300, 2)
     table.on_report(report("a", context=100), 3)
-    assert table.on_tick(3) == [("b", 1), ("c", 1)]
-    assert facts(table) == (100, 1)
-    assert table.on_tick(6) == [("a", 1)]
-    assert facts(table) == (100, 0)
+    assert table.on_tick(3) == [("b", 1), ("c", 1)] and facts(table) == (100, 1)
+    assert table.on_tick(6) == [("a", 1)] and facts(table) == (100, 0)
 
 
 @given(
@@ -56,16 +54,13 @@ def test_whatever_is_heard_the_table_is_sound(events: list[tuple[str, int, int, 
         ended = table.on_report(report(worker_id, incarnation, context), now_s)
         assert ended is None or ended[1] != incarnation
         table.check_integrity()
-        assert table.serving >= 1
-        assert table.context_tokens("m") is not None
+        assert table.serving >= 1 and table.context_tokens("m") is not None
 
 
 def test_another_scheduler_is_noticed_and_an_old_one_is_not() -> None:
     view = SchedulerView(timeout_s=2)
-    assert not view.is_present(0)
-    assert view.on_announced(announced("s0", 1, 5), 0)
-    assert not view.on_announced(announced("s0", 1, 5), 1)
-    assert view.is_present(2) and not view.is_present(4)
+    assert not view.is_present(0) and view.on_announced(announced("s0", 1, 5), 0)
+    assert not view.on_announced(announced("s0", 1, 5), 1) and view.is_present(2) and not view.is_present(4)
     assert view.on_announced(announced("s0", 2, 6), 4), "restarted"
     assert view.on_announced(announced("s1", 1, 7), 4), "a standby took over"
     assert not view.on_announced(announced("s0", 2, 6), 4), "the one before, woken"
@@ -77,8 +72,7 @@ def test_an_epoch_is_remembered_for_as_long_as_its_scheduler_is_heard_of() -> No
     view = SchedulerView(timeout_s=2)
     view.on_announced(announced("s0", 1, 5), 0)
     view.on_announced(announced("nobody", 1, 2**62), 1)
-    assert not view.on_announced(announced("s0", 1, 5), 2)
-    assert view.on_announced(announced("s0", 1, 5), 3.5)
+    assert not view.on_announced(announced("s0", 1, 5), 2) and view.on_announced(announced("s0", 1, 5), 3.5)
 
 
 def test_why_nobody_serves_the_model_names_what_is_served_instead() -> None:
@@ -111,10 +105,8 @@ def test_a_worker_given_up_is_gone_until_it_is_heard_again() -> None:
     table.on_lost(("a", 4))
     assert facts(table) == (100, 1)
     table.on_lost(("a", 5))
-    assert facts(table) == (100, 0)
-    assert table.on_tick(9) == []
-    assert table.on_report(report("a", 5), 9) is None
-    assert table.serving == 1
+    assert facts(table) == (100, 0) and table.on_tick(9) == []
+    assert table.on_report(report("a", 5), 9) is None and table.serving == 1
 
 
 KEEP_S = 10.0
@@ -122,20 +114,13 @@ A, B = ("gateway-0", 1), ("gateway-2", 7)
 
 
 def shadow(number: int, names: tuple[int, ...] = (), body_bytes: int = 10) -> Shadow:
-    return Shadow(
-        request_id=f"req_{number}",
-        names=tuple(bytes([name]) for name in names or (number,)),
-        fingerprint=b"",
-        path="/v1/completions",
-        body=bytes(body_bytes),
-        answer_id="x",
-        created=0,
-        key="k",
-        prompts=(pack_tokens([1, 2]), pack_tokens([3])),
-        samplings=(Sampling(seed=1, max_tokens=4), Sampling(seed=1, max_tokens=4)),
-        choices=2,
-        heir_key=b"secret",
-    )
+    request: dict[str, Any] = {"path": "/v1/completions", "body": bytes(body_bytes), "answer_id": "x"}
+    prompts = (pack_tokens([1, 2]), pack_tokens([3]))
+    samplings = tuple(Sampling(seed=1, max_tokens=4) for _ in prompts)
+    request |= {"prompts": prompts, "samplings": samplings, "choices": 2, "heir_key": b"secret"}
+    request |= {"created": 0, "key": "k"}
+    called = tuple(bytes([name]) for name in names or (number,))
+    return Shadow(request_id=f"req_{number}", names=called, fingerprint=b"", **request)
 
 
 def test_its_sequences_are_called_as_the_gateway_calls_them() -> None:

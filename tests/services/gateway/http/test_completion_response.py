@@ -31,8 +31,7 @@ async def test_a_whole_chat_answer(stack: Stack) -> None:
     reply = await stack.chat(temperature=0)
     assert reply.status_code == 200
     body = reply.json()
-    assert body["object"] == "chat.completion"
-    assert body["id"].startswith("chatcmpl-")
+    assert body["object"] == "chat.completion" and body["id"].startswith("chatcmpl-")
     assert body["model"] == MODEL
     message = {"role": "assistant", "content": ANSWER, "refusal": None}
     ended = {"logprobs": None, "finish_reason": "stop", "stop_reason": None}
@@ -121,7 +120,7 @@ PREFILL = [{"role": "user", "content": "hello"}, {"role": "assistant", "content"
         ("/v1/messages", {"max_tokens": 9}, "<|assistant|>Well, the"),
     ],
 )
-async def test_a_last_message_of_the_assistant(
+async def test_a_last_assistant_turn(
     stack: Stack, path: str, fields: dict[str, object], expected: str
 ) -> None:
     """Anthropic's API continues it (prefill), OpenAI's where that is asked for."""
@@ -153,8 +152,7 @@ async def test_what_cannot_be_continued(stack: Stack) -> None:
 async def test_a_stop_string_cuts_the_text_and_cancels_the_rest(stack: Stack) -> None:
     reply = await stack.chat(temperature=0, stop=["lazy", "END of"])
     choice = reply.json()["choices"][0]
-    assert choice["message"]["content"] == ANSWER.split("lazy")[0]
-    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] == ANSWER.split("lazy")[0] and choice["finish_reason"] == "stop"
     await until(lambda: bool(stack.scheduler.cancelled and stack.scheduler.finished))
     await until(lambda: any(worker.cancelled for worker in stack.workers))
     assert stack.scheduler.finished[0].output_tokens == reply.json()["usage"]["completion_tokens"]
@@ -178,8 +176,7 @@ async def test_a_client_that_leaves_frees_its_sequence_at_once(stack: Stack, str
 
 async def test_completions_take_texts_and_tokens(stack: Stack) -> None:
     one = await stack.openai.completions.create(model=MODEL, prompt="hello", max_tokens=200, temperature=0)
-    assert one.choices[0].text == ANSWER
-    assert one.object == "text_completion"
+    assert one.choices[0].text == ANSWER and one.object == "text_completion"
     both = await stack.openai.completions.create(model=MODEL, prompt=["a", "b"], n=2, temperature=0)
     assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
     assert both.choices[0].text == both.choices[2].text != both.choices[1].text
@@ -220,8 +217,7 @@ async def test_silence_is_filled_with_comments_and_begins_the_stream() -> None:
     waiting = asyncio.create_task(out.wait(exchange))
     await until(lambda: len(sent.bodies) >= 2)
     assert len(sent.bodies) <= (asyncio.get_running_loop().time() - began_s) / 0.03
-    assert out.has_begun and not waiting.done()
-    assert set(sent.bodies) == {KEEP_ALIVE}
+    assert out.has_begun and not waiting.done() and set(sent.bodies) == {KEEP_ALIVE}
     exchange.changed.set()
     await waiting
     exchange.fail(ClientGone())
@@ -249,8 +245,7 @@ async def test_once_it_has_begun_errors_are_events(make_stack: MakeStack) -> Non
     reply = await stack.chat(stream=True)
     assert reply.status_code == 200
     *comments, last, done = reply.text.removesuffix("\n\n").split("\n\n")
-    assert done == "data: [DONE]"
-    assert len(comments) >= 2 and set(comments) == {": keep-alive"}
+    assert done == "data: [DONE]" and len(comments) >= 2 and set(comments) == {": keep-alive"}
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
 
 
@@ -308,8 +303,7 @@ async def test_pieces_are_chunks_between_those_of_asgi() -> None:
 
 async def test_a_reader_that_does_not_keep_up_closes_the_lane() -> None:
     answer, application = await served(b"/big", reads_at_once=False)
-    assert application.paused.is_set() and len(answer) > len(BIG)
-    assert answer.endswith(b"1\r\ne\r\n0\r\n\r\n")
+    assert application.paused.is_set() and len(answer) > len(BIG) and answer.endswith(b"1\r\ne\r\n0\r\n\r\n")
 
 
 async def test_news_that_shows_nothing_does_not_put_the_comment_off() -> None:

@@ -96,9 +96,7 @@ async def test_one_that_is_ended_is_computed_no_more(keeping: Stack, verb: str) 
     assert verb == "delete" or reply.json()["status"] == "cancelled"
 
 
-async def test_one_whose_gateway_is_gone_has_failed(
-    keeping: Stack, make_stack: MakeStack, tmp_path: Path
-) -> None:
+async def test_it_fails_with_its_gateway(keeping: Stack, make_stack: MakeStack, tmp_path: Path) -> None:
     keeping.hold()
     name = await begun(keeping)
     await cancelled(keeping.running)
@@ -160,8 +158,7 @@ async def test_an_operator_empties_the_prefix_caches(stack: Stack) -> None:
     reply = await stack.operator.post("/reset_prefix_cache")
     assert reply.json() == {"forgotten_blocks": {"worker-0": 7, "worker-1": 7}}
     page = await stack.operator.post("/reset_prefix_cache", headers={"origin": "http://evil.example"})
-    assert page.status_code == 403
-    assert (await stack.http.post("/reset_prefix_cache")).status_code == 404
+    assert page.status_code == 403 and (await stack.http.post("/reset_prefix_cache")).status_code == 404
     stack.workers[1].frozen = True
     reply = await stack.operator.post("/reset_prefix_cache")
     assert reply.status_code == 503 and "worker-1" in reply.json()["error"]["message"]
@@ -225,8 +222,7 @@ async def test_early_and_late_readers_read_the_same() -> None:
     async with asyncio.timeout(PATIENCE_S):
         assert await reading[1] is False
         await transcript.send({"type": "http.response.body", "body": b"three"})
-        assert await reading[0] is True
-        assert await transcript.read(late.send, late.gone()) is True
+        assert await reading[0] is True and await transcript.read(late.send, late.gone()) is True
     assert early.body == late.body == b"one two three"
     assert late.messages[0]["status"] == 200 and late.messages[-1]["more_body"] is False
     assert leaving.body in (b"one ", b"one two ")

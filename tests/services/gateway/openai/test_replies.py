@@ -128,16 +128,14 @@ async def test_a_resumed_answer_keeps_those_it_had(stack: Stack) -> None:
     await stack.scheduler.lose(first)
     assert (await request).json()["choices"][0] == undisturbed
     last = stack.scheduler.submits[-1]
-    assert last.ref.attempt == 2 and last.generated_tokens > 0
-    assert last.sampling.top_logprobs == 2
+    assert last.ref.attempt == 2 and last.generated_tokens > 0 and last.sampling.top_logprobs == 2
 
 
 async def test_a_stop_token_is_not_shown(stack: Stack) -> None:
     token = stack.codec.tokenizer.encode(ANSWER, add_special_tokens=False).ids[7]
     reply = (await stack.chat(stop_token_ids=[token], ignore_eos=True, logprobs=True)).json()
     (choice,) = reply["choices"]
-    assert choice["finish_reason"] == "stop"
-    assert ANSWER.startswith(choice["message"]["content"])
+    assert choice["finish_reason"] == "stop" and ANSWER.startswith(choice["message"]["content"])
     assert "".join(entry["token"] for entry in choice["logprobs"]["content"]) == choice["message"]["content"]
     assert reply["usage"]["completion_tokens"] == len(choice["logprobs"]["content"]) + 1
 

@@ -26,6 +26,7 @@ from services.gateway.parts.items import AnswerMessage, CallArguments, CallBegun
 from services.gateway.parts.readers import HarmonyReader, PlainReader, ThinkingReader
 from shared.grammars import Grammars, json_grammar, lark_grammar, words_of
 from shared.tokenizer_files import TokenizerFiles, load_tokenizer
+from tests.conformance.schemas import closed
 
 PARIS = '{"city": "Paris \\"{[<tool_call>\\", \\u00e9", "days": [1, {"a": {}}]}'
 CASES: list[tuple[CallFormat, str, AnswerMessage]] = [
@@ -154,8 +155,7 @@ def test_of_an_answer_that_was_cut_no_part_of_a_mark_is_shown(case: int, thinks:
         if thinks:
             reader = ThinkingReader(reader, is_open=False)
         found.add([*reader.feed(text[:end]), *reader.end(is_cut=True)])
-        assert expected.content.startswith(found.content)
-        assert expected.reasoning.startswith(found.reasoning)
+        assert expected.content.startswith(found.content) and expected.reasoning.startswith(found.reasoning)
         for call, whole in zip(found.calls, expected.calls, strict=False):
             assert call.name == whole.name and whole.arguments.startswith(call.arguments)
 
@@ -194,24 +194,10 @@ def test_nothing_breaks_a_reader(text: str, data: st.DataObject) -> None:
 
 MODEL = Path(__file__).resolve().parents[4] / "models" / "tiny_chat"
 FORMATS = [HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, HARMONY]
-FORM = {
-    "type": "object",
-    "properties": {"a": {"type": "boolean"}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
+FORM = closed(a={"type": "boolean"})
+_CITY = closed(city={"enum": ["Paris", 'say "x"']}, unit={"$ref": "#/$defs/unit"})
 FUNCTIONS = [
-    Function(
-        "weather",
-        "",
-        {
-            "type": "object",
-            "$defs": {"unit": {"enum": ["C", "F"]}},
-            "properties": {"city": {"enum": ["Paris", 'say "x"']}, "unit": {"$ref": "#/$defs/unit"}},
-            "required": ["city", "unit"],
-            "additionalProperties": False,
-        },
-    ),
+    Function("weather", "", {**_CITY, "$defs": {"unit": {"enum": ["C", "F"]}}}),
     Function("now", "", {"type": "object", "additionalProperties": False}),
 ]
 
@@ -254,7 +240,7 @@ def check_calls(message: AnswerMessage) -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 2**32), most=st.integers(1, 3))
 def test_calls_that_must_be_are_valid(kind: CallFormat, seed: int, most: int) -> None:
     text = written(kind.grammar(FUNCTIONS, vocabulary()[2], most_calls=most), seed)
@@ -264,7 +250,7 @@ def test_calls_that_must_be_are_valid(kind: CallFormat, seed: int, most: int) ->
 
 
 @pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 2**32))
 def test_calls_or_a_form(kind: CallFormat, seed: int) -> None:
     grammar = kind.grammar(FUNCTIONS, vocabulary()[2], form=json_grammar(FORM))

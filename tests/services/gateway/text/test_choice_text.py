@@ -45,13 +45,10 @@ def ids(codec: Codec, text: str = ANSWER) -> list[int]:
     return tokens
 
 
-@settings(deadline=None)
 @given(
     cuts=st.lists(st.integers(0, 60), max_size=6), stops=st.sampled_from([(), ("lazy",), ("the lazy", "X")])
 )
-def test_however_tokens_arrive_the_pieces_are_the_same(
-    codec: Codec, cuts: list[int], stops: tuple[str, ...]
-) -> None:
+def test_however_tokens_come_pieces_are_equal(codec: Codec, cuts: list[int], stops: tuple[str, ...]) -> None:
     """Of who reads one token after the other: another gateway says again what the first one said."""
     tokens = [*ids(codec), END]
     edges = sorted({0, *(min(cut, len(tokens) - 1) for cut in cuts), len(tokens)})
@@ -61,12 +58,10 @@ def test_however_tokens_arrive_the_pieces_are_the_same(
         feed(found.stream, tokens[start:stop], FinishReason.STOP if stop == len(tokens) else None)
         pieces += found.read_each()
     feed(at_once.stream, tokens, FinishReason.STOP)
-    assert pieces == list(at_once.read_each())
-    assert pieces[-1].finish_reason is FinishReason.STOP
+    assert pieces == list(at_once.read_each()) and pieces[-1].finish_reason is FinishReason.STOP
     assert len(pieces) > 5, "one for nearly every token"
 
 
-@settings(deadline=None)
 @given(cuts=st.lists(st.integers(0, 60), max_size=6))
 def test_however_tokens_arrive_the_text_is_the_same(codec: Codec, cuts: list[int]) -> None:
     answer = make(codec)
@@ -78,10 +73,8 @@ def test_however_tokens_arrive_the_text_is_the_same(codec: Codec, cuts: list[int
         feed(answer.stream, tokens[start:stop], FinishReason.STOP if last else None)
         piece = answer.read()
         text += piece.text if piece else ""
-    assert text == ANSWER
-    assert answer.finish_reason is FinishReason.STOP
-    assert answer.completion_tokens == len(tokens)
-    assert answer.read() is None
+    assert text == ANSWER and answer.finish_reason is FinishReason.STOP
+    assert answer.completion_tokens == len(tokens) and answer.read() is None
 
 
 def test_a_stop_string_ends_it_and_what_follows_does_not_count(codec: Codec) -> None:
@@ -89,10 +82,8 @@ def test_a_stop_string_ends_it_and_what_follows_does_not_count(codec: Codec) -> 
     tokens = ids(codec)
     feed(answer.stream, tokens)
     piece = answer.read()
-    assert piece is not None
-    assert piece.text == ANSWER.split("fox")[0]
-    assert piece.finish_reason is FinishReason.STOP
-    assert answer.is_cut
+    assert piece is not None and piece.text == ANSWER.split("fox")[0]
+    assert piece.finish_reason is FinishReason.STOP and answer.is_cut
     assert "fox" in codec.tokenizer.decode(tokens[: answer.completion_tokens])
     assert "fox" not in codec.tokenizer.decode(tokens[: answer.completion_tokens - 1])
 
@@ -112,8 +103,7 @@ def test_log_probabilities_come_with_the_text_of_their_tokens(codec: Codec, stop
     vocabulary = Vocabulary(codec.tokenizer)
     tokens = ids(codec)
     pieces = read_one_by_one(make(codec, stops, with_logprobs=True), [*tokens, END])
-    shown = b""
-    text = ""
+    shown, text = b"", ""
     for piece in pieces:
         text += piece.text
         shown += b"".join(vocabulary.bytes_of(placed.token) for placed in piece.tokens)
@@ -130,7 +120,7 @@ def test_log_probabilities_come_with_the_text_of_their_tokens(codec: Codec, stop
 VOCABULARY = 300
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(tokens=st.lists(st.integers(0, VOCABULARY - 1), max_size=40))
 def test_any_tokens_even_broken_characters(codec: Codec, tokens: list[int]) -> None:
     detokenizer = Detokenizer(codec.tokenizer)
@@ -152,9 +142,7 @@ def expected(text: str, stops: list[str]) -> str:
 
 
 @given(pieces=st.lists(TEXTS, max_size=8), stops=STOPS)
-def test_character_by_character_it_is_the_text_before_the_first_stop(
-    pieces: list[str], stops: list[str]
-) -> None:
+def test_by_characters_it_is_the_text_before_the_first_stop(pieces: list[str], stops: list[str]) -> None:
     text = "".join(pieces)
     matcher = StopMatcher(stops)
     shown = "".join(matcher.feed(character) for character in text)
@@ -168,8 +156,7 @@ def test_in_any_pieces_no_stop_string_shows_and_nothing_is_lost(pieces: list[str
     text = "".join(pieces)
     matcher = StopMatcher(stops)
     shown = "".join(matcher.feed(piece) for piece in pieces) + matcher.flush()
-    assert text.startswith(shown)
-    assert not any(stop in shown for stop in stops)
+    assert text.startswith(shown) and not any(stop in shown for stop in stops)
     if matcher.matched is None:
         assert shown == text
     else:
@@ -194,9 +181,7 @@ def logprobs(token: int) -> TokenLogprobs:
     held=st.lists(st.integers(0, 5), min_size=30, max_size=30),
     is_cut=st.booleans(),
 )
-def test_tokens_leave_once_in_order_and_not_before_their_text(
-    sizes: list[int], held: list[int], is_cut: bool
-) -> None:
+def test_tokens_leave_once_and_not_before_their_text(sizes: list[int], held: list[int], is_cut: bool) -> None:
     alignment = Alignment()
     read = shown = 0
     left: list[int] = []
@@ -209,8 +194,7 @@ def test_tokens_leave_once_in_order_and_not_before_their_text(
         for placed in alignment.on_shown(more):
             left.append(placed.token)
             assert placed.logprobs == logprobs(placed.token)
-            assert placed.offset <= sum(sizes[: placed.token])
-            assert sum(sizes[: placed.token + 1]) <= shown
+            assert placed.offset <= sum(sizes[: placed.token]) and sum(sizes[: placed.token + 1]) <= shown
         alignment.check_integrity()
     rest = alignment.on_end(is_cut=is_cut)
     everything = left + [placed.token for placed in rest]

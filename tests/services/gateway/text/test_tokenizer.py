@@ -170,8 +170,7 @@ def test_tokens_that_only_the_configuration_knows(folder: Path) -> None:
     codec = load_codec(str(folder))
     assert codec.tokenizer.encode("<think>", add_special_tokens=False).tokens == ["<think>"]
     over = codec.tokenizer.token_to_id("<|over|>")
-    assert over is not None
-    assert codec.tokenizer.decode([over], skip_special_tokens=True) == ""
+    assert over is not None and codec.tokenizer.decode([over], skip_special_tokens=True) == ""
 
 
 def with_byte_fallback() -> Tokenizer:
@@ -195,13 +194,13 @@ def joined(tokenizer: Tokenizer, text: str) -> str:
     return b"".join(vocabulary.bytes_of(token) for token in ids).decode()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(text=st.text(max_size=20))
 def test_byte_level(codec: Codec, text: str) -> None:
     assert joined(codec.tokenizer, text + ANSWER) == text + ANSWER
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(text=st.text(st.sampled_from("ab c日😀é\n"), max_size=20))
 def test_byte_fallback(fallback: Tokenizer, text: str) -> None:
     assert joined(fallback, text) == text

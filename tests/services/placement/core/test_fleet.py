@@ -42,8 +42,7 @@ def test_excluded_and_silent_workers_take_nothing() -> None:
     assert place(fleet, *map(item, "abcd")) == ["w0", "w1", "w0", "w1"], "reservations count at once"
     assert place(fleet, item("e"), excluded=("w0",)) == ["w1"]
     assert place(fleet, item("f"), excluded=("w0", "w1")) == [None]
-    assert place(fleet, item("g"), now_s=2.1) == [None]
-    assert not fleet.workers
+    assert place(fleet, item("g"), now_s=2.1) == [None] and not fleet.workers
 
 
 def test_who_has_left_the_bus_takes_nothing_from_then_on() -> None:
@@ -52,8 +51,7 @@ def test_who_has_left_the_bus_takes_nothing_from_then_on() -> None:
     assert not fleet.on_gone("w0", left.incarnation + 1), "another start of it"
     assert place(fleet, item("a"), excluded=("w1",)) == ["w0"]
     assert fleet.on_gone("w0", left.incarnation) and not fleet.on_gone("w0", left.incarnation)
-    assert place(fleet, item("b"), item("c")) == ["w1", "w1"]
-    assert fleet.on_tick(0.1) == []
+    assert place(fleet, item("b"), item("c")) == ["w1", "w1"] and fleet.on_tick(0.1) == []
 
 
 def test_what_left_before_its_start_holds_no_place() -> None:
@@ -86,9 +84,7 @@ def test_a_sequence_needs_its_memory_and_room_to_grow(
 
 
 @pytest.mark.parametrize(("waited_s", "small"), [(0.0, "w0"), (PASSED_S - 0.1, "w0"), (PASSED_S, None)])
-def test_a_small_one_passes_one_without_room_until_that_has_waited_long(
-    waited_s: float, small: str | None
-) -> None:
+def test_a_small_one_passes_one_without_room_but_not_for_ever(waited_s: float, small: str | None) -> None:
     """A long prompt at the head held back all that would have fitted, for as long as memory was short; now
     it is passed for a while, and not for ever."""
     fleet = fleet_of(report("w0", total=8, sequences=(listed("old", blocks=1),)))
@@ -167,9 +163,7 @@ class SimulatedWorker:
 
     def heartbeat(self) -> WorkerReported:
         self.seq += 1
-        sequences = tuple(
-            listed(r, prompt=size, blocks=-(-size // BLOCK)) for r, size in self.running.items()
-        )
+        sequences = tuple(listed(r, prompt=s, blocks=-(-s // BLOCK)) for r, s in self.running.items())
         return report(
             self.worker_id, total=self.total, sequences=sequences, seq=self.seq, stepped_seq=self.stepped_seq
         )
@@ -178,7 +172,7 @@ class SimulatedWorker:
         return sum(-(-size // BLOCK) for size in (*self.running.values(), *self.arriving.values()))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32 - 1), name=st.sampled_from(sorted(POLICIES)))
 def test_never_above_capacity_whatever_happens(seed: int, name: str) -> None:
     rng, policy, fleet = random.Random(seed), POLICIES[name](), FleetCapacity()
@@ -255,9 +249,7 @@ def test_each_choice_is_told_with_what_the_others_would_have_cost() -> None:
 @pytest.mark.parametrize(
     ("policy", "worker", "expected"), [("worst_fit", "w0", 0), ("prefix_aware", "w1", BLOCK)]
 )
-def test_where_nobody_has_room_it_waits_where_its_beginning_is(
-    policy: str, worker: str, expected: int
-) -> None:
+def test_without_room_it_waits_where_its_beginning_is(policy: str, worker: str, expected: int) -> None:
     """If the policy looks at that."""
     names = PrefixChain(block_tokens=BLOCK, names=bytes(range(HASH_BYTES)))
     held = {name: (listed(name, blocks=8),) for name in ("w0", "w1")}
@@ -265,8 +257,7 @@ def test_where_nobody_has_room_it_waits_where_its_beginning_is(
     fleet.prefixes.expect("w1", (names,), 0.0)
     asked = item("a", size=BLOCK, prefixes=(names,))
     placed = fleet.place((asked,), frozenset(), POLICIES[policy](), 0.0, WaitingAhead(places=2))
-    assert placed == (worker,)
-    assert [choice.expected_tokens for choice in fleet.choices] == [expected]
+    assert placed == (worker,) and [choice.expected_tokens for choice in fleet.choices] == [expected]
 
 
 def test_what_is_pending_at_a_worker_is_computed_meanwhile() -> None:

@@ -72,8 +72,7 @@ def test_moves_under_way_use_their_budget_until_they_are_over() -> None:
     (first,) = chooser.divide([wanted("one")], tight, 0.0)
     assert first.mode is TOKENS
     (second,) = chooser.divide([wanted("two")], tight, 0.1)
-    assert second.mode is KV
-    assert chooser.divide([wanted("three")], tight, 0.2) == []
+    assert second.mode is KV and chooser.divide([wanted("three")], tight, 0.2) == []
     chooser.on_over(first.ref)
     (third,) = chooser.divide([wanted("three")], tight, 0.3)
     assert (third.mode, chooser.counts) == (TOKENS, {"kv": 1, "tokens": 2, "later": 1})

@@ -1,25 +1,28 @@
-"""Placement policies: best fit, worst fit, load balancing by migration, and `prefix_aware`."""
+"""Placement policies and the index by size: best fit, worst fit, load balancing, `prefix_aware`."""
+
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.placement import policy
 from services.placement.policy.contract import Action, CostedPolicy, Operation, PackingPolicy, Room
 from services.placement.policy.dispatch import DispatchPolicy, LoadBalance
-from services.placement.policy.fit import PrefixAware, WorstFit
-from shared.errors import InvalidRequest
+from services.placement.policy.fit import BestFit, PrefixAware, WorstFit
+from services.placement.policy.size_index import SizeIndex
+from shared.errors import ConfigError, InvalidRequest
+from tests.installed import install
 from tests.services.placement.policy.histories import CAPACITY, World, steps
 
 
 def made(name: str) -> PackingPolicy:
-    return (
-        LoadBalance(CAPACITY)
-        if name == "load_balance"
-        else DispatchPolicy(CAPACITY, is_tight=name == "best_fit")
-    )
+    if name == "load_balance":
+        return LoadBalance(CAPACITY)
+    return DispatchPolicy(CAPACITY, is_tight=name == "best_fit")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps, st.sampled_from(["best_fit", "worst_fit", "load_balance"]), st.integers(1, 30))
 def test_every_operation_conserves_requests_and_capacity(
     history: list[tuple[int, int, int]], name: str, workers: int
@@ -135,9 +138,7 @@ def test_it_chooses_one_of_the_rooms_whatever_their_order(offered: list[Room], s
 
 
 @given(offered=rooms(), size=st.integers(1, 5000))
-def test_without_prefixes_it_goes_to_none_that_holds_more_for_more_sequences(
-    offered: list[Room], size: int
-) -> None:
+def test_without_prefixes_it_goes_to_none_that_holds_more_for_more(offered: list[Room], size: int) -> None:
     bare = [Room(one.worker_id, one.free_tokens, one.total_tokens, one.sequences) for one in offered]
     name = PrefixAware().choose(size, bare)
     chosen = next(one for one in bare if one.worker_id == name)
@@ -182,3 +183,52 @@ def test_a_full_worker_costs_the_time_until_there_is_room() -> None:
     with_room, without = PrefixAware().costs_s(1500, [empty, full])
     assert with_room == pytest.approx(1.5) and without > 2.5
     assert PrefixAware().choose(1500, [full, empty]) == "w1"
+
+
+ROOMS = [Room("w2", 100, 200, 1), Room("w1", 50, 200, 9), Room("w0", 50, 200, 0), Room("w3", 100, 200, 2)]
+
+
+def test_best_fit_and_worst_fit() -> None:
+    assert BestFit().choose(10, ROOMS) == "w0", "least room, then the lowest id"
+    assert WorstFit().choose(10, ROOMS) == "w2", "most room, then the fewest sequences"
+
+
+PACKAGE = """
+class Elsewhere:
+    def choose(self, size_tokens, rooms):
+        return rooms[-1].worker_id
+"""
+
+
+def test_policies_are_found_by_name_ours_and_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = {"elsewhere": "Elsewhere", "broken": "Missing"}
+    install(tmp_path, monkeypatch, "kvasir_elsewhere", PACKAGE, policy.KIND.group, points)
+    assert isinstance(policy.create("best_fit"), BestFit)
+    assert policy.create("elsewhere").choose(1, ROOMS) == "w3"
+    assert policy.create(f"{tmp_path}/kvasir_elsewhere.py:Elsewhere").choose(1, ROOMS) == "w3"
+    with pytest.raises(
+        ConfigError,
+        match="best_fit, broken, elsewhere, load_balance, mell, mell_eager, prefix_aware, worst_fit",
+    ):
+        policy.create("nonsense")
+    with pytest.raises(ConfigError, match=r"broken.*kvasir_elsewhere:Missing.*has no attribute 'Missing'"):
+        policy.create("broken")
+
+
+@settings(max_examples=80)
+@given(st.lists(st.integers(0, 40), max_size=30), st.data(), st.integers(0, 45), st.integers(1, 5))
+def test_lookups_are_as_in_a_sorted_list(found: list[int], data: st.DataObject, at: int, limit: int) -> None:
+    index: SizeIndex[int] = SizeIndex()
+    for thing, size in enumerate(found):
+        index.add(size, thing)
+    gone = set(data.draw(st.lists(st.sampled_from(range(len(found))), unique=True))) if found else set()
+    for thing in gone:
+        index.remove(found[thing], thing)
+    left = [(size, thing) for thing, size in enumerate(found) if thing not in gone]
+    assert list(index) == sorted(left) and bool(index) == bool(left)
+    assert index.smallest() == min((size for size, _ in left), default=-1)
+    assert index.largest() == max((size for size, _ in left), default=-1)
+    up = [thing for size, thing in sorted(left) if size >= at]
+    assert index.ascending(at, limit) == up[:limit]
+    down = [thing for size, thing in sorted(left, key=lambda one: (-one[0], one[1])) if size <= at]
+    assert index.descending(at, limit) == down[:limit]

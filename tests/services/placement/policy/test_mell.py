@@ -16,7 +16,7 @@ CONSTANT = {"two M": 2, "three S": 2, "T at 3/4": 2, "L takes M or S": 1, "T onl
 """How many GPUs may break a property at any time, however many there are."""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps, st.sampled_from([EAGER, MellSettings()]), st.integers(1, 40))
 def test_every_operation_conserves_requests_and_capacity(
     history: list[tuple[int, int, int]], chosen: MellSettings, workers: int
@@ -28,7 +28,7 @@ def test_every_operation_conserves_requests_and_capacity(
         assert not (effects.waiting or effects.displaced) or world.policy.active_workers == workers
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(steps)
 def test_theorem_1_after_every_operation(history: list[tuple[int, int, int]]) -> None:
     policy = Mell(CAPACITY, EAGER)
@@ -51,7 +51,7 @@ def test_theorem_1_on_long_histories(least: int, most: int, growth: int, ends: f
         assert 3 * policy.active_workers <= 4 * lower_bound(world.blocks.values(), CAPACITY) + 18
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(steps, max_size=6), st.sampled_from([EAGER, MellSettings()]))
 def test_epochs_conserve_and_compose(epochs: list[list[tuple[int, int, int]]], chosen: MellSettings) -> None:
     world = World(Mell(CAPACITY, chosen), 200)
@@ -69,7 +69,7 @@ def test_epochs_conserve_and_compose(epochs: list[list[tuple[int, int, int]]], c
             )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(steps)
 def test_the_same_history_gives_the_same_effects(history: list[tuple[int, int, int]]) -> None:
     worlds = [World(Mell(CAPACITY), 30) for _ in range(2)]
@@ -78,7 +78,7 @@ def test_the_same_history_gives_the_same_effects(history: list[tuple[int, int, i
         assert first == second
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(steps, st.integers(0, 10**6))
 def test_workers_die_and_moves_are_taken_back(history: list[tuple[int, int, int]], which: int) -> None:
     policy = Mell(CAPACITY)
@@ -122,8 +122,7 @@ def test_a_refused_operation_changes_nothing() -> None:
     policy.check_integrity()
     assert policy.categories() == {"w0": "L"}
     assert policy.allocate("b", 50).waiting == ["b"], "no worker to activate"
-    assert policy.allocate("c", 40).placed == {"c": "w0"}
-    assert policy.grow("a", 220).displaced == ["c"]
+    assert policy.allocate("c", 40).placed == {"c": "w0"} and policy.grow("a", 220).displaced == ["c"]
     assert policy.end("a").terminated == ["w0"] and policy.active_workers == 0
 
 
@@ -137,7 +136,7 @@ def test_nearer_targets_come_first() -> None:
     assert (move.request, move.source, move.target) == ("small", "w0", "w2")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(sizes, min_size=1, max_size=30))
 def test_lower_bound_is_one(blocks: list[int]) -> None:
     """No policy of ours beats it."""

@@ -34,10 +34,8 @@ def test_the_oldest_are_asked_about_first() -> None:
         backlog.check_integrity()
     question = backlog.ask(("worker-1",), 5.0)
     assert question is not None and question.excluded_workers == ("worker-1",)
-    assert [(item.ref.request_id, item.size_tokens, item.limit_tokens) for item in question.items] == [
-        ("a", 5, 24),
-        ("b", 5, 24),
-    ]
+    asked = [(item.ref.request_id, item.size_tokens, item.limit_tokens) for item in question.items]
+    assert asked == [("a", 5, 24), ("b", 5, 24)]
 
 
 def test_one_question_is_open_at_a_time_and_the_next_waits_for_the_interval() -> None:
@@ -46,8 +44,7 @@ def test_one_question_is_open_at_a_time_and_the_next_waits_for_the_interval() ->
     question = backlog.ask((), 1.0)
     assert question is not None and backlog.ask((), 9.0) is None
     assert [ref.request_id for ref in backlog.close(question.question, more=False, now_s=9.0)] == ["a"]
-    assert backlog.ask((), 9.04) is None
-    assert backlog.ask((), 9.06) is not None
+    assert backlog.ask((), 9.04) is None and backlog.ask((), 9.06) is not None
 
 
 def test_a_change_while_the_question_is_open_makes_the_next_one_due_at_once() -> None:
@@ -64,8 +61,7 @@ def test_an_answer_to_another_question_says_nothing() -> None:
     backlog = Backlog(RULES)
     backlog.add(sequence("a", 0.0, generated=1))
     question = backlog.ask((), 1.0)
-    assert question is not None
-    assert backlog.close(question.question + 1, more=True, now_s=1.0) == ()
+    assert question is not None and backlog.close(question.question + 1, more=True, now_s=1.0) == ()
     assert backlog.close(question.question, more=True, now_s=1.0) != ()
     assert backlog.close(question.question, more=True, now_s=1.0) == ()
 
@@ -154,8 +150,7 @@ def test_one_that_left_while_it_waited_on_after_an_answer_is_named(desk: Desk) -
 
 
 def test_one_that_began_or_was_never_asked_for_is_not_named(desk: Desk) -> None:
-    first = desk.ask_for("a")
-    second = desk.ask_for("b")
+    first, second = desk.ask_for("a"), desk.ask_for("b")
     desk.leave(second)
     desk.answer("worker-0")
     desk.world.until(lambda: len(first.tokens) > 3, limit_s=2.0)
@@ -199,16 +194,14 @@ def test_workers_of_one_kind_share_a_chain_and_others_have_none() -> None:
     )
     assert kinds == ((PRINT, plain.block_tokens),)
     many = [msgspec.structs.replace(plain, fingerprint=bytes([n]), caches_prefixes=True) for n in range(1, 9)]
-    assert len(kinds_of(many)) == MOST_KINDS
-    assert kinds_of(many) == kinds_of(many[::-1])
+    assert len(kinds_of(many)) == MOST_KINDS and kinds_of(many) == kinds_of(many[::-1])
 
 
 def test_a_chain_names_the_whole_blocks_of_the_prompt_under_its_salt() -> None:
     waiting = sequence("a", 0.0, generated=1)
     assert waiting.spec is not None
     (names,) = names_of(waiting, ((PRINT, 2),))
-    assert names.block_tokens == 2
-    assert names.names == b"".join(chain(root(PRINT), waiting.spec.prompt, 2))
+    assert names.block_tokens == 2 and names.names == b"".join(chain(root(PRINT), waiting.spec.prompt, 2))
     waiting.spec = msgspec.structs.replace(waiting.spec, cache_salt=b"tenant")
     assert names_of(waiting, ((PRINT, 2),)) == (names,), "computed once"
     (salted,) = names_of(waiting, ((PRINT, 4),))
@@ -220,7 +213,6 @@ def test_names_are_bounded_and_need_a_prompt() -> None:
     assert waiting.spec is not None
     waiting.spec = msgspec.structs.replace(waiting.spec, prompt=pack_tokens(range(5000)))
     (names,) = names_of(waiting, ((PRINT, 2),))
-    assert len(names.names) == MOST_CHAIN_BLOCKS * HASH_BYTES
-    assert names_of(waiting, ()) == ()
+    assert len(names.names) == MOST_CHAIN_BLOCKS * HASH_BYTES and names_of(waiting, ()) == ()
     waiting.spec = None
     assert names_of(waiting, ((PRINT, 2),)) == ()

@@ -14,7 +14,7 @@ from services.scheduler.core.rules import Rules
 from services.scheduler.policy import BUILT_IN
 from shared.errors import InternalError, ModelMismatch
 from shared.messages.reports import WorkerReported
-from tests.services.scheduler.world import SMALL, small_world
+from tests.services.scheduler.world import SMALL, small_world, started
 from tests.shared.messages.builders import worker_report
 from tests.stack.world import World
 
@@ -46,9 +46,7 @@ def test_a_killed_workers_sequences_are_resubmitted_and_unsent_ones_are_placed_a
 
 
 def test_a_restarted_worker_is_lost_at_its_first_heartbeat() -> None:
-    world = small_world(workers=1)
-    request = world.ask_for("a", 4, 50, 50)
-    world.until(lambda: len(request.tokens) > 4, limit_s=3.0)
+    world, request = started(answer_tokens=50)
     died_s = world.now_s
     world.kill(world.workers["worker-0"])
     world.start_worker("worker-0")
@@ -71,9 +69,7 @@ def test_a_frozen_worker_that_wakes_is_told_to_drop_what_moved() -> None:
 
 
 def test_a_worker_that_answers_no_snapshot_is_lost_although_its_heart_beats() -> None:
-    world = small_world(workers=1, rules=Rules(settings=SMALL.settings, round_s=0.3, snapshot_patience_s=3.0))
-    request = world.ask_for("a", 4, 60, 60)
-    world.until(lambda: len(request.tokens) > 4, limit_s=3.0)
+    world, request = started(rules=Rules(settings=SMALL.settings, round_s=0.3, snapshot_patience_s=3.0))
     world.kill(world.scheduler)
     world.workers["worker-0"].is_mute = True
     world.start_scheduler()
@@ -96,9 +92,7 @@ def test_a_plan_that_is_lost_is_noticed_and_made_again() -> None:
 
 
 def test_the_schedulers_own_pause_blames_nobody() -> None:
-    world = small_world(workers=1)
-    request = world.ask_for("a", prompt_tokens=4, answer_tokens=60, max_tokens=60)
-    world.until(lambda: len(request.tokens) > 4, limit_s=2.0)
+    world, request = started()
     world.freeze(world.scheduler, 4.0)
     world.until(lambda: request.over, limit_s=8.0)
     assert not world.lines("PublishWorkerLost")
@@ -133,9 +127,7 @@ def test_who_lacks_blocks_that_others_have_waits_for_them() -> None:
 
 
 def test_what_a_worker_lists_unbeknown_to_us_is_found_and_dropped() -> None:
-    world = small_world(workers=1)
-    cancelled = world.ask_for("a", 4, 60, 60)
-    world.until(lambda: len(cancelled.tokens) > 4, limit_s=3.0)
+    world, cancelled = started()
     worker = world.workers["worker-0"]
     stray = worker.core.report(world.now_s).sequences
     world.cancel(cancelled)
@@ -166,8 +158,7 @@ def report(worker_id: str, model: str = "m", weights: str = "aa") -> WorkerRepor
 
 
 def test_equal_names_and_weights_match_and_weights_not_told_match_any() -> None:
-    assert mismatch(report("b"), []) is None
-    assert mismatch(report("b"), [report("a")]) is None
+    assert mismatch(report("b"), []) is None and mismatch(report("b"), [report("a")]) is None
     assert mismatch(report("b", weights=""), [report("a")]) is None
 
 
@@ -178,9 +169,7 @@ def test_equal_names_and_weights_match_and_weights_not_told_match_any() -> None:
         ({"model": "n"}, "'n'.*'m'", "served_name"),
     ],
 )
-def test_other_weights_or_another_name_are_said_with_what_to_do(
-    fields: dict[str, Any], says: str, param: str
-) -> None:
+def test_other_weights_or_names_are_said_with_advice(fields: dict[str, Any], says: str, param: str) -> None:
     error = mismatch(report("b", **fields), [report("a")])
     assert isinstance(error, ModelMismatch) and error.param == param
     with pytest.raises(ModelMismatch, match=says):
@@ -198,15 +187,13 @@ def test_a_worker_with_other_weights_gets_no_work_until_the_others_are_gone() ->
     requests = [world.ask_for(f"r{number}", 10, 20, 20) for number in range(8)]
     world.until(lambda: not world.unfinished(), limit_s=10.0)
     assert all(request.tokens == request.expected for request in requests)
-    assert world.workers["worker-9"].step_tokens == []
-    assert "different weights" in refused(world)["worker-9"]
+    assert world.workers["worker-9"].step_tokens == [] and "different weights" in refused(world)["worker-9"]
     assert len(world.lines("RefuseWorker")) == 1, "said once, not at every heartbeat"
     for name in ("worker-0", "worker-1"):
         world.kill(world.workers[name])
     late = world.ask_for("late", 10, 20, 20)
     world.until(lambda: late.over, limit_s=10.0)
-    assert late.tokens == late.expected and refused(world) == {}
-    assert world.workers["worker-9"].step_tokens
+    assert late.tokens == late.expected and refused(world) == {} and world.workers["worker-9"].step_tokens
 
 
 def test_a_new_scheduler_sides_with_most_and_what_the_others_hold_is_resumed_elsewhere() -> None:
@@ -220,5 +207,4 @@ def test_a_new_scheduler_sides_with_most_and_what_the_others_hold_is_resumed_els
     world.start_worker("worker-2")
     world.start_scheduler()
     world.until(lambda: request.over, limit_s=15.0)
-    assert set(refused(world)) == {"worker-0"}
-    assert request.attempt == 2 and request.tokens == request.expected
+    assert set(refused(world)) == {"worker-0"} and request.attempt == 2 and request.tokens == request.expected

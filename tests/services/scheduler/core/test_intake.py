@@ -1,5 +1,7 @@
 """What gateways ask for: idempotent, bounded, refused with types, ended when nobody reads."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -23,27 +25,15 @@ from shared.liveness import SILENCE_S
 from shared.messages.moves import WorkerRoles
 from shared.messages.reports import GatewayReported
 from shared.messages.sequence import SequenceSpec
-from tests.services.scheduler.world import SMALL, small_world
+from tests.services.scheduler.world import SMALL, small_world, started
 from tests.shared.messages.builders import cancelling, ref, spec, worker_report
 
 
 def submitted(
-    name: str = "a",
-    *,
-    attempt: int = 1,
-    prompt_tokens: int = 4,
-    incarnation: int = 1,
-    generated: int = 0,
-    gateway_id: str = "gateway-0",
+    name: str = "a", *, attempt: int = 1, prompt_tokens: int = 4, generated: int = 0, **fields: Any
 ) -> SequenceSpec:
-    return spec(
-        ref(name, attempt),
-        [7] * prompt_tokens,
-        generated=[1] * generated,
-        max_tokens=5,
-        gateway_incarnation=incarnation,
-        gateway_id=gateway_id,
-    )
+    told = {"generated": [1] * generated, "max_tokens": 5, **fields}
+    return spec(ref(name, attempt), [7] * prompt_tokens, **told)
 
 
 @pytest.mark.parametrize(
@@ -54,9 +44,7 @@ def submitted(
         (submitted(prompt_tokens=1000), MessageTooLarge),
     ],
 )
-def test_what_cannot_work_is_refused_and_changes_nothing(
-    refused: SequenceSpec, error: type[KvasirError]
-) -> None:
+def test_what_cannot_work_is_refused(refused: SequenceSpec, error: type[KvasirError]) -> None:
     roster = Roster(Rules(max_start_bytes=3999))
     with pytest.raises(error):
         Intake(roster).on_submit(refused, 0.0)
@@ -130,11 +118,11 @@ def test_the_queue_is_bounded_and_resumed_sequences_have_room_of_their_own() -> 
 def test_an_earlier_incarnation_of_a_gateway_is_not_listened_to() -> None:
     roster = Roster(Rules())
     intake = Intake(roster)
-    intake.on_submit(submitted("a", incarnation=1), 0.0)
-    intake.on_submit(submitted("b", incarnation=2), 0.0)
+    intake.on_submit(submitted("a", gateway_incarnation=1), 0.0)
+    intake.on_submit(submitted("b", gateway_incarnation=2), 0.0)
     assert list(roster.sequences) == [("b", 0)]
     with pytest.raises(UnavailableError) as refused:
-        intake.on_submit(submitted("c", incarnation=1), 0.0)
+        intake.on_submit(submitted("c", gateway_incarnation=1), 0.0)
     assert refused.value.retry_after_s == SILENCE_S, "the gateway asks again, and its client gets no 400"
 
 
@@ -142,25 +130,25 @@ def test_a_gateway_that_starts_again_is_served_whatever_its_number() -> None:
     """Keeps a clock that was set back from shutting a gateway out."""
     roster = Roster(Rules())
     intake = Intake(roster)
-    intake.on_submit(submitted("a", incarnation=2**60), 0.0)
-    assert not intake.on_submit(submitted("b", incarnation=3), 0.1)[0].known
+    intake.on_submit(submitted("a", gateway_incarnation=2**60), 0.0)
+    assert not intake.on_submit(submitted("b", gateway_incarnation=3), 0.1)[0].known
     assert list(roster.sequences) == [("b", 0)], "nobody reads what the start before asked for"
 
 
 def test_a_gateway_that_was_replaced_comes_back_when_its_successor_is_gone() -> None:
     intake = Intake(Roster(Rules()))
-    intake.on_submit(submitted("a", incarnation=1), 0.0)
-    intake.on_submit(submitted("b", incarnation=2), 0.0)
-    assert not intake.on_submit(submitted("c", incarnation=1), SILENCE_S + 0.1)[0].known
+    intake.on_submit(submitted("a", gateway_incarnation=1), 0.0)
+    intake.on_submit(submitted("b", gateway_incarnation=2), 0.0)
+    assert not intake.on_submit(submitted("c", gateway_incarnation=1), SILENCE_S + 0.1)[0].known
 
 
 def test_what_waited_for_a_gateway_is_not_cancelled_by_a_late_word_of_its_start_before() -> None:
     """The scheduler took over after the gateway had started anew; the word was under way in a partition."""
     roster = Roster(Rules())
     intake = Intake(roster)
-    intake.on_submit(submitted("a", incarnation=2), 0.0)
-    intake.on_submit(submitted("b", incarnation=1), 1.0)
-    assert not intake.on_submit(submitted("a", incarnation=2), 1.0 + SILENCE_S + 0.1)[0].known
+    intake.on_submit(submitted("a", gateway_incarnation=2), 0.0)
+    intake.on_submit(submitted("b", gateway_incarnation=1), 1.0)
+    assert not intake.on_submit(submitted("a", gateway_incarnation=2), 1.0 + SILENCE_S + 0.1)[0].known
     assert list(roster.sequences) == [("a", 0)]
 
 
@@ -184,17 +172,14 @@ def test_what_a_worker_holds_for_a_silent_gateway_is_left_to_the_worker() -> Non
 
 
 def test_submissions_are_idempotent_and_a_higher_attempt_replaces() -> None:
-    world = small_world(workers=1)
-    request = world.ask_for("a", prompt_tokens=4, answer_tokens=40, max_tokens=40)
-    world.until(lambda: len(request.tokens) > 4, limit_s=2.0)
+    world, request = started(answer_tokens=40)
     core = world.core
     again = world.gateway.spec(request.key, request.attempt)
     admission, effects = core.on_submit(again, world.now_s)
     assert admission.known and admission.worker_id == "worker-0" and effects == []
     world.hand_over(request)
     world.until(lambda: request.over, limit_s=5.0)
-    assert request.tokens == request.expected
-    assert "phase=<Phase.REPLACED" in repr(world.effects)
+    assert request.tokens == request.expected and "phase=<Phase.REPLACED" in repr(world.effects)
     assert any(
         "drops=(SequenceRef(request_id='a', choice=0, attempt=1)" in plan for plan in world.lines("SendPlan")
     )
@@ -222,8 +207,7 @@ def test_a_cancel_before_the_submission_holds_for_its_gateway_alone() -> None:
     roster = Roster(Rules())
     intake = Intake(roster)
     intake.on_cancel(cancelling(ref("a"), "gateway-1"), 0.0)
-    assert not intake.on_submit(submitted(), 0.0)[0].known
-    assert len(roster.sequences) == 1
+    assert not intake.on_submit(submitted(), 0.0)[0].known and len(roster.sequences) == 1
     intake.on_cancel(cancelling(ref("b"), "gateway-1"), 0.0)
     assert intake.on_submit(submitted("b", gateway_id="gateway-1"), 0.0)[0].known
     assert len(roster.sequences) == 1
@@ -232,9 +216,7 @@ def test_a_cancel_before_the_submission_holds_for_its_gateway_alone() -> None:
 def test_what_a_worker_had_stays_its_gateway_s_for_a_while_after_it_left() -> None:
     """A worker that is lost is announced with the names of what it had: keeps another gateway from being the
     first to submit one of them again."""
-    world = small_world(workers=1)
-    request = world.ask_for("a", prompt_tokens=4, answer_tokens=60, max_tokens=60)
-    world.until(lambda: len(request.tokens) > 4, limit_s=2.0)
+    world, _ = started()
     world.kill(world.workers["worker-0"])
     world.until(lambda: "PublishWorkerLost" in repr(world.effects), limit_s=10.0)
     core = world.core
@@ -267,13 +249,10 @@ def test_a_cancel_frees_the_blocks_within_a_step() -> None:
 
 
 def test_sequences_of_a_gateway_that_is_gone_end() -> None:
-    world = small_world(workers=1)
-    request = world.ask_for("a", prompt_tokens=4, answer_tokens=60, max_tokens=60)
-    world.until(lambda: len(request.tokens) > 4, limit_s=2.0)
+    world, _ = started()
     world.gateway.incarnation = 2
     world.run_for(1.0)
-    assert world.workers["worker-0"].used_blocks == 0
-    assert "GATEWAY_LOST" in repr(world.effects)
+    assert world.workers["worker-0"].used_blocks == 0 and "GATEWAY_LOST" in repr(world.effects)
 
 
 def _busy(wait_s: float = 60.0) -> Roster:
@@ -297,8 +276,7 @@ def test_what_is_foreseen_to_wait_too_long_is_refused_and_told_when_to_come_agai
     before = dict(roster.sequences)
     with pytest.raises(Overloaded, match="would wait for 60 s, and no more than 30 s") as refused:
         Intake(roster).on_submit(submitted("new"), 0.0)
-    assert refused.value.retry_after_s == pytest.approx(60.0, rel=0.05)
-    assert roster.sequences == before
+    assert refused.value.retry_after_s == pytest.approx(60.0, rel=0.05) and roster.sequences == before
     assert not Intake(_busy(25.0)).on_submit(submitted("new"), 0.0)[0].known
 
 

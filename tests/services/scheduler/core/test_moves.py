@@ -62,8 +62,7 @@ def test_it_is_rehearsed_and_then_handed_over() -> None:
     until_over(world)
     (moved,) = world.moved
     assert (moved.reason, moved.target, moved.rounds) == ("", target, 1), "little is missing after one"
-    assert request.attempt == 2 and world.worker_of(request) == target
-    assert moved.rehearsed_tokens >= 30
+    assert request.attempt == 2 and world.worker_of(request) == target and moved.rehearsed_tokens >= 30
     prefilled = next(worker for name, worker in world.workers.items() if name == target).step_tokens
     assert 30 < sum(count for count, _ in prefilled) < 60, "the switch computes what the rehearsal lacked"
     finish(world)
@@ -146,8 +145,7 @@ def test_a_gateway_that_does_not_hear_of_it_leaves_it_where_it_is() -> None:
     source = world.worker_of(request)
     move(world, request)
     until_over(world)
-    assert "not over" in world.moved[0].reason and world.worker_of(request) == source
-    assert request.attempt == 1
+    assert "not over" in world.moved[0].reason and world.worker_of(request) == source and request.attempt == 1
     finish(world)
 
 

@@ -63,8 +63,7 @@ def test_a_rung_that_is_switched_off_is_not_taken() -> None:
     for worker in world.workers.values():
         measured(worker)
     finish(world)
-    assert world.moved == [] and preemptions(world) > 0
-    assert "relief_migrate" not in world.core.describe()
+    assert world.moved == [] and preemptions(world) > 0 and "relief_migrate" not in world.core.describe()
 
 
 def test_switched_off_altogether_nothing_is_decided() -> None:
@@ -123,8 +122,7 @@ def test_a_worker_that_no_longer_gathers_is_told_at_once() -> None:
     watch = PressureWatch(roster, Moves(roster, roster.rules.moves), ReliefRules())
     first, second = WantKvAtWorker("worker-0", 96), WantKvAtWorker("worker-1", 96)
     done = WantKvAtWorker("worker-0", 0)
-    assert watch.with_limits([first], 0.0) == [first]
-    assert watch.with_limits([second], 0.3) == [done, second]
+    assert watch.with_limits([first], 0.0) == [first] and watch.with_limits([second], 0.3) == [done, second]
     assert watch.with_limits([second], 0.6) == [second], "once is enough"
     del roster.pipelines["worker-1"]
     assert watch.with_limits([], 0.9) == [], "nobody to tell"
@@ -163,10 +161,7 @@ VICTIM = PlannedPreemption(("r", 0), held_blocks=6, computed_tokens=90)
 def test_the_cheaper_way_is_taken_and_its_costs_are_told() -> None:
     mode, relief = Preempting().decide(REPORT, VICTIM, ON)
     assert mode is PreemptMode.SWAP and relief is not None
-    assert {offer.rung: round(offer.cost_s, 3) for offer in relief.offers} == {
-        Rung.SWAP: 0.012,
-        Rung.RECOMPUTE: 0.09,
-    }
+    assert {o.rung: round(o.cost_s, 3) for o in relief.offers} == {Rung.SWAP: 0.012, Rung.RECOMPUTE: 0.09}
 
 
 @pytest.mark.parametrize(
@@ -179,10 +174,8 @@ def test_the_cheaper_way_is_taken_and_its_costs_are_told() -> None:
     ],
 )
 def test_what_is_slower_or_was_never_measured_is_not(changed: dict[str, float]) -> None:
-    assert (
-        Preempting().decide(msgspec.structs.replace(REPORT, **changed), VICTIM, ON)[0]
-        is PreemptMode.RECOMPUTE
-    )
+    report = msgspec.structs.replace(REPORT, **changed)
+    assert Preempting().decide(report, VICTIM, ON)[0] is PreemptMode.RECOMPUTE
 
 
 def test_each_rung_can_be_switched_off_and_the_ladder_as_a_whole() -> None:

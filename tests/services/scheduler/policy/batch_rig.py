@@ -189,8 +189,7 @@ class BatchRig:
         keys = [item.key for item in batch.prefills] + [item.key for item in batch.decodes]
         assert len(keys) == len(set(keys)) and not set(keys) & {item.key for item in batch.preemptions}
         assert keys or batch.preemptions, "an empty batch"
-        assert len(keys) <= self.settings.max_batch_sequences
-        assert 1 <= batch.steps <= self.settings.max_steps
+        assert len(keys) <= self.settings.max_batch_sequences and 1 <= batch.steps <= self.settings.max_steps
         assert batch.steps == 1 or batch.decodes_only
         tokens = sum(item.end_token - item.first_token for item in batch.prefills) + len(batch.decodes)
         alone = not self.settings.chunked_prefill and len(batch.prefills) == 1

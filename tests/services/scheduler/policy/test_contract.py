@@ -29,7 +29,7 @@ every_policy = pytest.mark.parametrize("name", sorted(BUILT_IN))
 
 
 @every_policy
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     jobs=jobs_of,
     policy_settings=settings_of,
@@ -76,9 +76,7 @@ def test_without_chunks_prompts_go_whole_even_one_beyond_the_budget(name: str) -
     bench.turn()
     assert len(bench.batches[0].prefills) == 1
     bench.finish()
-    whole = {
-        (item.key[0], item.first_token, item.end_token) for batch in bench.batches for item in batch.prefills
-    }
+    whole = {(i.key[0], i.first_token, i.end_token) for b in bench.batches for i in b.prefills}
     assert whole == {("a", 0, 80), ("b", 0, 40)}
 
 
@@ -93,13 +91,12 @@ def test_a_chunk_after_a_hit_starts_behind_it(name: str) -> None:
     assert (chunk.first_token, chunk.end_token) == (36, 40)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     jobs=jobs_of,
     policy_settings=settings_of,
     names=st.lists(st.sampled_from(sorted(BUILT_IN)), min_size=2, max_size=6),
 )
-def test_a_policy_goes_on_with_what_another_one_left(
+def test_a_policy_takes_over_from_another(
     jobs: Jobs, policy_settings: PolicySettings, names: list[str]
 ) -> None:
     bench = rig(BUILT_IN[names[0]], policy_settings)
@@ -107,7 +104,7 @@ def test_a_policy_goes_on_with_what_another_one_left(
 
 
 @every_policy
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(jobs=jobs_of)
 def test_equal_calls_make_equal_batches(name: str, jobs: Jobs) -> None:
     first, second = rig(BUILT_IN[name]), rig(BUILT_IN[name])

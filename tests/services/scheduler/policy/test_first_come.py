@@ -21,11 +21,9 @@ both = pytest.mark.parametrize("make_policy", [OrcaPolicy, VllmPolicy])
 
 
 @both
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(jobs=jobs_of, policy_settings=settings_of)
-def test_no_later_arrival_starts_before_an_earlier_one(
-    make_policy: PolicyFactory, jobs: Jobs, policy_settings: PolicySettings
-) -> None:
+def test_nobody_overtakes(make_policy: PolicyFactory, jobs: Jobs, policy_settings: PolicySettings) -> None:
     bench = rig(make_policy, policy_settings)
     play(bench, jobs)
     assert bench.started == sorted(bench.started)
@@ -37,8 +35,7 @@ def test_plans_reach_ahead_only_while_nothing_can_change(make_policy: PolicyFact
     bench.arrive("a", 10, 60, 60)
     bench.turn()
     bench.turn()
-    assert [batch.steps for batch in bench.batches] == [1, 8]
-    assert bench.batches[1].decodes[0].tokens == 8
+    assert [batch.steps for batch in bench.batches] == [1, 8] and bench.batches[1].decodes[0].tokens == 8
     assert bench.batches[1].decodes[0].allocated_blocks * BLOCK_TOKENS >= 18
     bench.arrive("b", 10, 30, 30)
     bench.turn()
@@ -92,12 +89,8 @@ def test_adoption_goes_on_where_the_worker_stands(make_policy: PolicyFactory) ->
     policy.on_adopted(Task(("c", 0), 10, 9, 2.0, generated_tokens=3), Holding(0, 0), 0.0)
     policy.check_integrity()
     batch = policy.plan(0.0)
-    assert batch is not None
-    assert [item.key[0] for item in batch.decodes] == ["a"]
-    assert [(item.key[0], item.first_token, item.end_token) for item in batch.prefills] == [
-        ("b", 6, 10),
-        ("c", 0, 13),
-    ]
+    assert batch is not None and [item.key[0] for item in batch.decodes] == ["a"]
+    assert [(i.key[0], i.first_token, i.end_token) for i in batch.prefills] == [("b", 6, 10), ("c", 0, 13)]
 
 
 KEY = ("a", 0)
@@ -123,13 +116,10 @@ def job_of(policy: VllmPolicy) -> Job:
         (5, Holding(12, 3, decoding=True), JobStage.COMPLETE),
     ],
 )
-def test_what_a_sequence_holds_says_where_it_stands(
-    generated: int, holding: Holding, stage: JobStage
-) -> None:
+def test_what_a_sequence_holds_says_its_stage(generated: int, holding: Holding, stage: JobStage) -> None:
     policy = books()
     policy.on_adopted(Task(KEY, 8, 5, 0.0, generated), holding, 0.0)
-    assert job_of(policy).stage is stage
-    assert policy._table.held_blocks == holding.allocated_blocks
+    assert job_of(policy).stage is stage and policy._table.held_blocks == holding.allocated_blocks
 
 
 def test_a_hit_moves_a_prefill_on_as_far_as_blocks_are_free() -> None:
@@ -149,11 +139,8 @@ def maximum_blocks(task: Task) -> int:
     return -(-(task.prompt_tokens + task.max_tokens - 1) // BLOCK_TOKENS)
 
 
-@settings(max_examples=100, deadline=None)
 @given(jobs=jobs_of, policy_settings=settings_of, lag=st.integers(0, 3))
-def test_every_item_has_its_maximum_and_nothing_is_preempted(
-    jobs: Jobs, policy_settings: PolicySettings, lag: int
-) -> None:
+def test_every_item_has_its_maximum(jobs: Jobs, policy_settings: PolicySettings, lag: int) -> None:
     bench = rig(OrcaPolicy, policy_settings, lag=lag)
 
     def check(batch: PlannedBatch) -> None:
@@ -171,10 +158,7 @@ def test_it_starts_as_many_as_their_maxima_allow_however_short_their_answers() -
     for name in "abc":
         bench.arrive(name, prompt_tokens=8, length=3, max_tokens=33)
     bench.turn()
-    assert [(item.key[0], item.allocated_blocks) for item in bench.batches[0].prefills] == [
-        ("a", 10),
-        ("b", 10),
-    ]
+    assert [(i.key[0], i.allocated_blocks) for i in bench.batches[0].prefills] == [("a", 10), ("b", 10)]
     bench.turn()
     assert bench.batches[1].prefills == (), "a and b hold 20 of 24 until one of them is over"
     bench.finish()
@@ -217,7 +201,7 @@ def test_adopted_sequences_that_cannot_all_have_their_maximum_run_on_what_there_
     assert topped_up is not None and topped_up.decodes[0].allocated_blocks == 8
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(jobs=jobs_of, policy_settings=settings_of)
 def test_the_oldest_is_never_preempted(jobs: Jobs, policy_settings: PolicySettings) -> None:
     bench = rig(VllmPolicy, policy_settings)
@@ -252,8 +236,7 @@ def test_it_waits_for_blocks_about_to_be_free_rather_than_preempt() -> None:
     assert policy.plan(0.0) is None, "a keeps its blocks until its end is confirmed"
     policy.on_ended(("a", 0), 0.1)
     after = policy.plan(0.1)
-    assert after is not None and [item.key[0] for item in after.decodes] == ["b"]
-    assert after.preemptions == ()
+    assert after is not None and [item.key[0] for item in after.decodes] == ["b"] and after.preemptions == ()
 
 
 def test_a_start_leaves_headroom_to_those_that_run() -> None:
@@ -271,11 +254,9 @@ def tokens_of(batch: PlannedBatch) -> int:
     return sum(item.end_token - item.first_token for item in batch.prefills) + len(batch.decodes)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(jobs=jobs_of, policy_settings=settings_of)
-def test_no_step_is_above_its_target_even_without_chunked_prefill(
-    jobs: Jobs, policy_settings: PolicySettings
-) -> None:
+def test_no_step_is_above_its_target_even_unchunked(jobs: Jobs, policy_settings: PolicySettings) -> None:
     bench = rig(FastGenPolicy, policy_settings)
 
     def check(batch: PlannedBatch) -> None:

@@ -49,8 +49,7 @@ def test_by_arrival_or_by_work_as_the_policy_wants_it() -> None:
     tasks = [task("l", 0.0, 300), task("s", 1.0, 10), task("m", 2.0, 100)]
     assert names(queue(*tasks, rule=queue_rule(VllmPolicy, PolicySettings())).next(3)) == "lsm"
     of_kvasir = queue_rule(partial(KvasirPolicy), PolicySettings())
-    assert of_kvasir.passing_share == PASSING_SHARE
-    assert names(queue(*tasks, rule=of_kvasir).next(3)) == "sml"
+    assert of_kvasir.passing_share == PASSING_SHARE and names(queue(*tasks, rule=of_kvasir).next(3)) == "sml"
     assert names(queue(*tasks, rule=of_kvasir).next(2)) == "sm"
 
 
@@ -123,8 +122,7 @@ def test_a_few_wait_at_each_worker_and_whoever_comes_before_them_all_joins_them(
     before = feed.has_freed
     feed.discard("w0", ("r1", 0))
     feed.discard("w0", ("r1", 0))
-    assert (before, feed.has_freed) == (False, True)
-    assert feed.ahead((50.0,)) is not None
+    assert (before, feed.has_freed) == (False, True) and feed.ahead((50.0,)) is not None
     feed.leave("w0")
     feed.check_integrity()
     assert feed.ahead() is None and feed.waiting("w0") == frozenset()
@@ -140,8 +138,7 @@ def test_a_question_names_few_workers_however_many_there_are() -> None:
     for number in range(1, 1000):
         fed(*range(FEED_SEQUENCES if number % 2 else 2), worker_id=f"w{number}", feed=feed)
     ahead = feed.ahead((50.0,))
-    assert ahead is not None
-    assert 0 < len(ahead.only) <= 64 and len(ahead.crowds) <= 128
+    assert ahead is not None and 0 < len(ahead.only) <= 64 and len(ahead.crowds) <= 128
     assert all(int(worker_id[1:]) % 2 == 0 for worker_id in ahead.only)
 
 
@@ -203,9 +200,7 @@ TENANTS = [Tenant(name=name, weight=weight) for name, weight in WEIGHTS.items()]
         max_size=120,
     )
 )
-def test_between_two_that_wait_all_the_time_service_differs_by_no_more_than_the_bound(
-    events: list[tuple[object, ...]],
-) -> None:
+def test_between_two_that_always_wait_service_differs_by_the_bound(events: list[tuple[object, ...]]) -> None:
     """What was charged while both waited, each by its weight, differs by at most twice the largest charge and
     the largest correction that came on top (VTC, lemma 4.3 and theorem 4.4)."""
     queue = queue_of()
@@ -303,9 +298,7 @@ def test_weights_share_what_there_is() -> None:
 
 def test_better_classes_go_first() -> None:
     tenants = [Tenant(name=str(each), service_class=each) for each in ServiceClass]
-    queue = queue_of(
-        *((tenant, asked(f"{tenant.name}{n}")) for tenant in reversed(tenants) for n in range(2))
-    )
+    queue = queue_of(*((tenant, asked(f"{tenant.name}{n}")) for tenant in tenants[::-1] for n in range(2)))
     found = [name.rstrip("01") for name in order(queue)]
     assert found == [str(each) for each in ServiceClass for _ in range(2)]
 
@@ -327,8 +320,7 @@ def test_what_turned_out_otherwise_is_put_right() -> None:
 
 def test_a_priority_counts_among_ones_own_and_lets_nobody_pass_others() -> None:
     queue = queue_of((A, asked("a0")), (A, asked("a1", priority=-5)), (A, asked("a2", priority=7)))
-    assert order(queue) == ["a1", "a0", "a2"]
-    assert queue.rank(("a1", 0))[0] == -5
+    assert order(queue) == ["a1", "a0", "a2"] and queue.rank(("a1", 0))[0] == -5
     queue.add(asked("b0"), B)
     assert queue.rank(("a1", 0))[0] == queue.rank(("b0", 0))[0] == turn_at(0, 0.0), "turns count"
 
@@ -353,12 +345,9 @@ def test_who_comes_passes_what_waits_at_workers() -> None:
 
 
 @given(st.integers(-(2**31) + 1, 2**31 - 1), st.sampled_from(list(ServiceClass)), st.floats(0, 1e9))
-def test_a_class_outweighs_priorities_and_turns(
-    priority: int, service_class: ServiceClass, counter_s: float
-) -> None:
+def test_a_class_outweighs_priorities(priority: int, service_class: ServiceClass, counter_s: float) -> None:
     level = {"guaranteed": -1, "standard": 0, "sheddable": 1}[service_class]
     whole = priority_in(service_class, priority)
     turn = turn_at(whole, counter_s)
-    assert level_of(whole) == level == level_of(turn)
-    assert turn <= turn_at(whole, counter_s + 1.0)
+    assert level_of(whole) == level == level_of(turn) and turn <= turn_at(whole, counter_s + 1.0)
     assert priority_in(ServiceClass.GUARANTEED, priority) < priority_in(ServiceClass.STANDARD, -(2**31))

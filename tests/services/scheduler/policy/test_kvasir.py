@@ -69,9 +69,7 @@ def test_a_request_starts_where_as_predicted_there_will_be_enough_until_its_end(
     bench.arrive("guest", 4, 60, 200)
     bench.arrive("other", 4, 190, 200)
     bench.turn()
-    assert starts(bench.batches[0]) == ["guest", "other"], (
-        "least work first; the longest would not fit beside"
-    )
+    assert starts(bench.batches[0]) == ["guest", "other"], "least work first; the longest would not fit"
     bench.finish()
     assert not any(batch.preemptions for batch in bench.batches)
 
@@ -223,7 +221,7 @@ def test_adopted_ones_resume_before_any_prompt_starts() -> None:
     assert batch is not None and [item.key[0] for item in batch.decodes] == ["there"] and not batch.prefills
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(jobs=jobs_of, policy_settings=settings_of, guesses=guesses_of, blocks=st.integers(24, 60))
 def test_own_blocks_are_those_held(
     jobs: Jobs, policy_settings: PolicySettings, guesses: list[int | None], blocks: int
@@ -240,7 +238,7 @@ def test_own_blocks_are_those_held(
     play(bench, jobs)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(jobs=jobs_of, guesses=guesses_of, blocks=st.integers(24, 60), step_s=st.floats(0.0005, 0.05))
 def test_while_somebody_waits_no_plan_reaches_far_or_beyond_a_predicted_end(
     jobs: Jobs, guesses: list[int | None], blocks: int, step_s: float

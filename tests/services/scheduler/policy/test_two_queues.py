@@ -111,8 +111,7 @@ def test_one_that_comes_short_where_blocks_were_lost_runs_with_what_it_holds() -
     policy.on_adopted(Task(("over", 0), 8, 2, 0.0, generated_tokens=2), Holding(9, 3, decoding=True), 0.0)
     policy.on_resized(2, 0.1)
     policy.on_short(("over", 0), 1, 0.2)
-    assert ("over", 0) in policy._running
-    assert policy._table.own_blocks == policy._table.held_blocks == 3
+    assert ("over", 0) in policy._running and policy._table.own_blocks == policy._table.held_blocks == 3
     policy.check_integrity()
 
 
@@ -126,7 +125,7 @@ events_of = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(events=events_of)
 def test_the_books_balance_after_any_events(events: list[tuple[str, int, int]]) -> None:
     """Events in no sensible order: ends of what never arrived, shortfalls after preemptions."""
@@ -213,7 +212,7 @@ whole_family = pytest.mark.parametrize(
 
 
 @whole_family
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     jobs=st.lists(
         st.tuples(st.integers(1, 20), st.integers(1, 60), st.integers(1, 40), st.integers(0, 3)),

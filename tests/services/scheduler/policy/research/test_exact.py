@@ -25,7 +25,7 @@ both = pytest.mark.parametrize("make_policy", [MultiResPolicy, SyncCoupledPolicy
 
 
 @both
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(jobs=jobs_of, policy_settings=settings_of)
 def test_with_true_lengths_nothing_grows_and_nothing_is_preempted(
     make_policy: PolicyFactory, jobs: Jobs, policy_settings: PolicySettings
@@ -77,7 +77,6 @@ def first_started(demands: list[tuple[int, int]]) -> str:
     return bench.batches[0].prefills[0].key[0]
 
 
-@settings(max_examples=100, deadline=None)
 @given(demands=st.lists(st.tuples(st.integers(1, 64), st.integers(1, 90)), min_size=1, max_size=12))
 def test_the_first_is_nearly_as_close_as_the_closest(demands: list[tuple[int, int]]) -> None:
     def distance(prompt: int, length: int) -> float:
@@ -90,9 +89,8 @@ def test_the_first_is_nearly_as_close_as_the_closest(demands: list[tuple[int, in
 
 
 def bench_of(blocks: int, token_budget: int = 64, max_batch: int = 16) -> BatchRig:
-    settings = PolicySettings(
-        token_budget=token_budget, max_steps=1, max_batch_sequences=max_batch, options={"group_tokens": 8}
-    )
+    options = {"group_tokens": 8}
+    settings = PolicySettings(True, max_batch, token_budget, max_steps=1, options=options)
     return rig(SyncCoupledPolicy, settings, blocks=blocks, lag=0)
 
 

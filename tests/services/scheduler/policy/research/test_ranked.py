@@ -29,7 +29,7 @@ both = pytest.mark.parametrize("make_policy", [FastServePolicy, SrtfPolicy])
 
 
 @both
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(jobs=jobs_of, policy_settings=settings_of)
 def test_every_item_has_the_blocks_of_its_longest_answer(
     make_policy: PolicyFactory, jobs: Jobs, policy_settings: PolicySettings
@@ -45,11 +45,9 @@ def test_every_item_has_the_blocks_of_its_longest_answer(
     play(bench, jobs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(jobs=jobs_of, policy_settings=settings_of)
-def test_whoever_ranks_first_is_in_the_batch_or_held_up_by_ends_to_come(
-    jobs: Jobs, policy_settings: PolicySettings
-) -> None:
+def test_the_first_is_in_the_batch_or_held_up_by_ends(jobs: Jobs, policy_settings: PolicySettings) -> None:
     bench = rig(SrtfPolicy, policy_settings, lag=0)
     policy = bench.policy
     assert isinstance(policy, RankedPolicy)
@@ -58,9 +56,7 @@ def test_whoever_ranks_first_is_in_the_batch_or_held_up_by_ends_to_come(
         keys = {item.key for item in items_of(batch)}
         preempted = {item.key for item in batch.preemptions}
         decoding = [job for job in bench.unfinished if job.decoding and job.task.key not in preempted]
-        first = min(
-            decoding, key=lambda job: (job.task.max_tokens - job.generated, job.task.order), default=None
-        )
+        first = min(decoding, key=lambda j: (j.task.max_tokens - j.generated, j.task.order), default=None)
         if first is not None and len(keys) < policy_settings.max_batch_sequences:
             assert first.task.key in keys or policy._releasing_blocks()
 
@@ -169,7 +165,7 @@ def served(batches: list[PlannedBatch]) -> str:
     return "".join(item.key[0] for batch in batches for item in items_of(batch))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     jobs=jobs_of,
     policy_settings=settings_of,

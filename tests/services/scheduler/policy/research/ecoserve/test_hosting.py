@@ -31,9 +31,7 @@ from tests.services.scheduler.policy.batch_rig import (
 )
 from tests.shared.messages.builders import predicted
 
-EXACT = PolicySettings(
-    token_budget=64, max_steps=1, options={"pad": 0.0, "reserve_ratio": 0.0, "buffer": 0.1}
-)
+EXACT = PolicySettings(token_budget=64, max_steps=1, options={"pad": 0, "reserve_ratio": 0.0, "buffer": 0.1})
 
 
 def policy_of(bench: BatchRig) -> EcoServe:
@@ -142,7 +140,7 @@ mixed_jobs = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     jobs=mixed_jobs,
     policy_settings=settings_of,
@@ -158,7 +156,7 @@ def test_long_answers_in_little_memory_end_whatever_is_predicted(
     play(bench, jobs)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(jobs=jobs_of)
 def test_a_guest_runs_whenever_its_host_does(jobs: Jobs) -> None:
     bench = rig(EcoServe, EXACT, blocks=48, lag=0)

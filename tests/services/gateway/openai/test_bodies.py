@@ -1,5 +1,4 @@
-"""From body to job: tokens, limits, sampling, and refusals in the words that clients look for. From fields to
-`Sampling`: defaults that do nothing, ends that are merged, refusals that name the field."""
+"""From body to job: what is taken, tokens, limits and sampling, and which field an error names."""
 
 import contextlib
 import threading
@@ -11,10 +10,11 @@ import pytest
 import pytest_asyncio
 
 from services.gateway.config import GatewayConfig
+from services.gateway.errors import UnsupportedFeature
 from services.gateway.http.reading import Models
 from services.gateway.openai import schemas
 from services.gateway.openai.admission import Acceptance, sampling_of
-from services.gateway.openai.fields import MOST_IGNORED
+from services.gateway.openai.fields import ELSEWHERE, IGNORED, MOST_IGNORED, REFUSED, refuse_unsupported
 from services.gateway.openai.schemas import ChatRequest, TextRequest, parse
 from services.gateway.text.tokenizer import Codec
 from shared.errors import ConfigError, ContextOverflow, InvalidRequest, UnknownModel
@@ -41,9 +41,8 @@ async def acceptance(codec: Codec) -> AsyncIterator[Acceptance]:
 
 
 async def test_a_chat_becomes_one_prompt(acceptance: Acceptance, codec: Codec) -> None:
-    job = await acceptance.chat(
-        orjson.dumps({**CHAT, "n": 2, "stop": "END", "temperature": 0.5, "top_k": 5}), context
-    )
+    asked = {**CHAT, "n": 2, "stop": "END", "temperature": 0.5, "top_k": 5}
+    job = await acceptance.chat(orjson.dumps(asked), context)
     assert job.prompts == (tuple(encode_chat(codec, CHAT["messages"])),)
     (sampling,) = job.samplings
     assert sampling.max_tokens == CONTEXT - len(job.prompts[0]), "what is left of the context"
@@ -78,9 +77,7 @@ async def test_overflow(acceptance: Acceptance, prompt: int, limit: int | None) 
 async def test_extremes_a_sampler_could_trip_over(acceptance: Acceptance) -> None:
     body = {**CHAT, "temperature": 1e-9, "top_p": 0, "top_k": -1, "ignore_eos": True, "seed": -(2**63)}
     (sampling,) = (await acceptance.chat(orjson.dumps(body), context)).samplings
-    assert sampling.temperature == 0
-    assert 0 < sampling.top_p < 1e-3
-    assert sampling.top_k == 0
+    assert sampling.temperature == 0 and 0 < sampling.top_p < 1e-3 and sampling.top_k == 0
     assert sampling.end_token_ids == () and 0 <= sampling.seed < 2**63
 
 
@@ -148,25 +145,23 @@ async def test_whatever_costs_time_is_off_the_event_loop(
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-def chat(codec: Codec, **fields: Any) -> Sampling:
+def sampled(codec: Codec, **fields: Any) -> Sampling:
     request = parse(ChatRequest, {"model": "m", "messages": MESSAGES, **fields})
     return sampling_of(request, codec, 7, 20)
 
 
 def test_what_is_not_asked_for_does_nothing(codec: Codec) -> None:
-    assert chat(codec) == Sampling(seed=7, max_tokens=20, end_token_ids=(2,))
+    assert sampled(codec) == Sampling(seed=7, max_tokens=20, end_token_ids=(2,))
     neutral = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0}
     nothing = {"min_tokens": 0, "stop_token_ids": [], "logprobs": False, "top_logprobs": 0}
-    assert chat(codec, **neutral, **nothing) == chat(codec)
-    assert chat(codec, **dict.fromkeys((*neutral, *nothing))) == chat(codec)
+    assert sampled(codec, **neutral, **nothing) == sampled(codec)
+    assert sampled(codec, **dict.fromkeys((*neutral, *nothing))) == sampled(codec)
 
 
 def test_logprobs_of_both(codec: Codec) -> None:
     asked: dict[str, Any] = {"logprobs": True}
-    found = [
-        chat(codec, **fields).top_logprobs
-        for fields in ({"logprobs": False}, asked, {**asked, "top_logprobs": 20})
-    ]
+    cases = ({"logprobs": False}, asked, {**asked, "top_logprobs": 20})
+    found = [sampled(codec, **fields).top_logprobs for fields in cases]
     assert found == [None, 0, 20]
     for wanted in (None, 0, 5):
         request = parse(TextRequest, {"model": "m", "prompt": "x", "logprobs": wanted})
@@ -179,13 +174,13 @@ def test_logprobs_of_both(codec: Codec) -> None:
 )
 def test_what_cannot_be_is_refused_by_name(codec: Codec, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        chat(codec, **fields)
+        sampled(codec, **fields)
     assert caught.value.param == param
 
 
 def test_everything_is_carried(codec: Codec) -> None:
     penalties = {"presence_penalty": -1.5, "frequency_penalty": 2, "repetition_penalty": 1.2}
-    sampling = chat(codec, **penalties, min_p=0.1, min_tokens=20, logprobs=True, top_logprobs=20)
+    sampling = sampled(codec, **penalties, min_p=0.1, min_tokens=20, logprobs=True, top_logprobs=20)
     assert {name: getattr(sampling, name) for name in penalties} == penalties
     assert (sampling.min_p, sampling.min_tokens, sampling.top_logprobs) == (0.1, 20, 20)
 
@@ -195,7 +190,7 @@ def test_everything_is_carried(codec: Codec) -> None:
     [({"stop_token_ids": [9, 2, 9]}, (2, 9)), ({"stop_token_ids": [9], "ignore_eos": True}, (9,))],
 )
 def test_stop_tokens_join_the_ends(codec: Codec, fields: dict[str, Any], ends: tuple[int, ...]) -> None:
-    assert chat(codec, **fields).end_token_ids == ends
+    assert sampled(codec, **fields).end_token_ids == ends
 
 
 TINY_CHAT = "models/tiny_chat"
@@ -225,9 +220,7 @@ def models(codec: Codec) -> Models:
         (b"", "a"),
     ],
 )
-def test_a_request_is_read_by_whom_it_names_or_else_by_the_first(
-    models: Models, body: bytes, name: str
-) -> None:
+def test_a_request_is_read_by_the_model_it_names_or_the_first(models: Models, body: bytes, name: str) -> None:
     assert models.of(body).name == name
 
 
@@ -252,3 +245,153 @@ def test_names_that_cannot_be_are_said_before_the_start(fields: dict[str, Any], 
     with pytest.raises(ConfigError) as caught:
         config(**fields).check()
     assert caught.value.param == param
+
+
+def chat(**fields: Any) -> schemas.ChatRequest:
+    return schemas.parse(schemas.ChatRequest, {"model": "m", "messages": MESSAGES, **fields})
+
+
+def text(**fields: Any) -> schemas.TextRequest:
+    return schemas.parse(schemas.TextRequest, {"model": "m", "prompt": "p", **fields})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), ("", [""]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
+)
+def test_the_four_forms_of_a_prompt(prompt: Any, prompts: Any) -> None:
+    assert text(prompt=prompt).prompts == prompts
+
+
+@pytest.mark.parametrize("prompt", [None, 5, {}, [], [[]], [1, "a"], [[1], "a"], [True], [1.5], [["a"]]])
+def test_prompts_of_no_form(prompt: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        text(prompt=prompt)
+    assert caught.value.param == "prompt" and "Value error" not in caught.value.message
+
+
+OUT_OF_RANGE: dict[str, list[Any]] = {
+    "model": [None, 5],
+    "n": [0, 129, 1.5],
+    "temperature": [-0.1, 2.1, "1"],
+    "top_p": [1.1],
+    "top_k": [-2],
+    "max_tokens": [-1],
+    "max_completion_tokens": [-1],
+    "seed": [2**63, "x"],
+    "stop": [["a"] * (schemas.MAX_STOPS + 1), {}],
+    "stream": ["yes"],
+    "stream_options": [{"include_usage": True}],
+    "presence_penalty": [2.1],
+    "frequency_penalty": [-2.1],
+    "repetition_penalty": [0, 101],
+    "min_p": [-0.1, 1.1],
+    "min_tokens": [-1],
+    "stop_token_ids": [5, [5] * 129],
+    "logprobs": [1],
+    "top_logprobs": [1],
+    "messages": [[], "hi"],
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        *(({name: value}, name) for name, values in OUT_OF_RANGE.items() for value in values),
+        ({"stop": [""]}, "stop[0]"),
+        ({"stop": ["a", 5]}, "stop[1]"),
+        ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
+        ({"stop_token_ids": [5, -1]}, "stop_token_ids[1]"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"messages": [*MESSAGES, {"content": "x"}]}, "messages[1].role"),
+        ({"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [5]}]}, "messages[0].content"),
+    ],
+)
+def test_an_error_names_its_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(**fields)
+    assert caught.value.param == param
+    assert caught.value.message.startswith(param) or param == "stream_options"
+
+
+def test_messages_for_a_template() -> None:
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "name": "ann", "content": [{"type": "text", "text": text} for text in "ab"]},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "", "unknown": 1},
+    ]
+    assert schemas.template_messages(chat(messages=messages).messages) == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "a\nb", "name": "ann"},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": ""},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "function", "content": "x", "name": "1"}, "messages[0].role"),
+        ({"role": "assistant", "function_call": {"name": "f"}}, "messages[0].function_call"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0].type"),
+        ({"role": "user", "content": [{}]}, "messages[0].content[0].type"),
+    ],
+)
+def test_messages_of_unsupported_kinds(message: dict[str, Any], param: str) -> None:
+    with pytest.raises(UnsupportedFeature) as caught:
+        schemas.template_messages(chat(messages=[message]).messages)
+    assert caught.value.param == param
+
+
+def test_millions_of_wrong_items_cost_one_error() -> None:
+    many = [1] * 300_000
+    for fields in ({"messages": many}, {"messages": [{"role": "user", "content": many}]}, {"stop": many}):
+        with pytest.raises(InvalidRequest):
+            chat(**fields)
+    assert len(text(prompt=many).prompts[0]) == len(many)
+
+
+ASKED: dict[str, Any] = {
+    "functions": [{}],
+    "function_call": {"name": "f"},
+    "top_logprobs": 3,
+    "best_of": 2,
+    "grammar": "root ::= x",
+    "logits_processors": ["x"],
+    "chat_template": "x",
+    "documents": [{}],
+    "dimensions": 16,
+    "tools": [{}],
+    "return_tokens_as_token_ids": True,
+    "length_penalty": 0.8,
+    "audio": {"voice": "x"},
+    "modalities": ["text", "audio"],
+    "suffix": "x",
+    "echo": True,
+    "use_beam_search": True,
+    "continue_final_message": True,
+    "add_generation_prompt": False,
+    "guided_whitespace_pattern": " ",
+}
+NOTHING: dict[str, list[Any]] = {
+    "top_logprobs": [0],
+    "modalities": [["text"]],
+    "suffix": [""],
+    "echo": [False],
+    "add_generation_prompt": [True],
+}
+
+
+def test_every_feature_has_a_case() -> None:
+    assert set(ASKED) == set(REFUSED) - ELSEWHERE and not set(REFUSED) & IGNORED and set(REFUSED) > ELSEWHERE
+
+
+@pytest.mark.parametrize("name", sorted(ASKED))
+def test_asking_for_it_is_refused_by_name_and_asking_for_nothing_is_fine(name: str) -> None:
+    with pytest.raises(UnsupportedFeature, match=REFUSED[name][1] or "leave it out") as caught:
+        refuse_unsupported({"user": "u", name: ASKED[name]})
+    assert caught.value.param == name
+    for value in (None, *NOTHING.get(name, [])):
+        refuse_unsupported({name: value})
