@@ -7,13 +7,14 @@ outside the virtual environment that answers with a traceback.
 import os
 import runpy
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.tasks import ran
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -40,15 +41,8 @@ exec(sys.argv[2]) if sys.argv[1] == "-c" else sys.exit("it went on")
 def test_make_refuses_an_old_python_at_once(tmp_path: Path) -> None:
     shutil.copy(ROOT / "Makefile", tmp_path)
     shutil.copytree(ROOT / "deploy" / "locks", tmp_path / "deploy" / "locks")
-    made = subprocess.run(
-        ["make", "up", f"PYTHON={old_python(tmp_path)}"],
-        cwd=tmp_path,
-        env={"PATH": os.environ["PATH"]},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    words = ["make", "up", f"PYTHON={old_python(tmp_path)}"]
+    made = ran(words, cwd=tmp_path, env={"PATH": os.environ["PATH"]})
     assert made.returncode == 2
     assert made.stderr.splitlines()[0] == (
         f"error: Kvasir needs Python 3.11 or later, and {tmp_path}/python-old is 3.10; "
@@ -69,11 +63,9 @@ def test_make_refuses_an_old_python_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("package", ["services", "bench", "sim"])
 def test_every_package_refuses_a_python_that_cannot_run_it(package: str, change: str, sentence: str) -> None:
     program = f"import sys, importlib.util; {change}; import {package}; print('it went on')"
-    ran = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 1 and ran.stdout == ""
-    assert sentence in ran.stderr and len(ran.stderr.splitlines()) == 1
+    done = ran([sys.executable, "-c", program])
+    assert done.returncode == 1 and done.stdout == ""
+    assert sentence in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_what_pip_is_at_is_told_while_it_works(
@@ -115,20 +107,11 @@ def test_a_full_disk_is_found_before_anything_is_downloaded(
         ("--set scheduler.policy=kvasir", False),
     ],
 )
-def test_vllm_is_installed_for_its_engine_and_not_for_the_policy_of_that_name(
-    tmp_path: Path, arguments: str, is_wanted: bool
-) -> None:
+def test_vllm_is_installed_for_its_engine_alone(tmp_path: Path, arguments: str, is_wanted: bool) -> None:
     """`make up` with the policy downloaded 1.5 GB first."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     shutil.copytree(ROOT / "deploy" / "locks", tmp_path / "deploy" / "locks")
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / ".runtime").touch()
-    made = subprocess.run(
-        ["make", "--dry-run", "up", f"ARGS={arguments}"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=True,
-    )
+    made = ran(["make", "--dry-run", "up", f"ARGS={arguments}"], cwd=tmp_path, check=True)
     assert ("venv .venv-vllm" in made.stdout) is is_wanted

@@ -137,18 +137,15 @@ class LiveLoop:
             gateway_timeout_s=_EVER_S,
             plan_grace_s=_EVER_S,
         )
-        self._workers = {
-            f"{index:05d}": live_worker(f"{index:05d}", shape, compute)
-            for index, compute in enumerate(engines)
-        }
+        names = {f"{index:05d}": compute for index, compute in enumerate(engines)}
+        self._workers = {name: live_worker(name, shape, compute) for name, compute in names.items()}
         if len(engines) == 1:
             # Never chosen; there so that placement is asked, and predictions are known by then.
             self._workers["idle"] = live_worker("idle", WorkerShape(shape.block_tokens, 1))
         self._placement = FleetCapacity(silence_s=_EVER_S, reservation_s=_EVER_S)
         self._router = router or WorstFit()
         self._core = SchedulerCore(rules, policy, 1, 0.0)
-        self._predictor = predictor
-        self._spec_of = spec_of
+        self._predictor, self._spec_of = predictor, spec_of
         self._prediction_delay_s = prediction_delay_s
         self._events: EventQueue[Callable[[], None]] = EventQueue()
         self._requests: dict[SequenceKey, SimRequest] = {}

@@ -27,18 +27,7 @@ from bench.live.engine.figures import figures, table
 from bench.live.engine.sides import Setup, gguf, llamacpp_binary, start_kvasir
 from shared.errors import ConfigError
 
-SHORT = [
-    "--batches",
-    "1,2",
-    "--contexts",
-    "20",
-    "--output-tokens",
-    "4",
-    "--alternations",
-    "2",
-    "--kv-gib",
-    "1",
-]
+SHORT = "--batches 1,2 --contexts 20 --output-tokens 4 --alternations 2 --kv-gib 1".split()
 
 
 def engine(run_dir: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -74,8 +63,7 @@ def test_against_vllm(tmp_path: Path) -> None:
     done = engine(tmp_path, "--peer", "vllm", "--vllm", "eager-uni")
     assert done.returncode == 0, done.stderr
     made = result(tmp_path)
-    assert (made["incomplete"], made["failures"]) == (0, 0)
-    assert made["figures"]["tok_s_b2_ctx20_vllm"] > 0
+    assert (made["incomplete"], made["failures"]) == (0, 0) and made["figures"]["tok_s_b2_ctx20_vllm"] > 0
     assert made["figures"]["client_share_max"] < 0.5
 
 
@@ -101,18 +89,15 @@ def test_turns_end_within_the_budget_and_the_rest_is_done_by_the_next_run(tmp_pa
     clock = itertools.count()
     left = run_turns(duel, PLAN, budget_s=6, now_s=lambda: float(next(clock)))
     done = len(rows_of(tmp_path)) // 2
-    assert 0 < done < len(PLAN)
-    assert left == len(PLAN) - done
+    assert 0 < done < len(PLAN) and left == len(PLAN) - done
     todo = missing(PLAN, rows_of(tmp_path))
-    assert todo == PLAN[done:]
-    assert run_turns(duel, todo, budget_s=100) == 0
+    assert todo == PLAN[done:] and run_turns(duel, todo, budget_s=100) == 0
     assert missing(PLAN, rows_of(tmp_path)) == []
 
 
 def test_a_turn_that_one_side_did_not_finish_is_done_again(tmp_path: Path) -> None:
     rows = [{"alternation": 0, "cell": CELLS[0].name, "side": "kvasir"}]
-    assert missing(PLAN, rows) == PLAN
-    assert rows_of(tmp_path) == []
+    assert missing(PLAN, rows) == PLAN and rows_of(tmp_path) == []
 
 
 ONE_BATCH = cells([100, 500], [1], 8)
@@ -146,10 +131,8 @@ def test_ratios_are_taken_within_an_alternation_and_contexts_combined_within_it(
     assert made["tok_s_ratio_b1_ctx100_worst"] == pytest.approx(2.0)
     assert made["tok_s_ratio_b1_ctx500"] == pytest.approx(3.0)
     assert made["tok_s_ratio_b1"] == pytest.approx(3.0)  # of 4, 3 and 2: roots of 16, 9 and 4
-    assert made["tok_s_ratio_b1_worst"] == pytest.approx(2.0)
-    assert made["tok_s_b1_ctx100_vllm"] == 7.0
-    assert made["decode_ratio_b1_ctx500"] == pytest.approx(3.0)
-    assert made["client_share_max"] == 0.1
+    assert made["tok_s_ratio_b1_worst"] == pytest.approx(2.0) and made["tok_s_b1_ctx100_vllm"] == 7.0
+    assert made["decode_ratio_b1_ctx500"] == pytest.approx(3.0) and made["client_share_max"] == 0.1
     assert len(table(rows, ONE_BATCH, "vllm").rows) == 2
 
 
@@ -184,16 +167,14 @@ def test_a_side_is_measured_before_and_after_a_pause(served: Server) -> None:
     first, answers = measure(served, thread, CELL, rounds)
     assert (first.failures, first.error) == (0, "")
     assert [len(one) for one in answers] == [CELL.batch] * CELL.rounds
-    assert first.tok_s == pytest.approx(CELL.tokens / first.wall_s)
-    assert 0 < first.engine_share <= 1.1
+    assert first.tok_s == pytest.approx(CELL.tokens / first.wall_s) and 0 < first.engine_share <= 1.1
     assert first.client_share > 0
     served.tree.pause()
     time.sleep(_PAUSE_S)
     served.tree.resume()
     warm(served)
     again, _ = measure(served, thread, CELL, rounds)
-    assert (again.failures, again.error) == (0, "")
-    assert again.engine_share > 0
+    assert (again.failures, again.error) == (0, "") and again.engine_share > 0
 
 
 def test_a_gguf_file_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,15 +1,19 @@
 """Each kind of side serves, on the same device bytes."""
 
 import json
+import random
+from collections.abc import Iterator
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.cli import main
 from bench.kit.models import TINY_CHAT
 from bench.live.pie import arena
+from bench.live.pie.loop import Loop, Request
 from bench.live.pie.rounds import (
     Moment,
     SideResult,
@@ -23,7 +27,14 @@ from bench.live.pie.rounds import (
     take_turns,
 )
 from bench.live.pie.sides import AUTO, MOST_TOKENS, RECOMPUTE, SWAP, EngineSide, Ground, Kind, Workload, fixed
+from services.scheduler.policy.contract import PolicySettings
+from services.scheduler.policy.first_come import VllmPolicy
+from services.worker.engine.engine import TorchEngine
+from services.worker.engine.loading import describe
+from services.worker.pie.settings import PieSettings
 from tests.bench.rig import context_of
+from tests.services.worker.conftest import VOCABULARY
+from tests.services.worker.pie.conftest import LAYERS, llama
 
 BLOCKS = 40
 
@@ -37,14 +48,11 @@ def test_a_side_serves_on_the_bytes_it_has(kind: Kind) -> None:
         side.set_background(1e6)
         side.loop.run(30.0, until=lambda: len(side.loop.answers) == 8)
         side.loop.check_integrity()
-        assert {each.reason for each in side.loop.answers} <= {"stop", "length"} and len(
-            side.loop.answers
-        ) == 8
+        assert {e.reason for e in side.loop.answers} <= {"stop", "length"} and len(side.loop.answers) == 8
         waited_s, computed_s = side.stall_s
         assert (computed_s > 0) == kind.has_pie and waited_s >= 0
         if kind.has_pie:
-            assert side.engine.pie is not None
-            assert side.engine.pie.kv.residency.device_blocks == BLOCKS
+            assert side.engine.pie is not None and side.engine.pie.kv.residency.device_blocks == BLOCKS
         assert side.engine.kv_blocks == (BLOCKS * 2 if kind.fifo_layers == 6 else BLOCKS)
     finally:
         side.close()
@@ -95,8 +103,7 @@ def test_the_live_parts_on_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     result = json.loads((tmp_path / "r.json").read_text())
     figures = result["figures"]
     assert result["simulated"] is False and result["failures"] == 0
-    assert figures["fig4_expansion"] == 1.286
-    assert figures["same_text_share"] == 1.0
+    assert figures["fig4_expansion"] == 1.286 and figures["same_text_share"] == 1.0
     for name in ("throughput_vs_none_low", "vs_best_fixed", "narrow_vs_none_median", "reaction_tok_s_under"):
         assert figures[name] > 0
     rows = [json.loads(line) for line in (tmp_path / "slices.jsonl").read_text().splitlines()]
@@ -131,8 +138,7 @@ def test_ratios_are_taken_within_a_round() -> None:
     found = spread("x", served("ours", 30, 10, 20), served("theirs", 10, 10, 5))
     assert (found["x"], found["x_median"], found["x_worst"]) == (60 / 25, 3, 1)
     assert 1 <= found["x_low"] <= 60 / 25 <= found["x_high"] <= 4
-    assert served("x", 3, 1, 5).tokens_per_s == 3
-    assert served("x", 1).mean(lambda one: one.batch) == 4
+    assert served("x", 3, 1, 5).tokens_per_s == 3 and served("x", 1).mean(lambda one: one.batch) == 4
 
 
 def test_two_real_sides_take_turns_and_say_the_same() -> None:
@@ -141,9 +147,7 @@ def test_two_real_sides_take_turns_and_say_the_same() -> None:
     sides = [EngineSide(kind, GROUND, iter(requests)) for kind in (RECOMPUTE, fixed(5))]
     order: list[str] = []
     try:
-        found = take_turns(
-            sides, 2, partial(measure, duration_s=0.5), lambda side, _: order.append(side.kind.name)
-        )
+        found = take_turns(sides, 2, partial(measure, duration_s=0.5), lambda s, _: order.append(s.kind.name))
         assert order == ["recompute", "fixed 5", "fixed 5", "recompute"]
         assert [each.name for each in found] == ["recompute", "fixed 5"]
         assert all(len(each.slices) == 2 and each.tokens_per_s > 0 for each in found)
@@ -153,10 +157,96 @@ def test_two_real_sides_take_turns_and_say_the_same() -> None:
             side.loop.run(10.0, until=lambda side=side: len(side.loop.answers) >= 8)  # type: ignore[misc]
         assert same_text_share(sides[1], sides[0]) == 1.0
         sides[1].loop.answers[0].tokens[0] += 1
-        assert same_text_share(sides[1], sides[0]) < 1.0
-        assert measure(sides[0], 0.1).stall_share == 0.0
+        assert same_text_share(sides[1], sides[0]) < 1.0 and measure(sides[0], 0.1).stall_share == 0.0
         answered = len(sides[0].loop.answers)
         assert measure_work(sides[0], 2).took_s > 0 and len(sides[0].loop.answers) >= answered + 2
     finally:
         for side in sides:
             side.close()
+
+
+__all__ = ["llama"]
+REQUESTS = 24
+DEVICE_BLOCKS = 24
+
+
+def requests() -> Iterator[Request]:
+    dice = random.Random(4)
+    for _ in range(REQUESTS):
+        prompt = tuple(dice.randrange(3, VOCABULARY) for _ in range(dice.randrange(1, 30)))
+        yield Request(prompt, dice.randrange(2, 40))
+
+
+def make_loop(model: Any, **settings: Any) -> Loop:
+    pie = PieSettings(enabled=bool(settings), notice_s=0.05, **settings)
+    engine = TorchEngine(describe(model), kv_blocks=DEVICE_BLOCKS, block_tokens=4, pie=pie)
+    return Loop(engine, requests(), clients=10, settings=PolicySettings(max_batch_sequences=16))
+
+
+def texts(loop: Loop) -> list[list[int]]:
+    assert all(each.reason == "length" for each in loop.answers)
+    return [each.tokens for each in sorted(loop.answers, key=lambda each: each.index)]
+
+
+def finish(loop: Loop) -> None:
+    loop.run(60.0, until=lambda: len(loop.answers) == REQUESTS)
+    loop.check_integrity()
+
+
+@pytest.fixture(scope="module")
+def expected(llama: Any) -> list[list[int]]:
+    plain = make_loop(llama)
+    finish(plain)
+    assert plain.resyncs == 1 and len(plain.answers) == REQUESTS
+    assert [len(each) for each in texts(plain)] == [each.max_tokens for each in requests()]
+    return texts(plain)
+
+
+@pytest.mark.parametrize("settings", [{"expansion": "fixed", "fifo_layers": 5}, {"window_iterations": 4}])
+def test_the_text_is_the_same(llama: Any, expected: list[list[int]], settings: dict[str, Any]) -> None:
+    loop = make_loop(llama, **settings)
+    assert loop.engine.pie is not None
+    finish(loop)
+    assert texts(loop) == expected
+    loop.engine.pie.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_scheduler_follows_the_capacity(llama: Any, expected: list[list[int]], seed: int) -> None:
+    """Grows and shrinks under load: heartbeats tell, the next plans hold, what is doomed moves at once."""
+    loop, dice = make_loop(llama, window_iterations=10_000), random.Random(seed)
+    pie = loop.engine.pie
+    assert pie is not None
+    seen: set[int] = set()
+    wanted = [0]
+    while len(loop.answers) < REQUESTS:
+        if not pie.is_resizing:
+            wanted.append(dice.choice([0, 3, 4, LAYERS - 1]))
+            pie.want(wanted[-1])
+        steps = loop.steps + dice.randrange(1, 12)
+        loop.run(5.0, until=lambda steps=steps: loop.steps >= steps or len(loop.answers) == REQUESTS)  # type: ignore[misc]
+        loop.beat()
+        policy = loop._scheduler._roster.pipelines["worker-0"].policy
+        assert policy is not None and isinstance(policy.inner, VllmPolicy)
+        assert policy.inner._table.capacity_blocks == pie.capacity_blocks
+        loop.check_integrity()
+        pie.kv.residency.check_integrity()
+        seen.add(pie.capacity_blocks)
+    assert texts(loop) == expected
+    changes = sum(before != after for before, after in pairwise(wanted))
+    assert len(seen) >= 2, "it has grown; how often depends on how long a change takes"
+    assert loop.resyncs <= 1 + changes, "plans run into changes that no heartbeat has told, only"
+    pie.close()
+
+
+def test_clients_join_one_after_the_other(llama: Any) -> None:
+    engine = TorchEngine(describe(llama), kv_blocks=DEVICE_BLOCKS, block_tokens=4)
+    settings = PolicySettings(max_batch_sequences=16)
+    loop = Loop(engine, requests(), clients=10, settings=settings, ramp_s=20.0)
+    loop.run(0.02)
+    assert len(loop._open) <= 1
+    loop.ran_s = 10.0
+    loop.run(0.001)
+    assert 4 <= len(loop._open) <= 6
+    loop.ran_s = 20.0
+    finish(loop)

@@ -60,8 +60,7 @@ def test_a_short_run_and_on_with_it(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (made["incomplete"], made["failures"]) == (False, 0)
     figures = made["figures"]
     ratio = figures["sustained_kvasir"] / figures["sustained_ours_vllm"]
-    assert figures["policy_factor"] == pytest.approx(ratio)
-    assert 0 <= figures["slo_kvasir"] <= 1
+    assert figures["policy_factor"] == pytest.approx(ratio) and 0 <= figures["slo_kvasir"] <= 1
     assert figures["same_length_share_min"] > 0.9
     cells = [json.loads(line) for line in (tmp_path / "cells.jsonl").read_text().splitlines()]
     assert {(cell["kind"], cell["side"]) for cell in cells} >= {
@@ -69,8 +68,7 @@ def test_a_short_run_and_on_with_it(tmp_path: Path, capsys: pytest.CaptureFixtur
     }  # fmt: skip
     requests = (tmp_path / "requests.jsonl").read_text().splitlines()
     assert len(requests) == sum(cell["requests"] for cell in cells)
-    assert (tmp_path / "latency.png").read_bytes().startswith(b"\x89PNG")
-    assert cli.main(refused) == 2
+    assert (tmp_path / "latency.png").read_bytes().startswith(b"\x89PNG") and cli.main(refused) == 2
     assert "--resume" in capsys.readouterr().err
 
 
@@ -85,8 +83,7 @@ def test_the_peer_comes_first_and_quick_has_none(tmp_path: Path) -> None:
     assert plan(tmp_path).sides == ("vllm", "ours_vllm", "kvasir", "oracle")
     assert plan(tmp_path, "--peer", "none", "--oracle", "no").sides == ("ours_vllm", "kvasir")
     quick = plan(tmp_path, quick=True)
-    assert quick.sides == ("ours_vllm", "kvasir")
-    assert quick.requests < plan(tmp_path).requests
+    assert quick.sides == ("ours_vllm", "kvasir") and quick.requests < plan(tmp_path).requests
     assert plan(tmp_path, "--peer", "vllm", quick=True).sides == ("vllm", "ours_vllm", "kvasir")
 
 
@@ -104,10 +101,8 @@ def test_the_kv_is_whole_blocks_for_so_many_mean_requests(tmp_path: Path) -> Non
     made = plan(tmp_path, "--kv-requests", "12")
     assert made.kv_tokens % 32 == 0
     assert made.kv_tokens == pytest.approx(12 * made.prompts.mean_request_tokens, abs=32)
-    assert made.context_tokens % 32 == 0
-    assert made.context_tokens >= max(map(len, made.prompts.measured)) + 64
-    assert plan(tmp_path, "--kv-tokens", "1000").kv_tokens == 1024
-    assert kv_tokens_for(1.0, 1) == 32
+    assert made.context_tokens % 32 == 0 and made.context_tokens >= max(map(len, made.prompts.measured)) + 64
+    assert plan(tmp_path, "--kv-tokens", "1000").kv_tokens == 1024 and kv_tokens_for(1.0, 1) == 32
 
 
 def test_a_run_may_go_on_with_more_patience_but_not_with_other_prompts(tmp_path: Path) -> None:
@@ -138,8 +133,7 @@ def search(knee: int, first: int) -> dict[int, bool]:
 @given(knee=st.integers(-47, 47), first=st.integers(-30, 30))
 def test_it_finds_the_knee(knee: int, first: int) -> None:
     tried = search(knee, first)
-    assert knee_step(tried) == knee
-    assert tried[knee] and not tried[knee + 1]
+    assert knee_step(tried) == knee and tried[knee] and not tried[knee + 1]
 
 
 def test_what_no_rate_overloads_ends_too() -> None:
@@ -165,11 +159,9 @@ def row(kind: str, side: str, **known: Any) -> dict[str, Any]:
 
 def test_the_peer_is_the_yardstick_where_there_is_one() -> None:
     ours = [row("low", "ours_vllm", normalized_ms=4.0)]
-    assert figures.yardstick(ours) == "ours_vllm"
-    assert figures.limit_ms(ours) == 12.0
+    assert figures.yardstick(ours) == "ours_vllm" and figures.limit_ms(ours) == 12.0
     both = [*ours, row("low", "vllm", normalized_ms=6.0), row("search", "vllm")]
-    assert figures.yardstick(both) == "vllm"
-    assert figures.limit_ms(both) == 18.0
+    assert figures.yardstick(both) == "vllm" and figures.limit_ms(both) == 18.0
     assert figures.limit_ms([row("burst", "vllm")]) is None
 
 
@@ -192,11 +184,9 @@ def test_a_rate_is_sustained_in_the_median_and_without_failures(
 def test_the_parts_multiply_to_the_whole() -> None:
     knees = {"vllm": 4.0, "ours_vllm": 5.0, "kvasir": 9.0, "oracle": 10.0}
     made = figures.figures([row("low", "vllm")], knees)
-    assert made["sustained_rate_ratio"] == pytest.approx(2.25)
-    assert made["policy_factor"] == pytest.approx(1.8)
+    assert made["sustained_rate_ratio"] == pytest.approx(2.25) and made["policy_factor"] == pytest.approx(1.8)
     parts = made["engine_factor"] * made["policy_factor_oracle"] * made["prediction_factor"]
-    assert parts == pytest.approx(made["sustained_rate_ratio"])
-    assert made["sustained_kvasir"] == 9.0
+    assert parts == pytest.approx(made["sustained_rate_ratio"]) and made["sustained_kvasir"] == 9.0
 
 
 def test_what_is_not_measured_has_no_figure() -> None:
@@ -214,11 +204,9 @@ def test_levels_are_compared_turn_by_turn() -> None:
         row("beyond", "kvasir", repeat=1, rate_per_s=7.0, attained=0.1)
     )  # of an earlier, coarser knee
     made = figures.figures([row("low", "vllm"), *rows], {"vllm": 5.0})
-    assert made["slo_vllm"] == 0.2
-    assert made["slo_ratio"] == pytest.approx(4.0)
+    assert made["slo_vllm"] == 0.2 and made["slo_ratio"] == pytest.approx(4.0)
     assert made["slo_ratio_worst"] == pytest.approx(3.0)  # 0 counts as one request of a hundred: 50
-    assert made["slo_first_ratio"] == 1.0
-    assert "slo_policy_factor" not in made
+    assert made["slo_first_ratio"] == 1.0 and "slo_policy_factor" not in made
     assert not any(name.startswith("slo") for name in figures.figures(rows, {"kvasir": 5.0}))
     unmatched = [row("beyond", "vllm", rate_per_s=6.0, attained=0.2), *rows[4:5]]
     assert "slo_ratio" not in figures.figures(unmatched, {"vllm": 5.0})
@@ -293,12 +281,10 @@ def test_latencies_count_from_the_plan_and_failures_in_none() -> None:
     late = asked_of(0.0, 1.0, 3.0, 5)
     late.answer.sent_s = 0.5
     made = measure([late, asked_of(1.0, 1.5, 2.5, 2), asked_of(1.0, 9.0, 9.0, 0, error="no")], None)
-    assert (made.requests, made.failures, made.error) == (3, 1, "no")
-    assert made.wall_s == 9.0
+    assert (made.requests, made.failures, made.error) == (3, 1, "no") and made.wall_s == 9.0
     assert made.tok_s == pytest.approx(7 / 9)
     assert made.normalized_ms == pytest.approx((3000 / 5 + 1500 / 2) / 2)
-    assert made.ttft_ms_p50 == pytest.approx(750)
-    assert made.itl_ms_p50 == pytest.approx((500 + 1000) / 2)
+    assert made.ttft_ms_p50 == pytest.approx(750) and made.itl_ms_p50 == pytest.approx((500 + 1000) / 2)
     assert made.late_ms_max == pytest.approx(500)
 
 
@@ -330,9 +316,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     assert answers == pytest.approx(155, rel=0.04)
 
 
-@pytest.mark.parametrize(
-    "text", ["{", '{"response": "x"}', '{"prompt": "x"}', '{"prompt": "x", "length": "y"}']
-)
+@pytest.mark.parametrize("text", ["{", '{"reply": "x"}', '{"prompt": "x"}', '{"prompt": "x", "length": "y"}'])
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "trace.jsonl").write_text(text)
     with pytest.raises(ConfigError, match="each row needs"):
@@ -341,5 +325,4 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_every_prompt_comes_once_before_any_comes_again() -> None:
     found = indices(9, 22, random.Random("x"))
-    assert sorted(found[:9]) == sorted(found[9:18]) == list(range(9))
-    assert len(set(found[18:])) == 4
+    assert sorted(found[:9]) == sorted(found[9:18]) == list(range(9)) and len(set(found[18:])) == 4
