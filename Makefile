@@ -40,8 +40,8 @@ test: .venv/.dev ## set up, run the tests (no GPU, no network, nothing slow); AT
 	$(BIN)/python -m pytest -m "not slow and not gpu and not vllm" -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # The same tests as of native stacks, with vLLM as every worker's engine, then those of its own.
-OF_ANY_ENGINE := $(patsubst %,tests/stack/test_%.py,openai_client openai_sampling structured tools surfaces \
-  embeddings migration faults prefix_cache prefix_placement swap mell)
+OF_ANY_ENGINE := $(patsubst %,tests/stack/test_%.py,openai structured surfaces embeddings \
+  faults prefix_cache swap mell)
 
 test-vllm: .venv/.dev ## the tests with vLLM workers (make setup-vllm first: without it they are skipped)
 	@if [ -e .venv-vllm/.installed ]; then \

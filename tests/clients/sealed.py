@@ -26,10 +26,7 @@ def _bring_up_loopback() -> None:
 
 def main(to_parent: int, port: int, command: list[str]) -> int:
     _bring_up_loopback()
-    with (
-        socket.socket(fileno=to_parent) as parent,
-        socket.create_server(("127.0.0.1", port), backlog=64) as server,
-    ):
+    with socket.socket(fileno=to_parent) as parent, socket.create_server(("127.0.0.1", port)) as server:
         socket.send_fds(parent, [b"."], [server.fileno()])
     return subprocess.call(command)
 

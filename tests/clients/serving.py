@@ -3,11 +3,12 @@
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.tasks import ran
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv" / "bin" / "python"
@@ -28,15 +29,7 @@ class Serving:
 
 
 def _command(word: str, run_dir: Path, *flags: str, limit_s: int) -> None:
-    done = subprocess.run(
-        [PYTHON, "-m", "services", word, "--run-dir", run_dir, *flags],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
+    done = ran([PYTHON, "-m", "services", word, "--run-dir", run_dir, *flags], timeout=limit_s)
     assert done.returncode == 0, f"{word}: {done.returncode}\n{done.stdout}\n{done.stderr}"
 
 

@@ -47,8 +47,7 @@ def test_a_chain_streams_the_same_text_that_it_returns_whole(stack: Serving) -> 
     prompt = ChatPromptTemplate.from_messages([("user", "Tell me a short story about a {animal}.")])
     chain = prompt | chat(stack) | StrOutputParser()
     parts = list(chain.stream({"animal": "dog"}))
-    assert len(parts) > 1
-    assert "".join(parts) == chain.invoke({"animal": "dog"})
+    assert len(parts) > 1 and "".join(parts) == chain.invoke({"animal": "dog"})
 
 
 @pytest.mark.parametrize("stream", [False, True])

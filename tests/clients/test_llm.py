@@ -63,8 +63,7 @@ def test_the_library_streams_two_turns(stack: Serving, user_path: Path) -> None:
     for text in (FIRST, SECOND):
         response = conversation.prompt(text, key=stack.key, max_tokens=MAX_TOKENS, temperature=0)
         parts = [part for part in response if part]
-        assert len(parts) > 1 and "".join(parts).strip()
-        assert response.usage().output > 1
+        assert len(parts) > 1 and "".join(parts).strip() and response.usage().output > 1
     assert len(conversation.responses) == 2
 
 
@@ -135,5 +134,4 @@ def test_errors_of_the_command_line(
     stack: Serving, user_path: Path, model: str, prompt: str, key: str | None, says: str
 ) -> None:
     code, output, errors = run("-m", model, prompt, "--key", key or stack.key)
-    assert (code, output.strip()) == (1, "")
-    assert errors.startswith("Error:") and says in errors
+    assert (code, output.strip()) == (1, "") and errors.startswith("Error:") and says in errors

@@ -2,13 +2,13 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.clients.serving import ROOT, Serving
+from tests.tasks import ran
 
 CHECKS = (
     "not_a_server_error",
@@ -28,15 +28,11 @@ def test_whatever_is_sent(stack: Serving, tmp_path: Path) -> None:
         *("--phases", "examples,coverage,fuzzing", "--max-examples", "12", "--request-timeout", "60"),
         *("--max-time", str(LIMIT_S), "--continue-on-failure", "--no-color", "--generation-database", "none"),
     ]
-    done = subprocess.run(
+    done = ran(
         [sys.executable, "-m", "tests.clients.loopback", *words],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
         timeout=LIMIT_S + 60,
-        check=False,
-        stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     counted = re.search(r"(\d+) generated", done.stdout)

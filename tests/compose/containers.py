@@ -114,7 +114,7 @@ class Project:
     def until_healthy(self, *services: str, limit_s: float = 300.0) -> float:
         """Seconds it took. Raises AssertionError with the last state."""
         return until(
-            lambda: {s: h for s in services if (h := self.health(s)) != "healthy"}, "not healthy", limit_s
+            lambda: {s: h for s in services if (h := self.health(s)) != "healthy"}, "unwell", limit_s
         )
 
     def end(self) -> None:

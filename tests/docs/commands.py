@@ -102,8 +102,7 @@ class Reader:
     """Types commands in a copy of the repository, with a stack on a port of its own."""
 
     def __init__(self, copy: Path, port: int) -> None:
-        self.copy = copy
-        self._port = port
+        self.copy, self._port = copy, port
         kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
         self._environment = {
             **kept,

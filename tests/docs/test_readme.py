@@ -1,18 +1,20 @@
-"""README and docs name only targets, files, links and settings that exist; the tree in docs is the tree.
+"""README and docs name only what exists: targets, files, links, settings, fields, subjects."""
 
-Other examples are drawn in every run, and a run that fails says how to draw its own again.
-"""
-
+import ast
 import os
 import re
-import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from bench.house import layers
+from services.gateway.openai.fields import DESCRIPTIONS, IGNORED, REFUSED, REQUESTS, table
+from services.scheduler.core.sequence import mermaid
+from shared import subjects
 from shared.config import load
+from tests.tasks import ran
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
@@ -27,9 +29,7 @@ FILES = {
     for path in (ROOT / folder).rglob(f"*.{ending}")
 }
 
-DOCUMENTS = sorted(
-    path for path in (*FILES, *(path.name for path in ROOT.glob("*.md"))) if path.endswith(".md")
-)
+DOCUMENTS = sorted(p for p in (*FILES, *(p.name for p in ROOT.glob("*.md"))) if p.endswith(".md"))
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -77,17 +77,9 @@ def test_the_settings_exist_and_take_these_values() -> None:
 def test_examples_differ_from_run_to_run_where_hypothesis_sees_ci() -> None:
     """A bound that only some examples break was not seen there: they were the same every time."""
     script = (
-        "import tests.conftest; from hypothesis import settings as s; print(s().derandomize, s().print_blob)"
+        "import tests.conftest, hypothesis; s = hypothesis.settings(); print(s.derandomize, s.print_blob)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
-        env=os.environ | {"CI": "true"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    done = ran([sys.executable, "-c", script], env=os.environ | {"CI": "true"}, check=True)
     assert done.stdout.split() == ["False", "True"]
 
 
@@ -98,12 +90,75 @@ def test_a_failure_says_its_seed(tmp_path: Path) -> None:
     said = []
     for number in (1, 2):
         environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SEED": str(number)}
-        done = subprocess.run(
-            [ROOT / ".ci" / "run"], env=environment, capture_output=True, text=True, timeout=60, check=False
-        )
+        done = ran([ROOT / ".ci" / "run"], env=environment)
         assert done.returncode != 0
         assert done.stdout.splitlines() == ["make check", f"make test ARGS=--hypothesis-seed={number}"]
         said.append(done.stderr.strip())
-    assert said == [
-        f"failed with this seed; again: make test ARGS=--hypothesis-seed={each}" for each in (1, 2)
-    ]
+    assert said == [f"failed with this seed; again: make test ARGS=--hypothesis-seed={n}" for n in (1, 2)]
+
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def test_the_table_is_the_codes() -> None:
+    again = "write it again: python -m services.gateway.openai.fields > docs/fields.md"
+    assert (DOCS / "fields.md").read_text() == table(), again
+
+
+def test_every_field_is_described_once() -> None:
+    honoured = {name for each in REQUESTS for name in each.model_fields}
+    assert set(DESCRIPTIONS) == honoured and not IGNORED & (honoured | set(REFUSED))
+
+
+DOCUMENT = (ROOT / "docs" / "request-lifecycle.md").read_text()
+PLACES = sorted(set(re.findall(r"`([\w/]+\.py):([\w.]+)`", DOCUMENT)))
+SUBJECTS = sorted(set(re.findall(r"`((?:cmd|evt|tok)\.[\w.<> ]+)`", DOCUMENT)))
+
+
+def defined_names(path: Path) -> set[str]:
+    """Functions and classes of a module, methods as `Class.method`."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = [m for m in node.body if isinstance(m, ast.FunctionDef | ast.AsyncFunctionDef)]
+            names |= {f"{node.name}.{method.name}" for method in methods}
+    return names
+
+
+def known_subjects() -> set[str]:
+    """Every subject that some user may use, with `<id>` where an instance id goes, less the prefix."""
+    users = [f"{service}-0" for service in subjects.SERVICES]
+    table = [subjects.permissions_of(user) for user in (*users, subjects.OPERATOR)]
+    used = {subject for user in table for subject in (*user.publish, *user.subscribe)}
+    built = {re.sub(rf"({'|'.join(users)})\b", "*", subject) for subject in used}
+    return {subject.removeprefix(subjects.PREFIX + ".").replace("*", "<id>") for subject in built}
+
+
+def test_it_names_enough_to_be_followed() -> None:
+    assert len(PLACES) >= 15 and len(SUBJECTS) >= 8
+
+
+@pytest.mark.parametrize(("file", "name"), PLACES)
+def test_every_place_exists(file: str, name: str) -> None:
+    assert (ROOT / file).exists() and name in defined_names(ROOT / file)
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_every_subject_exists(subject: str) -> None:
+    assert re.sub(r"<[\w ]+>", "<id>", subject) in known_subjects()
+
+
+def test_it_is_short() -> None:
+    prose = re.sub(r"```.*?```", "", DOCUMENT, flags=re.S)
+    assert len(prose.split()) <= 600
+
+
+def test_the_layers_are_those_of_the_imports() -> None:
+    """Paste what `python -m bench.house.layers` prints. A box with a plus sign in it is a new circle."""
+    assert f"```mermaid\n{layers.mermaid()}\n```" in DOCUMENT
+
+
+def test_the_diagram_is_the_table() -> None:
+    assert f"```mermaid\n{mermaid().strip()}\n```" in DOCUMENT

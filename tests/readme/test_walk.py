@@ -10,8 +10,7 @@ from tests.readme.walk import Step, Walk, pages, prepared, steps
 def test_every_command_of_the_table_is_taken_in_order() -> None:
     found = [step.command for step in steps(pages())]
     rows = [line for line in pages().splitlines() if re.match(r"\| `(make|python|./kvasir)", line)]
-    assert found[:2] == ["make up", "make test"]
-    assert len(found) == 2 + len(rows)
+    assert found[:2] == ["make up", "make test"] and len(found) == 2 + len(rows)
     assert all(f"`{command}`" in row for command, row in zip(found[2:], rows, strict=True))
 
 

@@ -76,11 +76,8 @@ class Walk:
     """One clone and what is done in it."""
 
     def __init__(self, folder: Path, transcript: IO[str]) -> None:
-        self._folder = folder
-        self._transcript = transcript
-        self._environment = {
-            name: value for name, value in os.environ.items() if name in _KEPT or name[:4] == "PIP_"
-        }
+        self._folder, self._transcript = folder, transcript
+        self._environment = {n: v for n, v in os.environ.items() if n in _KEPT or n[:4] == "PIP_"}
         self._environment |= {"HOME": str(folder.parent), "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
 
     def carry_out(self, step: Step) -> str | None:
@@ -148,8 +145,7 @@ class Terminal:
     def __init__(
         self, command: str, folder: Path, environment: dict[str, str], show: Callable[[str], None]
     ) -> None:
-        self.said = ""
-        self._line = ""
+        self.said, self._line = "", ""
         self._latest: list[str] = []
         self._show = show
         self._master, slave = pty.openpty()

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -13,11 +14,26 @@ from tests.stack.client import OTHER_KEY
 from tests.stack.running import RunningStack, running_stack
 
 
-@pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    """Two workers under default settings. Tests also kill its processes."""
-    with running_stack(tmp_path_factory.mktemp("stack") / "run") as running:
-        yield running
+def stack_of(name: str, scope: Any = "module", **how: Any) -> Any:
+    """A fixture of that name: a stack as `running_stack` starts it."""
+
+    @pytest.fixture(scope=scope, name=name)
+    def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+        with running_stack(tmp_path_factory.mktemp(name) / "run", **how) as running:
+            yield running
+
+    return started
+
+
+SIMULATED = ("--engine", "simulated")
+stack = stack_of("stack", "session")
+"""Two workers under default settings. Tests also kill its processes."""
+_ROOMY = ("worker.kv_blocks=1024", "worker.prefix_cache.enabled=false")
+roomy = stack_of("roomy", "session", workers=1, settings=_ROOMY)
+"""One worker with memory enough and no cache: the text that others should give, too."""
+_LITTLE = ("worker.kv_blocks=64", "worker.simulated.speed=10")
+simulated = stack_of("simulated", "session", settings=_LITTLE, flags=SIMULATED)
+"""Two simulated workers with little memory."""
 
 
 @pytest.fixture
@@ -29,18 +45,8 @@ def http(stack: RunningStack) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def client(stack: RunningStack) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{stack.url}/v1", api_key=stack.key, timeout=STACK_PATIENCE_S, max_retries=0
-    ) as made:
+    with stack.openai_client() as made:
         yield made
-
-
-@pytest.fixture(scope="session")
-def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    """One worker with memory enough and no cache: the text that others should give, too."""
-    settings = ("worker.kv_blocks=1024", "worker.prefix_cache.enabled=false")
-    with running_stack(tmp_path_factory.mktemp("roomy") / "run", workers=1, settings=settings) as running:
-        yield running
 
 
 @pytest.fixture(scope="session")
@@ -54,15 +60,4 @@ def featured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]
         f"gateway.keys={json.dumps(other)}",
     )
     with running_stack(folder / "run", workers=1, settings=settings) as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
-def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    """Two simulated workers with little memory."""
-    settings = ("worker.kv_blocks=64", "worker.simulated.speed=10")
-    flags = ("--engine", "simulated")
-    with running_stack(
-        tmp_path_factory.mktemp("simulated") / "run", settings=settings, flags=flags
-    ) as running:
         yield running

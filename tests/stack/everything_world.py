@@ -138,15 +138,8 @@ class EverythingWorld(MixedWorld):
         self.copied_borrowed = 0
         """For moves, from their creditors."""
         lending = replace(parts, lends=True)
-        super().__init__(
-            seed,
-            wanted,
-            lending,
-            workers=workers,
-            host_blocks=HOST_BLOCKS,
-            disk_blocks=disk_blocks,
-            pace=pace,
-        )
+        tiers = {"host_blocks": HOST_BLOCKS, "disk_blocks": disk_blocks}
+        super().__init__(seed, wanted, lending, workers=workers, pace=pace, **tiers)
         for says in (self.says, *(worker.says for worker in self.workers.values())):
             says["most_lent_blocks"] = MOST_LENT
 
@@ -199,8 +192,7 @@ class EverythingWorld(MixedWorld):
 
     def computed(self, worker: WorkerProcess, work: StepWork) -> set[int]:
         """Each item is read where it is, found to be its sequence's, and written."""
-        memory = self.memories[worker.name]
-        gone = self._gone[worker.name]
+        memory, gone = self.memories[worker.name], self._gone[worker.name]
         lost = {at for at, item in enumerate(work.items) if not gone.isdisjoint(item.sequence.blocks)}
         items = [item for at, item in enumerate(work.items) if at not in lost]
         written = {block for item in items for block in self._written(item) if block < IDS}
@@ -226,9 +218,7 @@ class EverythingWorld(MixedWorld):
         return list(item.sequence.blocks[first:end])
 
     def _compute(self, name: str, memory: Memory, items: list[WorkItem]) -> None:
-        read = {
-            block for item in items for block in item.sequence.blocks[: -(-item.end_token // BLOCK_TOKENS)]
-        }
+        read = {b for i in items for b in i.sequence.blocks[: -(-i.end_token // BLOCK_TOKENS)]}
         written = {block for item in items for block in self._written(item)}
         places = memory.step({block for block in read if block < IDS}, {one for one in written if one < IDS})
         loans = self.loans[name]

@@ -148,6 +148,3 @@ class Gateway(Process):
         stream = self.streams[prepared.ref.key]
         effects = stream.on_prepared(prepared.ref, self.world.now_s, prepared.target, prepared.open_tokens)
         self.apply(stream.key, effects)
-
-    def _tell_scheduler(self, event: str, message: Any) -> None:
-        self.world.send(self.name, self.world.scheduler, lambda: self.world.feed(event, message))

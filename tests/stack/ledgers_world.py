@@ -69,11 +69,8 @@ class LedgersWorld(SettlingWorld):
 
     def leaders(self) -> list[str]:
         """Who believes to lead now."""
-        return [
-            ledger.ledger_id
-            for ledger in self.ledgers.values()
-            if ledger.is_alive and ledger.leadership.leads(self.now_s)
-        ]
+        alive = [ledger for ledger in self.ledgers.values() if ledger.is_alive]
+        return [ledger.ledger_id for ledger in alive if ledger.leadership.leads(self.now_s)]
 
     def quiet_s(self, seconds: float) -> None:
         """So long everybody is heard by everybody."""

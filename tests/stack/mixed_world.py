@@ -26,7 +26,7 @@ from shared.errors import InvalidRequest
 from shared.messages.commands import PlacementItem
 from shared.messages.sequence import SequenceRef
 from tests.stack.actors import Wanted, WorkerProcess
-from tests.stack.world import Pace, World
+from tests.stack.world import World
 
 BLOCKS = 24
 MARKS = Marks(1, 6)
@@ -77,9 +77,7 @@ class MixedWorld(World):
         parts: Parts,
         *,
         workers: int = 3,
-        host_blocks: int = 0,
-        disk_blocks: int = 0,
-        pace: Pace | None = None,
+        **tiers: Any,
     ) -> None:
         self.parts, self.count = parts, workers
         self.loans: dict[str, Loans] = {}
@@ -96,12 +94,10 @@ class MixedWorld(World):
             workers=workers,
             kv_blocks=BLOCKS,
             cached=parts.cached,
-            host_blocks=host_blocks,
-            disk_blocks=disk_blocks,
-            pace=pace or Pace(),
             policy=find_policy(parts.policy),
             rules=Rules(relief=ReliefRules(enabled=parts.relief)),
             says={"most_lent_blocks": CAP * parts.lends},
+            **tiers,
         )
         self.is_checked = name is None
         self.is_lost = lambda effect: isinstance(effect, AskPrediction)  # nobody predicts

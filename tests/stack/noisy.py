@@ -167,10 +167,8 @@ def may_publish(user: str, subject: str) -> bool:
     """As the table of permissions has it."""
     tokens = subject.split(".")
     patterns = [one.split(".") for one in subjects.permissions_of(user).publish]
-    return any(
-        len(one) == len(tokens) and all(a in ("*", b) for a, b in zip(one, tokens, strict=True))
-        for one in patterns
-    )
+    same = [one for one in patterns if len(one) == len(tokens)]
+    return any(all(a in ("*", b) for a, b in zip(one, tokens, strict=True)) for one in same)
 
 
 def targets() -> list[Target]:

@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import openai
 from rich.console import Console
 
 from services.stack.down import down
@@ -21,7 +22,7 @@ from services.stack.obstructions import free_port
 from services.stack.rundir import RunDirectory
 from services.stack.status import status
 from tests.patience import STACK_PATIENCE_S
-from tests.stack.client import Client
+from tests.stack.client import Answer, Client, Question
 from tests.stack.warm import Running, warm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,15 +54,8 @@ class RunningStack:
             return subprocess.CompletedProcess(argv, code, out.read_text(), errors.read_text())
 
     def start(self, *, workers: int = 2, settings: tuple[str, ...] = (), flags: tuple[str, ...] = ()) -> None:
-        words = [
-            "up",
-            "--run-dir",
-            str(self.run_dir),
-            "--port",
-            str(self.port),
-            "--nats-port",
-            str(free_port()),
-        ]
+        ports = [f"--port={self.port}", f"--nats-port={free_port()}"]
+        words = ["up", "--run-dir", str(self.run_dir), *ports]
         words += ["--workers", str(workers), "--model", str(self.model), *flags]
         if not any(setting.startswith("worker.kv_b") for setting in settings):
             settings = (*settings, "worker.kv_blocks=1024")  # the same on all, whatever else has memory here
@@ -126,6 +120,31 @@ class RunningStack:
                 return
             time.sleep(0.1)
         raise AssertionError(f"{name} was not back within {within_s} s: {self.child(name)}\n{self.logs()}")
+
+    def openai_client(self) -> openai.OpenAI:
+        """OpenAI's client of it, for the length of a `with` block."""
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=self.key, timeout=STACK_PATIENCE_S, max_retries=0
+        )
+
+    def answers(self, questions: Sequence[Question]) -> list[Answer]:
+        """To all questions at once, each whole."""
+        found = asyncio.run(self.client().ask_all(questions))
+        assert all(answer.complete for answer in found), [answer.errors for answer in found]
+        return found
+
+    async def ask_and_kill(self, questions: Sequence[Question], after: int, *victims: str) -> list[Answer]:
+        """Answers during which these processes are killed, once so many chunks have come. All come back."""
+        before = {name: self.child(name)["restarts"] for name in victims}
+
+        async def kill() -> None:
+            for name in victims:
+                self.signal(name, signal.SIGKILL)
+
+        answers = await self.client().ask_all(questions, midway=kill, after=after)
+        for name, restarts in before.items():
+            await asyncio.to_thread(self.until_restarted, name, restarts=restarts + 1)
+        return answers
 
     def logs(self, lines: int = 12) -> str:
         """The last lines of every log, for a failing test to show."""

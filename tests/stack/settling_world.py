@@ -187,9 +187,7 @@ class SettlingWorld(LendingWorld):
             life.settling.check_integrity()
             for number, value in life.expected.items():
                 if number < BLOCKS:
-                    assert life.memory[KvTier.DEVICE, number] == value, (
-                        "a block that came home is not what it was"
-                    )
+                    assert life.memory[KvTier.DEVICE, number] == value, "a block came home as another"
                 elif number in member.used:
                     place = member.debts.blocks[number]
                     creditor = self.members[place.grant.creditor_id]
@@ -225,7 +223,4 @@ def ring(world: SettlingWorld, blocks: list[int]) -> None:
 
 def balances(world: LendingWorld) -> dict[str, int]:
     """Lent less borrowed."""
-    return {
-        name: member.grants.lent_blocks() - member.debts.borrowed_blocks
-        for name, member in world.members.items()
-    }
+    return {n: m.grants.lent_blocks() - m.debts.borrowed_blocks for n, m in world.members.items()}

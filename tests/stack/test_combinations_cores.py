@@ -16,15 +16,7 @@ from services.gateway.core.stream import StreamPhase
 from tests.stack.actors import Wanted
 from tests.stack.mixed_world import BLOCKS, LENDS, OFF_DEFAULT, PAIRS, Element, MixedWorld, Parts, name_of
 
-SLOW_ALONE = {
-    "ecoserve",
-    "ecoserve_d",
-    "ecoserve_sd",
-    "ecoserve_sdo",
-    "multires",
-    "orca",
-    "sync_coupled",
-}
+SLOW_ALONE = set("ecoserve ecoserve_d ecoserve_sd ecoserve_sdo multires orca sync_coupled".split())
 """Batching policies that by themselves are below `LEAST` of the default, as the scheduler's README says."""
 NEARLY_SLOW = {"ecoserve_profile", "fastserve", "srtf"}
 """Alone about 0.8 of the default."""

@@ -1,22 +1,31 @@
-"""Every kind of answer and every event of every stream, held against OpenAI's own description."""
+"""Every answer and event held against OpenAI's own description; stored responses; fields of vLLM's and
+OpenAI's, honoured or refused by name; forms drawn to end a process.
+"""
 
+import asyncio
 import json
 import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import httpx
+import openai
 import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 
-from tests.conformance.schemas import violations
+from tests.conformance.schemas import closed, violations
+from tests.fuzz.schemas import request_of
+from tests.patience import STACK_PATIENCE_S
+from tests.stack.running import TINY_CHAT, RunningStack
 
 pytestmark = pytest.mark.stack
 ASK = [{"role": "user", "content": "Tell me a short story about a dog."}]
-CITY: dict[str, Any] = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 20}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
+CITY = closed(city={"type": "string", "maxLength": 20})
 TOOL = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": CITY}}
 FORM = {"type": "json_schema", "json_schema": {"name": "city", "strict": True, "schema": CITY}}
 CHATS: dict[str, dict[str, Any]] = {
@@ -136,3 +145,228 @@ def test_models_and_refusals(http: httpx.Client) -> None:
     ]
     for reply in refused:
         assert 400 <= reply.status_code < 500 and violations("ErrorResponse", reply.json()) == [], reply.text
+
+
+FIRST, THEN = "Tell me a short story about a dog.", "Thank you! What was it about?"
+
+
+@pytest.fixture
+def keeper(featured: RunningStack) -> Iterator[openai.OpenAI]:
+    with featured.openai_client() as made:
+        yield made
+
+
+def test_one_is_found_again_and_deleted(keeper: openai.OpenAI) -> None:
+    reply = keeper.responses.create(model="tiny_chat", input=FIRST, max_output_tokens=20, temperature=0)
+    again = keeper.responses.retrieve(reply.id)
+    assert again == reply and again.output_text and again.store is True  # type: ignore[attr-defined]
+    with keeper.responses.stream(model="tiny_chat", input=FIRST, max_output_tokens=400) as stream:
+        streamed = stream.get_final_response()
+    assert keeper.responses.retrieve(streamed.id).output_text == streamed.output_text
+    keeper.responses.delete(reply.id)
+    for ask in (keeper.responses.retrieve, keeper.responses.delete):
+        with pytest.raises(openai.NotFoundError, match="no response"):
+            ask(reply.id)
+    unstored = keeper.responses.create(model="tiny_chat", input=FIRST, max_output_tokens=4, store=False)
+    with pytest.raises(openai.NotFoundError):
+        keeper.responses.retrieve(unstored.id)
+
+
+def test_a_conversation_goes_on(keeper: openai.OpenAI) -> None:
+    """As it would with all of it sent; also when the first is gone, and from one of both more than once."""
+    asked: dict[str, Any] = {"model": "tiny_chat", "max_output_tokens": 30, "temperature": 0}
+    first = keeper.responses.create(input=FIRST, **asked)
+    turns = [("user", FIRST), ("assistant", first.output_text), ("user", THEN)]
+    sent = keeper.responses.create(input=[{"role": r, "content": text} for r, text in turns], **asked)
+    asked |= {"input": THEN, "previous_response_id": first.id}
+    replies = [keeper.responses.create(**asked) for _ in range(2)]
+    assert {reply.output_text for reply in replies} == {sent.output_text}
+    assert replies[0].previous_response_id == first.id
+    assert replies[0].usage and sent.usage and replies[0].usage.input_tokens == sent.usage.input_tokens
+    keeper.responses.delete(first.id)
+    third = keeper.responses.create(
+        model="tiny_chat", input="Bye.", previous_response_id=replies[0].id, max_output_tokens=4
+    )
+    assert third.usage and third.usage.input_tokens > sent.usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="no response"):
+        keeper.responses.create(model="tiny_chat", input=THEN, previous_response_id=first.id)
+
+
+def test_where_nothing_is_stored_that_is_said(http: httpx.Client) -> None:
+    body = {"model": "tiny_chat", "input": FIRST, "max_output_tokens": 4}
+    assert http.post("/v1/responses", json=body).json()["store"] is False
+    for field in ({"store": True}, {"previous_response_id": "resp_1"}):
+        error = http.post("/v1/responses", json={**body, **field}).json()["error"]
+        assert error["param"] in field and "gateway.stored_responses" in error["message"]
+    for method in ("GET", "DELETE"):
+        reply = http.request(method, "/v1/responses/resp_1")
+        assert reply.status_code == 404 and "gateway.stored_responses" in reply.text
+
+
+SENTENCE = "The old house stood silent beside the road."
+PLAIN = {"model": "tiny_chat", "prompt": SENTENCE, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(TINY_CHAT / "tokenizer.json"))
+
+
+def complete(http: httpx.Client, **fields: Any) -> dict[str, Any]:
+    reply = http.post("/v1/completions", json={**PLAIN, **fields})
+    assert reply.status_code == 200, reply.text
+    found: dict[str, Any] = reply.json()
+    return found
+
+
+def text_of(reply: dict[str, Any]) -> str:
+    return str(reply["choices"][0]["text"])
+
+
+@cache
+def reference() -> Any:
+    return AutoModelForCausalLM.from_pretrained(str(TINY_CHAT), dtype=torch.float32)
+
+
+def true_logprobs(tokens: list[int]) -> list[float]:
+    """Of each token but the first, by the model as transformers computes it."""
+    with torch.inference_mode():
+        logits = reference()(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    return [logits[at, token].item() for at, token in enumerate(tokens[1:])]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 5])
+def test_prompts_are_scored_as_by_the_model(
+    http: httpx.Client, tokenizer: Tokenizer, max_tokens: int
+) -> None:
+    """What lm-eval asks for."""
+    reply = complete(http, echo=True, logprobs=1, max_tokens=max_tokens)
+    prompt = tokenizer.encode(SENTENCE).ids
+    choice, logprobs = reply["choices"][0], reply["choices"][0]["logprobs"]
+    assert choice["text"].startswith(SENTENCE) and choice["finish_reason"] == "length"
+    assert reply["usage"]["prompt_tokens"] == len(prompt)
+    assert reply["usage"]["completion_tokens"] == max_tokens
+    assert len(logprobs["tokens"]) == len(prompt) + max_tokens
+    assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+    torch.testing.assert_close(
+        torch.tensor(logprobs["token_logprobs"][1 : len(prompt)]),
+        torch.tensor(true_logprobs(prompt)),
+        atol=2e-3,
+        rtol=1e-3,
+    )
+    for token, offset in list(zip(logprobs["tokens"], logprobs["text_offset"], strict=True))[1 : len(prompt)]:
+        assert choice["text"][offset:].startswith(token)
+    plain = complete(http, max_tokens=5)
+    assert max_tokens == 0 or choice["text"] == SENTENCE + text_of(plain), "what follows is as without"
+
+
+def test_echo_alone_and_streamed(http: httpx.Client) -> None:
+    plain = text_of(complete(http))
+    assert text_of(complete(http, echo=True)) == SENTENCE + plain
+    lines = http.post("/v1/completions", json={**PLAIN, "echo": True, "stream": True}).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["text"] for event in events) == SENTENCE + plain
+    assert text_of(complete(http, max_tokens=0)) == ""
+    assert text_of(complete(http, max_tokens=0, echo=True)) == SENTENCE
+
+
+def test_prompt_logprobs(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode(SENTENCE).ids
+    reply = complete(http, prompt_logprobs=2, max_tokens=2)
+    found = reply["choices"][0]["prompt_logprobs"]
+    assert len(found) == len(prompt) and found[0] is None
+    for token, entries, true in zip(prompt[1:], found[1:], true_logprobs(prompt), strict=True):
+        assert abs(entries[str(token)]["logprob"] - true) < 5e-3 and 2 <= len(entries) <= 3
+    assert reply["choices"][0]["logprobs"] is None
+
+
+def test_which_tokens_are_chosen(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    wanted = tokenizer.token_to_id("dog")
+    if wanted is None:
+        wanted = tokenizer.encode(" dog", add_special_tokens=False).ids[0]
+    written = tokenizer.decode([wanted])
+    assert text_of(complete(http, logit_bias={str(wanted): 100}, max_tokens=3)) == written * 3
+    assert text_of(complete(http, allowed_token_ids=[wanted], max_tokens=2)) == written * 2
+    plain = text_of(complete(http, max_tokens=30))
+    word = plain.split()[1]
+    assert word in plain and word not in text_of(complete(http, max_tokens=30, bad_words=[word])).split()
+
+
+def test_how_the_text_is_shown(http: httpx.Client) -> None:
+    plain = text_of(complete(http, max_tokens=30))
+    stop = plain.split()[3]
+    cut = text_of(complete(http, max_tokens=30, stop=[stop]))
+    assert text_of(complete(http, max_tokens=30, stop=[stop], include_stop_str_in_output=True)) == cut + stop
+    special = complete(http, skip_special_tokens=False, logit_bias={"4": 100}, max_tokens=1)
+    assert text_of(special) == "<|user|>"
+
+
+def test_prompts_are_cut_and_answers_named(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode(SENTENCE).ids
+    cut = complete(http, truncate_prompt_tokens=4)
+    assert cut["usage"]["prompt_tokens"] == 4 and text_of(cut) == text_of(complete(http, prompt=prompt[-4:]))
+    assert complete(http, prompt=[5] * 9000, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"] > 100
+    assert complete(http, request_id="mine-7")["id"] == "cmpl-mine-7"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"suffix": "x"}, "suffix"),
+        ({"grammar": "x"}, "grammar"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias"),
+        ({"allowed_token_ids": [999999]}, "allowed_token_ids"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"prompt": [5], "max_tokens": 0}, "max_tokens"),
+        ({"guided_regex": "a", "allowed_token_ids": [5]}, "allowed_token_ids"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    ],
+)
+def test_refused_by_name(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    reply = http.post("/v1/completions", json={"model": "tiny_chat", "prompt": SENTENCE, **fields})
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == param
+
+
+AT_ONCE = 6
+MOST_S, MOST_AGAIN = 3.0, 20
+"""Of one request; those that took longer are asked again alone, as other things may have had the machine."""
+
+
+async def ask(client: httpx.AsyncClient, seed: int, model: str) -> tuple[int, float, str]:
+    path, body = request_of(seed, model)
+    began_s = time.monotonic()
+    reply = await client.post(path, content=body)
+    return reply.status_code, time.monotonic() - began_s, reply.text
+
+
+async def all_of(stack: RunningStack, seeds: range) -> None:
+    before = [stack.child(name)["pid"] for name in ("gateway-0", "worker-0", "worker-1")]
+    left, found, slow = iter(seeds), Counter[int](), list[int]()
+    headers = {"Authorization": f"Bearer {stack.key}", "Content-Type": "application/json"}
+    async with httpx.AsyncClient(base_url=stack.url, headers=headers, timeout=STACK_PATIENCE_S) as client:
+
+        async def some() -> None:
+            for seed in left:
+                status, took_s, text = await ask(client, seed, stack.model.name)
+                assert status in (200, 400), f"seed {seed}: {status} {text}"
+                found[status] += 1
+                if took_s > MOST_S:
+                    slow.append(seed)
+
+        await asyncio.gather(*(some() for _ in range(AT_ONCE)))
+        alone = [(seed, await ask(client, seed, stack.model.name)) for seed in slow[:MOST_AGAIN]]
+    print(dict(found), "slow:", slow)
+    assert found.total() == len(seeds) and min(found[200], found[400]) > len(seeds) // 10
+    assert [(seed, took_s) for seed, (_, took_s, _) in alone if took_s > MOST_S] == []
+    assert [stack.child(n)["pid"] for n in ("gateway-0", "worker-0", "worker-1")] == before, stack.logs()
+
+
+async def test_some_forms_end_no_process(stack: RunningStack) -> None:
+    await all_of(stack, range(150))
+
+
+@pytest.mark.slow
+async def test_twenty_thousand_forms_end_no_process(stack: RunningStack) -> None:
+    await all_of(stack, range(20_000))

@@ -1,8 +1,9 @@
-"""Gateway, scheduler and worker cores together: whatever is lost, killed or frozen, every answer is exact."""
+"""Gateway, scheduler and worker cores together, under faults and policies that raise: answers are exact."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -10,10 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.core.stream import StreamPhase
+from services.scheduler.core.effects import Effect as SchedulerEffect
+from services.scheduler.core.effects import SequenceLeft
 from services.scheduler.core.rules import Rules, ShadowRules
+from services.scheduler.core.sequence import Phase
 from services.scheduler.policy import BUILT_IN
+from services.scheduler.policy.contract import BY_ARRIVAL, PolicyFactory
+from services.scheduler.policy.first_come import VllmPolicy
+from shared.errors import PolicyFailed
+from shared.messages.sequence import FinishReason
 from tests.stack.actors import Wanted
-from tests.stack.world import World
+from tests.stack.world import EVEN, World
 
 LONG_ENOUGH_S = 180.0
 AFTERWARDS_S = 15.0
@@ -77,7 +85,7 @@ every_policy = pytest.mark.parametrize("policy", sorted(BUILT_IN))
 
 
 @every_policy
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(scenario=scenarios)
 def test_every_answer_is_exact(policy: str, scenario: dict[str, Any]) -> None:
     play(**scenario, policy=policy)
@@ -86,7 +94,7 @@ def test_every_answer_is_exact(policy: str, scenario: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @every_policy
-@settings(max_examples=2_000, deadline=None)
+@settings(max_examples=2_000)
 @given(scenario=scenarios)
 def test_every_answer_is_exact_however_long_one_looks(policy: str, scenario: dict[str, Any]) -> None:
     play(**scenario, policy=policy)
@@ -115,21 +123,9 @@ def test_a_cut_plan_does_not_take_tokens_from_a_later_attempt() -> None:
         Fault("scheduler", "freeze", 2.0, 2.7914288084025136),
         Fault("scheduler", "kill", 5.0, 1.7849831878081683),
     ]
-    starts_s = (
-        2.583160367690159,
-        0.0,
-        3.5777428637319906,
-        0.0,
-        3.2278275416619415,
-        4.0,
-        0.0,
-        2.2503282629254096,
-    )
+    starts_s = (2.583160367690159, 0.0, 3.5777428637319906, 0.0, 3.2278275416619415, 4, 0, 2.2503282629254096)
     answers = ((1, 1), (1, 1), (1, 2), (50, 1), (18, 20), (35, 2), (39, 60), (33, 1))
-    requests = [
-        (start_s, Wanted(1, answer_tokens, max_tokens))
-        for start_s, (answer_tokens, max_tokens) in zip(starts_s, answers, strict=True)
-    ]
+    requests = [(s, Wanted(1, a, m)) for s, (a, m) in zip(starts_s, answers, strict=True)]
     play(seed=134638, requests=requests, happenings=happenings, kv_blocks=20, loss=0.0)
 
 
@@ -173,3 +169,85 @@ def play(
     assert not any(worker.used_blocks for worker in world.workers.values()), "of sequences that are over"
     assert (world.core.queued, world.core.running) == (0, 0)
     return world
+
+
+REQUESTS = 8
+ABOUT_ONE = ("on_arrival", "queue_key")
+"""Their sequence is new: it alone is refused."""
+EVENTS = ("on_ended", "on_predicted", "on_short", "on_measured", "plan", *ABOUT_ONE)
+
+
+class TellingWorld(World):
+    """The gateway hears which sequences were given up."""
+
+    def _carry_out_plan(self, effect: SchedulerEffect) -> None:
+        super()._carry_out_plan(effect)
+        match effect:
+            case SequenceLeft(ref, Phase.DROPPED, FinishReason.ERROR):
+                self.send(self.scheduler.name, self.gateway, lambda: self.gateway.on_given_up(ref))
+
+
+class Fallible(VllmPolicy):
+    """`vllm`, with a key for the queue."""
+
+    def queue_key(self, task: Any, work_s: float) -> float:
+        return float(BY_ARRIVAL.place(task, work_s)[0])
+
+
+def raising(methods: str, calls: range | float) -> PolicyFactory:
+    """These methods raise in these calls, of whichever object; from that one on where it is a number."""
+    numbers = count()
+
+    def fallible(method: str) -> Callable[..., Any]:
+        def call(self: Any, *arguments: Any) -> Any:
+            number = next(numbers)
+            if number in calls if isinstance(calls, range) else number >= calls:
+                raise ValueError("my own mistake")
+            return getattr(super(made, self), method)(*arguments)
+
+        return call
+
+    made: Any = type("Mine", (Fallible,), {method: fallible(method) for method in methods.split()})
+    factory: PolicyFactory = made
+    return factory
+
+
+def served(method: str, calls: range | float, *, within_s: float = 20.0) -> World:
+    """All requests ended; a quarter of them began while the others ran."""
+    wanted = [Wanted(20 + number, 180 + number, 250) for number in range(REQUESTS)]
+    world = TellingWorld(wanted=wanted, workers=2, kv_blocks=256, policy=raising(method, calls), pace=EVEN)
+    world.is_checked = False  # the check says that a policy raised
+    for number in range(REQUESTS):
+        world.after(1.0 + 0.05 * number, partial(world.submit, (f"r{number}", 0)))
+    world.until(lambda: world.is_over, limit_s=within_s)
+    return world
+
+
+@pytest.mark.parametrize("method", EVENTS)
+def test_what_a_policy_raises_once_costs_no_other_request(method: str) -> None:
+    world = served(method, range(2, 3))
+    refused = [one for one in world.requests if one.refused is not None]
+    for one in refused:
+        assert isinstance(one.refused, PolicyFailed)
+        said = "batching policy Mine raised ValueError: my own mistake (test_cores_together.py:"
+        assert said in str(one.refused)
+    assert len(refused) == (1 if method in ABOUT_ONE else 0)
+    answered = [one for one in world.requests if one.refused is None]
+    assert all(one.tokens == one.expected for one in answered)
+
+
+@pytest.mark.parametrize("method", [*EVENTS, "__init__", "plan on_adopted"])
+def test_a_policy_that_raises_always_leaves_nobody_waiting(method: str) -> None:
+    """Each request has its answer, or an error with the policy's name within a second; and the worker is
+    not asked for snapshots all the time."""
+    world = served(method, 1 if method == "__init__" else 2)
+    for one in world.requests:
+        assert one.tokens == one.expected if one.refused is None else "Mine" in str(one.refused)
+    before = len(world.lines("AskSnapshot"))
+    world.run_until(lambda: False, limit_s=5.0)
+    assert len(world.lines("AskSnapshot")) - before <= 12
+    if method not in ("on_ended", "on_predicted", "on_short"):
+        late, began_s = world.ask_for("late", 20, 10, 40), world.now_s
+        world.until(lambda: late.over, limit_s=1.0)
+        assert isinstance(late.refused, PolicyFailed) and world.now_s - began_s < 1.0
+    assert "Mine" in world.core.describe()["trouble"]

@@ -5,7 +5,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 
 import httpx
 import pytest
@@ -13,8 +13,9 @@ import pytest
 from shared.messages.reports import WorkerReported
 from tests.patience import BUSY_S, STACK_PATIENCE_S
 from tests.stack.client import Answer, Question
+from tests.stack.conftest import stack_of
 from tests.stack.prompts import passage
-from tests.stack.running import RunningStack, running_stack
+from tests.stack.running import RunningStack
 from tests.stack.small_workers import (
     BLOCK_TOKENS,
     BLOCKS,
@@ -35,22 +36,10 @@ BEAT_S, REST_S = 0.25, 0.1
 Debts = dict[tuple[str, str], int]
 POOL_TOKENS = WORKERS * (BLOCKS - STAGED_BLOCKS - 1) * BLOCK_TOKENS
 NAMES = [f"worker-{index}" for index in range(WORKERS)]
-SHAPES = {
-    1: (3.02, ANSWER_TOKENS),
-    2: (3.02, 100),
-    3: (2.02, 80),
-    4: (2.02, 100),
-    5: (1.52, 300),
-    6: (1.3, ANSWER_TOKENS),
-}
+_ALL = ANSWER_TOKENS
+SHAPES = {1: (3.02, _ALL), 2: (3.02, 100), 3: (2.02, 80), 4: (2.02, 100), 5: (1.52, 300), 6: (1.3, _ALL)}
 """By seed: the prompt in workers' KV, the answer in tokens."""
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    folder = tmp_path_factory.mktemp("four") / "run"
-    with running_stack(folder, workers=WORKERS, settings=SETTINGS) as running:
-        yield running
+four = stack_of("four", workers=WORKERS, settings=SETTINGS)
 
 
 def long_question(seed: int) -> Question:
@@ -90,15 +79,12 @@ async def test_the_context_that_is_announced_is_the_pools(four: RunningStack) ->
         assert f"{POOL_TOKENS} tokens" in str(answer.errors)
 
 
-async def test_a_prompt_of_three_workers_kv_is_answered_by_four(
-    four: RunningStack, expected: dict[int, Answer]
-) -> None:
+async def test_a_prompt_of_three_is_answered_by_four(four: RunningStack, expected: dict[int, Answer]) -> None:
     async with heartbeats(four) as heard:
         (answer,) = await four.client().ask_all([long_question(1)])
         await asyncio.sleep(0.5)
     assert answer.complete, f"{answer}\n{four.logs()}"
-    assert answer.text == expected[1].text
-    assert answer.completion_tokens == ANSWER_TOKENS
+    assert answer.text == expected[1].text and answer.completion_tokens == ANSWER_TOKENS
     assert {report.worker_id for report in heard.reports} == set(NAMES)
     lenders = set()
     for report in heard.reports:
@@ -112,7 +98,7 @@ async def test_a_prompt_of_three_workers_kv_is_answered_by_four(
 
 
 @pytest.mark.slow  # the same with three workers' KV above, and `test_long_requests_cores` with all at once
-async def test_two_prompts_of_two_workers_kv_at_once_are_answered_by_four(
+async def test_two_prompts_of_two_are_answered_by_four(
     four: RunningStack, expected: dict[int, Answer]
 ) -> None:
     """Together they need more than all four have."""
@@ -139,9 +125,7 @@ def midway(
 
 
 @pytest.mark.slow  # a killed one is in every run
-async def test_a_frozen_creditor_costs_a_pause_and_no_token(
-    four: RunningStack, expected: dict[int, Answer]
-) -> None:
+async def test_a_frozen_creditor_costs_no_token(four: RunningStack, expected: dict[int, Answer]) -> None:
     frozen: list[str] = []
     strike = midway(four, "lent_blocks", signal.SIGSTOP, frozen)
     try:
@@ -154,9 +138,7 @@ async def test_a_frozen_creditor_costs_a_pause_and_no_token(
         await watch.until(lambda seen: len(seen) == WORKERS and nobody_lends(seen), expected=WORKERS)
 
 
-async def test_a_killed_debtors_blocks_are_free_within_the_lease(
-    four: RunningStack, expected: dict[int, Answer]
-) -> None:
+async def test_a_killed_debtors_blocks_come_home(four: RunningStack, expected: dict[int, Answer]) -> None:
     killed: list[str] = []
     took_s: list[float] = []
     strike = midway(four, "borrowed_blocks", signal.SIGKILL, killed)
@@ -172,13 +154,10 @@ async def test_a_killed_debtors_blocks_are_free_within_the_lease(
 
     (answer,) = await four.client().ask_all([long_question(4)], midway=strike_and_wait, after=10)
     assert answer.complete, f"{answer}\n{four.logs()}"
-    assert answer.text == expected[4].text
-    assert took_s[0] <= LEASE_S + GRACE_S + BUSY_S
+    assert answer.text == expected[4].text and took_s[0] <= LEASE_S + GRACE_S + BUSY_S
 
 
-async def test_a_killed_creditor_costs_time_and_no_token(
-    four: RunningStack, expected: dict[int, Answer]
-) -> None:
+async def test_a_killed_creditor_costs_no_token(four: RunningStack, expected: dict[int, Answer]) -> None:
     killed: list[str] = []
     strike = midway(four, "lent_blocks", signal.SIGKILL, killed)
     (answer,) = await four.client().ask_all([long_question(2)], midway=strike, after=10)
@@ -207,8 +186,7 @@ async def test_a_ledger_killed_while_debts_exist_knows_them_again_within_two_hea
             knows_s = await watch.until(
                 lambda seen: debts_of(seen).keys() >= before.keys(), service="ledger", expected=1
             )
-            assert knows_s <= 2 * BEAT_S + BUSY_S
-            assert most_beats(heard.reports) <= 2
+            assert knows_s <= 2 * BEAT_S + BUSY_S and most_beats(heard.reports) <= 2
             (debtor,) = {name for name, _ in before}
             await watch.until(  # which takes as long as the prompt takes to fill what its worker has
                 lambda seen: (

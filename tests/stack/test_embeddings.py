@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conformance.schemas import violations
-from tests.patience import STACK_PATIENCE_S
 from tests.stack.running import TINY_CHAT, RunningStack
 
 pytestmark = pytest.mark.stack
@@ -25,10 +24,8 @@ def states() -> list[torch.Tensor]:
     model: Any = AutoModelForCausalLM.from_pretrained(TINY_CHAT, dtype=torch.float32)
     model.eval()
     with torch.inference_mode():
-        return [
-            model.model(input_ids=torch.tensor([tokenizer(text).input_ids])).last_hidden_state[0]
-            for text in TEXTS
-        ]
+        inputs = [torch.tensor([tokenizer(text).input_ids]) for text in TEXTS]
+        return [model.model(input_ids=each).last_hidden_state[0] for each in inputs]
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +97,7 @@ def test_refusals_name_the_field(http: httpx.Client, fields: dict[str, Any], par
 def test_the_mean_of_all_tokens(featured: RunningStack, states: list[torch.Tensor]) -> None:
     """Twice, the second time with what the prefix cache has; one token; cut."""
     means = [torch.nn.functional.normalize(each.mean(0), dim=-1).tolist() for each in states]
-    with openai.OpenAI(
-        base_url=f"{featured.url}/v1", api_key=featured.key, timeout=STACK_PATIENCE_S
-    ) as client:
+    with featured.openai_client() as client:
         for _ in range(2):
             reply = client.embeddings.create(model="tiny_chat", input=TEXTS, encoding_format="float")
             np.testing.assert_allclose(vectors(reply), means, atol=1e-4)

@@ -170,9 +170,7 @@ async def response_events(
     async with httpx.AsyncClient(base_url=stack.url, headers=headers, timeout=STACK_PATIENCE_S) as http:
         if name is None:
             body = {"model": "tiny_chat", "input": "Tell me a story.", "stream": True, "temperature": 1.0}
-            asked = http.stream(
-                "POST", "/v1/responses", json=body, headers={"Idempotency-Key": f"response-{after}"}
-            )
+            asked = http.stream("POST", "/v1/responses", json=body, headers={"Idempotency-Key": f"{after}"})
         else:
             query = {"stream": "true"} | ({} if after is None else {"starting_after": str(after)})
             asked = http.stream("GET", f"/v1/responses/{name}", params=query)

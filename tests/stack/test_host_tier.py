@@ -76,7 +76,7 @@ def owed(seen: Seen) -> int:
     return sum(int(row["lent_blocks"]) for row in seen.values())
 
 
-async def test_a_prompt_of_three_workers_kv_lies_in_host_memory(
+async def test_a_prompt_of_three_workers_is_in_host_memory(
     three: RunningStack, expected: list[Answer]
 ) -> None:
     async with heartbeats(three) as heard:
@@ -98,9 +98,7 @@ async def test_a_prompt_of_three_workers_kv_lies_in_host_memory(
 
 
 @pytest.mark.slow  # test_distattention has the same of devices in every run
-async def test_a_killed_creditor_of_host_memory_costs_time_and_no_token(
-    three: RunningStack, expected: list[Answer]
-) -> None:
+async def test_a_killed_creditor_of_host_memory(three: RunningStack, expected: list[Answer]) -> None:
     killed: list[str] = []
 
     async def strike() -> None:

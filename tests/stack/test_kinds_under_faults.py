@@ -19,33 +19,16 @@ import httpx
 import jsonschema
 import pytest
 
+from tests.conformance.schemas import closed
 from tests.patience import STACK_PATIENCE_S
 from tests.stack.prompts import ASKED
 from tests.stack.running import RunningStack, running_stack
 
 pytestmark = pytest.mark.stack
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "title": {"type": "string", "maxLength": 40},
-        "year": {"type": "integer"},
-        "parts": {"type": "array", "items": {"type": "string", "maxLength": 20}, "maxItems": 4},
-    },
-    "required": ["title", "year", "parts"],
-    "additionalProperties": False,
-}
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 30}, "days": {"type": "integer"}},
-            "required": ["city", "days"],
-            "additionalProperties": False,
-        },
-    },
-}
+_PARTS = {"type": "array", "items": {"type": "string", "maxLength": 20}, "maxItems": 4}
+SCHEMA = closed(title={"type": "string", "maxLength": 40}, year={"type": "integer"}, parts=_PARTS)
+_DAYS = closed(city={"type": "string", "maxLength": 30}, days={"type": "integer"})
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": _DAYS}}
 FORM = {"type": "json_schema", "json_schema": {"name": "book", "strict": True, "schema": SCHEMA}}
 KINDS: dict[str, dict[str, Any]] = {
     "json_schema": {"response_format": FORM, "max_tokens": 120},
@@ -85,9 +68,8 @@ async def ask(http: httpx.AsyncClient, body: dict[str, Any]) -> list[dict[str, A
         reply = await http.post("/v1/chat/completions", json=body)
         assert reply.status_code == 200, reply.text
         return [_whole(choice) for choice in reply.json()["choices"]]
-    found: list[dict[str, Any]] = [
-        {"text": "", "calls": {}, "reason": None, "tokens": []} for _ in range(int(body.get("n", 1)))
-    ]
+    choices = range(int(body.get("n", 1)))
+    found = [dict[str, Any](text="", calls={}, reason=None, tokens=[]) for _ in choices]
     is_done = False
     async with http.stream("POST", "/v1/chat/completions", json=body) as response:
         assert response.status_code == 200, (await response.aread()).decode()

@@ -1,6 +1,5 @@
 """The live page in a real Chromium: it shows what /metrics says, obeys keys and fits a phone."""
 
-import asyncio
 import json
 import re
 import signal
@@ -20,9 +19,7 @@ from tests.stack.prompts import mixed
 from tests.stack.running import RunningStack
 
 pytestmark = pytest.mark.stack
-needs_chromium = pytest.mark.skipif(
-    EXECUTABLE is None, reason="there is no Chromium (apt-get install chromium)"
-)
+needs_chromium = pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium (apt-get install chromium)")
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +37,7 @@ def page(tab: Page) -> Page:
 def ask_all(stack: RunningStack, count: int = 24) -> None:
     prompts = mixed(count, longest_words=200, seed=5)
     questions = [Question(prompt, {"seed": seed, "max_tokens": 200}) for seed, prompt in enumerate(prompts)]
-    answers = asyncio.run(stack.client().ask_all(questions))
-    assert all(answer.complete for answer in answers), [answer.errors for answer in answers]
+    stack.answers(questions)
 
 
 def look(page: Page, stack: RunningStack, fragment: str = "") -> None:
@@ -95,13 +91,11 @@ def test_figures_are_those_of_metrics(simulated: RunningStack, page: Page) -> No
     found = sum(value for name, value in hits.items() if name.split()[1] in ("device", "host", "disk"))
     misses = sum(value for name, value in hits.items() if name.endswith("misses"))
     share = page.evaluate("document.querySelector('[data-tile=\"of prompt blocks found\"] b').textContent")
-    assert misses > 0
-    assert share == f"{round(found / (found + misses) * 100)} %"
-    assert page.faults == []
+    assert misses > 0 and share == f"{round(found / (found + misses) * 100)} %" and page.faults == []
 
 
 @needs_chromium
-def test_tenants_hits_and_preemptions_are_those_of_status_and_metrics(
+def test_tenants_hits_and_preemptions_are_as_in_status_and_metrics(
     simulated: RunningStack, page: Page
 ) -> None:
     ask_all(simulated)
@@ -124,7 +118,7 @@ def test_tenants_hits_and_preemptions_are_those_of_status_and_metrics(
 
 
 @needs_chromium
-def test_a_loss_is_told_as_it_happens_and_a_click_says_where_a_request_s_time_went(
+def test_a_loss_is_told_and_a_click_says_where_a_request_s_time_went(
     simulated: RunningStack, page: Page
 ) -> None:
     look(page, simulated)
@@ -163,8 +157,7 @@ def test_decisions_have_words_and_costs(simulated: RunningStack, page: Page) -> 
     assert "worker-0 → worker-1 as kv, 500k bytes, ready in 300 ms" in told[1]
     assert "chose pause: pause 11 blocks for 952 ms, swap 15 blocks for 1.2 s" in told[2]
     page.evaluate("document.querySelector('#event-rows a').click()")
-    assert page.evaluate("window.asked") is True
-    assert page.faults == []
+    assert page.evaluate("window.asked") is True and page.faults == []
 
 
 @needs_chromium
@@ -222,9 +215,7 @@ def test_debts_are_a_graph_a_matrix_or_a_list(simulated: RunningStack, page: Pag
 
 
 @needs_chromium
-def test_the_space_bar_holds_the_page_still_and_nothing_is_missed(
-    simulated: RunningStack, page: Page
-) -> None:
+def test_the_space_bar_holds_the_page_and_nothing_is_missed(simulated: RunningStack, page: Page) -> None:
     look(page, simulated)
     page.evaluate("document.activeElement.blur()")
     page.press(" ")
@@ -265,8 +256,7 @@ def test_it_fits_a_phone_in_either_theme(simulated: RunningStack, page: Page, th
 
 
 def test_data_are_the_admins_and_the_operators(simulated: RunningStack) -> None:
-    assert get(f"{simulated.url}/ui")[0] == 200
-    assert get(f"{simulated.url}/ui/vendor/uPlot.LICENSE")[0] == 200
+    assert get(f"{simulated.url}/ui")[0] == 200 and get(f"{simulated.url}/ui/vendor/uPlot.LICENSE")[0] == 200
     for path in ("/ui/stream", "/ui/workers/worker-0", "/ui/requests/req_1"):
         assert get(f"{simulated.url}{path}")[0] == 401
         assert get(f"{simulated.operator_url}{path}", host="evil.example")[0] == 403

@@ -5,15 +5,15 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.chromium import EXECUTABLE, Page, browser
 from tests.stack.client import Question
+from tests.stack.conftest import stack_of
 from tests.stack.prompts import mixed
-from tests.stack.running import RunningStack, running_stack
+from tests.stack.running import RunningStack
 from tests.stack.test_live_page import gauges, look
 
 WORKERS = 64
@@ -23,14 +23,7 @@ pytestmark = [
     pytest.mark.skipif(EXECUTABLE is None, reason="there is no Chromium (apt-get install chromium)"),
 ]
 SETTINGS = ("worker.kv_blocks=64", "worker.simulated.speed=0.5")
-
-
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    folder = tmp_path_factory.mktemp("fleet") / "run"
-    flags = ("--engine", "simulated")
-    with running_stack(folder, workers=WORKERS, settings=SETTINGS, flags=flags) as running:
-        yield running
+fleet = stack_of("fleet", workers=WORKERS, settings=SETTINGS, flags=("--engine", "simulated"))
 
 
 def test_it_keeps_up_with_64_workers_and_says_what_metrics_say(fleet: RunningStack, tmp_path: Path) -> None:
@@ -58,9 +51,7 @@ def test_it_keeps_up_with_64_workers_and_says_what_metrics_say(fleet: RunningSta
         for worker in (f"worker-{number}" for number in range(WORKERS)):
             title = page.evaluate(f"document.querySelector('[data-worker={worker}]').title")
             shown = [int(number) for number in re.findall(r"\d+", title)]
-            assert shown[:4] == [
-                blocks[f"{worker} {place}"] for place in ("used", "evictable", "free", "total")
-            ]
+            assert shown[:4] == [blocks[f"{worker} {place}"] for place in "used evictable free total".split()]
         assert page.faults == []
 
 

@@ -2,14 +2,14 @@
 
 import asyncio
 import random
-from collections.abc import Iterator
 
 import pytest
 
 from tests.patience import STACK_PATIENCE_S
 from tests.stack.client import Answer, Question
+from tests.stack.conftest import stack_of
 from tests.stack.prompts import passage
-from tests.stack.running import RunningStack, running_stack
+from tests.stack.running import RunningStack
 from tests.stack.small_workers import OWN_TOKENS, SETTINGS
 from tests.stack.watch import watching
 
@@ -25,11 +25,7 @@ def questions() -> list[Question]:
     return [Question(passage(words, random.Random(seed)), FIELDS) for seed in range(REQUESTS)]
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    folder = tmp_path_factory.mktemp("two") / "run"
-    with running_stack(folder, workers=WORKERS, settings=SETTINGS) as running:
-        yield running
+two = stack_of("two", workers=WORKERS, settings=SETTINGS)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +36,7 @@ def expected(roomy: RunningStack) -> list[Answer]:
 
 @pytest.mark.parametrize("turn", range(2))
 @pytest.mark.slow  # on virtual time in every run: test_long_requests_cores
-async def test_all_long_requests_at_once_are_answered(
+async def test_long_requests_at_once_are_answered(
     two: RunningStack, expected: list[Answer], turn: int
 ) -> None:
     async with asyncio.timeout(STACK_PATIENCE_S):

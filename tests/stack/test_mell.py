@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,8 +13,9 @@ from shared.bus import Bus
 from shared.messages.moves import WorkersWanted
 from tests.patience import STACK_PATIENCE_S
 from tests.stack.client import Question, assert_same
+from tests.stack.conftest import stack_of
 from tests.stack.prompts import mixed
-from tests.stack.running import BLOCK_TOKENS, RunningStack, running_stack
+from tests.stack.running import BLOCK_TOKENS, RunningStack
 
 pytestmark = pytest.mark.stack
 WORKERS = 4
@@ -39,11 +39,7 @@ def questions(count: int, *, shortest: int, step: int) -> list[Question]:
     ]
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    folder = tmp_path_factory.mktemp("mell") / "run"
-    with running_stack(folder, workers=WORKERS, settings=SETTINGS) as running:
-        yield running
+four = stack_of("four", workers=WORKERS, settings=SETTINGS)
 
 
 def parked(stack: RunningStack) -> int:

@@ -44,9 +44,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
 
 @pytest.fixture(scope="module")
 def client(both: RunningStack) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{both.url}/v1", api_key=both.key, timeout=STACK_PATIENCE_S, max_retries=0
-    ) as made:
+    with both.openai_client() as made:
         yield made
 
 
@@ -64,11 +62,9 @@ def test_they_are_listed_and_each_says_its_own(client: openai.OpenAI, both: Runn
     listed = httpx.get(f"{both.url}/v1/models", headers=headers, timeout=STACK_PATIENCE_S).json()
     assert violations("ListModelsResponse", listed) == []
     first, second = said(client, "tiny_chat"), said(client, "other")
-    assert first != second
-    assert (said(client, "gpt-4o"), said(client, "other")) == (first, second)
+    assert first != second and (said(client, "gpt-4o"), said(client, "other")) == (first, second)
     reply = client.chat.completions.create(model="gpt-4o", messages=ASK, max_tokens=3)
-    assert reply.model == "tiny_chat"
-    assert client.models.retrieve("gpt-4o").id == "gpt-4o"
+    assert reply.model == "tiny_chat" and client.models.retrieve("gpt-4o").id == "gpt-4o"
     one, two = (client.embeddings.create(model=name, input="a").data[0] for name in ("tiny_chat", "other"))
     assert one.embedding != two.embedding
 
@@ -83,12 +79,7 @@ def test_others_are_refused_and_those_that_are_there_are_named(client: openai.Op
 def test_sequences_are_where_their_model_is(client: openai.OpenAI, both: RunningStack) -> None:
     workers = both.details("scheduler-0")["workers"]
     homes = {row["worker"]: row["model"] for row in workers}
-    assert homes == {
-        "worker-0": "tiny_chat",
-        "worker-1": "other",
-        "worker-2": "tiny_chat",
-        "worker-3": "other",
-    }
+    assert homes == {f"worker-{n}": "other" if n % 2 else "tiny_chat" for n in range(4)}
     placed = {row["worker"]: row["model"] for row in both.details("placement-0")["workers"]}
     assert placed == homes
 
@@ -139,9 +130,7 @@ def test_idle_workers_of_each_model_stop_and_the_last_of_each_stays(tmp_path: Pa
         until_parked(stack)
         shown = {row["model"]: row for row in stack.details("placement-0")["models"]}
         assert {name: row["wanted_workers"] for name, row in shown.items()} == {"tiny_chat": 1, "twin": 1}
-        with openai.OpenAI(
-            base_url=f"{stack.url}/v1", api_key=stack.key, timeout=STACK_PATIENCE_S, max_retries=0
-        ) as client:
+        with stack.openai_client() as client:
             assert said(client, "tiny_chat") == said(client, "twin")
         until_parked(stack)
         learned = {row["model"]: row["finished"] for row in stack.details("predictor-0")["models"]}

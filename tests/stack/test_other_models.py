@@ -8,6 +8,7 @@ Greedy text through the whole stack is what transformers' `generate` gives, also
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,17 +36,9 @@ def make_qwen(folder: Path) -> None:
     """A small Qwen2 checkpoint with random weights."""
     tokenizer = copy_tokenizer(folder)
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        eos_token_id=tokenizer.eos_token_id,
-        initializer_range=0.2,
-    )
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+    known: dict[str, Any] = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, **sizes}
+    config = Qwen2Config(num_key_value_heads=2, max_position_embeddings=1024, initializer_range=0.2, **known)
     Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
@@ -53,19 +46,11 @@ def make_opt(folder: Path) -> None:
     """A small OPT checkpoint with random weights: learned positions, biases, ReLU, no grouped heads."""
     tokenizer = copy_tokenizer(folder)
     torch.manual_seed(0)
-    config = OPTConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        word_embed_proj_dim=128,
-        ffn_dim=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=1024,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        init_std=0.2,
-    )
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    known: dict[str, Any] = {name: getattr(tokenizer, name) for name in names}
+    known |= {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 256, "num_hidden_layers": 3}
+    known |= {"num_attention_heads": 4, "max_position_embeddings": 1024, "init_std": 0.2}
+    config = OPTConfig(vocab_size=len(tokenizer), **known)
     OPTForCausalLM(config).save_pretrained(folder)
 
 
@@ -135,7 +120,6 @@ async def test_many_prompts_under_preemption(tmp_path: Path, references: list[Re
         for answer, reference in zip(answers, references, strict=True)
         if answer.text != reference.text and not model.is_near_tie(reference, answer.text)
     ]
-    assert different == []
-    assert preemptions > 0
+    assert different == [] and preemptions > 0
     near_ties = sum(a.text != r.text for a, r in zip(answers, references, strict=True))
     assert near_ties <= 1

@@ -1,5 +1,6 @@
-"""Policies from outside on real stacks: the examples of the docs, and those that raise."""
+"""Policies on real stacks: the examples of the docs, those that raise, and who is next."""
 
+import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ import httpx
 import pytest
 
 from tests.installed import EXAMPLES, KINDS, install_examples
+from tests.patience import STACK_PATIENCE_S
 from tests.stack.running import RunningStack, running_stack
 
 pytestmark = pytest.mark.stack
@@ -27,9 +29,7 @@ def test_the_examples_of_the_docs_serve(tmp_path: Path, monkeypatch: pytest.Monk
     by_file = {kind: name.replace(str(EXAMPLES), "docs/examples") for kind, name in KINDS.items()}
     installed = install_examples(tmp_path, monkeypatch)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    names = {
-        kind: by_file[kind] if kind in ("policy", "eviction") else name for kind, name in installed.items()
-    }
+    names = {k: by_file[k] if k in ("policy", "eviction") else n for k, n in installed.items()}
     settings = (
         f"scheduler.policy={names['policy']}",
         f"placement.policy={names['placement']}",
@@ -130,8 +130,7 @@ def test_a_policy_that_raises_is_told_at_once_and_others_are_served(
         assert "placement.policy" in fallible or (took_s < 1.0 and fallible["scheduler.policy"] in told), told
         for where in fallible:
             assert "my own mistake" in stack.details(f"{where.partition('.')[0]}-0")["trouble"]
-        assert "well: no" in stack.command("status").stdout
-        assert stack.child("scheduler-0")["restarts"] == 0
+        assert "well: no" in stack.command("status").stdout and stack.child("scheduler-0")["restarts"] == 0
         log = (stack.run_dir / "logs" / "scheduler-0.log").read_text()
         assert log.count("leading") == 1, "no term ended"
 
@@ -148,3 +147,75 @@ def test_a_mistyped_file_or_class_is_told_before_anything_starts(tmp_path: Path)
     ):
         done = stack.command("up", "--port", "0", "--set", f"scheduler.policy={name}")
         assert done.returncode == 2 and says in done.stderr, done.stderr
+
+
+BLOCK_TOKENS, BLOCKS = 16, 64
+SETTINGS = (
+    f"worker.kv_blocks={BLOCKS}",
+    f"worker.block_tokens={BLOCK_TOKENS}",
+    "worker.prefix_cache.enabled=false",
+    "predictor.model=constant",
+)
+FILLING = {"prompt": [20] * 940, "max_tokens": 80}
+"""With its answer it takes all of the memory, for two seconds."""
+LONG = {"prompt": [21] * 900, "max_tokens": 100}
+"""Nothing runs beside it to its end."""
+SHORT = {"prompt": [22] * 40, "max_tokens": 16}
+SHORTS = 6
+
+
+class Reader:
+    """When each answer began."""
+
+    def __init__(self, stack: RunningStack) -> None:
+        self._stack = stack
+        self.began_s: dict[str, float] = {}
+
+    async def ask(self, http: httpx.AsyncClient, name: str, body: dict[str, Any]) -> None:
+        whole = {"model": self._stack.model.name, "stream": True, "ignore_eos": True, "seed": 1, **body}
+        headers = {"Authorization": f"Bearer {self._stack.key}"}
+        async with http.stream("POST", "/v1/completions", json=whole, headers=headers) as response:
+            assert response.status_code == 200, await response.aread()
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    assert "error" not in line, line
+                    self.began_s.setdefault(name, time.monotonic())
+
+    async def until_begun(self, name: str) -> None:
+        async with asyncio.timeout(STACK_PATIENCE_S):
+            while name not in self.began_s:
+                await asyncio.sleep(0.005)
+
+
+async def order_of_starts(stack: RunningStack, priority: int | None = None) -> list[str]:
+    """The long one asks first, the short ones after it, the last of them with `priority`, while another has
+    the memory."""
+    reader = Reader(stack)
+    async with (
+        httpx.AsyncClient(base_url=stack.url, timeout=STACK_PATIENCE_S) as http,
+        asyncio.TaskGroup() as tasks,
+    ):
+        tasks.create_task(reader.ask(http, "filling", FILLING))
+        await reader.until_begun("filling")
+        tasks.create_task(reader.ask(http, "long", LONG))
+        await asyncio.sleep(0.2)
+        for number in range(SHORTS):
+            last = {"priority": priority} if number == SHORTS - 1 and priority is not None else {}
+            tasks.create_task(reader.ask(http, f"short {number}", {**SHORT, **last}))
+    return sorted(reader.began_s, key=reader.began_s.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_long_first"),
+    [("scheduler.policy=vllm", True), ("scheduler.policy_options.passing_share=0.9", False)],
+)
+def test_the_policy_says_who_is_next(tmp_path: Path, policy: str, is_long_first: bool) -> None:
+    """First come, first served: the long one, and nobody before it. `kvasir`: all short ones. With either,
+    whoever has a lower priority is next, though it was the last to ask."""
+    flags = ("--engine", "simulated")
+    with running_stack(tmp_path / "run", workers=1, settings=(*SETTINGS, policy), flags=flags) as stack:
+        begun = asyncio.run(order_of_starts(stack))
+        assert begun[0] == "filling"
+        assert begun.index("long") == (1 if is_long_first else SHORTS + 1), begun
+        begun = asyncio.run(order_of_starts(stack, priority=-1))
+        assert begun[:2] == ["filling", f"short {SHORTS - 1}"], begun

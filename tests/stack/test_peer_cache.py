@@ -42,8 +42,7 @@ class PeerCache:
     """A stack whose caches are too small, and what is asked of it. Of the engine it knows the block size."""
 
     def __init__(self, stack: RunningStack, block_tokens: int) -> None:
-        self.stack = stack
-        self.block_tokens = block_tokens
+        self.stack, self.block_tokens = stack, block_tokens
         self.tenant = Tenant(stack)
 
     def prompts(self, seed: int) -> list[list[int]]:
@@ -136,8 +135,7 @@ def check_a_killed_creditor(cache: PeerCache) -> None:
     restarts = cache.stack.child(filled.creditor)["restarts"]
     cache.stack.signal(filled.creditor, signal.SIGKILL)
     again = cache.ask(cache.prompts(2))
-    assert texts(again) == texts(filled.answers)
-    assert cache.until("cache_lost_blocks") == filled.debtor
+    assert texts(again) == texts(filled.answers) and cache.until("cache_lost_blocks") == filled.debtor
     cache.stack.until_restarted(filled.creditor, restarts=restarts + 1)
     once_more = cache.ask(cache.prompts(2), pause_s=0.1)
     assert texts(once_more) == texts(filled.answers)

@@ -32,9 +32,7 @@ async def asked_twice(stack: RunningStack, questions: list[Question]) -> list[st
     return [each.text for each in answers]
 
 
-async def test_prompts_longer_than_the_device_are_answered_as_by_a_large_worker(
-    tmp_path: Path, roomy: RunningStack
-) -> None:
+async def test_long_prompts_are_answered_as_by_a_large_worker(tmp_path: Path, roomy: RunningStack) -> None:
     with running_stack(tmp_path / "run", workers=1, settings=SMALL) as small:
         assert await asked_twice(small, asked()) == await asked_twice(roomy, asked())
         details = small.details("worker-0")

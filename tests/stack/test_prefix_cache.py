@@ -1,10 +1,11 @@
-"""Stored prefixes through the whole stack: what is asked again is fast, and answered the same."""
+"""Stored prefixes through the whole stack: what is asked again is fast, goes there, and is the same."""
 
 import json
 import random
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,13 +42,8 @@ class Tenant:
 
     def ask(self, path: str, **fields: Any) -> Timed:
         """A streamed greedy answer."""
-        body = {
-            "model": self._model,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **fields,
-        }
+        streamed = {"stream": True, "stream_options": {"include_usage": True}}
+        body = {"model": self._model, "temperature": 0, **streamed, **fields}
         began_s, first_s, text = time.perf_counter(), 0.0, ""
         usage: dict[str, Any] = {}
         with self._http.stream("POST", path, json=body) as response:
@@ -94,8 +90,7 @@ def test_a_long_prompt_asked_again_has_its_first_token_at_once(tenant: Tenant) -
     for seed in (1, 2, 3):
         prompt = prompt_of(seed, 1500)
         first, second = tenant.complete(prompt), tenant.complete(prompt)
-        assert (first.cached_tokens, second.cached_tokens) == (0, MOST_CACHED)
-        assert second.text == first.text
+        assert (first.cached_tokens, second.cached_tokens) == (0, MOST_CACHED) and second.text == first.text
         ratios.append(second.first_token_s / first.first_token_s)
     assert min(ratios) <= 0.25
     whole = tenant.whole(prompt_of(3, 1500))
@@ -145,16 +140,76 @@ def test_a_worker_that_ends_or_is_killed_finds_its_disk_again(tmp_path: Path) ->
         stack.signal("worker-0", signal.SIGTERM)  # nothing has left the device: it is flushed
         stack.until_restarted("worker-0", restarts=1)
         again = tenant.complete(prompt)
-        assert (first.cached_tokens, again.cached_tokens) == (0, 384)
-        assert again.text == first.text
+        assert (first.cached_tokens, again.cached_tokens) == (0, 384) and again.text == first.text
         prompts = [prompt_of(seed, 400) for seed in range(4)]
         before = [tenant.complete(prompt).text for prompt in prompts]
         time.sleep(0.5)
         stack.signal("worker-0", signal.SIGKILL)
         stack.until_restarted("worker-0", restarts=2)
         after = [tenant.complete(prompt) for prompt in prompts]
-        assert [answer.text for answer in after] == before
-        assert after[0].cached_tokens > 0
+        assert [answer.text for answer in after] == before and after[0].cached_tokens > 0
         disk = stack.details("worker-0")["prefix_tiers"][2]
         assert disk["hits"] > 0 and disk["faults"] == 0
         tenant.close()
+
+
+FAMILIES = 6
+PREFIX_TOKENS = 320
+CALM_S = 1.0
+"""News of a cache are on their way for 0.2 s, and a round of heartbeats for 0.25 s."""
+
+
+def cached_tokens(stack: RunningStack, prompts: list[list[int]], at_once: int = 1) -> list[int]:
+    """Return the cached tokens of each prompt, as usage reports them, with `at_once` requests at a time."""
+
+    def ask(prompt: list[int]) -> int:
+        body = {"model": stack.model.name, "prompt": prompt, "max_tokens": 4, "temperature": 0}
+        headers = {"Authorization": f"Bearer {stack.key}"}
+        answer = httpx.post(f"{stack.url}/v1/completions", json=body, headers=headers, timeout=60)
+        assert answer.status_code == 200, answer.text
+        details = answer.json()["usage"].get("prompt_tokens_details") or {}
+        return int(details.get("cached_tokens") or 0)
+
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(ask, prompts))
+
+
+def held_blocks(stack: RunningStack) -> dict[str, int]:
+    """Of each worker, as far as placement knows."""
+    return {row["worker"]: row["cached_blocks"] for row in stack.details("placement-0")["workers"]}
+
+
+def test_a_prompt_goes_to_the_worker_that_has_its_beginning(stack: RunningStack) -> None:
+    """Later prompts come one at a time: of several at once, a busy worker sheds some that it has cached."""
+    dice = random.Random(4)
+    families = [[dice.randrange(100, 4000) for _ in range(PREFIX_TOKENS)] for _ in range(FAMILIES)]
+
+    def prompts() -> list[list[int]]:
+        return [[*family, *(dice.randrange(100, 4000) for _ in range(40))] for family in families]
+
+    before = stack.details("scheduler-0")
+    assert cached_tokens(stack, prompts(), at_once=FAMILIES) == [0] * FAMILIES
+    time.sleep(CALM_S)
+    for _ in range(3):
+        assert min(cached_tokens(stack, prompts())) >= PREFIX_TOKENS - BLOCK_TOKENS
+    time.sleep(CALM_S)
+    held = held_blocks(stack)
+    assert len(held) == 2 and min(held.values()) > 0, f"one worker had nothing to do: {held}"
+
+    after = stack.details("scheduler-0")
+    found, wrong, placed = (
+        after[name] - before[name]
+        for name in ("hits_found_tokens", "hits_error_tokens", "placed_prompt_tokens")
+    )
+    assert found > 0 and wrong <= 0.1 * placed
+    metrics = httpx.get(f"{stack.operator_url}/metrics", timeout=30).text
+    assert 'kvasir_fleet_prefix_tokens{kind="found"}' in metrics
+    routes = [line for line in stack.logs(1000).splitlines() if "route" in line]
+    assert any("costs_s" in line and "worker-0" in line and "worker-1" in line for line in routes)
+
+    restarts = stack.child("placement-0")["restarts"]
+    stack.signal("placement-0", signal.SIGKILL)
+    stack.until_restarted("placement-0", restarts=restarts + 1)
+    time.sleep(CALM_S)
+    assert held_blocks(stack) == held, "a placement that is new asks what there is"
+    assert min(cached_tokens(stack, prompts())) >= PREFIX_TOKENS - BLOCK_TOKENS

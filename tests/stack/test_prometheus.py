@@ -23,6 +23,7 @@ from services.stack.obstructions import free_port
 from tests.stack.client import Question
 from tests.stack.prompts import mixed
 from tests.stack.running import ROOT, RunningStack
+from tests.tasks import ran
 
 MONITORING = ROOT / "deploy" / "monitoring"
 FETCHED = ROOT / ".prometheus" / "usr" / "bin"
@@ -101,11 +102,8 @@ PERFORMANCE_STATISTICS = [
     *(f"rate(vllm:{kind}_tokens_total{WHILE})" for kind in ("prompt", "generation")),
 ]
 """Of `dashboards/grafana/performance_statistics.json` beside it."""
-VLLM = {
-    "grafana": MAIN_DASHBOARD,
-    "query_statistics": QUERY_STATISTICS,
-    "performance_statistics": PERFORMANCE_STATISTICS,
-}
+VLLM = {"grafana": MAIN_DASHBOARD, "query_statistics": QUERY_STATISTICS}
+VLLM["performance_statistics"] = PERFORMANCE_STATISTICS
 
 
 class Prometheus:
@@ -192,7 +190,7 @@ def has_data(series: list[dict[str, Any]]) -> bool:
 
 
 @pytest.mark.parametrize("dashboard", VLLM)
-def test_every_expression_of_a_dashboard_of_vllm_has_data(
+def test_all_of_a_vllm_dashboard_has_data(
     prometheus: Prometheus, simulated: RunningStack, dashboard: str
 ) -> None:
     asked = VLLM[dashboard]
@@ -211,9 +209,7 @@ def test_labels_are_where_dashboards_look_for_them(prometheus: Prometheus, simul
         assert json.load(answer)["data"] == [simulated.model.name]
 
 
-def test_a_gateway_tells_no_other_service_s_own_metrics(
-    prometheus: Prometheus, simulated: RunningStack
-) -> None:
+def test_a_gateway_tells_no_other_services_metrics(prometheus: Prometheus, simulated: RunningStack) -> None:
     """`kvasir_worker_…` there is what heartbeats say, by worker."""
     series = prometheus.ask('{__name__=~"kvasir_(worker|scheduler|predictor|placement|ledger)_.+"}', "")
     assert series
@@ -223,12 +219,7 @@ def test_a_gateway_tells_no_other_service_s_own_metrics(
 
 
 def test_the_configuration_is_what_prometheus_takes() -> None:
-    done = subprocess.run(
-        [str(program("promtool")), "check", "config", str(MONITORING / "prometheus.yml")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = ran([str(program("promtool")), "check", "config", str(MONITORING / "prometheus.yml")])
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -15,12 +15,8 @@ from tests.stack.running import RunningStack, running_stack
 
 pytestmark = pytest.mark.stack
 REQUESTS = 50
-SETTINGS = (
-    "worker.kv_blocks=64",
-    "worker.simulated.speed=1",
-    "worker.prefix_cache.enabled=false",
-    "scheduler.relief=false",
-)
+_WORKERS = ("worker.kv_blocks=64", "worker.simulated.speed=1", "worker.prefix_cache.enabled=false")
+SETTINGS = (*_WORKERS, "scheduler.relief=false")
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +46,7 @@ def test_the_simulator_decides_as_the_stack_did(stack: RunningStack, tmp_path: P
     replay = Replay(read_recording(path))
     outcome = replay.as_it_was()
     agreed = replay.agreement(outcome)
-    assert agreed.requests == REQUESTS
-    assert agreed.same_order > 0.98
-    assert agreed.same_batches > 0.85
+    assert agreed.requests == REQUESTS and agreed.same_order > 0.98 and agreed.same_batches > 0.85
     live_s = sum((each.ended_s or 0.0) - each.arrival_s for each in replay.run.requests)
     assert sum(record.jct_s for record in outcome.records) == pytest.approx(live_s, rel=0.1)
 
@@ -68,8 +62,7 @@ def test_explain_says_what_another_setting_would_have_made_of_it(stack: RunningS
     shown = stack.command("explain", slow, "--what-if")
     assert shown.returncode == 0, shown.stdout + shown.stderr
     text = " ".join(shown.stdout.split())
-    assert "it would have ended with ecoserve " in text
-    assert "with one more worker " in text
+    assert "it would have ended with ecoserve " in text and "with one more worker " in text
     done = stack.command("explain", slow, "--json", "--what-if", "vllm", "+2")
     told = json.loads(done.stdout)["what_if"]
     assert [(each["policy"], each["workers"]) for each in told["what_if"]] == [("vllm", 2), ("kvasir", 4)]

@@ -21,12 +21,10 @@ import pytest
 from bench.kit.load import Answer, Target, complete_all, insist
 from shared.release import PROTOCOL
 from tests.stack.running import ROOT, RunningStack, running_stack
+from tests.tasks import ran
 
-pytestmark = [
-    pytest.mark.stack,
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("default:this clone has no earlier release"),
-]
+_WARNS = pytest.mark.filterwarnings("default:this clone has no earlier release")
+pytestmark = [pytest.mark.stack, pytest.mark.slow, _WARNS]
 
 UNTAGGED = "bde2a74"
 """Where nothing is tagged: a state of 2026-11-24."""
@@ -41,9 +39,7 @@ _ROLL_S = 300.0
 def last_release(root: Path) -> str | None:
     """The last tag before this commit, or the commit above; None where this is no clone that has it."""
     git = ["git", "-C", str(root)]
-    tag = subprocess.run(
-        [*git, "describe", "--tags", "--abbrev=0", "HEAD^"], capture_output=True, text=True, check=False
-    )
+    tag = ran([*git, "describe", "--tags", "--abbrev=0", "HEAD^"])
     name = tag.stdout.strip() or UNTAGGED
     found = subprocess.run([*git, "cat-file", "-e", f"{name}^{{tree}}"], capture_output=True, check=False)
     return None if found.returncode else name
@@ -131,17 +127,14 @@ def test_the_last_release_is_the_last_tag_before_this_commit(tmp_path: Path) -> 
         assert last_release(tmp_path) == (f"v{number - 1}" if number else None)
 
 
-async def test_nothing_is_lost_or_changed_on_the_way_to_another_release_and_back(
-    stack: RunningStack, old_code: Path
-) -> None:
+async def test_nothing_is_lost_on_the_way_to_a_release_and_back(stack: RunningStack, old_code: Path) -> None:
     target = Target(stack.port, stack.model.name, stack.key)
     wanted = await complete_all(target, bodies(), _DEADLINE_S)
     texts = {answer.text for answer in wanted}
     assert all(answer.ok for answer in wanted) and len(texts) == STREAMS
     for code in (old_code, ROOT):
         answers = await _served_while_rolling(stack, target, code)
-        assert len(answers) >= STREAMS
-        assert not [answer.error for answer in answers if not answer.ok]
+        assert len(answers) >= STREAMS and not [answer.error for answer in answers if not answer.ok]
         assert {answer.text for answer in answers} <= texts
         assert {answer.completion_tokens for answer in answers} == {_TOKENS}
         names = ("gateway-0", "gateway-1", "scheduler-0", "worker-0", "worker-1")

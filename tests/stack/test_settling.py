@@ -3,7 +3,7 @@
 import asyncio
 import random
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -12,8 +12,9 @@ from shared import subjects
 from shared.bus import Bus
 from shared.messages.commands import WantKv
 from tests.stack.client import Answer, Question
+from tests.stack.conftest import stack_of
 from tests.stack.prompts import passage
-from tests.stack.running import RunningStack, running_stack
+from tests.stack.running import RunningStack
 from tests.stack.watch import Seen, bus_access, lent, nobody_owes, watching
 from tests.tasks import running
 
@@ -54,10 +55,7 @@ def expected(roomy: RunningStack) -> dict[int, list[Answer]]:
     return {seed: asyncio.run(roomy.client().ask_all(questions(seed))) for seed in (1, 2)}
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    with running_stack(tmp_path_factory.mktemp("settling") / "run", settings=SETTINGS) as running:
-        yield running
+two = stack_of("two", settings=SETTINGS)
 
 
 @asynccontextmanager
@@ -115,9 +113,7 @@ def owe_each_other(seen: Seen) -> bool:
 
 
 @pytest.mark.slow  # whether debts arise in a circle before they are used up is chance, rare on a busy machine
-async def test_debts_are_settled_in_mid_decode_and_the_text_is_the_same(
-    two: RunningStack, expected: dict[int, list[Answer]]
-) -> None:
+async def test_debts_are_settled_in_mid_decode(two: RunningStack, expected: dict[int, list[Answer]]) -> None:
     async with watching(two) as watch:
         async with mutual_need(two):
             await watch.until(owe_each_other)
@@ -160,6 +156,4 @@ async def test_a_participant_killed_in_mid_settlement_leaves_nothing_half_done(
         )
         await asyncio.to_thread(two.until_restarted, "worker-1", restarts=restarts + 1)
         await watch.until(nobody_owes)
-        await watch.until(
-            lambda seen: all(row["free_blocks"] == row["total_blocks"] for row in seen.values())
-        )
+        await watch.until(lambda seen: all(w["free_blocks"] == w["total_blocks"] for w in seen.values()))

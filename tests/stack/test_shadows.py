@@ -2,13 +2,13 @@
 
 import random
 import signal
-from collections.abc import Iterator
 
 import pytest
 
 from tests.stack.client import Question, assert_same
+from tests.stack.conftest import stack_of
 from tests.stack.prompts import passage
-from tests.stack.running import BLOCK_TOKENS, RunningStack, running_stack
+from tests.stack.running import BLOCK_TOKENS, RunningStack
 from tests.stack.watch import Seen, watching
 
 pytestmark = pytest.mark.stack
@@ -24,19 +24,14 @@ def question() -> Question:
     return Question(passage(PROMPT_WORDS, random.Random(11)), fields)
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    with running_stack(tmp_path_factory.mktemp("shadows") / "run", settings=SHADOWED) as running:
-        yield running
+pair = stack_of("pair", settings=SHADOWED)
 
 
 def told(seen: Seen, name: str, what: str) -> int:
     return int(seen[name].get(what, 0))
 
 
-async def test_a_killed_workers_answer_goes_on_from_the_copies_of_its_kv(
-    pair: RunningStack, roomy: RunningStack
-) -> None:
+async def test_a_killed_workers_answer_goes_on_from_copies(pair: RunningStack, roomy: RunningStack) -> None:
     expected = await roomy.client().ask_all([question()])
     keepers: list[str] = []
 
@@ -45,9 +40,7 @@ async def test_a_killed_workers_answer_goes_on_from_the_copies_of_its_kv(
             seen = await watch.ask("worker", 2)
             victim = next(name for name in seen if told(seen, name, "sequences"))
             keeper = next(name for name in seen if name != victim)
-            await watch.until(
-                lambda now: keeper in now and told(now, keeper, "shadow_blocks") >= PROMPT_BLOCKS
-            )
+            await watch.until(lambda s: keeper in s and told(s, keeper, "shadow_blocks") >= PROMPT_BLOCKS)
             keepers.append(keeper)
         pair.signal(victim, signal.SIGKILL)
 

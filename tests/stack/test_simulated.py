@@ -1,15 +1,14 @@
 """A stack whose workers compute nothing: four of them, memory for a third of the load, and kills."""
 
 import asyncio
-import signal
-from collections.abc import Iterator
 
 import pytest
 
 from services.worker.engine.simulated import answer_tokens
 from tests.stack.client import Answer, Question, assert_same
+from tests.stack.conftest import stack_of
 from tests.stack.prompts import mixed
-from tests.stack.running import RunningStack, running_stack
+from tests.stack.running import RunningStack
 
 pytestmark = pytest.mark.stack
 STREAMS = 48
@@ -19,13 +18,7 @@ QUESTIONS = [
     Question(prompt, {"seed": seed, "max_tokens": 400})
     for seed, prompt in enumerate(mixed(STREAMS, longest_words=300, seed=2))
 ]
-
-
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    folder = tmp_path_factory.mktemp("simulated") / "run"
-    with running_stack(folder, workers=4, settings=SETTINGS, flags=FLAGS) as running:
-        yield running
+stack = stack_of("stack", workers=4, settings=SETTINGS, flags=FLAGS)
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +34,4 @@ def test_answers_are_as_long_as_their_seeds_say(undisturbed: list[Answer]) -> No
 
 @pytest.mark.parametrize("name", ["worker-2", "scheduler-0"])
 async def test_killed(stack: RunningStack, undisturbed: list[Answer], name: str) -> None:
-    before = stack.child(name)["restarts"]
-
-    async def kill() -> None:
-        stack.signal(name, signal.SIGKILL)
-
-    answers = await stack.client().ask_all(QUESTIONS, midway=kill, after=400)
-    assert_same(answers, undisturbed)
-    await asyncio.to_thread(stack.until_restarted, name, restarts=before + 1)
+    assert_same(await stack.ask_and_kill(QUESTIONS, 400, name), undisturbed)

@@ -3,12 +3,12 @@
 import asyncio
 import random
 import signal
-from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from tests.stack.client import Answer, Question, assert_same
+from tests.stack.conftest import stack_of
 from tests.stack.prompts import passage
 from tests.stack.running import RunningStack, running_stack
 from tests.stack.small_workers import BLOCK_TOKENS, BLOCKS, OWN_TOKENS, SETTINGS, until_announced
@@ -39,16 +39,10 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
         return asyncio.run(one.client().ask_all(QUESTIONS))
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    folder = tmp_path_factory.mktemp("two") / "run"
-    with running_stack(folder, workers=2, settings=(*SETTINGS, SPEED), flags=FLAGS) as running:
-        yield running
+two = stack_of("two", workers=2, settings=(*SETTINGS, SPEED), flags=FLAGS)
 
 
-async def test_a_prompt_longer_than_a_worker_is_answered_and_all_comes_home(
-    two: RunningStack, expected: list[Answer]
-) -> None:
+async def test_a_prompt_longer_than_a_worker_is_answered(two: RunningStack, expected: list[Answer]) -> None:
     await until_announced(two, ALL_LEND_TOKENS)
     told: list[str] = []
 
@@ -73,7 +67,7 @@ async def test_a_prompt_longer_than_a_worker_is_answered_and_all_comes_home(
         await watch.until(nobody_owes)
 
 
-async def test_a_killed_creditor_costs_time_and_no_token(two: RunningStack, expected: list[Answer]) -> None:
+async def test_a_killed_creditor_costs_no_token(two: RunningStack, expected: list[Answer]) -> None:
     await until_announced(two, ALL_LEND_TOKENS)
     killed: list[str] = []
 

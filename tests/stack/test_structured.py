@@ -1,30 +1,23 @@
-"""Structured answers on a whole stack: valid, refused before any work, the same when workers are killed."""
+"""Structured answers and tool calls on a whole stack: valid, streamed or not, the same under kills."""
 
 import json
-import signal
 from typing import Any
 
-import httpx
 import jsonschema
 import openai
 import pytest
+from openai.types.chat import ChatCompletionToolParam
 from pydantic import BaseModel
 
+from tests.conformance.schemas import closed
 from tests.stack.client import Answer, Question, assert_same
 from tests.stack.running import RunningStack
+from tests.stack.test_openai import conforms
 
 pytestmark = pytest.mark.stack
 STREAMS = 16
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "title": {"type": "string"},
-        "year": {"type": "integer"},
-        "parts": {"type": "array", "items": {"type": "string"}},
-    },
-    "required": ["title", "year", "parts"],
-    "additionalProperties": False,
-}
+_PARTS = {"type": "array", "items": {"type": "string"}}
+SCHEMA = closed(title={"type": "string"}, year={"type": "integer"}, parts=_PARTS)
 FORM = {"type": "json_schema", "json_schema": {"name": "book", "strict": True, "schema": SCHEMA}}
 
 
@@ -51,29 +44,9 @@ async def test_answers_keep_their_form_when_a_worker_is_killed(stack: RunningSta
     undisturbed = await stack.client().ask_all(questions)
     check(undisturbed)
     for name in ("worker-0", "worker-1"):
-        before = stack.child(name)["restarts"]
-
-        async def kill(name: str = name) -> None:
-            stack.signal(name, signal.SIGKILL)
-
-        answers = await stack.client().ask_all(questions, midway=kill, after=STREAMS * 12)
+        answers = await stack.ask_and_kill(questions, STREAMS * 12, name)
         assert_same(answers, undisturbed)
         check(answers)
-        stack.until_restarted(name, restarts=before + 1)
-
-
-def test_refused_before_any_work(http: httpx.Client) -> None:
-    body = {
-        "model": "tiny_chat",
-        "messages": [{"role": "user", "content": "hi"}],
-        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}},
-    }
-    refused = http.post("/v1/chat/completions", json=body)
-    assert refused.status_code == 400
-    error = refused.json()["error"]
-    assert (
-        error["param"] == "response_format.json_schema.schema" and "not is not supported" in error["message"]
-    )
 
 
 class Dog(BaseModel):
@@ -93,3 +66,61 @@ def test_parse_of_the_openai_client(client: openai.OpenAI) -> None:
     )
     for choice in parsed.choices:
         assert isinstance(choice.message.parsed, Dog)
+
+
+CITY = closed(city={"type": "string"}, unit={"enum": ["C", "F"]})
+TOOLS: list[ChatCompletionToolParam] = [
+    {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": CITY}},
+    {"type": "function", "function": {"name": "now", "description": "The time."}},
+]
+ASK: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+
+
+def check_call(name: str, arguments: str) -> None:
+    schemas = {"weather": CITY, "now": {"type": "object", "maxProperties": 0}}
+    jsonschema.validate(json.loads(arguments), schemas[name])
+
+
+def test_required_calls_are_valid_and_may_be_answered(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(
+        model="tiny_chat", messages=ASK, tools=TOOLS, tool_choice="required", max_tokens=200, seed=1, n=3
+    )
+    conforms("CreateChatCompletionResponse", reply.model_dump(mode="json", exclude_unset=True))
+    for choice in reply.choices:
+        assert choice.finish_reason == "tool_calls" and choice.message.tool_calls
+        for call in choice.message.tool_calls:
+            assert call.type == "function"
+            check_call(call.function.name, call.function.arguments)
+    message = reply.choices[0].message
+    results: list[Any] = [
+        {"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in message.tool_calls or ()
+    ]
+    history: list[Any] = [*ASK, message.model_dump(), *results]
+    after = client.chat.completions.create(model="tiny_chat", messages=history, tools=TOOLS, max_tokens=8)
+    assert after.choices[0].message.content
+
+
+def test_the_stream_says_the_same(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {
+        "model": "tiny_chat",
+        "messages": ASK,
+        "tools": TOOLS,
+        "tool_choice": {"type": "function", "function": {"name": "weather"}},
+        "max_tokens": 80,
+        "seed": 5,
+    }
+    whole = client.chat.completions.create(**fields).choices[0]
+    pieces: list[Any] = []
+    reason = None
+    for chunk in client.chat.completions.create(**fields, stream=True):
+        conforms("CreateChatCompletionStreamResponse", chunk.model_dump(mode="json", exclude_unset=True))
+        pieces += chunk.choices[0].delta.tool_calls or []
+        reason = chunk.choices[0].finish_reason or reason
+    assert reason == whole.finish_reason == "tool_calls" and whole.message.tool_calls
+    (call,) = whole.message.tool_calls
+    assert call.type == "function"
+    assert pieces[0].function is not None and pieces[0].function.name == call.function.name == "weather"
+    assert pieces[0].id and all(piece.index == 0 for piece in pieces)
+    streamed = "".join(piece.function.arguments or "" for piece in pieces if piece.function)
+    assert streamed == call.function.arguments
+    check_call("weather", streamed)

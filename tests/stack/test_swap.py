@@ -1,14 +1,13 @@
 """Memory runs out and sequences wait on the host: every answer is what it is with memory enough."""
 
 import asyncio
-import signal
-from collections.abc import Iterator
 
 import pytest
 
 from tests.stack.client import Answer, Question, assert_same
+from tests.stack.conftest import stack_of
 from tests.stack.prompts import long_questions
-from tests.stack.running import BLOCK_TOKENS, RunningStack, running_stack
+from tests.stack.running import BLOCK_TOKENS, RunningStack
 
 pytestmark = pytest.mark.stack
 STREAMS = 8
@@ -28,15 +27,10 @@ def questions() -> list[Question]:
 
 @pytest.fixture(scope="module")
 def expected(roomy: RunningStack) -> list[Answer]:
-    answers = asyncio.run(roomy.client().ask_all(questions()))
-    assert all(answer.complete for answer in answers)
-    return answers
+    return roomy.answers(questions())
 
 
-@pytest.fixture(scope="module")
-def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    with running_stack(tmp_path_factory.mktemp("crowded") / "run", workers=1, settings=SMALL) as stack:
-        yield stack
+crowded = stack_of("crowded", workers=1, settings=SMALL)
 
 
 def test_swapped_and_back(crowded: RunningStack, expected: list[Answer]) -> None:
@@ -48,12 +42,5 @@ def test_swapped_and_back(crowded: RunningStack, expected: list[Answer]) -> None
     assert from_host["hits"] > 0, worker
 
 
-def test_killed_while_some_wait_on_the_host(crowded: RunningStack, expected: list[Answer]) -> None:
-    before = crowded.child("worker-0")["restarts"]
-
-    async def kill() -> None:
-        crowded.signal("worker-0", signal.SIGKILL)
-
-    answers = asyncio.run(crowded.client().ask_all(questions(), midway=kill, after=300))
-    assert_same(answers, expected)
-    crowded.until_restarted("worker-0", restarts=before + 1)
+async def test_killed_while_some_wait_on_the_host(crowded: RunningStack, expected: list[Answer]) -> None:
+    assert_same(await crowded.ask_and_kill(questions(), 300, "worker-0"), expected)

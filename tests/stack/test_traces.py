@@ -18,16 +18,7 @@ from tests.patience import STACK_PATIENCE_S, until
 from tests.stack.running import RunningStack, running_stack
 
 pytestmark = pytest.mark.stack
-HOPS = {
-    "sequence",
-    "queued",
-    "SubmitSequence",
-    "PredictLength",
-    "PlaceSequences",
-    "compute",
-    "prefill",
-    "decode",
-}
+HOPS = set("sequence queued SubmitSequence PredictLength PlaceSequences compute prefill decode".split())
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +67,7 @@ async def test_a_request_is_one_trace_through_all_services(stack: RunningStack, 
     assert said["http.response.status_code"] == 200 and request.events == ("accepted", "first token")
     known = {value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")}
     given = {name for span in spans for name in span.attributes if name.startswith("gen_ai.")}
-    assert given <= known and len(given) > 10
-    assert re.fullmatch(r"req_[0-9a-f]{32}", said["kvasir.request_id"])
+    assert given <= known and len(given) > 10 and re.fullmatch(r"req_[0-9a-f]{32}", said["kvasir.request_id"])
 
     above = {span.name: by_id[span.parent_id].name for span in spans if span is not request}
     assert above == {
@@ -106,9 +96,7 @@ async def test_a_request_is_one_trace_through_all_services(stack: RunningStack, 
     assert sequence.attributes["kvasir.worker"] == computed.attributes["kvasir.worker"] == computed.instance
 
 
-async def test_what_is_resumed_elsewhere_stays_in_its_trace(
-    stack: RunningStack, collector: Collector
-) -> None:
+async def test_what_is_resumed_stays_in_its_trace(stack: RunningStack, collector: Collector) -> None:
     """The worker that is killed sends nothing any more; the one that goes on does."""
     trace_id = f"{0xABC2:032x}"
     before = len(routes(stack))

@@ -20,10 +20,8 @@ class VirtualTiers:
     def __init__(self, after: After, random: Random, copies_s: Sequence[float], faults: float) -> None:
         """A copy takes one of `copies_s`; of loads a share of `faults` ends early, of writes and reads of the
         disk it fails."""
-        self._after = after
-        self._random = random
-        self._copies_s = copies_s
-        self._faults = faults
+        self._after, self._random = after, random
+        self._copies_s, self._faults = copies_s, faults
         self._slots: dict[int, BlockHash] = {}
         self._open: dict[int, Sequence[Store]] = {}
         self.loaded_blocks = self.lost_loads = self.stored_blocks = self.late_stores = 0

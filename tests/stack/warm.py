@@ -34,11 +34,8 @@ from services.stack.supervisor import ChildSpec
 from services.stack.table import kvasir_table
 from shared.subjects import SERVICES
 
-_IMPORTED = (
-    *(f"services.{name}.service" for name in SERVICES),
-    "services.worker.building",
-    "services.stack.up",
-)
+_OTHERS = ("services.worker.building", "services.stack.up")
+_IMPORTED = (*(f"services.{name}.service" for name in SERVICES), *_OTHERS)
 _START_S = 240.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
 
@@ -128,10 +125,7 @@ class ForkedSeed:
 
 def _table(*arguments: Any, **named: Any) -> list[ChildSpec]:
     specs = kvasir_table(*arguments, **named)
-    return [
-        replace(spec, launch=ForkedSeed(Path(spec.argv[3]))) if spec.name == "seed" else spec
-        for spec in specs
-    ]
+    return [replace(s, launch=ForkedSeed(Path(s.argv[3]))) if s.name == "seed" else s for s in specs]
 
 
 def _listen(path: Path) -> None:

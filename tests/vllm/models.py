@@ -10,15 +10,11 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.stack.running import TINY_CHAT
 
-_COMMON: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.2,
-}
+_SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+_COMMON: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+_COMMON["initializer_range"] = 0.2
+_WINDOWS = {"sliding_window": 48, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def _qwen2(common: dict[str, Any]) -> Any:
@@ -37,46 +33,24 @@ def _gemma3(common: dict[str, Any]) -> Any:
     """Layers with a window beside layers without."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-    kinds = ["sliding_attention", "full_attention"] * 2
-    return Gemma3ForCausalLM(
-        Gemma3TextConfig(
-            head_dim=64, sliding_window=48, layer_types=kinds, query_pre_attn_scalar=64, **common
-        )
-    )
+    return Gemma3ForCausalLM(Gemma3TextConfig(head_dim=64, query_pre_attn_scalar=64, **_WINDOWS, **common))
 
 
 def _mixtral(common: dict[str, Any]) -> Any:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    return MixtralForCausalLM(
-        MixtralConfig(num_local_experts=4, num_experts_per_tok=2, sliding_window=None, **common)
-    )
+    return MixtralForCausalLM(MixtralConfig(sliding_window=None, **_EXPERTS, **common))
 
 
 def _gpt_oss(common: dict[str, Any]) -> Any:
     """Attention with sinks, and experts."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
-    kinds = ["sliding_attention", "full_attention"] * 2
-    return GptOssForCausalLM(
-        GptOssConfig(
-            head_dim=64,
-            sliding_window=48,
-            layer_types=kinds,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            **common,
-        )
-    )
+    return GptOssForCausalLM(GptOssConfig(head_dim=64, **_WINDOWS, **_EXPERTS, **common))
 
 
-MAKERS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "gemma3": _gemma3,
-    "mixtral": _mixtral,
-    "gpt_oss": _gpt_oss,
-}
+_MAKERS = (_qwen2, _qwen3, _gemma3, _mixtral, _gpt_oss)
+MAKERS: dict[str, Callable[[dict[str, Any]], Any]] = {make.__name__[1:]: make for make in _MAKERS}
 
 
 def make(name: str, folder: Path) -> None:

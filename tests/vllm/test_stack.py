@@ -12,9 +12,10 @@ import pytest
 from bench.live.migrate.mover import mover
 from shared.messages.moves import MoveMode
 from tests.stack.client import Answer, Question, assert_same
+from tests.stack.conftest import stack_of
 from tests.stack.prompts import long_questions
 from tests.stack.running import RunningStack, running_stack
-from tests.stack.test_migration import order
+from tests.stack.test_faults import order
 from tests.stack.test_prefix_cache import Tenant, prompt_of
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]  # the first of a module waits for two stacks
@@ -41,11 +42,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
         yield stack
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    """worker-0 is native, worker-1 is vLLM's."""
-    with running_stack(tmp_path_factory.mktemp("both") / "run", settings=("worker-1.engine=vllm",)) as stack:
-        yield stack
+both = stack_of("both", settings=("worker-1.engine=vllm",))
+"""worker-0 is native, worker-1 is vLLM's."""
 
 
 async def test_answers_are_the_native_engines(pair: RunningStack, native: list[Answer]) -> None:
@@ -78,11 +76,9 @@ def test_a_restarted_worker_finds_its_disk(pair: RunningStack) -> None:
         pair.until_restarted(name, restarts=before + 1)
     again = tenant.complete(prompt)
     tenant.close()
-    assert (first.cached_tokens, again.cached_tokens) == (0, 384)
-    assert again.text == first.text
+    assert (first.cached_tokens, again.cached_tokens) == (0, 384) and again.text == first.text
     tiers = [pair.details(name)["prefix_tiers"][2] for name in ("worker-0", "worker-1")]
-    assert sum(tier["hits"] for tier in tiers) > 0
-    assert sum(tier["faults"] for tier in tiers) == 0
+    assert sum(tier["hits"] for tier in tiers) > 0 and sum(tier["faults"] for tier in tiers) == 0
 
 
 async def test_a_killed_worker_leaves_no_child(pair: RunningStack) -> None:
@@ -113,13 +109,7 @@ async def test_moved_between_kinds(both: RunningStack, native: list[Answer], mod
 
 @pytest.mark.parametrize("victim", ["worker-0", "worker-1"])
 async def test_killed_beside_another_kind(both: RunningStack, native: list[Answer], victim: str) -> None:
-    before = both.child(victim)["restarts"]
-
-    async def kill() -> None:
-        both.signal(victim, signal.SIGKILL)
-
-    assert_same(await both.client().ask_all(questions(), midway=kill, after=200), native)
-    await asyncio.to_thread(both.until_restarted, victim, restarts=before + 1)
+    assert_same(await both.ask_and_kill(questions(), 200, victim), native)
 
 
 def test_what_vllm_lacks_is_refused_at_start(tmp_path: Path) -> None:
@@ -128,5 +118,4 @@ def test_what_vllm_lacks_is_refused_at_start(tmp_path: Path) -> None:
         "up", "--detach", "--port", str(stack.port), "--nats-port", "0", "--workers", "1", "--engine", "vllm",
         "--set", "worker.pie.enabled=true",
     )  # fmt: skip
-    assert done.returncode == 2
-    assert "leave out pie.enabled" in done.stderr
+    assert done.returncode == 2 and "leave out pie.enabled" in done.stderr

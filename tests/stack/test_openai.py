@@ -1,4 +1,4 @@
-"""Sampling fields and log-probabilities through openai-python; bodies are held against OpenAI's schemas."""
+"""openai-python against the stack: answers, sampling fields, log-probabilities, held against the schemas."""
 
 import math
 import signal
@@ -11,19 +11,59 @@ from typing import Any
 import httpx
 import pytest
 from openai import OpenAI
-from openai.types.chat import ChatCompletionTokenLogprob
+from openai.types.chat import ChatCompletionMessageParam, ChatCompletionTokenLogprob
 
+from tests.conformance.schemas import violations
 from tests.patience import PATIENCE_S, STACK_PATIENCE_S
 from tests.stack.running import RunningStack
-from tests.stack.test_openai_client import ASK, MODEL, conforms
 
 pytestmark = pytest.mark.stack
+ASK: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Tell me a short story about a dog."}]
+MODEL = "tiny_chat"
+
+
+def conforms(name: str, body: object) -> None:
+    assert violations(name, body) == []
+
+
+def test_chat_streamed_is_the_same_text(client: OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "messages": ASK, "max_tokens": 64, "temperature": 0}
+    whole = client.chat.completions.create(**asked)
+    options: Any = {"include_usage": True}
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options=options))
+    for chunk in chunks:
+        conforms("CreateChatCompletionStreamResponse", chunk.model_dump(mode="json", exclude_unset=True))
+    first, usage = chunks[0], chunks[-1]
+    assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
+    assert usage.choices == [] and usage.usage == whole.usage
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == whole.choices[0].message.content
+    reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices]
+    assert [reason for reason in reasons if reason] == [whole.choices[0].finish_reason] == reasons[-1:]
+
+
+def test_choices_differ_and_are_repeatable(client: OpenAI) -> None:
+    def texts(seed: int) -> list[str | None]:
+        reply = client.chat.completions.create(model=MODEL, messages=ASK, n=2, seed=seed, max_tokens=48)
+        assert [choice.index for choice in reply.choices] == [0, 1]
+        return [choice.message.content for choice in reply.choices]
+
+    one, again, other = texts(7), texts(7), texts(8)
+    assert one == again and one[0] != one[1] and one != other
+
+
+def test_a_long_prompt_is_answered(client: OpenAI) -> None:
+    prompt = "The old house stood silent beside the road. " * 150 + "Write one sentence about a house."
+    reply = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": prompt}], max_tokens=64
+    )
+    assert reply.usage is not None and reply.usage.prompt_tokens >= 1200 and reply.choices[0].message.content
 
 
 def test_logprobs_of_a_chat(client: OpenAI) -> None:
-    raw = client.chat.completions.with_raw_response.create(
-        model=MODEL, messages=ASK, max_tokens=24, temperature=0, logprobs=True, top_logprobs=5
-    )
+    asked: dict[str, Any] = {"model": MODEL, "messages": ASK, "max_tokens": 24, "temperature": 0}
+    asked |= {"logprobs": True, "top_logprobs": 5}
+    raw = client.chat.completions.with_raw_response.create(**asked)
     conforms("CreateChatCompletionResponse", raw.http_response.json())
     reply = raw.parse()
     (choice,) = reply.choices
@@ -35,17 +75,7 @@ def test_logprobs_of_a_chat(client: OpenAI) -> None:
         assert sum(math.exp(value) for value in values) <= 1 + 1e-3
         assert token.logprob == values[0], "at temperature 0 the likeliest token is chosen"
         assert token.token == token.top_logprobs[0].token
-    chunks = list(
-        client.chat.completions.create(
-            model=MODEL,
-            messages=ASK,
-            max_tokens=24,
-            temperature=0,
-            logprobs=True,
-            top_logprobs=5,
-            stream=True,
-        )
-    )
+    chunks = list(client.chat.completions.create(**asked, stream=True))
     streamed: list[ChatCompletionTokenLogprob] = []
     for chunk in chunks:
         conforms("CreateChatCompletionStreamResponse", chunk.model_dump(mode="json", exclude_unset=True))
@@ -104,8 +134,7 @@ def test_penalties_change_the_answer_and_seeds_repeat_it(client: OpenAI) -> None
         {"extra_body": {"repetition_penalty": 1.5}},
     ):
         penalised = text(**fields)
-        assert penalised != plain
-        assert text(**fields) == penalised
+        assert penalised != plain and text(**fields) == penalised
 
 
 def test_min_tokens_and_stop_tokens(client: OpenAI, http: httpx.Client) -> None:
@@ -116,8 +145,7 @@ def test_min_tokens_and_stop_tokens(client: OpenAI, http: httpx.Client) -> None:
     fields = {"prompt": first, "add_special_tokens": False}
     (token,) = http.post("/tokenize", json=fields).json()["tokens"]
     ended = client.chat.completions.create(**asked, max_tokens=16, extra_body={"stop_token_ids": [token]})
-    assert ended.choices[0].message.content == ""
-    assert ended.choices[0].finish_reason == "stop"
+    assert ended.choices[0].message.content == "" and ended.choices[0].finish_reason == "stop"
     assert ended.usage is not None and ended.usage.completion_tokens == 1
     longer = client.chat.completions.create(
         **asked, max_tokens=16, extra_body={"stop_token_ids": [token], "min_tokens": 8}
@@ -125,22 +153,10 @@ def test_min_tokens_and_stop_tokens(client: OpenAI, http: httpx.Client) -> None:
     assert longer.usage is not None and longer.usage.completion_tokens >= 8
 
 
-def test_tokenize_and_back(client: OpenAI, http: httpx.Client, stack: RunningStack) -> None:
-    counted = http.post("/tokenize", json={"model": MODEL, "messages": ASK}).json()
-    reply = client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1)
-    assert reply.usage is not None and reply.usage.prompt_tokens == counted["count"] == len(counted["tokens"])
-    body = {"model": MODEL, "tokens": counted["tokens"]}
-    shown = http.post("/detokenize", json=body).json()["prompt"]
-    assert str(ASK[0]["content"]) in shown
-    assert httpx.post(f"{stack.url}/tokenize", json={"prompt": "x"}).status_code == 401
-
-
 def handovers(stack: RunningStack) -> float:
     """Attempts the gateway has given up for a higher one so far."""
     lines = httpx.get(f"{stack.operator_url}/metrics", timeout=STACK_PATIENCE_S).text.splitlines()
-    return sum(
-        float(line.split()[-1]) for line in lines if line.startswith("kvasir_gateway_handovers_total{")
-    )
+    return sum(float(li.split()[-1]) for li in lines if li.startswith("kvasir_gateway_handovers_total{"))
 
 
 def told(client: OpenAI, index: int, received: list[int]) -> tuple[str, list[ChatCompletionTokenLogprob]]:
