@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.worker.kv.core.stored_events import Event, EventBatch
+from services.worker.kv.core.kv_events import Event, EventBatch
 from shared.bus import fenced
 from shared.clock import unix_s
 from shared.errors import ConfigError

@@ -18,7 +18,7 @@ from services.worker.egress import Courier, Heartbeat, Outbox
 from services.worker.engine.contract import AttendingEngine, ConstrainedEngine, Engine, SharingEngine
 from services.worker.engine.progress import LoadProgress
 from services.worker.engine_thread import Runner
-from services.worker.kv.core.stored_events import Event
+from services.worker.kv.core.kv_events import Event
 from services.worker.kv.figures import CacheFigures, CacheMetrics, read_figures
 from services.worker.kv.store import CacheableEngine
 from services.worker.kv.transfers import TransferEngine

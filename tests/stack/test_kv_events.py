@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from services.stack.obstructions import free_port
-from services.worker.kv.core.stored_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from services.worker.kv.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from tests.stack.client import Question
 from tests.stack.prompts import mixed
 from tests.stack.running import RunningStack, running_stack

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from services.worker.core.sequence import HeldSequence
 from services.worker.kv.core.block_pool import first_borrowed
+from services.worker.kv.core.kv_events import StoredEvents
 from services.worker.kv.core.prefix_cache import PrefixCache
-from services.worker.kv.core.stored_events import StoredEvents
 from services.worker.kv.core.tier_copier import Hit
 from shared.blocks import BlockHash, chain, child, root
 from shared.messages.plans import PrefixHit

@@ -1,79 +1,130 @@
-"""Numbered events that tell placement which named blocks a prefix cache gained or lost.
+"""KV events in vLLM's format: `BlockStored`, `BlockRemoved`, `AllBlocksCleared`.
 
-Events are numbered from 1. The names of the latest events are kept: a reader that missed some of them gets
-the present state of those blocks, and one that missed more gets everything. Pure; used on the cache's thread.
-"""
+For external routers that route by cached prefixes. The structures are those of vLLM 0.32: a batch is an
+array, and an event is a map with a `type`. A block has a name (`shared.blocks`), its parent's name, tokens
+and a medium. Blocks restored from disk are left out: their tokens are unknown. After too many changes between
+two calls, the events clear everything and list it again. Pure; used on the cache's thread."""
 
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-from services.worker.kv.core.radix_tree import NEAREST_FIRST, Node, PrefixTree
+import msgspec
+
+from services.worker.kv.core.radix_tree import PrefixTree, Tier
 from shared.blocks import BlockHash
-from shared.messages.prefixes import MOST_NEWS_BLOCKS, FindPrefixes, WorkerPrefixes
 
-_KEPT_EVENTS = 64
+_MOST_NAMED = 1_048_576
+"""Number of blocks with tokens above which those that are not stored are forgotten."""
+MEDIUMS = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "STORAGE", Tier.PEER: "PEER"}
+"""vLLM's names, except `PEER`, which vLLM lacks. A CPU worker's own pool is its device."""
 
 
-class PrefixNews:
-    """The events of one incarnation of one worker, read from the journal of its tree."""
+class BlockStored(msgspec.Struct, omit_defaults=True, tag=True, frozen=True):
+    """Consecutive blocks gained a place."""
 
-    def __init__(
-        self, tree: PrefixTree, worker_id: str, incarnation: int, *, interval_s: float = 0.2
-    ) -> None:
+    block_hashes: list[BlockHash]
+    parent_block_hash: BlockHash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+
+
+class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True, frozen=True):
+    """Blocks lost a place."""
+
+    block_hashes: list[BlockHash]
+    medium: str | None
+
+
+class AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag=True, frozen=True):
+    """All earlier events are void."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
+    """One message; `ts` is in seconds since 1970."""
+
+    ts: float
+    events: list[Event]
+    data_parallel_rank: int | None = None
+
+
+class StoredEvents:
+    """The events of one worker, read from the journal of its tree. `on_named` adds the tokens of a block."""
+
+    def __init__(self, tree: PrefixTree, block_tokens: int) -> None:
         self._tree = tree
-        self._worker_id = worker_id
-        self._incarnation = incarnation
-        self._interval_s = interval_s
-        self._seq = 0
-        self._told_s = float("-inf")
-        self._seen_moves = 0
-        self._events: deque[tuple[BlockHash, ...]] = deque(maxlen=_KEPT_EVENTS)
-        """Names in the latest events, the last of which is number `_seq`."""
+        self._block_tokens = block_tokens
+        self._named: dict[BlockHash, tuple[BlockHash | None, Sequence[int]]] = {}
+        """Parent and tokens of blocks that are stored, or about to be."""
+        self._told: dict[BlockHash, frozenset[Tier]] = {}
+        self._seen_moves = -1
+        """-1: readers may remember an earlier start of the worker."""
 
-    def take(self, now_s: float) -> WorkerPrefixes | None:
-        """Return the next event if something changed and the last event is `interval_s` old."""
-        if self._tree.moves == self._seen_moves or now_s - self._told_s < self._interval_s:
-            return None
-        names = self._tree.moved_since(self._seen_moves)
+    def on_named(self, name: BlockHash, parent: BlockHash | None, tokens: Sequence[int]) -> None:
+        """Remember the tokens of a block that is about to be stored."""
+        if name not in self._named:
+            self._named[name] = (parent, tokens)
+
+    def take(self) -> list[Event]:
+        """Return the changes since the last call, oldest first."""
+        events: list[Event] = []
+        changed = self._tree.moved_since(self._seen_moves) if self._seen_moves >= 0 else None
         self._seen_moves = self._tree.moves
-        self._seq += 1
-        self._told_s = now_s
-        if names is None or len(names) > MOST_NEWS_BLOCKS:
-            self._events.clear()
-            return self._everything()
-        self._events.append(tuple(names))
-        return self._state_of(names)
+        if len(self._named) > _MOST_NAMED:
+            self._forget()
+        if changed is None:
+            self._told = {}
+            events.append(AllBlocksCleared())
+            changed = [node.name for node in self._tree]
+        for name in changed:
+            self._compare(name, events)
+        return events
 
-    def answer(self, question: FindPrefixes) -> WorkerPrefixes:
-        """Return what changed since that event; everything to a reader of another incarnation."""
-        missed = self._seq - question.since_seq
-        if question.incarnation != self._incarnation or not 0 <= missed <= len(self._events):
-            return self._everything()
-        names = dict.fromkeys(
-            name for event in list(self._events)[len(self._events) - missed :] for name in event
-        )
-        return self._everything() if len(names) > MOST_NEWS_BLOCKS else self._state_of(names)
+    def _forget(self) -> None:
+        """Drop the tokens of blocks that were named but not stored."""
+        for name in list(self._named):
+            node = self._tree.find(name)
+            if (node is None or not node.stored) and name not in self._told:
+                del self._named[name]
 
-    def _state_of(self, names: Iterable[BlockHash]) -> WorkerPrefixes:
-        nodes = [(name, self._tree.find(name)) for name in names]
-        stored = [node for _, node in nodes if node is not None and node.stored]
-        gone = b"".join(name for name, node in nodes if node is None or not node.stored)
-        return self._message(stored, removed=gone)
+    def _compare(self, name: BlockHash, events: list[Event]) -> None:
+        node = self._tree.find(name)
+        places = () if node is None else node.places
+        now = frozenset(tier for tier, place in zip(Tier, places, strict=False) if place is not None)
+        known = self._named.get(name)
+        before = self._told.get(name, frozenset())
+        events.extend(BlockRemoved([name], MEDIUMS[tier]) for tier in sorted(before - now))
+        if known is not None:
+            for tier in sorted(now - before):
+                self._store(name, *known, MEDIUMS[tier], events)
+        if now and known is not None:
+            self._told[name] = now
+        else:
+            self._told.pop(name, None)
+        if not now:
+            self._named.pop(name, None)
 
-    def _everything(self) -> WorkerPrefixes:
-        """The nearest tier first, and older blocks before newer ones: a block follows its parent."""
-        stored: list[Node] = []
-        for tier in NEAREST_FIRST:
-            stored += [node for node in self._tree if node.stored and node.nearest is tier]
-        return self._message(stored[:MOST_NEWS_BLOCKS], full=True)
+    def _store(
+        self,
+        name: BlockHash,
+        parent: BlockHash | None,
+        tokens: Sequence[int],
+        medium: str,
+        events: list[Event],
+    ) -> None:
+        """Append a block to the last event where it follows, else add an event."""
+        last = events[-1] if events else None
+        if isinstance(last, BlockStored) and last.medium == medium and last.block_hashes[-1] == parent:
+            last.block_hashes.append(name)
+            last.token_ids.extend(tokens)
+        else:
+            events.append(BlockStored([name], parent, list(tokens), self._block_tokens, None, medium, None))
 
-    def _message(self, stored: list[Node], *, removed: bytes = b"", full: bool = False) -> WorkerPrefixes:
-        return WorkerPrefixes(
-            worker_id=self._worker_id,
-            incarnation=self._incarnation,
-            seq=self._seq,
-            added=b"".join(node.name for node in stored),
-            tiers=bytes(node.nearest for node in stored),
-            removed=removed,
-            full=full,
-        )
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a block was announced whose tokens are unknown."""
+        assert self._told.keys() <= self._named.keys()
+        assert all(self._told.values())

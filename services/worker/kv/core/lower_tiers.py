@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 from services.worker.kv.core.block_manager import Inventory
-from services.worker.kv.core.kv_events import PrefixNews
+from services.worker.kv.core.kv_events import StoredEvents
 from services.worker.kv.core.load_policy import CostGate
+from services.worker.kv.core.prefix_news import PrefixNews
 from services.worker.kv.core.radix_tree import Node, Tier
-from services.worker.kv.core.stored_events import StoredEvents
 from services.worker.kv.core.tier_copier import BlockMover, StoredBlock
 from shared.blocks import BlockHash
 from shared.messages.reports import CacheReport
