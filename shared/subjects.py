@@ -2,12 +2,14 @@
 
 `kvasir.v1.cmd.<service>.<verb>[.<id>[.<sender>]]`, `kvasir.v1.evt.<service>.<past participle>[.<sender>]` and
 `kvasir.v1.tok.<gateway id>.<worker id>`.
+Each is declared once, with the services that publish and subscribe to it; `permissions_of` follows from that.
 Ids come from the operator and are checked here; subjects never contain client input. Every instance is a NATS
 user of its own. If a message names its sender, the subject ends in that name. The server lets no other user
 publish there, and the receiver compares the two (`sender` of a handler).
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 PREFIX = "kvasir.v1"
@@ -17,42 +19,6 @@ _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 SERVICES = ("gateway", "scheduler", "predictor", "placement", "ledger", "worker")
 OPERATOR = "operator"
 """User that queries every service's status: the supervisor, `services status`, `nats micro ls`."""
-
-ANY_SCHEDULER_SUBMIT = f"{PREFIX}.cmd.scheduler.submit.*"
-ANY_SCHEDULER_CANCEL = f"{PREFIX}.cmd.scheduler.cancel.*"
-SCHEDULER_MOVE = f"{PREFIX}.cmd.scheduler.move"
-PREDICTOR_PREDICT = f"{PREFIX}.cmd.predictor.predict"
-PLACEMENT_PLACE = f"{PREFIX}.cmd.placement.place"
-ANY_LEDGER_CANDIDATES = f"{PREFIX}.cmd.ledger.candidates.*"
-
-SCHEDULER_ANNOUNCED = f"{PREFIX}.evt.scheduler.announced"
-SCHEDULER_WORKER_LOST = f"{PREFIX}.evt.scheduler.lost"
-SCHEDULER_ABANDONED = f"{PREFIX}.evt.scheduler.abandoned"
-STACK_VERDICT = f"{PREFIX}.evt.stack.verdict"
-"""Faults of the stack, published by its supervisor."""
-SCHEDULER_PREPARED = f"{PREFIX}.evt.scheduler.prepared"
-"""A migration target is ready; the gateway may switch the sequence to it."""
-SCHEDULER_MOVED = f"{PREFIX}.evt.scheduler.moved"
-"""A migration ended, successfully or not."""
-PLACEMENT_WANTED = f"{PREFIX}.evt.placement.wanted"
-"""Desired number of workers, and workers that may stop."""
-PLACEMENT_ROLES = f"{PREFIX}.evt.placement.roles"
-"""Roles of workers: prefill, decode or both."""
-GATEWAY_FINISHED = f"{PREFIX}.evt.gateway.finished"
-ANY_GATEWAY_REPORTED = f"{PREFIX}.evt.gateway.reported.*"
-ANY_WORKER_REPORTED = f"{PREFIX}.evt.worker.reported.*"
-ANY_WORKER_STEPPED = f"{PREFIX}.evt.worker.stepped.*"
-ANY_WORKER_CACHED = f"{PREFIX}.evt.worker.cached.*"
-ANY_WORKER_OBSERVED = f"{PREFIX}.evt.worker.observed.*"
-ANY_PREDICTOR_REVISED = f"{PREFIX}.evt.predictor.revised.*"
-BUS_CONNECTED = f"{PREFIX}.evt.bus.connected"
-BUS_DISCONNECTED = f"{PREFIX}.evt.bus.disconnected"
-"""Sent by nats-server, in JSON: a connection began or ended."""
-LEDGER_OFFERED = f"{PREFIX}.evt.ledger.offered"
-LEDGER_ANNOUNCED = f"{PREFIX}.evt.ledger.announced"
-
-LEASE_BUCKET = "kvasir_leases"
-"""JetStream key-value bucket; maps each role to its holder."""
 
 
 def checked_id(value: str) -> str:
@@ -79,6 +45,11 @@ class Named:
     def __call__(self, instance: str) -> str:
         return f"{self.stem}.{checked_id(instance)}"
 
+    @property
+    def any(self) -> str:
+        """Pattern for those of all instances."""
+        return f"{self.stem}.*"
+
 
 @dataclass(frozen=True)
 class Signed:
@@ -98,54 +69,126 @@ class Signed:
         return f"{self.stem}.*.{checked_id(sender)}"
 
 
-tokens = Signed(f"{PREFIX}.tok")
-"""Worker → gateway: token frames."""
-worker_dial = Signed(f"{PREFIX}.cmd.worker.dial")
-"""Worker → worker: a bulk-plane connection is about to be opened to the receiver."""
-worker_borrow = Signed(f"{PREFIX}.cmd.worker.borrow")
-"""Debtor → creditor: borrow KV blocks."""
-worker_renew = Signed(f"{PREFIX}.cmd.worker.renew")
-"""Debtor → creditor: renew leases."""
-worker_repay = Signed(f"{PREFIX}.cmd.worker.repay")
-"""Debtor → creditor: return blocks."""
-worker_cancel = Signed(f"{PREFIX}.cmd.worker.cancel")
-"""From the sequence's gateway or a scheduler; likewise `worker_fetch`."""
-worker_fetch = Signed(f"{PREFIX}.cmd.worker.fetch")
-worker_extend = Signed(f"{PREFIX}.cmd.worker.extend")
-"""Gateway → migration target: tokens computed by the source since."""
-worker_acknowledge = Signed(f"{PREFIX}.cmd.worker.acknowledge")
-worker_forget = Signed(f"{PREFIX}.cmd.worker.forget")
-"""Gateway → worker, for the operator: empty the prefix cache."""
+_Pattern = Callable[[str], str]
+"""Pattern that a user may use, with its name."""
+_PUBLISHERS: list[tuple[str, _Pattern]] = []
+_SUBSCRIBERS: list[tuple[str, _Pattern]] = []
+"""Each service (or the operator) with a pattern that its instances may publish or subscribe to."""
 
-gateway_shadow = Signed(f"{PREFIX}.cmd.gateway.shadow")
-"""From a gateway to the one that would take over its answers."""
-gateway_claim = Signed(f"{PREFIX}.cmd.gateway.claim")
+
+def _allow(by: str, publish: _Pattern, to: str, subscribe: _Pattern) -> None:
+    """Let the services in `by` publish, and those in `to` subscribe."""
+    _PUBLISHERS.extend((service, publish) for service in by.split())
+    _SUBSCRIBERS.extend((service, subscribe) for service in to.split())
+
+
+def _plain(name: str, by: str, to: str) -> str:
+    subject = f"{PREFIX}.{name}"
+    _allow(by, lambda me: subject, to, lambda me: subject)
+    return subject
+
+
+def _sent_by(name: str, by: str, to: str) -> Named:
+    """Subjects named after their sender."""
+    named = Named(f"{PREFIX}.{name}")
+    _allow(by, named, to, lambda me: named.any)
+    return named
+
+
+def _sent_to(name: str, by: str, to: str) -> Named:
+    """Subjects named after their receiver."""
+    named = Named(f"{PREFIX}.{name}")
+    _allow(by, lambda me: named.any, to, named)
+    return named
+
+
+def _signed(name: str, by: str, to: str) -> Signed:
+    signed = Signed(f"{PREFIX}.{name}")
+    _allow(by, signed.by, to, signed.to)
+    return signed
+
+
+SCHEDULER_MOVE = _plain("cmd.scheduler.move", by="placement", to="scheduler")
+PREDICTOR_PREDICT = _plain("cmd.predictor.predict", by="scheduler", to="predictor")
+PLACEMENT_PLACE = _plain("cmd.placement.place", by="scheduler", to="placement")
+
+SCHEDULER_ANNOUNCED = _plain("evt.scheduler.announced", by="scheduler", to="gateway")
+SCHEDULER_WORKER_LOST = _plain("evt.scheduler.lost", by="scheduler", to="gateway")
+SCHEDULER_ABANDONED = _plain("evt.scheduler.abandoned", by="scheduler", to="gateway")
+STACK_VERDICT = _plain("evt.stack.verdict", by=OPERATOR, to="gateway")
+"""Faults of the stack, published by its supervisor."""
+SCHEDULER_PREPARED = _plain("evt.scheduler.prepared", by="scheduler", to="gateway")
+"""A migration target is ready; the gateway may switch the sequence to it."""
+SCHEDULER_MOVED = _plain("evt.scheduler.moved", by="scheduler", to="placement")
+"""A migration ended, successfully or not."""
+PLACEMENT_WANTED = _plain("evt.placement.wanted", by="placement", to=OPERATOR)
+"""Desired number of workers, and workers that may stop."""
+PLACEMENT_ROLES = _plain("evt.placement.roles", by="placement", to="scheduler")
+"""Roles of workers: prefill, decode or both."""
+GATEWAY_FINISHED = _plain("evt.gateway.finished", by="gateway", to="predictor")
+BUS_CONNECTED = _plain("evt.bus.connected", by="", to="gateway scheduler placement")
+BUS_DISCONNECTED = _plain("evt.bus.disconnected", by="", to="gateway scheduler placement")
+"""Sent by nats-server, in JSON: a connection began or ended."""
+LEDGER_OFFERED = _plain("evt.ledger.offered", by="ledger", to="ledger")
+LEDGER_ANNOUNCED = _plain("evt.ledger.announced", by="ledger", to="ledger")
+
+LEASE_BUCKET = "kvasir_leases"
+"""JetStream key-value bucket; maps each role to its holder."""
+_LEASE_SUBJECTS = (
+    *(f"$JS.API.STREAM.{verb}.KV_{LEASE_BUCKET}" for verb in ("INFO", "CREATE", "MSG.GET")),
+    f"$KV.{LEASE_BUCKET}.scheduler",
+)
+"""A scheduler may publish to these."""
+
+tokens = _signed("tok", by="worker", to="gateway")
+"""Token frames."""
+worker_dial = _signed("cmd.worker.dial", by="worker", to="worker")
+"""A bulk-plane connection is about to be opened to the receiver."""
+worker_borrow = _signed("cmd.worker.borrow", by="worker", to="worker")
+"""Debtor → creditor: borrow KV blocks."""
+worker_renew = _signed("cmd.worker.renew", by="worker", to="worker")
+"""Debtor → creditor: renew leases."""
+worker_repay = _signed("cmd.worker.repay", by="worker", to="worker")
+"""Debtor → creditor: return blocks."""
+worker_cancel = _signed("cmd.worker.cancel", by="gateway scheduler", to="worker")
+worker_fetch = _signed("cmd.worker.fetch", by="gateway scheduler", to="worker")
+worker_extend = _signed("cmd.worker.extend", by="gateway", to="worker")
+"""To a migration target: tokens computed by the source since."""
+worker_acknowledge = _signed("cmd.worker.acknowledge", by="gateway", to="worker")
+worker_forget = _signed("cmd.worker.forget", by="gateway", to="worker")
+"""For the operator: empty the prefix cache."""
+gateway_shadow = _signed("cmd.gateway.shadow", by="gateway", to="gateway")
+"""To the gateway that would take over the sender's answers."""
+gateway_claim = _signed("cmd.gateway.claim", by="gateway", to="gateway")
 """From a gateway whose client asks for an answer that another gateway may hold."""
 
-scheduler_submit = Named(f"{PREFIX}.cmd.scheduler.submit")
-"""Sent by that gateway."""
-scheduler_cancel = Named(f"{PREFIX}.cmd.scheduler.cancel")
-"""Sent by that gateway."""
-ledger_candidates = Named(f"{PREFIX}.cmd.ledger.candidates")
-"""Sent by that worker."""
-worker_plan = Named(f"{PREFIX}.cmd.worker.plan")
-worker_snapshot = Named(f"{PREFIX}.cmd.worker.snapshot")
-worker_prefixes = Named(f"{PREFIX}.cmd.worker.prefixes")
-worker_want = Named(f"{PREFIX}.cmd.worker.want")
-"""Scheduler → worker: a waiting sequence needs more KV than the worker has."""
-worker_pull = Named(f"{PREFIX}.cmd.worker.pull")
-"""Scheduler → migration target: fetch blocks from the source."""
-worker_settle = Named(f"{PREFIX}.cmd.worker.settle")
-"""Ledger → worker in a cycle of debts."""
-worker_reported = Named(f"{PREFIX}.evt.worker.reported")
-worker_stepped = Named(f"{PREFIX}.evt.worker.stepped")
-worker_cached = Named(f"{PREFIX}.evt.worker.cached")
+scheduler_submit = _sent_by("cmd.scheduler.submit", by="gateway", to="scheduler")
+scheduler_cancel = _sent_by("cmd.scheduler.cancel", by="gateway", to="scheduler")
+ledger_candidates = _sent_by("cmd.ledger.candidates", by="worker", to="ledger")
+worker_reported = _sent_by("evt.worker.reported", by="worker", to="gateway scheduler placement ledger worker")
+worker_stepped = _sent_by("evt.worker.stepped", by="worker", to="scheduler placement")
+worker_cached = _sent_by("evt.worker.cached", by="worker", to="placement")
 """Changes of its prefix cache."""
-worker_observed = Named(f"{PREFIX}.evt.worker.observed")
+worker_observed = _sent_by("evt.worker.observed", by="worker", to="predictor")
 """Hidden states of running sequences."""
-predictor_revised = Named(f"{PREFIX}.evt.predictor.revised")
+predictor_revised = _sent_by("evt.predictor.revised", by="predictor", to="scheduler")
 """Revised length predictions of those sequences."""
-gateway_reported = Named(f"{PREFIX}.evt.gateway.reported")
+gateway_reported = _sent_by("evt.gateway.reported", by="gateway", to="gateway scheduler worker")
+ANY_SCHEDULER_SUBMIT, ANY_SCHEDULER_CANCEL = scheduler_submit.any, scheduler_cancel.any
+ANY_LEDGER_CANDIDATES = ledger_candidates.any
+ANY_WORKER_REPORTED, ANY_WORKER_STEPPED = worker_reported.any, worker_stepped.any
+ANY_WORKER_CACHED, ANY_WORKER_OBSERVED = worker_cached.any, worker_observed.any
+ANY_PREDICTOR_REVISED, ANY_GATEWAY_REPORTED = predictor_revised.any, gateway_reported.any
+
+worker_plan = _sent_to("cmd.worker.plan", by="scheduler", to="worker")
+worker_snapshot = _sent_to("cmd.worker.snapshot", by="scheduler", to="worker")
+worker_prefixes = _sent_to("cmd.worker.prefixes", by="placement", to="worker")
+worker_want = _sent_to("cmd.worker.want", by="scheduler", to="worker")
+"""A waiting sequence needs more KV than the worker has."""
+worker_pull = _sent_to("cmd.worker.pull", by="scheduler", to="worker")
+"""To a migration target: fetch blocks from the source."""
+worker_settle = _sent_to("cmd.worker.settle", by="ledger", to="worker")
+"""To a worker in a cycle of debts."""
 
 
 def status(service: str) -> str:
@@ -195,177 +238,23 @@ class Permissions:
     """True to allow one reply to each received message, and to no other inbox."""
 
 
-_LEASE_STREAM = f"KV_{LEASE_BUCKET}"
-_LEASE_PUBLISH = (
-    f"$JS.API.STREAM.INFO.{_LEASE_STREAM}",
-    f"$JS.API.STREAM.CREATE.{_LEASE_STREAM}",
-    f"$JS.API.STREAM.MSG.GET.{_LEASE_STREAM}",
-    f"$KV.{LEASE_BUCKET}.scheduler",
-)
-
-
-def _to_any_worker(*verbs: str) -> tuple[str, ...]:
-    return tuple(f"{PREFIX}.cmd.worker.{verb}.*" for verb in verbs)
-
-
-def _gateway(me: str) -> Permissions:
-    return Permissions(
-        publish=(
-            scheduler_submit(me),
-            scheduler_cancel(me),
-            worker_cancel.by(me),
-            worker_fetch.by(me),
-            worker_extend.by(me),
-            worker_acknowledge.by(me),
-            worker_forget.by(me),
-            gateway_reported(me),
-            GATEWAY_FINISHED,
-            gateway_shadow.by(me),
-            gateway_claim.by(me),
-            *_SEEN,
-        ),
-        subscribe=(
-            tokens.to(me),
-            gateway_shadow.to(me),
-            gateway_claim.to(me),
-            ANY_GATEWAY_REPORTED,
-            BUS_CONNECTED,
-            BUS_DISCONNECTED,
-            ANY_WORKER_REPORTED,
-            SCHEDULER_ANNOUNCED,
-            SCHEDULER_WORKER_LOST,
-            SCHEDULER_ABANDONED,
-            SCHEDULER_PREPARED,
-            STACK_VERDICT,
-        ),
-    )
-
-
-def _scheduler(me: str) -> Permissions:
-    return Permissions(
-        publish=(
-            PREDICTOR_PREDICT,
-            PLACEMENT_PLACE,
-            *_to_any_worker("plan", "snapshot", "want", "pull"),
-            worker_cancel.by(me),
-            worker_fetch.by(me),
-            SCHEDULER_ANNOUNCED,
-            SCHEDULER_WORKER_LOST,
-            SCHEDULER_ABANDONED,
-            SCHEDULER_PREPARED,
-            SCHEDULER_MOVED,
-            *_LEASE_PUBLISH,
-        ),
-        subscribe=(
-            ANY_SCHEDULER_SUBMIT,
-            ANY_SCHEDULER_CANCEL,
-            SCHEDULER_MOVE,
-            ANY_WORKER_REPORTED,
-            ANY_WORKER_STEPPED,
-            ANY_GATEWAY_REPORTED,
-            ANY_PREDICTOR_REVISED,
-            PLACEMENT_ROLES,
-            BUS_CONNECTED,
-            BUS_DISCONNECTED,
-        ),
-    )
-
-
-def _predictor(me: str) -> Permissions:
-    return Permissions(
-        publish=(predictor_revised(me),),
-        subscribe=(PREDICTOR_PREDICT, GATEWAY_FINISHED, ANY_WORKER_OBSERVED),
-    )
-
-
-def _placement(_: str) -> Permissions:
-    return Permissions(
-        publish=(*_to_any_worker("prefixes"), SCHEDULER_MOVE, PLACEMENT_WANTED, PLACEMENT_ROLES),
-        subscribe=(
-            PLACEMENT_PLACE,
-            ANY_WORKER_REPORTED,
-            ANY_WORKER_STEPPED,
-            ANY_WORKER_CACHED,
-            SCHEDULER_MOVED,
-            BUS_CONNECTED,
-            BUS_DISCONNECTED,
-        ),
-    )
-
-
-def _ledger(_: str) -> Permissions:
-    return Permissions(
-        publish=(LEDGER_OFFERED, LEDGER_ANNOUNCED, *_to_any_worker("settle")),
-        subscribe=(ANY_LEDGER_CANDIDATES, ANY_WORKER_REPORTED, LEDGER_OFFERED, LEDGER_ANNOUNCED),
-    )
-
-
-def _worker(me: str) -> Permissions:
-    return Permissions(
-        publish=(
-            tokens.by(me),
-            worker_reported(me),
-            worker_stepped(me),
-            worker_cached(me),
-            worker_observed(me),
-            ledger_candidates(me),
-            worker_borrow.by(me),
-            worker_renew.by(me),
-            worker_repay.by(me),
-            worker_dial.by(me),
-        ),
-        subscribe=(
-            worker_borrow.to(me),
-            worker_renew.to(me),
-            worker_repay.to(me),
-            worker_dial.to(me),
-            worker_cancel.to(me),
-            worker_fetch.to(me),
-            worker_extend.to(me),
-            worker_acknowledge.to(me),
-            worker_forget.to(me),
-            worker_settle(me),
-            worker_want(me),
-            worker_pull(me),
-            worker_plan(me),
-            worker_snapshot(me),
-            worker_prefixes(me),
-            ANY_WORKER_REPORTED,
-            ANY_GATEWAY_REPORTED,
-        ),
-    )
-
-
-_TABLE = {
-    "gateway": _gateway,
-    "scheduler": _scheduler,
-    "predictor": _predictor,
-    "placement": _placement,
-    "ledger": _ledger,
-    "worker": _worker,
-}
-
-
 def permissions_of(user: str) -> Permissions:
     """Return the permissions of an instance such as `worker-0`, or of the operator. Raise ValueError for any
     other name."""
+    service = user if user == OPERATOR else service_of(user)
+    publish = [pattern(user) for name, pattern in _PUBLISHERS if name == service]
+    subscribe = [pattern(user) for name, pattern in _SUBSCRIBERS if name == service]
+    subscribe.append(f"{inbox_prefix(user)}.>")
+    if service in ("gateway", OPERATOR):
+        publish += _SEEN
+    if service == "scheduler":
+        publish += _LEASE_SUBJECTS
     if user == OPERATOR:
-        return Permissions(
-            publish=(
-                *_SEEN,
-                "$SRV.>",
-                STACK_VERDICT,
-            ),
-            subscribe=(f"{inbox_prefix(OPERATOR)}.>", PLACEMENT_WANTED),
-            may_answer=False,
-        )
-    service = service_of(user)
-    special = _TABLE[service](user)
-    found = tuple(
+        return Permissions((*publish, "$SRV.>"), tuple(subscribe), may_answer=False)
+    subscribe += [
         f"$SRV.{verb}{whom}"
         for verb in ("PING", "INFO", "STATS")
         for whom in ("", f".{micro_name(service)}", f".{micro_name(service)}.*")
-    )
+    ]
     health = instance_status(service, user)
-    everybodys = (status(service), health, recorded(service, user), f"{inbox_prefix(user)}.>", *found)
-    return Permissions((*special.publish, health), (*special.subscribe, *everybodys))
+    return Permissions((*publish, health), (*subscribe, status(service), health, recorded(service, user)))
