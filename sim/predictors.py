@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Protocol
 
-from services.predictor.core.histogram import HistogramModel
+from services.predictor.core.distribution import HistogramModel
 from services.predictor.core.length_model import LengthModel, LengthSample
 from services.predictor.models import KIND, create
 from shared.errors import ConfigError

@@ -21,10 +21,9 @@ from bench.kit.outcome import Outcome, Table
 from bench.kit.stats import median_of_ratios
 from bench.micro.predictor import tokenizer
 from models.train_tiny_chat.templates import template_chat
-from services.predictor.core.histogram import HistogramModel
+from services.predictor.core.distribution import HistogramModel
 from services.predictor.core.length_model import LengthSample
-from services.predictor.core.rest_heads import HEADS
-from services.predictor.core.rest_learner import RestLearner
+from services.predictor.core.rest_learner import HEADS, RestLearner
 from services.worker.core.sampling import SamplePoint
 from services.worker.engine.contract import Row
 from services.worker.engine.engine import TorchEngine

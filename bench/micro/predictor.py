@@ -25,8 +25,7 @@ from models.train_tiny_chat.chat import END, data_folder
 from models.train_tiny_chat.templates import template_chat
 from services.predictor.core.length_model import LengthQuery, LengthSample
 from services.predictor.core.report import LengthReport, evaluate
-from services.predictor.models.network import Ensemble, Trained
-from services.predictor.models.regressor import RegressorModel
+from services.predictor.models.regressor import Ensemble, RegressorModel, Trained
 from services.predictor.models.training import TrainingPlan, train
 from services.predictor.samples import load_tokenizer, read_samples
 from shared.errors import ConfigError

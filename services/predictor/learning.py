@@ -11,11 +11,11 @@ import json
 import os
 import sys
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.predictor.batching import Batcher
 from services.predictor.core.length_model import LengthSample
 from services.predictor.samples import read_samples, write_samples
 from shared.errors import KvasirError
@@ -36,10 +36,11 @@ _log = get_logger("predictor")
 @dataclass
 class Learner:
     """Keeps finished answers on disk and trains a regressor on them in a child process. It changes the model
-    through the batcher only, so never during a prediction."""
+    in the model's thread only, so never during a prediction."""
 
     model: "RegressorModel"
-    batcher: Batcher
+    call: Callable[[Callable[[], None]], None]
+    """`Batcher.call`."""
     directory: Path
     every_samples: int = 1000
     """New answers between two trainings."""
@@ -105,10 +106,10 @@ class Learner:
             self.last_verdict = verdict = await self._train()
             written = verdict.get("written")
             if written:
-                from services.predictor.models import network
+                from services.predictor.models import regressor
 
-                trained = await asyncio.to_thread(network.read, self.directory / written)
-                self.batcher.call(lambda: self.model.adopt(trained))
+                trained = await asyncio.to_thread(regressor.read, self.directory / written)
+                self.call(lambda: self.model.adopt(trained))
                 self.swaps += 1
             maes = {f"{side}_mae": mae for side, mae in _maes(verdict).items()}
             canonical(_log, "length model trained", swapped=bool(written), **maes)

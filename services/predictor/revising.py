@@ -1,6 +1,6 @@
 """Runs `core/rest_learner.py`: takes hidden states, queues revised lengths, and saves the heads.
 
-Heads are used in the model's thread only (`batching.Batcher.call`), one learner per served model. If states
+Heads are used in the model's thread only (`Batcher.call`), one learner per served model. If states
 arrive faster than they are processed, the newest are dropped, because a late prediction is useless.
 """
 
@@ -8,15 +8,14 @@ import asyncio
 import contextlib
 import hashlib
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from services.predictor.batching import Batcher
-from services.predictor.core.rest_heads import Float32s
-from services.predictor.core.rest_learner import RestLearner
+from services.predictor.core.rest_learner import Float32s, RestLearner
 from shared.log import get_logger
 from shared.messages.commands import LengthPrediction
 from shared.messages.lengths import AnswerState, RevisedLength, WorkerObserved
@@ -35,9 +34,12 @@ _log = get_logger("predictor")
 class Reviser:
     """Revises lengths from hidden states. Call it from the event loop; the publisher drains `revised`."""
 
-    def __init__(self, batcher: Batcher, kind: str, directory: Path | None = None) -> None:
-        """`kind`: a name of `rest_heads.HEADS`. With a `directory`, heads persist across restarts."""
-        self._batcher, self._kind, self._directory = batcher, kind, directory
+    def __init__(
+        self, call: Callable[[Callable[[], None]], None], kind: str, directory: Path | None = None
+    ) -> None:
+        """`call`: calls a function in the model's thread. `kind`: a name of `rest_learner.HEADS`. With a
+        `directory`, heads persist across restarts."""
+        self._call, self._kind, self._directory = call, kind, directory
         self._learners: dict[tuple[str, int], RestLearner] = {}
         self._pending = 0
         self._loop = asyncio.get_running_loop()
@@ -51,15 +53,15 @@ class Reviser:
             self.dropped += 1
             return
         self._pending += 1
-        self._batcher.call(partial(self._observe, event))
+        self._call(partial(self._observe, event))
 
     def finish(self, key: SequenceKey, output_tokens: int, *, censored: bool) -> None:
         """Learn from a finished answer, complete or `censored` by its limit."""
-        self._batcher.call(partial(self._finish, key, output_tokens, censored))
+        self._call(partial(self._finish, key, output_tokens, censored))
 
     def forget(self, key: SequenceKey) -> None:
         """Drop an answer that ended for another reason."""
-        self._batcher.call(partial(self._forget, key))
+        self._call(partial(self._forget, key))
 
     def save(self) -> None:
         """Save all heads. Call it in the model's thread, or after that has ended."""

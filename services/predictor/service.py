@@ -1,7 +1,7 @@
 """The predictor on the bus: answers `PredictLength` and learns from `SequenceFinished`.
 
 Each served model has a length model of its own, because answer lengths and token ids differ between models.
-If workers send hidden states of running answers (`WorkerObserved`), it publishes revised lengths. State is
+Once workers send hidden states of running answers (`WorkerObserved`), it publishes revised lengths. State is
 soft: a restart begins with the latest trained version, or the prior.
 """
 
@@ -9,27 +9,30 @@ import asyncio
 import hashlib
 import re
 import sys
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from services.predictor.batching import Batcher
 from services.predictor.config import PredictorConfig
-from services.predictor.core.length_model import LengthQuery, LengthSample
-from services.predictor.core.report import PredictionAudit
+from services.predictor.core.length_model import LengthModel, LengthQuery, LengthSample, PredictedLength
+from services.predictor.core.report import PredictionAudit, predict_all
 from services.predictor.learning import Learner
 from services.predictor.models import FIXED, create
 from services.predictor.revising import Reviser
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler, Listener, fenced, recorder_handlers, status_handlers, status_of
 from shared.clock import monotonic_s
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, NoResponder, Overloaded
 from shared.log import canonical, get_logger
 from shared.messages.base import Empty
 from shared.messages.commands import LengthPrediction, PredictLength
 from shared.messages.lengths import LengthsRevised, WorkerObserved
 from shared.messages.reports import SequenceFinished, ServiceStatus
 from shared.messages.sequence import FinishReason
+from shared.plugins import PluginFaults
 
 HANDLERS: tuple[Handler, ...] = (
     Endpoint(subjects.PREDICTOR_PREDICT, PredictLength, "predict", concurrency=512),
@@ -42,6 +45,122 @@ MOST_MODELS = 16
 _REGRESSOR = "services.predictor.models.regressor"
 
 _log = get_logger("predictor")
+
+Answer = asyncio.Future[PredictedLength]
+
+
+@dataclass
+class Batcher:
+    """Batches concurrent predictions into one call of the model, in its own thread; `run` must be running.
+
+    Requests that arrive during a call form the next batch; one that finds none waiting runs at once. All
+    access to the model (predictions, samples, new versions) happens in that thread, in order. Queues are
+    bounded: beyond `queue_limit` a request is refused and the oldest sample dropped.
+    """
+
+    model: LengthModel
+    batch_limit: int = 64
+    """Maximum predictions of one call."""
+    queue_limit: int = 2048
+    batches: int = 0
+    """Number of model calls so far."""
+    faults: PluginFaults = field(default_factory=PluginFaults)
+    _questions: deque[tuple[LengthQuery, Answer]] = field(default_factory=deque)
+    _lessons: deque[LengthSample] = field(init=False)
+    _orders: deque[Callable[[], None]] = field(default_factory=deque)
+    _work: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self._lessons = deque(maxlen=self.queue_limit)
+
+    async def predict(self, query: LengthQuery) -> PredictedLength:
+        """Return a prediction. Raises Overloaded, PolicyFailed (the model failed), NoResponder (shutdown)."""
+        if self._is_over:
+            raise _ending()
+        if len(self._questions) >= self.queue_limit:
+            raise Overloaded(f"{self.queue_limit} predictions wait already; go on without one")
+        answer: Answer = asyncio.get_running_loop().create_future()
+        self._questions.append((query, answer))
+        self._work.set()
+        return await answer
+
+    def observe(self, sample: LengthSample) -> None:
+        """Queue a sample; the model learns it before the next prediction."""
+        self._lessons.append(sample)
+        self._work.set()
+
+    def call(self, change: Callable[[], None]) -> None:
+        """Call `change`, which may modify the model, between two batches."""
+        self._orders.append(change)
+        self._work.set()
+
+    async def run(self) -> None:
+        """Process the queues until cancelled; open requests then fail."""
+        loop = asyncio.get_running_loop()
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="model")
+        try:
+            while True:
+                await self._work.wait()
+                await asyncio.sleep(0)
+                self._work.clear()
+                await self._round(loop, thread)
+        finally:
+            self._is_over = True
+            _fail(self._questions, _ending())
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _round(self, loop: asyncio.AbstractEventLoop, thread: ThreadPoolExecutor) -> None:
+        lessons, orders = list(self._lessons), list(self._orders)
+        self._lessons.clear()
+        self._orders.clear()
+        size = min(self.batch_limit, len(self._questions))
+        asked: list[tuple[LengthQuery, Answer]] = []
+        queries: list[LengthQuery] = []
+        for _ in range(size):
+            query, answer = self._questions.popleft()
+            if not answer.done():
+                asked.append((query, answer))
+                queries.append(query)
+        if self._questions:
+            self._work.set()
+        try:
+            told = await loop.run_in_executor(thread, self._in_thread, lessons, orders, queries)
+        except Exception as error:
+            name = f"length model {self.model.name}"
+            _fail(asked, self.faults.note(name, "predict or observe", error, monotonic_s()))
+            return
+        except BaseException:
+            _fail(asked, _ending())
+            raise
+        self.batches += bool(queries)
+        for (_, answer), predicted in zip(asked, told, strict=True):
+            if not answer.done():
+                answer.set_result(predicted)
+
+    def _in_thread(
+        self, lessons: list[LengthSample], orders: list[Callable[[], None]], queries: list[LengthQuery]
+    ) -> list[PredictedLength]:
+        for order in orders:
+            order()
+        for sample in lessons:
+            self.model.observe(sample)
+        told = predict_all(self.model, queries) if queries else []
+        for one in told:
+            if not isinstance(one, PredictedLength):
+                raise TypeError("it returned something else than a PredictedLength")
+        return told
+
+
+def _fail(asked: Iterable[tuple[LengthQuery, Answer]], failure: Exception) -> None:
+    """Fail open requests, whose callers were not cancelled."""
+    for _, answer in asked:
+        if not answer.done():
+            answer.set_exception(failure)
+
+
+def _ending() -> NoResponder:
+    return NoResponder("this predictor ends: go on without a prediction")
 
 
 @dataclass
@@ -141,7 +260,9 @@ def learner_for(config: PredictorConfig, batcher: Batcher, directory: Path | Non
         return None  # There is no regressor; importing it would load torch, which takes seconds.
     from services.predictor.models.regressor import RegressorModel
 
-    return Learner(batcher.model, batcher, directory) if isinstance(batcher.model, RegressorModel) else None
+    return (
+        Learner(batcher.model, batcher.call, directory) if isinstance(batcher.model, RegressorModel) else None
+    )
 
 
 def folder_of(name: str) -> str:
@@ -155,6 +276,8 @@ class Predictor:
 
     def __init__(self, bus: Bus, served: ServedModels, reviser: Reviser | None = None) -> None:
         self._bus, self._served, self._reviser = bus, served, reviser
+        self._revising: Reviser | None = None
+        """The reviser, once workers send hidden states."""
         self._started_s = monotonic_s()
 
     async def predict(self, asked: PredictLength) -> LengthPrediction:
@@ -173,12 +296,12 @@ class Predictor:
         """Learn from an answer that ended by itself or at its limit; ignore other ends."""
         teaches = finished.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         if not teaches or finished.output_tokens < 1:
-            if self._reviser is not None:
-                self._reviser.forget(finished.ref.key)
+            if self._revising is not None:
+                self._revising.forget(finished.ref.key)
             return
         censored = finished.finish_reason is FinishReason.LENGTH
-        if self._reviser is not None:
-            self._reviser.finish(finished.ref.key, finished.output_tokens, censored=censored)
+        if self._revising is not None:
+            self._revising.finish(finished.ref.key, finished.output_tokens, censored=censored)
         sample = LengthSample(finished.prompt, finished.output_tokens, censored)
         lengths = self._served.of(finished.model)
         lengths.batcher.observe(sample)
@@ -188,8 +311,9 @@ class Predictor:
 
     def observe(self, event: WorkerObserved) -> None:
         """Pass hidden states of running answers to the reviser."""
-        if self._reviser is not None:
-            self._reviser.observe(event)
+        self._revising = self._reviser
+        if self._revising is not None:
+            self._revising.observe(event)
 
     async def tell(self) -> None:
         """Publish revised lengths until cancelled. A lost message costs only accuracy."""
@@ -211,7 +335,7 @@ async def run(config: PredictorConfig) -> None:
     """Serve until cancelled. Raises ConfigError (unknown model) and BusUnavailable (no NATS at start)."""
     served = ServedModels(config)
     common = served.common.batcher
-    reviser = None if config.rest_head == "none" else Reviser(common, config.rest_head, config.state_dir)
+    reviser = None if config.rest_head == "none" else Reviser(common.call, config.rest_head, config.state_dir)
     bus = await Bus.connect(config.bus, service="predictor", instance=config.instance)
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -7,7 +7,7 @@ A model is pure computation: no event loop, bus or clock. A package declares an 
 
 from importlib import import_module
 
-from services.predictor.core.histogram import HistogramModel
+from services.predictor.core.distribution import HistogramModel
 from services.predictor.core.length_model import (
     LengthModel,
     LengthSample,

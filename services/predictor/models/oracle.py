@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from hashlib import blake2b
 
-from services.predictor.core.histogram import HistogramModel
+from services.predictor.core.distribution import HistogramModel
 from services.predictor.core.length_model import LengthSample, ModelSettings, PredictedLength
 from services.predictor.samples import load_tokenizer, read_samples
 

@@ -16,13 +16,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.predictor.core.distribution import LEVELS
+from services.predictor.core.distribution import LEVELS, HistogramModel
 from services.predictor.core.features import Features, features_of
-from services.predictor.core.histogram import HistogramModel
 from services.predictor.core.length_model import LengthModel, LengthSample
 from services.predictor.core.report import LengthReport, evaluate
-from services.predictor.models.network import Ensemble, Member, Trained, latest, write
-from services.predictor.models.regressor import RegressorModel
+from services.predictor.models.regressor import Ensemble, Member, RegressorModel, Trained, latest, write
 from shared.errors import InvalidRequest
 
 FOLDS = 10

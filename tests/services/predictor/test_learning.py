@@ -14,18 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.predictor.batching import Batcher
 from services.predictor.command import main
 from services.predictor.config import PredictorConfig
 from services.predictor.core.length_model import LengthQuery, LengthSample, ModelSettings
 from services.predictor.core.report import evaluate
 from services.predictor.learning import SAMPLES_FILE, Learner
-from services.predictor.models import ConstantModel, create, network
+from services.predictor.models import ConstantModel, create, regressor
 from services.predictor.models.regressor import RegressorModel
 from services.predictor.models.training import TrainingPlan, hold_trial
 from services.predictor.revising import MOST_PENDING, Reviser
 from services.predictor.samples import load_tokenizer, read_samples, write_samples, write_whole
-from services.predictor.service import HANDLERS, Predictor, ServedModels
+from services.predictor.service import HANDLERS, Batcher, Predictor, ServedModels
 from shared import subjects
 from shared.bus import Listener
 from shared.errors import ConfigError, InvalidRequest
@@ -42,31 +41,31 @@ from tests.tasks import running
 @asynccontextmanager
 async def learner_in(
     directory: Path, every: int = 300, least: int = 300, history: int = 2000
-) -> AsyncIterator[Learner]:
+) -> AsyncIterator[tuple[Learner, Batcher]]:
     model = RegressorModel.from_settings(ModelSettings(state_dir=directory))
     batcher = Batcher(model)
-    learner = Learner(model, batcher, directory, every, least, history)
+    learner = Learner(model, batcher.call, directory, every, least, history)
     async with running(batcher.run(), learner.run()):
-        yield learner
+        yield learner, batcher
 
 
 async def test_it_learns_swaps_once_better_and_goes_on_after_a_restart(tmp_path: Path) -> None:
     samples = samples_of(340)
-    async with learner_in(tmp_path) as learner:
+    async with learner_in(tmp_path) as (learner, batcher):
         for sample in samples[:300]:
             learner.observe(sample)
-            learner.batcher.observe(sample)
+            batcher.observe(sample)
         longest_s = 0.0
         clock = asyncio.get_running_loop().time
         while not (learner.swaps or learner.failures):
             begin_s = clock()
-            told = await learner.batcher.predict(LengthQuery(samples[0].prompt, 1000))
+            told = await batcher.predict(LengthQuery(samples[0].prompt, 1000))
             longest_s = max(longest_s, clock() - begin_s)
             await asyncio.sleep(0.01)
         assert learner.failures == 0 and longest_s < 5.0, "predictions went on meanwhile"
         await until(lambda: learner.model.trained is not None, within_s=250.0)
-        short = await learner.batcher.predict(LengthQuery(samples[0].prompt, 1000))
-        long = await learner.batcher.predict(LengthQuery(samples[1].prompt, 1000))
+        short = await batcher.predict(LengthQuery(samples[0].prompt, 1000))
+        long = await batcher.predict(LengthQuery(samples[1].prompt, 1000))
         assert abs(short.p50_tokens - SHORT_TOKENS) < 10 < 50 > abs(long.p50_tokens - LONG_TOKENS)
         assert told is not None
         summary = learner.summary()
@@ -75,23 +74,23 @@ async def test_it_learns_swaps_once_better_and_goes_on_after_a_restart(tmp_path:
         for sample in samples[300:]:
             learner.observe(sample)
     assert read_samples(tmp_path / SAMPLES_FILE) == samples
-    async with learner_in(tmp_path) as again:
+    async with learner_in(tmp_path) as (again, _):
         assert again.model.version == "regressor-1" and again.summary()["learned_from"] == 340
 
 
 async def test_a_training_that_fails_changes_nothing(tmp_path: Path) -> None:
-    async with learner_in(tmp_path, 20, 20) as learner:
+    async with learner_in(tmp_path, 20, 20) as (learner, batcher):
         for sample in samples_of(20):
             learner.observe(sample)
         await until(lambda: learner.failures > 0, within_s=250.0)
         assert learner.model.trained is None and learner.swaps == 0
-        answer = await learner.batcher.predict(LengthQuery(b"", 1000))
+        answer = await batcher.predict(LengthQuery(b"", 1000))
         assert answer.p50_tokens > 0
 
 
 async def test_history_is_bounded_and_a_damaged_file_of_it_is_none(tmp_path: Path) -> None:
     (tmp_path / SAMPLES_FILE).write_text("{half a row")
-    async with learner_in(tmp_path, 10_000, history=150) as learner:
+    async with learner_in(tmp_path, 10_000, history=150) as (learner, _):
         assert learner.summary()["learned_from"] == 0
         for sample in samples_of(200):
             learner.observe(sample)
@@ -208,7 +207,7 @@ def test_in_the_background_it_ends_with_whoever_asked(data: Path, tmp_path: Path
     command = [sys.executable, "-m", "services.predictor", "train", "--data", str(data)]
     command += ["--out", str(tmp_path / "v"), "--background", stranger]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 1 and "stopped" in done.stderr and network.paths(tmp_path / "v") == []
+    assert done.returncode == 1 and "stopped" in done.stderr and regressor.paths(tmp_path / "v") == []
 
 
 PLAN = TrainingPlan(members=1, epochs=4, min_steps=60)
@@ -220,13 +219,13 @@ def test_only_a_version_that_beats_the_old_one_is_written(tmp_path: Path) -> Non
     assert first.old is not None and first.new is not None and first.path is not None
     assert first.old_version.startswith("histogram") and first.is_better
     assert first.new.mae_tokens < 0.5 * first.old.mae_tokens
-    written = network.latest(tmp_path)
+    written = regressor.latest(tmp_path)
     assert written is not None and written.version == "regressor-1"
     assert written.report["held_out"]["mae_tokens"] == round(first.new.mae_tokens, 3)
     opposite = [replace(one, output_tokens=220 - min(one.output_tokens, 219)) for one in samples[:300]]
     worse = hold_trial([*opposite, *samples[300:]], tmp_path, PLAN, held_out=100, only_if_better=True)
     assert worse.old_version == "regressor-1" and not worse.is_better and worse.path is None
-    assert [path.name for path in network.paths(tmp_path)] == ["regressor-000001.safetensors"]
+    assert [path.name for path in regressor.paths(tmp_path)] == ["regressor-000001.safetensors"]
 
 
 def test_answers_cut_by_their_limit_are_not_compared() -> None:
@@ -278,7 +277,7 @@ async def test_lengths_are_revised_once_states_tell_more_than_the_histogram(conn
     scheduler, hearing = await connect_bus("scheduler", "scheduler-0"), Hearing()
     await scheduler.attach(Hearing.HANDLERS, hearing)
     served = ServedModels(PredictorConfig())
-    reviser = Reviser(served.common.batcher, "distribution")
+    reviser = Reviser(served.common.batcher.call, "distribution")
     service = Predictor(predictor, served, reviser=reviser)
     await predictor.attach(HANDLERS, service)
     random = np.random.default_rng(1)
@@ -307,7 +306,7 @@ async def test_lengths_are_revised_once_states_tell_more_than_the_histogram(conn
 
 async def test_what_was_learned_is_found_again(tmp_path: Path) -> None:
     batcher = Batcher(create("histogram"))
-    reviser = Reviser(batcher, "rank", tmp_path)
+    reviser = Reviser(batcher.call, "rank", tmp_path)
     async with running(batcher.run()):
         for number in range(40):
             reviser.observe(observed(number, 1, 50 + number))
@@ -317,19 +316,19 @@ async def test_what_was_learned_is_found_again(tmp_path: Path) -> None:
         reviser.forget(ref("req_99").key)
         await until(lambda: reviser.summary()["revised m"]["under_way"] == 0)
         reviser.save()
-        again = Reviser(batcher, "rank", tmp_path)
+        again = Reviser(batcher.call, "rank", tmp_path)
         again.observe(observed(0, 1, 60))
         await until(lambda: again.summary().get("revised m", {}).get("answers") == 40)
         [file] = list(tmp_path.iterdir())  # noqa: ASYNC240 - a test's own
         file.write_bytes(b"not what was written")
-        broken = Reviser(batcher, "rank", tmp_path)
+        broken = Reviser(batcher.call, "rank", tmp_path)
         broken.observe(observed(0, 1, 60))
         await until(lambda: broken.summary().get("revised m", {}).get("answers") == 0)
 
 
 async def test_of_a_flood_of_states_the_newest_are_dropped() -> None:
     batcher = Batcher(create("histogram"))  # nobody works it off
-    reviser = Reviser(batcher, "distribution")
+    reviser = Reviser(batcher.call, "distribution")
     for number in range(MOST_PENDING + 5):
         reviser.observe(observed(number, 1, 50))
     assert reviser.summary() == {"states_dropped": 5}

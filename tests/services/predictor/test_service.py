@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from services.predictor.batching import Batcher
 from services.predictor.config import PredictorConfig
 from services.predictor.core.length_model import LengthQuery, LengthSample, PredictedLength
 from services.predictor.learning import SAMPLES_FILE
 from services.predictor.models import create
-from services.predictor.models.network import Ensemble, write
+from services.predictor.models.regressor import Ensemble, write
 from services.predictor.samples import read_samples
 from services.predictor.service import (
     HANDLERS,
     MOST_MODELS,
+    Batcher,
     Predictor,
     ServedModels,
     folder_of,

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.predictor.core import distribution
-from services.predictor.core.distribution import LEVELS, longer_than, predict_from, summarize
+from services.predictor.core.distribution import LEVELS, HistogramModel, longer_than, predict_from, summarize
 from services.predictor.core.features import BUCKETS, features_of
-from services.predictor.core.histogram import HistogramModel
 from services.predictor.core.length_model import LengthQuery, LengthSample, PredictedLength
 from services.predictor.core.report import PredictionAudit, score
 from shared.messages.sequence import pack_tokens

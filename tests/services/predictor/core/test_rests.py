@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.predictor.core.rest_heads import HEADS, DistributionHead, Float32s, Head
-from services.predictor.core.rest_learner import RestLearner
+from services.predictor.core.rest_learner import HEADS, DistributionHead, Float32s, Head, RestLearner
 from shared.messages.sequence import SequenceKey
 
 WIDTH = 12

@@ -12,10 +12,9 @@ from services.predictor.core.distribution import LEVELS
 from services.predictor.core.features import features_of
 from services.predictor.core.length_model import LengthQuery, LengthSample, ModelSettings
 from services.predictor.core.report import evaluate
-from services.predictor.models import ConstantModel, create, model_names, network
-from services.predictor.models.network import Ensemble, Trained, lengths_of
+from services.predictor.models import ConstantModel, create, model_names, regressor
 from services.predictor.models.oracle import OracleModel
-from services.predictor.models.regressor import RegressorModel
+from services.predictor.models.regressor import Ensemble, RegressorModel, Trained, lengths_of
 from services.predictor.models.training import TrainingPlan, train
 from shared.errors import ConfigError, InvalidRequest
 from shared.messages.sequence import pack_tokens
@@ -117,30 +116,30 @@ def test_quantiles_ascend_are_corrected_in_logarithms_and_do_not_depend_on_the_b
 def test_a_version_is_read_as_it_was_written_and_a_restart_takes_the_latest(tmp_path: Path) -> None:
     assert create("regressor", ModelSettings(state_dir=tmp_path / "new")).version == "histogram-0"
     made = ensemble()
-    read = network.read(network.write(tmp_path / "new", made, {"samples": 7}))
+    read = regressor.read(regressor.write(tmp_path / "new", made, {"samples": 7}))
     assert (read.number, read.version, read.report) == (1, "regressor-1", {"samples": 7})
     for name, tensor in made.state_dict().items():
         assert bool((read.network.state_dict()[name] == tensor).all())
     for _ in range(3):
-        network.write(tmp_path / "new", made, {}, keep=2)
+        regressor.write(tmp_path / "new", made, {}, keep=2)
     (tmp_path / "new" / "served.jsonl").write_text("")
-    assert [network.number_of(path) for path in network.paths(tmp_path / "new")] == [3, 4]
+    assert [regressor.number_of(path) for path in regressor.paths(tmp_path / "new")] == [3, 4]
     assert create("regressor", ModelSettings(state_dir=tmp_path / "new")).version == "regressor-4"
 
 
 def test_a_damaged_or_foreign_version_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    network.write(tmp_path, ensemble(), {})
-    newest = network.write(tmp_path, ensemble(4), {})
+    regressor.write(tmp_path, ensemble(), {})
+    newest = regressor.write(tmp_path, ensemble(4), {})
     newest.write_bytes(newest.read_bytes()[:1000])
     with pytest.raises(ConfigError, match="regressor-000002"):
-        network.read(newest)
-    found = network.latest(tmp_path)
+        regressor.read(newest)
+    found = regressor.latest(tmp_path)
     assert found is not None and found.number == 1
-    monkeypatch.setattr(network, "_LAYOUT", "another")
-    path = network.write(tmp_path, ensemble(), {})
+    monkeypatch.setattr(regressor, "_LAYOUT", "another")
+    path = regressor.write(tmp_path, ensemble(), {})
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="another release"):
-        network.read(path)
+        regressor.read(path)
 
 
 PLAN = TrainingPlan(members=2, epochs=5, min_steps=100)
