@@ -1,5 +1,5 @@
 """Placement policies of the simulator: `least_work`, `round_robin`, and every live policy by name. Which
-workers are eligible is decided by the live rule (`services/placement/core/seating.py:seat`)."""
+workers are eligible is decided by the live rule (`services/placement/core/fleet.py:seat`)."""
 
 from collections.abc import Sequence
 

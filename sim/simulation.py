@@ -11,9 +11,9 @@ from functools import partial
 
 from msgspec import structs
 
+from services.placement.core.fleet import seat
 from services.placement.core.prefix_index import NOTHING, CachedTokens
 from services.placement.core.roles import Landing, Role, WorkerLoad
-from services.placement.core.seating import seat
 from services.placement.core.speeds import PromptSpeeds
 from services.placement.policy.contract import Room
 from services.scheduler.core.rules import PLACEMENT_BATCH

@@ -14,7 +14,7 @@ from statistics import fmean, median
 from bench.kit.context import Context
 from bench.kit.outcome import Outcome, Table
 from bench.live.dgfm import LOADS, draw_figure_10, run_live
-from services.ledger.core.dgfm.plan import settlements
+from services.ledger.core.dgfm.coordinator import settlements
 from shared.errors import ConfigError
 from sim.lending.run import LendingSimulation, Result, Scenario
 

@@ -12,7 +12,7 @@ from bench.simulated.placement.jobs import BLOCK_TOKENS, Hardware, Job
 from services.placement.policy import create_packing
 from services.placement.policy.contract import Action, Operation, PackingEffects, PackingPolicy
 from services.placement.policy.dispatch import LoadBalance
-from services.placement.policy.mell.settings import lower_bound
+from services.placement.policy.mell.cluster import lower_bound
 
 
 @dataclass

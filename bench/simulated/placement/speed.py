@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from bench.simulated.placement.jobs import BLOCK_TOKENS, Hardware, Job
 from services.placement.policy import create_packing
 from services.placement.policy.mell import Mell
-from services.placement.policy.mell.settings import class_of, is_crumb
+from services.placement.policy.mell.cluster import class_of, is_crumb
 
 GROWTH_BLOCKS = 8
 """Blocks allocated at a time."""

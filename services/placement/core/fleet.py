@@ -1,23 +1,153 @@
-"""Tracks the free memory of each worker from its last heartbeat and the reservations since.
+"""Tracks the free memory of each worker since its last heartbeat, and seats sequences on workers.
+
+`seat` is the rule shared by live placement and the simulator: the policy chooses among workers with room, or
+else among workers that let one more sequence wait.
 
 State is soft: one round of heartbeats rebuilds it. A reservation ends when a heartbeat lists its sequence, a
 step report ends it, the scheduler withdraws it, or `reservation_s` passes. Pure; `now_s` is passed in.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 
-from services.placement.core.order import ORDERS, PlacementRank, arrange, distance
-from services.placement.core.prefix_index import CachedTokens, PrefixIndex
-from services.placement.core.seating import SeatChoice, seat
+from services.placement.core.prefix_index import NOTHING, CachedTokens, PrefixIndex
 from services.placement.core.speeds import PromptSpeeds, plain_tokens
-from services.placement.policy.contract import PlacementPolicy, Room
+from services.placement.policy.contract import CostedPolicy, PlacementPolicy, Room
+from shared.errors import ConfigError
 from shared.liveness import Liveness
 from shared.messages.commands import NOBODY_AHEAD, PlacementItem, WaitingAhead
 from shared.messages.plans import WorkerStepped
 from shared.messages.reports import SequenceReport, SequenceState, WorkerReported
 from shared.messages.sequence import SequenceKey, SequenceRef
+
+NOT_CACHED = 3
+_LEAST_SHARE = 0.25
+"""Minimum share of a prompt that must be cached."""
+
+PlacementRank = Callable[[float, int], float]
+"""Sort key of a prompt from its waited seconds and N, lowest first."""
+ORDERS: dict[str, PlacementRank] = {
+    "policy": lambda waited_s, distance: 0.0,
+    "fcfs": lambda waited_s, distance: -waited_s,
+    "fpf": lambda waited_s, distance: distance,
+    "relaxed_fpf": lambda waited_s, distance: -waited_s * (NOT_CACHED + 1 - distance),
+}
+"""Orders in which waiting prompts are placed (papers/002 §V-F; `algorithms.md` §5). `policy`: as the batching
+policy ranks them. `fcfs`: by arrival. `fpf`: nearest cached prefix first; a prompt with a distant prefix may
+starve among the ones asked about together. `relaxed_fpf`: largest waited time · (4 - N) first. N is 0 for a
+prefix on the device, 1 host, 2 disk, 3 not cached."""
+
+
+def find_order(name: str) -> PlacementRank:
+    """Return the order of that name. Raises ConfigError if it is unknown."""
+    if name not in ORDERS:
+        raise ConfigError(f"order {name!r} is not known; write one of: {', '.join(ORDERS)}", param="order")
+    return ORDERS[name]
+
+
+def distance(item: PlacementItem, offers: Sequence[CachedTokens]) -> int:
+    """Return N at the worker with the longest cached prefix: the mean tier of its cached tokens."""
+    tokens = max(offers, key=lambda offer: (sum(offer), offer), default=(0, 0, 0))
+    if sum(tokens) == 0 or sum(tokens) < _LEAST_SHARE * item.size_tokens:
+        return NOT_CACHED
+    return round(sum(tier * count for tier, count in enumerate(tokens)) / sum(tokens))
+
+
+def arrange(items: Sequence[PlacementItem], distances: Sequence[int], rank: PlacementRank) -> list[int]:
+    """Return positions in placement order: by priority, then rank, then as given."""
+    ranks = [(item.priority, rank(item.waited_s, n)) for item, n in zip(items, distances, strict=True)]
+    return sorted(range(len(items)), key=ranks.__getitem__)
+
+
+GROWTH_BLOCKS = 1
+"""Blocks kept free for a sequence's growth beside others, so that its next decode step preempts none."""
+PASSED_S = 5.0
+"""How long smaller sequences may pass one that finds no room."""
+_SHOWN_COSTS = 8
+"""Maximum number of costs kept per choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeatChoice:
+    """The choice of a worker for one sequence, with its costs."""
+
+    item: PlacementItem
+    worker_id: str
+    expected_tokens: int
+    """Prompt tokens expected in the worker's cache."""
+    pending_tokens: float
+    """The other prompt tokens, as plain tokens (`core/speeds.py`)."""
+    costs_s: tuple[tuple[str, float], ...]
+    """Estimated cost of each possible worker, lowest first; empty if the policy gives none."""
+
+
+def seat(
+    items: Iterable[PlacementItem],
+    rooms: Sequence[Room],
+    policy: PlacementPolicy,
+    cached: Callable[[PlacementItem, str], CachedTokens] = lambda *_: NOTHING,
+) -> list[SeatChoice | None]:
+    """Return a choice per item, or None: it waits. Items are handled one after the other.
+
+    If no worker has room, a `CostedPolicy` chooses among workers that let it wait; otherwise the least
+    crowded one is used. Placed items pass one that finds no room until that one has waited `PASSED_S`: then
+    all after it wait. An item larger than every worker blocks nobody. `cached` returns a worker's cached
+    tokens of an item. Raises ValueError if the policy returns another worker.
+    """
+    choices: list[SeatChoice | None] = []
+    costed = policy if isinstance(policy, CostedPolicy) else None
+    is_held_up = False
+    for item in items:
+        choice = None if is_held_up else _seat_one(item, rooms, policy, costed, cached)
+        if choice is None and item.waited_s >= PASSED_S:
+            is_held_up = is_held_up or any(item.limit_tokens <= room.most_tokens for room in rooms)
+        choices.append(choice)
+    return choices
+
+
+def _seat_one(
+    item: PlacementItem,
+    rooms: Sequence[Room],
+    policy: PlacementPolicy,
+    costed: CostedPolicy | None,
+    cached: Callable[[PlacementItem, str], CachedTokens],
+) -> SeatChoice | None:
+    """Choose a room and deduct the item from it."""
+    able = [room for room in rooms if _fits(room, item)]
+    has_room = bool(able)
+    if not has_room:
+        able = [room for room in rooms if room.places > 0 and item.limit_tokens <= room.most_tokens]
+        if not able:
+            return None
+    for room in able:
+        room.cached_tokens = cached(item, room.worker_id)
+    costs: list[tuple[str, float]] = []
+    if has_room or costed is not None:
+        name = policy.choose(item.size_tokens, able)
+        chosen = next((room for room in able if room.worker_id == name), None)
+        if chosen is None:
+            raise ValueError(f"{name!r} is none of the workers that it may choose")
+        if costed is not None:
+            costs_s = costed.costs_s(item.size_tokens, able)
+            costs = sorted(zip([room.worker_id for room in able], costs_s, strict=True), key=itemgetter(1))
+    else:
+        chosen = max(able, key=lambda one: (one.places, one.free_tokens))
+    expected = sum(chosen.cached_tokens)
+    pending = plain_tokens(min(expected, item.size_tokens), item.size_tokens, chosen.preceding_share)
+    chosen.pending_tokens += pending
+    chosen.free_tokens -= -(-item.size_tokens // chosen.block_tokens) * chosen.block_tokens
+    chosen.sequences += 1
+    chosen.places -= 1
+    return SeatChoice(item, chosen.worker_id, expected, pending, tuple(costs[:_SHOWN_COSTS]))
+
+
+def _fits(room: Room, item: PlacementItem) -> bool:
+    """Return whether it has room now. An empty worker takes whatever it admits."""
+    blocks = -(-item.size_tokens // room.block_tokens) + GROWTH_BLOCKS
+    has_room = not room.sequences or blocks * room.block_tokens <= room.free_tokens
+    return has_room and item.limit_tokens <= room.most_tokens
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
 
-from services.placement.core.fleet import FleetCapacity, Reservation, Resident
-from services.placement.core.seating import GROWTH_BLOCKS
+from services.placement.core.fleet import GROWTH_BLOCKS, FleetCapacity, Reservation, Resident
 from services.placement.policy.contract import Action, Operation, PackingEffects, PackingPolicy
 from shared.errors import InvalidRequest
 from shared.messages.commands import PlacementItem

@@ -10,7 +10,7 @@ from services.placement.policy.contract import PackingPolicy, PlacementPolicy
 from services.placement.policy.dispatch import DispatchPolicy, LoadBalance
 from services.placement.policy.fit import BestFit, PrefixAware, WorstFit
 from services.placement.policy.mell import Mell
-from services.placement.policy.mell.settings import EAGER
+from services.placement.policy.mell.cluster import EAGER
 from shared.errors import ConfigError
 from shared.plugins import PluginKind
 

@@ -6,10 +6,8 @@ Pure. Where the paper is silent or violates its own properties, it follows desig
 from collections.abc import Iterable
 
 from services.placement.policy.contract import Action, Operation, PackingEffects, RequestKey, check_blocks
-from services.placement.policy.mell.cluster import Cluster, Gpu
-from services.placement.policy.mell.placing import Bundles, Journal, Placing
-from services.placement.policy.mell.repairs import Repairs
-from services.placement.policy.mell.settings import MAX_MOVES, MellSettings
+from services.placement.policy.mell.cluster import MAX_MOVES, Cluster, Gpu, MellSettings
+from services.placement.policy.mell.placing import Bundles, Journal, Placing, Repairs
 
 
 class Mell:

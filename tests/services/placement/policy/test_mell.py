@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.placement.policy.contract import Action, Operation
 from services.placement.policy.mell import Mell
-from services.placement.policy.mell.settings import EAGER, MellSettings, lower_bound
+from services.placement.policy.mell.cluster import EAGER, MellSettings, lower_bound
 from shared.errors import InvalidRequest
 from tests.services.placement.policy.histories import CAPACITY, World, churn, exceptions, sizes, steps
 

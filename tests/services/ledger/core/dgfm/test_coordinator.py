@@ -10,8 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.ledger.core.dgfm.coordinator import Coordinator, Leadership, SettlementAsk, SettleRules
-from services.ledger.core.dgfm.plan import SEARCH_STEPS, DebtGraph, Settlement, settlements
+from services.ledger.core.dgfm.coordinator import (
+    SEARCH_STEPS,
+    Coordinator,
+    DebtGraph,
+    Leadership,
+    Settlement,
+    SettlementAsk,
+    SettleRules,
+    settlements,
+)
 from shared.messages.lending import Settled, SettlePhase
 
 RING = {("a", "b"): 64, ("b", "c"): 48, ("c", "a"): 80}
