@@ -166,11 +166,15 @@ class Placing:
         self._journal = journal
         self.headroom = int(settings.headroom_share * cluster.capacity)
         self.hosts: dict[str, str] = {}
+        self._left: Gpu | None = None
+        """Source of an S or M that looks for a place, and returns if it finds none: its place stays free."""
 
     def place(self, item: Item, source: Gpu | None = None) -> bool:
         """Put an unplaced item on any GPU but `source`. Returns False if there is no room."""
         if item.size_class in (SMALL, MEDIUM):
+            self._left = source
             target = self._for_middle(item, source)
+            self._left = None
         else:
             target = self.roomiest(item.size, source)
         if target is None:
@@ -214,7 +218,7 @@ class Placing:
             if by_free.largest() < blocks:
                 continue
             for gpu in by_free.descending(capacity, CANDIDATES):
-                if gpu is not source and gpu.free >= blocks:
+                if gpu is not source and gpu is not self._left and gpu.free >= blocks:
                     demerit = self._demerit(gpu, source)
                     if best is None or demerit < least:
                         best, least = gpu, demerit

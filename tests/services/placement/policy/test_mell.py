@@ -51,6 +51,13 @@ def test_theorem_1_on_long_histories(least: int, most: int, growth: int, ends: f
         assert 3 * policy.active_workers <= 4 * lower_bound(world.blocks.values(), CAPACITY) + 18
 
 
+@pytest.mark.parametrize("seed", [1, 4])
+def test_an_item_that_finds_no_other_place_still_has_its_own(seed: int) -> None:
+    world = World(Mell(CAPACITY, EAGER), 8)
+    for step in churn(seed, 500, least=5, most=150, growth=10, ends=0.2):
+        world.apply([world.operation(*step)])
+
+
 @settings(max_examples=40)
 @given(st.lists(steps, max_size=6), st.sampled_from([EAGER, MellSettings()]))
 def test_epochs_conserve_and_compose(epochs: list[list[tuple[int, int, int]]], chosen: MellSettings) -> None:
