@@ -2,7 +2,7 @@
 kinds, error codes); ids are never labels."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -27,16 +27,14 @@ def counter(
     name: str, documentation: str, labels: Sequence[str] = (), *, registry: CollectorRegistry | None = None
 ) -> Counter:
     """Return the counter of that name, creating it once. `name` ends in `_total`."""
-    target = registry or REGISTRY
-    return _once(target, name, Counter, lambda: Counter(name, documentation, labels, registry=target))
+    return _once(Counter, name, documentation, labels, registry)
 
 
 def gauge(
     name: str, documentation: str, labels: Sequence[str] = (), *, registry: CollectorRegistry | None = None
 ) -> Gauge:
     """Return the gauge of that name, creating it once."""
-    target = registry or REGISTRY
-    return _once(target, name, Gauge, lambda: Gauge(name, documentation, labels, registry=target))
+    return _once(Gauge, name, documentation, labels, registry)
 
 
 def histogram(
@@ -48,13 +46,7 @@ def histogram(
     registry: CollectorRegistry | None = None,
 ) -> Histogram:
     """Return the histogram of that name, creating it once. `name` ends in its unit, such as `_seconds`."""
-    target = registry or REGISTRY
-    return _once(
-        target,
-        name,
-        Histogram,
-        lambda: Histogram(name, documentation, labels, buckets=buckets, registry=target),
-    )
+    return _once(Histogram, name, documentation, labels, registry, buckets=buckets)
 
 
 class _Source:
@@ -97,12 +89,20 @@ def render(registry: CollectorRegistry | None = None) -> bytes:
     return generate_latest(registry or REGISTRY)
 
 
-def _once(registry: CollectorRegistry, name: str, kind: type[_W], make: Callable[[], _W]) -> _W:
+def _once(
+    kind: type[_W],
+    name: str,
+    documentation: str,
+    labels: Sequence[str],
+    registry: CollectorRegistry | None,
+    **more: Any,
+) -> _W:
     """Return the cached metric. Raise ValueError if the name belongs to another kind of metric."""
-    made = _made.setdefault(registry, {})
-    metric = made.get(name)
-    if metric is None:
-        metric = made[name] = make()
+    target = registry or REGISTRY
+    made = _made.setdefault(target, {})
+    if name not in made:
+        made[name] = kind(name, documentation, labels, registry=target, **more)
+    metric = made[name]
     if not isinstance(metric, kind):
         raise ValueError(f"{name} is a {type(metric).__name__} already")
     return metric

@@ -1,8 +1,8 @@
 """Request spans for an OpenTelemetry collector, over OTLP; off unless `traces.endpoint` is set.
 
 Most spans are created when they end, from recorded times. If spans are off, `is_on` is False, no other
-function is called, and the SDK is not imported; it is an extra (`deploy/locks/traces.txt`). A thread sends
-spans from a bounded queue, and drops what the collector does not accept.
+function but `trace_id` is called, and the SDK is not imported; it is an extra (`deploy/locks/traces.txt`). A
+thread sends spans from a bounded queue, and drops what the collector does not accept.
 """
 
 import threading
@@ -96,6 +96,12 @@ def current_traceparent() -> str:
     if not span.is_valid or not span.trace_flags.sampled:
         return ""
     return f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
+
+
+def trace_id() -> str | None:
+    """Return the current trace id as 32 hex digits, or None outside a trace."""
+    span = trace.get_current_span().get_span_context()
+    return f"{span.trace_id:032x}" if span.is_valid else None
 
 
 def unix_ns(at_s: float) -> int:

@@ -1,6 +1,9 @@
-"""Map with expiring entries, bounded in time and number. Pure."""
+"""Maps whose entries expire, bounded in time and number. Pure."""
 
+from collections.abc import Iterator
 from typing import Generic, TypeVar
+
+from shared.messages.sequence import SequenceKey, SequenceRef
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -34,6 +37,9 @@ class RecentMap(Generic[K, V]):
         """Remove the entry if it exists."""
         self._entries.pop(key, None)
 
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._entries)
+
     def items(self) -> list[tuple[K, V]]:
         return [(key, value) for key, (value, _) in self._entries.items()]
 
@@ -43,3 +49,35 @@ class RecentMap(Generic[K, V]):
             if now_s - self._entries[key][1] <= self._ttl_s:
                 return
             del self._entries[key]
+
+
+class Tombstones:
+    """Attempts that must not start or return: the highest per sequence and gateway, for `ttl_s`. A gateway's
+    cancellations affect and displace only its own entries, of which the newest `limit` are kept."""
+
+    def __init__(self, ttl_s: float, limit: int) -> None:
+        self._ttl_s = ttl_s
+        self._limit = limit
+        self._of: dict[str, RecentMap[SequenceKey, int]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of.values()))
+
+    def put(self, gateway_id: str, ref: SequenceRef, now_s: float) -> None:
+        """Bar this attempt and all lower ones."""
+        attempts = self._of.setdefault(gateway_id, RecentMap(self._ttl_s, self._limit))
+        before = attempts.get(ref.key, now_s)
+        attempts.put(ref.key, ref.attempt if before is None else max(before, ref.attempt), now_s)
+
+    def covers(self, gateway_id: str, ref: SequenceRef, now_s: float | None = None) -> bool:
+        """Return True if this attempt is barred. Without `now_s`, as of the last `expire`."""
+        attempts = self._of.get(gateway_id)
+        highest = None if attempts is None else attempts.get(ref.key, now_s)
+        return highest is not None and ref.attempt <= highest
+
+    def expire(self, now_s: float) -> None:
+        """Drop expired entries."""
+        for gateway_id, attempts in list(self._of.items()):
+            attempts.expire(now_s)
+            if not len(attempts):
+                del self._of[gateway_id]

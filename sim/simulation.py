@@ -16,10 +16,11 @@ from services.placement.core.prefix_index import NOTHING, CachedTokens
 from services.placement.core.roles import Landing, Role, WorkerLoad
 from services.placement.core.speeds import PromptSpeeds
 from services.placement.policy.contract import Room
+from services.scheduler.core.backlog import Feed
 from services.scheduler.core.rules import PLACEMENT_BATCH
 from services.scheduler.policy import find_policy
 from services.scheduler.policy.contract import PlannedBatch, Task, priority_in, queue_rule
-from services.scheduler.policy.fleet_queue import Feed, FleetQueue, Rank
+from services.scheduler.policy.fleet_queue import FleetQueue, Rank
 from shared.messages.commands import PlacementItem, WaitingAhead
 from shared.messages.sequence import SequenceKey, SequenceRef
 from sim.books import Held, WorkerBooks, pending, plain_pending, spoken_for_blocks
@@ -70,7 +71,8 @@ class Simulation:
             for index in range(setup.workers)
         ]
         self._feed = Feed(setup.places)
-        self._queue = FleetQueue(queue_rule(factory, setup.settings, setup.queue), feed=self._feed)
+        self._queue = FleetQueue(queue_rule(factory, setup.settings, setup.queue))
+        self._feed.on_left = self._queue.begin
         self._names = [f"{index:05d}" for index in range(setup.workers)]
         for name in self._names:
             self._feed.join(name)

@@ -11,12 +11,6 @@ class LedgerConfig(ServiceConfig):
     worker_timeout_s: float = Field(
         default=2.0, gt=0, description="a worker silent for longer is dropped from the table"
     )
-    ledger_timeout_s: float = Field(
-        default=2.0,
-        gt=0,
-        description="a ledger silent for longer loses its lead of settlements; a new ledger listens for so "
-        "long before it leads",
-    )
     settle: bool = Field(default=True, description="settle cycles of debts (DGFM)")
     settle_threshold_tokens: int = Field(
         default=128, ge=1, description="smallest amount to settle, in whole blocks of the workers"

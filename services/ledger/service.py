@@ -102,7 +102,7 @@ class Ledger:
             valid_for_s=config.settle_valid_s,
         )
         self.settlements = Settlements(bus, rules) if config.settle else None
-        self.leadership = Leadership(bus.instance, bus.incarnation, silence_s=config.ledger_timeout_s)
+        self.leadership = Leadership(bus.instance, bus.incarnation)
         self._was_leading = False
         self._clock = clock
         self._awake_s = AwakeClock(clock, lambda: bus.connected)

@@ -4,7 +4,7 @@ Workers of one model share a queue, batches, moves and loans; models do not affe
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,7 +21,6 @@ from shared.messages.base import Message
 from shared.messages.commands import LengthPrediction, Placements, PlaceSequences, PredictLength, TakeSnapshot
 from shared.messages.moves import BlocksPulled
 from shared.messages.reports import WorkerReported
-from shared.messages.sequence import SequenceRef
 from shared.messages.tokens import FetchedTokens, FetchTokens
 
 _log = get_logger("scheduler")
@@ -60,26 +59,27 @@ class Cell:
         """Start a question; ignore any other effect."""
         match question:
             case effects.AskPlacement():
-                self._start(self._place(question), *(item.ref for item in question.items))
+                self._start(self._place(question), question.items)
             case effects.AskPrediction() if self._predictions < _MAX_PREDICTIONS:
                 self._predictions += 1
-                self._start(self._predict(question), question.ref)
+                self._start(self._predict(question), (question,))
             case effects.AskSnapshot():
                 self._resyncs.inc()
                 self._start(self._snapshot(question))
             case effects.AskTokens():
-                self._start(self._tokens(question), question.ref)
+                self._start(self._tokens(question), (question,))
             case effects.AskPull():
-                self._start(self._pull(question), question.ref)
+                self._start(self._pull(question), (question,))
 
     async def close(self) -> None:
         for task in self._open:
             task.cancel()
         await asyncio.gather(*self._open, return_exceptions=True)
 
-    def _start(self, work: Coroutine[Any, Any, None], *about: SequenceRef) -> None:
-        """Start a task within the span of the first of these sequences that has one."""
-        context = None if self._report.spans is None else in_context(self._report.spans.within(about))
+    def _start(self, work: Coroutine[Any, Any, None], about: Sequence[Any] = ()) -> None:
+        """Start a task within the span of the first sequence that has one; `about`: things with a `ref`."""
+        spans = self._report.spans
+        context = None if spans is None else in_context(spans.within(one.ref for one in about))
         task = asyncio.get_running_loop().create_task(work, context=context)
         self._open.add(task)
         task.add_done_callback(self._open.discard)
@@ -129,14 +129,14 @@ class Cell:
         subject = subjects.worker_fetch(question.worker_id, me)
         command = FetchTokens(ref=ref, sender=me, first_index=0)
         answer = await self._answer(subject, command, FetchedTokens, _SNAPSHOT_S, ref)
-        hear = self.core.on_shadow_tokens if question.is_shadow else self.core.on_tokens
+        hear = partial(self.core.on_tokens, is_shadow=question.is_shadow)
         self._feed(self, hear, ref, answer and answer.delta and answer.delta.tokens)
 
     async def _pull(self, question: effects.AskPull) -> None:
         subject, order = subjects.worker_pull(question.worker_id), question.order
         deadline_s = order.valid_for_s + _SNAPSHOT_S
         pulled = await self._answer(subject, order, BlocksPulled, deadline_s, question.ref)
-        hear = self.core.on_shadow_pulled if order.is_shadow else self.core.on_pulled
+        hear = partial(self.core.on_pulled, is_shadow=order.is_shadow)
         self._feed(self, hear, question.ref, pulled)
 
     async def _predict(self, question: effects.AskPrediction) -> None:

@@ -9,7 +9,6 @@ from pydantic import Field, field_validator, model_validator
 from services.scheduler.core.rules import MoveRules, ReliefRules, Rules, ShadowRules
 from services.scheduler.policy import check_policy, policy_names
 from services.scheduler.policy.contract import PolicySettings, QueueOrder
-from services.scheduler.policy.fleet_queue import FEED_SEQUENCES
 from services.scheduler.policy.relief import Rung
 from shared.config import ServiceConfig
 
@@ -24,30 +23,13 @@ class SchedulerConfig(ServiceConfig):
     queue: Literal["policy", "arrival", "work"] = Field(
         default="policy", description="order in which sequences wait for a worker"
     )
-    feed_sequences: int = Field(
-        default=FEED_SEQUENCES,
-        ge=0,
-        description="sequences that may wait at each worker without memory for them, so that none runs dry; "
-        "0: a worker is given only where memory is free",
-    )
     chunked_prefill: bool = Field(default=True, description="cut prompts to the token budget")
     max_batch_sequences: int = Field(default=64, ge=1, description="sequences that run at once in one worker")
     token_budget: int = Field(default=512, ge=1, description="tokens per step, prompt chunks included")
     max_steps: int = Field(default=8, ge=1, description="steps of one plan while nothing can change")
-    outstanding_steps: int = Field(
-        default=2, ge=1, description="steps a worker should have left when the next plan is made"
-    )
-    ahead_s: float = Field(
-        default=0.008, ge=0, description="least time planned ahead where steps are short and may be cut"
-    )
     worker_timeout_s: float = Field(default=2.0, gt=0, description="a worker silent for so long is lost")
     gateway_timeout_s: float = Field(
         default=10.0, gt=0, description="sequences of a gateway silent for so long end"
-    )
-    heartbeat_round_s: float = Field(
-        default=0.6,
-        ge=0,
-        description="longest time for which a new scheduler collects heartbeats before its first command",
     )
     max_queued: int = Field(default=4096, ge=1, description="sequences that may wait; more are refused")
     refuse_wait_s: float = Field(
@@ -101,12 +83,8 @@ class SchedulerConfig(ServiceConfig):
                 options=self.policy_options,
             ),
             queue=None if self.queue == "policy" else QueueOrder(self.queue),
-            feed_sequences=self.feed_sequences,
-            outstanding_steps=self.outstanding_steps,
-            ahead_s=self.ahead_s,
             worker_timeout_s=self.worker_timeout_s,
             gateway_timeout_s=self.gateway_timeout_s,
-            round_s=self.heartbeat_round_s,
             max_queued=self.max_queued,
             refuse_wait_s=self.refuse_wait_s,
             moves=MoveRules(most_at_once=self.most_moves),

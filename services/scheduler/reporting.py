@@ -35,7 +35,6 @@ _PLAN_COUNTS = {
     "prefill_tokens": ("kvasir_scheduler_planned_prefill_tokens_total", "Prompt tokens planned"),
 }
 _SERVICE = ("sequences", "computed_tokens", "cached_tokens", "generated_tokens", "kv_token_s")
-_QUANTILES = ("p50_tokens", "p80_tokens", "p90_tokens", "p95_tokens")
 _HITS = ("placed_prompt_tokens", "hits_expected_tokens", "hits_found_tokens", "hits_error_tokens")
 
 
@@ -96,9 +95,16 @@ class TermReport:
         )
 
     def predicted(self, ref: SequenceRef, prediction: LengthPrediction) -> None:
-        quantiles = {name: getattr(prediction, name) for name in _QUANTILES}
-        told = {"tokens": prediction.rl_tokens, **quantiles, "model": prediction.model_version}
-        self._note("predicted", ref, **told)
+        self._note(
+            "predicted",
+            ref,
+            tokens=prediction.rl_tokens,
+            p50_tokens=prediction.p50_tokens,
+            p80_tokens=prediction.p80_tokens,
+            p90_tokens=prediction.p90_tokens,
+            p95_tokens=prediction.p95_tokens,
+            model=prediction.model_version,
+        )
         if self.spans is not None:
             self.spans.event(ref, "predicted", {"kvasir.predicted_tokens": prediction.rl_tokens})
 

@@ -28,11 +28,9 @@ _LATELY_S = 2.0
 """A new term waits only for workers that reported within this time."""
 _MOST_HEARD = 4096
 """Number of workers after which silent ones are removed."""
-_TOLD = (
-    *("policy", "policy_options", "feed_sequences", "outstanding_steps", "ahead_s"),
-    *("chunked_prefill", "max_batch_sequences", "token_budget", "max_steps"),
-)
-"""Batching rules that `status` reports, for replays of a recording."""
+_TOLD = ("policy", "policy_options", "chunked_prefill", "max_batch_sequences", "token_budget", "max_steps")
+_TOLD_RULES = ("feed_sequences", "outstanding_steps", "ahead_s")
+"""Settings and constants of batching that `status` reports, for replays of a recording."""
 
 HANDLERS = (
     *status_handlers("scheduler"),
@@ -69,7 +67,9 @@ class SchedulerService:
         term = self._term
         details: dict[str, Any] = {"role": "standby", "policy": self._config.policy}
         rules = self._config.rules()
-        details["rules"] = {name: getattr(self._config, name) for name in _TOLD} | {
+        details["rules"] = {
+            **{name: getattr(self._config, name) for name in _TOLD},
+            **{name: getattr(rules, name) for name in _TOLD_RULES},
             "queue": rules.queue or "",
             "start_tokens": rules.settings.start_tokens,
         }

@@ -67,9 +67,3 @@ def served(headers: Mapping[str, str] | None, command: str, subject: str) -> Ite
         detach(outer)
         if span is not None:
             spans.end(span, error=error)
-
-
-def trace_id() -> str | None:
-    """Return the current trace id as 32 hex digits, or None outside a trace."""
-    span = trace.get_current_span().get_span_context()
-    return f"{span.trace_id:032x}" if span.is_valid else None

@@ -15,8 +15,7 @@ from shared.blocks import HASH_BYTES, chain, child, fingerprint, root
 from shared.errors import KvasirError, from_wire, to_wire
 from shared.messages.sequence import is_beyond_share, pack_tokens
 from shared.release import PROTOCOL, ReleaseWatch, works_with
-from shared.tombstones import Tombstones
-from shared.ttl_map import RecentMap
+from shared.ttl_map import RecentMap, Tombstones
 from tests.shared.messages.builders import ref
 
 

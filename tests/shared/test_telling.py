@@ -288,7 +288,7 @@ def test_a_command_has_a_span_where_it_is_served_and_what_it_asks_is_below(colle
             assert tracing.inject() == {"traceparent": UNSAMPLED}
         with tracing.served(None, "Untraced", "subject"):
             assert tracing.inject() is None
-        assert tracing.trace_id() is None
+        assert spans.trace_id() is None
     asked, refused = collector.spans
     assert headers == {"traceparent": f"00-{TRACE}-{asked.span_id}-01"}
     subject = {"messaging.destination.name": "kvasir.v1.cmd.desk.ask"}

@@ -226,8 +226,8 @@ class World(VirtualNet):
         _, effects = self.core.on_submit(spec, self.core_s)
         self._carry_out_plans(effects)
 
-    def feed(self, event: str, *details: Any) -> None:
-        self._carry_out_plans(getattr(self.core, event)(*details, self.core_s))
+    def feed(self, event: str, *details: Any, **more: Any) -> None:
+        self._carry_out_plans(getattr(self.core, event)(*details, self.core_s, **more))
         if self.is_checked:
             self.core.check_integrity()
 
@@ -255,24 +255,24 @@ class World(VirtualNet):
                 start, attempts = (lost.worker_id, lost.incarnation), {r.key: r.attempt for r in lost.refs}
                 self.send(self.scheduler.name, self.gateway, lambda: self.gateway.lose(start, attempts))
             case AskTokens(worker_id, ref, is_shadow):
-                asked, told = self.workers[worker_id], "on_shadow_tokens" if is_shadow else "on_tokens"
+                asked, told = self.workers[worker_id], partial(self.feed, "on_tokens", is_shadow=is_shadow)
                 question = FetchTokens(ref=ref, sender=self.scheduler.name, first_index=0)
                 self.ask(
                     self.scheduler,
                     asked,
                     lambda: asked.core.on_fetch(question).delta,
-                    lambda delta: self.feed(told, ref, None if delta is None else delta.tokens),
-                    lambda _: self.feed(told, ref, None),
+                    lambda delta: told(ref, None if delta is None else delta.tokens),
+                    lambda _: told(ref, None),
                 )
             case AskPull(worker_id, ref, order):
                 target, source = self.workers[worker_id], self.workers[order.source]
-                fetched = "on_shadow_pulled" if order.is_shadow else "on_pulled"
+                fetched = partial(self.feed, "on_pulled", is_shadow=order.is_shadow)
                 self.ask(
                     self.scheduler,
                     target,
                     lambda: self._pull(source, target, order),
-                    lambda pulled: self.feed(fetched, ref, pulled),
-                    lambda _: self.feed(fetched, ref, None),
+                    lambda pulled: fetched(ref, pulled),
+                    lambda _: fetched(ref, None),
                 )
             case PublishPrepared(prepared):
                 self.send(self.scheduler.name, self.gateway, lambda: self.gateway.on_prepared(prepared))

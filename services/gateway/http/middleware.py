@@ -179,7 +179,7 @@ class Edge:
         trace = tracing.attach(headers)
         span = _span_of(record) if spans.is_on() else None
         within = tracing.enter(span)
-        record.trace_id = tracing.trace_id()
+        record.trace_id = spans.trace_id()
         is_open = path in self._open_paths or (bool(self._open_below) and path.startswith(self._open_below))
         try:
             await self._serve(scope, receive, _stamped(record, send), None if is_open else headers)

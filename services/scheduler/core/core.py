@@ -18,7 +18,6 @@ from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import Rules
 from services.scheduler.core.sequence import HELD, OVER, Phase, Sequence
 from services.scheduler.core.shadowing import Shadowing
-from services.scheduler.core.worker_pipeline import Sync
 from services.scheduler.policy.contract import PolicyFactory, queue_rule
 from shared.errors import InvalidRequest, PolicyFailed, UnavailableError
 from shared.liveness import Start
@@ -133,9 +132,9 @@ class SchedulerCore:
 
     def refusal_costs_s(self, spec: SequenceSpec, now_s: float) -> dict[str, float]:
         """Return the cost of a refused request, in seconds: its expected wait, if known, and its work."""
-        sequence, backlog = Sequence.from_spec(spec, now_s), self._roster.backlog
-        wait_s = backlog.wait_s(sequence)
-        return ({} if wait_s is None else {"wait": wait_s}) | {"first": backlog.queue.work_s(sequence.task())}
+        queue, task = self._roster.backlog.queue, Sequence.from_spec(spec, now_s).task()
+        wait_s = queue.wait_s(task, spec.tenant)
+        return ({} if wait_s is None else {"wait": wait_s}) | {"first": queue.work_s(task)}
 
     def on_move(self, order: SequenceMove, now_s: float) -> list[Effect]:
         """Begin a move. Raises InvalidRequest if it is impossible."""
@@ -143,23 +142,19 @@ class SchedulerCore:
             raise InvalidRequest("this scheduler was replaced", param="moves")
         return self._after(self._moves.begin(order, now_s), now_s)
 
-    def on_tokens(self, ref: SequenceRef, tokens: tuple[int, ...] | None, now_s: float) -> list[Effect]:
-        """Apply the answer to `AskTokens`; None if there was none."""
-        return self._after(self._moves.on_tokens(ref, tokens, now_s), now_s)
-
-    def on_pulled(self, ref: SequenceRef, pulled: BlocksPulled | None, now_s: float) -> list[Effect]:
-        """Apply the answer to `AskPull`; None if there was none."""
-        return self._after(self._moves.on_pulled(ref, pulled, now_s), now_s)
-
-    def on_shadow_tokens(
-        self, ref: SequenceRef, tokens: tuple[int, ...] | None, now_s: float
+    def on_tokens(
+        self, ref: SequenceRef, tokens: tuple[int, ...] | None, now_s: float, *, is_shadow: bool = False
     ) -> list[Effect]:
-        """Apply the answer to a shadow's `AskTokens`; None if there was none."""
-        return self._shadowing.on_tokens(ref, tokens, now_s)
+        """Apply the answer to `AskTokens` of a move or a shadow; None if there was none."""
+        copies = self._shadowing if is_shadow else self._moves
+        return self._after(copies.on_tokens(ref, tokens, now_s), now_s)
 
-    def on_shadow_pulled(self, ref: SequenceRef, pulled: BlocksPulled | None, now_s: float) -> list[Effect]:
-        """Apply the answer to a shadow's `AskPull`; None if there was none."""
-        return self._shadowing.on_pulled(ref, pulled, now_s)
+    def on_pulled(
+        self, ref: SequenceRef, pulled: BlocksPulled | None, now_s: float, *, is_shadow: bool = False
+    ) -> list[Effect]:
+        """Apply the answer to `AskPull` of a move or a shadow; None if there was none."""
+        copies = self._shadowing if is_shadow else self._moves
+        return self._after(copies.on_pulled(ref, pulled, now_s), now_s)
 
     def on_roles(self, event: WorkerRoles, now_s: float) -> list[Effect]:
         """Set the roles that placement assigns and repeats (`Roster.shortage`)."""
@@ -238,10 +233,8 @@ class SchedulerCore:
             if sequence is None or sequence not in backlog:
                 continue
             sequence.expected_tokens = expected
-            pipeline = self._roster.pipelines.get(worker_id or "")
-            if pipeline is None or pipeline.sync is not Sync.IN_STEP:
-                continue
-            if sequence.limit_tokens <= pipeline.report.max_context_tokens:
+            pipeline = self._roster.in_step(worker_id)
+            if pipeline is not None and sequence.limit_tokens <= pipeline.report.max_context_tokens:
                 self._roster.place(sequence, pipeline, now_s)
         return self._after([], now_s)
 

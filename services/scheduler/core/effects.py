@@ -83,7 +83,7 @@ class RefuseWorker(Effect, frozen=True):
 
 
 class AskTokens(Effect, frozen=True):
-    """Ask which tokens the answer has. Answer with `on_tokens` or `on_shadow_tokens`, maybe None."""
+    """Ask which tokens the answer has. Answer with `on_tokens`, maybe None."""
 
     worker_id: str
     ref: SequenceRef
@@ -91,7 +91,7 @@ class AskTokens(Effect, frozen=True):
 
 
 class AskPull(Effect, frozen=True):
-    """Order a fetch of a sequence's blocks. Answer with `on_pulled` or `on_shadow_pulled`, maybe None."""
+    """Order a fetch of a sequence's blocks. Answer with `on_pulled`, maybe None."""
 
     worker_id: str
     ref: SequenceRef

@@ -14,12 +14,11 @@ from services.scheduler.core.effects import (
     PublishWorkerLost,
     RefuseWorker,
 )
-from services.scheduler.core.guarded_policy import GuardedPolicy
 from services.scheduler.core.outstanding import Trouble
 from services.scheduler.core.roster import Roster
 from services.scheduler.core.sequence import HELD, Phase, Sequence
 from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline, planned_capacity_blocks
-from services.scheduler.policy.contract import Holding, PolicyFactory, WorkerShape
+from services.scheduler.policy.contract import GuardedPolicy, Holding, PolicyFactory, WorkerShape
 from shared.errors import InternalError, ModelMismatch, PolicyFailed
 from shared.liveness import Liveness
 from shared.messages.plans import BatchPlan, WorkerStepped
@@ -373,8 +372,8 @@ class Fleet:
 
     def on_plan_unsent(self, worker_id: str, plan: BatchPlan, reason: str, now_s: float) -> list[Effect]:
         """Resync after a plan that is too large to send, and blame its longest start."""
-        pipeline = self.roster.pipelines.get(worker_id)
-        if pipeline is None or pipeline.sync is not Sync.IN_STEP:
+        pipeline = self.roster.in_step(worker_id)
+        if pipeline is None:
             return []
         longest = max(plan.starts, key=lambda spec: len(spec.prompt) + len(spec.generated), default=None)
         culprits = () if longest is None else (longest.ref,)

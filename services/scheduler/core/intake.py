@@ -97,15 +97,10 @@ class Intake:
             raise RoleMissing(shortage, retry_after_s=1.0)
         if self.roster.is_full(spec.tenant, resumed=is_resumed):
             raise Overloaded(f"{self._rules.max_queued} sequences wait already", retry_after_s=1.0)
-        if not is_resumed:
-            self._check_wait(sequence)
-
-    def _check_wait(self, sequence: Sequence) -> None:
-        """Raises Overloaded if the expected wait of a request's first choice is too long."""
         most_s = self._rules.refuse_wait_s
-        if not most_s or sequence.ref.choice:
+        if is_resumed or not most_s or spec.ref.choice:  # the first choice's wait decides for the request
             return
-        wait_s = self.roster.backlog.wait_s(sequence)
+        wait_s = self.roster.backlog.queue.wait_s(sequence.task(), sequence.tenant)
         if wait_s is not None and wait_s > most_s:
             raise Overloaded(
                 f"all workers are busy: this request would wait for {wait_s:.0f} s, and no more than"

@@ -142,9 +142,7 @@ class OversizedWatch:
             beyond_all = beyond(self._roster.summary()[0] or 0, sequence)
             return [self._roster.give_up(sequence, beyond_all, now_s)]
         others = [
-            other
-            for other in self._roster.pipelines.values()
-            if other is not pipeline and other.sync is Sync.IN_STEP and other.holds(sequence.limit_tokens)
+            other for other in self._roster.others_in_step(pipeline) if other.holds(sequence.limit_tokens)
         ]
         target = max(
             others, key=lambda one: (one.report.capacity.plannable_blocks, one.worker_id), default=None

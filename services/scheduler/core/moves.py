@@ -12,7 +12,7 @@ from services.scheduler.core.effects import AskPull, AskTokens, Effect, PublishM
 from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import MoveRules
 from services.scheduler.core.sequence import HELD, Phase, Sequence
-from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
+from services.scheduler.core.worker_pipeline import WorkerPipeline
 from shared.errors import InvalidRequest
 from shared.messages.moves import (
     BlocksPulled,
@@ -178,9 +178,7 @@ class Moves:
         move = self.by_key.get(sequence.key)
         if move is None or sequence.ref.attempt <= move.ref.attempt:
             return None
-        pipeline = self._roster.pipelines.get(move.target)
-        is_able = pipeline is not None and pipeline.sync is Sync.IN_STEP
-        return pipeline if is_able and sequence in self._roster.backlog else None
+        return self._roster.in_step(move.target) if sequence in self._roster.backlog else None
 
     def describe(self) -> dict[str, int]:
         """Return counts, for people."""
@@ -195,7 +193,7 @@ class Moves:
 
     def _refusal(self, order: SequenceMove, sequence: Sequence | None) -> str:
         """Return why the move is impossible, or ""."""
-        pipeline = self._roster.pipelines.get(order.target)
+        pipeline = self._roster.in_step(order.target)
         if sequence is None or sequence.phase not in HELD:
             return f"{order.ref} does not run"
         if sequence.key in self.by_key:
@@ -206,7 +204,7 @@ class Moves:
             return f"{order.ref} gives log-probabilities, which do not travel"
         if len(self.by_key) >= self._rules.most_at_once:
             return f"{len(self.by_key)} sequences are on the move already"
-        if pipeline is None or pipeline.sync is not Sync.IN_STEP or order.target == sequence.worker_id:
+        if pipeline is None or order.target == sequence.worker_id:
             return f"{order.target} cannot take it"
         if sequence.limit_tokens > pipeline.report.max_context_tokens:
             return f"{order.ref} may grow larger than {order.target}"
@@ -255,9 +253,9 @@ class Moves:
         self, move: Move, spec: SequenceSpec, tokens: tuple[int, ...], now_s: float
     ) -> list[Effect]:
         """Let the target compute prompt and answer so far as a sequence of its own, with a unique name."""
-        pipeline = self._roster.pipelines.get(move.target)
+        pipeline = self._roster.in_step(move.target)
         count = len(spec.prompt) // TOKEN_BYTES + len(tokens)
-        if pipeline is None or pipeline.sync is not Sync.IN_STEP or not self._fits(pipeline, count, move):
+        if pipeline is None or not self._fits(pipeline, count, move):
             return self._end(move, f"{move.target} has no room", now_s)
         self._numbers += 1
         name = f"{move.ref.request_id[:_MOST_NAME_CHARS]}~{pipeline.epoch}.{self._numbers}"

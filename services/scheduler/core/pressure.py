@@ -159,11 +159,7 @@ class PressureWatch:
         return Victim(listed.allocated_blocks, tokens, self._remaining_tokens(listed))
 
     def _roomiest(self, pipeline: WorkerPipeline) -> WorkerPipeline | None:
-        others = [
-            other
-            for other in self._roster.pipelines.values()
-            if other is not pipeline and other.sync is Sync.IN_STEP
-        ]
+        others = self._roster.others_in_step(pipeline)
         return max(others, key=lambda other: (self._room(other), other.worker_id), default=None)
 
     def _room(self, pipeline: WorkerPipeline) -> int:

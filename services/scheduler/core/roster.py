@@ -4,22 +4,19 @@ Only this module adds and removes sequences. `fleet` decides which worker is los
 """
 
 from collections import Counter
-from itertools import takewhile
 
-from services.scheduler.core.backlog import NO_QUESTION, Backlog, item_of
+from services.scheduler.core.backlog import NO_QUESTION, Backlog, Feed, item_of
 from services.scheduler.core.effects import AskPlacement, CancelAtWorker, Effect, SequenceLeft
 from services.scheduler.core.rules import Rules
 from services.scheduler.core.sequence import HELD, Kind, Phase, Sequence, kinds_of
 from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
 from services.scheduler.policy.contract import BY_ARRIVAL, QueueRule
-from services.scheduler.policy.fleet_queue import Feed
 from services.scheduler.policy.waiting_queue import Line
 from shared.errors import KvasirError
 from shared.messages.moves import WorkerRoles
 from shared.messages.reports import SequenceReport, WorkerReported
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, Tenant, is_beyond_share
-from shared.tombstones import Tombstones
-from shared.ttl_map import RecentMap
+from shared.ttl_map import RecentMap, Tombstones
 
 
 def _limit(sequence: Sequence) -> tuple[int, tuple[float, SequenceKey]]:
@@ -102,6 +99,14 @@ class Roster:
         self.owners.put(key, listed.gateway_id, now_s)
         return [left]
 
+    def in_step(self, worker_id: str | None) -> WorkerPipeline | None:
+        """Return the worker's pipeline if it is in step: it can take work now."""
+        pipeline = self.pipelines.get(worker_id or "")
+        return pipeline if pipeline is not None and pipeline.sync is Sync.IN_STEP else None
+
+    def others_in_step(self, pipeline: WorkerPipeline) -> list[WorkerPipeline]:
+        return [one for one in self.pipelines.values() if one is not pipeline and one.sync is Sync.IN_STEP]
+
     def of_worker(self, worker_id: str) -> list[Sequence]:
         return list(self._at.get(worker_id, {}).values())
 
@@ -111,7 +116,7 @@ class Roster:
 
     def longer_than(self, tokens: int) -> list[Sequence]:
         """Return sequences whose limit exceeds `tokens`, longest first."""
-        return list(takewhile(lambda one: one.limit_tokens > tokens, self._by_limit))
+        return list(self._by_limit.irange_key(max_key=(-tokens,)))
 
     def _assign(self, sequence: Sequence, worker_id: str | None) -> None:
         if sequence.worker_id is not None:
@@ -164,7 +169,7 @@ class Roster:
 
     def closed_workers(self) -> tuple[str, ...]:
         """Return workers that cannot take work, which placement may not know yet."""
-        return tuple(sorted([*self.unready, *[name for name, _ in self.lost_workers.items()]]))
+        return tuple(sorted([*self.unready, *self.lost_workers]))
 
     def summary(self) -> tuple[int | None, tuple[Kind, ...]]:
         """Return the longest context, None without workers, and the kinds of workers that share blocks."""
@@ -280,7 +285,10 @@ class Roster:
         if sequence.phase is Phase.QUEUED:
             self.backlog.remove(sequence)
         elif sequence.worker_id is not None:
-            self.backlog.settle(sequence, phase, generated_tokens)
+            if phase in (Phase.LOST, Phase.REPLACED):  # free for its tenant
+                self.backlog.queue.refund(sequence.key)
+            else:
+                self.backlog.queue.end(sequence.key, generated_tokens, sequence.cached_tokens)
             held = sequence.phase in HELD
             is_whole = reason in _OWN_ENDS and not (sequence.spec is not None and sequence.spec.rehearsal)
             answer_tokens = generated_tokens if is_whole else None

@@ -4,7 +4,7 @@ The state is soft: heartbeats, snapshots and resubmissions rebuild it.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from services.scheduler.policy.contract import Task, priority_in
@@ -113,18 +113,15 @@ class Sequence:
     prefixes: tuple[tuple[tuple[bytes, int], ...], tuple[PrefixChain, ...]] | None = None
     """Block names of its prompt, and the kinds of workers they are for (`names_of`)."""
 
-    @property
-    def key(self) -> SequenceKey:
-        return self.ref.key
+    key: SequenceKey = field(init=False)
+    limit_tokens: int = field(init=False)
+    """Tokens of the prompt and the longest answer."""
+    order: tuple[float, SequenceKey] = field(init=False)
 
-    @property
-    def limit_tokens(self) -> int:
-        """Tokens of the prompt and the longest answer."""
-        return self.prompt_tokens + self.max_tokens
-
-    @property
-    def order(self) -> tuple[float, SequenceKey]:
-        return (self.arrival_s, self.ref.key)
+    def __post_init__(self) -> None:
+        self.key = self.ref.key
+        self.limit_tokens = self.prompt_tokens + self.max_tokens
+        self.order = (self.arrival_s, self.key)
 
     def move_to(self, phase: Phase) -> None:
         """Enter a phase. Raises InternalError for a transition that the table does not list."""
@@ -191,12 +188,10 @@ def names_of(sequence: Sequence, kinds: tuple[Kind, ...]) -> tuple[PrefixChain, 
         return ()
     known = sequence.prefixes
     if known is None or known[0] != kinds:
-        known = sequence.prefixes = (kinds, tuple(_chain(sequence.spec, kind) for kind in kinds))
+        chains: list[PrefixChain] = []
+        for fingerprint, block_tokens in kinds:
+            begins = sequence.spec.prompt[: MOST_CHAIN_BLOCKS * block_tokens * TOKEN_BYTES]
+            names = chain(root(fingerprint, sequence.spec.cache_salt), begins, block_tokens)
+            chains.append(PrefixChain(block_tokens=block_tokens, names=b"".join(names)))
+        known = sequence.prefixes = (kinds, tuple(chains))
     return known[1]
-
-
-def _chain(spec: SequenceSpec, kind: Kind) -> PrefixChain:
-    fingerprint, block_tokens = kind
-    most_bytes = MOST_CHAIN_BLOCKS * block_tokens * TOKEN_BYTES
-    names = chain(root(fingerprint, spec.cache_salt), spec.prompt[:most_bytes], block_tokens)
-    return PrefixChain(block_tokens=block_tokens, names=b"".join(names))

@@ -13,7 +13,7 @@ from services.scheduler.core.moves import Moves
 from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import ShadowRules
 from services.scheduler.core.sequence import Sequence
-from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
+from services.scheduler.core.worker_pipeline import WorkerPipeline
 from shared.messages.moves import BlocksPulled, PullBlocks
 from shared.messages.reports import SequenceReport, SequenceState, WorkerReported
 from shared.messages.sequence import TOKEN_BYTES, SequenceKey, SequenceRef, SequenceSpec, pack_tokens
@@ -132,10 +132,8 @@ class Shadowing:
             if self._next >= len(self._ring):
                 self._ring, self._next = list(self._roster.pipelines), 0
             at, self._next = self._next, self._next + 1
-            pipeline = self._roster.pipelines.get(self._ring[at])
-            if pipeline is None or pipeline.sync is not Sync.IN_STEP:
-                continue
-            if now_s >= self._look_s.get(pipeline.worker_id, now_s):
+            pipeline = self._roster.in_step(self._ring[at])
+            if pipeline is not None and now_s >= self._look_s.get(pipeline.worker_id, now_s):
                 self._look_s[pipeline.worker_id] = now_s + self._rules.interval_s
                 effects += self._look(pipeline, at, now_s)
         return effects
@@ -283,9 +281,8 @@ class Shadowing:
         able = 0
         for further in range(1, min(_MOST_ASIDE + 1, len(self._ring))):
             name = self._ring[(at + further) % len(self._ring)]
-            pipeline = self._roster.pipelines.get(name)
-            is_here = pipeline is not None and pipeline.sync is Sync.IN_STEP
-            if pipeline is None or not is_here or not can_keep(source, pipeline.report, 0):
+            pipeline = self._roster.in_step(name)
+            if pipeline is None or not can_keep(source, pipeline.report, 0):
                 continue
             able += 1
             if pipeline.report.shadow_room_blocks > 0 and self._is_open(source, name, now_s):

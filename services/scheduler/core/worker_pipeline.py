@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import ceil
 
+from services.scheduler.core.backlog import Feed
 from services.scheduler.core.effects import AskPrediction, Effect, NoteRelief, SendPlan
-from services.scheduler.core.guarded_policy import GuardedPolicy
 from services.scheduler.core.outstanding import OutstandingPlans, SentPlan, Trouble
 from services.scheduler.core.rules import ReliefRules, Rules
 from services.scheduler.core.sequence import Phase, Sequence
-from services.scheduler.policy.contract import PlannedBatch, PlannedPreemption
-from services.scheduler.policy.fleet_queue import Feed
+from services.scheduler.policy.contract import GuardedPolicy, PlannedBatch, PlannedPreemption
 from services.scheduler.policy.relief import (
     LADDER,
     MemoryPressure,
@@ -213,7 +212,8 @@ class WorkerPipeline:
     def arrive(self, sequence: Sequence, now_s: float, *, midway: bool = False) -> None:
         """Give the policy a new sequence, which may cut a long plan short; `midway`: any plan."""
         if self.policy is not None:
-            self._settle(sequence.key, now_s)
+            if self._lingering:
+                self._settle(sequence.key, now_s)
             self.policy.on_arrival(sequence.task(is_open=True), now_s)
             self.note_waiting(sequence)
             self._urgent = True

@@ -9,10 +9,8 @@ from services.scheduler.policy.first_come import FastGenPolicy, OrcaPolicy, Vllm
 from services.scheduler.policy.kvasir import KvasirPolicy
 from services.scheduler.policy.research.ecoserve.planner import EcoServe, EcoServeD, EcoServeSD, EcoServeSDO
 from services.scheduler.policy.research.ecoserve.profile import EcoServeProfile
-from services.scheduler.policy.research.fastserve import FastServePolicy
-from services.scheduler.policy.research.multires import MultiResPolicy
-from services.scheduler.policy.research.ranked import SrtfPolicy
-from services.scheduler.policy.research.sync_coupled import SyncCoupledPolicy
+from services.scheduler.policy.research.foresight import MultiResPolicy, SyncCoupledPolicy
+from services.scheduler.policy.research.ranked import FastServePolicy, SrtfPolicy
 from shared.plugins import PluginKind
 
 KIND = PluginKind(

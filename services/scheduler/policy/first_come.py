@@ -27,7 +27,7 @@ from services.scheduler.policy.contract import (
     queue_key_of,
     read_options,
 )
-from services.scheduler.policy.lengths import LengthEstimates, WorkerSpeeds
+from services.scheduler.policy.estimates import LengthEstimates, WorkerSpeeds
 from services.scheduler.policy.options import TwoQueueOptions
 from services.scheduler.policy.waiting_queue import Line
 from shared.messages.commands import LengthPrediction

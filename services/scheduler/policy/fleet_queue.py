@@ -1,33 +1,127 @@
 """The fleet's queue of requests that wait for a worker, shared by the live scheduler and the simulator.
 
 The order: the least served tenant (`policy/tenants.py`), the lower priority, the policy's `queue_key`. Only a
-share of started work may pass older work. Only a few requests wait at each worker (`Feed`).
+share of started work may pass older work. Only a few requests wait at each worker (`core/backlog.py:Feed`).
 
     a (100 s of work) came first, then b and c (1 s each); one place is free → b goes, c goes, until the work
     that has passed a exceeds the share of all started work; then a goes, before any d.
 """
 
 import heapq
-from collections.abc import Callable, Container, Iterator
+from collections import Counter
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, islice
 from math import inf
 from operator import attrgetter
 from typing import Any
 
 from msgspec import structs
 
-from services.scheduler.policy.contract import QueueRule, Task, level_of, turn_at
-from services.scheduler.policy.foreseen_wait import ForeseenWait
-from services.scheduler.policy.lengths import LengthEstimates, WorkerSpeeds
+from services.scheduler.policy.contract import CLASS_LEVELS, QueueRule, Task, level_of, turn_at
+from services.scheduler.policy.estimates import DrainRate, LengthEstimates, WorkerSpeeds
 from services.scheduler.policy.options import TwoQueueOptions
 from services.scheduler.policy.tenants import TenantAccount, TenantTurns
 from services.scheduler.policy.waiting_queue import Line, PassingBudget
 from shared.average import averaged
 from shared.errors import PolicyFailed
-from shared.messages.commands import Crowd, LengthPrediction, WaitingAhead
+from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import NOBODY, SequenceKey, Tenant
-from shared.messages.values import as_count
+
+
+@dataclass(slots=True, eq=False)
+class _WaitingWork:
+    """Waiting work of one tenant: seconds and number by priority."""
+
+    tenant: Tenant
+    work_s: dict[int, float] = field(default_factory=dict)
+    count: Counter[int] = field(default_factory=Counter)
+
+    def all_s(self) -> float:
+        return sum(self.work_s.values())
+
+
+class ForeseenWait:
+    """Expected wait of a new request: the work that goes before it, divided by the rate of completed work.
+
+    Before it goes its own tenant's waiting work up to its priority, that of better classes, and of other
+    tenants a share by weight. Work waits in the queue, or unstarted at workers. Source: generalized processor
+    sharing (Parekh and Gallager 1993).
+
+        two workers, 40 s of work wait, all of one tenant → its next request waits 20 s; another's first one,
+        of 2 s, waits for no more than 2 s of that work: 1 s
+    """
+
+    def __init__(self) -> None:
+        self.rate = DrainRate()
+        self._workers = 0
+        self._waiting: dict[str, _WaitingWork] = {}
+        """By tenant with waiting requests."""
+        self._entries: dict[SequenceKey, tuple[str, int, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, key: SequenceKey, tenant: Tenant, priority: int, work_s: float) -> None:
+        """Add a waiting request."""
+        known = self._waiting.setdefault(tenant.name, _WaitingWork(tenant))
+        known.tenant = tenant
+        known.work_s[priority] = known.work_s.get(priority, 0.0) + work_s
+        known.count[priority] += 1
+        self._entries[key] = (tenant.name, priority, work_s)
+
+    def remove(self, key: SequenceKey) -> None:
+        """Remove a request; ignore an unknown key."""
+        name, priority, work_s = self._entries.pop(key, ("", 0, None))
+        if work_s is None:
+            return
+        known = self._waiting[name]
+        known.count[priority] -= 1
+        known.work_s[priority] -= work_s
+        if not known.count[priority]:  # the last one also removes rounding errors
+            del known.count[priority], known.work_s[priority]
+        if not known.count:
+            del self._waiting[name]
+
+    def on_tick(self, now_s: float, workers: int) -> None:
+        """Advance time; call often. `workers`: number of workers that take work."""
+        self._workers = workers
+        self.rate.on_tick(now_s, workers, is_waited=bool(self._entries))
+
+    def wait_s(self, tenant: Tenant, priority: int, work_s: float) -> float | None:
+        """Return the expected wait of a new request with `work_s` of work, None without workers."""
+        if not self._entries:
+            return 0.0
+        if not self._workers:
+            return None
+        own = self._waiting.get(tenant.name, _WaitingWork(tenant))
+        before_s = sum([own_s for level, own_s in own.work_s.items() if level <= priority], 0.0)
+        share_s = (before_s + work_s) / tenant.weight
+        level = CLASS_LEVELS[tenant.service_class]
+        for name, other in self._waiting.items():
+            their_level = CLASS_LEVELS[other.tenant.service_class]
+            if name != tenant.name and their_level <= level:
+                turn_s = share_s * other.tenant.weight
+                before_s += other.all_s() if their_level < level else min(other.all_s(), turn_s)
+        return max(0.0, before_s) / (self.rate.per_worker * self._workers)
+
+    def longest_s(self) -> float:
+        """Return the expected wait behind all waiting requests, 0 without workers."""
+        before_s = sum(known.all_s() for known in self._waiting.values())
+        return before_s / (self.rate.per_worker * self._workers) if self._workers else 0.0
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when sums and entries disagree."""
+        counts = Counter((name, priority) for name, priority, _ in self._entries.values())
+        found = {
+            (name, priority): count
+            for name, known in self._waiting.items()
+            for priority, count in known.count.items()
+        }
+        assert found == dict(counts)
+        whole_s = sum(work_s for _, _, work_s in self._entries.values())
+        summed_s = sum(known.all_s() for known in self._waiting.values())
+        assert abs(whole_s - summed_s) <= 1e-6 * (1 + whole_s)
+
 
 FEED_SEQUENCES = 4
 """Number of requests that may wait at a worker without free memory, so that it never idles."""
@@ -46,10 +140,6 @@ _Turn = tuple[int, float, SequenceKey]
 
 
 _arrival, _rank = attrgetter("task.order"), attrgetter("rank")
-
-
-def _itself(one: Any) -> Any:
-    return one
 
 
 @dataclass(slots=True, eq=False)
@@ -94,13 +184,9 @@ class TurnTaken:
 class FleetQueue:
     """The queue of one model's workers, whose speeds and memory are averaged."""
 
-    def __init__(
-        self, rule: QueueRule, budget: PassingBudget | None = None, feed: "Feed | None" = None
-    ) -> None:
-        """`budget`: template for each new tenant. `feed`: the requests that wait at workers."""
+    def __init__(self, rule: QueueRule, budget: PassingBudget | None = None) -> None:
+        """`budget`: template for each new tenant."""
         self._rule = rule
-        if feed is not None:
-            feed.on_left = self._begin
         self._budget = budget or PassingBudget(rule.passing_share)
         self._lengths = LengthEstimates(TwoQueueOptions(pad=0.0), block_tokens=1)
         self._speeds = WorkerSpeeds()
@@ -114,7 +200,7 @@ class FleetQueue:
         self._charged: dict[SequenceKey, _Charged] = {}
         self._fed: dict[SequenceKey, _Turn] = {}
         """Requests that went to a worker and have not started there."""
-        self._by_turn: Line[_Turn] = Line(_itself)
+        self._by_turn: Line[_Turn] = Line(lambda turn: turn)
         """The same in order, once there are several tenants."""
 
     def __len__(self) -> int:
@@ -226,7 +312,7 @@ class FleetQueue:
         charge. `cached_tokens`: prompt tokens that were not computed. Ignores an unknown key."""
         charged = self._charged.get(key)
         if charged is None:
-            self._begin(key)
+            self.begin(key)
             return
         self.foreseen.rate.end(charged.service_s)
         if answer_tokens is not None:
@@ -307,8 +393,8 @@ class FleetQueue:
             self.turns.leave(account)
         account.waiting -= 1
 
-    def _begin(self, key: SequenceKey) -> None:
-        """Note that a request no longer waits at a worker."""
+    def begin(self, key: SequenceKey) -> None:
+        """Note that a request no longer waits at a worker: it starts there, or leaves."""
         self.foreseen.remove(key)
         turn = self._fed.pop(key, None)
         if turn is not None and self.turns is not None:
@@ -327,7 +413,7 @@ class FleetQueue:
             self.turns.charge(charged.account, more_s)
 
     def _close(self, key: SequenceKey) -> None:
-        self._begin(key)
+        self.begin(key)
         self._charged.pop(key).account.running -= 1
 
 
@@ -350,117 +436,3 @@ class _Reader:
         assert following is not None
         self._budget.start(following.work_s, passes=following is not oldest)
         return following
-
-
-_LISTED = 64
-"""Maximum workers of each kind that one question names."""
-_MOST = 4
-"""Number of requests, as a multiple of the places, up to which a higher-ranked one may join a full worker."""
-
-
-class Feed:
-    """Requests that wait at in-step workers. An event's cost does not grow with the fleet."""
-
-    def __init__(self, places: int = FEED_SEQUENCES) -> None:
-        """`places` 0: only requests placed into free memory wait."""
-        self._places = places
-        self._at: dict[str, dict[SequenceKey, tuple[Rank, int]]] = {}
-        self._empty: dict[str, None] = {}
-        self._begun: dict[str, None] = {}
-        """Workers with waiting requests and free places."""
-        self._full: Line[tuple[Rank, str]] = Line(_itself)
-        """Full workers, each by its best rank."""
-        self._best: dict[str, Rank] = {}
-        """Best rank of each full worker."""
-        self.has_freed = False
-        """Whether a place became free; the reader clears it."""
-        self.on_left: Callable[[SequenceKey], None] = lambda key: None
-        """Called with each key that starts or leaves."""
-
-    def join(self, worker_id: str) -> None:
-        """Add an in-step worker with nothing waiting."""
-        self.leave(worker_id)
-        self._at[worker_id] = {}
-        self._file(worker_id)
-
-    def leave(self, worker_id: str) -> None:
-        """Remove a worker that is gone or out of step."""
-        crowd = self._at.pop(worker_id, None)
-        if crowd is not None:
-            for key in crowd:
-                self.on_left(key)
-            self._unfile(worker_id)
-
-    def add(self, worker_id: str, key: SequenceKey, rank: Rank, tokens: int) -> None:
-        """Add a request that waits at the worker; ignore a worker that is not in step."""
-        if worker_id in self._at:
-            self._at[worker_id][key] = (rank, tokens)
-            self._file(worker_id)
-
-    def discard(self, worker_id: str, key: SequenceKey) -> None:
-        """Remove a request that started or left."""
-        crowd = self._at.get(worker_id)
-        if crowd is not None and crowd.pop(key, None) is not None:
-            self.on_left(key)
-            self._file(worker_id)
-            self.has_freed = True
-
-    def ahead(self, head: Rank = NO_RANK) -> WaitingAhead | None:
-        """Return the places for the next question, or None. A full worker's is for a better `head` only."""
-        passed = self._outranked(head) if self._full else []
-        if not (self._empty or self._begun or passed):
-            return None
-        named = [*islice(self._begun, _LISTED), *passed]
-        only: list[str] = []
-        closed: list[str] = []
-        if len(self._full) > _LISTED:
-            only = [*passed, *islice(chain(self._empty, self._begun), _LISTED)]
-        elif self._full:
-            closed = [worker_id for _, worker_id in self._full if worker_id not in passed]
-        crowds = tuple(map(self._crowd, named))
-        return WaitingAhead(places=self._places, crowds=crowds, only=tuple(only), closed=tuple(closed))
-
-    def waiting(self, worker_id: str) -> frozenset[SequenceKey]:
-        """Return the keys that wait at the worker."""
-        return frozenset(self._at.get(worker_id, ()))
-
-    def _outranked(self, head: Rank) -> list[str]:
-        """Return full workers at which the head outranks all waiting requests, worst rank first."""
-        found = islice(self._full.irange_key(max_key=(NO_RANK, ""), reverse=True), _LISTED)
-        return [name for best, name in found if head < best and len(self._at[name]) < self._most(head, best)]
-
-    def _most(self, head: Rank, best: Rank) -> int:
-        """Return the number of waiting requests that closes a worker to a higher-ranked one. It doubles for a
-        better class or turn, so that one tenant cannot close a worker to another."""
-        return _MOST * self._places * (2 if head[0] < best[0] else 1)
-
-    def _crowd(self, worker_id: str) -> Crowd:
-        crowd = self._at[worker_id]
-        tokens = as_count(sum(tokens for _, tokens in crowd.values()))
-        places = max(min(1, self._places), self._places - len(crowd))
-        return Crowd(worker_id=worker_id, places=places, tokens=tokens)
-
-    def _file(self, worker_id: str) -> None:
-        self._unfile(worker_id)
-        crowd = self._at[worker_id]
-        if not crowd:
-            self._empty[worker_id] = None
-        elif len(crowd) < self._places or not self._places:
-            self._begun[worker_id] = None
-        else:
-            best = self._best[worker_id] = min(rank for rank, _ in crowd.values())
-            self._full.add((best, worker_id))
-
-    def _unfile(self, worker_id: str) -> None:
-        self._empty.pop(worker_id, None)
-        self._begun.pop(worker_id, None)
-        best = self._best.pop(worker_id, None)
-        if best is not None:
-            self._full.remove((best, worker_id))
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError when a worker is in no kind, or two."""
-        self._full.check_integrity()
-        kinds = [*self._empty, *self._begun, *(worker_id for _, worker_id in self._full)]
-        assert sorted(kinds) == sorted(self._at), "a worker in no kind, or two"
-        assert {worker_id for _, worker_id in self._full} == self._best.keys()

@@ -21,11 +21,9 @@ from services.scheduler.policy.contract import (
     Task,
     WorkerShape,
     least_priority,
-    level_of,
 )
-from services.scheduler.policy.lengths import Calibration, LengthEstimates
+from services.scheduler.policy.estimates import Calibration, LengthEstimates, UsageProfile
 from services.scheduler.policy.options import two_queue_options
-from services.scheduler.policy.profile import UsageProfile
 from services.scheduler.policy.two_queues import TwoQueuePolicy
 from services.scheduler.policy.waiting_queue import PassingBudget, WaitingQueue
 from shared.messages.sequence import SequenceKey, ServiceClass
@@ -37,8 +35,8 @@ _DEFAULTS = {"pad": 0.0, "reserve_ratio": 0.01}
 OPTIONS = ("default_tokens", "length", "pad", "passing_share", "reserve_ratio", "slo_scale")
 _UNSEEN_S = 0.02
 """Longest time, in seconds, for which room from an unexpected end may stay unused."""
-_SHEDDABLE = CLASS_LEVELS[ServiceClass.SHEDDABLE]
-_SHEDDABLE_PRIORITY = least_priority(_SHEDDABLE)
+_SHEDDABLE_PRIORITY = least_priority(CLASS_LEVELS[ServiceClass.SHEDDABLE])
+"""Tasks of this priority or more are sheddable."""
 _LEFT_SHARE = 0.25
 """Share of a decode step's time that prefill of sheddable prompts may add beside better classes."""
 _PASSED_OVER = 16
@@ -99,7 +97,7 @@ class KvasirPolicy(TwoQueuePolicy):
         self._shed_for_better(batch, now_s)
         started, held_back = list(self._partial.values()), []
         if started and self._better_prompt() is not None:  # sheddable jobs in mid-prompt go after it
-            held_back = [job for job in started if _level(job) >= _SHEDDABLE]
+            held_back = [job for job in started if job.task.priority >= _SHEDDABLE_PRIORITY]
         for job in started:
             if job not in held_back:
                 self._go_on(batch, job, now_s)
@@ -142,8 +140,10 @@ class KvasirPolicy(TwoQueuePolicy):
     def _chunk_tokens(self, batch: BatchBuilder, job: Job) -> int:
         """Return the chunk size; a sheddable prompt leaves better classes 4/5 of their decode speed."""
         chunk = batch.chunk_tokens(job)
-        is_left_over = self._settings.chunked_prefill and _level(job) >= _SHEDDABLE
-        if not is_left_over or all(_level(one) >= _SHEDDABLE for one in batch.decodes.values()):
+        is_left_over = self._settings.chunked_prefill and job.task.priority >= _SHEDDABLE_PRIORITY
+        if not is_left_over or all(
+            one.task.priority >= _SHEDDABLE_PRIORITY for one in batch.decodes.values()
+        ):
             return chunk
         step_tokens = _LEFT_SHARE * self._speeds.decode_step_s * self._speeds.prefill_tokens_per_s
         return min(chunk, max(self._table.block_tokens, int(step_tokens)))
@@ -151,7 +151,7 @@ class KvasirPolicy(TwoQueuePolicy):
     def _better_prompt(self) -> Job | None:
         """Return the next prompt if it is of a better class than sheddable."""
         job = self._next_prompt()
-        return None if job is None or _level(job) >= _SHEDDABLE else job
+        return None if job is None or job.task.priority >= _SHEDDABLE_PRIORITY else job
 
     def _go_on_decoding(self, batch: BatchBuilder, now_s: float) -> None:
         """Add a decode for each running sequence, up to the limit. The inline check is the fast path."""
@@ -264,9 +264,10 @@ class KvasirPolicy(TwoQueuePolicy):
         if self._is_full(batch) or not self._take_turns(batch) or self._next_prompt() is None:
             return
         jobs = list(islice(self._in_order(), _PASSED_OVER))
+        ends = []
         for job in jobs:
             self._estimate_rest(job)
-        ends = [(job.prefill_tokens, job.prefill_tokens + job.rest_tokens, 0) for job in jobs]
+            ends.append((job.prefill_tokens, job.prefill_tokens + job.rest_tokens, 0))
         for job, fits in zip(jobs, self._usage().which_fit(ends), strict=True):
             if self._is_full(batch):
                 return
@@ -276,25 +277,17 @@ class KvasirPolicy(TwoQueuePolicy):
                 self._take_turns(batch)
                 return
             elif fits or not self._table.held_blocks:  # an empty worker starts a prompt of any length
-                self._begin_counted(batch, job)
+                self._begin(batch, job)
 
     def _take_turns(self, batch: BatchBuilder) -> bool:
         """Start the oldest prompts while no other may pass. Return False if the oldest has no room."""
         oldest = self._prompts.by_arrival.first
         while not self._passing.may_pass and (job := self._fitting(oldest)) is not None:
             self._estimate_rest(job)
-            if self._is_full(batch) or not self._begin_counted(batch, job):
+            if self._is_full(batch) or not self._begin(batch, job):
                 return False
             self._aged.add(job.task.key)
         return True
-
-    def _begin_counted(self, batch: BatchBuilder, job: Job) -> bool:
-        """Call `_begin` and charge the passing budget if an older prompt waits."""
-        work_s, passes = self._work_s(job), self._prompts.by_arrival.first() is not job
-        has_begun = self._begin(batch, job)
-        if has_begun:
-            self._passing.start(work_s, passes=passes)
-        return has_begun
 
     def _is_full(self, batch: BatchBuilder) -> bool:
         """Return whether no further prompt can start in this batch."""
@@ -311,7 +304,9 @@ class KvasirPolicy(TwoQueuePolicy):
         return (job.rank[0] * (_LATE if job.slack_class == 0 else 1), *job.rank[1:])
 
     def _begin(self, batch: BatchBuilder, job: Job) -> bool:
-        """Start a prompt and return True if the profile, or an empty worker, and the blocks allow it."""
+        """Start a prompt if the profile, or an empty worker, and the blocks allow it, and charge the passing
+        budget. Return whether it started."""
+        work_s, passes = self._work_s(job), self._prompts.by_arrival.first() is not job
         chunk = self._chunk_tokens(batch, job)
         if chunk == 0 or not batch.text_fits(job):
             return False
@@ -324,9 +319,5 @@ class KvasirPolicy(TwoQueuePolicy):
         job.end_tokens = ends
         self._add_chunk(batch, job, chunk)
         usage.start(total, ends, 0)
+        self._passing.start(work_s, passes=passes)
         return True
-
-
-def _level(job: Job) -> int:
-    """Return the job's class level; lower is better."""
-    return level_of(job.task.priority)

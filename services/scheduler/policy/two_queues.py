@@ -19,7 +19,7 @@ from services.scheduler.policy.contract import (
     Task,
     WorkerShape,
 )
-from services.scheduler.policy.lengths import LengthEstimates, WorkerSpeeds
+from services.scheduler.policy.estimates import LengthEstimates, WorkerSpeeds
 from services.scheduler.policy.options import TwoQueueOptions
 from services.scheduler.policy.waiting_queue import WaitingQueue
 from shared.messages.commands import LengthPrediction

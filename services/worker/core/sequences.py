@@ -29,7 +29,7 @@ from shared.messages.plans import (
 from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, SequenceSpec, proof_of
 from shared.messages.tokens import ExtendSequence
-from shared.tombstones import Tombstones
+from shared.ttl_map import Tombstones
 
 MAX_SEQUENCES = 8192
 """Maximum number of held sequences, ended ones included."""

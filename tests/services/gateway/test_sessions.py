@@ -18,7 +18,7 @@ from services.gateway.openai.admission import AdmittedRequest
 from services.gateway.sessions import Sessions
 from services.gateway.text.choice_text import TextRules
 from services.gateway.text.tokenizer import Codec
-from shared import subjects
+from shared import spans, subjects
 from shared.bus import Bus, Endpoint, Listener, tracing
 from shared.errors import InternalError, Overloaded
 from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence
@@ -193,7 +193,7 @@ class Peer:
 
     async def submit(self, command: SubmitSequence) -> SubmitReply:
         self.submits.append(command)
-        self.traces.append(tracing.trace_id())
+        self.traces.append(spans.trace_id())
         return SubmitReply(scheduler_id="s", incarnation=1, epoch=1)
 
     def on_worker(self, message: Any) -> None:

@@ -12,7 +12,7 @@ from shared.messages.reports import ServiceStatus
 from tests.conftest import ConnectBus
 from tests.services.scheduler.bus_peers import PlacementOnBus, PredictorOnBus, Reader, WorkerOnBus
 
-QUICK = {"heartbeat_round_s": 0.25, "lease_ttl_s": 1.0, "worker_timeout_s": 0.6}
+QUICK = {"lease_ttl_s": 1.0, "worker_timeout_s": 0.6}
 
 
 class BusStack:

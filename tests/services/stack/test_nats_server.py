@@ -27,7 +27,7 @@ from services.stack.authority import make_certificate
 from services.stack.config import StackConfig
 from services.stack.rundir import RunDirectory
 from shared import subjects
-from shared.bus import Bus, Endpoint, Listener, clearance
+from shared.bus import Bus, Endpoint, Listener, connection
 from shared.bus.serving import Handler, subject_for
 from shared.config import BusConfig
 from shared.errors import BusUnavailable, ConfigError, MessageTooLarge, NoResponder, PermissionRefused
@@ -204,7 +204,7 @@ async def test_what_a_user_may_do_is_as_in_the_table(
     connect_user: ConnectUser, user: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Publish, ask (which is refused like an event) and subscribe, subject by subject."""
-    monkeypatch.setattr(clearance, "_VERDICT_S", PATIENCE_S)
+    monkeypatch.setattr(connection, "_VERDICT_S", PATIENCE_S)
     bus, permissions = await connect_user(user), PERMISSIONS[user]
     let_through = [s for s in UNIVERSE if await outcome(bus.publish(s, Empty()))]
     assert let_through == [s for s in UNIVERSE if allowed(permissions.publish, s)]

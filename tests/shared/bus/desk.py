@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry
 
 from shared import errors
 from shared.bus import Endpoint, Listener
-from shared.bus.tracing import trace_id
 from shared.messages.base import Message
+from shared.spans import trace_id
 
 ASK = "kvasir.v1.cmd.desk.ask"
 CENSUS = "kvasir.v1.cmd.desk.census"

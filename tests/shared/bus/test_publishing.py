@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 
-from shared.bus import Bus, Express, Listener, clearance
+from shared.bus import Bus, Express, Listener, connection
 from shared.bus.counters import BusCounters
 from shared.config import BusConfig
 from shared.errors import BusUnavailable, PermissionRefused
@@ -49,7 +49,7 @@ async def desk_with(server: NatsServer) -> tuple[Bus, Desk]:
 
 
 async def test_every_refusal_is_an_error(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clearance, "_VERDICT_S", PATIENCE_S)
+    monkeypatch.setattr(connection, "_VERDICT_S", PATIENCE_S)
     bus, desk = await desk_with(make_server(jetstream=False, extra_config=only(FILED)).start())
     started_s = time.monotonic()
     for subject in (NOTED, CAPITALS, NOTED):

@@ -14,7 +14,7 @@ from nats.aio.msg import Msg
 from opentelemetry import context
 from prometheus_client import CollectorRegistry
 
-from shared import errors, subjects
+from shared import errors, spans, subjects
 from shared.bus import Bus, Endpoint, Listener, tracing
 from shared.bus.link import TURN_S
 from shared.bus.serving import Lanes, handle_inline, subject_for
@@ -288,10 +288,10 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 def test_headers_become_the_current_trace_and_headers_again() -> None:
     token = tracing.attach({"traceparent": PARENT, "tracestate": "vendor=1"})
-    assert tracing.trace_id() == "0af7651916cd43dd8448eb211c80319c"
+    assert spans.trace_id() == "0af7651916cd43dd8448eb211c80319c"
     assert tracing.inject() == {"traceparent": PARENT, "tracestate": "vendor=1"}
     tracing.detach(token)
-    assert tracing.trace_id() is None and tracing.inject() is None
+    assert spans.trace_id() is None and tracing.inject() is None
 
 
 def test_no_or_broken_headers_leave_no_trace() -> None:
@@ -304,6 +304,6 @@ def test_no_or_broken_headers_leave_no_trace() -> None:
     ):
         before = context.get_current()
         token = tracing.attach(headers)
-        assert tracing.trace_id() is None
+        assert spans.trace_id() is None
         tracing.detach(token)
         assert context.get_current() == before

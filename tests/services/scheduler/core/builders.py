@@ -10,10 +10,11 @@ def sequence(
     *,
     attempt: int = 1,
     generated: int = 0,
+    max_tokens: int = 20,
     gateway_id: str = "gateway-0",
 ) -> Sequence:
-    """Of four tokens in the prompt, and twenty in the answer at most."""
+    """Of four tokens in the prompt."""
     submitted = spec(
-        ref(name, attempt), [7] * 4, generated=[1] * generated, max_tokens=20, gateway_id=gateway_id
+        ref(name, attempt), [7] * 4, generated=[1] * generated, max_tokens=max_tokens, gateway_id=gateway_id
     )
     return Sequence.from_spec(submitted, arrival_s)

@@ -14,14 +14,13 @@ from services.scheduler.core.effects import (
     WantKvAtWorker,
 )
 from services.scheduler.core.fleet import Fleet, adopt_snapshot
-from services.scheduler.core.guarded_policy import GuardedPolicy
 from services.scheduler.core.intake import Intake
 from services.scheduler.core.long_waits import Claim, wanted, who_may_borrow
 from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import Rules
 from services.scheduler.core.sequence import OVER, TRANSITIONS, Phase, Sequence
 from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
-from services.scheduler.policy.contract import WorkerShape
+from services.scheduler.policy.contract import GuardedPolicy, WorkerShape
 from services.scheduler.policy.first_come import VllmPolicy
 from shared.errors import ForeignSequence, InternalError
 from shared.messages.reports import Capacity, GatewayReported, SequenceReport, SequenceState, WorkerReported
@@ -79,8 +78,7 @@ def test_what_leaves_says_how_long_it_waited_and_lived() -> None:
 
 def test_a_worker_is_told_of_what_its_own_kv_cannot_hold() -> None:
     roster, pipeline = roster_with_pipeline()
-    short, long = sequence("short"), sequence("long")
-    long.max_tokens = 90
+    short, long = sequence("short"), sequence("long", max_tokens=90)
     for item in (short, long):
         roster.add(item)
         roster.place(item, pipeline, 0.0)

@@ -11,7 +11,6 @@ from services.scheduler.core import shadowing
 from services.scheduler.core.effects import AskPull
 from services.scheduler.core.rules import Rules, ShadowRules
 from services.scheduler.core.shadowing import Shadowing
-from services.scheduler.core.worker_pipeline import Sync
 from shared.messages.moves import BlocksPulled, PullBlocks
 from shared.messages.reports import SequenceState
 from shared.messages.sequence import SequenceRef
@@ -175,9 +174,14 @@ class Fleet:
                 block_tokens=1,
                 **says,
             )
-            pipelines[name] = SimpleNamespace(worker_id=name, sync=Sync.IN_STEP, report=report)
+            pipelines[name] = SimpleNamespace(worker_id=name, report=report)
         by_key = {one.key: one for one in running}
-        roster: Any = SimpleNamespace(pipelines=pipelines, sequences=by_key, find=lambda ref: by_key[ref.key])
+        roster: Any = SimpleNamespace(
+            pipelines=pipelines,
+            sequences=by_key,
+            find=lambda ref: by_key[ref.key],
+            in_step=pipelines.get,
+        )
         moves: Any = SimpleNamespace(by_key={})
         self.shadowing = Shadowing(roster, moves, ShadowRules(from_s=0.1))
 

@@ -6,6 +6,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.scheduler.core.backlog import Feed
 from services.scheduler.policy.contract import (
     BY_WORK,
     PASSING_SHARE,
@@ -17,10 +18,10 @@ from services.scheduler.policy.contract import (
     queue_rule,
     turn_at,
 )
+from services.scheduler.policy.estimates import WorkerSpeeds
 from services.scheduler.policy.first_come import VllmPolicy
-from services.scheduler.policy.fleet_queue import FEED_SEQUENCES, Feed, FleetQueue
+from services.scheduler.policy.fleet_queue import FEED_SEQUENCES, FleetQueue
 from services.scheduler.policy.kvasir import KvasirPolicy
-from services.scheduler.policy.lengths import WorkerSpeeds
 from services.scheduler.policy.waiting_queue import PassingBudget
 from shared.messages.sequence import NOBODY, SequenceKey, ServiceClass, Tenant
 from tests.shared.messages.builders import predicted
@@ -328,7 +329,8 @@ def test_a_priority_counts_among_ones_own_and_lets_nobody_pass_others() -> None:
 def test_who_comes_passes_what_waits_at_workers() -> None:
     feed = Feed(places=2)
     feed.join("w")
-    queue = FleetQueue(BY_WORK, feed=feed)
+    queue = FleetQueue(BY_WORK)
+    feed.on_left = queue.begin
     queue.on_measured(1000.0, 0.01, 1000)
     queue.add(asked("c", answer=900), Tenant(name="c"))
     for number in range(6):

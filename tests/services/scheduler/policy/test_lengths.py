@@ -8,10 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.policy.contract import PolicySettings, Task, WorkerShape
+from services.scheduler.policy.estimates import (
+    BUCKET_TOKENS,
+    MAX_BUCKETS,
+    Calibration,
+    LengthEstimates,
+    UsageProfile,
+    bucket_tokens,
+    expected_rest_tokens,
+)
 from services.scheduler.policy.kvasir import KvasirPolicy
-from services.scheduler.policy.lengths import Calibration, LengthEstimates, expected_rest_tokens
 from services.scheduler.policy.options import TwoQueueOptions
-from services.scheduler.policy.profile import BUCKET_TOKENS, MAX_BUCKETS, UsageProfile, bucket_tokens
 from services.worker.core.costs import find_cost
 from shared.messages.commands import LengthPrediction
 from sim.predictors import find_predictor

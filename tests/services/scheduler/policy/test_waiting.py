@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from services.scheduler.policy import BUILT_IN
 from services.scheduler.policy.batch_builder import Job
 from services.scheduler.policy.contract import BY_WORK, PolicySettings, QueueRule, Task
-from services.scheduler.policy.fleet_queue import FleetQueue
-from services.scheduler.policy.foreseen_wait import DrainRate, ForeseenWait
+from services.scheduler.policy.estimates import DrainRate
+from services.scheduler.policy.fleet_queue import FleetQueue, ForeseenWait
 from services.scheduler.policy.options import TwoQueueOptions
 from services.scheduler.policy.research.ecoserve.planner import AgingTurns
 from services.scheduler.policy.waiting_queue import WaitingQueue

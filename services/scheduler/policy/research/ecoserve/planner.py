@@ -16,7 +16,7 @@ from typing import Any
 
 from services.scheduler.policy.batch_builder import BatchBuilder, Job, JobStage, arrival_rank
 from services.scheduler.policy.contract import PlannedBatch, PolicySettings, WorkerShape
-from services.scheduler.policy.lengths import LengthEstimates
+from services.scheduler.policy.estimates import LengthEstimates
 from services.scheduler.policy.options import TwoQueueOptions, two_queue_options
 from services.scheduler.policy.research.ecoserve.hosting import Hosting, open_slots
 from services.scheduler.policy.two_queues import TwoQueuePolicy

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from services.scheduler.policy.batch_builder import BatchBuilder, Job
 from services.scheduler.policy.contract import PlannedBatch, PolicySettings, WorkerShape
-from services.scheduler.policy.profile import UsageProfile
+from services.scheduler.policy.estimates import UsageProfile
 from services.scheduler.policy.research.ecoserve.planner import EcoServeSDO
 
 

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.policy.contract import PlannedBatch, PolicyFactory, PolicySettings
-from services.scheduler.policy.research.multires import MultiResPolicy
-from services.scheduler.policy.research.sync_coupled import SyncCoupledPolicy
+from services.scheduler.policy.research.foresight import MultiResPolicy, SyncCoupledPolicy
 from tests.services.scheduler.policy.batch_rig import (
     BLOCK_TOKENS,
     BatchRig,

@@ -12,8 +12,7 @@ from services.scheduler.policy.contract import (
     Task,
     WorkerShape,
 )
-from services.scheduler.policy.research.fastserve import FastServePolicy
-from services.scheduler.policy.research.ranked import RankedPolicy, SrtfPolicy
+from services.scheduler.policy.research.ranked import FastServePolicy, RankedPolicy, SrtfPolicy
 from tests.services.scheduler.policy.batch_rig import (
     BLOCK_TOKENS,
     Jobs,
