@@ -13,7 +13,7 @@ CHECK_PYTHON = $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and
   'error: Kvasir needs Python 3.11 or later, and $(PYTHON) is %d.%d; with another one: make $(MAKECMDGOALS) PYTHON=python3.12' \
   % sys.version_info[:2])"
 .DEFAULT_GOAL := help
-.PHONY: help sbom up down status logs chat test test-vllm dev check lint types layers house mutants format simulate slow clients lm-eval docs diagrams lock wheels secrets dashboards compose-test readme-test setup-vllm setup-llamacpp clean
+.PHONY: help sbom up down status logs chat test test-vllm dev check lint types layers house mutants format simulate slow clients lm-eval docs diagrams lock wheels secrets dashboards axe compose-test readme-test setup-vllm setup-llamacpp clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -74,6 +74,12 @@ clients: .venv/.runtime .venv-clients$(NEWEST)/.installed .venv-aider$(NEWEST)/.
 
 lm-eval: .venv/.runtime .venv-lm-eval/.installed ## lm-eval-harness scores a task through a stack and by itself: the same figures
 	.venv-lm-eval/bin/python -m pytest -c tests/clients/pytest.ini --confcutdir=tests/lm_eval tests/lm_eval $(ARGS)
+
+axe: .cache/axe/package/axe.min.js ## what the pages' tests look for accessibility with (needs npm)
+
+.cache/axe/package/axe.min.js:
+	mkdir -p .cache/axe
+	cd .cache/axe && npm pack --silent axe-core@4.14.1 && tar xzf axe-core-4.14.1.tgz package/axe.min.js package/LICENSE
 
 docs: .venv-docs/.installed ## docs/ as a site, build/site/index.html; a warning is an error
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=deploy/site .venv-docs/bin/python -m mkdocs build --strict -f deploy/site/mkdocs.yml

@@ -3,8 +3,9 @@ Labels that come from clients are bounded in number and form. All runs on the ev
 
 import re
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from shared import metrics
 
@@ -46,11 +47,65 @@ class ModelFigures:
         self.reasons: Counter[str] = Counter()
 
 
+_RECENT_S = 60.0
+_MOST_RECENT = 4096
+
+
+class EndedRequest(NamedTuple):
+    """A request that ended. Seconds are None where there are none."""
+
+    at_s: float
+    model: str
+    status: int
+    first_token_s: float | None
+    token_s: float | None
+    """Between two tokens, on average."""
+    whole_s: float | None
+
+
+class RecentRequests:
+    """Requests that ended in the last minute, at most 4,096 of them, for the live page."""
+
+    def __init__(self) -> None:
+        self._ended: deque[EndedRequest] = deque(maxlen=_MOST_RECENT)
+
+    def add(self, ended: EndedRequest) -> None:
+        self._ended.append(ended)
+
+    def picture(self, now_s: float) -> list[dict[str, Any]]:
+        """Return, by model: counts of requests, refusals (429) and errors (5xx), and p50, p95, p99 of each
+        duration in seconds."""
+        while self._ended and self._ended[0].at_s < now_s - _RECENT_S:
+            self._ended.popleft()
+        models: dict[str, list[EndedRequest]] = {}
+        for ended in self._ended:
+            models.setdefault(ended.model, []).append(ended)
+        return [
+            {
+                "model": model,
+                "requests": len(rows),
+                "refused": sum(row.status == 429 for row in rows),
+                "errors": sum(row.status >= 500 for row in rows),
+                "first_token_s": _percentiles(row.first_token_s for row in rows),
+                "token_s": _percentiles(row.token_s for row in rows),
+                "whole_s": _percentiles(row.whole_s for row in rows),
+            }
+            for model, rows in sorted(models.items())
+        ]
+
+
+def _percentiles(values: Iterable[float | None]) -> list[float] | None:
+    ordered = sorted(value for value in values if value is not None)
+    last = len(ordered) - 1
+    return [round(ordered[round(last * share)], 6) for share in (0.5, 0.95, 0.99)] if ordered else None
+
+
 class Counters:
     """The counters, gauges and histograms of this process, and the figures of each of `models`."""
 
     def __init__(self, models: Sequence[str] = ()) -> None:
         self.models = {name: ModelFigures() for name in models}
+        self.recent = RecentRequests()
         self.requests = metrics.counter("kvasir_gateway_requests_total", "HTTP requests", ("route", "status"))
         self.disconnects = metrics.counter(
             "kvasir_gateway_disconnects_total", "Clients gone before their answer ended"

@@ -135,6 +135,7 @@ def access_text(url: str, key: str, model: str, run: RunDirectory) -> str:
     return f"""\
   URL  {url}
   key  {key}
+  chat {url}/ui/chat#key={key}
   page {url}/ui#key={key}
 
 {curl_line(url, key, model)}

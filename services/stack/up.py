@@ -36,7 +36,7 @@ from services.stack.rolling import Roller
 from services.stack.rundir import ROOT, RunDirectory
 from services.stack.supervisor import ChildState, StartFailed, Supervisor, tail
 from services.stack.table import Sources, TableMaker, kvasir_table, workers_by_model
-from services.stack.verdict import troubles
+from services.stack.verdict import shortages, troubles
 from shared.errors import KvasirError
 from shared.messages.moves import WorkersWanted
 from shared.messages.reports import StackVerdict
@@ -175,7 +175,8 @@ class _Stack:
                 answers = await self._roll.ask_all(expected, deadline_s=_JUDGE_S / 4)
                 rows = [child.row() for child in self._supervisor.children.values()]
                 found = troubles(rows, answers, time.time())
-                await self._roll.announce(STACK_VERDICT, StackVerdict(troubles=tuple(found[:_TOLD])))
+                verdict = StackVerdict(troubles=tuple(found[:_TOLD]), short_of=tuple(shortages(answers)))
+                await self._roll.announce(STACK_VERDICT, verdict)
             await asyncio.sleep(_JUDGE_S)
 
     async def _trim_logs(self) -> None:

@@ -1,6 +1,7 @@
 """Summary of a stack in three lines: health, work, shortages. Pure."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from services.stack.supervisor import ChildState
@@ -11,6 +12,8 @@ _FULL, _SPARSE = 0.9, 0.75
 """Share of a worker's KV in use: above the first it is full, below the second it has room."""
 _RECENT_S = 300.0
 """Time for which a crash is reported."""
+_SLOW = 5.0
+"""A step this many times as long as those of the other workers is slow."""
 _NAMED = 3
 _WIDTH = 80
 
@@ -19,9 +22,7 @@ def verdict(
     children: Sequence[Mapping[str, Any]], answers: Sequence[ServiceStatus], now_unix_s: float
 ) -> list[str]:
     """Return three lines that fit 80 columns. `children` are the supervisor's rows, one per process."""
-    by_service: dict[str, list[ServiceStatus]] = {}
-    for answer in answers:
-        by_service.setdefault(answer.service, []).append(answer)
+    by_service = _by_service(answers)
     found = troubles(children, answers, now_unix_s)
     workers = by_service.get("worker", [])
     count = sum(len(instances_of(child)) for child in children)
@@ -29,7 +30,7 @@ def verdict(
     return [
         _cut("well", "no: " + _named(found) if found else well),
         _cut("does", _does(by_service)),
-        _cut("short of", _named(list(_shortages(by_service))) or "nothing"),
+        _cut("short of", _named(shortages(answers)) or "nothing"),
     ]
 
 
@@ -42,7 +43,7 @@ def troubles(
     heard = {answer.instance for answer in answers}
     processes = [trouble for child in children for trouble in _of_process(child, heard)]
     crashes = [trouble for child in children for trouble in _crashes(child, now_unix_s)]
-    return [*processes, *_reported(answers), *crashes]
+    return [*processes, *_reported(answers), *_slow(answers), *crashes]
 
 
 def instances_of(child: Mapping[str, Any]) -> list[str]:
@@ -81,6 +82,20 @@ def _reported(answers: Sequence[ServiceStatus]) -> Iterator[str]:
             yield f"work waits and nothing has moved for {still_s:.0f} s"
 
 
+def _slow(answers: Sequence[ServiceStatus]) -> Iterator[str]:
+    """Report a worker whose steps take much longer than those of the others of its model."""
+    steps: dict[str, dict[str, float]] = {}
+    for answer in answers:
+        if answer.service == "worker" and answer.details.get("decode_step_ms"):
+            of_model = steps.setdefault(str(answer.details.get("model")), {})
+            of_model[answer.instance] = answer.details["decode_step_ms"]
+    for of_model in steps.values():
+        for worker, step_ms in of_model.items():
+            others = [other_ms for other, other_ms in of_model.items() if other != worker]
+            if others and step_ms > _SLOW * median(others):
+                yield f"{worker} is slow: {step_ms:.0f} ms a step, others {median(others):.0f}"
+
+
 def _does(by_service: Mapping[str, Sequence[ServiceStatus]]) -> str:
     scheduler = _leader(by_service)
     active = sum(each.details.get("active", 0) for each in by_service.get("gateway", ()))
@@ -90,8 +105,19 @@ def _does(by_service: Mapping[str, Sequence[ServiceStatus]]) -> str:
     return f"{_count(active, 'answer')} in progress, {running} running, {queued} queued"
 
 
+def _by_service(answers: Sequence[ServiceStatus]) -> dict[str, list[ServiceStatus]]:
+    found: dict[str, list[ServiceStatus]] = {}
+    for answer in answers:
+        found.setdefault(answer.service, []).append(answer)
+    return found
+
+
+def shortages(answers: Sequence[ServiceStatus]) -> list[str]:
+    """Return what delays requests, most urgent first."""
+    return list(_shortages(_by_service(answers)))
+
+
 def _shortages(by_service: Mapping[str, Sequence[ServiceStatus]]) -> Iterator[str]:
-    """Report what delays requests, most urgent first."""
     scheduler, workers = _leader(by_service), by_service.get("worker", ())
     shares = {each.instance: used_share(each.details) for each in workers}
     full = [name for name, share in shares.items() if share >= _FULL]

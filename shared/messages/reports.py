@@ -268,6 +268,8 @@ class StackVerdict(Message, frozen=True, kw_only=True):
     """Supervisor → gateways, repeated: faults of the stack; empty: healthy."""
 
     troubles: tuple[Text, ...] = ()
+    short_of: tuple[Text, ...] = ()
+    """What delays requests."""
 
 
 class GatewayReported(Message, frozen=True, kw_only=True):

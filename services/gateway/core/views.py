@@ -138,14 +138,19 @@ class StackView:
 
     def __init__(self) -> None:
         self._troubles: tuple[str, ...] = ()
+        self._short_of: tuple[str, ...] = ()
         self._heard_s = float("-inf")
 
     def on_verdict(self, event: StackVerdict, now_s: float) -> None:
-        self._troubles, self._heard_s = event.troubles, now_s
+        self._troubles, self._short_of, self._heard_s = event.troubles, event.short_of, now_s
 
     def troubles(self, now_s: float) -> tuple[str, ...] | None:
         """Return the problems; None without a recent report, as in containers."""
         return self._troubles if now_s - self._heard_s < _VERDICT_S else None
+
+    def shortages(self, now_s: float) -> tuple[str, ...]:
+        """Return what delays requests; empty without a recent report."""
+        return self._short_of if now_s - self._heard_s < _VERDICT_S else ()
 
 
 _NOTHING = SchedulerAnnounced(scheduler_id="none", incarnation=0, epoch=0, policy="")

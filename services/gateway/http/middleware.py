@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.anthropic import error_body
-from services.gateway.counters import Counters, ModelFigures
+from services.gateway.counters import Counters, EndedRequest, ModelFigures
 from services.gateway.errors import HttpError, ShuttingDown, error_response, shown
 from services.gateway.http.connection import ENGAGE
 from services.gateway.openai.admission import AdmittedRequest
@@ -102,6 +102,15 @@ class RequestRecord:
                 figures.token_s.observe(decode_s / (output_tokens / choices - 1))
         figures.cached_tokens += self.cached_tokens
         figures.reasons.update(self.finish_reasons)
+
+    def ended(self, now_s: float) -> EndedRequest:
+        """Return what the live page shows of it."""
+        first_s, whole_s, token_s = self.first_token_s, None, None
+        if self.accepted_s is not None and self.completion_tokens is not None:
+            whole_s = now_s - self.accepted_s
+            gaps = self.completion_tokens / self.choices - 1 if self.choices else 0.0
+            token_s = (whole_s - first_s) / gaps if first_s is not None and gaps > 0 else None
+        return EndedRequest(now_s, self.model, self.status or 0, first_s, token_s, whole_s)
 
     def fields(self, now_s: float) -> dict[str, object]:
         """Return the fields of the log line; None means unknown."""
@@ -233,6 +242,8 @@ class Edge:
                 record.count(record.figures, now_s - accepted_s)
             if record.first_token_s is not None:
                 counters.first_token_s.observe(record.first_token_s)
+        if is_named and record.method == "POST":
+            counters.recent.add(record.ended(now_s))
         # Skip "not ready": probes ask twenty times a second while a stack starts.
         if is_probe and isinstance(record.error, UnavailableError | None):
             return

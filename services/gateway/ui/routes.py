@@ -10,7 +10,7 @@ from typing import Final
 
 import orjson
 from fastapi import FastAPI, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import RedirectResponse, Response, StreamingResponse
 
 from services.gateway.core.time_account import explained
 from services.gateway.errors import HttpError
@@ -26,7 +26,7 @@ _TYPES = {
     ".LICENSE": "text/plain; charset=utf-8",
 }
 _FILES: Final = {f"/ui/{path.relative_to(_STATIC)}": path for path in sorted(_STATIC.rglob("*.*"))}
-PAGE_PATHS: Final = frozenset({"/ui", "/ui/", *_FILES})
+PAGE_PATHS: Final = frozenset({"/", "/ui", "/ui/", "/ui/chat", *_FILES})
 """Need no key: the files hold nothing secret."""
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -50,10 +50,21 @@ def add_page(
             text = "this needs an admin key (gateway.admin_key_sha256); the operator's listener needs none"
             raise HttpError(403, text, error_code="admin_only")
 
+    @app.get("/")
+    async def root(request: Request) -> Response:
+        if "text/html" not in request.headers.get("accept", ""):
+            text = "there is nothing at GET /: the API is below /v1, the chat at /ui/chat"
+            raise HttpError(404, text, error_code="unknown_url")
+        return RedirectResponse("/ui" if admin_key_sha256 is None else "/ui/chat", 303)
+
     @app.get("/ui")
     @app.get("/ui/")
     async def page() -> Response:
         return _file(_STATIC / "index.html")
+
+    @app.get("/ui/chat")
+    async def chat() -> Response:
+        return _file(_STATIC / "chat.html")
 
     @app.get("/ui/stream")
     async def stream(request: Request) -> Response:

@@ -20,6 +20,7 @@ from shared.messages.base import Empty, Message
 from shared.messages.recordings import Recorded, RecordedEvent, TellRecorded
 from shared.messages.reports import ServiceStatus
 from shared.messages.sequence import TOKEN_BYTES
+from shared.release import VERSION
 
 M = TypeVar("M", bound=Message)
 _FIND_S = 5.0
@@ -149,6 +150,10 @@ PICTURE_S = 0.3
 ASK_S = 1.0
 SAMPLE_S = 1.0
 HISTORY = 600
+LATENCY_S = 10.0
+LATENCY_HISTORY = 180
+GONE_S = 600.0
+MOST_GONE = 64
 MOST_VIEWERS = 32
 QUEUED_PICTURES = 4
 RECENT = 200
@@ -185,6 +190,32 @@ class Viewer:
         return await self._pictures.get()
 
 
+class Departed:
+    """Workers that went or came back in the last ten minutes."""
+
+    def __init__(self) -> None:
+        self._present: dict[str, str] = {}
+        """Worker to its model."""
+        self._rows: dict[str, dict[str, Any]] = {}
+
+    def on_sample(self, present: dict[str, str], now_unix_s: float) -> None:
+        for worker, model in self._present.items():
+            if worker not in present and len(self._rows) < MOST_GONE:
+                row = {"id": worker, "model": model, "gone_unix_s": now_unix_s, "back_unix_s": None}
+                self._rows[worker] = row
+        for worker in present.keys() & self._rows.keys():
+            self._rows[worker]["back_unix_s"] = self._rows[worker]["back_unix_s"] or now_unix_s
+        self._present = present
+
+    def rows(self, troubles: Iterable[str], now_unix_s: float) -> list[dict[str, Any]]:
+        """Return the workers, each with the stack's troubles that name it."""
+        told = {worker: [each for each in troubles if worker in each] for worker in self._rows}
+        for worker, row in list(self._rows.items()):
+            if now_unix_s - (row["back_unix_s"] or row["gone_unix_s"]) > GONE_S and not told[worker]:
+                del self._rows[worker]
+        return [{**row, "why": "; ".join(told[worker])} for worker, row in sorted(self._rows.items())]
+
+
 class Watch:
     """The viewers of one gateway, and the history."""
 
@@ -196,6 +227,8 @@ class Watch:
         self._arrived = asyncio.Event()
         self._is_closed = False
         self._history: deque[dict[str, float]] = deque(maxlen=HISTORY)
+        self._latencies: deque[dict[str, Any]] = deque(maxlen=LATENCY_HISTORY)
+        self._departed = Departed()
         self._events: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self._fresh: list[dict[str, Any]] = []
         self._sampled: tuple[float, float, float, float] | None = None
@@ -229,7 +262,20 @@ class Watch:
         while True:
             with fenced("history of the live page"):
                 self._history.append(self._point())
+                self._look()
             await asyncio.sleep(SAMPLE_S)
+
+    def _look(self) -> None:
+        """Note who is there, and every ten seconds how long requests took."""
+        now = unix_s()
+        self._departed.on_sample(
+            {report.worker_id: report.model for report in self._sessions.workers.reports()}, now
+        )
+        if not self._latencies or now - self._latencies[-1]["unix_s"] >= LATENCY_S:
+            self._latencies.append({"unix_s": round(now, 2), "models": self._recent()})
+
+    def _recent(self) -> list[dict[str, Any]]:
+        return self._sessions.counters.recent.picture(self._now_s())
 
     async def _ask(self) -> None:
         while True:
@@ -260,13 +306,24 @@ class Watch:
         for viewer in list(self._viewers):
             if viewer.needs_whole:
                 whole = whole or _event(
-                    "whole", {**picture, "history": list(self._history), "events": list(self._events)}
+                    "whole",
+                    {
+                        **picture,
+                        "history": list(self._history),
+                        "latencies": list(self._latencies),
+                        "events": list(self._events),
+                    },
                 )
                 viewer.offer(whole, is_whole=True)
             else:
                 part = part or _event(
                     "part",
-                    {**picture, "events": fresh, "point": self._history[-1] if self._history else None},
+                    {
+                        **picture,
+                        "events": fresh,
+                        "point": self._history[-1] if self._history else None,
+                        "latency": self._latencies[-1] if self._latencies else None,
+                    },
                 )
                 viewer.offer(part)
 
@@ -276,6 +333,7 @@ class Watch:
         reports = sessions.workers.reports()
         rows = [worker_row(each, sessions.workers.unheard_s(each.worker_id, now_s)) for each in reports]
         scheduler = sessions.scheduler
+        troubles = sessions.stack.troubles(now_s) or ()
         return {
             "unix_s": unix_s(),
             "totals": totals_of(rows),
@@ -289,8 +347,13 @@ class Watch:
                 "policy": scheduler.said.policy,
                 "scheduler": scheduler.scheduler_id if scheduler.is_present(now_s) else None,
                 "unready": sessions.unready_reasons(),
-                "troubles": sessions.stack.troubles(now_s) or (),
+                "troubles": troubles,
+                "short_of": sessions.stack.shortages(now_s),
+                "uncached": [each.worker_id for each in reports if not each.caches_prefixes],
             },
+            "departed": self._departed.rows(troubles, unix_s()),
+            "recent": self._recent(),
+            "release": VERSION,
             "requests": self._requests(now_s),
             "open_requests": sessions.active,
             **self._colleagues.picture(),

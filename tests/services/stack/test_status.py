@@ -270,3 +270,17 @@ def test_what_a_service_says_of_itself_counts() -> None:
     """A policy that raises, a tier that was asked for and is missing."""
     answers = [*all_say(running=0, queued=0)[:2], says("worker-0", trouble="its disk tier is missing")]
     assert verdict(CHILDREN, answers, NOW_S)[0] == "well: no: worker-0: its disk tier is missing"
+
+
+def test_a_worker_much_slower_than_the_others_of_its_model_is_named() -> None:
+    def steps(**step_ms: float) -> list[ServiceStatus]:
+        names = {name.replace("_", "-"): value for name, value in step_ms.items()}
+        return [says(name, model="m", decode_step_ms=value) for name, value in names.items()]
+
+    assert troubles([], steps(worker_0=10.0, worker_1=49.0), 0.0) == []
+    assert troubles([], steps(worker_0=10.0, worker_1=51.0), 0.0) == [
+        "worker-1 is slow: 51 ms a step, others 10"
+    ]
+    assert troubles([], steps(worker_0=900.0), 0.0) == []  # nobody to compare it with
+    other = says("worker-1", model="another", decode_step_ms=1.0)
+    assert troubles([], [*steps(worker_0=900.0), other], 0.0) == []

@@ -1,13 +1,19 @@
-// Four charts of the last ten minutes, drawn by uPlot from the points that the gateway kept.
+// Charts of one series of points each, drawn by uPlot from what the gateway kept.
 
 import uPlot from "/ui/vendor/uPlot.esm.js";
 
-const MOST_POINTS = 600;
 const percent = (value) => (value == null ? "" : `${Math.round(value * 100)} %`);
 const plain = (value) => (value == null ? "" : value >= 10000 ? `${Math.round(value / 1000)}k` : String(+value.toFixed(1)));
 const times = (plot, splits) => splits.map((unix) => new Date(unix * 1000).toLocaleTimeString([], {
   hour12: false, hour: "2-digit", minute: "2-digit", ...(splits[1] - splits[0] < 60 ? { second: "2-digit" } : {}) }));
-const KINDS = [
+const span = (value) => (value == null ? "" : value < 1 ? `${Math.round(value * 1000)} ms` : `${+value.toFixed(1)} s`);
+const shares = (name) => [[`${name}0`, "p50", "good"], [`${name}1`, "p95", "used"], [`${name}2`, "p99", "borrowed"]];
+export const LATENCY_KINDS = [
+  { title: "to the first token", names: shares("first_token_s"), show: span, least: 0.01 },
+  { title: "between tokens", names: shares("token_s"), show: span, least: 0.01 },
+  { title: "whole answer", names: shares("whole_s"), show: span, least: 0.01 },
+];
+export const LOAD_KINDS = [
   { title: "KV in use", names: [["kv", "in use", "used"], ["cached", "cached", "evictable"]], show: percent, most: 1 },
   { title: "sequences", names: [["running", "running", "used"], ["queued", "queued", "borrowed"]], show: plain },
   { title: "tokens a second", names: [["tokens_per_s", "answers", "good"]], show: plain },
@@ -15,8 +21,11 @@ const KINDS = [
 ];
 
 export class Charts {
-  constructor(root) {
+  /** `most`: how many points are kept. */
+  constructor(root, kinds, most) {
     this.root = root;
+    this.kinds = kinds;
+    this.most = most;
     this.points = [];
     this.plots = [];
     this.isDrawn = false;
@@ -28,9 +37,9 @@ export class Charts {
   build() {
     const colours = getComputedStyle(document.documentElement);
     const colour = (name) => colours.getPropertyValue(`--${name}`).trim();
-    const boxes = KINDS.map(() => document.createElement("div"));
+    const boxes = this.kinds.map(() => document.createElement("div"));
     this.root.replaceChildren(...boxes);  // all of them first: the width of each is known only then
-    this.plots = KINDS.map((kind, index) => {
+    this.plots = this.kinds.map((kind, index) => {
       const box = boxes[index];
       box.className = "chart";
       const title = document.createElement("h3");
@@ -45,7 +54,7 @@ export class Charts {
       const axis = { stroke: colour("dim"), grid: { stroke: colour("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
       return new uPlot({
         width: Math.max(180, box.clientWidth), height: 120, cursor: { show: false }, legend: { show: false },
-        scales: { y: { range: (u, least, most) => [0, kind.most ?? Math.max(1, most * 1.15)] } },
+        scales: { y: { range: (u, least, most) => [0, kind.most ?? Math.max(kind.least ?? 1, most * 1.15)] } },
         axes: [{ ...axis, size: 24, values: times, space: 70 },
           { ...axis, size: 46, space: 28, values: (u, splits) => splits.map(kind.show) }],
         series: [{}, ...kind.names.map(([, , name]) => ({ stroke: colour(name), width: 1.5, points: { show: false } }))],
@@ -63,17 +72,17 @@ export class Charts {
   }
 
   /** All points, or one more; a point that is there already changes nothing. `draw` shows them. */
-  reset(points) { this.points = points.slice(-MOST_POINTS); this.isDrawn = false; }
+  reset(points) { this.points = points.slice(-this.most); this.isDrawn = false; }
   add(point) {
     const last = this.points.at(-1);
     if (!point || (last && point.unix_s <= last.unix_s)) return;
     this.points.push(point);
-    if (this.points.length > MOST_POINTS) this.points.shift();
+    if (this.points.length > this.most) this.points.shift();
     this.isDrawn = false;
   }
   draw() {
     if (this.isDrawn) return;
-    this.plots.forEach((plot, index) => plot.setData(this.data(KINDS[index])));
+    this.plots.forEach((plot, index) => plot.setData(this.data(this.kinds[index])));
     this.isDrawn = true;
   }
 }

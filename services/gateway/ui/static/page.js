@@ -1,68 +1,44 @@
 // The live page: one picture at a time from the stream onto the elements of index.html.
 
-import { Charts } from "/ui/charts.js";
+import { Charts, LATENCY_KINDS, LOAD_KINDS } from "/ui/charts.js";
 import { showDebts } from "/ui/debts.js";
 import { Details } from "/ui/details.js";
 import { byId, count, element, percent, rows, say, seconds, short, tenths } from "/ui/dom.js";
 import { showEvents } from "/ui/events.js";
+import { ask, key, setKey, theme } from "/ui/session.js";
 import { follow } from "/ui/stream.js";
 import { Traffic } from "/ui/traffic.js";
+import { holdStill, showVerdict, state } from "/ui/verdict.js";
 import { WorkerGrid } from "/ui/workers.js";
 
 const MOST_EVENTS = 200, MOST_TENANTS = 50;
 
-const store = {
-  get: (name) => { try { return sessionStorage.getItem(name); } catch { return null; } },
-  set: (name, value) => { try { sessionStorage.setItem(name, value); } catch { /* private mode */ } },
-};
-const fragment = new URLSearchParams(location.hash.slice(1));
-if (fragment.get("key")) {
-  store.set("key", fragment.get("key"));
-  history.replaceState(null, "", location.pathname);
-}
-const key = () => store.get("key") ?? "";
-
-async function ask(path) {
-  const response = await fetch(path, { headers: key() ? { authorization: `Bearer ${key()}` } : {}, cache: "no-store" });
-  const body = await response.json().catch(() => ({}));
-  if (!response.ok) throw new Error(body.error?.message ?? `status ${response.status}`);
-  return body;
-}
-
-// --- theme
-
-const themes = matchMedia("(prefers-color-scheme: dark)");
-function theme(name) {
-  document.documentElement.dataset.theme = name;
-  store.set("theme", name);
-  charts.build();
-}
-document.documentElement.dataset.theme = fragment.get("theme") ?? store.get("theme") ?? (themes.matches ? "dark" : "light");
-
-const charts = new Charts(byId("charts"));
+const charts = new Charts(byId("charts"), LOAD_KINDS, 600), latencies = new Charts(byId("latency-charts"), LATENCY_KINDS, 180);
 const details = new Details(ask);
 const grid = new WorkerGrid(byId("worker-grid"), (id) => details.worker(id));
-new Traffic(key);
-byId("theme").addEventListener("click", () => theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
+new Traffic();
+theme(byId("theme"), () => { charts.build(); latencies.build(); });
 
 // --- the picture
 
 let isPaused = false, isNews = true, events = [], heard = 0;
 
+/** Name, figure, and what it is. */
 const TILES = [
-  ["workers", (p) => String(p.totals.workers)],
-  ["running", (p) => String(p.fleet.running)],
-  ["queued", (p) => String(p.fleet.queued)],
-  ["tokens a second", (p, point) => (point ? count(point.tokens_per_s) : "0")],
-  ["of KV in use", (p) => percent(p.totals.tokens.used / Math.max(1, p.totals.tokens.total))],
+  ["workers", (p) => String(p.totals.workers), "Workers that are heard of: kvasir_gateway_workers"],
+  ["running", (p) => String(p.fleet.running), "Sequences that are computed now: kvasir_fleet_running"],
+  ["queued", (p) => String(p.fleet.queued), "Sequences that wait for a worker: kvasir_fleet_queued"],
+  ["tokens a second", (p, point) => (point ? count(point.tokens_per_s) : "0"), "Of answers, through this gateway: kvasir_gateway_output_tokens_total"],
+  ["of KV in use", (p) => percent(p.totals.tokens.used / Math.max(1, p.totals.tokens.total)), "Of all workers' device memory for KV: kvasir_worker_kv_blocks"],
   ["of prompt blocks found", (p) => { const { misses, device, host, disk, peer } = p.totals.hits; const found = device + host + disk + peer;
-    return found + misses ? percent(found / (found + misses)) : "–"; }],
-  ["cached tokens expected / found", (p) => { const { expected = 0, found = 0 } = p.fleet.hit_tokens; return `${count(expected)} / ${count(found)}`; }],
-  ["preempted", (p) => String(p.fleet.preemptions)],
-  ["tokens lent", (p) => count(p.totals.tokens.lent)],
+    return found + misses ? percent(found / (found + misses)) : "–"; }, "The share of prompts that the cache saved: kvasir_worker_prefix_blocks"],
+  ["cached tokens expected / found", (p) => { const { expected = 0, found = 0 } = p.fleet.hit_tokens; return `${count(expected)} / ${count(found)}`; },
+    "By placement when it chose the worker, and by the worker: kvasir_fleet_prefix_tokens"],
+  ["preempted", (p) => String(p.fleet.preemptions), "Sequences that gave way to others: kvasir_fleet_preemptions"],
+  ["tokens lent", (p) => count(p.totals.tokens.lent), "KV that workers hold for others: kvasir_worker_kv_blocks"],
 ];
-byId("tiles").append(...TILES.map(([name]) => {
-  const tile = element("div", { className: "tile" }, element("b", { text: "–" }), element("span", { text: name }));
+byId("tiles").append(...TILES.map(([name, , title]) => {
+  const tile = element("div", { className: "tile", title }, element("b", { text: "–" }), element("span", { text: name }));
   tile.dataset.tile = name;
   return tile;
 }));
@@ -72,6 +48,37 @@ function requestButton(id) {
 }
 
 const held = (row) => (row.waiting ?? 0) + (row.running ?? 0);
+
+const three = (values) => (values ?? [null, null, null]).map(seconds);
+
+function showLatency(recent) {
+  rows(byId("latency-rows"), recent, (row) => [row.model || "none", tenths(row.requests / 60), ...three(row.first_token_s), ...three(row.token_s),
+    ...three(row.whole_s), row.refused, row.errors], "no request ended in the last minute");
+  latencies.draw();
+}
+
+/** Points of the chosen model, each percentile under a name of its own. */
+const chosen = () => byId("latency-model").value;
+function latencyPoint(point) {
+  const row = point.models.find((each) => each.model === chosen()) ?? {};
+  const flat = { unix_s: point.unix_s };
+  for (const name of ["first_token_s", "token_s", "whole_s"]) (row[name] ?? [null, null, null]).forEach((value, index) => { flat[name + index] = value; });
+  return flat;
+}
+
+let latencyPoints = [];
+function offerModels() {
+  const names = [...new Set(latencyPoints.flatMap((point) => point.models.map((each) => each.model)))].filter(Boolean);
+  const select = byId("latency-model"), before = chosen();
+  if (names.join() !== [...select.options].map((option) => option.value).join()) {
+    select.replaceChildren(...names.map((text) => element("option", { text })));
+    if (names.includes(before)) select.value = before;
+  }
+  byId("latency-of").hidden = names.length < 2;
+  byId("latency-charts").hidden = !names.length;
+  latencies.reset(latencyPoints.map(latencyPoint));
+}
+byId("latency-model").addEventListener("change", () => { offerModels(); latencies.draw(); });
 
 function show(picture) {
   const point = charts.points.at(-1);
@@ -89,17 +96,34 @@ function show(picture) {
   rows(byId("request-rows"), picture.requests, (row) => [requestButton(row.id), row.worker ?? "queued",
     row.prompt_tokens, `${row.tokens}/${row.max_tokens}`, seconds(row.age_s)], "none; send one below");
   showDebts(byId("debt-rows"), picture.debts);
-  const problem = [...picture.fleet.unready, ...picture.fleet.troubles].join("; ") || (picture.fleet.scheduler ? "" : "no scheduler is heard of");
-  state(problem ? "bad" : "good", problem || `live: ${picture.fleet.scheduler}, ${picture.fleet.policy}`);
+  byId("queue").hidden = !queue.length;
+  byId("tenants").hidden = !tenants.length;
+  byId("debts").hidden = !picture.debts.length;
+  showLatency(picture.recent ?? []);
+  grid.showDeparted(picture.departed ?? [], picture.unix_s);
+  showVerdict(picture);
 }
 
-function showNews() { showEvents(byId("event-rows"), events, (id) => details.request(id)); }
+function showNews() {
+  showEvents(byId("event-rows"), events, (id) => details.request(id));
+  byId("events").hidden = !events.length;
+}
 
 function take(kind, data) {
   const picture = JSON.parse(data);
-  if (kind === "whole") { charts.reset(picture.history); events = picture.events; isNews = true; }
+  if (kind === "whole") {
+    charts.reset(picture.history);
+    latencyPoints = picture.latencies ?? [];
+    offerModels();
+    events = picture.events;
+    isNews = true;
+  }
   else {
     charts.add(picture.point);
+    if (picture.latency && picture.latency.unix_s > (latencyPoints.at(-1)?.unix_s ?? 0)) {
+      latencyPoints = [...latencyPoints, picture.latency].slice(-180);
+      offerModels();
+    }
     if (picture.events.length) { events = [...events, ...picture.events].slice(-MOST_EVENTS); isNews = true; }
   }
   if (isPaused) return;  // what is told only once is kept, and shown when the page goes on
@@ -110,18 +134,11 @@ function take(kind, data) {
   document.body.dataset.heard = String(heard);
 }
 
-let stated = ["warn", "connecting"];
-function state(how, text) {
-  stated = [how, text];
-  document.querySelector(".dot").className = `dot ${how}`;
-  say(byId("state-text"), isPaused ? `held still; ${text}` : text);
-}
-
 function pause() {
   isPaused = !isPaused;
   byId("pause").setAttribute("aria-pressed", String(isPaused));
   byId("pause").textContent = isPaused ? "Go on" : "Pause";
-  state(...stated);
+  holdStill(isPaused);
 }
 
 function begin() {
@@ -131,15 +148,8 @@ function begin() {
     else if (how === "away") state("bad", `not connected (${text}); trying again`);
   });
 }
-byId("key-form").addEventListener("submit", (event) => { event.preventDefault(); store.set("key", byId("key").value.trim()); begin(); });
+byId("key-form").addEventListener("submit", (event) => { event.preventDefault(); setKey(byId("key").value); begin(); });
 byId("find").addEventListener("submit", (event) => { event.preventDefault(); const id = byId("find-id").value.trim(); if (id) details.request(id); });
 byId("pause").addEventListener("click", pause);
-addEventListener("keydown", (event) => {
-  const isTyping = /^(INPUT|TEXTAREA|BUTTON|A)$/.test(document.activeElement?.tagName ?? "");
-  if (isTyping || event.ctrlKey || event.metaKey || event.altKey || byId("detail").open) return;
-  if (event.key === "/") { event.preventDefault(); byId("question").focus(); }
-  else if (event.key === "t") byId("theme").click();
-  else if (event.key === " ") { event.preventDefault(); byId("pause").click(); }
-});
 showNews();
 begin();

@@ -1,11 +1,11 @@
 // The chat box: one question, as often as asked, all at once; the first answer is shown as it comes.
 
+import { complete } from "/ui/completions.js";
 import { byId, say } from "/ui/dom.js";
-import { eventReader } from "/ui/stream.js";
+import { ask, key } from "/ui/session.js";
 
 export class Traffic {
-  constructor(key) {
-    this.key = key;
+  constructor() {
     this.abort = null;
     byId("chat-form").addEventListener("submit", (event) => { event.preventDefault(); this.send(); });
     byId("question").addEventListener("keydown", (event) => {
@@ -17,7 +17,7 @@ export class Traffic {
   async send() {
     const question = byId("question").value.trim() || "Tell me a long story about the sea.";
     if (this.abort) return;
-    if (!this.key()) { say(byId("chat-note"), "chats need a key: open the page on the gateway's own port, with the key behind #key="); return; }
+    if (!key()) { say(byId("chat-note"), "chats need a key: open the page on the gateway's own port, with the key behind #key="); return; }
     this.abort = new AbortController();
     byId("send").disabled = true; byId("stop").disabled = false;
     byId("answer").textContent = "";
@@ -27,36 +27,20 @@ export class Traffic {
     const note = () => say(byId("chat-note"), `${done} of ${times} answered, ${tokens} pieces, ${((performance.now() - began) / 1000).toFixed(1)} s${failed ? `; ${failed}` : ""}`);
     const one = async (index) => {
       try {
-        const model = (await this.ask("/v1/models")).data[0].id;
-        await this.chat(model, question, index, (text) => { tokens += 1; if (index === 0) byId("answer").append(text); note(); });
+        const model = (await ask("/v1/models")).data[0].id;
+        const body = { model, seed: index, max_tokens: Number(byId("most").value) || 120, messages: [{ role: "user", content: question }] };
+        await complete(body, (event) => {
+          const text = event.choices?.[0]?.delta?.content;
+          if (!text) return;
+          tokens += 1;
+          if (index === 0) byId("answer").append(text);
+          note();
+        }, this.abort.signal);
       } catch (error) { failed = error.name === "AbortError" ? "stopped" : error.message; }
       done += 1; note();
     };
     await Promise.all(Array.from({ length: times }, (_, index) => one(index)));
     this.abort = null;
     byId("send").disabled = false; byId("stop").disabled = true;
-  }
-
-  headers() { return { authorization: `Bearer ${this.key()}`, "content-type": "application/json" }; }
-
-  async ask(path) {
-    const response = await fetch(path, { headers: this.headers(), signal: this.abort.signal });
-    if (!response.ok) throw new Error((await response.json()).error?.message ?? `status ${response.status}`);
-    return response.json();
-  }
-
-  async chat(model, question, seed, onText) {
-    const body = { model, stream: true, seed, max_tokens: Number(byId("most").value) || 120, messages: [{ role: "user", content: question }] };
-    const response = await fetch("/v1/chat/completions", { method: "POST", headers: this.headers(), body: JSON.stringify(body), signal: this.abort.signal });
-    if (!response.ok) throw new Error((await response.json()).error?.message ?? `status ${response.status}`);
-    const feed = eventReader((_, data) => {
-      if (data === "[DONE]") return;
-      const event = JSON.parse(data);
-      if (event.error) throw new Error(event.error.message);
-      const text = event.choices?.[0]?.delta?.content;
-      if (text) onText(text);
-    });
-    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-    for (;;) { const { value, done } = await reader.read(); if (done) break; feed(value); }
   }
 }

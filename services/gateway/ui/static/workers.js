@@ -1,6 +1,6 @@
 // A card for each worker: its KV as a bar, what it lent and borrowed, what lies below the device, its batch.
 
-import { count, element, percent, say, seconds } from "/ui/dom.js";
+import { clock, count, element, percent, say, seconds } from "/ui/dom.js";
 
 const DENSE_FROM = 13, LATE_S = 2;
 const PARTS = ["used", "borrowed", "evictable"];
@@ -36,14 +36,13 @@ function showCard(card, row, isDense) {
   if (row.sequences.waiting) parts.push(`${row.sequences.waiting} waiting`);
   if (row.decode_ms) parts.push(`${row.decode_ms.toFixed(1)} ms${isDense ? "" : " a step"}`);
   if (row.swapped_layers) parts.push(`${row.swapped_layers} layers swapped`);
+  if (row.heard_s > LATE_S) parts.push(`not heard for ${seconds(row.heard_s)}`);
   const lentBlocks = blocks.lent + blocks.host_lent;
   const marks = [];
   if (lentBlocks) marks.push(element("b", { className: "lent", text: ` ${lentBlocks} lent` }));
   if (blocks.borrowed) marks.push(element("b", { className: "borrowed", text: ` ${blocks.borrowed} borrowed` }));
   extra.replaceChildren(parts.join(", "), ...marks);
   card.classList.toggle("late", row.heard_s > LATE_S);
-  card.setAttribute("aria-label", `${row.id}: ${percent(blocks.used / all)} of KV in use, ${parts.join(", ")}`
-    + (row.heard_s > LATE_S ? `, not heard for ${seconds(row.heard_s)}` : ""));
   card.title = `${blocks.used} in use, ${blocks.evictable} cached, ${blocks.free} free of ${blocks.total} blocks; host `
     + `${blocks.host_used}/${blocks.host}, disk ${blocks.disk_used}/${blocks.disk}; lent ${lentBlocks}, borrowed ${blocks.borrowed}`;
 }
@@ -63,5 +62,18 @@ export class WorkerGrid {
       if (this.root.children[index] !== card) this.root.insertBefore(card, this.root.children[index] ?? null);
       showCard(card, row, isDense);
     });
+  }
+
+  /** Cards of workers that are gone or have just come back, after the others. */
+  showDeparted(rows, now) {
+    this.root.querySelectorAll(".gone, .back").forEach((card) => card.remove());
+    this.root.append(...rows.map((row) => {
+      const text = row.back_unix_s ? `back since ${clock(row.back_unix_s)}` : `gone since ${clock(row.gone_unix_s)}, ${seconds(Math.max(0, now - row.gone_unix_s))} ago`;
+      const card = element("div", { className: `worker ${row.back_unix_s ? "back" : "gone"}` },
+        element("span", { className: "top" }, element("b", { text: row.id }), element("span", { text })),
+        element("span", { className: "extra", text: row.why || (row.back_unix_s ? `was away for ${seconds(row.back_unix_s - row.gone_unix_s)}` : `served ${row.model}`) }));
+      card.dataset.departed = row.id;
+      return card;
+    }));
   }
 }

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway import ui
-from services.gateway.ui.watch import QUEUED_PICTURES, Viewer
+from services.gateway.counters import EndedRequest, RecentRequests
+from services.gateway.ui.watch import GONE_S, MOST_GONE, QUEUED_PICTURES, Departed, Viewer
 
 
 @given(st.lists(st.booleans(), max_size=60))
@@ -79,3 +80,35 @@ def test_a_field_that_is_not_sent_is_a_dash(tmp_path: Path) -> None:
     said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert said.returncode == 0, said.stderr
     assert json.loads(said.stdout) == ["a", "0", "–", "–", "1.3", "–", "–", "–", "–"]
+
+
+def test_percentiles_are_of_the_last_minute_by_model() -> None:
+    recent = RecentRequests()
+    assert recent.picture(0.0) == []
+    recent.add(EndedRequest(0.0, "old", 200, 9.0, 9.0, 9.0))
+    for number in range(1, 101):
+        recent.add(EndedRequest(30.0, "a", 200, number / 100, None, number / 10))
+    recent.add(EndedRequest(31.0, "a", 429, None, None, None))
+    recent.add(EndedRequest(31.0, "b", 503, None, None, None))
+    a, b = recent.picture(61.0)
+    assert (a["model"], a["requests"], a["refused"], a["errors"]) == ("a", 101, 1, 0)
+    assert a["first_token_s"] == pytest.approx([0.5, 0.95, 0.99], abs=0.011)
+    assert a["whole_s"] == pytest.approx([5.0, 9.5, 9.9], abs=0.11)
+    assert a["token_s"] is None  # answers of one token have nothing between tokens
+    assert (b["model"], b["errors"], b["whole_s"]) == ("b", 1, None)
+
+
+def test_a_worker_that_went_is_shown_until_ten_minutes_after_and_while_a_trouble_names_it() -> None:
+    departed = Departed()
+    departed.on_sample({"worker-0": "m", "worker-1": "m"}, 0.0)
+    departed.on_sample({"worker-0": "m"}, 1.0)
+    (row,) = departed.rows(("worker-1 crashed", "worker-0 is slow"), 2.0)
+    assert (row["id"], row["gone_unix_s"], row["back_unix_s"]) == ("worker-1", 1.0, None)
+    assert row["why"] == "worker-1 crashed"
+    departed.on_sample({"worker-0": "m", "worker-1": "m"}, 5.0)
+    assert departed.rows((), 6.0)[0]["back_unix_s"] == 5.0
+    assert len(departed.rows(("worker-1 crashed",), 6.0 + GONE_S)) == 1
+    assert departed.rows((), 6.0 + GONE_S) == []
+    departed.on_sample({f"worker-{number}": "m" for number in range(3 * MOST_GONE)}, 7.0)
+    departed.on_sample({}, 8.0)
+    assert len(departed.rows((), 9.0)) == MOST_GONE
