@@ -26,6 +26,8 @@ class ChatOptions:
     run: RunDirectory
     question: str = ""
     """Single question; empty: interactive."""
+    model: str | None = None
+    """None: the first that is served."""
     system: str | None = None
     temperature: float | None = None
     max_tokens: int | None = None
@@ -81,7 +83,7 @@ def chat(options: ChatOptions, console: Console) -> int:
     headers = {"Authorization": f"Bearer {options.run.credentials().api_key}"}
     timeout = httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)
     with httpx.Client(base_url=state["url"], headers=headers, timeout=timeout, trust_env=False) as client:
-        conversation = Conversation(client, _first_model(client), options)
+        conversation = Conversation(client, options.model or _first_model(client), options)
         if options.system:
             conversation.messages.append({"role": "system", "content": options.system})
         if options.question:

@@ -5,6 +5,7 @@ import asyncio
 import json
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from services.stack.rundir import DEFAULT_RUN_DIR, ROOT, RunDirectory
 from services.stack.table import Sources, TableMaker, kvasir_table, parse_override
 from shared import log
 from shared.command_line import Parser
-from shared.config import load
+from shared.config import load, load_with_origins
 from shared.errors import ConfigError, KvasirError
 from shared.messages.sequence import ServiceClass
 from shared.release import VERSION
@@ -186,8 +187,35 @@ def _parser() -> argparse.ArgumentParser:
     record.add_argument("--perfetto", action="store_true", help="write Chrome trace events instead")
     record.set_defaults(command=_record)
 
+    env = commands.add_parser(
+        "env", parents=[common], help="print the variables that clients read: eval $(kvasir env)"
+    )
+    env.set_defaults(command=_env)
+
+    config = commands.add_parser("config", help="print the settings in force, and where each comes from")
+    config.add_argument("sections", nargs="*", metavar="SECTION", help="only these: stack gateway worker …")
+    config.add_argument("--all", action="store_true", help="also print settings that have their default")
+    config.add_argument("--markdown", action="store_true", help="describe every setting, as docs/settings.md")
+    config.add_argument(
+        "--config", type=Path, help="YAML file with settings [deploy/local.yaml, if it exists]"
+    )
+    config.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as of `up`; repeatable"
+    )
+    config.set_defaults(command=_config)
+
+    doctor = commands.add_parser(
+        "doctor", parents=[common], help="look at this machine: what is missing for serving a model?"
+    )
+    doctor.add_argument(
+        "--model", default=StackConfig.model_fields["model"].default, metavar="FOLDER_OR_HUB_ID"
+    )
+    doctor.add_argument("--port", type=int, default=StackConfig.model_fields["port"].default, metavar="N")
+    doctor.set_defaults(command=_doctor)
+
     chat = commands.add_parser("chat", parents=[common], help="chat with the model; with QUESTION, ask once")
     chat.add_argument("question", nargs="*", metavar="QUESTION", help="ask this and exit")
+    chat.add_argument("--model", metavar="NAME", help="one of several [the first]")
     chat.add_argument("--system", help="system message")
     chat.add_argument("--temperature", type=float, help="0 is greedy [the model's]")
     chat.add_argument("--max-tokens", type=int, help="longest answer, in tokens")
@@ -294,6 +322,49 @@ def _up(arguments: argparse.Namespace, console: Console) -> int:
     return asyncio.run(up(options, console))
 
 
+def _env(arguments: argparse.Namespace, console: Console) -> int:
+    from services.stack.display import running_state
+
+    run = RunDirectory(arguments.run_dir)
+    url, key = running_state(run)["url"], run.credentials().api_key
+    for name, value in (
+        ("OPENAI_BASE_URL", f"{url}/v1"),
+        ("OPENAI_API_KEY", key),
+        ("ANTHROPIC_BASE_URL", url),
+        ("ANTHROPIC_API_KEY", key),
+    ):
+        print(f"export {name}={shlex.quote(value)};")
+    return 0
+
+
+def _config(arguments: argparse.Namespace, console: Console) -> int:
+    from services.stack import settings
+
+    if arguments.markdown:
+        print("\n".join(settings.as_table()))
+        return 0
+    file = arguments.config or (_DEFAULT_FILE if _DEFAULT_FILE.exists() else None)
+    sources = Sources(file, tuple(parse_override(text) for text in arguments.set), os.environ)
+    stack = load_with_origins(StackConfig, "stack", ["--config", str(file)] if file else [])
+    found = settings.listed(
+        list(settings.in_force(sources, *stack)), arguments.sections, with_defaults=arguments.all
+    )
+    for line in settings.as_text(found):
+        print(line)
+    if not found:
+        print("every setting has its default; --all prints them")
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace, console: Console) -> int:
+    from services.stack.doctor import examined
+
+    findings = list(examined(RunDirectory(arguments.run_dir), arguments.model, arguments.port))
+    for finding in findings:
+        print(finding)
+    return 1 if any(finding.is_fatal for finding in findings) else 0
+
+
 def _down(arguments: argparse.Namespace, console: Console) -> int:
     from services.stack.down import down
 
@@ -370,6 +441,7 @@ def _chat(arguments: argparse.Namespace, console: Console) -> int:
     options = ChatOptions(
         run=RunDirectory(arguments.run_dir),
         question=" ".join(arguments.question),
+        model=arguments.model,
         system=arguments.system,
         temperature=arguments.temperature,
         max_tokens=arguments.max_tokens,

@@ -164,7 +164,7 @@ def check_settings(specs: Iterable[ChildSpec], root: Path) -> None:
             if service is None:
                 continue
             try:
-                config = load(_config_type(service), service, ["--instance", spec.name], spec.env)
+                config = load(config_type_of(service), service, ["--instance", spec.name], spec.env)
                 config.check()
                 config.check_start()
             except ConfigError as error:
@@ -180,13 +180,13 @@ def check_override(section: str, setting: str) -> None:
         check_setting(ServiceConfig, [section, *names], lambda path: f"--set {'.'.join(path)}")
     else:
         service = section if section in subjects.SERVICES else subjects.service_of(section)
-        check_setting(_config_type(service), names, lambda path: f"--set {'.'.join([section, *path])}")
+        check_setting(config_type_of(service), names, lambda path: f"--set {'.'.join([section, *path])}")
 
 
 def gateway_hosts(env: Mapping[str, str]) -> tuple[str, str]:
     """Return the hosts at which clients and the operator reach this gateway locally."""
     try:
-        config = load(_config_type("gateway"), "gateway", [], env)
+        config = load(config_type_of("gateway"), "gateway", [], env)
     except ConfigError:  # reported by `check_settings`
         return "127.0.0.1", "127.0.0.1"
     anywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -195,7 +195,8 @@ def gateway_hosts(env: Mapping[str, str]) -> tuple[str, str]:
     return first, second
 
 
-def _config_type(service: str) -> type[ServiceConfig]:
+def config_type_of(service: str) -> type[ServiceConfig]:
+    """Return the class of a section's settings."""
     found: type[ServiceConfig] = getattr(
         import_module(f"{_PREFIX}{service}.config"), f"{service.capitalize()}Config"
     )

@@ -126,6 +126,16 @@ def load(
 ) -> C:
     """Return the configuration of one service; `argv` defaults to the process's arguments. `--help` lists the
     settings and exits. Raise ConfigError naming the setting, its origin, and what to write instead."""
+    return load_with_origins(config_type, section, argv, environ)[0]
+
+
+def load_with_origins(
+    config_type: type[C],
+    section: str,
+    argv: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> tuple[C, dict[str, str]]:
+    """Return the configuration, and by path the origin of each setting that is not a default."""
     environment = os.environ if environ is None else environ
     file_name, flags = _take_config_flag(list(sys.argv[1:] if argv is None else argv), environment)
     layers = [("the file", layer) for layer in _from_yaml(file_name, section)]
@@ -137,7 +147,7 @@ def load(
         _merge(merged, layer)
         origins |= dict.fromkeys(_paths(layer), origin)
     try:
-        return config_type(**merged)
+        return config_type(**merged), origins
     except ValidationError as error:
         raise ConfigError(explain(error, config_type, section, origins), param=first_path(error)) from None
 
