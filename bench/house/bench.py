@@ -46,6 +46,10 @@ Function = tuple[str, str]
 """(file, qualified name)"""
 
 
+_GENERATED = ROOT / "docs" / "settings.md"
+"""Written by a command, not by a person."""
+
+
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--no-live", action="store_true", help="count the source only; start no stack")
     parser.add_argument(

@@ -112,7 +112,7 @@ def test_a_stopped_answer_says_so_and_settings_are_sent(page: Page) -> None:
     assert "Be brief." in code and "max_tokens=4" in code and "sk-" not in code
     click(page, "Copy as curl")
     page.until("window.copied.startsWith('curl ')")
-    page.evaluate("document.getElementById('most').value = 2000")
+    page.evaluate("document.getElementById('most').value = 600")
     say(page, "And a very long story.")
     page.until("document.getElementById('stop').hidden === false")
     click(page, "Stop")

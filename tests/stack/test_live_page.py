@@ -219,12 +219,12 @@ def test_decisions_have_words_and_costs(simulated: RunningStack, page: Page) -> 
 def test_charts_stay_side_by_side_when_the_theme_changes(simulated: RunningStack, page: Page) -> None:
     """Each was once as wide as all of them when made anew: its box was alone on the page then."""
     look(page, simulated)
-    page.until("document.querySelectorAll('.chart canvas').length === 4")
+    page.until("document.querySelectorAll('#charts .chart canvas').length === 4")
     for _ in range(2):
         page.evaluate("document.getElementById('theme').click()")
         wide = page.evaluate(
-            "[...document.querySelectorAll('.chart')].map((b) => b.querySelector('.uplot').offsetWidth - "
-            "b.clientWidth)"
+            "[...document.querySelectorAll('#charts .chart')]"
+            ".map((b) => b.querySelector('.uplot').offsetWidth - b.clientWidth)"
         )
         assert len(wide) == 4 and max(wide) <= 0, wide
 

@@ -10,7 +10,7 @@ export async function complete(body, onEvent, signal) {
     method: "POST", headers: { ...authorization(), "content-type": "application/json" },
     body: JSON.stringify({ ...body, stream: true }), signal });
   if (!response.ok) {
-    const told = await response.json().catch(() => ({}));
+    const told = await response.json().catch((error) => { if (error.name === "AbortError") throw error; return {}; });
     throw Object.assign(new Error(told.error?.message ?? `status ${response.status}`), { status: response.status });
   }
   const feed = eventReader((_, data) => {
