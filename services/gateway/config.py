@@ -95,6 +95,9 @@ class GatewayConfig(ModelServiceConfig):
     stored_responses: str = Field("", description="SQLite file for stored responses; empty: none")
     stored_responses_mb: int = Field(64, ge=1, description="of them, for each API key; the oldest leave")
     stored_responses_days: float = Field(30.0, gt=0, description="for which they are kept at most")
+    batches: str = Field("", description="SQLite file for /v1/files and /v1/batches; empty: neither")
+    batches_mb: int = Field(256, ge=1, description="of files, for each API key")
+    batches_days: float = Field(30.0, gt=0, description="for which files and ended batches are kept")
     resume_s: float = Field(
         60.0, gt=0, description="an answer that can be asked for again is kept this long without a reader"
     )

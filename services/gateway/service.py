@@ -8,8 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fastapi import FastAPI
 from starlette.types import ASGIApp
 
+from services.gateway.batches.routes import add_batches
+from services.gateway.batches.runner import BatchRunner
+from services.gateway.batches.store import BatchStore
 from services.gateway.config import GatewayConfig
 from services.gateway.fleet_metrics import fleet_metrics
 from services.gateway.http.browser import with_cors
@@ -115,6 +119,13 @@ def _store_of(config: GatewayConfig) -> ResponseStore | None:
     return ResponseStore(path, most_bytes=most_bytes, most_days=config.stored_responses_days)
 
 
+def _batches_of(config: GatewayConfig) -> BatchStore | None:
+    if not config.batches:
+        return None
+    path = Path(config.batches).expanduser()
+    return BatchStore(path, most_bytes=config.batches_mb * 1024 * 1024, most_days=config.batches_days)
+
+
 async def run(config: GatewayConfig) -> None:
     """Serve until cancelled. Then let running answers continue for `shutdown_grace_s`, and fail the rest."""
     models = Models(
@@ -125,6 +136,9 @@ async def run(config: GatewayConfig) -> None:
         store = _store_of(config)
         if store is not None:
             ends.callback(store.close)
+        batches = _batches_of(config)
+        if batches is not None:
+            ends.callback(batches.close)
         listener = ends.enter_context(
             closing(bind(config.host, config.port, "port", is_shared=config.shares_port))
         )
@@ -157,13 +171,19 @@ async def run(config: GatewayConfig) -> None:
             ):
                 tasks.create_task(loop)
             page = partial(add_page, watch=watch, colleagues=colleagues)
-            main = make_app(
-                sessions, models, config, desk, store, partial(page, admin_key_sha256=config.admin_key_sha256)
-            )
+
+            def add_more(app: FastAPI) -> None:
+                page(app, admin_key_sha256=config.admin_key_sha256)
+                if batches is not None:
+                    add_batches(app, batches, config, models.first.threads)
+
+            main = make_app(sessions, models, config, desk, store, add_more)
             if watched.may_have_quotas:
                 main = Metered(main, watched)
             tenants, counters, open_paths = watched.tenants, sessions.counters, OPEN_PATHS | PAGE_PATHS
             app: ASGIApp = Edge(main, tenants, counters, open_paths, recorder=bus.recorder)
+            if batches is not None:
+                tasks.create_task(BatchRunner(batches, app, tenants).run())
             app = with_cors(app, config.cors_origins)
             operators = make_operator_app(sessions, partial(page, admin_key_sha256=None))
             operator_app = Edge(operators, tenants, counters, OPERATOR_PATHS | PAGE_PATHS, open_below="/ui/")

@@ -151,6 +151,8 @@ MESSAGES = "/v1/messages"
 IGNORED_HEADER = b"x-kvasir-ignored"
 RECORD = "kvasir.record"
 """Key of the `RequestRecord` in the ASGI scope."""
+TRUSTED = "kvasir.trusted"
+"""Key in the scope of the gateway's own requests: key digest and tenant."""
 CLIENT_GONE_STATUS = 499
 _logger = log.get_logger("gateway.request")
 
@@ -204,7 +206,8 @@ class Edge:
         record: RequestRecord = scope[RECORD]
         try:
             if headers is not None:
-                record.tenant, record.owner = key_of(headers, record.path, self._tenants)
+                trusted = scope.get(TRUSTED)
+                record.tenant, record.owner = trusted or key_of(headers, record.path, self._tenants)
                 if ENGAGE in scope:
                     scope[ENGAGE]()
             await self._app(scope, receive, send)

@@ -1,0 +1,1 @@
+"""Files and batches of the OpenAI API: jobs of many requests that run on what capacity is left."""
